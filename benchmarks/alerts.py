@@ -49,7 +49,8 @@ from reinforce_rl.trainer.build import build_datasets  # noqa: E402
 
 FROM_STEP = 13  # the first step with a planted failure of the reward
 RESULTS = HERE / "results" / "alerts.md"
-BEGIN, END = "<!-- tables -->\n", "<!-- end -->"
+BEGIN = "<!-- tables -->\n"
+END = "<!-- end -->"
 TABLE = "|---"
 
 
@@ -209,7 +210,8 @@ class PlannedReward:
 def run(plan: Plan, seed: int, mesh: Mesh, data: Path, folder: Path) -> None:
     """Train once; the run's folder is whole or absent."""
     torch.set_num_threads(1)
-    job, unfinished = Job(plan.cell, seed, plan.lr, STEPS), folder.with_name(f".{folder.name}")
+    job = Job(plan.cell, seed, plan.lr, STEPS)
+    unfinished = folder.with_name(f".{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     config = load_config(compose(*overrides(job, data), *plan.options))
     tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
@@ -262,7 +264,8 @@ def read(plan: Plan, seed: int, folder: Path) -> Found:
     low = None
     for (step, value), top in zip(validated, tops, strict=True):
         low = (low or step) if value < max(top - 0.5, first + 0.5) else None
-    steps, values = sum(is_training(line) for line in run.lines), [value for _, value in validated]
+    steps = sum(is_training(line) for line in run.lines)
+    values = [value for _, value in validated]
     return Found(plan, seed, steps, first, max(values), values[-1], low, said)
 
 

@@ -102,8 +102,12 @@ class Drawn:
     def __init__(
         self, mean: float, longest: int, group: int, tail: str = "exponential", seed: int = 0
     ):
-        self._mean, self._longest, self._group, self._draw = mean, longest, group, TAILS[tail]
-        self._random, self._groups = random.Random(seed), list[list[int]]()
+        self._mean = mean
+        self._longest = longest
+        self._group = group
+        self._draw = TAILS[tail]
+        self._random = random.Random(seed)
+        self._groups = list[list[int]]()
 
     def __call__(self, number: int) -> list[int]:
         while len(self._groups) <= number:
@@ -217,7 +221,8 @@ def check_rows(tail: str) -> Iterator[list[str]]:
         "published",
     ]
     for case in PUBLISHED:
-        of, job = case.of, case.of.job(tail=tail)
+        of = case.of
+        job = case.of.job(tail=tail)
         both = [job, job]
         if case.responses is not None:
             both = [
@@ -285,7 +290,9 @@ def read_run(folder: Path, send: float) -> tuple[Measured, Callable[[int], Seque
     for step in run.sample_steps():
         for row in run.samples(step):
             groups.setdefault((step, row.prompt_id), []).append(row.response_length)
-    drawn, rl, block = list(groups.values()), cfg.trainer.reinforce, cfg.model.block_size
+    drawn = list(groups.values())
+    rl = cfg.trainer.reinforce
+    block = cfg.model.block_size
     engine = cfg.engine.tensor_parallel_size or block
     lengths = [length for group in drawn for length in group]
     training = median["logprobs"] + median["init_logprobs"] + median["train_time"]
@@ -353,11 +360,13 @@ def main() -> None:
             table.add_row(*cells)
         console.print(table)
         return
-    measured, lengths = LLAMA_8B, None
+    measured = LLAMA_8B
+    lengths = None
     if args.run is not None:
         measured, lengths = read_run(args.run, args.send)
     console.print(measured, highlight=False)
-    job, rows = measured.job(lengths, args.tail), list[Row]()
+    job = measured.job(lengths, args.tail)
+    rows = list[Row]()
     for gpus in args.gpus:
         for times in sorted(
             {1, max(1, gpus // args.gpus[0])}

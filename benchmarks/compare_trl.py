@@ -236,7 +236,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    console, progress = Console(width=119), Console(stderr=True)
+    console = Console(width=119)
+    progress = Console(stderr=True)
     before = machine()
     try:
         with tempfile.TemporaryDirectory() as scratch:

@@ -116,7 +116,8 @@ def variance_table() -> Table:
         none, four, two = at(ratio)
         table.add_row(f"{ratio:g}", f"1 ({none:.3f})", f"{four:.2f}", f"{two:.2f}")
     for name, column in (("G = 4", 1), ("G = 2", 2)):
-        low, high = 0.0, 4.0
+        low = 0.0
+        high = 4.0
         for _ in range(30):
             middle = (low + high) / 2
             low, high = (middle, high) if at(middle)[column] > 1 else (low, middle)

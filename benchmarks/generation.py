@@ -45,7 +45,9 @@ from reinforce_rl.megatron.hf_weights import load_hf_weights  # noqa: E402
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh  # noqa: E402
 from reinforce_rl.megatron.model.model import CausalLM  # noqa: E402
 
-OURS, PEER, ENGINE = "native engine", "transformers", "vLLM"
+OURS = "native engine"
+PEER = "transformers"
+ENGINE = "vLLM"
 SHORT = {
     "pairs": 1,
     "prompts": 2,
@@ -157,7 +159,8 @@ def vllm_side(
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     lm = CausalLM(Architecture.from_folder(folder), mesh)
     load_hf_weights(lm, HFFolder(folder))
-    config, length = EngineConfig(python=args.vllm), args.prompt_tokens + args.response_tokens
+    config = EngineConfig(python=args.vllm)
+    length = args.prompt_tokens + args.response_tokens
     tokenizer = load_tokenizer(folder)
     engine = EngineGenerator(
         lm,

@@ -60,7 +60,8 @@ def run_once(case: Case) -> Result:
     with_entropy = case.entropy != "no"
     with parallel_mesh() as mesh:
         before = psutil.Process().memory_info().rss
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         if case.chunk_tokens is None:
             table = torch.log_softmax(hidden @ weight.t(), dim=-1)
             log_probs = table.gather(1, targets[:, None])[:, 0]
@@ -80,7 +81,8 @@ def run_once(case: Case) -> Result:
         if entropy is not None and case.entropy == "gradient":
             loss = loss + 0.01 * entropy.sum()
         loss.backward()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        wall = time.perf_counter() - wall
+        cpu = time.process_time() - cpu
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Result(peak - before, wall, cpu)
 

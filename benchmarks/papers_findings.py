@@ -61,7 +61,8 @@ SLEEPING_SEEDS = (
     3  # of cells that sleep: for seconds alone, as they learn what those without sleep do
 )
 JOB_SECONDS = 300.0
-QUICK_STEPS, QUICK_PRETRAINING = 4, 12
+QUICK_STEPS = 4
+QUICK_PRETRAINING = 12
 
 
 def arguments() -> argparse.Namespace:
@@ -93,7 +94,8 @@ def main() -> int:
     )  # its policy has learnt next to nothing
     with console.status("pre-training the policy (one or two minutes, once)"):
         prepare(args.out, QUICK_PRETRAINING if args.quick else PRETRAINING_STEPS)
-    tuning, failures = [], []
+    tuning = []
+    failures = []
     rates = dict.fromkeys(CELLS, LEARNING_RATES[0])
     if not args.quick:
         tuned = list(
@@ -126,7 +128,8 @@ def finish(
     """The outcomes of all jobs, from `NAME.jsonl` where it has them, and the jobs that failed with the reasons."""
     path = args.out / f"{name}.jsonl"
     done = {outcome.job: outcome for outcome in read_outcomes(path)}
-    missing, failed = [job for job in jobs if job not in done], []
+    missing = [job for job in jobs if job not in done]
+    failed = []
     columns = (
         TextColumn("{task.description}"),
         MofNCompleteColumn(),

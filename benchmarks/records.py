@@ -28,7 +28,9 @@ from reinforce_rl.monitoring.records import (
     write_records,
 )
 
-VOCABULARY, PROMPT, GROUP = 50_000, 200, 4
+VOCABULARY = 50_000
+PROMPT = 200
+GROUP = 4
 
 
 def made_up(samples: int, tokens: int, *, with_tokens: bool) -> Samples:
@@ -41,9 +43,11 @@ def made_up(samples: int, tokens: int, *, with_tokens: bool) -> Samples:
     prompts = np.repeat(
         draw.integers(0, VOCABULARY, (-(-samples // GROUP), PROMPT)), GROUP, axis=0
     )[:samples]
-    rows, end = [], 0
+    rows = []
+    end = 0
     for i, length in enumerate(lengths.tolist()):
-        start, end = end, end + length
+        start = end
+        end = end + length
         prompt, response = (
             "".join(map(texts.__getitem__, part.tolist())) for part in (prompts[i], ids[start:end])
         )
@@ -99,10 +103,8 @@ def measure(samples: Samples, folder: Path) -> dict[str, tuple[float, float, flo
     found = {"Parquet, zstd": (path.stat().st_size / 1e6, write, read)}
     lines, codec = as_lines(path, samples), pa.Codec("zstd", compression_level=3)
     objects = [json.loads(line) for line in lines.split(b"\n")]
-    dumping, parsing = (
-        timed(lambda: [json.dumps(one) for one in objects]),
-        timed(lambda: list(map(json.loads, lines.split(b"\n")))),
-    )
+    dumping = timed(lambda: [json.dumps(one) for one in objects])
+    parsing = timed(lambda: list(map(json.loads, lines.split(b"\n"))))
     packed = gzip.compress(lines, 6)
     times = timed(lambda: gzip.compress(lines, 6)), timed(lambda: gzip.decompress(packed))
     found["JSON lines, gzip"] = len(packed) / 1e6, dumping + times[0], parsing + times[1]

@@ -24,7 +24,8 @@ import numpy as np
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-SAMPLES, LENGTH = 8, 16
+SAMPLES = 8
+LENGTH = 16
 ROUND_SECONDS = 900.0
 
 

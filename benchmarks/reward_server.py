@@ -137,7 +137,8 @@ def served(
     trunk: Path, head: Path, folder: Path, micro_batch: int, batch: int
 ) -> Iterator[tuple[int, str, list[psutil.Process]]]:
     """A server of its own: the front door's port, Triton's socket, and the server's processes."""
-    port, ready = free_port("127.0.0.1"), folder / "ready.json"
+    port = free_port("127.0.0.1")
+    ready = folder / "ready.json"
     command = [sys.executable, str(ROOT / "examples" / "serve_reward_model.py")]
     command += [f"reward_model.restore_from_path={trunk}", f"reward_model.head_path={head}"]
     command += [
@@ -269,7 +270,8 @@ def main() -> None:
             for way in ways:  # the first calls of each are not counted
                 way.run(1, expected, processes)
                 way.latencies.clear()
-                way.seconds = way.cpu_seconds = 0.0
+                way.seconds = 0.0
+                way.cpu_seconds = 0.0
             for _ in range(args.rounds):
                 for way in ways:
                     way.run(args.calls, expected, processes)

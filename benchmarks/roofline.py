@@ -37,9 +37,16 @@ from reinforce_rl.megatron.architecture import Architecture  # noqa: E402
 from reinforce_rl.monitoring.loggers import read_metrics  # noqa: E402
 from reinforce_rl.monitoring.records import read_rows, rollout_files  # noqa: E402
 
-GENERATE, LOG_PROBS, REFERENCE, TRAINING = "generate", "logprobs", "init_logprobs", "train_time"
+GENERATE = "generate"
+LOG_PROBS = "logprobs"
+REFERENCE = "init_logprobs"
+TRAINING = "train_time"
 PHASES = (GENERATE, LOG_PROBS, REFERENCE, TRAINING)
-PROMPTS, GROUP, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 4, 64, 48  # of the steps that are made here
+# of the steps that are made here
+PROMPTS = 4
+GROUP = 4
+PROMPT_TOKENS = 64
+RESPONSE_TOKENS = 48
 SIDE_SECONDS = 1800
 
 

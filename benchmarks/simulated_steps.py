@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-STEPS, WARM = 16, 4  # simulated, and left out before the mean
+# simulated, and left out before the mean
+STEPS = 16
+WARM = 4
 Number = Any  # float, or Fraction in the tests
 
 
@@ -114,7 +116,8 @@ class Engine:
 
 def call_seconds(job: Job, groups: Sequence[Sequence[int]]) -> Number:
     """Of groups that an engine generates in one call."""
-    engine, end = Engine(job), 0
+    engine = Engine(job)
+    end = 0
     engine.add(0, [length for group in groups for length in group])
     while engine.rows:
         end = engine.end
@@ -142,13 +145,14 @@ def in_order(job: Job, trainers: int, generators: int, k: int, steps: int = STEP
     engines = generators // job.engine
     size = -(-job.prompts // engines)
     free: list[Number] = [0] * engines
-    versions, waits, ages = (
-        list[Number]([0]),
-        list[Number](),
-        list[Number](),
-    )  # versions: when each is there
+    # versions: when each is there
+    versions = list[Number]([0])
+    waits = list[Number]()
+    ages = list[Number]()
     for step in range(1, steps + 1):
-        groups, version, ready = job.groups(step - 1), max(0, step - 1 - k), 0
+        groups = job.groups(step - 1)
+        version = max(0, step - 1 - k)
+        ready = 0
         for start in range(0, job.prompts, size):
             end = max(heapq.heappop(free), versions[version]) + call_seconds(
                 job, groups[start : start + size]
@@ -164,7 +168,8 @@ def in_order(job: Job, trainers: int, generators: int, k: int, steps: int = STEP
 def _after_warm(
     versions: list[Number], waits: list[Number], ages: list[Number], dropped: Number
 ) -> Found:
-    count, whole = len(waits) - WARM, versions[-1] - versions[WARM]
+    count = len(waits) - WARM
+    whole = versions[-1] - versions[WARM]
     return Found(whole / count, sum(waits[WARM:]) / whole, sum(ages[WARM:]) / count, dropped)
 
 
@@ -212,15 +217,22 @@ class Generators:
 def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = STEPS) -> Found:
     """Responses that run when the weights change go on; a group is as old as the weights that it began with."""
     pool, ready, taken = Generators(job, generators // job.engine), deque[Group](), list[Group]()
-    time, trained, drawn, under_way, dropped = 0, math.inf, 0, 0, 0
-    versions, waits, ages = list[Number]([0]), list[Number](), list[Number]()
+    time = 0
+    trained = math.inf
+    drawn = 0
+    under_way = 0
+    dropped = 0
+    versions = list[Number]([0])
+    waits = list[Number]()
+    ages = list[Number]()
     while len(versions) <= steps:
         version = len(versions) - 1
         while under_way < (k + 1) * job.prompts:
             lengths = job.lengths(drawn)
             if not pool.give(time, Group(lengths, version, len(lengths))):
                 break
-            drawn, under_way = drawn + 1, under_way + 1
+            drawn = drawn + 1
+            under_way = under_way + 1
         scored = (
             ready[job.prompts - 1].scored if not taken and len(ready) >= job.prompts else math.inf
         )
@@ -235,12 +247,12 @@ def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = S
         time = min(trained, scored, pool.end)
         if time == trained:
             versions.append(time)
-            under_way, taken, trained = under_way - len(taken), [], math.inf
+            under_way = under_way - len(taken)
+            taken = []
+            trained = math.inf
             fresh = deque(group for group in ready if version + 1 - group.version <= k)
-            dropped, under_way = (
-                dropped + len(ready) - len(fresh),
-                under_way - len(ready) + len(fresh),
-            )
+            dropped = dropped + len(ready) - len(fresh)
+            under_way = under_way - len(ready) + len(fresh)
             ready = fresh
         elif time == pool.end:
             group = pool.pop()
@@ -249,7 +261,8 @@ def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = S
                 group.scored = time + job.reward
                 ready.append(group)
             elif not group.running:
-                dropped, under_way = dropped + 1, under_way - 1
+                dropped = dropped + 1
+                under_way = under_way - 1
     return _after_warm(versions, waits, ages, dropped / (steps * job.prompts))
 
 

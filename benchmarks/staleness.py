@@ -41,7 +41,9 @@ VERSION = 5  # of the policy whose gradient is estimated, in optimizer steps fro
 PROBLEMS = 20
 SHIFT = 2.0  # added to all rewards, in the table of baselines
 
-GROUPS_PER_STEP, STEPS, SEEDS = 4, 64, 200
+GROUPS_PER_STEP = 4
+STEPS = 64
+SEEDS = 200
 FIRST_SEED = 2000  # of learning; no problem of the gradient's
 LEARNING_RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
 BETAS = (0.9, 0.98)  # Adam's, the default of conf/train_reinforce_actor.yaml
@@ -99,8 +101,10 @@ class Problem:
         """Parameters of versions 0 to `versions`: exact gradient ascent, each step `step_kl` nats long."""
         found = [self.parameters]
         for _ in range(versions):
-            start, direction = found[-1], self.gradient(found[-1])
-            low, high = 0.0, 1.0
+            start = found[-1]
+            direction = self.gradient(found[-1])
+            low = 0.0
+            high = 1.0
             while sequence_divergence(start, start + high * direction) < step_kl:
                 high *= 2.0
             for _ in range(50):
@@ -113,7 +117,8 @@ class Problem:
 
 def sequence_divergence(left: Tensor, right: Tensor) -> float:
     """KL(left, right) of two policies' responses in nats, from their parameters."""
-    log_left, log_right = TREE.log_probs(left).sum(1), TREE.log_probs(right).sum(1)
+    log_left = TREE.log_probs(left).sum(1)
+    log_right = TREE.log_probs(right).sum(1)
     return float(log_left.exp() @ (log_left - log_right))
 
 
@@ -156,9 +161,11 @@ class Estimate:
         credit: Callable[[RewardGroups], Tensor] = rloo_advantage,
         kl_of_behaviour: bool = False,
     ):
-        log_probs, drawn_with = TREE.log_probs(now), TREE.log_probs(behaviour)
+        log_probs = TREE.log_probs(now)
+        drawn_with = TREE.log_probs(behaviour)
         kl = sequence_kl(drawn_with if kl_of_behaviour else log_probs, problem.reference, TREE.mask)
-        rows, ids = GROUPS.flatten(), torch.arange(len(GROUPS)).repeat_interleave(SAMPLES)
+        rows = GROUPS.flatten()
+        ids = torch.arange(len(GROUPS)).repeat_interleave(SAMPLES)
         leaf = log_probs[rows].requires_grad_()
         less_kl = (problem.rewards - BETA * kl)[rows]
         loss = rloo_loss(leaf, drawn_with[rows], less_kl, ids, rows, SAMPLES, settings, credit)
@@ -214,8 +221,10 @@ def measure(
     **options,
 ) -> dict[str, Measured]:
     """Corrections at the last version of `path`, sampled `staleness` versions before; `options` of `Estimate`."""
-    now, behaviour = path[-1], path[-1 - staleness]
-    scores, true = scores_of(now), problem.gradient(now).flatten()
+    now = path[-1]
+    behaviour = path[-1 - staleness]
+    scores = scores_of(now)
+    true = problem.gradient(now).flatten()
     on_policy = Estimate(problem, now, now, LossSettings(), scores).variance
     found = {}
     for name, settings in corrections.items():
@@ -294,8 +303,10 @@ def baseline_table(step_kl: float = 0.01, staleness: int = 4) -> Rows:
     for problem in map(Problem.draw, range(PROBLEMS)):
         shifted = replace(problem, rewards=problem.rewards + SHIFT)
         path = problem.path(step_kl)
-        now, behaviour = path[-1], path[-1 - staleness]
-        scores, true = scores_of(now), problem.gradient(now).flatten()
+        now = path[-1]
+        behaviour = path[-1 - staleness]
+        scores = scores_of(now)
+        true = problem.gradient(now).flatten()
         for name, settings in CORRECTIONS.items():
             part = Estimate(problem, now, behaviour, settings, scores, rloo_baseline).mean
             estimates = [
@@ -349,12 +360,14 @@ def learn(
     for uniform in noise:
         log_probs = log_probs_of(parameters)
         if versions:
-            left, right = versions[-1].sum(2), log_probs.detach().sum(2)
+            left = versions[-1].sum(2)
+            right = log_probs.detach().sum(2)
             moved.append(float((left.exp() * (left - right)).sum(1).mean()))
         versions.append(log_probs.detach())
         sequences = torch.searchsorted(versions[0].sum(2).exp().cumsum(1), uniform)
         sequences = sequences.clamp(max=NUM_SEQUENCES - 1).flatten()
-        own, drawn_with = log_probs[seed_ids, sequences], versions[0][seed_ids, sequences]
+        own = log_probs[seed_ids, sequences]
+        drawn_with = versions[0][seed_ids, sequences]
         kl = sequence_kl(
             drawn_with if kl_of_behaviour else own,
             reference[seed_ids, sequences],
@@ -365,7 +378,8 @@ def learn(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    shares, entropies = [], []
+    shares = []
+    entropies = []
     for problem, at_end in zip(problems, log_probs_of(parameters.detach()).sum(2), strict=True):
         best = problem.optimum()
         start, end, top = map(problem.objective, (problem.reference.sum(1), at_end, best))
@@ -383,7 +397,8 @@ def learning_tables() -> tuple[Rows, Rows]:
     cells = [(name, False) for name in CORRECTIONS] + [("none", True), ("sequence", True)]
     names = [f"{name}, {OLD_KL}" if old_kl else name for name, old_kl in cells]
     heads = ["learning rate", "KL a step", "k", *names]
-    shares, entropies = [[*heads, "sequence - none", "sequence - k = 0"]], [heads]
+    shares = [[*heads, "sequence - none", "sequence - k = 0"]]
+    entropies = [heads]
     for rate in LEARNING_RATES:
         on_policy = learn(rate, 0, LossSettings())
         for k in STALENESS:

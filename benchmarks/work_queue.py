@@ -29,7 +29,8 @@ from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.trainer.work_queue import WorkQueue
 
-SAMPLES, TOKENS = 4, 256
+SAMPLES = 4
+TOKENS = 256
 SECONDS_A_TOKEN = 0.001
 LONGEST = 100_000  # tokens
 Generate = Callable[[list[Prompt]], Completions]
@@ -73,10 +74,8 @@ def engine(mesh: Mesh, slowness: float, folder: Path) -> Iterator[Generate]:
         request_timeout_seconds=300,
     )
     lm = CausalLM(Architecture.from_folder(folder / "model"), mesh, torch.float32)
-    tokenizer, where = (
-        load_tokenizer(folder / "model"),
-        {"model": folder / "model", "log_folder": folder / "log"},
-    )
+    tokenizer = load_tokenizer(folder / "model")
+    where = {"model": folder / "model", "log_folder": folder / "log"}
     generator = EngineGenerator(
         lm, tokenizer, TensorRTLLM(TensorRTLLMConfig()), config, max_seq_len=LONGEST, **where
     )

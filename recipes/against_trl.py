@@ -108,7 +108,9 @@ def trl_side(folder: Path, overrides: Sequence[str]) -> Curve:
 def trl_settings(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the recipe's settings by TRL's names."""
     cfg = compose(NAME, [f"hydra.searchpath=[file://{CONF_FOLDER}]", *overrides], HERE)
-    reinforce, rollouts, optim = cfg.trainer.reinforce, cfg.model.reinforce, cfg.model.optim
+    reinforce = cfg.trainer.reinforce
+    rollouts = cfg.model.reinforce
+    optim = cfg.model.optim
     group = reinforce.num_rollouts_per_prompt
     samples = rollouts.num_rollout_samples * group
     micro_batch = math.gcd(
@@ -154,7 +156,8 @@ def draw(found: dict[str, list[Curve]], path: Path) -> None:
             steps = list(range(1, len(means) + 1))
             band = [m + e for m, e in zip(means, errors, strict=True)]
             band += [m - e for m, e in zip(means[::-1], errors[::-1], strict=True)]
-            colour, common = COLOURS[name], {"legendgroup": name, "mode": "lines"}
+            colour = COLOURS[name]
+            common = {"legendgroup": name, "mode": "lines"}
             area = {
                 "fill": "toself",
                 "fillcolor": f"rgba({colour}, 0.2)",

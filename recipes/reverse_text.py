@@ -40,14 +40,17 @@ def similarity(prompt: str, response: str, record: Mapping[str, Any]) -> float:
 
 def records(seed: int) -> dict[str, list[dict[str, Any]]]:
     """Return the parts' records; no text is in two of them."""
-    draw, words, seen = random.Random(seed), WORDS.split(), set()
+    draw = random.Random(seed)
+    words = WORDS.split()
+    seen = set()
     while len(seen) < sum(SIZES.values()):
         seen.add(" ".join(draw.sample(words, draw.randint(3, 6))))
     texts = sorted(seen)
     draw.shuffle(texts)
     found = {}
     for name, size in SIZES.items():
-        part, texts = texts[:size], texts[size:]
+        part = texts[:size]
+        texts = texts[size:]
         found[name] = [{"messages": _messages(text), "answer": text[::-1]} for text in part]
     return found
 
@@ -76,10 +79,8 @@ def warm_up(
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in rows])
         places = torch.arange(width)
-        starts, ends = (
-            torch.tensor([start for _, start in rows]),
-            torch.tensor([len(ids) for ids, _ in rows]),
-        )
+        starts = torch.tensor([start for _, start in rows])
+        ends = torch.tensor([len(ids) for ids, _ in rows])
         is_answer = (places >= starts[:, None]) & (places < ends[:, None])
         mask = (places < ends[:, None]).long()
         loss = lm(

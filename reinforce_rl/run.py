@@ -103,7 +103,8 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
         with monitor.running(), control.ending(), contextlib.ExitStack() as stack:
             if mesh.world_size > 1:
                 monitor.note(mesh.layout.grid())
-            rm = pool = None
+            rm = None
+            pool = None
             if cfg.placement == "colocated":
                 control.phases.begin("waiting for the reward server", has_deadline=True)
                 rm = stack.enter_context(
@@ -235,7 +236,8 @@ def build_monitor(
         return SilentMonitor(folder, tokens), None
     jsonl = JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)
     steps = total_steps(cfg.trainer.reinforce, sampler.steps_per_epoch)
-    progress, factor = TrainingProgress(steps, start_step), cfg.trainer.straggler_factor
+    progress = TrainingProgress(steps, start_step)
+    factor = cfg.trainer.straggler_factor
     run_id = checkpoint.trainer_state["wandb_run_id"] if checkpoint else None
     others: list[Detached] = []
     if cfg.exp_manager.used_loggers:
@@ -252,7 +254,8 @@ def build_monitor(
     for line in RunFolder(folder).lines if folder.is_dir() else ():  # of a run that goes on
         if line["step"] <= start_step:
             alert_rules.look(line)
-    loggers, repeated = Loggers([jsonl, *others]), repeated_texts(datasets.train.texts, held_out)
+    loggers = Loggers([jsonl, *others])
+    repeated = repeated_texts(datasets.train.texts, held_out)
     monitor = RunMonitor(
         folder,
         loggers,
@@ -304,10 +307,8 @@ def build_trainer(
         total_steps=updates,
     )
     saving = cfg.exp_manager.checkpoint_callback_params
-    duration, first_save = (
-        cfg.exp_manager.max_time_per_run,
-        first_save_seconds(state_bytes(model.ddp, mesh)),
-    )
+    duration = cfg.exp_manager.max_time_per_run
+    first_save = first_save_seconds(state_bytes(model.ddp, mesh))
     if (
         control is not None and control.status.save_seconds is not None
     ):  # an earlier run has measured it
@@ -330,7 +331,9 @@ def build_trainer(
         asynchronous=saving.async_save,
         on_saved=saved,
     )
-    rollout, profile, profiler = cfg.model.reinforce, cfg.trainer.profile, None
+    rollout = cfg.model.reinforce
+    profile = cfg.trainer.profile
+    profiler = None
     if profile.steps:
         folder = Path(cfg.exp_manager.explicit_log_dir) / "profile"
         profiler = StepProfiler(profile, folder, mesh.rank, mesh.device, monitor.note)
@@ -340,7 +343,8 @@ def build_trainer(
         rollout.rollout_micro_batch_size,
         rollout.val_rollout_micro_batch_size,
     )
-    stop, generators = control.stop if control else StopRequest(), None
+    stop = control.stop if control else StopRequest()
+    generators = None
     if cfg.placement == "disaggregated":
         kind = SeparateGenerators if cfg.generators == "separate" else Generators
         takes_finished = cfg.rollout_order == "finished"
@@ -360,7 +364,8 @@ def build_trainer(
         optimizer.allocate_moments()
     recorder = None
     if cfg.exp_manager.record == "full":
-        run, keep = cfg.exp_manager.explicit_log_dir, cfg.exp_manager.record_keep
+        run = cfg.exp_manager.explicit_log_dir
+        keep = cfg.exp_manager.record_keep
         recorder = StepRecorder(run, cfg, model, megatron_optimizer, rm, keep)
     trainer = ReinforceTrainer(
         cfg=cfg.trainer.reinforce,

@@ -57,7 +57,8 @@ def extended(tmp_path_factory) -> Path:
             ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "demo")
         )
     for heading, name in FILES.items():
-        path, code = root / name, code_of(heading)
+        path = root / name
+        code = code_of(heading)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if heading in AFTER:
             before, line, after = text.partition(AFTER[heading])

@@ -159,13 +159,15 @@ def test_worked_example_of_the_algorithm_page():
         [[-1.2, -0.8, 0.0], [-1.8, -0.9, -0.4], [-1.1, 0.0, 0.0]], dtype=torch.float64
     )
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
-    group, everyone = torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool)
+    group = torch.zeros(3, dtype=torch.long)
+    everyone = torch.ones(3, dtype=torch.bool)
     log_probs.requires_grad_()
 
     kl = sequence_kl(log_probs, reference, mask)
     with_kl = rewards - 0.1 * kl
     found_all = leave_one_out(RewardGroups.of(with_kl, group))
-    baseline, advantages = found_all.baseline, found_all.values
+    baseline = found_all.baseline
+    advantages = found_all.values
     loss = reinforce_loss(log_probs, mask, advantages, everyone, Denominators(3, 0, 0))
     loss.backward()
     sums = log_probs.detach().sum(dim=1)

@@ -96,9 +96,11 @@ def write_files(page: Path, folder: Path) -> None:
 
 def parts(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     """The programs that a command starts, with the arguments of each."""
-    name, rest = words[0], words[1:]
+    name = words[0]
+    rest = words[1:]
     if name == "launch":
-        server, actor = rest.index("--server-args"), rest.index("--actor-args")
+        server = rest.index("--server-args")
+        actor = rest.index("--actor-args")
         yield "serve", rest[server + 1 : actor]
         yield "train", rest[actor + 1 :]
     elif name == "submit":
@@ -125,7 +127,8 @@ def test_commands_exist_and_their_keys_are_accepted(page, tmp_path, monkeypatch)
                 "--config-name" in args
                 and (own := args[args.index("--config-name") + 1]) == "first"
             ):
-                name, folder = own, tmp_path
+                name = own
+                folder = tmp_path
             elif "--config-name" in args:
                 continue  # a file that the page only names
             with hydra.initialize_config_dir(str(folder), version_base="1.3"):

@@ -99,7 +99,8 @@ def rewards_by_step(run_dir: Path) -> list[float]:
 def assert_learned(run_dir: Path) -> None:
     """The mean reward of the last steps is above that of the first ones by more than chance gives."""
     rewards = rewards_by_step(run_dir)
-    first, last = rewards[:WINDOW], rewards[-WINDOW:]
+    first = rewards[:WINDOW]
+    last = rewards[-WINDOW:]
     gain = statistics.fmean(last) - statistics.fmean(first)
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / WINDOW)
     assert gain > 4 * error, (
@@ -197,7 +198,8 @@ def test_curl_and_tritonclient_agree_with_a_direct_forward(servers, world, mesh,
 
 def test_texts_are_scored_by_the_servers_own_template(servers, world, mesh):
     messages = ({"role": "user", "content": "hi"},)
-    texts, ends = ("oh dear", " no "), (True, False)
+    texts = ("oh dear", " no ")
+    ends = (True, False)
     tokens = torch.zeros((2, 1), dtype=torch.long)
     request = RewardRequest(
         tokens, torch.ones(2).long(), ("", "tell me"), texts, (messages, ()), ({}, {}), ends

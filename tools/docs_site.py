@@ -86,7 +86,9 @@ def relinked(markdown: str, source: Path) -> str:
     """Turn a file's links into those of its page; one that shows a page's file name shows its title."""
 
     def link(found: re.Match[str]) -> str:
-        text, path, anchor = found[1], found[2], found[3] or ""
+        text = found[1]
+        path = found[2]
+        anchor = found[3] or ""
         target = Path(os.path.normpath(source.parent / path))
         if ":" in path or not target.exists() or ROOT not in target.parents:
             return found[0]

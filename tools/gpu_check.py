@@ -30,7 +30,8 @@ from gpu_checks.runner import ROOT, Check, is_installed, run
 from gpu_checks.speed_options import CHECK as SPEED
 from gpu_checks.speed_options import add_options, fault_of, given_options, options_of
 
-ALL, REAL = (CUDA, CPU, FAKE), (CUDA, CPU)
+ALL = (CUDA, CPU, FAKE)
+REAL = (CUDA, CPU)
 TRAINER = ("megatron.core", "transformers", "hydra", "omegaconf", "tritonclient")
 TRTLLM = (*TRAINER, "tensorrt_llm")
 CUDNN_LAST = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}

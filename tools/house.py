@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "reinforce_rl"
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "```mermaid\n", "```\n"
+BEGIN = "```mermaid\n"
+END = "```\n"
 
 # From the ground up: a folder imports only from those before it.
 FLOORS = (

@@ -68,7 +68,8 @@ def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = (
     todo = [Requirement(PROJECT), *map(Requirement, also)]
     while todo:
         wanted = todo.pop()
-        name, extras = canonicalize_name(wanted.name), frozenset(wanted.extras)
+        name = canonicalize_name(wanted.name)
+        extras = frozenset(wanted.extras)
         if name in without or (name, extras) in seen:
             continue
         seen.add((name, extras))

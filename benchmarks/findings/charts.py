@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from html import escape
 
 COLOURS = ("#2563c9", "#d9730d", "#168a62", "#8a4fc4", "#c2364b", "#7a6a12")
-WIDTH, HEIGHT = 560, 390
-LEFT, RIGHT, TOP, BOTTOM = 52, 20, 34, 100  # the legend is below the x axis
+WIDTH = 560
+HEIGHT = 390
+# the legend is below the x axis
+LEFT = 52
+RIGHT = 20
+TOP = 34
+BOTTOM = 100
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ def figure(panels: Sequence[Panel]) -> str:
         '<rect width="100%" height="100%" fill="#ffffff"/>',
     ]
     for index, panel in enumerate(panels):
-        x, y = index % 2 * WIDTH, index // 2 * HEIGHT
+        x = index % 2 * WIDTH
+        y = index // 2 * HEIGHT
         parts += [f'<g transform="translate({x} {y})">', *_panel(panel), "</g>"]
     return "\n".join([*parts, "</svg>\n"])
 
@@ -109,7 +115,8 @@ def _panel(panel: Panel) -> list[str]:
             across = f"M{x(p.x - p.x_error)} {y(p.y)}H{x(p.x + p.x_error)}"
             cross = f"{across}M{x(p.x)} {y(p.y - p.y_error)}V{y(p.y + p.y_error)}"
             parts.append(f'<path d="{cross}" stroke="{colour}" stroke-width="2.2"/>')
-        left, top = LEFT + number % 2 * WIDTH // 2, HEIGHT - BOTTOM + 42 + 15 * (number // 2)
+        left = LEFT + number % 2 * WIDTH // 2
+        top = HEIGHT - BOTTOM + 42 + 15 * (number // 2)
         parts.append(f'<rect x="{left}" y="{top}" width="10" height="10" fill="{colour}"/>')
         parts.append(f'<text x="{left + 15}" y="{top + 9}">{escape(curve.name)}</text>')
     return parts
@@ -120,7 +127,8 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[
 
     `low` and `high` are finite and in order; `whole` allows no fractions.
     """
-    span, scale = high - low, max(abs(low), abs(high))
+    span = high - low
+    scale = max(abs(low), abs(high))
     if (
         span <= scale * 1e-9 or span < 1e-30
     ):  # one value, or so little between them that labels could not tell
@@ -130,7 +138,8 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
     step = max(1.0, step) if whole else step
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, last + 1)]
 
 

@@ -108,7 +108,9 @@ def reward(response: str) -> float:
 
 
 def raw_score(words: Sequence[str]) -> float:
-    total, seen, clauses = 0.0, set(), 0
+    total = 0.0
+    seen = set()
+    clauses = 0
     for at, (first, aspect, verb) in enumerate(zip(words, words[1:], words[2:], strict=False)):
         if first != "the" or aspect not in ASPECTS or verb != "was":
             continue

@@ -15,7 +15,9 @@ from findings.language import all_prompts, vocabulary, write_review
 MAX_RESPONSE = 16  # tokens
 MAX_POSITIONS = 24
 NUM_VALIDATION = 96  # prompts; never trained on
-STEPS, BATCH, LEARNING_RATE = 500, 64, 2e-3
+STEPS = 500
+BATCH = 64
+LEARNING_RATE = 2e-3
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]  # ids 0, 1, 2, 3
 
 
@@ -79,7 +81,8 @@ def pretrained(tokenizer: PreTrainedTokenizerFast, steps: int) -> LlamaForCausal
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
-    texts, prompts = random.Random(0), all_prompts()
+    texts = random.Random(0)
+    prompts = all_prompts()
     for _ in range(steps):
         chosen = [texts.choice(prompts) for _ in range(BATCH)]
         rows = [f"{prompt} {write_review(prompt, texts)} <eos>" for prompt in chosen]

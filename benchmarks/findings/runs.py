@@ -33,7 +33,8 @@ from reinforce_rl.trainer.generator_pool import GeneratorPool
 
 BETA = 0.05
 SAMPLES_PER_STEP = 32
-STEPS, VALIDATE_EVERY = 32, 8
+STEPS = 32
+VALIDATE_EVERY = 8
 LEARNING_RATES = (1.5e-4, 3e-4, 6e-4, 1.2e-3)
 
 
@@ -358,7 +359,8 @@ def run(job: Job, mesh: Mesh, folder: Path, role: RankRole | None = None) -> Out
     config = configuration(job, folder)
     tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
     recorder = Recorder(folder)
-    source, pool = ReviewReward(CELLS[job.cell], job.seed), None
+    source = ReviewReward(CELLS[job.cell], job.seed)
+    pool = None
     with contextlib.ExitStack() as stack:
         if role is not None:
             silence = config.trainer.heartbeat_timeout_seconds

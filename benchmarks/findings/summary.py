@@ -198,7 +198,9 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 def charts(outcomes: Outcomes) -> str:
     """An SVG with the curves of each family of cells, and the frontier of KL and reward."""
-    base, raft, vanilla = CELLS["rloo4"], CELLS["raft4"], CELLS["vanilla"]
+    base = CELLS["rloo4"]
+    raft = CELLS["raft4"]
+    vanilla = CELLS["vanilla"]
     families = {
         "Methods": METHODS,
         "A constant added to the reward": [base, vanilla, *OFFSETS],

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BYTES = 4  # of a number in float32
-FORWARD, TRAINING = 2, 6  # floating-point operations a parameter and token
+# floating-point operations a parameter and token
+FORWARD = 2
+TRAINING = 6
 ADAM_TRANSFERS = (
     7  # weight, gradient and two moments are read; the weight and the moments are written
 )

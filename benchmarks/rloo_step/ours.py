@@ -80,7 +80,8 @@ def overrides(workload: w.Workload, folder: Path) -> list[str]:
     prompts = folder / "prompts.jsonl"
     lines = [json.dumps({"prompt": text}) + "\n" for step in workload.prompts for text in step]
     prompts.write_text("".join(lines), encoding="utf-8")
-    count, tokens = len(workload.prompts[0]), workload.response_tokens
+    count = len(workload.prompts[0])
+    tokens = workload.response_tokens
     return [
         f"pretrained_checkpoint.restore_from_path={workload.model}",
         f"model.data.data_prefix.train={prompts}",
@@ -119,7 +120,8 @@ def run(workload: w.Workload, folder: Path) -> w.SideReport:
     """
     torch.set_num_threads(workload.threads)
     config = load_config(compose("train_reinforce_actor", overrides(workload, folder)))
-    recorder, optimizer_seconds = Recorder(folder), []
+    recorder = Recorder(folder)
+    optimizer_seconds = []
     with parallel_mesh(seed=config.model.seed) as mesh:
         tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
         datasets = build_datasets(config, tokenizer)

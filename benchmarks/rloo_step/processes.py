@@ -10,7 +10,8 @@ from pathlib import Path
 from rloo_step.workload import SideReport, Workload, read_report, write
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
-OURS, PEER = "rloo_step.ours", "rloo_step.trl_side"
+OURS = "rloo_step.ours"
+PEER = "rloo_step.trl_side"
 
 
 class SideFailed(Exception):
@@ -39,7 +40,8 @@ def run_side(python: Path, module: str, workload: Workload, seconds: float) -> S
         "TOKENIZERS_PARALLELISM": "false",
     }
     with tempfile.TemporaryDirectory() as name:
-        asked, told = Path(name, "workload.json"), Path(name, "report.json")
+        asked = Path(name, "workload.json")
+        told = Path(name, "report.json")
         write(asked, workload)
         command = [str(python), "-W", "ignore", "-m", module, str(asked), str(told)]
         try:

@@ -10,7 +10,8 @@ import torch
 from rloo_step.floors import BYTES, Machine
 
 # Far above any cache, and a matrix that fills the cores: rates that a model can hardly exceed.
-READ_COLUMNS, MATRIX_SIZE = 16384, 2048
+READ_COLUMNS = 16384
+MATRIX_SIZE = 2048
 
 
 def measure(

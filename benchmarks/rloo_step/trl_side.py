@@ -39,7 +39,8 @@ class Recorder(TrainerCallback):
         self.steps: list[w.Step] = []
         self.phases: dict[str, float] = {}
         self.samples: list[w.Sample] = []
-        self._began = self._trained = 0.0
+        self._began = 0.0
+        self._trained = 0.0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -53,7 +54,8 @@ class Recorder(TrainerCallback):
         self._trained = time.perf_counter()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._began, self.phases = time.perf_counter(), {}
+        self._began = time.perf_counter()
+        self.phases = {}
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.phases[w.OPTIMIZER] = time.perf_counter() - self._trained

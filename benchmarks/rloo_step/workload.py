@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-GENERATION, LOG_PROBS, REFERENCE, REWARDS = (
-    "generation",
-    "log-probs",
-    "reference log-probs",
-    "rewards",
-)
-TRAINING, OPTIMIZER, OTHER = "loss and gradient", "optimizer", "other"
+GENERATION = "generation"
+LOG_PROBS = "log-probs"
+REFERENCE = "reference log-probs"
+REWARDS = "rewards"
+TRAINING = "loss and gradient"
+OPTIMIZER = "optimizer"
+OTHER = "other"
 PHASES = (GENERATION, LOG_PROBS, REFERENCE, REWARDS, TRAINING, OPTIMIZER, OTHER)
 
 

@@ -57,7 +57,8 @@ class ReferencePolicy:
     """
 
     def __init__(self, model: torch.nn.Module, *, on_device: bool = False):
-        self._model, self._weights = model, {}
+        self._model = model
+        self._weights = {}
         for name, parameter in model.named_parameters():
             copy = parameter.detach().to(parameter.device if on_device else "cpu", copy=True)
             self._weights[name] = (
@@ -141,8 +142,12 @@ class MegatronGPTReinforceActorModel:
         optim: OptimConfig = DEFAULT_OPTIM,
         trains: bool = True,
     ):
-        self.lm, self.tokenizer, self.generator, self.settings = lm, tokenizer, generator, settings
-        self._ddp, self.lora = wrap_data_parallel(lm, optim) if trains else None, lora
+        self.lm = lm
+        self.tokenizer = tokenizer
+        self.generator = generator
+        self.settings = settings
+        self._ddp = wrap_data_parallel(lm, optim) if trains else None
+        self.lora = lora
         self._as_reference: Callable[[], AbstractContextManager[None]] | None = None
         if with_reference and lora_settings_of(lm) is not None:
             self._as_reference = partial(
@@ -356,7 +361,8 @@ class MegatronGPTReinforceActorModel:
     def _scores(
         self, layout: SequenceLayout, hidden: Tensor, width: int, with_entropy: bool = False
     ) -> TokenScores:
-        temperature, chunk = self.settings.sampling.temperature, self.settings.logits_chunk_tokens
+        temperature = self.settings.sampling.temperature
+        chunk = self.settings.logits_chunk_tokens
         return response_scores(
             layout,
             hidden,
@@ -378,7 +384,8 @@ class _Made(Sequence[Made]):
     """Lazily built inputs of each pass, so that only one attention mask exists at a time."""
 
     def __init__(self, parts: Sequence[Part], make: Callable[[Part], Made]):
-        self._parts, self._make = parts, make
+        self._parts = parts
+        self._make = make
 
     def __len__(self) -> int:
         return len(self._parts)

@@ -290,7 +290,8 @@ def whiten(
 
     weights = units = mask.double()
     if unit == "sequence":
-        weights, units = weights / weights.sum(-1, keepdim=True).clamp(min=1), mask.any(-1).double()
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)
+        units = mask.any(-1).double()
     exact = values.where(mask, 0.0).double()
     count, sum_of_values = total(torch.stack((units.sum(), (weights * exact).sum()))).cpu()
     mean = sum_of_values / count.clamp(min=1)

@@ -120,7 +120,8 @@ def policy_terms(
             difference = difference / lengths
         difference = difference.expand_as(log_probs)
     rho = difference.clamp(max=MAX_LOG_RATIO).exp()
-    free, bounded = rho * advantages, rho.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    free = rho * advantages
+    bounded = rho.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     terms = -torch.minimum(free, bounded)
     if ratio == "sequence":
         # The ratio's gradient already sums over the response's tokens, so each gets 1 / length of the term.

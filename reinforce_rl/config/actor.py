@@ -487,7 +487,8 @@ class TrainConfig(Section):
     @property
     def prompts_per_update(self) -> int | None:
         """Prompts per optimizer step over all ranks; None for the whole rollout batch."""
-        size, samples = self.model.global_batch_size, self.trainer.reinforce.num_rollouts_per_prompt
+        size = self.model.global_batch_size
+        samples = self.trainer.reinforce.num_rollouts_per_prompt
         prompts = None if size is None else size // max(samples, 1)
         return None if prompts == self.model.reinforce.num_rollout_samples else prompts
 

@@ -196,10 +196,8 @@ def _unknown_key(wanted: str, config_file: Path, value: object = NOT_SET) -> Fau
     close = get_close_matches(wanted, same_name, n=3, cutoff=0) or get_close_matches(
         wanted, known, n=1
     )
-    word, program = (
-        re.split(r"[._]", wanted.rpartition(".")[2])[0],
-        _PROGRAMS.get(config_file.stem, "train"),
-    )
+    word = re.split(r"[._]", wanted.rpartition(".")[2])[0]
+    program = _PROGRAMS.get(config_file.stem, "train")
     advice = (
         f"did you mean {' or '.join(close)}?"
         if close

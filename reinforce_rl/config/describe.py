@@ -122,7 +122,8 @@ def expected_of(schema: type[Section], name: str, *, is_of_value: bool = True) -
 
 
 def _bounds(option: dict[str, Any]) -> str:
-    least, most = option.get("minimum"), option.get("maximum")
+    least = option.get("minimum")
+    most = option.get("maximum")
     if least is not None and most is not None:
         return f"{least:g} to {most:g}"
     ends = {

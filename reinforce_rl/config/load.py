@@ -115,7 +115,9 @@ def resolve_defaults(
     config: TrainConfig | TrainRewardModelConfig, gpu: Callable[[], bool] = has_gpu
 ) -> None:
     """Replace `auto` and null where they depend on other keys or a GPU, which is looked for only then."""
-    trainer, model, optim = config.trainer, config.model, config.model.optim
+    trainer = config.trainer
+    model = config.model
+    optim = config.model.optim
     trainer.precision = precision_here(trainer.precision, gpu)  # type: ignore[assignment]
     # Data- times context-parallel ranks, which could share the optimizer's state.
     ranks = config.training_ranks if isinstance(config, TrainConfig) else trainer.world_size
@@ -178,7 +180,8 @@ def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) 
                     key="config.value.not_resolved",
                 )
             continue
-        default, entries = getattr(section, name), get_args(fields[name].annotation)
+        default = getattr(section, name)
+        entries = get_args(fields[name].annotation)
         if isinstance(default, Section):
             yield from _fill_group(default, value, key, schema)
         elif isinstance(value, DictConfig) and isinstance(

@@ -29,7 +29,8 @@ def model_values(folder: str) -> dict[str, Any]:
 
 def no_model(path: str | Path) -> str:
     """Return what a path without a model's `config.json` is, and what to do, to be put after its name."""
-    folder, expected = Path(path), "expected a Hugging Face model folder"
+    folder = Path(path)
+    expected = "expected a Hugging Face model folder"
     if (folder / "hf" / "config.json").is_file():
         return f"is the folder of a run; did you mean {folder / 'hf'}?"
     if (folder / "checkpoints" / "latest").is_file():

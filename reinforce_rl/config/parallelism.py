@@ -126,10 +126,8 @@ def ranks_faults(
 
 def recomputation_faults(model: ParallelConfig) -> Iterator[Fault]:
     key = "model.activations_checkpoint_"
-    granularity, method = (
-        model.activations_checkpoint_granularity,
-        model.activations_checkpoint_method,
-    )
+    granularity = model.activations_checkpoint_granularity
+    method = model.activations_checkpoint_method
     num_layers = model.activations_checkpoint_num_layers
     if granularity == "full":
         if method is None:
@@ -158,8 +156,10 @@ def model_faults(
     length: int | None = None,
 ) -> Iterator[Fault]:
     """Check a length and the feed-forward size against `config.json`; heads, groups and vocabulary are padded."""
-    values, place = model_values(folder), Path(folder) / "config.json"
-    limit, size = values.get("max_position_embeddings"), values.get("intermediate_size")
+    values = model_values(folder)
+    place = Path(folder) / "config.json"
+    limit = values.get("max_position_embeddings")
+    size = values.get("intermediate_size")
     if isinstance(limit, int) and length is not None and length > limit:
         positions = f"{limit} positions (max_position_embeddings)"
         yield Fault(

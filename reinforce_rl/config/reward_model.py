@@ -173,7 +173,9 @@ class TrainRewardModelConfig(Section):
 
     def all_faults(self, found: list[str]) -> Iterator[str]:
         yield from found
-        model, folder, longest = self.model, self.model.restore_from_path, self.data.max_length
+        model = self.model
+        folder = self.model.restore_from_path
+        longest = self.data.max_length
         if folder != NOT_SET and not Path(folder).is_dir():
             yield Fault(
                 f"model.restore_from_path is {folder}, which {no_model(folder)}",
@@ -208,7 +210,8 @@ def _head(cfg: TrainRewardModelConfig) -> Iterator[str]:
 
 
 def _full(cfg: TrainRewardModelConfig) -> Iterator[str]:
-    full, data = cfg.full, cfg.data
+    full = cfg.full
+    data = cfg.data
     if full.objective == "regression":
         yield from _file("data.ratings_path", data.ratings_path)
         if data.pairs_path is not None:

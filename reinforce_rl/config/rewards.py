@@ -300,11 +300,9 @@ class ServeRewardModelConfig(Section):
         return [*faults, *self._model_faults()]
 
     def _inference_faults(self) -> Iterator[str]:
-        name, most, sizes = (
-            self.inference.name,
-            self.inference.max_batch_size,
-            self.inference.preferred_batch_sizes,
-        )
+        name = self.inference.name
+        most = self.inference.max_batch_size
+        sizes = self.inference.preferred_batch_sizes
         functions = [
             *self.reward_function.more_functions,
             (self.reward_function.name or name).rpartition(".")[2],
@@ -344,7 +342,8 @@ class ServeRewardModelConfig(Section):
             )
 
     def _model_faults(self) -> Iterator[str]:
-        model, section = self.reward_model, "reward_model"
+        model = self.reward_model
+        section = "reward_model"
         if model.restore_from_path != NOT_SET and not Path(model.restore_from_path).is_dir():
             folder = model.restore_from_path
             yield Fault(

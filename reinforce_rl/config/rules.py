@@ -406,7 +406,8 @@ def _profile(cfg: TrainConfig) -> Iterator[Fault]:
 
 
 def _files(cfg: TrainConfig) -> Iterator[str]:
-    key, folder = MODEL, Path(cfg.pretrained_checkpoint.restore_from_path)
+    key = MODEL
+    folder = Path(cfg.pretrained_checkpoint.restore_from_path)
     if cfg.pretrained_checkpoint.restore_from_path == NOT_SET:
         pass  # reported where the key is read
     elif not os.access(folder / "config.json", os.R_OK):
@@ -422,7 +423,8 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
                 key="config.restore_from_path.no_tokenizer",
             )
         yield from shape_faults(cfg)
-    prefix, duration = cfg.model.data.data_prefix, cfg.exp_manager.max_time_per_run
+    prefix = cfg.model.data.data_prefix
+    duration = cfg.exp_manager.max_time_per_run
     try:
         resolve_data_prefix(
             {"train": prefix.train, "validation": prefix.validation, "test": prefix.test}
@@ -458,13 +460,12 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
 
 def shape_faults(cfg: TrainConfig) -> Iterator[Fault]:
     """Check the configuration against the model's `config.json`."""
-    model, folder = cfg.model, cfg.pretrained_checkpoint.restore_from_path
+    model = cfg.model
+    folder = cfg.pretrained_checkpoint.restore_from_path
     longest = ("model.encoder_seq_length", model.encoder_seq_length)
     yield from model_faults(folder, model.tensor_model_parallel_size, "model", *longest)
-    layers, stages = (
-        model_values(folder).get("num_hidden_layers"),
-        model.pipeline_model_parallel_size,
-    )
+    layers = model_values(folder).get("num_hidden_layers")
+    stages = model.pipeline_model_parallel_size
     uneven = any("pipeline" in name for name in model.megatron_overrides)
     if isinstance(layers, int) and stages > 1 and layers % stages and not uneven:
         yield Fault(

@@ -205,7 +205,8 @@ def join_rollouts(parts: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
     parts = [part for part in parts if len(part.rewards)] or parts[:1]
     if len(parts) == 1:
         return parts[0]
-    width, used = max(part.width for part in parts), max(part.sequences.shape[1] for part in parts)
+    width = max(part.width for part in parts)
+    used = max(part.sequences.shape[1] for part in parts)
     tables: dict[str, Any] = {
         name: _join_or_none([getattr(part, name) for part in parts], width) for name in _PER_TOKEN
     }

@@ -28,7 +28,8 @@ def resolve_data_prefix(
     Raises:
         ConfigError: no train file, wrong weights, wrong names of sets, files that cannot be read; all together.
     """
-    key, sets = "model.data.data_prefix", data_prefix.get("validation")
+    key = "model.data.data_prefix"
+    sets = data_prefix.get("validation")
     faults: list[Fault] = []
     train, weights = _split_weights(data_prefix.get("train"), faults)
     files = {
@@ -79,11 +80,13 @@ def _split_weights(
     value: Any,
     faults: list[Fault],
 ) -> tuple[list[Any], tuple[float, ...] | None]:
-    key, entries = "model.data.data_prefix.train", sets_of(value)[""]
+    key = "model.data.data_prefix.train"
+    entries = sets_of(value)[""]
     given = [entry for entry in entries if not isinstance(entry, (int, float))]
     if given == entries:
         return entries, None
-    weights, paths = entries[::2], entries[1::2]
+    weights = entries[::2]
+    paths = entries[1::2]
     if paths != given or len(weights) != len(paths):
         sentence = (
             f"{key} is {entries}; expected paths only, so that each prompt comes once an epoch, or "

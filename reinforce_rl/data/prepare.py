@@ -256,5 +256,6 @@ def _split(rows: list[_Row], options: PrepareOptions) -> tuple[list[_Row], list[
             "or lower --num-validation",
             key="prepare.prompts.too_few",
         )
-    validation, train = sorted(order[:wanted]), sorted(order[wanted:])
+    validation = sorted(order[:wanted])
+    train = sorted(order[wanted:])
     return [rows[i] for i in train], [rows[i] for i in validation]

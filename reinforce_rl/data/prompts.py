@@ -60,7 +60,9 @@ class PromptDataset(Dataset[Prompt]):
                 f"the data set holds no prompt{left_out}",
                 key="data.prompts.none",
             )
-        self._prompts, self.skipped, self.blend = list(prompts), skipped, blend
+        self._prompts = list(prompts)
+        self.skipped = skipped
+        self.blend = blend
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -137,7 +139,8 @@ class PromptDataset(Dataset[Prompt]):
             sentence = "add_bos is true, but the tokenizer has no begin-of-sequence token; omit it"
             raise ConfigError([Fault(sentence, key="tokenizer.bos.missing")])
         paths = [files] if isinstance(files, (str, Path)) else list(files)
-        faults, advice = LineFaults(), "Correct or remove these lines."
+        faults = LineFaults()
+        advice = "Correct or remove these lines."
         renderer = ChatRenderer(tokenizer, template)
         unread: Counter[str] = Counter()
         render = partial(_render, renderer, columns, apply_chat_template, system_prompt, unread)
@@ -231,7 +234,8 @@ class PromptLoader:
         Raises:
             CheckpointError: the state belongs to other data, or the sampler refuses it.
         """
-        found, own = str(state.get("fingerprint")), self.dataset.fingerprint
+        found = str(state.get("fingerprint"))
+        own = self.dataset.fingerprint
         if state.get("num_prompts") == len(self.dataset) and found != own:
             raise CheckpointError(
                 f"the checkpoint was saved on other prompts: fingerprint {found[:12]} there, "

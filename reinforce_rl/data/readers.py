@@ -38,7 +38,8 @@ Rows = Iterator[
 ]  # the place in the file, ":LINE" or ", row N", and what `_record_of` takes
 
 HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT], as FOLDER[/CONFIGURATION][:SPLIT]
-_START_BYTES, _AT_ONCE = 4096, 1024
+_START_BYTES = 4096
+_AT_ONCE = 1024
 _MAX_WHOLE_BYTES = 4 << 30  # of a file that cannot be read piece by piece
 _TOO_LONG = f"expected at most {MAX_LINE_BYTES} bytes in a line or row, found more"
 _BOM = b"\xef\xbb\xbf"
@@ -371,7 +372,9 @@ def _separated(file: io.BufferedReader) -> Rows:
     first = file.peek(_START_BYTES).partition(b"\n")[0].decode(errors="replace")
     lines = _CsvLines(file)
     rows = csv.reader(map(_decoded, lines), delimiter=max(",;\t", key=first.count), strict=True)
-    header, line = list[str](), 1  # the line where the row begins
+    # the line where the row begins
+    header = list[str]()
+    line = 1
     try:
         for row in rows:
             if not header:

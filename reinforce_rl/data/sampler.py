@@ -76,10 +76,13 @@ class Blend:
 
     def epoch(self, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
         """Return the numbers of an epoch (from 0) in order; `number % num_prompts` is the index in the data set."""
-        draws, numbers, places = self.draws, [], []
+        draws = self.draws
+        numbers = []
+        places = []
         for file, (size, count) in enumerate(zip(self.sizes, draws, strict=True)):
             turns = np.arange(epoch * count, (epoch + 1) * count)
-            passes, within = turns // size, turns % size
+            passes = turns // size
+            within = turns % size
             for pass_ in np.unique(passes).tolist():
                 order = np.arange(size)
                 if shuffle:
@@ -147,7 +150,8 @@ class PromptSampler:
         self.position += len(batch)
         self.consumed_prompts += len(batch)
         if self.position == self.num_prompts:
-            self.epoch, self.position = self.epoch + 1, 0
+            self.epoch = self.epoch + 1
+            self.position = 0
         return batch
 
     def _permutation(self) -> list[int]:

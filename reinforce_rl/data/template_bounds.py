@@ -464,7 +464,8 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def bounded(*args: Any, **kwargs: Any) -> Any:
         budget = _current()
         budget.step(_STEPS_PER_CALL)
-        subject, given = args[leading], args[leading + 1 :]
+        subject = args[leading]
+        given = args[leading + 1 :]
         subject, given = _with_listed(subject, name, given)
         _check_method(budget, subject, name, given, kwargs)
         value = function(*args[:leading], subject, *given, **kwargs)

@@ -145,7 +145,8 @@ def diff(first: str | Path, second: str | Path) -> RunDiff:
         if all(step in of for of in files)
     }
     names = _names(runs)
-    exact, beyond = dict[str, Parting](), dict[str, Parting]()
+    exact = dict[str, Parting]()
+    beyond = dict[str, Parting]()
     for step in steps:
         for phase, bounds, difference in _differences(runs, step, records.get(step)):
             (exact if bounds == EQUAL_BITS else beyond).setdefault(
@@ -194,7 +195,8 @@ def write(
 
 def _settings(runs: Sequence[RunFolder], steps: Sequence[int]) -> dict[str, str]:
     """Return the settings that differ in any step, with both values there."""
-    found, known = dict[str, str](), set[tuple[str, ...]]()
+    found = dict[str, str]()
+    known = set[tuple[str, ...]]()
     for step in steps:
         before, now = (settings_of(run.path, step)[0] for run in runs)
         if (before, now) in known or not (before and now):

@@ -198,7 +198,8 @@ def tensor_differences(
 
 def fact_differences(first: StepRecord, second: StepRecord) -> list[str]:
     """Say what differs between the code, machine, settings, data and reward source of two records."""
-    found, defaults = [], dict(flatten(TrainConfig().model_dump()))
+    found = []
+    defaults = dict(flatten(TrainConfig().model_dump()))
     for title, name in {
         "": "software",
         "machine: ": "machine",

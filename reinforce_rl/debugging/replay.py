@@ -224,7 +224,9 @@ class _Replayer:
         *,
         scores: str | None,
     ):
-        self._asked, self._cfg, self._mesh = asked, cfg, mesh
+        self._asked = asked
+        self._cfg = cfg
+        self._mesh = mesh
         self._tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
         datasets = build_datasets(cfg, self._tokenizer, splits=["train"])
         self._data = datasets.train
@@ -259,7 +261,9 @@ class _Replayer:
         steps: dict[int, StoredStep],
         phases: Sequence[str],
     ) -> Replay:
-        step, mesh, trainer = recorded.step, self._mesh, self._trainer
+        step = recorded.step
+        mesh = self._mesh
+        trainer = self._trainer
         earlier = [
             self._again(stored, steps[number], number) for number in range(self._start + 1, step)
         ]
@@ -342,7 +346,8 @@ class _Replayer:
 
     def _of_step(self, stored: StoredStep, step: int) -> tuple[RolloutBatch, ReinforceBatch]:
         """Return this rank's share of a step's rollouts, and what the loss takes of it."""
-        ids, mesh = list(dict.fromkeys(stored.batch.group_ids.tolist())), self._mesh
+        ids = list(dict.fromkeys(stored.batch.group_ids.tolist()))
+        mesh = self._mesh
         own = torch.tensor(shard(ids, mesh.dp_rank, mesh.dp_size), dtype=torch.long)
         batch = stored.batch.select(torch.isin(stored.batch.group_ids, own).nonzero()[:, 0])
         if not self._cfg.uses_reference:
@@ -361,7 +366,8 @@ class _Replayer:
 
     def _keeps_from_generating(self, batch: RolloutBatch, step: int, same_layout: bool) -> str:
         versions = batch.weight_versions
-        mask, generation = batch.response_mask, self._asked.generation
+        mask = batch.response_mask
+        generation = self._asked.generation
         old = versions is not None and bool((versions[:, : batch.width][mask] != step - 1).any())
         if self._mesh.sum_over_dp(torch.tensor([int(old)])).item():
             return (
@@ -395,7 +401,8 @@ class _Replayer:
         self, step: int, batch: RolloutBatch, data: ReinforceBatch | None
     ) -> pa.Table | None:
         """Return the samples of all ranks as they are recorded; None on all ranks but the first."""
-        cfg, parts = self._cfg.trainer.reinforce, []
+        cfg = self._cfg.trainer.reinforce
+        parts = []
         if self._mesh.is_model_parallel_rank_0:
             rows = self._rows(step, self._prompts(batch), batch, data)
             advantages = (
@@ -407,10 +414,8 @@ class _Replayer:
 
     def _compare_prompts(self, stored: StoredRun, steps: dict[int, StoredStep]) -> PhaseResult:
         for step, one in steps.items():
-            then, now = (
-                read_table(rollout_files(stored.path)[step]),
-                {p.id: p for p in self._prompts(one.batch)},
-            )
+            then = read_table(rollout_files(stored.path)[step])
+            now = {p.id: p for p in self._prompts(one.batch)}
             own = [now[number] for number in then["prompt_id"].to_pylist()]
             columns = {"prompt_id": then["prompt_id"], "sample_id": then["sample_id"]}
             columns |= {

@@ -81,7 +81,8 @@ class Rescorer:
         batch = stored.batch
         for rows in torch.arange(len(stored.rows)).split(self._size):
             part = batch.select(rows)
-            starts, lengths = part.prompt_lengths.tolist(), part.response_lengths.tolist()
+            starts = part.prompt_lengths.tolist()
+            lengths = part.response_lengths.tolist()
             ids = zip(part.sequences.tolist(), starts, lengths, strict=True)
             cut = [(row[:start], row[start : start + length]) for row, start, length in ids]
             tokens = torch.zeros((len(rows), part.width), dtype=torch.long)

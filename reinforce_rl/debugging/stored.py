@@ -80,7 +80,8 @@ class StoredRun:
 
     def step(self, step: int) -> StoredStep:
         """Rebuild the rollouts of a step, in their order over all ranks."""
-        cfg, rows = self.settings(step)[0], self.run.samples(step)
+        cfg = self.settings(step)[0]
+        rows = self.run.samples(step)
         tokens = read_tokens(rollout_files(self.path)[step])
         has_tokens = len(tokens) == len(rows) and len(rows) > 0
 
@@ -143,7 +144,8 @@ def _with_log_probs_of_kl(
     """Choose between the trainer's log-probs and the generator's: the recorded KL was taken from one of them."""
     if batch.init_log_probs is None:
         return batch
-    recorded, found = torch.tensor([row.kl for row in rows], dtype=torch.float64), []
+    recorded = torch.tensor([row.kl for row in rows], dtype=torch.float64)
+    found = []
     for log_probs in (batch.log_probs, batch.generator_log_probs):
         if log_probs is not None:
             one = replace(batch, log_probs=log_probs)

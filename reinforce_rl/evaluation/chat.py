@@ -68,11 +68,10 @@ class Speaker:
         Raises:
             DataError: the last question alone fills the context.
         """
-        tokenizer, limit = (
-            self.actor.tokenizer,
-            self.limit or self.actor.lm.architecture.max_positions,
-        )
-        messages, is_chat = list(self.messages), bool(self.actor.tokenizer.chat_template)
+        tokenizer = self.actor.tokenizer
+        limit = self.limit or self.actor.lm.architecture.max_positions
+        messages = list(self.messages)
+        is_chat = bool(self.actor.tokenizer.chat_template)
         first = int(messages[0]["role"] == "system")
         while True:
             if is_chat:
@@ -100,7 +99,8 @@ class Speaker:
         self, prompt: Prompt, params: SamplingParams, seed: int, show: Callable[[str], None]
     ) -> Completions:
         """Generate a response; `show` gets its text in pieces, or whole from an engine, and what it raises ends it."""
-        generator, shown = self.actor.generator, 0
+        generator = self.actor.generator
+        shown = 0
 
         def watch(tokens: list[list[int]], is_whole: bool = False) -> None:
             nonlocal shown
@@ -179,7 +179,8 @@ class Chat:
 
     def _answer(self) -> None:
         self._answered += 1
-        console, several = self.console, len(self.speakers) > 1
+        console = self.console
+        several = len(self.speakers) > 1
         names = (Column(speaker.name, ratio=1) for speaker in self.speakers)
         columns = Table(*names, box=None, expand=True, padding=(0, 2, 0, 0))
         texts = [Text() for _ in self.speakers]
@@ -299,10 +300,8 @@ def chat(
         def connect(name: str) -> RewardSource:
             cfg = cfgs[name]
             tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
-            cfg.remote_rm.ready_timeout_seconds, cfg.remote_rm.deadline_seconds = (
-                REWARD_SECONDS / 4,
-                REWARD_SECONDS,
-            )
+            cfg.remote_rm.ready_timeout_seconds = REWARD_SECONDS / 4
+            cfg.remote_rm.deadline_seconds = REWARD_SECONDS
             silent = SilentMonitor(cfg.exp_manager.explicit_log_dir)
             return stack.enter_context(
                 contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, silent))

@@ -137,10 +137,8 @@ def evaluate(
     start(first.trainer.devices, first.trainer.num_nodes)
     datasets = _read_prompts(list(cfgs.values()), last)
     control = RunControl(out or ".", StopRequest())
-    silence, hang = (
-        first.trainer.heartbeat_timeout_seconds,
-        first.trainer.collective_timeout_seconds,
-    )
+    silence = first.trainer.heartbeat_timeout_seconds
+    hang = first.trainer.collective_timeout_seconds
     with (
         configured_mesh(first) as mesh,
         control.watching(mesh, silence_seconds=silence, hang_seconds=hang),
@@ -220,7 +218,8 @@ def reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
 def _set_sampling(cfg: TrainConfig, samples: int, temperature: float | None) -> None:
     sampling = cfg.model.reinforce.val_sampling_params
     if temperature is not None:
-        sampling.use_greedy, sampling.temperature = temperature == 0, temperature or 1.0
+        sampling.use_greedy = temperature == 0
+        sampling.temperature = temperature or 1.0
     elif samples > 1:
         sampling.use_greedy = False
     if samples > 1 and sampling.use_greedy:
@@ -234,7 +233,9 @@ def _set_sampling(cfg: TrainConfig, samples: int, temperature: float | None) -> 
 
 def _read_prompts(cfgs: Sequence[TrainConfig], reference: TrainConfig | None) -> list[RLHFDatasets]:
     """Read each model's prompts, and check that all answer the same ones and read the reference's tokens."""
-    found, faults, info = [], [], None
+    found = []
+    faults = []
+    info = None
     if reference is not None:
         info = TokenizerInfo.from_tokenizer(
             load_tokenizer(reference.pretrained_checkpoint.restore_from_path)
@@ -274,7 +275,8 @@ def _answers(
     is_scored: bool,
     with_log_probs: bool,
 ) -> _Answers:
-    rollout, folder = cfg.model.reinforce, Path(cfg.exp_manager.explicit_log_dir)
+    rollout = cfg.model.reinforce
+    folder = Path(cfg.exp_manager.explicit_log_dir)
     assert datasets.validation is not None
     (prompts,) = fixed_prompts(
         datasets.validation, rollout.num_val_samples, mesh.dp_rank, mesh.dp_size

@@ -40,7 +40,8 @@ from reinforce_rl.utils.untrusted_files import check_folder
 logger = logging.getLogger(__name__)
 
 PROGRAM = "train_reinforce_actor"
-DATA, LENGTH = "model.data.data_prefix", "model.encoder_seq_length"
+DATA = "model.data.data_prefix"
+LENGTH = "model.encoder_seq_length"
 # Of training alone; taken back to their defaults.
 OF_TRAINING = (
     "model.peft",
@@ -75,8 +76,10 @@ def _warn_if_outdated(folder: Path) -> None:
         newest = latest_checkpoint(folder.parent / "checkpoints") if folder.name == "hf" else None
     if newest is None:
         return
-    config, state = folder / "config.json", newest.folder / STATE_FILE
-    exported, step = model_values(str(folder)).get(STEP), newest.trainer_state["step"]
+    config = folder / "config.json"
+    state = newest.folder / STATE_FILE
+    exported = model_values(str(folder)).get(STEP)
+    step = newest.trainer_state["step"]
     is_older = (
         exported < step if exported is not None else config.stat().st_mtime < state.stat().st_mtime
     )

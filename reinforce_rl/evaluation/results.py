@@ -19,7 +19,9 @@ from reinforce_rl.monitoring.records import RolloutRow
 from reinforce_rl.utils.statistics import Difference, Estimate, WinRate, estimate, paired, pass_at_k
 
 VERSION = 1  # of the JSON
-LENGTH, ENDED, KL = "length", "ended", "KL"
+LENGTH = "length"
+ENDED = "ended"
+KL = "KL"
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Comparison:
     def by_reward(
         cls, name: str, rows: Sequence[RolloutRow], baseline: str, first: Sequence[RolloutRow]
     ) -> Comparison:
-        own, other = by_prompt(rows), by_prompt(first)
+        own = by_prompt(rows)
+        other = by_prompt(first)
         shared = [
             prompt for prompt in own if math.isfinite(own[prompt] - other.get(prompt, math.nan))
         ]

@@ -45,7 +45,9 @@ def send_weights(lm: CausalLM, group: WeightGroup | None, max_bytes: int = BUCKE
     `group` is None on all but its first rank. `receive_weights` on each generator has the same `max_bytes`.
     """
     buckets = _plan(lm, max_bytes)
-    buffers, sent, before = _buffers(lm, buckets, 2), 0, None
+    buffers = _buffers(lm, buckets, 2)
+    sent = 0
+    before = None
     for filled, _ in fill_buckets(lm, buckets, buffers):
         sent += filled.nbytes
         if group is not None:
@@ -63,8 +65,10 @@ def receive_weights(
     lm: CausalLM, group: WeightGroup, max_bytes: int = BUCKET_BYTES
 ) -> dict[str, Tensor]:
     """Receive one `send_weights`; return this rank's slices, for `load_weights`. May run beside generation."""
-    own, rank = parameters_of(lm), lm.mesh.tp_rank
-    buckets, found = _plan(lm, max_bytes), dict[str, Tensor]()
+    own = parameters_of(lm)
+    rank = lm.mesh.tp_rank
+    buckets = _plan(lm, max_bytes)
+    found = dict[str, Tensor]()
     with _beside_generation(lm.mesh.device):
         (buffer,) = _buffers(lm, buckets, 1)
         for bucket in buckets:

@@ -76,7 +76,8 @@ def train(
     algorithm = settings.pop("algorithm", None)
     cfg = compose("train_reinforce_actor", [f"algorithm={algorithm}"] if algorithm else [])
     OmegaConf.set_struct(cfg, False)  # for entries of one's own names
-    folder, files = Path(output), dict[Path, str]()
+    folder = Path(output)
+    files = dict[Path, str]()
     values = {
         "pretrained_checkpoint.restore_from_path": str(model),
         "exp_manager.explicit_log_dir": str(folder),
@@ -159,10 +160,8 @@ def _by_name(
     kwargs: dict[str, Any] = {}
     if isinstance(function, functools.partial) and not function.args:
         function, kwargs = function.func, function.keywords
-    module, name = (
-        getattr(function, "__module__", ""),
-        getattr(function, "__qualname__", repr(function)),
-    )
+    module = getattr(function, "__module__", "")
+    name = getattr(function, "__qualname__", repr(function))
     is_plain = inspect.isfunction(function) and name.isidentifier()
     if is_plain and module != "__main__":
         return f"{module}.{name}", kwargs

@@ -107,7 +107,8 @@ def check_engine(
             actor.lm, actor.tokenizer, is_static=False
         )  # the simplest path, on a GPU too
         params = replace(actor.settings.sampling, use_greedy=True)
-        found, log_probs = [], []
+        found = []
+        log_probs = []
         with contextlib.closing(actor.generator) as other:
             for scale in (1.0, SCALE):
                 with torch.no_grad():
@@ -164,7 +165,8 @@ def compare(
 
     `params` should be greedy, otherwise the noise makes them differ.
     """
-    found, seconds = [], []
+    found = []
+    seconds = []
     for generator in (first, second):
         start = time.perf_counter()
         with generator.awake():
@@ -192,7 +194,8 @@ def compare_responses(
     if left.log_probs is not None and right.log_probs is not None:
         pairs = zip(left.log_probs, right.log_probs, common, strict=True)
         each = [(one[:count] - other[:count]).abs() for one, other, count in pairs]
-        gaps, row = torch.cat(each), max(range(len(each)), key=lambda i: float(each[i].sum()))
+        gaps = torch.cat(each)
+        row = max(range(len(each)), key=lambda i: float(each[i].sum()))
         mean, largest = (float(gaps.mean()), float(gaps.max())) if len(gaps) else (mean, largest)
     worst = (*prompts[row].tokens, *left.tokens[row, : common[row]].tolist())
     return Comparison(

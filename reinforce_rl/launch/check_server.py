@@ -62,7 +62,8 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
             f"http://{server} {error}: it may be starting or stopping; ask again in a minute",
             key="check_server.server.no_description",
         ) from error
-    length, own = info.max_length, info.tokenizer
+    length = info.max_length
+    own = info.tokenizer
     say(
         f"serves: '{info.name}'"
         + "".join(f", {key} {value}" for key, value in info.details.items())

@@ -30,7 +30,8 @@ def demo(
     from reinforce_rl.monitoring.report import run_summary
 
     overrides = [*steps_override(os.environ.get("DEMO_STEPS", "")), *(overrides or [])]
-    started, data = time.monotonic(), shipped("demo", "examples/demo")
+    started = time.monotonic()
+    data = shipped("demo", "examples/demo")
     model = prepare_smollm2(DEFAULT_FOLDER)
     if (
         out.is_dir()
@@ -94,7 +95,8 @@ def print_answers(out: Path, asked: Path) -> None:
     validations = RunFolder(out).validations
     if validations is None:
         return
-    records, last = list(read_json_lines(asked)), {row.prompt_id: row for row in validations[1]}
+    records = list(read_json_lines(asked))
+    last = {row.prompt_id: row for row in validations[1]}
     answers = [
         (record, row.response, last[row.prompt_id].response)
         for row in validations[0]

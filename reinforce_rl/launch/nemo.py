@@ -19,7 +19,8 @@ from reinforce_rl.launch.nemo_file import read_nemo_file
 from reinforce_rl.utils.control_characters import show_control_characters
 from reinforce_rl.utils.files import write_atomically
 
-PROGRAM, PRESET = "train_reinforce_actor", "nemo_aligner"
+PROGRAM = "train_reinforce_actor"
+PRESET = "nemo_aligner"
 _GONE = "there is nothing to choose"
 _LEFT_OUT = {  # of the same name, where the value means something else
     "pretrained_checkpoint.restore_from_path": "set it to a folder in Hugging Face form in place of the .nemo file",
@@ -39,7 +40,8 @@ _VALUES = {  # of keys whose choices are other ones; all others have no counterp
     },
     "model.optim.sched.name": {"CosineAnnealing": "CosineAnnealing", "WarmupPolicy": "constant"},
 }
-_ATTENTION, _MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_MLP = ["gate_proj", "up_proj", "down_proj"]
 _PROJECTIONS = {
     "attention": _ATTENTION,
     "attention_qkv": _ATTENTION[:3],

@@ -57,7 +57,8 @@ def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) 
     from reinforce_rl.trainer.build import DTYPES
     from reinforce_rl.utils.console import warn_once
 
-    own, inference = cfg.reward_model, cfg.inference
+    own = cfg.reward_model
+    inference = cfg.inference
     head = load_head(own.restore_from_path, own.head_path, own.head_name, own.head_activation)
     moments = unused_moments(own.restore_from_path)
     if moments is not None and own.head_path is None and own.mean is None:
@@ -76,10 +77,12 @@ def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) 
         "dtype": dtype,
     }
     options |= {"head_name": own.head_name, "head_activation": own.head_activation}
-    tensor, pipeline = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
+    tensor = own.tensor_model_parallel_size
+    pipeline = own.pipeline_model_parallel_size
     with parallel_mesh(tensor, pipeline, sequence_parallel=own.sequence_parallel) as mesh:
         load = partial(load_reward_model, own.restore_from_path, own.head_path, mesh, **options)
-        rank_timeout, call_timeout = inference.rank_timeout_seconds, inference.stuck_seconds
+        rank_timeout = inference.rank_timeout_seconds
+        call_timeout = inference.stuck_seconds
         if mesh.world_size == 1:
             model = load()
             try:

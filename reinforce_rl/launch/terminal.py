@@ -25,7 +25,8 @@ _command = ""  # "train" in `reinforce-rl train`; empty in a script
 def become(command: str, arguments: Sequence[str]) -> None:
     """Let this be `reinforce-rl COMMAND`: to Hydra, to the ranks that it starts, and in messages."""
     global _command
-    _command, sys.argv = command, [f"reinforce-rl {command}", *arguments]
+    _command = command
+    sys.argv = [f"reinforce-rl {command}", *arguments]
 
 
 def program_name() -> str:

@@ -131,7 +131,8 @@ class ShardedWriter:
             (path, name, (data, [(item, _on_host(tensor, copy)) for item, tensor in tensors]))
             for path, name, (data, tensors) in self._writer.write_buckets
         ]
-        self._sharded = self._common = None
+        self._sharded = None
+        self._common = None
 
     def write(self) -> tuple[list[Any], list[Path]]:
         """Write this rank's share, on any thread; return results for `finish`, and files. OSErrors name the file."""
@@ -174,12 +175,15 @@ def allow_other_padding(
         row.megatron: row.split
         for row in (*weight_map(lm.architecture, lm.mesh.tp_size), *adapter_rows(lm))
     }
-    faults, padded, dtypes = [], {}, {}
+    faults = []
+    padded = {}
+    dtypes = {}
     for name, tensor in model.items():
         if not isinstance(tensor, ShardedTensor):
             continue
         # The last stage's copy of tied embeddings uses their key.
-        expected, split = tuple(tensor.global_shape), splits[name if name in splits else tensor.key]
+        expected = tuple(tensor.global_shape)
+        split = splits[name if name in splits else tensor.key]
         if tensor.key not in stored:
             faults.append(f"{tensor.key} is missing; expected shape {expected}")
             continue

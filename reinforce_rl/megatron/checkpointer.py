@@ -244,9 +244,14 @@ class Checkpointer:
         asynchronous: bool = False,
         on_saved: Callable[[float], None] = lambda seconds: None,
     ):
-        self.folder, self._mesh = Path(folder), mesh
-        self._ddp, self._optimizer, self._scheduler = ddp, optimizer, scheduler
-        self._keep_last, self._asynchronous, self._on_saved = keep_last, asynchronous, on_saved
+        self.folder = Path(folder)
+        self._mesh = mesh
+        self._ddp = ddp
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._keep_last = keep_last
+        self._asynchronous = asynchronous
+        self._on_saved = on_saved
         self._running: _Save | None = None
 
     def save(
@@ -274,7 +279,8 @@ class Checkpointer:
         """
         self.finish()
         began = time.monotonic()
-        final, part = self.folder / folder_name(step), self.folder / f"{folder_name(step)}.part"
+        final = self.folder / folder_name(step)
+        part = self.folder / f"{folder_name(step)}.part"
         weights = [
             parameter.detach()
             for parameter in self._ddp.module.parameters()
@@ -295,7 +301,8 @@ class Checkpointer:
             writer.write_common()
         with self._writing(part):
             writer.plan(copy=self._asynchronous)
-        keep_names, state = {folder_name(s) for s in keep}, random_state(self._mesh)
+        keep_names = {folder_name(s) for s in keep}
+        state = random_state(self._mesh)
         waited += time.monotonic() - began
         save = _Save(final, part, trainer_state, keep_names, writer, state, more, waited)
         # Off the main thread, where a Ctrl-C in torch's C++ writer can abort the process; a daemon for failing runs.
@@ -316,7 +323,8 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the background save, if any, and complete it; a collective call. Raises as `save`."""
-        save, self._running = self._running, None
+        save = self._running
+        self._running = None
         if save is None:
             return
         save.thread.join()
@@ -360,7 +368,8 @@ class Checkpointer:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load a state saved from any layout; a collective call. Raises CheckpointError if it does not fit."""
-        folder, mesh = checkpoint.folder, self._mesh
+        folder = checkpoint.folder
+        mesh = self._mesh
 
         def failed(error: BaseException) -> CheckpointError:
             _raise_interrupt(error)

@@ -66,7 +66,8 @@ def to_megatron(
     Raises ConfigError: the model is not supported; CheckpointError: the folder cannot be read or the checkpoint cannot
     be written.
     """
-    source, out = Path(source), Path(out)
+    source = Path(source)
+    out = Path(out)
     architecture, weights = Architecture.from_folder(source), HFFolder(source)
     check_headers(architecture, weights)
     stored = weights.common_dtype(row.hf for row in weight_map(architecture, 1))
@@ -184,10 +185,8 @@ def _add_lora_of(
     lora: dict[str, Any] | None = trainer_state.get("lora")
     if lora is None:
         return None
-    weights, settings = (
-        HFFolder(source),
-        LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"])),
-    )
+    weights = HFFolder(source)
+    settings = LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"]))
     check_lora_identity(settings.identity(weights.fingerprint()), checkpoint, trainer_state)
     load_hf_weights(lm, weights)
     add_lora(lm, settings)

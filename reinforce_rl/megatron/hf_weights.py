@@ -64,7 +64,8 @@ def load_hf_weights(
 
     `heads` are modules of heads that the folder may hold besides the model; the first is the one that is used.
     """
-    arch, rank = lm.architecture, lm.mesh.tp_rank
+    arch = lm.architecture
+    rank = lm.mesh.tp_rank
     rows, own = weight_map(arch, lm.mesh.tp_size), parameters_of(lm)
     check_headers(arch, folder, heads)
     if _lacks_head(arch, folder, heads):
@@ -236,7 +237,9 @@ def export_hf_folder(
 
     Raises CheckpointError: on every rank, if it cannot be written.
     """
-    source, out, mesh = Path(source), Path(out), lm.mesh
+    source = Path(source)
+    out = Path(out)
+    mesh = lm.mesh
     part = out.with_name(out.name + ".part")
     dtype = dtype or lm.config.params_dtype
     files = shard_files(weight_map(lm.architecture, mesh.tp_size), dtype, max_shard_bytes)

@@ -38,7 +38,8 @@ from reinforce_rl.utils.files import replace_folder, space_note
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SUBMODULE = "lora"  # name of the updates in a megatron layer
-WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."  # PEFT's names start at its wrapper of the model
 
 
@@ -152,8 +153,11 @@ class LayerUpdates(torch.nn.Module):
         mesh: Mesh,
     ):
         super().__init__()
-        self.settings, self.enabled = settings, True
-        self._rows, self._blocks, self._group = rows, blocks, mesh.tp_group
+        self.settings = settings
+        self.enabled = True
+        self._rows = rows
+        self._blocks = blocks
+        self._group = mesh.tp_group
         self.weight_name = blocks[0].megatron  # in `parameters_of`
         weight: Any = layer.weight
         for row in rows:
@@ -210,7 +214,8 @@ class LayerUpdates(torch.nn.Module):
         """Return this rank's part of W + scale B A, added in at least float32."""
         total = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
         for row in self._rows:
-            pair, split = self.pair(row), row.base.split
+            pair = self.pair(row)
+            split = row.base.split
             assert split is not None
             update = self.settings.scale * (
                 pair.lora_B.to(total.dtype) @ pair.lora_A.to(total.dtype)
@@ -225,8 +230,10 @@ class LayerUpdates(torch.nn.Module):
 def add_lora(lm: CausalLM, settings: LoraSettings) -> None:
     """Freeze the model and attach updates (B = 0); call after loading weights and before `wrap_data_parallel`."""
     lm.requires_grad_(False)
-    arch, mesh = lm.architecture, lm.mesh
-    blocks, updates = weight_map(arch, mesh.tp_size), lora_map(arch, mesh.tp_size, settings)
+    arch = lm.architecture
+    mesh = lm.mesh
+    blocks = weight_map(arch, mesh.tp_size)
+    updates = lora_map(arch, mesh.tp_size, settings)
     modules: Any = lm.decoder.layers
     for module in modules:
         prefix = f"decoder.layers.{module.layer_number - 1}."  # megatron counts from 1
@@ -379,7 +386,8 @@ def check_lora_identity(
         return
     if stored is None or mine is None:
         kinds = ("all weights", "LoRA updates only")
-        found, expected = kinds[stored is not None], kinds[mine is not None]
+        found = kinds[stored is not None]
+        expected = kinds[mine is not None]
         raise CheckpointError(
             f"checkpoint {checkpoint} holds {found}, but this run has {expected} (model.peft.peft_scheme); "
             "go on with the run's own configuration, or choose another exp_manager.explicit_log_dir",

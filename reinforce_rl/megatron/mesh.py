@@ -264,7 +264,9 @@ def parallel_mesh(
     """
     job = JobRank.of_process()
     rank, world_size = (job.rank, job.size) if world is None else (world.rank, world.size)
-    tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
+    tp = tensor_model_parallel_size
+    pp = pipeline_model_parallel_size
+    cp = context_parallel_size
     ranks = "this job (trainer.devices x trainer.num_nodes)"
     if faults := list(layout_faults(tp, pp, cp, sequence_parallel, world_size, ranks)):
         raise ConfigError(faults)

@@ -62,7 +62,8 @@ def build_optimizer(
 
     It is stepped before each optimizer step, so a warm-up's first rate is not 0. `clip_grad` 0 disables clipping.
     """
-    schedule, warmup = optim.sched, optim.sched.warmup_steps
+    schedule = optim.sched
+    warmup = optim.sched.warmup_steps
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -131,7 +132,9 @@ class ActorOptimizer:
         *,
         overlap_restore: bool = False,
     ):
-        self._optimizer, self._scheduler, self._ddp = optimizer, scheduler, ddp
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._ddp = ddp
         self._parts = _parts_of(optimizer)
         self._on_gpu = torch.cuda.is_available()  # then the whole model is
         self._host = HostCopies(pin=self._on_gpu, overlap_restore=overlap_restore)
@@ -192,7 +195,8 @@ class ActorOptimizer:
         return math.sqrt(squares.item())
 
     def _clip(self, part: Any, norm: float) -> None:
-        bound, parameters = part.config.clip_grad, part.get_parameters()
+        bound = part.config.clip_grad
+        parameters = part.get_parameters()
         if bound <= 0 or not parameters:
             return
         if not self._on_gpu:
@@ -208,7 +212,9 @@ BLOCK_BYTES = (
 )  # torch rounds pinned allocations up to a power of two, so blocks of that size are filled
 _COPIES = "reinforce_rl_host_copies"
 PREFIX = "optimizer.state."  # followed by the kind of state and the parameter's key
-MOMENTS, MAIN, STEP = ("exp_avg", "exp_avg_sq"), "fp32_param", "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN = "fp32_param"
+STEP = "step"
 
 
 class HostCopies:
@@ -219,7 +225,9 @@ class HostCopies:
     """
 
     def __init__(self, *, pin: bool, overlap_restore: bool = False, block_bytes: int = BLOCK_BYTES):
-        self._pin, self._overlap, self._block_bytes = pin, overlap_restore, block_bytes
+        self._pin = pin
+        self._overlap = overlap_restore
+        self._block_bytes = block_bytes
         self._blocks: list[Tensor] = []
         self._away: list[Tensor] = []
         self._stream: Any = None
@@ -246,7 +254,8 @@ class HostCopies:
 
     def give_back(self) -> None:
         """Restore the tensors given to `take`."""
-        tensors, self._away = self._away, []
+        tensors = self._away
+        self._away = []
         for tensor in tensors:
             tensor.untyped_storage().resize_(tensor.nbytes)
         overlaps = self._overlap and self._pin
@@ -267,18 +276,22 @@ class HostCopies:
 
     def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (host, device) pairs of uint8 [n] views, split at host-block boundaries."""
-        block, offset = 0, 0
+        block = 0
+        offset = 0
         for tensor in tensors:
-            flat, start = tensor.detach().view(-1).view(torch.uint8), 0
+            flat = tensor.detach().view(-1).view(torch.uint8)
+            start = 0
             while start < len(flat):
                 if block == len(self._blocks):
                     memory = torch.empty(self._block_bytes, dtype=torch.uint8)
                     self._blocks.append(memory.pin_memory() if self._pin else memory)
                 size = min(len(flat) - start, self._block_bytes - offset)
                 yield self._blocks[block][offset : offset + size], flat[start : start + size]
-                start, offset = start + size, offset + size
+                start = start + size
+                offset = offset + size
                 if offset == self._block_bytes:
-                    block, offset = block + 1, 0
+                    block = block + 1
+                    offset = 0
 
 
 def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str, Any]:
@@ -419,7 +432,8 @@ def _parts(
     pieces: Any = [entry]
     if isinstance(entry, ShardedTensorFactory):  # several tensors, concatenated
         pieces = entry.build_fn(entry.key, entry.data, entry.replica_id, None)
-    end, before = main.start + len(flat), 0
+    end = main.start + len(flat)
+    before = 0
     for piece in pieces:
         size = math.prod(piece.local_shape)
         own = max(main.start - before, 0), min(end - before, size)
@@ -450,7 +464,9 @@ def rectangles(
     if len(shape) == 1:
         return [((start,), (end - start,))] if start < end else []
     row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # whole rows
+    # whole rows
+    first = -(-start // row)
+    last = end // row
 
     def within(number: int, low: int, high: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         parts = rectangles(shape[1:], low - number * row, high - number * row)

@@ -82,7 +82,8 @@ def _run(
 
         return hidden, finish
 
-    iterator, options = iter(parts), {}
+    iterator = iter(parts)
+    options = {}
     if model.config.pipeline_model_parallel_size > 1:  # type: ignore[union-attr]
         assert shape_of is not None
         iterator = _Ahead(iterator, shape_of)
@@ -109,7 +110,8 @@ class _Ahead:
     """Iterates over micro-batches, and yields the shapes sent between stages, in their order."""
 
     def __init__(self, micro_batches: Iterator[Any], shape_of: ShapeOf):
-        self._micro_batches, self._shape_of = micro_batches, shape_of
+        self._micro_batches = micro_batches
+        self._shape_of = shape_of
         self._next: deque[Any] = deque()  # fetched for its shape, not run yet; at most one
         self._unanswered: deque[tuple[int, ...]] = deque()  # shapes of pending gradients
 

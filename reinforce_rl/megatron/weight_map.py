@@ -12,10 +12,9 @@ from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture
 
-OUTPUT_LAYER, OUTPUT_PARAMETER = (
-    "lm_head.weight",
-    "output_layer.weight",
-)  # the second is megatron's name
+# the second is megatron's name
+OUTPUT_LAYER = "lm_head.weight"
+OUTPUT_PARAMETER = "output_layer.weight"
 EMBEDDING = "model.embed_tokens.weight"
 SCORE_LAYER = "score.weight"  # a classifier's head; same name in both
 
@@ -85,30 +84,34 @@ class Row:
 
     def _units(self, tp_rank: int) -> tuple[int, int]:
         assert self.split is not None
-        per_rank, units = self.split.padded_units // self.tp_size, self.split.units
+        per_rank = self.split.padded_units // self.tp_size
+        units = self.split.units
         return min(tp_rank * per_rank, units), min((tp_rank + 1) * per_rank, units)
 
 
 def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
     """Return all tensors of a model, layer by layer; those that share a parameter are neighbours."""
     sizes = arch.padded(tp_size)
-    hidden, head = arch.hidden_size, arch.head_size
+    hidden = arch.hidden_size
+    head = arch.head_size
     heads = arch.num_heads // arch.num_groups * head  # query rows per group
     fused = heads + 2 * head
     ffn = arch.ffn_size // tp_size  # per rank, since gate comes first on each
 
-    vocabulary, groups = (
-        Split(0, arch.vocab_size, sizes.vocab_size, 1, 0, 1),
-        (arch.num_groups, sizes.num_groups),
-    )
-    query, key = Split(0, *groups, fused, 0, heads), Split(0, *groups, fused, heads, head)
-    value, mixed = Split(0, *groups, fused, heads + head, head), Split(1, *groups, heads, 0, heads)
+    vocabulary = Split(0, arch.vocab_size, sizes.vocab_size, 1, 0, 1)
+    groups = (arch.num_groups, sizes.num_groups)
+    query = Split(0, *groups, fused, 0, heads)
+    key = Split(0, *groups, fused, heads, head)
+    value = Split(0, *groups, fused, heads + head, head)
+    mixed = Split(1, *groups, heads, 0, heads)
     ranks = (tp_size, tp_size)
-    gate, up = Split(0, *ranks, 2 * ffn, 0, ffn), Split(0, *ranks, 2 * ffn, ffn, ffn)
+    gate = Split(0, *ranks, 2 * ffn, 0, ffn)
+    up = Split(0, *ranks, 2 * ffn, ffn, ffn)
     down = Split(1, *ranks, ffn, 0, ffn)
 
     # (Hugging Face name, megatron name, size of the unsplit axis, split of the other)
-    qkv, biases = "self_attention.linear_qkv.weight", arch.qkv_bias
+    qkv = "self_attention.linear_qkv.weight"
+    biases = arch.qkv_bias
     layer: list[tuple[str, str, int | None, Split | None, bool]] = [
         ("input_layernorm.weight", "input_layernorm.weight", hidden, None, True),
         ("self_attn.q_proj.weight", qkv, hidden, query, True),

@@ -135,7 +135,8 @@ class AlertRules:
         self._history.add(line)
         if not is_training(line):
             return []
-        step, new = line["step"], []
+        step = line["step"]
+        new = []
         for rule in self._rules:
             seen = rule.see(self._history)
             self._held[rule.name] = self._held[rule.name] + 1 if seen else 0
@@ -224,7 +225,8 @@ def unscored_length(run: History) -> str | None:
     steps=3,
 )
 def constant_reward(run: History) -> str | None:
-    reward, deviation = run.now("train/rewards"), run.now("train/reward_deviation")
+    reward = run.now("train/rewards")
+    deviation = run.now("train/reward_deviation")
     limit = max(1e-4 * abs(reward), 0.02 * run.first("train/reward_deviation"), 1e-12)
     if not deviation <= limit or solved(run):
         return None
@@ -252,7 +254,8 @@ def no_spread(run: History) -> str | None:
     steps=3,
 )
 def solved(run: History) -> str | None:
-    reward, deviation = run.now("train/rewards"), run.now("train/reward_deviation")
+    reward = run.now("train/rewards")
+    deviation = run.now("train/reward_deviation")
     rise = reward - run.initial("train/rewards")
     has_risen = rise > max(3 * deviation, 0.5 * run.initial("train/reward_deviation"))
     return equal_groups(run) if has_risen and reward >= run.middle("train/rewards", 20) else None
@@ -272,17 +275,14 @@ def zero_gradient(run: History) -> str | None:
     "did the reward server restart, with another model, or fail?",
 )
 def changed_scorer(run: History) -> str | None:
-    rewards, deviations = run.past("train/rewards", 20), run.past("train/reward_deviation", 20)
-    distance, before = (
-        run.now("train/init_policy_kl"),
-        max(run.past("train/init_policy_kl", 10), default=math.nan),
-    )
+    rewards = run.past("train/rewards", 20)
+    deviations = run.past("train/reward_deviation", 20)
+    distance = run.now("train/init_policy_kl")
+    before = max(run.past("train/init_policy_kl", 10), default=math.nan)
     if not rewards or not any(deviations) or distance > 1.5 * before + 1:  # then it was the policy
         return None
-    now, moves = (
-        run.now("train/reward_deviation"),
-        [new - old for old, new in itertools.pairwise(rewards)],
-    )
+    now = run.now("train/reward_deviation")
+    moves = [new - old for old, new in itertools.pairwise(rewards)]
     jumps = abs(run.now("train/rewards") - rewards[-1]) > max(*deviations, 6 * spread(moves))
     if not jumps and 0.2 * min(deviations) <= now <= 5 * max(
         *deviations, run.first("train/reward_deviation")
@@ -297,7 +297,8 @@ def changed_scorer(run: History) -> str | None:
     "lower model.optim.lr or raise initial_policy_kl_penalty",
 )
 def kl(run: History) -> str | None:
-    past, now = run.last("train/init_policy_kl", 13)[:-3], run.middle("train/init_policy_kl")
+    past = run.last("train/init_policy_kl", 13)[:-3]
+    now = run.middle("train/init_policy_kl")
     usual = statistics.median(past) if len(past) >= 3 else math.nan
     # Early in a run it grows with the square of the steps: not 5 times.
     return (
@@ -313,7 +314,8 @@ def kl(run: History) -> str | None:
 )
 def entropy(run: History) -> str | None:
     key = "train/entropy" if math.isfinite(run.now("train/entropy")) else "train/entropy_sampled"
-    now, first = run.middle(key), run.initial(key)
+    now = run.middle(key)
+    first = run.initial(key)
     is_usual = not (now < 0.2 * first or now > 2 * first)
     return None if is_usual else f"the entropy is {now:.3f} nats a token, {first:.3f} at first"
 
@@ -324,7 +326,8 @@ def entropy(run: History) -> str | None:
 )
 def cut(run: History) -> str | None:
     key = "train/fraction_of_samples_properly_ended"
-    now, first = 1 - run.middle(key, 5), 1 - run.first(key)
+    now = 1 - run.middle(key, 5)
+    first = 1 - run.first(key)
     if now > 0.5 or now > first + 0.25:
         return f"{now:.0%} of the responses are cut at max_length" + (
             f", {first:.0%} at first" if first < now else ""
@@ -334,7 +337,8 @@ def cut(run: History) -> str | None:
 
 @rule("the reward may pay for length alone", "read samples; see reward_shaping.length_penalty")
 def length(run: History) -> str | None:
-    now, first = run.middle("train/response_lengths", 5), run.first("train/response_lengths")
+    now = run.middle("train/response_lengths", 5)
+    first = run.first("train/response_lengths")
     pays = run.middle("train/length_reward_correlation", 5)
     rise = run.middle("train/rewards", 5) - run.first("train/rewards")
     if len(run.lines) < FEWEST or not rise > 0.5 * run.first("train/reward_deviation"):
@@ -354,8 +358,10 @@ def length(run: History) -> str | None:
     "read samples; change the reward, or raise initial_policy_kl_penalty",
 )
 def repetition(run: History) -> str | None:
-    now, first = run.middle("train/repetition"), run.first("train/repetition")
-    size, at_first = run.middle("train/compression"), run.first("train/compression")
+    now = run.middle("train/repetition")
+    first = run.first("train/repetition")
+    size = run.middle("train/compression")
+    at_first = run.first("train/compression")
     if now > first + 0.2:
         return (
             f"{now:.0%} of three words in a row were in the response before, {first:.0%} at first"
@@ -372,7 +378,8 @@ def generator_gap(run: History) -> str | None:
     over = [
         f"{name} is {gaps[name]:.3g}" for name, limit in GAP_LIMITS.items() if gaps[name] > limit
     ]
-    now, first = run.middle("train/generator_gap"), run.first("train/generator_gap")
+    now = run.middle("train/generator_gap")
+    first = run.first("train/generator_gap")
     # Within the first three steps there is nothing that a gap could have grown from.
     if not over and math.isfinite(first) and now > max(0.01, 5 * first):
         over = [f"generator_gap is {now:.3g}, {first:.3g} at first, and grows"]
@@ -386,7 +393,8 @@ def generator_gap(run: History) -> str | None:
     "lower model.optim.lr or gradient_clip_val; read their samples",
 )
 def gradient_spikes(run: History) -> str | None:
-    past, last = run.past("train/grad_norm", 20), run.last("train/grad_norm", 10)
+    past = run.past("train/grad_norm", 20)
+    last = run.last("train/grad_norm", 10)
     usual = statistics.median(past) if past else 0.0
     limit = max(5 * usual, usual + 6 * spread(past)) if usual else math.inf
     spikes = [value for value in last if value > limit]
@@ -422,7 +430,8 @@ def prompts_repeated(run: History) -> str | None:
 
 @rule("all ranks wait for it", "look at that machine (docs/operations.md#stragglers)")
 def straggler(run: History) -> str | None:
-    line, found = run.lines[-1], []
+    line = run.lines[-1]
+    found = []
     for phase in [
         key.split("/")[1] for key in line if key.startswith("timing/") and key.endswith("/rank")
     ]:

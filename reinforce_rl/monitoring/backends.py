@@ -15,10 +15,9 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.monitoring.loggers import SUCCESS, Detached, Level, MetricLogger
 from reinforce_rl.utils.files import plain_number
 
-START_SECONDS, FINISH_SECONDS = (
-    60,
-    50,
-)  # of a wandb run, the latter below `CLOSE_SECONDS` of its thread
+# of a wandb run, the latter below `CLOSE_SECONDS` of its thread
+START_SECONDS = 60
+FINISH_SECONDS = 50
 PROJECT = "reinforce_rl"
 # Variables of a library by its argument: they count where the configuration is silent.
 _OF_WANDB = {
@@ -203,8 +202,10 @@ class MlflowLogger(MetricLogger):
         from mlflow import MlflowClient
         from mlflow.entities import Metric
 
-        given, folder = cfg.exp_manager.mlflow_logger_kwargs, Path(cfg.exp_manager.explicit_log_dir)
-        self._metric, self._pending = Metric, dict[str, float]()
+        given = cfg.exp_manager.mlflow_logger_kwargs
+        folder = Path(cfg.exp_manager.explicit_log_dir)
+        self._metric = Metric
+        self._pending = dict[str, float]()
         address = given.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._client = client = MlflowClient(address or (folder / "mlruns").absolute().as_uri())
         place = self._experiment(given.experiment_name)
@@ -244,10 +245,8 @@ class MlflowLogger(MetricLogger):
 
     def commit(self, step: int) -> None:
         now = time.time_ns() // 1_000_000
-        metrics, self._pending = (
-            [self._metric(name, value, now, step) for name, value in self._pending.items()],
-            {},
-        )
+        metrics = [self._metric(name, value, now, step) for name, value in self._pending.items()]
+        self._pending = {}
         self._client.log_batch(self._id, metrics=metrics)
 
     def finalize(self, status: str = SUCCESS) -> None:

@@ -161,7 +161,8 @@ def _sides(runs: Mapping[str, RunFolder], num_base: int) -> list[_Side]:
 
 def _over_seeds(sides: Sequence[_Side]) -> list[dict[str, Any]]:
     """Compare each side with the first over seeds, at the last step that all of their runs have validated."""
-    rows, base = [], sides[0]
+    rows = []
+    base = sides[0]
     names = [side[0][0] + (f" and {len(side) - 1} more" if side[1:] else "") for side in sides]
     for name, side in zip(names[1:], sides[1:], strict=True):
         series = {one: dict(run.series("val/rewards")) for one, run, _ in (*base, *side)}
@@ -207,7 +208,8 @@ def _paired(sides: Sequence[_Side]) -> dict[str, Any]:
     for name, run, base_name, first in pairs or [
         (name, run, *base[0][:2]) for name, run, _ in base[1:]
     ]:
-        steps, other_steps = first.sample_steps("validation"), run.sample_steps("validation")
+        steps = first.sample_steps("validation")
+        other_steps = run.sample_steps("validation")
         if not steps or not other_steps:
             continue
         shared = set(steps) & set(other_steps)
@@ -215,10 +217,8 @@ def _paired(sides: Sequence[_Side]) -> dict[str, Any]:
         step, other = (
             (max(shared), max(shared)) if max(shared, default=0) else (steps[-1], other_steps[-1])
         )
-        rows_of_first, rows_of_run = (
-            first.samples(step, "validation"),
-            run.samples(other, "validation"),
-        )
+        rows_of_first = first.samples(step, "validation")
+        rows_of_run = run.samples(other, "validation")
         texts = {row.prompt_id: row.prompt for row in rows_of_first}
         changed = {
             row.prompt_id

@@ -130,7 +130,8 @@ def _read(prefixes: str, text: str) -> dict[str, Metric]:
 METRICS: dict[str, Metric] = {
     name: found for group in _GROUPS.items() for name, found in _read(*group).items()
 }
-_PHASE, _WORD = "(generate|logprobs|init_logprobs|reward_wait|train_time|send_weights)", r"[\w.-]+"
+_PHASE = "(generate|logprobs|init_logprobs|reward_wait|train_time|send_weights)"
+_WORD = r"[\w.-]+"
 _PATTERNS = {
     name: re.compile(
         re.sub("[A-Z]{4,}", lambda word: _PHASE if word[0] == "PHASE" else _WORD, name)

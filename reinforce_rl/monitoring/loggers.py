@@ -88,7 +88,9 @@ class Detached(MetricLogger):
     """
 
     def __init__(self, name: str, start: Callable[[], MetricLogger], tell: Callable[[str], None]):
-        self._name, self._start, self._tell = name, start, tell
+        self._name = name
+        self._start = start
+        self._tell = tell
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUED_CALLS)
         self._busy_since: float | None = time.monotonic()  # None between calls
         self._told = False
@@ -119,7 +121,8 @@ class Detached(MetricLogger):
             )
 
     def _work(self) -> None:
-        logger, method = None, ""
+        logger = None
+        method = ""
         while method != "finalize":
             try:
                 if logger is None:
@@ -198,7 +201,8 @@ class JsonlLogger(MetricLogger):
     def begin(self) -> None:
         """Make the file ready for the next step; `commit` does it by itself."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self._kept = None
         if kept is not None:
             write_json_lines(self.path, kept)
 

@@ -70,7 +70,8 @@ def validation_means(batch: RolloutBatch, prompts: Sequence[Prompt]) -> Statisti
 
 def reinforce_means(batch: ReinforceBatch) -> Statistics:
     """Return the statistics of advantages, baselines and KL, over the valid samples."""
-    rollouts, valid = batch.rollouts, batch.rollouts.valid
+    rollouts = batch.rollouts
+    valid = batch.rollouts.valid
     advantages = batch.sequence_advantages
     spread, has_none = group_spread(rollouts.rewards, rollouts.group_ids, valid)
     means: Statistics = {

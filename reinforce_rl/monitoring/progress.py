@@ -51,12 +51,16 @@ class TrainingProgress:
         shown: Sequence[Shown] = _SHOWN,
         phases: Sequence[str] = PHASES,
     ):
-        self._title, self._shown, self._phases = title, shown, phases
+        self._title = title
+        self._shown = shown
+        self._phases = phases
         self.total_steps, self.enabled, self.console = total_steps, enabled, console or Console()
-        self._step, self._skipped = start_step, 0
+        self._step = start_step
+        self._skipped = 0
         self._phase = ""
         self._phase_start = self._last_update = time.monotonic()
-        self._waiting, self._next_wait = "", 0.0
+        self._waiting = ""
+        self._next_wait = 0.0
         self._durations: deque[float] = deque(maxlen=_RECENT)
         self._timings: dict[str, float] = {}
         self._first: dict[str, float] = {}
@@ -76,7 +80,8 @@ class TrainingProgress:
 
     def __exit__(self, *_: object) -> None:
         self.phase("")
-        live, self._live = self._live, None
+        live = self._live
+        self._live = None
         if live is not None:
             live.stop()
 

@@ -166,7 +166,8 @@ def sample_rows(
 ) -> list[RolloutRow]:
     """Return one row per sample; `prompts` are in the batch's order, `data` is None in validation."""
     prompt_of = {prompt.id: prompt for prompt in prompts}
-    starts, lengths = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
+    starts = batch.prompt_lengths.tolist()
+    lengths = batch.response_lengths.tolist()
     rows = zip(batch.sequences.tolist(), starts, lengths, strict=True)
     responses = [row[start : start + n] for row, start, n in rows]
     texts = decode_all(tokenizer, responses, skip_special_tokens=skip_special_tokens)
@@ -210,7 +211,8 @@ def token_columns(
 
     from reinforce_rl.algorithm.kl import token_kl
 
-    starts, mask = batch.prompt_lengths[:, None], batch.response_mask
+    starts = batch.prompt_lengths[:, None]
+    mask = batch.response_mask
     place = torch.arange(batch.sequences.shape[1])[None, :]
     responses = (place >= starts) & (place < starts + batch.response_lengths[:, None])
     known: dict[str, Tensor | None] = {
@@ -305,7 +307,8 @@ def samples_table(samples: Samples) -> pa.Table:
     """Return the samples as they are written: all columns, null for what is not known."""
     import pyarrow as pa
 
-    rows, tokens = samples.rows, samples.tokens
+    rows = samples.rows
+    tokens = samples.tokens
     arrays = {}
     for name, kind in column_types(RolloutRow).items():
         values = [getattr(row, name) for row in rows]
@@ -500,7 +503,8 @@ def worst_tokens(
     if not len(table) or any(table[name].null_count for name in both):
         return []
     policy, generator = (np.concatenate(table[name].to_numpy()) for name in both)
-    gaps, found = np.nan_to_num(np.abs(policy - generator), nan=-1.0, posinf=np.inf), []
+    gaps = np.nan_to_num(np.abs(policy - generator), nan=-1.0, posinf=np.inf)
+    found = []
     starts = np.cumsum([0, *(len(row) for row in table[both[0]].to_numpy())])
     for place in np.argsort(-gaps, kind="stable")[:count].tolist():
         if gaps[place] > above:

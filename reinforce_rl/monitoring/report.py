@@ -34,7 +34,9 @@ _QUANTITIES = (  # name, metric, form
 _MAX_TABLE_BYTES = 16 << 20  # of an evaluation or a profile's table
 _MAX_TIME = 253_370_764_800  # unix seconds of the year 9999
 _MAX_SOURCES = 50  # of a reward, that are compared
-_PROFILES, _OPERATIONS = 3, 12  # the last profiled steps that the page shows, and their operations
+# the last profiled steps that the page shows, and their operations
+_PROFILES = 3
+_OPERATIONS = 12
 _CALIBRATION = (
     "Pairs by the predicted probability that the answer with the higher score is the preferred one, sigmoid of the "
     "difference of their scores; and how often it is. A calibrated model has both alike."
@@ -136,7 +138,9 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
 
 def overview(run: RunFolder, seconds: float = math.inf) -> dict[str, Any]:
     """Return what the page shows of a run, all but its samples; the rules of the alerts may take `seconds`."""
-    found, state, config = comparison(run), run.state(), run.configuration()
+    found = comparison(run)
+    state = run.state()
+    config = run.configuration()
     columns = ["", "before", "after", "change", "measured on"]
     summary = {"title": "Before and after", "columns": columns, "rows": summarize(run)}
     shown = {
@@ -171,11 +175,9 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
         return {"verdict": "No evaluation has been made since the first step."}
     try:
         best = _read_table(run, path)
-        found, bins, metrics = (
-            best["evaluation"],
-            best["evaluation"]["reliability"],
-            best["evaluation"]["metrics"],
-        )
+        found = best["evaluation"]
+        bins = best["evaluation"]["reliability"]
+        metrics = best["evaluation"]["metrics"]
         before = next((loss for _, loss in run.series("val/loss") if math.isfinite(loss)), math.nan)
         said = (
             f"The held-out loss went from {before:.4f} to {found['loss']:.4f} (step {best['step']})"
@@ -185,7 +187,8 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
                 f"; of the held-out pairs {metrics['accuracy']:.1%} ± {metrics['accuracy_standard_error']:.1%} are "
                 f"ordered rightly, where 'the longer answer wins' has {metrics['accuracy_of_longer_wins']:.1%}"
             )
-        values, both = {"loss": found["loss"], **metrics}, ("predicted", "observed")
+        values = {"loss": found["loss"], **metrics}
+        both = ("predicted", "observed")
         of_best = {
             "title": "The best model on held-out data",
             "columns": [f"of step {best['step']}", "value"],

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from reinforce_rl.monitoring.records import RolloutRow
 
 WORDS = 3  # of an n-gram
-MOST_RESPONSES, MOST_CHARACTERS = 128, 8192  # read per step, per response
+# read per step, per response
+MOST_RESPONSES = 128
+MOST_CHARACTERS = 8192
 
 
 def repeated_texts(train: Iterable[str], held_out: Iterable[str]) -> frozenset[str]:
@@ -40,12 +42,17 @@ def sample_metrics(
 
 def text_metrics(texts: Sequence[str]) -> dict[str, float]:
     """Return the share of n-grams of words that their response had before, and its size once compressed."""
-    grams = repeated = size = compressed = 0
+    grams = 0
+    repeated = 0
+    size = 0
+    compressed = 0
     for text in texts:
         words, data = text.split(), text.encode(errors="replace")
         found = list(zip(*(words[start:] for start in range(WORDS)), strict=False))
-        grams, repeated = grams + len(found), repeated + len(found) - len(set(found))
-        size, compressed = size + len(data), compressed + len(zlib.compress(data, 1))
+        grams = grams + len(found)
+        repeated = repeated + len(found) - len(set(found))
+        size = size + len(data)
+        compressed = compressed + len(zlib.compress(data, 1))
     ratio = compressed / size if size else math.nan
     return {"repetition": repeated / grams if grams else 0.0, "compression": ratio}
 

@@ -14,7 +14,8 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.utils.files import plain_number, write_atomically
 from reinforce_rl.utils.untrusted_files import UnreadableFileError, read_json
 
-FOLDER, VERSION = "record", 1
+FOLDER = "record"
+VERSION = 1
 _FILE = re.compile(r"step_(\d+)\.json")
 
 

@@ -71,7 +71,8 @@ def slowest_of_phases(ranks: Sequence[RankSeconds]) -> list[Slowest]:
             of_hosts.setdefault(ranks[number].host, []).append(seconds)
         means = {host: statistics.fmean(seconds) for host, seconds in of_hosts.items()}
         node = max(means, key=lambda host: means[host]) if len(means) > 1 else None
-        median, of_node = statistics.median_low(taken.values()), means[node] if node else 0.0
+        median = statistics.median_low(taken.values())
+        of_node = means[node] if node else 0.0
         found.append(
             Slowest(phase, slowest, ranks[slowest].host, taken[slowest], median, node, of_node)
         )

@@ -30,7 +30,9 @@ PAGE = Path(__file__).parent / "page"
 MAX_POINTS = 600  # of a line; more are averaged in bins, all but the last
 MAX_ROWS = 2000  # samples of a step that are sent
 # In a page without a server: of each kind of samples, and of the last step of each.
-_FROZEN_STEPS, _FROZEN_ROWS, _FROZEN_TOKENS = 5, 96, 4000
+_FROZEN_STEPS = 5
+_FROZEN_ROWS = 96
+_FROZEN_TOKENS = 4000
 _IDS = ("prompt_tokens", "response_tokens")
 
 

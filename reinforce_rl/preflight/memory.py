@@ -20,7 +20,8 @@ from reinforce_rl.megatron.weight_map import EMBEDDING, Row, weight_map
 FP32 = 4
 ADAM_MOMENTS = 2 * FP32
 WEIGHT_BYTES = {"32": 4, "bf16": 2}  # by trainer.precision
-LORA_QKV, LORA_FC1 = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
+LORA_QKV = {"q_proj", "k_proj", "v_proj"}
+LORA_FC1 = {"gate_proj", "up_proj"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,8 @@ def rank_memory(
     forward: Pass,
     generations: Mapping[str, Decoding],
 ) -> RankMemory:
-    weights, gradients = shape.parameters * policy.weight_bytes, shape.trained * FP32
+    weights = shape.parameters * policy.weight_bytes
+    gradients = shape.trained * FP32
     # In fp32 the weights are their own main weights.
     main = 0 if policy.weight_bytes == FP32 else FP32
     optimizer = -(-shape.trained // policy.optimizer_shards) * (main + ADAM_MOMENTS)
@@ -168,7 +170,10 @@ def rank_memory(
 
 def _kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
     """Return the bytes that one layer saves for its backward pass of a micro-batch, its input included."""
-    kept, lora, arch, d = policy.weight_bytes, policy.lora, shape.slices, shape.slices.head_size
+    kept = policy.weight_bytes
+    lora = policy.lora
+    arch = shape.slices
+    d = shape.slices.head_size
     # A norm saves its input; the next matrix saves the norm's output if it is trained.
     outputs = sum(
         kept
@@ -209,9 +214,13 @@ def _gathered_keys(shape: StageShape, policy: Policy, micro: Pass) -> int:
 
 def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
     # Return the worst of some moments of the backward pass, which starts with all saved activations alive.
-    t, kept, arch, layout = micro.tokens, policy.weight_bytes, shape.slices, policy.layout
+    t = micro.tokens
+    kept = policy.weight_bytes
+    arch = shape.slices
+    layout = policy.layout
     shared = layout.tensor if layout.sequence_parallel else 1
-    layer, border = _kept_by_layer(shape, policy, micro), t * arch.hidden_size * kept // shared
+    layer = _kept_by_layer(shape, policy, micro)
+    border = t * arch.hidden_size * kept // shared
     again = min(policy.recompute, shape.layers)
     stored = again // policy.recompute_group * border + (shape.layers - again) * layer
     saved = micro.in_flight * (stored + (0 if shape.last else border))
@@ -220,9 +229,11 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
     # megatron gathers the sequence-parallel input again in backward instead of saving it.
     gathered = 2 * t * arch.hidden_size * kept if layout.sequence_parallel else 0
     in_layer = saved + alive + border + gathered
-    weight, table = 2 * arch.ffn_size * arch.hidden_size * kept, arch.vocab_size * arch.hidden_size
+    weight = 2 * arch.ffn_size * arch.hidden_size * kept
+    table = arch.vocab_size * arch.hidden_size
     if policy.lora is not None:
-        weight = table = 0
+        weight = 0
+        table = 0
     columns = t * arch.ffn_size * kept
     # A tied embedding's gradient waits for its other half.
     waiting = table * kept if shape.last and arch.tied_embeddings else 0
@@ -265,10 +276,8 @@ def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
 
 def _forward_activations(shape: StageShape, policy: Policy, tokens: int) -> int:
     # Gate and up with their product; with LoRA, gate and up three times: base, update and sum.
-    arch, matrices = (
-        shape.slices,
-        3 if policy.lora is None or not LORA_FC1 & {*policy.lora.targets} else 6,
-    )
+    arch = shape.slices
+    matrices = 3 if policy.lora is None or not LORA_FC1 & {*policy.lora.targets} else 6
     inside_ffn = 5 * arch.hidden_size + matrices * arch.ffn_size
     inside_attention = 4 * arch.hidden_size + arch.head_size * (
         5 * arch.num_heads + 4 * arch.num_groups
@@ -277,23 +286,25 @@ def _forward_activations(shape: StageShape, policy: Policy, tokens: int) -> int:
 
 
 def _log_probs(name: str, shape: StageShape, policy: Policy, micro: Pass, moved: int) -> Phase:
-    activations, logits = (
-        _forward_activations(shape, policy, micro.tokens) + _gathered_keys(shape, policy, micro),
-        0,
+    activations = _forward_activations(shape, policy, micro.tokens) + _gathered_keys(
+        shape, policy, micro
     )
+    logits = 0
     if shape.last:
         of_logit = FP32 if policy.weight_bytes == FP32 else FP32 + policy.weight_bytes
         at_head = min(micro.scored, policy.chunk_tokens) * shape.slices.vocab_size * of_logit
         head = (micro.tokens + micro.scored) * shape.slices.hidden_size * policy.weight_bytes
         if head + at_head >= activations:
-            activations, logits = head, at_head
+            activations = head
+            logits = at_head
     return Phase(name, activations, logits, moved=moved)
 
 
 def _generation(
     name: str, shape: StageShape, policy: Policy, decoding: Decoding, moved: int
 ) -> Phase:
-    schedule, arch = decoding.schedule(), shape.slices
+    schedule = decoding.schedule()
+    arch = shape.slices
     tokens = schedule.slots * decoding.prompt_tokens + schedule.rows * decoding.response_tokens
     cache = tokens * shape.layers * 2 * arch.num_groups * arch.head_size * policy.weight_bytes
     reading = _forward_activations(shape, policy, schedule.slots * decoding.prompt_tokens)
@@ -339,9 +350,11 @@ def stage_shapes(
         [] if lora is None else [m for row in lora_map(arch, tp, lora) for m in (row.a, row.b)]
     )
     table = _numbers([row for row in rows if row.hf == EMBEDDING])
-    shapes, first_layer = [], 0
+    shapes = []
+    first_layer = 0
     for stage, count in enumerate(layers):
-        first, last = stage == 0, stage == len(layers) - 1
+        first = stage == 0
+        last = stage == len(layers) - 1
         numbers = range(first_layer, first_layer + count)
         own = [row for row in rows if _is_on(row, numbers, first, last)]
         weights = list(_numbers(own).values())
@@ -350,7 +363,8 @@ def stage_shapes(
         low_rank = list(
             _numbers([row for row in updates if _is_on(row, numbers, first, last)]).values()
         )
-        trained, parameters = weights if lora is None else low_rank, sum(weights) + sum(low_rank)
+        trained = weights if lora is None else low_rank
+        parameters = sum(weights) + sum(low_rank)
         shapes.append(
             StageShape(count, first, last, rank, parameters, sum(trained), max(trained, default=0))
         )

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 gigabytes = partial(filesize.decimal, precision=2)  # of bytes, or in a smaller or larger unit
 # Of a response token in a record, the texts and the other columns (benchmarks/records.py: 18 in all), and of a file.
-RECORD_BYTES, RECORD_FILE_BYTES = (2, 16), 20_000
+RECORD_BYTES = (2, 16)
+RECORD_FILE_BYTES = 20_000
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,11 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
             return None
 
     folder = Path(cfg.pretrained_checkpoint.restore_from_path)
-    architecture = layers = tokenizer = datasets = disk = None
+    architecture = None
+    layers = None
+    tokenizer = None
+    datasets = None
+    disk = None
     if (folder / "config.json").is_file():
         architecture = attempt(lambda: Architecture.from_folder(folder))
     layout, said = (
@@ -117,7 +122,8 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
 
 def layout_of(cfg: TrainConfig) -> Layout | None:
     """Return the configured layout; None if the ranks do not divide, which `load_config` reports."""
-    model, world = cfg.model, cfg.training_ranks
+    model = cfg.model
+    world = cfg.training_ranks
     sizes = (
         model.tensor_model_parallel_size,
         model.pipeline_model_parallel_size,
@@ -182,8 +188,10 @@ class BatchPlan:
 
 def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None) -> BatchPlan:
     """Plan the batches of a valid configuration; `datasets` is None if they cannot be read."""
-    rl, rollout = cfg.trainer.reinforce, cfg.model.reinforce
-    samples, response = rl.num_rollouts_per_prompt, rollout.length_params.max_length
+    rl = cfg.trainer.reinforce
+    rollout = cfg.model.reinforce
+    samples = rl.num_rollouts_per_prompt
+    response = rollout.length_params.max_length
     share = Share.split(rollout.num_rollout_samples, layout.data)
     of_update = cfg.prompts_per_update or rollout.num_rollout_samples
     # Prompts of an optimizer step are drawn from the whole batch, whichever rank holds them.
@@ -233,11 +241,14 @@ def plan_memory(
     cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bool
 ) -> list[memory.RankMemory]:
     """Compute the memory of a rank of each stage at full length; empty if model or layout cannot be read."""
-    layout, data = layout_of(cfg), inputs.datasets
+    layout = layout_of(cfg)
+    data = inputs.datasets
     if inputs.architecture is None or inputs.layers is None or layout is None:
         return []
-    rollout, response = cfg.model.reinforce, cfg.model.reinforce.length_params.max_length
-    used, multiple = _policy(cfg, layout, gpu=gpu), layout.sequence_multiple
+    rollout = cfg.model.reinforce
+    response = cfg.model.reinforce.length_params.max_length
+    used = _policy(cfg, layout, gpu=gpu)
+    multiple = layout.sequence_multiple
     positions = -(-(batches.longest - 1) // multiple) * multiple // layout.context
 
     def micro_batch(sequences: int, size: int, in_flight: int) -> memory.Pass:
@@ -251,7 +262,8 @@ def plan_memory(
             most, samples, prompt_tokens, response, rollout.generation_cache_tokens
         )
 
-    of_rank, samples = batches.prompts_of_rank.most, batches.samples
+    of_rank = batches.prompts_of_rank.most
+    samples = batches.samples
     generations = {
         "generation": call(
             of_rank, rollout.rollout_micro_batch_size, samples, batches.longest_prompt
@@ -278,11 +290,9 @@ def plan_memory(
 
 
 def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> memory.Policy:
-    model, lora, number = (
-        cfg.model,
-        build.lora_settings(cfg),
-        cfg.model.activations_checkpoint_num_layers or 1,
-    )
+    model = cfg.model
+    lora = build.lora_settings(cfg)
+    number = cfg.model.activations_checkpoint_num_layers or 1
     full = model.activations_checkpoint_granularity == "full"
     uniform = model.activations_checkpoint_method == "uniform"
     has_copy = cfg.uses_reference and lora is None
@@ -357,7 +367,8 @@ class DiskNeed:
 
 
 def disk_need(cfg: TrainConfig, size: memory.ModelSize, steps: int) -> DiskNeed:
-    weight, rl = memory.WEIGHT_BYTES[cfg.trainer.precision], cfg.trainer.reinforce
+    weight = memory.WEIGHT_BYTES[cfg.trainer.precision]
+    rl = cfg.trainer.reinforce
     saving = cfg.exp_manager.checkpoint_callback_params
     folder = Path(cfg.exp_manager.explicit_log_dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -369,7 +380,8 @@ def disk_need(cfg: TrainConfig, size: memory.ModelSize, steps: int) -> DiskNeed:
     )
     checkpoints = min(saving.keep_last + saving.keep_best + 1, saves)
     export = size.parameters * weight if saving.save_hf_on_train_end else 0
-    every, rollout = cfg.exp_manager.record_tokens_every, cfg.model.reinforce
+    every = cfg.exp_manager.record_tokens_every
+    rollout = cfg.model.reinforce
     responses = (
         rollout.num_rollout_samples * rl.num_rollouts_per_prompt * rollout.length_params.max_length
     )

@@ -125,16 +125,12 @@ class RankRun:
         from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
         from reinforce_rl.trainer.build import build_actor
 
-        case, cfg, model, self._gpu = (
-            self._case,
-            self._case.config,
-            self._case.config.model,
-            fake.gpu,
-        )
-        folder, stages = (
-            cfg.pretrained_checkpoint.restore_from_path,
-            model.pipeline_model_parallel_size,
-        )
+        case = self._case
+        cfg = self._case.config
+        model = self._case.config.model
+        self._gpu = fake.gpu
+        folder = cfg.pretrained_checkpoint.restore_from_path
+        stages = model.pipeline_model_parallel_size
         architecture = dataclasses.replace(
             Architecture.from_folder(folder), num_layers=case.layers * stages
         )
@@ -211,7 +207,8 @@ class RankRun:
 
     def _group(self, ranks: tuple[int, ...]) -> str:
         # Name the parallelism of a group; "several" if no single one fits.
-        layout, step = self._mesh.layout, 1
+        layout = self._mesh.layout
+        step = 1
         for name in (
             "tensor",
             "context",
@@ -304,7 +301,8 @@ class RankRun:
         from reinforce_rl.data.batches import RolloutBatch
         from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 
-        case, number = self._case, torch.arange(count)
+        case = self._case
+        number = torch.arange(count)
         zeros = torch.zeros((count, case.response_tokens))
         return RolloutBatch(
             sequences=torch.full((count, case.prompt_tokens + case.response_tokens), 3),

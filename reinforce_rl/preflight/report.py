@@ -33,7 +33,8 @@ def print_plan(
     *,
     gpu: bool,
 ) -> None:
-    layout, disk = layout_of(cfg), inputs.disk
+    layout = layout_of(cfg)
+    disk = inputs.disk
     assert layout is not None and inputs.architecture is not None
     size = ModelSize.from_architecture(inputs.architecture, lora_settings(cfg))
     console.print(Text("\nRanks", style="bold"), Text(layout.grid()), sep="\n")
@@ -77,16 +78,20 @@ def print_rows(console: Console, title: str, rows: Sequence[Sequence[str]]) -> N
 
 
 def _batches(cfg: TrainConfig, plan: BatchPlan) -> list[tuple[str, str]]:
-    g, of_rank, of_update = plan.samples, plan.prompts_of_rank, plan.prompts_of_update.least
+    g = plan.samples
+    of_rank = plan.prompts_of_rank
+    of_update = plan.prompts_of_update.least
     sequences = f"{of_update} prompts = {of_update * g} sequences"
     calls = _count(plan.validation_calls, "generation call")
-    epoch = run = "not known: the prompts cannot be read"
+    epoch = "not known: the prompts cannot be read"
+    run = "not known: the prompts cannot be read"
     validates = cfg.model.data.data_prefix.validation and cfg.trainer.reinforce.val_check_interval
     validation = epoch if validates and plan.epoch is None else "none"
     if plan.validation is not None:
         validation = f"{plan.validation} prompts x 1 sample, {calls} a rank"
     if plan.epoch is not None:
-        steps, last = _count(len(plan.epoch), "step"), _count(plan.epoch[-1], "prompt")
+        steps = _count(len(plan.epoch), "step")
+        last = _count(plan.epoch[-1], "prompt")
         epoch = f"{sum(plan.epoch)} prompts = {steps}, the last of {last}"
         updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, plan.epoch)
         run = f"{_count(total_steps(cfg.trainer.reinforce, len(plan.epoch)), 'step')} = {updates} optimizer steps"
@@ -137,7 +142,8 @@ def _count(number: int, name: str) -> str:
 
 
 def _range(share: Share, times: int = 1) -> str:
-    least, most = share.least * times, share.most * times
+    least = share.least * times
+    most = share.most * times
     return f"{most}" if least == most else f"{least} to {most}"
 
 
@@ -145,7 +151,8 @@ def _print_memory(
     console: Console, memory: list[RankMemory], layout: Layout, size: ModelSize, *, gpu: bool
 ) -> None:
     largest = max(memory, key=lambda rank: rank.peak)
-    shape, there = largest.shape, resident(largest, gpu=gpu)
+    shape = largest.shape
+    there = resident(largest, gpu=gpu)
     which = f", the largest: those of stage {largest.stage}" if layout.pipeline > 1 else ""
     trained = "" if size.trained == size.parameters else f", {size.trained:,} trained"
     copy = largest.reference_on_host or largest.reference_on_device

@@ -74,7 +74,8 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
     if not faults:
         layout = layout_of(config)
         if inputs.layers is not None and layout is not None:
-            gpu, batches = planned_for_gpu(config), plan_batches(config, layout, inputs.datasets)
+            gpu = planned_for_gpu(config)
+            batches = plan_batches(config, layout, inputs.datasets)
             memory = plan_memory(config, inputs, batches, gpu=gpu)
             print_plan(console, config, inputs, batches, memory, gpu=gpu)
         print_warnings(console, list(_warnings(config, inputs, memory, here=here)))
@@ -160,7 +161,8 @@ def _too_much_memory(cfg: TrainConfig, memory: Sequence[RankMemory]) -> Iterator
             yield f"a rank needs {gigabytes(needed)}, and this machine's GPU has {gigabytes(there)}"
     elif planned_for_gpu(cfg):
         return  # a GPU elsewhere is unknown
-    on_host, there = host_memory_of_node(cfg, memory), psutil.virtual_memory().total
+    on_host = host_memory_of_node(cfg, memory)
+    there = psutil.virtual_memory().total
     if on_host > there:
         ranks = f"{cfg.trainer.devices} ranks need {gigabytes(on_host)} of host memory"
         yield f"{ranks}, and this machine has {gigabytes(there)}"

@@ -104,7 +104,8 @@ class Examples(Generic[Example]):
     @property
     def skipped_lines(self) -> list[str]:
         """One line per reason; a warning if many lines are skipped for a reason that no config key asks for."""
-        lines, total = [], self.num_lines
+        lines = []
+        total = self.num_lines
         for reason, count in self.skipped.items():
             much = count > _WARN_ABOVE * total and reason not in (SKIP_LIMIT, SKIP_MULTI_TURN)
             lines.append(
@@ -155,13 +156,19 @@ def read_examples(
         DataError: the file cannot be read, lines are malformed (all counted, the first ten listed), an attribute is
             never rated, or no example is left.
     """
-    data, names, max_length = cfg.data, cfg.full.attributes, longest_example(cfg)
+    data = cfg.data
+    names = cfg.full.attributes
+    max_length = longest_example(cfg)
     rated: set[str] = set()
     if cfg.mode == "full" and cfg.full.objective == "regression":
-        path, noun, advice = data.ratings_path, "rated answers", _RATING_ADVICE
+        path = data.ratings_path
+        noun = "rated answers"
+        advice = _RATING_ADVICE
         encode = partial(_rating_of, names=names, rated=rated)
     else:
-        path, noun, advice = data.pairs_path, "pairs", _PAIR_ADVICE
+        path = data.pairs_path
+        noun = "pairs"
+        advice = _PAIR_ADVICE
         encode = _pair_of
     assert path is not None  # checked
     faults = LineFaults()
@@ -261,7 +268,8 @@ def _rating_of(
 ) -> EncodedRating | str:
     """Like `_pair_of`; the attributes that the line rates are added to `rated`."""
     _refuse_nemo_form(line.value, "ratings")
-    ratings, messages = _ratings_of(line.value, names), _prompt_of(line.value)
+    ratings = _ratings_of(line.value, names)
+    messages = _prompt_of(line.value)
     answer = _answer_of(line.value, "response")
     given = {name for name, rating in zip(names, ratings, strict=True) if not math.isnan(rating)}
     rated |= given
@@ -311,7 +319,8 @@ def _without_conversations(value: dict[str, Any]) -> dict[str, Any]:
             "chosen and rejected answer different prompts; expected the same messages before both",
             key="reward_model.line.different_prompts",
         )
-    before, given = prompts[0], value.get("prompt")
+    before = prompts[0]
+    given = value.get("prompt")
     if isinstance(given, list) and before[: len(given)] != given:
         before = [*given, *before]
     prompt = {"prompt": before} if before else {}

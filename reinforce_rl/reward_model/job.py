@@ -240,7 +240,8 @@ def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[int
             bar.advance(number, amount)
             now = time.monotonic()
             if not console.is_terminal and now - last >= LINE_EVERY_SECONDS:
-                last, left = now, (now - start) / task.completed * (total - task.completed)
+                last = now
+                left = (now - start) / task.completed * (total - task.completed)
                 console.print(f"{name}: {task.percentage:.0f}%, about {left:.0f} s left")
 
         yield advance
@@ -250,12 +251,10 @@ def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[int
 
 
 def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh) -> FullTrainer:
-    folder, source, full, optim = (
-        Path(cfg.output_dir),
-        cfg.model.restore_from_path,
-        cfg.full,
-        cfg.model.optim,
-    )
+    folder = Path(cfg.output_dir)
+    source = cfg.model.restore_from_path
+    full = cfg.full
+    optim = cfg.model.optim
     checkpoints = folder / "checkpoints"
     tokenizer = load_tokenizer(source)
     data = load_examples(cfg, tokenizer)

@@ -63,7 +63,8 @@ class Ranking:
         self, scores: Tensor, examples: Sequence[EncodedPair]
     ) -> tuple[Tensor, dict[str, float]]:
         """Return the summed loss of E examples with scores [E, G, K], with gradient, and sums of metrics."""
-        chosen, rejected = scores[:, 0, 0], scores[:, 1, 0]
+        chosen = scores[:, 0, 0]
+        rejected = scores[:, 1, 0]
         margin = float((chosen - rejected).detach().sum())
         return bradley_terry(chosen, rejected), {
             "accuracy": float(_hits(chosen, rejected).sum()),
@@ -72,7 +73,8 @@ class Ranking:
 
     def evaluate(self, scores: Tensor, examples: Sequence[EncodedPair]) -> Evaluation:
         """Evaluate all held-out examples, scores [E, G, K]."""
-        chosen, rejected = scores[:, 0, 0].double(), scores[:, 1, 0].double()
+        chosen = scores[:, 0, 0].double()
+        rejected = scores[:, 1, 0].double()
         accuracy, (error, bins) = pair_accuracy(chosen, rejected), calibration(chosen, rejected)
         longer = pair_accuracy(
             *torch.tensor([[len(e.chosen), len(e.rejected)] for e in examples]).t()
@@ -107,7 +109,8 @@ class Regression:
         return squared_error(scores[:, 0], _targets(examples).to(scores)), {}
 
     def evaluate(self, scores: Tensor, examples: Sequence[EncodedRating]) -> Evaluation:
-        predicted, targets = scores[:, 0].double(), _targets(examples)
+        predicted = scores[:, 0].double()
+        targets = _targets(examples)
         metrics = {
             f"{measure}_{name}": value
             for i, name in enumerate(self.names)
@@ -179,7 +182,8 @@ def attribute_fit(predicted: Tensor, targets: Tensor) -> dict[str, float]:
     `mse` is NaN without a rating; the correlations are NaN if one side is constant.
     """
     given = ~targets.isnan()
-    x, y = predicted[given].double(), targets[given].double()
+    x = predicted[given].double()
+    y = targets[given].double()
     mse = float((x - y).square().mean())
     return {"mse": mse, "pearson": correlation(x, y), "spearman": correlation(ranks(x), ranks(y))}
 
@@ -188,7 +192,8 @@ def correlation(x: Tensor, y: Tensor) -> float:
     """Return Pearson's correlation of float64 [N]; NaN if one side is constant."""
     if len(x) < 2 or (x == x[0]).all() or (y == y[0]).all():
         return math.nan
-    x, y = x - x.mean(), y - y.mean()
+    x = x - x.mean()
+    y = y - y.mean()
     return float((x @ y) / (x.norm() * y.norm()))
 
 

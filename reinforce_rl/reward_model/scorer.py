@@ -180,11 +180,9 @@ class MegatronRewardModel:
         max_length: int | None = None,
         merging: Merging | None = None,
     ):
-        width, shape, most = (
-            lm.architecture.hidden_size,
-            tuple(head.weight.shape),
-            lm.architecture.max_positions,
-        )
+        width = lm.architecture.hidden_size
+        shape = tuple(head.weight.shape)
+        most = lm.architecture.max_positions
         if head.width != width:
             raise ConfigError(
                 [
@@ -200,14 +198,13 @@ class MegatronRewardModel:
         self.merging = merging or Merging.from_names(
             head.attributes, None, head.mean, head.deviation
         )
-        self.attributes, self.pooling, self.dtype = (
-            head.attributes,
-            head.pooling,
-            lm.config.params_dtype,
-        )
+        self.attributes = head.attributes
+        self.pooling = head.pooling
+        self.dtype = lm.config.params_dtype
         self.head_name = head.name
         self.head_activation = None if head.hidden is None else head.hidden.activation
-        self.vocab_size, self.max_length = lm.architecture.vocab_size, min(max_length or most, most)
+        self.vocab_size = lm.architecture.vocab_size
+        self.max_length = min(max_length or most, most)
 
     def score(self, sequences: list[list[int]]) -> list[float]:
         """Return one reward per sequence, in order. Micro-batches depend only on the list's content."""
@@ -247,11 +244,10 @@ class MegatronRewardModel:
         return out
 
     def _head_scores(self, hidden: Tensor, one: MicroBatch) -> Tensor:
-        head, device = self._head, hidden.device
-        tokens, lengths = (
-            torch.from_numpy(one.tokens).to(device),
-            torch.from_numpy(one.lengths).to(device),
-        )
+        head = self._head
+        device = hidden.device
+        tokens = torch.from_numpy(one.tokens).to(device)
+        lengths = torch.from_numpy(one.lengths).to(device)
         counted = counted_lengths(tokens, lengths, head.pad_id)
         scores = head_scores(
             hidden, self._lm, self._weight, counted, tokens.shape[1], head.pooling, head.hidden
@@ -268,7 +264,8 @@ def load_trunk(
     heads: Sequence[str] = (),
 ) -> CausalLM:
     """Load a trunk, with the score layer of a classifier if it has `num_scores`; for `heads` see `load_hf_weights`."""
-    architecture, weights = Architecture.from_folder(folder), HFFolder(folder)
+    architecture = Architecture.from_folder(folder)
+    weights = HFFolder(folder)
     if num_scores is not None:
         architecture = architecture.as_classifier(num_scores)
     check_headers(architecture, weights, heads)  # before a model of config.json's size takes memory

@@ -83,7 +83,8 @@ class RewardModelMonitor(RunMonitor):
         enabled: bool,
     ):
         hidden = ("accuracy", "calibration_error") if isinstance(objective, Regression) else ()
-        shown, phases = [one for one in SHOWN if one[0] not in hidden], ("train_time",)
+        shown = [one for one in SHOWN if one[0] not in hidden]
+        phases = ("train_time",)
         progress = TrainingProgress(
             total_steps, start_step, enabled, title="reward model", shown=shown, phases=phases
         )
@@ -136,10 +137,17 @@ class FullTrainer:
         total_steps: int,
         settings: FullConfig,
     ):
-        self._model, self._optimizer, self._objective = model, optimizer, objective
-        self._train, self._held_out, self._sampler = data.train, data.held_out, sampler
-        self._checkpointer, self._monitor, self._export = checkpointer, monitor, export
-        self._total_steps, self._settings = total_steps, settings
+        self._model = model
+        self._optimizer = optimizer
+        self._objective = objective
+        self._train = data.train
+        self._held_out = data.held_out
+        self._sampler = sampler
+        self._checkpointer = checkpointer
+        self._monitor = monitor
+        self._export = export
+        self._total_steps = total_steps
+        self._settings = settings
         self.step = 0
         self.best: Best | None = None
         self._evaluations_since_best = 0
@@ -175,7 +183,8 @@ class FullTrainer:
         return patience is not None and self._evaluations_since_best >= patience
 
     def _train_step(self, batch: list[Any]) -> tuple[dict[str, float], OptimizerUpdate]:
-        mesh, objective = self._model.mesh, self._objective
+        mesh = self._model.mesh
+        objective = self._objective
         mine = shard(batch, mesh.dp_rank, mesh.dp_size)
         count = max(objective.count(batch), 1)
 
@@ -207,7 +216,8 @@ class FullTrainer:
         if self.best is not None and evaluation.loss >= self.best.evaluation.loss:
             self._evaluations_since_best += 1
             return
-        self.best, self._evaluations_since_best = Best(self.step, evaluation), 0
+        self.best = Best(self.step, evaluation)
+        self._evaluations_since_best = 0
         self._monitor.phase("export")
         self._export(self.best)
 
@@ -242,7 +252,8 @@ class FullTrainer:
             )
         self._sampler.load_state_dict(state["sampler"])
         self._checkpointer.restore(checkpoint)
-        self.step, self._evaluations_since_best = state["step"], state["evaluations_since_best"]
+        self.step = state["step"]
+        self._evaluations_since_best = state["evaluations_since_best"]
         self.best = TypeAdapter(Best | None).validate_python(state["best"])
 
 
@@ -264,7 +275,8 @@ class TrainableRewardModel:
         optim: OptimConfig,
     ):
         self.lm, self.mesh, self.ddp = lm, lm.mesh, wrap_data_parallel(lm, optim)
-        self._pooling, self._micro_batch_size = pooling, micro_batch_size
+        self._pooling = pooling
+        self._micro_batch_size = micro_batch_size
         self._pad_id = pad_id if pooling == "last" else None
 
     def accumulate(
@@ -324,7 +336,8 @@ class TrainableRewardModel:
             MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
         )
 
-        names, family = tuple(names) or (SCORE_NAME,), self.lm.architecture.raw["model_type"]
+        names = tuple(names) or (SCORE_NAME,)
+        family = self.lm.architecture.raw["model_type"]
         values = {
             "architectures": [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[family]],
             "id2label": {str(i): name for i, name in enumerate(names)},
@@ -384,7 +397,8 @@ def load_trainable(
         ConfigError: the folder's head has other scores, or the model is not supported.
         CheckpointError: the folder cannot be read.
     """
-    architecture, weights = Architecture.from_folder(folder), HFFolder(folder)
+    architecture = Architecture.from_folder(folder)
+    weights = HFFolder(folder)
     if SCORE_LAYER in weights:
         found = RewardHead.from_classifier(weights).attributes
         if found != tuple(names):

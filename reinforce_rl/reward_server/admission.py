@@ -57,12 +57,11 @@ class Admission:
         self.in_flight = 0  # requests that Triton has
         self.empty = asyncio.Event()  # set once draining and Triton has none
         self._inside = 0
-        self._max_in_flight, self._max_queue = (
-            settings.inference.max_in_flight,
-            settings.inference.max_queue,
-        )
+        self._max_in_flight = settings.inference.max_in_flight
+        self._max_queue = settings.inference.max_queue
         self._slots = asyncio.Semaphore(self._max_in_flight)  # grants them in order
-        self._bytes, self._max_bytes = 0, BUFFERED_REQUESTS * settings.max_request_bytes
+        self._bytes = 0
+        self._max_bytes = BUFFERED_REQUESTS * settings.max_request_bytes
         self._mean_seconds: float | None = None
         self._draining = False
 

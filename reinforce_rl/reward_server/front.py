@@ -30,7 +30,10 @@ from reinforce_rl.rewards.wire import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
-STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
+STARTING = "starting"
+READY = "ready"
+DRAINING = "draining"
+FAILED = "failed"
 
 BODY_SECONDS = 120.0  # for a client to send its request
 QUICK_JSON_BYTES = 1 << 18  # up to this size, parsed on the event loop
@@ -104,7 +107,8 @@ class Front:
 
     def set_state(self, state: str, reason: str = "") -> None:
         """Set STARTING, READY, DRAINING or FAILED."""
-        self._state, self._reason = state, reason
+        self._state = state
+        self._reason = reason
         if state == DRAINING:
             self._admission.drain()
 
@@ -120,7 +124,8 @@ class Front:
         record = request[_RECORD] = _Record(
             given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8)
         )
-        started, code = time.monotonic(), CLIENT_GONE
+        started = time.monotonic()
+        code = CLIENT_GONE
         try:
             try:
                 response = await handler(request)
@@ -242,10 +247,8 @@ class Front:
 
     async def _ask(self, path: str, body: bytes | None, headers: dict[str, str], seconds: float):
         assert self._session is not None
-        method, timeout = (
-            "GET" if body is None else "POST",
-            ClientTimeout(seconds, sock_connect=5.0),
-        )
+        method = "GET" if body is None else "POST"
+        timeout = ClientTimeout(seconds, sock_connect=5.0)
         url = "http://localhost" + path
         async with self._session.request(
             method, url, data=body, headers=headers, timeout=timeout
@@ -253,10 +256,8 @@ class Front:
             return answer.status, answer.headers, await answer.read()
 
     async def _ask_model(self, body: bytes) -> tuple[int, bytes]:
-        headers, seconds = (
-            {"Content-Type": "application/json"},
-            2 * self._settings.inference.canary_seconds,
-        )
+        headers = {"Content-Type": "application/json"}
+        seconds = 2 * self._settings.inference.canary_seconds
         try:
             code, _, answer = await self._ask(f"{self._model}/infer", body, headers, seconds)
             if code == 200:  # the description's own Triton process may hang too

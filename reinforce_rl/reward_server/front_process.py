@@ -191,7 +191,8 @@ async def _report_empty(connection: Connection, front: Front) -> None:
 async def _report_health(connection: Connection, front: Front, seconds: float) -> None:
     """Report the health of the whole path to the model, or at least of this process, about every `seconds`."""
     while True:
-        event, text = "alive", ""
+        event = "alive"
+        text = ""
         with contextlib.suppress(asyncio.TimeoutError, TimeoutError):  # the check itself goes on
             verdict = await asyncio.wait_for(front.check_health(), seconds)
             event, text = ("healthy", "") if verdict.healthy else ("unhealthy", verdict.text)

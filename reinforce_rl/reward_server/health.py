@@ -152,7 +152,9 @@ class Health:
     def __init__(
         self, ask: Ask, answers: Callable[[], int], progress: Progress, settings: FrontSettings
     ):
-        self._ask, self._answers, self._progress = ask, answers, progress
+        self._ask = ask
+        self._answers = answers
+        self._progress = progress
         self._canary = settings.canary.encode()
         self._stuck_seconds = settings.inference.stuck_seconds
         self._limit = min(settings.inference.canary_seconds, self._stuck_seconds)
@@ -178,7 +180,8 @@ class Health:
         before = self._progress.read()
         if before.busy:
             return self._judge_busy(before)
-        started, answers = time.monotonic(), self._answers()
+        started = time.monotonic()
+        answers = self._answers()
         try:
             code, body = await asyncio.wait_for(self._ask(self._canary), self._limit)
         except (asyncio.TimeoutError, TimeoutError):

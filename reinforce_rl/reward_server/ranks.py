@@ -50,7 +50,11 @@ CONNECT_SECONDS = 300.0  # ranks of a large job do not start at the same moment
 
 Load = Callable[[], MegatronRewardModel]  # builds this rank's part of the model
 
-LOADED, SCORE, ANSWER, STOP = b"loaded", b"score", b"answer", b"stop"  # kinds of messages
+# kinds of messages
+LOADED = b"loaded"
+SCORE = b"score"
+ANSWER = b"answer"
+STOP = b"stop"
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,9 @@ class DistributedScorer:
     ):
         self._members = {member.rank: member for member in (me, *others)}
         self._num_blocks = 1 + max(member.block for member in self._members.values())
-        self._links, self._rank_timeout, self._call_timeout = links, rank_timeout, call_timeout
+        self._links = links
+        self._rank_timeout = rank_timeout
+        self._call_timeout = call_timeout
         self._changed = threading.Condition()  # guards what follows
         self._lost: RankLostError | None = None
         self._call: _Call | None = None
@@ -182,7 +188,8 @@ class DistributedScorer:
         if call.failures:
             raise RewardServerError(self._failures_of(call), key="serve.rank.failed")
         for block, own in jobs.items():
-            found, count = len(call.scores[block]), sum(len(one.lengths) for one in own)
+            found = len(call.scores[block])
+            count = sum(len(one.lengths) for one in own)
             if found != count:
                 raise RewardServerError(
                     f"block {block} gave {found} scores for {count} sequences",
@@ -219,7 +226,8 @@ class DistributedScorer:
             if parts[0] == LOADED:
                 self._loading.discard(rank)
             else:
-                header, call = json.loads(bytes(parts[1])), self._call
+                header = json.loads(bytes(parts[1]))
+                call = self._call
                 # Drop answers to calls that were given up.
                 if call is not None and call.number == header["call"]:
                     self._take(call, self._members[rank], header, parts[2:])

@@ -176,11 +176,9 @@ def _tensors(request: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _shape(tensor: dict[str, Any], width: int, settings: FrontSettings) -> list[int]:
-    shape, samples, tokens = (
-        tensor.get("shape"),
-        settings.inference.max_batch_size,
-        settings.max_sequence_length,
-    )
+    shape = tensor.get("shape")
+    samples = settings.inference.max_batch_size
+    tokens = settings.max_sequence_length
     if (
         not isinstance(shape, list)
         or len(shape) != 2
@@ -205,7 +203,9 @@ def _shape(tensor: dict[str, Any], width: int, settings: FrontSettings) -> list[
 
 
 def _check_binary(name: str, part: memoryview, size: int, shape: list[int]) -> None:
-    count, place, texts = math.prod(shape), 0, 0
+    count = math.prod(shape)
+    place = 0
+    texts = 0
     if wire.INPUTS[name][0] == "INT64":
         if size != 8 * count:
             raise Refusal(
@@ -226,7 +226,8 @@ def _check_binary(name: str, part: memoryview, size: int, shape: list[int]) -> N
 
 def _written(tensor: dict[str, Any], shape: list[int]) -> bytes:
     """Encode a tensor given in JSON, flat or nested, as binary data."""
-    name, data = tensor["name"], tensor.get("data")
+    name = tensor["name"]
+    data = tensor.get("data")
     values = _flat(data, len(shape))
     if len(values) != math.prod(shape):
         raise Refusal(

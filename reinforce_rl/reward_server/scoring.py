@@ -67,7 +67,8 @@ class RequestScorer:
         self._attributes = scorer.attributes if isinstance(scorer, base.AttributeScorer) else ()
         self.attributes = self._attributes  # names of the scores that are sent besides the reward
         self._renderer = None if tokenizer is None else ChatRenderer(tokenizer, template)
-        self._deterministic, self._add_special_tokens = deterministic, add_special_tokens
+        self._deterministic = deterministic
+        self._add_special_tokens = add_special_tokens
         self.progress = Progress()  # replaced by the server with one that other processes read
 
     @property
@@ -108,7 +109,9 @@ class RequestScorer:
         except Exception as error:
             if isinstance(error, RankLostError) or len(requests) == 1:
                 raise
-        samples, answers, failures = [], [], []
+        samples = []
+        answers = []
+        failures = []
         for request in requests:
             try:
                 (read,), (answer,) = self._answer([request])
@@ -133,10 +136,8 @@ class RequestScorer:
             rows = request[wire.SENTENCES].reshape(-1).tolist()
             return self._read_each(rows, self._tokenize, base.STATUS_BAD_TEXT)
         if wire.TOKENS in names:
-            tokens, lengths = (
-                request[wire.TOKENS],
-                request[wire.SEQUENCE_LENGTHS].reshape(-1).tolist(),
-            )
+            tokens = request[wire.TOKENS]
+            lengths = request[wire.SEQUENCE_LENGTHS].reshape(-1).tolist()
             pairs = zip(tokens, lengths, strict=True)
             rows = [row[:length] if 0 <= length <= len(row) else None for row, length in pairs]
             return self._read_each(rows, lambda row: row[:], base.STATUS_BAD_LENGTH)
@@ -151,7 +152,8 @@ class RequestScorer:
 
     def _read_each(self, rows: Iterable[Any], read: Callable[[Any], Any], fault: int) -> Samples:
         """Apply `read` per row; if it raises, the row gets status `fault`, or STATUS_BAD_TEXT for bad UTF-8."""
-        sequences, status = [], []
+        sequences = []
+        status = []
         for row in rows:
             try:
                 sequence = np.asarray(read(row), np.int64)
@@ -217,7 +219,8 @@ class RequestScorer:
         except BaseException as error:  # SystemExit too: it would end this thread for good
             # The error's own text may quote a sample, so only its traceback is logged.
             where = "".join(traceback.format_tb(error.__traceback__))
-            kind, count = type(error).__name__, len(sequences)
+            kind = type(error).__name__
+            count = len(sequences)
             logger.log(level, "event=scoring_failed samples=%d error=%s\n%s", count, kind, where)
             logger.debug("event=scoring_failed_details", exc_info=True)
         if len(sequences) == 1:
@@ -341,14 +344,16 @@ class FunctionRequestScorer(RequestScorer):
 
     def _sum(self, one: Samples, answer: Answer, pending: Mapping[str, PendingScores]) -> Answer:
         """Add the functions' scores to any answer of the model; a sample has the status of the first that failed."""
-        own, good = self._functions, one.status == base.STATUS_OK
+        own = self._functions
+        good = one.status == base.STATUS_OK
         status = answer[wire.STATUS][:, 0] if answer else one.status.copy()
         columns = [answer[key] for key in (wire.REWARDS, wire.ATTRIBUTES) if key in answer]
         rewards = (
             own.model_weight * columns[0][:, 0] if answer else np.zeros(len(status), np.float32)
         )
         for name, scores in pending.items():
-            values, found = np.full(len(status), np.nan, np.float32), status.copy()
+            values = np.full(len(status), np.nan, np.float32)
+            found = status.copy()
             result = scores.result()
             if result.faults:
                 faults = dict(Counter(result.faults.values()))

@@ -77,7 +77,8 @@ class RewardServer:
         check: Callable[[], None] = lambda: None,
         template: TemplateOptions = DEFAULT_OPTIONS,
     ):
-        self._inference, self._check = inference, check
+        self._inference = inference
+        self._check = check
         self._ready_file = Path(inference.ready_file) if inference.ready_file is not None else None
         self._stopping = False
         self._stop_signal: str | None = None
@@ -192,7 +193,8 @@ class RewardServer:
 
     def _warm_up(self, triton: PrivateTriton) -> None:
         """Send samples end to end before clients do: a model's first passes are its slowest."""
-        longest, wanted = self.info.max_length, self._inference.warm_up_lengths
+        longest = self.info.max_length
+        wanted = self._inference.warm_up_lengths
         lengths = sorted({1, *(min(length, longest) for length in wanted)}) if longest else [1]
         started = time.monotonic()
         for length in lengths:
@@ -238,7 +240,9 @@ class RewardServer:
         setting = f"inference.stuck_seconds is {stuck_seconds:g}"
         here = Address(self._inference.host, self._inference.port)
         again = "Clients wait and retry, so start the server again"
-        next_sign, next_summary, last_requests = 0.0, time.monotonic() + SUMMARY_SECONDS, 0
+        next_sign = 0.0
+        next_summary = time.monotonic() + SUMMARY_SECONDS
+        last_requests = 0
         while True:
             if (
                 time.monotonic() >= next_sign

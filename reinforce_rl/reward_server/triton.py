@@ -192,7 +192,8 @@ class PrivateTriton:
             logger.exception("event=stop_failed")
 
     def _wait_until_ready(self) -> None:
-        deadline, is_ready = time.monotonic() + START_SECONDS, False
+        deadline = time.monotonic() + START_SECONDS
+        is_ready = False
         while not is_ready:
             time.sleep(POLL_SECONDS)
             with contextlib.suppress(RewardServerError):

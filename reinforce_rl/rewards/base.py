@@ -60,7 +60,8 @@ class RewardRequest:
     def samples(self) -> list[TextSample]:
         """The request as texts; raises ValueError if its fields differ in length."""
         count = len(self.prompts)
-        metadata, messages = self.metadata or ({},) * count, self.messages or ((),) * count
+        metadata = self.metadata or ({},) * count
+        messages = self.messages or ((),) * count
         fields = (
             self.prompts,
             self.responses,

@@ -48,7 +48,8 @@ class RemoteRewardFuture:
 
         Raises RewardServerError if no answer came within the request's deadline, or a wrong one.
         """
-        client, call = self._client, self._call
+        client = self._client
+        call = self._call
         while True:
             # An attempt ends by itself at the deadline; the slack is for one that does not.
             left = call.remaining + DEADLINE_SLACK_SECONDS
@@ -119,7 +120,8 @@ class RemoteGPTRMClient:
 
         Raises ValueError if the request's shapes do not match, RewardServerError if the client was closed.
         """
-        tokens, lengths = request.tokens.shape, request.lengths.shape
+        tokens = request.tokens.shape
+        lengths = request.lengths.shape
         if len(tokens) != 2 or lengths != tokens[:1]:
             raise ValueError(
                 f"tokens are {list(tokens)} and lengths {list(lengths)}; expected [N, S] and [N]"
@@ -258,7 +260,8 @@ class RemoteGPTRMClient:
         """Ask one server after another until one has scored this part."""
         count = len(next(iter(arrays.values())))
         timeout = self._attempt_timeout_seconds
-        bad_answers, place = 0, None
+        bad_answers = 0
+        place = None
         while True:
             try:
                 async with self._replicas.lease(count, call) as model:

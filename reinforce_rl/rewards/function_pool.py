@@ -284,7 +284,9 @@ class FunctionPool:
     def close(self) -> None:
         """End the processes; samples in flight fail. Safe to call twice."""
         with self._lock:
-            host, self._host, self._closed = self._host, None, True
+            host = self._host
+            self._host = None
+            self._closed = True
         if host is not None:
             host.stop(STOP_SECONDS)
 

@@ -106,7 +106,8 @@ def instructions(
     The score is the mean of what was reached. The keys count three times: the response opens with a brace, names the
     keys, is the object. Raises KeyError if the record asks for nothing.
     """
-    text, scores = response.strip(), []
+    text = response.strip()
+    scores = []
     if keys := record.get("keys"):
         texts = _texts_by_key(text, keys)
         named = sum(f'"{key}":' in text for key in keys) / len(keys)

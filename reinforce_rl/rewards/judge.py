@@ -118,7 +118,8 @@ class Judge:
         headers = {"Content-Type": "application/json"}
         if self.api_key_variable:
             headers["Authorization"] = f"Bearer {os.environ.get(self.api_key_variable, '')}"
-        body, place = json.dumps(request).encode(), f"the judge at {self.address.host}"
+        body = json.dumps(request).encode()
+        place = f"the judge at {self.address.host}"
         try:
             proxy = transport.proxy_of(self.address)
         except ValueError as error:

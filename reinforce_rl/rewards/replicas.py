@@ -239,14 +239,16 @@ class Replicas:
     async def _probe(self, replica: _Replica, pause: float) -> None:
         while True:
             await asyncio.sleep(pause)
-            retry_after = fatal = None
+            retry_after = None
+            fatal = None
             try:
                 self._accept(
                     replica, await transport.ask_description(replica.model, transport.PROBE_SECONDS)
                 )
                 return
             except FailedAttempt as error:
-                trouble, retry_after = str(error), error.retry_after
+                trouble = str(error)
+                retry_after = error.retry_after
             except Exception as error:  # a bug too: it must not end the task unnoticed
                 if isinstance(error, RewardServerError):
                     fatal = error
@@ -259,7 +261,8 @@ class Replicas:
                 logger.warning(
                     "event=reward_server_away place=%s reason=%s", replica.model.place, trouble
                 )
-            replica.trouble, replica.fatal = trouble, fatal
+            replica.trouble = trouble
+            replica.fatal = fatal
             self._wake()
             pause = self._next_pause(replica, retry_after)
 

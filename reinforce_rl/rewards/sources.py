@@ -59,7 +59,8 @@ class CombinedRewards:
         answers = [future.result() for future in futures]
         values = torch.zeros_like(answers[0].values)
         status = torch.full_like(answers[0].status, base.STATUS_OK)
-        by_source, faults = {}, {}
+        by_source = {}
+        faults = {}
         for source, answer in zip(self.sources, answers, strict=True):
             values = values + source.weight * answer.values
             status = torch.where(status == base.STATUS_OK, answer.status, status)

@@ -140,7 +140,8 @@ class HttpAnswer:
 
     def check_digest(self, body: bytes) -> None:
         """Raise FailedAttempt unless this answers a request with this body."""
-        found, sent = self.headers.get(wire.REQUEST_DIGEST), hashlib.sha256(body).hexdigest()
+        found = self.headers.get(wire.REQUEST_DIGEST)
+        sent = hashlib.sha256(body).hexdigest()
         if found != sent:
             text = "it bears no digest"
             if found:

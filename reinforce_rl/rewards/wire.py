@@ -31,18 +31,23 @@ from reinforce_rl.utils.net import Address
 from reinforce_rl.utils.untrusted_files import parse_json
 
 PROTOCOL_VERSION = 2  # 1 had no digests
-DEFAULT_NAME, DEFAULT_PORT = "reward_model", 5555
+DEFAULT_NAME = "reward_model"
+DEFAULT_PORT = 5555
 
-TOKENS_FORM, TEXT_FORM, AUTO_FORM = "tokens", "text", "auto"
-TOKENS, SEQUENCE_LENGTHS, SENTENCES = "tokens", "sequence_lengths", "sentences"
-PROMPTS, RESPONSES, MESSAGES, METADATA, FINISHED = (
-    "prompts",
-    "responses",
-    "messages",
-    "metadata",
-    "finished",
-)
-REWARDS, STATUS, ATTRIBUTES = "rewards", "status", "attributes"
+TOKENS_FORM = "tokens"
+TEXT_FORM = "text"
+AUTO_FORM = "auto"
+TOKENS = "tokens"
+SEQUENCE_LENGTHS = "sequence_lengths"
+SENTENCES = "sentences"
+PROMPTS = "prompts"
+RESPONSES = "responses"
+MESSAGES = "messages"
+METADATA = "metadata"
+FINISHED = "finished"
+REWARDS = "rewards"
+STATUS = "status"
+ATTRIBUTES = "attributes"
 
 # Inputs by name: datatype, and elements per sample (-1: the request's own width).
 INPUTS = {name: ("BYTES", 1) for name in (SENTENCES, PROMPTS, RESPONSES, MESSAGES, METADATA)}
@@ -50,14 +55,16 @@ INPUTS |= {TOKENS: ("INT64", -1), SEQUENCE_LENGTHS: ("INT64", 1), FINISHED: ("IN
 TEXT_REQUIRED = frozenset({PROMPTS, RESPONSES})
 TEXT_OPTIONAL = frozenset({MESSAGES, METADATA, FINISHED})
 
-INFO_MODEL, INFO_OUTPUT = "reward_server_info", "info"
+INFO_MODEL = "reward_server_info"
+INFO_OUTPUT = "info"
 
 HEADER_LENGTH = "Inference-Header-Content-Length"  # of the JSON before binary tensors
 REQUEST_ID = "X-Request-ID"  # appears in both sides' logs
 REQUEST_DIGEST = (
     "X-Request-Digest"  # in an answer: hex SHA-256 of the body that the server received
 )
-TOKEN_HEADER, TOKEN_SCHEME = "Authorization", "Bearer "
+TOKEN_HEADER = "Authorization"
+TOKEN_SCHEME = "Bearer "
 TOKEN_VARIABLE = "REINFORCE_REWARD_TOKEN"
 MIN_TOKEN_LETTERS = 16
 
@@ -137,7 +144,8 @@ class ServerInfo:
 
     def differences(self, other: ServerInfo, here: str, there: str) -> list[str]:
         """Return one sentence per differing field; `here` and `there` say where or when each was seen."""
-        mine, theirs = asdict(self), asdict(other)
+        mine = asdict(self)
+        theirs = asdict(other)
         return [
             f"{key}: {quoted(mine[key])} {here}, {quoted(theirs[key])} {there}"
             for key in mine
@@ -274,7 +282,8 @@ def split(arrays: Mapping[str, np.ndarray], info: ServerInfo) -> list[dict[str, 
     """
     sizes = sum(_sample_bytes(array) for array in arrays.values())
     room = None if info.max_request_bytes is None else info.max_request_bytes - ENVELOPE_BYTES
-    starts, filled = [], 0
+    starts = []
+    filled = 0
     for row, size in enumerate(np.asarray(sizes).tolist()):
         full = bool(starts) and row - starts[-1] == info.max_batch_size
         if not starts or full or (room is not None and filled + size > room):
@@ -432,7 +441,8 @@ def read_token(token_file: str | Path | None, key: str) -> str | None:
         if not token:
             return None
     else:
-        path, where = Path(token_file), f"{key}: {token_file}"
+        path = Path(token_file)
+        where = f"{key}: {token_file}"
         try:
             mode = path.stat().st_mode
             token = path.read_text(encoding="utf-8").strip()

@@ -109,8 +109,11 @@ class Watchdog:
         hang_seconds: float,
     ):
         self.rank = rank
-        self._run, self._phases, self._stop = run, run.phases, run.stop
-        self._silence_seconds, self._hang_seconds = silence_seconds, hang_seconds
+        self._run = run
+        self._phases = run.phases
+        self._stop = run.stop
+        self._silence_seconds = silence_seconds
+        self._hang_seconds = hang_seconds
         self._place = StackWatcher(threading.get_ident())
         self._links: Links | None = None
         self._others = {
@@ -220,7 +223,8 @@ class Watchdog:
             self._run.leave(verdict)
 
     def _report(self) -> Report:
-        phase, place = self._phases.phase, self._place.look()
+        phase = self._phases.phase
+        place = self._place.look()
         still = time.monotonic() - max(place.still_since, phase.since)
         waits = place.in_collective and not (
             place.of_role and phase.has_deadline

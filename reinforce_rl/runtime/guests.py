@@ -57,7 +57,8 @@ class Guest:
 
     def weight_group(self, device: torch.device) -> ReformedGroup:
         """Return the group, which has to be formed. Raises ConnectionError: rank 0 is not there."""
-        host, port = self.invitation.links.host, self.invitation.store_port
+        host = self.invitation.links.host
+        port = self.invitation.store_port
         try:
             store = TCPStore(host, port, is_master=False, timeout=self.timeout)
         except RuntimeError as error:

@@ -82,7 +82,8 @@ class Links:
         self.peers: dict[int, Peer] = {}  # by rank
         self.beat_seconds = 1.0  # heartbeat interval
         self._beat: Callable[[], Sequence[Buffer]] = lambda: (b"",)
-        self._rank, self._socket = rank, socket
+        self._rank = rank
+        self._socket = socket
         socket.set_hwm(0)  # a message is never dropped
         self._monitor = socket.get_monitor_socket()
         self._ranks: dict[int, int] = {}  # by file descriptor, on rank 0
@@ -111,7 +112,8 @@ class Links:
         authenticator.configure_curve_callback("*", only_this_key)
         router = context.socket(zmq.ROUTER)
         router.curve_server = True
-        router.curve_publickey, router.curve_secretkey = server_key, server_secret
+        router.curve_publickey = server_key
+        router.curve_secretkey = server_secret
         router.backlog = 1024
         router.maxmsgsize = MAX_PART_BYTES
         links = cls(router, 0)
@@ -134,10 +136,8 @@ class Links:
         dealer.reconnect_ivl = -1  # never: a closed connection is a lost rank
         dealer.handshake_ivl = 0  # `_wait_for_handshake` has the deadline
         dealer.curve_serverkey = invitation.server_key
-        dealer.curve_publickey, dealer.curve_secretkey = (
-            invitation.public_key,
-            invitation.secret_key,
-        )
+        dealer.curve_publickey = invitation.public_key
+        dealer.curve_secretkey = invitation.secret_key
         links = cls(dealer, rank)
         dealer.ipv6 = invitation.host != LOOPBACK
         address = Address(invitation.host, invitation.port)
@@ -211,7 +211,8 @@ class Links:
         self._early = []
         for rank in ended & self.peers.keys():
             self.peers[rank].closed = True
-        now, before = time.monotonic(), self._last_poll
+        now = time.monotonic()
+        before = self._last_poll
         self._last_poll = now
         for peer in self.peers.values():
             peer.silence += min(
@@ -296,8 +297,11 @@ class LinkThread:
         is_open: bool = False,
     ):
         self.stopping = threading.Event()  # set when a peer's end is no loss any more
-        self._links, self._timeout = links, timeout
-        self._on_message, self._on_lost, self._is_open = on_message, on_lost, is_open
+        self._links = links
+        self._timeout = timeout
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._is_open = is_open
         self._end = threading.Event()
         links.set_beat(timeout / BEATS_A_TIMEOUT)
         self._thread = threading.Thread(target=self._run, daemon=True, name="links")
@@ -321,7 +325,8 @@ class LinkThread:
             for rank, parts in self._links.poll(self._links.beat_seconds):
                 self._on_message(rank, parts)
             for peer in list(self._links.peers.values() if self._is_open else watched):
-                stopping, is_silent = self.stopping.is_set(), peer.silence > self._timeout
+                stopping = self.stopping.is_set()
+                is_silent = peer.silence > self._timeout
                 if peer.closed or (is_silent and not stopping):
                     watched.discard(peer)
                     if self._is_open:

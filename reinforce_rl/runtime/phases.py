@@ -65,7 +65,8 @@ class PhaseTracker:
     @contextlib.contextmanager
     def having_deadline(self) -> Iterator[None]:
         """Let the current phase have a deadline during the block."""
-        before, self.phase = self.phase, replace(self.phase, has_deadline=True)
+        before = self.phase
+        self.phase = replace(self.phase, has_deadline=True)
         try:
             yield
         finally:
@@ -86,7 +87,8 @@ class StepClock:
         among_ranks: bool = False,
         profiler: StepProfiler | None = None,
     ):
-        self._phases, self._profiler = phases, profiler
+        self._phases = phases
+        self._profiler = profiler
         self._waits = WaitMeter(threading.get_ident()) if among_ranks else None
         self._memory = PeakMemory(device)
         self.start(0)
@@ -212,7 +214,8 @@ class WaitMeter:
     def _sample(self, done: threading.Event) -> None:
         before = time.perf_counter()
         while not done.wait(SAMPLE_SECONDS):
-            frame, now = _frame_of(self.thread), time.perf_counter()
+            frame = _frame_of(self.thread)
+            now = time.perf_counter()
             frames = [] if frame is None else traceback.walk_stack(frame)
             codes = [inner.f_code for inner, _ in frames]
             if _waits_for_ranks(codes) or _waits_for_role(codes):

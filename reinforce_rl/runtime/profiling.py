@@ -40,9 +40,13 @@ class StepProfiler:
         device: torch.device,
         tell: Callable[[str], None],
     ):
-        self._cfg, self._folder, self._rank, self._tell = cfg, folder, rank, tell
+        self._cfg = cfg
+        self._folder = folder
+        self._rank = rank
+        self._tell = tell
         self._is_on_cuda = device.type == "cuda"
-        self._step, self._is_open = 0, False
+        self._step = 0
+        self._is_open = False
         self._trace: torch.profiler.profile | None = None
         self._nvtx = contextlib.ExitStack()
         needs = "NVTX ranges" if cfg.tool == "nsys" else "memory snapshots" if cfg.memory else ""
@@ -51,7 +55,8 @@ class StepProfiler:
 
     def start(self, step: int) -> None:
         """Start the profile of a step; nothing if it is not a chosen one."""
-        cfg, self._step = self._cfg, step
+        cfg = self._cfg
+        self._step = step
         self._is_open = step in cfg.steps and (cfg.ranks is None or self._rank in cfg.ranks)
         if not self._is_open:
             return
@@ -92,7 +97,8 @@ class StepProfiler:
         self._is_open = False
         with self._or_give_up():
             self._nvtx.close()
-            trace, self._trace = self._trace, None
+            trace = self._trace
+            self._trace = None
             if trace is not None:
                 trace.stop()
                 self._write(trace)
@@ -112,15 +118,14 @@ class StepProfiler:
                 f"profile: step {self._step} has {events:,} events, too many to be written; {advice}"
             )
             return
-        path, part = Path(f"{start}.trace.json.gz"), Path(f"{start}.part.json.gz")
+        path = Path(f"{start}.trace.json.gz")
+        part = Path(f"{start}.part.json.gz")
         trace.export_chrome_trace(str(part))
         part.replace(path)
         if (size := path.stat().st_size) > LARGE_BYTES:
             self._tell(f"profile: {path} has {size / 1e6:.0f} MB; a viewer may not open it")
-        averages, key = (
-            trace.key_averages(),
-            f"self_{'device' if self._is_on_cuda else 'cpu'}_time_total",
-        )
+        averages = trace.key_averages()
+        key = f"self_{'device' if self._is_on_cuda else 'cpu'}_time_total"
         table = averages.table(sort_by=key, row_limit=TOP_OPERATIONS, max_name_column_width=80)
         write_atomically(Path(f"{start}.txt"), table)
         if self._rank == min(self._cfg.ranks or [0]):
@@ -155,9 +160,11 @@ class StepProfiler:
         try:
             yield
         except Exception as error:
-            trace, self._trace = self._trace, None
+            trace = self._trace
+            self._trace = None
             with contextlib.suppress(Exception), self._nvtx:
                 if trace is not None:
                     trace.stop()
-            self._cfg, self._is_open = self._cfg.model_copy(update={"steps": []}), False
+            self._cfg = self._cfg.model_copy(update={"steps": []})
+            self._is_open = False
             self._tell(f"profile: given up ({type(error).__name__}: {error}); the run goes on")

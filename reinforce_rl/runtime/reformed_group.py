@@ -16,7 +16,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from reinforce_rl.runtime.roles import WEIGHTS, WeightGroup
 
-_POLL_SECONDS, _POLL_GPU_SECONDS = 0.02, 0.001
+_POLL_SECONDS = 0.02
+_POLL_GPU_SECONDS = 0.001
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -33,12 +34,17 @@ class ReformedGroup(WeightGroup):
     """
 
     def __init__(self, store: Any, host: str, device: torch.device, timeout: timedelta):
-        self._store, self._host, self._device, self._timeout = store, host, device, timeout
+        self._store = store
+        self._host = host
+        self._device = device
+        self._timeout = timeout
         self._options = dist.BroadcastOptions()
-        self._options.rootRank = self._options.rootTensor = 0
+        self._options.rootRank = 0
+        self._options.rootTensor = 0
         self._backend: Any = None
         self._sends = False
-        self.epoch, self.fault = 0, "it was not formed"
+        self.epoch = 0
+        self.fault = "it was not formed"
 
     def form(
         self, epoch: int, rank: int, size: int, is_wanted: Callable[[], bool] = lambda: True
@@ -48,7 +54,8 @@ class ReformedGroup(WeightGroup):
         Raises RuntimeError: it was given up, or a rank did not come within the timeout.
         """
         self.close()
-        store, self._sends = PrefixStore(f"{WEIGHTS} {epoch}", self._store), rank == 0
+        store = PrefixStore(f"{WEIGHTS} {epoch}", self._store)
+        self._sends = rank == 0
         # Before the backends meet, which cannot be interrupted: they would wait for a dead rank.
         if rank == 0:
             _gather(store, size, is_wanted, time.monotonic() + self._timeout.total_seconds())
@@ -67,7 +74,8 @@ class ReformedGroup(WeightGroup):
             gloo._timeout = self._timeout
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
             self._backend = dist.ProcessGroupGloo(store, rank, size, gloo)
-        self.epoch, self.fault = epoch, ""
+        self.epoch = epoch
+        self.fault = ""
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """As of `WeightGroup`."""
@@ -86,7 +94,8 @@ class ReformedGroup(WeightGroup):
 
     def close(self) -> None:
         """Leave the epoch; the others' transfers fail."""
-        backend, self._backend = self._backend, None
+        backend = self._backend
+        self._backend = None
         self.fault = self.fault or "it is closed"
         if backend is not None and self._device.type == "cuda":
             backend.abort()

@@ -95,7 +95,8 @@ class WeightGroup:
         kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
         self._backend: Any = kind(store, rank, size, timeout)
         self._options = dist.BroadcastOptions()
-        self._options.rootRank = self._options.rootTensor = 0
+        self._options.rootRank = 0
+        self._options.rootTensor = 0
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Send a contiguous tensor from the first rank, or receive into it; return torch's `Work`."""

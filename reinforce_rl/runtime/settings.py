@@ -34,7 +34,8 @@ from reinforce_rl.utils.files import (
 from reinforce_rl.utils.job_rank import is_first_rank
 from reinforce_rl.utils.untrusted_files import read_bounded
 
-HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
+HISTORY_FILE = "config_history.jsonl"
+CONFIG_FILE = "config.yaml"
 _MAX_HISTORY_BYTES = 16 << 20
 _MAX_HISTORY_LINES = 1000  # starts with other settings
 _DROPPED_BYTES = 100  # of the two keys below, in the first line
@@ -168,7 +169,8 @@ def shared_settings(cfg: TrainConfig) -> dict[str, Any]:
 def record(cfg: TrainConfig) -> None:
     """Write the configuration of this start to the run's folder; on rank 0."""
     folder, step = _place(cfg)
-    line, lines = _line(cfg, step), _history(folder, step)
+    line = _line(cfg, step)
+    lines = _history(folder, step)
     if lines and lines[0].get(_DROPPED_UP_TO, 0) > step:
         # The steps after an older checkpoint are made anew.
         lines[0][_DROPPED_UP_TO] = step
@@ -228,7 +230,8 @@ def settings_of(folder: Path, step: int, *, within: Path | None = None) -> tuple
 def may_start(cfg: TrainConfig) -> bool:
     """Check as `check_changes` does; return False, and print so, if the run has finished."""
     changes, (folder, step) = check_changes(cfg), _place(cfg)
-    status, limit = read_status(folder), cfg.trainer.reinforce.max_steps
+    status = read_status(folder)
+    limit = cfg.trainer.reinforce.max_steps
     is_exported = (
         folder / "hf"
     ).is_dir() or not cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end
@@ -285,7 +288,8 @@ def _file_digest(function: str) -> str | None:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Compare two lines of the history: configurations, and files of reward functions."""
-    old, new = before.get("files", {}), now.get("files", {})
+    old = before.get("files", {})
+    new = now.get("files", {})
     changed = {
         name: "its file was changed" for name in new if new[name] != old.get(name, new[name])
     }
@@ -294,14 +298,16 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
 
 def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[str, Any]]:
     """Return the configurations in effect up to this step."""
-    path, config = folder / HISTORY_FILE, folder / CONFIG_FILE
+    path = folder / HISTORY_FILE
+    config = folder / CONFIG_FILE
     within = within or folder
     lines = []
     if path.exists():
         data = read_bounded(path, max_bytes=_MAX_HISTORY_BYTES, within=within)
         lines = parse_json_lines(path, io.BytesIO(data))
     if not lines and config.exists():  # a run from before config_history.jsonl existed
-        path, lines = config, [{"step": 0, "config": read_stored(config)}]
+        path = config
+        lines = [{"step": 0, "config": read_stored(config)}]
     if len(lines) > _MAX_HISTORY_LINES:
         raise DataError(
             f"{path}: {len(lines)} lines; expected at most {_MAX_HISTORY_LINES}; restore the file",

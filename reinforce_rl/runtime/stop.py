@@ -27,10 +27,12 @@ T = TypeVar("T")
 # Reserved before the allocation's end for the launcher to stop the reward server and requeue the job.
 LAUNCHER_SECONDS = 60.0
 # Margin on forecasts, and for shutdown after the save.
-MARGIN_SHARE, MARGIN_SECONDS = 0.1, 10.0
+MARGIN_SHARE = 0.1
+MARGIN_SECONDS = 10.0
 RECENT_STEPS = 5
 # Estimate for the first save: a slow shared file system.
-BYTES_A_SECOND, FIXED_SECONDS = 100e6, 5.0
+BYTES_A_SECOND = 100e6
+FIXED_SECONDS = 5.0
 
 
 class StopNow(BaseException):
@@ -56,7 +58,8 @@ class StopRequest:
     def on_signals(cls) -> StopRequest:
         """Listen to `STOP_SIGNALS`, from the main thread; a signal raises `StopNow` until `wait_for_checks`."""
         request = cls()
-        request._listens = request._raises = True
+        request._listens = True
+        request._raises = True
         for number in active_stop_signals():
             signal.signal(number, request._on_signal)
         # Python restores default handlers during shutdown: a late signal would then change a saved run's exit code.

@@ -137,7 +137,8 @@ def build_actor(
     )
     if weights is not None:
         load_hf_weights(lm, weights)
-    lora, identity = lora_settings(cfg), None
+    lora = lora_settings(cfg)
+    identity = None
     if lora is not None:
         add_lora(lm, lora)
         identity = lora.identity(weights.fingerprint() if weights else "")
@@ -161,7 +162,8 @@ def actor_settings(
     cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> ActorSettings:
     """Read the settings that need no other model."""
-    rollout, padded = cfg.model.reinforce, cfg.trainer.reinforce.rollout_batch_seq_length
+    rollout = cfg.model.reinforce
+    padded = cfg.trainer.reinforce.rollout_batch_seq_length
     on_cpu = lm.mesh.device.type == "cpu"
     # On a GPU two equal runs with shared prompts were seen to differ: atomics sum the gradients of prompts.
     shares_by_default = on_cpu and cfg.model.context_parallel_size == 1 and padded is None

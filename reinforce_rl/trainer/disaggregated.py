@@ -128,7 +128,8 @@ class Generators:
         Returns:
             This rank's results, in the order of their numbers, and how many were dropped on all ranks.
         """
-        shares, found = self._mesh.gather_over_dp((list(numbers), count)), None
+        shares = self._mesh.gather_over_dp((list(numbers), count))
+        found = None
         with self._mesh.raise_on_all_ranks():
             if self._pool is not None:
                 found = self._pool.take(shares, oldest, self._stop)
@@ -158,7 +159,8 @@ class Generators:
         Those of the newest weights are left out, as a resumed run makes the same ones. So are a step with a failure
         and all after it. With `takes_finished`, all works that are finished are returned too, by prompt.
         """
-        steps, pool = [], self._pool
+        steps = []
+        pool = self._pool
         if pool is None:
             return b""
         for step, ticket in tickets.items():
@@ -217,9 +219,11 @@ class Generators:
 
 def _packed(result: Result) -> dict[int, dict[str, Any]]:
     """Return the rollouts of each prompt, by its id, as plain values and tensors."""
-    completions, rewards = result.completions, result.rewards
+    completions = result.completions
+    rewards = result.rewards
     assert completions is not None
-    samples, found = len(completions.lengths) // len(result.prompt_ids), {}
+    samples = len(completions.lengths) // len(result.prompt_ids)
+    found = {}
     for at, prompt in enumerate(result.prompt_ids):
         own = slice(at * samples, (at + 1) * samples)
         tensors = {name: getattr(completions, name) for name in _TENSORS}
@@ -234,7 +238,8 @@ def _packed(result: Result) -> dict[int, dict[str, Any]]:
                 for row, text in rewards.faults.items()
                 if own.start <= row < own.stop
             }
-            values, status = rewards.values[own].clone(), rewards.status[own].clone()
+            values = rewards.values[own].clone()
+            status = rewards.status[own].clone()
             scores = {"values": values, "status": status, "by_source": by_source, "faults": faults}
         found[prompt] = {
             **tensors,

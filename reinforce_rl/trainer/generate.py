@@ -71,8 +71,10 @@ class GeneratorRank:
         groups: int | None = None,
         inflight: Literal["recompute", "keep"] | None = None,
     ):
-        self._staleness, self.version = staleness, 0
-        self._groups, self._inflight = groups, inflight
+        self._staleness = staleness
+        self.version = 0
+        self._groups = groups
+        self._inflight = inflight
         self._changed = threading.Condition()
         self._inbox: deque[Work] = deque()
         self._asked = 0  # works that are to come
@@ -169,7 +171,8 @@ class GeneratorRank:
     def _withdraw(self) -> None:
         """Take back what was asked for and has not come, so that others get it; what is on its way is taken later."""
         with self._changed:
-            asked, self._asked = self._asked, 0
+            asked = self._asked
+            self._asked = 0
         if asked:
             self._links.send(0, *encode(WorkRequest(-asked)))
 
@@ -221,10 +224,8 @@ class GeneratorRank:
             self._inflight is None and self._is_leader
         ):  # nothing new is begun before these are at their end
             self._withdraw()
-        few, samples = (
-            sum(one.finish_reason is None for one in begun) // 2,
-            len(begun) // len(groups),
-        )
+        few = sum(one.finish_reason is None for one in begun) // 2
+        samples = len(begun) // len(groups)
         updates = InFlight(self, few, with_room=(count - 1) * samples)
         try:
             self._wake()
@@ -240,7 +241,8 @@ class GeneratorRank:
             groups[number] = work, responses
             if all(one.finish_reason is not None for one in responses):
                 del groups[number]
-                lm, pad_id = self._model.lm, self._model.pad_id
+                lm = self._model.lm
+                pad_id = self._model.pad_id
                 whole = completions_of(responses, pad_id).within_vocabulary(
                     lm.architecture.vocab_size, pad_id
                 )
@@ -313,11 +315,13 @@ class GeneratorRank:
 
     def _sleep(self) -> None:
         if self._awake is not None:
-            awake, self._awake = self._awake, None
+            awake = self._awake
+            self._awake = None
             awake.close()
 
     def _answer(self, work: Work) -> tuple[Result, RewardFuture | None]:
-        result, future = Result(work.number, tuple(prompt.id for prompt in work.prompts)), None
+        result = Result(work.number, tuple(prompt.id for prompt in work.prompts))
+        future = None
         try:
             self._wake()
             found = self._model.infer(
@@ -434,7 +438,9 @@ class InFlight:
     """See `WeightUpdates`."""
 
     def __init__(self, rank: GeneratorRank, few: int, with_room: int):
-        self._rank, self._few, self._with_room = rank, few, with_room
+        self._rank = rank
+        self._few = few
+        self._with_room = with_room
 
     @property
     def version(self) -> int:

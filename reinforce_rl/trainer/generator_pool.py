@@ -62,7 +62,8 @@ class GeneratorPool:
     ):
         self._begin_empty(bounds)
         self._room = dict.fromkeys(role.leaders, 0)  # works that each has asked for
-        self._begun, self._leaders = set[int](), set(role.leaders)
+        self._begun = set[int]()
+        self._leaders = set(role.leaders)
         self._lost: str | None = None
         links, invitation = Links.listen(JobRank.of_process().host_of_first)
         role.share(INVITATION, invitation.to_json())
@@ -126,7 +127,9 @@ class GeneratorPool:
                     return None
                 self._check()
                 wait_for_role(self._changed, _POLL_SECONDS)
-            dropped, self._dropped, self._again = self._dropped, 0, None
+            dropped = self._dropped
+            self._dropped = 0
+            self._again = None
             return found, dropped
 
     def _to_take(
@@ -135,7 +138,8 @@ class GeneratorPool:
         """Return what `take` does, once it is there."""
         self._again = set(self._given_again) if self._again is None else self._again
         self._give_again(oldest)
-        found, prompts = list[Result](), set[tuple[int, ...]]()
+        found = list[Result]()
+        prompts = set[tuple[int, ...]]()
         for numbers, count in shares:
             own = self._first(numbers, count, self._again, prompts)
             if own is None:
@@ -160,13 +164,15 @@ class GeneratorPool:
 
         Where a share has no more to come, a prompt of two epochs is taken twice rather than left at the run's end.
         """
-        own, count = set(numbers), min(count, len(numbers))
+        own = set(numbers)
+        count = min(count, len(numbers))
         missing = own - self._results.keys()
         there = own & again - missing
         if missing & again and len(there) < count:
             return None
         order = sorted(there) + [number for number in self._results if number in own - again]
-        chosen, known = list[int](), set(prompts)
+        chosen = list[int]()
+        known = set(prompts)
         for number in order:
             if self._results[number].prompt_ids not in known:
                 known.add(self._results[number].prompt_ids)

@@ -177,7 +177,8 @@ def _adapter(kind: str) -> TypeAdapter[Any]:
 
 
 def _fields_of(result: Result) -> _ResultFields:
-    completions, rewards = result.completions, result.rewards
+    completions = result.completions
+    rewards = result.rewards
     return _ResultFields(
         number=result.number,
         prompt_ids=result.prompt_ids,

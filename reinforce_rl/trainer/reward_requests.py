@@ -111,7 +111,8 @@ def _warn_of_special_tokens(
 def scores_of(future: RewardFuture, count: int) -> Rewards:
     """Check and normalise a source's result: values are finite exactly where the status is STATUS_OK."""
     found = future.result()
-    values, status = found.values.float(), found.status.int()
+    values = found.values.float()
+    status = found.status.int()
     for name, tensor in {"values": values, "status": status}.items():
         if tensor.shape != (count,):
             where = f"{type(future).__module__}.{type(future).__qualname__}"

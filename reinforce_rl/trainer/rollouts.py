@@ -123,7 +123,8 @@ class RolloutMaker:
         if self.cfg.dynamic_filtering:
             made = self._draw_until_rewards_differ(step)
             return replace(made, batch=self.with_log_probs(made.batch))
-        drawn, counts = self._draw(step), dict[str, float]()
+        drawn = self._draw(step)
+        counts = dict[str, float]()
         if self.takes_finished:
             drawn, pending, counts["dropped_groups"] = self._take_finished(step, len(drawn.prompts))
         else:
@@ -267,8 +268,10 @@ class RolloutMaker:
 
         `name` denotes the samples in error messages, e.g. "step 3".
         """
-        batch, mesh = pending.batch, self.model.mesh
-        rewards, faults = batch.rewards, list[str | None]([None] * len(batch.rewards))
+        batch = pending.batch
+        mesh = self.model.mesh
+        rewards = batch.rewards
+        faults = list[str | None]([None] * len(batch.rewards))
         sources: dict[str, torch.Tensor] = {}
         answers: list[Rewards] | None = []
         with mesh.raise_on_all_ranks():
@@ -330,7 +333,8 @@ class RolloutMaker:
     def _add(self, drawn: Drawn, number: int) -> None:
         """Submit the prompts of a step, which filtering does by itself."""
         if self.generators is not None and not self.cfg.dynamic_filtering:
-            samples, version = self.cfg.num_rollouts_per_prompt, max(0, number - 1 - self.staleness)
+            samples = self.cfg.num_rollouts_per_prompt
+            version = max(0, number - 1 - self.staleness)
             seed = step_seed(self.model.settings.seed, number)
             ticket = self.generators.submit(drawn.prompts, samples, seed, number, version)
             drawn = replace(drawn, ticket=ticket)
@@ -341,7 +345,8 @@ class RolloutMaker:
 
     def _take_finished(self, step: int, count: int) -> tuple[Drawn, PendingRollouts, int]:
         """Wait for the rollouts of this many of this rank's prompts, whichever are finished first."""
-        own, mesh = self.generators, self.model.mesh
+        own = self.generators
+        mesh = self.model.mesh
         assert own is not None
         with self.clock.phase("generate"), self.while_generating():
             results, dropped = own.collect_first(
@@ -393,9 +398,12 @@ class RolloutMaker:
 
         It stops at the epoch's end because a prompt must not occur twice in a step.
         """
-        mesh, wanted = self.model.mesh, self.loader.prompts_per_step
+        mesh = self.model.mesh
+        wanted = self.loader.prompts_per_step
         epoch = self.loader.state_dict()["epoch"]
-        all_prompts, drawn, with_spread = [], [], []
+        all_prompts = []
+        drawn = []
+        with_spread = []
         position = self.loader.state_dict()
         for _ in range(1 + self.cfg.max_resampling_rounds):
             # First those that an earlier start of the run had under way.
@@ -404,7 +412,8 @@ class RolloutMaker:
                 if self.ahead
                 else Drawn(next(self.loader), self.loader.state_dict())
             )
-            prompts, position = next_ones.prompts, next_ones.position
+            prompts = next_ones.prompts
+            position = next_ones.position
             batch = self._score_step(self._sample_step(prompts, step), step)
             all_prompts += prompts
             drawn.append(batch)
@@ -432,17 +441,16 @@ class RolloutMaker:
         )
 
     def _check_failures(self, reasons: Counter[str], count: int, name: str) -> None:
-        mesh, bound = self.model.mesh, self.cfg.max_failed_fraction
+        mesh = self.model.mesh
+        bound = self.cfg.max_failed_fraction
         failed, total = mesh.sum_over_dp(torch.tensor([reasons.total(), count])).tolist()
         if not failed:
             return
         every = sum(mesh.gather_over_dp(reasons), Counter[str]())
         told = [f"{text} ({number})" for text, number in every.most_common(_TOLD)]
         told += [f"and {len(every) - _TOLD} more"] if len(every) > _TOLD else []
-        found, why = (
-            f"scoring failed for {failed / total:.1%} of the samples of {name}",
-            ", ".join(told),
-        )
+        found = f"scoring failed for {failed / total:.1%} of the samples of {name}"
+        why = ", ".join(told)
         if failed > bound * total:
             more = (
                 "; the reward server's log says more"

@@ -204,7 +204,8 @@ class SeparatePool(GeneratorPool):
                     return None
                 is_new = ranks != self._members or self.group.fault
                 self._epoch += bool(is_new)
-                self._members, self._answers = ranks, {}
+                self._members = ranks
+                self._answers = {}
                 for place, rank in enumerate(ranks, 1):
                     offer = NewWeights(self._epoch, version, place, 1 + len(ranks))
                     self._links.send(rank, *encode(offer))
@@ -240,7 +241,8 @@ class SeparatePool(GeneratorPool):
                         dismiss=True,
                     )
                 elif not faults:
-                    one.version, one.failures = offer.version, 0
+                    one.version = offer.version
+                    one.failures = 0
                     one.since = offer.version if one.since < 0 else one.since
                 elif one.failures + 1 == _MOST_FAILURES:
                     why = f"could not receive weights {_MOST_FAILURES} times: {quoted(faults[0])}"

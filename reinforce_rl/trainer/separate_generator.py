@@ -82,7 +82,8 @@ class SeparateGeneratorRank(GeneratorRank):
         raise error
 
     def _beat(self) -> list[bytes]:
-        phase, place = self._own_phases.phase, self._place.look()
+        phase = self._own_phases.phase
+        place = self._place.look()
         if (
             phase.name == "generate"
             and (seconds := time.monotonic() - max(place.still_since, phase.since))
@@ -142,7 +143,8 @@ class SeparateGeneratorRank(GeneratorRank):
         """Receive weights as they are offered, in groups that are formed for it; on a thread of its own."""
         try:
             while (offer := self._next_offer()) is not None:
-                fault, group = "", self.formed
+                fault = ""
+                group = self.formed
                 try:
                     if group.epoch != offer.epoch or group.fault:
                         group.form(offer.epoch, offer.place, offer.size)

@@ -96,16 +96,20 @@ def _join(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> SeparateGenerato
             control,
         )
 
-    rank = found = None
+    rank = None
+    found = None
     with mesh.raise_on_all_ranks():
         if mesh.is_main:
             number = 1 + secrets.randbits(40)
-            folder, seconds = Path(cfg.exp_manager.explicit_log_dir), cfg.generator_timeout_seconds
-            deadline, why = time.monotonic() + seconds, "there is no such file"
+            folder = Path(cfg.exp_manager.explicit_log_dir)
+            seconds = cfg.generator_timeout_seconds
+            deadline = time.monotonic() + seconds
+            why = "there is no such file"
             while rank is None:
                 if (invitation := OpenInvitation.read(folder)) is not None:
                     try:  # that of trainers who were killed is still there
-                        rank, found = connected(number, invitation), (number, invitation)
+                        rank = connected(number, invitation)
+                        found = (number, invitation)
                         break
                     except ConnectionError as error:
                         why = str(error)

@@ -25,8 +25,10 @@ class WorkQueue:
     """
 
     def __init__(self, mesh: Mesh, share: Sequence[MicroBatch], *, shared: bool):
-        self._mesh, self._shared = mesh, shared
-        self._micro_batches, self._own = list(share), list(range(len(share)))
+        self._mesh = mesh
+        self._shared = shared
+        self._micro_batches = list(share)
+        self._own = list(range(len(share)))
         self._taken: list[int] = []
         if not shared:
             return

@@ -55,7 +55,8 @@ class Address:
             host = checked_host(parts.hostname or "")
             port = parts.port
         except ValueError:
-            host = port = None
+            host = None
+            port = None
         if not host or not port or parts.netloc != text or "@" in text or text.split() != [text]:
             brackets = (
                 ", and an IPv6 address in brackets, such as [::1]:5555"

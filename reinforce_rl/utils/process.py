@@ -28,7 +28,10 @@ MAX_INTERVAL = 2.0
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 RUN_MODULE = str(Path(__file__).resolve().with_name("run_module.py"))
 MAX_MESSAGE_BYTES = 1 << 24
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of prctl(2)
+# of prctl(2)
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_CHILD_SUBREAPER = 36
 
 # Names such as REINFORCE_REWARD_TOKEN, WANDB_API_KEY and AWS_SECRET_ACCESS_KEY.
 _SECRET = re.compile(
@@ -238,7 +241,8 @@ class ModuleChild(Child):
 
 def connect_to_parent(death_signal: int | None = signal.SIGKILL) -> Connection:
     """Return the child's end of a `ModuleChild` connection; `death_signal` as for `Child`."""
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    descriptor = int(sys.argv[1])
+    parent = int(sys.argv[2])
     if death_signal is not None:
         die_with_parent(parent, death_signal)
     os.set_inheritable(descriptor, False)
@@ -264,7 +268,8 @@ class Silence:
 
     def __init__(self) -> None:
         self._was_reset = True
-        self._total = self._asked = 0.0
+        self._total = 0.0
+        self._asked = 0.0
 
     def reset(self) -> None:
         self._was_reset = True
@@ -273,5 +278,6 @@ class Silence:
         """Return the seconds; call at least every MAX_INTERVAL seconds."""
         now = time.monotonic()
         self._total = 0.0 if self._was_reset else self._total + min(now - self._asked, MAX_INTERVAL)
-        self._was_reset, self._asked = False, now
+        self._was_reset = False
+        self._asked = now
         return self._total

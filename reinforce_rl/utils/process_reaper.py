@@ -109,7 +109,8 @@ class _Watch:
     def on_message(self, message: Message) -> None:
         self.silence.reset()
         if "expect" in message:
-            self.expected_seconds, self.setting = message["expect"], message["setting"]
+            self.expected_seconds = message["expect"]
+            self.setting = message["setting"]
         self.grace_seconds = message.get("grace_seconds", self.grace_seconds)
         if "path" in message:
             self.paths.add(Path(message["path"]))

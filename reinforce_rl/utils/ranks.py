@@ -50,11 +50,9 @@ def run(arguments: list[str]) -> int:
     options = torchrun.parse_args(["--signals-to-handle", TORCHRUN_SIGNALS, *arguments])
     if options.nnodes in ("1", "1:1"):
         _meet_on_this_machine()
-        options.standalone, options.rdzv_backend, options.rdzv_endpoint = (
-            False,
-            ONE_MACHINE,
-            "localhost",
-        )
+        options.standalone = False
+        options.rdzv_backend = ONE_MACHINE
+        options.rdzv_endpoint = "localhost"
     try:
         torchrun.run(options)
     except ChildFailedError as error:

@@ -83,17 +83,17 @@ def test_packed_ones_hold_groups_together_where_there_is_room(groups, size, max_
 
 
 def test_packed_groups_that_fill_a_pass_exactly_share_it():
-    ids, prompts, responses = torch.tensor([5, 9]), torch.tensor([2, 2]), torch.tensor([3, 3])
+    ids = torch.tensor([5, 9])
+    prompts = torch.tensor([2, 2])
+    responses = torch.tensor([3, 3])
     assert len(packed_micro_batches(ids, prompts, responses, 1, 10)) == 1
     assert len(packed_micro_batches(ids, prompts, responses, 1, 9)) == 2
 
 
 def test_tokens_of_packed_groups_count_a_prompt_once():
-    ids, prompts, responses = (
-        torch.tensor([5, 5, 9]),
-        torch.tensor([4, 4, 7]),
-        torch.tensor([1, 2, 3]),
-    )
+    ids = torch.tensor([5, 5, 9])
+    prompts = torch.tensor([4, 4, 7])
+    responses = torch.tensor([1, 2, 3])
     assert packed_tokens(ids, prompts, responses) == 4 + 7 + 6
 
 
@@ -127,7 +127,8 @@ def test_log_probs_come_in_the_order_of_the_rows(tmp_path, mesh, shared_prefix):
 
 def test_the_gradient_is_that_of_fixed_micro_batches(tmp_path, mesh):
     folder = tiny_llama_folder(tmp_path, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36)
-    gradients, metrics = [], []
+    gradients = []
+    metrics = []
     for tokens in (None, 20, 60):
         actor = actor_of(
             folder, mesh, with_reference=False, tokens_per_micro_batch=tokens, shared_prefix=False
@@ -142,7 +143,8 @@ def test_the_gradient_is_that_of_fixed_micro_batches(tmp_path, mesh):
 
 def test_the_gradient_is_that_of_packed_micro_batches(tmp_path, mesh):
     folder = tiny_llama_folder(tmp_path, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36)
-    gradients, counts = [], []
+    gradients = []
+    counts = []
     for shared, tokens, size in ((False, None, 12), (True, 20, 1), (True, 60, 1), (True, None, 5)):
         sizes = {
             "shared_prefix": shared,

@@ -70,7 +70,8 @@ def test_swapping_leaves_weights_gradients_and_mode(actor, where):
     train_a_step(actor)
     actor.get_loss_and_metrics(whole_batch(), sequences(10))
     trained = [p for p in actor.lm.parameters() if p.requires_grad]
-    weights, gradients = weights_of(actor), [p.main_grad.clone() for p in trained]
+    weights = weights_of(actor)
+    gradients = [p.main_grad.clone() for p in trained]
     pointers = [p.data_ptr() for p in actor.lm.parameters()]
     actor.get_init_policy_logprobs(*where)
     assert equal(weights_of(actor), weights)

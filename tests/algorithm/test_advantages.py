@@ -147,7 +147,8 @@ def test_two_samples_are_each_others_baseline():
 
 
 def test_advantage_is_reward_less_baseline():
-    rewards, groups = torch.tensor([1.0, 2.0, 6.0, 5.0, 9.0]), torch.tensor([0, 0, 0, 1, 1])
+    rewards = torch.tensor([1.0, 2.0, 6.0, 5.0, 9.0])
+    groups = torch.tensor([0, 0, 0, 1, 1])
     assert leave_one_out(RewardGroups.of(rewards, groups)).baseline.tolist() == [
         4.0,
         3.5,
@@ -172,10 +173,8 @@ def test_a_truncated_sample_does_not_count():
 @pytest.mark.parametrize("count", [0, 1])
 def test_with_nothing_to_compare_to_the_advantage_is_zero(count):
     rewards = torch.tensor([7.0, math.nan, math.nan, 1.0, 2.0])
-    groups, valid = (
-        torch.tensor([0, 0, 0, 1, 1]),
-        torch.tensor([count == 1, False, False, True, True]),
-    )
+    groups = torch.tensor([0, 0, 0, 1, 1])
+    valid = torch.tensor([count == 1, False, False, True, True])
     assert rloo(rewards, groups, valid).tolist() == [0.0, 0.0, 0.0, -1.0, 1.0]
 
 
@@ -251,11 +250,9 @@ def test_wrong_shapes_and_types_are_refused(rewards, groups, valid, text):
 
 
 def test_batch_mean_leaves_out_what_is_not_valid():
-    rewards, ids, valid = (
-        torch.tensor([1.0, math.nan, 4.0]),
-        torch.zeros(3, dtype=torch.long),
-        torch.tensor([1, 0, 1]),
-    )
+    rewards = torch.tensor([1.0, math.nan, 4.0])
+    ids = torch.zeros(3, dtype=torch.long)
+    valid = torch.tensor([1, 0, 1])
     assert batch_mean(RewardGroups.of(rewards, ids, valid.bool())).baseline.tolist() == [
         2.5,
         0.0,
@@ -499,7 +496,8 @@ class TestWhiten:
 
 
 def test_several_tokens_of_a_single_response_are_one_unit():
-    values, mask = double([[1.0, 2.0, 3.0]]), torch.ones(1, 3, dtype=torch.bool)
+    values = double([[1.0, 2.0, 3.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
     assert not whiten(values, mask, unit="sequence").any()
     assert whiten(values, mask, unit="token").tolist()[0] == pytest.approx(
         [-1.0, 0.0, 1.0], abs=1e-6

@@ -26,7 +26,8 @@ from reinforce_rl.data.batches import length_mask
 
 
 def test_the_estimators_a_token():
-    log_probs, reference = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -1.0, 0.0]])
+    log_probs = torch.tensor([[-1.0, -2.0, 0.0]])
+    reference = torch.tensor([[-1.5, -1.0, 0.0]])
     assert k1(log_probs, reference).tolist() == [[0.5, -1.0, 0.0]]
     assert absolute_k1(log_probs, reference).tolist() == [[0.5, 1.0, 0.0]]
     assert k2(log_probs, reference).tolist() == [[0.125, 0.5, 0.0]]
@@ -89,10 +90,8 @@ def test_it_carries_no_gradient():
 
 def test_k1_is_unbiased_and_its_absolute_value_is_not():
     """Exact expectations over all tokens of a small distribution."""
-    policy, reference = (
-        torch.tensor([0.5, 0.3, 0.2]).double(),
-        torch.tensor([0.2, 0.2, 0.6]).double(),
-    )
+    policy = torch.tensor([0.5, 0.3, 0.2]).double()
+    reference = torch.tensor([0.2, 0.2, 0.6]).double()
     true_kl = (policy * (policy / reference).log()).sum()
     mask = torch.ones(3, 1, dtype=torch.bool)
     columns = policy.log()[:, None], reference.log()[:, None], mask
@@ -164,10 +163,8 @@ class TestInTheLoss:
             "k3": lambda d: 1.0 - math.exp(-d),
         }[estimator]
         log_probs, reference, mask = batch(2)
-        own, factor = (
-            log_probs.clone().requires_grad_(),
-            torch.arange(1.0, 21.0, dtype=torch.float64).view(4, 5),
-        )
+        own = log_probs.clone().requires_grad_()
+        factor = torch.arange(1.0, 21.0, dtype=torch.float64).view(4, 5)
         terms = kl_loss_terms(own, reference, mask, estimator=estimator, weights=weights)
         values = token_kl(log_probs, reference, mask, estimator=estimator)
         assert torch.equal(terms, values), "the score-function term has no value"

@@ -169,7 +169,10 @@ def by_formula(
     high: float,
 ) -> tuple[list[float], list[list[float]], list[list[float]], list[list[bool]]]:
     """Each response's sum of terms, and each token's gradient, ratio and whether clipping took its gradient."""
-    values, gradients, ratios, stopped = [], [], [], []
+    values = []
+    gradients = []
+    ratios = []
+    stopped = []
     for logs, olds, a in zip(own, old, advantages, strict=True):
         differences = [x - y for x, y in zip(logs, olds, strict=True)]
         length = len(logs)
@@ -374,10 +377,8 @@ class TestGeneratorWeights:
 
     @pytest.mark.parametrize("correction", ["token_mask", "sequence_mask"])
     def test_a_ratio_beyond_float32_is_masked(self, correction):
-        mask, generator = (
-            torch.ones(2, 2, dtype=torch.bool),
-            torch.tensor([[-500.0] * 2, [500.0] * 2]),
-        )
+        mask = torch.ones(2, 2, dtype=torch.bool)
+        generator = torch.tensor([[-500.0] * 2, [500.0] * 2])
         found = generator_weights(
             torch.zeros(2, 2), generator, mask, correction=correction, cap=2.0
         )
@@ -473,7 +474,8 @@ class TestWhatIsAdded:
         nothing = torch.zeros(6, 4, dtype=torch.float64)
         denominators = Denominators(float(trains.sum()), float(mask[trains].sum()), 7.0)
         settings_of = LossSettings(aggregation, kl_estimator=estimator, kl_loss_weights=weights)
-        own, other = log_probs.clone().requires_grad_(), log_probs.clone().requires_grad_()
+        own = log_probs.clone().requires_grad_()
+        other = log_probs.clone().requires_grad_()
         inputs = LossInputs(mask, nothing, trains, reference_log_probs=reference)
         loss, _ = policy_loss(own, None, inputs, denominators, settings_of, 0.7)
         loss.backward()

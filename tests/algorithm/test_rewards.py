@@ -259,7 +259,8 @@ def test_the_order_and_the_nesting_of_merges_do_not_matter(first, second, third)
 
 
 def test_what_is_merged_is_left_alone():
-    one, two = RunningMoments.of(double([1.0, 2.0])), RunningMoments.of(double([5.0]))
+    one = RunningMoments.of(double([1.0, 2.0]))
+    two = RunningMoments.of(double([5.0]))
     one.merge(two)
     assert two == RunningMoments.of(double([5.0])) and one.count == 3
 

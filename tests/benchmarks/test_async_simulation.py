@@ -29,7 +29,8 @@ from simulated_steps import (
 )
 
 COUNTED = STEPS - WARM
-LENGTH, PROMPTS = 6, 4
+LENGTH = 6
+PROMPTS = 4
 APART = pytest.mark.parametrize("simulate", [in_order, as_finished])
 
 
@@ -81,12 +82,12 @@ def test_one_long_response_holds_up_those_in_order_alone(engines):
     def lengths(number: int) -> list[int]:
         return [long if number == 8 * PROMPTS + 1 else LENGTH]  # of the ninth step
 
-    long, train, k = (
-        10 * LENGTH,
-        12,
-        2,
-    )  # generation has room beside it, so that the trainer never waits else
-    constant, tail = job(), job(lengths)
+    # generation has room beside it, so that the trainer never waits else
+    long = 10 * LENGTH
+    train = 12
+    k = 2
+    constant = job()
+    tail = job(lengths)
     assert (
         in_order(constant, 1, engines, k).seconds
         == as_finished(constant, 1, engines, k).seconds

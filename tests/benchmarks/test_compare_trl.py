@@ -61,7 +61,8 @@ def side(name: str, *steps: Step, peak_bytes: int = 10) -> SideReport:
 
 
 def same_pair() -> Pair:
-    ours, peer = step(1), step(1)
+    ours = step(1)
+    peer = step(1)
     # The order of the samples is not the same, and need not be.
     return Pair(
         side("ours", ours, step(2)),

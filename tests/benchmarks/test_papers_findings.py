@@ -169,7 +169,8 @@ def test_reward_after_some_seconds_lies_on_a_line_between_validations():
 
 
 def test_times_are_compared_at_half_of_the_colocated_run():
-    base, cell = LAGGING[0][0], LAGGING[0][2]
+    base = LAGGING[0][0]
+    cell = LAGGING[0][2]
     outcomes = {
         base.name: [paced(base.name, seed, (0.0, 1.0, 2.0, 3.0, 4.0), 1.0) for seed in (1, 2)],
         cell.name: [

@@ -74,10 +74,8 @@ def test_generation_reads_the_prompts_with_the_head_at_their_ends():
 
 def test_training_takes_three_times_a_pass_and_adam_goes_over_memory():
     machine = Machine(bandwidth=7 * 4 * 13.0, flops=2.0)
-    floor, forward = (
-        training_floor(machine, MODEL, TOKENS),
-        pass_floor(machine, MODEL, TOKENS, FORWARD),
-    )
+    floor = training_floor(machine, MODEL, TOKENS)
+    forward = pass_floor(machine, MODEL, TOKENS, FORWARD)
     assert floor.shared == pytest.approx(3 * forward.shared + 10.0)
     assert floor.repeated == pytest.approx(3 * forward.repeated + 10.0)
 

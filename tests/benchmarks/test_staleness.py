@@ -64,8 +64,10 @@ def test_versions_are_a_given_kl_apart_and_get_better(problem, path):
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_means_are_those_of_all_ordered_pairs(problem, path, name):
     """The mean does not depend on G, so pairs will do."""
-    now, behaviour = path[-1], path[-3]
-    options, drawn_with = Options(loss=CORRECTIONS[name]), TREE.log_probs(behaviour)
+    now = path[-1]
+    behaviour = path[-3]
+    options = Options(loss=CORRECTIONS[name])
+    drawn_with = TREE.log_probs(behaviour)
     expected = expected_gradient(world_of(problem, now), options, 2, behaviour=drawn_with).flatten()
     found = Estimate(problem, now, behaviour, CORRECTIONS[name], scores_of(now)).mean
     assert relative_error(found, expected) < 1e-12
@@ -97,7 +99,8 @@ def test_kl_by_the_generator_is_biased_though_the_weight_is_not(problem, path):
 def test_baseline_leaves_the_mean_alone_where_weights_are_exact(problem, path):
     """E[w b score] = E[b] E[w score], and E[w score] is 0 for the exact weight only. Truncated, the baseline still
     keeps a constant in the reward out of the bias."""
-    now, behaviour = path[-1], path[-5]
+    now = path[-1]
+    behaviour = path[-5]
     scores, true = scores_of(now), problem.gradient(now).flatten()
 
     def mean(correction: str, credit=rloo_advantage, shift: float = 0.0) -> torch.Tensor:

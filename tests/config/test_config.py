@@ -1098,7 +1098,8 @@ def test_all_faults_are_in_one_message(folder):
 
 def defaults() -> dict[str, Any]:
     config = TrainConfig()
-    config.pretrained_checkpoint.restore_from_path = config.model.data.data_prefix.train = "???"
+    config.pretrained_checkpoint.restore_from_path = "???"
+    config.model.data.data_prefix.train = "???"
     return config.model_dump()
 
 

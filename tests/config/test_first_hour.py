@@ -25,10 +25,9 @@ from helpers.troubleshooting import answers
 
 ROOT = Path(__file__).parents[2]
 ACTOR = "train_reinforce_actor.py"
-OF_CONFIG, OF_DATA = (
-    3.0,
-    20.0,
-)  # seconds of CPU until the message, which are those of the clock on an idle machine
+# seconds of CPU until the message, which are those of the clock on an idle machine
+OF_CONFIG = 3.0
+OF_DATA = 20.0
 BUSY = 10.0  # so many times longer may a machine take that runs other tests at the same time
 slow = pytest.mark.slow
 
@@ -358,7 +357,8 @@ def said_by(command: list[str], seconds: float, *, as_nobody: bool = False) -> s
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=BUSY * seconds, cwd="/", env=environment
     )
-    after, said = resource.getrusage(resource.RUSAGE_CHILDREN), done.stdout + done.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    said = done.stdout + done.stderr
     took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(f"exit code {done.returncode} after {took:.1f} s of CPU:\n{said}")
     assert done.returncode == 1

@@ -526,7 +526,8 @@ def test_real_data_through_the_command_into_a_data_set(tmp_path, name):
     done = prepare(source, f"--output={tmp_path}", "--max-turns=1", "--num-validation=64")
     lines = sum(1 for line in source.open(encoding="utf-8") if line.strip())
     assert f"read {lines}, kept " in done.output
-    train, validation = rows_of(tmp_path / "train.jsonl"), rows_of(tmp_path / "validation.jsonl")
+    train = rows_of(tmp_path / "train.jsonl")
+    validation = rows_of(tmp_path / "validation.jsonl")
     assert len(validation) == 64 and len(train) > 500
     assert not {str(row) for row in train} & {str(row) for row in validation}
     assert not list(tmp_path.glob(".*.tmp"))

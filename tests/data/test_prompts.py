@@ -251,7 +251,8 @@ def test_bos_only_where_asked_for_and_no_template_was_used(tokenizer, tmp_path):
     file = write(
         tmp_path / "a.jsonl", {"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}
     )
-    plain, with_bos = load(tokenizer, file), load(tokenizer, file, add_bos=True)
+    plain = load(tokenizer, file)
+    with_bos = load(tokenizer, file, add_bos=True)
     assert with_bos[0].tokens == (tokenizer.bos_token_id, *plain[0].tokens)
     assert with_bos[1].tokens == plain[1].tokens
     assert with_bos[0].text == "hi"

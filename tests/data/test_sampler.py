@@ -43,7 +43,8 @@ def test_every_prompt_once_an_epoch_through_resumes_and_shards(
             state = json.loads(json.dumps(sampler.state_dict()))
             sampler = PromptSampler(num_prompts, step, seed=seed)
             sampler.load_state_dict(state)
-        epoch, batch = sampler.epoch, next(sampler)
+        epoch = sampler.epoch
+        batch = next(sampler)
         shards = [shard(batch, rank, ranks) for rank in range(ranks)]
         assert [index for part in shards for index in part] == batch
         for part in shards:
@@ -56,7 +57,8 @@ def test_every_prompt_once_an_epoch_through_resumes_and_shards(
 
 def test_epochs_differ_and_depend_on_the_seed():
     sampler = PromptSampler(30, 30, seed=1)
-    first, second = next(sampler), next(sampler)
+    first = next(sampler)
+    second = next(sampler)
     assert first != second
     assert sorted(first) == sorted(second) == list(range(30))
     assert first != list(range(30))
@@ -156,7 +158,8 @@ def blends(draw) -> Blend:
 
 
 def file_of(blend: Blend, number: int) -> int:
-    index, file = number % blend.num_prompts, 0
+    index = number % blend.num_prompts
+    file = 0
     while index >= sum(blend.sizes[: file + 1]):
         file += 1
     return file
@@ -187,7 +190,8 @@ def test_shares_and_passes(blend, step, seed, shuffle):
                 assert abs(found - share * step) < 2.5, "and each batch's"
             stream[file] += [number for number in numbers if file_of(blend, number) == file]
     for file, numbers in stream.items():
-        size, first = blend.sizes[file], sum(blend.sizes[:file])
+        size = blend.sizes[file]
+        first = sum(blend.sizes[:file])
         for pass_ in range(len(numbers) // size + 1):
             given_ = numbers[pass_ * size : (pass_ + 1) * size]
             indices = [number - pass_ * blend.num_prompts - first for number in given_]
@@ -205,7 +209,8 @@ def test_shares_and_passes(blend, step, seed, shuffle):
 def test_resumes_and_ranks_change_nothing(blend, step, ranks, data):
     expected = list(sampler_of(blend, step))
     assert len(expected) == EPOCHS * sampler_of(blend, step).steps_per_epoch
-    sampler, got = sampler_of(blend, step), []
+    sampler = sampler_of(blend, step)
+    got = []
     while not sampler.finished:
         if data.draw(st.booleans()):
             state = json.loads(json.dumps(sampler.state_dict()))

@@ -202,7 +202,8 @@ def test_columns(one: list, other: list, bounds: Bounds, expected: tuple | None)
 
 
 def test_samples_that_one_lacks() -> None:
-    first, second = table(x=[1, 2, 3]), table(x=[1, 2])
+    first = table(x=[1, 2, 3])
+    second = table(x=[1, 2])
     assert missing_samples(first, first) is None
     found = missing_samples(first, second)
     assert found is not None and (found.what, found.first, found.second, found.count) == (

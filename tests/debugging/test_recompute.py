@@ -162,7 +162,8 @@ def test_it_agrees_with_a_real_run_of_these_settings(
 def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: Path) -> None:
     """Weights that stand still: both runs draw the same rollouts at every step."""
     still = [f"{RL}.max_epochs=2", "model.optim.lr=1e-30", "model.optim.weight_decay=0"]
-    mine, real = train(tmp_path, "mine", *still), train(tmp_path, "real", *still, *overrides)
+    mine = train(tmp_path, "mine", *still)
+    real = train(tmp_path, "real", *still, *overrides)
     (step,) = recompute(mine, "4", overrides).steps
     assert [sample.advantage[1] for sample in step.samples] == pytest.approx(
         advantages(real, 4), abs=1e-6

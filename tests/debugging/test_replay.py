@@ -188,7 +188,8 @@ def read_samples(folder: Path, step: int) -> pa.Table:
 
 
 def change_token(folder: Path) -> None:
-    path, table = folder / "run" / "rollouts" / "step_00005.parquet", read_samples(folder, 5)
+    path = folder / "run" / "rollouts" / "step_00005.parquet"
+    table = read_samples(folder, 5)
     rows = table["response_tokens"].to_pylist()
     rows[3][1] = (rows[3][1] + 1) % 30
     place = table.column_names.index("response_tokens")
@@ -198,7 +199,8 @@ def change_token(folder: Path) -> None:
 
 
 def change_prompt_tokens(folder: Path) -> None:
-    path, table = folder / "run" / "rollouts" / "step_00005.parquet", read_samples(folder, 5)
+    path = folder / "run" / "rollouts" / "step_00005.parquet"
+    table = read_samples(folder, 5)
     rows = table["prompt_tokens"].to_pylist()
     rows[1][0] = (rows[1][0] + 1) % 30
     place = table.column_names.index("prompt_tokens")

@@ -42,12 +42,14 @@ class Scripted(NativeGenerator):
     """Gives the same answers to whatever is asked."""
 
     def __init__(self, *answers: list[int]):
-        self.answers, self.asked = list(answers), []
+        self.answers = list(answers)
+        self.asked = []
 
     def generate(self, prompts, num_samples, params, seed, watch=None):
         self.asked.append(prompts[0])
         ids = self.answers.pop(0)
-        is_whole, ids = len(ids) <= params.max_length, ids[: params.max_length]
+        is_whole = len(ids) <= params.max_length
+        ids = ids[: params.max_length]
         for count in range(len(ids)):
             watch([ids[: count + 1]])
         return Completions(
@@ -127,7 +129,8 @@ class Bytes:
 
 def test_no_character_is_shown_by_halves_and_no_space_is_lost():
     text = "  é😀 a\n\n b—"
-    speaker, pieces = speaker_of(Bytes(), list(text.encode())), []
+    speaker = speaker_of(Bytes(), list(text.encode()))
+    pieces = []
     speaker.messages = [{"role": "user", "content": "x"}]
     speaker.answer(speaker.prompt(0, 99)[0], PARAMS, 0, pieces.append)
     assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
@@ -210,7 +213,8 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(tokenizer):
                 os.kill(os.getpid(), signal.SIGINT)
             return len(text)
 
-    console, before = Interrupted(), signal.getsignal(signal.SIGINT)
+    console = Interrupted()
+    before = signal.getsignal(signal.SIGINT)
     speaker = speaker_of(tokenizer, "abcdef", "xyz")
     Chat([speaker], PARAMS, console=console).talk(iter(["one", "two"]))
     assert console.written in ("abc\n(stopped)\nxyz\n", "abcd\n(stopped)\nxyz\n"), (

@@ -160,7 +160,8 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
 def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    data, out = folder / "data.jsonl", tmp_path / "out"
+    data = folder / "data.jsonl"
+    out = tmp_path / "out"
     how = {
         "reference": folder / "other",
         "temperature": 0.8,
@@ -176,7 +177,9 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
     assert found.models[1].numbers["KL"].mean == 0.0
     models = [AutoModelForCausalLM.from_pretrained(folder / name) for name in ("model", "other")]
     tokenizer = load_tokenizer(folder / "model")
-    rows, checked, expected = RunFolder(out / "model").samples(0, "validation"), [], []
+    rows = RunFolder(out / "model").samples(0, "validation")
+    checked = []
+    expected = []
     for row in rows:
         prompt = tokenizer.encode(row.prompt, add_special_tokens=False)
         response = (
@@ -191,7 +194,8 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
         ids = torch.tensor([prompt + response])
         with torch.no_grad():
             own, other = ((model(ids).logits[0] / 0.8).log_softmax(-1) for model in models)
-        places, tokens = torch.arange(len(prompt) - 1, ids.shape[1] - 1), ids[0, len(prompt) :]
+        places = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
+        tokens = ids[0, len(prompt) :]
         expected.append(float((own - other)[places, tokens].sum()))
     assert len(checked) >= 8
     assert checked == pytest.approx(expected, abs=1e-4)
@@ -271,7 +275,8 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
 def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(
     folder: Path, tmp_path: Path
 ) -> None:
-    model, data = folder / "model", folder / "data.jsonl"
+    model = folder / "model"
+    data = folder / "data.jsonl"
 
     def faults(*models: Path, **how) -> list[str]:
         with pytest.raises(ConfigError) as raised:

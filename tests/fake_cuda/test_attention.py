@@ -27,7 +27,8 @@ from reinforce_rl.megatron.model.model import CausalLM
 
 LAYERS = 2
 MODEL = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS}
-DENSE, RAGGED = "_scaled_dot_product_flash_attention", "_flash_attention_forward"
+DENSE = "_scaled_dot_product_flash_attention"
+RAGGED = "_flash_attention_forward"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 # Of the unfused kernel, and cuDNN's.
 NEVER = {"_safe_softmax", "_softmax", "bmm", "_scaled_dot_product_cudnn_attention"}
@@ -62,7 +63,8 @@ def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]
     model = MODEL | (
         {"model_type": "mistral", "sliding_window": case.window} if case.window else {}
     )
-    count, total = case.prompts * case.samples, case.prompt_tokens + case.response_tokens
+    count = case.prompts * case.samples
+    total = case.prompt_tokens + case.response_tokens
     sequences = torch.randint(3, 1000, (count, total))
     groups = torch.arange(case.prompts).repeat_interleave(case.samples)
     sequences[:, : case.prompt_tokens] = sequences[groups * case.samples, : case.prompt_tokens]

@@ -27,7 +27,11 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
 
-PROMPTS, SAMPLES, PROMPT_TOKENS, SHORT, STEPS = 8, 8, 512, 10, 8
+PROMPTS = 8
+SAMPLES = 8
+PROMPT_TOKENS = 512
+SHORT = 10
+STEPS = 8
 ROWS = PROMPTS * SAMPLES
 
 
@@ -100,10 +104,8 @@ def test_a_graph_is_one_launch(machine, folders):
 
 def test_new_weights_between_graphed_steps(machine, folders):
     """They are copied into place, where the graphs read them; then the call stops, and a later one goes on."""
-    prompts, params = (
-        [Prompt(i, "", tuple(range(4, 7 + i))) for i in range(3)],
-        SamplingParams(max_length=30),
-    )
+    prompts = [Prompt(i, "", tuple(range(4, 7 + i))) for i in range(3)]
+    params = SamplingParams(max_length=30)
     with machine.rank(0, 1), parallel_mesh() as mesh:
         lm = megatron_model(folders[4], mesh, torch.bfloat16)
         newer = [parameter.detach() + 1 for parameter in lm.parameters()]

@@ -121,7 +121,8 @@ def test_memory_is_as_the_plan_has_it(
     (folder / "config.json").write_text(json.dumps(config))
     case = case_of(folder, "trainer.devices=8")
     cfg = case.config
-    layout, inputs = layout_of(cfg), read_inputs(cfg)
+    layout = layout_of(cfg)
+    inputs = read_inputs(cfg)
     assert layout is not None
     (plan,) = plan_memory(cfg, inputs, plan_batches(cfg, layout, inputs.datasets), gpu=True)
     gc.collect()
@@ -143,7 +144,8 @@ def test_collectives_are_told_by_group_and_nodes(
     machine: Machine, folders: dict[int, Path]
 ) -> None:
     found = blocks(machine, folders[2])
-    each, once = found["training each"][0], found["training once"][0]
+    each = found["training each"][0]
+    once = found["training once"][0]
     groups = {of.group for of, calls in each.calls.items() if calls > 0}
     assert groups == {"tensor", "pipeline"}
     assert {of for of in once.calls if of.kind == "reduce_scatter"} == {
@@ -185,7 +187,10 @@ def by_hand() -> dict[str, float]:
     bandwidth = 3.35e12
     cache = 50e6
     pcie = 64e9
-    h, kv, f, v = 4096, 1024, 14336, 128256
+    h = 4096
+    kv = 1024
+    f = 14336
+    v = 128256
     matrices = h * (h + 2 * kv) + h * h + 3 * h * f
     parameters = 2 * v * h + LAYERS * (matrices + 2 * h) + h
     read = 2 * (parameters - v * h)  # bytes: all but the embedding

@@ -127,10 +127,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def generator_of(lm: CausalLM, folder: Path, adapter: EngineAdapter, logs: Path) -> EngineGenerator:
-    tokenizer, options = (
-        load_tokenizer(folder),
-        {"model": folder, "max_seq_len": 16, "log_folder": logs},
-    )
+    tokenizer = load_tokenizer(folder)
+    options = {"model": folder, "max_seq_len": 16, "log_folder": logs}
     generator = EngineGenerator(lm, tokenizer, adapter, EngineConfig(), **options)
     generator._bucket_bytes = BUCKET_BYTES
     return generator
@@ -244,7 +242,8 @@ def test_lora_updates_are_merged_for_an_engine_that_takes_none(machine, folders,
         lambda mesh: lora_model(folders[2], mesh, EVERY, BF16),
     )
     assert engine.arguments.lora_rank == 0 and engine.adapters == []
-    base, updates = exported(folders[2]), random_updates(folders[2], EVERY, BF16)
+    base = exported(folders[2])
+    updates = random_updates(folders[2], EVERY, BF16)
     for found, scale in zip(engine.weights, (1, 4), strict=True):  # A and B were doubled
         expected = dict(base)
         for name in (name for name in updates if "lora_A" in name):

@@ -147,7 +147,8 @@ def test_a_restored_run_steps_on(machine, folders, tmp_path, dtype, distributed)
 
 @pytest.mark.parametrize("name", ["TP2 PP2 SP", "PP2 CP2", "PP2 DP2 distributed optimizer"])
 def test_stages_neither_exchange_shapes_nor_wait(machine, folders, name):
-    layout, ledgers = ALL_LAYOUTS[name], {}
+    layout = ALL_LAYOUTS[name]
+    ledgers = {}
     for rank in range(layout.ranks):
         with machine.rank(rank, layout.ranks) as ledger, layout.mesh() as mesh:
             options: dict[str, Any] = {

@@ -17,7 +17,8 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 COUNTERS = 1e-4  # of the memory
 DISTRIBUTED = OptimConfig(distributed=True, overlap_grad_sync=True)
 LAYERS = 2
-PROMPT, RESPONSE = 1024, 513
+PROMPT = 1024
+RESPONSE = 513
 
 
 def test_8b_on_8_ranks(machine: Machine) -> None:
@@ -55,8 +56,13 @@ def by_hand(tp: int, shards: int) -> float:
 
     Then every layer's activations are alive, and the gradient of the vocabulary's table in fp32 and in bf16.
     """
-    h, kv, f, v = 4096, 1024, 14336, 128256
-    s, n = PROMPT + RESPONSE - 1, RESPONSE  # the last token predicts nothing
+    h = 4096
+    kv = 1024
+    f = 14336
+    v = 128256
+    # the last token predicts nothing
+    s = PROMPT + RESPONSE - 1
+    n = RESPONSE
     matrices = 2 * v * h + LAYERS * (h * (h + 2 * kv) + h * h + 3 * h * f)
     norms = (2 * LAYERS + 1) * h
     parameters = matrices / tp + norms

@@ -22,7 +22,8 @@ def test_fewer_kernels_and_the_same_collectives_on_all_ranks(folders: dict[int, 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    of_engine, layers = found["with"], 2
+    of_engine = found["with"]
+    layers = 2
     assert of_engine["wgrad_accumulate"] == 4 * layers
     assert of_engine["rope"] == 4 * layers  # queries and keys, forward and backward
     assert of_engine["rmsnorm_fwd"] == of_engine["rmsnorm_bwd"] == 2 * layers + 1

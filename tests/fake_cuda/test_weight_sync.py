@@ -45,7 +45,9 @@ def test_weights_arrive_on_the_device(machine, folders, lora):
         )
 
     with machine.rank(), parallel_mesh() as mesh:
-        trained, other, wire = model(mesh), model(mesh), Wire()
+        trained = model(mesh)
+        other = model(mesh)
+        wire = Wire()
         with torch.no_grad():
             for parameter in trained.parameters():
                 parameter.mul_(2 if parameter.requires_grad else 1)

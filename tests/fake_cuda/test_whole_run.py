@@ -87,10 +87,8 @@ def test_models_are_evaluated_and_talked_with(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_overrides(tmp_path)
-    model, keys = (
-        tmp_path / "model",
-        ("trainer.precision=bf16", "model.reinforce.length_params.max_length=5"),
-    )
+    model = tmp_path / "model"
+    keys = ("trainer.precision=bf16", "model.reinforce.length_params.max_length=5")
     with machine.rank():
         found = evaluation.evaluate(
             [model],

@@ -76,21 +76,21 @@ def test_only_what_lies_before_a_difference_is_compared():
 
 
 def test_the_worst_prompt_is_known():
-    left, right = (
-        Fixed([[3, 4], [6, 8]], [[-1.0, -2.0], [-1, -1]]),
-        Fixed([[3, 4], [6, 7]], [[-1.0, -2.0], [-4, -1]]),
-    )
+    left = Fixed([[3, 4], [6, 8]], [[-1.0, -2.0], [-1, -1]])
+    right = Fixed([[3, 4], [6, 7]], [[-1.0, -2.0], [-4, -1]])
     assert compare(left, right, PROMPTS, GREEDY).worst == (6, 6)
 
 
 def test_without_a_common_token_nothing_was_compared():
-    left, right = Fixed([[3], [4]], [[-1.0], [-1.0]]), Fixed([[5], [6]], [[-1.0], [-1.0]])
+    left = Fixed([[3], [4]], [[-1.0], [-1.0]])
+    right = Fixed([[5], [6]], [[-1.0], [-1.0]])
     found = compare(left, right, PROMPTS, GREEDY)
     assert found.common_tokens == 0 and math.isnan(found.mean_gap) and found.worst == (5,)
 
 
 def test_without_log_probs_there_is_no_gap():
-    left, right = Fixed([[3], [4]], [[-1.0], [-1.0]]), Fixed([[3], [4]], None)
+    left = Fixed([[3], [4]], [[-1.0], [-1.0]])
+    right = Fixed([[3], [4]], None)
     found = compare(left, right, PROMPTS, GREEDY)
     assert found.equal_responses == 2 and math.isnan(found.mean_gap)
 
@@ -125,10 +125,8 @@ def test_the_command_with_the_fake_engine(tmp_path, capsys, fake_engine):
 
 def test_prompts_may_be_longer_than_a_run_takes_by_default(tmp_path, capsys, fake_engine):
     fake_engine()
-    model, prompts = (
-        tiny_llama_folder(tmp_path / "model", vocab_size=64, max_positions=4096),
-        tmp_path / "long.jsonl",
-    )
+    model = tiny_llama_folder(tmp_path / "model", vocab_size=64, max_positions=4096)
+    prompts = tmp_path / "long.jsonl"
     prompts.write_text(json.dumps({"prompt": "two " * 600}))
     files = ["--prompts", str(prompts), "--log-folder", str(tmp_path / "logs")]
     assert check(str(model), *OPTIONS, *files, "--tolerance", "1e-3") == 0
@@ -140,7 +138,8 @@ def test_the_command_sees_an_engine_that_kept_the_old_weights(
     tmp_path, capsys, fake_engine, monkeypatch
 ):
     fake_engine()
-    send, sent = engine_generator.send_weights, []
+    send = engine_generator.send_weights
+    sent = []
 
     def send_copies(lm, deliver, **options):
         sent.extend(

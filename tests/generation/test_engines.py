@@ -76,7 +76,8 @@ def strike(
     engine: EngineGenerator, monkeypatch, command: str, what: Callable[[Any], None], times: int = 1
 ) -> None:
     """Call `what` with the engine's process as the next commands begin."""
-    call, left = process.EngineProcess.call, [command] * times
+    call = process.EngineProcess.call
+    left = [command] * times
 
     def struck(own, name, *arguments, **options):
         if name in left:
@@ -132,11 +133,13 @@ def test_the_second_time_the_run_ends(engine, expected, monkeypatch):
 
 def misdirect(engine: EngineGenerator, monkeypatch, times: int) -> None:
     """Offer the next buckets to a device that no worker has."""
-    bucket_of, count = engine._adapter.bucket_of, 0
+    bucket_of = engine._adapter.bucket_of
+    count = 0
 
     def misdirected(offers):
         nonlocal count
-        bucket, count = bucket_of(offers), count + 1
+        bucket = bucket_of(offers)
+        count = count + 1
         if count > times:
             return bucket
         (place,) = bucket["places"].values()
@@ -184,14 +187,16 @@ class TestResponsesThatGoOn:
         assert updates.running[0] == len(expected) and all(updates.running)
 
     def test_what_is_at_its_end_is_not_asked_for(self, engine, expected, monkeypatch):
-        advance, asked = process.EngineProcess.advance, []
+        advance = process.EngineProcess.advance
+        asked = []
 
         def noted(own, requests, wait):
             asked.extend(requests)
             return advance(own, requests, wait)
 
         monkeypatch.setattr(process.EngineProcess, "advance", noted)
-        ended, shorter = self.go_on(engine), len(expected) - 3
+        ended = self.go_on(engine)
+        shorter = len(expected) - 3
         del asked[:]
         found = self.go_on(engine, [*ended[:shorter], *unbegun(PROMPTS, NUM_SAMPLES, 3)[shorter:]])
         assert found == ended and asked == list(range(shorter, len(expected)))

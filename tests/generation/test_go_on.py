@@ -72,9 +72,12 @@ def test_a_whole_call_is_generate(decoder, lm, folder, prompts):
 @pytest.mark.parametrize("max_tokens", [None, 75])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stopped_and_gone_on(kind, max_tokens, decoder, lm, folder, prompts):
-    engine, params = engine_of(lm, folder, max_tokens), KINDS[kind]
+    engine = engine_of(lm, folder, max_tokens)
+    params = KINDS[kind]
     expected = whole(engine, unbegun(prompts, 4, 3), params)
-    found, calls, was_partial = unbegun(prompts, 4, 3), 0, False
+    found = unbegun(prompts, 4, 3)
+    calls = 0
+    was_partial = False
     while any(one.finish_reason is None for one in found):
         found = engine.go_on(found, params, PlannedUpdates(*["go on"] * (calls % 3), "stop"))
         was_partial |= any(one.finish_reason is None and one.tokens for one in found)
@@ -131,7 +134,8 @@ class Policy:
     def kept(self, one: PartialResponse, count: int) -> list[float]:
         """Return those after `count` tokens by version 1, on version 0's keys and values of all but the last."""
         old, new = self.versions
-        prompt, tokens = list(one.prompt.tokens), list(one.tokens)
+        prompt = list(one.prompt.tokens)
+        tokens = list(one.tokens)
         cache = new(torch.tensor([prompt]), use_cache=True).past_key_values
         earlier = old(torch.tensor([prompt + tokens[: count - 1]]), use_cache=True).past_key_values
         for layer, other in zip(cache.layers, earlier.layers, strict=True):

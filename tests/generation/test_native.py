@@ -164,7 +164,8 @@ class TestSamplesDependOnTheirKeysAlone:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
     def test_through_megatrons_own_layers(self, dtype, folder, mesh, prompts, monkeypatch):
         """In float64 the same tokens; in float32 too on this model, from weights that oneDNN has packed."""
-        model, steps = megatron_model(folder, mesh, dtype), []
+        model = megatron_model(folder, mesh, dtype)
+        steps = []
         decode = model_module.decode_layers
         monkeypatch.setattr(
             model_module, "decode_layers", lambda *args: steps.append(1) or decode(*args)
@@ -301,7 +302,8 @@ class TestEnds:
         found = texts_of(engine.generate(prompts, 10, params, seed=0))
         ends = set()
         for tokens, reason in found:
-            text, before = tokenizer.decode(tokens), tokenizer.decode(tokens[:-1])
+            text = tokenizer.decode(tokens)
+            before = tokenizer.decode(tokens[:-1])
             assert not any(end in before for end in params.end_strings)
             hits = [end for end in params.end_strings if end in text]
             assert reason == ("stop" if hits else "length")
@@ -310,7 +312,8 @@ class TestEnds:
 
     def test_end_strings_end_nothing_before_min_length(self, engine, folder, prompts):
         """What was written before counts once there are enough tokens: then it is an end at once."""
-        tokenizer, ends = load_tokenizer(folder), ("e", "th")
+        tokenizer = load_tokenizer(folder)
+        ends = ("e", "th")
         free = texts_of(engine.generate(prompts, 20, SamplingParams(max_length=20), seed=0))
         params = SamplingParams(max_length=20, min_length=7, end_strings=ends)
         found = texts_of(engine.generate(prompts, 20, params, seed=0))

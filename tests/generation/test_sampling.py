@@ -86,11 +86,9 @@ class TestNoise:
 
     def test_does_not_touch_the_keys_or_any_generator(self):
         keys = keys_of(4)[:, 0]
-        before, state, numpy_state = (
-            keys.clone(),
-            torch.get_rng_state(),
-            np.random.get_state()[1].copy(),
-        )
+        before = keys.clone()
+        state = torch.get_rng_state()
+        numpy_state = np.random.get_state()[1].copy()
         gumbel_noise(keys, 10)
         assert torch.equal(keys, before)
         assert torch.equal(torch.get_rng_state(), state)

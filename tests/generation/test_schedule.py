@@ -49,11 +49,9 @@ def _written(schedule: Schedule) -> list[int]:
 @pytest.mark.parametrize("seed", range(5))
 def test_every_sample_is_decoded_once_within_the_bound(max_tokens, seed):
     draw = random.Random(seed)
-    lengths, num_samples, max_length = (
-        [draw.randint(1, 20) for _ in range(6)],
-        draw.randint(1, 5),
-        10,
-    )
+    lengths = [draw.randint(1, 20) for _ in range(6)]
+    num_samples = draw.randint(1, 5)
+    max_length = 10
     schedule = Schedule(lengths, num_samples, max_length, max_tokens)
     total = len(lengths) * num_samples
     begun = run(

@@ -68,7 +68,8 @@ def test_same_samples_of_another_number(samples, lm, folder, prompts, monkeypatc
 
 def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts, monkeypatch):
     decode_statically(monkeypatch)
-    shapes, looks = [], []
+    shapes = []
+    looks = []
     look = StaticDecoding._look
     monkeypatch.setattr(
         StaticDecoding, "_look", lambda self, steps: (looks.append(steps), look(self, steps))[1]
@@ -107,7 +108,8 @@ def test_graphs_give_the_same_samples(kind, lm, folder, prompts, monkeypatch):
         assert_same(engine.generate(prompts, 4, params, seed=3), expected)
     finally:
         handle.remove()
-    steps, graphs = shapes[1:], recorded.graphs
+    steps = shapes[1:]
+    graphs = recorded.graphs
     assert len(graphs) >= 2 and len(graphs) <= len(set(steps))
     # Python runs a step twice for a number of rows: as it is, and captured.
     assert all(steps.count(shape) <= 2 for shape in steps)
@@ -148,7 +150,8 @@ def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch
     """Training needs its memory, and Python looks for cycles when it likes."""
     decode_statically(monkeypatch)
     monkeypatch.setattr(generator, "cuda", stand_in())
-    caches, new_cache = [], lm.new_cache
+    caches = []
+    new_cache = lm.new_cache
 
     def noted(*args, **options):
         cache = new_cache(*args, **options)

@@ -91,12 +91,14 @@ class TestRun:
 
     def check(self, folder: Path, name: str) -> None:
         """Same metrics and responses as the native engine's; the weights that came are those that were trained."""
-        found, expected = metrics_of(folder / name), metrics_of(folder / "native")
+        found = metrics_of(folder / name)
+        expected = metrics_of(folder / "native")
         assert len(found) == len(expected) > 2
         for line, other in zip(found, expected, strict=True):
             assert largest_difference(however_cut(line), however_cut(other)) < 1e-4
         for step in (1, 2):
-            rows, others = rollouts_of(folder / name, step), rollouts_of(folder / "native", step)
+            rows = rollouts_of(folder / name, step)
+            others = rollouts_of(folder / "native", step)
             assert [row["response"] for row in rows] == [row["response"] for row in others]
 
         given = folder / name / "engine"

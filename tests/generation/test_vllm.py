@@ -97,7 +97,8 @@ class TestSmolLM2:
     """
 
     def test_on_one_rank(self, tmp_path, mesh, monkeypatch):
-        folder, calls = beside(tmp_path / "run", smollm2_folder()), []
+        folder = beside(tmp_path / "run", smollm2_folder())
+        calls = []
         call = process.EngineProcess.call
 
         def counted(engine, command, *arguments, **options):
@@ -123,7 +124,8 @@ class Killer:
     """
 
     def __init__(self, monkeypatch, generator: EngineGenerator, names: Sequence[str]):
-        self._generator, self._sleeps = generator, 0
+        self._generator = generator
+        self._sleeps = 0
         self._plan = list(
             zip([(0, "update_weights"), (1, "generate"), (2, "asleep")], names, strict=True)
         )
@@ -175,7 +177,8 @@ def test_a_killed_engine_is_started_anew_with_the_present_weights(
     tmp_path, mesh, undisturbed, monkeypatch, names
 ):
     """See test_engines.py for a host that is killed while it works."""
-    folder, killers = beside(tmp_path / "run", undisturbed / "model"), []
+    folder = beside(tmp_path / "run", undisturbed / "model")
+    killers = []
     found = train(
         folder, mesh, watch=lambda generator: killers.append(Killer(monkeypatch, generator, names))
     )
@@ -193,7 +196,8 @@ def test_nothing_is_left_of_the_engine_of_a_killed_trainer(tmp_path, undisturbed
     try:
         act = {"rank": 0, "phase": "generate", "step": 2, "signal": int(signal.SIGKILL)}
         (trainer,) = processes.start(folder, *vllm_overrides(), act=act)
-        seen, deadline = set(), time.monotonic() + 300
+        seen = set()
+        deadline = time.monotonic() + 300
         while psutil.pid_exists(trainer) and time.monotonic() < deadline:
             with contextlib.suppress(psutil.NoSuchProcess):
                 seen.update(psutil.Process(trainer).children(recursive=True))
@@ -273,7 +277,8 @@ def test_without_memory_for_its_cache_the_run_saves_and_says_what_to_lower(
     folder = beside(tmp_path / "run", undisturbed / "model")
     config = tiny_config(folder, *OF_RUNS, *vllm_overrides(), "trainer.reinforce.save_interval=100")
     with tiny_trainer(config, mesh) as trainer:
-        generator, step = trainer.model.generator, trainer.run_training
+        generator = trainer.model.generator
+        step = trainer.run_training
         assert isinstance(generator, EngineGenerator) and generator._engine is not None
         adapter: Any = generator._engine._adapter
 

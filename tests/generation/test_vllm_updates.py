@@ -151,7 +151,8 @@ def engine(made) -> Engine:
 
 def test_weights_that_change_within_responses(engine, monkeypatch):
     """Four responses are under way and two wait, which begin with the new weights and find nothing of the old ones."""
-    call, paused = process.EngineProcess.call, []
+    call = process.EngineProcess.call
+    paused = []
 
     def noted(own, command, *arguments, **options):
         paused.extend([call(own, "passes")] if command == "resume" else [])
@@ -211,7 +212,8 @@ def test_a_greedy_response_in_parts_is_that_in_one(engine):
     for one, other in zip(whole, early, strict=True):
         assert len(other.tokens) < 12 and len(one.tokens) >= 30, "the least length changes nothing"
         assert len(set(one.tokens[:8])) > 4, "the penalty changes nothing"
-    parts, lengths = unbegun(PROMPTS, 1, 3), []
+    parts = unbegun(PROMPTS, 1, 3)
+    lengths = []
     for _ in range(2):
         parts = engine.go_on(
             parts, PlannedUpdates("go on", engine.once_drawing("stop", 2)), params, pace=SLOW
@@ -242,7 +244,8 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
     engine, monkeypatch, caplog, name, command
 ):
     """In the first such command from the pause on."""
-    call, seen = process.EngineProcess.call, []
+    call = process.EngineProcess.call
+    seen = []
 
     def struck(own, told, *arguments, **options):
         seen.append("update" if told in ("update_weights", "load_adapter") else told)

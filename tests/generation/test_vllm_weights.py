@@ -41,7 +41,8 @@ def test_an_engine_that_computes_with_other_weights_is_refused_by_name(tmp_path,
     adapter = SabotagedVLLM(VLLMConfig())
     adapter.kind = kind
     assert generator._engine is not None
-    generator._adapter = generator._engine._adapter = adapter
+    generator._adapter = adapter
+    generator._engine._adapter = adapter
     generator._was_restarted = True  # else it would be tried again
     values = ("with the weights that it was given; ", NAMED[kind])
     with raises_error("generation.engine.failed_again", *values):

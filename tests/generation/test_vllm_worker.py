@@ -165,7 +165,9 @@ class TestBuckets:
 
 def worker_of(updates: int = 1, *, is_tied: bool = False) -> WeightsOfTrainer:
     worker = WeightsOfTrainer()
-    worker._updates, worker._arrived, worker.device = updates, {}, CPU
+    worker._updates = updates
+    worker._arrived = {}
+    worker.device = CPU
     text = SimpleNamespace(tie_word_embeddings=is_tied)
     worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text))
     return worker
@@ -215,7 +217,8 @@ class TestWorker:
         assert worker_of()._shard(module, rows_of(8, 4, 4)).tolist() == expected
 
     def test_a_bias_is_compared_whole_or_in_the_workers_part(self):
-        worker, parts = worker_of(), rows_of(8, 4, 4)
+        worker = worker_of()
+        parts = rows_of(8, 4, 4)
         split = SimpleNamespace(output_partition_sizes=[4, 2, 2], tp_rank=1, tp_size=2)
         split.bias = torch.tensor([4, 5, 6, 7, 10, 11, 14, 15])
         assert worker._vector_matches(split, "bias", parts)

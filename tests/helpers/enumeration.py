@@ -23,7 +23,9 @@ from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, 
 
 BETA = 0.3
 PAST_MEAN = 0.4
-VOCABULARY, MAX_LENGTH, END = 3, 3, 0
+VOCABULARY = 3
+MAX_LENGTH = 3
+END = 0
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,9 @@ class Tree:
         sequences = grow(())
         prefixes = sorted({s[:i] for s in sequences for i in range(len(s))})
         shape = (len(sequences), MAX_LENGTH)
-        mask, prefix, token = (
-            torch.zeros(shape, dtype=torch.bool),
-            torch.zeros(shape).long(),
-            torch.zeros(shape).long(),
-        )
+        mask = torch.zeros(shape, dtype=torch.bool)
+        prefix = torch.zeros(shape).long()
+        token = torch.zeros(shape).long()
         for row, sequence in enumerate(sequences):
             for column, value in enumerate(sequence):
                 mask[row, column] = True
@@ -117,7 +117,8 @@ def tuples(samples: int) -> Tensor:
 
 def advantages(world: World, options: Options, drawn: Tensor) -> tuple[Tensor, Tensor]:
     """Return advantages [tuples, G, T] and the samples that train; each tuple is a group."""
-    rows, groups = drawn.flatten(), torch.arange(len(drawn)).repeat_interleave(drawn.shape[1])
+    rows = drawn.flatten()
+    groups = torch.arange(len(drawn)).repeat_interleave(drawn.shape[1])
     log_probs = TREE.log_probs(world.parameters).detach()
     tokens = token_kl(log_probs, world.reference, TREE.mask, estimator=options.kl_estimator)
     kl = reduce_over_tokens(tokens, TREE.mask, options.kl_reduction)

@@ -19,7 +19,8 @@ class FakeJudge:
     """Context manager; `asked` has the bodies of all requests, `keys` their keys, `headers` all headers."""
 
     def __init__(self, reply: Reply, path: str = "/v1/chat/completions"):
-        self._reply, self._path = reply, path
+        self._reply = reply
+        self._path = path
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.headers: list[Mapping[str, str]] = []

@@ -50,7 +50,8 @@ def sequences_of(body: bytes, header_length: int) -> list[list[int]]:
     """Return the token ids of a binary request in the form `tokens`."""
     import numpy as np
 
-    arrays, start = [], header_length
+    arrays = []
+    start = header_length
     for tensor in json.loads(body[:header_length])["inputs"]:
         end = start + tensor["parameters"]["binary_data_size"]
         arrays.append(np.frombuffer(body[start:end], np.int64).reshape(tensor["shape"]))
@@ -84,7 +85,8 @@ class FakeRewardServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            digest = id = ""
+            digest = ""
+            id = ""
 
             def do_GET(self) -> None:
                 self._send(

@@ -131,8 +131,10 @@ def srun(home: Path, arguments: list[str]) -> int:
     """Start each task in its own session; end the others if one fails."""
     split = next(place for place, word in enumerate(arguments) if not word.startswith("--"))
     options = dict(word[2:].partition("=")[::2] for word in arguments[:split])
-    name, each = options["job-name"], int(options["ntasks-per-node"])
-    command, tasks = arguments[split:], []
+    name = options["job-name"]
+    each = int(options["ntasks-per-node"])
+    command = arguments[split:]
+    tasks = []
     if name == "actor" and os.environ.get("FAKE_ACTOR") == "never begins":
         command = ["sleep", "600"]
     with open(options["output"], "w") as log:

@@ -39,7 +39,8 @@ class FakeTriton:
         self.go = threading.Event()
         self.go.set()
         self.holds_canaries_only = False
-        self.code, self.error = 200, "Traceback: a secret"
+        self.code = 200
+        self.error = "Traceback: a secret"
         self.dead = False
         self.status = 0
         self.seen: list[tuple[str, bytes]] = []

@@ -124,8 +124,10 @@ class FaultyProxy:
     def cut(self) -> None:
         """Stop listening and reset every connection."""
         with self._lock:
-            listener, self._listener = self._listener, None
-            sockets, self._open = self._open, set()
+            listener = self._listener
+            self._listener = None
+            sockets = self._open
+            self._open = set()
         if listener is not None:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts

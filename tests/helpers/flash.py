@@ -87,7 +87,8 @@ def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        attention.flash_takes = sequences.flash_takes = before
+        attention.flash_takes = before
+        sequences.flash_takes = before
         library._destroy()
 
 
@@ -187,7 +188,8 @@ def emulated_varlen_attention(
     of_none = (sequence >= len(used)) | (at - query_starts[sequence] >= most[0])
     sequence = sequence.clamp(max=len(used) - 1)
     tokens = torch.arange(len(key), device=query.device)
-    first, count = starts[sequence][:, None], used[sequence][:, None].clamp(max=most[1])
+    first = starts[sequence][:, None]
+    count = used[sequence][:, None].clamp(max=most[1])
     seen = (tokens >= first) & (tokens < first + count)  # [q, k]
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = torch.einsum("qgd,kgd->gqk", query.to(wide), key.to(wide)).masked_fill(

@@ -79,7 +79,8 @@ class Draft:
     rest: dict[str, Any] = field(default_factory=dict)
 
     def write(self) -> WireRequest:
-        header, tail = [], b""
+        header = []
+        tail = b""
         known = [
             value
             for tensor in self.tensors
@@ -215,7 +216,8 @@ class BatchFuzzer:
 
     def _odd_value(self, draft: Draft) -> WireRequest:
         """Return a sample that cannot be scored."""
-        rng, tensor = self._rng, self._rng.choice(draft.tensors)
+        rng = self._rng
+        tensor = self._rng.choice(draft.tensors)
         place = rng.randrange(len(tensor["data"]))
         if tensor["datatype"] == "INT64":
             tensor["data"][place] = rng.choice(
@@ -262,7 +264,8 @@ class BatchFuzzer:
 
     def _odd_element(self, draft: Draft) -> WireRequest:
         """Return JSON with an element of another type, or one too many or too few."""
-        rng, tensor = self._rng, self._rng.choice(draft.tensors)
+        rng = self._rng
+        tensor = self._rng.choice(draft.tensors)
         draft.binary = False
         place = rng.randrange(len(tensor["data"]))
         if rng.random() < 0.8:
@@ -277,7 +280,8 @@ class BatchFuzzer:
 
     def _odd_lengths(self, draft: Draft) -> WireRequest:
         """Return binary texts with wrong length prefixes but the right total size."""
-        rng, tensor = self._rng, self._rng.choice(draft.tensors)
+        rng = self._rng
+        tensor = self._rng.choice(draft.tensors)
         draft.binary = True
         raw = bytearray(b"".join(map(_packed, tensor["data"])))
         lie = rng.choice((0, 1, len(raw), 2**31 - 1, 2**31, 2**32 - 1, rng.randrange(2**32)))
@@ -291,7 +295,8 @@ class BatchFuzzer:
         return draft.write()
 
     def _odd_shape(self, draft: Draft) -> WireRequest:
-        rng, tensor = self._rng, self._rng.choice(draft.tensors)
+        rng = self._rng
+        tensor = self._rng.choice(draft.tensors)
         choice = rng.randrange(3)
         if choice == 0:
             tensor["shape"] = rng.choice(
@@ -308,7 +313,8 @@ class BatchFuzzer:
         return draft.write()
 
     def _odd_key(self, draft: Draft) -> WireRequest:
-        rng, tensor = self._rng, self._rng.choice(draft.tensors)
+        rng = self._rng
+        tensor = self._rng.choice(draft.tensors)
         tensor[rng.choice(("name", "datatype", "shape", "data", "parameters", LONE))] = rng.choice(
             WRONG_VALUES
         )
@@ -316,7 +322,8 @@ class BatchFuzzer:
 
     def _odd_set(self, draft: Draft) -> WireRequest:
         """Return a missing, duplicate or unknown input, or two forms."""
-        rng, choice = self._rng, self._rng.randrange(4)
+        rng = self._rng
+        choice = self._rng.randrange(4)
         count = draft.tensors[0]["shape"][0]
         others = [
             int_tensor("tokens", [[1, 2]] * count),

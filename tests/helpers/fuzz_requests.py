@@ -110,7 +110,8 @@ def _in_json(tensors: object) -> tuple[bytes, dict[str, str]]:
 
 
 def _in_binary(tensors: list[dict]) -> tuple[bytes, dict[str, str]]:
-    header, tail = [], b""
+    header = []
+    tail = b""
     for tensor in tensors:
         part = struct.pack(f"<{len(tensor['data'])}q", *tensor["data"])
         header.append({**tensor, "parameters": {"binary_data_size": len(part)}})
@@ -157,7 +158,8 @@ def _wrong_binary(rng: random.Random, sequences: list[list[int]], _: int) -> Fuz
     """Return sizes, shapes and types that disagree with the bytes."""
     body, headers = _in_binary(_tensors(sequences))
     length = int(headers[HEADER_LENGTH])
-    request, tail = json.loads(body[:length]), body[length:]
+    request = json.loads(body[:length])
+    tail = body[length:]
     tensor = rng.choice(request["inputs"])
     choice = rng.randrange(5)
     if choice == 0:

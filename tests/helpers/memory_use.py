@@ -33,11 +33,9 @@ TP2, PP2, CP2 = (
     f"model.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline", "context")
 )
 CP2 = "model.context_parallel_size=2"
-SP, DISTRIBUTED, BF16 = (
-    "model.sequence_parallel=true",
-    "model.optim.distributed=true",
-    "trainer.precision=bf16",
-)
+SP = "model.sequence_parallel=true"
+DISTRIBUTED = "model.optim.distributed=true"
+BF16 = "trainer.precision=bf16"
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=8")
 _FULL = "model.activations_checkpoint_granularity=full"
 UNIFORM = (
@@ -56,7 +54,8 @@ BLOCK = (
     "model.activations_checkpoint_num_layers=2",
 )
 ATTENTION_ONLY = "model.peft.lora_tuning.target_modules=[q_proj,v_proj]"
-PROMPT, RESPONSE = 144, 48
+PROMPT = 144
+RESPONSE = 48
 
 
 @dataclass(frozen=True)
@@ -237,14 +236,16 @@ def peak_of(action: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         action()
     found: Any = record.profiler
-    nodes, events = list(found.kineto_results.experimental_event_tree()), []
+    nodes = list(found.kineto_results.experimental_event_tree())
+    events = []
     while nodes:
         node = nodes.pop()
         nodes += node.children
         if node.typed[0].name == "Allocation":
             events.append((node.start_time_ns, node.typed[1].ptr, node.typed[1].alloc_size))
     there: dict[int, int] = {}
-    now = most = 0
+    now = 0
+    most = 0
     for _, place, size in sorted(events):
         if size > 0:
             now += size - there.pop(place, 0)

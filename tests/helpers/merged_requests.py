@@ -27,14 +27,14 @@ def let_in(request: WireRequest, forms: tuple[str, ...] = ALL_FORMS) -> dict[str
 
 def arrays_of(request: TritonRequest) -> dict[str, np.ndarray]:
     """Return the arrays; assert that Triton can read them."""
-    header, tail = (
-        json.loads(request.body[: request.json_length]),
-        request.body[request.json_length :],
-    )
+    header = json.loads(request.body[: request.json_length])
+    tail = request.body[request.json_length :]
     arrays = {}
     for tensor in header["inputs"]:
-        shape, size = tensor["shape"], tensor["parameters"]["binary_data_size"]
-        part, tail = tail[:size], tail[size:]
+        shape = tensor["shape"]
+        size = tensor["parameters"]["binary_data_size"]
+        part = tail[:size]
+        tail = tail[size:]
         count = shape[0] * shape[1]
         assert count > 0 and shape[0] == request.samples
         if tensor["datatype"] == "INT64":

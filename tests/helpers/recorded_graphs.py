@@ -38,11 +38,9 @@ class Graph:
 class _Recorder(TorchDispatchMode):
     def __init__(self, graph: Graph):
         super().__init__()
-        self._graph, self._before, self._fresh = (
-            graph,
-            dict[int, tuple[Tensor, Tensor]](),
-            dict[int, Tensor](),
-        )
+        self._graph = graph
+        self._before = dict[int, tuple[Tensor, Tensor]]()
+        self._fresh = dict[int, Tensor]()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -19,7 +19,8 @@ from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.lora import LoraSettings
 from reinforce_rl.megatron.mesh import Mesh
 
-SAVED_AFTER, STEPS = 2, 3
+SAVED_AFTER = 2
+STEPS = 3
 ONE = "one process"
 ALL_LAYOUTS = {ONE: Layout(), **LAYOUTS}
 EPS = 1e-3  # else the sign of a gradient that is nearly 0 would decide where a weight goes
@@ -51,7 +52,8 @@ def write_model(out: Path, case: str) -> Path:
 
 def run_of(out: Path, case: str, layout: str, folder: str, mesh: Mesh) -> Run:
     """Return a fresh run with checkpoints in OUT/CASE/FOLDER."""
-    settings, where = CASES[case], ALL_LAYOUTS[layout]
+    settings = CASES[case]
+    where = ALL_LAYOUTS[layout]
     sharing = where.optim
     return Run(
         mesh,

@@ -23,7 +23,8 @@ from reinforce_rl.monitoring.loggers import read_metrics
 
 ROOT = Path(__file__).parents[2]
 BATCH_FILE = ROOT / "slurm" / "train_hetjob.sbatch"
-ACTOR_SCRIPT, SERVER_SCRIPT = "train_reinforce_actor.py", "serve_reward_model.py"
+ACTOR_SCRIPT = "train_reinforce_actor.py"
+SERVER_SCRIPT = "serve_reward_model.py"
 START_SECONDS = 600.0  # to the first step: imports of all ranks on a busy machine
 RUN_SECONDS = 900.0
 

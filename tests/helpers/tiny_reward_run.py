@@ -29,7 +29,8 @@ from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.reward_model.job import train_reward_model
 from reinforce_rl.reward_model.train_full import FullTrainer
 
-GOOD, BAD = "etaoin", "shrdlu"
+GOOD = "etaoin"
+BAD = "shrdlu"
 NAMES = ("vowels", "length")
 
 
@@ -72,7 +73,8 @@ def write_ratings(path: Path, count: int, *, seed: int = 0) -> Path:
     rng = random.Random(seed)
     lines = []
     for i in range(count):
-        good, bad = rng.randrange(7), rng.randrange(7)
+        good = rng.randrange(7)
+        bad = rng.randrange(7)
         letters = [rng.choice(GOOD) for _ in range(good)] + [rng.choice(BAD) for _ in range(bad)]
         rng.shuffle(letters)
         attributes: dict[str, float | None] = {

@@ -33,7 +33,8 @@ END_SECONDS = 60.0  # until what was killed has left nothing behind
 class ToyServer:
     """A reward server process with its own session, temporary folder and log."""
 
-    script, start_seconds = SCRIPT, START_SECONDS
+    script = SCRIPT
+    start_seconds = START_SECONDS
 
     def __init__(self, folder: Path, *options: str, port: int | None = None):
         self.port = port or free_port()

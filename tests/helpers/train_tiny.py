@@ -132,8 +132,10 @@ def await_generators(training: int, count: int) -> None:
     from reinforce_rl.trainer.reinforce import ReinforceTrainer
     from reinforce_rl.trainer.separate import SeparatePool
 
-    train, arrive = ReinforceTrainer.run_training, SeparatePool._arrive
-    trainings, come = itertools.count(1), []
+    train = ReinforceTrainer.run_training
+    arrive = SeparatePool._arrive
+    trainings = itertools.count(1)
+    come = []
 
     def note_arrival(pool: SeparatePool, rank: int, arrival):
         arrive(pool, rank, arrival)
@@ -175,7 +177,8 @@ class SlowTokens:
     """`WeightUpdates` that sleep before each token, whatever the number of responses, as decoding does."""
 
     def __init__(self, updates, seconds: float):
-        self._updates, self._seconds = updates, seconds
+        self._updates = updates
+        self._seconds = seconds
 
     def __getattr__(self, name: str):
         return getattr(self._updates, name)
@@ -191,7 +194,8 @@ def slow_down(slow: int, rank: int) -> None:
     take = WorkQueue.__iter__
 
     def take_slowly(queue: WorkQueue):
-        taken, deadline = 0, time.monotonic() + LONG
+        taken = 0
+        deadline = time.monotonic() + LONG
         for micro_batch in take(queue):
             taken += 1
             while (
@@ -221,7 +225,8 @@ def act(phase: str, step: int, number: int) -> None:
 
     from reinforce_rl.runtime.phases import PhaseTracker
 
-    begin, done = PhaseTracker.begin, []
+    begin = PhaseTracker.begin
+    done = []
 
     def begin_and_act(phases: PhaseTracker, name: str, **options) -> None:
         begin(phases, name, **options)
@@ -334,7 +339,9 @@ def serve() -> None:
 
 
 def wait_for(processes: list[int], patience: float) -> list[int]:
-    status, found, deadline = 0, dict[int, int](), None
+    status = 0
+    found = dict[int, int]()
+    deadline = None
     while len(found) < len(processes):
         for process in [process for process in processes if process not in found]:
             if deadline is not None and time.monotonic() > deadline:

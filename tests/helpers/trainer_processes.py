@@ -128,10 +128,12 @@ def kill_tree_of(process: subprocess.Popen) -> None:
 
 def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
     """Assert bitwise equal metrics, samples, weights and last checkpoint, ignoring times."""
-    found, expected = metrics_of(folder), metrics_of(uninterrupted)
+    found = metrics_of(folder)
+    expected = metrics_of(uninterrupted)
     assert [line["step"] for line in found] == list(range(len(expected))), "each step once"
     for line, other in zip(found, expected, strict=True):
-        own, its = without_times(line), without_times(other)
+        own = without_times(line)
+        its = without_times(other)
         assert own == its, {
             key: (own.get(key), its.get(key))
             for key in own.keys() | its
@@ -159,12 +161,14 @@ def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
 
 def assert_sound(folder: Path, staleness: int = 1, *, one_version: bool = False) -> None:
     """Assert of rollout_order=finished that every prompt was trained on once an epoch, and no token is too old."""
-    samples, groups = Counter[int](), 0
+    samples = Counter[int]()
+    groups = 0
     for step in range(1, STEPS + 1):
         rows = rollouts_of(folder, step)
         own = Counter(row["prompt_id"] for row in rows)
         assert set(own.values()) == {4}, step  # whole groups
-        samples, groups = samples + own, groups + len(own)
+        samples = samples + own
+        groups = groups + len(own)
         for one in read_tokens(folder / "run" / "rollouts" / f"step_{step:05d}.parquet"):
             versions = list(one.weight_versions or [])
             assert versions == sorted(versions)

@@ -31,7 +31,8 @@ def answers(said: str) -> list[str]:
 def texts_of(path: Path) -> str:
     """The texts of a file but its docstrings, a line each; `…` stands for the values in an f-string."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    inner, found = set(), []
+    inner = set()
+    found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             inner |= {id(value) for value in node.values}

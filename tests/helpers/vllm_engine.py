@@ -100,7 +100,8 @@ def log_prob_gap(lm: CausalLM, found: Completions) -> float:
     assert found.log_probs is not None
     largest = 0.0
     for row, length in enumerate(found.lengths.tolist()):
-        prompt, response = PROMPTS[row // NUM_SAMPLES].tokens, found.tokens[row, :length]
+        prompt = PROMPTS[row // NUM_SAMPLES].tokens
+        response = found.tokens[row, :length]
         logits = all_logits(lm, torch.cat([torch.tensor(prompt), response])[None])[
             0, len(prompt) - 1 : -1
         ]

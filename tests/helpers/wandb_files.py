@@ -7,7 +7,10 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-BLOCK, FULL, FIRST, LAST = 32768, 1, 2, 4
+BLOCK = 32768
+FULL = 1
+FIRST = 2
+LAST = 4
 
 
 def read_offline_file(path: Path) -> Iterator:
@@ -19,7 +22,8 @@ def read_offline_file(path: Path) -> Iterator:
 
     data = path.read_bytes()
     assert data[:4] == b":W&B"
-    offset, parts = 7, []
+    offset = 7
+    parts = []
     while offset + 7 <= len(data):
         left = BLOCK - offset % BLOCK
         if left < 7:  # a head never spans blocks

@@ -34,7 +34,9 @@ def watched(adapter: Any, engine: Any) -> WatchedVLLM:
 
 
 class WatchedWorker(WeightsOfTrainer):
-    _passes, _seconds, _is_watched = 0, 0.0, False
+    _passes = 0
+    _seconds = 0.0
+    _is_watched = False
 
     def load_bucket(self, bucket: Mapping[str, Any] | None) -> None:
         if not self._is_watched:

@@ -28,7 +28,9 @@ class PlannedUpdates:
         load: Callable[[], object] = lambda: None,
         version: int = 0,
     ):
-        self._actions, self._load, self.version = list(actions), load, version
+        self._actions = list(actions)
+        self._load = load
+        self.version = version
         self.running: list[int] = []  # what `next_action` was told
 
     def next_action(self, unfinished: int) -> Action:
@@ -45,7 +47,8 @@ class Versions:
     """Keeps the weights of each version."""
 
     def __init__(self, lm: CausalLM):
-        self._lm, self._kept = lm, dict[int, list[Tensor]]()
+        self._lm = lm
+        self._kept = dict[int, list[Tensor]]()
 
     def keep(self, version: int) -> None:
         self._kept[version] = [parameter.detach().clone() for parameter in self._lm.parameters()]
@@ -59,7 +62,8 @@ class Versions:
         self.restore(version)
         found = []
         for response in responses:
-            prompt, tokens = response.prompt.tokens, torch.tensor(response.tokens)
+            prompt = response.prompt.tokens
+            tokens = torch.tensor(response.tokens)
             logits = all_logits(self._lm, torch.tensor([*prompt, *response.tokens])[None])[
                 0, len(prompt) - 1 : -1
             ]

@@ -185,7 +185,8 @@ def test_another_call_with_the_folder_of_a_run_is_refused_and_writes_nothing(
 
     monkeypatch.setattr("reinforce_rl.run.train", no_steps)
     again(1.0, ["a", "e"])
-    before, more = files(), {"trainer.reinforce.max_steps": 2}
+    before = files()
+    more = {"trainer.reinforce.max_steps": 2}
     assert again(1.0, ["a", "e"]).folder == tmp_path  # it has finished
     for each, prompts, keys in ((2.0, ["a", "e"], more), (2.0, ["a", "e"], {}), (1.0, ["a"], {})):
         with raises_error("run.resume.other_settings") as error:

@@ -111,11 +111,9 @@ def test_a_file_composes_and_means_the_same(theirs, tmp_path, capsys):
     cfg = composed(
         tmp_path, "mine", f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}"
     )
-    rl, rollout, saving = (
-        cfg.trainer.reinforce,
-        cfg.model.reinforce,
-        cfg.exp_manager.checkpoint_callback_params,
-    )
+    rl = cfg.trainer.reinforce
+    rollout = cfg.model.reinforce
+    saving = cfg.exp_manager.checkpoint_callback_params
     assert (cfg.trainer.devices, cfg.trainer.precision, rl.max_epochs, rl.max_steps) == (
         4,
         "bf16",

@@ -22,7 +22,9 @@ from reinforce_rl.megatron.model.attention import (
     zigzag_positions,
 )
 
-HEADS, GROUPS, SIZE = 4, 2, 8
+HEADS = 4
+GROUPS = 2
+SIZE = 8
 KERNELS = {"flash": flash_on_cpu, "cpu": contextlib.nullcontext}
 
 
@@ -120,7 +122,8 @@ def test_shares_of_context_parallel_ranks(size, chunk, window, kernel, monkeypat
 
 
 def test_what_flash_attention_takes():
-    gpu, bf16 = torch.device("cuda"), torch.bfloat16
+    gpu = torch.device("cuda")
+    bf16 = torch.bfloat16
     assert flash_takes(gpu, bf16, 128)
     assert flash_takes(gpu, torch.float16, 256)
     assert not flash_takes(torch.device("cpu"), bf16, 128)

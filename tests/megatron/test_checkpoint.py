@@ -62,7 +62,8 @@ def test_goes_on_bit_for_bit(form, mesh, models, tmp_path):
     run = Run(mesh, models[0], tmp_path, **FORMS[form])
     run.train(3)
     written = run.checkpointer.save(3, {"step": 3, "data_position": {"epoch": 0}})
-    norms, weights = run.train(3), run.weights()
+    norms = run.train(3)
+    weights = run.weights()
     draws = random.random(), np.random.rand()
 
     other = Run(mesh, models[1], tmp_path, **FORMS[form])
@@ -163,7 +164,8 @@ def test_the_optimizer_may_become_a_shared_one_and_back(forms, mesh, models, tmp
     second = restored(tmp_path, forms[1], tmp_path / "second")
     second.checkpointer.save(2, {"step": 2})
     back = restored(tmp_path / "second", forms[0], tmp_path / "back")
-    losses, weights = [], []
+    losses = []
+    weights = []
     for run in (first, back, second):
         losses.append(run.train_on(2, 3))
         weights.append(dict(run.lm.named_parameters()))
@@ -358,7 +360,8 @@ class TestFailedSave:
     @pytest.mark.parametrize("calls_before", [0, 1, 2])
     def test_failure_at_each_rename(self, calls_before, run, tmp_path, monkeypatch):
         """Of the state file, of the folder, of `latest`."""
-        replace_, calls = os.replace, []
+        replace_ = os.replace
+        calls = []
 
         def failing(source, target):
             if Path(target).is_relative_to(tmp_path):
@@ -508,7 +511,8 @@ class TestAsynchronous:
     @pytest.fixture
     def gate(self, monkeypatch):
         """Writing waits until it is set."""
-        gate, write = threading.Event(), ShardedWriter.write
+        gate = threading.Event()
+        write = ShardedWriter.write
 
         def wait_and_write(self):
             assert gate.wait(60)
@@ -526,7 +530,8 @@ class TestAsynchronous:
     def test_content_is_the_state_at_the_save(self, run, gate, mesh, models, tmp_path):
         run.train(2)
         run.checkpointer.save(2, {"step": 2})
-        norms, weights = run.train(3), run.weights()
+        norms = run.train(3)
+        weights = run.weights()
         run.checkpointer.poll()
         assert latest_checkpoint(tmp_path) is None, "not written yet"
         gate.set()

@@ -55,7 +55,8 @@ def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    weights, others = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    weights = load_file(one / "model.safetensors")
+    others = load_file(other / "model.safetensors")
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         assert weight.dtype == others[name].dtype

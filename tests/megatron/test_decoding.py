@@ -11,8 +11,12 @@ from reinforce_rl.megatron.model import decoding
 from reinforce_rl.megatron.model.attention import causal_attention
 from reinforce_rl.megatron.model.decoding import CacheSizes, FlashCache, KVCache, varlen_attention
 
-HEADS, GROUPS, SIZE = 6, 2, 8
-LENGTHS, RESPONSE, ROWS = (5, 9, 1), 7, 5
+HEADS = 6
+GROUPS = 2
+SIZE = 8
+LENGTHS = (5, 9, 1)
+RESPONSE = 7
+ROWS = 5
 
 
 class Layer:
@@ -141,7 +145,8 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
             torch.testing.assert_close(
                 cache.attend(layer, q, k, v, 0.7), causal_attention(q, k, v, 0.7)
             )
-    prompt_of, lanes = [1, 2, 2, 0, 0], [3, 0, 4, 1, 2]
+    prompt_of = [1, 2, 2, 0, 0]
+    lanes = [3, 0, 4, 1, 2]
     written = [0, 0, 0, 0, 0]
     for step in range(RESPONSE):
         # By slot, as a step has them; some pause meanwhile.
@@ -160,7 +165,8 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
             found = cache.attend(3 + number, q, k, v, 0.7)
             assert found.shape == q.shape and found.dtype == dtype and not found.isnan().any()
             for place, row in enumerate(going):
-                prompt, count = prompt_of[row], written[row]
+                prompt = prompt_of[row]
+                count = written[row]
                 whole = [
                     torch.cat((a[prompt, :, : LENGTHS[prompt]], b[row, :, : count + 1]), dim=1)[
                         None

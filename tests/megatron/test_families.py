@@ -89,7 +89,8 @@ def assert_equal(found: dict, expected: dict) -> None:
 
 def assert_scored_alike(found: dict, expected: dict, folder: Path) -> None:
     """What is trained on, and what the generator says of its tokens, is transformers' softmax at the temperature."""
-    ours, theirs = found["scores"], expected["scores"]
+    ours = found["scores"]
+    theirs = expected["scores"]
     assert theirs["log_probs"].std() > 0.5
     for layout in ("padded", "packed"):
         for name in ("log_probs", "entropy"):
@@ -116,7 +117,8 @@ def assert_scored_alike(found: dict, expected: dict, folder: Path) -> None:
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    weights, others = all_tensors(one), all_tensors(other)
+    weights = all_tensors(one)
+    others = all_tensors(other)
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         assert weight.dtype == others[name].dtype

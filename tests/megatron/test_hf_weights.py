@@ -375,7 +375,8 @@ class TestMemory:
     def test_load_holds_one_tensor(self, folder, mesh, monkeypatch):
         lm = megatron_model(folder, mesh)
         read: list[StorageWeakRef] = []
-        alive, sizes = [], []
+        alive = []
+        sizes = []
         original = HFFolder.read
 
         def recorded(self, *args):
@@ -501,7 +502,8 @@ def test_real_weights_on_two_ranks(two_ranks, expected):
 
 def assert_same_weights(one: Path, other: Path) -> None:
     """Bit for bit: nothing is computed on the way, so the logits in transformers are the same too."""
-    weights, others = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    weights = load_file(one / "model.safetensors")
+    others = load_file(other / "model.safetensors")
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         assert weight.dtype == others[name].dtype

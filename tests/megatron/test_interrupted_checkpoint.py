@@ -91,7 +91,8 @@ def run(mesh, tmp_path_factory) -> Run:
 
 
 def test_within_a_save(run):
-    folder, saved = run.checkpointer.folder, {1: run.weights()}
+    folder = run.checkpointer.folder
+    saved = {1: run.weights()}
     run.train(1)
     step = 1
     calls = count_calls(lambda: run.checkpointer.save(2, {"step": 2}))

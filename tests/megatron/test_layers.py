@@ -31,7 +31,8 @@ def test_gradients_are_those_of_finite_differences(shape):
 
 @pytest.mark.parametrize("eps", [1e-6, 1.0])
 def test_values_are_the_formulas(eps):
-    x, weight = random(4, 3, 8), random(8)
+    x = random(4, 3, 8)
+    weight = random(8)
     torch.testing.assert_close(
         rms_norm(x, weight, eps), F.rms_norm(x, (8,), weight, eps), atol=1e-14, rtol=0
     )
@@ -40,10 +41,8 @@ def test_values_are_the_formulas(eps):
 
 def test_bf16_rounds_once():
     """As torch's own, the norm of a bf16 tensor is computed in float32."""
-    x, weight = (
-        random(16, 256, dtype=torch.float32).bfloat16(),
-        random(256, dtype=torch.float32).bfloat16(),
-    )
+    x = random(16, 256, dtype=torch.float32).bfloat16()
+    weight = random(256, dtype=torch.float32).bfloat16()
     exact = F.rms_norm(x.double(), (256,), weight.double(), 1e-5)
     found = rms_norm(x, weight, 1e-5)
     assert found.dtype == torch.bfloat16
@@ -61,14 +60,16 @@ def test_what_is_frozen_has_no_gradient(frozen):
 
 
 def test_less_is_kept_for_the_backward_pass():
-    kept, weight = {}, random(64)
+    kept = {}
+    weight = random(64)
     for name, function in (
         ("norm", lambda x: rms_norm(x, weight, 1e-5)),
         ("torch's norm", lambda x: F.rms_norm(x, (64,), weight, 1e-5)),
         ("swiglu", swiglu),
         ("its formula", swiglu_formula),
     ):
-        x, sizes = random(32, 64), {}
+        x = random(32, 64)
+        sizes = {}
 
         def pack(t, sizes=sizes):
             storage = t.untyped_storage()
@@ -78,6 +79,7 @@ def test_less_is_kept_for_the_backward_pass():
             held = function(x)  # noqa: F841
         sizes.pop(x.untyped_storage().data_ptr(), None)
         kept[name] = sum(sizes.values())
-    row, weights = 8, 64 * 8
+    row = 8
+    weights = 64 * 8
     assert kept["norm"] == 32 * row + weights < kept["torch's norm"]
     assert kept["swiglu"] == 0 < kept["its formula"]

@@ -30,8 +30,13 @@ from reinforce_rl.megatron.model.log_probs import chunked_log_probs
 from reinforce_rl.megatron.model.model import VocabShard
 
 CHUNK = 5  # of the 12 response tokens
-POSITIONS, TOKENS, ROWS = 7, 13, 16  # 3 padded rows of the weight
-LOG_PROBS, ENTROPY, BOTH = (1.0, 0.0), (0.0, 1.0), (1.0, -0.3)
+# 3 padded rows of the weight
+POSITIONS = 7
+TOKENS = 13
+ROWS = 16
+LOG_PROBS = (1.0, 0.0)
+ENTROPY = (0.0, 1.0)
+BOTH = (1.0, -0.3)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +132,8 @@ def test_gradient_equals_plain_torch(lm, theirs, batch):
 
 
 def test_nothing_but_empty_responses_keeps_the_graph(lm):
-    sequences, prompts = torch.full((2, 3), 5), torch.tensor([3, 2])
+    sequences = torch.full((2, 3), 5)
+    prompts = torch.tensor([3, 2])
     scores = response_log_probs(
         lm,
         lm,
@@ -298,7 +304,8 @@ def test_padded_rows_have_no_gradient(shard, inputs):
 @pytest.mark.parametrize("scale", [0.0, 1e4], ids=["uniform", "one token has all"])
 def test_extreme_logits_stay_finite(scale, shard, inputs):
     hidden, weight, targets = (t.detach() for t in inputs)
-    hidden, weight = (scale * hidden).float().requires_grad_(), weight.float().requires_grad_()
+    hidden = (scale * hidden).float().requires_grad_()
+    weight = weight.float().requires_grad_()
     log_probs, entropy = scores_of((hidden, weight, targets), shard, 1.0)
     expected = full_log_probs(hidden.double(), weight[:TOKENS].double(), targets, 1.0)
     torch.testing.assert_close(log_probs.double(), expected[0], atol=1e-5, rtol=1e-6)
@@ -362,7 +369,9 @@ class TestBFloat16:
 class TestMemory:
     """Counted, not measured: every tensor that any operation makes, and every tensor that waits for the backward."""
 
-    POSITIONS, TOKENS, CHUNK = 40, 500, 6
+    POSITIONS = 40
+    TOKENS = 500
+    CHUNK = 6
 
     @pytest.fixture
     def inputs(self):

@@ -93,7 +93,8 @@ def found(request):
 def test_equals_peft(name, found, by_peft):
     """In float64, but transformers has its norms and RoPE in float32 even then."""
     ranks, results = found
-    mine, expected = results[name], by_peft[name]
+    mine = results[name]
+    expected = by_peft[name]
     assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     torch.testing.assert_close(mine["logits"], expected["logits"], atol=1e-5, rtol=0)
     assert mine["gradient"].keys() == expected["gradient"].keys()
@@ -143,7 +144,8 @@ def test_exported_folders(name, found, folders, root):
     from peft import PeftModel
 
     ranks, results = found
-    out, expected = root / ranks / name, results[name]["logits after"]
+    out = root / ranks / name
+    expected = results[name]["logits after"]
     tokens = tokens_of(expected.shape[-1])
     merged = transformers_logits(transformers_model(out / "merged"), tokens)
     torch.testing.assert_close(merged, expected, atol=1e-5, rtol=0)
@@ -262,7 +264,8 @@ def test_recomputed_layers_have_the_same_gradients(folders, mesh):
     for recompute in (False, True):
         lm = lora_model(folders["qwen3"], mesh, EVERY, torch.float64).train()
         if recompute:
-            lm.config.recompute_granularity, lm.config.recompute_method = "full", "uniform"
+            lm.config.recompute_granularity = "full"
+            lm.config.recompute_method = "uniform"
             lm.config.recompute_num_layers = 1
         loss_in_float64(lm, tokens_of(lm.architecture.vocab_size)).backward()
         gradients.append([p.grad for p in lm.parameters() if p.requires_grad])

@@ -97,7 +97,8 @@ def test_checkpoint_holds_the_updates_alone(whole_run):
 def test_goes_on_bit_for_bit(whole_run, mesh, tmp_path):
     run(tmp_path, mesh, *LONG, "trainer.reinforce.max_steps=12")
     again = run(tmp_path, mesh, *LONG)
-    found, expected = metrics_of(tmp_path), metrics_of(whole_run[0])
+    found = metrics_of(tmp_path)
+    expected = metrics_of(whole_run[0])
     assert [without_times(line) for line in found] == [without_times(line) for line in expected]
     mine, others = parameters(again, trained=True), parameters(whole_run[1], trained=True)
     assert all(torch.equal(mine[name], others[name]) for name in others)
@@ -187,7 +188,8 @@ def test_two_ranks_equal_one(layout, mesh, tmp_path):
         *layout,
         "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
     ]
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     for folder in (one, two):
         tiny_llama_folder(
             folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16

@@ -64,7 +64,8 @@ def test_values_that_megatron_refuses(overrides, folder, mesh):
     ids=["none", "selective", "uniform", "uniform in threes", "block"],
 )
 def test_what_is_computed_again(options, runs, folder, mesh, monkeypatch):
-    lm, seen = megatron_model(folder, mesh, options=options).train(), []
+    lm = megatron_model(folder, mesh, options=options).train()
+    seen = []
     forward = CoreAttention.forward
     monkeypatch.setattr(
         CoreAttention, "forward", lambda *a, **k: seen.append(0) or forward(*a, **k)

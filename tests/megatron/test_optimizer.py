@@ -23,7 +23,10 @@ from reinforce_rl.megatron.optimizer import (
     wrap_data_parallel,
 )
 
-LR, MIN_LR, WEIGHT_DECAY, TOTAL_STEPS = 1e-3, 1e-4, 0.1, 10
+LR = 1e-3
+MIN_LR = 1e-4
+WEIGHT_DECAY = 0.1
+TOTAL_STEPS = 10
 OPTIM = OptimConfig(
     lr=LR, weight_decay=WEIGHT_DECAY, betas=[0.9, 0.95], sched=ScheduleConfig(min_lr=MIN_LR)
 )
@@ -48,7 +51,8 @@ def weighted_sum(ddp, weight):
 
 def formula(schedule: ScheduleConfig, k: int) -> float:
     """The learning rate of the k-th step, from 1."""
-    warmup, end = schedule.warmup_steps, TOTAL_STEPS - schedule.constant_steps
+    warmup = schedule.warmup_steps
+    end = TOTAL_STEPS - schedule.constant_steps
     if k <= warmup:
         return LR * k / warmup
     if schedule.name == "constant":
@@ -204,7 +208,8 @@ def test_a_step_takes_one_norm_and_is_megatrons_to_the_last_bit(
         megatron.step()
     expected = weights_of(ddp)
     ddp, megatron, _, optimizer = of_kind(folder, mesh, dtype, distributed)
-    taken, take = [], clip_grads.get_grad_norm_fp32
+    taken = []
+    take = clip_grads.get_grad_norm_fp32
     place = "megatron.core.optimizer.optimizer.get_grad_norm_fp32"
     monkeypatch.setattr(place, lambda *args, **options: taken.append(0) or take(*args, **options))
     for value, norm in zip(VALUES, norms, strict=True):
@@ -340,7 +345,8 @@ def test_a_part_of_a_storage_is_refused():
 
 
 def test_a_failed_take_frees_nothing():
-    good, bad = torch.ones(4), torch.ones(4)[:2]
+    good = torch.ones(4)
+    bad = torch.ones(4)[:2]
     with pytest.raises(ValueError, match="cannot leave"):
         HostCopies(pin=False).take([good, bad])
     assert torch.equal(good, torch.ones(4))

@@ -94,7 +94,8 @@ def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
             if name.startswith("optimizer.state.fp32_param.")
         }
 
-    start, one = main_weights("start"), main_weights(ONE)
+    start = main_weights("start")
+    one = main_weights(ONE)
     moved = torch.stack([(one[name] - start[name]).norm() for name in one]).norm()
     for layout in layouts:
         other = main_weights(layout)
@@ -130,7 +131,8 @@ def test_every_layout_to_itself_and_two_others(case, layouts, mesh, tmp_path):
 def test_a_smaller_vocabulary_is_no_padding(more, fits, mesh, tmp_path, monkeypatch):
     write_model(tmp_path, "tied")
     lm = run_of(tmp_path, "tied", ONE, "run", mesh).lm
-    state, vocabulary = trained_state(lm), lm.architecture.vocab_size
+    state = trained_state(lm)
+    vocabulary = lm.architecture.vocab_size
     stored = {
         t.key: SimpleNamespace(global_shape=t.global_shape, dtype=t.dtype)
         for t in state.values()

@@ -131,7 +131,8 @@ def test_a_prompt_is_read_once_and_nothing_is_padded(models):
     layout = PackedGroups(models["llama"], *where, group_ids)
     layout.hidden(lambda tokens, positions, packed: seen.append((tokens, positions)))
     ((tokens, positions),) = seen
-    prompts, kept = (4, 9, 1, 12), [int(length) - 1 for length in where[2]]
+    prompts = (4, 9, 1, 12)
+    kept = [int(length) - 1 for length in where[2]]
     assert tokens.shape == positions.shape == (1, sum(prompts) + sum(kept))
     assert positions[0, :14].tolist() == [*range(4), *range(9), 0]
     assert positions[0, sum(prompts) : sum(prompts) + 5].tolist() == [4, 5, 6, 7, 4]
@@ -142,7 +143,8 @@ def test_the_flash_kernel_gets_no_padding(models):
     lm, (*where, group_ids), calls = models["llama"], BATCHES["ragged"], []
     with flash_on_cpu(calls), torch.no_grad():
         PackedGroups(lm, *where, group_ids).hidden(lm)
-    prompts, kept = [4, 9, 1, 12], [[4, 1, 7], [2, 6, 0], [5, 3], [29]]
+    prompts = [4, 9, 1, 12]
+    kept = [[4, 1, 7], [2, 6, 0], [5, 3], [29]]
     queries = sum(prompts) + sum(map(sum, kept))
     keys = sum(prompts) + sum(
         count + prompt

@@ -99,7 +99,8 @@ def shared_bytes() -> bytes:
         first = archive.infolist()[0]
         for number in range(1, 100):
             entry = zipfile.ZipInfo(f"archive/data/{number}")
-            entry.header_offset, entry.CRC = first.header_offset, first.CRC
+            entry.header_offset = first.header_offset
+            entry.CRC = first.CRC
             entry.file_size = entry.compress_size = first.file_size
             archive.filelist.append(entry)
     return target.getvalue()

@@ -103,7 +103,8 @@ def check_numbers(found, one, who):
 
 def check_kernels(found, *, recomputed):
     """Of a step on one micro-batch of four layers, and of a generation."""
-    layers, passes = 4, 2 if recomputed else 1
+    layers = 4
+    passes = 2 if recomputed else 1
     training = found["training"]
     assert training["column layers"] == 2 * layers
     assert training["gemm"] == 4 * layers * passes

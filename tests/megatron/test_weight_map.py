@@ -35,7 +35,8 @@ def shapes(draw):
 
 def local_shape(rows, arch, tp_size):
     """What megatron makes for the parameter of these rows."""
-    split, whole = rows[0].split, list(rows[0].shape)
+    split = rows[0].split
+    whole = list(rows[0].shape)
     if split is not None:
         whole[split.axis] = split.padded_units // tp_size * split.width
     return whole
@@ -104,7 +105,8 @@ def test_groups_are_interleaved_as_megatron_has_them():
             )
         found.append(parameter[:, 0].tolist())
     assert found == [[1, 2, 10, 100, 3, 4, 20, 200], [5, 6, 30, 300, 0, 0, 0, 0]]
-    gate, up = rows["gate_proj"], rows["up_proj"]
+    gate = rows["gate_proj"]
+    up = rows["up_proj"]
     assert (gate.part(1), up.part(1)) == ((1, 2), (1, 2))
     parameter = torch.tensor([[7], [8]])
     assert (gate.place(parameter, 1).item(), up.place(parameter, 1).item()) == (7, 8)

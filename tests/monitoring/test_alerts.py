@@ -229,10 +229,8 @@ def test_metrics_of_texts():
     assert text_metrics(["", "a"])["repetition"] == 0.0 and math.isnan(
         text_metrics([""])["compression"]
     )
-    prose, again = (
-        "".join(map(chr, random.Random(0).choices(range(97, 123), k=400))),
-        "very good " * 40,
-    )
+    prose = "".join(map(chr, random.Random(0).choices(range(97, 123), k=400)))
+    again = "very good " * 40
     assert text_metrics([again])["compression"] < 0.2 < text_metrics([prose])["compression"]
     assert text_metrics(["\ud800 lone"])["compression"] > 0
 

@@ -27,7 +27,8 @@ from reinforce_rl.monitoring.backends import (
 )
 from reinforce_rl.monitoring.loggers import MetricLogger
 
-RL, MANAGER = "trainer.reinforce", "exp_manager"
+RL = "trainer.reinforce"
+MANAGER = "exp_manager"
 ROWS = [
     {"prompt": "why?", "response": "because | <b>", "reward": 0.5},
     {"prompt": "so", "response": "", "reward": None},

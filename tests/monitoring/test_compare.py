@@ -35,7 +35,9 @@ def make_run(
 ):
     folder.mkdir(parents=True)
     cfg = TrainConfig()
-    cfg.model.optim.lr, cfg.model.seed, cfg.exp_manager.explicit_log_dir = lr, seed, str(folder)
+    cfg.model.optim.lr = lr
+    cfg.model.seed = seed
+    cfg.exp_manager.explicit_log_dir = str(folder)
     cfg.remote_rm.reward_model.port = 5000 + len(gains)  # says nothing about the run
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump())))
     logger = JsonlLogger(folder / "metrics.jsonl")
@@ -142,7 +144,8 @@ def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
     differences = [0.2, 0.05, 0.2]
     error = statistics.stdev(differences) / math.sqrt(3)
     (row,) = over_seeds["rows"]
-    low, high = 0.15 - 4.3027 * error, 0.15 + 4.3027 * error
+    low = 0.15 - 4.3027 * error
+    high = 0.15 + 4.3027 * error
     assert row[:-1] == [
         "b1 and 2 more - a1 and 2 more",
         f"+0.150 ± {error:.3f}",

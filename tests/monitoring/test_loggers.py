@@ -201,7 +201,8 @@ class Recorder:
 
 
 def test_loggers_pass_everything_on_and_are_a_logger():
-    one, two = Recorder(), Recorder()
+    one = Recorder()
+    two = Recorder()
     both = Loggers([one, two])
     assert isinstance(both, MetricLogger)
     both.log_metrics({"rewards": 1.0}, 3, "val/")
@@ -220,7 +221,8 @@ def test_loggers_pass_everything_on_and_are_a_logger():
 
 
 def test_loggers_close_the_others_when_one_cannot_be_closed():
-    one, two = Recorder(fails=True), Recorder()
+    one = Recorder(fails=True)
+    two = Recorder()
     with pytest.raises(OSError, match="disk full"):
         Loggers([one, two]).finalize()
     assert two.calls == [("finalize", "success")]
@@ -228,7 +230,8 @@ def test_loggers_close_the_others_when_one_cannot_be_closed():
 
 class TestDetached:
     def test_calls_arrive_in_order(self):
-        recorder, told = Recorder(), []
+        recorder = Recorder()
+        told = []
         logger = Detached("wandb", lambda: recorder, told.append)  # type: ignore[arg-type, return-value]
         values = {"rewards": 1.0}
         logger.log_metrics(values, 3, "val/")
@@ -269,7 +272,8 @@ class TestDetached:
                 if step < 3:
                     raise TimeoutError("no answer")
 
-        flaky, told = Flaky(fails=True), []
+        flaky = Flaky(fails=True)
+        told = []
         logger = Detached("mlflow", lambda: flaky, told.append)  # type: ignore[arg-type, return-value]
         for step in (1, 2, 3):
             logger.commit(step)
@@ -281,7 +285,8 @@ class TestDetached:
     def test_one_that_hangs_neither_blocks_nor_is_waited_for(self, where, monkeypatch):
         monkeypatch.setattr(loggers, "QUEUED_CALLS", 3)
         monkeypatch.setattr(loggers, "CLOSE_SECONDS", 0.2)
-        freed, told = threading.Event(), []
+        freed = threading.Event()
+        told = []
 
         class Hanging(Recorder):
             def commit(self, step):
@@ -322,7 +327,8 @@ class TestDetached:
         logger.finalize()
 
     def test_one_that_is_idle_for_long_is_no_long_call(self, monkeypatch):
-        recorder, told = Recorder(), []
+        recorder = Recorder()
+        told = []
         logger = Detached("wandb", lambda: recorder, told.append)  # type: ignore[arg-type, return-value]
         logger.commit(1)
         while len(recorder.calls) < 1 or logger._busy_since is not None:

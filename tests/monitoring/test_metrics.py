@@ -123,7 +123,8 @@ class TestRolloutMeans:
 class TestReinforceMeans:
     def test_by_hand(self):
         found = reduce_metrics(reinforce_means(trained(BATCH)), alone)
-        valid, trains = [0, 1, 3, 4], [1, 3, 4]
+        valid = [0, 1, 3, 4]
+        trains = [1, 3, 4]
         for name, factor in (("init_policy_kl", 1), ("rewards_with_kl", 2), ("baseline", 3)):
             assert found[name] == pytest.approx(factor * statistics.mean(valid)), name
         assert found["advantage_mean"] == pytest.approx(statistics.mean(i - 2 for i in trains))
@@ -281,7 +282,8 @@ class TestGapQuantiles:
 
 
 def test_gaps_by_age_over_ranks():
-    gaps, ages = torch.tensor([0.5, -1.5, 0.25, 3.0]), torch.tensor([0, 1, 0, 1])
+    gaps = torch.tensor([0.5, -1.5, 0.25, 3.0])
+    ages = torch.tensor([0, 1, 0, 1])
     parts = [gap_by_age(gaps[:3], ages[:3]), gap_by_age(gaps[3:], ages[3:])]
     found = reduce_metrics(parts[0], lambda own: parts)
     assert found == {"generator_gap_age_0": 0.375, "generator_gap_age_1": 2.25}

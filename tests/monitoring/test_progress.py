@@ -24,7 +24,8 @@ TIMINGS = {
     "train_time": 2.0,
     "step_time": 6.5,
 }
-SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+SHOW_CURSOR = "\x1b[?25h"
+HIDE_CURSOR = "\x1b[?25l"
 
 
 class Flushed(io.StringIO):

@@ -97,12 +97,11 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
     batch = batch_of()
     path = tmp_path / "rollouts" / "step_00003.parquet"
     write_records(path, join_samples([samples_of(batch, tokenizer)], tokenizer))
-    rows, kl = (
-        read_rows(path),
-        token_kl(batch.rollouts.log_probs, batch.rollouts.init_log_probs, torch.ones(4, 5) > 0),
-    )
+    rows = read_rows(path)
+    kl = token_kl(batch.rollouts.log_probs, batch.rollouts.init_log_probs, torch.ones(4, 5) > 0)
     for i, row in enumerate(rows):
-        prompt, length = PROMPTS[i // 2], LENGTHS[i]
+        prompt = PROMPTS[i // 2]
+        length = LENGTHS[i]
         found = read_tokens(path)[i]
         assert (row.step, row.prompt_id, row.sample_id) == (3, prompt.id, i % 2)
         assert found == RunFolder(tmp_path).tokens(3, [prompt.id])[prompt.id, i % 2]
@@ -137,7 +136,8 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
 
 def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
     batch = batch_of(seed=4)
-    log_probs, generator = batch.rollouts.log_probs, batch.rollouts.generator_log_probs
+    log_probs = batch.rollouts.log_probs
+    generator = batch.rollouts.generator_log_probs
     assert log_probs is not None and generator is not None
     log_probs[0, 1] = math.nan  # unknown
     path = tmp_path / "step_00003.parquet"

@@ -193,7 +193,8 @@ def test_errors_of_the_mean_reward(tmp_path):
     """Prompts with means far apart count once each, whatever the number of samples; equal ones as their samples."""
     generator = random.Random(1)
     for name, spread in (("apart", 3.0), ("alike", 0.0)):
-        means, rows = [], []
+        means = []
+        rows = []
         for _ in range(400):
             rows = [
                 [prompt + generator.gauss(0, 1) for _ in range(4)]

@@ -57,8 +57,10 @@ def test_the_lines_are_those_of_the_file_whatever_the_writer_does(tmp_path):
 
 def test_cut_anywhere_only_the_new_lines_are_read(tmp_path, monkeypatch):
     log(tmp_path, range(1, 30))
-    path, read = tmp_path / "metrics.jsonl", []
-    whole, run = path.read_bytes(), RunFolder(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    read = []
+    whole = path.read_bytes()
+    run = RunFolder(tmp_path)
     parse = metrics_file.parse_line
     monkeypatch.setattr(metrics_file, "parse_line", lambda line: read.append(1) or parse(line))
     for end in [*sorted(random.Random(0).sample(range(len(whole)), 40)), len(whole)]:

@@ -57,7 +57,8 @@ from reinforce_rl.runtime import stop as run_timer
 from reinforce_rl.runtime.stop import RunTimer
 from reinforce_rl.utils.job_time import JobTimes
 
-RL, ROLLOUT = "trainer.reinforce", "model.reinforce"
+RL = "trainer.reinforce"
+ROLLOUT = "model.reinforce"
 ONE_STEP = f"{RL}.max_steps=1"
 
 
@@ -152,11 +153,14 @@ def test_defect_04_no_beta_no_second_sample_and_empty_responses(tmp_path, mesh):
         is_exact = False
 
         def __init__(self, inner):
-            self.inner, self.refit, self.awake = inner, inner.refit, inner.awake
+            self.inner = inner
+            self.refit = inner.refit
+            self.awake = inner.awake
 
         def generate(self, *args):
             found = self.inner.generate(*args)
-            lengths, tokens = found.lengths.clone(), found.tokens.clone()
+            lengths = found.lengths.clone()
+            tokens = found.tokens.clone()
             lengths[0], tokens[0] = 0, 0
             return replace(
                 found,
@@ -402,12 +406,15 @@ def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epoc
 
 
 def test_defect_17_all_samples_of_a_prompt_are_one_call_and_one_prefill(tmp_path, mesh):
-    prefills, calls = [], []
+    prefills = []
+    calls = []
     with tiny_trainer(
         tiny_config(tmp_path, ONE_STEP, f"{RL}.num_rollouts_per_prompt=5"), mesh, odd_share
     ) as trainer:
-        lm, engine = trainer.model.lm, trainer.model.generator
-        forward, generate = lm.forward, engine.generate
+        lm = trainer.model.lm
+        engine = trainer.model.generator
+        forward = lm.forward
+        generate = engine.generate
 
         def spy_forward(input_ids, position_ids=None, cache=None, **rest):
             if cache is not None and input_ids.shape[1] > 1:
@@ -418,7 +425,8 @@ def test_defect_17_all_samples_of_a_prompt_are_one_call_and_one_prefill(tmp_path
             calls.append((len(prompts), num_samples))
             return generate(prompts, num_samples, *rest)
 
-        lm.forward, engine.generate = spy_forward, spy_generate
+        lm.forward = spy_forward
+        engine.generate = spy_generate
         trainer.fit()
     assert calls == [(3, 5), (1, 5)] and prefills == [(3, 3), (1, 3)]
 

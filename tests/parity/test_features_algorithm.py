@@ -33,8 +33,10 @@ import reinforce_rl.actor.policy as actor_model
 from reinforce_rl.data.finish_reasons import FINISH_OUTSIDE
 from reinforce_rl.megatron.optimizer import ActorOptimizer
 
-RL, ROLLOUT = "trainer.reinforce", "model.reinforce"
-SAMPLING, VAL_SAMPLING = f"{ROLLOUT}.sampling_params", f"{ROLLOUT}.val_sampling_params"
+RL = "trainer.reinforce"
+ROLLOUT = "model.reinforce"
+SAMPLING = f"{ROLLOUT}.sampling_params"
+VAL_SAMPLING = f"{ROLLOUT}.val_sampling_params"
 BIASED = f"{ROLLOUT}.allow_biased_sampling=true"
 ONE_STEP = f"{RL}.max_steps=1"
 SAME = 2e-5  # of numbers that may differ by rounding
@@ -113,7 +115,9 @@ class TestAlgorithm:
             is_exact = False
 
             def __init__(self, inner):
-                self.inner, self.refit, self.awake = inner, inner.refit, inner.awake
+                self.inner = inner
+                self.refit = inner.refit
+                self.awake = inner.awake
 
             def generate(self, *args):
                 found = self.inner.generate(*args)
@@ -180,7 +184,8 @@ class TestAlgorithm:
         def order(folder: Path, steps: tuple[int, ...]) -> list[int]:
             return [prompt for step in steps for prompt in of_prompts(rollouts_of(folder, step))]
 
-        first, second = order(plain, (1, 2)), order(plain, (3, 4))
+        first = order(plain, (1, 2))
+        second = order(plain, (3, 4))
         assert sorted(first) == sorted(second) == list(range(8)) and first != second
         run(tmp_path, mesh, "model.data.shuffle=false", f"{RL}.max_epochs=2")
         assert order(tmp_path, (1, 2, 3, 4)) == list(range(8)) * 2
@@ -224,7 +229,8 @@ class TestModel:
     @pytest.mark.slow
     def test_feature_work_queue_over_data_parallel_ranks(self, tmp_path):
         """Rank 0 is slow and takes one prompt of its two; the step is that of the fixed split."""
-        processes, lines = TrainerProcesses(), []
+        processes = TrainerProcesses()
+        lines = []
         try:
             for name in ("false", "true"):
                 keys = [

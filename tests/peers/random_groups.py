@@ -49,7 +49,8 @@ class Batch:
 def random_batch(seed: int) -> Batch:
     prompts, samples = SHAPES[seed]
     generator = torch.Generator().manual_seed(seed)
-    count, width = prompts * samples, 9
+    count = prompts * samples
+    width = 9
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)

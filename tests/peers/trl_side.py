@@ -150,7 +150,8 @@ def grpo_of(folder: str, batch: dict[str, Tensor]) -> dict[str, dict[str, Tensor
             vllm_importance_sampling_clip_max=GENERATOR_CAP,
         )
         # Set after the constructor, which would start vLLM; the correction is TRL's.
-        corrected.use_vllm = corrected.gives_sampler_log_probs = True
+        corrected.use_vllm = True
+        corrected.gives_sampler_log_probs = True
         results[f"dapo/{mode}"] = outputs_of(corrected)
     return results
 

@@ -177,7 +177,8 @@ def test_an_answer_that_is_a_message_is_checked(tmp_path, tokenizer, answer, key
 
 
 def test_conversations_as_answers_are_the_same_pairs(tmp_path, tokenizer):
-    prompt, turns = "What?", [{"role": "user", "content": "What?"}]
+    prompt = "What?"
+    turns = [{"role": "user", "content": "What?"}]
     texts = write_lines(
         tmp_path / "texts.jsonl", *[{"prompt": prompt, "chosen": "a", "rejected": "b"}] * 3
     )

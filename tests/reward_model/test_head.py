@@ -101,7 +101,8 @@ def made_features(
         pairs, generator=generator, dtype=torch.float64
     )
     better = (margin > 0)[:, None]
-    chosen, rejected = torch.where(better, first, second), torch.where(better, second, first)
+    chosen = torch.where(better, first, second)
+    rejected = torch.where(better, second, first)
     return PairFeatures(chosen, rejected), direction
 
 

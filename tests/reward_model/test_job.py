@@ -403,7 +403,8 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
         {"prompt": f"question {i}", "chosen": f"please, {i} is fine", "rejected": f"XX {i} ZZ!!"}
         for i in range(24)
     ]
-    pairs, out = write_lines(tmp_path / "pairs.jsonl", rows), tmp_path / "out"
+    pairs = write_lines(tmp_path / "pairs.jsonl", rows)
+    out = tmp_path / "out"
     overrides = [
         f"model.restore_from_path={trunk}",
         f"data.pairs_path={pairs}",

@@ -87,7 +87,8 @@ def test_a_calibrated_model_has_little_calibration_error():
     chosen_first = torch.rand(20_000, generator=torch.Generator().manual_seed(4)) < torch.sigmoid(
         margins
     )
-    chosen, rejected = torch.where(chosen_first, margins, 0), torch.where(chosen_first, 0, margins)
+    chosen = torch.where(chosen_first, margins, 0)
+    rejected = torch.where(chosen_first, 0, margins)
     assert calibration(chosen, rejected)[0] < 0.01
     assert calibration(3 * chosen, 3 * rejected)[0] > 0.05  # overconfident
 

@@ -36,7 +36,9 @@ async def settle() -> None:
 
 def test_turns_come_in_order_and_one_too_many_is_busy():
     async def run() -> None:
-        admission, order, release = admission_of(2, 2), [], asyncio.Event()
+        admission = admission_of(2, 2)
+        order = []
+        release = asyncio.Event()
         tasks = [asyncio.create_task(hold(admission, name, order, release)) for name in "abcd"]
         await settle()
         assert (order, admission.in_flight, admission.queued) == (["a", "b"], 2, 2)
@@ -53,7 +55,9 @@ def test_turns_come_in_order_and_one_too_many_is_busy():
 
 def test_whoever_hangs_up_frees_the_place():
     async def run() -> None:
-        admission, order, release = admission_of(1, 5), [], asyncio.Event()
+        admission = admission_of(1, 5)
+        order = []
+        release = asyncio.Event()
         tasks = {name: asyncio.create_task(hold(admission, name, order, release)) for name in "abc"}
         await settle()
         tasks["b"].cancel()  # one that waits
@@ -74,7 +78,9 @@ def test_whoever_hangs_up_frees_the_place():
 
 def test_a_turn_that_comes_together_with_the_hang_up_is_passed_on():
     async def run() -> None:
-        admission, order, release = admission_of(1, 5), [], asyncio.Event()
+        admission = admission_of(1, 5)
+        order = []
+        release = asyncio.Event()
         first = asyncio.Event()
         tasks = [asyncio.create_task(hold(admission, "a", order, first))]
         tasks += [asyncio.create_task(hold(admission, name, order, release)) for name in "bc"]

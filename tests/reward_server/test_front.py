@@ -218,7 +218,8 @@ def test_health_tells_busy_from_stuck_and_from_dead(start):
     front = start(stuck_seconds=3.0)
     code, values = front.health()
     assert (code, values["healthy"], values["state"]) == (200, True, "ready")
-    before, began = front.backend.inferences, time.monotonic()
+    before = front.backend.inferences
+    began = time.monotonic()
     for _ in range(50):
         front.health()
     checks = (front.backend.inferences - before) / 2  # each asks the model, and for its description

@@ -169,7 +169,8 @@ def test_a_bad_request_is_refused_and_its_neighbours_are_scored(server, encode, 
 
 def fuzz(server: ToyServer, encode, rounds: int, seed: int) -> None:
     fuzzer = BatchFuzzer(seed, encode)
-    codes, kinds = Counter(), Counter()
+    codes = Counter()
+    kinds = Counter()
     before = merged_requests(server)
     for _ in range(rounds):
         batch = fuzzer.batch()

@@ -27,17 +27,22 @@ from reinforce_rl.reward_server.ranks import DistributedScorer, Member, accept, 
 from reinforce_rl.runtime.links import Invitation, Links
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "reward_ranks.py"
-FAIL, HANG, MISCOUNT = 101, 102, 103
+FAIL = 101
+HANG = 102
+MISCOUNT = 103
 
 
 class SumModel:
     """Scores are sums of tokens; `only` is the rank on which a token does harm."""
 
-    max_length, vocab_size = 32, 128
+    max_length = 32
+    vocab_size = 128
     batching = Batching(micro_batch_size=2)
 
     def __init__(self, me: Member, only: int = -1, columns: int = 0):
-        self._me, self._only, self._columns = me, only, max(columns, 1)
+        self._me = me
+        self._only = only
+        self._columns = max(columns, 1)
         self.attributes = tuple(f"a{column}" for column in range(columns))
         self.merging = Merging.from_names(self.attributes, None)
         self.seen: list[list[int]] = []
@@ -203,10 +208,9 @@ def test_calls_from_many_threads_do_not_mix(group_of):
 def test_a_block_that_raises_fails_the_call_and_not_the_next(group_of, only):
     """A block waits for nobody outside, so another may go on for longer than silence is suffered."""
     group = group_of(0, 1, only=only, rank_timeout=0.5)
-    scorer, sequences = (
-        group.scorer,
-        [[FAIL, 1], [FAIL, 2], [FAIL, 3], [FAIL, 4]],
-    )  # for both blocks
+    # for both blocks
+    scorer = group.scorer
+    sequences = [[FAIL, 1], [FAIL, 2], [FAIL, 3], [FAIL, 4]]
     if only < 0:
         values = ["rank 0 (host host0, ", "MemoryError: no room", "rank 1"]
         with raises_error("serve.rank.failed", *values):

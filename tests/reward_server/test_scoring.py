@@ -421,7 +421,8 @@ def test_functions_beside_a_model_are_a_weighted_sum_and_each_score_is_sent(pool
     ]  # function, model, neither was asked
     assert answer["status"][:, 0].tolist() == [0, 0, *failed]
     for row in (0, 1):
-        score, size = toy_score(rows[row]), float(len(samples[row].response))
+        score = toy_score(rows[row])
+        size = float(len(samples[row].response))
         np.testing.assert_allclose(answer["rewards"][row], [2.0 * score - 0.5 * size], rtol=1e-5)
         np.testing.assert_allclose(
             answer["attributes"][row], [score, len(rows[row]) % 2 == 0, size, size], rtol=1e-5

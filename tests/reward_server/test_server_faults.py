@@ -413,7 +413,8 @@ def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds
         victim = VICTIMS[which](server)
         victim.suspend()
         texts = []
-        code, end = None, time.monotonic() + seconds
+        code = None
+        end = time.monotonic() + seconds
         while code is None and time.monotonic() < end:
             if which != "front":  # nobody else answers
                 with contextlib.suppress(FailedAttempt):

@@ -276,7 +276,8 @@ def test_a_run_through_bad_networks_and_two_servers_equals_the_one_through_a_goo
     tmp_path, mesh
 ):
     """Each step makes two requests, the first of two parts. Both networks fail in each way, and are cut."""
-    steps, options = 6, ["trainer.reinforce.max_epochs=3"]
+    steps = 6
+    options = ["trainer.reinforce.max_epochs=3"]
     for name in ("good", "bad"):
         (tmp_path / name).mkdir()
     with (

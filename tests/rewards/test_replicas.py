@@ -192,7 +192,8 @@ def test_a_wait_for_all_of_them_ends_when_one_comes(world):
 
 def test_one_may_be_down_at_the_start_and_is_checked_when_it_comes(world):
     serve, connect = world
-    up, port = serve(), free_port()
+    up = serve()
+    port = free_port()
     client = connect(port, up.port)
     assert client.wait_until_ready().name == "reward_model"
     assert client.missing() == [
@@ -219,11 +220,13 @@ def test_two_different_models_at_the_start(world):
 
 def test_a_replica_that_becomes_another_model_ends_the_run(world):
     serve, connect = world
-    first, second = serve(), serve()
+    first = serve()
+    second = serve()
     client = connect(first.port, second.port)
     client.wait_until_ready()
     second.info = describe(details={"head_sha256": "new"})
-    second.score, second.answers = None, [(503, {})]
+    second.score = None
+    second.answers = [(503, {})]
     with raises_error("reward_server.server.replaced", f"127.0.0.1:{second.port}"):
         for _ in range(1000):
             client.infer_rm(request_of(SEQUENCES)).result()
@@ -232,10 +235,12 @@ def test_a_replica_that_becomes_another_model_ends_the_run(world):
 def test_a_wrong_token_at_one_of_two_is_an_error_at_the_start_and_not_later(world):
     """A server that is no good any more is like one that is down, as long as the other lives."""
     serve, connect = world
-    first, second = serve(), serve()
+    first = serve()
+    second = serve()
     client = connect(first.port, second.port)
     client.wait_until_ready()
-    second.score, second.answers = None, [(401, {"error": "no"})]
+    second.score = None
+    second.answers = [(401, {"error": "no"})]
     second.info = describe(name="other")
     for _ in range(4):
         assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(
@@ -250,7 +255,8 @@ def test_a_refused_request_fails_as_a_whole_and_alone(world):
     serve, connect = world
     server = serve(score=None, answers=[(400, {"error": "no such input"}), answer([1.5], [0])])
     client = connect(server.port, max_in_flight=1)
-    first, second = client.infer_rm(request_of(SEQUENCES)), client.infer_rm(request_of([[5]]))
+    first = client.infer_rm(request_of(SEQUENCES))
+    second = client.infer_rm(request_of([[5]]))
     with raises_error("reward_server.request.refused", "HTTP 400: no such input"):
         first.result()
     assert second.result().values.tolist() == [1.5]

@@ -255,7 +255,8 @@ class Known:
     def __init__(
         self, name: str, values: list[float], log: list[str], status: list[int] | None = None
     ):
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
         self.rewards = Rewards(
             torch.tensor(values), torch.tensor(status or [STATUS_OK] * len(values)).int()
         )
@@ -281,7 +282,8 @@ def combined(*sources: tuple[Known, float]) -> CombinedRewards:
 
 def test_the_weighted_sum_with_every_part_kept():
     log: list[str] = []
-    one, two = Known("one", [1.0, 2.0, 3.0], log), Known("two", [10.0, 20.0, -30.0], log)
+    one = Known("one", [1.0, 2.0, 3.0], log)
+    two = Known("two", [10.0, 20.0, -30.0], log)
     found = combined((one, 2.0), (two, -0.5)).infer_rm(THREE).result()
     assert found.values.tolist() == [-3.0, -6.0, 21.0] and found.values.dtype == torch.float32
     assert found.status.tolist() == [STATUS_OK] * 3 and found.status.dtype == torch.int32

@@ -282,7 +282,8 @@ def world(tmp_path_factory):
 
 
 def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
-    theirs, ours = load_tokenizer(world / "trunk"), load_tokenizer(world / "actor")
+    theirs = load_tokenizer(world / "trunk")
+    ours = load_tokenizer(world / "actor")
     assert CHAT_TEMPLATE != OTHER_TEMPLATE
     scorer = RequestScorer(
         load_reward_model(world / "trunk", world / "head.safetensors", mesh), theirs

@@ -211,7 +211,8 @@ def test_who_waits_for_the_reward_server_is_left_alone():
 
 def test_a_collective_that_timed_out_is_blamed_on_whom_it_waited_for():
     """Rank 0 gave up waiting, rank 1 does something and moves, rank 2 waits for it too."""
-    moves, also_waits = replace(HANGS, still=0.1), replace(WAITS, rank=2)
+    moves = replace(HANGS, still=0.1)
+    also_waits = replace(WAITS, rank=2)
     gave_up = replace(WAITS, in_collective=False, still=0.1)
     verdict = waited_for([gave_up, moves, also_waits], {0: "Timed out waiting 60000ms for recv\n"})
     assert verdict is not None and verdict.exit_code == EXIT_LOST_RANK and not verdict.of_first

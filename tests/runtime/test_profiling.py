@@ -19,7 +19,8 @@ from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.runtime import profiling
 from reinforce_rl.runtime.profiling import StepProfiler
 
-RL, PROFILE = "trainer.reinforce", "trainer.profile"
+RL = "trainer.reinforce"
+PROFILE = "trainer.profile"
 SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "train.py"
 
 
@@ -175,12 +176,14 @@ class TestOfOneStep:
 
 def test_faults_come_in_one_message(tmp_path):
     config = tiny_config(tmp_path, f"{RL}.max_steps=4", "trainer.devices=2")
-    config.trainer.profile.steps, config.trainer.profile.ranks = [0, 3, 3, 9], [1, 2]
+    config.trainer.profile.steps = [0, 3, 3, 9]
+    config.trainer.profile.ranks = [1, 2]
     of_steps, of_ranks = [fault for fault in find_faults(config) if "profile" in fault]
     out_of_range = "config.profile.out_of_range"
     check_fault([of_steps], out_of_range, "trainer.profile.steps", "0, 3, 9", 1, "max_steps", 4)
     check_fault([of_ranks], out_of_range, "trainer.profile.ranks", 2, "0 to 1")
-    config.trainer.reinforce.max_steps, config.trainer.profile.ranks = -1, None
+    config.trainer.reinforce.max_steps = -1
+    config.trainer.profile.ranks = None
     config.trainer.profile.steps = [9]
     assert [fault for fault in find_faults(config) if "profile" in fault] == []
 

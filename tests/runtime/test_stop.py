@@ -150,7 +150,8 @@ def test_a_run_ends_in_time_and_never_without_need(clock, seed):
     """A simulated run: its durations vary within the margin, and it obeys the budget as the trainer does."""
     draw = random.Random(seed)
     step, validation, save = (draw.choice([0.1, 1.0, 20.0, 300.0]) for _ in range(3))
-    val_interval, save_interval = draw.choice([0, 1, 3]), draw.choice([0, 1, 4])
+    val_interval = draw.choice([0, 1, 3])
+    save_interval = draw.choice([0, 1, 4])
     background = draw.random() < 0.5
     limit = draw.choice([60.0, 600.0, 5000.0])
     timer = RunTimer(limit, JobTimes(0.0), save_seconds=save)
@@ -158,7 +159,9 @@ def test_a_run_ends_in_time_and_never_without_need(clock, seed):
     def takes(seconds: float) -> None:
         clock.now += seconds * draw.uniform(1.0, 1.0 + run_timer.MARGIN_SHARE)
 
-    number, running = 0, 0.0  # steps, and until when a save runs in the background
+    # steps, and until when a save runs in the background
+    number = 0
+    running = 0.0
     if val_interval:
         with timer.validating():
             takes(validation)

@@ -45,7 +45,8 @@ def project() -> dict:
     ("file", "python"), [(file, python) for file in FILES for python in FILES[file]]
 )
 def test_no_pin_contradicts_the_project(file, python):
-    found, ranges = pins(file, python), project()
+    found = pins(file, python)
+    ranges = project()
     extras = ranges["optional-dependencies"]
     wanted = [
         *ranges["dependencies"],

@@ -122,7 +122,8 @@ def test_search_finds_a_message_and_no_other_host_is_asked(site):
         pytest.fail("chromium is missing") if os.environ.get("CI") else pytest.skip(
             f"there is no {CHROMIUM}"
         )
-    asked, said = [], []
+    asked = []
+    said = []
     handler = functools.partial(QuietHandler, directory=str(site))
     with (
         http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,

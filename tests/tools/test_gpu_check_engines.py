@@ -53,7 +53,8 @@ def test_an_engine_with_log_probs_of_what_it_drew_from(context, monkeypatch):
     with fake_tensorrt_llm(context.folder / "engine", monkeypatch):
         found = engines.check_tensorrt_llm(context)
     assert found.verdict == PASS, found.sentence
-    cold, warm = found.numbers["gaps"][1], found.numbers["gaps"][0]
+    cold = found.numbers["gaps"][1]
+    warm = found.numbers["gaps"][0]
     assert warm["at it"] == warm["at 1"] < 1e-4
     assert cold["at it"] < 1e-4 < 0.1 < cold["at 1"]
 

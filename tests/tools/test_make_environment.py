@@ -88,7 +88,8 @@ def test_made_once_and_again_when_a_pin_changes(wanted, tmp_path, monkeypatch):
 
 
 def test_a_complete_one_that_came_up_meanwhile_stays(wanted, tmp_path, monkeypatch):
-    folder, build = tmp_path / "made", tool.build
+    folder = tmp_path / "made"
+    build = tool.build
 
     def build_while_another_is_faster(wanted: tool.Environment, partial: Path) -> None:
         monkeypatch.setattr(tool, "build", build)

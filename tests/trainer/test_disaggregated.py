@@ -509,8 +509,12 @@ def test_an_engine_that_failed_wakes_before_new_weights_count(monkeypatch):
     engine = EngineThatFails()
     rank: Any = object.__new__(GeneratorRank)  # without its connections
     rank._model = SimpleNamespace(generator=engine, infer=engine.infer, lm=None)
-    rank._awake, rank._is_leader, rank.version, rank._has_ended = None, False, 0, False
-    rank._changed, rank._staged = threading.Condition(), {1: {}}
+    rank._awake = None
+    rank._is_leader = False
+    rank.version = 0
+    rank._has_ended = False
+    rank._changed = threading.Condition()
+    rank._staged = {1: {}}
     monkeypatch.setattr("reinforce_rl.trainer.generate.load_weights", lambda lm, found: None)
     work = Work(0, 1, 0, (Prompt(0, "", (3,)),), 1, 0)
     failures = [rank._answer(work)[0].failure for _ in range(2)]
@@ -637,7 +641,8 @@ class TestTickets:
             rows = slice(2 * place, 2 * place + 2)
             assert one.completions is not None and one.rewards is not None
             for name in ("tokens", "lengths", "log_probs", "weight_versions"):
-                stored, drawn = getattr(one.completions, name), getattr(result.completions, name)
+                stored = getattr(one.completions, name)
+                drawn = getattr(result.completions, name)
                 assert torch.equal(stored, drawn[rows]), name
             assert one.completions.finish_reasons == result.completions.finish_reasons[rows]
             assert torch.equal(one.rewards.values, result.rewards.values[rows])

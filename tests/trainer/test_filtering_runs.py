@@ -53,7 +53,8 @@ class Recorder(FunctionReward):
 
     def steps(self, lines: list[dict]) -> list[dict[str, set[float]]]:
         """The different rewards of each prompt that a step drew, in the order in which they were drawn."""
-        found, start = [], 0
+        found = []
+        start = 0
         for line in lines:
             end = 4 * line["train/consumed_prompts"]
             drawn: dict[str, set[float]] = {}

@@ -195,10 +195,15 @@ def pool_of(works: list[Work], results: list[Result]) -> tuple[Any, Sent]:
     """A pool without connections, whose only generator has no room."""
     pool: Any = object.__new__(GeneratorPool)
     pool._changed, pool._links = threading.Condition(), Sent()
-    pool._waiting, pool._room, pool._given_again = deque(), {1: 0}, set()
+    pool._waiting = deque()
+    pool._room = {1: 0}
+    pool._given_again = set()
     pool._given = {work.number: work for work in works}
     pool._results = {result.number: result for result in results}
-    pool._failure, pool._lost, pool._again, pool._dropped = None, None, None, 0
+    pool._failure = None
+    pool._lost = None
+    pool._again = None
+    pool._dropped = 0
     return pool, pool._links
 
 
@@ -326,7 +331,9 @@ class PlannedGenerator:
     """Draws a token for each response at a time, after asking what to do; ends those of prompt 0 after two."""
 
     def __init__(self, before: dict[int, Any]):
-        self.before, self.calls, self.steps = before, 0, 0
+        self.before = before
+        self.calls = 0
+        self.steps = 0
 
     def go_on(
         self, responses: list[PartialResponse], params: Any, updates: Any
@@ -372,8 +379,14 @@ def rank_of(
     rank._model.lm.architecture = architecture
     generator_context = SimpleNamespace(refit=lambda: None)
     generator.refit = generator_context.refit  # type: ignore[attr-defined]
-    rank._changed, rank._staged, rank._inbox, rank._asked = threading.Condition(), {}, deque(), 0
-    rank.version, rank._is_leader, rank._failure, rank._has_ended = 1, True, None, False
+    rank._changed = threading.Condition()
+    rank._staged = {}
+    rank._inbox = deque()
+    rank._asked = 0
+    rank.version = 1
+    rank._is_leader = True
+    rank._failure = None
+    rank._has_ended = False
     rank._is_alone = True
     rank._groups, rank._inflight, rank._awake, rank._links = (
         4,

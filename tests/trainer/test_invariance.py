@@ -91,7 +91,8 @@ class Choice:
 
 @st.composite
 def batches(draw: st.DrawFn, largest: float = 0.99 * MAX_REWARD) -> Batch:
-    count, width = draw(st.integers(2, 10)), 4
+    count = draw(st.integers(2, 10))
+    width = 4
     numbers = st.floats(-largest, largest, allow_nan=False)
     rewards = torch.tensor(
         draw(st.lists(numbers, min_size=count, max_size=count)), dtype=torch.float64
@@ -101,7 +102,8 @@ def batches(draw: st.DrawFn, largest: float = 0.99 * MAX_REWARD) -> Batch:
     lengths = torch.tensor(draw(st.lists(st.integers(1, width), min_size=count, max_size=count)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     tables = -3 * torch.rand(4, count, width, generator=generator, dtype=torch.float64)
-    log_probs, noise = tables[0], 0.3 * (tables[1:] + 1.5)
+    log_probs = tables[0]
+    noise = 0.3 * (tables[1:] + 1.5)
     return Batch(rewards, groups, valid, lengths, log_probs, *(log_probs + n for n in noise))
 
 
@@ -242,10 +244,8 @@ def test_micro_batches_and_ranks_do_not_matter(choice, batch, ranks, micro):
     parts = [(owner == rank).nonzero()[:, 0] for rank in range(ranks)]
     by_group = torch.argsort(batch.group_ids % ranks, stable=True)
     if choice.estimator == "raft":  # its choice among equals follows the order, which the ranks' is
-        batch, parts = (
-            batch.select(by_group),
-            list(torch.arange(len(by_group)).split([len(p) for p in parts])),
-        )
+        batch = batch.select(by_group)
+        parts = list(torch.arange(len(by_group)).split([len(p) for p in parts]))
     assert_equal(chain(batch, choice, parts, micro), chain(batch, choice))
 
 
@@ -257,7 +257,8 @@ def test_a_constant_added_to_a_groups_rewards_does_not_matter(estimator, batch, 
     shifts = torch.tensor(constants, dtype=torch.float64).round(decimals=3)
     shifted = replace(rounded, rewards=rounded.rewards + shifts[batch.group_ids])
     choice = Choice(estimator=estimator)
-    found, expected = chain(shifted, choice), chain(rounded, choice)
+    found = chain(shifted, choice)
+    expected = chain(rounded, choice)
     # GRPO divides by a deviation that a shift changes in its last digits.
     assert (found - expected).abs().max() <= 1e-7 * max(1.0, float(expected.abs().max()))
 

@@ -256,7 +256,8 @@ class TestAgainstBruteForce:
 
     @pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_geometric"])
     def test_second_step(self, ratio, folder, mesh, tmp_path):
-        low, high = 0.1, 0.3
+        low = 0.1
+        high = 0.3
         actor = actor_of(folder, mesh, with_reference=False, micro_batch_size=2)
         loss = LossSettings(importance_ratio=ratio, ratio_clip_low=low, ratio_clip_high=high)
         actor.settings = replace(actor.settings, loss=loss)
@@ -269,7 +270,8 @@ class TestAgainstBruteForce:
         old = actor.get_inference_log_probs(*where)
         batch = replace(batch, rollouts=replace(batch.rollouts, log_probs=old))
         rows = (batch.trains & (batch.rollouts.response_lengths > 0)).nonzero()[:, 0]
-        first, second = rows[:5], rows[5:]
+        first = rows[:5]
+        second = rows[5:]
 
         actor.get_loss_and_metrics(batch, sequences(len(first)), rows=first)
         before = transformers_model(folder)

@@ -365,7 +365,8 @@ class TestGeneratorCorrection:
         fixed = f"{RL}.initial_policy_kl_penalty=0"
         with tiny_trainer(tiny_config(tmp_path, *options, fixed), mesh) as trainer:
             rollouts, _, _ = trainer.generate_rollouts()
-            known, mask = rollouts.generator_log_probs, rollouts.response_mask
+            known = rollouts.generator_log_probs
+            mask = rollouts.response_mask
             assert known is not None
             noise = (
                 0.3
@@ -395,7 +396,8 @@ class FailsOnFirst(FunctionReward):
 
     def infer_rm(self, request: RewardRequest):
         answer = super().infer_rm(request)
-        values, status = answer.rewards.values.clone(), answer.rewards.status.clone()
+        values = answer.rewards.values.clone()
+        status = answer.rewards.status.clone()
         values[0], status[0] = math.nan, STATUS_BAD_TEXT
         return type(answer)(Rewards(values, status))
 

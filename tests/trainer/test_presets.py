@@ -94,7 +94,8 @@ def test_the_page_has_a_row_for_each():
 
 @every_preset
 def test_the_page_says_what_it_sets(preset, right):
-    found, rows = config_of(right, f"algorithm={preset}").trainer.reinforce, table("Presets")
+    found = config_of(right, f"algorithm={preset}").trainer.reinforce
+    rows = table("Presets")
     _, kl, ratio, loss, samples = rows[preset]
     if kl == "the same":
         kl = rows["rloo"][1]

@@ -102,7 +102,8 @@ class TestAStep:
 
     def test_the_generators_own_log_probs_save_a_pass(self, tmp_path, mesh):
         """The same run but for rounding, with and without; a second update on a batch takes the trainer's own."""
-        passes, lines = {}, {}
+        passes = {}
+        lines = {}
         for name, keys in {
             "generator": [],
             "policy": [f"{RL}.generator_log_probs=false"],
@@ -110,7 +111,8 @@ class TestAStep:
         }.items():
             (tmp_path / name).mkdir()
             with tiny_trainer(tiny_config(tmp_path / name, *keys), mesh) as trainer:
-                asked, call = [], trainer.model.get_inference_log_probs
+                asked = []
+                call = trainer.model.get_inference_log_probs
                 trainer.model.get_inference_log_probs = lambda *where, asked=asked, call=call: (
                     asked.append(len(where[0])) or call(*where)
                 )
@@ -570,7 +572,8 @@ class OwnSource:
     """A reward source that answers with these values and statuses, of a number of samples."""
 
     def __init__(self, values, status):
-        self.values, self.status = values, status
+        self.values = values
+        self.status = status
 
     def infer_rm(self, request: RewardRequest):
         count = len(request.lengths)

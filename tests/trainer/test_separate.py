@@ -67,7 +67,8 @@ class Programs:
 
     def __init__(self, folder: Path, processes: TrainerProcesses, others: TrainerProcesses):
         self.folder = folder
-        self._processes, self._others = processes, others
+        self._processes = processes
+        self._others = others
         self.generators: list[int] = []
         self.trainers: list[int] = []
 
@@ -438,7 +439,8 @@ def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple
     pool: Any = object.__new__(SeparatePool)
     sent = Sent()
     pool._links, pool._changed, pool._staleness = sent, threading.Condition(), staleness
-    pool._given, pool._results = {}, {}
+    pool._given = {}
+    pool._results = {}
     pool._bounds = ResultBounds(vocab_size=32, max_length=8)
     pool._source_names = set()
     pool._settings = {"seed": 1}
@@ -446,13 +448,11 @@ def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple
     pool._unscored = set()
     pool._newest = 3
     pool._last_loss = ""
-    pool._waiting, pool._notes, pool._told, pool._members, pool._epoch = (
-        deque(),
-        deque(),
-        set(),
-        (),
-        0,
-    )
+    pool._waiting = deque()
+    pool._notes = deque()
+    pool._told = set()
+    pool._members = ()
+    pool._epoch = 0
     pool.group = SimpleNamespace(abandon=lambda *_: None)
     pool._generators = {
         n: _Generator(n, 1, f"g{n}", {n * 4096}, is_ready=True, version=version, since=since)
@@ -736,7 +736,9 @@ def test_work_of_weights_that_are_on_their_way_waits():
 def test_a_generator_draws_with_weights_that_all_of_its_ranks_have(other, expected):
     """A transfer may have failed on one of them."""
     rank: Any = object.__new__(SeparateGeneratorRank)
-    rank._changed, rank.version, rank._staged = threading.Condition(), 1, {5: {}, 6: {}}
+    rank._changed = threading.Condition()
+    rank.version = 1
+    rank._staged = {5: {}, 6: {}}
     mesh = SimpleNamespace(
         gather_on_model_parallel_rank_0=lambda own: [own, other],
         from_model_parallel_rank_0=lambda value: value,

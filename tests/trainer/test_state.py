@@ -20,7 +20,8 @@ from reinforce_rl.errors import DivergedError
 from reinforce_rl.trainer.state import BestCheckpoints, NonFiniteGuard, RunningBaselines
 
 ESTIMATORS = ["running_mean", "moving_average", "exponential_moving_average"]
-WINDOW, DECAY = 3, 0.8
+WINDOW = 3
+DECAY = 0.8
 Rewards = list[list[float]]  # of each step; NaN where a sample is not valid
 
 
@@ -32,12 +33,11 @@ def new_past() -> RunningBaselines:
 
 def batch_of(rewards: list[float], kl: float = 0.0) -> ReinforceBatch:
     """Responses of one token; `rewards` without the KL, NaN where a sample is not valid."""
-    count, scores = len(rewards), torch.tensor(rewards, dtype=torch.float64)
-    ids, valid, each = (
-        torch.arange(count),
-        ~scores.isnan(),
-        torch.full((count,), kl, dtype=torch.float64),
-    )
+    count = len(rewards)
+    scores = torch.tensor(rewards, dtype=torch.float64)
+    ids = torch.arange(count)
+    valid = ~scores.isnan()
+    each = torch.full((count,), kl, dtype=torch.float64)
     rollouts = RolloutBatch(
         sequences=torch.zeros(count, 2, dtype=torch.long),
         prompt_lengths=torch.ones(count, dtype=torch.long),
@@ -80,7 +80,8 @@ def random_steps(seed: int, count: int = 12) -> Rewards:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("seed", range(5))
 def test_each_is_the_weighted_mean_of_all_past_rewards(estimator, seed):
-    past, steps = new_past(), random_steps(seed)
+    past = new_past()
+    steps = random_steps(seed)
     for step, rewards in enumerate(steps):
         assert past.reward_mean(estimator) == pytest.approx(
             brute_force(steps[:step], estimator), rel=1e-13, abs=1e-13
@@ -108,7 +109,9 @@ def test_before_the_first_step_and_after_steps_without_a_valid_sample_they_are_0
 
 @pytest.mark.parametrize("saved_after", [1, 6, 11])
 def test_a_state_through_json_goes_on_bit_for_bit(saved_after):
-    whole, parts, steps = new_past(), new_past(), random_steps(1)
+    whole = new_past()
+    parts = new_past()
+    steps = random_steps(1)
     for step, rewards in enumerate(steps):
         for past in (whole, parts):
             past.add(batch_of(rewards), alone)

@@ -131,7 +131,8 @@ class TestAPolicyThatIsNotANumber:
         )
         bad = [2, 4, 5, *range(7, 20)] if most > 2 else [2, *range(4, 20)]
         with pytest.raises(DivergedError) as raised, tiny_trainer(config, mesh) as t:
-            get, steps = t.model.get_loss_and_metrics, []
+            get = t.model.get_loss_and_metrics
+            steps = []
 
             def spoilt(*args, **kwargs):
                 share = get(*args, **kwargs)
@@ -242,7 +243,8 @@ class EmptyResponses:
     """Answers some prompts with nothing at all."""
 
     def __init__(self, generator, empty: Callable[[int], bool]):
-        self._generator, self._empty = generator, empty
+        self._generator = generator
+        self._empty = empty
 
     def __getattr__(self, name: str):
         return getattr(self._generator, name)

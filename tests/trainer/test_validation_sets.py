@@ -51,7 +51,8 @@ def test_each_set_has_the_numbers_that_it_has_alone(
         "two": f"{VALIDATION}={files['two']}",
         "union": f"{VALIDATION}=[{files['one']},{files['two']}]",
     }
-    found, whole = {}, {}
+    found = {}
+    whole = {}
     for name, override in ways.items():
         (tmp_path / name).mkdir()
         best = (

@@ -31,7 +31,9 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.rollouts import RolloutMaker
 
-RANKS, SAMPLES, DEADLINE = 4, 2, 60.0
+RANKS = 4
+SAMPLES = 2
+DEADLINE = 60.0
 SHARES = [5, 4, 0, 3]  # prompts of each rank, two a micro-batch: 3 + 2 + 0 + 2
 MICRO_BATCHES = 7
 QUEUE = "trainer.reinforce.generation_work_queue=true"
@@ -52,10 +54,12 @@ class ThreadMesh:
     """As much of a `Mesh` as rollouts need."""
 
     is_model_parallel_rank_0 = True
-    world_size = dp_size = RANKS
+    world_size = RANKS
+    dp_size = RANKS
 
     def __init__(self, rank: int, threads: Threads):
-        self.rank = self.dp_rank = rank
+        self.rank = rank
+        self.dp_rank = rank
         self.is_main = rank == 0
         self._threads = threads
 
@@ -174,12 +178,15 @@ class Phases:
         """The batch, the micro-batches taken and the error of each rank; `before` gets rank and number of the call."""
 
         def of_rank(rank: int) -> Outcome:
-            mesh, stop = ThreadMesh(rank, self.threads), self._stops[rank]
+            mesh = ThreadMesh(rank, self.threads)
+            stop = self._stops[rank]
             model: Any = FakeModel(mesh, lambda call: before(rank, call, stop))
             first = 10 + sum(SHARES[:rank])
             prompts = [Prompt(i, str(i), (i,)) for i in range(first, first + SHARES[rank])]
-            rm, cut = FailingReward(failing_reward), two_by_two
-            cfg, no_steps = ReinforceConfig(generation_work_queue=queue), (None, None)
+            rm = FailingReward(failing_reward)
+            cut = two_by_two
+            cfg = ReinforceConfig(generation_work_queue=queue)
+            no_steps = (None, None)
             maker = RolloutMaker(cfg, model, rm, cut, *no_steps, stop)  # type: ignore[arg-type]
             try:
                 batch = maker.score(maker.sample(prompts, SAMPLES, step=7), "step 1")
@@ -350,7 +357,8 @@ def taken(folder: Path) -> Iterator[tuple[int, int, int, int]]:
 def test_runs_are_those_of_the_fixed_split(case, slow, processes, tmp_path):
     """One rank takes a single micro-batch of a phase. Metrics, samples, weights and checkpoints are the same."""
     ranks, overrides = case
-    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    fixed = tmp_path / "fixed"
+    queued = tmp_path / "queued"
     finish(processes, fixed, ranks, *overrides)
     finish(processes, queued, ranks, *overrides, QUEUE, slow_rank=slow)
     assert_equal_runs(queued, fixed)
@@ -376,7 +384,8 @@ def assert_the_slow_rank_took_one_each(
 def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
     """Four ranks on the fake TensorRT-LLM, an engine each."""
     (ranks, overrides), slow = FOUR, 3
-    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    fixed = tmp_path / "fixed"
+    queued = tmp_path / "queued"
     finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
     finish(
         processes,
@@ -390,10 +399,8 @@ def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
     )
     assert_equal_runs(queued, fixed)
     assert_the_slow_rank_took_one_each(queued, ranks, slow)
-    split, asked = (
-        calls_of(fixed, "BaseLLM.generate_async"),
-        calls_of(queued, "BaseLLM.generate_async"),
-    )
+    split = calls_of(fixed, "BaseLLM.generate_async")
+    asked = calls_of(queued, "BaseLLM.generate_async")
     assert sum(asked) == sum(split) and asked[slow] < split[slow]
 
 
@@ -402,7 +409,8 @@ def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
 def test_an_engine_that_dies_is_started_anew_while_the_other_rank_generates(processes, tmp_path):
     """After the first step, so that it needs the trained weights, and makes the same samples with them."""
     ranks, overrides = TWO
-    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    fixed = tmp_path / "fixed"
+    queued = tmp_path / "queued"
     finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
     # Rank 1 answers nearly all requests: up to 31 until the first update, and at least 48 altogether.
     fault = [1, {"fault": "die", "after": 31}]
@@ -422,7 +430,8 @@ def calls_of(folder: Path, name: str) -> list[int]:
 def test_a_run_that_was_stopped_in_generation_goes_on(processes, tmp_path):
     """Rank 1 is told, saves with the other, and a run without the queue has the same steps."""
     ranks, overrides = TWO
-    fixed, queued = tmp_path / "fixed", tmp_path / "queued"
+    fixed = tmp_path / "fixed"
+    queued = tmp_path / "queued"
     finish(processes, fixed, ranks, *overrides)
     act = {"phase": "generate", "step": 3, "signal": signal.SIGTERM, "rank": 1}
     processes.start(queued, *SETTINGS, *overrides, QUEUE, ranks=ranks, patience=30, act=act)

@@ -226,7 +226,8 @@ def test_a_lone_surrogate_can_be_written(tmp_path):
 
 
 def test_a_folder_is_replaced_whole(tmp_path):
-    folder, new = tmp_path / "folder", tmp_path / "new"
+    folder = tmp_path / "folder"
+    new = tmp_path / "new"
     for text in ("first", "second"):
         new.mkdir()
         (new / text).write_text(text)

@@ -41,7 +41,8 @@ def test_samples_of_one_prompt_that_are_all_alike_are_worth_one() -> None:
 
 def test_the_error_is_the_means_spread_over_repeated_draws() -> None:
     draw = random.Random(3)
-    means, errors = [], []
+    means = []
+    errors = []
     for _ in range(400):
         groups = {}
         for prompt in range(12):
@@ -89,7 +90,8 @@ def test_a_win_rate_counts_ties_half_and_its_interval_holds_the_truth_about_as_o
         "Wilson 1927"
     )
     assert WinRate(5, 0, 0).interval[1] == 1.0 and math.isnan(WinRate(0, 0, 0).rate)
-    draw, held = random.Random(1), 0
+    draw = random.Random(1)
+    held = 0
     for _ in range(1000):
         wins = sum(draw.random() < 0.7 for _ in range(40))
         low, high = WinRate(wins, 0, 40 - wins).interval
@@ -193,7 +195,8 @@ def test_welchs_intervals_hold_the_truth_with_sides_of_other_sizes_and_spreads()
 def test_welch_by_hand():
     found = unpaired([1.0, 2.0, 3.0, NAN], [2.0, 6.0])
     assert (found.n, found.unpaired, found.left_out, found.mean_difference) == (3, 2, 1, 2.0)
-    v, w = 1 / 3, 8 / 2
+    v = 1 / 3
+    w = 8 / 2
     assert found.standard_error == pytest.approx(math.sqrt(v + w))
     assert found.degrees == pytest.approx((v + w) ** 2 / (v**2 / 2 + w**2 / 1))
     assert (
@@ -216,7 +219,8 @@ def test_welch_by_hand():
 def test_as_many_as_are_said_to_be_needed_show_the_gain(n):
     generator = random.Random(n)
     found = of([0.05 + generator.gauss(0, 1) for _ in range(n)])
-    spread, needed = found.standard_error * math.sqrt(n), found.needed
+    spread = found.standard_error * math.sqrt(n)
+    needed = found.needed
     assert needed > n
     there = Difference(0, 0.0, 0.0, spread / math.sqrt(needed), needed - 1)
     assert there.smallest_gain == pytest.approx(abs(found.mean_difference), rel=1e-3)

@@ -38,7 +38,11 @@ LENGTHS = (
     768,
     1024,
 )
-BATCH, HEADS, GROUPS, HEAD_SIZE, WINDOW = 2, 8, 2, 64, 48
+BATCH = 2
+HEADS = 8
+GROUPS = 2
+HEAD_SIZE = 64
+WINDOW = 48
 TOLERANCES = {
     torch.float32: 1e-4,
     torch.bfloat16: 3e-2,
@@ -122,12 +126,14 @@ def _with_gradients(attend: Attend, inputs: list[Tensor]) -> list[Tensor]:
 
 def worst_error(kind: str, length: int, dtype: torch.dtype, device: str) -> tuple[float, str]:
     """The largest error of a position in the result and in its three gradients, infinity for NaN, and whose it is."""
-    inputs, mask = _inputs(length, dtype, device), _mask(kind, length, device)
+    inputs = _inputs(length, dtype, device)
+    mask = _mask(kind, length, device)
     found = _with_gradients(_ours(kind, mask), inputs)
     expected = _with_gradients(_written_out(mask), [value.float() for value in inputs])
     errors = []
     for name, own, right in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
-        difference, sizes = (own.float() - right).norm(dim=-1), right.norm(dim=-1)
+        difference = (own.float() - right).norm(dim=-1)
+        sizes = right.norm(dim=-1)
         # At length 1 the scores have no gradient: what is there is rounding.
         typical = sizes.square().mean().sqrt().clamp(min=1e-2 * HEAD_SIZE**0.5)
         error = float((difference / (sizes + typical)).max())

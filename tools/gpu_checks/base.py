@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
-CUDA, CPU, FAKE = (
-    "cuda",
-    "cpu",
-    "fake",
-)  # a GPU; real numbers on a CPU; fake CUDA tensors, without numbers
+PASS = "PASS"
+FAIL = "FAIL"
+SKIP = "SKIP"
+# a GPU; real numbers on a CPU; fake CUDA tensors, without numbers
+CUDA = "cuda"
+CPU = "cpu"
+FAKE = "fake"
 
 
 @dataclass(frozen=True)

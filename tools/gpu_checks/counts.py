@@ -22,7 +22,9 @@ from gpu_checks.workload import Workload
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 
-SHAPE, LAYERS = "135m", 2  # few layers: what a step costs grows by as much with each
+# few layers: what a step costs grows by as much with each
+SHAPE = "135m"
+LAYERS = 2
 BUDGETS = Path(__file__).with_name("budgets.json")
 SLACK = 1.25  # of kernels on a GPU: what fake CUDA counts as one may be several there, such as a split product
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch")
@@ -78,7 +80,8 @@ def compared(
     per: dict[str, Counts], budgets: dict[str, dict[str, float]], slack: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """A row of each work with its budgets, and what is above them; kernels may be `slack` times as many."""
-    rows, faults = [], []
+    rows = []
+    faults = []
     for name, counts in per.items():
         row: dict[str, Any] = {"work": name, "launches": counts.launches}
         for kind, budget in budgets[name].items():

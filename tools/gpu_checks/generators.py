@@ -55,7 +55,8 @@ def check(context: Context) -> Finding:
         store = dist.HashStore()  # type: ignore[attr-defined]
         wire: Any = Recorded(WeightGroup(0, 1, store, mesh.device, timedelta(seconds=60)))
         sent = send_weights(trained, wire, BUCKET_BYTES)
-        buckets, wire.receives = len(wire.sent), True
+        buckets = len(wire.sent)
+        wire.receives = True
         found: list[dict[str, Tensor]] = []
         receiver = threading.Thread(
             target=lambda: found.append(receive_weights(other, wire, BUCKET_BYTES))

@@ -58,7 +58,8 @@ def check(context: Context) -> Finding:
             for name, value in hf_tensors(lm, device=mesh.device)
             if value is not None
         }
-        faults, buckets = [], 0
+        faults = []
+        buckets = 0
         for adapter in (TensorRTLLM(TensorRTLLMConfig()), VLLM(VLLMConfig())):
             received, buckets = exchange(lm, adapter)
             faults += [f"{adapter.title}: {fault}" for fault in differences(received, expected)]
@@ -100,7 +101,8 @@ def exchange(lm: CausalLM, adapter: EngineAdapter) -> tuple[dict[str, list[Any]]
         encoding="utf-8",
         errors="replace",
     )
-    stdin, stdout = receiver.stdin, receiver.stdout
+    stdin = receiver.stdin
+    stdout = receiver.stdout
     assert stdin is not None and stdout is not None
     received: dict[str, list[Any]] = {}
     buckets = 0

@@ -123,10 +123,8 @@ def _rates(device: str, faults: list[str]) -> dict[str, Any]:
         f"{name} TFLOP/s": matrix_rate(torch.device(device), dtype, matrix_size=size) / 1e12
         for name, dtype in types.items()
     }
-    rate, sheet = (
-        numbers["bf16 TFLOP/s"],
-        known_teraflops(torch.cuda.get_device_name()) if device == CUDA else None,
-    )
+    rate = numbers["bf16 TFLOP/s"]
+    sheet = known_teraflops(torch.cuda.get_device_name()) if device == CUDA else None
     if sheet is not None and rate < LEAST_SHARE * sheet:
         faults.append(
             f"bf16 products reach {rate:.0f} of {sheet:.0f} TFLOP/s, expected at least {LEAST_SHARE:.0%}; another "
@@ -140,7 +138,8 @@ def _rates(device: str, faults: list[str]) -> dict[str, Any]:
             f"a bf16 product is off by {error:.1e}, expected at most {PRODUCT_TOLERANCE:g}"
         )
     data, host = torch.ones(count, device=device), torch.ones(count, pin_memory=device == CUDA)
-    copy, moved = torch.empty_like(data), 4 * count / 1e9
+    copy = torch.empty_like(data)
+    moved = 4 * count / 1e9
     numbers |= {"data sheet bf16 TFLOP/s": sheet, "bf16 product's error": error}
     numbers["copy GB/s"] = (
         2 * moved / best_seconds(lambda: copy.copy_(data), device)

@@ -18,16 +18,16 @@ from reinforce_rl.runtime.phases import PeakMemory
 
 TOLERANCE = 0.10
 WORKLOAD = Workload(prompts=8, group=8, prompt_tokens=448, response_tokens=64, micro_batch=4)
-FEW_LAYERS, FEW_TOKENS = (
-    4,
-    8,
-)  # on fake tensors, where a layer and a decode step take a while and teach nothing new
+# on fake tensors, where a layer and a decode step take a while and teach nothing new
+FEW_LAYERS = 4
+FEW_TOKENS = 8
 
 
 def check(context: Context) -> Finding:
     with parallel_mesh() as mesh:
         for shape in ("1b", "135m"):
-            config, workload = SHAPES[shape], WORKLOAD
+            config = SHAPES[shape]
+            workload = WORKLOAD
             if context.mode == FAKE:
                 config = {**config, "num_hidden_layers": FEW_LAYERS}
                 workload = replace(workload, response_tokens=FEW_TOKENS)

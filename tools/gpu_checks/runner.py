@@ -62,7 +62,8 @@ def run(check: Check, mode: str, folder: Path, left: float) -> Finding:
         )
     shutil.rmtree(folder, ignore_errors=True)  # a run would go on from an earlier one's checkpoints
     folder.mkdir(parents=True)
-    limit, started = min(check.seconds, left), time.time()
+    limit = min(check.seconds, left)
+    started = time.time()
     code = _run_process(check, Context(mode, folder, started + limit, check.options), limit)
     found = _finding(check, code, folder, limit)
     found.name, found.seconds = check.name, round(time.time() - started, 1)

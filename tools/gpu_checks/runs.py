@@ -43,12 +43,11 @@ class Runs:
     """
 
     def __init__(self, context: Context, shape: str, prompt_tokens: int, response_tokens: int):
-        self._context, self._prompt_tokens, self._response_tokens = (
-            context,
-            prompt_tokens,
-            response_tokens,
-        )
-        cpu, arch = torch.device("cpu"), Architecture.from_hf(SHAPES[shape])
+        self._context = context
+        self._prompt_tokens = prompt_tokens
+        self._response_tokens = response_tokens
+        cpu = torch.device("cpu")
+        arch = Architecture.from_hf(SHAPES[shape])
         transformers_model(arch, torch.float32, cpu, cpu).save_pretrained(context.folder / "model")
         write_tiny_tokenizer(context.folder / "model", vocab_size=arch.vocab_size)
         draw = random.Random(0)
@@ -114,7 +113,8 @@ def largest_difference(left: Line, right: Line) -> tuple[float, str]:
     worst = (0.0, "")
     for name in sorted(left.keys() | right.keys()):
         if left.get(name) != right.get(name) and not name.startswith(OF_CLOCK):
-            one, other = _number(left.get(name)), _number(right.get(name))
+            one = _number(left.get(name))
+            other = _number(right.get(name))
             found = abs(one - other) / max(1.0, abs(one))
             worst = max(worst, (found if math.isfinite(found) else math.inf, name))
     return worst

@@ -17,7 +17,8 @@ from gpu_checks.runs import Line, Runs, largest_difference, not_finite
 from reinforce_rl.errors import ConfigError
 
 STEPS = 3
-TRAINING, GENERATION = "training", "generation"
+TRAINING = "training"
+GENERATION = "generation"
 GAP = "train/generator_gap"  # nats between the generator's log-probs and the trainer's
 PADDING = "train/padding_fraction"  # packing is there to change it
 
@@ -61,7 +62,8 @@ class Switch:
     run: RunSize = SMALL
 
 
-PACKED, SUMS = "model.shared_prefix", "model.optim.overlap_grad_sync"
+PACKED = "model.shared_prefix"
+SUMS = "model.optim.overlap_grad_sync"
 GRAPHS = "model.reinforce.cuda_graphs"
 STATIC = "model.reinforce.static_decoding"
 OFFLOAD = "model.reinforce.offload_adam_states=true"
@@ -176,7 +178,8 @@ def judge(switch: Switch, off: list[Line], on: list[Line], mode: str) -> dict[st
             *({k: v for k, v in x[0].items() if k != PADDING} for x in (off, on))
         )
     else:
-        difference, metric = float(on[0][GAP]) - 1.5 * float(off[0][GAP]), GAP
+        difference = float(on[0][GAP]) - 1.5 * float(off[0][GAP])
+        metric = GAP
     row: dict[str, Any] = {"difference": difference, "of": metric}
     broken = not_finite(on)
     if broken or not difference <= switch.tolerance:

@@ -15,7 +15,8 @@ from gpu_checks.runner import ROOT
 from gpu_checks.runs import Line, Runs, largest_difference, not_finite
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 
-STEPS, KILLED_AFTER = 12, 3
+STEPS = 12
+KILLED_AFTER = 3
 TOLERANCE = 1e-2  # of the metrics of the step after a resumption; see `compared`
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
 

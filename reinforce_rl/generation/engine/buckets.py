@@ -47,7 +47,8 @@ def checksum(tensor: Tensor) -> int:
     """Return a 64-bit sum over the bits of all elements, weighted by position; equal on any device."""
     words = _words(tensor)
     rows = words.numel() // _WIDTH
-    block, total = words[: rows * _WIDTH].view(rows, _WIDTH), words.numel()
+    block = words[: rows * _WIDTH].view(rows, _WIDTH)
+    total = words.numel()
     for part, axis in ((block, 1), (block, 0), (words[rows * _WIDTH :].view(1, -1), 0)):
         sums = part.sum(axis, dtype=torch.int64)
         weighted = sums * torch.arange(1, len(sums) + 1, device=sums.device)

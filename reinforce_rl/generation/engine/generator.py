@@ -79,8 +79,11 @@ class EngineGenerator:
         max_seq_len: int,
         log_folder: Path,
     ):
-        self._lm, self._tokenizer, self._log_folder = lm, tokenizer, log_folder
-        self._adapter, self._config = adapter, config
+        self._lm = lm
+        self._tokenizer = tokenizer
+        self._log_folder = log_folder
+        self._adapter = adapter
+        self._config = config
         lora = lora_settings_of(lm)
         self._lora = lora if adapter.loads_adapters else None  # sent alone; else merged
         self._arguments = EngineArguments(
@@ -98,9 +101,11 @@ class EngineGenerator:
         self._pad_id = pad_id_of(tokenizer)
         self._engine: process.EngineProcess | None = None
         self._hosts_worker = False
-        self._is_running = self._is_asleep = self._has_weights = self._is_current = (
-            self._was_restarted
-        ) = False
+        self._is_running = False
+        self._is_asleep = False
+        self._has_weights = False
+        self._is_current = False
+        self._was_restarted = False
         self._place_engine()
 
     @contextlib.contextmanager
@@ -111,7 +116,8 @@ class EngineGenerator:
             yield
         except BaseException:
             # No collectives: the ranks may have left at different points.
-            self._has_weights = self._is_current = False
+            self._has_weights = False
+            self._is_current = False
             raise
         self._sleep()
 
@@ -165,9 +171,12 @@ class EngineGenerator:
         def cut(whole: Answer) -> Answer:
             return self._cut_at_end_string(whole, params.end_strings)
 
-        underway, lost_once, versions = set[int](), set[int](), dict[int, int]()
+        underway = set[int]()
+        lost_once = set[int]()
+        versions = dict[int, int]()
         while rows := [row for row, response in enumerate(found) if response.finish_reason is None]:
-            action, begun = updates.next_action(len(rows)), dict[int, Request]()
+            action = updates.next_action(len(rows))
+            begun = dict[int, Request]()
             if action == "load":
                 self._take_weights_between_tokens(updates)
             if action == "stop":
@@ -276,12 +285,10 @@ class EngineGenerator:
                     "this machine",
                     key="generation.engine.wrong_devices",
                 )
-            self._is_running, self._is_asleep, self._has_weights, self._is_current = (
-                True,
-                False,
-                False,
-                False,
-            )
+            self._is_running = True
+            self._is_asleep = False
+            self._has_weights = False
+            self._is_current = False
         if self._is_asleep:
             self._together(lambda engine: engine.call("resume_weights"))
         if not self._is_current:
@@ -295,10 +302,12 @@ class EngineGenerator:
             self._send_weights()
         if self._lora is not None:
             self._send_adapter()
-        self._has_weights = self._is_current = True
+        self._has_weights = True
+        self._is_current = True
 
     def _send_weights(self) -> None:
-        adapter, device = self._adapter, self._lm.mesh.device
+        adapter = self._adapter
+        device = self._lm.mesh.device
 
         def deliver(offers: list[Any]) -> None:
             self._together(lambda engine: engine.call("update_weights", adapter.bucket_of(offers)))
@@ -320,7 +329,10 @@ class EngineGenerator:
         """Send the LoRA updates alone, as PEFT's folder."""
         settings = self._lora
         assert settings is not None
-        mesh, scale, sums, found = self._lm.mesh, settings.scale, {}, {}
+        mesh = self._lm.mesh
+        scale = settings.scale
+        sums = {}
+        found = {}
         rows = adapter_rows(self._lm)
         tensors = (
             hf_tensors(self._lm, rows=rows, dtype=self._lm.config.params_dtype)
@@ -347,10 +359,9 @@ class EngineGenerator:
             self._count_restart(error)
 
     def _outdate_weights(self) -> None:
-        self._has_weights, self._is_current = (
-            self._lora is not None,
-            False,
-        )  # LoRA's frozen weights stay
+        # LoRA's frozen weights stay
+        self._has_weights = self._lora is not None
+        self._is_current = False
 
     def _with_one_restart(self, action: Callable[[], T]) -> T:
         """Run `action`; once per run, retry it on a new engine with the current weights.
@@ -383,7 +394,8 @@ class EngineGenerator:
         Raises:
             GenerationError: what it raised, on all ranks.
         """
-        result, failure = None, None
+        result = None
+        failure = None
         if self._engine is not None:
             try:
                 result = action(self._engine)
@@ -400,7 +412,9 @@ class EngineGenerator:
         return result  # type: ignore[return-value]
 
     def _place_engine(self) -> None:
-        mesh, adapter, arguments = self._lm.mesh, self._adapter, self._arguments
+        mesh = self._lm.mesh
+        adapter = self._adapter
+        arguments = self._arguments
         device = adapter.device_id(mesh.device)
         own = socket.gethostname(), _number_of(mesh.device, adapter.name), device
         places = mesh.from_model_parallel_rank_0(mesh.gather_on_model_parallel_rank_0(own))

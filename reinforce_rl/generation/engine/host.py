@@ -151,7 +151,8 @@ async def serve(host: EngineHost, connection: Connection) -> None:
         try:
             command, arguments = await asyncio.to_thread(connection.recv)
         except (EOFError, OSError):
-            command, arguments = "stop", ()
+            command = "stop"
+            arguments = ()
         try:
             answer = asyncio.ensure_future(getattr(host, command)(*arguments))
             while not answer.done() and host.is_alive:

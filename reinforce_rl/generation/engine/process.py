@@ -131,7 +131,10 @@ class EngineProcess:
         dp_rank: int,
         devices: Sequence[str] | None,
     ):
-        self._arguments, self._config, self._log, self._devices = arguments, config, log, devices
+        self._arguments = arguments
+        self._config = config
+        self._log = log
+        self._devices = devices
         self._adapter = adapter
         self._dp_rank = dp_rank
         self._folder: Path | None = None  # of its files and sockets, while it runs
@@ -140,7 +143,8 @@ class EngineProcess:
         self._check_package()
 
     def _check_package(self) -> None:
-        package, config = self._adapter.package, self._config
+        package = self._adapter.package
+        config = self._config
         # `python -c` looks in the current folder first.
         probe = (
             "import sys; sys.path[:] = filter(None, sys.path); import importlib.util as u; "
@@ -223,7 +227,8 @@ class EngineProcess:
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         """Return answers in the order of the requests; lost ones have a `fault`."""
-        key, seconds = "request_timeout_seconds", self._config.request_timeout_seconds
+        key = "request_timeout_seconds"
+        seconds = self._config.request_timeout_seconds
         return self.call("generate", tuple(requests), seconds, limit=key, grace=ABORT_SECONDS)
 
     def advance(
@@ -272,7 +277,8 @@ class EngineProcess:
         """
         seconds = STOP_SECONDS if command == "stop" else getattr(self._config, limit) + grace
         assert self._child is not None
-        child, connection = self._child, self._child.connection
+        child = self._child
+        connection = self._child.connection
         late = EngineLostError(
             f"no answer to {command} within {seconds:g} s (engine.{limit}); log: {self._log}",
             key="generation.engine.no_answer",

@@ -26,7 +26,8 @@ def requests_of(
 
 def request_of(response: PartialResponse, params: SamplingParams, pad_id: int) -> Request:
     """Build the request for the rest of a response. The tokens so far are in its prompt, and so under its penalty."""
-    drawn, seed = len(response.tokens), response.key
+    drawn = len(response.tokens)
+    seed = response.key
     if drawn:  # an engine's noise begins anew with each request
         seed = int(sample_seeds(seed, np.array([drawn]), np.array([0]))[0])
     sampling = EngineSampling(

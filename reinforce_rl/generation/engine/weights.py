@@ -45,7 +45,8 @@ def send_weights(
         is_spread: whether it has one on another device than model-parallel rank 0's.
         values: tensors to send instead of the weights, by the names of `parameters_of`.
     """
-    mesh, dtype = lm.mesh, lm.config.params_dtype
+    mesh = lm.mesh
+    dtype = lm.config.params_dtype
     buckets = plan_buckets(weight_map(lm.architecture, mesh.tp_size), max_bytes // dtype.itemsize)
     buffer, offer = make_buffer(max(map(elements_of, buckets)), dtype)
     for filled, views in fill_buckets(lm, buckets, [buffer], values):
@@ -70,7 +71,8 @@ def fill_buckets(
     Yields the filled part of the buffer, and the tensors in it by name. Only those of model-parallel
     rank 0 are filled. `values` are as in `hf_tensors`.
     """
-    mesh, rows = lm.mesh, [row for bucket in buckets for row in bucket]
+    mesh = lm.mesh
+    rows = [row for bucket in buckets for row in bucket]
     # The other context-parallel ranks hold the same weights.
     tensors = iter(())
     if mesh.cp_rank == 0:

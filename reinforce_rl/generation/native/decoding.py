@@ -48,8 +48,11 @@ class Responses:
         device: torch.device,
         spare: bool,
     ):
-        self._begun, rows, before = begun, len(begun) + spare, [len(one.tokens) for one in begun]
-        self._params, self._tokenizer = params, tokenizer
+        self._begun = begun
+        rows = len(begun) + spare
+        before = [len(one.tokens) for one in begun]
+        self._params = params
+        self._tokenizer = tokenizer
         width = params.max_length - min(before)
         self._stops = torch.tensor(params.stop_token_ids, dtype=torch.long, device=device)
         self._tokens = torch.full(
@@ -159,7 +162,9 @@ class Responses:
         """Return the responses with what was added, by weights of this version until the first `mark`."""
         found = self.finish()
         assert found.log_probs is not None
-        lengths, stopped, made = found.lengths.tolist(), self._stopped.tolist(), []
+        lengths = found.lengths.tolist()
+        stopped = self._stopped.tolist()
+        made = []
         for row, (one, length) in enumerate(zip(self._begun, lengths, strict=True)):
             marks = [
                 (version, 0),
@@ -211,7 +216,9 @@ class Decoding:
         updates: WeightUpdates | None = None,
         renew: Callable[[], None] = lambda: None,
     ):
-        self._watch, self._updates, self._renew = watch, updates, renew
+        self._watch = watch
+        self._updates = updates
+        self._renew = renew
         self._lm, self._params, self._pad_id, self._device = (
             lm,
             params,
@@ -226,17 +233,13 @@ class Decoding:
         samples = [len(list(rows)) for _, rows in groupby(keyed)]  # of each prompt
         firsts = np.cumsum([0, *samples])[:-1].tolist()
         self._prompts = [(*begun[row].prompt.tokens, *begun[row].tokens) for row in firsts]
-        lengths, before = (
-            [len(tokens) for tokens in self._prompts],
-            [len(one.tokens) for one in begun],
-        )
+        lengths = [len(tokens) for tokens in self._prompts]
+        before = [len(one.tokens) for one in begun]
         limits = [params.max_length - count for count in before]
         self._schedule = Schedule(lengths, samples, max(limits), max_tokens, limits)
         self._sizes = self._schedule.slots, max(lengths), self._schedule.rows, max(limits)
-        self._limits, self._is_mixed = (
-            torch.tensor(limits, device=self._device),
-            len(set(limits)) > 1,
-        )
+        self._limits = torch.tensor(limits, device=self._device)
+        self._is_mixed = len(set(limits)) > 1
         keys = position_keys(
             np.array([one.key for one in begun], dtype=np.uint64), params.max_length
         )
@@ -245,11 +248,13 @@ class Decoding:
                 keys[row] = keys[row].roll(-count, dims=0)
         self._keys = keys.to(self._device)
         # Hidden states for the first tokens, on the last stage, by slot.
-        size, dtype = lm.architecture.hidden_size, lm.config.params_dtype
+        size = lm.architecture.hidden_size
+        dtype = lm.config.params_dtype
         self._of_prompts = torch.empty(
             (self._schedule.slots, size), dtype=dtype, device=self._device
         )
-        self._most_rows, self._most_samples = self._schedule.rows, max(samples)
+        self._most_rows = self._schedule.rows
+        self._most_samples = max(samples)
         self._work: Workspace | None = None
 
     def _is_stopped(self) -> bool:
@@ -288,7 +293,8 @@ class Decoding:
         self, tokens: Tensor, positions: Tensor | None, cache: Any
     ) -> Tensor | None:
         """Return hidden states [b, s, h] on the last stage, None on the others; stages run in turn."""
-        lm, mesh = self._lm, self._lm.mesh
+        lm = self._lm
+        mesh = self._lm.mesh
         if mesh.pp_rank > 0:
             received = self._room(*tokens.shape)
             mesh.receive_from_stage(received, mesh.pp_rank - 1)
@@ -301,7 +307,8 @@ class Decoding:
 
     def _hand_on(self, hidden: Tensor | None, rows: int) -> Tensor | None:
         """Send [1, R, h] or None to the next stage while receiving `rows` rows (0: nothing) from the one before."""
-        mesh, group = self._lm.mesh, self._lm.mesh.pp_group
+        mesh = self._lm.mesh
+        group = self._lm.mesh.pp_group
         received = self._room(rows, 1) if rows else None
         messages = []
         if hidden is not None:
@@ -326,7 +333,8 @@ class Decoding:
         self, hidden: Tensor | None, samples: Tensor, written: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Draw a token int64 [R] and its log-prob float32 [R] per row; `hidden` is [R, h] on the last stage."""
-        mesh, rows = self._lm.mesh, len(samples)
+        mesh = self._lm.mesh
+        rows = len(samples)
         tokens = torch.empty(rows, dtype=torch.long, device=self._device)
         log_probs = torch.empty(rows, dtype=torch.float32, device=self._device)
         if mesh.is_last_stage:

@@ -61,8 +61,11 @@ class NativeGenerator:
         is_static: bool = True,
         use_graphs: bool = True,
     ):
-        self._lm, self._max_tokens, self._is_lean = lm, max_tokens, is_lean
-        self._is_static, self._use_graphs = is_lean and is_static, use_graphs
+        self._lm = lm
+        self._max_tokens = max_tokens
+        self._is_lean = is_lean
+        self._is_static = is_lean and is_static
+        self._use_graphs = use_graphs
         self._tokenizer = tokenizer
 
     @property
@@ -212,10 +215,13 @@ class StaticDecoding(Decoding):
         )
         self._alive = torch.ones(self._padding_row + 1, dtype=torch.bool, device=self._device)
         self._alive[self._padding_row] = False
-        size, most = padded_rows(-(-rows // stages)), max(self._most_samples, _MULTIPLE)
+        size = padded_rows(-(-rows // stages))
+        most = max(self._most_samples, _MULTIPLE)
         self._groups = [_MicroGroup(size, slots, most, self._device) for _ in range(stages)]
         self._most_rows = max(size, rows)
-        self._free, self._lane_of, self._freed = list(range(rows)), dict[int, int](), False
+        self._free = list(range(rows))
+        self._lane_of = dict[int, int]()
+        self._freed = False
         self._use_graphs = use_graphs and stages == 1
 
     def run(self) -> Responses:
@@ -283,10 +289,13 @@ class StaticDecoding(Decoding):
 
     def _rotate(self, steps: int) -> None:
         """Run `steps` steps of every group: at tick t, stage s works on group (t - s) modulo the stages."""
-        mesh, stages = self._lm.mesh, len(self._groups)
-        total, given = steps * stages, None
+        mesh = self._lm.mesh
+        stages = len(self._groups)
+        total = steps * stages
+        given = None
         for tick in range(total + stages - 1 if steps else 0):
-            number, hidden = tick - mesh.pp_rank, None
+            number = tick - mesh.pp_rank
+            hidden = None
             if 0 <= number < total:
                 if given is not None:
                     self._lm.set_input_tensor(given)
@@ -349,7 +358,9 @@ class _MicroGroup:
     """Rows that pass through the stages together; device state in buffers with fixed addresses."""
 
     def __init__(self, size: int, slots: int, most_rows: int, device: torch.device):
-        self.rows, self._slots, self._most_rows = 0, slots, most_rows
+        self.rows = 0
+        self._slots = slots
+        self._most_rows = most_rows
         self._numbers = torch.zeros((4, size), dtype=torch.long, device=device)
         self.rows_of_slots = torch.zeros(slots + 2, dtype=torch.int32, device=device)
 

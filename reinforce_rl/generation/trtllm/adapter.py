@@ -20,10 +20,13 @@ from reinforce_rl.utils.untrusted_files import read_json
 class TensorRTLLM:
     """See `EngineAdapter`. Weights are offered as one buffer a bucket, see `buckets`."""
 
-    name, title, package = "tensorrt_llm", "TensorRT-LLM", "tensorrt_llm"
+    name = "tensorrt_llm"
+    title = "TensorRT-LLM"
+    package = "tensorrt_llm"
     host = "reinforce_rl.generation.trtllm.host"
     memory_key = "tensorrt_llm.free_gpu_memory_fraction"
-    shows_layers = loads_adapters = False
+    shows_layers = False
+    loads_adapters = False
 
     def __init__(self, config: TensorRTLLMConfig):
         self._config = config

@@ -16,7 +16,9 @@ from reinforce_rl.generation.engine import buckets
 class VLLM:
     """See `EngineAdapter`. Weights are offered as one buffer a bucket, see `buckets`."""
 
-    name, title, package = "vllm", "vLLM", "vllm"
+    name = "vllm"
+    title = "vLLM"
+    package = "vllm"
     host = "reinforce_rl.generation.vllm.host"
     memory_key = "vllm.gpu_memory_utilization, or vllm.cpu_cache_gigabytes on a CPU,"
     shows_layers = True

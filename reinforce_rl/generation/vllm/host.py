@@ -99,7 +99,8 @@ class VLLMHost(RequestsUnderway):
         )
         # The salt keeps apart what the prefix cache has by one update's weights and by another's.
         prompt = {"prompt_token_ids": list(request.tokens), "cache_salt": str(self._updates)}
-        tokens, log_probs = [], []
+        tokens = []
+        log_probs = []
         try:
             async for result in self._engine.generate(
                 prompt, params, request_id=name, lora_request=self._adapter

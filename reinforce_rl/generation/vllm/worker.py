@@ -15,7 +15,8 @@ from torch import Tensor
 
 from reinforce_rl.generation.engine import buckets
 
-EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT_LAYER = "lm_head.weight"
 COLUMNS = 4  # of each weight, others at each update
 
 
@@ -111,7 +112,8 @@ class WeightsOfTrainer:
     def _check_layers(self) -> None:
         """Raise RuntimeError, with names, if a layer does not compute with the weights that arrived."""
         packed = getattr(self._model, "packed_modules_mapping", {})
-        wrong, left = [], set(self._arrived)
+        wrong = []
+        left = set(self._arrived)
         for path, module in self._model.named_modules():
             above, _, leaf = path.rpartition(".")
             module = getattr(module, "base_layer", module)  # beneath LoRA's
@@ -142,11 +144,13 @@ class WeightsOfTrainer:
         if isinstance(module, VocabParallelEmbedding):
             own = module.shard_indices
             expected = parts[0][own.org_vocab_start_index : own.org_vocab_end_index]
-            columns, every = self._columns(module.embedding_dim), range(module.embedding_dim)
+            columns = self._columns(module.embedding_dim)
+            every = range(module.embedding_dim)
             is_head = isinstance(module, ParallelLMHead)
             found = self._outputs(module, every, columns) if is_head else module.weight[:, columns]
             return torch.equal(found[: len(expected)], expected)
-        columns, size = self._columns(module.input_size), module.input_size_per_partition
+        columns = self._columns(module.input_size)
+        size = module.input_size_per_partition
         first = (
             getattr(module, "tp_rank", 0) * size if size < module.input_size else 0
         )  # of a row-parallel layer
@@ -165,7 +169,8 @@ class WeightsOfTrainer:
     def _shard(self, module: Any, parts: list[Tensor]) -> Tensor:
         """Return this worker's rows of the parts of a fused weight; heads of k and v may be on several workers."""
         sizes = getattr(module, "output_partition_sizes", None) or [len(part) for part in parts]
-        rank, workers = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+        rank = getattr(module, "tp_rank", 0)
+        workers = getattr(module, "tp_size", 1)
         starts = [
             rank * len(part) // workers // size * size
             for part, size in zip(parts, sizes, strict=True)

@@ -23,7 +23,9 @@ class Generators:
         start: Callable[[int, int], Step],
         log: Callable[[str], None],
     ):
-        self._restarts, self._start, self._log = restarts, start, log
+        self._restarts = restarts
+        self._start = start
+        self._log = log
         self._left = dict.fromkeys(
             range(count), restarts
         )  # starts that each still has; without those that left

@@ -76,7 +76,9 @@ class Job:
             sys.stdout.flush()
 
     def run(self) -> int:
-        settings, job, restart = self._settings, self._allocation.job_id, self._allocation.restart
+        settings = self._settings
+        job = self._allocation.job_id
+        restart = self._allocation.restart
         jobs = [component.job_id for component in self._allocation.components]
         steps.end_stale_steps(jobs, settings.grace_seconds, self._log)
         attempts = outcome.read_attempts(settings.slurm_folder)
@@ -111,7 +113,8 @@ class Job:
         return self._close(attempt, result)
 
     def _refusal(self, attempts: Sequence[Attempt], step: int) -> Fault | None:
-        job, restart = self._allocation.job_id, self._allocation.restart
+        job = self._allocation.job_id
+        restart = self._allocation.restart
         for other in sorted(
             {attempt.job for attempt in attempts if attempt.end is None and attempt.job != job}
         ):
@@ -127,7 +130,8 @@ class Job:
     def _attempt(self) -> Outcome:
         self._make_token()
         self._set_times()
-        settings, allocation = self._settings, self._allocation
+        settings = self._settings
+        allocation = self._allocation
         step_before = saved_step(settings.run_dir)
         nodes = [
             call(
@@ -215,7 +219,8 @@ class Job:
     def _wait_until_healthy(self, servers: Sequence[Step]) -> list[Endpoint] | Outcome:
         """Return the servers' endpoints once all can score."""
         start = time.monotonic()
-        next_report, limit = REPORT_SECONDS, self._settings.ready_seconds
+        next_report = REPORT_SECONDS
+        limit = self._settings.ready_seconds
         healthy: dict[str, Endpoint] = {}
         while True:
             why = ""
@@ -418,7 +423,8 @@ class Job:
             )
         if result.code == EXIT_ALERT:
             return False, f"not requeued: an alert has stopped the run; {go_on}"
-        restart, max_restarts = self._allocation.restart, self._settings.max_restarts
+        restart = self._allocation.restart
+        max_restarts = self._settings.max_restarts
         if result.never_began and restart < max_restarts:  # `_refusal` ends what never gets further
             return True, "requeued, as another attempt may begin"
         if result.code != EXIT_STOPPED and self._settings.restart_after_crash != "true":

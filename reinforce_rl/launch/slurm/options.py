@@ -31,7 +31,8 @@ def parse_time(text: str) -> int | None:
     if text.upper() in UNLIMITED:
         return None
     if found := re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text):
-        days, parts = found[1], found[2].split(":")
+        days = found[1]
+        parts = found[2].split(":")
         units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
         seconds = 86400 * int(days or 0) + sum(
             int(part) * unit for part, unit in zip(parts, units, strict=False)

@@ -36,7 +36,8 @@ from reinforce_rl.runtime.status import read_status
 from reinforce_rl.utils.console import Console
 
 RUN_DIR_KEY = "exp_manager.explicit_log_dir"
-DEFAULT_LEAD, LEAST_LEAD = 300, 120
+DEFAULT_LEAD = 300
+LEAST_LEAD = 120
 # Slurm sends the signal up to a minute before the lead begins, and the job needs time to end.
 LEAD_MARGIN = 60
 MOST_LEAD = 65535  # Slurm keeps it in 16 bits
@@ -302,10 +303,8 @@ def _plan(
     settings: Settings,
     variables: dict[str, str],
 ) -> JobPlan | None:
-    actor_layout, server_layout = (
-        (cfg.trainer.num_nodes, cfg.trainer.devices),
-        (server.num_nodes, server.devices),
-    )
+    actor_layout = (cfg.trainer.num_nodes, cfg.trainer.devices)
+    server_layout = (server.num_nodes, server.devices)
     if min(*actor_layout, *server_layout) < 1:
         return None  # already among the programs' own faults
     base = options.job_name or cfg.exp_manager.name
@@ -322,7 +321,8 @@ def _plan(
         gpus = gpus if parse_gpus(gpus) else None
         return Component(name, f"{base}-{job}", nodes, ranks, tasks, cpus, gpus, own)
 
-    nodes, ranks = server_layout[0] * settings.servers, server_layout[1]
+    nodes = server_layout[0] * settings.servers
+    ranks = server_layout[1]
     servers = f"reward {SERVER}{'s' if settings.servers > 1 else ''}"
     variables |= {names.ACTOR_DEVICES: str(actor_layout[1]), names.SERVER_DEVICES: str(ranks)}
     of_server = component(

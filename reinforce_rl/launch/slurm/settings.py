@@ -20,8 +20,11 @@ GENERATOR_DEVICES = "REINFORCE_GENERATOR_DEVICES"
 CONTAINER_IMAGE = "REINFORCE_CONTAINER_IMAGE"
 SERVER_CONTAINER_IMAGE = "REINFORCE_SERVER_CONTAINER_IMAGE"
 REPOSITORY = "REINFORCE_REPO"
-ACTOR, SERVER, GENERATOR = "actor", "server", "generator"
-SRUN, TORCHRUN = "srun", "torchrun"
+ACTOR = "actor"
+SERVER = "server"
+GENERATOR = "generator"
+SRUN = "srun"
+TORCHRUN = "torchrun"
 SEPARATOR = "--"
 # Keys set by the job itself.
 SERVER_KEYS = ("inference.host", "inference.port", "inference.token_file", "inference.ready_file")
@@ -316,7 +319,8 @@ def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Alloc
         )
     server = _component(0, settings.server_devices, environment)
     actor = _component(1, settings.actor_devices, environment)
-    generator, each = None, 1
+    generator = None
+    each = 1
     faults = []
     if size == "3":
         generator = _component(2, settings.generator_devices, environment)

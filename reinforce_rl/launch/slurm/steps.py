@@ -163,7 +163,8 @@ def server_plan(
     peers: Sequence[str],
 ) -> StepPlan:
     """Plan the step of reward server `number` on its share of component 0's `nodes`."""
-    server, each = allocation.server, len(nodes) // settings.servers
+    server = allocation.server
+    each = len(nodes) // settings.servers
     own = {
         "inference.token_file": settings.token_file,
         "inference.ready_file": folder / f"ready-{number}.json",
@@ -189,7 +190,8 @@ def actor_plan(
         *_actor_args(settings, allocation, servers),
     )
     tasks = actor.devices if settings.launcher == SRUN else 1
-    listens, image = allocation.generator is not None, settings.container_image
+    listens = allocation.generator is not None
+    image = settings.container_image
     return StepPlan(ACTOR, actor, (), tasks, program, False, image, tuple(peers), listens=listens)
 
 

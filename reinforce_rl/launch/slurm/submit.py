@@ -321,7 +321,9 @@ def _submit(
 ) -> int:
     jobs: list[str] = []
     fault = None
-    run_dir, folder, chain = plan.settings.run_dir, plan.settings.slurm_folder, plan.options.chain
+    run_dir = plan.settings.run_dir
+    folder = plan.settings.slurm_folder
+    chain = plan.options.chain
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for _ in range(chain):
@@ -357,7 +359,9 @@ def _submit(
 
 def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -> None:
     """Print components, times and folders; `starts` are Slurm's estimates, None if unknown."""
-    all_of_them, options, settings = plan.components, plan.options, plan.settings
+    all_of_them = plan.components
+    options = plan.options
+    settings = plan.settings
     places = [
         f"{start.time} on {start.nodes}" if start else "not known"
         for start in starts[: len(all_of_them)]

@@ -193,7 +193,8 @@ def end_orphans(seconds: float) -> None:
 
 
 def _children() -> list[int]:
-    me, found = os.getpid(), []
+    me = os.getpid()
+    found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # The name in parentheses may contain anything; state and ppid follow it.
@@ -218,7 +219,8 @@ def main(text: str) -> int:
     except (ReinforceError, OSError) as error:  # OSError: a full disk, say
         said = error.with_keys() if isinstance(error, ReinforceError) else str(error)
         print(f"error: {said}", file=sys.stderr, flush=True)
-        end, is_well = task.end(EXIT_ERROR, str(error)), False
+        end = task.end(EXIT_ERROR, str(error))
+        is_well = False
     try:
         record(task.folder, end)
     except OSError as error:

@@ -44,7 +44,10 @@ class _Done:
 
     def record(self, *args: Any) -> None: ...
 
-    wait = wait_stream = wait_event = synchronize = record
+    wait = record
+    wait_stream = record
+    wait_event = record
+    synchronize = record
 
     def query(self) -> bool:
         return True
@@ -137,7 +140,8 @@ def _called_from_megatron() -> bool:
 
 
 def _patch_tensor_methods() -> None:
-    original_type, original_cuda = torch.Tensor.type, torch.Tensor.cuda
+    original_type = torch.Tensor.type
+    original_cuda = torch.Tensor.cuda
 
     @functools.wraps(original_type)
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +166,8 @@ def _import_megatron() -> None:
     if _MEGATRON in sys.modules:
         torch.compiler.set_stance("force_eager")
         return
-    compile_, has_wandb = torch.compile, "wandb" in sys.modules
+    compile_ = torch.compile
+    has_wandb = "wandb" in sys.modules
     torch.compile = lambda function, **_: function  # type: ignore[assignment]
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
     try:

@@ -103,11 +103,9 @@ def flash_attention(
         return torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, True, scale=scale
         )[0]
-    batch, lengths, kind = (
-        len(query),
-        [query.shape[2], key.shape[2]],
-        {"dtype": torch.int32, "device": query.device},
-    )
+    batch = len(query)
+    lengths = [query.shape[2], key.shape[2]]
+    kind = {"dtype": torch.int32, "device": query.device}
     starts = [torch.arange(0, batch * length + 1, length, **kind) for length in lengths]
     query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     out = flash_attention_of_sequences(query, key, value, starts, lengths, scale, window)
@@ -130,7 +128,8 @@ def flash_attention_of_sequences(
     queries and of keys, int32 [n + 1] each, `longest` the most of a sequence.
     """
     # With a window, causality comes from (left, right), which excludes the position itself.
-    is_causal, left = window is None, -1 if window is None else window - 1
+    is_causal = window is None
+    left = -1 if window is None else window - 1
     options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
     return torch.ops.aten._flash_attention_forward(
         query, key, value, *starts, *longest, 0.0, is_causal, False, **options

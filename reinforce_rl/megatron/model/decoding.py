@@ -44,7 +44,9 @@ class _Cache:
     """Cache given to megatron's layers as `attention_mask`."""
 
     def __init__(self, sizes: CacheSizes):
-        self._sizes, self._device, self._window = sizes, sizes.device, sizes.window
+        self._sizes = sizes
+        self._device = sizes.device
+        self._window = sizes.window
         self._reading: Tensor | None = None  # slots, in a pass over prompts
 
     def attend(
@@ -111,7 +113,8 @@ class KVCache(_Cache):
         # The rows of a prompt side by side, [P, W] with junk in what is left: one product reads its keys for all.
         width = max(Counter(slots).values())
         filled: Counter[int] = Counter()
-        cells, row_of_cell = [], [0] * (self._prompts.shape[2] * width)
+        cells = []
+        row_of_cell = [0] * (self._prompts.shape[2] * width)
         for row, slot in enumerate(slots):
             cells.append(slot * width + filled[slot])
             row_of_cell[cells[-1]] = row
@@ -262,12 +265,15 @@ class FlashCache(_Cache):
         `starts` of the rows' lanes and `written` response tokens are int64 [R]; `rows_of_slots` int32 [P + 2]: each
         slot's first row, then the first unused row, then R.
         """
-        self._reading, self._most_rows, self._write_at = None, most_rows, starts + written
+        self._reading = None
+        self._most_rows = most_rows
+        self._write_at = starts + written
         # Sequences are the slots, and then the rows; what comes after the last one's start is not read.
         rows = torch.arange(
             len(starts), 2 * len(starts) + 1, dtype=torch.int32, device=self._device
         )
-        self._first_rows, self._first_queries = torch.cat((rows_of_slots[:-1], rows)), None
+        self._first_rows = torch.cat((rows_of_slots[:-1], rows))
+        self._first_queries = None
         starts = torch.nn.functional.pad(starts, (0, 1))
         self._starts = torch.cat((self._prompt_starts, starts.int()))
         self._used = torch.cat((self._prompt_lengths, (written + 1).int()))
@@ -313,9 +319,11 @@ def decode_layers(
     rotations: tuple[Tensor, Tensor] | None = None
     half = rotary.shape[-1] // 2
     for layer in block.layers:
-        attention, mlp = layer.self_attention, layer.mlp
+        attention = layer.self_attention
+        mlp = layer.mlp
         mixed, _ = attention.linear_qkv(layer.input_layernorm(hidden))
-        rows, groups = mixed.shape[1], attention.num_query_groups_per_partition
+        rows = mixed.shape[1]
+        groups = attention.num_query_groups_per_partition
         mixed = mixed.view(rows, groups, -1, rotary.shape[-1])  # [R, g, n + 2, d]
         if attention.q_layernorm is not None:
             query, key, value = mixed.split((mixed.shape[2] - 2, 1, 1), dim=2)
@@ -344,7 +352,8 @@ def _rotations(
     They rotate queries and keys, scale queries, and leave values unchanged. rotary: angles [1, R, 1, d].
     """
     angles = rotary[0, :, None]  # [R, 1, 1, d]
-    cosine, sine = angles.cos(), angles.sin()
+    cosine = angles.cos()
+    sine = angles.sin()
     sine[..., : sine.shape[-1] // 2].neg_()
     queries = [part.mul(scale).expand(-1, -1, heads, -1) for part in (cosine, sine)]
     factors = (

@@ -41,7 +41,8 @@ def layer_outputs(lm: CausalLM, tokens: Sequence[int]) -> list[Tensor]:
 
 def layer_table(own: Sequence[Tensor], other: Sequence[Tensor], tolerance: float) -> str:
     """Return each layer's differences, relative to the size of a token's vector in `own`, and what they point to."""
-    lines, apart = ["layer  mean difference  largest (at token)"], None
+    lines = ["layer  mean difference  largest (at token)"]
+    apart = None
     for number, (left, right) in enumerate(zip(own, other, strict=True), 1):
         gaps = (left - right).norm(dim=1) / left.norm(dim=1)
         largest, token = gaps.max(0)

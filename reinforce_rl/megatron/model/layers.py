@@ -146,20 +146,25 @@ def block_spec(
     """Return a stage's layer spec; Transformer Engine modifies `config`, and is a ConfigError if missing or old."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts: Any = layer.submodules
-    attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
-    norm, mlp.activation_func = RMSNorm, swiglu
+    attention = parts.self_attention.submodules
+    mlp = parts.mlp.submodules
+    norm = RMSNorm
+    mlp.activation_func = swiglu
     if transformer_engine:
         _check_installed()
-        norm, mlp.activation_func = te.TENorm, TESwiGLU
+        norm = te.TENorm
+        mlp.activation_func = TESwiGLU
         attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
         attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
         config.apply_rope_fusion = True
         # With this FP8-only cache, a layer's first pass would overwrite the gradient buffer, not add to it.
         config.disable_parameter_transpose_cache = True
-    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    parts.input_layernorm = norm
+    parts.pre_mlp_layernorm = norm
     attention.core_attention = CoreAttention
     if architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = norm
+        attention.q_layernorm = norm
+        attention.k_layernorm = norm
     if architecture.output_bias:
         attention.linear_proj = _with_bias(attention.linear_proj)
     return TransformerBlockSubmodules(

@@ -67,7 +67,8 @@ class _ChunkedHead(torch.autograd.Function):
         options: tuple[Any, ...],
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        logits, group = _ShardLogits(hidden, weight, targets, *options), options[0].group
+        logits = _ShardLogits(hidden, weight, targets, *options)
+        group = options[0].group
         dtype = logits.dtype
         # A rank without tokens keeps these neutral values.
         highest = torch.full(
@@ -168,8 +169,11 @@ class _ShardLogits:
             weight[: shard.size],
             torch.promote_types(hidden.dtype, torch.float32),
         )
-        self._hidden, self._targets, self._shard = hidden, targets, shard
-        self._temperature, self._chunk_tokens = temperature, chunk_tokens
+        self._hidden = hidden
+        self._targets = targets
+        self._shard = shard
+        self._temperature = temperature
+        self._chunk_tokens = chunk_tokens
 
     def new_buffer(self) -> Tensor:
         """Allocate a reusable chunk buffer; a new one per chunk costs page faults on a CPU."""

@@ -72,7 +72,8 @@ def layers_of_stages(
     architecture: Architecture, layout: Layout, dtype: torch.dtype, options: ModelOptions
 ) -> list[int]:
     """Return the number of layers on each pipeline stage; needs no process group. Raises as `transformer_config`."""
-    layers, faults = [], []
+    layers = []
+    faults = []
     for stage in range(layout.pipeline):
         try:
             config = transformer_config(
@@ -232,13 +233,14 @@ class CausalLM(GPTModel):
         )
         if architecture.num_labels is not None and self.post_process:
             del self.output_layer  # megatron always creates one
-            shape, kind = (
-                (architecture.hidden_size, architecture.num_labels),
-                {"dtype": dtype, "device": mesh.device},
-            )
+            shape = (architecture.hidden_size, architecture.num_labels)
+            kind = {"dtype": dtype, "device": mesh.device}
             self.score = torch.nn.Linear(*shape, bias=False, **kind)
-        self.architecture, self._sizes, self.mesh = architecture, sizes, mesh
-        self._plain_layers, self._decodes_fast = not options.overrides, False
+        self.architecture = architecture
+        self._sizes = sizes
+        self.mesh = mesh
+        self._plain_layers = not options.overrides
+        self._decodes_fast = False
         self._inv_freq = inverse_frequencies.to(mesh.device)
 
     def forward(  # type: ignore[override]
@@ -264,7 +266,8 @@ class CausalLM(GPTModel):
         if is_padded:
             own = self._padded_positions(length)
             # Padding lies last, so the causal mask hides it.
-            input_ids, positions = input_ids[:, own.clamp(max=length - 1)], own[None, :]
+            input_ids = input_ids[:, own.clamp(max=length - 1)]
+            positions = own[None, :]
         elif position_ids is None:
             positions = torch.arange(length, device=input_ids.device)[None, :]
         else:
@@ -311,7 +314,8 @@ class CausalLM(GPTModel):
         return shared, rows, self.architecture.hidden_size
 
     def _padded_positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        padded, mesh = self._padded_length(length), self.mesh
+        padded = self._padded_length(length)
+        mesh = self.mesh
         if mesh.cp_size == 1:
             return torch.arange(padded, device=device or mesh.device)
         return zigzag_positions(padded, mesh.cp_size, mesh.cp_rank, device or mesh.device)
@@ -414,8 +418,10 @@ class CausalLM(GPTModel):
         layers: Any = self.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0  # megatron counts from 1
         sizes = (range(first, first + len(layers)), prompts, prompt_tokens, rows, response_tokens)
-        groups, arch = self._sizes.num_groups // self.mesh.tp_size, self.architecture
-        dtype, device = self.config.params_dtype, self.mesh.device
+        groups = self._sizes.num_groups // self.mesh.tp_size
+        arch = self.architecture
+        dtype = self.config.params_dtype
+        device = self.mesh.device
         return kind(CacheSizes(*sizes, groups, arch.head_size, dtype, device, arch.window))
 
 

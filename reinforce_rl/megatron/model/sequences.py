@@ -86,7 +86,9 @@ class PaddedSequences:
         )
         places = prompt_lengths[rows] + columns
         held = column_of[places - 1] >= 0
-        rows, columns, places = rows[held], columns[held], places[held]
+        rows = rows[held]
+        columns = columns[held]
+        places = places[held]
         before = column_of[places - 1] * len(sequences) + rows
         indices = (tokens, rows, columns, before, sequences[rows, places])
         self._tokens, *self._predictions = to_device(indices, lm.mesh.device)
@@ -122,7 +124,8 @@ class PackedGroups(PackedSeqParams):
         ids, group_of = torch.unique(group_ids, return_inverse=True)
         rows = torch.arange(len(group_ids))
         first = torch.full_like(ids, len(rows)).scatter_reduce(0, group_of, rows, "amin")
-        lengths, kept = prompt_lengths[first], (response_lengths - 1).clamp(min=0)
+        lengths = prompt_lengths[first]
+        kept = (response_lengths - 1).clamp(min=0)
         in_prompts = length_mask(lengths, int(lengths.max()))  # [B, P]
         in_responses = length_mask(kept, int(kept.max()))  # [N, T]
         _check_prompts(sequences, prompt_lengths, first[group_of], in_prompts.shape[1])
@@ -160,7 +163,8 @@ class PackedGroups(PackedSeqParams):
         )
         self._tokens, self._positions, *self._predictions = to_device(indices, lm.mesh.device)
 
-        architecture, dtype = lm.architecture, lm.config.params_dtype
+        architecture = lm.architecture
+        dtype = lm.config.params_dtype
         if flash_takes(lm.mesh.device, dtype, architecture.head_size):
             spans = _spans(lengths.tolist(), kept.tolist(), group_of.tolist(), padding[1])
             self.attend = _UnpaddedAttention(spans, architecture.window, lm.mesh.device)
@@ -202,7 +206,8 @@ class _UnpaddedAttention:
     def __init__(self, spans: list[tuple[Span, ...]], window: int | None, device: torch.device):
         keys = [sum(end - start for start, end in columns) for columns in spans]
         lengths = [[own[1] - own[0] for *_, own in spans], keys]
-        self._longest, self._window = [max(each) for each in lengths], window
+        self._longest = [max(each) for each in lengths]
+        self._window = window
         columns = torch.cat([torch.arange(*span) for columns in spans for span in columns])
         starts = [
             torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in lengths
@@ -234,11 +239,9 @@ class _PaddedAttention:
         slots = exists.nonzero()[:, 0]
         columns = torch.zeros_like(exists, dtype=torch.long)
         columns[slots] = torch.arange(len(slots))
-        self._size, self._shapes, self._window = (
-            len(slots),
-            (in_prompts.shape, in_responses.shape),
-            window,
-        )
+        self._size = len(slots)
+        self._shapes = (in_prompts.shape, in_responses.shape)
+        self._window = window
         indices = (exists, slots, columns, in_prompts, response_positions, group_of)
         self._exists, self._slots, self._columns, *self._where = to_device(indices, device)
 
@@ -280,7 +283,8 @@ class _Repeated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
-        ctx.index, ctx.shape = index, rows.shape
+        ctx.index = index
+        ctx.shape = rows.shape
         return rows.index_select(0, index)
 
     @staticmethod
@@ -300,7 +304,8 @@ class _Rearranged(torch.autograd.Function):
         ctx: Any, rows: Tensor, source: Tensor, back: Tensor, exists: Tensor | None
     ) -> Tensor:
         """`exists` is False where `back` is padding; None if it never is."""
-        ctx.back, ctx.exists = back, exists
+        ctx.back = back
+        ctx.exists = exists
         return rows.index_select(0, source)
 
     @staticmethod

@@ -24,7 +24,8 @@ def main() -> None:
     from reinforce_rl.config.load import load_config
     from reinforce_rl.runtime.roles import RankRole
 
-    folder, overrides = Path(sys.argv[1]), sys.argv[2:]
+    folder = Path(sys.argv[1])
+    overrides = sys.argv[2:]
     RankRole.weight_group = lambda role, device: Wire(device)  # type: ignore[method-assign, assignment]
     build.connect_to_reward_servers = lambda *args: FunctionReward(odd_share, PROMPT_TOKENS)  # type: ignore[assignment]
     on_threads_too(machine)

@@ -25,7 +25,8 @@ OVERRIDES = (
 
 
 def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    folder = Path(sys.argv[1])
+    rank = int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo")  # once, as joining the same store again is a race
     layouts = {
         "tp2": ("tensor_model_parallel_size", (2, 1, 1)),

@@ -25,7 +25,8 @@ def main() -> None:
     params = SamplingParams(max_length=16, stop_token_ids=(2, 5, 6, 7, 8, 9, 10, 11))
     with parallel_mesh(tensor_model_parallel_size=2) as mesh:
         for folder in folders:
-            lm, tokenizer = megatron_model(folder, mesh, torch.float64), load_tokenizer(folder)
+            lm = megatron_model(folder, mesh, torch.float64)
+            tokenizer = load_tokenizer(folder)
             found = NativeGenerator(lm, tokenizer).generate(prompts, 4, params, seed=3)
             bounded = NativeGenerator(lm, tokenizer, max_tokens=60).generate(
                 prompts, 4, params, seed=3

@@ -43,7 +43,8 @@ def save_on_a_full_disk(run: Run, mesh: Mesh, full_rank: int) -> None:
 
 
 def main() -> None:
-    out, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
+    out = Path(sys.argv[1])
+    plan = json.loads(sys.argv[2])
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     losses = {case: {} for case in plan["cases"]}
     uninterrupted = {}

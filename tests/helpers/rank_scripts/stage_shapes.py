@@ -15,7 +15,8 @@ HIDDEN = 36
 
 
 def main() -> None:
-    folder, tp = sys.argv[1], int(sys.argv[2])
+    folder = sys.argv[1]
+    tp = int(sys.argv[2])
     sent: list[torch.Tensor] = []
     exchange = dist.batch_isend_irecv
 

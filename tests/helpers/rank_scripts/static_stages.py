@@ -18,7 +18,9 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 
 
 def main() -> None:
-    folder, tp, pp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    folder = sys.argv[1]
+    tp = int(sys.argv[2])
+    pp = int(sys.argv[3])
     prompts = [
         Prompt(i, "", tuple(row[: 3 + 3 * i]))
         for i, row in enumerate(random_tokens(61, 3, 9).tolist())
@@ -30,7 +32,8 @@ def main() -> None:
     with parallel_mesh(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, timeout_seconds=60
     ) as mesh:
-        lm, tokenizer = megatron_model(folder, mesh, torch.float64), load_tokenizer(folder)
+        lm = megatron_model(folder, mesh, torch.float64)
+        tokenizer = load_tokenizer(folder)
         passes = []
         whole = StaticDecoding._read
         for params, samples, max_tokens in (

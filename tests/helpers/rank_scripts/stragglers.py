@@ -20,7 +20,8 @@ SECONDS = 2.0
 
 def slow_down(trainer: ReinforceTrainer) -> None:
     model = trainer.model
-    infer, train = model.infer, model.get_loss_and_metrics
+    infer = model.infer
+    train = model.get_loss_and_metrics
 
     def slow_infer(*args, **options):
         time.sleep(SECONDS)

@@ -65,7 +65,8 @@ def check_that_passes_add_up(out: Path, layout: str, mesh: Mesh) -> None:
 
 
 def check_that_an_old_one_is_refused(model: Path, layout: Layout, mesh: Mesh) -> None:
-    known, layers.OLDEST_VERSION = layers.OLDEST_VERSION, "99.0"
+    known = layers.OLDEST_VERSION
+    layers.OLDEST_VERSION = "99.0"
     try:
         megatron_model(model, mesh, options=layout.model)
     except ConfigError as error:

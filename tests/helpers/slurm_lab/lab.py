@@ -237,8 +237,10 @@ class SlurmLab:
         for line in shown.splitlines():
             fields = dict(re.findall(r"(\w+)=(\S*)", line))
             if "JobId" in fields:
-                state, exit_code = fields["JobState"], fields["ExitCode"]
-                number, restarts = int(fields["JobId"]), int(fields["Restarts"])
+                state = fields["JobState"]
+                exit_code = fields["ExitCode"]
+                number = int(fields["JobId"])
+                restarts = int(fields["Restarts"])
                 found.append(Component(number, state, exit_code, restarts, fields["Reason"]))
         assert found, shown
         return found

@@ -56,7 +56,8 @@ def generators_of(lab: SlurmLab, job: Job) -> list[psutil.Process]:
 def test_a_generator_dies_alone_is_started_again_and_all_are_drained(
     lab: SlurmLab, tmp_path: Path
 ) -> None:
-    job, run_dir = submit(lab, tmp_path), tmp_path / "run"
+    job = submit(lab, tmp_path)
+    run_dir = tmp_path / "run"
     assert wait_for(lambda: len(list(run_dir.glob("generates.*"))) == 2, SECONDS), job.output
     assert {"gen-0", "gen-1"} <= set(lab.steps(job)), "both at once on one node"
     victim = next(one for one in generators_of(lab, job) if one.environ()["LOCAL_RANK"] == "1")

@@ -115,7 +115,8 @@ def test_a_server_that_ended_well_without_being_asked() -> None:
 
 
 def test_a_server_that_was_lost_before_is_not_why_the_actor_failed() -> None:
-    actor, server = end_of(0, 1, 9.0), end_of(0, 137, 3.0, "rm-1")
+    actor = end_of(0, 1, 9.0)
+    server = end_of(0, 137, 3.0, "rm-1")
     assert judged([actor], [server]).first == actor
     assert judged([actor], [], lost=[server]).first == actor
     assert judged([end_of(0, 0)], [], lost=[server]).code == 0
@@ -199,7 +200,8 @@ def test_the_last_lines_of_a_log_are_without_warnings(tmp_path: Path) -> None:
 
 
 def test_a_run_has_finished_until_its_arguments_change(tmp_path: Path) -> None:
-    now, earlier = FIRST.arguments, (("a=0",), ())
+    now = FIRST.arguments
+    earlier = (("a=0",), ())
     attempts = [
         replace(FIRST, exit_code=0, arguments=earlier),
         replace(FIRST, job="8", exit_code=0),

@@ -27,7 +27,8 @@ def job(*words: str, server: Component | None = None, actor: Component | None = 
 
 
 def components_of(command: list[str]) -> tuple[list[str], list[str]]:
-    colon, batch_file = command.index(":"), command.index("/repo/slurm/train_hetjob.sbatch")
+    colon = command.index(":")
+    batch_file = command.index("/repo/slurm/train_hetjob.sbatch")
     return command[1:colon], command[colon + 1 : batch_file]
 
 

@@ -124,7 +124,8 @@ def test_a_chain_of_two_jobs(lab, world, tmp_path):
         assert done.returncode == expected_code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    conf, expected_code = lab.folder / "slurm.conf", 0
+    conf = lab.folder / "slurm.conf"
+    expected_code = 0
     found = re.search(r"Submitted: (\d+) then (\d+)", submit())
     assert found
     first, second = (

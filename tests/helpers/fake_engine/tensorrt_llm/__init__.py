@@ -203,7 +203,9 @@ class AsyncLLM:
 
 class Result:
     def __init__(self, model: Any, inputs: list[int], sampling: SamplingParams):
-        self._model, self._inputs, self._sampling = model, inputs, sampling
+        self._model = model
+        self._inputs = inputs
+        self._sampling = sampling
         self.outputs: list[Any] = []
         self.aborted = False
 
@@ -223,7 +225,8 @@ class Result:
         if self._model is None:
             count = min(3, self._sampling.max_tokens)
             tokens = [3 + (self._sampling.seed >> 8 * i) % 20 for i in range(count)]
-            log_probs, reason = [-1.0] * count, "length"
+            log_probs = [-1.0] * count
+            reason = "length"
         else:
             tokens, log_probs, reason = self._model.complete(self._inputs, self._sampling)
         if strikes("outside"):

@@ -48,7 +48,8 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     "rmsnorm_bwd", lambda grad, x, scale, weight: (torch.empty_like(x), torch.empty_like(weight))
 )
 def rmsnorm_bwd(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    normal, wide = _wide(x) * scale, _wide(grad)
+    normal = _wide(x) * scale
+    wide = _wide(grad)
     scaled = wide * _wide(weight)
     dx = scale * (scaled - normal * (scaled * normal).mean(dim=-1, keepdim=True))
     return dx.to(x.dtype), (wide * normal).flatten(0, -2).sum(dim=0).to(weight.dtype)

@@ -36,14 +36,15 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight, inp, bias, layer, is_first_microbatch):
-        ctx.layer, ctx.sequence_parallel = layer, layer.sequence_parallel
-        ctx.fuse_wgrad_accumulation, ctx.is_first_microbatch = (
-            layer.fuse_wgrad_accumulation,
-            is_first_microbatch,
-        )
+        ctx.layer = layer
+        ctx.sequence_parallel = layer.sequence_parallel
+        ctx.fuse_wgrad_accumulation = layer.fuse_wgrad_accumulation
+        ctx.is_first_microbatch = is_first_microbatch
         ctx.save_for_backward(inp, weight)
-        ctx.weight, ctx.has_bias = weight, bias is not None
-        column, shared = layer.parallel_mode == "column", layer.tp_size > 1
+        ctx.weight = weight
+        ctx.has_bias = bias is not None
+        column = layer.parallel_mode == "column"
+        shared = layer.tp_size > 1
         total = _gathered(inp, layer.tp_group) if column and ctx.sequence_parallel else inp
         KERNELS["gemm"] += 1
         out = F.linear(total, weight, bias)
@@ -54,21 +55,25 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         inp, saved = ctx.saved_tensors
-        layer, weight = ctx.layer, ctx.weight
-        column, shared = layer.parallel_mode == "column", layer.tp_size > 1
+        layer = ctx.layer
+        weight = ctx.weight
+        column = layer.parallel_mode == "column"
+        shared = layer.tp_size > 1
         grad = (
             _gathered(grad, layer.tp_group)
             if not column and ctx.sequence_parallel
             else grad.contiguous()
         )
-        dgrad = wgrad = None
+        dgrad = None
+        wgrad = None
         if ctx.needs_input_grad[1]:
             dgrad = grad @ saved
             if column and shared:
                 dgrad = (_scattered if ctx.sequence_parallel else _summed)(dgrad, layer.tp_group)
         if weight.requires_grad:
             total = _gathered(inp, layer.tp_group) if column and ctx.sequence_parallel else inp
-            rows, columns = grad.flatten(0, -2), total.flatten(0, -2)
+            rows = grad.flatten(0, -2)
+            columns = total.flatten(0, -2)
             if ctx.fuse_wgrad_accumulation:
                 assert hasattr(weight, "grad_added_to_main_grad")
                 _kernels.wgrad_accumulate(
@@ -107,15 +112,14 @@ class Linear(torch.nn.Module):
         super().__init__()
         assert parallel_mode in ("row", "column")
         self.tp_size = tp_size if tp_group is None else tp_group.size()
-        self.tp_group, self.parallel_mode = tp_group, parallel_mode
+        self.tp_group = tp_group
+        self.parallel_mode = parallel_mode
         self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
         self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.use_bias, self.return_bias, self.apply_bias = (
-            bias,
-            return_bias,
-            bias and not return_bias,
-        )
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         place = {"dtype": params_dtype, "device": device}
         self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **place))
@@ -152,11 +156,9 @@ class Linear(torch.nn.Module):
 
 def _mark(parameter, dim):
     """pytorch/utils.py, `set_tensor_model_parallel_attributes`."""
-    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
-        True,
-        dim,
-        1,
-    )
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim = dim
+    parameter.partition_stride = 1
 
 
 class _BasicOperation(torch.nn.Module):
