@@ -155,9 +155,8 @@ class Published:
     mode: str
     together: float
     apart: float
-    responses: tuple[float, float] | None = (
-        None  # mean tokens of both runs, where they differ from `of`
-    )
+    # mean tokens of both runs, where they differ from `of`
+    responses: tuple[float, float] | None = None
     log_probs: float = 0.0  # seconds of `of` that the asynchronous run does without
 
 

@@ -57,9 +57,8 @@ from rich.progress import (  # noqa: E402
 
 TUNING_SEEDS = (1, 2, 3)
 FIRST_SEED = 101  # of the evaluation
-SLEEPING_SEEDS = (
-    3  # of cells that sleep: for seconds alone, as they learn what those without sleep do
-)
+# of cells that sleep: for seconds alone, as they learn what those without sleep do
+SLEEPING_SEEDS = 3
 JOB_SECONDS = 300.0
 QUICK_STEPS = 4
 QUICK_PRETRAINING = 12

@@ -12,9 +12,8 @@ from rloo_step.reward import vowels
 from rloo_step.workload import PHASES, SideReport, Workload
 
 STEP = "whole step"
-LEAST_SECONDS = (
-    0.01  # of a phase that has a ratio; the clock around nothing takes some microseconds
-)
+# of a phase that has a ratio; the clock around nothing takes some microseconds
+LEAST_SECONDS = 0.01
 REWARD_TOLERANCE = 1e-6  # both sides keep rewards in float32
 
 

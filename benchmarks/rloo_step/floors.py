@@ -15,9 +15,8 @@ BYTES = 4  # of a number in float32
 # floating-point operations a parameter and token
 FORWARD = 2
 TRAINING = 6
-ADAM_TRANSFERS = (
-    7  # weight, gradient and two moments are read; the weight and the moments are written
-)
+# weight, gradient and two moments are read; the weight and the moments are written
+ADAM_TRANSFERS = 7
 
 
 @dataclass(frozen=True)

@@ -96,12 +96,10 @@ class ActorSettings:
     forward_micro_batch_size: int  # sequences per pass without gradient
     seed: int  # keys the sampling noise, with step, prompt and sample
     tokens_per_micro_batch: int | None = None  # padding included; replaces both micro-batch sizes
-    pad_to: int = (
-        0  # pad to this many tokens so that shapes are static, cutting none; 0: to the longest
-    )
-    shared_prefix: bool = (
-        False  # read each prompt once, without padding; not with pad_to or context parallelism
-    )
+    # pad to this many tokens so that shapes are static, cutting none; 0: to the longest
+    pad_to: int = 0
+    # read each prompt once, without padding; not with pad_to or context parallelism
+    shared_prefix: bool = False
     logits_chunk_tokens: int = 1024  # response tokens whose logits exist at a time
     offload_optimizer: bool = False  # keep optimizer states on the host during generation
     loss: LossSettings = field(default_factory=LossSettings)
@@ -112,9 +110,8 @@ class ActorSettings:
 class LossShare:
     loss: float  # summed over data-parallel ranks: the loss
     sums: dict[str, float]  # of `policy_loss`, plus tokens with and without padding
-    log_probs: Tensor | None = (
-        None  # float32 [N, T] by the policy; NaN for rows outside of this step, and off-policy
-    )
+    # float32 [N, T] by the policy; NaN for rows outside of this step, and off-policy
+    log_probs: Tensor | None = None
 
 
 class MegatronGPTReinforceActorModel:

@@ -27,9 +27,8 @@ class LossSettings:
     ratio_clip_low: float = 0.2  # ratio >= 1 - this
     ratio_clip_high: float = 0.2  # ratio <= 1 + this
     generator_correction: str = "none"  # see `generator_weights`
-    generator_ratio_cap: float = (
-        2.0  # truncates the generator weights, or bounds those that are not masked
-    )
+    # truncates the generator weights, or bounds those that are not masked
+    generator_ratio_cap: float = 2.0
     kl_estimator: str = "k1"  # of a KL in the loss
     kl_loss_weights: str = "prefix"  # see `kl_loss_terms`
     entropy_bonus: float = 0.0  # per nat of a token's entropy

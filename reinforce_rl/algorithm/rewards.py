@@ -58,18 +58,16 @@ class RunningMoments:
 class RewardShaping:
     """Reward shaping, applied in the order of the fields."""
 
-    standardisation: str = (
-        "none"  # none; given: (r - mean) / deviation; running: with moments of past steps
-    )
+    # none; given: (r - mean) / deviation; running: with moments of past steps
+    standardisation: str = "none"
     mean: float = 0.0  # of given
     deviation: float = 1.0  # of given
     scale: float = 1.0
     clip: float | None = None  # bound on the absolute value; None for no bound
     length_penalty: float = 0.0  # per response token
     truncation_penalty: float = 0.0  # for a response cut at max_length
-    overlong_buffer: int = (
-        0  # last tokens with a linear penalty, ended responses too (2503.14476, equation 13)
-    )
+    # last tokens with a linear penalty, ended responses too (2503.14476, equation 13)
+    overlong_buffer: int = 0
     max_length: int = 1  # response tokens
 
 

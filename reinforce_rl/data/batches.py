@@ -140,9 +140,8 @@ class ReinforceBatch:
     rollouts: RolloutBatch
     # float32 [N], KL estimate in nats, summed or averaged over the response.
     kl: Tensor
-    rewards_with_kl: (
-        Tensor  # float32 [N], shaped reward, minus beta * `kl` if the KL is in the reward
-    )
+    # float32 [N], shaped reward, minus beta * `kl` if the KL is in the reward
+    rewards_with_kl: Tensor
     baseline: Tensor  # float32 [N], subtracted from the reward before any division
     # float32 [N, T], detached; 0 on padding and for samples that do not train. Constant over a response unless credit
     # is assigned per token.

@@ -129,9 +129,8 @@ class Chat:
     params: SamplingParams
     seed: int = 0
     system: str = ""
-    score: Callable[[Speaker, Prompt, Completions], str] | None = (
-        None  # says what an answer is worth; None: nothing
-    )
+    # says what an answer is worth; None: nothing
+    score: Callable[[Speaker, Prompt, Completions], str] | None = None
     console: Console = field(default_factory=lambda: Console(highlight=False))
     _answered: int = 0  # keys the noise, so that the same question is not answered alike
     _stop: bool = False  # Ctrl-C was typed during this answer

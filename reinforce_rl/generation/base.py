@@ -20,9 +20,8 @@ class SamplingParams:
     temperature: float = 1.0  # above 0
     top_k: int = 0  # 0 for all tokens
     top_p: float = 1.0  # 1 for all tokens
-    repetition_penalty: float = (
-        1.0  # over prompt and response, 1 for none (Keskar et al. 2019, arXiv:1909.05858)
-    )
+    # over prompt and response, 1 for none (Keskar et al. 2019, arXiv:1909.05858)
+    repetition_penalty: float = 1.0
     use_greedy: bool = False  # always take the likeliest token
     stop_token_ids: tuple[int, ...] = ()  # any of these ends a response and belongs to it
     end_strings: tuple[

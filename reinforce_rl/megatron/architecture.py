@@ -19,14 +19,12 @@ class _Family:
     """Differences of a family from a decoder with RMSNorm, SwiGLU, RoPE and no biases."""
 
     defaults: dict[str, Any]  # transformers' values for keys missing in config.json
-    has_attention_bias_key: bool = (
-        False  # `attention_bias` adds biases to q, k, v and the output projection
-    )
+    # `attention_bias` adds biases to q, k, v and the output projection
+    has_attention_bias_key: bool = False
     qkv_bias: bool = False  # q, k and v always have biases
     qk_norm: bool = False  # RMSNorm over each head's query and key
-    windows: Literal["all", "layer_types"] | None = (
-        None  # layers with `sliding_window`; None: not read
-    )
+    # layers with `sliding_window`; None: not read
+    windows: Literal["all", "layer_types"] | None = None
 
 
 # The supported families by `model_type`. To add one, add a row; see CONTRIBUTING.md.

@@ -64,9 +64,8 @@ class World:
 class Mesh:
     rank: int  # global
     world_size: int
-    dp_rank: (
-        int  # data parallel, without context parallel: ranks of one dp_rank hold the same prompts
-    )
+    # data parallel, without context parallel: ranks of one dp_rank hold the same prompts
+    dp_rank: int
     dp_size: int
     tp_rank: int  # tensor parallel: ranks of one tp_rank hold the same slice of each weight
     tp_size: int

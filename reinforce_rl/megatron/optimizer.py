@@ -331,9 +331,8 @@ def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
 @dataclass(frozen=True)
 class _Main:
     parameter: Tensor  # the model's
-    tensor: (
-        Tensor  # what Adam updates here: the parameter, its fp32 copy, or a flat range of either
-    )
+    # what Adam updates here: the parameter, its fp32 copy, or a flat range of either
+    tensor: Tensor
     start: int  # offset of the range in the flattened parameter
     shared: bool  # sharded over data- and context-parallel ranks
     inner: Any  # inner optimizer

@@ -68,9 +68,8 @@ class _Value:
         self.kind = kind
         self.name = name  # "module name" of a class and of its instances; of a text, the text
         self.size = size  # 1 and the sizes of all values that it holds
-        self.may_change = (
-            may_change  # until another value holds it; a class or function of the program never
-        )
+        # until another value holds it; a class or function of the program never
+        self.may_change = may_change
 
 
 def _check(data: bytes, key_classes: Collection[str]) -> None:

@@ -13,9 +13,8 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.columns import MetricColumns, checked_line
 from reinforce_rl.utils.untrusted_files import open_regular, parse_json
 
-_TAIL = (
-    4096  # bytes before the end of what was read that must be unchanged; each line holds its time
-)
+# bytes before the end of what was read that must be unchanged; each line holds its time
+_TAIL = 4096
 _CHUNK = 1 << 18  # bytes that are read at once
 _MAX_LINE = 1 << 20  # bytes
 _MAX_LINE_DEPTH = 20

@@ -49,18 +49,15 @@ class RolloutRow:
     """One scored sample; NaN is null in the file, here and in `SampleTokens`."""
 
     step: int  # sampled before this optimizer step, or validated after it
-    prompt_id: (
-        int  # the prompt's index in the data set; with weighted blending modulo the set's size
-    )
+    # the prompt's index in the data set; with weighted blending modulo the set's size
+    prompt_id: int
     sample_id: int  # 0 .. G-1 within the prompt
     prompt: str  # as given to the tokenizer, chat template applied
     response: str  # without special tokens
-    reward: (
-        float  # as the reward source returned it, or the weighted sum of sources; NaN: not scored
-    )
-    finish_reason: (
-        str  # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/finish_reasons.py`
-    )
+    # as the reward source returned it, or the weighted sum of sources; NaN: not scored
+    reward: float
+    # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/finish_reasons.py`
+    finish_reason: str
     response_length: int  # tokens, including the stop token
     kl: float = (
         math.nan

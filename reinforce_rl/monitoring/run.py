@@ -37,9 +37,8 @@ class RunMonitor:
     metrics: Loggers
     progress: TrainingProgress
     status: StatusFile | None = None
-    straggler_factor: float = (
-        1.5  # ranks slower than this multiple of a phase's median are reported
-    )
+    # ranks slower than this multiple of a phase's median are reported
+    straggler_factor: float = 1.5
     table_interval: int = 0  # steps between tables of training samples for the loggers; 0 for none
     tokens_every: int = 0  # `exp_manager.record_tokens_every`
     alert_rules: AlertRules = field(default_factory=AlertRules)

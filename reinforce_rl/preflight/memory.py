@@ -76,9 +76,8 @@ class Policy:
     recompute: int  # layers of a stage that are recomputed, at most
     recompute_group: int  # recomputed layers per saved input
     chunk_tokens: int  # response tokens whose logits are alive at a time
-    offload_optimizer: (
-        bool  # during generation optimizer states go to the host and gradients are freed
-    )
+    # during generation optimizer states go to the host and gradients are freed
+    offload_optimizer: bool
     fused_adam: bool  # one kernel without temporaries
     gpu: bool  # device and host memory are separate; on a CPU nothing is moved
     engine_copies: bool = False  # an engine that sleeps keeps its weights in host memory

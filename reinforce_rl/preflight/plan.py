@@ -170,14 +170,12 @@ class BatchPlan:
     prompts_of_rank: Share  # per step
     generation_calls: int  # per step
     forward_micro_batches: int  # per step
-    prompts_of_update: (
-        Share  # per optimizer step: over all ranks, and the most that one rank may have
-    )
+    # per optimizer step: over all ranks, and the most that one rank may have
+    prompts_of_update: Share
     updates: int  # optimizer steps on a full rollout batch
     micro_batches: int  # per optimizer step
-    longest_prompt: (
-        int  # tokens, of the training prompts; the allowed maximum if they cannot be read
-    )
+    # tokens, of the training prompts; the allowed maximum if they cannot be read
+    longest_prompt: int
     longest: int  # tokens of the longest sequence, prompt and response
     validation: int | None  # prompts over all ranks, None for no validation
     validation_calls: int  # per validation

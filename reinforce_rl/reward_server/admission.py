@@ -29,9 +29,8 @@ class FrontSettings(Section):
     backend: str = ""  # Triton's Unix socket
     canary: str = ""  # JSON inputs that the model can always score
     input_forms: tuple[str, ...] = (TOKENS_FORM,)
-    idle_seconds: float = (
-        60.0  # until a complete header, or between two pieces of a body; then the connection closes
-    )
+    # until a complete header, or between two pieces of a body; then the connection closes
+    idle_seconds: float = 60.0
 
 
 @dataclass(eq=False)

@@ -45,9 +45,8 @@ logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5  # between two checks of the processes
 SUMMARY_SECONDS = 60.0  # between two lines of totals in the log
-STUCK_GRACE_SECONDS = (
-    2.0  # a scorer on several ranks has the same limit, and can name the stuck rank
-)
+# a scorer on several ranks has the same limit, and can name the stuck rank
+STUCK_GRACE_SECONDS = 2.0
 STOP_SECONDS = 60.0  # beyond the calls in flight; after that a stopping server counts as hung
 CANARY_SECONDS = 300.0  # the first forward pass of a large model may compile for minutes
 WIDTH_OF_TEXTS = 2048  # context assumed for a reward function: 64 KiB of text per sample

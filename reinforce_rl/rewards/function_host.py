@@ -180,9 +180,8 @@ class _Sample:
     id: int
     pid: int
     answer_fd: int
-    secret: (
-        bytes  # precedes its answer; a program that a function starts does not know it, a fork does
-    )
+    # precedes its answer; a program that a function starts does not know it, a fork does
+    secret: bytes
     deadline: float  # in time.monotonic
     answer: bytearray = field(default_factory=bytearray)
 

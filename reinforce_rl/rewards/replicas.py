@@ -70,9 +70,8 @@ class Replicas:
         self._turns = itertools.count()
         self._described: tuple[ServerInfo, ModelAddress] | None = None
         self._difference: Fault | None = None  # two servers of different models: nothing can go on
-        self._changed: asyncio.Future[None] | None = (
-            None  # done at the next change, and then replaced
-        )
+        # done at the next change, and then replaced
+        self._changed: asyncio.Future[None] | None = None
         self._probing: set[asyncio.Task[None]] = set()
         self._next_report = 0.0
         self._report_lock = threading.Lock()

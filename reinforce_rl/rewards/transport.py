@@ -103,9 +103,8 @@ class FailedAttempt(Exception):
     timed_out: bool = False
     bad_answer: bool = False  # it breaks the protocol, or belongs to another request
     retry_after: float | None = None  # seconds, if the server sent them
-    fatal: RewardServerError | None = (
-        None  # why this server cannot be used at all; None if it may recover
-    )
+    # why this server cannot be used at all; None if it may recover
+    fatal: RewardServerError | None = None
 
     def __str__(self) -> str:
         return self.text

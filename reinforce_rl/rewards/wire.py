@@ -60,9 +60,8 @@ INFO_OUTPUT = "info"
 
 HEADER_LENGTH = "Inference-Header-Content-Length"  # of the JSON before binary tensors
 REQUEST_ID = "X-Request-ID"  # appears in both sides' logs
-REQUEST_DIGEST = (
-    "X-Request-Digest"  # in an answer: hex SHA-256 of the body that the server received
-)
+# in an answer: hex SHA-256 of the body that the server received
+REQUEST_DIGEST = "X-Request-Digest"
 TOKEN_HEADER = "Authorization"
 TOKEN_SCHEME = "Bearer "
 TOKEN_VARIABLE = "REINFORCE_REWARD_TOKEN"

@@ -47,9 +47,8 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
-SETTLE_SECONDS = (
-    1.0  # from the first sign of a loss to the verdict, since a dead rank drags others along
-)
+# from the first sign of a loss to the verdict, since a dead rank drags others along
+SETTLE_SECONDS = 1.0
 GRACE_SECONDS = 5.0  # from the verdict to the exit of a process whose main thread is stuck
 END_SECONDS = 120.0  # for cleanup of a main thread that is already ending
 

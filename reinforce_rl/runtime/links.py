@@ -69,9 +69,8 @@ class Invitation:
 @dataclass(eq=False)
 class Peer:
     rank: int
-    silence: float = (
-        0.0  # seconds since its last message, not counting time in which this process was suspended
-    )
+    # seconds since its last message, not counting time in which this process was suspended
+    silence: float = 0.0
     closed: bool = False
 
 

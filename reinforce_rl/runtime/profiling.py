@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from reinforce_rl.config.actor import ProfileConfig
 
 TOP_OPERATIONS = 30
-MAX_EVENTS = (
-    1_000_000  # above it nothing is written: reading them takes minutes, and no viewer opens them
-)
+# above it nothing is written: reading them takes minutes, and no viewer opens them
+MAX_EVENTS = 1_000_000
 LARGE_BYTES = 200e6  # of a trace
 ALLOCATIONS = 100_000
 

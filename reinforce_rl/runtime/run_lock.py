@@ -23,9 +23,8 @@ from reinforce_rl.runtime.status import is_alive, read_status
 from reinforce_rl.utils.untrusted_files import leads_out
 
 LOCK_FILE = "run.lock"
-_OWNER_ONLY = (
-    0o600  # whoever can read the file could take a shared lock, and keep the run from starting
-)
+# whoever can read the file could take a shared lock, and keep the run from starting
+_OWNER_ONLY = 0o600
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 LEASE_SECONDS = 100.0  # NFS's servers give a lock up after 90 s without a sign of its host
 POLL_SECONDS = 1.0

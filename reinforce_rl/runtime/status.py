@@ -37,9 +37,8 @@ _STATES: dict[int, State] = {
 
 @dataclass(frozen=True)
 class Status:
-    state: State = (
-        "running"  # finished: all steps done; stopped: saved, the same command resumes it
-    )
+    # finished: all steps done; stopped: saved, the same command resumes it
+    state: State = "running"
     reason: str = ""  # why it was stopped or failed, or what it waits for
     step: int = 0  # last complete one
     max_steps: int = 0  # 0 until known

@@ -20,9 +20,8 @@ from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded
 MAX_CONFIG_BYTES = 1 << 20
 MAX_CONFIG_VALUES = 100_000  # keys, values and lists, all together
 INTERPOLATION = "${"
-_MAX_KEY = (
-    500  # characters of a key and of those above it: each of their values is named by all of them
-)
+# characters of a key and of those above it: each of their values is named by all of them
+_MAX_KEY = 500
 _SHOWN = 200  # characters of a value in a message
 _ADVICE = "A run writes none such: restore the file, or take it away"
 

@@ -33,9 +33,8 @@ class Ticket:
 
     numbers: list[list[int]]  # of each data-parallel rank's micro-batches, in order
     version: int
-    stored: dict[int, dict[str, Any]] | None = (
-        None  # by prompt, all ranks' results from a checkpoint
-    )
+    # by prompt, all ranks' results from a checkpoint
+    stored: dict[int, dict[str, Any]] | None = None
 
 
 class Generators:

@@ -82,9 +82,8 @@ class GeneratorRank:
         self._staged: dict[int, dict[str, Tensor]] = {}  # received and not used yet
         self._has_ended = False
         self._unscored = 0  # results that wait for their scores
-        self._awake: contextlib.ExitStack | None = (
-            None  # the generator's, while the weights stay the same
-        )
+        # the generator's, while the weights stay the same
+        self._awake: contextlib.ExitStack | None = None
         self._failure: BaseException | None = None
         self._links = Links.connect(
             Invitation.from_json(role.shared(INVITATION)), role.rank, HELLO, CONNECT_SECONDS
@@ -331,9 +330,8 @@ class GeneratorRank:
             result = replace(result, completions=replace(found, weight_versions=versions))
             future = self._ask_for_scores(work, found)
         except GenerationError as error:
-            self._awake = (
-                None  # one that has failed is not put to sleep, and wakes with the next weights
-            )
+            # one that has failed is not put to sleep, and wakes with the next weights
+            self._awake = None
             result = replace(result, failure=error)
         return result, future
 

@@ -84,9 +84,8 @@ class GeneratorPool:
         self._given: dict[int, Work] = {}  # and not forgotten
         self._given_again = set[int]()  # as their rollouts were too old
         self._results: dict[int, Result] = {}
-        self._again: set[int] | None = (
-            None  # while `take` waits: works that were given again before
-        )
+        # while `take` waits: works that were given again before
+        self._again: set[int] | None = None
         self._dropped = 0  # since then
         self._failure: ReinforceError | None = None  # of a generator that cannot go on
         self._informed_of_end = set[int]()  # ranks that have read that the run has ended

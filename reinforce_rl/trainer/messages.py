@@ -44,9 +44,8 @@ class Result:
     prompt_ids: tuple[int, ...]
     completions: Completions | None = None  # None after a failure
     rewards: Rewards | None = None
-    failure: ReinforceError | None = (
-        None  # of the engine if there are no completions, else of the reward source
-    )
+    # of the engine if there are no completions, else of the reward source
+    failure: ReinforceError | None = None
 
 
 @dataclass(frozen=True)

@@ -89,15 +89,13 @@ class RolloutMaker:
     loader: PromptLoader  # prompts of `make`
     clock: StepClock
     stop: StopRequest
-    has_ratios: bool = (
-        False  # a batch takes more than one optimizer step, so old log-probs are needed
-    )
+    # a batch takes more than one optimizer step, so old log-probs are needed
+    has_ratios: bool = False
     # Entered around the generation of a step.
     while_generating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     generators: Generators | None = None  # on ranks of their own; None: this rank generates
-    staleness: int = (
-        0  # steps after this one whose prompts are drawn, and generated if there are generators
-    )
+    # steps after this one whose prompts are drawn, and generated if there are generators
+    staleness: int = 0
     max_steps: int = sys.maxsize
     ahead: deque[Drawn] = field(default_factory=deque)  # this step's and the following ones'
     under_way: dict[int, Prompt] = field(

@@ -111,9 +111,8 @@ class SeparatePool(GeneratorPool):
         self._note = note
         self._generators: dict[int, _Generator] = {}
         self._newest = 0  # version that generators are to have
-        self._sent: tuple[NewWeights, tuple[int, ...]] | None = (
-            None  # the last transfer and its ranks
-        )
+        # the last transfer and its ranks
+        self._sent: tuple[NewWeights, tuple[int, ...]] | None = None
         self._members: tuple[int, ...] = ()  # of the group
         self._answers: dict[int, Received] = {}  # to the last transfer, by rank
         self._epoch = 0

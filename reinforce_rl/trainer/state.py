@@ -154,9 +154,8 @@ class NonFiniteGuard:
     """
 
     most: int
-    is_sound: bool = (
-        True  # False while the loss is not finite, which can happen with finite weights
-    )
+    # False while the loss is not finite, which can happen with finite weights
+    is_sound: bool = True
     _skipped: int = 0
 
     def check(

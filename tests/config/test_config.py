@@ -31,9 +31,8 @@ from reinforce_rl.errors import ConfigError, key_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_reinforce_actor.py"
-DEADLINE_S = (
-    120.0  # what a slow and busy machine may take for a message that comes at once elsewhere
-)
+# what a slow and busy machine may take for a message that comes at once elsewhere
+DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,12 @@ DROP = "drop"  # the request is not passed on, and the connection is reset
 SILENCE = "silence"  # the request is not passed on, and nobody ever answers
 DELAY = "delay"  # the answer comes late
 TRICKLE = "trickle"  # the answer comes byte by byte
-TRUNCATE_REQUEST = (
-    "truncate_request"  # the first half of the request arrives, then the connection ends
-)
+# the first half of the request arrives, then the connection ends
+TRUNCATE_REQUEST = "truncate_request"
 TRUNCATE = "truncate"  # the first half of the answer arrives, then the connection ends
 DUPLICATE = "duplicate"  # the request arrives twice, and the answer too
-DUPLICATE_BYTES = (
-    "duplicate_bytes"  # the first half of the answer arrives twice before the second one
-)
+# the first half of the answer arrives twice before the second one
+DUPLICATE_BYTES = "duplicate_bytes"
 GARBAGE = "garbage"  # the answer is not HTTP
 CUT_BODY = "cut_body"  # the answer's headers and half of its body arrive, then the connection ends
 UNDELIMITED = "undelimited"  # the same, of an answer that does not say how long it is

@@ -63,9 +63,8 @@ class _Recorder(TorchDispatchMode):
         }
         for result in results:
             if result.untyped_storage().data_ptr() not in known:
-                self._fresh[result.untyped_storage().data_ptr()] = (
-                    result  # kept, or its address would be used again
-                )
+                # kept, or its address would be used again
+                self._fresh[result.untyped_storage().data_ptr()] = result
         self._graph.kernels.append((function, args, kwargs, results))
         return found
 

@@ -45,9 +45,8 @@ class ToyServer:
             tempfile.mkdtemp(prefix="toy-")
         )  # pytest's own path is too long for Unix sockets
         self.ready_file = folder / "ready.json"
-        self.server_pid = (
-            0  # of the process that serves, which may be one below the one that was started
-        )
+        # of the process that serves, which may be one below the one that was started
+        self.server_pid = 0
         self.descendants: list[psutil.Process] = []
 
     def command(self) -> list[str]:

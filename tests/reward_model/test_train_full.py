@@ -57,9 +57,8 @@ def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, to
 
     objective, pooling = CASES[case]
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    model.model.embed_tokens.padding_idx = (
-        None  # transformers' own gives the padding token's embedding no gradient
-    )
+    # transformers' own gives the padding token's embedding no gradient
+    model.model.embed_tokens.padding_idx = None
     rows = []
     for example in examples:
         scores = []

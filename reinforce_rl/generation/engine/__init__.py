@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-TAKEN_BACK = (
-    "it was taken back before its end"  # fault of an answer that has what there was by then
-)
+# fault of an answer that has what there was by then
+TAKEN_BACK = "it was taken back before its end"
 
 
 @dataclass(frozen=True)

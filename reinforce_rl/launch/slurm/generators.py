@@ -8,9 +8,8 @@ from collections.abc import Callable
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_STOPPED
 from reinforce_rl.launch.slurm.steps import Step
 
-RESTART_SECONDS = (
-    5.0  # from a death to the next start: the trainers may have died first, and end the job
-)
+# from a death to the next start: the trainers may have died first, and end the job
+RESTART_SECONDS = 5.0
 
 
 class Generators:

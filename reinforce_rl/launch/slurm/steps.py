@@ -141,9 +141,8 @@ class StepPlan:
     image: str  # of the container; empty for none
     peers: tuple[str, ...]  # a node of the other component
     listens: bool = False  # for generators, at its first task's address
-    first_local: int | None = (
-        None  # of a generator, which may share its node: rank there of its first task
-    )
+    # of a generator, which may share its node: rank there of its first task
+    first_local: int | None = None
 
     @property
     def num_nodes(self) -> int:

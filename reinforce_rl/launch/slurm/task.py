@@ -44,9 +44,8 @@ class Task:
     nodes: int  # number of nodes
     serves: bool = False  # it is a reward server, which needs an HTTP port
     listens: bool = False  # for generators, at its first task's address
-    first_local: int | None = (
-        None  # of a generator, which may share its node: rank there of its first task
-    )
+    # of a generator, which may share its node: rank there of its first task
+    first_local: int | None = None
     seconds: float = 0.0  # for the first task to publish its endpoint
     peers: Sequence[str] = ()  # names of other nodes
     script: Sequence[str] = ()  # arguments of Python: a file, or -m and a name, and what follows

@@ -32,9 +32,8 @@ from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.attention import CoreAttention
 
-IN_PLACE = (
-    "gradient_is_added_in_place"  # attribute of weights whose gradient goes straight to `main_grad`
-)
+# attribute of weights whose gradient goes straight to `main_grad`
+IN_PLACE = "gradient_is_added_in_place"
 # Transformer Engine's lower bound in megatron-core 0.16.1's extra `dev`, which also requires < 2.12.
 OLDEST_VERSION = "2.9.0"
 # Without Transformer Engine, megatron mocks this name with something isinstance() rejects.

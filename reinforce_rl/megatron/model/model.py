@@ -52,12 +52,10 @@ for _name in ("granularity", "method", "num_layers"):
 class ModelOptions:
     """Options of the forward and backward computation."""
 
-    recompute_granularity: str | None = (
-        None  # "selective" (core attention), "full" (whole layers); None for none
-    )
-    recompute_method: str | None = (
-        None  # for "full": "uniform" (groups of layers) or "block" (a stage's first layers)
-    )
+    # "selective" (core attention), "full" (whole layers); None for none
+    recompute_granularity: str | None = None
+    # for "full": "uniform" (groups of layers) or "block" (a stage's first layers)
+    recompute_method: str | None = None
     recompute_num_layers: int | None = None  # for "full"
     transformer_engine: bool = False  # build layers from Transformer Engine's modules; see `layers`
     overrides: Mapping[str, Any] = field(

@@ -33,9 +33,8 @@ from reinforce_rl.megatron.weight_map import SCORE_LAYER
 from reinforce_rl.utils.untrusted_files import check_regular
 
 POOLINGS = ("mean", "last")
-POOLING_KEY = (
-    "reward_pooling"  # in a classifier's config.json, for a pooling other than transformers'
-)
+# in a classifier's config.json, for a pooling other than transformers'
+POOLING_KEY = "reward_pooling"
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,11 @@ class RewardHead:
     bias: Tensor  # float32 [], or [K]
     pooling: str  # `mean` over tokens, or `last` token
     attributes: tuple[str, ...] = ()  # K names; empty for a single score
-    mean: float = (
-        0.0  # of merged scores, as is `deviation`; the server's default for standardization
-    )
+    # of merged scores, as is `deviation`; the server's default for standardization
+    mean: float = 0.0
     deviation: float = 1.0
-    pad_id: int | None = (
-        None  # trailing tokens of this id are ignored, as in transformers; None counts every token
-    )
+    # trailing tokens of this id are ignored, as in transformers; None counts every token
+    pad_id: int | None = None
     hidden: HiddenLayer | None = None
     name: str = SCORE  # module in the folder's weights
 

@@ -29,9 +29,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # Published classes whose head is nn.Sequential(Linear, activation, Linear), such as Qwen2.5-Math-RM-72B's.
 _ACTIVATION_OF_CLASS = {"Qwen2ForRewardModel": "relu"}
 _OPENRLHF_KEY = "value_head_prefix"  # in config.json: the module of OpenRLHF's head
-_LLAMA_FACTORY_FILE = (
-    "value_head.safetensors"  # beside the weights: the head that LLaMA-Factory trains
-)
+# beside the weights: the head that LLaMA-Factory trains
+_LLAMA_FACTORY_FILE = "value_head.safetensors"
 _NUMBERED = re.compile(r"\.\d+$")
 
 
