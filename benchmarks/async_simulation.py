@@ -367,9 +367,8 @@ def main() -> None:
     job = measured.job(lengths, args.tail)
     rows = list[Row]()
     for gpus in args.gpus:
-        for times in sorted(
-            {1, max(1, gpus // args.gpus[0])}
-        ):  # the same step, and one that grows with the GPUs
+        for times in sorted({1, max(1, gpus // args.gpus[0])}):
+            # the same step, and one that grows with the GPUs
             rows += rows_of(
                 replace(job, prompts=job.prompts * times), measured.group, gpus, args.lags
             )

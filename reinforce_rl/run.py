@@ -309,9 +309,8 @@ def build_trainer(
     saving = cfg.exp_manager.checkpoint_callback_params
     duration = cfg.exp_manager.max_time_per_run
     first_save = first_save_seconds(state_bytes(model.ddp, mesh))
-    if (
-        control is not None and control.status.save_seconds is not None
-    ):  # an earlier run has measured it
+    if control is not None and control.status.save_seconds is not None:
+        # an earlier run has measured it
         first_save = control.status.save_seconds
     limit = None if duration is None else parse_duration(duration)
     timer = RunTimer(limit, JobTimes.of(os.environ), first_save)

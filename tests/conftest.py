@@ -16,14 +16,12 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # workers that each take every core would wait for one another
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # workers that each take every core would wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell's background job; programs under test would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell's background job; programs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

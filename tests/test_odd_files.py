@@ -131,9 +131,8 @@ def test_an_odd_file_of_a_model_is_an_error_of_the_project(name, kind, tmp_path)
             Architecture.from_folder(model)
         assert "config.json" in str(caught.value)
         assert all(keys_of(caught.value))
-    elif (name, kind) in READ_AS_IT_IS or (
-        name != "tokenizer.json" and kind == "loop"
-    ):  # a link to nothing
+    elif (name, kind) in READ_AS_IT_IS or (name != "tokenizer.json" and kind == "loop"):
+        # a link to nothing
         assert load_tokenizer(model)
     else:
         with pytest.raises(ReinforceError) as caught:

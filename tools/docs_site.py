@@ -127,9 +127,8 @@ def drawing(source: str, *others: Any, **options: Any) -> str:
         for level in range(max(depth.values()) + 1)
     ]
     spot: dict[str, tuple[float, float]] = {}
-    for level, row in enumerate(
-        rows
-    ):  # each under the middle of those above it, where there is room
+    for level, row in enumerate(rows):
+        # each under the middle of those above it, where there is room
         above = {name: [spot[a][0] for a, b in edges if b == name] for name in row}
         middle = {
             name: sum(places) / len(places) if places else i

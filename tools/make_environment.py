@@ -222,9 +222,8 @@ def build(wanted: Environment, folder: Path) -> None:
     # imported, not for everything.
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-input", "--no-compile"]
     pip += ["--only-binary=:all:", "--retries=2", "--progress-bar=off", "--quiet"]
-    if (
-        wanted.borrows
-    ):  # dependencies would be torch and hundreds of megabytes more that nothing here imports
+    if wanted.borrows:
+        # dependencies would be torch and hundreds of megabytes more that nothing here imports
         pip.append("--no-deps")
     index = os.getenv("TORCH_INDEX_URL")
     if wanted.python is not None and index:

@@ -129,9 +129,8 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[
     """
     span = high - low
     scale = max(abs(low), abs(high))
-    if (
-        span <= scale * 1e-9 or span < 1e-30
-    ):  # one value, or so little between them that labels could not tell
+    if span <= scale * 1e-9 or span < 1e-30:
+        # one value, or so little between them that labels could not tell
         span = scale * 0.2 if scale > 1e-20 else 1.0
         low, high = (low + high - span) / 2, (low + high + span) / 2
     raw = span / count

@@ -102,9 +102,8 @@ def _ids(values: dict[str, Any], path: Path) -> tuple[int, ...]:
     if configured is None:
         return ()
     several = configured if isinstance(configured, list) else [configured]
-    if not all(
-        type(token) is int and token >= 0 for token in several
-    ):  # -1 is no id either, nor is true
+    if not all(type(token) is int and token >= 0 for token in several):
+        # -1 is no id either, nor is true
         sentence = f"{path}: {EOS} is {configured!r}; expected a token id, a list of them, or null"
         raise ConfigError([Fault(sentence, key="model.eos_token_id.invalid")])
     return tuple(several)

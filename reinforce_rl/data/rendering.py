@@ -283,9 +283,8 @@ class ChatRenderer:
             )
             fault = Fault(sentence, key="chat_template.bound.exceeded")
             raise ConfigError([fault]) from error
-        except (
-            Exception
-        ) as error:  # such as roles that do not alternate; a template may raise anything
+        except Exception as error:
+            # such as roles that do not alternate; a template may raise anything
             reason = quoted(error)  # of any length
             raise DataError(
                 f"the chat template refuses these messages: {reason}",

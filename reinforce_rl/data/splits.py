@@ -329,9 +329,8 @@ def _configuration_of(relative: PurePath) -> str:
 def _split_of(relative: PurePath) -> str:
     of_folders = [split for name in relative.parts[:-1] if (split := _keyword(name))]
     shard = _SHARD.match(relative.name)
-    if shard and (
-        _keyword(shard[1]) or not of_folders
-    ):  # train_sft, but not part in train/part-00000-of-00001
+    if shard and (_keyword(shard[1]) or not of_folders):
+        # train_sft, but not part in train/part-00000-of-00001
         return _KEYWORDS.get(shard[1].lower(), shard[1])
     if not suffix_of(relative.name):  # a folder of `save_to_disk`, which has its split's name
         return _KEYWORDS.get(relative.name, relative.name)

@@ -161,11 +161,8 @@ def _fault_of_names(values: dict[str, Any], path: Path) -> Fault | None:
 def _is_outside(name: str, folder: Path) -> bool:
     try:
         return (folder / name).exists() and leads_out(folder / name, link_root(folder))
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ):  # no path, or a loop of links: nothing can be opened there
+    except (OSError, ValueError, RuntimeError):
+        # no path, or a loop of links: nothing can be opened there
         return False
 
 

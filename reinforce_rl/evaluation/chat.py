@@ -325,9 +325,8 @@ def chat(
             )
             return f"no reward: {fault}{why}"
 
-        for name in (
-            cfgs if rewards else ()
-        ):  # no such function: an error; no server yet: it may come up
+        for name in cfgs if rewards else ():
+            # no such function: an error; no server yet: it may come up
             with contextlib.suppress(RewardServerError):
                 connect(name)
         speakers = []

@@ -214,10 +214,8 @@ class Mesh:
         failure: Any = None
         try:
             yield
-        except (
-            Exception,
-            CheckpointException,
-        ) as error:  # torch's CheckpointException is a BaseException
+        except (Exception, CheckpointException) as error:
+            # torch's CheckpointException is a BaseException
             failure = error
             if failure_of is not None:
                 failure = failure_of(error)

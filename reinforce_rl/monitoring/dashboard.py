@@ -181,9 +181,8 @@ class Dashboard:
         except asyncio.TimeoutError:
             text = f"no answer within {_ANSWER_SECONDS:.0f} s; other runs are not affected"
             response = web.json_response({"error": text}, status=503)
-        except (
-            Exception
-        ) as error:  # whatever a file may hold; also a file of a run that is being deleted
+        except Exception as error:
+            # whatever a file may hold; also a file of a run that is being deleted
             key = key_of(error)
             response = web.json_response({"error": _sentence(error), "key": key}, status=404)
         response.headers.update(_HEADERS)

@@ -261,9 +261,8 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
 
 
 def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
-    if (
-        policy.gpu
-    ):  # plain Adam takes the root of all second moments at once; fused Adam has no temporaries
+    if policy.gpu:
+        # plain Adam takes the root of all second moments at once; fused Adam has no temporaries
         roots = 0 if policy.fused_adam else -(-shape.trained // policy.optimizer_shards) * FP32
         return Phase("optimizer step", activations=roots)
     # On a CPU Adam goes parameter by parameter; with fused Adam only the gradient norm has a temporary.

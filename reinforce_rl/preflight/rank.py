@@ -209,12 +209,8 @@ class RankRun:
         # Name the parallelism of a group; "several" if no single one fits.
         layout = self._mesh.layout
         step = 1
-        for name in (
-            "tensor",
-            "context",
-            "data",
-            "pipeline",
-        ):  # `step`: rank distance of neighbours
+        for name in ("tensor", "context", "data", "pipeline"):
+            # `step`: rank distance of neighbours
             size = getattr(layout, name)
             if len(ranks) <= size and abs(ranks[1] - ranks[0]) == step:
                 return name

@@ -135,9 +135,8 @@ def _has_weights(cfg: TrainConfig) -> bool:
 
 
 def _weight_faults(cfg: TrainConfig, inputs: Inputs) -> Iterator[str]:
-    if inputs.architecture is not None and _has_weights(
-        cfg
-    ):  # a model may be planned without weights
+    if inputs.architecture is not None and _has_weights(cfg):
+        # a model may be planned without weights
         try:
             check_headers(
                 inputs.architecture, HFFolder(cfg.pretrained_checkpoint.restore_from_path)

@@ -324,9 +324,8 @@ def _answer_to(error: Exception, request: web.Request) -> web.Response:
         text = f"{error.reason}: {request.method} {request.path} is not served here"
         allowed = {key: value for key, value in error.headers.items() if key == hdrs.ALLOW}
         return web.json_response({"error": text}, status=error.status, headers=allowed)
-    if isinstance(
-        error, (ConnectionResetError, web.RequestPayloadError)
-    ):  # the client hung up while sending
+    if isinstance(error, (ConnectionResetError, web.RequestPayloadError)):
+        # the client hung up while sending
         error = Refusal(400, "the request ended before its body was complete")
     if not isinstance(error, Refusal):
         # Its text may quote the request.

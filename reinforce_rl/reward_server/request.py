@@ -147,10 +147,8 @@ def _parse(text: bytes) -> dict[str, Any]:
     gc.disable()  # else it would traverse the growing lists again and again
     try:
         request = json.loads(text.decode("utf-8"))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # bad UTF-8, bad JSON, or Python's limits on digits and depth
+    except (ValueError, RecursionError) as error:
+        # bad UTF-8, bad JSON, or Python's limits on digits and depth
         raise Refusal(400, f"the request is no JSON object in UTF-8: {error}") from error
     finally:
         gc.enable()

@@ -243,9 +243,8 @@ class RewardServer:
         next_summary = time.monotonic() + SUMMARY_SECONDS
         last_requests = 0
         while True:
-            if (
-                time.monotonic() >= next_sign
-            ):  # not more often, since a hung reaper does not read them
+            if time.monotonic() >= next_sign:
+                # not more often, since a hung reaper does not read them
                 reaper.expect(patience, setting)
                 next_sign = time.monotonic() + stuck_seconds / 10
             reaper.check(stuck_seconds)

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-if (
-    TYPE_CHECKING
-):  # the front door and the processes of functions import this file, and must not load torch
+if TYPE_CHECKING:
+    # the front door and the processes of functions import this file, and must not load torch
     from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., float])

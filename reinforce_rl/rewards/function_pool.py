@@ -274,9 +274,8 @@ class FunctionPool:
                         + SLACK_SECONDS
                     )
                     pending.deadline = time.monotonic() + seconds
-                except (
-                    ReinforceError
-                ) as error:  # raising on one rank would leave the others waiting
+                except ReinforceError as error:
+                    # raising on one rank would leave the others waiting
                     failure = RewardServerError(str(error), key=error.key)
                     pending.future.set_exception(failure)
         return pending

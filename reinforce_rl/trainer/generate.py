@@ -219,9 +219,8 @@ class GeneratorRank:
         There is room for `count` groups.
         """
         begun = [one for _, responses in groups.values() for one in responses]
-        if (
-            self._inflight is None and self._is_leader
-        ):  # nothing new is begun before these are at their end
+        if self._inflight is None and self._is_leader:
+            # nothing new is begun before these are at their end
             self._withdraw()
         few = sum(one.finish_reason is None for one in begun) // 2
         samples = len(begun) // len(groups)

@@ -172,9 +172,8 @@ def folder_faults(key: str, folder: str) -> Iterator[Fault]:
     out = existing = Path(folder).absolute()
     try:
         existing = next(p for p in (out, *out.parents) if p.exists())
-        with tempfile.TemporaryDirectory(
-            dir=existing
-        ):  # not os.access, which root passes even on /proc
+        with tempfile.TemporaryDirectory(dir=existing):
+            # not os.access, which root passes even on /proc
             pass
     except OSError as error:
         reason = error.strerror or str(error)

@@ -239,9 +239,8 @@ def test_the_gradients_are_those_of_real_updates(
             update = trainer.optimizer.step
             parameters = list(trainer.model.ddp.module.parameters())
 
-            def step(
-                parameters=parameters, update=update
-            ):  # before it clips and applies the gradient
+            def step(parameters=parameters, update=update):
+                # before it clips and applies the gradient
                 real.append(
                     torch.cat([one.main_grad.detach().flatten().clone() for one in parameters])
                 )

@@ -186,9 +186,8 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
             tokenizer.encode(row.response, add_special_tokens=False)
             + [tokenizer.eos_token_id] * row.is_end
         )
-        if (
-            len(response) != row.response_length
-        ):  # a special token in the middle, which the text does not show
+        if len(response) != row.response_length:
+            # a special token in the middle, which the text does not show
             continue
         checked.append(row.kl)
         ids = torch.tensor([prompt + response])

@@ -59,9 +59,8 @@ def random_updates(
 @torch.no_grad()
 def load_updates(lm: CausalLM, values: dict[str, Tensor]) -> None:
     own = parameters_of(lm)
-    for row in (
-        row for row in adapter_rows(lm) if row.megatron in own
-    ):  # the others are another stage's
+    for row in (row for row in adapter_rows(lm) if row.megatron in own):
+        # the others are another stage's
         row.place(own[row.megatron], lm.mesh.tp_rank).copy_(
             row.part_in(values[row.hf], lm.mesh.tp_rank)
         )

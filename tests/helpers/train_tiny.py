@@ -230,9 +230,8 @@ def act(phase: str, step: int, number: int) -> None:
 
     def begin_and_act(phases: PhaseTracker, name: str, **options) -> None:
         begin(phases, name, **options)
-        if (
-            name == phase and phases.phase.step >= step and not done
-        ):  # a generator may be left out of a step
+        if name == phase and phases.phase.step >= step and not done:
+            # a generator may be left out of a step
             done.append(True)
             if name.endswith("reward_wait"):
                 ReadyRewards.result = wait_for_a_signal  # type: ignore[method-assign]

@@ -187,9 +187,8 @@ def test_a_wandb_server_that_hangs_does_not_delay_the_exit(tmp_path, monkeypatch
         print(time.time())
     """
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    with socket.create_server(
-        ("127.0.0.1", 0)
-    ) as server:  # accepts nothing, so that no request is answered
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        # accepts nothing, so that no request is answered
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         command = [sys.executable, "-c", code, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)

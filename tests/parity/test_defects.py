@@ -358,9 +358,8 @@ def test_defect_14_shares_are_fixed_and_ranks_may_be_idle(tmp_path, mesh):
     assert sorted(len(share) for share in shares[0][-1]) == [0, 0, 1, 1]
     assert sorted(prompt.id for step in shares[0] for prompt in chain(*step)) == list(range(10))
 
-    with tiny_trainer(
-        tiny_config(tmp_path, "model.optim.weight_decay=0"), mesh
-    ) as trainer:  # a whole idle step
+    with tiny_trainer(tiny_config(tmp_path, "model.optim.weight_decay=0"), mesh) as trainer:
+        # a whole idle step
         before = weights(trainer)
         batch = trainer.rollouts.score(trainer.rollouts.sample([], 4, step=1), "nothing")
         where = (batch.sequences, batch.prompt_lengths, batch.response_lengths)

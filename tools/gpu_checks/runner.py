@@ -133,8 +133,7 @@ def _run_process(check: Check, context: Context, limit: float) -> int | None:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # the group is gone where everything has ended
+            with contextlib.suppress(ProcessLookupError):
+                # the group is gone where everything has ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=30)

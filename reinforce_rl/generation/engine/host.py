@@ -171,10 +171,8 @@ async def serve(host: EngineHost, connection: Connection) -> None:
 
 
 def main(host: EngineHost) -> None:
-    for number in (
-        signal.SIGUSR1,
-        signal.SIGHUP,
-    ):  # Slurm signals every process; the trainer alone decides
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        # Slurm signals every process; the trainer alone decides
         signal.signal(number, signal.SIG_IGN)
     # Also die by signal, as a call into the engine may never return.
     asyncio.run(serve(host, connect_to_parent(death_signal=signal.SIGTERM)))

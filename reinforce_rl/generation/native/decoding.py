@@ -267,9 +267,8 @@ class Decoding:
         updates.load()
         self._renew()
         self._responses.mark(updates.version)
-        if numbers := list(
-            self._schedule.slot_of
-        ):  # samples that wait begin with the new weights alone
+        if numbers := list(self._schedule.slot_of):
+            # samples that wait begin with the new weights alone
             self._read_prompts(numbers)
         return False
 

@@ -122,9 +122,8 @@ def judge(
     if signalled is not None:
         stopped |= set(STOPPED)
     ends = [*actor, *servers]
-    if (
-        not unasked
-    ):  # a server that failed while others went on, or during shutdown, is not the cause
+    if not unasked:
+        # a server that failed while others went on, or during shutdown, is not the cause
         ends = list(actor)
         lost = [end for end in lost if end.component == ACTOR]
         if not ends and not lost and signalled is None:

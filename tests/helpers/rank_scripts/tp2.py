@@ -114,9 +114,8 @@ def mlp_gradients(folder: Path, mesh: Mesh, sequence_parallel: bool) -> dict[str
     (output * weight[own]).sum().backward()
     parameters = {name: p for name, p in mlp.named_parameters() if p.requires_grad}
     gradients = {"x": x.grad, **{name: p.grad for name, p in parameters.items()}}
-    if (
-        sequence_parallel
-    ):  # what megatron does at the end of a batch for parameters that are marked so
+    if sequence_parallel:
+        # what megatron does at the end of a batch for parameters that are marked so
         assert x.grad is not None
         for value in (
             x.grad,

@@ -81,9 +81,8 @@ class FusedLlama(torch.nn.Module):
         feed_forward = config["intermediate_size"]
 
         def rows(name: str, tensor: Tensor) -> Tensor:
-            if (
-                name.endswith(("k_proj", "v_proj")) and size > groups
-            ):  # a head is on several workers
+            if name.endswith(("k_proj", "v_proj")) and size > groups:
+                # a head is on several workers
                 tensor = (
                     tensor.view(groups, width, -1)
                     .repeat_interleave(size // groups, 0)
