@@ -110,8 +110,8 @@ def test_one_file_reads_the_variables_of_a_launcher() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and node.value in names:
                 places.add(str(path.relative_to(PACKAGE)))
-    # The first removes them for an engine, the second pretends to be a rank.
-    others = {"generation/engine/process.py", "preflight/run.py"}
+    # It removes them for an engine.
+    others = {"generation/engine/process.py"}
     assert places - others == {"utils/job_rank.py"}
 
 

@@ -12,8 +12,6 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parents[1] / "tools")]
 from house import PACKAGE, source_files  # noqa: E402
 
-# A stand-in for CUDA reaches into torch by its nature, and no run does.
-LEFT_OUT = PACKAGE / "preflight" / "fake_cuda"
 OF_NAMED_TUPLES = {"_asdict", "_replace"}
 SHARED_NAMES = {"_timeout", "_devices"}  # of torch's options, and of objects of this package
 LINES_BELOW = 8  # a comment, at most
@@ -113,7 +111,7 @@ def members_of_others() -> dict[str, list[tuple[int, str]]]:
     ours = names_of_this_package(list(trees.values())) - SHARED_NAMES
     members = {}
     for path, tree in trees.items():
-        of_file = [] if LEFT_OUT in path.parents else sorted(private_members(tree, ours))
+        of_file = sorted(private_members(tree, ours))
         if of_file:
             members[str(path.relative_to(PACKAGE))] = of_file
     return members

@@ -392,7 +392,7 @@ class TrainConfig(Section):
     reward: Text = key(
         "server",
         "server: remote_rm.reward_model; function: reward_function, in processes of the trainer; or a class's dotted "
-        "name (CONTRIBUTING.md)",
+        "name",
         more=", see [A reward source](../CONTRIBUTING.md#a-reward-source)",
     )
     reward_function: RewardFunctionConfig = key(

@@ -26,9 +26,15 @@ _OF_LOSS = re.compile(
     r"trainer\.reinforce\.(kl_loss_weights|loss_aggregation|entropy_bonus|importance_ratio"
     r"|ratio_clip_(low|high)|generator_(correction|ratio_cap))$"
 )
-_OF_REWARDS = re.compile(r"(reward|reward_function|remote_rm)(\.|$)")
-# Where files are on this machine.
-_OF_PLACES = re.compile(r"pretrained_checkpoint\.restore_from_path$")
+_OF_REWARDS = re.compile(
+    r"reward$|reward_function\.(name|kwargs|weight|more_functions)(\.|$)"
+    r"|remote_rm\.(more_reward_models|reward_model\.(name|weight|input))(\.|$)"
+)
+# Where files and servers are now, and how sources are asked.
+_OF_PLACES = re.compile(
+    r"pretrained_checkpoint\.restore_from_path$|model\.data\.data_prefix\."
+    r"|reward_function\.|remote_rm\."
+)
 _OF_RESULTS = (_OF_ADVANTAGES, _OF_LOSS, _OF_REWARDS)
 _ADVICE = (
     "leave it out, or leave out the others. Stored rollouts can be given other settings of KL, "
@@ -67,6 +73,7 @@ class OverriddenSettings:
         recorded: the run's own, of a step.
         own_faults: what is wrong with `recorded` on this machine, such as a model that is
             elsewhere. They are no fault of the overrides and are ignored.
+        with_loss: whether settings of the loss have an effect.
         trust, say: of rewards that only the folder names; see `runtime.trust.require_trust`.
 
     Raises:
@@ -81,6 +88,7 @@ class OverriddenSettings:
         own_faults: list[str],
         overrides: list[str],
         *,
+        with_loss: bool = True,
         trust: bool = False,
         say: Callable[[str], object] = lambda text: None,
     ):
@@ -92,11 +100,28 @@ class OverriddenSettings:
         faults = [fault for fault in faults if fault not in own_faults]
         faulty_keys = {fault.partition(" ")[0] for fault in faults}
         for key in self.changes:
-            if key not in faulty_keys and not _has_effect(key):
+            if key in faulty_keys:
+                continue
+            if _OF_LOSS.match(key) and not with_loss:
+                sentence = (
+                    f"{key} changes the gradient alone, no advantage; leave out --phase "
+                    "advantages, or the setting"
+                )
+                faults.append(Fault(sentence, key="replay.setting.gradient_only"))
+            elif not _has_effect(key):
                 sentence = f"{key} changes nothing on rollouts that are stored; {_ADVICE}"
                 faults.append(Fault(sentence, key="replay.setting.without_effect"))
         if self.changes_rewards and not faults:
-            require_trust(self.cfg, overrides, run, trust=trust, generation=False, say=say)
+            # The prompts' messages are read from the data.
+            require_trust(
+                self.cfg,
+                overrides,
+                run,
+                trust=trust,
+                generation=False,
+                data=True,
+                say=say,
+            )
             faults = function_faults(self.cfg)
         if faults:
             raise ConfigError(faults)

@@ -81,7 +81,14 @@ def recompute(
         raise ConfigError([Fault(sentence, key="replay.phase.of_one_step")])
     stored = StoredRun(run)
     chosen = _chosen_steps(stored, steps)
-    settings = _SettingsBySteps(stored, list(overrides), trust=trust, say=say)
+    with_loss = phase != "advantages"
+    settings = _SettingsBySteps(
+        stored,
+        list(overrides),
+        with_loss=with_loss,
+        trust=trust,
+        say=say,
+    )
     last = settings.of(chosen[-1])
     is_stateful = [
         depends_on_past(last.recorded.trainer.reinforce),
@@ -154,9 +161,11 @@ class _SettingsBySteps:
         stored: StoredRun,
         overrides: list[str],
         *,
+        with_loss: bool,
         trust: bool,
         say: Callable[[str], object],
     ):
+        self._with_loss = with_loss
         self._stored = stored
         self._overrides = overrides
         self._trust = trust
@@ -171,6 +180,7 @@ class _SettingsBySteps:
                 recorded,
                 faults,
                 self._overrides,
+                with_loss=self._with_loss,
                 trust=self._trust,
                 say=self._say,
             )

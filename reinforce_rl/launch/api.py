@@ -72,6 +72,7 @@ def train(
     from reinforce_rl.config.compose import compose, unknown_keys
     from reinforce_rl.config.load import read_config
     from reinforce_rl.rewards.function_pool import with_functions
+    from reinforce_rl.rewards.source_class import is_source_class
 
     algorithm = settings.pop("algorithm", None)
     cfg = compose("train_reinforce_actor", [f"algorithm={algorithm}"] if algorithm else [])
@@ -87,7 +88,9 @@ def train(
         values["model.data.data_prefix.validation"] = _file(
             validation, folder / "validation.jsonl", files
         )
-    if reward is not None:
+    if isinstance(reward, str) and is_source_class(reward):
+        values["reward"] = reward
+    elif reward is not None:
         name, kwargs = (reward, {}) if isinstance(reward, str) else _by_name(reward, folder, files)
         values |= {
             "reward": "function",

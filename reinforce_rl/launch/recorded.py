@@ -83,11 +83,13 @@ def replay(
     given = overrides or []
     with errors_exit(2):
         _check(json=json, html=html)
-        if is_recomputed(run, step, given):
+        # With --reward a step is made again, whatever else is set.
+        if is_recomputed(run, step, given if reward is None else []):
             _refuse(
                 "--reward",
                 reward,
-                "a reward source is KEY=VALUE here: reward=function reward_function.name=...",
+                "several steps are computed on stored rollouts; name the source as "
+                "reward=function reward_function.name=NAME",
             )
             result = recompute(run, step, given, phase=phase, trust=trust, say=print_error)
             if html is not None:
@@ -114,7 +116,7 @@ def replay(
 def _refuse(option: str, value: object, advice: str) -> None:
     """Raise ConfigError if an option is given that the other way of replaying takes."""
     if value is not None:
-        sentence = f"{option} is {value}, but nothing here takes it; leave it out: {advice}"
+        sentence = f"{option} is {value}, which has no effect here; leave it out: {advice}"
         raise ConfigError([Fault(sentence, key="replay.option.without_effect")])
 
 

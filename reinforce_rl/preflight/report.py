@@ -246,7 +246,8 @@ def print_bound(console: Console, job: Job, step: StepBound) -> None:
         console.print(wires)
     longest = step.longest
     share = longest.seconds / step.seconds
-    console.print(f"{share:.0%} of the bound is {longest.name}, which {longest.bound} bound.")
+    limit = f"{share:.0%} of the bound, limited by {longest.bound}"
+    console.print(f"Longest phase: {longest.name}, {limit}.")
     hidden = sum(phase.seconds for phase in step.phases if "log-probs" in phase.name)
     if job.cfg.reward_servers and hidden:
         sequences = job.batches.prompts * job.batches.samples

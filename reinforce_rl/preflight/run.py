@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from reinforce_rl.rewards.function_pool import function_faults
 from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, ask_description, wait_for
 from reinforce_rl.rewards.wire import ServerInfo, read_token, unlike
 from reinforce_rl.utils.console import Console, chosen_width
+from reinforce_rl.utils.job_rank import is_first_rank
 from reinforce_rl.utils.net import Address
 
 SERVER_SECONDS = 3.0
@@ -43,7 +43,7 @@ def preflight(cfg: DictConfig, console: Console | None = None) -> None:
 
     Raises ConfigError: all faults in one message, or that a deep preflight needs a clone.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_rank():
         return
     if cfg.preflight == DEEP:
         check_clone()

@@ -142,7 +142,9 @@ class RewardSource(Protocol):
     """Scores samples. The method's name is NeMo-Aligner's.
 
     `reward=my_module.MySource` plugs in a class of one's own, which is called with the run's
-    configuration and the actor's tokenizer.
+    configuration and the actor's tokenizer. Where others generate (placement=disaggregated), the
+    results of several requests are waited for at the same time, each on a thread of its own.
+    `identity`, if a source has it, is a JSON value that says which source answered.
     """
 
     def infer_rm(self, request: RewardRequest) -> RewardFuture:

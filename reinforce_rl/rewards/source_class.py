@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import pkgutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.errors import ConfigError, Fault
+from reinforce_rl.errors import ConfigError, Fault, ReinforceError, RewardServerError
+from reinforce_rl.rewards.base import CompletedRewards, RewardFuture, RewardRequest, Rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,7 +19,73 @@ if TYPE_CHECKING:
 
     SourceClass = Callable[[TrainConfig, PreTrainedTokenizerBase], RewardSource]
 
+logger = logging.getLogger(__name__)
+
 _METHODS = ("infer_rm", "close")
+
+
+class OwnSource:
+    """An object of a class of one's own, as a `RewardSource`.
+
+    What it raises, at once or later, is raised by `result` as a RewardServerError, so that all
+    ranks learn of it together. Its traceback is logged.
+    """
+
+    def __init__(self, name: str, source: RewardSource):
+        self.source = source
+        self._name = name
+
+    def infer_rm(self, request: RewardRequest) -> RewardFuture:
+        try:
+            return _OwnFuture(self._name, self.source.infer_rm(request))
+        except Exception as error:
+            return CompletedRewards(None, _as_reward_error(self._name, error))
+
+    @property
+    def identity(self) -> Any:
+        """What the source says of itself in the records of steps; None if it says nothing."""
+        return getattr(self.source, "identity", None)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+class _OwnFuture:
+    def __init__(self, name: str, future: RewardFuture):
+        self._name = name
+        self._future = future
+
+    def result(self) -> Rewards:
+        try:
+            return self._future.result()
+        except Exception as error:
+            raise _as_reward_error(self._name, error) from error
+
+
+def _as_reward_error(name: str, error: Exception) -> ReinforceError:
+    if isinstance(error, ReinforceError):
+        return error
+    logger.error("event=reward_source_raised source=%s", name, exc_info=error)
+    return RewardServerError(
+        f"the reward source {name} raised {type(error).__name__}: {error}; its traceback is in the "
+        "log. The same command goes on from the last checkpoint",
+        key="reward.class.raised",
+    )
+
+
+def make_source(name: str, cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> OwnSource:
+    """Make the source that `reward` names; called on every rank.
+
+    Raises ConfigError: the class cannot be imported, or its `identity` is no JSON.
+    """
+    source = load_source_class(name)(cfg, tokenizer)
+    own_source = OwnSource(name, source)
+    try:
+        json.dumps(own_source.identity)
+    except (TypeError, ValueError) as error:
+        sentence = f"reward is {name!r}, whose identity is no JSON: {error}"
+        raise ConfigError([Fault(sentence, key="reward.class.identity")]) from error
+    return own_source
 
 
 def load_source_class(name: str) -> SourceClass:
@@ -29,8 +98,9 @@ def load_source_class(name: str) -> SourceClass:
     """
     try:
         source_class = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        sentence = f"reward is {name!r}, which cannot be imported: {error}"
+    except Exception as error:
+        reason = str(error) or "no message"
+        sentence = f"reward is {name!r}, which cannot be imported: {type(error).__name__}: {reason}"
         raise ConfigError([Fault(sentence, key="reward.class.not_importable")]) from error
     for method in _METHODS:
         if not callable(getattr(source_class, method, None)):
@@ -40,6 +110,15 @@ def load_source_class(name: str) -> SourceClass:
             )
             raise ConfigError([Fault(sentence, key="reward.class.no_source")])
     return source_class
+
+
+def is_source_class(name: str) -> bool:
+    """Tell whether a dotted name is that of a class that can be `reward`; imports it."""
+    try:
+        source_class = pkgutil.resolve_name(name)
+    except Exception:
+        return False
+    return isinstance(source_class, type) and callable(getattr(source_class, "infer_rm", None))
 
 
 def source_class_faults(cfg: TrainConfig) -> list[str]:

@@ -29,7 +29,7 @@ from reinforce_rl.rewards.base import (
 )
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.function_pool import FunctionPool, named_functions
-from reinforce_rl.rewards.source_class import load_source_class
+from reinforce_rl.rewards.source_class import make_source
 from reinforce_rl.rewards.wire import TEXT_FORM, read_token
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def connect_to_reward_servers(
                     pool.start()
         if cfg.reward_class is not None:
             with mesh.raise_on_all_ranks():
-                source = load_source_class(cfg.reward_class)(cfg, tokenizer)
+                source = make_source(cfg.reward_class, cfg, tokenizer)
                 name = cfg.reward_class.rpartition(".")[2]
                 sources.insert(0, WeightedSource(name, source, 1.0))
         for name, server in servers.items():

@@ -1,6 +1,6 @@
 """This process's place among the ranks of its job, as torchrun or srun gives it by the environment.
 
-Nothing else of the package reads or writes these variables.
+Nothing else of the package reads these variables.
 """
 
 from __future__ import annotations

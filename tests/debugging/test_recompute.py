@@ -419,8 +419,6 @@ def test_a_setting_of_the_loss_compares_the_gradients(folder: Path) -> None:
     assert step.cosine is not None
     assert step.cosine < 0.9999
     assert step.sign_changes == 0
-    (step,) = recompute(folder / "mine", "2", [f"{RL}.entropy_bonus=0.3"], phase="advantages").steps
-    assert step.cosine is None
 
 
 def test_a_phase_that_needs_one_step_is_refused(folder: Path) -> None:
@@ -439,6 +437,9 @@ def test_a_phase_that_needs_one_step_is_refused(folder: Path) -> None:
         ("2", [f"{RL}.entropy_bonus=0.3"], True),
         (None, FUNCTION, True),
         ("2", [f"{RL}.advantage_estimator=rloo"], False),  # as recorded
+        ("2", ["reward_function.sample_timeout_seconds=9"], False),
+        ("2", ["remote_rm.deadline_seconds=9", "remote_rm.reward_model.port=9"], False),
+        ("2", ["reward_function.weight=2"], True),
         ("2", ["trainer.devices=2"], False),
         ("2", ["trainer.devices=2", f"{RL}.advantage_estimator=grpo"], True),
     ],
@@ -458,6 +459,43 @@ def test_a_model_that_is_elsewhere_now_may_be_named(folder: Path, tmp_path: Path
     (moved,) = recompute(folder / "mine", "2", overrides).steps
     (step,) = recompute(folder / "mine", "2", overrides[1:]).steps
     assert moved.cosine == step.cosine
+
+
+def test_with_a_reward_source_named_a_step_is_made_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def replay(run: Path, step: int | None, **options: Any) -> Any:
+        asked.append((run, step, options["reward"], options["overrides"]))
+        raise typer.Exit(7)
+
+    monkeypatch.setattr("reinforce_rl.debugging.replay.replay", replay)
+    overrides = [*FUNCTION, "reward_function.sandbox=false"]
+    with pytest.raises(typer.Exit):
+        command(folder / "mine", overrides, step="2", reward="restart")
+    assert asked == [(folder / "mine", 2, "restart", overrides)]
+
+
+def test_settings_of_the_loss_have_no_effect_on_advantages_alone(folder: Path) -> None:
+    with raises_error("replay.setting.gradient_only", f"{RL}.entropy_bonus", "advantages"):
+        recompute(folder / "mine", "2", [f"{RL}.entropy_bonus=0.3"], phase="advantages")
+
+
+def test_a_data_set_that_only_the_folder_names_is_not_asked_for(
+    folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder / "mine", tmp_path / "run")
+    data = str(folder / "train.jsonl")
+    for name in ("config.yaml", "config_history.jsonl"):
+        path = tmp_path / "run" / name
+        assert data in path.read_text()
+        path.write_text(path.read_text().replace(data, "hf:owner/secret"))
+    with raises_error("trust.setting.only_of_folder", "hf:owner/secret", "--trust"):
+        recompute(tmp_path / "run", "2", FUNCTION)
+    given = f"model.data.data_prefix.train={data}"
+    (step,) = recompute(tmp_path / "run", "2", [*FUNCTION, given]).steps
+    assert len(step.samples) > 0
 
 
 def test_the_command_writes_its_files(

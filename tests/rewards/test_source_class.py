@@ -14,6 +14,7 @@ from helpers.tiny_run import tiny_config
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import RewardServerError
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.preflight.report import _rewards
@@ -25,7 +26,7 @@ from reinforce_rl.rewards.base import (
     RewardSource,
 )
 from reinforce_rl.rewards.function_pool import function_faults
-from reinforce_rl.rewards.source_class import load_source_class
+from reinforce_rl.rewards.source_class import OwnSource, is_source_class, load_source_class
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
 from reinforce_rl.runtime.settings import files_of_functions
 from reinforce_rl.runtime.trust import authorities
@@ -46,6 +47,19 @@ class Lengths:
 
     def close(self) -> None:
         type(self).closed += 1
+
+
+class Raises(Lengths):
+    """Fails at once for a row of one token, and later for other rows."""
+
+    def infer_rm(self, request: RewardRequest) -> CompletedRewards:
+        if int(request.lengths.min()) == 1:
+            raise KeyError("at once")
+        return CompletedRewards(None, OSError("later"))
+
+
+class Unnamed(Lengths):
+    identity: ClassVar[object] = object()
 
 
 class WithoutClose:
@@ -74,7 +88,8 @@ def connect(mesh: Mesh) -> Callable[[TrainConfig], RewardSource]:
 def test_it_is_asked_alone(own_name: str, connect: Callable, tmp_path: Path) -> None:
     cfg = tiny_config(tmp_path, f"reward={own_name}")
     source = connect(cfg)
-    assert type(source) is Lengths
+    assert isinstance(source, OwnSource)
+    assert type(source.source) is Lengths
     ((given, tokenizer),) = Lengths.made
     assert given is cfg
     assert tokenizer.eos_token_id is not None
@@ -82,6 +97,48 @@ def test_it_is_asked_alone(own_name: str, connect: Callable, tmp_path: Path) -> 
     assert scores.values.tolist() == [3.0, 1.0]
     source.close()
     assert Lengths.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "shown"), [([[4]], "KeyError: 'at once'"), ([[4, 5]], "OSError: later")]
+)
+def test_what_it_raises_is_raised_where_all_ranks_wait(
+    rows: list[list[int]],
+    shown: str,
+    connect: Callable,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = connect(tiny_config(tmp_path, f"reward={__name__}.Raises"))
+    future = source.infer_rm(request_of(rows))
+    with raises_error("reward.class.raised", "Raises", shown) as caught:
+        future.result()
+    assert isinstance(caught.value, RewardServerError)
+    assert "Traceback" in caplog.text
+    source.close()
+
+
+def test_an_identity_is_json(connect: Callable, tmp_path: Path) -> None:
+    with raises_error("reward.class.identity", "Unnamed", "object"):
+        connect(tiny_config(tmp_path, f"reward={__name__}.Unnamed"))
+
+
+@pytest.mark.parametrize("code", ["1 / 0", "def f(:", "raise NameError('x')"])
+def test_a_module_that_cannot_be_imported_is_a_fault(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"broken_{abs(hash(code))}"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    faults = function_faults(tiny_config(tmp_path, f"reward={name}.Source"))
+    check_fault(faults, "reward.class.not_importable", name)
+    assert not is_source_class(f"{name}.Source")
+
+
+def test_a_class_is_told_from_a_function() -> None:
+    assert is_source_class(f"{__name__}.Lengths")
+    assert not is_source_class("reinforce_rl.rewards.functions.length")
+    assert not is_source_class("nowhere.Source")
 
 
 def test_functions_are_added_to_its_scores(

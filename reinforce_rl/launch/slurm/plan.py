@@ -266,10 +266,12 @@ def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
             key="slurm.preflight.in_a_job",
         )
     if "remote_rm.reward_model" not in cfg.reward_servers:
+        to_server = ""
+        if cfg.reward_class is None:
+            to_server = "give the function to the server (-- reward_function.name=NAME), or "
         yield Fault(
             f"reward is '{cfg.reward}', which needs no reward server, and this job starts one; "
-            "give the function to the server (-- reward_function.name=NAME), or start the trainer "
-            "alone",
+            f"{to_server}start the trainer alone",
             key="slurm.servers.not_needed",
         )
     if not cfg.exp_manager.resume_if_exists:
