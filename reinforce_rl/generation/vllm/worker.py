@@ -136,10 +136,10 @@ class WeightsOfTrainer:
             )
 
     def _columns_match(self, module: Any, kind: str, parts: list[Tensor]) -> bool:
-        from vllm.model_executor.layers.vocab_parallel_embedding import (
+        from vllm.model_executor.layers.vocab_parallel_embedding import (  # type: ignore
             ParallelLMHead,
             VocabParallelEmbedding,
-        )  # type: ignore[import-not-found]
+        )
 
         if isinstance(module, VocabParallelEmbedding):
             own = module.shard_indices
