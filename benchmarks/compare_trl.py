@@ -258,8 +258,8 @@ def main() -> int:
     args.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     show(found, pairs[0], workload, console)
     load = before["load"][0]  # type: ignore[index]
-    machine = f"{before['cpu']}, {before['cores']} cores; load {load:.1f} before"
-    console.print(machine, highlight=False)
+    sentence = f"{before['cpu']}, {before['cores']} cores; load {load:.1f} before"
+    console.print(sentence, highlight=False)
     console.print(f"everything: {args.out}", highlight=False)
     print(f"speedup: {found.speedup:.2f}x memory: {found.memory:.2f}")
     return 0
