@@ -514,7 +514,7 @@ def test_the_command_writes_its_files(
     written = json.loads((tmp_path / "out.json").read_text())
     assert [step["step"] for step in written["steps"]] == [1, 2]
     assert "Advantages in order of size" in (tmp_path / "out.html").read_text()
-    assert "sign changes" in capsys.readouterr().out
+    assert '"rloo" -> "none"' in capsys.readouterr().out
 
 
 WRONG_OPTIONS: list[tuple[list[str], dict[str, Any], str, list[str]]] = [

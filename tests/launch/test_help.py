@@ -60,7 +60,9 @@ def test_a_line_has_sentence_type_unit_bound_and_default_and_is_not_cut() -> Non
         "(G); at least 2 for estimators that compare samples"
     )
     assert "(path; required)" in shown("train_reinforce_actor", "pretrained_checkpoint")
-    assert "one of server, function; default server)" in shown("train_reinforce_actor", "reward")
+    assert "one of prompts, finished; default prompts)" in shown(
+        "train_reinforce_actor", "rollout_order"
+    )
 
 
 def test_a_group_and_a_word() -> None:
