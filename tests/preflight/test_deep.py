@@ -50,7 +50,7 @@ def test_a_step_has_a_lower_bound_and_better_ones_are_tried(overrides, tmp_path,
     for words in (
         "A step on 4 x H100 SXM 80 GB: lower bound by FLOPs and bytes",
         "prompts of 3 tokens and responses of 8 on average",
-        "% of the bound is ",
+        "% of the bound, limited by ",
         "No fault was found",
     ):
         assert words in text
