@@ -23,9 +23,8 @@ import statistics
 import sys
 from pathlib import Path
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # one core a worker; before torch is imported anywhere
+# one core a worker; before torch is imported anywhere
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -88,9 +87,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args, console = arguments(), Console()
-    args.out = (
-        args.out / "quick" if args.quick else args.out
-    )  # its policy has learnt next to nothing
+    # its policy has learnt next to nothing
+    args.out = args.out / "quick" if args.quick else args.out
     with console.status("pre-training the policy (one or two minutes, once)"):
         prepare(args.out, QUICK_PRETRAINING if args.quick else PRETRAINING_STEPS)
     tuning = []

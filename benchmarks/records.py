@@ -37,9 +37,8 @@ def made_up(samples: int, tokens: int, *, with_tokens: bool) -> Samples:
     draw = np.random.default_rng(0)
     texts = {i: f" w{i:x}" for i in range(VOCABULARY)}
     lengths = draw.integers(tokens // 2, tokens + 1, samples)
-    ids = (draw.zipf(1.3, lengths.sum()) % VOCABULARY).astype(
-        np.int32
-    )  # words as often as in a language
+    # words as often as in a language
+    ids = (draw.zipf(1.3, lengths.sum()) % VOCABULARY).astype(np.int32)
     prompts = np.repeat(
         draw.integers(0, VOCABULARY, (-(-samples // GROUP), PROMPT)), GROUP, axis=0
     )[:samples]

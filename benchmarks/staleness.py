@@ -344,9 +344,8 @@ def learn(
         torch.stack([getattr(p, name) for p in problems]) for name in ("reference", "rewards")
     )
     parameters = torch.stack([problem.parameters for problem in problems]).requires_grad_()
-    optimizer = torch.optim.Adam(
-        [parameters], rate, betas=BETAS
-    )  # elementwise, so seeds do not meet
+    # elementwise, so seeds do not meet
+    optimizer = torch.optim.Adam([parameters], rate, betas=BETAS)
     samples = GROUPS_PER_STEP * SAMPLES
     noise = torch.rand(
         steps, seeds, samples, generator=torch.Generator().manual_seed(0), dtype=torch.float64

@@ -113,9 +113,8 @@ def trl_settings(overrides: Sequence[str]) -> dict[str, Any]:
     optim = cfg.model.optim
     group = reinforce.num_rollouts_per_prompt
     samples = rollouts.num_rollout_samples * group
-    micro_batch = math.gcd(
-        samples, cfg.model.micro_batch_size
-    )  # a whole batch at once takes TRL 8 GB
+    # a whole batch at once takes TRL 8 GB
+    micro_batch = math.gcd(samples, cfg.model.micro_batch_size)
     args = {
         "max_steps": reinforce.max_steps,
         "num_generations": group,

@@ -90,11 +90,8 @@ class DivergedError(ReinforceError):
         self._cause = cause
 
     def __reduce__(self) -> tuple[type[DivergedError], tuple[str], dict[str, str]]:
-        return (
-            type(self),
-            (self._cause,),
-            self.__dict__,
-        )  # by default pickled with the whole sentence as the cause
+        # by default pickled with the whole sentence as the cause
+        return type(self), (self._cause,), self.__dict__
 
 
 class ConfigError(ReinforceError):
@@ -110,9 +107,8 @@ class ConfigError(ReinforceError):
         super().__init__(self._listed(self.faults), key=first_key)
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        return type(self), (
-            self.faults,
-        )  # by default pickled with the text, as if that were the faults
+        # by default pickled with the text, as if that were the faults
+        return type(self), (self.faults,)
 
     @property
     def keys(self) -> list[str]:

@@ -297,9 +297,8 @@ def build_trainer(
     sampler = build_sampler(cfg, datasets.train)
     updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, sampler.batch_sizes)
     phases.begin("loading the model")
-    model = build_actor(
-        cfg, mesh, tokenizer
-    )  # copies the reference, so it comes before the checkpoint
+    # copies the reference, so it comes before the checkpoint
+    model = build_actor(cfg, mesh, tokenizer)
     megatron_optimizer, scheduler = build_optimizer(
         model.ddp,
         cfg.model.optim,

@@ -157,17 +157,8 @@ class Place:
     def bash(self, script: str) -> str:
         ours = f'reinforce-rl() {{ {sys.executable} -m reinforce_rl "$@"; }}\npython() {{ {sys.executable} "$@"; }}\n'
         done = subprocess.run(
-            [
-                "timeout",
-                "-k",
-                "10",
-                "240",
-                "bash",
-                "-euo",
-                "pipefail",
-                "-c",
-                ours + script,
-            ],  # children too
+            # children too
+            ["timeout", "-k", "10", "240", "bash", "-euo", "pipefail", "-c", ours + script],
             cwd=self.folder,
             env=self.environment,
             capture_output=True,

@@ -57,9 +57,8 @@ def test_each_recipe_is_in_the_table():
 def test_a_recipe_fits_the_schema(name):
     cfg = compose(name, [f"hydra.searchpath=[file://{CONF_FOLDER}]"], RECIPES)
     config, faults = read_config(cfg)
-    assert [
-        fault for fault in faults if "does not exist" not in fault
-    ] == []  # models and made data are not here
+    # models and made data are not here
+    assert [fault for fault in faults if "does not exist" not in fault] == []
     assert config.exp_manager.explicit_log_dir == f"results/recipes/{name}"
     assert config.reward == "function"
 

@@ -33,14 +33,8 @@ YAML_MARKERS = (
     "# End of the generated part.\n",
 )
 WIDTH = 119
-_OWN = (
-    "unit",
-    "more",
-    "kind",
-    "expected",
-    "follows",
-    "heading",
-)  # what `key` adds to a JSON schema
+# what `key` adds to a JSON schema
+_OWN = "unit", "more", "kind", "expected", "follows", "heading"
 # NeMo-Aligner's keys of the same name; with a star, the default or the meaning differs.
 _NEMO_ALIGNER = """
 trainer: num_nodes devices precision*

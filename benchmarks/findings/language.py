@@ -12,13 +12,8 @@ import random
 from collections.abc import Sequence
 
 PEOPLE = ["i", "my friend", "my sister", "my uncle", "our boss", "our guide"]
-FEELINGS = {
-    "loved": 0.9,
-    "liked": 0.7,
-    "tried": 0.5,
-    "disliked": 0.3,
-    "hated": 0.1,
-}  # chance of a good adjective
+# chance of a good adjective
+FEELINGS = {"loved": 0.9, "liked": 0.7, "tried": 0.5, "disliked": 0.3, "hated": 0.1}
 THINGS = [
     "cafe",
     "hotel",

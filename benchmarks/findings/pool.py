@@ -23,9 +23,8 @@ class Worker:
     def __init__(self, folder: Path):
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_work, args=(theirs, folder)
-        )  # no daemon, as it may have processes
+        # no daemon, as it may have processes
+        self.process = context.Process(target=_work, args=(theirs, folder))
         self.process.start()
         theirs.close()
         self.job: Job | None = None

@@ -128,9 +128,8 @@ def run(workload: w.Workload, folder: Path) -> w.SideReport:
             gradient_accumulation_steps=workload.sequences // workload.batch,
             num_generations=workload.group,
             max_completion_length=workload.response_tokens,
-            generation_kwargs={
-                "min_new_tokens": workload.response_tokens
-            },  # no response may end early
+            # no response may end early
+            generation_kwargs={"min_new_tokens": workload.response_tokens},
             shuffle_dataset=False,
             beta=workload.beta,
             learning_rate=workload.lr,

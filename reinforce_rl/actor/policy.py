@@ -147,9 +147,8 @@ class MegatronGPTReinforceActorModel:
         self.lora = lora
         self._as_reference: Callable[[], AbstractContextManager[None]] | None = None
         if with_reference and lora_settings_of(lm) is not None:
-            self._as_reference = partial(
-                updates_off, lm
-            )  # the frozen weights without their updates
+            # the frozen weights without their updates
+            self._as_reference = partial(updates_off, lm)
         elif with_reference:
             self._as_reference = ReferencePolicy(lm, on_device=reference_on_device).swapped_in
 

@@ -27,9 +27,8 @@ _PROGRAMS = {
     "demo_server": "serve",
     "train_reward_model": "train-rm",
 }
-_BARE = re.compile(
-    r"[\w\s./:+%*@?|-]*", re.ASCII
-)  # values that Hydra's grammar reads without quotes
+# values that Hydra's grammar reads without quotes
+_BARE = re.compile(r"[\w\s./:+%*@?|-]*", re.ASCII)
 _SYNTAX = re.compile(r"""['"\\\[\]{}(),$]""")  # characters with a meaning in Hydra's grammar
 
 

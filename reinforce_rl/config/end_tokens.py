@@ -19,9 +19,8 @@ TOKENIZER = "the tokenizer"
 class EndTokens:
     """Ids that end a response: all that the folder names anywhere."""
 
-    by_place: dict[
-        str, tuple[int, ...]
-    ]  # generation_config.json if there is one, config.json, the tokenizer
+    # generation_config.json if there is one, config.json, the tokenizer
+    by_place: dict[str, tuple[int, ...]]
     vocab_size: int | None  # of the model; larger ids are never generated
 
     @property

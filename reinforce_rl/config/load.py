@@ -54,9 +54,8 @@ def load_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> T:  # type: i
 def read_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> tuple[T, list[str]]:  # type: ignore[assignment]
     """Like `load_config`, but return the errors with the configuration; see `read`."""
     config, found = read(schema, cfg)
-    told = {
-        fault.split(" ")[0] for fault in found
-    }  # of a key that is wrong by itself, rules say nothing new
+    # of a key that is wrong by itself, rules say nothing new
+    told = {fault.split(" ")[0] for fault in found}
     every = [
         *config.all_faults(found),
         *(find_faults(config) if isinstance(config, TrainConfig) else ()),

@@ -91,9 +91,8 @@ class RolloutBatch:
     init_log_probs: Tensor | None = None  # the same under the reference policy
     # float32 [N] by name of the reward source, if there are several.
     source_rewards: dict[str, Tensor] = field(default_factory=dict)
-    score_faults: tuple[
-        str | None, ...
-    ] = ()  # N times why scoring failed, or None; () before scoring
+    # N times why scoring failed, or None; () before scoring
+    score_faults: tuple[str | None, ...] = ()
 
     @property
     def is_end(self) -> Tensor:

@@ -80,9 +80,8 @@ class PromptDataset(Dataset[Prompt]):
         digest = hashlib.sha256()
         for prompt in self._prompts:
             text = prompt.text.encode("utf-8")
-            digest.update(
-                len(text).to_bytes(8, "big") + text
-            )  # the length makes joined texts unambiguous
+            # the length makes joined texts unambiguous
+            digest.update(len(text).to_bytes(8, "big") + text)
         return digest.hexdigest()
 
     @classmethod

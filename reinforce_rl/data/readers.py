@@ -33,9 +33,8 @@ from reinforce_rl.utils.files import MAX_LINE_BYTES, bounded_lines
 from reinforce_rl.utils.untrusted_files import UnreadableFileError, open_regular
 
 T = TypeVar("T")
-Rows = Iterator[
-    tuple[str, Any]
-]  # the place in the file, ":LINE" or ", row N", and what `_record_of` takes
+# the place in the file, ":LINE" or ", row N", and what `_record_of` takes
+Rows = Iterator[tuple[str, Any]]
 
 HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT], as FOLDER[/CONFIGURATION][:SPLIT]
 _START_BYTES = 4096

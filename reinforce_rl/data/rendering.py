@@ -46,9 +46,8 @@ _ADVICE_OF_ROLE = {
 class TemplateOptions:
     """How a run renders conversations."""
 
-    kwargs: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # template arguments; those of a record win
+    # template arguments; those of a record win
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     date: str | None = None  # YYYY-MM-DD that templates read as today's; None: the day of the call
     sanitize_control_tokens: bool = False  # as in transformers: control tokens in content are text
     section: str = "model.data."  # configuration prefix of these options, for messages
@@ -161,9 +160,8 @@ class ChatRenderer:
     def _sanitized(
         self, conversation: Conversation, *, add_generation_prompt: bool = False
     ) -> list[int]:
-        self._render(
-            conversation, add_generation_prompt=add_generation_prompt
-        )  # raises if a message is left out
+        # raises if a message is left out
+        self._render(conversation, add_generation_prompt=add_generation_prompt)
         ids = self._apply(
             conversation,
             add_generation_prompt=add_generation_prompt,

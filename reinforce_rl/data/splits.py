@@ -39,9 +39,8 @@ _KEYWORDS = {
     "eval": "test",
     "evaluation": "test",
 }
-_KEYWORD = re.compile(
-    rf"(?:^|[-._ 0-9])({'|'.join(_KEYWORDS)})(?=[-._ 0-9]|$)", re.IGNORECASE
-)  # between the characters that `datasets` takes for separators
+# between the characters that `datasets` takes for separators
+_KEYWORD = re.compile(rf"(?:^|[-._ 0-9])({'|'.join(_KEYWORDS)})(?=[-._ 0-9]|$)", re.IGNORECASE)
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 _MAX_CARD_BYTES = 16 << 20
 _MAX_CARD_VALUES = 200_000  # keys and values of its YAML

@@ -31,9 +31,8 @@ MAX_STEPS = 1_000_000  # of one rendering; and one more a character of the input
 MAX_SECONDS = 30.0
 MIN_CHARS = 16 << 20  # that a text may always have
 CHARS_RATIO = 8  # and for a longer input, this many times the input
-MIN_ELEMENTS = (
-    1 << 20
-)  # that a list may always hold, with those of the lists in it; and one a character of the input
+# that a list may always hold, with those of the lists in it; and one a character of the input
+MIN_ELEMENTS = 1 << 20
 _MAX_BITS = 10_000  # of an integer
 _MAX_DEPTH = 100  # of lists in lists
 _MAX_DATE_FORMAT = 1000  # characters
@@ -47,9 +46,8 @@ _WITHOUT_TEXT = frozenset(
     {"items", "get", "keys", "values", "length", "count", "default", "first", "last", "list"}
 )
 _FILLING = frozenset({"batch", "slice"})  # to a given number of elements
-_SPLITTING = frozenset(
-    {"split", "rsplit", "splitlines"}
-)  # into at most as many parts as there are characters
+# into at most as many parts as there are characters
+_SPLITTING = frozenset({"split", "rsplit", "splitlines"})
 # Methods and filters that make nothing larger than what they are given.
 _NEVER_LARGER = frozenset(
     {
@@ -72,9 +70,8 @@ _NEVER_LARGER = frozenset(
 )
 # They take time that grows faster than the text; chat templates have no use for them.
 _UNBOUNDED_FILTERS = ("urlize", "wordwrap", "pprint", "xmlattr")
-_LISTING = frozenset(
-    {"list", "sort", "unique", "batch", "slice"}
-)  # make a list of a text's characters
+# make a list of a text's characters
+_LISTING = frozenset({"list", "sort", "unique", "batch", "slice"})
 _ENCODINGS = frozenset({"utf-8", "utf8", "ascii", "latin-1", "utf-16", "utf-32"})
 # Tests that compare their value with another.
 _COMPARING_TESTS = frozenset(

@@ -54,10 +54,8 @@ _LISTS = ("normalizers", "pretokenizers", "decoders", "processors")  # rules of 
 # They make several characters of some; a second one would do it again.
 _ONCE = ("ByteLevel", "BertNormalizer", "Precompiled")
 _ADD_A_CHARACTER = ("Metaspace", "WordPiece")  # to each piece, which may be one character
-_AROUND = {
-    "BertProcessing": 3,
-    "RobertaProcessing": 4,
-}  # tokens that a rule adds to a pair of texts
+# tokens that a rule adds to a pair of texts
+_AROUND = {"BertProcessing": 3, "RobertaProcessing": 4}
 _SHOWN = 200  # characters of a value in a message
 _MAX_REPLACEMENT_BYTES = 100  # of a Precompiled rule; U+FDFA, the longest of NFKC, becomes 33 bytes
 

@@ -61,9 +61,8 @@ class RunDiff:
     settings: dict[str, str]  # by key, both values; of the first step that has both
     facts: list[str]  # versions, machine, layout, data, reward functions
     steps: list[int]  # compared
-    of_phases: dict[
-        str, int
-    ]  # of weights and update: steps in which all that belongs to them could be compared
+    # of weights and update: steps in which all that belongs to them could be compared
+    of_phases: dict[str, int]
     exact: dict[str, Parting]  # by phase, in order
     beyond_rounding: dict[str, Parting]
     tables: list[dict[str, Any]]  # of `monitoring.compare`

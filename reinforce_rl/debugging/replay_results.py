@@ -40,9 +40,8 @@ class Replay:
     step: int
     start: int  # step of the checkpoint that it began from; 0: the initial model
     phases: list[PhaseResult]  # empty on all ranks but the first
-    facts: list[
-        str
-    ]  # what else is not as it was recorded: code, machine, settings, data, reward source
+    # what else is not as it was recorded: code, machine, settings, data, reward source
+    facts: list[str]
     bounds: Bounds
 
     @property

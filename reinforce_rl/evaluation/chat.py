@@ -111,9 +111,8 @@ class Speaker:
             )
             skips = self.actor.settings.skip_special_tokens
             text = decode_all(self.actor.tokenizer, [ids], skip_special_tokens=skips)[0]
-            text = (
-                text if is_whole else text.rstrip("\ufffd")
-            )  # a character may be spread over tokens
+            # a character may be spread over tokens
+            text = text if is_whole else text.rstrip("\ufffd")
             show(text[shown:])
             shown = max(shown, len(text))
 
@@ -186,9 +185,8 @@ class Chat:
         columns.add_row(*texts)
         screen = contextlib.nullcontext()
         if several and console.is_terminal and console.width >= MIN_COLUMNS:
-            screen = Live(
-                columns, console=console, auto_refresh=False
-            )  # its thread would read half of a text
+            # its thread would read half of a text
+            screen = Live(columns, console=console, auto_refresh=False)
         with self._stoppable(), screen as live:
             for speaker, text in zip(self.speakers, texts, strict=True):
                 if several and not live:

@@ -28,9 +28,8 @@ KL = "KL"
 class ModelResult:
     name: str
     model: str  # its folder
-    numbers: dict[
-        str, Estimate
-    ]  # reward, reward/SOURCE, pass@K, KL (nats a response), length (tokens), ended (share)
+    # reward, reward/SOURCE, pass@K, KL (nats a response), length (tokens), ended (share)
+    numbers: dict[str, Estimate]
     failures: dict[str, int]  # samples without a reward, by reason
     metrics: dict[str, float]  # as of the trainer's validation
 
@@ -58,9 +57,8 @@ class ModelResult:
             for row, value in zip(rows, values, strict=True):
                 groups[column][row.prompt_id].append(value)
         numbers = {column: estimate(found) for column, found in groups.items()}
-        numbers["reward"] = replace(
-            numbers["reward"], mean=metrics["rewards"]
-        )  # summed as in training
+        # summed as in training
+        numbers["reward"] = replace(numbers["reward"], mean=metrics["rewards"])
         if set(filter(math.isfinite, columns["reward"])) <= {0.0, 1.0}:
             most = max(map(len, groups["reward"].values()), default=1)
             for k in sorted({*(2**i for i in range(1, most.bit_length())), most} - {1}):
@@ -80,9 +78,8 @@ class Comparison:
     by: str  # "reward", or "judge NAME"
     wins: WinRate
     difference: Difference | None = None  # of the mean rewards, paired by prompt
-    judgements: Mapping[int, float | str] = field(
-        default_factory=dict
-    )  # by prompt: 1, 0.5 or 0, or why there is none
+    # by prompt: 1, 0.5 or 0, or why there is none
+    judgements: Mapping[int, float | str] = field(default_factory=dict)
 
     @classmethod
     def by_reward(

@@ -24,9 +24,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     use_greedy: bool = False  # always take the likeliest token
     stop_token_ids: tuple[int, ...] = ()  # any of these ends a response and belongs to it
-    end_strings: tuple[
-        str, ...
-    ] = ()  # text that ends a response; its tokens belong to the response
+    # text that ends a response; its tokens belong to the response
+    end_strings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,8 @@ class PartialResponse:
     prompt: Prompt
     key: int  # of its noise, uint64: `sample_seeds` of (seed, prompt, sample)
     tokens: tuple[int, ...] = ()
-    log_probs: tuple[
-        float, ...
-    ] = ()  # at the sampling temperature, by the weights that drew the token
+    # at the sampling temperature, by the weights that drew the token
+    log_probs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()  # of those weights
     finish_reason: str | None = None  # None: it is not at its end
 

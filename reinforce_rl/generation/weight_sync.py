@@ -22,9 +22,8 @@ from reinforce_rl.megatron.weight_map import Row, weight_map
 from reinforce_rl.runtime.phases import wait_for_ranks
 from reinforce_rl.runtime.roles import WeightGroup
 
-BUCKET_BYTES = (
-    64 * 2**20
-)  # larger ones were slower with gloo, and are memory that a trainer has twice
+# larger ones were slower with gloo, and are memory that a trainer has twice
+BUCKET_BYTES = 64 * 2**20
 
 
 def _plan(lm: CausalLM, max_bytes: int) -> list[list[Row]]:

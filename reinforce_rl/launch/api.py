@@ -64,9 +64,8 @@ def train(
             "train(...) runs whenever this file is imported; put it under if __name__ == '__main__':",
             key="api.script.no_guard",
         )
-    os.environ.setdefault(
-        "GOMP_SPINCOUNT", "0"
-    )  # idle OpenMP threads that spin cost a busy CPU tenfold
+    # idle OpenMP threads that spin cost a busy CPU tenfold
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     from omegaconf import OmegaConf
 
     from reinforce_rl.config.compose import compose, unknown_keys

@@ -103,9 +103,8 @@ def check_engine(
     )
     with configured_mesh(cfg) as mesh:
         actor = load_actor(cfg, mesh)
-        native = NativeGenerator(
-            actor.lm, actor.tokenizer, is_static=False
-        )  # the simplest path, on a GPU too
+        # the simplest path, on a GPU too
+        native = NativeGenerator(actor.lm, actor.tokenizer, is_static=False)
         params = replace(actor.settings.sampling, use_greedy=True)
         found = []
         log_probs = []

@@ -165,9 +165,8 @@ def _prepare(words: list[str]) -> None:
     if not _READS_RUNS.isdisjoint(words[:1]):
         # Arrow and JSON take what a file's headers ask for; this is not to take the machine down.
         limit_memory(0.5)
-    os.environ.setdefault(
-        "GOMP_SPINCOUNT", "0"
-    )  # idle OpenMP threads that spin cost a busy CPU tenfold
+    # idle OpenMP threads that spin cost a busy CPU tenfold
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

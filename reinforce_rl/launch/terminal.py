@@ -63,9 +63,8 @@ def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") ->
         )
     # One thread per rank: ranks that each use all cores slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    program = (
-        [RUN_MODULE, "reinforce_rl", _command] if _command else sys.argv[:1]
-    )  # whatever file of the PATH was typed
+    # whatever file of the PATH was typed
+    program = [RUN_MODULE, "reinforce_rl", _command] if _command else sys.argv[:1]
     launcher = [
         RUN_MODULE,
         "reinforce_rl.utils.ranks",
@@ -113,16 +112,14 @@ def plain_errors() -> Iterator[None]:
             yield
         except LostRankError as error:
             print(f"error: {error.with_keys()}", file=sys.stderr, flush=True)
-            end_at_once(
-                error.exit_code
-            )  # a thread in a collective with the lost rank would abort Python's shutdown
+            # a thread in a collective with the lost rank would abort Python's shutdown
+            end_at_once(error.exit_code)
         except ReinforceError as error:
             fail(error.with_keys(), error.exit_code)
         except OSError as error:
             if isinstance(error, BrokenPipeError) and _nobody_reads():
-                os.dup2(
-                    os.open(os.devnull, os.O_WRONLY), 1
-                )  # or Python fails once more when it flushes at its end
+                # or Python fails once more when it flushes at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 sys.exit(141)  # as a shell says of SIGPIPE
             if error.errno not in UNWRITABLE:
                 raise
@@ -135,9 +132,8 @@ def plain_errors() -> Iterator[None]:
             fail(fault.with_keys())
         except KeyboardInterrupt as error:
             print(str(error) or "interrupted by Ctrl-C", flush=True)
-            end_at_once(
-                130
-            )  # a thread that is writing a checkpoint would abort while Python shuts down
+            # a thread that is writing a checkpoint would abort while Python shuts down
+            end_at_once(130)
 
 
 def end_at_once(code: int) -> NoReturn:

@@ -197,10 +197,8 @@ class _Save:
     more: Mapping[str, bytes]  # other files' contents by name, on the first rank
     preparing: float  # seconds that training was blocked before the background write
     thread: threading.Thread = field(init=False)
-    written: tuple[list[Any], files.Records] = (
-        [],
-        {},
-    )  # this rank's part of the index, and of the manifest
+    # this rank's part of the index, and of the manifest
+    written: tuple[list[Any], files.Records] = [], {}
     writing: float = 0.0  # seconds this rank spent writing
     error: BaseException | None = None  # why writing failed
 
@@ -209,9 +207,8 @@ class _Save:
         began = time.monotonic()
         rng = self.part / "rng" / f"rank_{rank:05d}.pt"
         try:
-            content = (
-                io.BytesIO()
-            )  # written directly, a full disk would surface as an assertion in torch
+            # written directly, a full disk would surface as an assertion in torch
+            content = io.BytesIO()
             torch.save(self.random_state, content)
             with naming(rng):
                 rng.write_bytes(content.getvalue())

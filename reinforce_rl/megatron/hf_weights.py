@@ -121,9 +121,8 @@ def _lacks_head(arch: Architecture, folder: HFFolder, heads: Sequence[str]) -> b
 def parameters_of(lm: CausalLM) -> dict[str, Tensor]:
     """Return this rank's parameters by name, with global layer numbers."""
     layers: Any = lm.decoder.layers
-    numbers = {
-        str(i): layer.layer_number - 1 for i, layer in enumerate(layers)
-    }  # megatron counts from 1
+    # megatron counts from 1
+    numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(layers)}
     return {
         re.sub(
             r"^(decoder\.layers\.)(\d+)", lambda found: found[1] + str(numbers[found[2]]), name
@@ -149,9 +148,8 @@ def hf_tensors(
     """
     mesh = lm.mesh
     own = parameters_of(lm) if values is None else values
-    dtype = dtype or next(
-        value.dtype for value in own.values() if value is not None
-    )  # frozen: no gradient
+    # frozen: no gradient
+    dtype = dtype or next(value.dtype for value in own.values() if value is not None)
     stages = mesh.gather_over_pp(set(own))
     rows = weight_map(lm.architecture, mesh.tp_size) if rows is None else rows
     for name, of_parameter in track(_by_parameter(rows)):
@@ -267,9 +265,8 @@ def export_hf_folder(
     first_copy = mesh.dp_rank == mesh.cp_rank == 0
     tensors = hf_tensors(lm, values, dtype=dtype, track=track) if first_copy else iter(())
     for file, names in files.items():
-        shard: Any = dict(
-            itertools.islice(tensors, len(names))
-        )  # tensors on the main rank, None elsewhere
+        # tensors on the main rank, None elsewhere
+        shard: Any = dict(itertools.islice(tensors, len(names)))
         with mesh.raise_on_all_ranks(failed):
             if mesh.is_main:
                 save_tensors(shard, part / file)

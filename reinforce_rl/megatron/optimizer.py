@@ -207,9 +207,8 @@ class ActorOptimizer:
             torch._foreach_mul_(grads, coefficient)  # type: ignore[reportPrivateImportUsage]
 
 
-BLOCK_BYTES = (
-    2**28
-)  # torch rounds pinned allocations up to a power of two, so blocks of that size are filled
+# torch rounds pinned allocations up to a power of two, so blocks of that size are filled
+BLOCK_BYTES = 2**28
 _COPIES = "reinforce_rl_host_copies"
 PREFIX = "optimizer.state."  # followed by the kind of state and the parameter's key
 MOMENTS = ("exp_avg", "exp_avg_sq")

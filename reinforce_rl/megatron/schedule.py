@@ -16,9 +16,8 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 
-HiddenOf = Callable[
-    [Any, Any], Tensor
-]  # (model, micro-batch): runs the model and returns the next stage's input
+# (model, micro-batch): runs the model and returns the next stage's input
+HiddenOf = Callable[[Any, Any], Tensor]
 ShapeOf = Callable[[Any], tuple[int, ...]]  # `CausalLM.stage_shape` of a micro-batch
 
 
@@ -74,11 +73,8 @@ def _run(
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             loss, result = loss_of(hidden, micro_batch)
-            return (
-                loss,
-                torch.zeros((), dtype=torch.int, device=loss.device),
-                result,
-            )  # 0 tokens: no division
+            # 0 tokens: no division
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
         return hidden, finish
 

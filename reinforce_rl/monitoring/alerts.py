@@ -18,11 +18,8 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.monitoring.stragglers import Slowest
 
 STRAGGLER_FACTOR: float = TrainConfig().trainer.straggler_factor  # the default
-GAP_LIMITS = {
-    "generator_gap": 0.05,
-    "generator_gap_p99": 0.5,
-    "generator_gap_max": 5.0,
-}  # nats a token
+# nats a token
+GAP_LIMITS = {"generator_gap": 0.05, "generator_gap_p99": 0.5, "generator_gap_max": 5.0}
 WINDOW = 50  # steps that are remembered
 FEWEST = 8  # earlier steps that a comparison with the past needs
 QUIET = 5  # steps without it after which a rule may speak again
@@ -46,9 +43,8 @@ class History:
     def __init__(self, straggler_factor: float):
         self.straggler_factor = straggler_factor
         self.lines: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
-        self.validations: deque[tuple[float, float]] = deque(
-            maxlen=WINDOW
-        )  # reward of validation, of training
+        # reward of validation, of training
+        self.validations: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._first: dict[str, list[float]] = {}
 
     def add(self, line: Mapping[str, Any]) -> None:

@@ -194,9 +194,8 @@ class MlflowLogger(MetricLogger):
     """
 
     def __init__(self, cfg: TrainConfig, run_id: str):
-        os.environ.setdefault(
-            "MLFLOW_ALLOW_FILE_STORE", "true"
-        )  # maintained no more, but all that mlflow-skinny has
+        # maintained no more, but all that mlflow-skinny has
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         from mlflow import MlflowClient

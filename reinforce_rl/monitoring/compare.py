@@ -37,16 +37,13 @@ _METRICS = (
     ("ended by themselves", "train/fraction_of_samples_properly_ended", False, ".3f"),
     ("seconds a step", "timers/step_time", False, ".2f"),
 )
-_OF_A_RUN = re.compile(
-    rf"{SILENT.pattern}|model\.seed$|exp_manager\."
-)  # settings that differ within a side
-_OTHER = re.compile(
-    r"val/(\w+/rewards(_.+)?|rewards_.+)"
-)  # of named sets, and of the sources of a reward
+# settings that differ within a side
+_OF_A_RUN = re.compile(rf"{SILENT.pattern}|model\.seed$|exp_manager\.")
+# of named sets, and of the sources of a reward
+_OTHER = re.compile(r"val/(\w+/rewards(_.+)?|rewards_.+)")
 
-_Side = list[
-    tuple[str, RunFolder, Any]
-]  # name, run, seed, which is the name of a run without a configuration
+# name, run, seed, which is the name of a run without a configuration
+_Side = list[tuple[str, RunFolder, Any]]
 
 
 def tables(runs: Mapping[str, RunFolder], num_base: int = 0) -> list[dict[str, Any]]:

@@ -59,19 +59,16 @@ class RolloutRow:
     # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/finish_reasons.py`
     finish_reason: str
     response_length: int  # tokens, including the stop token
-    kl: float = (
-        math.nan
-    )  # nats, of the whole response, by kl_estimator and kl_reduction; NaN in validation
+    # nats, of the whole response, by kl_estimator and kl_reduction; NaN in validation
+    kl: float = math.nan
     reward_with_kl: float = math.nan  # shaped reward, less beta * kl if the KL is in the reward
     baseline: float = math.nan  # subtracted from it
     advantage: float = math.nan  # weight of the log-probs in the loss; mean over the tokens
     valid: bool = True  # False if left out of the loss
-    shaped_reward: float = (
-        math.nan
-    )  # after reward_shaping and truncation_penalty, without the KL; NaN if not valid
-    source_rewards: Mapping[str, float] = field(
-        default_factory=dict
-    )  # before weights; empty with one source
+    # after reward_shaping and truncation_penalty, without the KL; NaN if not valid
+    shaped_reward: float = math.nan
+    # before weights; empty with one source
+    source_rewards: Mapping[str, float] = field(default_factory=dict)
     score_fault: str | None = None  # why scoring failed; None if it did not
     set_name: str = ""  # train, validation or test, or the name of a validation set
     record: str | None = None  # the other fields of the prompt's line, as JSON
@@ -92,15 +89,13 @@ class SampleTokens:
     prompt_tokens: list[int] | None  # ids
     response_tokens: list[int] | None  # ids, with the stop token
     token_texts: list[str] | None  # of the response; a part of a character is �
-    policy_log_probs: (
-        list[float] | None
-    )  # by the trainer before the update, at the sampling temperature
+    # by the trainer before the update, at the sampling temperature
+    policy_log_probs: list[float] | None
     reference_log_probs: list[float] | None
     generator_log_probs: list[float] | None  # as the generation engine reported them
     token_kl: list[float] | None  # nats, by kl_estimator
-    token_advantages: (
-        list[float] | None
-    )  # with credit_assignment=token; else they all are `advantage`
+    # with credit_assignment=token; else they all are `advantage`
+    token_advantages: list[float] | None
     # Steps that the weights had been trained for that drew each; None: generated on the ranks that train, step - 1.
     weight_versions: list[int] | None = None
 
@@ -312,9 +307,8 @@ def samples_table(samples: Samples) -> pa.Table:
         if kind == pa.float64():
             values = [plain_number(value) for value in values]
         elif kind == pa.string():
-            values = [
-                None if value is None else encode(value).decode() for value in values
-            ]  # no lone surrogates
+            # no lone surrogates
+            values = [None if value is None else encode(value).decode() for value in values]
         elif name == "source_rewards":
             values = [
                 [(source, plain_number(reward)) for source, reward in value.items()]

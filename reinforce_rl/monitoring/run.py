@@ -46,9 +46,8 @@ class RunMonitor:
     records_samples: bool = True  # False writes no files of samples
     verdict: str | None = None  # why an alert stops the run; on the first rank
     _step: int = field(default=0, init=False)
-    _line: dict[str, float] = field(
-        default_factory=dict, init=False
-    )  # metrics of the step, as in metrics.jsonl
+    # metrics of the step, as in metrics.jsonl
+    _line: dict[str, float] = field(default_factory=dict, init=False)
     _said: dict[str, int] = field(default_factory=dict, init=False)  # last step by what was wrong
 
     def phase(self, name: str) -> None:

@@ -26,9 +26,8 @@ class RankState:
     rank: int
     before: dict[str, str]  # of the trained weights, before the step's first update
     after: dict[str, str]
-    optimizer: dict[
-        str, str
-    ]  # Adam's moments and fp32 main weights after the step, by the weight's name
+    # Adam's moments and fp32 main weights after the step, by the weight's name
+    optimizer: dict[str, str]
     random: str  # of the random state after the step
 
 
@@ -44,9 +43,8 @@ class StepRecord:
     scorer: Any  # what the reward source says of itself; None if unknown
     reference: str | None  # checksum over the reference's weights; None without one
     past: dict[str, Any]  # beta and statistics of earlier rewards that this step's advantages took
-    updates: list[
-        dict[str, float]
-    ]  # of each optimizer step: loss, gradient norm, learning rate, sums of the loss
+    # of each optimizer step: loss, gradient norm, learning rate, sums of the loss
+    updates: list[dict[str, float]]
     ranks: list[RankState] = field(default_factory=list)
 
     def write(self, run: str | Path) -> None:

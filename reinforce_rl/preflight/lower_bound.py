@@ -80,10 +80,8 @@ class PhaseBound:
 @dataclass(frozen=True)
 class StepBound:
     phases: tuple[PhaseBound, ...]
-    peaks: Mapping[
-        str,
-        float,
-    ]  # peak bytes of a rank by phase, worst stage; without `Hardware.reserved`
+    # peak bytes of a rank by phase, worst stage; without `Hardware.reserved`
+    peaks: Mapping[str, float]
     tokens: float  # prompts and responses, over all ranks
     fits: bool  # a GPU's memory holds the worst phase
 

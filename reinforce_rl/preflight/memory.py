@@ -245,9 +245,10 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
     if shape.first:
         moments.append(Phase("training", waiting + table * kept + border))
     if shape.last:
+        # in the norm
         moments.append(
             Phase("training", saved + waiting + 6 * FP32 * t * arch.hidden_size // shared)
-        )  # in the norm
+        )
         narrow = 0 if kept == FP32 else kept
         at_head = (
             saved

@@ -179,9 +179,8 @@ class BatchPlan:
     longest: int  # tokens of the longest sequence, prompt and response
     validation: int | None  # prompts over all ranks, None for no validation
     validation_calls: int  # per validation
-    epoch: (
-        Sequence[int] | None
-    )  # prompts of each step of an epoch; None if the data set cannot be read
+    # prompts of each step of an epoch; None if the data set cannot be read
+    epoch: Sequence[int] | None
 
 
 def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None) -> BatchPlan:
@@ -316,9 +315,8 @@ def _engine_copies(cfg: TrainConfig, *, has_lora: bool) -> bool:
         return False
     if cfg.generation == "tensorrt_llm":
         return True  # 1.2 does; 1.3 drops them, and which it is shows at the start only
-    return (
-        cfg.generation == "vllm" and has_lora and cfg.vllm.load_adapters
-    )  # the frozen weights, sent once
+    # the frozen weights, sent once
+    return cfg.generation == "vllm" and has_lora and cfg.vllm.load_adapters
 
 
 @dataclass(frozen=True)

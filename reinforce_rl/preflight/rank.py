@@ -226,10 +226,8 @@ class RankRun:
         with optimizer.offloaded() if offloads else contextlib.nullcontext():
             resident = self._gpu.memory.bytes
             self._found["resident"] = Cost(), resident
-            self._found["away"] = (
-                Cost(),
-                before - resident - gradients if offloads else 0,
-            )  # gradients are freed
+            # gradients are freed
+            self._found["away"] = Cost(), before - resident - gradients if offloads else 0
             if self._case.prompts:
                 self._generate(actor)
 

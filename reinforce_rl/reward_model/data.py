@@ -58,9 +58,8 @@ class EncodedPair:
 
     prompt_key: str  # see `prompt_key()`
     prompt: tuple[int, ...]  # up to where the answers begin
-    chosen: tuple[
-        int, ...
-    ]  # includes the end of the turn unless the answer was cut; so does `rejected`
+    # includes the end of the turn unless the answer was cut; so does `rejected`
+    chosen: tuple[int, ...]
     rejected: tuple[int, ...]
 
     @property
@@ -116,9 +115,8 @@ class Examples(Generic[Example]):
 
 def longest_example(cfg: TrainRewardModelConfig) -> int:
     """Return `data.max_length`, or the trunk's maximum sequence length."""
-    from reinforce_rl.megatron.architecture import (
-        Architecture,
-    )  # takes seconds, and a reward server needs the rest
+    # takes seconds, and a reward server needs the rest
+    from reinforce_rl.megatron.architecture import Architecture
 
     return (
         cfg.data.max_length or Architecture.from_folder(cfg.model.restore_from_path).max_positions

@@ -146,13 +146,10 @@ async def _run(connection: Connection) -> None:
         "auto_decompress": False,
         "read_bufsize": READ_BYTES,
     }
-    options["keepalive_timeout"] = (
-        settings.idle_seconds
-    )  # for a header too: aiohttp counts until it is complete
-    ending = {
-        "handler_cancellation": True,
-        "shutdown_timeout": END_SECONDS / 3,
-    }  # a disconnect frees the slot
+    # for a header too: aiohttp counts until it is complete
+    options["keepalive_timeout"] = settings.idle_seconds
+    # a disconnect frees the slot
+    ending = {"handler_cancellation": True, "shutdown_timeout": END_SECONDS / 3}
     runner = web.AppRunner(front.application(), **ending, **options)
     await runner.setup()
     manager = cast(web.Server, runner.server)
@@ -172,9 +169,8 @@ async def _run(connection: Connection) -> None:
             front.set_state(message["state"], message["reason"])
 
     loop.add_reader(connection.fileno(), read_message)
-    await asyncio.sleep(
-        0
-    )  # let the first report precede READY, so that it sends the model no sample
+    # let the first report precede READY, so that it sends the model no sample
+    await asyncio.sleep(0)
     send(connection, {"event": "up"})
     await ended.wait()
     for task in tasks:
@@ -203,9 +199,8 @@ async def _report_health(connection: Connection, front: Front, seconds: float) -
 def main() -> None:
     """Run the front door until the server's end of the connection is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # batch systems signal every process; the server ends this one
+        # batch systems signal every process; the server ends this one
+        signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # systemd's usual soft limit is 1,024; a hard one may be infinite, which is -1.
     resource.setrlimit(

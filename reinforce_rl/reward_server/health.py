@@ -167,9 +167,8 @@ class Health:
         is_old = time.monotonic() - self._checked >= CACHE_SECONDS
         if self._checking is None or (self._checking.done() and is_old):
             self._checking = asyncio.create_task(self._check())
-        return await asyncio.shield(
-            self._checking
-        )  # one caller's disconnect must not cancel it for the others
+        # one caller's disconnect must not cancel it for the others
+        return await asyncio.shield(self._checking)
 
     async def _check(self) -> Verdict:
         fault, text = await self._look()

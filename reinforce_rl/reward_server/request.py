@@ -19,9 +19,8 @@ from reinforce_rl.reward_server.admission import FrontSettings, Refusal
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import TEXT_LENGTH_BYTES
 
-MAX_JSON_BYTES = (
-    1 << 24
-)  # parsed in the process that answers /health; send larger batches in binary
+# parsed in the process that answers /health; send larger batches in binary
+MAX_JSON_BYTES = 1 << 24
 MAX_TENSORS = 16
 BINARY_SIZE = "binary_data_size"
 OUTPUTS = (wire.REWARDS, wire.STATUS, wire.ATTRIBUTES, wire.INFO_OUTPUT)

@@ -35,9 +35,8 @@ Answer = dict[str, np.ndarray]  # by output name
 class Samples:
     sequences: list[list[int]]  # empty where status is not STATUS_OK
     status: np.ndarray  # int32 [N]
-    texts: Sequence[
-        base.TextSample | None
-    ] = ()  # of a request of texts; None only where status is not STATUS_OK
+    # of a request of texts; None only where status is not STATUS_OK
+    texts: Sequence[base.TextSample | None] = ()
 
 
 class RequestScorer:
@@ -287,9 +286,8 @@ class FunctionRequestScorer(RequestScorer):
     ):
         super().__init__(scorer.model, tokenizer, **options)
         self._functions = scorer
-        self._canary = {
-            "canary": secrets.token_hex(16)
-        }  # no client's sample is answered without the function
+        # no client's sample is answered without the function
+        self._canary = {"canary": secrets.token_hex(16)}
         model = scorer.model_name
         if scorer.model is not None:
             self.attributes = (

@@ -47,12 +47,10 @@ class RewardRequest:
     lengths: Tensor  # int64 [N], tokens per row, prompt included
     prompts: tuple[str, ...]
     responses: tuple[str, ...]  # without special tokens
-    messages: tuple[
-        tuple[Mapping[str, Any], ...], ...
-    ] = ()  # each empty for a plain-text prompt; () if all are
-    metadata: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # other fields of each prompt's JSON line; () if unknown
+    # each empty for a plain-text prompt; () if all are
+    messages: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    # other fields of each prompt's JSON line; () if unknown
+    metadata: tuple[Mapping[str, Any], ...] = ()
     finished: tuple[bool, ...] = ()  # False for a truncated response; () if none is
 
     @property
@@ -93,12 +91,10 @@ class TextSample:
 
     prompt: str  # chat template applied
     response: str  # without special tokens
-    record: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # other fields of the prompt's JSON line
-    messages: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # the prompt before the chat template; empty for plain text
+    # other fields of the prompt's JSON line
+    record: Mapping[str, Any] = field(default_factory=dict)
+    # the prompt before the chat template; empty for plain text
+    messages: tuple[Mapping[str, Any], ...] = ()
     finished: bool = True  # False for a truncated response
 
 
@@ -108,12 +104,10 @@ class Rewards:
 
     values: Tensor  # float32 [N]; NaN where a sample failed, never a made-up 0
     status: Tensor  # int32 [N], STATUS_ constants
-    by_source: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # float32 [N] per source of a sum, or attribute
-    faults: Mapping[int, str] = field(
-        default_factory=dict
-    )  # what failed, by row, if the source knows details
+    # float32 [N] per source of a sum, or attribute
+    by_source: dict[str, Tensor] = field(default_factory=dict)
+    # what failed, by row, if the source knows details
+    faults: Mapping[int, str] = field(default_factory=dict)
 
 
 class RewardFuture(Protocol):

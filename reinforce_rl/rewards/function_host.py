@@ -341,9 +341,8 @@ def _score(functions: Functions, request: bytes) -> Outcome:
             )
         number = float(value)
     except BaseException as error:  # KeyboardInterrupt and SystemExit too
-        told = getattr(
-            error, "public", ""
-        )  # what an error says about itself without any text of the sample
+        # what an error says about itself without any text of the sample
+        told = getattr(error, "public", "")
         told = told[:MESSAGE_LETTERS] if isinstance(told, str) else ""
         fault = f"{type(error).__name__}{told and f': {told}'}{_place(error)}"
         message = str(error)[:MESSAGE_LETTERS].removeprefix(told).removeprefix(": ")
@@ -366,9 +365,8 @@ def _definition(function: Callable[..., Any]) -> str:
 
 
 def main() -> None:
-    connection = connect_to_parent(
-        death_signal=None
-    )  # any thread of the owner's may have started this process
+    # any thread of the owner's may have started this process
+    connection = connect_to_parent(death_signal=None)
     hide_from_other_processes()  # programs that a function starts cannot open its descriptors
     settings = connection.recv()
     functions = {}

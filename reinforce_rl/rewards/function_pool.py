@@ -64,9 +64,8 @@ PROBE_SECONDS = 30.0
 class Scores:
     values: np.ndarray  # float32 [N], NaN where a sample failed
     status: np.ndarray  # int32 [N]
-    faults: dict[int, str] = field(
-        default_factory=dict
-    )  # what failed and where, by row, without the sample's text
+    # what failed and where, by row, without the sample's text
+    faults: dict[int, str] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)  # of errors, by row; may quote the sample
 
 

@@ -73,9 +73,8 @@ class Judge:
     api_key_variable: str | None = None  # environment variable that holds the key
     timeout: float = 30.0  # seconds of one attempt, up to the answer's last byte
     retries: int = 2  # further attempts, where another may succeed
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the request; null leaves a default one out
+    # of the request; null leaves a default one out
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise ValueError if it cannot be asked with these settings."""

@@ -60,9 +60,8 @@ class Replicas:
         self._max_pause = max_backoff_seconds
         self._on_wait = on_wait
         self._report_seconds = wait_report_seconds
-        self._random = (
-            random.Random()
-        )  # its own, so that jitter does not touch the trainer's random state
+        # its own, so that jitter does not touch the trainer's random state
+        self._random = random.Random()
         # Random first turns, so that the first requests of all ranks do not go to the same server.
         turns = self._random.sample(range(-len(models), 0), len(models))
         ordered = zip(models, turns, strict=True)

@@ -89,12 +89,10 @@ class ServerInfo:
     tokenizer: TokenizerInfo | None
     deterministic: bool  # each request is scored apart from those of other clients
     add_special_tokens: bool  # to `sentences`
-    details: dict[str, Any] = field(
-        default_factory=dict
-    )  # other traits of the model (trunk, head, pooling ...)
-    attributes: list[str] = field(
-        default_factory=list
-    )  # K names, in the order of the output `attributes`
+    # other traits of the model (trunk, head, pooling ...)
+    details: dict[str, Any] = field(default_factory=dict)
+    # K names, in the order of the output `attributes`
+    attributes: list[str] = field(default_factory=list)
     protocol: int = PROTOCOL_VERSION
     input_forms: tuple[str, ...] = (TOKENS_FORM,)  # the server's preference first
     max_request_bytes: int | None = None  # per request body; None if the server sends none

@@ -194,9 +194,8 @@ class Watchdog:
             for rank, parts in self._links.poll(0.2):
                 self._receive(self._others[rank], json.loads(bytes(parts[0])))
             now = time.monotonic()
-            looks = (
-                now >= next_look
-            )  # limited to once a beat, since looking for a hang walks the stack
+            # limited to once a beat, since looking for a hang walks the stack
+            looks = now >= next_look
             next_look = now + BEAT_SECONDS if looks else next_look
             lost = self._timed_out or self._failed() or any(self._lost())
             if first_sign is None and (lost or (looks and self._hung() is not None)):
@@ -225,9 +224,8 @@ class Watchdog:
         phase = self._phases.phase
         place = self._place.look()
         still = time.monotonic() - max(place.still_since, phase.since)
-        waits = place.in_collective and not (
-            place.of_role and phase.has_deadline
-        )  # then for scores, too
+        # then for scores, too
+        waits = place.in_collective and not (place.of_role and phase.has_deadline)
         where = (phase.name, phase.step, phase.number, phase.has_deadline, place.line, waits, still)
         return Report(self.rank, gethostname(), *where)
 

@@ -203,9 +203,8 @@ class Links:
         if self._wakes.fileno() in ready:
             self._wakes.recv(1 << 16)
             self._flush()
-        ended = (
-            self._read_monitor()
-        )  # read before the messages: a peer's last ones arrive before its disconnect
+        # read before the messages: a peer's last ones arrive before its disconnect
+        ended = self._read_monitor()
         messages = [*self._early, *self._receive()]
         self._early = []
         for rank in ended & self.peers.keys():
@@ -214,9 +213,8 @@ class Links:
         before = self._last_poll
         self._last_poll = now
         for peer in self.peers.values():
-            peer.silence += min(
-                now - before, 2 * self.beat_seconds
-            )  # more means that this process was suspended
+            # more means that this process was suspended
+            peer.silence += min(now - before, 2 * self.beat_seconds)
         for rank, _ in messages:
             self.peers[rank].silence = 0.0
         return [(rank, parts) for rank, parts in messages if parts[0] != b""]

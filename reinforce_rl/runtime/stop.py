@@ -76,9 +76,8 @@ class StopRequest:
         """Pass on a request made to another rank; from any thread."""
         if self._listens and self.reason is None:
             self._relayed = reason
-            os.kill(
-                os.getpid(), signal.SIGUSR1
-            )  # interrupt the main thread as its own signal would
+            # interrupt the main thread as its own signal would
+            os.kill(os.getpid(), signal.SIGUSR1)
 
     def wait_for_checks(self) -> None:
         """Let signals take effect at the next `check` from now on."""

@@ -58,9 +58,8 @@ def build_datasets(
         template=data.template_options("model.data."),
     )
     if datasets.validation is not None:
-        fixed_prompts(
-            datasets.validation, cfg.model.reinforce.num_val_samples
-        )  # raises if the set is smaller
+        # raises if the set is smaller
+        fixed_prompts(datasets.validation, cfg.model.reinforce.num_val_samples)
     return datasets
 
 

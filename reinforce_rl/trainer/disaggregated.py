@@ -60,9 +60,8 @@ class Generators:
         self._make_micro_batches = make_micro_batches
         self._stop = stop
         self._numbers = count()
-        self._stored: dict[
-            int, dict[str, Any]
-        ] = {}  # by prompt, rollouts of a checkpoint that may be trained on
+        # by prompt, rollouts of a checkpoint that may be trained on
+        self._stored: dict[int, dict[str, Any]] = {}
         self.version = 0  # of the newest weights that the generators were sent
         self._oldest = 0  # that they may still be asked for
 

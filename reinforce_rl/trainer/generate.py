@@ -126,9 +126,8 @@ class GeneratorRank:
         except GenerationError as error:  # of an engine that does not fall asleep
             self.fail(error)
         finally:
-            self._scoring.shutdown(
-                wait=False, cancel_futures=True
-            )  # closing `rm` ends those that wait for scores
+            # closing `rm` ends those that wait for scores
+            self._scoring.shutdown(wait=False, cancel_futures=True)
 
     def _take(self, count: int, room: int, *, waits: bool = True) -> list[Work] | None:
         """Ask for this many works; return those that there are, after waiting for one. Same on all ranks of the block.
@@ -190,9 +189,8 @@ class GeneratorRank:
         while True:
             rows = [one for _, responses in groups.values() for one in responses]
             running = sum(one.finish_reason is None for one in rows)
-            room = count - -(
-                -running * len(groups) // max(len(rows), 1)
-            )  # all groups have as many samples
+            # all groups have as many samples
+            room = count - -(-running * len(groups) // max(len(rows), 1))
             # Without updates in flight, the responses under way keep their version, and other works wait.
             is_free = self._inflight is not None or not running
             # One besides, without which a validation would never come.

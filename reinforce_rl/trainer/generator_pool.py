@@ -200,9 +200,8 @@ class GeneratorPool:
         """Return the results to take that are there, without failures."""
         with self._changed:
             found = [result for result in self._results.values() if is_sound(result)]
-            return [
-                result for result in found if self._given[result.number].or_newer
-            ]  # not a validation's
+            # not a validation's
+            return [result for result in found if self._given[result.number].or_newer]
 
     def announce(self, version: int) -> None:
         """Have all generators' ranks receive weights, once each has loaded its model; raises as `wait`."""

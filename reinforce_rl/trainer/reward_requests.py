@@ -64,9 +64,8 @@ def request_about(
         repeated, completions, pad_id_of(tokenizer)
     )
     # Without the stop token, which a tokenizer may not treat as special.
-    tokens = torch.nn.functional.pad(
-        completions.tokens, (0, 1)
-    )  # a column even where all responses are empty
+    # a column even where all responses are empty
+    tokens = torch.nn.functional.pad(completions.tokens, (0, 1))
     last = tokens.gather(1, (completions.lengths - 1).clamp(min=0)[:, None])[:, 0]
     stop_ids = torch.tensor(stop_token_ids, dtype=torch.long)
     text_lengths = (

@@ -54,9 +54,8 @@ _TOLD = 3  # reasons of failed scores in a message; texts of errors may all diff
 @dataclass(frozen=True)
 class PendingRollouts:
     batch: RolloutBatch  # without rewards; all samples invalid
-    futures: tuple[
-        tuple[RewardFuture, int], ...
-    ]  # (future, samples) per micro-batch that this rank asked about
+    # (future, samples) per micro-batch that this rank asked about
+    futures: tuple[tuple[RewardFuture, int], ...]
     work: WorkQueue  # restores the batch's order
 
 
@@ -98,9 +97,8 @@ class RolloutMaker:
     staleness: int = 0
     max_steps: int = sys.maxsize
     ahead: deque[Drawn] = field(default_factory=deque)  # this step's and the following ones'
-    under_way: dict[int, Prompt] = field(
-        default_factory=dict
-    )  # with `takes_finished`, by number of the work
+    # with `takes_finished`, by number of the work
+    under_way: dict[int, Prompt] = field(default_factory=dict)
 
     @property
     def is_off_policy(self) -> bool:

@@ -33,9 +33,8 @@ class WorkQueue:
         if not shared:
             return
         if mesh.is_main:
-            mesh.reset_count(
-                COUNTER
-            )  # safe: no rank still counts in the last phase or already in this one
+            # safe: no rank still counts in the last phase or already in this one
+            mesh.reset_count(COUNTER)
         shares = mesh.gather_over_dp(self._micro_batches)
         # Ends of shares may be smaller; taking them last shortens the final wait.
         places = sorted(

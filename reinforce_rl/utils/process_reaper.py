@@ -223,9 +223,8 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # Slurm signals every process; the reaper still has to clean up
+        # Slurm signals every process; the reaper still has to clean up
+        signal.signal(number, signal.SIG_IGN)
     connection = connect_to_parent(death_signal=None)
     watch = _Watch(owner=int(sys.argv[2]))
     next_refresh = time.monotonic()

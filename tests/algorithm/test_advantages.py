@@ -86,9 +86,8 @@ def test_a_permutation_of_the_samples_permutes_the_advantages(rows, random):
 @given(samples, st.dictionaries(st.sampled_from([-(2**62), -7, 0, 1, 3, 10**12]), reward_values))
 def test_a_constant_added_to_a_group_changes_nothing(rows, constants):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
-    rewards = [
-        reward / 2 for reward in rewards
-    ]  # so that the sum stays below the largest reward that is taken
+    # so that the sum stays below the largest reward that is taken
+    rewards = [reward / 2 for reward in rewards]
     moved = [
         reward + constants.get(group, 0.0) / 2
         for reward, group in zip(rewards, groups, strict=True)
@@ -197,9 +196,8 @@ def test_large_equal_rewards_cancel_exactly_enough_in_float32():
 def test_the_mean_of_many_large_rewards_is_exact_to_float32(mean):
     rewards = 9e5 + 1e5 * torch.rand(5000, generator=torch.Generator().manual_seed(0))
     found = mean(RewardGroups.of(rewards, torch.zeros(5000, dtype=torch.long)))
-    assert (
-        float((found.double() - rewards.double().mean()).abs().max()) <= 0.032
-    )  # half a unit in the last place
+    # half a unit in the last place
+    assert float((found.double() - rewards.double().mean()).abs().max()) <= 0.032
 
 
 def test_equal_prompts_with_different_ids_are_different_groups():

@@ -67,9 +67,8 @@ class TestStandardisation:
         assert found == pytest.approx([-2 / deviation, -1 / deviation, 3 / deviation])
 
     def test_a_later_step_takes_those_of_the_past_alone(self):
-        past = RunningMoments.of(
-            torch.tensor([0.0, 4.0], dtype=torch.float64)
-        )  # mean 2, deviation sqrt(8)
+        # mean 2, deviation sqrt(8)
+        past = RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64))
         assert shaped([2.0, 10.0], RewardShaping("running"), past=past) == pytest.approx(
             [0.0, math.sqrt(8)]
         )

@@ -47,15 +47,12 @@ def job(lengths: Callable[[int], Sequence[int]] = lambda number: [LENGTH], **set
 
 def test_a_call_lasts_as_its_rows_say():
     paid = job(decode=Fraction(1), row=Fraction(1, 2))
-    assert call_seconds(paid, [[1, 3]]) == 1 * 2 + 2 * Fraction(
-        3, 2
-    )  # two rows for a token, then one for two
-    assert call_seconds(replace(paid, slots=1), [[1], [3]]) == 4 * Fraction(
-        3, 2
-    )  # one after the other
-    assert (
-        call_seconds(replace(paid, slots=2), [[1], [3], [2]]) == 3 * 2
-    )  # the third takes the place of the first
+    # two rows for a token, then one for two
+    assert call_seconds(paid, [[1, 3]]) == 1 * 2 + 2 * Fraction(3, 2)
+    # one after the other
+    assert call_seconds(replace(paid, slots=1), [[1], [3]]) == 4 * Fraction(3, 2)
+    # the third takes the place of the first
+    assert call_seconds(replace(paid, slots=2), [[1], [3], [2]]) == 3 * 2
 
 
 def test_colocated_is_the_sum():
@@ -95,13 +92,11 @@ def test_one_long_response_holds_up_those_in_order_alone(engines):
     )
     found = as_finished(tail, 1, engines, k)
     assert found.seconds == train
-    assert found.dropped == Fraction(
-        1, STEPS * PROMPTS
-    )  # it got too old, and another one took its place
+    # it got too old, and another one took its place
+    assert found.dropped == Fraction(1, STEPS * PROMPTS)
     found = in_order(tail, 1, engines, k)
-    assert (
-        found.waiting * found.seconds * COUNTED == long - k * train
-    )  # it began when the trainer had k steps to do
+    # it began when the trainer had k steps to do
+    assert found.waiting * found.seconds * COUNTED == long - k * train
 
 
 @pytest.mark.parametrize("k", [0, 1, 2])

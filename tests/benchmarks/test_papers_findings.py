@@ -40,10 +40,8 @@ from reinforce_rl.rewards.base import RewardRequest  # noqa: E402
         ("the look was hardly awful .", 1.0),
         ("the look was good and the look was nice .", 1.0),  # the aspect has come before
         ("the look was good and the price was good .", 1.0),  # the adjective has
-        (
-            "the look was good and the price was nice and the end was superb .",
-            2.0,
-        ),  # the third does not count
+        # the third does not count
+        ("the look was good and the price was nice and the end was superb .", 2.0),
         ("good perfect superb", 0.0),  # no clause
         ("the look was very", 0.0),
         ("the perfect was good .", 0.0),
@@ -238,9 +236,8 @@ def test_quick_form_runs_with_a_generator_of_its_own(tmp_path):
         for name in ("validation", "training", "kl"):
             assert apart[name] == colocated[name]  # bit for bit
         assert one_old["training"][0] == colocated["training"][0]
-        assert (
-            max(apart["moved"]) < 1e-9 < min(one_old["moved"][1:])
-        )  # the first two steps have the initial weights
+        # the first two steps have the initial weights
+        assert max(apart["moved"]) < 1e-9 < min(one_old["moved"][1:])
         assert len(one_old["steps"]) == 4
 
 
@@ -254,8 +251,7 @@ def test_quick_form_runs_and_goes_on_where_it_was(tmp_path):
     for line in lines:
         assert [samples for samples, _ in line["validation"]] == [0, 4 * SAMPLES_PER_STEP]
         same_seed = next(other for other in lines if other["job"]["seed"] == line["job"]["seed"])
-        assert (
-            line["validation"][0] == same_seed["validation"][0]
-        )  # the same weights, prompts and noise
+        # the same weights, prompts and noise
+        assert line["validation"][0] == same_seed["validation"][0]
         assert len(line["kl"]) == 4 and line["kl"][0] == pytest.approx(0.0, abs=1e-3)
     assert (tmp_path / "quick" / "curves.svg").stat().st_size > 1000

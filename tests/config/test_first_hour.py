@@ -347,11 +347,8 @@ def said_by(command: list[str], seconds: float, *, as_nobody: bool = False) -> s
     if as_nobody and os.geteuid() == 0:
         if shutil.which("setpriv") is None:
             pytest.skip("root without setpriv is never refused a file")
-        command = [
-            "setpriv",
-            "--bounding-set=-all",
-            *command,
-        ]  # no capability: root's own modes count again
+        # no capability: root's own modes count again
+        command = ["setpriv", "--bounding-set=-all", *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(

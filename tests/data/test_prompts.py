@@ -78,9 +78,8 @@ def test_each_form_of_line(tokenizer, tmp_path):
     for prompt in dataset:
         assert tokenizer.decode(prompt.tokens) == prompt.text
     assert tokenizer.bos_token_id not in dataset[0].tokens
-    assert (
-        dataset[2].tokens.count(tokenizer.eos_token_id) == 2
-    )  # special tokens of the template are single ids
+    # special tokens of the template are single ids
+    assert dataset[2].tokens.count(tokenizer.eos_token_id) == 2
 
 
 def test_forms_and_columns_as_others_have_them(tokenizer, tmp_path):

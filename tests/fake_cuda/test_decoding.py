@@ -79,17 +79,14 @@ def whole_model(
 def test_8b_at_batch_64(machine, folders):
     """1,123 kernels, 2 syncs and 22.1 GB before there were static steps."""
     step = whole_model(machine, folders[2], LLAMA_3_1_8B, 32, use_graphs=False)
-    assert (
-        step.kernels == step.launches <= 714
-    )  # torch's rule for `roll` without a GPU counts 32 of `cat`
+    # torch's rule for `roll` without a GPU counts 32 of `cat`
+    assert step.kernels == step.launches <= 714
     assert step.syncs == 1 / 8
-    layer = 4096 * (
-        4096 + 2 * 1024 + 4096 + 3 * 14336
-    )  # query, key and value, output, and the MLP's three
+    # query, key and value, output, and the MLP's three
+    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
     weights = 2 * (32 * layer + 128256 * 4096)
-    cache = (
-        32 * 2 * 8 * 128 * 2 * (PROMPTS * PROMPT_TOKENS + ROWS * 14)
-    )  # responses of 14 tokens in the mean
+    # responses of 14 tokens in the mean
+    cache = 32 * 2 * 8 * 128 * 2 * (PROMPTS * PROMPT_TOKENS + ROWS * 14)
     assert 1.0 < step.bytes / (weights + cache) < 1.2
 
 

@@ -81,9 +81,8 @@ def test_a_step_waits_for_the_gpu_once_and_has_no_temporaries(machine, folders, 
             assert not optimizer.step().skipped
         kernels = kernels_by_name(ledger)
         assert ledger.num_syncs == 1, ledger.syncs  # for the norm
-        assert (
-            ledger.peak - ledger.start < 10_000
-        )  # of scalars; plain Adam's are as large as the model
+        # of scalars; plain Adam's are as large as the model
+        assert ledger.peak - ledger.start < 10_000
         assert kernels["_fused_adamw_"] == 2  # matrices with weight decay, norms without
         assert kernels["_foreach_norm"] == 1
         count = len(list(actor.lm.parameters()))

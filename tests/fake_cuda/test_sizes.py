@@ -66,17 +66,15 @@ def by_hand(tp: int, shards: int) -> float:
     matrices = 2 * v * h + LAYERS * (h * (h + 2 * kv) + h * h + 3 * h * f)
     norms = (2 * LAYERS + 1) * h
     parameters = matrices / tp + norms
-    states = (
-        parameters * (2 + 4) + parameters * (4 + 8) / shards
-    )  # weights, gradients; main weights, Adam's moments
+    # weights, gradients; main weights, Adam's moments
+    states = parameters * (2 + 4) + parameters * (4 + 8) / shards
     # bf16, so two bytes each. Shared out by sequence parallelism: both norms' outputs, both residual sums.
     shared = 2 * s * (4 * h) / tp
     # Shared out by tensor parallelism: query, key and value as they come; query and key rotated; attention's output;
     # the MLP's first product, which is two matrices wide, and what SwiGLU makes of it.
     split = 2 * s * ((h + 2 * kv) + h + kv + h + 2 * f + f) / tp
-    ends = (
-        2 * s * h / tp + 2 * s * h
-    )  # the embedding's output; the last norm's, gathered for the output layer
+    # the embedding's output; the last norm's, gathered for the output layer
+    ends = 2 * s * h / tp + 2 * s * h
     if tp > 1:
         ends += 2 * s * h / tp  # the last norm's before that
     table = (4 + 2) * v / tp * h

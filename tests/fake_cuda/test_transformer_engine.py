@@ -30,9 +30,8 @@ def test_fewer_kernels_and_the_same_collectives_on_all_ranks(folders: dict[int, 
     assert of_engine["swiglu"] == of_engine["dswiglu"] == layers
     # A budget that may only fall: kernels of a layer, both ways, that Transformer Engine saves.
     without, using = (
-        sum(
-            count for kernel, count in found[name].items() if kernel != "device"
-        )  # a question, no kernel
+        # a question, no kernel
+        sum(count for kernel, count in found[name].items() if kernel != "device")
         for name in ("without", "with")
     )
     saved = without - using

@@ -78,9 +78,8 @@ class TestGreedy:
         assert [reason for _, reason in found] == [
             "stop" if t[-1] in stops else "length" for t in expected
         ]
-        assert (
-            len({len(tokens) for tokens in expected}) > 1
-        )  # else nothing would have left the batch early
+        # else nothing would have left the batch early
+        assert len({len(tokens) for tokens in expected}) > 1
 
     @pytest.mark.slow
     def test_real_weights_equal_transformers(self, mesh):
@@ -505,9 +504,8 @@ def test_watching_shows_each_token_as_it_comes_and_changes_nothing(
         assert seen[-1] == [tokens for tokens, _ in texts_of(found)]
         for before, now in itertools.pairwise(seen):
             for old, new in zip(before, now, strict=True):
-                assert (
-                    new[: len(old)] == old and len(new) <= len(old) + 2
-                )  # a first token comes with its prompt
+                # a first token comes with its prompt
+                assert new[: len(old)] == old and len(new) <= len(old) + 2
 
     class Enough(Exception):
         pass

@@ -194,12 +194,8 @@ def test_what_is_left_out_of_the_allocators_options_is_logged(tmp_path, monkeypa
         (VLLM, VLLMConfig(), {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}, "0-1"),
         (VLLM, VLLMConfig(), {"VLLM_NO_USAGE_STATS": "0"}, "0"),
         (VLLM, VLLMConfig(), {"VLLM_LOGGING_LEVEL": "DEBUG"}, "DEBUG"),
-        (
-            VLLM,
-            VLLMConfig(cpu_cache_gigabytes=3),
-            {"VLLM_CPU_KVCACHE_SPACE": "40"},
-            "3",
-        ),  # has a key
+        # has a key
+        (VLLM, VLLMConfig(cpu_cache_gigabytes=3), {"VLLM_CPU_KVCACHE_SPACE": "40"}, "3"),
         (VLLM, VLLMConfig(), {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, "spawn"),  # would hang
         (VLLM, VLLMConfig(), {"VLLM_CPU_OMP_THREADS_BIND": ""}, "nobind"),
         (TensorRTLLM, TensorRTLLMConfig(), {"RAY_USAGE_STATS_ENABLED": "1"}, "1"),
@@ -351,9 +347,10 @@ def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch)
     monkeypatch.setattr(process, "ABORT_SECONDS", 0.0)
     engine = process_of(tmp_path, request=1.0)
     engine._child = ModuleChild("timeit", prefix=["sh", "-c", "exec sleep 60", "sh"])
+    # far more than the connection holds
     prompts = [
         Request(tuple(range(100_000)), EngineSampling(8, 0, 0, None, None, None, None, ""))
-    ] * 20  # far more than the connection holds
+    ] * 20
     values = ("generate within 1 s", "engine.request_timeout_seconds")
     with raises_error("generation.engine.no_answer", *values) as raised:
         engine.generate(prompts)

@@ -66,9 +66,8 @@ class TestNoise:
 
     def test_is_finite_at_both_ends(self):
         """Of 2^31 steps the last 64 round up to 1 in float32: once in 3e7 draws, no token at all could be drawn."""
-        keys = torch.tensor(
-            [[-599296117, 0], [0, 0]], dtype=torch.int32
-        )  # token 0 gets the last step and the first
+        # token 0 gets the last step and the first
+        keys = torch.tensor([[-599296117, 0], [0, 0]], dtype=torch.int32)
         last, first = gumbel_noise(keys, 1)[:, 0].tolist()
         assert last == pytest.approx(-math.log(24 * math.log(2)), abs=1e-3)  # of 1 - 2^-24
         assert first == pytest.approx(32 * math.log(2), abs=1e-3)  # of 2^-32
@@ -80,9 +79,8 @@ class TestNoise:
             assert torch.equal(
                 gumbel_noise(keys.reshape(-1, 2)[row : row + 1], 50)[0], together[row]
             )
-        assert torch.equal(
-            gumbel_noise(keys.reshape(-1, 2), 20), together[:, :20]
-        )  # of the vocabulary neither
+        # of the vocabulary neither
+        assert torch.equal(gumbel_noise(keys.reshape(-1, 2), 20), together[:, :20])
 
     def test_does_not_touch_the_keys_or_any_generator(self):
         keys = keys_of(4)[:, 0]

@@ -23,9 +23,8 @@ def run(
         begun += [one.sample for one in schedule.running[before:]]
         assert len(schedule.running) <= schedule.rows
         places = {one.prompt: one.slot for one in schedule.running}
-        assert (
-            len(set(places.values())) == len(places) <= schedule.slots
-        )  # no prompt overwrites another's keys
+        # no prompt overwrites another's keys
+        assert len(set(places.values())) == len(places) <= schedule.slots
         assert all(0 <= slot < schedule.slots for slot in places.values())
         expected = [one.sample for one in schedule.running]
         stopped = [

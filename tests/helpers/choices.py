@@ -9,9 +9,8 @@ from reinforce_rl.config.actor import ReinforceConfig, RewardShapingConfig
 
 def _choices(name: str) -> tuple[str, ...]:
     found = get_args(ReinforceConfig.model_fields[name].annotation)
-    return (
-        found if isinstance(found[0], str) else get_args(found[0])
-    )  # those of a key that may be null
+    # those of a key that may be null
+    return found if isinstance(found[0], str) else get_args(found[0])
 
 
 ADVANTAGE_WHITENINGS = _choices("advantage_whitening")

@@ -10,9 +10,8 @@ from typing import Any
 from aiohttp import web
 
 TIMEOUT_SECONDS = 30.0
-Reply = Callable[
-    [str], Any
-]  # of the user's message: text, (status, JSON), bytes as they stand, or seconds to wait
+# of the user's message: text, (status, JSON), bytes as they stand, or seconds to wait
+Reply = Callable[[str], Any]
 
 
 class FakeJudge:

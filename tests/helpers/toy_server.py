@@ -41,9 +41,8 @@ class ToyServer:
         self.folder = folder
         self.options = options
         self.log = folder / "server.log"
-        self.temporary = Path(
-            tempfile.mkdtemp(prefix="toy-")
-        )  # pytest's own path is too long for Unix sockets
+        # pytest's own path is too long for Unix sockets
+        self.temporary = Path(tempfile.mkdtemp(prefix="toy-"))
         self.ready_file = folder / "ready.json"
         # of the process that serves, which may be one below the one that was started
         self.server_pid = 0

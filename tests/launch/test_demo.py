@@ -168,6 +168,5 @@ def test_two_steps_of_the_real_demo(tmp_path):
             assert any(line.endswith(str(out / name)) for line in last_lines), done.stdout
         assert "minutes" in last_lines[-1]
     finally:
-        shutil.rmtree(
-            out, ignore_errors=True
-        )  # gigabytes, which pytest would keep for three sessions
+        # gigabytes, which pytest would keep for three sessions
+        shutil.rmtree(out, ignore_errors=True)

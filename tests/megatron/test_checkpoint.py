@@ -138,9 +138,8 @@ def test_changed_settings_have_an_effect(mesh, models, tmp_path):
     other.checkpointer.restore(latest_checkpoint(tmp_path))
     other.train(1)
     group = other.optimizer._optimizer.param_groups[0]
-    assert group["lr"] == pytest.approx(
-        5e-3 * (20 - 4) / (20 - 2)
-    )  # linear, after 2 steps of warm-up
+    # linear, after 2 steps of warm-up
+    assert group["lr"] == pytest.approx(5e-3 * (20 - 4) / (20 - 2))
     assert group["betas"] == (0.8, 0.9)
     assert sorted({g["weight_decay"] for g in other.optimizer._optimizer.param_groups}) == [
         0.0,

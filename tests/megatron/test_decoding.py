@@ -61,11 +61,8 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
             torch.testing.assert_close(cache.attend(number, q, k, v, None), expected)
     slot_of = {0: 2, 1: 0, 2: 1}
     running = [(0, 0), (1, 0), (2, 0)]  # (row, tokens stored)
-    events = {
-        1: ([0, 1, 2], [3, 4]),
-        3: ([4, 1, 2], []),
-        4: ([0, 1, 2], [5, 6]),
-    }  # step: (order, newcomers)
+    # step: (order, newcomers)
+    events = {1: ([0, 1, 2], [3, 4]), 3: ([4, 1, 2], []), 4: ([0, 1, 2], [5, 6])}
     for step in range(7):
         if step in events:
             order, new = events[step]

@@ -201,9 +201,8 @@ def test_export_to_a_full_disk_is_an_error_and_leaves_the_old_folder(mesh, tmp_p
     out = export_hf_folder(lm, folder, tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (30_000, limits[1])
-    )  # the weights have more bytes, the config fewer
+    # the weights have more bytes, the config fewer
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
     try:
         with raises_error("model.folder.not_written", out):
             export_hf_folder(lm, folder, out)

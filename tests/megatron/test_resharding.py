@@ -99,9 +99,8 @@ def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
     moved = torch.stack([(one[name] - start[name]).norm() for name in one]).norm()
     for layout in layouts:
         other = main_weights(layout)
-        pairs = [
-            (one[name], other[name][tuple(map(slice, one[name].shape))]) for name in one
-        ]  # less the padding
+        # less the padding
+        pairs = [(one[name], other[name][tuple(map(slice, one[name].shape))]) for name in one]
         distance = torch.stack([(a - b).norm() for a, b in pairs]).norm()
         assert float(distance / moved) < 5e-2, layout
 

@@ -74,9 +74,8 @@ def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
         }
 
 
-Change = Callable[
-    [int, dict[str, Any]], Mapping[str, Any]
-]  # (steps since the fault began, from 0), a line
+# (steps since the fault began, from 0), a line
+Change = Callable[[int, dict[str, Any]], Mapping[str, Any]]
 
 
 def becomes(**values: float | None) -> Change:

@@ -548,9 +548,8 @@ def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
     [
         (2, 1, 1),
         pytest.param(4, 1, 2, marks=pytest.mark.slow),
-        pytest.param(
-            4, 2, 3, marks=pytest.mark.slow
-        ),  # whose neighbour waits for it within each pass
+        # whose neighbour waits for it within each pass
+        pytest.param(4, 2, 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_slow_rank_is_named(tmp_path, ranks, tensor, slow):
@@ -565,9 +564,8 @@ def test_a_slow_rank_is_named(tmp_path, ranks, tensor, slow):
     for line in lines:
         for phase in ("generate", "train_time"):
             assert line[f"timing/{phase}/rank"] == slow
-            assert (
-                line[f"timing/{phase}/max"] >= 1.0
-            )  # of 2 s; what was seen of waiting is a sample
+            # of 2 s; what was seen of waiting is a sample
+            assert line[f"timing/{phase}/max"] >= 1.0
             assert line[f"timing/{phase}/max"] > line[f"timing/{phase}/median"] + 0.4
     named = (
         f"generate {lines[0]['timing/generate/max']:.1f} s on rank {slow} ({socket.gethostname()})"

@@ -21,12 +21,8 @@ def row(prompt_id: int = 0, reward: float = 0.5, sample_id: int = 0) -> RolloutR
 
 def test_by_hand():
     before = [row(0, 0.0), row(1, 1.0), row(2, 2.0), row(3, 5.0)]
-    after = [
-        row(3, 5.0),
-        row(2, 4.0),
-        row(1, 2.0),
-        row(0, 1.0),
-    ]  # another order: pairs go by prompt
+    # another order: pairs go by prompt
+    after = [row(3, 5.0), row(2, 4.0), row(1, 2.0), row(0, 1.0)]
     found = compare_validation(before, after)
     assert (found.n, found.mean_before, found.mean_after, found.mean_difference) == (
         4,

@@ -62,9 +62,8 @@ def batch_of(seed: int = 0) -> ReinforceBatch:
         sequences[i, : len(ids)] = torch.tensor(ids)
 
     def per_token() -> torch.Tensor:
-        return torch.randn(
-            4, max(LENGTHS), generator=draw
-        )  # not 0 on padding: it must not be recorded
+        # not 0 on padding: it must not be recorded
+        return torch.randn(4, max(LENGTHS), generator=draw)
 
     rollouts = RolloutBatch(
         sequences=sequences,

@@ -95,10 +95,8 @@ class TestRewardClient:
 
                 setattr(model, name, spy)
             trainer.fit()
-        passes = [
-            "get_init_policy_logprobs",
-            "get_inference_log_probs",
-        ]  # the latter is the reference's too
+        # the latter is the reference's too
+        passes = ["get_init_policy_logprobs", "get_inference_log_probs"]
         assert log == ["infer", "ask", "infer", "ask", *passes, "wait", "wait"]
 
     def test_feature_server_on_another_host(self, tmp_path, mesh, server):

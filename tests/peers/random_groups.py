@@ -9,14 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SHAPES = (
-    (3, 2),
-    (4, 3),
-    (5, 4),
-    (6, 5),
-    (3, 5),
-    (4, 2),
-)  # prompts, samples of each; one batch of each
+# prompts, samples of each; one batch of each
+SHAPES = (3, 2), (4, 3), (5, 4), (6, 5), (3, 5), (4, 2)
 
 
 @dataclass(frozen=True)
@@ -59,10 +53,8 @@ def random_batch(seed: int) -> Batch:
     rewards[1] = 0.7 + 1e-5 * normal(samples)
     rewards[2] = -0.3
     lengths = torch.randint(1, width + 1, (count,), generator=generator)
-    lengths[0], lengths[1] = (
-        width,
-        1,
-    )  # the batch is as wide as its longest, and one response is a single token
+    # the batch is as wide as its longest, and one response is a single token
+    lengths[0], lengths[1] = width, 1
     old = -0.2 - normal(count, width).abs()
     scored = torch.ones(count, dtype=torch.bool)
     scored[samples - 1] = False  # one of the first group

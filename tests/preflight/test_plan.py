@@ -47,11 +47,8 @@ def test_batches_that_do_not_divide(overrides):
     assert plan.prompts_of_rank == Share(2, 3)
     assert plan.generation_calls == 2  # 2 + 1 prompts
     assert plan.forward_micro_batches == 2  # 12 sequences in sevens
-    assert (plan.prompts_of_update, plan.updates, plan.micro_batches) == (
-        Share(5, 3),
-        1,
-        3,
-    )  # 12 in fives
+    # 12 in fives
+    assert (plan.prompts_of_update, plan.updates, plan.micro_batches) == (Share(5, 3), 1, 3)
     assert (plan.longest_prompt, plan.longest) == (3, 8)
     assert (plan.validation, plan.validation_calls) == (3, 2)
     assert plan.epoch == [5, 3]
@@ -148,16 +145,14 @@ def test_which_engine_keeps_its_weights_there(tmp_path, overrides, copies):
 
 def test_what_moves_between_a_gpu_and_its_host():
     memory = memory_of(offload_optimizer=True)
-    assert (
-        phase_of(memory, "generation").moved == -8000 - 4000
-    )  # moments to the host, gradients nowhere
+    # moments to the host, gradients nowhere
+    assert phase_of(memory, "generation").moved == -8000 - 4000
     assert phase_of(memory, "reference log-probs").moved == 4000
     assert phase_of(memory, "log-probs").moved == 0
     assert memory.on_host == 4000 + 8000
     narrow = memory_of(offload_optimizer=True, weight_bytes=2, optimizer_shards=4)
-    assert (
-        phase_of(narrow, "generation").moved == -250 * 12 - 4000
-    )  # fp32 weights too, of a rank's share
+    # fp32 weights too, of a rank's share
+    assert phase_of(narrow, "generation").moved == -250 * 12 - 4000
     assert narrow.on_host == 2000 + 250 * 12
     on_cpu = memory_of(offload_optimizer=True, gpu=False)
     assert {phase.moved for phase in on_cpu.phases} == {0}

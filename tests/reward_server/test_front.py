@@ -100,10 +100,8 @@ def test_sizes_are_capped_before_and_while_reading(start):
     for headers, sent in (
         ("Content-Length: 1000000000\r\n", b""),  # a claim is enough
         ("Content-Length: 1000000000\r\nExpect: 100-continue\r\n", b""),
-        (
-            "Transfer-Encoding: chunked\r\n",
-            b"4000\r\n" + b" " * 0x4000 + b"\r\n",
-        ),  # an endless one ends here
+        # an endless one ends here
+        ("Transfer-Encoding: chunked\r\n", b"4000\r\n" + b" " * 0x4000 + b"\r\n"),
     ):
         with socket.create_connection(("127.0.0.1", front.port), timeout=10) as connection:
             connection.sendall((head + headers + "\r\n").encode() + sent)

@@ -39,9 +39,8 @@ from reinforce_rl.rewards.transport import FailedAttempt
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
-pytestmark = pytest.mark.timeout(
-    1500
-)  # on a busy machine; everything that is waited for has a deadline of its own
+# on a busy machine; everything that is waited for has a deadline of its own
+pytestmark = pytest.mark.timeout(1500)
 
 QUICK_REQUESTS = 300
 LOAD_SECONDS = 240.0

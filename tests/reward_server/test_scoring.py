@@ -414,11 +414,8 @@ def test_functions_beside_a_model_are_a_weighted_sum_and_each_score_is_sent(pool
     arrays = text_arrays([*samples, TextSample("p", "abc")])
     arrays[wire.METADATA][4, 0] = b"{"
     (answer,) = scorer([arrays])
-    failed = [
-        base.STATUS_TIMED_OUT,
-        base.STATUS_INTERNAL,
-        base.STATUS_BAD_PROMPT,
-    ]  # function, model, neither was asked
+    # function, model, neither was asked
+    failed = [base.STATUS_TIMED_OUT, base.STATUS_INTERNAL, base.STATUS_BAD_PROMPT]
     assert answer["status"][:, 0].tolist() == [0, 0, *failed]
     for row in (0, 1):
         score = toy_score(rows[row])

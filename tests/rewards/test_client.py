@@ -235,9 +235,8 @@ def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(se
         future.result()
     assert re.search("refused|HTTP 502", str(caught.value))
     assert server.process.wait(30) == 1
-    assert (
-        "died" in server.log.read_text()
-    )  # not as its last line: an interpreter that ends may warn after it
+    # not as its last line: an interpreter that ends may warn after it
+    assert "died" in server.log.read_text()
     assert wait_for(lambda: not server.left_behind()), server.left_behind()
 
 

@@ -105,12 +105,10 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
         for row in (0, 2)
     }
     assert used[0] and used[0].groups() == ("0", "S")
-    assert (
-        used[2] and used[2][1] in "012"
-    )  # 0 where a busy machine has given it less than half a second
-    assert (
-        "secret" not in caplog.text and "function_failed" not in caplog.text
-    )  # whoever asked tells, or logs
+    # 0 where a busy machine has given it less than half a second
+    assert used[2] and used[2][1] in "012"
+    # whoever asked tells, or logs
+    assert "secret" not in caplog.text and "function_failed" not in caplog.text
 
 
 def test_the_texts_of_errors_are_apart(pool):

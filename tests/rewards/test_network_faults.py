@@ -162,10 +162,8 @@ def test_the_answer_to_another_request_is_never_a_reward(replays):
     [
         [faulty_proxy.CUT_BODY] * 5,  # a lost connection, however often
         [faulty_proxy.UNDELIMITED] * 5,
-        [
-            faulty_proxy.TRICKLE,
-            faulty_proxy.CONTINUES,
-        ],  # each byte comes in time, the whole answer does not
+        # each byte comes in time, the whole answer does not
+        [faulty_proxy.TRICKLE, faulty_proxy.CONTINUES],
         [faulty_proxy.FAR_AWAY] * 2,  # an absurd Retry-After
     ],
     ids=lambda faults: faults[0],

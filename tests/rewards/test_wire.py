@@ -211,9 +211,8 @@ def test_the_handshake_refuses_what_the_server_cannot_read(info, asked, key, val
 
 
 def test_a_request_is_split_by_count_and_by_bytes():
-    arrays = request_arrays(
-        request_of([[4] * 3] * 60), "tokens", None, 0
-    )  # 3 tokens and a length: 32 bytes a sample
+    # 3 tokens and a length: 32 bytes a sample
+    arrays = request_arrays(request_of([[4] * 3] * 60), "tokens", None, 0)
     for info, sizes in (
         (describe(), [8] * 7 + [4]),
         (describe(max_request_bytes=ENVELOPE_BYTES + 5 * 32), [5] * 12),

@@ -68,9 +68,8 @@ def test_nothing_is_loaded_from_another_host(site):
             page.read_text(encoding="utf-8"),
         )
         assert [tag for tag in loaded if 'rel="canonical"' not in tag] == []
-        assert 'class="mermaid"' not in page.read_text(
-            encoding="utf-8"
-        )  # for which the theme asks a CDN
+        # for which the theme asks a CDN
+        assert 'class="mermaid"' not in page.read_text(encoding="utf-8")
 
 
 def test_links_out_of_docs_lead_to_the_repositorys_files(site):

@@ -141,9 +141,8 @@ class TestRunner:
         assert found.verdict == FAIL and found.sentence.startswith("no end within 4 s")
         with contextlib.suppress(psutil.NoSuchProcess):
             child = psutil.Process(int((tmp_path / "out/hangs/child").read_text()))
-            assert wait_for(
-                lambda: not is_alive(child), seconds=10
-            )  # SIGKILL takes a moment to arrive
+            # SIGKILL takes a moment to arrive
+            assert wait_for(lambda: not is_alive(child), seconds=10)
 
     def test_time_that_is_over_is_no_fault(self, run):
         assert (run("hangs", left=4.0).verdict, run("passes", left=0.5).verdict) == (SKIP, SKIP)

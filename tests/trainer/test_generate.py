@@ -32,9 +32,8 @@ class Engine:
     def __init__(self, rank: Any) -> None:
         self.rank = rank
         self.weights = rank.loaded
-        self.before: dict[
-            int, Callable[[], None]
-        ] = {}  # called before this token of the run, from 1
+        # called before this token of the run, from 1
+        self.before: dict[int, Callable[[], None]] = {}
         self.drawn = 0
 
     def refit(self) -> None:

@@ -323,9 +323,8 @@ class TestGeneratorCorrection:
             return found
 
         monkeypatch.setattr(MegatronGPTReinforceActorModel, "infer", disturbed)
-        lines = run(
-            tmp_path, mesh, f"{RL}.initial_policy_kl_penalty=0", f"{RL}.max_steps=1"
-        )  # of prompt 5 and others
+        # of prompt 5 and others
+        lines = run(tmp_path, mesh, f"{RL}.initial_policy_kl_penalty=0", f"{RL}.max_steps=1")
         (step,) = [line["step"] for line in lines if line["train/generator_gap_max"] > 1]
         (row,) = [
             r for r in rollouts_of(tmp_path, step) if (r["prompt_id"], r["sample_id"]) == (5, 2)

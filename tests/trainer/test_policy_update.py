@@ -32,9 +32,8 @@ def rollouts_of(log_probs: Tensor | None) -> RolloutBatch:
 
 
 def test_before_the_first_step_log_probs_are_those_of_the_rollouts():
-    known = torch.tensor(
-        [[-1.0, 0.0, 0.0], [-2.0, -3.0, 0.0]]
-    )  # a column of padding more than needed
+    # a column of padding more than needed
+    known = torch.tensor([[-1.0, 0.0, 0.0], [-2.0, -3.0, 0.0]])
     assert PolicyUpdate.on(rollouts_of(known)).log_probs.tolist() == [[-1.0, 0.0], [-2.0, -3.0]]
     unknown = PolicyUpdate.on(rollouts_of(None)).log_probs
     assert unknown.shape == (2, 2)

@@ -145,15 +145,12 @@ def test_a_run_goes_on_where_it_was_moved_to(mesh, tmp_path, monkeypatch):
         pytest.param("run/config.yaml", marks=SLOW),  # nothing is there yet
         pytest.param("rollouts/step_00001", marks=SLOW),  # within the first step
         "rollouts/step_00005",  # within a step after the first checkpoint
-        pytest.param(
-            "validation/step_00005", marks=SLOW
-        ),  # the step is done, its metrics are not written
-        pytest.param(
-            "checkpoints/step_00000003", marks=SLOW
-        ),  # the first checkpoint is whole, but has no name yet
-        pytest.param(
-            "checkpoints/latest", marks=SLOW
-        ),  # it has its name, and `latest` does not say so
+        # the step is done, its metrics are not written
+        pytest.param("validation/step_00005", marks=SLOW),
+        # the first checkpoint is whole, but has no name yet
+        pytest.param("checkpoints/step_00000003", marks=SLOW),
+        # it has its name, and `latest` does not say so
+        pytest.param("checkpoints/latest", marks=SLOW),
         "run/hf",  # the last checkpoint is there, the export is not
     ],
 )

@@ -141,9 +141,8 @@ def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
         for line in metrics_of(uninterrupted)
         if "val/rewards" in line
     }
-    best = max(
-        (step for step in values if step > 0), key=lambda step: values[step]
-    )  # of equal ones the first
+    # of equal ones the first
+    best = max((step for step in values if step > 0), key=lambda step: values[step])
     assert state["best"] == {
         "metric": "val/rewards",
         "mode": "max",

@@ -142,14 +142,8 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     assert [sample.finished for sample in samples] == [True, False, True, False, True, True]
     assert [sample.messages for sample in samples] == [()] * 3 + [MESSAGES] * 3
     assert [sample.record for sample in samples] == [{"answer": "1"}] * 3 + [{}] * 3
-    assert rm.requests[0].lengths.tolist() == [
-        1 + 3,
-        1 + 4,
-        1 + 1,
-        2 + 0,
-        2 + 2,
-        2 + 2,
-    ]  # tokens are all there
+    # tokens are all there
+    assert rm.requests[0].lengths.tolist() == [1 + 3, 1 + 4, 1 + 1, 2 + 0, 2 + 2, 2 + 2]
 
 
 class Scored:

@@ -113,9 +113,8 @@ class RecordedGenerators:
         self.asked: list[tuple[int, int, int]] = []  # step, version, seed
         self.oldest: list[int] = []  # that `collect_first` was asked for
         self.kept: dict[int, Ticket] = {}
-        self.drawn_with: list[
-            list[int]
-        ] = []  # versions of each answer's tokens; empty: one token, as asked
+        # versions of each answer's tokens; empty: one token, as asked
+        self.drawn_with: list[list[int]] = []
         self._prompts: dict[int, Prompt] = {}
 
     def submit(

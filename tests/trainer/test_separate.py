@@ -56,9 +56,8 @@ SLOW = pytest.mark.slow
 JOINED = ("placement=disaggregated", "generation_ranks=1")
 SEPARATE = ("placement=disaggregated", "generators=separate", "generator_timeout_seconds=60")
 FINISHED = ("rollout_order=finished",)
-BUSY: dict[str, Any] = {
-    "generate_seconds": 0.3
-}  # so that each of two has something to do at each step
+# so that each of two has something to do at each step
+BUSY: dict[str, Any] = {"generate_seconds": 0.3}
 PATIENT = "trainer.heartbeat_timeout_seconds=60"
 
 

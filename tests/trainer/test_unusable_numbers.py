@@ -284,9 +284,8 @@ class TestEmptyResponses:
                 "nothing was learnt from nothing"
             )
         lines = metrics_of(tmp_path)
-        assert len(lines) == (
-            2 if "dynamic" in str(options) else 3
-        )  # which draws all prompts in the first step
+        # which draws all prompts in the first step
+        assert len(lines) == (2 if "dynamic" in str(options) else 3)
         assert (
             lines[1]["train/response_lengths"] == 0
             and lines[1]["train/fraction_of_samples_valid"] == 0

@@ -43,10 +43,8 @@ HEADS = 8
 GROUPS = 2
 HEAD_SIZE = 64
 WINDOW = 48
-TOLERANCES = {
-    torch.float32: 1e-4,
-    torch.bfloat16: 3e-2,
-}  # of a position: norm of the difference over the norm
+# of a position: norm of the difference over the norm
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 KINDS = ("causal", "window", "masked")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

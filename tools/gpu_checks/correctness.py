@@ -75,9 +75,8 @@ def of_shape(shape: str, mesh: Mesh) -> list[dict[str, Any]]:
         rows.append(row | _gradient_errors(own, gradient))
         del side, own
         free(mesh.device)
-    side = OurSide(
-        arch, mesh, torch.float32, WORKLOAD
-    )  # last: the reference's weights are others afterwards
+    # last: the reference's weights are others afterwards
+    side = OurSide(arch, mesh, torch.float32, WORKLOAD)
     side.run(TRAINING)
     reference.run(TRAINING)
     after, updated = side.weights(), reference.model.named_parameters()

@@ -141,9 +141,8 @@ def _rates(device: str, faults: list[str]) -> dict[str, Any]:
     copy = torch.empty_like(data)
     moved = 4 * count / 1e9
     numbers |= {"data sheet bf16 TFLOP/s": sheet, "bf16 product's error": error}
-    numbers["copy GB/s"] = (
-        2 * moved / best_seconds(lambda: copy.copy_(data), device)
-    )  # read and written
+    # read and written
+    numbers["copy GB/s"] = 2 * moved / best_seconds(lambda: copy.copy_(data), device)
     numbers["to device GB/s"] = moved / best_seconds(
         lambda: data.copy_(host, non_blocking=True), device
     )

@@ -16,11 +16,8 @@ from rloo_step.rates import synchronize
 from gpu_checks.workload import OURS, PLAIN
 from reinforce_rl.runtime.phases import PeakMemory
 
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "ALLOC_FAILED",
-)  # of CUDA, a CPU's allocator, cuBLAS
+# of CUDA, a CPU's allocator, cuBLAS
+_OUT_OF_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,5 @@ class Answer:
     log_probs: tuple[float, ...] | None = None  # per token; None if the engine reports none
     stopped: bool = False  # ended by a stop token rather than by length
     fault: str | None = None  # error if there is no response
-    updates: tuple[
-        int, ...
-    ] = ()  # per token, the number of the update whose weights drew it; () if unknown
+    # per token, the number of the update whose weights drew it; () if unknown
+    updates: tuple[int, ...] = ()

@@ -116,9 +116,8 @@ class NativeGenerator:
         self._check([one.prompt for one in responses], params)
         found = list(responses)
         rows = [row for row, one in enumerate(responses) if one.finish_reason is None]
-        rows.sort(
-            key=lambda row: not responses[row].tokens
-        )  # stable: what was begun first, then prompt by prompt
+        # stable: what was begun first, then prompt by prompt
+        rows.sort(key=lambda row: not responses[row].tokens)
         if rows:
             version = updates.version
             made = self._decode([responses[row] for row in rows], params, None, updates).lengthened(
@@ -148,9 +147,8 @@ class NativeGenerator:
                 def renew() -> None:
                     lean.close()
                     if self._is_lean:
-                        lean.enter_context(
-                            self._lm.fast_decoding()
-                        )  # on a CPU with copies of the weights
+                        # on a CPU with copies of the weights
+                        lean.enter_context(self._lm.fast_decoding())
 
                 renew()
                 call = (
@@ -325,9 +323,8 @@ class StaticDecoding(Decoding):
         alive = self._alive[samples]
         at = samples.where(alive, self._padding_row)
         stopped = self._responses.record(at, written, tokens, log_probs)
-        limits = (
-            self._limits[samples] if self._is_mixed else self._sizes[-1]
-        )  # usually without a kernel
+        # usually without a kernel
+        limits = self._limits[samples] if self._is_mixed else self._sizes[-1]
         self._alive[at] = alive & ~stopped & (written + 1 < limits)
 
     def _on_device(self, numbers: list[int]) -> Tensor:

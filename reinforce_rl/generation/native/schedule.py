@@ -52,9 +52,8 @@ class Schedule:
         def fits(rows: int) -> bool:
             return max_tokens is None or rows * max_length + slots_of(rows) * longest <= max_tokens
 
-        self.rows = next(
-            (rows for rows in range(self._total, 1, -1) if fits(rows)), 1
-        )  # maximum in flight
+        # maximum in flight
+        self.rows = next((rows for rows in range(self._total, 1, -1) if fits(rows)), 1)
         self.slots = slots_of(self.rows)  # maximum prompts in memory
         self.running: list[Running] = []
         self._begun, self._prompt_of = 0, prompt_of.tolist()

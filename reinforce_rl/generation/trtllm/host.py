@@ -180,9 +180,8 @@ def _sleep_options() -> dict[str, Any]:
 
 def _sampling(asked: EngineSampling) -> Any:
     values = dataclasses.asdict(asked)
-    del values[
-        "min_tokens"
-    ]  # it holds back one end token only; the configuration refuses others than 0
+    # it holds back one end token only; the configuration refuses others than 0
+    del values["min_tokens"]
     return importlib.import_module("tensorrt_llm").SamplingParams(
         **values,
         end_id=-1,  # disabled: end tokens are in stop_token_ids, so that they stay in the output

@@ -157,9 +157,8 @@ class VLLMHost(RequestsUnderway):
 
     async def _count_update(self) -> None:
         self._updates += 1
-        await self._engine.update_weight_version(
-            str(self._updates)
-        )  # vLLM labels each token with it
+        # vLLM labels each token with it
+        await self._engine.update_weight_version(str(self._updates))
 
     async def layer_outputs(self, request: Request) -> list[tuple[list[int], bytes]]:
         """Return the residual stream of a prompt after each decoder layer; compiled layers record nothing."""

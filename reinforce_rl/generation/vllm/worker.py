@@ -151,9 +151,8 @@ class WeightsOfTrainer:
             return torch.equal(found[: len(expected)], expected)
         columns = self._columns(module.input_size)
         size = module.input_size_per_partition
-        first = (
-            getattr(module, "tp_rank", 0) * size if size < module.input_size else 0
-        )  # of a row-parallel layer
+        # of a row-parallel layer
+        first = getattr(module, "tp_rank", 0) * size if size < module.input_size else 0
         own = range(first, first + size)
         found = self._outputs(module, own, columns)
         is_here = torch.tensor([column in own for column in columns], device=found.device)

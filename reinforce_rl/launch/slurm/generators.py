@@ -25,9 +25,8 @@ class Generators:
         self._restarts = restarts
         self._start = start
         self._log = log
-        self._left = dict.fromkeys(
-            range(count), restarts
-        )  # starts that each still has; without those that left
+        # starts that each still has; without those that left
+        self._left = dict.fromkeys(range(count), restarts)
         self._due: dict[int, float] = {}  # when to start which again
         self._steps = [start(number, 0) for number in range(count)]
 

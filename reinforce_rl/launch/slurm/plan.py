@@ -94,9 +94,8 @@ class JobPlan:
         """Return the sbatch command; it starts after the end of job `after`, successful or not."""
         first = ["--test-only"] if test_only else ["--parsable"]
         if self.options.seconds is not None:
-            first.append(
-                f"--signal=B:USR1@{self.lead}"
-            )  # on component 0, where the batch script runs
+            # on component 0, where the batch script runs
+            first.append(f"--signal=B:USR1@{self.lead}")
         if after is not None:
             first.append(f"--dependency=afterany:{after}")
         server_args = self.settings.server_args
@@ -121,9 +120,8 @@ class JobPlan:
         return ["sbatch", "--test-only", *self._arguments(component), *more, "--wrap=true"]
 
     def _arguments(self, component: Component) -> list[str]:
-        output = (
-            str(self.settings.slurm_folder).replace("%", "%%") + "/%j.out"
-        )  # its folder must exist
+        # its folder must exist
+        output = str(self.settings.slurm_folder).replace("%", "%%") + "/%j.out"
         both = [
             f"--time={self.options.time}",
             f"--output={output}",

@@ -72,9 +72,8 @@ def _path(folder: Path, component: str) -> Path:
 def health_fault(server: Address) -> str | None:
     """Query /health of a reward server; return why it cannot score, or None."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=HEALTH_SECONDS)
-    deadline = threading.Timer(
-        HEALTH_SECONDS, _hang_up, (connection,)
-    )  # HTTPConnection's timeout is for one read
+    # HTTPConnection's timeout is for one read
+    deadline = threading.Timer(HEALTH_SECONDS, _hang_up, (connection,))
     try:
         connection.connect()
         deadline.start()

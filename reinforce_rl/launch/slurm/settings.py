@@ -325,9 +325,8 @@ def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Alloc
     if size == "3":
         generator = _component(2, settings.generator_devices, environment)
         text = override_of(settings.actor_args, "generation_tensor_parallel_size") or "1"
-        each = (
-            int(text) if text.isdecimal() and int(text) else 1
-        )  # the program says what is wrong with another
+        # the program says what is wrong with another
+        each = int(text) if text.isdecimal() and int(text) else 1
         if kind not in (None, "separate"):
             faults.append(
                 Fault(

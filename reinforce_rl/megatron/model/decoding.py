@@ -134,9 +134,8 @@ class KVCache(_Cache):
         )
         of_group = torch.arange(self._rows * groups, device=self._device).view(-1, groups, 1)
         of_kind = torch.arange(2, device=self._device) * (all_rows * groups)
-        self._write_at = (
-            (of_group + of_kind) * response_tokens + written[:, None, None]
-        ).flatten()  # [R * g * 2]
+        # [R * g * 2]
+        self._write_at = ((of_group + of_kind) * response_tokens + written[:, None, None]).flatten()
         keys, values = self._responses[:, :, : self._rows, :, :used].flatten(2, 3).unbind(1)
         self._own_keys, self._own_values = keys.transpose(-1, -2).unbind(), values.unbind()
         positions = torch.arange(max(prompt_tokens, used), device=self._device)[None, :]

@@ -24,9 +24,8 @@ from reinforce_rl.megatron.model.layers import buffer_of, was_added
 from reinforce_rl.megatron.model.model import CausalLM, VocabShard
 from reinforce_rl.megatron.model.sequences import SequenceLayout
 
-_KEEPS_PRODUCTS = (
-    "dtype_out" in torch.ops.aten.mm.overloads()
-)  # of bf16 in float32: from torch 2.8 on, on a GPU
+# of bf16 in float32: from torch 2.8 on, on a GPU
+_KEEPS_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads()
 
 
 def chunked_log_probs(
@@ -214,9 +213,8 @@ class TokenScores:
     """Scores of each response token, given everything before it."""
 
     log_probs: Tensor  # [N, T], in nats; 0 on padding
-    entropy: (
-        Tensor | None
-    )  # [N, T], of the distribution at the token, likewise; None if not requested
+    # [N, T], of the distribution at the token, likewise; None if not requested
+    entropy: Tensor | None
 
 
 def response_scores(

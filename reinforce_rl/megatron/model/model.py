@@ -58,9 +58,8 @@ class ModelOptions:
     recompute_method: str | None = None
     recompute_num_layers: int | None = None  # for "full"
     transformer_engine: bool = False  # build layers from Transformer Engine's modules; see `layers`
-    overrides: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of fields of megatron's TransformerConfig
+    # of fields of megatron's TransformerConfig
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 DEFAULT_OPTIONS = ModelOptions()
@@ -139,9 +138,8 @@ def transformer_config(
     }
     try:
         config = TransformerConfig(**{**values, **options.overrides})
-        layers = get_num_layers_to_build(
-            config, pp_rank=stage
-        )  # rejects a layer count that does not divide
+        # rejects a layer count that does not divide
+        layers = get_num_layers_to_build(config, pp_rank=stage)
     except (AssertionError, TypeError, ValueError) as error:  # megatron validates with asserts
         given = (
             f" with model.megatron_overrides={dict(options.overrides)}" if options.overrides else ""
@@ -355,9 +353,8 @@ class CausalLM(GPTModel):
     @contextlib.contextmanager
     def fast_decoding(self) -> Iterator[None]:
         """Decode with `decode_layers` on the current weights, without gradient; only within `whole_sequences`."""
-        head = getattr(
-            self, "output_layer", None
-        )  # on the last stage; it may have no weight of its own
+        # on the last stage; it may have no weight of its own
+        head = getattr(self, "output_layer", None)
         layers: list[Any] = [m for m in self.modules() if isinstance(m, LINEAR)]
         weights = {layer: self.output_weight if layer is head else layer.weight for layer in layers}
         with lean_products(weights):

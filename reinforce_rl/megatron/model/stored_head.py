@@ -101,9 +101,8 @@ def layers_in(tensors: Mapping[str, Tensor], module: str, place: str) -> tuple[L
         name.removeprefix(f"{module}."): tensors[name] for name in _tensors_below(tensors, module)
     }
     weights = sorted((name for name in own if name.endswith("weight")), key=_number)
-    names = [
-        name.removesuffix("weight") for name in weights
-    ]  # "" of a linear layer, "0." and "2." of a Sequential
+    # "" of a linear layer, "0." and "2." of a Sequential
+    names = [name.removesuffix("weight") for name in weights]
     known = {f"{name}{kind}" for name in names for kind in ("weight", "bias")}
     is_single = len(names) == 1
     is_double = len(names) == 2 and all(re.fullmatch(r"\d+\.", name) for name in names)

@@ -72,10 +72,8 @@ class Kernel(NamedTuple):
 
 class Collective(NamedTuple):
     kind: str  # such as "all_reduce"; with objects it ends in "_object"
-    ranks: tuple[
-        int,
-        ...,
-    ]  # global ranks of the group; for "send" and "recv" this rank and its peer
+    # global ranks of the group; for "send" and "recv" this rank and its peer
+    ranks: tuple[int, ...]
     bytes: int  # of the whole tensor: gathered, or before scattering; 0 for objects
     on_gpu: bool  # NCCL, else gloo
 

@@ -14,9 +14,8 @@ from torch import distributed
 
 def main(out: Path, folder: Path, names: list[str]) -> None:
     if "RANK" in os.environ:
-        distributed.init_process_group(
-            "gloo"
-        )  # one for all cases: ranks that meet anew each time may miss each other
+        # one for all cases: ranks that meet anew each time may miss each other
+        distributed.init_process_group("gloo")
     for name in names:
         case = CASES[name]
         use = measured(overrides_of(folder, case.ranks, *case.overrides))

@@ -105,9 +105,8 @@ class SlurmLab:
     """
 
     def __init__(self) -> None:
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="slurm-lab-")
-        )  # short: Unix sockets are made in it
+        # short: Unix sockets are made in it
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-lab-"))
         self.shared_memory = Path(tempfile.mkdtemp(prefix="slurm-lab-", dir="/dev/shm"))
         self.small = self.folder / "small"
         self._process: subprocess.Popen[str] | None = None

@@ -28,8 +28,7 @@ def lab() -> Iterator[SlurmLab]:
 @pytest.fixture(scope="module")
 def world(lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory) -> World:
     """What the jobs of a file read from disk."""
-    from helpers.real_run import (
-        World,
-    )  # only now: it imports torch, which most tests here do without
+    # only now: it imports torch, which most tests here do without
+    from helpers.real_run import World
 
     return World.make(tmp_path_factory.mktemp("world"))

@@ -162,12 +162,8 @@ def test_a_signal_saves_and_requeues_what_got_further(
     [
         (signal.SIGUSR1, 600, 2, True),  # before the time limit there is all the time that is left
         (signal.SIGUSR1, 25, 60, True),  # and ten seconds where none is
-        (
-            signal.SIGTERM,
-            600,
-            2,
-            False,
-        ),  # nobody knows how long Slurm waits with a job that is cancelled
+        # nobody knows how long Slurm waits with a job that is cancelled
+        (signal.SIGTERM, 600, 2, False),
     ],
     ids=["much time", "no time", "cancelled"],
 )

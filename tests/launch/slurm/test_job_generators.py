@@ -10,9 +10,8 @@ from helpers.tiny_run import json_lines
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(2400)]
-ONE_AND_TWO = Layout(
-    actor_nodes=("act0", "act1", "rm1")
-)  # a trainer on the first, a generator on each other
+# a trainer on the first, a generator on each other
+ONE_AND_TWO = Layout(actor_nodes=("act0", "act1", "rm1"))
 STEPS = 40
 APART = [
     *SHORT,

@@ -160,9 +160,8 @@ def test_interpreter(tmp_path: Path) -> None:
     own.parent.mkdir(parents=True)
     own.touch()
     assert settings.interpreter("") == str(own)
-    assert (
-        settings.interpreter("image") == "python3"
-    )  # the host's environment is of no use in a container
+    # the host's environment is of no use in a container
+    assert settings.interpreter("image") == "python3"
     assert Settings(Path("/run"), tmp_path, "/opt/python").interpreter("image") == "/opt/python"
 
 

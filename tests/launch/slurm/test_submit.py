@@ -205,9 +205,8 @@ def test_a_chain(submit, monkeypatch):
     ]
     overrides = first[first.index(str(ROOT / "slurm" / "train_hetjob.sbatch")) + 1 :]
     assert overrides[-3:] == ["--", *submit.right_server]
-    assert not [
-        word for word in overrides if word.startswith("exp_manager.explicit_log_dir")
-    ]  # the job's own
+    # the job's own
+    assert not [word for word in overrides if word.startswith("exp_manager.explicit_log_dir")]
 
     found = submit.slurm.environment(102)
     expected = {
@@ -261,9 +260,8 @@ def test_a_finished_run_is_told(submit):
     assert f"the run in {submit.run_dir} has finished, at step 12. Nothing was submitted." in text
     assert submit.slurm.submissions() == []
     arguments = (("trainer.reinforce.max_steps=12",), ())
-    attempt = Attempt(
-        "55", 0, 1.0, 0, arguments, end=2.0, exit_code=0
-    )  # it may be asked for more now
+    # it may be asked for more now
+    attempt = Attempt("55", 0, 1.0, 0, arguments, end=2.0, exit_code=0)
     write_attempt(submit.run_dir / "slurm", attempt)
     assert "Submitted: 100" in submit()
 

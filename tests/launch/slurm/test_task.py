@@ -80,9 +80,8 @@ def wait_until(found: Callable[[], bool]) -> None:
 
 
 def test_ranks_meet_at_the_first_one(tmp_path: Path) -> None:
-    others = [
-        start(tmp_path, SAY_PLACE, number=number) for number in (3, 1)
-    ]  # they wait for rank 0
+    # they wait for rank 0
+    others = [start(tmp_path, SAY_PLACE, number=number) for number in (3, 1)]
     said = [json.loads(finish(task)[1]) for task in (start(tmp_path, SAY_PLACE), *others)]
     place = read_endpoint(tmp_path, "actor")
     assert place is not None
