@@ -116,11 +116,12 @@ class Drawn:
         return self._groups[number]
 
 
-# Llama 3.1 8B Instruct, GRPO, 2,048 samples of at most 4,096 tokens, 8 H100: generation 58 s, log-probs 18, training
-# 28, refit 5, whole step 112, 795 tokens a response (NVIDIA's blog on NeMo-RL 0.3,
-# nvidia-nemo.github.io/blog/2025/07/21/nemo-rl-v0.3; NVIDIA-NeMo/RL#959 has a rerun with 116). 64 prompts x 32
-# are its recipe's. Assumed: prompts of 120 tokens; weights go to other GPUs as fast as at the refit. Reading the
-# weights once, 16 GB, takes as long as the caches of 120 rows, 131 kB a token at some 1,000 tokens.
+# Llama 3.1 8B Instruct, GRPO, 2,048 samples of at most 4,096 tokens, 8 H100: generation 58 s,
+# log-probs 18, training 28, refit 5, whole step 112, 795 tokens a response (NVIDIA's blog on
+# NeMo-RL 0.3, nvidia-nemo.github.io/blog/2025/07/21/nemo-rl-v0.3; NVIDIA-NeMo/RL#959 has a rerun
+# with 116). 64 prompts x 32 are its recipe's. Assumed: prompts of 120 tokens; weights go to other
+# GPUs as fast as at the refit. Reading the weights once, 16 GB, takes as long as the caches of 120
+# rows, 131 kB a token at some 1,000 tokens.
 LLAMA_8B = Measured(8, 64, 32, 58.0, 18.0 + 28.0, 3.0, 5.0, 5.0, 795, 3976, 120.0, prompt=120)
 
 
@@ -160,9 +161,10 @@ class Published:
     log_probs: float = 0.0  # seconds of `of` that the asynchronous run does without
 
 
-# NeMo-RL: docs/about/performance-summary.md, v0.4 (mean sequences 1,060 and 1,129 tokens); async-grpo-llama3.1-8b-
-# instruct-2n8g.yaml has 8 GPUs that generate. verl: docs/advance/one_step_off.md and fully_async.md; the latter's
-# runs have staleness 0.5 and responses that go on under newer weights, and no log-prob pass.
+# NeMo-RL: docs/about/performance-summary.md, v0.4 (mean sequences 1,060 and 1,129 tokens);
+# async-grpo-llama3.1-8b- instruct-2n8g.yaml has 8 GPUs that generate. verl:
+# docs/advance/one_step_off.md and fully_async.md; the latter's runs have staleness 0.5 and
+# responses that go on under newer weights, and no log-prob pass.
 PUBLISHED = [
     Published(
         "NeMo-RL 0.4, 8B, one step off", LLAMA_8B, 16, 8, "in order", 97.7, 74.6, (940, 1009)

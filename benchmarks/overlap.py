@@ -65,7 +65,8 @@ def main() -> None:
                 processes.start(Path(folder), *settings, *more, ranks=ranks, **options)
                 if processes.wait() != 0:
                     sys.exit((Path(folder) / "log").read_text(encoding="utf-8"))
-                # The first steps fill the queue, the last ones have nothing left to generate beside them.
+                # The first steps fill the queue, the last ones have nothing left to generate beside
+                # them.
                 lines = metrics_of(Path(folder))[4:-3]
             step, waits, sends = (
                 statistics.median(line.get(f"timers/{phase}", 0.0) for line in lines)

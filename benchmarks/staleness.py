@@ -169,7 +169,8 @@ class Estimate:
         leaf = log_probs[rows].requires_grad_()
         less_kl = (problem.rewards - BETA * kl)[rows]
         loss = rloo_loss(leaf, drawn_with[rows], less_kl, ids, rows, SAMPLES, settings, credit)
-        # Each token's term depends on its own log-prob only, so this is every group's gradient by its log-probs.
+        # Each token's term depends on its own log-prob only, so this is every group's gradient by
+        # its log-probs.
         (by_token,) = torch.autograd.grad(-loss, leaf)
         found = torch.einsum(
             "ngt,ngtd->nd", by_token.view(*GROUPS.shape, MAX_LENGTH), scores[GROUPS]

@@ -47,7 +47,8 @@ def main(settings_file: str, curve_file: str) -> None:
                 output_dir=folder,
                 **settings["args"],
                 logging_steps=1,
-                # TRL would compute activations again in the backward pass, and the other side does not.
+                # TRL would compute activations again in the backward pass, and the other side does
+                # not.
                 gradient_checkpointing=False,
                 model_init_kwargs={"dtype": "float32", "trust_remote_code": False},
                 bf16=False,

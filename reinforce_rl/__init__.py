@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 __all__ = ["Run", "train"]
 __version__ = "0.1.0"
 
-# Large CPU tensors get 2 MiB pages, as 4 KiB page faults dominate the cost of fresh memory. torch reads the variable
-# at its first allocation.
+# Large CPU tensors get 2 MiB pages, as 4 KiB page faults dominate the cost of fresh memory. torch
+# reads the variable at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 

@@ -159,7 +159,8 @@ def result_bounds(cfg: TrainConfig) -> ResultBounds:
         vocab_size=Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size,
         max_length=cfg.model.reinforce.length_params.max_length,
         sources=names_of_scores(cfg),
-        # TensorRT-LLM reports none with an empty response, and another generator may report none at all.
+        # TensorRT-LLM reports none with an empty response, and another generator may report none at
+        # all.
         needs_log_probs=cfg.generation in ("native", "vllm"),
     )
 
@@ -186,7 +187,8 @@ def generate(
     control: RunControl,
 ) -> None:
     """Generate for the trainers, on a rank that does nothing else, until they end."""
-    control.stop.wait_for_checks()  # a signal reaches the trainers by the watch, and they end the run
+    # a signal reaches the trainers by the watch, and they end the run
+    control.stop.wait_for_checks()
     rank = GeneratorRank(
         role,
         mesh.device,

@@ -26,7 +26,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Files that take minutes. They go first, so that no worker is left with one of them when the others have ended.
+# Files that take minutes. They go first, so that no worker is left with one of them when the others
+# have ended.
 LONG_FILES = (
     "test_jobs.py",
     "test_job_recovery.py",

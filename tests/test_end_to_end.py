@@ -408,12 +408,14 @@ def test_a_killed_server_delays_a_patient_run_and_ends_an_impatient_one(
         checkpoint = latest_checkpoint(impatient.run_dir / "checkpoints")
         assert checkpoint is not None
         assert checkpoint.trainer_state["step"] == reached
-        # No failed call has become a reward: what is on disk is what a healthy server said, and nothing is beyond it.
+        # No failed call has become a reward: what is on disk is what a healthy server said, and
+        # nothing is beyond it.
         assert rows_by_step(impatient.run_dir) == {
             step: rows[step] for step in range(1, reached + 1)
         }
 
-        # More than once, and with the reason each time: the first line of it may have scrolled away.
+        # More than once, and with the reason each time: the first line of it may have scrolled
+        # away.
         waiting = f"reward server {address} does not answer (connection refused); retrying"
         assert wait_for(lambda: patient.output.count(waiting) >= 2, 60), patient.output
         assert patient.process.poll() is None

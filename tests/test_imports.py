@@ -27,7 +27,8 @@ OPTIONAL = (
     "mlflow",
 )
 
-# `sys.modules[name] = None` makes an import of `name` and of everything below it fail, installed or not.
+# `sys.modules[name] = None` makes an import of `name` and of everything below it fail, installed or
+# not.
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys
 for name in {OPTIONAL!r}:
@@ -110,7 +111,8 @@ def test_importing_the_package_loads_no_heavy_library() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "")
 
 
-# Of the rewards' servers, of records and of pages: a run with `reward=function` starts without them.
+# Of the rewards' servers, of records and of pages: a run with `reward=function` starts without
+# them.
 IMPORTED_WHERE_USED = ("plotly", "pyarrow", "tritonclient", "pebble", "scipy")
 ENTRY_POINTS = """
 import sys

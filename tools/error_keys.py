@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "reinforce_rl"
 SENTENCES = ROOT / "tests" / "error_sentences.txt"
 KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
-# Errors that are raised with a sentence, and so with a key. ConfigError lists faults, which have the keys.
+# Errors that are raised with a sentence, and so with a key. ConfigError lists faults, which have
+# the keys.
 KINDS = frozenset(
     {
         "CheckpointError",

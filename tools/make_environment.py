@@ -218,8 +218,8 @@ def build(wanted: Environment, folder: Path) -> None:
         command = [interpreter.path, "-m", "venv", "--without-pip", str(folder)]
         run(command, CHECK_SECONDS, f"making an environment of {interpreter.path}")
     python = str(python_of(folder))
-    # pip of the project's environment installs, so that nothing else has to be there; bytecode is compiled for what is
-    # imported, not for everything.
+    # pip of the project's environment installs, so that nothing else has to be there; bytecode is
+    # compiled for what is imported, not for everything.
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-input", "--no-compile"]
     pip += ["--only-binary=:all:", "--retries=2", "--progress-bar=off", "--quiet"]
     if wanted.borrows:
@@ -231,9 +231,10 @@ def build(wanted: Environment, folder: Path) -> None:
     pip += [*shlex.split(os.getenv("PIP_ARGS", "")), "-r", str(requirements_for(wanted, folder))]
     run(pip, wanted.seconds, f"installing {wanted.what}")
     if wanted.borrows:
-        # A path in a .pth file comes after the folder's own packages, so that the pins win; and the .pth files behind
-        # it are not read, so that the project itself, installed as editable, cannot be imported here. Written last:
-        # pip would take a package that it finds behind the path for installed.
+        # A path in a .pth file comes after the folder's own packages, so that the pins win; and the
+        # .pth files behind it are not read, so that the project itself, installed as editable,
+        # cannot be imported here. Written last: pip would take a package that it finds behind the
+        # path for installed.
         ask = [python, "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
         own = run(ask, CHECK_SECONDS, "starting Python").strip()
         Path(own, "behind.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
@@ -259,7 +260,8 @@ def make(wanted: Environment, folder: Path) -> None:
             f"{wanted.what} borrows torch and works with {wanted.torch} only, but {found}: install that release"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the folder and renamed when complete: two test runs may do this at once, and one may be ended half-way.
+    # Beside the folder and renamed when complete: two test runs may do this at once, and one may be
+    # ended half-way.
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial.", dir=folder.parent))
     try:
         build(wanted, partial)

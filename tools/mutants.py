@@ -190,7 +190,8 @@ def _await_tests(root: Path, tests: Sequence[str], seconds: float, log: Path) ->
 
 
 def _forget_bytecode(path: Path) -> None:
-    # Python takes the old bytecode where a file of the same size was written within the same second.
+    # Python takes the old bytecode where a file of the same size was written within the same
+    # second.
     for cached in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
         cached.unlink()
 

@@ -31,7 +31,8 @@ MEBIBYTE = 2**20
 LIMIT_MIB = 60  # a GPU machine takes 64 MiB of files: the tree and the carried folders together
 COMPARED = ("torch", "numpy", "transformers")
 NO_TIME = "no time left"  # of gpu_check's report
-# Single-process tests of what runs on a GPU machine; servers, Slurm, engines and peers are not there.
+# Single-process tests of what runs on a GPU machine; servers, Slurm, engines and peers are not
+# there.
 UNIT_TESTS = (
     "tests/actor",
     "tests/algorithm",

@@ -53,7 +53,8 @@ DEGREES = {"very": 1.5, "rather": 0.75, "hardly": -0.5}
 JOINTS = ["and", "but", "while"]
 CLAUSES = 2
 VALUES = {word: value for value, words in ADJECTIVES.items() for word in words}
-# The standard deviation of `raw_score` over reviews of the grammar, so that rewards differ by about 1.
+# The standard deviation of `raw_score` over reviews of the grammar, so that rewards differ by about
+# 1.
 SCALE = 1.85
 
 

@@ -82,7 +82,8 @@ METHODS = [
     Cell("running_mean", "REINFORCE, running mean", "running_mean", 1, against=("rloo4",)),
     Cell("vanilla", "vanilla, no baseline", "none", 1, against=("rloo4", "running_mean")),
 ]
-# Constants that no policy can change; RLOO and RAFT compare samples of one prompt, so their runs stay the same.
+# Constants that no policy can change; RLOO and RAFT compare samples of one prompt, so their runs
+# stay the same.
 OFFSETS = [
     Cell(
         "vanilla_plus1", "vanilla, reward + 1", "none", 1, offset=1.0, against=("rloo4", "vanilla")
@@ -142,7 +143,8 @@ NOISES = [
         against=("raft4", "rloo4_noise2"),
     ),
 ]
-# RLOO at the learning rate that was chosen for most others: how much of a difference is the learning rate's?
+# RLOO at the learning rate that was chosen for most others: how much of a difference is the
+# learning rate's?
 SAME_RATE = [
     Cell(
         "rloo4_lr",
@@ -187,8 +189,8 @@ def lagging(lr: float, sleep: float = 0.0) -> list[Cell]:
     return found
 
 
-# RLOO's own rate of the papers' cells and two below. Sleeping takes longer than what is computed, so that seconds show
-# the overlap and not how two processes share the cores.
+# RLOO's own rate of the papers' cells and two below. Sleeping takes longer than what is computed,
+# so that seconds show the overlap and not how two processes share the cores.
 LAGGING = [lagging(1.5e-4), lagging(3e-4), lagging(6e-4), lagging(6e-4, sleep=0.5)]
 STALENESS = {cell.name: cell for cells in LAGGING for cell in cells}
 CELLS = PAPERS | STALENESS

@@ -126,7 +126,8 @@ def peak_resident_bytes(process_ids: Sequence[int]) -> int:
     total = 0
     for process_id in process_ids:
         try:
-            # Not getrusage: what it says of a process that was forked begins with its parent's memory.
+            # Not getrusage: what it says of a process that was forked begins with its parent's
+            # memory.
             status = Path(f"/proc/{process_id}/status").read_text(encoding="utf-8")
         except (FileNotFoundError, ProcessLookupError):
             continue

@@ -90,7 +90,8 @@ Made = TypeVar("Made")
 class ActorSettings:
     """Sampling and micro-batch settings of the actor."""
 
-    sampling: SamplingParams  # training rollouts; its temperature applies to all log-probs, the reference's too
+    # training rollouts; its temperature applies to all log-probs, the reference's too
+    sampling: SamplingParams
     val_sampling: SamplingParams  # validation rollouts
     micro_batch_size: int  # sequences per forward and backward pass
     forward_micro_batch_size: int  # sequences per pass without gradient
@@ -264,7 +265,8 @@ class MegatronGPTReinforceActorModel:
             trained[cut]
             for cut in self._make_micro_batches(samples.select(trained), micro_batch_size)
         ]
-        # A rank without samples still runs an empty pass, or the collectives of the others would hang.
+        # A rank without samples still runs an empty pass, or the collectives of the others would
+        # hang.
         parts: list[Tensor | None] = [*cuts] or [None]
         seen: list[tuple[Tensor, Tensor]] = []  # rows and their log-probs
 

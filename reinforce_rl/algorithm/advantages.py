@@ -265,8 +265,8 @@ def assign_credit(
         return values[:, None].where(mask, 0.0)
     charged = 0.0 * token_kl if kl_placement == "loss" else beta * token_kl
     if kl_placement == "reward":
-        # The estimator has the KL of whole responses in it; here each token is charged its own, so only the baseline
-        # is taken from it.
+        # The estimator has the KL of whole responses in it; here each token is charged its own, so
+        # only the baseline is taken from it.
         return token_credit(rewards, found.baseline, charged, mask, discount)
     return token_credit(
         found.values, found.values.new_zeros(len(found.values)), charged, mask, discount

@@ -94,7 +94,8 @@ class KLCoefficient:
 
     value: float
     target: float | None = None  # nats per response; None keeps beta constant
-    horizon: float = 10_000.0  # responses in which an error of at least 20 % changes beta by 20 %, a step's maximum
+    # responses in which an error of at least 20 % changes beta by 20 %, a step's maximum
+    horizon: float = 10_000.0
 
     def update(self, measured: float, responses: float) -> None:
         """Update beta from a step's mean KL over `responses`; a non-finite KL is ignored."""

@@ -27,7 +27,7 @@ class LossSettings:
     ratio_clip_low: float = 0.2  # ratio >= 1 - this
     ratio_clip_high: float = 0.2  # ratio <= 1 + this
     generator_correction: str = "none"  # see `generator_weights`
-    # truncates the generator weights, or bounds those that are not masked
+    # Generator weights are truncated here; masks drop those above it and below 1 / it.
     generator_ratio_cap: float = 2.0
     kl_estimator: str = "k1"  # of a KL in the loss
     kl_loss_weights: str = "prefix"  # see `kl_loss_terms`
@@ -123,7 +123,8 @@ def policy_terms(
     bounded = rho.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     terms = -torch.minimum(free, bounded)
     if ratio == "sequence":
-        # The ratio's gradient already sums over the response's tokens, so each gets 1 / length of the term.
+        # The ratio's gradient already sums over the response's tokens, so each gets 1 / length of
+        # the term.
         terms = terms / lengths
     cut_off = (difference > MAX_LOG_RATIO) & (advantages < 0)
     return terms, rho.detach(), ((bounded < free) | cut_off) & mask
@@ -179,8 +180,8 @@ def policy_loss(
         return torch.where(kept, values, 0.0)
 
     own = clean(log_probs)
-    # Exactly 1 on the first pass: recomputed log-probs differ by rounding, which adds up over a long response and
-    # would clip on-policy samples.
+    # Exactly 1 on the first pass: recomputed log-probs differ by rounding, which adds up over a
+    # long response and would clip on-policy samples.
     old = own.detach() if inputs.old_log_probs is None else clean(inputs.old_log_probs)
     weights = token_weights(
         inputs.mask, inputs.trains, denominators, settings.loss_aggregation, own.dtype

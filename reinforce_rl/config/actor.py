@@ -316,7 +316,8 @@ class PretrainedConfig(Section):
     )
 
 
-# Settings of generation on ranks or by programs of its own, as they are where the ranks that train generate.
+# Settings of generation on ranks or by programs of its own, as they are where the ranks that train
+# generate.
 COLOCATED = {
     "placement": "colocated",
     "generation_ranks": 0,

@@ -22,7 +22,8 @@ NOT_SET = "(not set)"  # default of a required key
 # Types of the errors of our own validators, beside pydantic's.
 IS_ZERO = "is_zero"
 IS_NOT_REGISTERED = "is_not_registered"
-HOST = "a host name or an address, without port and zone, such as node7, 10.0.0.7 or fd00::7"  # what `Host` takes
+# what `Host` takes
+HOST = "a host name or an address, without port and zone, such as node7, 10.0.0.7 or fd00::7"
 
 
 class Section(BaseModel):

@@ -59,7 +59,8 @@ def export_command(run: Path) -> str:
     """Return the command that exports a run's newest checkpoint."""
     base: Any = None
     with contextlib.suppress(OSError, ValueError):
-        # The folder may be somebody else's: its values as they are, without what they would resolve to.
+        # The folder may be somebody else's: its values as they are, without what they would resolve
+        # to.
         data = read_bounded(run / "config.yaml", max_bytes=_MAX_CONFIG_BYTES)
         base = parse_yaml(data.decode("utf-8"))
         for key in MODEL.split("."):

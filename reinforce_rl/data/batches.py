@@ -25,8 +25,8 @@ _PER_TOKEN = ("generator_log_probs", "weight_versions", "log_probs", "init_log_p
 
 @dataclass(frozen=True)
 class Prompt:
-    # Index in the data set; keys the sampling noise and is the group id of its samples. With weighted blending, plus
-    # the size of the data set for each earlier pass over its file.
+    # Index in the data set; keys the sampling noise and is the group id of its samples. With
+    # weighted blending, plus the size of the data set for each earlier pass over its file.
     id: int
     text: str  # as given to the tokenizer, chat template applied
     tokens: tuple[int, ...]  # without padding
@@ -43,9 +43,11 @@ class Completions:
     tokens: Tensor  # int64 [N, T], right-padded; includes the stop token if one was produced
     lengths: Tensor  # int64 [N]; 0 is allowed
     finish_reasons: tuple[str, ...]  # N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`
-    # float32 [N, T] at the sampling temperature, 0 on padding; None if the engine does not report them.
+    # float32 [N, T] at the sampling temperature, 0 on padding; None if the engine does not report
+    # them.
     log_probs: Tensor | None = None
-    # int64 [N, T], steps that the weights had been trained for that drew each token; None: the trainer's own.
+    # int64 [N, T], steps that the weights had been trained for that drew each token; None: the
+    # trainer's own.
     weight_versions: Tensor | None = None
 
     def repeat_to_samples(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -76,17 +78,19 @@ class RolloutBatch:
     sequences: Tensor  # int64 [N, S], prompt then response, right-padded with the pad token
     prompt_lengths: Tensor  # int64 [N]
     response_lengths: Tensor  # int64 [N], the stop token included
-    group_ids: Tensor  # int64 [N], equal for the samples of one prompt, unique over ranks (never derived from tokens)
+    # int64 [N], equal for the samples of one prompt, unique over ranks (never derived from tokens)
+    group_ids: Tensor
     sample_ids: Tensor  # int64 [N], 0 .. G-1 within a group
     finish_reasons: tuple[str, ...]  # N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`
     rewards: Tensor  # float32 [N] from the reward source; NaN where scoring failed
-    # bool [N]; False excludes a sample from all sums and counts (scoring failed, dropped, empty, outside vocabulary).
+    # bool [N]; False excludes a sample from all sums and counts (scoring failed, dropped, empty,
+    # outside vocabulary).
     valid: Tensor
     # float32 [N, T] as the generator reported them, or None.
     generator_log_probs: Tensor | None = None
     weight_versions: Tensor | None = None  # int64 [N, T], as in `Completions`
-    # float32 [N, T] under the actor at the sampling temperature, before any optimizer step on this batch; 0 on
-    # padding; None if unused.
+    # float32 [N, T] under the actor at the sampling temperature, before any optimizer step on this
+    # batch; 0 on padding; None if unused.
     log_probs: Tensor | None = None
     init_log_probs: Tensor | None = None  # the same under the reference policy
     # float32 [N] by name of the reward source, if there are several.
@@ -142,8 +146,8 @@ class ReinforceBatch:
     # float32 [N], shaped reward, minus beta * `kl` if the KL is in the reward
     rewards_with_kl: Tensor
     baseline: Tensor  # float32 [N], subtracted from the reward before any division
-    # float32 [N, T], detached; 0 on padding and for samples that do not train. Constant over a response unless credit
-    # is assigned per token.
+    # float32 [N, T], detached; 0 on padding and for samples that do not train. Constant over a
+    # response unless credit is assigned per token.
     advantages: Tensor
     # bool [N], samples that the loss averages over: the valid ones, or fewer (RAFT, masking).
     trains: Tensor

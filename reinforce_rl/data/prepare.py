@@ -229,7 +229,8 @@ def _unfit(messages: _Messages, options: PrepareOptions) -> str:
     ):
         return "turns other than Human and Assistant, which --form messages keeps"
     for message in messages:
-        # An assistant's turn may be a call alone, a tool may return nothing, and a system message is empty on purpose.
+        # An assistant's turn may be a call alone, a tool may return nothing, and a system message
+        # is empty on purpose.
         may_be_empty = message["role"] in ("system", "tool") or message.get("tool_calls")
         if not text_of(message).strip() and not may_be_empty:
             return "a turn is empty"

@@ -432,8 +432,8 @@ class _CsvLines:
 def _parquet(file: io.BufferedReader) -> Rows:
     from pyarrow import ArrowException, BufferReader, OSFile, parquet
 
-    # A decompressed stream cannot seek from its end. Arrow opens a plain file itself, since its threads may block on a
-    # Python file object when the interpreter exits.
+    # A decompressed stream cannot seek from its end. Arrow opens a plain file itself, since its
+    # threads may block on a Python file object when the interpreter exits.
     is_plain = isinstance(file.raw, io.FileIO)
     source = (
         OSFile(os.fsencode(file.name)) if is_plain else BufferReader(_read_whole(file, "unpack it"))

@@ -186,8 +186,8 @@ class ChatRenderer:
             content = jsonl.text_of(message)
             if role == "assistant" or content.strip() in text:
                 continue
-            # The template may write it in another form: Llama's writes a tool's as JSON, and SmolLM3's takes
-            # "/no_think" for an argument.
+            # The template may write it in another form: Llama's writes a tool's as JSON, and
+            # SmolLM3's takes "/no_think" for an argument.
             probed = list(conversation.messages)
             probed[index] = {**message, "content": f"{content}\n{_PROBE}"}
             if _PROBE not in self._apply(replace(conversation, messages=tuple(probed)), **as_text):

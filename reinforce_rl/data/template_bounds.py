@@ -321,7 +321,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._bounded_filters: set[str] = set()
 
     def compile(self, source: Any, *args: Any, **kwargs: Any) -> Any:
-        # Parsing takes a second and 100 MiB for ten thousand expressions, and has no steps to count.
+        # Parsing takes a second and 100 MiB for ten thousand expressions, and has no steps to
+        # count.
         if isinstance(source, str) and len(source) > MAX_SOURCE_CHARS:
             raise TemplateBoundError(f"has {len(source)} characters, more than {MAX_SOURCE_CHARS},")
         # Filters are added after the constructor. Constants are computed while compiling.

@@ -33,7 +33,8 @@ class TokenizerInfo:
     vocab_size: int  # added tokens included
     vocab_sha256: str  # over all (token, id) pairs
     eos_id: int | None
-    # None without a template. Not part of `differences`: only token ids are exchanged, not rendered text.
+    # None without a template. Not part of `differences`: only token ids are exchanged, not rendered
+    # text.
     chat_template_sha256: str | None
 
     @classmethod

@@ -26,12 +26,14 @@ MAX_RULES = 1000  # of a part; each takes a pass over every text
 MAX_TOKEN_LENGTH = 10_000  # characters
 _MAX_BYTES = 256 << 20
 _FILE = "tokenizer.json"
-# transformers loads one of the files that this key of tokenizer_config.json names, by its own version.
+# transformers loads one of the files that this key of tokenizer_config.json names, by its own
+# version.
 _FILES = "fast_tokenizer_files"
-# Keys of tokenizer_config.json whose paths transformers opens, wherever they lead, if there is no tokenizer.json.
+# Keys of tokenizer_config.json whose paths transformers opens, wherever they lead, if there is no
+# tokenizer.json.
 _PATHS = ("vocab_file", "merges_file", "vocab", "merges", "gguf_file")
-# Longest lists and objects. Loading takes 0.2 ms for each token of the first two, and quadratic time in the length
-# of the last two.
+# Longest lists and objects. Loading takes 0.2 ms for each token of the first two, and quadratic
+# time in the length of the last two.
 _LONGEST = {
     "added_tokens": 200_000,
     "added_tokens_decoder": 200_000,
@@ -41,9 +43,9 @@ _LONGEST = {
 _MAX_KEYS = 10_000  # of a file; each may name a special token
 _ADDED_TOKENS_FILE = "added_tokens.json"  # its keys are tokens
 _CLASS = "tokenizer_class"
-# transformers takes any of its names as a tokenizer's class, and so would build a model, or ask whether to run code
-# of the folder. Of the names of this form only these two are no tokenizers: they load others.
-# Its backends SentencePiece and MistralCommon are not of the tokenizers library.
+# transformers takes any of its names as a tokenizer's class, and so would build a model, or ask
+# whether to run code of the folder. Of the names of this form only these two are no tokenizers:
+# they load others. Its backends SentencePiece and MistralCommon are not of the tokenizers library.
 _CLASS_NAME = re.compile(
     r"(?!(?:Auto|Rag)Tokenizer)\w*Tokenizer(?:Fast)?"
     r"|(?:Tokenizers|Python)Backend"

@@ -33,7 +33,12 @@ class Gradients:
     actor: MegatronGPTReinforceActorModel
     step: int  # that trained the weights last; 0: those of the start
 
-    def of(self, batch: ReinforceBatch, cfg: ReinforceConfig, beta: float) -> StepGradient:
+    def of(
+        self,
+        batch: ReinforceBatch,
+        cfg: ReinforceConfig,
+        kl_coefficient: float | None,
+    ) -> StepGradient:
         """Return the gradient of the whole step's loss by the policy before its first update."""
         actor = self.actor
         actor.settings = replace(actor.settings, loss=loss_settings(cfg))
@@ -43,7 +48,7 @@ class Gradients:
             batch,
             denominators_of(batch, rows, max_length, actor.mesh.sum_over_dp),
             rows=rows,
-            kl_coefficient=beta if cfg.kl_placement == "loss" else None,
+            kl_coefficient=kl_coefficient,
         )
         trained = [weight for weight in actor.ddp.module.parameters() if weight.requires_grad]
         gradients = [weight.main_grad.detach() for weight in trained]  # type: ignore

@@ -384,7 +384,7 @@ class _SideOfStep:
         if gradients is None:
             return numbers
         step.needs_tokens("the gradient reads them")
-        gradient = gradients.of(data, cfg, side.past.beta.value)
+        gradient = gradients.of(data, cfg, side.past.loss_kl_coefficient)
         return replace(numbers, gradient=gradient.values, capped=gradient.capped)
 
 

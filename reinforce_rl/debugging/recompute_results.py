@@ -117,7 +117,7 @@ class Recomputation:
         columns.append(Column("response", overflow="ellipsis", no_wrap=True))
         table = _table(columns)
         by_change = sorted(self.samples, key=_change, reverse=True)
-        # Stable: those that change sign first, each by size.
+        # The sort is stable: samples that change sign come first, each part ordered by size.
         by_change.sort(key=lambda sample: not sample.changes_sign)
         for sample in by_change[:_SAMPLES_SHOWN]:
             if _change(sample) <= ZERO:

@@ -234,7 +234,8 @@ class _Replayer:
         if checkpoint is not None:
             state = checkpoint.trainer_state
             self._start = state["step"]
-            # The loader is not used. Changed prompts are reported one by one; the trainer would refuse to resume.
+            # The loader is not used. Changed prompts are reported one by one; the trainer would
+            # refuse to resume.
             data = {
                 **build_sampler(cfg, self._data).state_dict(),
                 "fingerprint": self._data.fingerprint,
@@ -288,7 +289,8 @@ class _Replayer:
         ) -> None:
             table = self._table(step, batch, data)
             if table is not None:
-                # A record without versions is of weights of the step before; what is older is not generated.
+                # A record without versions is of weights of the step before; what is older is not
+                # generated.
                 columns = [column for column in COLUMNS[name] if column != "weight_versions"]
                 missing = missing_samples(then, table)
                 found = [missing] if missing else sample_differences(then, table, columns, bounds)

@@ -28,7 +28,8 @@ from reinforce_rl.trainer.advantages import response_kl
 class StoredStep:
     step: int
     rows: list[RolloutRow]
-    batch: RolloutBatch  # without tokens, where they were not recorded; log-probs as the KL was taken from
+    # without tokens, where they were not recorded; log-probs as the KL was taken from
+    batch: RolloutBatch
 
     def needs(self, cfg: ReinforceConfig) -> None:
         """Raise DataError if the record lacks what these settings' KL is computed from."""

@@ -249,7 +249,8 @@ class Chat:
             signal.signal(signal.SIGINT, before)
 
     def _write(self, text: str) -> None:
-        # rich writes to the stream that `shown_streams` wraps, so nothing else shows control characters here.
+        # rich writes to the stream that `shown_streams` wraps, so nothing else shows control
+        # characters here.
         self.console.file.write(show_control_characters(text))
         self.console.file.flush()
 

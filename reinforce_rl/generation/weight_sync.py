@@ -116,4 +116,5 @@ def exchange_weights(lm: CausalLM, found: Mapping[str, Tensor]) -> None:
 
 def _wait_for_copies(lm: CausalLM) -> None:
     if lm.mesh.device.type == "cuda":
-        torch.cuda.current_stream().synchronize()  # what came is of another stream, which reuses what is freed
+        # what came is of another stream, which reuses what is freed
+        torch.cuda.current_stream().synchronize()

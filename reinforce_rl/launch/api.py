@@ -99,7 +99,8 @@ def train(
     for key, value in (values | settings).items():
         OmegaConf.update(cfg, key, str(value) if isinstance(value, Path) else value)
     config, faults = read_config(cfg)
-    # Keys first: a misplaced one gets the nearest of all; files of prompts are written once all is checked.
+    # Keys first: a misplaced one gets the nearest of all; files of prompts are written once all is
+    # checked.
     faults = [fault for fault in faults if not _is_of_a_file_to_come(fault, files)]
     if faults := unknown_keys(settings, "train_reinforce_actor") or faults:
         raise ConfigError(faults)

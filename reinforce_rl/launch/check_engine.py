@@ -144,7 +144,8 @@ class Comparison:
     equal_responses: int  # equal token by token
     tokens: int  # of the first generator
     common_tokens: int  # before the first difference
-    mean_gap: float  # absolute log-prob difference of common tokens, nats; NaN if a generator reports none
+    # absolute log-prob difference of common tokens, nats; NaN if a generator reports none
+    mean_gap: float
     largest_gap: float  # same
     worst: tuple[int, ...]  # the prompt with the largest gap, and its response before a difference
     seconds: tuple[float, ...] = ()  # per generator

@@ -18,7 +18,7 @@ Out = Annotated[Path, typer.Argument(help="the folder to write; replaced where i
 Ranks = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks that do it")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
-    typer.Option(help="default: that of the source"),
+    typer.Option(help="default: as in the source"),
 ]
 
 convert = typer.Typer(

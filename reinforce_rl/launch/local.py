@@ -103,7 +103,8 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
     }
     stop = StopSignal(tuple(handled))
     try:
-        # Otherwise another run's server on this port would be mistaken for ours until ours fails to bind.
+        # Otherwise another run's server on this port would be mistaken for ours until ours fails to
+        # bind.
         check_port(plan.address.host, plan.address.port)
         plan.server_log.parent.mkdir(parents=True, exist_ok=True)
         with (

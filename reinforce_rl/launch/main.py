@@ -32,7 +32,8 @@ from reinforce_rl.launch.terminal import (
 from reinforce_rl.utils.control_characters import show_control_characters, shown
 from reinforce_rl.utils.process import PACKAGE_PARENT, limit_memory
 
-# Commands that run code of the folder in which they are started: rewards and generators of one's own.
+# Commands that run code of the folder in which they are started: rewards and generators of one's
+# own.
 _WITH_OWN_CODE = frozenset(
     {"train", "generate", "serve", "train-rm", "preflight", "launch", "submit"}
 )
@@ -141,7 +142,8 @@ def run_script(command: str) -> None:
 
 def _prepare(words: list[str]) -> None:
     use_utf8()
-    # For the whole life of the process: Python prints the traceback of a defect after `plain_errors` is left.
+    # For the whole life of the process: Python prints the traceback of a defect after
+    # `plain_errors` is left.
     sys.stdout = shown(sys.stdout)
     sys.stderr = shown(sys.stderr)
     try:
@@ -154,11 +156,13 @@ def _prepare(words: list[str]) -> None:
         fail(fault.with_keys())
     asks_for_it = any(word.lstrip("+~").startswith(_ASKS_FOR_OWN_CODE) for word in words)
     if not asks_for_it and _WITH_OWN_CODE.isdisjoint(words[:1]):
-        # The folder may be somebody else's. Libraries look for optional modules, which need not be installed, and
-        # would find them there. `python -c` has put the folder first, and so has `python -m cProfile`.
+        # The folder may be somebody else's. Libraries look for optional modules, which need not be
+        # installed, and would find them there. `python -c` has put the folder first, and so has
+        # `python -m cProfile`.
         if sys.path[0] in ("", here) and here != PACKAGE_PARENT:
             del sys.path[0]
-        # For Python processes started from here, such as multiprocessing's. Python 3.11 and later read it.
+        # For Python processes started from here, such as multiprocessing's. Python 3.11 and later
+        # read it.
         os.environ["PYTHONSAFEPATH"] = "1"
     elif here not in sys.path:
         sys.path.append(here)

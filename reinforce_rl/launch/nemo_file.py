@@ -25,8 +25,8 @@ _MAX_ROUNDS = 16  # of a value that leads to a value, and so on
 _MAX_NUMBER = 1e15
 _MISSING = "???"  # OmegaConf's mark of a value that is not there
 _START = "${"
-# Matches the start of another key's name or of a call of an allowed function. The arguments of a call are
-# matched in turn.
+# Matches the start of another key's name or of a call of an allowed function. The arguments of a
+# call are matched in turn.
 _ALLOWED_START = re.compile(r"\$\{(?:(?:subtract|multiply|int_div):|[\w.\[\]-]+\})", re.ASCII)
 
 Place = tuple[str | int, ...]

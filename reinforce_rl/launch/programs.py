@@ -75,7 +75,8 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
             sys.argv[1:] = [
                 arg if arg.startswith("-") else with_quotes(arg) for arg in sys.argv[1:]
             ]
-            # Have Hydra raise its errors instead of printing them, so that they look like all others.
+            # Have Hydra raise its errors instead of printing them, so that they look like all
+            # others.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             # Hydra then adds it at the end, which is what everybody means.
             warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`")

@@ -44,9 +44,11 @@ def serve(cfg: ServeRewardModelConfig) -> None:
 
 def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) -> None:
     """Load the model on all ranks and serve it, with any functions beside it."""
-    # megatron-core imports wandb if installed, which creates folders in /tmp that a killed server leaves behind.
+    # megatron-core imports wandb if installed, which creates folders in /tmp that a killed server
+    # leaves behind.
     sys.modules["wandb"] = None  # type: ignore[assignment]
-    # Imported late: torch and megatron take seconds, and a wrong path or busy port should fail before.
+    # Imported late: torch and megatron take seconds, and a wrong path or busy port should fail
+    # before.
     import torch
 
     from reinforce_rl.config.load import precision_here

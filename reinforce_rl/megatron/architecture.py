@@ -40,7 +40,8 @@ _FAMILIES = {
     ),
 }
 
-# Further keys that change what a model of these families computes, with the values under which it does not.
+# Further keys that change what a model of these families computes, with the values under which it
+# does not.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),  # two names of one function
     "mlp_bias": (False, None),

@@ -93,8 +93,8 @@ def _crc32(path: Path, *, within: Path | None = None) -> str:
     return f"{checksum:08x}"
 
 
-# Replaces megatron's manager process, which outlives a killed run and needs an importable main module. Stays empty.
-# As of megatron-core 0.16 no argument turns the process off.
+# Replaces megatron's manager process, which outlives a killed run and needs an importable main
+# module. Stays empty. As of megatron-core 0.16 no argument turns the process off.
 filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
 
 

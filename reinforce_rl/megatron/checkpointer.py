@@ -302,7 +302,8 @@ class Checkpointer:
         state = random_state(self._mesh)
         waited += time.monotonic() - began
         save = _Save(final, part, trainer_state, keep_names, writer, state, more, waited)
-        # Off the main thread, where a Ctrl-C in torch's C++ writer can abort the process; a daemon for failing runs.
+        # Off the main thread, where a Ctrl-C in torch's C++ writer can abort the process; a daemon
+        # for failing runs.
         save.thread = threading.Thread(
             target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True
         )
@@ -382,7 +383,8 @@ class Checkpointer:
     def _load(self, folder: Path) -> None:
         lm: Any = self._ddp.module
         loaded = files.load_sharded(lm, self._sharded_state(), folder / "model")
-        # Tensors are filled in place; hyperparameters come from the configuration, so changes take effect.
+        # Tensors are filled in place; hyperparameters come from the configuration, so changes take
+        # effect.
         set_adam_step(self._optimizer, loaded["optimizer"][STEP])
         self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to it
         self._scheduler.load_state_dict(loaded["scheduler"])
@@ -399,7 +401,8 @@ class Checkpointer:
 
     def _remove_old(self, newest: Path, keep: set[str]) -> None:
         complete = _complete_checkpoints(self.folder)
-        # Steps after the newest are left over from before resuming at an older one; delete them first.
+        # Steps after the newest are left over from before resuming at an older one; delete them
+        # first.
         complete.sort(key=lambda p: (p.name <= newest.name, p.name))
         for folder in complete[: -self._keep_last]:
             if folder.name not in keep:

@@ -60,7 +60,8 @@ class HFFolder:
                         path, name, tuple(header.get_shape()), header.get_dtype()
                     )
         if EMBEDDING.removeprefix(_DECODER) in self._entries:
-            # Saved from transformers' bare decoder, such as LlamaModel; it loads such a folder by these names too.
+            # Saved from transformers' bare decoder, such as LlamaModel; it loads such a folder by
+            # these names too.
             self._entries = {_with_prefix(name): entry for name, entry in self._entries.items()}
             self._stored_again = [(_with_prefix(name), path) for name, path in self._stored_again]
 

@@ -261,7 +261,8 @@ def export_hf_folder(
                 file_of = {name: file for file, names in files.items() for name in names}
                 index = {"metadata": {"total_size": total}, "weight_map": file_of}
                 (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    # Other data- and context-parallel ranks hold the same weights; they only wait at the end of each file.
+    # Other data- and context-parallel ranks hold the same weights; they only wait at the end of
+    # each file.
     first_copy = mesh.dp_rank == mesh.cp_rank == 0
     tensors = hf_tensors(lm, values, dtype=dtype, track=track) if first_copy else iter(())
     for file, names in files.items():

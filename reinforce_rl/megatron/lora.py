@@ -87,7 +87,8 @@ def lora_map(arch: Architecture, tp_size: int, settings: LoraSettings) -> list[L
 
 def _lora_row(base: Row, projection: str, rank: int) -> LoraRow:
     split: Any = base.split
-    # Each projection has rows of its own here, and does not share them with the others of a fused weight.
+    # Each projection has rows of its own here, and does not share them with the others of a fused
+    # weight.
     own: Split = replace(split, width=split.size, offset=0)
     (out_size, in_size), layer = base.shape, base.megatron.removesuffix(".weight")
 

@@ -278,7 +278,8 @@ def parallel_mesh(
                 store = None if world is None else world.store
                 if store is None:
                     store = dist.HashStore() if world_size == 1 else job_store(world_size)  # type: ignore[attr-defined]
-                # NCCL waits spin on the GPU, so objects, votes and barriers, which may wait long, use gloo.
+                # NCCL waits spin on the GPU, so objects, votes and barriers, which may wait long,
+                # use gloo.
                 backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
                 _in_thread(
                     lambda: dist.init_process_group(

@@ -79,7 +79,8 @@ def build_optimizer(
     )
     optimizer = get_megatron_optimizer(config, [ddp])
     for group in chain(*(inner.param_groups for inner in inner_optimizers(optimizer))):
-        # megatron passes no such option on. The Adams of Apex and Transformer Engine are fused, without the key.
+        # megatron passes no such option on. The Adams of Apex and Transformer Engine are fused,
+        # without the key.
         if "fused" in group:
             group["fused"] = optim.fused
     scheduler = OptimizerParamScheduler(
@@ -382,7 +383,8 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def _counts_by_parameter(inner: Any) -> bool:
-    # Apex's and Transformer Engine's fused Adams, preferred by megatron, keep the step in the group.
+    # Apex's and Transformer Engine's fused Adams, preferred by megatron, keep the step in the
+    # group.
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from reinforce_rl.errors import CheckpointError
 
-# Values that a pickle may count for each of its instructions. A value counts with all that it holds, in each value
-# that holds it; a checkpoint's description has about ten levels.
+# Values that a pickle may count for each of its instructions. A value counts with all that it
+# holds, in each value that holds it; a checkpoint's description has about ten levels.
 WORK_PER_OPCODE = 50
 _MIN_WORK = 100_000
 _MAX_BITS = 64  # of an integer; the hashes of longer ones can be costly, and can all be equal

@@ -54,7 +54,8 @@ def accumulate_gradients(
     """
     ddp.zero_grad_buffer()
     for parameter in ddp.parameters():
-        # The fp32 optimizer leaves the buffer as `.grad`: autograd and megatron's hook would both add to it.
+        # The fp32 optimizer leaves the buffer as `.grad`: autograd and megatron's hook would both
+        # add to it.
         parameter.grad = None
     return _run(ddp, micro_batches, hidden_of, loss_of, shape_of, False)
 

@@ -29,7 +29,8 @@ from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_folder
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
-# What the checkpoints of this program and of megatron's converter say; other formats have other readers.
+# What the checkpoints of this program and of megatron's converter say; other formats have other
+# readers.
 FORMAT = {"sharded_backend": "torch_dist", "common_backend": "torch"}
 MAX_METADATA_BYTES = 1 << 30
 MAX_FORMAT_BYTES = 1 << 16

@@ -20,7 +20,8 @@ INDEX_FILE = "model.safetensors.index.json"
 INDEX_ENDING = ".safetensors.index.json"
 NAMED_FILE = "transformers_weights"  # key of config.json: the file to load in place of these two
 
-# Weights in other forms, with what to do about them; files of no weights end in .bin too, as training_args.bin does.
+# Weights in other forms, with what to do about them; files of no weights end in .bin too, as
+# training_args.bin does.
 _OTHER_FORMS = {
     "pytorch_model*.bin": "is pickled, which is not read, because unpickling can run any code. Where you trust it, "
     "load it with transformers and write it with save_pretrained",

@@ -112,7 +112,8 @@ class WandbLogger(MetricLogger):
             "init_timeout": START_SECONDS,
             "finish_timeout": FINISH_SECONDS,
             "finish_timeout_raises": True,
-            "console": "off",  # its capture of stdout and the live progress display would tear each other
+            # its capture of stdout and the live progress display would tear each other
+            "console": "off",
             "silent": True,
         }
         settings = wandb.Settings(
@@ -147,7 +148,8 @@ class WandbLogger(MetricLogger):
         except TimeoutError:
             import wandb
 
-            wandb.teardown()  # waits for the server in this thread, which may be left behind, not in an exit handler
+            # waits for the server in this thread, which may be left behind, not in an exit handler
+            wandb.teardown()
             raise
 
 
@@ -162,7 +164,8 @@ class SwanlabLogger(WandbLogger):
             "terminal": {"proxy_type": "none"},
             "probe": {"requirements": False},
         }
-        # The settings of `swanlab.Settings` beat the variables, such as SWANLAB_TERMINAL_PROXY_TYPE.
+        # The settings of `swanlab.Settings` beat the variables, such as
+        # SWANLAB_TERMINAL_PROXY_TYPE.
         given = tuple(
             name
             for name in quiet

@@ -91,7 +91,8 @@ class DashboardRun:
         with self._held():
             if self._reader is None:
                 self._fault = None
-                # A daemon, like all threads of the dashboard: a disk that hangs must not keep it from ending.
+                # A daemon, like all threads of the dashboard: a disk that hangs must not keep it
+                # from ending.
                 self._reader = threading.Thread(target=self._read, daemon=True)
                 self._reader.start()
             reader = self._reader

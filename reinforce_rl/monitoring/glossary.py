@@ -17,7 +17,8 @@ class Metric:
     look: str  # what good and bad look like
 
 
-# Prefixes, then a line per metric: name | unit | meaning | what good and bad look like; indented lines go on.
+# Prefixes, then a line per metric: name | unit | meaning | what good and bad look like; indented
+# lines go on.
 _GROUPS = {
     "train val test": """
 rewards | reward | mean over the scored samples, as the source returned it | rises; flat: nothing to learn from (see

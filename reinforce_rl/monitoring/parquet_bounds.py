@@ -30,8 +30,9 @@ def read_bounded_file(path: str | Path, columns: Sequence[str] | None, filters: 
     from pyarrow import ArrowException, OSFile
 
     try:
-        # By the name's bytes, as Arrow cannot encode every name where the locale is not UTF-8. Not a file object of
-        # Python's: Arrow's threads would wait for it at the program's end, and abort the program.
+        # By the name's bytes, as Arrow cannot encode every name where the locale is not UTF-8. Not
+        # a file object of Python's: Arrow's threads would wait for it at the program's end, and
+        # abort the program.
         with OSFile(os.fsencode(path)) as file:
             return read_bounded_table(file, columns, filters)
     except (ArrowException, OSError, ValueError, RecursionError) as error:
@@ -69,7 +70,8 @@ def read_bounded_table(
 
 
 def _check_footer(file: pa.NativeFile) -> None:
-    # Arrow crashes on a schema of thousands of nested groups. The footer also bounds the row groups.
+    # Arrow crashes on a schema of thousands of nested groups. The footer also bounds the row
+    # groups.
     size = file.size()
     file.seek(max(0, size - 8))
     end = file.read(8)

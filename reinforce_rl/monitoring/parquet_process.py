@@ -107,7 +107,8 @@ def _why_it_ended(reader: ModuleChild) -> Fault:
 
 def main() -> None:
     """Read the files that the parent names, until it closes the connection."""
-    # The thread that started this process may end before it, so the end of the connection is the sign.
+    # The thread that started this process may end before it, so the end of the connection is the
+    # sign.
     connection = connect_to_parent(death_signal=None)
     import pyarrow.parquet  # noqa: F401  # before the time of a file begins
 

@@ -189,7 +189,8 @@ class TrainingProgress:
             f"{self._phase} … {time.monotonic() - self._phase_start:.0f} s" if self._phase else " "
         )
         now = Text(self._waiting, style="yellow") if self._waiting else Text(phase, style="cyan")
-        # The panel's lines are fixed in number, so that the display does not jump while a step runs.
+        # The panel's lines are fixed in number, so that the display does not jump while a step
+        # runs.
         lines = Group(head, self._numbers(), Text("seconds: " + "  ".join(times), style="dim"), now)
         return Panel(lines, title=Text(self._title), expand=False)
 

@@ -96,7 +96,8 @@ class SampleTokens:
     token_kl: list[float] | None  # nats, by kl_estimator
     # with credit_assignment=token; else they all are `advantage`
     token_advantages: list[float] | None
-    # Steps that the weights had been trained for that drew each; None: generated on the ranks that train, step - 1.
+    # Steps that the weights had been trained for that drew each; None: generated on the ranks that
+    # train, step - 1.
     weight_versions: list[int] | None = None
 
     def as_json(self) -> dict[str, Any]:

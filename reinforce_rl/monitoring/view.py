@@ -172,7 +172,8 @@ def _errors(
     errors = {}
     prompts, responses = samples_per_step
     if prompts:
-        # The mean of prompts drawn at random: the variance between prompts counts once for each prompt.
+        # The mean of prompts drawn at random: the variance between prompts counts once for each
+        # prompt.
         variance = run.metrics.dense("train/reward_deviation") ** 2
         within = run.metrics.dense("train/reward_group_deviation") ** 2
         inside = np.where(np.isfinite(within), within, variance)

@@ -124,7 +124,7 @@ MACHINES = {
 
 
 def load_machine(value: str) -> Hardware:
-    """Return a known machine by name, or that of a YAML file.
+    """Return a known machine, or one that a YAML file describes.
 
     The file has `Hardware`'s fields, or some of them with a known `base`.
 

@@ -3,8 +3,8 @@
 A phase takes at least as long as the busiest rank's matrix products at the GPU's peak rate, as the
 bytes that it must read from memory at the full bandwidth, and as its collectives at the links'
 bandwidth. The largest of these counts, as if the others ran beside it; phases follow one another.
-FLOPs and collectives are those that single ranks make on fake GPUs, at the mean lengths: both grow
-at least linearly with a length, so that sequences of several lengths take no less than their mean.
+Single ranks are run on fake GPUs at the mean lengths to count FLOPs and collectives. Both grow at
+least linearly with a length, so sequences of different lengths take no less than the mean.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Job:
 
     @property
     def sequences(self) -> float:
-        """Of a data-parallel rank and step, on average; one rank has at least as many."""
+        """Mean sequences of a data-parallel rank in a step; at least one rank has as many."""
         return self.batches.prompts * self.batches.samples / self.layout.data
 
     def rows(self, lengths: Lengths) -> tuple[int, int]:
@@ -157,9 +157,9 @@ class Job:
 
     def read_by_pass(self, shape: StageShape) -> int:
         """Return the bytes of weights that a pass reads; of an embedding it reads few rows."""
-        is_head = shape.last and self.architecture.tied_embeddings
+        is_output_layer = shape.last and self.architecture.tied_embeddings
         embedding = 0
-        if shape.first and not is_head:
+        if shape.first and not is_output_layer:
             embedding = shape.slices.vocab_size * shape.slices.hidden_size
         return (shape.parameters - embedding) * self.weight_bytes
 
@@ -325,7 +325,7 @@ def _cached_reads(prompt: int, steps: int, prompts: float, sequences: float) -> 
 
 
 def _engine_generation(job: Job) -> PhaseBound:
-    """Bound an engine, whose ranks share one copy of the model in bf16, by sizes alone."""
+    """Bound an engine from the model's size; its ranks share one copy in bf16."""
     arch = job.architecture
     machine = job.machine
     gpus = _gpus_of_engine(job)

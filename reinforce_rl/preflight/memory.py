@@ -13,9 +13,9 @@ from reinforce_rl.megatron.lora import LoraSettings, lora_map
 from reinforce_rl.megatron.weight_map import EMBEDDING, Row, weight_map
 
 # Activation sizes were read off torch's saved tensors, temporaries off its allocator
-# (tests/preflight/test_memory.py). With fused GPU kernels less is saved.
-# Notation: t positions of a micro-batch on this rank, n its response tokens, h hidden, f feed-forward, d head size,
-# V vocabulary.
+# (tests/preflight/test_memory.py). With fused GPU kernels less is saved. Notation: t positions of a
+# micro-batch on this rank, n its response tokens, h hidden, f feed-forward, d head size, V
+# vocabulary.
 
 FP32 = 4
 ADAM_MOMENTS = 2 * FP32
@@ -31,7 +31,8 @@ class StageShape:
     layers: int  # of the stage
     first: bool  # has the embedding
     last: bool  # has the output layer
-    slices: Architecture  # heads, groups, feed-forward size and vocabulary are those on the rank, with padding
+    # heads, groups, feed-forward size and vocabulary are those on the rank, with padding
+    slices: Architecture
     parameters: int  # on the rank, with a tied embedding's copy
     trained: int  # all of them without LoRA
     largest: int  # elements of the largest trained parameter
@@ -182,7 +183,8 @@ def _kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
     norms = arch.hidden_size * (2 * kept + outputs)
     if policy.layout.sequence_parallel:
         norms //= policy.layout.tensor
-    # Fused QKV (the values are a view of it), rotated queries and keys, the kernel's output and log-sum-exp.
+    # Fused QKV (the values are a view of it), rotated queries and keys, the kernel's output and
+    # log-sum-exp.
     attention = kept * (3 * arch.num_heads + 3 * arch.num_groups) * d + FP32 * arch.num_heads
     # Gate and up, and their product if the down projection is trained.
     ffn = kept * arch.ffn_size * (3 if lora is None or "down_proj" in lora.targets else 2)
@@ -212,7 +214,8 @@ def _gathered_keys(shape: StageShape, policy: Policy, micro: Pass) -> int:
 
 
 def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
-    # Return the worst of some moments of the backward pass, which starts with all saved activations alive.
+    # Return the worst of some moments of the backward pass, which starts with all saved activations
+    # alive.
     t = micro.tokens
     kept = policy.weight_bytes
     arch = shape.slices
@@ -223,7 +226,8 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
     again = min(policy.recompute, shape.layers)
     stored = again // policy.recompute_group * border + (shape.layers - again) * layer
     saved = micro.in_flight * (stored + (0 if shape.last else border))
-    # One recomputed group is alive at a time; layers that are not recomputed go backward first and are freed.
+    # One recomputed group is alive at a time; layers that are not recomputed go backward first and
+    # are freed.
     alive = policy.recompute_group * layer if again == shape.layers else 0
     # megatron gathers the sequence-parallel input again in backward instead of saving it.
     gathered = 2 * t * arch.hidden_size * kept if layout.sequence_parallel else 0
@@ -237,7 +241,8 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
     # A tied embedding's gradient waits for its other half.
     waiting = table * kept if shape.last and arch.tied_embeddings else 0
     moments = [
-        # In SwiGLU: the gradients of input and output and two temporaries; the output itself is freed.
+        # In SwiGLU: the gradients of input and output and two temporaries; the output itself is
+        # freed.
         Phase("training", in_layer + 4 * columns + waiting),
         # At fc1's weight gradient: of the MLP only the gradient of gate and up is left.
         Phase("training", in_layer + border + weight - columns),
@@ -266,7 +271,8 @@ def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
         # plain Adam takes the root of all second moments at once; fused Adam has no temporaries
         roots = 0 if policy.fused_adam else -(-shape.trained // policy.optimizer_shards) * FP32
         return Phase("optimizer step", activations=roots)
-    # On a CPU Adam goes parameter by parameter; with fused Adam only the gradient norm has a temporary.
+    # On a CPU Adam goes parameter by parameter; with fused Adam only the gradient norm has a
+    # temporary.
     at_once = shape.largest * (1 if policy.fused_adam else 2) * FP32
     # With sharded states gloo all-gathers the weights into a copy.
     gathered = shape.trained * policy.weight_bytes if policy.optimizer_shards > 1 else 0
@@ -310,7 +316,8 @@ def _generation(
     step = _forward_activations(shape, policy, schedule.rows)
     # Sampling: the logits, two buffers of noise, two of their combination.
     logits = 5 * schedule.rows * arch.vocab_size * policy.layout.tensor * FP32 if shape.last else 0
-    # A CPU multiplies by packed copies of the weights, except an embedding that is not also the head.
+    # A CPU multiplies by packed copies of the weights, except an embedding that is not also the
+    # head.
     is_head = shape.last and arch.tied_embeddings
     embedding = arch.vocab_size * arch.hidden_size if shape.first and not is_head else 0
     packed = 0 if policy.gpu else (shape.parameters - embedding) * policy.weight_bytes

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 gigabytes = partial(filesize.decimal, precision=2)  # of bytes, or in a smaller or larger unit
-# Of a response token in a record, the texts and the other columns (benchmarks/records.py: 18 in all), and of a file.
+# Of a response token in a record, the texts and the other columns (benchmarks/records.py: 18 in
+# all), and of a file.
 RECORD_BYTES = (2, 16)
 RECORD_FILE_BYTES = 20_000
 
@@ -322,7 +323,8 @@ def _engine_copies(cfg: TrainConfig, *, has_lora: bool) -> bool:
 @dataclass(frozen=True)
 class DiskNeed:
     folder: Path  # of the run
-    # One checkpoint: weights, fp32 main weights if separate, Adam's moments; with LoRA of its parameters only.
+    # One checkpoint: weights, fp32 main weights if separate, Adam's moments; with LoRA of its
+    # parameters only.
     checkpoint: int
     checkpoints: int  # at a time, including the one being written
     export: int  # of the Hugging Face folder at the end

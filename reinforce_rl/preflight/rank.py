@@ -44,8 +44,8 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    # Kernels, launches by the host, waits of the host ("syncs"), and FLOPs of matrix products, those
-    # in fp32 once more. Of a decoded token also its share of a pass over the rows ("passes").
+    # Kernels, launches by the host, waits of the host ("syncs"), and FLOPs of matrix products,
+    # those in fp32 once more. Of a decoded token also its share of a pass over the rows ("passes").
     counts: dict[str, float] = field(default_factory=dict)
     calls: dict[Traffic, float] = field(default_factory=dict)  # calls of each collective
     sent: dict[Traffic, float] = field(default_factory=dict)  # bytes of its tensors
@@ -266,7 +266,8 @@ class RankRun:
             hook.remove()
         if len(steps) <= DECODE_STEPS:
             steps.append(self._cost(ledger))
-        # Costs are cumulative: a decode step is the slope after the first one, if there is a second.
+        # Costs are cumulative: a decode step is the slope after the first one, if there is a
+        # second.
         first = steps[min(1, max(len(steps) - 2, 0))]
         tokens = rows * max(len(steps) - 2, 1)
         decode = total([(1 / tokens, steps[-1]), (-1 / tokens, first)])

@@ -101,7 +101,7 @@ def _warnings(
     if not _has_weights(cfg):
         yield f"{cfg.pretrained_checkpoint.restore_from_path} holds no safetensors: a run could not load its weights"
     for setting, server in cfg.reward_servers.items():
-        # That of another machine's job is started with it.
+        # A job starts its own reward server, which is not there yet.
         if here or setting != "remote_rm.reward_model":
             yield from _server_warnings(server)
     if here and memory:

@@ -52,7 +52,8 @@ class FrontProcess(ModuleChild):
         self._text = "a small sample has had no answer"
         with listener:
             super().__init__(MODULE, self._on_message, pass_fds=[listener.fileno()])
-            # The token goes through the connection: a command line and an environment can be read by others.
+            # The token goes through the connection: a command line and an environment can be read
+            # by others.
             start = {"listener": listener.fileno(), "progress": str(progress_path)}
             log_level = logging.getLogger().getEffectiveLevel()
             self.send({**start, "log_level": log_level, "settings": settings.model_dump_json()})

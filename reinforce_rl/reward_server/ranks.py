@@ -125,7 +125,8 @@ class DistributedScorer:
             self._changed.wait_for(lambda: not self._loading or self._lost is not None)
         self.check()
         self._jobs: queue.SimpleQueue[tuple[int, Sequence[MicroBatch]] | None] = queue.SimpleQueue()
-        # In its own thread, so that a caller gets an error even while this rank waits for a lost one.
+        # In its own thread, so that a caller gets an error even while this rank waits for a lost
+        # one.
         self._worker = threading.Thread(
             target=self._work, args=(me,), daemon=True, name="rank-0-model"
         )
@@ -334,7 +335,8 @@ def follow_rank_0(mesh: Mesh, load: Load, *, rank_timeout: float) -> None:
     """Compute on another rank until rank 0 sends STOP; the process ends if rank 0 is lost. A collective call."""
     _remove_folder_of_torchrun()
     invitation, leader = mesh.from_main(None)
-    # torchrun and terminals send them to every rank, and rank 0 needs the others until the last call is answered.
+    # torchrun and terminals send them to every rank, and rank 0 needs the others until the last
+    # call is answered.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     me = Member.of(mesh)

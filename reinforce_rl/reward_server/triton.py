@@ -72,7 +72,8 @@ class PrivateTriton:
             raise ConfigError([Fault(sentence, key="serve.package.missing")]) from error
         self._socket_path = home / TRITON_SOCKET
         self._output = b""
-        # A dead address: PyTriton's own client, which cannot use Unix sockets, still asks here after Triton's end.
+        # A dead address: PyTriton's own client, which cannot use Unix sockets, still asks here
+        # after Triton's end.
         config = {
             "http_address": "127.0.0.1",
             "http_port": 1,
@@ -198,7 +199,8 @@ class PrivateTriton:
             time.sleep(POLL_SECONDS)
             with contextlib.suppress(RewardServerError):
                 is_ready = self.ask("/v2/health/ready", ASK_SECONDS)[0] == 200
-            self._hide_shared_memory()  # soon after creation: a reader that has it open keeps access
+            # soon after creation: a reader that has it open keeps access
+            self._hide_shared_memory()
             # PyTriton's `is_alive` asks its models too, which are not there yet, as of 0.7.
             if not self._triton._is_alive_impl():
                 raise RewardServerError(

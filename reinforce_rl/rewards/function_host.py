@@ -201,7 +201,8 @@ class _Host:
         owner = self._connection.fileno()
         while True:
             poller = poll()
-            # A sample is read when there is room for it, so a large batch waits in the owner's memory.
+            # A sample is read when there is room for it, so a large batch waits in the owner's
+            # memory.
             poller.register(
                 owner, POLLRDHUP | (POLLIN if len(self._running) < self._num_workers else 0)
             )
@@ -285,7 +286,8 @@ def _use_of(pid: int) -> str:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
         fields = line.rpartition(")")[2].split()  # man 5 proc, from the third
         seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return f"it used {seconds:.0f} s of CPU and was in state {fields[0]}"  # rounded: alike ones are counted
+        # rounded: alike ones are counted
+        return f"it used {seconds:.0f} s of CPU and was in state {fields[0]}"
     return ""
 
 

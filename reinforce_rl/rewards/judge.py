@@ -145,7 +145,8 @@ class Judge:
                 await asyncio.sleep(
                     min(MAX_PAUSE_SECONDS, 0.5 * 2**attempt if pause is None else pause)
                 )
-        public = f"{place} {str(failure).partition(':')[0]}"  # what follows the colon may quote the sample
+        # what follows the colon may quote the sample
+        public = f"{place} {str(failure).partition(':')[0]}"
         raise JudgeError(f"{public}, {self.retries + 1} times", str(failure))
 
 

@@ -45,7 +45,8 @@ _MARKED = re.compile(
 )
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 _EQUALS = re.compile(r"(?:=|\\approx|\u2248)")
-# `####` begins a heading of Markdown too, with a word ("Step 3") or a list's number ("2. Add them").
+# `####` begins a heading of Markdown too, with a word ("Step 3") or a list's number ("2. Add
+# them").
 _HEADING_WORD = re.compile(r"(?<![\w\\])[^\W\d_]")
 _LIST_NUMBER = re.compile(r"[.)]\s+\w")
 
@@ -84,9 +85,11 @@ _SUPERSCRIPT_RUN = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _VULGAR_FRACTION = re.compile(r"[\u00bc-\u00be\u2150-\u215e]")
 # Spaces that group digits by three: no-break, thin and narrow no-break space, and LaTeX's.
 _GROUPING = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f]|\\[,!]|\{,\})(?=\d{3}(?!\d))")
-# Ordinary spaces group digits only in numbers such as "10 000"; in "1 100/3" the space separates two numbers.
+# Ordinary spaces group digits only in numbers such as "10 000"; in "1 100/3" the space separates
+# two numbers.
 _SPACED_NUMBER = re.compile(r"(?<![\w.,/])\d{1,3}(?: \d{3})+(?![\d,/]|\s/)")
-# Signs that stand for ASCII's: hyphens, dashes and minuses, full-width forms, the slash of fractions.
+# Signs that stand for ASCII's: hyphens, dashes and minuses, full-width forms, the slash of
+# fractions.
 _ASCII = str.maketrans(
     "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d\uff0b\uff05\uff04\u2044", "------" + "-+%$/"
 )

@@ -210,7 +210,8 @@ class Replicas:
             if call.remaining <= 0:
                 raise self.past_deadline(call)
             self.report(call)
-            # Not wait_for, which before Python 3.12 drops a cancellation that comes with the change.
+            # Not wait_for, which before Python 3.12 drops a cancellation that comes with the
+            # change.
             await asyncio.wait(
                 {self._changed}, timeout=max(0.0, min(call.remaining, REPORT_CHECK_SECONDS))
             )
@@ -230,7 +231,8 @@ class Replicas:
         pause = min(replica.pause * self._random.uniform(0.5, 1.5), self._max_pause)
         replica.pause = min(2 * replica.pause, self._max_pause)
         if retry_after is not None:
-            # Never sooner than asked, and spread out: all of the server's clients got the same answer.
+            # Never sooner than asked, and spread out: all of the server's clients got the same
+            # answer.
             return retry_after * self._random.uniform(1.0, 1.5)
         return pause
 

@@ -113,7 +113,7 @@ def load_source_class(name: str) -> SourceClass:
 
 
 def is_source_class(name: str) -> bool:
-    """Tell whether a dotted name is that of a class that can be `reward`; imports it."""
+    """Import a dotted name and return True if it is a class for `reward`."""
     try:
         source_class = pkgutil.resolve_name(name)
     except Exception:

@@ -57,7 +57,8 @@ def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
     with _lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
-            # A daemon: a trainer that ends with an error must not wait here for a server that hangs.
+            # A daemon: a trainer that ends with an error must not wait here for a server that
+            # hangs.
             threading.Thread(target=_loop.run_forever, daemon=True, name="reward-http").start()
         return asyncio.run_coroutine_threadsafe(work, _loop)
 
@@ -315,7 +316,8 @@ async def infer(
     Raises FailedAttempt if a retry, perhaps at another server, may succeed, RewardServerError if the server refuses
     this request, as any other of the same model would.
     """
-    # tritonclient encodes and decodes the bodies. It has no deadline for a whole answer, so `exchange` sends them.
+    # tritonclient encodes and decodes the bodies. It has no deadline for a whole answer, so
+    # `exchange` sends them.
     import tritonclient.http as triton
     from tritonclient.utils import np_to_triton_dtype
 

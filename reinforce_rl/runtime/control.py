@@ -467,7 +467,8 @@ class RunControl:
             watchdog = self._watchdog
             if watchdog is None or watchdog.ending.is_set():
                 raise
-            # All ranks raise our own errors together; any other error may be caused by another rank's end.
+            # All ranks raise our own errors together; any other error may be caused by another
+            # rank's end.
             may_be_echo = isinstance(error, Exception) and not isinstance(error, ReinforceError)
             verdict = watchdog.explain(timed_out=_time_out_of(error)) if may_be_echo else None
             watchdog.end(*_outcome(error), key=_key_of_error(error))

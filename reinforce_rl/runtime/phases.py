@@ -246,8 +246,8 @@ _RANKS_WAIT = wait_for_ranks.__code__
 
 
 def _frame_of(thread: int) -> FrameType | None:
-    # A garbage collection within _current_frames can run Python code while CPython holds its lock on the list of
-    # threads, which deadlocks the process (CPython issue 106883).
+    # A garbage collection within _current_frames can run Python code while CPython holds its lock
+    # on the list of threads, which deadlocks the process (CPython issue 106883).
     with _FRAMES_LOCK:
         was_enabled = gc.isenabled()
         gc.disable()

@@ -131,7 +131,8 @@ def _acquire(handle: int, folder: Path) -> None:
             return
         except OSError as error:
             if error.errno not in _HELD_BY_ANOTHER:
-                # Some file systems have no locks. A run on this machine is still refused, by its status.
+                # Some file systems have no locks. A run on this machine is still refused, by its
+                # status.
                 logger.warning("event=no_run_lock folder=%s error=%s", folder, error)
                 return
         host, process = _owner(folder)

@@ -21,7 +21,8 @@ EXIT_INTERRUPTED = 130  # as of a shell after Ctrl-C
 STATUS_FILE = "status.json"
 _MAX_BYTES = 1 << 20  # of status.json
 RESULTS_FILE = "results.json"  # of `eval`, beside the folders of its models
-# Of a reader only: lost, its process ended without a word; evaluation (of `eval`) and unknown, no status.json.
+# Of a reader only: lost, its process ended without a word; evaluation (of `eval`) and unknown, no
+# status.json.
 State = Literal[
     "running", "finished", "stopped", "interrupted", "failed", "lost", "evaluation", "unknown"
 ]

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Reserved before the allocation's end for the launcher to stop the reward server and requeue the job.
+# Reserved before the allocation's end for the launcher to stop the reward server and requeue the
+# job.
 LAUNCHER_SECONDS = 60.0
 # Margin on forecasts, and for shutdown after the save.
 MARGIN_SHARE = 0.1
@@ -62,7 +63,8 @@ class StopRequest:
         request._raises = True
         for number in active_stop_signals():
             signal.signal(number, request._on_signal)
-        # Python restores default handlers during shutdown: a late signal would then change a saved run's exit code.
+        # Python restores default handlers during shutdown: a late signal would then change a saved
+        # run's exit code.
         atexit.register(ignore_stop_signals)
         return request
 

@@ -164,7 +164,8 @@ def actor_settings(
     rollout = cfg.model.reinforce
     padded = cfg.trainer.reinforce.rollout_batch_seq_length
     on_cpu = lm.mesh.device.type == "cpu"
-    # On a GPU two equal runs with shared prompts were seen to differ: atomics sum the gradients of prompts.
+    # On a GPU two equal runs with shared prompts were seen to differ: atomics sum the gradients of
+    # prompts.
     shares_by_default = on_cpu and cfg.model.context_parallel_size == 1 and padded is None
     stop_ids = stop_token_ids(cfg.pretrained_checkpoint.restore_from_path, tokenizer)
     return ActorSettings(

@@ -143,7 +143,8 @@ class GeneratorRank:
                 self._ask(count)
                 if waits:
                     self._wait(lambda: bool(self._inbox) or self._has_ended, "waiting for prompts")
-                    # A call of few prompts takes as long as one of many: those on their way come along.
+                    # A call of few prompts takes as long as one of many: those on their way come
+                    # along.
                     wait_for_role(
                         self._changed,
                         _ON_THEIR_WAY_SECONDS,
@@ -191,7 +192,8 @@ class GeneratorRank:
             running = sum(one.finish_reason is None for one in rows)
             # all groups have as many samples
             room = count - -(-running * len(groups) // max(len(rows), 1))
-            # Without updates in flight, the responses under way keep their version, and other works wait.
+            # Without updates in flight, the responses under way keep their version, and other works
+            # wait.
             is_free = self._inflight is not None or not running
             # One besides, without which a validation would never come.
             works = self._take(max(room, 1) if is_free else 0, room, waits=not groups)
@@ -292,7 +294,8 @@ class GeneratorRank:
 
     def _load(self, version: int) -> None:
         with self._changed:
-            # A newer one may have taken its place; on the ranks of a block all are kept, and come in order.
+            # A newer one may have taken its place; on the ranks of a block all are kept, and come
+            # in order.
             self._wait(lambda: self._has_ended or any(one >= version for one in self._staged))
             if not (there := [one for one in self._staged if one >= version]):
                 return  # the trainers have ended, and nothing is drawn with these any more

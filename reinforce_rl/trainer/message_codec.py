@@ -102,7 +102,8 @@ _PLAIN = (
 _FIELDS: dict[str, type] = {kind.__name__: kind for kind in _PLAIN}
 _FIELDS |= {Result.__name__: _ResultFields, GeneratorFailed.__name__: _FailedFields}
 
-# Errors that can be made from their text; any other arrives as a `ReinforceError` with the same text.
+# Errors that can be made from their text; any other arrives as a `ReinforceError` with the same
+# text.
 _ERRORS: dict[str, type[ReinforceError]] = {
     kind.__name__: kind
     for kind in (

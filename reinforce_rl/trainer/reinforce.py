@@ -262,17 +262,12 @@ class ReinforceTrainer:
                 batch,
                 denominators,
                 rows=rows,
-                kl_coefficient=self._loss_kl_coefficient,
+                kl_coefficient=self._baselines.loss_kl_coefficient,
                 # The ratio is exactly 1 until the first optimizer step on this batch.
                 on_policy=not update.optimizer_steps,
             )
             update.add(loss_share, self.optimizer.step())
         return update
-
-    @property
-    def _loss_kl_coefficient(self) -> float | None:
-        """Beta if the KL is a term of the loss, None if it is elsewhere."""
-        return self._baselines.beta.value if self.cfg.kl_placement == "loss" else None
 
     def publish_weights(self) -> None:
         """Give the generator the updated weights, whose version is the step that trained them."""

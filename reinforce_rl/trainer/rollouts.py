@@ -128,7 +128,8 @@ class RolloutMaker:
         # Scores are computed elsewhere while log-probs are taken here.
         pending = replace(pending, batch=self.with_log_probs(pending.batch))
         batch = self._score_step(pending, step)
-        self.ahead.popleft()  # not before: a run that is stopped saves what was generated for this step
+        # not before: a run that is stopped saves what was generated for this step
+        self.ahead.popleft()
         if self.generators is not None and drawn.ticket is not None:
             self.generators.forget(drawn.ticket)
             for number in (

@@ -451,7 +451,8 @@ class SeparateGenerators(Generators):
     """As `Generators`, and sends weights to generators that come while the trainers wait."""
 
     def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
-        # A run that goes on has stored rollouts: later ones may need the weights that this step trains away.
+        # A run that goes on has stored rollouts: later ones may need the weights that this step
+        # trains away.
         self._await([ticket], self._stop, anybody=ticket.stored is not None)
         return super().collect(ticket, prompts)
 

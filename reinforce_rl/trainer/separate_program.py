@@ -43,7 +43,8 @@ def generate(cfg: TrainConfig, stop: StopRequest) -> None:
     with (
         control.running(),
         generator_mesh(cfg) as mesh,
-        # It may wait for ever while others generate; `SeparateGeneratorRank` ends where it stands still.
+        # It may wait for ever while others generate; `SeparateGeneratorRank` ends where it stands
+        # still.
         control.watching(mesh, silence_seconds=silence, hang_seconds=math.inf),
         contextlib.ExitStack() as stack,
     ):

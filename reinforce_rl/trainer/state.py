@@ -39,6 +39,12 @@ class RunningBaselines:
         self.decayed_rewards = RunningMoments()
         self.beta = KLCoefficient(cfg.initial_policy_kl_penalty, cfg.kl_target, cfg.kl_horizon)
         self._decay = cfg.baseline_decay
+        self._kl_in_loss = cfg.kl_placement == "loss"
+
+    @property
+    def loss_kl_coefficient(self) -> float | None:
+        """Beta if the KL is a term of the loss, None if it is elsewhere."""
+        return self.beta.value if self._kl_in_loss else None
 
     def reward_mean(self, estimator: str) -> float:
         """Return the baseline of a history-based estimator; 0 before the first step."""

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-# C0 but line feed and tab, DEL, C1, line separators, marks and overrides of the writing direction, lone surrogates.
+# C0 but line feed and tab, DEL, C1, line separators, marks and overrides of the writing direction,
+# lone surrogates.
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )

@@ -127,7 +127,8 @@ class Child:
             list(command),
             stdin=subprocess.DEVNULL,
             start_new_session=own_session,
-            # Only if needed: it forces a fork of this process, which may have threads and much memory.
+            # Only if needed: it forces a fork of this process, which may have threads and much
+            # memory.
             preexec_fn=in_child if death_signal is not None or ignored_signals else None,
             **popen,
         )
@@ -223,7 +224,8 @@ class ModuleChild(Child):
 
     def stop(self, seconds: float) -> None:
         """Close the connection, wait up to `seconds` for the child's end, then kill it. Safe to call twice."""
-        # shutdown, not close: a thread may be reading from it, and a fork of this process may hold a copy.
+        # shutdown, not close: a thread may be reading from it, and a fork of this process may hold
+        # a copy.
         with (
             contextlib.suppress(OSError),
             socket.socket(fileno=os.dup(self.connection.fileno())) as end,

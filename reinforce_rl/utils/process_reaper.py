@@ -181,8 +181,8 @@ class _Watch:
             shutil.rmtree(path, ignore_errors=True)  # for a folder; unlink below is for a file
             with contextlib.suppress(OSError):
                 path.unlink()
-        # Triton's Python backend creates an empty folder at startup, identifiable only by its time; rmdir spares
-        # non-empty ones.
+        # Triton's Python backend creates an empty folder at startup, identifiable only by its time;
+        # rmdir spares non-empty ones.
         for folder in Path("/tmp").glob("python_env_??????"):
             with contextlib.suppress(OSError):
                 made = folder.stat().st_mtime

@@ -29,7 +29,8 @@ from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"
 BF16 = torch.bfloat16
-# bf16 has 8 bits, so each of a dozen roundings is wrong by up to 0.4 %. Per token, on average, of the gradient's norm.
+# bf16 has 8 bits, so each of a dozen roundings is wrong by up to 0.4 %. Per token, on average, of
+# the gradient's norm.
 TOKEN_BOUND = 1e-1
 MEAN_BOUND = 1e-2
 GRADIENT_BOUND = 5e-2

@@ -177,7 +177,8 @@ def test_two_ranks_equal_one(tp_size, folder, mesh, expected, tmp_path):
             assert relative_difference(found[name]["gradient"], one_process) <= 1e-5, name
         for name in ("even", "uneven", "one rank has none"):
             assert found[name]["loss"] == pytest.approx(loss, rel=1e-5)
-        # Padding and copies of a weight on several ranks must not count in the norm by which all ranks clip.
+        # Padding and copies of a weight on several ranks must not count in the norm by which all
+        # ranks clip.
         assert found["norm"] == pytest.approx(float(gradient.norm()), rel=1e-5)
         assert found["foreach norm"] == pytest.approx(found["norm"], rel=1e-6)  # what a GPU takes
     ranks = [torch.load(tmp_path / f"found.{rank}")["log_probs"] for rank in (0, 1)]

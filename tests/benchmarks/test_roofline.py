@@ -35,13 +35,15 @@ MODEL = ModelParts(body=100, head=20, all=130)
 
 class TestDecoding:
     def test_a_step_reads_each_weight_once(self):
-        # 120 numbers of 4 bytes at 48 bytes a second: 10 s a step; 5 tokens take 4 steps, whatever the rows.
+        # 120 numbers of 4 bytes at 48 bytes a second: 10 s a step; 5 tokens take 4 steps, whatever
+        # the rows.
         machine = Machine(bandwidth=48.0, flops=1e9)
         assert decoding_seconds(machine, MODEL, [5]) == pytest.approx(40.0)
         assert decoding_seconds(machine, MODEL, [5, 3, 1, 0]) == pytest.approx(40.0)
 
     def test_many_rows_cost_their_arithmetic(self):
-        # 2 * 120 operations a row: 1 s each. Three rows in the first step, two in the second, one in the third.
+        # 2 * 120 operations a row: 1 s each. Three rows in the first step, two in the second, one
+        # in the third.
         machine = Machine(bandwidth=1e9, flops=240.0)
         assert decoding_seconds(machine, MODEL, [4, 3, 2, 1]) == pytest.approx(3.0 + 2.0 + 1.0)
 
@@ -85,7 +87,8 @@ def test_parts_of_a_model(tmp_path, tied):
     arch = Architecture.from_folder(
         tiny_llama_folder(tmp_path, vocab_size=64, hidden=32, ffn=64, layers=2, tied=tied)
     )
-    # Query and output 32 x 32, key and value 32 x 16, three feed-forward matrices, two norms; and the last norm.
+    # Query and output 32 x 32, key and value 32 x 16, three feed-forward matrices, two norms; and
+    # the last norm.
     body = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32
     table = 64 * 32
     assert roofline.parts_of(arch) == ModelParts(body, table, body + table * (1 if tied else 2))

@@ -17,7 +17,8 @@ from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import ConfigError, key_of
 
-# Of gpt_reinforce_actor.yaml and inference_rm.yaml in examples/nlp/gpt/conf of NVIDIA/NeMo-Aligner; none of ours.
+# Of gpt_reinforce_actor.yaml and inference_rm.yaml in examples/nlp/gpt/conf of NVIDIA/NeMo-Aligner;
+# none of ours.
 _TEXT = """
 trainer.accelerator trainer.logger trainer.enable_checkpointing trainer.use_distributed_sampler trainer.max_time
 trainer.reinforce.trt_llm.enable trainer.reinforce.trt_llm.reshard trainer.reinforce.trt_llm.max_input_len
@@ -137,7 +138,8 @@ OF_ITS_REWARD_MODEL = [
     "model.overwrite_base_config.data.data_prefix",
 ]
 
-# Its own commands: docs/user-guide/reinforce.rst, and tests/functional/reinforce.sh and rm.sh. Files are made up.
+# Its own commands: docs/user-guide/reinforce.rst, and tests/functional/reinforce.sh and rm.sh.
+# Files are made up.
 USER_GUIDE = [
     "model.data.data_prefix={train:[a.jsonl],validation:[b.jsonl],test:[b.jsonl]}",
     "pretrained_checkpoint.restore_from_path=sft.nemo",

@@ -206,7 +206,8 @@ def test_tools_and_calls_that_a_template_does_not_write_are_refused(tokenizers):
 
 @pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}'])
 def test_arguments_of_calls_have_the_form_that_the_template_wants(tokenizers, arguments):
-    # As objects in Llama's and Qwen's templates, as in vLLM's `_postprocess_messages`; as texts in DeepSeek-V3's.
+    # As objects in Llama's and Qwen's templates, as in vLLM's `_postprocess_messages`; as texts in
+    # DeepSeek-V3's.
     for name in ("llama3", "qwen2.5"):
         expected = transformers_ids(
             tokenizers[name], calls({"city": "Rome"}), add_generation_prompt=True
@@ -256,7 +257,8 @@ def test_content_of_text_parts(tokenizers):
         tokenizers["parts"], conversation.messages, add_generation_prompt=True
     )
     assert ChatRenderer(tokenizers["parts"]).prompt(conversation) == by_parts
-    # vLLM joins the parts by a line end for a template that wants a text (`_parse_chat_message_content_parts`).
+    # vLLM joins the parts by a line end for a template that wants a text
+    # (`_parse_chat_message_content_parts`).
     joined = [{"role": "user", "content": "one\ntwo"}]
     by_text = transformers_ids(tokenizers["qwen2.5"], joined, add_generation_prompt=True)
     assert ChatRenderer(tokenizers["qwen2.5"]).prompt(conversation) == by_text

@@ -118,7 +118,8 @@ def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]
     return forward, update
 
 
-# The kernel and its calls a layer and pass; kernels of two passes for log-probs, and of two for an update.
+# The kernel and its calls a layer and pass; kernels of two passes for log-probs, and of two for an
+# update.
 CASES = {
     "padded": (Case(), DENSE, 1, (284, 937)),
     "window": (Case(window=64), RAGGED, 1, (308, 969)),
@@ -146,7 +147,8 @@ def test_kernels_and_syncs(
         kernels = kernels_by_name(ledger)
         assert kernels[kernel] == 2 * calls * LAYERS
         assert not ({DENSE, RAGGED, EFFICIENT, *NEVER} - {kernel}) & kernels.keys()
-        # megatron's embedding sets what a mask selects to a number, for which CUDA has a kernel without a wait.
+        # megatron's embedding sets what a mask selects to a number, for which CUDA has a kernel
+        # without a wait.
         waits = {
             where: n
             for where, n in ledger.syncs.items()

@@ -104,7 +104,8 @@ def test_only_the_weights_stay_while_responses_are_generated(machine, folders, d
         elements = sum(p.numel() for p in actor.lm.parameters())
         share = 2 if distributed else 1
         main = 0 if dtype == torch.float32 else 4
-        # Gradients, and this rank's moments and fp32 weights. Buckets are padded, allocations rounded up.
+        # Gradients, and this rank's moments and fp32 weights. Buckets are padded, allocations
+        # rounded up.
         assert before - inside == pytest.approx(elements * (4 + (8 + main) / share), rel=0.04)
         # Besides the weights: Adam's counters of steps, scalars, RoPE's frequencies.
         assert weights <= inside - others <= weights + 1024 * len(list(actor.lm.parameters()))

@@ -13,7 +13,8 @@ from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_1_70B
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.mesh import parallel_mesh
 
-# Ranks' shares of the optimizer begin and end in different parameters, each of which has a counter of steps.
+# Ranks' shares of the optimizer begin and end in different parameters, each of which has a counter
+# of steps.
 COUNTERS = 1e-4  # of the memory
 DISTRIBUTED = OptimConfig(distributed=True, overlap_grad_sync=True)
 LAYERS = 2
@@ -68,10 +69,12 @@ def by_hand(tp: int, shards: int) -> float:
     parameters = matrices / tp + norms
     # weights, gradients; main weights, Adam's moments
     states = parameters * (2 + 4) + parameters * (4 + 8) / shards
-    # bf16, so two bytes each. Shared out by sequence parallelism: both norms' outputs, both residual sums.
+    # bf16, so two bytes each. Shared out by sequence parallelism: both norms' outputs, both
+    # residual sums.
     shared = 2 * s * (4 * h) / tp
-    # Shared out by tensor parallelism: query, key and value as they come; query and key rotated; attention's output;
-    # the MLP's first product, which is two matrices wide, and what SwiGLU makes of it.
+    # Shared out by tensor parallelism: query, key and value as they come; query and key rotated;
+    # attention's output; the MLP's first product, which is two matrices wide, and what SwiGLU makes
+    # of it.
     split = 2 * s * ((h + 2 * kv) + h + kv + h + 2 * f + f) / tp
     # the embedding's output; the last norm's, gathered for the output layer
     ends = 2 * s * h / tp + 2 * s * h

@@ -32,7 +32,8 @@ from reinforce_rl.generation.responses import unbegun
 from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 
 pytestmark = pytest.mark.timeout(600)
-# Each of these starts vLLM once or twice more; test_vllm.py and test_vllm_weights.py have another of the kind.
+# Each of these starts vLLM once or twice more; test_vllm.py and test_vllm_weights.py have another
+# of the kind.
 vllm_is_slow = pytest.mark.parametrize(
     "engine",
     ["tensorrt_llm", pytest.param("vllm", marks=[pytest.mark.engine, pytest.mark.slow])],

@@ -122,7 +122,8 @@ class TestRun:
 
     def test_on_one_rank(self, runs, mesh, fake_engine):
         calls = self.run(runs, "tp1", mesh, fake_engine)
-        # It gives its memory back after each time that it was awake, and its weights come in several buckets.
+        # It gives its memory back after each time that it was awake, and its weights come in
+        # several buckets.
         assert calls.count("AsyncLLM.release") == calls.count("AsyncLLM.resume") // 2 + 1
         assert calls.count("WorkerExtension.update_weights") > 3 * calls.count("AsyncLLM.release")
         assert "BaseLLM.shutdown" in calls
@@ -223,7 +224,8 @@ class TestStart:
         self, tmp_path, mesh, fake_engine, version
     ):
         found = self.arguments_of(tmp_path, mesh, fake_engine, version, "engine.max_batch_size=48")
-        # Of sizes that are not padded there would be 1 to 31, 32, 64 and 128 (llm_args.py, CudaGraphConfig).
+        # Of sizes that are not padded there would be 1 to 31, 32, 64 and 128 (llm_args.py,
+        # CudaGraphConfig).
         assert found["cuda_graph_config"] == {"enable_padding": "True", "max_batch_size": "48"}
         assert found["scheduler_config"]["capacity_scheduler_policy"].endswith("MAX_UTILIZATION")
         # 16 positions are a block of 32 tokens, and one more a sequence.

@@ -22,7 +22,8 @@ from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, ModelOptions
 
 TEMPERATURE = 0.7
 VOCAB_SIZE = 61
-# Four prompts with three samples each; two samples are invalid, one of these is empty, one empty one is valid.
+# Four prompts with three samples each; two samples are invalid, one of these is empty, one empty
+# one is valid.
 PROMPT_LENGTHS = [4] * 3 + [9] * 3 + [1] * 3 + [6] * 3
 RESPONSE_LENGTHS = [5, 2, 8, 3, 0, 7, 1, 0, 6, 4, 8, 2]
 INVALID = (4, 9)

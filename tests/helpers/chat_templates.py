@@ -37,7 +37,8 @@ CONTROL_TOKENS = (
     "<|sep|>",
 )
 
-# Writes the begin-of-sequence token, trims contents; a turn ends in another token than the tokenizer's eos.
+# Writes the begin-of-sequence token, trims contents; a turn ends in another token than the
+# tokenizer's eos.
 LLAMA3 = """{{- bos_token }}
 {%- for message in messages %}
     {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
@@ -92,7 +93,8 @@ QWEN25 = """{%- if tools %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# Writes a think block before the last answer, empty where there is no reasoning, and not in the generation prompt.
+# Writes a think block before the last answer, empty where there is no reasoning, and not in the
+# generation prompt.
 QWEN3 = """{%- for message in messages %}
     {%- set content = message.content %}
     {%- set reasoning = '' %}
@@ -113,7 +115,8 @@ QWEN3 = """{%- for message in messages %}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}"""
 
-# Opens a think block in the generation prompt and writes none in an answer; joins the arguments of calls as texts.
+# Opens a think block in the generation prompt and writes none in an answer; joins the arguments of
+# calls as texts.
 DEEPSEEK = """{{ bos_token }}
 {%- for message in messages %}
     {%- if message['role'] == 'system' %}{{- message['content'] }}{%- endif %}
@@ -150,7 +153,8 @@ ONLY_PARTS = """{%- for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# Has no place for a tool's answer, as Phi-3's; takes /no_think out of a system message, as SmolLM3's and Nemotron's.
+# Has no place for a tool's answer, as Phi-3's; takes /no_think out of a system message, as
+# SmolLM3's and Nemotron's.
 PHI3 = """{%- for message in messages %}
     {%- if message.role == 'system' %}
         {{- '<|im_start|>system\\n' + message.content.replace('/no_think', '').rstrip() + '<|im_end|>\\n' }}
@@ -160,7 +164,8 @@ PHI3 = """{%- for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# Writes a tool's answer as JSON, and the system message only before the last user message, as Mistral 7B v0.3's.
+# Writes a tool's answer as JSON, and the system message only before the last user message, as
+# Mistral 7B v0.3's.
 MISTRAL = """{{- bos_token }}
 {%- set ns = namespace(system='') %}
 {%- for message in messages %}

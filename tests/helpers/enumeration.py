@@ -158,7 +158,8 @@ def expected_gradient(
     probability = (log_probs if behaviour is None else behaviour).sum(1).exp().detach()
     total = torch.zeros((), dtype=torch.float64)
     every = tuples(samples)
-    # What looks at the whole batch must see one tuple at a time; the rest may take them all together.
+    # What looks at the whole batch must see one tuple at a time; the rest may take them all
+    # together.
     batch_wide = options.advantage_estimator == "batch_mean"
     for drawn in every.split(1 if batch_wide else len(every)):
         values, trains = advantages(world, options, drawn)

@@ -45,7 +45,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-# Grouped, multi-head and multi-query; heads that need padding at TP=2; tied and not; odd vocabularies.
+# Grouped, multi-head and multi-query; heads that need padding at TP=2; tied and not; odd
+# vocabularies.
 PADDED = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36, "vocab_size": 61}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_scaling": LLAMA3_ROPE}),
@@ -70,7 +71,8 @@ MAX_SHARD_BYTES = 20_000
 PROMPT_LENGTHS = (3, 11, 1, 7)
 NEW_TOKENS = 14
 TEMPERATURE = 0.7
-# What is trained on: longer than windows and original RoPE lengths; the last two share a prompt of one token.
+# What is trained on: longer than windows and original RoPE lengths; the last two share a prompt of
+# one token.
 TRAINED_PROMPTS = [11, 3, 1, 1]
 TRAINED_RESPONSES = [9, 30, 38, 2]
 GROUPS = (0, 1, 2, 2)

@@ -79,7 +79,8 @@ ALL = (
         *HARMLESS,
     ),
 )
-REPLAY = "replay"  # the request is not passed on, and the last answer to another one is given; not without one
+# the request is not passed on, and the last answer to another one is given; not without one
+REPLAY = "replay"
 
 SECONDS = 60.0  # longer than any test
 

@@ -140,7 +140,8 @@ def computed(
         found["losses"].append(
             float(mesh.sum_over_dp(torch.tensor(share.loss, dtype=torch.float64)))
         )
-        # With the distributed optimizer no rank has the whole gradient, and what is frozen has none: compare steps.
+        # With the distributed optimizer no rank has the whole gradient, and what is frozen has
+        # none: compare steps.
         if step == 0 and not layout.optim.distributed and layout.updates is None:
             found["gradient"] = gradient_of(actor)
         found["norms"].append(optimizer.step().grad_norm)

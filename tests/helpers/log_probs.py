@@ -79,7 +79,8 @@ def scores_and_gradients(folder: str | Path, mesh: Mesh) -> dict[str, Tensor]:
     assert scores.entropy is not None
     for_log_probs, for_entropy = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
     (for_log_probs * scores.log_probs + for_entropy * scores.entropy).sum().backward()
-    # The mapping to Hugging Face's layout is linear, so it maps gradients too; the first rank alone gets it.
+    # The mapping to Hugging Face's layout is linear, so it maps gradients too; the first rank alone
+    # gets it.
     gradients = dict(
         hf_tensors(lm, {name: parameter.grad for name, parameter in parameters_of(lm).items()})
     )

@@ -97,7 +97,8 @@ def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -
         ).mean()
 
     found["logits"] = all_logits(exact, tokens)
-    # megatron's cross entropy is of float32 only, so the gradient is of the log-probs of the same tokens.
+    # megatron's cross entropy is of float32 only, so the gradient is of the log-probs of the same
+    # tokens.
     loss = loss_in_float64(exact, tokens)
     loss.backward()
     found["loss"] = loss.item()

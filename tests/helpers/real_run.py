@@ -221,7 +221,8 @@ def launch_local(
 def look_at_descendants(pid: int, launched: Launched) -> None:
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
-            # Each look again: a process that has just been forked still bears its parent's command line.
+            # Each look again: a process that has just been forked still bears its parent's command
+            # line.
             with contextlib.suppress(psutil.Error):
                 launched.command_lines[process] = process.cmdline() or launched.command_lines.get(
                     process, []

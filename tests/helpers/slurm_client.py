@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 COMMANDS = ("sbatch", "sinfo", "squeue")
-# sbatch gives the ids 100, 101, ...; its answers have the names sbatch-ID, test, and test-JOBNAME for one component,
-# which gets the first of the nodes n0 to n3 otherwise, the feature gpu being that of n0 and n1.
+# sbatch gives the ids 100, 101, ...; its answers have the names sbatch-ID, test, and test-JOBNAME
+# for one component, which gets the first of the nodes n0 to n3 otherwise, the feature gpu being
+# that of n0 and n1.
 SCRIPT = r"""#!/bin/bash
 home={home} key={name}
 printf '%s\x1f' "$key" "$@" >>"$home/calls"

@@ -131,7 +131,8 @@ class SlurmRun:
         found = {}
         for process in processes_of(self.lab, job):
             with contextlib.suppress(psutil.Error):
-                # The script's place is behind the interpreter's options; a wrapper has its own program before it.
+                # The script's place is behind the interpreter's options; a wrapper has its own
+                # program before it.
                 words = process.cmdline()[1:3]
                 if any(Path(word).name == script for word in words):
                     found[int(process.environ().get("RANK", "0"))] = process

@@ -153,7 +153,8 @@ def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
         for f in (folder, uninterrupted)
     )
     assert kept[-1] == others[-1], "the one after the last step"
-    # That of a stop between two intervals may be among the newest; none is older than it would have been.
+    # That of a stop between two intervals may be among the newest; none is older than it would have
+    # been.
     assert len(kept) == len(others) and all(
         one >= other for one, other in zip(kept, others, strict=True)
     )

@@ -42,7 +42,8 @@ def read_offline_file(path: Path) -> Iterator:
 def offline_files(folder: Path) -> list[Path]:
     import wandb
 
-    wandb.teardown()  # as at the end of the process; finish() alone may return before wandb's service has written all
+    # as at the end of the process; finish() alone may return before wandb's service has written all
+    wandb.teardown()
     return sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
 
 

@@ -40,7 +40,8 @@ print("the actor got", client.infer_rm(request).result().values.tolist(), option
 sys.exit(7)
 """
 
-# Starts a rank of its own, writes both process ids, and waits. SIGTERM ends it with code 5, SIGUSR1 with 6.
+# Starts a rank of its own, writes both process ids, and waits. SIGTERM ends it with code 5, SIGUSR1
+# with 6.
 WAITING_ACTOR = """
 import os, signal, subprocess, sys, time
 options = dict(argument.split("=", 1) for argument in sys.argv[1:])

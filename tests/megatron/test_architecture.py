@@ -61,7 +61,8 @@ SHAPE = [
     "attention_dropout",
     "rope_theta",
 ]
-# Where a class without arguments is another model than ours: its predecessor, or none that was published.
+# Where a class without arguments is another model than ours: its predecessor, or none that was
+# published.
 OTHERWISE = {
     "Llama-2-7b": {"max_position_embeddings", "rms_norm_eps"},  # Llama 1's
     "Mistral-7B-v0.1": {"max_position_embeddings", "rms_norm_eps"},

@@ -170,7 +170,8 @@ def test_the_optimizer_may_become_a_shared_one_and_back(forms, mesh, models, tmp
         weights.append(dict(run.lm.named_parameters()))
     assert losses[0] == losses[1]
     assert_equal(weights[0], weights[1])
-    # Adam's loop ends elsewhere in a shared buffer, and some CPUs round the last elements of a loop otherwise.
+    # Adam's loop ends elsewhere in a shared buffer, and some CPUs round the last elements of a loop
+    # otherwise.
     assert losses[2] == pytest.approx(losses[0], rel=1e-6)
     torch.testing.assert_close(weights[2], weights[0], rtol=1e-6, atol=1e-7)
 
@@ -567,7 +568,8 @@ class TestAsynchronous:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         arguments = (3, {}) if surfaces_at == "save" else ()
-        # torch's writer of zip files says it in its own words where the limit falls into its last bytes.
+        # torch's writer of zip files says it in its own words where the limit falls into its last
+        # bytes.
         words = r"(File too large|unexpected pos)"
         with raises_error("checkpoint.disk.full", "step_00000002.part") as caught:
             getattr(run.checkpointer, surfaces_at)(*arguments)

@@ -25,8 +25,9 @@ from reinforce_rl.megatron.checkpointer import latest_checkpoint
 MOMENTS = 40
 
 
-# On the way out of a `with`, these give back what the whole process shares; an interrupt there leaves it taken. A lock
-# of pytest's log handler made the next thread that logged wait forever; gradients switched off failed other files.
+# On the way out of a `with`, these give back what the whole process shares; an interrupt there
+# leaves it taken. A lock of pytest's log handler made the next thread that logged wait forever;
+# gradients switched off failed other files.
 SHARED = (
     "logging",
     "contextlib",

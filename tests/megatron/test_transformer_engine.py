@@ -22,7 +22,8 @@ from helpers.with_te import CASES, ONE, SAVED, TE_LAYOUTS, run_with_fake, with_t
 
 from reinforce_rl.megatron.model.layers import OLDEST_VERSION
 
-# Biases of all projections of attention, tied, padded at TP=2; norms of queries and keys, untied, padded.
+# Biases of all projections of attention, tied, padded at TP=2; norms of queries and keys, untied,
+# padded.
 FAMILIES = ("llama_bias_padded", "qwen3_padded")
 
 
@@ -116,7 +117,8 @@ def check_kernels(found, *, recomputed):
     assert training["wgrad_accumulate"] == 4 * layers
     assert "wgrad" not in training
     assert training["l2norm"] and training["adam"]
-    # The KV cache has a position a row, which the fused RoPE does not know. Products go without autograd.
+    # The KV cache has a position a row, which the fused RoPE does not know. Products go without
+    # autograd.
     assert found["generation"]["rmsnorm_fwd"]
     assert not {"rope", "gemm"} & set(found["generation"])
 

@@ -379,7 +379,8 @@ def test_every_control_of_one_run(browser, port):
         page.click("#whole summary")
         assert "devices: 2" in page.inner_text("#yaml")
 
-        # Samples: validation with before and after; then a group; then search, sort, one prompt over steps.
+        # Samples: validation with before and after; then a group; then search, sort, one prompt
+        # over steps.
         assert page.input_value("#kind") == "validation" and page.input_value("#step") == "20"
         pair = page.locator("#rows .sample").first
         assert (

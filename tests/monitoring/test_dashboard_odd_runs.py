@@ -310,7 +310,8 @@ def test_only_new_bytes_are_read_and_a_replaced_file_anew(tmp_path):
     path.write_text("".join(line % (i, i) for i in range(10_000)))
     run = RunFolder(tmp_path)
     assert run.refresh() and run.values("train/rewards")[0] == 0
-    # Other values far before the end, which a look at the end does not show: the new file is another inode.
+    # Other values far before the end, which a look at the end does not show: the new file is
+    # another inode.
     new = tmp_path / "new"
     new.write_text("".join(line % (i, i + 5 if i < 5 else i) for i in range(10_000)))
     assert new.stat().st_size == path.stat().st_size

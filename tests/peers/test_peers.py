@@ -35,7 +35,8 @@ pytestmark = [
 Ours = Callable[..., Trained]
 PeerNumbers = dict[str, Tensor]
 
-# Beta, the generator weights' cap, max_length, gamma and the entropy bonus are those of verl_side.py and trl_side.py.
+# Beta, the generator weights' cap, max_length, gamma and the entropy bonus are those of
+# verl_side.py and trl_side.py.
 NO_KL = {"initial_policy_kl_penalty": 0}
 KL = {"initial_policy_kl_penalty": 0.05}
 KL_IN_LOSS = {**KL, "kl_placement": "loss", "kl_loss_weights": "none"}
@@ -280,7 +281,8 @@ class TestTrl:
             }
             expected = torch.where(batch.mask, theirs["advantages"][:, None], 0.0)
             assert_close(own.advantages, expected, f"advantages of batch {i}")
-            # TRL's loss is a mean over the samples that have no score too; this project's is over those that count.
+            # TRL's loss is a mean over the samples that have no score too; this project's is over
+            # those that count.
             share = float(batch.scored.double().mean())
             assert_close(own.loss * share, theirs["loss"], f"loss of batch {i}")
             assert_close(own.gradient * share, theirs["gradient"], f"gradient of batch {i}")

@@ -57,7 +57,8 @@ class FromInputs:
     def _calculate_rewards(
         self, inputs: list, prompts: list, completions: list, completion_ids_list: list
     ) -> Tensor:
-        # TRL's own would round to float32. NaN is its mark of a sample that no reward function scored.
+        # TRL's own would round to float32. NaN is its mark of a sample that no reward function
+        # scored.
         return torch.where(self.scored, self.batch["rewards"], torch.nan)[:, None]
 
     def _get_per_token_logps_and_entropies(
@@ -127,7 +128,8 @@ def rloo_of(folder: str, batch: dict[str, Tensor]) -> dict[str, dict[str, Tensor
 
 def grpo_of(folder: str, batch: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     def trainer(loss_type: str, **settings: Any) -> Any:
-        # Two passes: GRPOTrainer asks for the old policy's numbers only where it is not the one that trains.
+        # Two passes: GRPOTrainer asks for the old policy's numbers only where it is not the one
+        # that trains.
         settings = {"num_iterations": 2, "use_bias_correction_kl": False, **settings}
         return trainer_of(Grpo, GRPOConfig, folder, batch, loss_type=loss_type, **settings)
 

@@ -166,7 +166,8 @@ def whole_loss(
     lengths = batch["mask"].sum(-1).tolist()
 
     def packed(values: Tensor) -> Tensor:
-        # One prompt token before each response; verl reads a response's values one position to the left.
+        # One prompt token before each response; verl reads a response's values one position to the
+        # left.
         rows = [
             torch.cat([row[:length], row.new_zeros(1)])
             for row, length in zip(values, lengths, strict=True)

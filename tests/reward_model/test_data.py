@@ -368,7 +368,8 @@ def chat_tokenizers(tmp_path_factory):
 def test_pairs_are_what_transformers_makes_of_the_conversations(
     tmp_path, chat_tokenizers, name, form
 ):
-    # TRL's RewardTrainer calls `apply_chat_template(prompt + chosen)` too (`trl/trainer/reward_trainer.py`).
+    # TRL's RewardTrainer calls `apply_chat_template(prompt + chosen)` too
+    # (`trl/trainer/reward_trainer.py`).
     tokenizer = chat_tokenizers[name]
     prompt = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     answers = {

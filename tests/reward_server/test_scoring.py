@@ -30,7 +30,8 @@ from reinforce_rl.rewards.function_pool import PING, FunctionPool, PendingScores
 from reinforce_rl.rewards.wire import PROTOCOL_VERSION, ServerInfo, text_arrays
 
 NOISE = 0.25
-# As that of a model with tools: it fails on what is no list of calls, and on a text it cannot add to.
+# As that of a model with tools: it fails on what is no list of calls, and on a text it cannot add
+# to.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] | upper }}: {{ m.content + '' }}"
     "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}{{ eos_token }}{% endfor %}"

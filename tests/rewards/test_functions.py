@@ -177,7 +177,9 @@ ASKED = {"keys": ["tip", "why"], "min_words": 5, "max_words": 9, "keyword": "tea
 
 @pytest.mark.parametrize(
     ("response", "reached"),
-    [  # opens with a brace, names the keys, is the object, at most 9 words, at least 5 different ones, the word
+    # opens with a brace, names the keys, is the object, at most 9 words, at least 5 different ones,
+    # the word
+    [
         ('{"tip": "Drink tea warm.", "why": "It tastes better."}', (1, 1, 1, 1, 1, 1)),
         ('  {"why": "Teas are good", "tip": "Drink\\ntea"}\n', (1, 1, 1, 1, 1, 1)),
         ('{"tip": "Drink tea.", "why": "drink TEA. "}', (1, 1, 0, 1, 0, 1)),  # the same said twice

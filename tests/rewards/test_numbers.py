@@ -137,7 +137,8 @@ def test_without_a_marker_the_last_number_may_be_left_out():
     assert gsm8k("", "so 46 #### 3", {"answer": 3}, last_number=False) == 1.0
 
 
-# The record's answer, the response, and what math-verify 0.9.0 says: verify(parse(answer), parse(response)).
+# The record's answer, the response, and what math-verify 0.9.0 says: verify(parse(answer),
+# parse(response)).
 VERDICTS = [
     ("0.00001", "0.00001", True),
     ("0.00001", "1", False),
@@ -228,7 +229,8 @@ def test_answers_are_judged_as_math_verify_does(answer, response, is_right):
     assert gsm8k("", response, {"answer": answer}) == float(is_right)
 
 
-# What math-verify 0.9.0 judges the other way: exponents, more than six decimals, digits in groups, percent in both.
+# What math-verify 0.9.0 judges the other way: exponents, more than six decimals, digits in groups,
+# percent in both.
 OTHERWISE = [
     ("1e-05", "0.00001", True),
     ("1e-05", "1", False),

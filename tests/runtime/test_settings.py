@@ -94,7 +94,8 @@ class TestDateOfTemplates:
         assert [line["step"] for line in history(tmp_path)] == [0, 2]
         prompts = {row["prompt"] for step in (1, 4) for row in rollouts_of(tmp_path, step)}
         assert {prompt[:3] for prompt in prompts} == {"Mon"}
-        # The same command finds that the run has ended, an evaluation like the run and a generator have its date.
+        # The same command finds that the run has ended, an evaluation like the run and a generator
+        # have its date.
         again = tiny_config(tmp_path, *self.OVERRIDES, f"{RL}.max_steps=4")
         freeze_template_date(again)
         assert check_changes(again) == {}
@@ -185,7 +186,8 @@ class TestOtherSettings:
         assert [(step, rl.num_rollouts_per_prompt) for step, rl in found] == [(0, 4), (2, 2)]
         page = write_report(begun / "run").read_text()
         assert "after step 2" in page and "num_rollouts_per_prompt: 4 -> 2" in page
-        # Now these are the run's settings: the same command needs no leave, and the first ones would.
+        # Now these are the run's settings: the same command needs no leave, and the first ones
+        # would.
         raised = f"{RL}.max_steps=5"
         check_changes(tiny_config(begun, *MORE, raised, f"{RL}.num_rollouts_per_prompt=2"))
         with raises_error("run.resume.other_settings", "num_rollouts_per_prompt: 2 -> 4"):

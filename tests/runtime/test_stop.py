@@ -27,7 +27,8 @@ from reinforce_rl.runtime.stop import (
 )
 from reinforce_rl.utils.job_time import JobTimes
 
-# An object that lives until the modules are taken down, when Python no longer runs handlers of signals.
+# An object that lives until the modules are taken down, when Python no longer runs handlers of
+# signals.
 PROGRAM = f"""
 import os, sys
 from reinforce_rl.runtime.stop import StopRequest

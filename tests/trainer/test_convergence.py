@@ -27,8 +27,9 @@ VOCABULARY = 8
 LENGTH = 2
 BETA = 0.5
 STEPS = 160
-# With their token ids. Of different lengths, and no token repeated: attention over equal tokens gives what it gives
-# over one, so a policy cannot tell the contexts "a" and "aa" apart, and the optimum would be out of its reach.
+# With their token ids. Of different lengths, and no token repeated: attention over equal tokens
+# gives what it gives over one, so a policy cannot tell the contexts "a" and "aa" apart, and the
+# optimum would be out of its reach.
 PROMPTS = {"at": (7, 6), "tea": (6, 5, 7)}
 RESPONSES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
 

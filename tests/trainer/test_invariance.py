@@ -85,7 +85,8 @@ class Choice:
 
     @property
     def placement(self) -> str:
-        # The configuration refuses the KL of single tokens in the reward of an estimator that divides or chooses.
+        # The configuration refuses the KL of single tokens in the reward of an estimator that
+        # divides or chooses.
         return "reward" if ADVANTAGE_ESTIMATORS[self.estimator].only_subtracts else "advantage"
 
 

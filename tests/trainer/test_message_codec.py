@@ -36,7 +36,8 @@ from reinforce_rl.trainer.messages import (
     Works,
 )
 
-# What a prompt's line may hold: numbers that no 64 bits hold, NaN, a lone surrogate, names like those on the wire.
+# What a prompt's line may hold: numbers that no 64 bits hold, NaN, a lone surrogate, names like
+# those on the wire.
 METADATA = {
     "answer": 10**30,
     "nan": float("inf"),

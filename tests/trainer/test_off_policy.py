@@ -46,7 +46,8 @@ from reinforce_rl.trainer.updates import mini_batches
 
 RL = "trainer.reinforce"
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/train.py"
-# Ten prompts in steps of four with four samples each: 16, 16 and 8 sequences, in optimizer steps of 8.
+# Ten prompts in steps of four with four samples each: 16, 16 and 8 sequences, in optimizer steps of
+# 8.
 HALVES = [f"{RL}.importance_ratio=token", "model.global_batch_size=8"]
 TWICE = [*HALVES, f"{RL}.reinforce_epochs=2"]
 
@@ -148,7 +149,8 @@ class TestOptimizerSteps:
                 (x["train/clip_fraction"], x["train/effective_sample_size"]) == (0, 1)
                 for x in found
             )
-            # The loss is another number, since a ratio is 1 where a log-prob is not; the gradient is the same.
+            # The loss is another number, since a ratio is 1 where a log-prob is not; the gradient
+            # is the same.
             for line, other in zip(found, lines[0], strict=True):
                 without_loss = [
                     {k: v for k, v in x.items() if k != "train/actor_loss"} for x in (line, other)

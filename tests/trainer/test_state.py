@@ -254,3 +254,11 @@ class TestNonFiniteGuard:
                 4, [self.update(weights_lost=True)], 0.5, self.MESH, lambda text: None
             )
         assert isinstance(error.value, DivergedError)
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"), [("loss", 0.25), ("reward", None), ("advantage", None)]
+)
+def test_beta_is_a_coefficient_of_the_loss_only_where_the_kl_is_in_it(placement, expected):
+    cfg = ReinforceConfig(kl_placement=placement, initial_policy_kl_penalty=0.25)
+    assert RunningBaselines(cfg).loss_kl_coefficient == expected

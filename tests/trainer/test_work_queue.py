@@ -307,7 +307,8 @@ ONE_BY_ONE = (
     "model.reinforce.rollout_micro_batch_size=1",
     "model.reinforce.val_rollout_micro_batch_size=1",
 )
-# Ten prompts. Of two ranks a step's shares are 3 and 4, in micro-batches of two, and the last step's 1 and 2.
+# Ten prompts. Of two ranks a step's shares are 3 and 4, in micro-batches of two, and the last
+# step's 1 and 2.
 TWO = (2, ("model.reinforce.num_rollout_samples=7", "model.reinforce.rollout_micro_batch_size=2"))
 # Of four ranks 2, 2, 2, 3, and the last step has one prompt.
 FOUR = (4, ("model.reinforce.num_rollout_samples=9", "trainer.reinforce.max_epochs=1", *ONE_BY_ONE))
@@ -412,7 +413,8 @@ def test_an_engine_that_dies_is_started_anew_while_the_other_rank_generates(proc
     fixed = tmp_path / "fixed"
     queued = tmp_path / "queued"
     finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
-    # Rank 1 answers nearly all requests: up to 31 until the first update, and at least 48 altogether.
+    # Rank 1 answers nearly all requests: up to 31 until the first update, and at least 48
+    # altogether.
     fault = [1, {"fault": "die", "after": 31}]
     more = {"slow_rank": 0, "engine": str(queued / "engines"), "engine_fault": fault}
     finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, **more)

@@ -20,10 +20,11 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 
 WORKLOAD = Workload(prompts=2, group=2, prompt_tokens=40, response_tokens=24, micro_batch=3)
-# The most that a right implementation may be off by in fp32 and in bf16: nats of a token; of the loss, relative above
-# 1; of the gradient, the norm of the difference over the norm; nats that a greedy token is less likely than the
-# likeliest; of an update, learning rates. Sums in another order make 1e-6 in fp32, a wrong weight 1e-2. For bf16 three
-# times what bf16 on a CPU was off by at the 135M shape.
+# The most that a right implementation may be off by in fp32 and in bf16: nats of a token; of the
+# loss, relative above 1; of the gradient, the norm of the difference over the norm; nats that a
+# greedy token is less likely than the likeliest; of an update, learning rates. Sums in another
+# order make 1e-6 in fp32, a wrong weight 1e-2. For bf16 three times what bf16 on a CPU was off by
+# at the 135M shape.
 TOLERANCES = {
     "log-probs": (1e-3, 0.25),
     "mean log-probs": (1e-4, 0.05),

@@ -26,7 +26,8 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 SHAPE = "135m"
 LAYERS = 2
 BUDGETS = Path(__file__).with_name("budgets.json")
-SLACK = 1.25  # of kernels on a GPU: what fake CUDA counts as one may be several there, such as a split product
+# of kernels on a GPU: what fake CUDA counts as one may be several there, such as a split product
+SLACK = 1.25
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch")
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
@@ -54,7 +55,8 @@ def check(context: Context) -> Finding:
 
         def of(phase: str, workload: Workload) -> Counts:
             work = OurSide(arch, mesh, torch.bfloat16, workload, drawn=context.mode != FAKE).work()
-            # Kernels are chosen and states made in a first call; an optimizer step wants a gradient.
+            # Kernels are chosen and states made in a first call; an optimizer step wants a
+            # gradient.
             for before in (
                 ("training", phase, "training") if phase == "optimizer step" else (phase,)
             ):

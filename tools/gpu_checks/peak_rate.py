@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from rloo_step.rates import MATRIX_SIZE, matrix_rate
 
-# Dense bf16 products with fp32 accumulation, 10^12 operations a second, by NVIDIA's data sheets. The
-# first name that the device's name holds counts.
+# Dense bf16 products with fp32 accumulation, 10^12 operations a second, by NVIDIA's data sheets.
+# The first name that the device's name holds counts.
 BF16_TERAFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,

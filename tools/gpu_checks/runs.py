@@ -23,7 +23,8 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.run import train
 
 OF_CLOCK = ("time", "timers/", "timing/", "memory/")  # of metrics.jsonl
-# On fake tensors each operator takes as long as on real ones of any size, and more sequences teach nothing.
+# On fake tensors each operator takes as long as on real ones of any size, and more sequences teach
+# nothing.
 FEW_SEQUENCES = (
     "trainer.reinforce.num_rollouts_per_prompt=2",
     "model.reinforce.num_rollout_samples=4",
@@ -62,7 +63,8 @@ class Runs:
         self, name: str, steps: int, more: Sequence[str] = (), *, saves: bool = False
     ) -> list[str]:
         """The command line of a run; with `saves` there is a checkpoint after each step."""
-        # The share of characters: tokens of a random model are names of some 12, so that every sample earns another.
+        # The share of characters: tokens of a random model are names of some 12, so that every
+        # sample earns another.
         characters = 16 * self._response_tokens
         found = [
             f"pretrained_checkpoint.restore_from_path={self._context.folder / 'model'}",

@@ -137,7 +137,8 @@ def check(context: Context) -> Finding:
         if reason is None:
             try:
                 size = switch.run if context.mode == CUDA else TINY
-                # Without numbers there is nothing to compare: the run without the switch is left out.
+                # Without numbers there is nothing to compare: the run without the switch is left
+                # out.
                 if context.mode == FAKE:
                     lines_of(size, switch.on, f"on_{number}")
                     row |= {"advice": "runs", "why": "numbers are not real here"}

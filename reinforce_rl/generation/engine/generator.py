@@ -428,7 +428,8 @@ class EngineGenerator:
             raise ConfigError([Fault(sentence, key="generation.engine.several_nodes")])
         used = places[: arguments.tensor_parallel_size]
         self._devices = list(dict.fromkeys(device for _, _, device in used))
-        # Without GPUs all ranks have one device, and model-parallel rank 0 gives weights to every worker.
+        # Without GPUs all ranks have one device, and model-parallel rank 0 gives weights to every
+        # worker.
         gives_weights = len(self._devices) > 1 or mesh.is_model_parallel_rank_0
         self._hosts_worker = device in self._devices and gives_weights
         fault = None

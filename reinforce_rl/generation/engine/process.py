@@ -181,7 +181,8 @@ class EngineProcess:
         self._adapter.write_config(model)
         path = import_path()
         if self._config.python is not None:
-            # The launcher's own path holds packages of other versions than the engine's environment.
+            # The launcher's own path holds packages of other versions than the engine's
+            # environment.
             package = folder / "package"
             package.mkdir()
             (package / "reinforce_rl").symlink_to(Path(PACKAGE_PARENT) / "reinforce_rl")

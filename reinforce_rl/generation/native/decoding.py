@@ -59,7 +59,8 @@ class Responses:
             (rows, width), pad_id_of(tokenizer), dtype=torch.long, device=device
         )
         self._log_probs = torch.zeros((rows, width), dtype=torch.float32, device=device)
-        # Tokens of earlier calls; usually there are none, and a decode step spends no kernel on them.
+        # Tokens of earlier calls; usually there are none, and a decode step spends no kernel on
+        # them.
         self._before = torch.tensor([*before, *[0] * spare], device=device) if any(before) else None
         self._lengths = torch.zeros(rows, dtype=torch.long, device=device)  # of this one
         self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -107,7 +108,8 @@ class Responses:
         self._log_probs[samples, written] = log_probs
         self._lengths[samples] = written + 1
         if self._seen is not None:
-            # A device tensor: a Python scalar would be copied to the device, which a CUDA graph forbids.
+            # A device tensor: a Python scalar would be copied to the device, which a CUDA graph
+            # forbids.
             self._seen[samples, tokens] = torch.ones_like(tokens, dtype=torch.bool)
         self._stopped[samples] = stopped = (tokens[:, None] == self._stops).any(dim=1)
         return stopped

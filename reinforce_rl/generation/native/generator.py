@@ -393,7 +393,8 @@ class GraphedStep:
 
     def __call__(self, rows: int) -> None:
         if rows not in self._graphs:
-            # Warm up on the capture stream: libraries allocate workspaces at their first call, illegal in a capture.
+            # Warm up on the capture stream: libraries allocate workspaces at their first call,
+            # illegal in a capture.
             self._graphs[rows] = None
             self._stream.wait_stream(cuda.current_stream())
             with cuda.stream(self._stream):

@@ -82,8 +82,8 @@ def _negative_noise(keys: Tensor, bits: Tensor, scratch: Tensor) -> Tensor:
     _xor_shift(bits, scratch, 15)
     bits.mul_(_as_int32(0x846CA68B))
     _xor_shift(bits, scratch, 16)
-    # 31 bits plus half a step. Small values, which make a token win, keep full precision.
-    # The second factor keeps values that round up to 2^31 below 1, where the noise is minus infinity.
+    # 31 bits plus half a step. Small values, which make a token win, keep full precision. The
+    # second factor keeps values that round up to 2^31 below 1, where the noise is minus infinity.
     uniform = scratch.view(torch.float32).copy_(bits.bitwise_and_(0x7FFFFFFF))
     return uniform.add_(0.5).mul_(-(2.0**-31) * (1 - 2.0**-24)).log1p_().neg_().log_()
 

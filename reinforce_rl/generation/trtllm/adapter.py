@@ -45,7 +45,8 @@ class TensorRTLLM:
         return {
             "TLLM_DISABLE_MPI": "1",
             "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # do not join another Ray on this machine
-            "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # as NeMo-RL and verl do: copies stay on one stream
+            # as NeMo-RL and verl do: copies stay on one stream
+            "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",
             "RAY_TMPDIR": str(folder),
             "RAY_USAGE_STATS_ENABLED": "0",
         }

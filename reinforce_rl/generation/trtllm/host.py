@@ -49,7 +49,8 @@ class TensorRTLLMHost(RequestsUnderway):
         options = dataclasses.asdict(arguments)
         del options["options"]
         del options["lora_rank"]
-        # Only TRTLLMSampler honours request seeds; only chunked prefill lets a prompt exceed max_num_tokens.
+        # Only TRTLLMSampler honours request seeds; only chunked prefill lets a prompt exceed
+        # max_num_tokens.
         self._llm = package.AsyncLLM(
             **options,
             backend="pytorch",
@@ -64,7 +65,8 @@ class TensorRTLLMHost(RequestsUnderway):
             cuda_graph_config=api.CudaGraphConfig(
                 enable_padding=True, max_batch_size=arguments.max_batch_size
             ),
-            # The default keeps room for each response at full length, and so waits where most are short.
+            # The default keeps room for each response at full length, and so waits where most are
+            # short.
             scheduler_config=api.SchedulerConfig(
                 capacity_scheduler_policy=api.CapacitySchedulerPolicy.MAX_UTILIZATION
             ),

@@ -52,7 +52,8 @@ class WeightLoading:
         name = worker_device_id(self.device_id)
         tensors = dict(buckets.received(bucket, name, device))
         self._note_sent(tensors)
-        # Its own way in takes a function and arguments for each tensor, whose seventh it replaces by its device.
+        # Its own way in takes a function and arguments for each tensor, whose seventh it replaces
+        # by its device.
         handles = [(key, (_first, (tensor, *[None] * 6))) for key, tensor in tensors.items()]
         self.update_weights({name: handles})
         return None

@@ -38,7 +38,8 @@ class VLLM:
     def environment(self, folder: Path) -> dict[str, str]:
         return {
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would hold our connection open after the host's death
+            # a fork would hold our connection open after the host's death
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_RPC_BASE_PATH": str(folder),
             "VLLM_CPU_KVCACHE_SPACE": str(self._config.cpu_cache_gigabytes),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other ranks have engines on the same cores

@@ -41,7 +41,8 @@ class VLLMHost(RequestsUnderway):
         if self._on_cpu:  # nothing is compiled, and VLLM_CPU_KVCACHE_SPACE has the cache's size
             # Else the sampler is, by a C++ compiler, in each new engine.
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-            # A prompt in parts ends it: vLLM draws after each part, and cannot set a CPU's generator back.
+            # A prompt in parts ends it: vLLM draws after each part, and cannot set a CPU's
+            # generator back.
             options |= {"enforce_eager": True, "enable_chunked_prefill": False}
             del options["gpu_memory_utilization"]
         if arguments.lora_rank:
@@ -125,7 +126,8 @@ class VLLMHost(RequestsUnderway):
         await self._abort(self._underway)
 
     async def pause(self) -> None:
-        # Not clear_cache, which takes the cache from requests under way: they would be computed anew.
+        # Not clear_cache, which takes the cache from requests under way: they would be computed
+        # anew.
         await self._engine.pause_generation(mode="keep", clear_cache=False)
         # One without a token would begin with the salt, and so the prefixes, of the weights before.
         await self._abort(
@@ -149,7 +151,8 @@ class VLLMHost(RequestsUnderway):
 
     async def load_adapter(self, folder: str, sums: dict[str, int]) -> None:
         request = importlib.import_module("vllm.lora.request").LoRARequest
-        # In place, for requests under way too. A request that said so itself would have it loaded at each token.
+        # In place, for requests under way too. A request that said so itself would have it loaded
+        # at each token.
         await self._engine.add_lora(request(*ADAPTER, folder, load_inplace=True))
         self._adapter = request(*ADAPTER, folder)
         await self._engine.collective_rpc("check_adapter", args=(ADAPTER[1], sums))

@@ -25,7 +25,7 @@ class Generators:
         self._restarts = restarts
         self._start = start
         self._log = log
-        # starts that each still has; without those that left
+        # Restarts left to each generator; those that have ended for good are removed.
         self._left = dict.fromkeys(range(count), restarts)
         self._due: dict[int, float] = {}  # when to start which again
         self._steps = [start(number, 0) for number in range(count)]

@@ -166,7 +166,8 @@ class Job:
             count = component.nodes * (component.devices // allocation.generator_ranks)
             generators = Generators(count, settings.generator_restarts, start, self._log)
         if self._never_began(actor):
-            # Seen of Slurm 22.05 after a node came back: its step is there, and no node was asked to start a task.
+            # Seen of Slurm 22.05 after a node came back: its step is there, and no node was asked
+            # to start a task.
             text = f"no task of {actor.name} has begun within {settings.ready_seconds:.0f} s of its step's start"
             actor.end(signal.SIGTERM, time.monotonic() + LEAST_SECONDS)
             self._end_servers([*(generators.running if generators else ()), *servers])

@@ -26,7 +26,8 @@ HISTORY_FILE = "history.jsonl"
 LAST_LOG_LINES = 20
 TAIL_BYTES = 1 << 18
 IDLE_ATTEMPTS = 3  # attempts of one job from the same checkpoint, after which it gives up
-# Exit codes caused by another task's end: a rank that lost its peer, and tasks killed by `srun` or by us.
+# Exit codes caused by another task's end: a rank that lost its peer, and tasks killed by `srun` or
+# by us.
 CONSEQUENCES = (EXIT_LOST_RANK, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 # Exit codes of tasks that were asked to end. A program that is still starting dies of the signal.
@@ -90,7 +91,9 @@ def first_failed(ends: TaskEnds, lost: TaskEnds, harmless: Collection[int]) -> T
 
 @dataclass(frozen=True)
 class Outcome:
-    code: int  # exit code of the job: EXIT_FINISHED; EXIT_STOPPED, by a signal or for lack of time; else it failed
+    # exit code of the job: EXIT_FINISHED; EXIT_STOPPED, by a signal or for lack of time; else it
+    # failed
+    code: int
     text: str
     first: TaskEnd | None = None  # first task to fail, if any
     log_of: str = ""  # step whose log says more; empty for none

@@ -43,7 +43,8 @@ START_TASK = (
     "from reinforce_rl.launch.slurm.task import main; sys.exit(main(sys.argv[2]))"
 )
 # srun reads these as options, and Slurm sets them to component 0's values for every component.
-# Without them a step gets all resources of its component on its nodes; ranks select GPUs by LOCAL_RANK.
+# Without them a step gets all resources of its component on its nodes; ranks select GPUs by
+# LOCAL_RANK.
 FOREIGN_OPTIONS = (
     *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
     *(
@@ -126,13 +127,16 @@ def steps(job_id: str) -> dict[str, str]:
 
 
 def signal_step(step: str, number: int) -> None:
-    # Through the controller: scancel itself asks all nodes of the component, and fails where a step has only some.
+    # Through the controller: scancel itself asks all nodes of the component, and fails where a step
+    # has only some.
     call(["scancel", "--ctld", f"--signal={int(number)}", step])
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    name: str  # for `srun -J` and file names: actor, rm-0, rm-1, ..., or gen-0, gen-0.1 after its first restart, ...
+    # for `srun -J` and file names: actor, rm-0, rm-1, ..., or gen-0, gen-0.1 after its first
+    # restart, ...
+    name: str
     component: Component
     nodes: tuple[str, ...]  # names; empty for all of the component's
     tasks_per_node: int
@@ -338,7 +342,8 @@ class Step:
         return next((match[1] for match in found if match), "")
 
     def _read_messages(self) -> None:
-        # srun's own messages: killed tasks, or a step that cannot start. Tasks write to the log file.
+        # srun's own messages: killed tasks, or a step that cannot start. Tasks write to the log
+        # file.
         assert self._srun.process.stderr is not None
         for line in self._srun.process.stderr:
             text = line.decode(errors="replace").rstrip()
@@ -399,7 +404,8 @@ class Step:
     def _lost_task(self, task: int) -> TaskEnd:
         each = self.plan.component.devices // self.plan.tasks_per_node
         ranks = str(task) if each == 1 else f"{task * each}-{(task + 1) * each - 1}"
-        # srun: error: act1: task 2: Killed        srun: error: act0: tasks 0-1: Exited with exit code 1
+        # srun: error: act1: task 2: Killed        srun: error: act0: tasks 0-1: Exited with exit
+        # code 1
         for when, message in self._messages:
             found = re.search(
                 r"error: (\S+): tasks? ([\d,-]+): (?:Exited with exit code (\d+))?", message

@@ -156,8 +156,8 @@ def run(task: Task) -> tuple[TaskEnd, bool]:
             return task.end(
                 128 + (stop.number or signal.SIGTERM), "stopped before the program began"
             ), True
-        # The program must not outlive a killed wrapper: other ranks would wait for it. Others than the actor ignore
-        # SIGUSR1: Slurm signals every process, and it is meant for the actor.
+        # The program must not outlive a killed wrapper: other ranks would wait for it. Others than
+        # the actor ignore SIGUSR1: Slurm signals every process, and it is meant for the actor.
         child = Child(
             command_of(task, first),
             own_session=False,

@@ -190,7 +190,8 @@ def _patch_rng_tracker() -> None:
 @functools.cache
 def enable_cpu_support() -> bool:
     """Patch megatron-core for machines without CUDA; return False, with nothing patched, where CUDA is available."""
-    # Irrelevant start-up warnings: Transformer Engine, Apex and CUDA graph scopes are not used here.
+    # Irrelevant start-up warnings: Transformer Engine, Apex and CUDA graph scopes are not used
+    # here.
     for text in ("Transformer Engine", "Apex", "transformer_engine", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=f".*{text}.*")
     # megatron uses names deprecated in torch 2.13 (collectives, checkpoints); each rank would warn.

@@ -33,7 +33,8 @@ def add_gradients_in_place(lm: Any) -> None:
             module.gradient_accumulation_fusion = True
         elif isinstance(module, VocabParallelEmbedding):
             module.forward = partial(_look_up, module, is_shared)  # type: ignore[method-assign]
-            # megatron sets this where a weight is shared, and would add what `was_added` returns. See `_RowsOf`.
+            # megatron sets this where a weight is shared, and would add what `was_added` returns.
+            # See `_RowsOf`.
             weight.zero_out_wgrad = False
         else:
             continue
@@ -76,7 +77,8 @@ class _RowsOf(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         weight, tokens = ctx.saved_tensors
         weight.main_grad.index_add_(0, tokens.flatten(), gradient.flatten(0, -2))
-        # For a tied weight only the output layer returns a gradient: autograd would sum the two placeholders.
+        # For a tied weight only the output layer returns a gradient: autograd would sum the two
+        # placeholders.
         return None if ctx.is_shared else was_added(weight), None, None
 
 

@@ -99,7 +99,8 @@ def flash_attention(
     query [b, h, s, d], key and value [b, g, t, d] with t >= s, to [b, h, s, d].
     """
     if window is None or key.shape[2] <= window:
-        # `is_causal` aligns the first query and key; this aligns the last, as torch's `causal_lower_right` does.
+        # `is_causal` aligns the first query and key; this aligns the last, as torch's
+        # `causal_lower_right` does.
         return torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, True, scale=scale
         )[0]

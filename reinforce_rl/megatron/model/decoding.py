@@ -39,6 +39,11 @@ class CacheSizes(NamedTuple):
     device: Any
     window: int | None = None  # tokens that a position attends to, itself included; None for all
 
+    def zeros(self, sequences: int, tokens: int) -> Tensor:
+        """Return keys and values of this many sequences: [layers, 2, sequences, g, tokens, d]."""
+        shape = (len(self.layers), 2, sequences, self.groups, tokens, self.head_size)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
 
 class _Cache:
     """Cache given to megatron's layers as `attention_mask`."""
@@ -79,25 +84,11 @@ class KVCache(_Cache):
 
     def __init__(self, sizes: CacheSizes):
         super().__init__(sizes)
-        (
-            layers,
-            prompts,
-            prompt_tokens,
-            rows,
-            response_tokens,
-            groups,
-            head_size,
-            dtype,
-            device,
-            _,
-        ) = sizes
         # Zeros: unwritten values get weight 0, so they must be finite.
-        shape = (len(layers), 2, prompts, groups, prompt_tokens, head_size)
-        self._prompts = torch.zeros(shape, dtype=dtype, device=device)
-        shape = (len(layers), 2, rows, groups, response_tokens, head_size)
-        self._responses = torch.zeros(shape, dtype=dtype, device=device)
-        # Views of each layer, made here and in `at` rather than in every layer's turn: [P * g, d, L], [P * g, L, d],
-        # and where new keys and values are written, [2 * rows * g * T, d].
+        self._prompts = sizes.zeros(sizes.prompts, sizes.prompt_tokens)
+        self._responses = sizes.zeros(sizes.rows, sizes.response_tokens)
+        # Views of each layer, made here and in `at` rather than in every layer's turn: [P * g, d,
+        # L], [P * g, L, d], and where new keys and values are written, [2 * rows * g * T, d].
         keys, values = self._prompts.flatten(2, 3).unbind(1)
         self._prompt_keys, self._prompt_values = keys.transpose(-1, -2).unbind(), values.unbind()
         self._all_responses = self._responses.flatten(1, 4).unbind()
@@ -110,7 +101,8 @@ class KVCache(_Cache):
         """Assign row i to the prompt in slots[i]; sets the number of rows."""
         self._rows = len(slots)
         self._slot_of_row = torch.tensor(slots, device=self._device)
-        # The rows of a prompt side by side, [P, W] with junk in what is left: one product reads its keys for all.
+        # The rows of a prompt side by side, [P, W] with junk in what is left: one product reads its
+        # keys for all.
         width = max(Counter(slots).values())
         filled: Counter[int] = Counter()
         cells = []
@@ -224,27 +216,18 @@ class FlashCache(_Cache):
 
     def __init__(self, sizes: CacheSizes):
         super().__init__(sizes)
-        (
-            layers,
-            prompts,
-            prompt_tokens,
-            rows,
-            response_tokens,
-            groups,
-            head_size,
-            dtype,
-            device,
-            _,
-        ) = sizes
-        self.spare = prompts * prompt_tokens + rows * response_tokens
+        all_prompt_tokens = sizes.prompts * sizes.prompt_tokens
+        self.spare = all_prompt_tokens + sizes.rows * sizes.response_tokens
         self._pool = torch.zeros(
-            (len(layers), self.spare + 1, groups, 2, head_size), dtype=dtype, device=device
+            (len(sizes.layers), self.spare + 1, sizes.groups, 2, sizes.head_size),
+            dtype=sizes.dtype,
+            device=sizes.device,
         )
         # Of each layer the whole [tokens, g, 2, d], its keys and its values.
         self._layers = [(layer, *layer.unbind(2)) for layer in self._pool.unbind()]
-        firsts = [*range(0, prompts * prompt_tokens, prompt_tokens), self.spare]
-        self._prompt_starts = torch.tensor(firsts, dtype=torch.int32, device=device)
-        self._prompt_lengths = torch.ones(prompts + 1, dtype=torch.int32, device=device)
+        firsts = [*range(0, all_prompt_tokens, sizes.prompt_tokens), self.spare]
+        self._prompt_starts = torch.tensor(firsts, dtype=torch.int32, device=self._device)
+        self._prompt_lengths = torch.ones(sizes.prompts + 1, dtype=torch.int32, device=self._device)
         self._first_queries: Tensor | None = None
 
     def lane_start(self, lane: int) -> int:
@@ -267,7 +250,8 @@ class FlashCache(_Cache):
         self._reading = None
         self._most_rows = most_rows
         self._write_at = starts + written
-        # Sequences are the slots, and then the rows; what comes after the last one's start is not read.
+        # Sequences are the slots, and then the rows; what comes after the last one's start is not
+        # read.
         rows = torch.arange(
             len(starts), 2 * len(starts) + 1, dtype=torch.int32, device=self._device
         )

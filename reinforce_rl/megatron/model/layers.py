@@ -34,7 +34,8 @@ from reinforce_rl.megatron.model.attention import CoreAttention
 
 # attribute of weights whose gradient goes straight to `main_grad`
 IN_PLACE = "gradient_is_added_in_place"
-# Transformer Engine's lower bound in megatron-core 0.16.1's extra `dev`, which also requires < 2.12.
+# Transformer Engine's lower bound in megatron-core 0.16.1's extra `dev`, which also requires <
+# 2.12.
 OLDEST_VERSION = "2.9.0"
 # Without Transformer Engine, megatron mocks this name with something isinstance() rejects.
 _TE_LINEAR: tuple[Any, ...] = (te.TELinear,) if te.HAVE_TE else ()
@@ -156,7 +157,8 @@ def block_spec(
         attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
         attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
         config.apply_rope_fusion = True
-        # With this FP8-only cache, a layer's first pass would overwrite the gradient buffer, not add to it.
+        # With this FP8-only cache, a layer's first pass would overwrite the gradient buffer, not
+        # add to it.
         config.disable_parameter_transpose_cache = True
     parts.input_layernorm = norm
     parts.pre_mlp_layernorm = norm

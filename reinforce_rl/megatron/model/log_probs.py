@@ -84,7 +84,8 @@ class _ChunkedHead(torch.autograd.Function):
             sums[1, chunk] = e.sum(dim=-1)
             if with_entropy:
                 sums[2, chunk] = z.mul_(e).sum(dim=-1)
-        # Sums are relative to each rank's own maximum until here, so two collectives suffice for all chunks.
+        # Sums are relative to each rank's own maximum until here, so two collectives suffice for
+        # all chunks.
         local = highest.clone()
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         shift = local - highest
@@ -163,7 +164,8 @@ class _ShardLogits:
         temperature: float,
         chunk_tokens: int,
     ):
-        # A view; masking padded columns with -inf would cost a pass, and give 0 x inf in the entropy.
+        # A view; masking padded columns with -inf would cost a pass, and give 0 x inf in the
+        # entropy.
         self.weight, self.dtype = (
             weight[: shard.size],
             torch.promote_types(hidden.dtype, torch.float32),
@@ -239,7 +241,8 @@ def response_scores(
     )
     entropy = None
     if found.rows.numel() == 0:
-        # Keep the graph connected, so that a rank without tokens joins the collectives of the backward pass.
+        # Keep the graph connected, so that a rank without tokens joins the collectives of the
+        # backward pass.
         log_probs = empty + 0.0 * (hidden.to(empty.dtype).sum() + lm.output_weight[0, 0])
         entropy = log_probs if with_entropy else None
     else:

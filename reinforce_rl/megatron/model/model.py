@@ -131,7 +131,8 @@ def transformer_config(
         # Losses already carry their global denominators, so megatron must only sum.
         "calculate_per_token_loss": True,
         "use_cpu_initialization": device.type == "cpu",
-        "use_te_activation_func": True,  # use the layer spec's activation module, not only Transformer Engine's
+        # use the layer spec's activation module, not only Transformer Engine's
+        "use_te_activation_func": True,
         "recompute_granularity": options.recompute_granularity,
         "recompute_method": options.recompute_method,
         "recompute_num_layers": options.recompute_num_layers,
@@ -367,7 +368,8 @@ class CausalLM(GPTModel):
     def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         parent = GPTModel if self.architecture.num_labels is None else MegatronModule
         state = parent.sharded_state_dict(self, *args, **options)
-        # Drop FP8 scales: empty here, and Transformer Engine's extra ones would make checkpoints incompatible.
+        # Drop FP8 scales: empty here, and Transformer Engine's extra ones would make checkpoints
+        # incompatible.
         return {name: entry for name, entry in state.items() if not name.endswith("_extra_state")}
 
     @property

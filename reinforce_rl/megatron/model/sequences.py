@@ -75,7 +75,8 @@ class PaddedSequences:
         pad_id: int = 0,
     ):
         self.response_lengths = response_lengths
-        # A sequence's last token predicts nothing here, and columns past the longest row hold padding only.
+        # A sequence's last token predicts nothing here, and columns past the longest row hold
+        # padding only.
         used = max(int((prompt_lengths + response_lengths).max()) - 1, pad_to - 1, 1)
         missing = max(used - sequences.shape[1], 0)
         tokens = F.pad(sequences[:, :used], (0, missing), value=pad_id)

@@ -26,7 +26,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "tanh": torch.tanh,
 }
-# Published classes whose head is nn.Sequential(Linear, activation, Linear), such as Qwen2.5-Math-RM-72B's.
+# Published classes whose head is nn.Sequential(Linear, activation, Linear), such as
+# Qwen2.5-Math-RM-72B's.
 _ACTIVATION_OF_CLASS = {"Qwen2ForRewardModel": "relu"}
 _OPENRLHF_KEY = "value_head_prefix"  # in config.json: the module of OpenRLHF's head
 # beside the weights: the head that LLaMA-Factory trains

@@ -18,7 +18,8 @@ def main() -> None:
     init = dist.init_process_group
 
     def without_nccl(backend: str, **options: object) -> None:
-        # A collective of the fake backend leaves tensors as they are: what took NCCL would not pass the checks below.
+        # A collective of the fake backend leaves tensors as they are: what took NCCL would not pass
+        # the checks below.
         init(backend.replace("nccl", "fake"), **options)  # type: ignore[arg-type]
 
     dist.init_process_group = without_nccl

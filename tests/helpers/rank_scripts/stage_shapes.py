@@ -35,7 +35,8 @@ def main() -> None:
                 folder, mesh, micro_batch_size=3, with_reference=False, shared_prefix=shared_prefix
             )
             actor.get_loss_and_metrics(whole_batch(), sequences(10))
-            # As many as there are micro-batches, and of several lengths; forward or, on the second stage, backward.
+            # As many as there are micro-batches, and of several lengths; forward or, on the second
+            # stage, backward.
             assert {tensor.dtype for tensor in sent} == {torch.float32}
             assert {tensor.shape[-1] for tensor in sent} == {HIDDEN}
             lengths = [tensor.shape[0] for tensor in sent]

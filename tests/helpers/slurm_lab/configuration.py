@@ -12,8 +12,9 @@ ACTOR_NODES = ("act0", "act1")
 NODES = SERVER_NODES + ACTOR_NODES
 NODE_LOST_SECONDS = 10  # silence after which a node is down
 
-# Hetjobs are started by the backfill scheduler only, one set of components a cycle, hence its short interval.
-# `cred_expire` is also how long a requeued job waits before it can start again: two minutes by default.
+# Hetjobs are started by the backfill scheduler only, one set of components a cycle, hence its short
+# interval. `cred_expire` is also how long a requeued job waits before it can start again: two
+# minutes by default.
 SLURM_CONF = """\
 ClusterName=lab
 SlurmctldHost=localhost
