@@ -100,7 +100,11 @@ def load_source_class(name: str) -> SourceClass:
         source_class = pkgutil.resolve_name(name)
     except Exception as error:
         reason = str(error) or "no message"
-        sentence = f"reward is {name!r}, which cannot be imported: {type(error).__name__}: {reason}"
+        sentence = (
+            f"reward is {name!r}, which cannot be imported: {type(error).__name__}: {reason}. "
+            "Expected server, function, or a class in a module of the folder where you start, or "
+            "on PYTHONPATH"
+        )
         raise ConfigError([Fault(sentence, key="reward.class.not_importable")]) from error
     for method in _METHODS:
         if not callable(getattr(source_class, method, None)):

@@ -189,7 +189,9 @@ class Settings:
 VARIABLES = (
     *(Variable(PREFIX + f.name.upper(), *f.metadata["of"]) for f in fields(Settings) if f.metadata),
     Variable(
-        REPOSITORY, "", "the repository; else the folder of sbatch, else that of the batch file"
+        REPOSITORY,
+        "",
+        "the repository; if empty, the folder where sbatch was called, or else the folder of the batch file",
     ),
 )
 
