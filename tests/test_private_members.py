@@ -34,7 +34,6 @@ KNOWN = {
         "_wait_for_server",
     },
     "runtime/profiling.py": {"_dump_snapshot", "_record_memory_history"},
-    "runtime/reformed_group.py": {"_Options", "_devices", "_timeout"},
 }
 
 

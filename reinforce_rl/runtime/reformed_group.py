@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from reinforce_rl.runtime.roles import WEIGHTS, WeightGroup
+from reinforce_rl.utils.net import interface_of
 
 _POLL_SECONDS = 0.02
 _POLL_GPU_SECONDS = 0.001
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class ReformedGroup(WeightGroup):
@@ -51,7 +53,9 @@ class ReformedGroup(WeightGroup):
     ) -> None:
         """Meet the epoch's other ranks; the first one gives it up once `is_wanted` is false.
 
-        Raises RuntimeError: it was given up, or a rank did not come within the timeout.
+        Raises:
+            RuntimeError: it was given up, a rank did not come within the timeout, or no interface of
+                this machine has the address `host`.
         """
         self.close()
         store = PrefixStore(f"{WEIGHTS} {epoch}", self._store)
@@ -65,15 +69,18 @@ class ReformedGroup(WeightGroup):
             if store.get("all") != b"here":
                 raise RuntimeError("the trainers gave the group up, as somebody in it was lost")
         if self._device.type == "cuda":
-            with _without_nccl_watchdog():
+            # By default the loss of a peer ends this process too; NCCL reads this as a group is made.
+            with _environment_variable(_NCCL_ERRORS, "0"):
                 nccl: Any = dist.ProcessGroupNCCL
                 self._backend = nccl(store, rank, size, self._timeout)
         else:
-            # Without options gloo chooses the address. They have no public name, as of torch 2.13.
-            gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            gloo._timeout = self._timeout
-            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-            self._backend = dist.ProcessGroupGloo(store, rank, size, gloo)
+            try:
+                interface = interface_of(self._host)
+            except OSError as error:
+                raise RuntimeError(str(error)) from error
+            # Otherwise gloo listens at the address of the machine's name.
+            with _environment_variable(_GLOO_INTERFACE, interface):
+                self._backend = dist.ProcessGroupGloo(store, rank, size, self._timeout)
         self.epoch = epoch
         self.fault = ""
 
@@ -143,13 +150,12 @@ def _gather(store: Any, size: int, is_wanted: Callable[[], bool], deadline: floa
 
 
 @contextlib.contextmanager
-def _without_nccl_watchdog() -> Iterator[None]:
-    """By default the loss of a peer ends this process too; NCCL reads this as a group is made."""
-    before = os.environ.get(_NCCL_ERRORS)
-    os.environ[_NCCL_ERRORS] = "0"
+def _environment_variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[_NCCL_ERRORS]
+        del os.environ[name]
         if before is not None:
-            os.environ[_NCCL_ERRORS] = before
+            os.environ[name] = before

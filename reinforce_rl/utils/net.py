@@ -211,6 +211,23 @@ def own_address(peers: Sequence[str]) -> str:
     return address
 
 
+def interface_of(host: str) -> str:
+    """Return the name of this machine's network interface with the address of `host`.
+
+    Raises OSError: none has it, or the name has no address.
+    """
+    import psutil  # not in the environment of a job's supervisor, which imports this file too
+
+    addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    if any(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
+        # All of 127.0.0.0/8 is the loopback's, which lists one of them.
+        addresses.add(LOOPBACK)
+    for interface, entries in psutil.net_if_addrs().items():
+        if any(entry.address in addresses for entry in entries):
+            return interface
+    raise OSError(f"no network interface of this machine has the address of {host}")
+
+
 def _address_of(name: str) -> str | None:
     """Return the IPv4 address of a name; its IPv6 address if it has no other."""
     for family in (socket.AF_INET, socket.AF_INET6):

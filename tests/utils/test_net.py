@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from http.client import HTTPConnection
+from types import SimpleNamespace
 
 import pytest
 from helpers.errors import raises_error
@@ -22,6 +23,7 @@ from reinforce_rl.utils.net import (
     checked_host,
     claim_ports,
     free_port,
+    interface_of,
     is_loopback,
     listen,
     open_port,
@@ -293,3 +295,17 @@ def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     # several nodes on one machine
     together = {"here": "127.0.77.10", "there": "127.0.77.20"}
     assert address_with(monkeypatch, together) == "127.0.77.10"
+
+
+def test_the_interface_with_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces = {
+        "lo": [SimpleNamespace(address="127.0.0.1"), SimpleNamespace(address="::1")],
+        "eth1": [SimpleNamespace(address="10.1.0.7"), SimpleNamespace(address="fd00::7")],
+    }
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: interfaces)
+    assert interface_of("10.1.0.7") == "eth1"
+    assert interface_of("fd00::7") == "eth1"
+    assert interface_of("localhost") == "lo"
+    assert interface_of("127.0.77.10") == "lo"
+    with pytest.raises(OSError, match=r"10\.1\.0\.8"):
+        interface_of("10.1.0.8")
