@@ -21,12 +21,13 @@ from yarl import URL
 from reinforce_rl.data.jsonl import text_of
 from reinforce_rl.rewards import transport
 from reinforce_rl.rewards.base import checked_by
-from reinforce_rl.rewards.transport import RETRIED_CODES, FailedAttempt
+from reinforce_rl.rewards.transport import RETRIED_CODES, Backoff, FailedAttempt
 from reinforce_rl.utils.control_characters import quoted
 from reinforce_rl.utils.untrusted_files import parse_json
 
 PATH = "chat/completions"
-MAX_PAUSE_SECONDS = 8.0
+FIRST_PAUSE_SECONDS = 0.5
+MAX_PAUSE_SECONDS = 8.0  # even where the judge asks for more
 CONCURRENCY = 16  # requests of `preferences` in flight
 MAX_ANSWER_BYTES = 4 << 20  # a hundred times a long answer
 SCORE_TEMPLATE = """Rate the answer to the question for how correct, helpful and clear it is, $low (worst) to $high
@@ -123,6 +124,7 @@ class Judge:
             proxy = transport.proxy_of(self.address)
         except ValueError as error:
             raise JudgeError(str(error)) from error
+        backoff = Backoff(FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         for attempt in range(self.retries + 1):
             try:
                 answer = await transport.exchange(
@@ -141,10 +143,8 @@ class Judge:
             except FailedAttempt as error:
                 failure = error
             if attempt < self.retries:
-                pause = failure.retry_after
-                await asyncio.sleep(
-                    min(MAX_PAUSE_SECONDS, 0.5 * 2**attempt if pause is None else pause)
-                )
+                pause = backoff.next_pause(failure.retry_after)
+                await asyncio.sleep(min(pause, MAX_PAUSE_SECONDS))
         # what follows the colon may quote the sample
         public = f"{place} {str(failure).partition(':')[0]}"
         raise JudgeError(f"{public}, {self.retries + 1} times", str(failure))

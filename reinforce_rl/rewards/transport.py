@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import random
 import threading
 import time
 import uuid
@@ -109,6 +110,31 @@ class FailedAttempt(Exception):
 
     def __str__(self) -> str:
         return self.text
+
+
+class Backoff:
+    """Pauses between attempts: each twice as long as the one before, with jitter."""
+
+    def __init__(self, first_seconds: float, longest_seconds: float):
+        self._first = first_seconds
+        self._longest = longest_seconds
+        self._next = first_seconds
+        # Its own, so that jitter does not touch the trainer's random state.
+        self._random = random.Random()
+
+    def reset(self) -> None:
+        """Begin with the first pause again, after a success."""
+        self._next = self._first
+
+    def next_pause(self, retry_after: float | None) -> float:
+        """Return the seconds to wait; the server's own Retry-After takes precedence."""
+        pause = min(self._next * self._random.uniform(0.5, 1.5), self._longest)
+        self._next = min(2 * self._next, self._longest)
+        if retry_after is not None:
+            # Never sooner than asked, and spread out: all of the server's clients got the same
+            # answer.
+            return retry_after * self._random.uniform(1.0, 1.5)
+        return pause
 
 
 class NoHttp(FailedAttempt):

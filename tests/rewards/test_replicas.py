@@ -17,8 +17,7 @@ from helpers.serve_toy_scorer import toy_score, toy_scores
 from helpers.toy_server import free_port, wait_for
 
 from reinforce_rl.rewards import transport
-from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.rewards.replicas import Replicas
+from reinforce_rl.rewards.client import RemoteGPTRMClient, Replicas
 from reinforce_rl.rewards.transport import Call, FailedAttempt, ModelAddress
 from reinforce_rl.rewards.wire import ENVELOPE_BYTES, ServerInfo
 from reinforce_rl.utils.net import Address

@@ -25,11 +25,11 @@ from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.reward_server.server import token_of
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import RewardRequest, TextSample
+from reinforce_rl.rewards.client import choose_form
 from reinforce_rl.rewards.wire import (
     ENVELOPE_BYTES,
     TOKEN_VARIABLE,
     bearer,
-    choose_form,
     is_authorised,
     read_samples,
     read_token,
