@@ -31,7 +31,7 @@ REHEARSE_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 CONSTRAINTS := constraints/cpu-py311.txt
-ASYNC := tests/trainer/test_disaggregated.py tests/trainer/test_finished_first.py tests/trainer/test_separate.py \
+ASYNC := tests/rollout/test_disaggregated.py tests/rollout/test_finished_first.py tests/rollout/test_separate.py \
 	tests/generation/test_vllm_updates.py tests/launch/slurm/test_job_generators.py tests/launch/slurm/test_job_separate.py
 # One file of tests stays in one process: its fixtures, often a server or a model, are made once.
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder

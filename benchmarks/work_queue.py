@@ -27,7 +27,7 @@ from rich.table import Table
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
-from reinforce_rl.trainer.work_queue import WorkQueue
+from reinforce_rl.rollout.work_queue import WorkQueue
 
 SAMPLES = 4
 TOKENS = 256

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reinforce_rl.actor.build import build_actor, configured_mesh
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.data.batch_iterator import DefaultBatchIterator
@@ -37,21 +38,21 @@ from reinforce_rl.monitoring.step_record import drop_records
 from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
+from reinforce_rl.rollout.generate import GeneratorRank
+from reinforce_rl.rollout.generator_pool import GeneratorPool
+from reinforce_rl.rollout.messages import ResultBounds
+from reinforce_rl.rollout.prompts import build_sampler
+from reinforce_rl.rollout.remote import Generators
+from reinforce_rl.rollout.rendezvous import INVITATION_FILE
+from reinforce_rl.rollout.separate import SeparateGenerators, SeparatePool
 from reinforce_rl.runtime.control import RunControl
-from reinforce_rl.runtime.guests import INVITATION_FILE
 from reinforce_rl.runtime.phases import PhaseTracker
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.settings import MEANING, check_changes, freeze_template_date, record
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
-from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh
-from reinforce_rl.trainer.disaggregated import Generators
-from reinforce_rl.trainer.generate import GeneratorRank
-from reinforce_rl.trainer.generator_pool import GeneratorPool
-from reinforce_rl.trainer.messages import ResultBounds
 from reinforce_rl.trainer.reinforce import ROLLOUTS_FILE, ReinforceTrainer
-from reinforce_rl.trainer.separate import SeparateGenerators, SeparatePool
 from reinforce_rl.trainer.services import TrainerServices
 from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.step_recorder import StepRecorder

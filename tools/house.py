@@ -32,6 +32,7 @@ FLOORS = (
     "actor",
     "monitoring",
     "rewards",
+    "rollout",
     "trainer",
     "reward_model",
     "reward_server",

@@ -14,12 +14,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from findings.runs import CELLS, Job, Outcome, ReviewReward, configuration, lengthen_generation, run
+from reinforce_rl.actor.build import build_actor, configured_mesh
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.rollout.generate import GeneratorRank
 from reinforce_rl.runtime.phases import PhaseTracker
 from reinforce_rl.runtime.roles import RankRole
-from reinforce_rl.trainer.build import build_actor, configured_mesh
-from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.utils.ranks import STORE_VARIABLE
 
 END_SECONDS = 30.0  # that a rank may take to end when the run is over

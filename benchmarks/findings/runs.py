@@ -26,10 +26,10 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.records import RolloutRow, Samples
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import STATUS_OK, RewardRequest, Rewards
+from reinforce_rl.rollout.generator_pool import GeneratorPool
+from reinforce_rl.rollout.prompts import build_datasets
 from reinforce_rl.run import build_trainer, result_bounds
 from reinforce_rl.runtime.roles import RankRole
-from reinforce_rl.trainer.build import build_datasets
-from reinforce_rl.trainer.generator_pool import GeneratorPool
 
 BETA = 0.05
 SAMPLES_PER_STEP = 32

@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
+from reinforce_rl.actor.build import configured_mesh
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.sampler import shard
@@ -53,10 +54,10 @@ from reinforce_rl.monitoring.records import (
 )
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
+from reinforce_rl.rollout.prompts import build_datasets, build_sampler
 from reinforce_rl.run import build_trainer
 from reinforce_rl.runtime.settings import LENGTH, compare, set_keys, settings_of
 from reinforce_rl.runtime.trust import require_trust, untrusted_settings
-from reinforce_rl.trainer.build import build_datasets, build_sampler, configured_mesh
 
 # The record of a larger machine may ask for more threads than there are cores here.
 _MOST_THREADS = max(4 * (os.cpu_count() or 1), 256)

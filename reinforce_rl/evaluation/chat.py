@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+from reinforce_rl.actor.build import configured_mesh
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.data.batches import Completions, Prompt
@@ -30,8 +31,7 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import STATUS_OK, STATUS_TEXT, RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
-from reinforce_rl.trainer.build import configured_mesh
-from reinforce_rl.trainer.reward_requests import reward_request
+from reinforce_rl.rollout.reward_requests import reward_request
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.control_characters import show_control_characters
 from reinforce_rl.utils.files import write_json_lines

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from reinforce_rl.actor.build import configured_mesh
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.config.actor import TrainConfig
@@ -35,12 +36,12 @@ from reinforce_rl.monitoring.records import RolloutRow, Samples, sample_rows
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.rewards.judge import Judge, preferences, question_of
 from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.rollout.local import RolloutMaker
+from reinforce_rl.rollout.prompts import build_datasets, build_sampler
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import StepClock
 from reinforce_rl.runtime.status import RESULTS_FILE
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.build import build_datasets, build_sampler, configured_mesh
-from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.net import Address
 from reinforce_rl.utils.statistics import WinRate

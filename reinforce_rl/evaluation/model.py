@@ -14,6 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf, open_dict
 
+from reinforce_rl.actor.build import build_actor, check_vocabulary
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import COLOCATED, TrainConfig
 from reinforce_rl.config.compose import compose, compose_stored
@@ -34,7 +35,6 @@ from reinforce_rl.runtime.trust import (
     require_trust,
     without_custom_generator,
 )
-from reinforce_rl.trainer.build import build_actor, check_vocabulary
 from reinforce_rl.utils.untrusted_files import check_folder
 
 logger = logging.getLogger(__name__)

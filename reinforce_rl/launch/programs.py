@@ -157,7 +157,7 @@ def generate(cfg: DictConfig) -> None:
     freeze_template_date(config, joins=True)
     start_ranks(size, 1, "generation_tensor_parallel_size")
     stop = StopRequest.on_signals()
-    from reinforce_rl.trainer.separate_program import generate
+    from reinforce_rl.rollout.worker import generate
 
     generate(config, stop)
 

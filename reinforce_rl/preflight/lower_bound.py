@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from reinforce_rl.actor.build import lora_settings
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.parallelism import Layout
@@ -27,7 +28,6 @@ from reinforce_rl.preflight.memory import (
 )
 from reinforce_rl.preflight.plan import BatchPlan
 from reinforce_rl.preflight.rank import Cost, total
-from reinforce_rl.trainer.build import lora_settings
 
 BF16 = 2  # bytes of an engine's weights, keys and values
 PRODUCTS = "matrix products"

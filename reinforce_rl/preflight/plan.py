@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from rich import filesize
 
+from reinforce_rl.actor import build
 from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import Layout
@@ -24,7 +25,7 @@ from reinforce_rl.errors import ConfigError, Fault, ReinforceError, key_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.model import layers_of_stages
 from reinforce_rl.preflight import memory
-from reinforce_rl.trainer import build
+from reinforce_rl.rollout import prompts as rollout_prompts
 from reinforce_rl.trainer.updates import total_steps
 
 if TYPE_CHECKING:
@@ -104,14 +105,15 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
         attempt(lambda: build.check_vocabulary(tokenizer, architecture, folder))
         attempt(lambda: build.stop_token_ids(folder, tokenizer))
     if tokenizer is not None and _prompts_can_be_read(cfg):
-        datasets = attempt(lambda: build.build_datasets(cfg, tokenizer))
+        datasets = attempt(lambda: rollout_prompts.build_datasets(cfg, tokenizer))
     if (
         architecture is not None
         and datasets is not None
         and cfg.model.reinforce.num_rollout_samples > 0
     ):
         steps = total_steps(
-            cfg.trainer.reinforce, build.build_sampler(cfg, datasets.train).steps_per_epoch
+            cfg.trainer.reinforce,
+            rollout_prompts.build_sampler(cfg, datasets.train).steps_per_epoch,
         )
         disk = disk_need(
             cfg, memory.ModelSize.from_architecture(architecture, build.lora_settings(cfg)), steps
@@ -221,7 +223,7 @@ def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None
         validation_calls=-(
             -Share.split(validation or 0, layout.data).most // rollout.val_rollout_micro_batch_size
         ),
-        epoch=None if train is None else build.build_sampler(cfg, train).batch_sizes,
+        epoch=None if train is None else rollout_prompts.build_sampler(cfg, train).batch_sizes,
     )
 
 

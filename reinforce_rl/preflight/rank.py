@@ -119,11 +119,11 @@ class RankRun:
         self.phase = "start"
 
     def measure(self, fake: Machine) -> Phases:
+        from reinforce_rl.actor.build import build_actor
         from reinforce_rl.data.tokenizer import load_tokenizer
         from reinforce_rl.megatron.architecture import Architecture
         from reinforce_rl.megatron.mesh import parallel_mesh
         from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-        from reinforce_rl.trainer.build import build_actor
 
         case = self._case
         cfg = self._case.config

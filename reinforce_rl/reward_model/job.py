@@ -26,6 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 import reinforce_rl
+from reinforce_rl.actor.build import DTYPES, check_vocabulary, model_options
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.data.readers import files_of
 from reinforce_rl.data.rendering import ChatRenderer
@@ -63,7 +64,6 @@ from reinforce_rl.reward_model.train_full import (
 )
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare, read_tree
 from reinforce_rl.runtime.stored_config import config_text, read_stored
-from reinforce_rl.trainer.build import DTYPES, check_vocabulary, model_options
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import make_readable, write_atomically
 

@@ -26,15 +26,16 @@ from reinforce_rl.monitoring.metrics import (
     reinforce_means,
     trained_token_metrics,
     update_metrics,
+    validation_means,
 )
 from reinforce_rl.monitoring.records import Samples
 from reinforce_rl.monitoring.stragglers import of_this_rank
 from reinforce_rl.rewards.base import RewardSource
+from reinforce_rl.rollout.local import RolloutMaker
 from reinforce_rl.runtime.phases import StepClock
 from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.advantages import reinforce_batch
 from reinforce_rl.trainer.policy_update import PolicyUpdate
-from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.samples import gather_samples
 from reinforce_rl.trainer.services import TrainerServices
 from reinforce_rl.trainer.state import NonFiniteGuard, RunningBaselines
@@ -408,14 +409,25 @@ class ReinforceTrainer:
             self.logger.log_test(self.step, *self._evaluate("test", self.test_dataloader))
             self.logger.commit(self.step)
 
-    def _evaluate(self, name: str, prompts: Iterable[Sequence[Prompt]]) -> tuple[Metrics, Samples]:
-        return self.rollouts.evaluate(
-            name,
+    def _evaluate(
+        self,
+        name: str,
+        prompt_batches: Iterable[Sequence[Prompt]],
+    ) -> tuple[Metrics, Samples]:
+        """Return means over all ranks and, on the first rank, the samples of all."""
+        prompts = [prompt for batch in prompt_batches for prompt in batch]
+        rollouts = self.rollouts.answer(name, self.step, prompts, self._phases)
+        means = validation_means(rollouts, prompts)
+        metrics = reduce_metrics(means, self.model.mesh.gather_over_dp)
+        samples = gather_samples(
+            self.model,
             self.step,
             prompts,
-            self._phases,
-            records_tokens=self.logger.records_tokens(self.step),
+            rollouts,
+            set_name=name,
+            with_tokens=self.logger.records_tokens(self.step),
         )
+        return metrics, samples
 
     def maybe_save(self) -> None:
         """Save if the completed step ends an interval or the run, or is one of the best."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from reinforce_rl.data.batches import Prompt
+from reinforce_rl.rollout.remote import Generators
 from reinforce_rl.runtime.phases import PhaseTracker
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.disaggregated import Generators
 from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.step_recorder import StepRecorder
 

@@ -12,8 +12,8 @@ from helpers.lora import EVERY, lora_model
 from helpers.policies import megatron_model
 from torch import Tensor
 
-from reinforce_rl.generation.weight_sync import load_weights, receive_weights, send_weights
 from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.rollout.weights import load_weights, receive_weights, send_weights
 
 BF16 = torch.bfloat16
 BUCKET_BYTES = 4096  # no buffer is larger than the tensors whose values are known

@@ -18,6 +18,7 @@ from helpers.tiny_run import compose
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from reinforce_rl.actor.build import build_actor
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
@@ -27,7 +28,6 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import layout_of, plan_batches, plan_memory, read_inputs
-from reinforce_rl.trainer.build import build_actor
 
 TP2, PP2, CP2 = (
     f"model.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline", "context")

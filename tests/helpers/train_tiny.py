@@ -79,7 +79,7 @@ def main(cfg: DictConfig) -> None:
     )
     connection._connect_to_reward_server = lambda *_: reward  # type: ignore[assignment]
     if GENERATES:
-        from reinforce_rl.trainer.separate_program import generate
+        from reinforce_rl.rollout.worker import generate
 
         generate(config, stop)
     else:
@@ -98,7 +98,7 @@ def die_before(suffix: str) -> None:
 
 
 def die_receiving(transfer: int) -> None:
-    from reinforce_rl.runtime.reformed_group import ReformedGroup
+    from reinforce_rl.rollout.weight_group import ReformedGroup
 
     broadcast, calls = ReformedGroup.broadcast, itertools.count(1)
 
@@ -129,8 +129,8 @@ def lengthen_steps(seconds: float) -> None:
 
 
 def await_generators(training: int, count: int) -> None:
+    from reinforce_rl.rollout.separate import SeparatePool
     from reinforce_rl.trainer.reinforce import ReinforceTrainer
-    from reinforce_rl.trainer.separate import SeparatePool
 
     train = ReinforceTrainer.run_training
     arrive = SeparatePool._arrive
@@ -189,7 +189,7 @@ class SlowTokens:
 
 
 def slow_down(slow: int, rank: int) -> None:
-    from reinforce_rl.trainer.work_queue import COUNTER, WorkQueue
+    from reinforce_rl.rollout.work_queue import COUNTER, WorkQueue
 
     take = WorkQueue.__iter__
 

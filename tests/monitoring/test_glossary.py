@@ -88,7 +88,7 @@ def test_every_metric_is_documented(written):
 
 
 def test_no_entry_is_dead(written):
-    # See tests/trainer/test_disaggregated.py and test_finished_first.py,
+    # See tests/rollout/test_disaggregated.py and test_finished_first.py,
     # tests/monitoring/test_alerts.py.
     apart = {
         "train/unscored_longer",

@@ -42,8 +42,8 @@ from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.rollout.prompts import build_datasets
 from reinforce_rl.runtime.stop import RunTimer, TimeBudget
-from reinforce_rl.trainer.build import build_datasets
 from reinforce_rl.utils.job_time import JobTimes
 
 RL = "trainer.reinforce"

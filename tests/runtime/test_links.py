@@ -11,8 +11,8 @@ import pytest
 import zmq
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from reinforce_rl.rollout.rendezvous import host_store
 from reinforce_rl.runtime import links as runtime_links
-from reinforce_rl.runtime.guests import host_store
 from reinforce_rl.runtime.links import Invitation, Links, LinkThread
 
 HOSTS = [

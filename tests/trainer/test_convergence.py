@@ -19,8 +19,8 @@ from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.rollout.prompts import build_datasets
 from reinforce_rl.run import build_trainer
-from reinforce_rl.trainer.build import build_datasets
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
 VOCABULARY = 8

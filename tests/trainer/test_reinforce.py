@@ -42,9 +42,9 @@ from reinforce_rl.rewards.base import (
     RewardRequest,
     Rewards,
 )
+from reinforce_rl.rollout.local import RolloutMaker
 from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
-from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.updates import mini_batches
 from reinforce_rl.utils.job_time import JobTimes
 

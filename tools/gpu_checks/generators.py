@@ -18,10 +18,10 @@ from torch import Tensor
 from gpu_checks.base import Context, Finding, judged
 from gpu_checks.random_weights import fill_ours
 from gpu_checks.shapes import SHAPES
-from reinforce_rl.generation.weight_sync import load_weights, receive_weights, send_weights
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.rollout.weights import load_weights, receive_weights, send_weights
 from reinforce_rl.runtime.roles import WeightGroup
 
 BUCKET_BYTES = 1 << 15  # the tiny model has more, so that both buffers are filled several times

@@ -46,7 +46,7 @@ class Wire:
 
 def on_threads_too(machine: Machine) -> None:
     """Have the thread that receives weights see the fake GPU; a mode of torch is its own thread's."""
-    from reinforce_rl.trainer.generate import GeneratorRank
+    from reinforce_rl.rollout.generate import GeneratorRank
 
     receive = GeneratorRank._receive
 

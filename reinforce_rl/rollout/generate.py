@@ -18,15 +18,10 @@ from reinforce_rl.data.batches import Completions
 from reinforce_rl.errors import GenerationError, LostRankError, ReinforceError
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.responses import completions_of, unbegun
-from reinforce_rl.generation.weight_sync import load_weights, receive_weights
 from reinforce_rl.rewards.base import RewardFuture, RewardSource
-from reinforce_rl.runtime.guests import Guest
-from reinforce_rl.runtime.links import Invitation, Links, LinkThread
-from reinforce_rl.runtime.phases import PhaseTracker, wait_for_role
-from reinforce_rl.runtime.roles import RankRole
-from reinforce_rl.trainer.generator_pool import INVITATION
-from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
-from reinforce_rl.trainer.messages import (
+from reinforce_rl.rollout.generator_pool import INVITATION
+from reinforce_rl.rollout.message_codec import BadMessageError, decode, encode
+from reinforce_rl.rollout.messages import (
     HELLO,
     EndReceived,
     GeneratorFailed,
@@ -38,7 +33,12 @@ from reinforce_rl.trainer.messages import (
     WorkRequest,
     Works,
 )
-from reinforce_rl.trainer.reward_requests import reward_request
+from reinforce_rl.rollout.rendezvous import Guest
+from reinforce_rl.rollout.reward_requests import reward_request
+from reinforce_rl.rollout.weights import load_weights, receive_weights
+from reinforce_rl.runtime.links import Invitation, Links, LinkThread
+from reinforce_rl.runtime.phases import PhaseTracker, wait_for_role
+from reinforce_rl.runtime.roles import RankRole
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel

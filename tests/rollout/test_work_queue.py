@@ -28,8 +28,8 @@ from reinforce_rl.errors import (
     StoppedEarly,
 )
 from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.rollout.local import RolloutMaker
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.rollouts import RolloutMaker
 
 RANKS = 4
 SAMPLES = 2

@@ -20,12 +20,8 @@ import torch
 
 from reinforce_rl.errors import GenerationError, ReinforceError
 from reinforce_rl.rewards.base import STATUS_OK
-from reinforce_rl.runtime.links import Links, LinkThread
-from reinforce_rl.runtime.phases import wait_for_role
-from reinforce_rl.runtime.roles import RankRole
-from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
-from reinforce_rl.trainer.messages import (
+from reinforce_rl.rollout.message_codec import BadMessageError, decode, encode
+from reinforce_rl.rollout.messages import (
     EndReceived,
     GeneratorFailed,
     Message,
@@ -38,6 +34,10 @@ from reinforce_rl.trainer.messages import (
     Works,
     fault_of_result,
 )
+from reinforce_rl.runtime.links import Links, LinkThread
+from reinforce_rl.runtime.phases import wait_for_role
+from reinforce_rl.runtime.roles import RankRole
+from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.utils.control_characters import quoted
 from reinforce_rl.utils.job_rank import JobRank
 

@@ -11,20 +11,20 @@ from datetime import timedelta
 from pathlib import Path
 from socket import gethostname
 
+from reinforce_rl.actor.build import build_actor, generator_mesh
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import GenerationError, LostRankError, ReinforceError, StoppedEarly
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.rollout.messages import RANKS, Arrival
+from reinforce_rl.rollout.rendezvous import INVITATION_FILE, Guest, OpenInvitation
+from reinforce_rl.rollout.separate_generator import SeparateGeneratorRank
 from reinforce_rl.runtime.control import RunControl
-from reinforce_rl.runtime.guests import INVITATION_FILE, Guest, OpenInvitation
 from reinforce_rl.runtime.settings import shared_settings
 from reinforce_rl.runtime.status import NoStatus
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.build import build_actor, generator_mesh
-from reinforce_rl.trainer.messages import RANKS, Arrival
-from reinforce_rl.trainer.separate_generator import SeparateGeneratorRank
 
 _AGAIN_SECONDS = 1.0
 

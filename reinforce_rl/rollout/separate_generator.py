@@ -14,14 +14,10 @@ import torch
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import EXIT_LOST_RANK, LostRankError, ReinforceError
-from reinforce_rl.generation.weight_sync import exchange_weights, receive_weights
 from reinforce_rl.rewards.base import RewardFuture
-from reinforce_rl.runtime.control import RunControl
-from reinforce_rl.runtime.guests import Guest
-from reinforce_rl.runtime.phases import StackWatcher
-from reinforce_rl.trainer.generate import GeneratorRank
-from reinforce_rl.trainer.message_codec import encode
-from reinforce_rl.trainer.messages import (
+from reinforce_rl.rollout.generate import GeneratorRank
+from reinforce_rl.rollout.message_codec import encode
+from reinforce_rl.rollout.messages import (
     Abandoned,
     Arrival,
     Dismissed,
@@ -31,6 +27,10 @@ from reinforce_rl.trainer.messages import (
     Received,
     Result,
 )
+from reinforce_rl.rollout.rendezvous import Guest
+from reinforce_rl.rollout.weights import exchange_weights, receive_weights
+from reinforce_rl.runtime.control import RunControl
+from reinforce_rl.runtime.phases import StackWatcher
 
 
 class SeparateGeneratorRank(GeneratorRank):

@@ -25,7 +25,7 @@ from reinforce_rl.data.batches import Completions
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
 from reinforce_rl.errors import ReinforceError, key_of
 from reinforce_rl.rewards.base import Rewards
-from reinforce_rl.trainer.messages import (
+from reinforce_rl.rollout.messages import (
     Abandoned,
     Arrival,
     Dismissed,

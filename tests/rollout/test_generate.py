@@ -14,9 +14,9 @@ import torch
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.generation.base import PartialResponse
-from reinforce_rl.trainer import generate
-from reinforce_rl.trainer.generate import GeneratorRank
-from reinforce_rl.trainer.messages import Result, Work
+from reinforce_rl.rollout import generate
+from reinforce_rl.rollout.generate import GeneratorRank
+from reinforce_rl.rollout.messages import Result, Work
 
 pytestmark = pytest.mark.timeout(20)  # weights that never come would be waited for
 

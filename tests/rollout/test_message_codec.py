@@ -19,8 +19,8 @@ from reinforce_rl.errors import (
     RewardServerError,
 )
 from reinforce_rl.rewards.base import Rewards
-from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
-from reinforce_rl.trainer.messages import (
+from reinforce_rl.rollout.message_codec import BadMessageError, decode, encode
+from reinforce_rl.rollout.messages import (
     Abandoned,
     Arrival,
     Dismissed,

@@ -12,12 +12,12 @@ import torch
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import ReinforceError, StoppedEarly
-from reinforce_rl.generation.weight_sync import send_weights
 from reinforce_rl.megatron.torch_archive import check_torch_archive
 from reinforce_rl.rewards.base import Rewards
+from reinforce_rl.rollout.generator_pool import GeneratorPool, is_sound
+from reinforce_rl.rollout.messages import Result, Work
+from reinforce_rl.rollout.weights import send_weights
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.generator_pool import GeneratorPool, is_sound
-from reinforce_rl.trainer.messages import Result, Work
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from reinforce_rl.rollout.weight_group import ReformedGroup
 from reinforce_rl.runtime.links import Invitation
-from reinforce_rl.runtime.reformed_group import ReformedGroup
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.net import EVERY_ADDRESS, LOOPBACK, Address, address_towards, listen
 from reinforce_rl.utils.untrusted_files import read_published
@@ -69,7 +69,10 @@ class Guest:
 
 
 def host_store(host: str, timeout: timedelta) -> tuple[Any, int]:
-    """Return a store that guests reach on this machine, and its port; on the loopback if `host` is that."""
+    """Return a store that guests reach on this machine, and its port.
+
+    It listens on the loopback alone if `host` is that.
+    """
     # A name may resolve to another address here than there.
     listener = listen(host if host == LOOPBACK else EVERY_ADDRESS, 0)
     port = listener.getsockname()[1]

@@ -25,9 +25,9 @@ from reinforce_rl.rewards.base import (
     RewardRequest,
     Rewards,
 )
+from reinforce_rl.rollout.local import RolloutMaker
+from reinforce_rl.rollout.reward_requests import faults_of, request_about, scores_of, with_valid
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.reward_requests import faults_of, request_about, scores_of, with_valid
-from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.utils.console import warn_once
 
 MESSAGES = ({"role": "user", "content": "tea"},)

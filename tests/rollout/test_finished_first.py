@@ -18,18 +18,18 @@ from helpers.errors import check_fault, raises_error
 from helpers.tiny_run import rollouts_of, tiny_config
 from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, TrainerProcesses, assert_sound
 
+from reinforce_rl.actor.build import build_generator
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, GenerationError
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.rewards.base import Rewards
+from reinforce_rl.rollout.generate import GeneratorRank
+from reinforce_rl.rollout.generator_pool import GeneratorPool
+from reinforce_rl.rollout.local import RolloutMaker
+from reinforce_rl.rollout.message_codec import decode, encode
+from reinforce_rl.rollout.messages import Result, ResultBounds, Work, WorkRequest, Works
+from reinforce_rl.rollout.remote import Ticket
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.build import build_generator
-from reinforce_rl.trainer.disaggregated import Ticket
-from reinforce_rl.trainer.generate import GeneratorRank
-from reinforce_rl.trainer.generator_pool import GeneratorPool
-from reinforce_rl.trainer.message_codec import decode, encode
-from reinforce_rl.trainer.messages import Result, ResultBounds, Work, WorkRequest, Works
-from reinforce_rl.trainer.rollouts import RolloutMaker
 
 SLOW = pytest.mark.slow
 FINISHED = ("placement=disaggregated", "generation_ranks=1", "rollout_order=finished")
@@ -398,7 +398,7 @@ def rank_of(
     rank.results = []
     rank._deliver = lambda result, future: rank.results.append(result)
     rank._ask_for_scores = lambda work, found: None
-    monkeypatch.setattr("reinforce_rl.trainer.generate.load_weights", lambda lm, found: None)
+    monkeypatch.setattr("reinforce_rl.rollout.generate.load_weights", lambda lm, found: None)
     return rank
 
 
@@ -477,7 +477,7 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         """Else a generator that once had half of its prompts goes on so, in as many seconds a call."""
         rank = rank_of(PlannedGenerator({}), None, monkeypatch)
         rank._phases = SimpleNamespace(begin=lambda phase: None)
-        monkeypatch.setattr("reinforce_rl.trainer.generate._ON_THEIR_WAY_SECONDS", 30.0)
+        monkeypatch.setattr("reinforce_rl.rollout.generate._ON_THEIR_WAY_SECONDS", 30.0)
 
         def answer() -> None:
             works = Works((work_of(2, 2), work_of(3, 3)))

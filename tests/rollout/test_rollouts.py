@@ -17,10 +17,10 @@ from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
 from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
+from reinforce_rl.rollout.local import RolloutMaker
+from reinforce_rl.rollout.messages import Result
+from reinforce_rl.rollout.remote import Ticket
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.disaggregated import Ticket
-from reinforce_rl.trainer.messages import Result
-from reinforce_rl.trainer.rollouts import RolloutMaker
 
 STATUS_BAD = 1 if STATUS_OK != 1 else 2
 

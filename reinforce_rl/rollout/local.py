@@ -24,8 +24,7 @@ from reinforce_rl.data.batches import (
 )
 from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import GenerationError, StoppedEarly, TooManyFailedRewardsError
-from reinforce_rl.monitoring.metrics import Mean, reduce_metrics, rollout_means, validation_means
-from reinforce_rl.monitoring.records import Samples
+from reinforce_rl.monitoring.metrics import Mean, reduce_metrics, rollout_means
 from reinforce_rl.rewards.base import (
     STATUS_TEXT,
     CompletedRewards,
@@ -33,13 +32,12 @@ from reinforce_rl.rewards.base import (
     Rewards,
     RewardSource,
 )
+from reinforce_rl.rollout.messages import Result
+from reinforce_rl.rollout.remote import Generators, Ticket
+from reinforce_rl.rollout.reward_requests import faults_of, reward_request, scores_of, with_valid
+from reinforce_rl.rollout.work_queue import WorkQueue
 from reinforce_rl.runtime.phases import PhaseTracker, StepClock
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.disaggregated import Generators, Ticket
-from reinforce_rl.trainer.messages import Result
-from reinforce_rl.trainer.reward_requests import faults_of, reward_request, scores_of, with_valid
-from reinforce_rl.trainer.samples import gather_samples
-from reinforce_rl.trainer.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
@@ -177,33 +175,6 @@ class RolloutMaker:
                 return  # of fewer epochs than before
             self.ahead.append(Drawn(next(self.loader), self.loader.state_dict(), tickets[number]))
 
-    def evaluate(
-        self,
-        name: str,
-        step: int,
-        parts: Iterable[Sequence[Prompt]],
-        phases: PhaseTracker,
-        *,
-        records_tokens: bool = False,
-    ) -> tuple[dict[str, float], Samples]:
-        """Sample with validation's settings and score; return means over all ranks.
-
-        The first rank gets the samples of all, the others none. `parts` are this rank's prompts; `name` is the
-        phase's. Raises as `make`.
-        """
-        prompts = [prompt for part in parts for prompt in part]
-        batch = self.answer(name, step, prompts, phases)
-        means = reduce_metrics(validation_means(batch, prompts), self.model.mesh.gather_over_dp)
-        samples = gather_samples(
-            self.model,
-            step,
-            prompts,
-            batch,
-            set_name=name,
-            with_tokens=records_tokens,
-        )
-        return means, samples
-
     def answer(
         self,
         name: str,
@@ -212,7 +183,7 @@ class RolloutMaker:
         phases: PhaseTracker,
         num_samples: int = 1,
     ) -> RolloutBatch:
-        """Sample this rank's prompts with validation's settings and score the responses; raises as `evaluate`."""
+        """Sample this rank's prompts with validation's settings and score the responses; raises as `make`."""
         phases.begin(name)
         with self.while_generating():
             pending = self.sample(prompts, num_samples, 0)

@@ -12,11 +12,9 @@ import torch
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import GenerationError
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
-from reinforce_rl.runtime.links import Links, LinkThread
-from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.generator_pool import GeneratorPool
-from reinforce_rl.trainer.message_codec import decode, encode
-from reinforce_rl.trainer.messages import (
+from reinforce_rl.rollout.generator_pool import GeneratorPool
+from reinforce_rl.rollout.message_codec import decode, encode
+from reinforce_rl.rollout.messages import (
     EndReceived,
     Message,
     Result,
@@ -26,6 +24,8 @@ from reinforce_rl.trainer.messages import (
     Work,
     Works,
 )
+from reinforce_rl.runtime.links import Links, LinkThread
+from reinforce_rl.runtime.stop import StopRequest
 
 FAILED = STATUS_OK + 1
 SILENCE = 30.0

@@ -23,18 +23,9 @@ import torch
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.errors import GenerationError, ReinforceError
-from reinforce_rl.generation.weight_sync import send_weights
-from reinforce_rl.runtime.control import RunControl
-from reinforce_rl.runtime.guests import INVITATION_FILE, OpenInvitation, host_store
-from reinforce_rl.runtime.links import Links, LinkThread
-from reinforce_rl.runtime.phases import wait_for_role
-from reinforce_rl.runtime.reformed_group import ReformedGroup
-from reinforce_rl.runtime.settings import shared_settings
-from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.disaggregated import Generators, Ticket
-from reinforce_rl.trainer.generator_pool import GeneratorPool
-from reinforce_rl.trainer.message_codec import BadMessageError, encode
-from reinforce_rl.trainer.messages import (
+from reinforce_rl.rollout.generator_pool import GeneratorPool
+from reinforce_rl.rollout.message_codec import BadMessageError, encode
+from reinforce_rl.rollout.messages import (
     HELLO,
     RANKS,
     Abandoned,
@@ -51,6 +42,15 @@ from reinforce_rl.trainer.messages import (
     WorkRequest,
     Works,
 )
+from reinforce_rl.rollout.remote import Generators, Ticket
+from reinforce_rl.rollout.rendezvous import INVITATION_FILE, OpenInvitation, host_store
+from reinforce_rl.rollout.weight_group import ReformedGroup
+from reinforce_rl.rollout.weights import send_weights
+from reinforce_rl.runtime.control import RunControl
+from reinforce_rl.runtime.links import Links, LinkThread
+from reinforce_rl.runtime.phases import wait_for_role
+from reinforce_rl.runtime.settings import shared_settings
+from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.utils.control_characters import quoted
 from reinforce_rl.utils.job_rank import JobRank
 

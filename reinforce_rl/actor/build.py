@@ -1,9 +1,8 @@
-"""Build data sets, actor and generator from a checked config."""
+"""Build the mesh, the actor and its generator from a checked configuration."""
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,15 +13,6 @@ from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
 from reinforce_rl.config.end_tokens import read_end_tokens
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.model import ModelConfig, ParallelConfig, SamplingConfig
-from reinforce_rl.data.data_prefix import SPLITS
-from reinforce_rl.data.prompts import (
-    PromptDataset,
-    RLHFDatasets,
-    build_train_valid_test_rlhf_datasets,
-    fixed_prompts,
-)
-from reinforce_rl.data.readers import Columns
-from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import token_id
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.generation.base import Elsewhere, Generator, SamplingParams
@@ -38,40 +28,6 @@ from reinforce_rl.utils.console import warn_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-def build_datasets(
-    cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, splits: Sequence[str] = SPLITS
-) -> RLHFDatasets:
-    data = cfg.model.data
-    prefixes = {key: value for key, value in vars(data.data_prefix).items() if value is not None}
-    datasets = build_train_valid_test_rlhf_datasets(
-        tokenizer,
-        prefixes,
-        splits=splits,
-        max_prompt_tokens=cfg.model.max_prompt_tokens,
-        too_long=data.too_long,  # type: ignore[arg-type]
-        apply_chat_template=data.apply_chat_template,
-        add_bos=data.add_bos,
-        columns=Columns(data.fields.columns),
-        system_prompt=data.system_prompt,
-        template=data.template_options("model.data."),
-    )
-    if datasets.validation is not None:
-        # raises if the set is smaller
-        fixed_prompts(datasets.validation, cfg.model.reinforce.num_val_samples)
-    return datasets
-
-
-def build_sampler(cfg: TrainConfig, train_set: PromptDataset) -> PromptSampler:
-    return PromptSampler(
-        len(train_set),
-        cfg.model.reinforce.num_rollout_samples,
-        seed=cfg.model.seed,
-        shuffle=cfg.model.data.shuffle,
-        max_epochs=cfg.trainer.reinforce.max_epochs,
-        blend=train_set.blend,
-    )
 
 
 def configured_mesh(cfg: TrainConfig, role: RankRole | None = None) -> AbstractContextManager[Mesh]:

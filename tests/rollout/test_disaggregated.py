@@ -42,11 +42,11 @@ from reinforce_rl.errors import (
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
+from reinforce_rl.rollout.generate import GeneratorRank
+from reinforce_rl.rollout.messages import Result, Work
+from reinforce_rl.rollout.remote import Generators, Ticket
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.disaggregated import Generators, Ticket
-from reinforce_rl.trainer.generate import GeneratorRank
-from reinforce_rl.trainer.messages import Result, Work
 
 SLOW = pytest.mark.slow
 FAILED = STATUS_OK + 1
@@ -515,7 +515,7 @@ def test_an_engine_that_failed_wakes_before_new_weights_count(monkeypatch):
     rank._has_ended = False
     rank._changed = threading.Condition()
     rank._staged = {1: {}}
-    monkeypatch.setattr("reinforce_rl.trainer.generate.load_weights", lambda lm, found: None)
+    monkeypatch.setattr("reinforce_rl.rollout.generate.load_weights", lambda lm, found: None)
     work = Work(0, 1, 0, (Prompt(0, "", (3,)),), 1, 0)
     failures = [rank._answer(work)[0].failure for _ in range(2)]
     rank._advance(1)
@@ -561,7 +561,7 @@ def generators_of(
     def cut(prompts: Sequence[Prompt], validation: bool) -> list[Sequence[Prompt]]:
         return [prompts[start : start + 2] for start in range(0, len(prompts), 2)]
 
-    monkeypatch.setattr("reinforce_rl.trainer.disaggregated.send_weights", lambda lm, group: None)
+    monkeypatch.setattr("reinforce_rl.rollout.remote.send_weights", lambda lm, group: None)
     mesh = SimpleNamespace(
         gather_over_dp=lambda value: [value], raise_on_all_ranks=contextlib.nullcontext, dp_rank=0
     )

@@ -33,10 +33,8 @@ from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import ConfigError, GenerationError, RewardServerError
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.rewards.base import Rewards
-from reinforce_rl.runtime.guests import INVITATION_FILE
-from reinforce_rl.runtime.status import read_status
-from reinforce_rl.trainer.message_codec import decode, encode
-from reinforce_rl.trainer.messages import (
+from reinforce_rl.rollout.message_codec import decode, encode
+from reinforce_rl.rollout.messages import (
     Arrival,
     Dismissed,
     GeneratorFailed,
@@ -49,8 +47,10 @@ from reinforce_rl.trainer.messages import (
     WorkRequest,
     Works,
 )
-from reinforce_rl.trainer.separate import SeparatePool, _Generator
-from reinforce_rl.trainer.separate_generator import SeparateGeneratorRank
+from reinforce_rl.rollout.rendezvous import INVITATION_FILE
+from reinforce_rl.rollout.separate import SeparatePool, _Generator
+from reinforce_rl.rollout.separate_generator import SeparateGeneratorRank
+from reinforce_rl.runtime.status import read_status
 
 SLOW = pytest.mark.slow
 JOINED = ("placement=disaggregated", "generation_ranks=1")
@@ -776,7 +776,7 @@ class SwappedWeights:
             self.loaded = weights[0]
             weights[0] = before
 
-        monkeypatch.setattr("reinforce_rl.trainer.separate_generator.exchange_weights", exchange)
+        monkeypatch.setattr("reinforce_rl.rollout.separate_generator.exchange_weights", exchange)
         rank: Any = object.__new__(SeparateGeneratorRank)
         rank._changed = threading.Condition()
         rank._staged = {}

@@ -12,7 +12,7 @@ import torch
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import GenerationError, RewardServerError
 from reinforce_rl.rewards.base import Rewards
-from reinforce_rl.trainer.messages import Result, ResultBounds, Work, fault_of_result
+from reinforce_rl.rollout.messages import Result, ResultBounds, Work, fault_of_result
 
 NEWEST = 5
 PROMPTS = (Prompt(3, "hi", (5, 6)), Prompt(9, "", ()))

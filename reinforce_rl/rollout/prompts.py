@@ -1,0 +1,54 @@
+"""Build the data sets of prompts and their sampler from a checked configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.data.data_prefix import SPLITS
+from reinforce_rl.data.prompts import (
+    PromptDataset,
+    RLHFDatasets,
+    build_train_valid_test_rlhf_datasets,
+    fixed_prompts,
+)
+from reinforce_rl.data.readers import Columns
+from reinforce_rl.data.sampler import PromptSampler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def build_datasets(
+    cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, splits: Sequence[str] = SPLITS
+) -> RLHFDatasets:
+    data = cfg.model.data
+    prefixes = {key: value for key, value in vars(data.data_prefix).items() if value is not None}
+    datasets = build_train_valid_test_rlhf_datasets(
+        tokenizer,
+        prefixes,
+        splits=splits,
+        max_prompt_tokens=cfg.model.max_prompt_tokens,
+        too_long=data.too_long,  # type: ignore[arg-type]
+        apply_chat_template=data.apply_chat_template,
+        add_bos=data.add_bos,
+        columns=Columns(data.fields.columns),
+        system_prompt=data.system_prompt,
+        template=data.template_options("model.data."),
+    )
+    if datasets.validation is not None:
+        # raises if the set is smaller
+        fixed_prompts(datasets.validation, cfg.model.reinforce.num_val_samples)
+    return datasets
+
+
+def build_sampler(cfg: TrainConfig, train_set: PromptDataset) -> PromptSampler:
+    return PromptSampler(
+        len(train_set),
+        cfg.model.reinforce.num_rollout_samples,
+        seed=cfg.model.seed,
+        shuffle=cfg.model.data.shuffle,
+        max_epochs=cfg.trainer.reinforce.max_epochs,
+        blend=train_set.blend,
+    )
