@@ -15,7 +15,6 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.data.batch_iterator import DefaultBatchIterator
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
-from reinforce_rl.errors import ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import (
     Checkpoint,
@@ -38,13 +37,12 @@ from reinforce_rl.monitoring.step_record import drop_records
 from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
-from reinforce_rl.rollout.generate import GeneratorRank
 from reinforce_rl.rollout.generator_pool import GeneratorPool
 from reinforce_rl.rollout.messages import ResultBounds
 from reinforce_rl.rollout.prompts import build_sampler
 from reinforce_rl.rollout.remote import Generators
-from reinforce_rl.rollout.rendezvous import INVITATION_FILE
-from reinforce_rl.rollout.separate import SeparateGenerators, SeparatePool
+from reinforce_rl.rollout.rendezvous import RENDEZVOUS_FILE
+from reinforce_rl.rollout.worker import generate_in_job
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import PhaseTracker
 from reinforce_rl.runtime.profiling import StepProfiler
@@ -95,7 +93,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
         tokenizer, datasets = read_inputs(cfg).checked()
         if role is not None and role.generates:
             with control.ending():
-                generate(cfg, mesh, tokenizer, role, control)
+                generate_in_job(cfg, mesh, tokenizer, role, control)
             return None
         checkpoint = (
             latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None
@@ -169,50 +167,15 @@ def result_bounds(cfg: TrainConfig) -> ResultBounds:
 def open_pool(
     cfg: TrainConfig, mesh: Mesh, role: RankRole | None, monitor: RunMonitor, control: RunControl
 ) -> GeneratorPool:
-    """Meet the generators of the job, or invite those that are programs of their own, which come when they come."""
+    """Let generators register: those of the job, which are waited for, or others at any time."""
     bounds = result_bounds(cfg)
     if role is not None:
         monitor.note(f"Ranks {role.generators.start} to {role.size - 1} generate")
-        return GeneratorPool(role, mesh.device, cfg.trainer.heartbeat_timeout_seconds, bounds)
-    pool = SeparatePool(cfg, mesh.device, bounds, control, monitor.note)
-    invitation = Path(cfg.exp_manager.explicit_log_dir) / INVITATION_FILE
-    monitor.note(f"Generators are invited by {invitation}")
+    pool = GeneratorPool(cfg, mesh.device, bounds, control, monitor.note, role)
+    if role is None:
+        file = Path(cfg.exp_manager.explicit_log_dir) / RENDEZVOUS_FILE
+        monitor.note(f"Generators are invited by {file}")
     return pool
-
-
-def generate(
-    cfg: TrainConfig,
-    mesh: Mesh,
-    tokenizer: PreTrainedTokenizerBase,
-    role: RankRole,
-    control: RunControl,
-) -> None:
-    """Generate for the trainers, on a rank that does nothing else, until they end."""
-    # a signal reaches the trainers by the watch, and they end the run
-    control.stop.wait_for_checks()
-    rank = GeneratorRank(
-        role,
-        mesh.device,
-        silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
-        staleness=cfg.staleness,
-        groups=cfg.prompts_under_way,
-        inflight=cfg.cache_after_update,
-    )
-    with contextlib.ExitStack() as stack:
-        stack.callback(rank.close)
-        try:
-            control.phases.begin("waiting for the reward server", has_deadline=True)
-            monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir)
-            rm = stack.enter_context(
-                contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor))
-            )
-            control.phases.begin("loading the model")
-            model = build_actor(cfg, mesh, tokenizer, trains=False, with_reference=False)
-            stack.callback(model.generator.close)
-        except ReinforceError as error:
-            rank.fail(error)
-            return
-        rank.run(model, rm, control.phases)
 
 
 def build_monitor(
@@ -347,9 +310,8 @@ def build_trainer(
     stop = control.stop if control else StopRequest()
     generators = None
     if cfg.placement == "disaggregated":
-        kind = SeparateGenerators if cfg.generators == "separate" else Generators
         takes_finished = cfg.rollout_order == "finished"
-        generators = kind(model, pool, make_micro_batches, stop, takes_finished)
+        generators = Generators(model, pool, make_micro_batches, stop, takes_finished)
 
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return (

@@ -17,9 +17,10 @@ from findings.runs import CELLS, Job, Outcome, ReviewReward, configuration, leng
 from reinforce_rl.actor.build import build_actor, configured_mesh
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.rollout.generate import GeneratorRank
-from reinforce_rl.runtime.phases import PhaseTracker
+from reinforce_rl.rollout.worker import join_job
+from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.roles import RankRole
+from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.utils.ranks import STORE_VARIABLE
 
 END_SECONDS = 30.0  # that a rank may take to end when the run is over
@@ -78,12 +79,9 @@ def _rank_of_role(job: Job, folder: Path, sender: Connection) -> None:
         if not role.generates:
             sender.send(run(job, mesh, folder, role))
             return
-        silence = config.trainer.heartbeat_timeout_seconds
-        generator = GeneratorRank(
-            role, mesh.device, silence_seconds=silence, staleness=config.staleness
-        )
+        generator = join_job(config, mesh, role, RunControl(folder, StopRequest()))
         with contextlib.closing(generator):
             tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
             model = build_actor(config, mesh, tokenizer, trains=False, with_reference=False)
             lengthen_generation(model, job)
-            generator.run(model, ReviewReward(CELLS[job.cell], job.seed), PhaseTracker())
+            generator.run(model, ReviewReward(CELLS[job.cell], job.seed))

@@ -29,7 +29,9 @@ from reinforce_rl.rewards.base import STATUS_OK, RewardRequest, Rewards
 from reinforce_rl.rollout.generator_pool import GeneratorPool
 from reinforce_rl.rollout.prompts import build_datasets
 from reinforce_rl.run import build_trainer, result_bounds
+from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.roles import RankRole
+from reinforce_rl.runtime.stop import StopRequest
 
 BETA = 0.05
 SAMPLES_PER_STEP = 32
@@ -365,10 +367,10 @@ def run(job: Job, mesh: Mesh, folder: Path, role: RankRole | None = None) -> Out
     pool = None
     with contextlib.ExitStack() as stack:
         if role is not None:
-            silence = config.trainer.heartbeat_timeout_seconds
+            control = RunControl(folder, StopRequest())
             # The scores are this file's, and no configured function's.
             bounds = replace(result_bounds(config), sources=None)
-            pool = GeneratorPool(role, mesh.device, silence, bounds)
+            pool = GeneratorPool(config, mesh.device, bounds, control, print, role)
             stack.enter_context(contextlib.closing(pool))
         trainer = build_trainer(
             config, mesh, tokenizer, build_datasets(config, tokenizer), source, recorder, pool=pool

@@ -1,124 +1,302 @@
-"""Rank 0's queue of prompts for generators on ranks of their own, and the rollouts that come back.
+"""Rank 0's queue of prompts for the generators, and the rollouts that come back.
 
-Micro-batches of prompts are given, in order, to whichever generator is free, with the version of the weights that each
-must be drawn with: the number of steps that they have been trained for. Step s (from 1) uses version
-max(0, s - 1 - max_staleness), so a run's samples depend neither on how fast ranks are nor on how many generate.
+Micro-batches of prompts are given, in order, to whichever generator is free and has the version of
+the weights that they must be drawn with: the number of steps that trained these weights. Step s
+(from 1) uses version max(0, s - 1 - max_staleness), so the samples of a run depend neither on the
+speed of the ranks nor on the number of generators.
 
-With rollout_order=finished a work is one prompt, drawn with the newest weights that its generator has, and a step
-takes the works that are finished first.
+Generators may join or leave mid-run. Requests of a lost generator are re-queued with the same
+number, seed and weight version, so results do not depend on which generator fails. If no generator
+still holds that version, the request runs on a newer one. Generators that are ranks of the
+trainers' job (`generation_ranks`) register like all others, but the loss of one ends the run.
+
+With rollout_order=finished a request has one prompt, which is drawn with the newest weights that
+its generator has, and a step takes the results that are finished first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import reprlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from itertools import chain
+from pathlib import Path
 
 import torch
 
-from reinforce_rl.errors import GenerationError, ReinforceError
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.errors import GenerationError
 from reinforce_rl.rewards.base import STATUS_OK
 from reinforce_rl.rollout.message_codec import BadMessageError, decode, encode
 from reinforce_rl.rollout.messages import (
+    HELLO,
+    Abandoned,
+    Arrival,
+    Dismissed,
     EndReceived,
     GeneratorFailed,
     Message,
+    NewWeights,
+    Received,
     Result,
     ResultBounds,
     RunEnded,
-    WeightsAnnounced,
     Work,
     WorkRequest,
     Works,
     fault_of_result,
 )
+from reinforce_rl.rollout.rendezvous import (
+    RENDEZVOUS,
+    RENDEZVOUS_FILE,
+    RendezvousInfo,
+    host_store,
+)
+from reinforce_rl.rollout.weight_group import ElasticWeightGroup
+from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.links import Links, LinkThread
 from reinforce_rl.runtime.phases import wait_for_role
-from reinforce_rl.runtime.roles import RankRole
+from reinforce_rl.runtime.roles import RANKS, RankRole
+from reinforce_rl.runtime.settings import shared_settings
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.utils.control_characters import quoted
 from reinforce_rl.utils.job_rank import JobRank
 
-INVITATION = "generators"  # where rank 0's `Invitation` is shared
 _POLL_SECONDS = 0.2
 _MAX_JSON_BYTES = 64 << 20  # of a message; memory for its values is many times that
 _END_SECONDS = 10.0  # for generators to read that the run has ended
-_MOST_SOURCES = 2048  # in all results: the dashboard leaves out a run of more than 4096 metrics
+_MAX_SOURCES = 2048  # in all results: the dashboard leaves out a run of more than 4096 metrics
+_MAX_REQUESTED = 1 << 16  # works that a generator can have asked for
+_MAX_NOTES = 1000  # that wait to be printed
+_MAX_RECEIVE_FAILURES = 3  # in a row, after which a generator is dismissed
+_MAX_NAME_LENGTH = 200
+
+
+@dataclass(eq=False)
+class _Generator:
+    """A registered generator: the ranks that share one copy of the model."""
+
+    number: int
+    size: int
+    name: str
+    ranks: set[int] = field(default_factory=set)
+    is_ready: bool = False  # it has loaded the model
+    version: int = -1  # of the newest weights that it has
+    since: int = -1  # version of the first ones
+    failures: int = 0  # to receive weights, since the last success
+    lacks_scores: bool = False  # it got none for the last work that it answered
+    under_way: dict[int, Work] = field(default_factory=dict)
+
+    @property
+    def leader(self) -> int:
+        return self.number * RANKS
 
 
 class GeneratorPool:
     """Rank 0's connections to the generators, and the queue between them.
 
-    A generator of which nothing is heard for `silence_seconds` is lost. `device` is where the weights are,
-    and `bounds` are those of the results that it accepts.
+    Args:
+        cfg: generators must have the same values of the keys that change a run's meaning.
+        device: of the policy's weights.
+        bounds: of the results that it accepts.
+        note: called with a line for the run's log, on the thread that calls the methods.
+        role: of this rank, if ranks of its job generate; the pool waits until they have registered.
 
-    Raises ConnectionError: a generator did not come.
+    Raises:
+        ConnectionError: a rank of the job that generates did not register.
     """
 
     def __init__(
-        self, role: RankRole, device: torch.device, silence_seconds: float, bounds: ResultBounds
+        self,
+        cfg: TrainConfig,
+        device: torch.device,
+        bounds: ResultBounds,
+        control: RunControl,
+        note: Callable[[str], object],
+        role: RankRole | None = None,
     ):
+        self._role = role
+        self._folder = Path(cfg.exp_manager.explicit_log_dir)
+        self._settings = shared_settings(cfg)
+        self._silence_seconds = cfg.trainer.heartbeat_timeout_seconds
+        self._wait_seconds = cfg.generator_timeout_seconds
+        self._staleness = cfg.staleness
+        self._phases = control.phases
+        self._status = control.status
+        self._stop = control.stop
+        self._note = note
         self._begin_empty(bounds)
-        self._room = dict.fromkeys(role.leaders, 0)  # works that each has asked for
-        self._begun = set[int]()
-        self._leaders = set(role.leaders)
-        self._lost: str | None = None
-        links, invitation = Links.listen(JobRank.of_process().host_of_first)
-        role.share(INVITATION, invitation.to_json())
-        self._links, seconds = links, role.timeout.total_seconds()
-        if missing := sorted(set(role.generators) - links.accept(role.generators, seconds).keys()):
-            links.close()
-            raise ConnectionError(
-                f"the ranks {missing}, which generate, did not come within {seconds:.0f} s"
-            )
-        self.group = role.weight_group(device)
-        self._thread = LinkThread(links, silence_seconds, self._on_message, self._on_lost)
+        timeout = timedelta(seconds=self._silence_seconds)  # of a transfer of weights
+        host = cfg.generator_host or JobRank.of_process().host_of_first
+        self._links, invitation = Links.listen(host)
+        store, port = host_store(invitation.host, timeout)
+        self.group = ElasticWeightGroup(store, invitation.host, device, timeout)
+        self._thread = LinkThread(
+            self._links,
+            self._silence_seconds,
+            self._on_message,
+            self._on_lost,
+            is_open=True,
+        )
+        self._info = RendezvousInfo(invitation, port)
+        if role is None:
+            self._info.write(self._folder)
+        else:
+            self._await_ranks_of_job(role)
 
     def _begin_empty(self, bounds: ResultBounds) -> None:
         self._bounds = bounds
         self._source_names = set(bounds.sources or ())  # in all results so far
         self._changed = threading.Condition()
+        self._generators: dict[int, _Generator] = {}
+        self._idle: deque[int] = deque()  # numbers of generators that have asked for work
         self._waiting: deque[Work] = deque()
         self._given: dict[int, Work] = {}  # and not forgotten
         self._given_again = set[int]()  # as their rollouts were too old
         self._results: dict[int, Result] = {}
-        # while `take` waits: works that were given again before
+        # While `take` waits: works that were given again before.
         self._again: set[int] | None = None
         self._dropped = 0  # since then
-        self._failure: ReinforceError | None = None  # of a generator that cannot go on
+        self._failure: Exception | None = None  # that ends the run
         self._informed_of_end = set[int]()  # ranks that have read that the run has ended
-        self._newest = 0  # version of the weights that generators were sent
+        self._newest = 0  # version of the weights that generators are to have
+        # The last transfer of weights, its ranks and what they say of it.
+        self._sent: tuple[NewWeights, tuple[int, ...]] | None = None
+        self._members: tuple[int, ...] = ()  # ranks of the weight group
+        self._answers: dict[int, Received] = {}
+        self._epoch = 0
+        self._notes: deque[str] = deque(maxlen=_MAX_NOTES)
+        self._dismissed = set[int]()  # ranks
+        self._unscored = set[int]()  # works for which a generator got no scores
+        self._lost_versions = set[int]()  # that no generator has any more, and that were noted
+        self._last_loss = ""
+        self._alone_since: float | None = None  # while the trainers wait and there is no generator
+
+    def _await_ranks_of_job(self, role: RankRole) -> None:
+        """Share how to connect with the ranks of the job that generate, and wait for them."""
+        role.share(RENDEZVOUS, self._info.to_json())
+        deadline = time.monotonic() + role.timeout.total_seconds()
+        with self._changed:
+            while missing := self._ranks_of_job() - self._ranks():
+                if self._failure is not None or time.monotonic() > deadline:
+                    break
+                wait_for_role(self._changed, _POLL_SECONDS)
+        if missing:
+            self.close()
+            self._check()
+            numbers = sorted(map(role.job_rank, missing))
+            raise ConnectionError(
+                f"the ranks {numbers}, which generate, did not come within "
+                f"{role.timeout.total_seconds():.0f} s"
+            )
+
+    def _ranks_of_job(self) -> set[int]:
+        """Return the ranks, as links name them, of the job's generators."""
+        return set() if self._role is None else set(self._role.link_ranks)
+
+    def close(self) -> None:
+        """End the generators."""
+        (self._folder / RENDEZVOUS_FILE).unlink(missing_ok=True)
+        self._thread.stopping.set()
+        self._links.send_all(*encode(RunEnded()))
+        self._await_end(time.monotonic() + _END_SECONDS)
+        self._thread.close()
+        self.group.close()
+
+    def _await_end(self, deadline: float) -> None:
+        """Wait until all generators that are there have read that the run has ended.
+
+        A connection that closes takes with it what its peer has not read, and the generator would
+        call this run lost.
+        """
+        with self._changed:
+            while time.monotonic() < deadline:
+                peers = list(self._links.peers.values())
+                if all(peer.closed or peer.rank in self._informed_of_end for peer in peers):
+                    return
+                wait_for_role(self._changed, _POLL_SECONDS)
+
+    # The queue
 
     def submit(self, work: Iterable[Work]) -> None:
         with self._changed:
             self._waiting.extend(work)
             self._assign()
 
-    def wait(self, numbers: Sequence[int], stop: StopRequest | None = None) -> list[Result] | None:
-        """Wait for these results and return them; None once a stop is asked for.
+    def await_results(
+        self, numbers: Sequence[int], stop: StopRequest | None = None, anybody: bool = False
+    ) -> bool:
+        """Wait for results, and for `anybody` who has the newest weights; see `_await`."""
 
-        Raises ConnectionError: a generator's rank is lost. ReinforceError: it cannot go on.
+        def are_there() -> bool:
+            return all(number in self._results for number in numbers) and (
+                self._has_newest() or not anybody
+            )
+
+        return self._await(are_there, stop)
+
+    def await_first(
+        self, shares: Sequence[tuple[Sequence[int], int]], oldest: int, stop: StopRequest
+    ) -> bool:
+        """Wait for what `take` returns; see `_await`."""
+        return self._await(lambda: self._to_take(shares, oldest) is not None, stop)
+
+    def _await(self, is_there: Callable[[], bool], stop: StopRequest | None) -> bool:
+        """Return True once a generator lacks weights, False at the end or with a stop.
+
+        Without a generator a stopped run does not wait.
+
+        Raises:
+            GenerationError: no generator has come in time, or one of the job cannot go on.
+            ConnectionError: a rank of the job is lost.
         """
-        with self._changed:
-            while not all(number in self._results for number in numbers):
-                if stop is not None and stop.reason is not None:
-                    return None
+        with self._waiting_phase(), self._changed:
+            while not is_there():
+                self._print_notes()
+                is_alone = not any(one.is_ready for one in self._generators.values())
+                self._look_for_anybody(is_alone)
+                if self._lacking():
+                    return True
+                if (stop is not None and stop.reason) or (is_alone and self._stop.reason):
+                    return False
                 self._check()
                 wait_for_role(self._changed, _POLL_SECONDS)
-            return [self._results[number] for number in numbers]
+            self._print_notes()
+            self._look_for_anybody(False)
+            return False
+
+    def _waiting_phase(self) -> contextlib.AbstractContextManager[None]:
+        # Ranks of the job are watched one by one, so that a hang is found where it is; the wait for
+        # other generators has a deadline of its own.
+        if self._role is not None:
+            return contextlib.nullcontext()
+        return self._phases.having_deadline()
+
+    def wait(self, numbers: Sequence[int], stop: StopRequest | None = None) -> list[Result] | None:
+        """Return results after `await_results`; None if a stop came before them."""
+        with self._changed:
+            if all(number in self._results for number in numbers):
+                return [self._results[number] for number in numbers]
+            self._check()
+            return None
 
     def take(
         self, shares: Sequence[tuple[Sequence[int], int]], oldest: int, stop: StopRequest
     ) -> tuple[list[Result], int] | None:
-        """Wait for the works of each share, (numbers, count), that are finished first; None once a stop is asked for.
+        """Wait for the works of each share, (numbers, count), that are finished first.
 
-        What has a token of weights older than version `oldest` is dropped, and its prompt answered again before the
-        others; the next call waits for it, so that long responses get their turn. A prompt is taken once a call.
+        A result with a token of weights older than version `oldest` is dropped and its prompt
+        answered again before the others; the next call waits for it, so that long responses get
+        their turn. A prompt is taken once a call.
 
         Returns:
-            The results, and how many were dropped.
+            The results, and how many were dropped; None once a stop is asked for.
         """
         with self._changed:
             while (found := self._to_take(shares, oldest)) is None:
@@ -159,9 +337,10 @@ class GeneratorPool:
     def _first(
         self, numbers: Sequence[int], count: int, again: set[int], prompts: set[tuple[int, ...]]
     ) -> list[Result] | None:
-        """Return the results to take, those given `again` among them, but no others of `prompts`; None: not yet.
+        """Return the results to take, those given `again` among them, but no others of `prompts`.
 
-        Where a share has no more to come, a prompt of two epochs is taken twice rather than left at the run's end.
+        Where a share has no more to come, a prompt of two epochs is taken twice rather than left at
+        the run's end. None: they are not there yet.
         """
         own = set(numbers)
         count = min(count, len(numbers))
@@ -194,7 +373,8 @@ class GeneratorPool:
     def readmit(self, work: Work, result: Result) -> None:
         """Take a result from a checkpoint as the answer to this work."""
         with self._changed:
-            self._given[work.number], self._results[work.number] = work, result
+            self._given[work.number] = work
+            self._results[work.number] = result
 
     def finished(self) -> list[Result]:
         """Return the results to take that are there, without failures."""
@@ -203,41 +383,227 @@ class GeneratorPool:
             # not a validation's
             return [result for result in found if self._given[result.number].or_newer]
 
-    def announce(self, version: int) -> None:
-        """Have all generators' ranks receive weights, once each has loaded its model; raises as `wait`."""
+    # Weights
+
+    def group_for(self, version: int) -> ElasticWeightGroup | None:
+        """Return the group through which these weights are sent next.
+
+        None once no generator lacks them. Generators that are lost meanwhile are left out; the
+        others get the weights again. Generators of the job are waited for until each has loaded its
+        model. Raises as `_await`.
+        """
+        self._newest = version
+        self._await_models()
+        while True:
+            self._settle()
+            with self._changed:
+                self._assign()
+                self._print_notes()
+                self._check()
+                ranks = tuple(self._lacking())
+                if not ranks:
+                    return None
+                is_new = bool(ranks != self._members or self.group.fault)
+                self._offer(version, ranks, is_new=is_new)
+            if not is_new or self._forms_group(ranks):
+                return self.group
+
+    def _await_models(self) -> None:
         with self._changed:
-            while self._begun < self._leaders:
+            while any(
+                self._is_of_job(one) and not one.is_ready for one in self._generators.values()
+            ):
                 self._check()
                 wait_for_role(self._changed, _POLL_SECONDS)
-        self._newest = version
-        self._links.send_all(*encode(WeightsAnnounced(version)))
+
+    def _offer(self, version: int, ranks: tuple[int, ...], *, is_new: bool) -> None:
+        """Ask these ranks to receive weights, in a new epoch of the group if `is_new`."""
+        self._epoch += is_new
+        self._members = ranks
+        self._answers = {}
+        for place, rank in enumerate(ranks, 1):
+            offer = NewWeights(self._epoch, version, place, 1 + len(ranks))
+            self._links.send(rank, *encode(offer))
+            self._sent = (offer, ranks)
+
+    def _forms_group(self, ranks: tuple[int, ...]) -> bool:
+        """Return False if a rank did not come into the group."""
+        try:
+            self.group.form(self._epoch, 0, 1 + len(ranks), partial(self._are_there, set(ranks)))
+        except RuntimeError as error:
+            self.group.abandon(self.group.epoch, str(error))
+            return False
+        return True
+
+    def _settle(self) -> None:
+        """Wait until the ranks of the last transfer report its outcome; drop the silent ones."""
+        if self._sent is None:
+            return
+        offer, ranks = self._sent
+        self._sent = None
+        deadline = time.monotonic() + self._silence_seconds
+        if self.group.fault:
+            self.group.close()  # so that the others' transfers end, too
+        with self._changed:
+            while set(ranks) & self._ranks() - self._answers.keys() and time.monotonic() < deadline:
+                wait_for_role(self._changed, _POLL_SECONDS)
+            for one in list(self._generators.values()):
+                if one.ranks & set(ranks):
+                    self._take_answers(one, offer.version)
+            if self.group.fault or any(answer.fault for answer in self._answers.values()):
+                self._members = ()
+
+    def _take_answers(self, one: _Generator, version: int) -> None:
+        """Record whether a generator has received the weights of the last transfer."""
+        answers = [self._answers.get(rank) for rank in one.ranks]
+        faults = [answer.fault for answer in answers if answer is not None and answer.fault]
+        if None in answers:
+            why = f"said nothing of new weights for {self._silence_seconds:.0f} s"
+            self._drop(one, why, dismiss=True)
+        elif not faults:
+            one.version = version
+            one.failures = 0
+            if one.since < 0:
+                one.since = version
+        elif one.failures + 1 == _MAX_RECEIVE_FAILURES:
+            times = f"could not receive weights {_MAX_RECEIVE_FAILURES} times"
+            self._drop(one, f"{times}: {quoted(faults[0])}", dismiss=True)
+        else:
+            one.failures += 1
+
+    def _has_newest(self) -> bool:
+        return any(one.version == self._newest for one in self._generators.values())
+
+    def _are_there(self, ranks: set[int]) -> bool:
+        with self._changed:
+            return ranks <= self._ranks()
+
+    def _ranks(self) -> set[int]:
+        return {rank for one in self._generators.values() for rank in one.ranks}
+
+    def _lacking(self) -> list[int]:
+        """Return the ranks that have to get the newest weights."""
+        lacking = (
+            one.ranks
+            for one in self._generators.values()
+            if one.is_ready and one.version < self._newest
+        )
+        return sorted(chain.from_iterable(lacking))
+
+    # Generators that register, answer and leave
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._lost is not None:
-            raise ConnectionError(self._lost)
 
-    def close(self) -> None:
-        """End the generators."""
-        self._thread.stopping.set()
-        self._links.send_all(*encode(RunEnded()))
-        self._await_end(time.monotonic() + _END_SECONDS)
-        self._thread.close()
+    def _fail(self, error: Exception) -> None:
+        """End the run by an error, at the next call that waits; the first one counts."""
+        self._failure = self._failure or error
 
-    def _await_end(self, deadline: float) -> None:
-        """Wait until all generators that are there have read that the run has ended.
+    def _is_of_job(self, one: _Generator) -> bool:
+        return one.leader in self._ranks_of_job()
 
-        A connection that closes takes with it what its peer has not read, and the generator would call this run lost.
-        """
-        with self._changed:
-            while time.monotonic() < deadline:
-                peers = list(self._links.peers.values())
-                if all(peer.closed or peer.rank in self._informed_of_end for peer in peers):
-                    return
-                wait_for_role(self._changed, _POLL_SECONDS)
+    def _look_for_anybody(self, is_alone: bool) -> None:
+        if self._role is not None:  # the loss of a generator of the job ends the run by itself
+            return
+        if is_alone == (self._alone_since is None):
+            self._alone_since = time.monotonic() if is_alone else None
+            text = f"Waiting for a generator, up to {self._wait_seconds:.0f} s" if is_alone else ""
+            self._status.waiting(text)
+            self._note(text or "The wait for a generator is over")
+        elif (
+            self._alone_since is not None
+            and time.monotonic() - self._alone_since > self._wait_seconds
+        ):
+            last = f"; the last one: {self._last_loss}" if self._last_loss else ""
+            self._fail(
+                GenerationError(
+                    f"no generator was there for {self._wait_seconds:.0f} s "
+                    f"(generator_timeout_seconds){last}. Start `reinforce-rl generate` with the "
+                    "trainers' keys, and the trainers again",
+                    key="generators.generator.missing",
+                )
+            )
+
+    def _print_notes(self) -> None:
+        while self._notes:
+            self._note(self._notes.popleft())
+
+    def _assign(self) -> None:
+        """Give the work that comes first to a free generator that has its weights."""
+        able = [one for one in self._generators.values() if one.is_ready and one.version >= 0]
+        left: deque[Work] = deque()
+        for work in self._waiting:
+            work = self._with_version_of(able, work)
+            free = (
+                number
+                for number in dict.fromkeys(self._idle)  # each once
+                if self._can_do(self._generators[number], work)
+            )
+            chosen = min(free, key=lambda n: len(self._generators[n].under_way), default=None)
+            if chosen is None:
+                left.append(work)
+                continue
+            self._idle.remove(chosen)
+            self._given[work.number] = work
+            self._generators[chosen].under_way[work.number] = work
+            self._links.send(self._generators[chosen].leader, *encode(Works((work,))))
+        self._waiting = left
+
+    def _with_version_of(self, able: Sequence[_Generator], work: Work) -> Work:
+        """Return a work with weights that a generator still has: its own, or the oldest."""
+        oldest = min((self._oldest_of(one) for one in able), default=0)
+        if not able or work.or_newer or work.version >= oldest:
+            return work
+        if work.version not in self._lost_versions:
+            self._lost_versions.add(work.version)
+            self._notes.append(
+                f"No generator has the weights after step {work.version} any more: prompts of step "
+                f"{work.step} are answered with those after {oldest}"
+            )
+        return replace(work, version=oldest)
+
+    def _oldest_of(self, one: _Generator) -> int:
+        """Return the oldest version that a generator still has."""
+        return max(one.since, one.version - self._staleness)
+
+    def _can_do(self, one: _Generator, work: Work) -> bool:
+        has_older = work.or_newer or self._oldest_of(one) <= work.version
+        return has_older and work.version <= one.version
+
+    def _drop(self, one: _Generator, why: str, *, dismiss: bool = False) -> None:
+        """Forget a generator and re-queue its work. If it is of the job, that ends the run."""
+        self._generators.pop(one.number, None)
+        self._idle = deque(number for number in self._idle if number != one.number)
+        if one.ranks & set(self._members):
+            self.group.abandon(self._epoch, f"{one.name} was lost")
+        for rank in set(self._members) - one.ranks:
+            self._links.send(rank, *encode(Abandoned(self._epoch, f"{one.name} was lost")))
+        self._waiting = deque(
+            sorted([*self._waiting, *one.under_way.values()], key=lambda work: work.number)
+        )
+        if self._role is not None and self._is_of_job(one):
+            rank = self._role.job_rank(one.leader)
+            self._fail(ConnectionError(f"rank {rank}, which generates, {why}"))
+        else:
+            self._last_loss = f"{one.name} {why}"
+            count = len(one.under_way)
+            again = f"; {count} of its micro-batches go to others" if count else ""
+            self._notes.append(f"Generator {self._last_loss}{again}")
+            for rank in one.ranks if dismiss else ():
+                self._dismiss(rank, why)
+        self._assign()
+        self._changed.notify_all()
+
+    def _dismiss(self, rank: int, why: str) -> None:
+        """Send a rank away, once, whatever else it sends; a rank of the job waits for the end."""
+        if rank not in self._dismissed and rank not in self._ranks_of_job():
+            self._dismissed.add(rank)
+            self._links.send(rank, *encode(Dismissed(why)))
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
+        if bytes(parts[0]) == HELLO:
+            return
         try:
             size = len(parts[0])
             if size > _MAX_JSON_BYTES:
@@ -252,26 +618,73 @@ class GeneratorPool:
                 self._changed.notify_all()
 
     def _refuse_message(self, rank: int, why: str) -> None:
-        self._failure = GenerationError(
-            f"rank {rank}, which generates, {why}", key="generators.generator.invalid_message"
-        )
+        if self._role is not None and rank in self._ranks_of_job():
+            sender = f"rank {self._role.job_rank(rank)}, which generates,"
+            error = GenerationError(f"{sender} {why}", key="generators.generator.invalid_message")
+            self._fail(error)
+            return
+        generator = self._generators.get(rank // RANKS)
+        if generator is not None:
+            self._drop(generator, why, dismiss=True)
+        elif rank not in self._dismissed:
+            self._notes.append(f"A program that is no generator of this run {why}")
+            self._dismiss(rank, why)
 
     def _take_message(self, rank: int, message: Message) -> None:
-        if isinstance(message, WorkRequest):
-            self._begun.add(rank)
-            self._room[rank] = max(self._room[rank] + message.count, 0)
-            self._assign()
-        elif isinstance(message, Result):
-            work = self._given.get(message.number)
-            if work is None:  # nobody waits for it any more
-                return
-            self._results[message.number] = self._checked(work, message)
-        elif isinstance(message, GeneratorFailed):
-            self._failure = message.failure
+        one = self._generators.get(rank // RANKS)
+        if isinstance(message, Arrival):
+            self._arrive(rank, message)
         elif isinstance(message, EndReceived):
             self._informed_of_end.add(rank)
+        elif one is None:
+            self._dismiss(rank, "the trainers have taken it for lost")
+        elif isinstance(message, WorkRequest):
+            self._take_request(one, message.count)
+        elif isinstance(message, Received):
+            if message.epoch == self._epoch:
+                self._answers[rank] = message
+        elif isinstance(message, Result):
+            self._take_result(one, message)
+        elif isinstance(message, GeneratorFailed):
+            if self._is_of_job(one):
+                self._fail(message.failure)
+            else:
+                self._drop(one, f"cannot go on: {quoted(message.failure)}")
         else:
             raise BadMessageError(f"{type(message).__name__} is of the trainers")
+
+    def _take_request(self, one: _Generator, count: int) -> None:
+        if abs(count) > _MAX_REQUESTED - self._idle.count(one.number):
+            raise BadMessageError(
+                f"it asks for {count} works, expected at most {_MAX_REQUESTED} in all"
+            )
+        one.is_ready = one.is_ready or len(one.ranks) == one.size
+        self._idle.extend([one.number] * count)
+        for _ in range(min(-count, self._idle.count(one.number))):
+            self._idle.remove(one.number)
+        self._assign()
+
+    def _take_result(self, one: _Generator, result: Result) -> None:
+        work = one.under_way.get(result.number)
+        if work is None:
+            raise BadMessageError(
+                f"it answers work {result.number}, which it was not given or has answered"
+            )
+        result = self._checked(work, result)
+        one.lacks_scores = result.failure is not None
+        if result.failure is not None and self._may_be_scored_by_another(one, work):
+            self._unscored.add(work.number)
+            self._drop(one, f"gave no scores: {quoted(result.failure)}", dismiss=True)
+            return
+        del one.under_way[result.number]
+        if work.number in self._given:  # else nobody waits for it any more
+            self._results[result.number] = result
+
+    def _may_be_scored_by_another(self, one: _Generator, work: Work) -> bool:
+        """Return False where the reward server itself has failed, which ends the run."""
+        if self._is_of_job(one) or work.number in self._unscored:
+            return False
+        return any(other.is_ready and not other.lacks_scores for other in self._generators.values())
 
     def _checked(self, work: Work, result: Result) -> Result:
         """Return a result, without scores of more sources than a run can have.
@@ -286,27 +699,51 @@ class GeneratorPool:
             return result
         kept = {}
         for name, values in result.rewards.by_source.items():
-            if len(self._source_names) < _MOST_SOURCES:
+            if len(self._source_names) < _MAX_SOURCES:
                 self._source_names.add(name)
             if name in self._source_names:
                 kept[name] = values
         return replace(result, rewards=replace(result.rewards, by_source=kept))
 
+    def _arrive(self, rank: int, arrival: Arrival) -> None:
+        if rank in self._dismissed:
+            return
+        number = rank // RANKS
+        name = quoted(arrival.name, _MAX_NAME_LENGTH)
+        if not rank % RANKS < arrival.size <= RANKS:
+            raise BadMessageError(
+                f"rank {rank % RANKS} of {arrival.size} ranks has come, expected up to {RANKS}"
+            )
+        if difference := self._difference(arrival):
+            if rank in self._ranks_of_job():
+                raise BadMessageError(difference)
+            self._notes.append(f"Generator {name} was refused: {difference}")
+            self._dismiss(rank, f"{difference}: give it the trainers' keys")
+            return
+        one = self._generators.setdefault(number, _Generator(number, arrival.size, name))
+        if rank in one.ranks or arrival.size != one.size:
+            raise BadMessageError(
+                f"rank {rank % RANKS} has come twice, or with another number of ranks"
+            )
+        one.ranks.add(rank)
+        if len(one.ranks) == one.size and not self._is_of_job(one):
+            self._notes.append(f"Generator {one.name} has come")
+
+    def _difference(self, arrival: Arrival) -> str:
+        """Say which setting of a generator is not the trainers'; empty if all are."""
+        keys = self._settings.keys() | arrival.settings.keys()
+        wrong = sorted(key for key in keys if self._settings.get(key) != arrival.settings.get(key))
+        if not wrong:
+            return ""
+        key = quoted(wrong[0], _MAX_NAME_LENGTH)
+        # Another program may have nested it deeper than `repr` can show.
+        given = quoted(reprlib.repr(arrival.settings.get(wrong[0])))
+        return f"{key} is {given}, the trainers' {self._settings.get(wrong[0])!r}"
+
     def _on_lost(self, rank: int, reason: str) -> None:
         with self._changed:
-            self._lost = f"rank {rank}, which generates, {reason}"
-            self._changed.notify_all()
-
-    def _assign(self) -> None:
-        given: dict[int, list[Work]] = {}
-        while self._waiting and any(self._room.values()):
-            rank = max(self._room, key=self._room.__getitem__)
-            self._room[rank] -= 1
-            work = self._waiting.popleft()
-            self._given[work.number] = work
-            given.setdefault(rank, []).append(work)
-        for rank, works in given.items():
-            self._links.send(rank, *encode(Works(tuple(works))))
+            if (one := self._generators.get(rank // RANKS)) is not None:
+                self._drop(one, reason, dismiss=True)
 
 
 def is_sound(result: Result) -> bool:

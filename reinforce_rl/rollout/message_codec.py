@@ -36,7 +36,6 @@ from reinforce_rl.rollout.messages import (
     Received,
     Result,
     RunEnded,
-    WeightsAnnounced,
     WorkRequest,
     Works,
 )
@@ -93,7 +92,6 @@ _PLAIN = (
     Received,
     EndReceived,
     Works,
-    WeightsAnnounced,
     RunEnded,
     NewWeights,
     Abandoned,

@@ -12,7 +12,6 @@ from reinforce_rl.data.batches import Completions, Prompt, length_mask
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.rewards.base import Rewards
 
-RANKS = 4096  # ranks of a generator have the numbers from RANKS times its own on
 HELLO = b"generator"
 _MAX_LOG_PROB = 1e-3  # rounding may leave a little above 0
 
@@ -22,7 +21,7 @@ _MAX_LOG_PROB = 1e-3  # rounding may leave a little above 0
 
 @dataclass(frozen=True)
 class Arrival:
-    """A rank of a generator that is a program of its own has come."""
+    """A rank of a generator has come."""
 
     size: int  # ranks of this generator
     name: str  # host and process
@@ -42,10 +41,9 @@ class Result:
 
     number: int
     prompt_ids: tuple[int, ...]
-    completions: Completions | None = None  # None after a failure
+    completions: Completions | None = None
     rewards: Rewards | None = None
-    # of the engine if there are no completions, else of the reward source
-    failure: ReinforceError | None = None
+    failure: ReinforceError | None = None  # of the reward source
 
 
 @dataclass(frozen=True)
@@ -95,13 +93,6 @@ class Works:
 
 
 @dataclass(frozen=True)
-class WeightsAnnounced:
-    """All generators are to receive the weights of a version now."""
-
-    version: int
-
-
-@dataclass(frozen=True)
 class RunEnded:
     """The trainers have ended, and nothing more is to be generated."""
 
@@ -139,7 +130,6 @@ Message = (
     | Received
     | EndReceived
     | Works
-    | WeightsAnnounced
     | RunEnded
     | NewWeights
     | Abandoned
@@ -169,7 +159,7 @@ def fault_of_result(work: Work, result: Result, *, newest: int, bounds: ResultBo
         return f"its prompts are {result.prompt_ids}, expected those of work {work.number}"
     completions = result.completions
     if completions is None:
-        return "" if result.failure is not None else "it has neither responses nor a failure"
+        return "it has no responses"
     count = len(work.prompts) * work.num_samples
     if len(completions.lengths) != count:
         return f"it has {len(completions.lengths)} responses, expected {count}"

@@ -1,7 +1,8 @@
-"""Generation on ranks of its own, as every trainer sees it: tickets for prompts, their rollouts, weights to send."""
+"""Remote generators, as every trainer sees them: tickets for prompts, rollouts, new weights."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,10 +106,15 @@ class Generators:
         pool.submit(new)
 
     def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
-        """Wait for the work of a ticket; return the results of this rank's share, which are of `prompts`, in order.
+        """Wait for the work of a ticket; return the results of `prompts`, this rank's share.
 
-        Raises StoppedEarly on all ranks once one is asked to stop, and what `GeneratorPool.wait` raises.
+        Raises:
+            StoppedEarly: some rank was asked to stop; on all ranks.
+            ReinforceError, ConnectionError: see `GeneratorPool.await_results`.
         """
+        # A resumed run has stored rollouts: later ones may need the weights that this step trains
+        # away.
+        self._await([ticket], self._stop, anybody=ticket.stored is not None)
         if ticket.stored is not None:
             return [_unpacked(prompt.id, ticket.stored[prompt.id]) for prompt in prompts]
         found = None
@@ -121,12 +127,15 @@ class Generators:
     def collect_first(
         self, numbers: Sequence[int], count: int, oldest: int
     ) -> tuple[list[Result], int]:
-        """Wait for the first of this rank's works to finish, this many; see `GeneratorPool.take`. Raises as `collect`.
+        """Wait for the first of this rank's works to finish, this many; see `GeneratorPool.take`.
+
+        Raises as `collect`.
 
         Returns:
             This rank's results, in the order of their numbers, and how many were dropped on all ranks.
         """
         shares = self._mesh.gather_over_dp((list(numbers), count))
+        self._send_until(lambda pool: not pool.await_first(shares, oldest, self._stop))
         found = None
         with self._mesh.raise_on_all_ranks():
             if self._pool is not None:
@@ -152,11 +161,22 @@ class Generators:
             self._pool.forget(numbers)
 
     def state(self, tickets: Mapping[int, Ticket]) -> bytes:
-        """Return the rollouts of the tickets, by step, for `restore`, after waiting for them; on rank 0, else nothing.
+        """Return the rollouts of the tickets, by step, for `restore`, after waiting for them.
 
-        Those of the newest weights are left out, as a resumed run makes the same ones. So are a step with a failure
-        and all after it. With `takes_finished`, all works that are finished are returned too, by prompt.
+        A collective call; ranks other than 0 return nothing. Rollouts of the newest weights are left
+        out, as a resumed run makes the same ones. So are a step with a failure and all after it, and
+        rollouts that no generator is there to make. With `takes_finished`, all works that are
+        finished are returned too, by prompt.
         """
+        waited = [
+            ticket
+            for ticket in tickets.values()
+            if ticket.stored is None and ticket.version != self.version
+        ]
+        # An error that ends the run. After the loss of a rank of the job nothing is saved: a
+        # resumed run goes on from the checkpoint before, with the same rollouts.
+        with contextlib.suppress(ReinforceError):
+            self._await(waited)
         steps = []
         pool = self._pool
         if pool is None:
@@ -205,14 +225,43 @@ class Generators:
         }
 
     def publish(self, version: int, *, as_oldest: bool = False) -> None:
-        """Send the policy's weights as this version; `as_oldest` where the generators are to have no earlier one."""
-        with self._mesh.raise_on_all_ranks():
-            if self._pool is not None:
-                self._pool.announce(version)
-        if self._mesh.dp_rank == 0:
-            group = self._pool.group if self._pool is not None else None
-            send_weights(self._model.lm, group)
-        self.version, self._oldest = version, version if as_oldest else self._oldest
+        """Send the policy's weights as this version.
+
+        With `as_oldest` the generators are to have no earlier one.
+        """
+        self.version = version
+        if as_oldest:
+            self._oldest = version
+        self._send()
+
+    def _await(
+        self, tickets: Iterable[Ticket], stop: StopRequest | None = None, anybody: bool = False
+    ) -> None:
+        numbers = [number for ticket in tickets for number in chain.from_iterable(ticket.numbers)]
+        self._send_until(lambda pool: not pool.await_results(numbers, stop, anybody))
+
+    def _send_until(self, is_over: Callable[[GeneratorPool], bool]) -> None:
+        """Send weights to generators that lack them, at each interruption of a wait, until its end."""
+        while True:
+            is_wanted = False
+            with self._mesh.raise_on_all_ranks():
+                if self._pool is not None:
+                    is_wanted = not is_over(self._pool)
+            if not self._mesh.from_main(is_wanted):
+                return
+            self._send()
+
+    def _send(self) -> None:
+        """Send the newest weights to all generators that lack them; a collective call."""
+        while True:
+            group = None
+            with self._mesh.raise_on_all_ranks():
+                if self._pool is not None:
+                    group = self._pool.group_for(self.version)
+            if not self._mesh.from_main(group is not None):
+                return
+            if self._mesh.dp_rank == 0:
+                send_weights(self._model.lm, group)
 
 
 def _packed(result: Result) -> dict[int, dict[str, Any]]:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from reinforce_rl.runtime.roles import WEIGHTS, WeightGroup
 from reinforce_rl.utils.net import interface_of
 
 _POLL_SECONDS = 0.02
@@ -23,12 +22,13 @@ _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-class ReformedGroup(WeightGroup):
-    """The first trainer and the generators' ranks of an epoch.
+class ElasticWeightGroup:
+    """The first trainer, which sends weights, and the generators' ranks of an epoch.
 
-    On a generator an error is a RuntimeError. On the trainer, whose other ranks take part in what it sends, it becomes
-    `fault`, and nothing more is sent: gloo raises at once where a peer is gone, and after `timeout` where one stands
-    still. NCCL does neither, so its transfers are polled and aborted.
+    On a generator an error is a RuntimeError. On the trainer, whose other ranks take part in what it
+    sends, it becomes `fault`, and nothing more is sent: gloo raises at once where a peer is gone, and
+    after `timeout` where one stands still. NCCL does neither, so its transfers are polled and
+    aborted.
 
     Args:
         store: torch's, shared by all that may ever be in the group.
@@ -58,7 +58,7 @@ class ReformedGroup(WeightGroup):
                 this machine has the address `host`.
         """
         self.close()
-        store = PrefixStore(f"{WEIGHTS} {epoch}", self._store)
+        store = PrefixStore(f"weights {epoch}", self._store)
         self._sends = rank == 0
         # Before the backends meet, which cannot be interrupted: they would wait for a dead rank.
         if rank == 0:
@@ -85,7 +85,7 @@ class ReformedGroup(WeightGroup):
         self.fault = ""
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """As of `WeightGroup`."""
+        """Send a contiguous tensor from the first rank, or receive into it; `wait` for the result."""
         return _Transfer(
             self, self._attempt(lambda: self._backend.broadcast([tensor], self._options))
         )
@@ -131,7 +131,7 @@ class ReformedGroup(WeightGroup):
 
 @dataclass(frozen=True)
 class _Transfer:
-    group: ReformedGroup
+    group: ElasticWeightGroup
     work: Any  # the backend's; None after a fault
 
     def wait(self) -> None:

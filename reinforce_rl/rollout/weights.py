@@ -19,8 +19,8 @@ from reinforce_rl.megatron.hf_weights import parameters_of
 from reinforce_rl.megatron.lora import adapter_rows
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_map import Row, weight_map
+from reinforce_rl.rollout.weight_group import ElasticWeightGroup
 from reinforce_rl.runtime.phases import wait_for_ranks
-from reinforce_rl.runtime.roles import WeightGroup
 
 # larger ones were slower with gloo, and are memory that a trainer has twice
 BUCKET_BYTES = 64 * 2**20
@@ -38,7 +38,9 @@ def _buffers(lm: CausalLM, buckets: list[list[Row]], count: int) -> list[Tensor]
     ]
 
 
-def send_weights(lm: CausalLM, group: WeightGroup | None, max_bytes: int = BUCKET_BYTES) -> int:
+def send_weights(
+    lm: CausalLM, group: ElasticWeightGroup | None, max_bytes: int = BUCKET_BYTES
+) -> int:
     """Send the weights that are trained; return the bytes. A collective call of the first block of trainers.
 
     `group` is None on all but its first rank. `receive_weights` on each generator has the same `max_bytes`.
@@ -61,7 +63,7 @@ def send_weights(lm: CausalLM, group: WeightGroup | None, max_bytes: int = BUCKE
 
 @torch.no_grad()
 def receive_weights(
-    lm: CausalLM, group: WeightGroup, max_bytes: int = BUCKET_BYTES
+    lm: CausalLM, group: ElasticWeightGroup, max_bytes: int = BUCKET_BYTES
 ) -> dict[str, Tensor]:
     """Receive one `send_weights`; return this rank's slices, for `load_weights`. May run beside generation."""
     own = parameters_of(lm)

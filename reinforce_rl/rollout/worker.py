@@ -1,4 +1,8 @@
-"""The program `reinforce-rl generate`: finds the trainers by the run's folder, and generates until they end."""
+"""Programs that only generate: `reinforce-rl generate`, and the ranks of a job that do not train.
+
+Both register with the trainers and answer their prompts until they end. `reinforce-rl generate`
+finds them by the run's folder, and may join or leave mid-run.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ import math
 import os
 import secrets
 import time
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from socket import gethostname
+from typing import TYPE_CHECKING
 
 from reinforce_rl.actor.build import build_actor, generator_mesh
 from reinforce_rl.config.actor import TrainConfig
@@ -18,15 +23,21 @@ from reinforce_rl.errors import GenerationError, LostRankError, ReinforceError, 
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.sources import connect_to_reward_servers
-from reinforce_rl.rollout.messages import RANKS, Arrival
-from reinforce_rl.rollout.rendezvous import INVITATION_FILE, Guest, OpenInvitation
-from reinforce_rl.rollout.separate_generator import SeparateGeneratorRank
+from reinforce_rl.rollout.generator_rank import GeneratorRank
+from reinforce_rl.rollout.messages import Arrival
+from reinforce_rl.rollout.rendezvous import RENDEZVOUS, RENDEZVOUS_FILE, RendezvousInfo
 from reinforce_rl.runtime.control import RunControl
+from reinforce_rl.runtime.roles import RANKS, RankRole
 from reinforce_rl.runtime.settings import shared_settings
 from reinforce_rl.runtime.status import NoStatus
 from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.utils.untrusted_files import parse_json
 
-_AGAIN_SECONDS = 1.0
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_RETRY_SECONDS = 1.0
+_FIRST_NUMBER = 1 << 40  # of generators outside of a job; those of one have small numbers
 
 
 def generate(cfg: TrainConfig, stop: StopRequest) -> None:
@@ -43,31 +54,13 @@ def generate(cfg: TrainConfig, stop: StopRequest) -> None:
     with (
         control.running(),
         generator_mesh(cfg) as mesh,
-        # It may wait for ever while others generate; `SeparateGeneratorRank` ends where it stands
-        # still.
+        # It may wait for ever while others generate; `GeneratorRank` ends where it stands still.
         control.watching(mesh, silence_seconds=silence, hang_seconds=math.inf),
-        contextlib.ExitStack() as stack,
     ):
         tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
-        rank = _join(cfg, mesh, control)
-        stack.callback(rank.close)
+        rank = _join_trainers(cfg, mesh, control)
         try:
-            control.phases.begin("waiting for the reward server", has_deadline=True)
-            rm = stack.enter_context(
-                contextlib.closing(
-                    connect_to_reward_servers(
-                        cfg, mesh, tokenizer, SilentMonitor(folder, notes=mesh.is_main)
-                    )
-                )
-            )
-            control.phases.begin("loading the model")
-            model = build_actor(cfg, mesh, tokenizer, trains=False, with_reference=False)
-            stack.callback(model.generator.close)
-        except ReinforceError as error:
-            rank.fail(error)
-        stop.wait_for_checks()  # from here on it leaves in good order
-        try:
-            rank.run(model, rm, control.phases)
+            _answer_trainers(rank, cfg, mesh, tokenizer, control, notes=mesh.is_main)
         except ConnectionError as error:
             raise LostRankError(
                 f"{error}. Start the trainers and this generator again",
@@ -80,55 +73,118 @@ def generate(cfg: TrainConfig, stop: StopRequest) -> None:
             )
 
 
-def _join(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> SeparateGeneratorRank:
-    """Connect this rank to the trainers, once they are there."""
-    control.phases.begin("waiting for the trainers", has_deadline=True)
-    timeout = timedelta(seconds=cfg.trainer.heartbeat_timeout_seconds)
-    arrival = Arrival(
-        mesh.world_size, f"{gethostname()}, process {os.getpid()}", shared_settings(cfg)
+def generate_in_job(
+    cfg: TrainConfig,
+    mesh: Mesh,
+    tokenizer: PreTrainedTokenizerBase,
+    role: RankRole,
+    control: RunControl,
+) -> None:
+    """Be a rank of the trainers' job that only generates, until they end."""
+    # A signal reaches the trainers by the watch, and they end the run.
+    control.stop.wait_for_checks()
+    rank = join_job(cfg, mesh, role, control)
+    _answer_trainers(rank, cfg, mesh, tokenizer, control, notes=False)
+
+
+def join_job(cfg: TrainConfig, mesh: Mesh, role: RankRole, control: RunControl) -> GeneratorRank:
+    """Register this rank with the trainers of its job."""
+    info = RendezvousInfo.from_values(parse_json(role.shared(RENDEZVOUS)))
+    return GeneratorRank(
+        role.link_rank,
+        info,
+        _registration(cfg, mesh),
+        mesh.device,
+        cfg,
+        control,
+        is_of_job=True,
     )
 
-    def connected(number: int, invitation: OpenInvitation) -> SeparateGeneratorRank:
-        return SeparateGeneratorRank(
-            Guest(number * RANKS + mesh.rank, invitation, timeout),
+
+def _answer_trainers(
+    rank: GeneratorRank,
+    cfg: TrainConfig,
+    mesh: Mesh,
+    tokenizer: PreTrainedTokenizerBase,
+    control: RunControl,
+    *,
+    notes: bool,
+) -> None:
+    """Load the model, and answer the trainers' prompts until they end or this generator leaves."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(rank.close)
+        try:
+            control.phases.begin("waiting for the reward server", has_deadline=True)
+            monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir, notes=notes)
+            rm = connect_to_reward_servers(cfg, mesh, tokenizer, monitor)
+            stack.callback(rm.close)
+            control.phases.begin("loading the model")
+            model = build_actor(cfg, mesh, tokenizer, trains=False, with_reference=False)
+            stack.callback(model.generator.close)
+        except ReinforceError as error:
+            rank.fail(error)
+            return
+        control.stop.wait_for_checks()  # from here on it leaves in good order
+        rank.run(model, rm)
+
+
+def _registration(cfg: TrainConfig, mesh: Mesh) -> Arrival:
+    name = f"{gethostname()}, process {os.getpid()}"
+    return Arrival(mesh.world_size, name, shared_settings(cfg))
+
+
+def _join_trainers(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> GeneratorRank:
+    """Connect the ranks of this generator to the trainers, once they are there."""
+    control.phases.begin("waiting for the trainers", has_deadline=True)
+
+    def connect(number: int, info: RendezvousInfo) -> GeneratorRank:
+        return GeneratorRank(
+            number * RANKS + mesh.rank,
+            info,
+            _registration(cfg, mesh),
             mesh.device,
-            arrival,
             cfg,
             control,
+            is_of_job=False,
         )
 
+    number = _FIRST_NUMBER + secrets.randbits(40)
     rank = None
-    found = None
+    info = None
     with mesh.raise_on_all_ranks():
         if mesh.is_main:
-            number = 1 + secrets.randbits(40)
-            folder = Path(cfg.exp_manager.explicit_log_dir)
-            seconds = cfg.generator_timeout_seconds
-            deadline = time.monotonic() + seconds
-            why = "there is no such file"
-            while rank is None:
-                if (invitation := OpenInvitation.read(folder)) is not None:
-                    try:  # that of trainers who were killed is still there
-                        rank = connected(number, invitation)
-                        found = (number, invitation)
-                        break
-                    except ConnectionError as error:
-                        why = str(error)
-                if time.monotonic() > deadline:
-                    raise GenerationError(
-                        f"the trainers could not be reached by {folder / INVITATION_FILE} within "
-                        f"{seconds:.0f} s (generator_timeout_seconds): {why}; start `reinforce-rl "
-                        "train` with generators=separate and the same run's folder",
-                        key="generators.trainers.missing",
-                    )
-                time.sleep(_AGAIN_SECONDS)
-    found = mesh.from_main(found)
-    with mesh.raise_on_all_ranks(_not_reached):
+            rank, info = _first_connection(cfg, lambda info: connect(number, info))
+    number, info = mesh.from_main((number, info))
+    with mesh.raise_on_all_ranks(_unreachable):
         if rank is None:
-            rank = connected(*found)
+            rank = connect(number, info)
     assert rank is not None
     return rank
 
 
-def _not_reached(error: BaseException) -> LostRankError:
+def _first_connection(
+    cfg: TrainConfig, connect: Callable[[RendezvousInfo], GeneratorRank]
+) -> tuple[GeneratorRank, RendezvousInfo]:
+    """Connect to the trainers as soon as they are there, by the run's folder."""
+    folder = Path(cfg.exp_manager.explicit_log_dir)
+    seconds = cfg.generator_timeout_seconds
+    deadline = time.monotonic() + seconds
+    why = "there is no such file"
+    while True:
+        if (info := RendezvousInfo.read(folder)) is not None:
+            try:
+                return connect(info), info
+            except ConnectionError as error:  # the file of trainers who were killed is still there
+                why = str(error)
+        if time.monotonic() > deadline:
+            raise GenerationError(
+                f"the trainers could not be reached by {folder / RENDEZVOUS_FILE} within "
+                f"{seconds:.0f} s (generator_timeout_seconds): {why}; start `reinforce-rl "
+                "train` with generators=separate and the same run's folder",
+                key="generators.trainers.missing",
+            )
+        time.sleep(_RETRY_SECONDS)
+
+
+def _unreachable(error: BaseException) -> LostRankError:
     return LostRankError(str(error), key="generators.trainers.unreachable")

@@ -2,7 +2,7 @@
 
 The first ranks train and the last ones generate. The trainers are one world of process groups, and each generator,
 the ranks that share one copy of the model, is another, so that a role's collectives never wait for the other role.
-Between them are `Links` for prompts and rollouts and one process group for weights.
+Between them are `Links` for prompts and rollouts, and a process group for weights.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from reinforce_rl.megatron.mesh import World, job_store
 from reinforce_rl.utils.job_rank import JobRank
 
-WEIGHTS = "weights"  # names of what is in the store
+RANKS = (
+    4096  # links name the ranks of a generator from RANKS times its number on, which is at least 1
+)
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,19 @@ class RankRole:
         return range(self.trainers, self.size)
 
     @property
-    def leaders(self) -> range:
-        """The first rank of each generator."""
-        return range(self.trainers, self.size, self.block)
+    def link_rank(self) -> int:
+        """This generator's rank, as its link to rank 0 names it."""
+        return self.link_ranks[self.rank - self.trainers]
+
+    @property
+    def link_ranks(self) -> list[int]:
+        """All ranks that generate, in order, as their links name them."""
+        places = (divmod(rank - self.trainers, self.block) for rank in self.generators)
+        return [(1 + generator) * RANKS + rank for generator, rank in places]
+
+    def job_rank(self, link_rank: int) -> int:
+        """Return the rank in the job of a generator's rank, which its link names."""
+        return self.trainers + self.link_ranks.index(link_rank)
 
     def share(self, name: str, text: str) -> None:
         """Give a text to the job's other ranks, which read it by `shared`."""
@@ -78,26 +88,3 @@ class RankRole:
         """Wait for the text that a rank shares under this name."""
         self.store.wait([name], self.timeout)
         return self.store.get(name).decode()
-
-    def weight_group(self, device: torch.device) -> WeightGroup:
-        """Return the group of the first trainer and all generators; each of these ranks calls it."""
-        own = 0 if self.rank == 0 else 1 + self.rank - self.trainers
-        return WeightGroup(
-            own, 1 + len(self.generators), PrefixStore(WEIGHTS, self.store), device, self.timeout
-        )
-
-
-class WeightGroup:
-    """A process group beside torch's default one, whose first rank sends weights to all others."""
-
-    def __init__(self, rank: int, size: int, store: Any, device: torch.device, timeout: timedelta):
-        # torch makes groups of the default group's ranks only, so this is the backend itself.
-        kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-        self._backend: Any = kind(store, rank, size, timeout)
-        self._options = dist.BroadcastOptions()
-        self._options.rootRank = 0
-        self._options.rootTensor = 0
-
-    def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Send a contiguous tensor from the first rank, or receive into it; return torch's `Work`."""
-        return self._backend.broadcast([tensor], self._options)

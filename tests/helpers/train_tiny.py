@@ -98,16 +98,16 @@ def die_before(suffix: str) -> None:
 
 
 def die_receiving(transfer: int) -> None:
-    from reinforce_rl.rollout.weight_group import ReformedGroup
+    from reinforce_rl.rollout.weight_group import ElasticWeightGroup
 
-    broadcast, calls = ReformedGroup.broadcast, itertools.count(1)
+    broadcast, calls = ElasticWeightGroup.broadcast, itertools.count(1)
 
-    def die(group: ReformedGroup, tensor):
+    def die(group: ElasticWeightGroup, tensor):
         if next(calls) == transfer:
             os.kill(os.getpid(), signal.SIGKILL)
         return broadcast(group, tensor)
 
-    ReformedGroup.broadcast = die  # type: ignore[method-assign]
+    ElasticWeightGroup.broadcast = die  # type: ignore[method-assign]
 
 
 def limit_collectives(seconds: float) -> None:
@@ -129,15 +129,15 @@ def lengthen_steps(seconds: float) -> None:
 
 
 def await_generators(training: int, count: int) -> None:
-    from reinforce_rl.rollout.separate import SeparatePool
+    from reinforce_rl.rollout.generator_pool import GeneratorPool
     from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
     train = ReinforceTrainer.run_training
-    arrive = SeparatePool._arrive
+    arrive = GeneratorPool._arrive
     trainings = itertools.count(1)
     come = []
 
-    def note_arrival(pool: SeparatePool, rank: int, arrival):
+    def note_arrival(pool: GeneratorPool, rank: int, arrival):
         arrive(pool, rank, arrival)
         come.append(rank)
 
@@ -149,7 +149,7 @@ def await_generators(training: int, count: int) -> None:
             time.sleep(0.05)
         return train(*args)
 
-    SeparatePool._arrive = note_arrival  # type: ignore[method-assign]
+    GeneratorPool._arrive = note_arrival  # type: ignore[method-assign]
     ReinforceTrainer.run_training = wait_and_train  # type: ignore[method-assign]
 
 

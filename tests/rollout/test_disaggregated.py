@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,7 +41,7 @@ from reinforce_rl.errors import (
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
-from reinforce_rl.rollout.generate import GeneratorRank
+from reinforce_rl.rollout.generator_rank import GeneratorRank
 from reinforce_rl.rollout.messages import Result, Work
 from reinforce_rl.rollout.remote import Generators, Ticket
 from reinforce_rl.runtime.status import read_status
@@ -368,13 +367,17 @@ def test_stored_rollouts_of_other_settings_are_not_trained_on(processes, tmp_pat
 class LostPool:
     """A pool of which a generator has failed."""
 
-    def wait(self, numbers: list[int], stop: object = None) -> None:
+    def await_results(self, numbers: list[int], *rest: object) -> bool:
         raise GenerationError("the engine is gone")
+
+    wait = await_results
 
 
 def test_a_failed_generator_does_not_keep_the_last_step_from_being_saved():
     pool: Any = LostPool()
-    generators = Generators(None, pool, None, StopRequest())  # type: ignore[arg-type]
+    mesh = SimpleNamespace(raise_on_all_ranks=contextlib.nullcontext, from_main=lambda value: value)
+    model: Any = SimpleNamespace(mesh=mesh)
+    generators = Generators(model, pool, None, StopRequest())  # type: ignore[arg-type]
     generators.version = 3
     stored = {7: {"tokens": torch.zeros(2, 3)}}
     content = generators.state({4: Ticket([], 2, stored), 5: Ticket([[0]], 2), 6: Ticket([[1]], 2)})
@@ -505,31 +508,24 @@ class EngineThatFails:
         )
 
 
-def test_an_engine_that_failed_wakes_before_new_weights_count(monkeypatch):
+def test_an_engine_that_failed_is_not_put_to_sleep():
     engine = EngineThatFails()
     rank: Any = object.__new__(GeneratorRank)  # without its connections
     rank._model = SimpleNamespace(generator=engine, infer=engine.infer, lm=None)
     rank._awake = None
     rank._is_leader = False
-    rank.version = 0
-    rank._has_ended = False
-    rank._changed = threading.Condition()
-    rank._staged = {1: {}}
-    monkeypatch.setattr("reinforce_rl.rollout.generate.load_weights", lambda lm, found: None)
+    rank.version = 1
     work = Work(0, 1, 0, (Prompt(0, "", (3,)),), 1, 0)
-    failures = [rank._answer(work)[0].failure for _ in range(2)]
-    rank._advance(1)
-    found = rank._answer(work)[0]
+    completions = rank._answer(work)[0].completions
+    with pytest.raises(GenerationError):
+        rank._answer(work)
     rank._sleep()
-    assert failures[0] is None and isinstance(failures[1], GenerationError)
-    assert found.completions is not None and found.completions.weight_versions.tolist() == [[1]]
-    assert engine.events == ["wakes", "answers", "answers", "refit", "wakes", "answers", "sleeps"]
+    assert completions is not None and completions.weight_versions.tolist() == [[1]]
+    assert engine.events == ["wakes", "answers", "answers"]
 
 
 class RecordedPool:
     """Rank 0's queue, which keeps what it is given and has these results."""
-
-    group = None
 
     def __init__(self, *results: Result) -> None:
         self.submitted: list[Work] = []
@@ -543,8 +539,11 @@ class RecordedPool:
     def readmit(self, work: Work, result: Result) -> None:
         self.readmitted.append((work, result))
 
-    def announce(self, version: int) -> None:
+    def group_for(self, version: int) -> None:
         self.announced.append(version)
+
+    def await_results(self, *rest: object) -> bool:
+        return False
 
     def wait(self, numbers: Sequence[int], stop: StopRequest | None = None) -> list[Result]:
         return [self.results[number] for number in numbers]
@@ -563,7 +562,10 @@ def generators_of(
 
     monkeypatch.setattr("reinforce_rl.rollout.remote.send_weights", lambda lm, group: None)
     mesh = SimpleNamespace(
-        gather_over_dp=lambda value: [value], raise_on_all_ranks=contextlib.nullcontext, dp_rank=0
+        gather_over_dp=lambda value: [value],
+        raise_on_all_ranks=contextlib.nullcontext,
+        from_main=lambda value: value,
+        dp_rank=0,
     )
     model: Any = SimpleNamespace(mesh=mesh, lm=None)
     return Generators(model, pool, cut, StopRequest(), takes_finished)  # type: ignore[arg-type]

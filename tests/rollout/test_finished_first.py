@@ -8,6 +8,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +24,13 @@ from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, GenerationError
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.rewards.base import Rewards
-from reinforce_rl.rollout.generate import GeneratorRank
-from reinforce_rl.rollout.generator_pool import GeneratorPool
+from reinforce_rl.rollout.generator_pool import GeneratorPool, _Generator
+from reinforce_rl.rollout.generator_rank import GeneratorRank
 from reinforce_rl.rollout.local import RolloutMaker
 from reinforce_rl.rollout.message_codec import decode, encode
 from reinforce_rl.rollout.messages import Result, ResultBounds, Work, WorkRequest, Works
 from reinforce_rl.rollout.remote import Ticket
+from reinforce_rl.runtime.roles import RANKS, RankRole
 from reinforce_rl.runtime.stop import StopRequest
 
 SLOW = pytest.mark.slow
@@ -192,18 +194,16 @@ class Sent:
 
 
 def pool_of(works: list[Work], results: list[Result]) -> tuple[Any, Sent]:
-    """A pool without connections, whose only generator has no room."""
+    """A pool without connections, whose only generator, a rank of the job, has no room."""
     pool: Any = object.__new__(GeneratorPool)
-    pool._changed, pool._links = threading.Condition(), Sent()
-    pool._waiting = deque()
-    pool._room = {1: 0}
-    pool._given_again = set()
+    pool._begin_empty(ResultBounds(vocab_size=32, max_length=8))
+    pool._role = RankRole(0, 2, trainers=1, block=1, store=None, timeout=timedelta(seconds=1))
+    pool._staleness = 9
+    pool._newest = 3
+    pool._links = Sent()
+    pool._generators = {1: _Generator(1, 1, "g1", {RANKS}, is_ready=True, version=9, since=0)}
     pool._given = {work.number: work for work in works}
     pool._results = {result.number: result for result in results}
-    pool._failure = None
-    pool._lost = None
-    pool._again = None
-    pool._dropped = 0
     return pool, pool._links
 
 
@@ -252,12 +252,10 @@ def test_prompts_under_way_are_drawn_once_by_filtering_too(filters):
 @pytest.mark.parametrize("is_right", [True, False])
 def test_an_answer_of_other_weights_ends_the_run(is_right):
     pool, _ = pool_of(WORKS, [])
-    pool._newest = 3
-    pool._source_names = set()
-    pool._bounds = ResultBounds(vocab_size=32, max_length=8)
     work = replace(WORKS[2], num_samples=1)
     pool._given[2] = work
-    pool._on_message(1, encode(result_of(work, 3 if is_right else 4)))
+    pool._generators[1].under_way[2] = work
+    pool._on_message(RANKS, encode(result_of(work, 3 if is_right else 4)))
     assert list(pool._results) == ([2] if is_right else [])
     assert isinstance(pool._failure, GenerationError) is not is_right
 
@@ -271,10 +269,9 @@ class TestWhatAStepTakes:
 
     def test_works_that_are_not_asked_for_any_more(self):
         pool, _ = pool_of([], [])
-        pool._begun = set()
         for message in (3, -2, -4, 1):
-            pool._on_message(1, encode(WorkRequest(message)))
-        assert pool._room == {1: 1}
+            pool._on_message(RANKS, encode(WorkRequest(message)))
+        assert list(pool._idle) == [1]
 
     def test_what_is_finished_first_in_the_order_of_numbers(self):
         pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (4, 0, 2)])
@@ -308,7 +305,7 @@ class TestWhatAStepTakes:
         pool.submit([WORKS[4]])
         assert numbers_of(pool.take([(range(5), 2)], 3, StopRequest())) == ([1, 2], 1)
         pool.forget([1, 2])
-        pool._room[1] = 2
+        pool._idle.extend([1, 1])
         pool._assign()
         assert sent.works == [0, 4]
         pool._results[4], pool._results[3] = result_of(WORKS[4], 4), result_of(WORKS[3], 4)
@@ -366,7 +363,9 @@ def rank_of(
     """A generator's rank without connections and model, whose results are kept."""
     rank: Any = object.__new__(GeneratorRank)
     mesh = SimpleNamespace(
-        from_model_parallel_rank_0=lambda value: value, is_model_parallel_rank_0=True
+        from_model_parallel_rank_0=lambda value: value,
+        gather_on_model_parallel_rank_0=lambda value: [value],
+        is_model_parallel_rank_0=True,
     )
     architecture = SimpleNamespace(vocab_size=10)
     rank._model = SimpleNamespace(
@@ -388,6 +387,7 @@ def rank_of(
     rank._failure = None
     rank._has_ended = False
     rank._is_alone = True
+    rank._is_of_job = True
     rank._groups, rank._inflight, rank._awake, rank._links = (
         4,
         inflight,
@@ -398,7 +398,7 @@ def rank_of(
     rank.results = []
     rank._deliver = lambda result, future: rank.results.append(result)
     rank._ask_for_scores = lambda work, found: None
-    monkeypatch.setattr("reinforce_rl.rollout.generate.load_weights", lambda lm, found: None)
+    monkeypatch.setattr("reinforce_rl.rollout.generator_rank.load_weights", lambda lm, found: None)
     return rank
 
 
@@ -463,6 +463,18 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         rank._advance(5)
         assert rank.version == 6 and not rank._staged
 
+    def test_nor_are_those_that_are_replaced_as_they_are_taken(self, monkeypatch):
+        rank = rank_of(PlannedGenerator({}), "recompute", monkeypatch)
+        rank._staged = {5: {}}
+
+        def next_version_comes(versions: set[int]) -> list[set[int]]:
+            rank._staged = {6: {}}
+            return [versions]
+
+        rank._model.mesh.gather_on_model_parallel_rank_0 = next_version_comes
+        rank._advance(5)
+        assert rank.version == 6 and not rank._staged
+
     def test_other_works_wait_for_responses_of_one_version(self, monkeypatch):
         """A validation would change the weights under them."""
         rank = rank_of(PlannedGenerator({}), None, monkeypatch)
@@ -477,7 +489,7 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         """Else a generator that once had half of its prompts goes on so, in as many seconds a call."""
         rank = rank_of(PlannedGenerator({}), None, monkeypatch)
         rank._phases = SimpleNamespace(begin=lambda phase: None)
-        monkeypatch.setattr("reinforce_rl.rollout.generate._ON_THEIR_WAY_SECONDS", 30.0)
+        monkeypatch.setattr("reinforce_rl.rollout.generator_rank._ON_THEIR_WAY_SECONDS", 30.0)
 
         def answer() -> None:
             works = Works((work_of(2, 2), work_of(3, 3)))

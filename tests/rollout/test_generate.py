@@ -14,9 +14,9 @@ import torch
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.generation.base import PartialResponse
-from reinforce_rl.rollout import generate
-from reinforce_rl.rollout.generate import GeneratorRank
-from reinforce_rl.rollout.messages import Result, Work
+from reinforce_rl.rollout import generator_rank
+from reinforce_rl.rollout.generator_rank import GeneratorRank
+from reinforce_rl.rollout.messages import NewWeights, Result, Work
 
 pytestmark = pytest.mark.timeout(20)  # weights that never come would be waited for
 
@@ -79,7 +79,8 @@ def rank_of(
     rank: Any = object.__new__(GeneratorRank)
     rank._changed = threading.Condition()
     rank._staged = {}
-    rank._announced = deque()
+    rank._newest_received = version
+    rank._is_of_job = True
     rank._inbox = deque()
     rank._asked = 0
     rank.version = version
@@ -93,13 +94,15 @@ def rank_of(
     rank._has_ended = False
     rank._unscored = 0
     rank._awake = None
-    rank._group = None
+    rank._group = SimpleNamespace(epoch=1, fault="")
     rank._wake = lambda: None
     rank._phases = SimpleNamespace(begin=lambda *_, **__: None, step=0)
     rank._links = SimpleNamespace(send=lambda *_: None)
     engine = Engine(rank)
     mesh = SimpleNamespace(
-        from_model_parallel_rank_0=lambda value: value, is_model_parallel_rank_0=True
+        from_model_parallel_rank_0=lambda value: value,
+        gather_on_model_parallel_rank_0=lambda value: [value],
+        is_model_parallel_rank_0=True,
     )
     lm = SimpleNamespace(architecture=SimpleNamespace(vocab_size=100))
     settings = SimpleNamespace(sampling=None)
@@ -110,9 +113,10 @@ def rank_of(
     rank.results = []
     rank._deliver = lambda result, future: rank.results.append(result)
     rank._ask_for_scores = lambda work, made: None
-    monkeypatch.setattr(
-        generate, "load_weights", lambda lm, weights: setattr(rank, "loaded", weights)
-    )
+    for name in ("load_weights", "exchange_weights"):
+        monkeypatch.setattr(
+            generator_rank, name, lambda lm, weights: setattr(rank, "loaded", weights)
+        )
     return rank
 
 
@@ -141,13 +145,6 @@ class TestWorksInTheirOrder:
         for result, version in zip(rank.results, [0, 1, 1, 2, 3], strict=True):
             assert_drawn_with(result, *[version] * 4)
 
-    def test_weights_that_no_work_asked_for_are_passed_over(self, monkeypatch):
-        rank = rank_of(monkeypatch, staleness=2)
-        rank._staged = {1: 1, 2: 2}
-        rank._respond(work_of(0, 2))
-        assert_drawn_with(rank.results[0], 2, 2, 2, 2)
-        assert rank._staged == {}, "older ones are never asked for again"
-
     @pytest.mark.parametrize(
         ("there", "wanted"), [({}, 1), ({1: 1}, 2)], ids=["none", "older ones"]
     )
@@ -171,11 +168,11 @@ class TestWorksInTheirOrder:
     ("staleness", "kept"), [(0, [5]), (1, [4, 5]), (2, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
 )
 def test_as_many_versions_are_kept_as_may_be_asked_for(staleness, kept, monkeypatch):
-    """While nothing is drawn, weights 1 to 5 come: the newest, and `staleness` before it, may still be asked for."""
+    """While nothing is drawn, weights 1 to 5 come: `staleness` before the newest may be asked for."""
     rank = rank_of(monkeypatch, staleness=staleness)
-    monkeypatch.setattr(generate, "receive_weights", lambda lm, group: "weights")
-    rank._announced = deque([1, 2, 3, 4, 5])
-    rank._wait = lambda condition, phase="": None  # with nothing announced, the thread ends
+    monkeypatch.setattr(generator_rank, "receive_weights", lambda lm, group: "weights")
+    rank._offers = deque(NewWeights(1, version, 1, 2) for version in (1, 2, 3, 4, 5))
+    rank._wait = lambda condition, phase="": None  # with nothing offered, the thread ends
     rank._receive()
     assert rank._failure is None
     assert list(rank._staged) == kept
@@ -236,23 +233,6 @@ class TestWhateverIsFinishedFirst:
         labels, _ = labels_and_weights(rank.results[0])
         assert labels[0] == expected
         assert calls[1:] == [expected[1]]
-
-    def test_a_work_waits_for_the_weights_that_it_needs_at_least(self, monkeypatch):
-        """After a resume the oldest weights that may be asked for are on their way."""
-        rank = rank_of(monkeypatch, groups=1)
-        works = [[work_of(0, 1, or_newer=True)], None]
-        rank._take = lambda count, room, *, waits=True: works.pop(0)
-
-        def arrive() -> None:
-            with rank._changed:
-                rank._staged[1] = 1
-                rank._changed.notify_all()
-
-        timer = threading.Timer(0.2, arrive)
-        timer.start()
-        rank._answer_groups(1)
-        timer.join()
-        assert_drawn_with(rank.results[0], 1, 1, 1, 1)
 
     def test_while_responses_are_under_way_no_work_is_asked_for_without_updates_in_flight(
         self, monkeypatch

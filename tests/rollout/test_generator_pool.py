@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from reinforce_rl.data.batches import Completions, Prompt
-from reinforce_rl.errors import GenerationError
+from reinforce_rl.errors import GenerationError, RewardServerError
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
-from reinforce_rl.rollout.generator_pool import GeneratorPool
+from reinforce_rl.rollout.generator_pool import GeneratorPool, _Generator
 from reinforce_rl.rollout.message_codec import decode, encode
 from reinforce_rl.rollout.messages import (
+    HELLO,
+    Dismissed,
     EndReceived,
+    GeneratorFailed,
     Message,
     Result,
     ResultBounds,
     RunEnded,
-    WeightsAnnounced,
     Work,
     Works,
 )
 from reinforce_rl.runtime.links import Links, LinkThread
+from reinforce_rl.runtime.roles import RANKS, RankRole
 from reinforce_rl.runtime.stop import StopRequest
 
 FAILED = STATUS_OK + 1
@@ -36,29 +43,38 @@ class Sent:
 
     def __init__(self) -> None:
         self.works: list[Work] = []
-        self.announced: list[int] = []
+        self.dismissed: list[int] = []
 
     def send(self, rank: int, *parts: bytes) -> None:
         message = decode(parts)
-        assert isinstance(message, Works)
-        self.works += message.works
-
-    def send_all(self, *parts: bytes) -> None:
-        message = decode(parts)
-        assert isinstance(message, WeightsAnnounced)
-        self.announced.append(message.version)
+        if isinstance(message, Dismissed):
+            self.dismissed.append(rank)
+        else:
+            assert isinstance(message, Works)
+            self.works += message.works
 
 
-def pool_of(*works: Work, room: int = 0) -> tuple[Any, Sent]:
-    """A pool without connections, of one generator that has been given these works and has `room` for more."""
+# Rank 1 of this job generates.
+ROLE = RankRole(0, 2, trainers=1, block=1, store=None, timeout=timedelta(seconds=1))
+
+
+def pool_of(*works: Work, room: int = 0, role: RankRole | None = None) -> tuple[Any, Sent]:
+    """A pool without connections.
+
+    Its only generator has been given these works, and has asked for `room` more. With a `role` it is
+    a rank of the job.
+    """
     pool: Any = object.__new__(GeneratorPool)
     pool._begin_empty(ResultBounds(vocab_size=32, max_length=8))
+    pool._role = role
+    pool._staleness = 9
+    pool._newest = 9
     pool._links = Sent()
-    pool._room = {1: room}
-    pool._begun = {1}
-    pool._leaders = {1}
-    pool._lost = None
-    pool._given = {work.number: work for work in works}
+    generator = _Generator(1, 1, "g1", {RANKS}, is_ready=True, version=9, since=0)
+    generator.under_way = {work.number: work for work in works}
+    pool._generators = {1: generator}
+    pool._idle = deque([1] * room)
+    pool._given = dict(generator.under_way)
     return pool, pool._links
 
 
@@ -119,7 +135,7 @@ def test_what_is_too_old_is_answered_again_before_the_others_in_its_order():
     pool.submit([works[3]])
     assert taken(pool, [0, 1, 2, 3], 1, oldest=2) is None
     assert pool._results == {}, "an old answer does not count as new"
-    pool._room[1] = 4
+    pool._idle.extend([1] * 4)
     pool._assign()
     assert [work.number for work in sent.works] == [0, 1, 2, 3]
 
@@ -141,28 +157,66 @@ def test_what_is_answered_again_is_waited_for_by_the_next_step_alone():
 
 
 def test_what_was_forgotten_has_no_result_any_more():
-    work = work_of(0)
-    pool, _ = pool_of(work)
-    pool._on_message(1, encode(result_of(work, 0)))
+    done = work_of(0)
+    under_way = work_of(1)
+    pool, _ = pool_of(done, under_way)
+    pool._on_message(RANKS, encode(result_of(done, 0)))
     assert list(pool._results) == [0]
-    pool.forget([0])
+    pool.forget([0, 1])
     assert pool._results == {}
-    pool._on_message(1, encode(result_of(work, 0)))  # of a generator that had it under way
+    pool._on_message(RANKS, encode(result_of(under_way, 0)))
     assert pool._results == {}
-    assert pool._failure is None
+    assert pool._generators[1].under_way == {}
 
 
 @pytest.mark.parametrize(
-    ("announced", "drawn", "is_accepted"), [(3, 3, True), (3, 4, False), (4, 4, True)]
+    ("newest", "drawn", "is_accepted"), [(3, 3, True), (3, 4, False), (4, 4, True)]
 )
-def test_no_token_is_of_weights_that_nobody_was_sent(announced, drawn, is_accepted):
+def test_no_token_is_of_weights_that_nobody_was_sent(newest, drawn, is_accepted):
     work = work_of(0)
-    pool, sent = pool_of(work)
-    pool.announce(announced)
-    assert sent.announced == [announced]
-    pool._on_message(1, encode(result_of(work, drawn)))
+    pool, _ = pool_of(work, role=ROLE)
+    pool._newest = newest
+    pool._on_message(RANKS, encode(result_of(work, drawn)))
     assert list(pool._results) == ([0] if is_accepted else [])
     assert isinstance(pool._failure, GenerationError) is not is_accepted
+
+
+class TestAGeneratorOfTheJob:
+    """Its end is the run's; nobody takes its place."""
+
+    def test_the_loss_of_its_rank_names_the_rank_of_the_job(self):
+        pool, sent = pool_of(work_of(0), role=ROLE)
+        pool.group = SimpleNamespace(abandon=lambda *_: None)
+        pool._on_lost(RANKS, "died")
+        with pytest.raises(ConnectionError, match="rank 1, which generates, died"):
+            pool._check()
+        assert sent.dismissed == []
+
+    def test_what_it_cannot_do_is_raised_by_the_trainers(self):
+        pool, sent = pool_of(work_of(0), role=ROLE)
+        failure = GenerationError("out of memory", key="generation.engine.failed")
+        pool._on_message(RANKS, encode(GeneratorFailed(failure)))
+        with pytest.raises(GenerationError) as error:
+            pool._check()
+        assert error.value.key == failure.key
+        assert sent.dismissed == [], "it waits for the end of the run"
+
+    def test_scores_that_it_does_not_get_are_left_to_the_trainers(self):
+        work = work_of(0)
+        pool, _ = pool_of(work, role=ROLE)
+        pool._generators[2] = _Generator(2, 1, "g2", {2 * RANKS}, is_ready=True, version=9, since=0)
+        failure = RewardServerError("no answer", key="rewards.server.no_answer")
+        pool._on_message(RANKS, encode(result_of(work, 0, failure=failure)))
+        assert [result.number for result in pool._results.values()] == [0]
+        assert pool._failure is None and list(pool._generators) == [1, 2]
+
+    def test_an_answer_that_cannot_be_one_ends_the_run(self):
+        work = work_of(0)
+        pool, _ = pool_of(work, role=ROLE)
+        pool._on_message(RANKS, encode(result_of(work_of(7), 0)))
+        with pytest.raises(GenerationError) as error:
+            pool._check()
+        assert error.value.key == "generators.generator.invalid_message"
 
 
 def test_a_checkpoint_has_finished_rollouts_that_passed_their_check_alone():
@@ -177,24 +231,29 @@ def test_a_checkpoint_has_finished_rollouts_that_passed_their_check_alone():
     assert [result.number for result in pool.finished()] == [0]
 
 
-def test_works_go_in_their_order_to_who_has_the_most_room():
-    pool, sent = pool_of()
-    pool._room = {1: 1, 2: 2}
+def test_works_go_in_their_order_to_who_has_the_least_to_do():
+    pool, sent = pool_of(room=1)
+    pool._generators[2] = _Generator(2, 1, "g2", {2 * RANKS}, is_ready=True, version=9, since=0)
+    pool._idle.extend([2, 2])
     pool.submit([work_of(number) for number in range(4)])
-    assert [work.number for work in sent.works] == [0, 2, 1], "the second one has two"
-    assert pool._room == {1: 0, 2: 0}
+    assert [work.number for work in sent.works] == [0, 1, 2]
+    assert sorted(pool._generators[1].under_way) == [0]
+    assert sorted(pool._generators[2].under_way) == [1, 2]
     assert [work.number for work in pool._waiting] == [3]
 
 
 @pytest.fixture
-def pool_and_generator():
+def pool_and_generator(tmp_path: Path):
     links, invitation = Links.listen("127.0.0.1")
     accepting = threading.Thread(target=links.accept, args=([1], 20.0))
     accepting.start()
-    generator = Links.connect(invitation, 1, b"hello", 20.0)
+    generator = Links.connect(invitation, 1, HELLO, 20.0)
     accepting.join()
     pool = object.__new__(GeneratorPool)
     pool._begin_empty(ResultBounds(vocab_size=10, max_length=8))
+    pool._role = None
+    pool._folder = tmp_path
+    pool.group = SimpleNamespace(close=lambda: None)
     pool._links = links
     pool._thread = LinkThread(links, SILENCE, pool._on_message, pool._on_lost)
     yield pool, generator

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reinforce_rl.data.batches import Completions, Prompt
-from reinforce_rl.errors import GenerationError, RewardServerError
+from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.rollout.messages import Result, ResultBounds, Work, fault_of_result
 
@@ -61,7 +61,6 @@ SEVERAL = rows([3, 4, 5], [9, 9, 9], [5, 0, 0], [3, 3, 8])
 RIGHT = {
     "the work's weights": (WORK, result_of(all_of(3))),
     "padding of any version": (WORK, result_of(PADDED)),
-    "a failure": (WORK, Result(7, (3, 9), failure=GenerationError("a"))),
     "newer weights, where they are allowed": (OR_NEWER, result_of(all_of(NEWEST))),
     "weights of several versions, likewise": (OR_NEWER, result_of(SEVERAL)),
     "no scores, for which there is a reason": (
@@ -73,7 +72,7 @@ RIGHT = {
 }
 WRONG = {
     "other prompts": (WORK, result_of(all_of(3), prompt_ids=(9, 3))),
-    "neither responses nor a failure": (WORK, result_of(None, completions=None)),
+    "no responses": (WORK, result_of(None, completions=None)),
     "too few responses": (replace(WORK, num_samples=3), result_of(all_of(3))),
     "no versions": (WORK, result_of(None)),
     "the weights before": (WORK, result_of(all_of(2))),

@@ -33,6 +33,8 @@ from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import ConfigError, GenerationError, RewardServerError
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.rewards.base import Rewards
+from reinforce_rl.rollout.generator_pool import GeneratorPool, _Generator
+from reinforce_rl.rollout.generator_rank import GeneratorRank
 from reinforce_rl.rollout.message_codec import decode, encode
 from reinforce_rl.rollout.messages import (
     Arrival,
@@ -47,9 +49,7 @@ from reinforce_rl.rollout.messages import (
     WorkRequest,
     Works,
 )
-from reinforce_rl.rollout.rendezvous import INVITATION_FILE
-from reinforce_rl.rollout.separate import SeparatePool, _Generator
-from reinforce_rl.rollout.separate_generator import SeparateGeneratorRank
+from reinforce_rl.rollout.rendezvous import RENDEZVOUS_FILE
 from reinforce_rl.runtime.status import read_status
 
 SLOW = pytest.mark.slow
@@ -193,7 +193,7 @@ def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
     assert "No generator has the weights" not in said
     assert f"process {programs.generators[2]} died" not in said
     programs.wait_for(lambda: ended(third, 0), third.read_text())
-    assert not (programs.folder / "run" / INVITATION_FILE).exists()
+    assert not (programs.folder / "run" / RENDEZVOUS_FILE).exists()
     status = read_status(programs.folder / "run")
     assert status is not None and status.pid == process  # the same one to the end
     assert_equal_runs(programs.folder, joined)
@@ -435,23 +435,14 @@ class Sent:
 
 def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple[Any, Sent]:
     """A pool without connections, of idle generators (number, first version, newest version)."""
-    pool: Any = object.__new__(SeparatePool)
+    pool: Any = object.__new__(GeneratorPool)
     sent = Sent()
-    pool._links, pool._changed, pool._staleness = sent, threading.Condition(), staleness
-    pool._given = {}
-    pool._results = {}
-    pool._bounds = ResultBounds(vocab_size=32, max_length=8)
-    pool._source_names = set()
+    pool._begin_empty(ResultBounds(vocab_size=32, max_length=8))
+    pool._role = None
+    pool._links = sent
+    pool._staleness = staleness
     pool._settings = {"seed": 1}
-    pool._dismissed = set()
-    pool._unscored = set()
     pool._newest = 3
-    pool._last_loss = ""
-    pool._waiting = deque()
-    pool._notes = deque()
-    pool._told = set()
-    pool._members = ()
-    pool._epoch = 0
     pool.group = SimpleNamespace(abandon=lambda *_: None)
     pool._generators = {
         n: _Generator(n, 1, f"g{n}", {n * 4096}, is_ready=True, version=version, since=since)
@@ -645,11 +636,13 @@ def test_whoever_lacked_scores_counts_once_it_gets_them_again(is_scored_again, d
 
 
 def test_a_generator_without_responses_is_not_called_one_without_scores():
-    pool, _ = pool_of(1, [(1, 0, 3)])
+    pool, sent = pool_of(1, [(1, 0, 3)])
     work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
     pool.submit([work])
     pool._on_message(4096, encode(Result(0, (7,), failure=GenerationError("out of memory"))))
-    assert pool._notes[-1].startswith("Generator g1 gave no responses: out of memory")
+    assert sent.dismissed == [4096]
+    assert pool._unscored == set()
+    assert [waiting.number for waiting in pool._waiting] == [0]
 
 
 def test_names_of_scores_of_one_generator_send_no_other_one_away():
@@ -734,7 +727,7 @@ def test_work_of_weights_that_are_on_their_way_waits():
 @pytest.mark.parametrize(("other", "expected"), [({1, 6}, 6), ({1}, 1), ({1, 5}, 5)])
 def test_a_generator_draws_with_weights_that_all_of_its_ranks_have(other, expected):
     """A transfer may have failed on one of them."""
-    rank: Any = object.__new__(SeparateGeneratorRank)
+    rank: Any = object.__new__(GeneratorRank)
     rank._changed = threading.Condition()
     rank.version = 1
     rank._staged = {5: {}, 6: {}}
@@ -776,8 +769,8 @@ class SwappedWeights:
             self.loaded = weights[0]
             weights[0] = before
 
-        monkeypatch.setattr("reinforce_rl.rollout.separate_generator.exchange_weights", exchange)
-        rank: Any = object.__new__(SeparateGeneratorRank)
+        monkeypatch.setattr("reinforce_rl.rollout.generator_rank.exchange_weights", exchange)
+        rank: Any = object.__new__(GeneratorRank)
         rank._changed = threading.Condition()
         rank._staged = {}
         rank._staleness = staleness
@@ -785,6 +778,7 @@ class SwappedWeights:
         rank._is_alone = True
         rank._failure = None
         rank._has_ended = False
+        rank._is_of_job = False
         rank._stop = SimpleNamespace(reason=None)
         rank._newest_received = -1
         rank.version = -1

@@ -21,8 +21,9 @@ from gpu_checks.shapes import SHAPES
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.rollout.weight_group import ElasticWeightGroup
 from reinforce_rl.rollout.weights import load_weights, receive_weights, send_weights
-from reinforce_rl.runtime.roles import WeightGroup
+from reinforce_rl.utils.net import LOOPBACK
 
 BUCKET_BYTES = 1 << 15  # the tiny model has more, so that both buffers are filled several times
 
@@ -30,7 +31,7 @@ BUCKET_BYTES = 1 << 15  # the tiny model has more, so that both buffers are fill
 class Recorded:
     """A group of one rank; what was broadcast is kept, and then given to who receives."""
 
-    def __init__(self, group: WeightGroup):
+    def __init__(self, group: ElasticWeightGroup):
         self.sent: deque[Tensor] = deque()
         self.receives = False
         self._group = group
@@ -53,7 +54,9 @@ def check(context: Context) -> Finding:
         trained, other = (CausalLM(architecture, mesh, torch.bfloat16) for _ in range(2))
         fill_ours(trained)
         store = dist.HashStore()  # type: ignore[attr-defined]
-        wire: Any = Recorded(WeightGroup(0, 1, store, mesh.device, timedelta(seconds=60)))
+        group = ElasticWeightGroup(store, LOOPBACK, mesh.device, timedelta(seconds=60))
+        group.form(epoch=1, rank=0, size=1)
+        wire: Any = Recorded(group)
         sent = send_weights(trained, wire, BUCKET_BYTES)
         buckets = len(wire.sent)
         wire.receives = True

@@ -22,11 +22,12 @@ def main() -> None:
 
     from reinforce_rl import run as build
     from reinforce_rl.config.load import load_config
-    from reinforce_rl.runtime.roles import RankRole
+    from reinforce_rl.rollout.weight_group import ElasticWeightGroup
 
     folder = Path(sys.argv[1])
     overrides = sys.argv[2:]
-    RankRole.weight_group = lambda role, device: Wire(device)  # type: ignore[method-assign, assignment]
+    ElasticWeightGroup.form = form  # type: ignore[method-assign]
+    ElasticWeightGroup.broadcast = broadcast  # type: ignore[method-assign, assignment]
     build.connect_to_reward_servers = lambda *args: FunctionReward(odd_share, PROMPT_TOKENS)  # type: ignore[assignment]
     on_threads_too(machine)
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
@@ -35,18 +36,20 @@ def main() -> None:
         assert (trainer is None) == (rank > 0)
 
 
-class Wire:
-    def __init__(self, device: Any):
-        assert device.type == "cuda"
+def form(group: Any, epoch: int, *rest: Any) -> None:
+    assert group._device.type == "cuda"
+    group.epoch = epoch
+    group.fault = ""
 
-    def broadcast(self, tensor: Any) -> Any:
-        assert tensor.is_cuda and tensor.is_contiguous()
-        return SimpleNamespace(wait=lambda: None)
+
+def broadcast(group: Any, tensor: Any) -> Any:
+    assert tensor.is_cuda and tensor.is_contiguous()
+    return SimpleNamespace(wait=lambda: None)
 
 
 def on_threads_too(machine: Machine) -> None:
     """Have the thread that receives weights see the fake GPU; a mode of torch is its own thread's."""
-    from reinforce_rl.rollout.generate import GeneratorRank
+    from reinforce_rl.rollout.generator_rank import GeneratorRank
 
     receive = GeneratorRank._receive
 

@@ -1,121 +1,171 @@
-"""A rank that only generates: it answers the trainers' prompts, has the rewards told, and follows their weights."""
+"""A generator's rank: it answers the trainers' prompts, has them scored, and follows the weights.
+
+It keeps older weights as long as they may be asked for: a request of a lost generator comes back
+with its own version.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Completions
-from reinforce_rl.errors import GenerationError, LostRankError, ReinforceError
+from reinforce_rl.errors import EXIT_LOST_RANK, GenerationError, LostRankError, ReinforceError
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.responses import completions_of, unbegun
 from reinforce_rl.rewards.base import RewardFuture, RewardSource
-from reinforce_rl.rollout.generator_pool import INVITATION
 from reinforce_rl.rollout.message_codec import BadMessageError, decode, encode
 from reinforce_rl.rollout.messages import (
     HELLO,
+    Abandoned,
+    Arrival,
+    Dismissed,
     EndReceived,
     GeneratorFailed,
     Message,
+    NewWeights,
+    Received,
     Result,
     RunEnded,
-    WeightsAnnounced,
     Work,
     WorkRequest,
     Works,
 )
-from reinforce_rl.rollout.rendezvous import Guest
+from reinforce_rl.rollout.rendezvous import RendezvousInfo
 from reinforce_rl.rollout.reward_requests import reward_request
-from reinforce_rl.rollout.weights import load_weights, receive_weights
-from reinforce_rl.runtime.links import Invitation, Links, LinkThread
-from reinforce_rl.runtime.phases import PhaseTracker, wait_for_role
-from reinforce_rl.runtime.roles import RankRole
+from reinforce_rl.rollout.weights import exchange_weights, load_weights, receive_weights
+from reinforce_rl.runtime.control import RunControl
+from reinforce_rl.runtime.links import Links, LinkThread
+from reinforce_rl.runtime.phases import StackWatcher, wait_for_role
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 
-_AT_ONCE = 8  # micro-batches whose rewards are waited for
+_MAX_UNSCORED = 8  # micro-batches whose rewards are waited for
 _POLL_SECONDS = 0.2
 _ON_THEIR_WAY_SECONDS = 0.02
 CONNECT_SECONDS = 60.0
 
 
 class GeneratorRank:
-    """A generator's rank, from the first prompt to the end of the run.
+    """A generator's rank, from its registration to the end of the run.
 
     Args:
-        device: where the weights are.
-        silence_seconds: after which rank 0 counts as lost.
-        staleness: versions of the weights besides the newest that may still be asked for.
-        groups: prompts answered together, each given back when it is finished; None: works in their order.
-        inflight: of `groups`, what becomes of the cache when new weights come; None: they wait until no response is
-            under way.
+        link_rank: names this rank; see `messages.RANKS`.
+        info: how to reach rank 0.
+        arrival: how this rank registers.
+        device: of the weights.
+        control: whose stop request a generator of its own program obeys.
+        is_of_job: it is a rank of the trainers' job, which ends with them: they handle signals, and
+            the job's watch finds a hang.
+
+    Raises:
+        ConnectionError: rank 0 is not there.
     """
 
     def __init__(
         self,
-        role: RankRole | Guest,
+        link_rank: int,
+        info: RendezvousInfo,
+        arrival: Arrival,
         device: torch.device,
+        cfg: TrainConfig,
+        control: RunControl,
         *,
-        silence_seconds: float,
-        staleness: int,
-        groups: int | None = None,
-        inflight: Literal["recompute", "keep"] | None = None,
+        is_of_job: bool,
     ):
-        self._staleness = staleness
-        self.version = 0
-        self._groups = groups
-        self._inflight = inflight
+        silence_seconds = cfg.trainer.heartbeat_timeout_seconds
+        self.version = -1  # of the weights; those of the model's folder have none
+        self._is_of_job = is_of_job
+        self._staleness = cfg.staleness
+        # Prompts answered together, each given back when it is finished; None: in their order.
+        self._groups = cfg.prompts_under_way
+        self._inflight = cfg.cache_after_update
+        self._stop = control.stop
+        self._phases = control.phases
+        self._hang_seconds = cfg.trainer.collective_timeout_seconds
+        self._stack = StackWatcher(threading.get_ident())
         self._changed = threading.Condition()
         self._inbox: deque[Work] = deque()
         self._asked = 0  # works that are to come
-        self._announced: deque[int] = deque()  # versions to receive
-        self._staged: dict[int, dict[str, Tensor]] = {}  # received and not used yet
+        self._offers: deque[NewWeights] = deque()
+        self._newest_received = -1  # version
+        self._staged: dict[int, dict[str, Tensor]] = {}  # received and not in use
         self._has_ended = False
         self._unscored = 0  # results that wait for their scores
-        # the generator's, while the weights stay the same
+        # The generator's, while the weights stay the same.
         self._awake: contextlib.ExitStack | None = None
         self._failure: BaseException | None = None
-        self._links = Links.connect(
-            Invitation.from_json(role.shared(INVITATION)), role.rank, HELLO, CONNECT_SECONDS
-        )
-        # At once, as it also shows rank 0 that this rank is alive while it loads the model.
-        self._thread = LinkThread(self._links, silence_seconds, self._on_message, self._on_lost)
-        self._group = role.weight_group(device)
+        with contextlib.ExitStack() as connecting:
+            self._links = Links.connect(info.links, link_rank, HELLO, CONNECT_SECONDS)
+            # At once, as it also shows rank 0 that this rank is alive while it loads the model.
+            self._thread = LinkThread(self._links, silence_seconds, self._on_message, self._on_lost)
+            connecting.callback(self._thread.close)
+            self._group = info.weight_group(device, timedelta(seconds=silence_seconds))
+            connecting.pop_all()
+        if not is_of_job:
+            self._links.set_beat(self._links.beat_seconds, self._beat)
+        self._links.send(0, *encode(arrival))
 
     def close(self) -> None:
         self._thread.close()
 
     def fail(self, error: ReinforceError) -> None:
-        """Give the trainers an error that keeps this generator from going on, and wait until they have ended."""
+        """Tell the trainers why this generator cannot go on.
+
+        A rank of their job then waits until they have ended; any other raises the error.
+        """
         self._links.send(0, *encode(GeneratorFailed(error)))
+        if not self._is_of_job:
+            raise error
         with self._changed:
             self._wait(lambda: self._has_ended)
 
-    def run(
-        self, model: MegatronGPTReinforceActorModel, rm: RewardSource, phases: PhaseTracker
-    ) -> None:
-        """Answer prompts until the trainers end; `rm` scores the answers, asked by the block's first rank.
+    def _beat(self) -> list[bytes]:
+        """Return a sign of life; end this process where generation stands still.
 
-        Raises ConnectionError: rank 0 is lost. What a generator's engine or a reward source raises goes to the
-        trainers, which end the run.
+        The job's watch does not see a generator of another program, whose main thread cannot end
+        itself then.
+        """
+        phase = self._phases.phase
+        place = self._stack.look()
+        seconds = time.monotonic() - max(place.still_since, phase.since)
+        if phase.name == "generate" and seconds > self._hang_seconds:
+            print(
+                f"error: generation stands still at {place.line} for {seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(EXIT_LOST_RANK)
+        return [b""]
+
+    def run(self, model: MegatronGPTReinforceActorModel, rm: RewardSource) -> None:
+        """Answer prompts until the trainers end; model-parallel rank 0 asks `rm` for scores.
+
+        Raises:
+            ConnectionError: rank 0 is lost.
+            GenerationError: the engine failed; see `fail`.
+            LostRankError: the trainers sent this generator away.
         """
         self._model = model
         self._rm = rm
-        self._phases = phases
         self._is_leader = model.mesh.is_model_parallel_rank_0
         self._is_alone = model.mesh.world_size == 1
         threading.Thread(target=self._receive, name="weights", daemon=True).start()
-        self._scoring = ThreadPoolExecutor(_AT_ONCE, "rewards")
+        self._scoring = ThreadPoolExecutor(_MAX_UNSCORED, "rewards")
         try:
             if self._groups is None:
                 while (works := self._take(1, 1)) is not None:
@@ -123,17 +173,17 @@ class GeneratorRank:
             else:
                 self._answer_groups(self._groups)
             self._sleep()
-        except GenerationError as error:  # of an engine that does not fall asleep
+        except GenerationError as error:
             self.fail(error)
         finally:
             # closing `rm` ends those that wait for scores
             self._scoring.shutdown(wait=False, cancel_futures=True)
 
     def _take(self, count: int, room: int, *, waits: bool = True) -> list[Work] | None:
-        """Ask for this many works; return those that there are, after waiting for one. Same on all ranks of the block.
+        """Ask for this many works; return those that there are, after waiting for one.
 
-        Of works for whatever is finished first, at most `room`. Returns none at a count of 0. None: the trainers have
-        ended.
+        The same on all ranks of the generator. Of works for whatever is finished first, at most
+        `room`. Returns none at a count of 0. None: the trainers have ended.
         """
         works: list[Work] | None = None
         if self._is_leader:
@@ -162,13 +212,19 @@ class GeneratorRank:
         return self._model.mesh.from_model_parallel_rank_0(works)
 
     def _ask(self, count: int) -> None:
+        if self._leaves:
+            self._inbox.clear()  # others answer these
+            return
         more = count - self._asked - len(self._inbox)
         if more > 0:
             self._asked += more
             self._links.send(0, *encode(WorkRequest(more)))
 
     def _withdraw(self) -> None:
-        """Take back what was asked for and has not come, so that others get it; what is on its way is taken later."""
+        """Take back what was asked for and has not come, so that others get it.
+
+        What is on its way is taken later.
+        """
         with self._changed:
             asked = self._asked
             self._asked = 0
@@ -214,9 +270,9 @@ class GeneratorRank:
                 self._lengthen(groups, count)
 
     def _lengthen(self, groups: dict[int, tuple[Work, list[PartialResponse]]], count: int) -> None:
-        """Go on with the responses of all groups, until their end or an interruption; remove what is finished.
+        """Lengthen the responses of all groups until their end or an interruption.
 
-        There is room for `count` groups.
+        Finished groups are removed. There is room for `count` groups.
         """
         begun = [one for _, responses in groups.values() for one in responses]
         if self._inflight is None and self._is_leader:
@@ -225,15 +281,8 @@ class GeneratorRank:
         few = sum(one.finish_reason is None for one in begun) // 2
         samples = len(begun) // len(groups)
         updates = InFlight(self, few, with_room=(count - 1) * samples)
-        try:
-            self._wake()
+        with self._waking():
             found = iter(self._model.generator.go_on(begun, self._model.settings.sampling, updates))
-        except GenerationError as error:
-            self._awake = None
-            for work, _ in groups.values():
-                self._deliver(Result(work.number, (work.prompts[0].id,), failure=error), None)
-            groups.clear()
-            return
         for number, (work, responses) in list(groups.items()):
             responses = [next(found) for _ in responses]
             groups[number] = work, responses
@@ -275,36 +324,70 @@ class GeneratorRank:
         return action if self._is_alone else self._model.mesh.from_model_parallel_rank_0(action)
 
     def load_newest(self) -> None:
-        self._load(self._newest())
+        self._load_newest()
 
     def _newest(self) -> int:
-        """Return the newest version that model-parallel rank 0 has.
+        """Return the newest version that all ranks of this generator have.
 
-        The block's other ranks have it, or are receiving it.
+        A transfer may fail on one of them.
         """
+        mesh = self._model.mesh
         with self._changed:
-            own = max(self._staged, default=self.version)
-        return self._model.mesh.from_model_parallel_rank_0(own)
+            versions = {self.version, *self._staged}
+        of_ranks = mesh.gather_on_model_parallel_rank_0(versions)
+        common = max(set.intersection(*of_ranks)) if of_ranks else None
+        return mesh.from_model_parallel_rank_0(common)
 
     def _advance(self, version: int) -> None:
-        """Use the weights of a version once they have come; an engine takes them over when it wakes the next time."""
+        """Use a version's weights once they have come; an engine takes them over when it wakes."""
         self._sleep()
         self._load(version)
         self._model.generator.refit()
 
     def _load(self, version: int) -> None:
+        """Use the weights of a version; where prompts have no order, the newest that there are."""
+        if self._groups is not None:
+            self._load_newest()
+            return
         with self._changed:
-            # A newer one may have taken its place; on the ranks of a block all are kept, and come
-            # in order.
-            self._wait(lambda: self._has_ended or any(one >= version for one in self._staged))
-            if not (there := [one for one in self._staged if one >= version]):
+            self._wait(lambda: version in self._staged or self._has_ended)
+            if version not in self._staged:
                 return  # the trainers have ended, and nothing is drawn with these any more
-            version = min(there)
-            found = self._staged.pop(version)
-            for old in [one for one in self._staged if one < version]:
+            received = self._staged.pop(version)
+        exchange_weights(self._model.lm, received)
+        with self._changed:
+            if self.version >= 0:
+                self._staged[self.version] = received  # those of before, for works of their version
+            self.version = version
+            self._forget_old()
+
+    def _load_newest(self) -> None:
+        newest = self._newest()
+        if newest <= self.version:
+            return
+        with self._changed:
+            # Where this rank is alone, newer ones may have taken their place meanwhile.
+            newest = min(version for version in self._staged if version >= newest)
+            received = self._staged.pop(newest)
+            for old in [version for version in self._staged if version < newest]:
                 del self._staged[old]
-        load_weights(self._model.lm, found)
-        self.version = version
+        load_weights(self._model.lm, received)
+        self.version = newest
+
+    def _forget_old(self) -> None:
+        oldest = self._newest_received - self._kept
+        for old in [version for version in self._staged if version < oldest]:
+            del self._staged[old]
+
+    @contextlib.contextmanager
+    def _waking(self) -> Iterator[None]:
+        """Wake the engine for the block. One that fails is not put to sleep any more."""
+        try:
+            self._wake()
+            yield
+        except GenerationError:
+            self._awake = None
+            raise
 
     def _wake(self) -> None:
         if self._awake is None:
@@ -319,21 +402,17 @@ class GeneratorRank:
             awake.close()
 
     def _answer(self, work: Work) -> tuple[Result, RewardFuture | None]:
-        result = Result(work.number, tuple(prompt.id for prompt in work.prompts))
-        future = None
-        try:
-            self._wake()
-            found = self._model.infer(
+        with self._waking():
+            completions = self._model.infer(
                 work.prompts, work.num_samples, work.seed, validation=work.validation
             )
-            versions = torch.full_like(found.tokens, self.version)
-            result = replace(result, completions=replace(found, weight_versions=versions))
-            future = self._ask_for_scores(work, found)
-        except GenerationError as error:
-            # one that has failed is not put to sleep, and wakes with the next weights
-            self._awake = None
-            result = replace(result, failure=error)
-        return result, future
+        versions = torch.full_like(completions.tokens, self.version)
+        result = Result(
+            work.number,
+            tuple(prompt.id for prompt in work.prompts),
+            replace(completions, weight_versions=versions),
+        )
+        return result, self._ask_for_scores(work, completions)
 
     def _ask_for_scores(self, work: Work, found: Completions) -> RewardFuture | None:
         return (
@@ -363,41 +442,72 @@ class GeneratorRank:
             self._changed.notify_all()
 
     def _receive(self) -> None:
-        """Receive weights as they are announced; on a thread of its own."""
+        """Receive weights as they are offered, in groups formed for it; on a thread of its own."""
         try:
-            while True:
-                with self._changed:
-                    self._wait(lambda: bool(self._announced) or self._has_ended)
-                    if not self._announced:
-                        return
-                    version = self._announced.popleft()
-                found = receive_weights(self._model.lm, self._group)
-                with self._changed:
-                    self._staged[version] = found
-                    for old in [one for one in self._staged if one < version - self._kept]:
-                        del self._staged[old]
-                    self._changed.notify_all()
+            while (offer := self._next_offer()) is not None:
+                fault = self._fault_of_receiving(offer)
+                self._links.send(0, *encode(Received(offer.epoch, offer.version, fault)))
         except BaseException as error:
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()
 
+    def _next_offer(self) -> NewWeights | None:
+        with self._changed:
+            self._wait(lambda: bool(self._offers) or self._has_ended)
+            return self._offers.popleft() if self._offers else None
+
+    def _fault_of_receiving(self, offer: NewWeights) -> str:
+        """Receive weights; return why they could not be received, or nothing."""
+        group = self._group
+        try:
+            if group.epoch != offer.epoch or group.fault:
+                group.form(offer.epoch, offer.place, offer.size)
+            weights = receive_weights(self._model.lm, group)
+        except RuntimeError as error:
+            group.close()
+            return str(error) or type(error).__name__
+        with self._changed:
+            self._staged[offer.version] = weights
+            self._newest_received = max(self._newest_received, offer.version)
+            self._forget_old()
+            self._changed.notify_all()
+        return ""
+
     @property
     def _kept(self) -> int:
-        """How many versions besides the newest are kept: those that may be asked for, or that another rank has."""
-        return self._staleness if self._groups is None else 0 if self._is_alone else sys.maxsize
+        """How many versions besides the newest are kept.
+
+        Those that may be asked for, or that another rank of this generator has.
+        """
+        if self._groups is None:
+            return self._staleness
+        return 0 if self._is_alone else sys.maxsize
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether this generator was asked to stop, which its job's trainers answer for."""
+        return not self._is_of_job and self._stop.reason is not None
 
     def _wait(self, condition: Callable[[], bool], phase: str = "") -> None:
         """Wait with the lock held; raise what has gone wrong meanwhile.
 
-        `phase` has a deadline, of the reward source, as long as scores are waited for too.
+        `phase` is where it waits for prompts: it has the deadline of the reward source as long as
+        scores are waited for too, and a generator that leaves ends there, with what is under way.
         """
-        while not condition():
-            if self._failure is not None:
-                raise self._failure
-            if phase and self._phases.phase.has_deadline != bool(self._unscored):
-                self._phases.begin(phase, has_deadline=bool(self._unscored))
-            wait_for_role(self._changed, _POLL_SECONDS)
+        while not (condition() or (phase and self._leaves)):
+            self._wait_once(phase)
+        if phase and self._leaves:
+            while self._unscored:
+                self._wait_once(phase)
+            self._has_ended = True
+
+    def _wait_once(self, phase: str) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if phase and self._phases.phase.has_deadline != bool(self._unscored):
+            self._phases.begin(phase, has_deadline=bool(self._unscored))
+        wait_for_role(self._changed, _POLL_SECONDS)
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
         try:
@@ -412,15 +522,24 @@ class GeneratorRank:
                 self._changed.notify_all()
 
     def _take_message(self, message: Message) -> None:
+        if isinstance(message, Abandoned):
+            self._group.abandon(message.epoch, message.why)
+            return
         with self._changed:
             if isinstance(message, RunEnded):
                 self._has_ended = True
                 self._links.send(0, *encode(EndReceived()))
-            elif isinstance(message, WeightsAnnounced):
-                self._announced.append(message.version)
+            elif isinstance(message, NewWeights):
+                self._offers.append(message)
             elif isinstance(message, Works):
                 self._inbox.extend(message.works)
                 self._asked = max(self._asked - len(message.works), 0)
+            elif isinstance(message, Dismissed):
+                failure = LostRankError(
+                    f"the trainers sent this generator away: {message.why}",
+                    key="generators.generator.sent_away",
+                )
+                self._failure = self._failure or failure
             else:
                 raise BadMessageError(f"{type(message).__name__} is of a generator")
             self._changed.notify_all()
