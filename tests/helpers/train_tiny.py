@@ -315,9 +315,10 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
 
 def serve() -> None:
     import helpers.tiny_run  # noqa: F401  (so that the runs need not import)
-    import transformers  # noqa: F401
+    from helpers import warm
     from helpers.toy_server import free_port
 
+    warm.import_all()
     for line in sys.stdin:
         log, options, ranks, *overrides = json.loads(line)
         places = [{}]
