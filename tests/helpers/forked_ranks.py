@@ -7,7 +7,6 @@ first rank that failed (the others are then killed, as torchrun does), else 0.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import runpy
@@ -15,16 +14,15 @@ import signal
 import sys
 import threading
 
+from helpers import warm
+
 from reinforce_rl.utils.net import free_port
 from reinforce_rl.utils.process import die_with_parent
-
-WARM = ("torch", "megatron.core.models.gpt", "transformers", "reinforce_rl.run")
 
 
 def main() -> None:
     die_with_parent(os.getppid())
-    for name in WARM:
-        importlib.import_module(name)
+    warm.import_all()
     for line in sys.stdin:
         request = json.loads(line)
         ranks = set()

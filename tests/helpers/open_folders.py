@@ -7,7 +7,6 @@ list of answers, {name, code, output, seconds, peak_mib, marker}.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -16,15 +15,9 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-WARM = (
-    "torch",
-    "transformers",
-    "megatron.core.models.gpt",
-    "reinforce_rl.run",
-    "reinforce_rl.launch.main",
-)
+from helpers import warm
 
 
 def run(request: dict[str, Any], marker: Path) -> dict[str, Any]:
@@ -48,27 +41,15 @@ def run(request: dict[str, Any], marker: Path) -> dict[str, Any]:
     }
 
 
-def _become(request: dict[str, Any], output: int) -> None:
+def _become(request: dict[str, Any], output: int) -> NoReturn:
     """Be the command; does not return."""
-    code = 70
-    try:
-        os.setsid()
-        for target in (1, 2):
-            os.dup2(output, target)
-        with open(os.devnull) as empty:
-            os.dup2(empty.fileno(), 0)
-        os.chdir(request["folder"])
-        sys.argv = ["reinforce-rl", *request["arguments"]]
-        importlib.import_module("reinforce_rl.launch.main").main()
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        importlib.import_module("traceback").print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    os.setsid()
+    for target in (1, 2):
+        os.dup2(output, target)
+    with open(os.devnull) as empty:
+        os.dup2(empty.fileno(), 0)
+    os.chdir(request["folder"])
+    warm.be_command(request["arguments"])
 
 
 def _wait(child: int, deadline: float) -> tuple[int | None, Any]:
@@ -90,8 +71,7 @@ def _end_group(child: int) -> None:
 
 def main() -> None:
     asked = json.load(sys.stdin)
-    for name in WARM:
-        importlib.import_module(name)
+    warm.import_all()
     assert threading.active_count() == 1
     answers = [run(request, Path(asked["marker"])) for request in asked["requests"]]
     print(json.dumps(answers))
