@@ -181,6 +181,7 @@ MISTAKES = [
         ],
         OF_DATA,
         made=raw("p.csv", b'question,answer\n"What is 1, or 2?",2\n'),
+        marks=(slow,),
     ),
     Mistake(
         "Parquet",
@@ -203,6 +204,7 @@ MISTAKES = [
         ["{}/p.json", "line 3 column"],
         OF_DATA,
         made=raw("p.json", json.dumps(PROMPTS, indent=2).replace('"', "'").encode()),
+        marks=(slow,),
     ),
     Mistake(
         "unreadable file",
