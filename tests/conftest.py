@@ -47,6 +47,11 @@ LONG_FILES = (
     "test_lost_ranks.py",
     "test_stopping.py",
     "test_peers.py",
+    "test_traps.py",
+    "test_docs_commands.py",
+    "test_first_hour.py",
+    "test_resume_ranks.py",
+    "test_replay.py",
 )
 
 TESTS = str(Path(__file__).parent)
