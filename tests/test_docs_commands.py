@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import hydra
 import pytest
 from helpers.models import tiny_llama_folder
+from helpers.warm_commands import WarmCommands
 from hydra.errors import HydraException
 from typer.main import get_command
 
@@ -153,9 +155,19 @@ class Place:
             "OMP_NUM_THREADS": "1",
             "MODEL": str(model),
         }
+        self.command = f'reinforce-rl() {{ {sys.executable} -m reinforce_rl "$@"; }}\n'
+
+    @contextlib.contextmanager
+    def forking(self) -> Iterator[None]:
+        """Let commands start from a process that has imported the package."""
+        before = self.command
+        with WarmCommands(self.environment) as commands:
+            self.command = commands.shell_function
+            yield
+        self.command = before
 
     def bash(self, script: str) -> str:
-        ours = f'reinforce-rl() {{ {sys.executable} -m reinforce_rl "$@"; }}\npython() {{ {sys.executable} "$@"; }}\n'
+        ours = f'{self.command}python() {{ {sys.executable} "$@"; }}\n'
         done = subprocess.run(
             # children too
             ["timeout", "-k", "10", "240", "bash", "-euo", "pipefail", "-c", ours + script],
@@ -198,7 +210,8 @@ def test_debugging_says_what_would_have_been(place):
     results = place.folder / "results"
     if not (results / "first").exists():
         place.follow(START, slice(2))
-    place.follow(DEBUGGING)
+    with place.forking():
+        place.follow(DEBUGGING)
     found = json.loads((place.folder / "changes.json").read_text())
     assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4]
     assert (
