@@ -92,6 +92,8 @@ rehearse: install ## What a GPU machine would run, on this CPU with the GPU imag
 
 test-slow: install ## The tests that take minutes, which `make test` leaves out, but for those of `make test-async`
 	$(call run_tests,-m "slow and not gpu and not engine" $(ASYNC:%=--ignore %) $(PYTEST_ARGS))
+	@# As in test-fake-cuda.
+	export FAKE_CUDA=1; $(call run_tests,tests/fake_cuda -m "slow and not engine" $(PYTEST_ARGS)) || [[ $$? == 5 && -n "$(PYTEST_ARGS)" ]]
 
 test-engine: install ## Generation by the real vLLM on this machine's CPU
 	@# Each worker has an engine of its own beside the trainer. Classes of a file run beside each other.

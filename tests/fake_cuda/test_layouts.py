@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +31,31 @@ from reinforce_rl.reward_model.scorer import MegatronRewardModel, load_trunk
 
 WINDOW = 7  # of the families that have one: prompt and response are longer
 NAMED = ("TP2 SP", "PP2", "CP2", "DP2 distributed optimizer", "TP2 PP2 SP")
+# Another layout goes through the same lines: on more ranks, or with more of them parallel.
+ALIKE: set[Any] = {
+    *("TP2 DP2", "TP2 PP2", "PP2 DP2", "TP2 CP2", "CP2 DP2"),
+    *("PP4", "TP4 SP", "CP4", "DP4"),
+    *("PP2 bf16", "CP2 bf16"),
+    *("CP2 LoRA", "TP2 PP2 SP LoRA", "PP2 DP2 distributed optimizer LoRA"),
+}
+# Likewise of the families, whose differences the others have in one model.
+ALIKE |= {"llama_bias", "mistral", "qwen2", "qwen2_padded", "qwen2_window", "qwen3"}
+# And of what is trained: pooling and loss meet these ranks in "TP2 PP2 SP" and in "one".
+ALIKE |= {("TP2 SP", "ranking"), ("DP2 distributed optimizer", "ranking")}
 
 
-@pytest.mark.parametrize("layout", ALL_LAYOUTS.values(), ids=ALL_LAYOUTS.keys())
-def test_ranks_agree(machine: Machine, folders: dict[int, Path], layout: Layout) -> None:
+def slow_if_alike(cases: Iterable[Any]) -> list[Any]:
+    marked = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        marks = [pytest.mark.slow] if case in ALIKE else []
+        marked.append(pytest.param(*values, marks=marks))
+    return marked
+
+
+@pytest.mark.parametrize("name", slow_if_alike(ALL_LAYOUTS))
+def test_ranks_agree(machine: Machine, folders: dict[int, Path], name: str) -> None:
+    layout = ALL_LAYOUTS[name]
     ledgers = run_layout(machine, layout, folders[2 if layout.pp == 1 else 4])
     assert check_collectives(ledgers) > 0
 
@@ -64,7 +88,7 @@ def update(folder: Path, mesh: Mesh, out: Path) -> None:
     actor.export(folder, out)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_if_alike(MODELS))
 def test_a_family_runs(machine: Machine, tmp_path: Path, name: str) -> None:
     folder = family_folder(tmp_path, name)
     with machine.rank(), parallel_mesh() as mesh:
@@ -96,11 +120,11 @@ def test_reward_model_scores(machine: Machine, folders: dict[int, Path], name: s
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", [Layout(), *map(LAYOUTS.get, NAMED)], ids=["one", *NAMED])
+@pytest.mark.parametrize(("name", "case"), slow_if_alike(itertools.product(["one", *NAMED], CASES)))
 def test_reward_model_trains(
-    machine: Machine, folders: dict[int, Path], tmp_path: Path, layout: Layout, case: str
+    machine: Machine, folders: dict[int, Path], tmp_path: Path, name: str, case: str
 ) -> None:
+    layout = LAYOUTS.get(name, Layout())
     objective, _ = CASES[case]
 
     def turn(rank: int) -> None:
