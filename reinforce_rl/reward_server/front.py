@@ -1,32 +1,49 @@
 """HTTP front door of the reward server: authorization, admission and validation; then it forwards to Triton.
 
-Speaks KServe v2 for the few served paths, and adds /health and /metrics. Runs in a process of its own
-(`front_process.py`), so that it answers even while the model is busy or stuck.
+Speaks KServe v2 for the few served paths, and adds /health and /metrics. It is a process of its own, so that it
+answers even while the model is busy or stuck.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import re
+import resource
 import secrets
+import signal
+import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, hdrs, web
 from aiohttp.typedefs import Handler
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from reinforce_rl.reward_server.admission import Admission, FrontSettings, Refusal, check_length
+from reinforce_rl.reward_server.admission import (
+    Admission,
+    FrontSettings,
+    Refusal,
+    TritonRequest,
+    check_length,
+    json_length,
+    read_request,
+)
 from reinforce_rl.reward_server.health import FrontMetrics, Health, Progress, Verdict
-from reinforce_rl.reward_server.request import TritonRequest, json_length, read_request
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
+from reinforce_rl.utils.net import BACKLOG
+from reinforce_rl.utils.process import connect_to_parent, receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +60,11 @@ START_RETRY_SECONDS = 5
 PASSED_HEADERS = (HEADER_LENGTH, "Content-Type")
 CLIENT_GONE = 499  # nginx's code, for logs and metrics only
 TRUSTED_ID = re.compile(r"[\w.:/+@-]{1,128}", re.ASCII)
+END_SECONDS = 3.0
+OPEN_FILES = 1 << 16
+ADDRESS_CONNECTIONS = 512  # concurrent, per client address
+TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+READ_BYTES = 1 << 18  # body bytes per read; the default of 64 KiB costs four times the wake-ups
 LOG_LINE = "event=request id=%s path=%s code=%d bytes=%d samples=%d seconds=%.4f client=%s"
 
 
@@ -341,3 +363,115 @@ def _answer_to(error: Exception, request: web.Request) -> web.Response:
     if hdrs.EXPECT in request.headers:
         response.force_close()  # else it would wait for a body that does not come
     return response
+
+
+# The process.
+
+
+class _Connection(web.RequestHandler):
+    """A client's connection; bounded per address, so that one client cannot shut out the others."""
+
+    __slots__ = ("_address",)
+    _open: ClassVar[Counter[str]] = Counter()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._address = str((transport.get_extra_info("peername") or [""])[0])
+        self._open[self._address] += 1
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # the rest is for those to Triton
+        if (
+            self._open[self._address] > min(ADDRESS_CONNECTIONS, most // 2)
+            or self._open.total() > most
+        ):
+            cast(asyncio.Transport, transport).write(TOO_MANY)
+            self.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._open.subtract([self._address])
+        if not self._open[self._address]:
+            del self._open[self._address]
+        super().connection_lost(exc)
+
+
+async def _run(connection: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    start = receive(connection)
+    if start is None:
+        return
+    logging.basicConfig(
+        level=start["log_level"], format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    # Its log of a malformed request would quote the request.
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
+    settings = FrontSettings.model_validate_json(start["settings"])
+    front = Front(settings, Progress(Path(start["progress"])))
+    options: dict[str, Any] = {
+        "access_log": None,
+        "auto_decompress": False,
+        "read_bufsize": READ_BYTES,
+    }
+    # for a header too: aiohttp counts until it is complete
+    options["keepalive_timeout"] = settings.idle_seconds
+    # a disconnect frees the slot
+    ending = {"handler_cancellation": True, "shutdown_timeout": END_SECONDS / 3}
+    runner = web.AppRunner(front.application(), **ending, **options)
+    await runner.setup()
+    manager = cast(web.Server, runner.server)
+    listener = socket.socket(fileno=start["listener"])
+    accept = partial(_Connection, manager, loop=loop, **options)
+    server = await loop.create_server(accept, sock=listener, backlog=BACKLOG)
+    health = _report_health(connection, front, settings.inference.stuck_seconds / 10)
+    tasks = [asyncio.create_task(report) for report in (health, _report_empty(connection, front))]
+    ended = asyncio.Event()
+
+    def read_message() -> None:  # on the loop, so that a state applies to every later request
+        message = receive(connection)
+        if message is None:
+            loop.remove_reader(connection.fileno())
+            ended.set()
+        else:
+            front.set_state(message["state"], message["reason"])
+
+    loop.add_reader(connection.fileno(), read_message)
+    # let the first report precede READY, so that it sends the model no sample
+    await asyncio.sleep(0)
+    send(connection, {"event": "up"})
+    await ended.wait()
+    for task in tasks:
+        task.cancel()
+    server.close()
+    await runner.cleanup()
+
+
+async def _report_empty(connection: Connection, front: Front) -> None:
+    await front.wait_until_empty()
+    send(connection, {"event": "empty"})
+
+
+async def _report_health(connection: Connection, front: Front, seconds: float) -> None:
+    """Report the health of the whole path to the model, or at least of this process, about every `seconds`."""
+    while True:
+        event = "alive"
+        text = ""
+        with contextlib.suppress(asyncio.TimeoutError, TimeoutError):  # the check itself goes on
+            verdict = await asyncio.wait_for(front.check_health(), seconds)
+            event, text = ("healthy", "") if verdict.healthy else ("unhealthy", verdict.text)
+        send(connection, {"event": event, "text": text})
+        await asyncio.sleep(seconds)
+
+
+def main() -> None:
+    """Run the front door until the server's end of the connection is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # batch systems signal every process; the server ends this one
+        signal.signal(number, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # systemd's usual soft limit is 1,024; a hard one may be infinite, which is -1.
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (min(most, OPEN_FILES) if most >= 0 else OPEN_FILES, most)
+    )
+    asyncio.run(_run(connect_to_parent()))
+
+
+if __name__ == "__main__":
+    main()
