@@ -102,6 +102,42 @@ def test_the_settings_of_placement_are_listed_in_the_schema_alone() -> None:
     assert lists == [SCHEMA]
 
 
+def asks_which_source(source: str) -> bool:
+    """Whether `reward` of a configuration is compared with a name or with several."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Compare):
+            continue
+        for side in (node.left, *node.comparators):
+            if isinstance(side, ast.Attribute) and side.attr == "reward":
+                others = [other for other in (node.left, *node.comparators) if other is not side]
+                if not any(map(is_number, others)):
+                    return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = cfg.reward == 'server'", True),
+        ("x = 'function' != self.cfg.reward", True),
+        ("x = cfg.reward in REWARDS", True),
+        ("x = row.reward > 0", False),
+        ("x = cfg.reward_class is not None", False),
+    ],
+)
+def test_a_question_which_source_is_asked_is_found(source, expected) -> None:
+    assert asks_which_source(source) is expected
+
+
+def test_which_reward_source_is_asked_is_decided_by_the_configuration() -> None:
+    """Others ask `reward_class`, `reward_servers` or `reward_functions`."""
+    places = set()
+    for path in source_files(PACKAGE):
+        if asks_which_source(path.read_text(encoding="utf-8")):
+            places.add(str(path.relative_to(PACKAGE)))
+    assert places == {SCHEMA}
+
+
 def test_one_file_reads_the_variables_of_a_launcher() -> None:
     """Others ask `JobRank`."""
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
