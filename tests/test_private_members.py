@@ -23,16 +23,6 @@ KNOWN = {
     "megatron/cpu/__init__.py": {"_get_cuda_rng_state", "_set_cuda_rng_state"},
     "megatron/mesh.py": {"_get_default_store", "_global_process_group_list"},
     "megatron/optimizer.py": {"_foreach_mul_"},
-    "reward_server/triton.py": {
-        "_get_env",
-        "_initialize_server",
-        "_is_alive_impl",
-        "_record_logs",
-        "_triton_server",
-        "_triton_server_config",
-        "_wait_for_models",
-        "_wait_for_server",
-    },
     "runtime/profiling.py": {"_dump_snapshot", "_record_memory_history"},
 }
 

@@ -30,7 +30,12 @@ from reinforce_rl.reward_server.front import FAILED, READY
 from reinforce_rl.reward_server.front_process import FrontProcess
 from reinforce_rl.reward_server.health import Progress, fault_of
 from reinforce_rl.reward_server.scoring import FunctionRequestScorer, FunctionScorer, RequestScorer
-from reinforce_rl.reward_server.triton import TRITON_SOCKET, PrivateTriton, make_home
+from reinforce_rl.reward_server.triton import (
+    SHARED_MEMORY_PREFIX,
+    TRITON_SOCKET,
+    PrivateTriton,
+    make_home,
+)
 from reinforce_rl.rewards import base, transport, wire
 from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress
 from reinforce_rl.rewards.wire import ServerInfo
@@ -142,8 +147,7 @@ class RewardServer:
         for path in filter(None, (home, self._ready_file)):
             reaper.remove(path)
         reaper.watch_process(os.getpid())
-        # PyTriton names its shared-memory segments by process id.
-        reaper.remove_shared_memory(f"pytrtion{os.getpid()}-")
+        reaper.remove_shared_memory(f"{SHARED_MEMORY_PREFIX}{os.getpid()}-")
         self._requests.progress = Progress(home / "progress", create=True)
         self._settings.backend = str(home / TRITON_SOCKET)
         front = FrontProcess(listener, self._settings, home / "progress")

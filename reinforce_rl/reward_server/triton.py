@@ -10,15 +10,21 @@ import contextlib
 import http.client
 import logging
 import os
+import re
+import secrets
+import shutil
+import signal
 import socket
 import stat
+import subprocess
+import sys
 import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -28,7 +34,11 @@ from reinforce_rl.errors import ConfigError, Fault, RewardServerError
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import ServerInfo
-from reinforce_rl.utils.process import without_secrets
+from reinforce_rl.utils.process import Child, without_secrets
+
+if TYPE_CHECKING:
+    from pytriton.model_config import ModelConfig, Tensor
+    from pytriton.models.model import Model
 
 logger = logging.getLogger(__name__)
 
@@ -40,30 +50,28 @@ START_SECONDS = 120.0
 ASK_SECONDS = 5.0
 POLL_SECONDS = 0.1
 STOP_SECONDS = 6.0  # after which it is killed; a plain stop takes about 4 s
+PRINT_SECONDS = 2.0  # for the last lines of a tritonserver that has ended
+# Its segments in /dev/shm are called this and the process id.
+SHARED_MEMORY_PREFIX = "reinforce-rl-"
+# At the start, and what is added at a time. As PyTriton's own; Triton's are 64 MB.
+SHARED_MEMORY_BYTES = 2**22
+SHARED_MEMORY_GROWTH_BYTES = 2**20
 # Logged by a healthy Triton on a machine without a GPU, and for each connection over a Unix socket.
 NOISE = (b"CudaDriverHelper has not been initialized", b"NODELAY NOT SUPPORTED")
 
 
 class PrivateTriton:
-    """PyTriton's `Triton`, reachable by this user's processes only, with the reward model and its description.
+    """tritonserver with PyTriton's models: the reward model and its description.
 
-    Its Unix socket TRITON_SOCKET is in `home`, a folder from `make_home`. Raises ConfigError without PyTriton.
+    Only processes of this user reach it: its Unix socket TRITON_SOCKET is in `home`, a folder from
+    `make_home`. Raises ConfigError without PyTriton.
     """
 
     def __init__(
         self, home: Path, info: ServerInfo, requests: RequestScorer, inference: InferenceConfig
     ):
-        # The Python backend finds only the system's libpython, not pyenv's or conda's.
-        libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
-        os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
-        os.environ["PYTRITON_HOME"] = str(home)
         try:
-            from pytriton.triton import (
-                Triton,
-                TritonConfig,
-                TritonLifecyclePolicy,
-                TritonSecurityConfig,
-            )
+            from pytriton.utils.workspace import Workspace
         except ImportError as error:
             sentence = (
                 f"the reward server needs PyTriton ({error}), which runs on Linux only; install it "
@@ -71,41 +79,20 @@ class PrivateTriton:
             )
             raise ConfigError([Fault(sentence, key="serve.package.missing")]) from error
         self._socket_path = home / TRITON_SOCKET
-        self._output = b""
-        # A dead address: PyTriton's own client, which cannot use Unix sockets, still asks here
-        # after Triton's end.
-        config = {
-            "http_address": "127.0.0.1",
-            "http_port": 1,
-            "allow_grpc": False,
-            "allow_metrics": False,
-        }
-        config["exit_timeout_secs"] = max(1, round(inference.stop_timeout_seconds))
-        self._triton = Triton(
-            config=TritonConfig.from_dict(config),
-            workspace=home / WORKSPACE,
-            triton_lifecycle_policy=TritonLifecyclePolicy(
-                launch_triton_on_startup=True, local_model_store=True
-            ),
-            security_config=TritonSecurityConfig(restricted_endpoints=[]),
+        self._exit_seconds = max(1, round(inference.stop_timeout_seconds))
+        self._workspace = Workspace(home / WORKSPACE)
+        self._models = [
+            self._reward_model(info, requests, inference),
+            self._description_model(info),
+        ]
+        self._server: Child | None = None
+        self._printer = threading.Thread(
+            target=self._print_output, daemon=True, name="tritonserver's output"
         )
-        options: dict[str, Any] = {
-            "model-control-mode": "none",
-            "load-model": None,
-            "log-info": False,
-        }
-        options["pinned-memory-pool-byte-size"] = 0  # the model is in another process
-        # As of 0.7 PyTriton takes neither these options nor a Unix socket, and asks over TCP
-        # whether Triton is ready.
-        self._triton._triton_server_config.update_config(
-            {"http-address": f"unix:{self._socket_path}", **options}
-        )
-        self._triton._wait_for_server = self._wait_until_ready
-        self._triton._wait_for_models = lambda: None  # Triton is ready once they are
-        self.is_alive = self._triton.is_alive
-        self._bind(info, requests, inference)
 
-    def _bind(self, info: ServerInfo, requests: RequestScorer, inference: InferenceConfig) -> None:
+    def _reward_model(
+        self, info: ServerInfo, requests: RequestScorer, inference: InferenceConfig
+    ) -> Model:
         from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 
         inputs = [
@@ -117,8 +104,10 @@ class PrivateTriton:
             )
             for name, (datatype, width) in wire.INPUTS.items()
         ]
-        outputs = [Tensor(name=wire.REWARDS, dtype=np.float32, shape=(1,))]
-        outputs.append(Tensor(name=wire.STATUS, dtype=np.int32, shape=(1,)))
+        outputs = [
+            Tensor(name=wire.REWARDS, dtype=np.float32, shape=(1,)),
+            Tensor(name=wire.STATUS, dtype=np.int32, shape=(1,)),
+        ]
         if info.attributes:
             outputs.append(
                 Tensor(name=wire.ATTRIBUTES, dtype=np.float32, shape=(len(info.attributes),))
@@ -128,7 +117,11 @@ class PrivateTriton:
             preferred_batch_size=inference.preferred_batch_sizes or None,
         )
         config = ModelConfig(max_batch_size=info.max_batch_size, batcher=batcher)
-        self._triton.bind(info.name, requests.__call__, inputs, outputs, config=config, strict=True)
+        return self._model(info.name, requests.__call__, inputs, outputs, config)
+
+    def _description_model(self, info: ServerInfo) -> Model:
+        from pytriton.model_config import ModelConfig, Tensor
+
         description = np.array([info.to_json().encode()])
 
         def describe(requests: Sequence[Any]) -> list[dict[str, np.ndarray]]:
@@ -137,26 +130,104 @@ class PrivateTriton:
         # Triton requires an input; this one is never read.
         inputs = [Tensor(name="unused", dtype=np.bytes_, shape=(1,), optional=True)]
         outputs = [Tensor(name=wire.INFO_OUTPUT, dtype=np.bytes_, shape=(1,))]
-        config = ModelConfig(batching=False)
-        self._triton.bind(wire.INFO_MODEL, describe, inputs, outputs, config=config, strict=True)
+        return self._model(wire.INFO_MODEL, describe, inputs, outputs, ModelConfig(batching=False))
+
+    def _model(
+        self,
+        name: str,
+        infer: Callable[[Sequence[Any]], list[Any]],
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        config: ModelConfig,
+    ) -> Model:
+        from pytriton.decorators import TritonContext
+        from pytriton.models.model import Model
+
+        model = Model(
+            model_name=name,
+            model_version=1,
+            inference_fn=infer,
+            inputs=inputs,
+            outputs=outputs,
+            config=config,
+            workspace=self._workspace,
+            triton_context=TritonContext(),
+            strict=True,
+        )
+        model.generate_model(self._workspace.model_store_path)
+        return model
 
     def run(self) -> list[psutil.Process]:
         """Start tritonserver; return it and its children. Raises RewardServerError if it does not become ready."""
-        # As of 0.7 only PyTriton's own object decides about the program's output and environment.
-        self._triton._initialize_server()
-        assert self._triton._triton_server is not None
-        server = self._triton._triton_server
-        server._record_logs = self._print_output
-        original_env = server._get_env
-        # PyTriton logs the whole environment at log_level=debug.
-        server._get_env = lambda: without_secrets(original_env())
-        self._triton.run()
-        for process in _tritonservers():
-            return [process, *process.children(recursive=True)]
-        raise RewardServerError(
-            "tritonserver ended while it started; its last lines are above",
-            key="serve.triton.ended_at_start",
+        # PyTriton's own `Triton` listens on TCP, and asks there whether it is ready. Its output is
+        # not to be filtered, nor its environment: it logs the whole of it at log_level=debug.
+        self._server = Child(
+            self._command(),
+            death_signal=signal.SIGTERM,
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
+        self._printer.start()
+        self._wait_until_ready(self._server)
+        for model in self._models:
+            model.setup()
+        process = psutil.Process(self._server.pid)
+        return [process, *process.children(recursive=True)]
+
+    def _command(self) -> list[str]:
+        from pytriton.utils.distribution import get_root_module_path, get_stub_path
+
+        programs = get_root_module_path() / "tritonserver"
+        # The stub, which belongs to a version of Python, is looked for among the backends.
+        backends = self._workspace.path / "backends"
+        shutil.copytree(programs / "backends", backends)
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        shutil.copy(get_stub_path(python), backends / "python" / "triton_python_backend_stub")
+        options = {
+            "model-repository": self._workspace.model_store_path,
+            "model-control-mode": "none",
+            "backend-directory": backends,
+            "cache-directory": programs / "caches",
+            "http-address": f"unix:{self._socket_path}",
+            "allow-grpc": False,
+            "allow-metrics": False,
+            "log-info": False,
+            "exit-timeout-secs": self._exit_seconds,
+            "pinned-memory-pool-byte-size": 0,  # the model is in another process
+        }
+        python_options = {
+            "shm-region-prefix-name": f"{SHARED_MEMORY_PREFIX}{os.getpid()}-{secrets.token_hex(4)}",
+            "shm-default-byte-size": SHARED_MEMORY_BYTES,
+            "shm-growth-byte-size": SHARED_MEMORY_GROWTH_BYTES,
+        }
+        command = [str(programs / "bin" / "tritonserver")]
+        command += [f"--{name}={value}" for name, value in options.items()]
+        command += [
+            f"--backend-config=python,{name}={value}" for name, value in python_options.items()
+        ]
+        return command
+
+    def _environment(self) -> dict[str, str]:
+        from pytriton.utils.distribution import get_libs_path
+
+        environment = without_secrets(os.environ)
+        libraries = [
+            # The Python backend finds only the system's libpython, not pyenv's or conda's.
+            sysconfig.get_config_var("LIBDIR"),
+            environment.get("LD_LIBRARY_PATH"),
+            str(get_libs_path()),
+        ]
+        environment["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
+        # The backend runs the first python3 there.
+        environment["PATH"] = f"{sys.exec_prefix}/bin:{environment['PATH']}"
+        return environment
+
+    def is_alive(self) -> bool:
+        """Return False once tritonserver, or a thread that calls a model, has ended."""
+        if self._server is None or self._server.exit_code is not None:
+            return False
+        return all(model.is_alive() for model in self._models)
 
     def ask(self, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
         """Send a GET, or a POST of `body`; return the answer's code and body. RewardServerError if none is in time."""
@@ -177,22 +248,25 @@ class PrivateTriton:
 
     def stop(self, in_order: bool) -> None:
         """End tritonserver, at once unless `in_order`; the server's reaper removes what is left."""
-        servers = _tritonservers()
-        stopper = threading.Thread(target=self._stop, daemon=True, name="stop-triton")
-        stopper.start()
-        stopper.join(STOP_SECONDS if in_order else 0.0)
-        for process in servers if stopper.is_alive() else ():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        stopper.join(STOP_SECONDS if in_order else 1.0)  # PyTriton waits for a stuck model
+        if self._server is not None:
+            if in_order:
+                self._server.send_signal(signal.SIGINT)
+                self._server.wait(STOP_SECONDS)
+            self._server.kill()
+            self._printer.join(PRINT_SECONDS)
+        # It waits for a stuck model.
+        cleaner = threading.Thread(target=self._clean_models, daemon=True, name="clean-models")
+        cleaner.start()
+        cleaner.join(STOP_SECONDS if in_order else 1.0)
 
-    def _stop(self) -> None:
+    def _clean_models(self) -> None:
         try:
-            self._triton.stop()
+            for model in self._models:
+                model.clean()
         except Exception:  # it is ending either way, and the reaper cleans up
             logger.exception("event=stop_failed")
 
-    def _wait_until_ready(self) -> None:
+    def _wait_until_ready(self, server: Child) -> None:
         deadline = time.monotonic() + START_SECONDS
         is_ready = False
         while not is_ready:
@@ -201,8 +275,8 @@ class PrivateTriton:
                 is_ready = self.ask("/v2/health/ready", ASK_SECONDS)[0] == 200
             # soon after creation: a reader that has it open keeps access
             self._hide_shared_memory()
-            # PyTriton's `is_alive` asks its models too, which are not there yet, as of 0.7.
-            if not self._triton._is_alive_impl():
+            if server.exit_code is not None:
+                self._printer.join(PRINT_SECONDS)
                 raise RewardServerError(
                     "tritonserver ended while it started; its last lines are above",
                     key="serve.triton.ended_at_start",
@@ -215,27 +289,16 @@ class PrivateTriton:
 
     def _hide_shared_memory(self) -> None:
         """Make this user's segments in /dev/shm private; Triton creates them world-readable, whatever the umask."""
-        for segment in Path("/dev/shm").glob(f"pytrtion{os.getpid()}-*"):
+        for segment in Path("/dev/shm").glob(f"{SHARED_MEMORY_PREFIX}{os.getpid()}-*"):
             with contextlib.suppress(OSError):
                 keep_private(segment)
 
-    def _print_output(self, line: str | bytes) -> None:
-        # Called per byte: with str if it decodes by itself, else with bytes.
-        *lines, self._output = (
-            self._output + (line.encode() if isinstance(line, str) else line)
-        ).split(b"\n")
-        for whole in lines:
-            if whole and not any(noise in whole for noise in NOISE):
-                print(whole.decode(errors="replace"), flush=True)
-
-
-def _tritonservers() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            if process.name() == "tritonserver":
-                found.append(process)
-    return found
+    def _print_output(self) -> None:
+        assert self._server is not None and self._server.process.stdout is not None
+        with self._server.process.stdout as output:
+            for line in output:
+                if line.strip() and not any(noise in line for noise in NOISE):
+                    print(line.decode(errors="replace").rstrip("\n"), flush=True)
 
 
 def keep_private(path: Path) -> None:
@@ -249,8 +312,14 @@ def keep_private(path: Path) -> None:
 def make_home(name: str) -> Path:
     """Create a folder for PyTriton's files, with a path short enough for the Unix sockets in it.
 
-    Falls back to /tmp, since a batch system's TMPDIR is often too long; raises ConfigError if `name` is too long.
+    Falls back to /tmp, since a batch system's TMPDIR is often too long; raises ConfigError if `name` is too long, or
+    cannot be a file's.
     """
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        sentence = (
+            f"the model's name is {name!r}; expected letters, digits, dots, underscores and hyphens"
+        )
+        raise ConfigError([Fault(sentence, key="serve.name.characters")])
     longest = max(name, wire.INFO_MODEL, key=len) + "_0_0-server.sock"
     for parent in (tempfile.gettempdir(), "/tmp"):
         room = SOCKET_PATH_LIMIT - len(

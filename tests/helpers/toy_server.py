@@ -20,6 +20,7 @@ import psutil
 
 from reinforce_rl.launch import local as launch
 from reinforce_rl.reward_server.front_process import MODULE
+from reinforce_rl.reward_server.triton import SHARED_MEMORY_PREFIX
 from reinforce_rl.utils.process import die_with_parent
 
 if TYPE_CHECKING:
@@ -100,7 +101,10 @@ class ToyServer:
     def left_behind(self) -> list[str]:
         """Return what should be gone after the server's end."""
         found = [f"process {p.pid} {p.name()}" for p in self.descendants if is_alive(p)]
-        found += [str(path) for path in Path("/dev/shm").glob(f"pytrtion{self.server_pid}-*")]
+        found += [
+            str(path)
+            for path in Path("/dev/shm").glob(f"{SHARED_MEMORY_PREFIX}{self.server_pid}-*")
+        ]
         found += [
             str(path) for path in [*self.temporary.glob("*"), self.ready_file] if path.exists()
         ]

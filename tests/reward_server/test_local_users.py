@@ -12,7 +12,7 @@ import pytest
 from helpers.other_user import as_nobody, load_model
 from helpers.toy_server import ToyServer
 
-from reinforce_rl.reward_server.triton import keep_private
+from reinforce_rl.reward_server.triton import SHARED_MEMORY_PREFIX, keep_private
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
@@ -69,25 +69,26 @@ def test_nor_does_triton_load_code_for_its_own_user(server, tmp_path):
 def test_another_user_cannot_read_requests(server):
     mapped = {Path(one.path) for process in server.descendants for one in process.memory_maps()}
     shared = [str(path) for path in mapped if path.is_relative_to("/dev/shm") and path.exists()]
-    assert any("pytrtion" in path for path in shared)
+    assert any(SHARED_MEMORY_PREFIX in path for path in shared)
     files = [str(path) for path in server.temporary.rglob("*") if path.is_file()]
     assert files
     assert as_nobody("open_files", [*shared, *files]) == []
 
 
 def test_no_secret_is_in_the_log_or_in_tritonserver(tmp_path, monkeypatch):
-    """At log_level=debug PyTriton prints the whole environment that it starts tritonserver with."""
+    """tritonserver keeps the rest of the environment, and it reads its Python by PATH."""
     secret = "s3cret" * 8
     for name in ("REINFORCE_REWARD_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, secret)
     monkeypatch.setenv("HARMLESS_VARIABLE", "printed")
     server = ToyServer(tmp_path, "--log-level", "DEBUG").start()
     try:
-        assert "HARMLESS_VARIABLE" in server.log.read_text(), "so that the test can fail"
+        environment = server.tritonserver.environ()
+        assert environment["HARMLESS_VARIABLE"] == "printed", "so that the test can fail"
+        assert secret not in environment.values()
+        assert not {"REINFORCE_REWARD_TOKEN", "WANDB_API_KEY"} & environment.keys()
+        assert " DEBUG " in server.log.read_text(), "so that the test can fail"
         assert secret not in server.log.read_text()
-        assert (
-            not {"REINFORCE_REWARD_TOKEN", "WANDB_API_KEY"} & server.tritonserver.environ().keys()
-        )
     finally:
         server.close()
 

@@ -307,6 +307,8 @@ def test_a_long_temporary_folder_does_not_break_the_sockets(tmp_path, monkeypatc
     assert home.parent == Path("/tmp")
     with raises_error("serve.name.too_long", "n" * 90):
         make_home("n" * 90)
+    with raises_error("serve.name.characters", "../model"):
+        make_home("../model")
 
 
 def test_sigterm_lets_calls_finish_and_leaves_nothing(server):
