@@ -30,6 +30,12 @@ DECIDED_BY = {
 BETA_IS_READ_IN = {SCHEMA, "trainer/state.py"}
 
 
+# Any comparison of these decides whether there is a KL; of the others, one with a number or None.
+KL_NAMES = {"initial_policy_kl_penalty", "beta"}
+# Calls whose value is one of their arguments, or their truth.
+TRANSPARENT = {"float", "int", "abs", "min", "max", "bool", "any", "all", "isclose"}
+
+
 def last_name(node: ast.expr) -> str | None:
     if isinstance(node, ast.Attribute):
         return node.attr
@@ -40,7 +46,61 @@ def is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
 
 
-def truth_tests(tree: ast.AST) -> Iterator[ast.expr]:
+def carried(node: ast.expr, aliases: dict[str, str]) -> set[str]:
+    """Return the settings whose value an expression may have, such as `x.beta` for `float(x.beta)`."""
+    names = set()
+    if isinstance(node, ast.Name | ast.Attribute):
+        name = last_name(node)
+        if name in DECIDED_BY:
+            names.add(name)
+        elif isinstance(node, ast.Name) and name in aliases:
+            names.add(aliases[name])
+        elif isinstance(node, ast.Attribute) and node.attr == "value":
+            names |= carried(node.value, aliases)
+    elif isinstance(node, ast.NamedExpr):
+        names |= carried(node.value, aliases)
+    elif isinstance(node, ast.IfExp):
+        names |= carried(node.body, aliases) | carried(node.orelse, aliases)
+    elif isinstance(node, ast.BoolOp | ast.List | ast.Tuple):
+        for value in node.values if isinstance(node, ast.BoolOp) else node.elts:
+            names |= carried(value, aliases)
+    elif isinstance(node, ast.Call):
+        function = last_name(node.func)
+        if function == "getattr" and len(node.args) > 1:
+            setting = node.args[1]
+            if isinstance(setting, ast.Constant) and setting.value in DECIDED_BY:
+                names.add(setting.value)
+        elif function in TRANSPARENT:
+            for argument in node.args:
+                names |= carried(argument, aliases)
+        elif function == "__bool__" and isinstance(node.func, ast.Attribute):
+            names |= carried(node.func.value, aliases)
+    return names
+
+
+def aliases_in(tree: ast.AST) -> dict[str, str]:
+    """Return the locals that hold a setting, by any number of assignments."""
+    aliases: dict[str, str] = {}
+    size = -1
+    while size < len(aliases):
+        size = len(aliases)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
+                targets = [node.target]
+            else:
+                continue
+            if node.value is None:
+                continue
+            for setting in carried(node.value, aliases):
+                for target in targets:
+                    if isinstance(target, ast.Name) and target.id not in DECIDED_BY:
+                        aliases.setdefault(target.id, setting)
+    return aliases
+
+
+def truth_tests(tree: ast.AST, aliases: dict[str, str]) -> Iterator[ast.expr]:
     """Expressions whose truth is asked, and those that are compared with a number or None."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
@@ -51,19 +111,28 @@ def truth_tests(tree: ast.AST) -> Iterator[ast.expr]:
             yield node.operand
         elif isinstance(node, ast.comprehension):
             yield from node.ifs
-        elif isinstance(node, ast.Call) and last_name(node.func) == "bool":
-            yield from node.args
+        elif isinstance(node, ast.Match):
+            yield node.subject
+        elif isinstance(node, ast.Call):
+            if last_name(node.func) in ("bool", "any", "all", "isclose", "__bool__"):
+                yield node
         elif isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             is_none = any(isinstance(side, ast.Constant) and side.value is None for side in sides)
-            if is_none or any(map(is_number, sides)):
-                yield from sides
+            is_with_number = is_none or any(map(is_number, sides))
+            for side in sides:
+                if is_with_number or carried(side, aliases) & KL_NAMES:
+                    yield side
 
 
 def decisions(source: str) -> list[tuple[int, str]]:
     """(line, name) of each decision that has a place of its own."""
-    tested = [(node.lineno, last_name(node)) for node in truth_tests(ast.parse(source))]
-    return sorted((line, name) for line, name in tested if name in DECIDED_BY)
+    tree = ast.parse(source)
+    aliases = aliases_in(tree)
+    tested = set()
+    for node in truth_tests(tree, aliases):
+        tested |= {(node.lineno, name) for name in carried(node, aliases)}
+    return sorted(tested)
 
 
 def test_reference_and_ratio_are_decided_by_the_configuration() -> None:
@@ -187,6 +256,17 @@ def test_one_library_asks_over_http() -> None:
         ("x = cfg.reinforce_epochs * len(updates)", []),
         ("x = len(ahead) <= self.staleness", []),
         ("if cfg.uses_reference: pass", []),
+        ("b = rl.initial_policy_kl_penalty\nif b > 0: pass", ["initial_policy_kl_penalty"]),
+        ("b: float = past.beta.value\nc = b\nx = c != 0", ["beta"]),
+        ("if (b := beta): pass", ["beta"]),
+        ("x = beta > ZERO", ["beta"]),
+        ("x = min(beta, 1) > 0", ["beta"]),
+        ("x = math.isclose(beta, 0)", ["beta"]),
+        ("x = any([beta])", ["beta"]),
+        ("if float(past.beta.value): pass", ["beta"]),
+        ("match rl.initial_policy_kl_penalty:\n    case 0: pass", ["initial_policy_kl_penalty"]),
+        ("if getattr(rl, 'initial_policy_kl_penalty'): pass", ["initial_policy_kl_penalty"]),
+        ("b = past.beta.value\nx = b * kl", []),
     ],
 )
 def test_the_scan_tells_decisions_apart(source: str, names: list[str]) -> None:
