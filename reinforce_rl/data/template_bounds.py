@@ -204,8 +204,9 @@ def _size_of(value: Any, budget: _Budget | None = None) -> int:
         elif isinstance(current, _CONTAINERS):
             stack.extend((child, depth + 1) for child in current)
         elif isinstance(current, Namespace):
-            # A namespace prints the dictionary of its attributes, private in Jinja, as of 3.1.
-            stack.append((getattr(current, "_Namespace__attrs"), depth + 1))  # noqa: B009
+            # A namespace prints its attributes. It looks names up among them, but for this way.
+            fields = object.__getattribute__(current, "__dict__")
+            stack.extend((attributes, depth + 1) for attributes in fields.values())
     return size
 
 

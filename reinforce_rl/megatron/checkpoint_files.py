@@ -14,6 +14,7 @@ import queue
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core import dist_checkpointing
@@ -93,9 +94,12 @@ def _crc32(path: Path, *, within: Path | None = None) -> str:
     return f"{checksum:08x}"
 
 
-# Replaces megatron's manager process, which outlives a killed run and needs an importable main
-# module. Stays empty. As of megatron-core 0.16 no argument turns the process off.
-filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
+# megatron's writer makes a queue of results in a manager process, which outlives a killed run and
+# needs an importable main module. As of megatron-core 0.16 no argument turns the process off. The
+# queue stays empty here, so that it may be one of this process.
+_manager = SimpleNamespace(Queue=queue.Queue)
+_context = SimpleNamespace(Manager=lambda: _manager)
+filesystem_async.mp = SimpleNamespace(get_context=lambda method: _context)  # type: ignore[attr-defined]
 
 
 class _Strategy(TorchDistSaveShardedStrategy):

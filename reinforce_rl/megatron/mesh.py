@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.rendezvous import rendezvous
 
 from reinforce_rl.config.parallelism import Layout, layout_faults, rank_at
 from reinforce_rl.errors import (
@@ -76,6 +77,8 @@ class Mesh:
     sequence_parallel: bool  # tensor-parallel ranks also split positions outside their matrices
     device: torch.device
     block_group: dist.ProcessGroup  # the ranks of this rank's block
+    # torch's, for counters; None in process groups that were there before
+    store: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -224,11 +227,13 @@ class Mesh:
 
     def reset_count(self, name: str) -> None:
         """Reset a counter; call on one rank, while none counts."""
-        _store().delete_key(name)
+        assert self.store is not None, "these process groups are another's"
+        self.store.delete_key(name)
 
     def count(self, name: str, by: int = 1) -> int:
         """Add to a job-wide counter, which starts at 0, and return its new value."""
-        return _store().add(name, by)
+        assert self.store is not None, "these process groups are another's"
+        return self.store.add(name, by)
 
     def count_by_block(self, name: str) -> int:
         """Add 1 for the whole block and return the new value on its ranks, which call this together."""
@@ -272,20 +277,16 @@ def parallel_mesh(
         device = torch.device("cuda", job.local_rank)
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
+    store = None if world is None else world.store
     with contextlib.ExitStack() as stack:
         with rendezvous_errors(rank, world_size):
             if not dist.is_initialized():
-                store = None if world is None else world.store
                 if store is None:
                     store = dist.HashStore() if world_size == 1 else job_store(world_size)  # type: ignore[attr-defined]
                 # NCCL waits spin on the GPU, so objects, votes and barriers, which may wait long,
                 # use gloo.
                 backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-                _in_thread(
-                    lambda: dist.init_process_group(
-                        backend, rank=rank, world_size=world_size, store=store, timeout=timeout
-                    )
-                )
+                store = _in_thread(lambda: _join(backend, rank, world_size, store, timeout))
                 stack.callback(dist.destroy_process_group)
             stack.callback(_leave_groups)
             minutes: Any = timeout_seconds / 60
@@ -309,20 +310,32 @@ def parallel_mesh(
             sequence_parallel=sequence_parallel,
             device=device,
             block_group=block_group,
+            store=None if store is None else dist.PrefixStore("mesh", store),  # type: ignore[attr-defined]
         )
 
 
-def _in_thread(action: Callable[[], None]) -> None:
+def _join(backend: str, rank: int, world_size: int, store: Any, timeout: timedelta) -> Any:
+    """Make the default process group; return its store, by default torchrun's."""
+    if store is None:
+        store, *_ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
+    return store
+
+
+def _in_thread(action: Callable[[], Any]) -> Any:
     """Call `action` in a thread, so that this one handles signals while torch waits for ranks.
+
+    Returns what the action returns.
 
     Raises what the action raises, or at once what a signal's handler does. The thread then waits
     on, so the program must end.
     """
+    results: list[Any] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            action()
+            results.append(action())
         except BaseException as error:
             errors.append(error)
 
@@ -332,6 +345,7 @@ def _in_thread(action: Callable[[], None]) -> None:
         thread.join(_SIGNAL_SECONDS)
     if errors:
         raise errors[0]
+    return results[0]
 
 
 def job_store(world_size: int) -> Any:
@@ -360,9 +374,11 @@ def rendezvous_errors(rank: int, world_size: int) -> Iterator[None]:
 def _leave_groups() -> None:
     # As of megatron-core 0.16 `destroy_model_parallel` forgets its groups, and their threads and
     # sockets stay.
-    groups = list(parallel_state._global_process_group_list or [])
+    groups = {
+        group for group in vars(parallel_state).values() if isinstance(group, dist.ProcessGroup)
+    }
     parallel_state.destroy_model_parallel()
-    for group in filter(None, groups):  # None stands for the default group
+    for group in groups - {dist.group.WORLD}:
         with contextlib.suppress(ValueError):  # megatron destroyed some already
             dist.destroy_process_group(group)
 
@@ -376,11 +392,6 @@ def _block_group(
     # Every rank takes part in making every group, in the same order.
     groups = [dist.new_group(block, timeout=timeout) for block in blocks]
     return next(group for group, block in zip(groups, blocks, strict=True) if rank in block)  # type: ignore
-
-
-def _store() -> Any:
-    # torch has no public name for it, as of 2.13.
-    return dist.distributed_c10d._get_default_store()
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -203,9 +203,9 @@ class ActorOptimizer:
         if not self._on_gpu:
             clip_grad_by_total_norm_fp32(parameters, bound, norm)
         elif (coefficient := bound / (norm + 1e-6)) < 1:
-            grads = [p.grad for p in parameters if p.grad is not None]
-            # One kernel for all of them, which torch has no public name for, as of 2.13.
-            torch._foreach_mul_(grads, coefficient)  # type: ignore[reportPrivateImportUsage]
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(coefficient)
 
 
 # torch rounds pinned allocations up to a power of two, so blocks of that size are filled

@@ -119,10 +119,12 @@ class RankRun:
         self.phase = "start"
 
     def measure(self, fake: Machine) -> Phases:
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
+
         from reinforce_rl.actor.build import build_actor
         from reinforce_rl.data.tokenizer import load_tokenizer
         from reinforce_rl.megatron.architecture import Architecture
-        from reinforce_rl.megatron.mesh import parallel_mesh
+        from reinforce_rl.megatron.mesh import World, parallel_mesh
         from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 
         case = self._case
@@ -135,10 +137,15 @@ class RankRun:
             Architecture.from_folder(folder), num_layers=case.layers * stages
         )
         sizes = (model.tensor_model_parallel_size, stages, model.context_parallel_size)
+        # The other ranks are fake, too.
+        world = World(case.rank, cfg.trainer.world_size, HashStore())
         with (
             fake.rank(case.rank, cfg.trainer.world_size),
             parallel_mesh(
-                *sizes, sequence_parallel=model.sequence_parallel, seed=model.seed
+                *sizes,
+                sequence_parallel=model.sequence_parallel,
+                seed=model.seed,
+                world=world,
             ) as self._mesh,
         ):
 

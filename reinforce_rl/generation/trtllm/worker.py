@@ -103,10 +103,8 @@ def fused_name(name: str) -> str:
 
 
 def worker_device_id(number: int) -> str:
-    # The workers know their GPU by this id. TensorRT-LLM has no public function for it, as of 1.3.
-    from tensorrt_llm._torch.utils import get_device_uuid  # type: ignore[import-not-found]
-
-    return get_device_uuid(number)
+    """Return the id by which TensorRT-LLM's worker looks for its tensors."""
+    return buckets.device_id(torch.device("cuda", number))
 
 
 def _first(tensor: Tensor, *_: Any) -> Tensor:

@@ -50,8 +50,7 @@ class WeightsOfTrainer:
 
     def check_adapter(self, number: int, sums: Mapping[str, int]) -> None:
         """Raise RuntimeError, with names, if the LoRA updates are not those that were sent."""
-        # vLLM gives out the numbers of its adapters and not their weights, as of 0.32.
-        adapter = self.model_runner.lora_manager._adapter_manager.get_adapter(number)
+        adapter = self._model.lora_manager.get_adapter(number)
         packed = getattr(self._model, "packed_modules_mapping", {})
         found = {}
         for path, weights in adapter.loras.items():

@@ -82,7 +82,10 @@ def _facade_of(module: types.ModuleType, replacements: dict[str, Any]) -> types.
 
 
 def _torch_facade() -> types.ModuleType:
+    rng_state = {"get_rng_state": lambda *args, **kwargs: torch.get_rng_state()}
     replacements: dict[str, Any] = {
+        **rng_state,
+        "random": _facade_of(torch.cuda.random, rng_state),
         "current_device": lambda: _CPU,
         "device_count": lambda: 1,
         "set_device": lambda *args: None,
@@ -90,7 +93,6 @@ def _torch_facade() -> types.ModuleType:
         "empty_cache": lambda: None,
         "memory_allocated": lambda *args: 0,
         "manual_seed": torch.manual_seed,
-        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
         "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
         "current_stream": _Done,
         "default_stream": _Done,
@@ -181,9 +183,8 @@ def _import_megatron() -> None:
 def _patch_rng_tracker() -> None:
     import megatron.core.tensor_parallel.random as tracker
 
-    # As of megatron-core 0.16 the tracker reads CUDA's generators by these two, in spite of any
-    # facade of torch.
-    tracker._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    # As of megatron-core 0.16 it hands what it sets to torch's own `_lazy_call`, in spite of any
+    # facade, which waits for CUDA.
     tracker._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 

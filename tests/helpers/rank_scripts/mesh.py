@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from reinforce_rl.errors import (
     CheckpointError,
@@ -14,7 +15,7 @@ from reinforce_rl.errors import (
     ReinforceError,
     TooManyFailedRewardsError,
 )
-from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+from reinforce_rl.megatron.mesh import Mesh, World, parallel_mesh
 
 SECONDS = 61.0
 
@@ -84,9 +85,12 @@ def check(mesh: Mesh, tp_size: int) -> None:
 
 def main() -> None:
     # Once, as joining the same store again is a race.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
+    timeout = timedelta(seconds=SECONDS)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=timeout)
     for tp_size in (1, 2):
-        with parallel_mesh(tensor_model_parallel_size=tp_size, timeout_seconds=SECONDS) as mesh:
+        world = World(rank, size, store)
+        with parallel_mesh(tp_size, timeout_seconds=SECONDS, world=world) as mesh:
             check_time_limits()
             check(mesh, tp_size)
     dist.destroy_process_group()

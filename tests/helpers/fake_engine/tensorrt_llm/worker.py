@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import strikes
+from ._torch.utils import get_device_uuid
 
 
 class RayGPUWorker:
@@ -28,6 +29,8 @@ def worker_of(
     """Make a worker with the extension, a dotted name. `received` is told each bucket's weights."""
     module, _, name = extension.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
+    # There is no GPU to have an id.
+    importlib.import_module(kind.load_bucket.__module__).worker_device_id = get_device_uuid
     for attribute in dir(kind):
         if not attribute.startswith("__") and hasattr(RayGPUWorker, attribute):
             raise ValueError(f"Worker class RayGPUWorker already defines '{attribute}'")
