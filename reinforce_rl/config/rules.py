@@ -393,11 +393,9 @@ def _profile(cfg: TrainConfig) -> Iterator[Fault]:
             str(n) for n in numbers if not low <= n <= high or numbers.count(n) > 1
         )
         if wrong:
-            bound = (
-                f"to {'max_steps, which is ' * (name == 'steps')}{high}"
-                if high < math.inf
-                else "on"
-            )
+            bound = "on"
+            if high < math.inf:
+                bound = f"to max_steps, which is {high}" if name == "steps" else f"to {high}"
             bad = ", ".join(wrong)
             yield Fault(
                 f"trainer.profile.{name} has {bad}; expected {name} from {low} {bound}, each once",

@@ -65,9 +65,10 @@ class LineFaults(list[Fault]):
             else []
         )
         head = f"{len(self)} line{'s' if len(self) != 1 else ''} of the data cannot be used:"
-        advices = [advice] * (len(self) > self.columns)
-        text = "\n".join([head, *self[:MAX_LISTED_FAULTS], *more, *advices])
-        raise DataError(text, key=self[0].key)
+        lines = [head, *self[:MAX_LISTED_FAULTS], *more]
+        if len(self) > self.columns:
+            lines.append(advice)
+        raise DataError("\n".join(lines), key=self[0].key)
 
 
 def write_jsonl(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:

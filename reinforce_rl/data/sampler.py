@@ -127,7 +127,10 @@ class PromptSampler:
     def batch_sizes(self) -> list[int]:
         """Prompts of each batch of a whole epoch."""
         full, rest = divmod(self.num_prompts, self.prompts_per_step)
-        return [self.prompts_per_step] * full + [rest] * (rest > 0)
+        sizes = [self.prompts_per_step] * full
+        if rest > 0:
+            sizes.append(rest)
+        return sizes
 
     @property
     def steps_per_epoch(self) -> int:

@@ -283,7 +283,8 @@ def _shown_apart(one: Any, other: Any) -> tuple[str, str]:
     )
     start = max(0, place - 30)
     parts = (json.dumps(text[start : start + 60], ensure_ascii=False) for text in (one, other))
-    first, second = (f"{'...' * (start > 0)}{part}" for part in parts)
+    dots = "..." if start > 0 else ""
+    first, second = (f"{dots}{part}" for part in parts)
     return first, f"{second}, from character {place}"
 
 

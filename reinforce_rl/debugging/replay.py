@@ -198,7 +198,7 @@ def _plan(stored: StoredRun, first: int, step: int) -> str:
         if first
         else "the initial model, as there is no checkpoint before it"
     )
-    updates = f"{step - first} update" + "s" * (step - first > 1)
+    updates = "1 update" if step - first == 1 else f"{step - first} updates"
     return f"Step {step} of {stored.path}: {updates} from {begin}; the run took {seconds:.0f} s for these"
 
 

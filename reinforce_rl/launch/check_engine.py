@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -190,13 +191,17 @@ def compare_responses(
         count == int(left.lengths[row]) == int(right.lengths[row])
         for row, count in enumerate(common)
     )
-    row, mean, largest = 0, float("nan"), float("nan")
+    row = 0
+    mean = math.nan
+    largest = math.nan
     if left.log_probs is not None and right.log_probs is not None:
         pairs = zip(left.log_probs, right.log_probs, common, strict=True)
         each = [(one[:count] - other[:count]).abs() for one, other, count in pairs]
         gaps = torch.cat(each)
         row = max(range(len(each)), key=lambda i: float(each[i].sum()))
-        mean, largest = (float(gaps.mean()), float(gaps.max())) if len(gaps) else (mean, largest)
+        if len(gaps):
+            mean = float(gaps.mean())
+            largest = float(gaps.max())
     worst = (*prompts[row].tokens, *left.tokens[row, : common[row]].tolist())
     return Comparison(
         len(prompts), equal, int(left.lengths.sum()), sum(common), mean, largest, worst

@@ -331,7 +331,9 @@ def trained_state(lm: CausalLM) -> dict[str, Any]:
 
 def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
     """Write PEFT's folder for the base model `source` atomically; a collective call. Raises CheckpointError."""
-    out, mesh, settings = Path(out), lm.mesh, lora_settings_of(lm)
+    out = Path(out)
+    mesh = lm.mesh
+    settings = lora_settings_of(lm)
     if settings is None:
         raise ValueError("this model has no updates to export")
     tensors: dict[str, Any] = {}

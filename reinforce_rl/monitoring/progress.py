@@ -54,7 +54,9 @@ class TrainingProgress:
         self._title = title
         self._shown = shown
         self._phases = phases
-        self.total_steps, self.enabled, self.console = total_steps, enabled, console or Console()
+        self.total_steps = total_steps
+        self.enabled = enabled
+        self.console = console or Console()
         self._step = start_step
         self._skipped = 0
         self._phase = ""
@@ -87,12 +89,10 @@ class TrainingProgress:
 
     def phase(self, name: str) -> None:
         """Set the current phase, e.g. "generate"; an empty name ends it."""
-        self._phase, self._phase_start, self._waiting, self._next_wait = (
-            name,
-            time.monotonic(),
-            "",
-            0.0,
-        )
+        self._phase = name
+        self._phase_start = time.monotonic()
+        self._waiting = ""
+        self._next_wait = 0.0
 
     def note(self, text: str, transient: bool = False) -> None:
         """Show a message; a transient one until the next or the phase's end, in a log file at growing intervals."""
@@ -168,7 +168,8 @@ class TrainingProgress:
             f"{name} {self._timings[name]:.1f}" for name in self._phases if name in self._timings
         ]
         rest = [f"{self._seconds_a_step():.1f} s a step, {clock(self.seconds_left)} left"]
-        rest += [f"{self._skipped} steps skipped"] * (self._skipped > 0)
+        if self._skipped > 0:
+            rest.append(f"{self._skipped} steps skipped")
         return "  ".join(
             [f"step {self._step:>{width}}/{self.total_steps}", *numbers, "|", *times, "|", *rest]
         )

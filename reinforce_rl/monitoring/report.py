@@ -81,7 +81,9 @@ def summarize(run: RunFolder) -> list[list[str]]:
     ):
         validated = run.values(f"val/{key}").tolist()
         if (found := comparison(run, key)) is not None and found.n:
-            change = found.change(form) + f", {chance(found.p)}" * (found.p >= 0)
+            change = found.change(form)
+            if found.p >= 0:
+                change += f", {chance(found.p)}"
             add(
                 name,
                 f"validation, the same {found.n} prompts",

@@ -193,7 +193,9 @@ class MegatronRewardModel:
                     )
                 ]
             )
-        self._lm, self._head, self._weight = lm.eval(), head, head.rows.to(lm.mesh.device)
+        self._lm = lm.eval()
+        self._head = head
+        self._weight = head.rows.to(lm.mesh.device)
         self.batching = batching or Batching()
         self.merging = merging or Merging.from_names(
             head.attributes, None, head.mean, head.deviation

@@ -274,7 +274,9 @@ class TrainableRewardModel:
         micro_batch_size: int,
         optim: OptimConfig,
     ):
-        self.lm, self.mesh, self.ddp = lm, lm.mesh, wrap_data_parallel(lm, optim)
+        self.lm = lm
+        self.mesh = lm.mesh
+        self.ddp = wrap_data_parallel(lm, optim)
         self._pooling = pooling
         self._micro_batch_size = micro_batch_size
         self._pad_id = pad_id if pooling == "last" else None

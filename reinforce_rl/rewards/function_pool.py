@@ -88,11 +88,9 @@ class PendingScores:
             with np.errstate(over="ignore"):  # overflow becomes inf, which is rejected below
                 scores.values[row] = value
             if not np.isfinite(scores.values[row]):
-                scores.values[row], status, fault = (
-                    np.nan,
-                    base.STATUS_NOT_FINITE,
-                    "does not fit float32",
-                )
+                scores.values[row] = np.nan
+                status = base.STATUS_NOT_FINITE
+                fault = "does not fit float32"
         scores.status[row] = status
         if fault:
             scores.faults[row] = f"{self.function}: {fault}"

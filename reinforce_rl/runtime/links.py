@@ -170,11 +170,9 @@ class Links:
 
     def set_beat(self, seconds: float, beat: Callable[[], Sequence[Buffer]] | None = None) -> None:
         """Send the result of `beat` at this interval from now on; by default an empty message, which `poll` drops."""
-        self.beat_seconds, self._beat, self._next_beat = (
-            seconds,
-            beat or self._beat,
-            time.monotonic(),
-        )
+        self.beat_seconds = seconds
+        self._beat = beat or self._beat
+        self._next_beat = time.monotonic()
 
     def send(self, rank: int, *parts: Buffer) -> None:
         """Queue a message for `poll` to send; from any thread. Messages to a lost peer are dropped."""

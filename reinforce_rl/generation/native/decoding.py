@@ -221,12 +221,10 @@ class Decoding:
         self._watch = watch
         self._updates = updates
         self._renew = renew
-        self._lm, self._params, self._pad_id, self._device = (
-            lm,
-            params,
-            pad_id_of(tokenizer),
-            lm.mesh.device,
-        )
+        self._lm = lm
+        self._params = params
+        self._pad_id = pad_id_of(tokenizer)
+        self._device = lm.mesh.device
         self._responses = Responses(begun, params, tokenizer, self._device, self.has_spare)
         keyed = (
             (one.prompt.id, one.prompt.tokens, row if one.tokens else None)
