@@ -216,7 +216,7 @@ class InferenceConfig(Section):
     host: Host = key(
         "127.0.0.1", "0.0.0.0 or :: lets other nodes in; then a token is needed", expected=HOST
     )
-    port: int = key(5555, ge=1, le=65535)
+    port: int = key(5555, "0: a free one, which ready_file names", ge=0, le=65535)
     token_file: PathText | None = key(
         None,
         "file with the access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set",
@@ -264,7 +264,9 @@ class InferenceConfig(Section):
         False, "to `sentences`; a text with the chat template applied holds them already"
     )
     ready_file: PathText | None = key(
-        None, "JSON {host, port, pid}, written when the server is ready", kind="path"
+        None,
+        "JSON {host, port, pid}, written when the server is ready: where other machines reach it",
+        kind="path",
     )
     stop_timeout_seconds: float = key(30.0, "for calls in flight after SIGTERM or SIGINT", "s")
     rank_timeout_seconds: float = key(

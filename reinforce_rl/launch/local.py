@@ -69,7 +69,7 @@ def make_plan(
         ) from error
     text = override_of(server_args, "inference.port")
     try:
-        port = int(text) if text else free_port(host)
+        port = int(text or "0") or free_port(host)
     except ValueError as error:
         raise ConfigError(
             [
@@ -87,7 +87,8 @@ def make_plan(
     if token_file not in (None, "", "null"):
         for_actor["token_file"] = token_file
     for_actor = {f"remote_rm.reward_model.{key}": value for key, value in for_actor.items()}
-    of_server = (sys.executable, *server, *with_missing(server_args, for_server))
+    chosen = [f"inference.port={port}"] if text == "0" else []  # Hydra takes the last one
+    of_server = (sys.executable, *server, *with_missing(server_args, for_server), *chosen)
     of_actor = (sys.executable, *actor, *with_missing(actor_args, for_actor))
     return LaunchPlan(of_server, of_actor, run_dir / "logs" / "server.log", address, **seconds)
 

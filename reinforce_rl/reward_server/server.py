@@ -40,7 +40,7 @@ from reinforce_rl.rewards import base, transport, wire
 from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress
 from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.files import write_atomically
-from reinforce_rl.utils.net import Address, is_loopback, open_port
+from reinforce_rl.utils.net import Address, is_loopback, open_port, published_address
 from reinforce_rl.utils.process_reaper import ProcessReaper, name_stopped
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class RewardServer:
     ):
         self._inference = inference
         self._check = check
+        self._address = Address(inference.host, inference.port)
         self._ready_file = Path(inference.ready_file) if inference.ready_file is not None else None
         self._stopping = False
         self._stop_signal: str | None = None
@@ -132,6 +133,8 @@ class RewardServer:
         ModelStuckError if the model was in one call for too long; its thread still exists.
         """
         listener = open_port(self._inference.host, self._inference.port)
+        port = listener.getsockname()[1]  # which the kernel has chosen if the configured one is 0
+        self._address = Address(self._inference.host, port)
         with self._signals_raise(), listener:
             reaper = ProcessReaper()
             try:
@@ -212,7 +215,7 @@ class RewardServer:
 
     def _announce(self) -> None:
         """Ask the server as a client would, then say that it is ready."""
-        address = Address(self._inference.host, self._inference.port)
+        address = self._address
         local = address.local
         try:
             model = ModelAddress(local, self.info.name, self._settings.token)
@@ -223,10 +226,9 @@ class RewardServer:
                 key="serve.server.not_answering",
             ) from error
         if self._ready_file is not None:
-            write_atomically(
-                self._ready_file,
-                json.dumps({"host": local.host, "port": local.port, "pid": os.getpid()}),
-            )
+            published = published_address(address)
+            content = {"host": published.host, "port": published.port, "pid": os.getpid()}
+            write_atomically(self._ready_file, json.dumps(content))
         logger.info("event=ready url=%s info=%s", address.url, self.info.to_json())
         everywhere = "" if local == address else f", and at every address of {socket.gethostname()}"
         print(f"ready at {local.url}{everywhere}", flush=True)
@@ -241,7 +243,7 @@ class RewardServer:
         stuck_seconds = self._inference.stuck_seconds
         patience = stuck_seconds + STUCK_GRACE_SECONDS
         setting = f"inference.stuck_seconds is {stuck_seconds:g}"
-        here = Address(self._inference.host, self._inference.port)
+        here = self._address
         again = "Clients wait and retry, so start the server again"
         next_sign = 0.0
         next_summary = time.monotonic() + SUMMARY_SECONDS

@@ -26,6 +26,7 @@ CLAIMED_PORTS = 10000
 
 EVERY_ADDRESS = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 LOOPBACK = "127.0.0.1"
+ANYWHERE = "192.0.2.1"  # no machine's (RFC 5737): packets to it take the default route
 # Where the host itself is asked, by the address of all addresses.
 LOOPBACKS = {"0.0.0.0": LOOPBACK, "::": "::1"}
 
@@ -209,6 +210,18 @@ def own_address(peers: Sequence[str]) -> str:
             key="slurm.rendezvous.node_without_address",
         )
     return address
+
+
+def published_address(address: Address) -> Address:
+    """Return where other machines reach a server that listens at `address`."""
+    if address.host not in LOOPBACKS:
+        return address
+    host = _address_of(socket.gethostname())
+    if host is None or is_loopback(host):
+        # Debian maps a machine's own name to 127.0.1.1.
+        with contextlib.suppress(OSError):
+            host = address_towards(ANYWHERE)
+    return Address(host or address.local.host, address.port)
 
 
 def interface_of(host: str) -> str:

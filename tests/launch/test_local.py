@@ -261,6 +261,10 @@ def test_port_and_token_go_to_both_sides_unless_the_user_chose(tmp_path):
     )
     assert f"remote_rm.reward_model.port={port}" in chosen.actor
     assert "remote_rm.reward_model.name=rm" in chosen.actor
+    free = make_plan(tmp_path, ["inference.port=0"], [], **scripts)
+    assert free.address.port > 0
+    assert override_of(free.server, "inference.port") == str(free.address.port)
+    assert f"remote_rm.reward_model.port={free.address.port}" in free.actor
     token_file = tmp_path / "token"
     token_file.write_text("0123456789abcdef")
     token_file.chmod(0o600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -283,6 +284,25 @@ def test_a_busy_port_is_an_error_before_anything_starts(tokenizer, monkeypatch):
             RewardServer(ToyScorer(0.0, 0.0), tokenizer, InferenceConfig(port=port)).serve()
     assert set(psutil.Process().children(recursive=True)) == before
     check_port("127.0.0.1", port)  # free again
+
+
+def test_a_free_port_is_in_the_ready_file(tmp_path):
+    everywhere = ("inference.port=0", "inference.host=0.0.0.0", "inference.allow_no_token=true")
+    with contextlib.closing(ToyServer(tmp_path, *everywhere).start()) as server:
+        published = json.loads(server.ready_file.read_text())
+        assert published["pid"] == server.server_pid
+        assert published["port"] not in (0, server.port)
+        server.port = published["port"]
+        for host in (published["host"], "127.0.0.1"):
+            answer = subprocess.run(
+                ["curl", "-fsS", f"http://{host}:{server.port}/v2/health/ready"],
+                capture_output=True,
+                timeout=30,
+            )
+            assert answer.returncode == 0, answer.stderr
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert wait_for(lambda: not server.left_behind()), server.left_behind()
 
 
 def test_what_does_not_fit_the_model_is_named_together(tokenizer):

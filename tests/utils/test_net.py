@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from reinforce_rl.utils.net import (
     listen,
     open_port,
     own_address,
+    published_address,
 )
 
 HAS_IPV6 = socket.has_dualstack_ipv6()
@@ -264,6 +266,12 @@ def address_with(
     route: str = "",
 ) -> str:
     """`own_address` of a node called here; packets go from `route`."""
+    play_names(monkeypatch, names, route)
+    return own_address(["there"])
+
+
+def play_names(monkeypatch: pytest.MonkeyPatch, names: dict[str, str], route: str) -> None:
+    """Let this be a machine called here, with the address `route`; empty for no network."""
 
     class Probe:
         def __init__(self, *_: object) -> None: ...
@@ -271,14 +279,16 @@ def address_with(
             return self
 
         def __exit__(self, *_: object) -> None: ...
-        def connect(self, address: tuple[str, int]) -> None: ...
+        def connect(self, address: tuple[str, int]) -> None:
+            if not route:
+                raise OSError(errno.ENETUNREACH, "no route")
+
         def getsockname(self) -> tuple[str, int]:
             return route, 0
 
     monkeypatch.setattr(net.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(net, "_address_of", names.get)
     monkeypatch.setattr(net.socket, "socket", Probe)
-    return own_address(["there"])
 
 
 def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +305,26 @@ def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     # several nodes on one machine
     together = {"here": "127.0.77.10", "there": "127.0.77.20"}
     assert address_with(monkeypatch, together) == "127.0.77.10"
+
+
+@pytest.mark.parametrize(
+    ("host", "names", "route", "expected"),
+    [
+        ("0.0.0.0", {"here": "10.0.0.1"}, "10.9.0.1", "10.0.0.1"),
+        ("0.0.0.0", {"here": "127.0.1.1"}, "10.9.0.1", "10.9.0.1"),  # Debian
+        ("0.0.0.0", {}, "10.9.0.1", "10.9.0.1"),
+        ("0.0.0.0", {"here": "127.0.1.1"}, "", "127.0.1.1"),
+        ("0.0.0.0", {}, "", "127.0.0.1"),
+        ("::", {}, "", "::1"),
+        ("127.0.0.1", {"here": "10.0.0.1"}, "10.9.0.1", "127.0.0.1"),
+        ("rm0", {"here": "10.0.0.1"}, "10.9.0.1", "rm0"),
+    ],
+)
+def test_where_others_reach_a_server(
+    monkeypatch: pytest.MonkeyPatch, host: str, names: dict[str, str], route: str, expected: str
+) -> None:
+    play_names(monkeypatch, names, route)
+    assert published_address(Address(host, 5555)) == Address(expected, 5555)
 
 
 def test_the_interface_with_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
