@@ -42,6 +42,10 @@ class RewardServerConfig(Section):
         "HOST:PORT of each further server of the same model; requests are spread over all",
         more="; see [reward-server.md](reward-server.md#several-servers-of-one-reward-model)",
     )
+    ready_files: list[Text] = key(
+        [],
+        "`inference.ready_file` of each server of the model, instead of ip, port and replicas",
+    )
     token_file: PathText | None = key(
         None,
         "file with the server's access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set",
@@ -59,7 +63,9 @@ class RewardServerConfig(Section):
 
     @property
     def addresses(self) -> list[Address]:
-        """Addresses of all servers of this model; the configuration's rules validate them."""
+        """Addresses of all servers, which the rules validate; none if `ready_files` name them."""
+        if self.ready_files:
+            return []
         return [Address(self.ip, self.port), *map(Address.parse, self.replicas)]
 
 

@@ -335,6 +335,14 @@ def _reward_names(cfg: TrainConfig) -> Iterator[Fault]:
 def _replicas(setting: str, server: RewardServerConfig) -> Iterator[Fault]:
     first = Address(server.ip.lower(), server.port)
     known = {first: f"{setting}.ip and port"}
+    default = RewardServerConfig()
+    addresses = (server.ip, server.port, server.replicas)
+    if server.ready_files and addresses != (default.ip, default.port, default.replicas):
+        yield Fault(
+            f"{setting}.ready_files names the servers, and so do ip, port and replicas: "
+            f"{server.ip}, {server.port} and {server.replicas}; set one or the other",
+            key="config.ready_files.with_addresses",
+        )
     for number, text in enumerate(server.replicas):
         place = f"{setting}.replicas[{number}]"
         try:

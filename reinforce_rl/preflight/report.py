@@ -132,7 +132,8 @@ def _batches(cfg: TrainConfig, plan: BatchPlan) -> list[tuple[str, str]]:
 def _rewards(cfg: TrainConfig) -> str:
     sources = [f"class {cfg.reward_class}"] if cfg.reward_class is not None else []
     for server in cfg.reward_servers.values():
-        sources.append(f"server {server.name} at {' and '.join(map(str, server.addresses))}")
+        places = server.ready_files or [str(address) for address in server.addresses]
+        sources.append(f"server {server.name} at {' and '.join(places)}")
     sources += [f"function {spec.name}" for spec, _ in configured_functions(cfg).values()]
     return ", ".join(sources)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.rewards import RewardServerConfig, name_in_metrics
 from reinforce_rl.data.tokenizer import TokenizerInfo, pad_id_of
+from reinforce_rl.errors import RewardServerError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import RunMonitor
@@ -31,9 +33,13 @@ from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.function_pool import FunctionPool, named_functions
 from reinforce_rl.rewards.source_class import make_source
 from reinforce_rl.rewards.wire import TEXT_FORM, read_token
+from reinforce_rl.utils.net import Address
+from reinforce_rl.utils.untrusted_files import read_published
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+READY_FILE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -184,6 +190,33 @@ def _is_sum(weights: Sequence[float]) -> bool:
     return len(weights) != 1 or weights[0] != 1.0
 
 
+def published_addresses(files: Sequence[str], deadline: float) -> list[Address]:
+    """Wait until reward servers have written their ready files, and return the addresses in them.
+
+    Raises RewardServerError if a file is missing at the deadline (`time.monotonic`), or names no address.
+    """
+    addresses: list[Address] = []
+    for file in files:
+        while (content := read_published(Path(file))) is None:
+            if time.monotonic() > deadline:
+                raise RewardServerError(
+                    f"no reward server has written {file} within remote_rm.ready_timeout_seconds; "
+                    "look at its log, and check that both machines share the folder",
+                    key="reward_server.ready_file.missing",
+                )
+            time.sleep(READY_FILE_SECONDS)
+        try:
+            address = Address.parse(str(Address(content["host"], content["port"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RewardServerError(
+                f"{file} holds {content!r}; expected a reward server's inference.ready_file, "
+                "a JSON object with host and port",
+                key="reward_server.ready_file.no_address",
+            ) from error
+        addresses.append(address)
+    return addresses
+
+
 def _connect_to_reward_server(
     cfg: TrainConfig,
     server: RewardServerConfig,
@@ -192,12 +225,14 @@ def _connect_to_reward_server(
     monitor: RunMonitor,
 ) -> RewardSource:
     remote = cfg.remote_rm
+    deadline = time.monotonic() + remote.ready_timeout_seconds
+    first, *others = server.addresses or published_addresses(server.ready_files, deadline)
     run = re.sub(r"[^\w.-]", "_", Path(cfg.exp_manager.explicit_log_dir).name, flags=re.ASCII)[-40:]
     client = RemoteGPTRMClient(
-        server.ip,
-        server.port,
+        first.host,
+        first.port,
         server.name,
-        replicas=server.addresses[1:],
+        replicas=others,
         token=read_token(server.token_file, f"remote_rm: token_file of '{server.name}'"),
         caller=f"{run}-rank{mesh.rank}",
         deadline_seconds=remote.deadline_seconds,
@@ -208,7 +243,7 @@ def _connect_to_reward_server(
     )
     with ExitStack() as on_failure:
         on_failure.callback(client.close)
-        client.wait_until_ready(remote.ready_timeout_seconds)
+        client.wait_until_ready(max(deadline - time.monotonic(), 1.0))
         for sentence in client.missing():
             monitor.note(
                 f"{sentence} The run goes on with the others; this one is asked again now and then."

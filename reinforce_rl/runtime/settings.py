@@ -55,7 +55,7 @@ LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")
 # Keys that may differ at every start and do not affect results.
 SILENT = re.compile(
     r"resume_with_changes$|preflight|trainer\.profile\.|generator_host$"
-    r"|remote_rm\.reward_model\.(ip|port|replicas|token_file)$"
+    r"|remote_rm\.reward_model\.(ip|port|replicas|ready_files|token_file)$"
 )
 
 

@@ -150,6 +150,10 @@ def _of_servers(cfg: TrainConfig) -> Iterator[Authority]:
         # Another program may listen there, on a host that the reader trusts.
         if server.port != default_port:
             yield Authority(f"{key}.port", server.port, "the port of that address")
+        if server.ready_files:
+            yield Authority(
+                f"{key}.ready_files", server.ready_files, "files that name such addresses"
+            )
         if server.replicas:
             yield Authority(
                 f"{key}.replicas", server.replicas, "addresses that are sent prompts and a token"

@@ -915,6 +915,12 @@ OF_SEVERAL_SETTINGS = [
         ],
     ),
     Wrong(
+        "ready files and a port",
+        ["remote_rm.reward_model.ready_files=[/a/ready.json]", "remote_rm.reward_model.port=5556"],
+        "config.ready_files.with_addresses",
+        ["remote_rm.reward_model.ready_files", 5556],
+    ),
+    Wrong(
         "no function",
         ["reward=function"],
         "config.reward_function.name.missing",

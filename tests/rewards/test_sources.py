@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import threading
 from dataclasses import replace
 
 import pytest
@@ -111,6 +113,37 @@ def test_a_single_one(tmp_path, mesh, servers, closed):
         assert list(found.by_source) == (["reward_model"] if options else [])
         rm.close()
     assert closed == [first.port] * 2
+
+
+def write_ready_file(path, server) -> None:
+    path.write_text(json.dumps({"host": "127.0.0.1", "port": server.port, "pid": 1}))
+
+
+def test_servers_that_write_their_addresses_while_the_trainer_waits(tmp_path, mesh, servers):
+    first, second = servers
+    files = [tmp_path / "ready-0.json", tmp_path / "ready-1.json"]
+    write_ready_file(files[0], first)
+    later = threading.Timer(1.0, write_ready_file, (files[1], second))
+    later.start()
+    cfg = tiny_config(tmp_path, f"{RM}.reward_model.ready_files=[{files[0]},{files[1]}]")
+    rm = connect(cfg, mesh)
+    later.join()
+    assert isinstance(rm, RemoteGPTRMClient)
+    assert rm.infer_rm(REQUEST).result().values.tolist() in ([1.0, 2.0], [10.0, 20.0])
+    rm.close()
+
+
+def test_a_ready_file_that_nobody_writes_or_that_is_none(tmp_path, mesh):
+    file = tmp_path / "ready.json"
+    cfg = tiny_config(
+        tmp_path, f"{RM}.reward_model.ready_files=[{file}]", f"{RM}.ready_timeout_seconds=1"
+    )
+    with raises_error("reward_server.ready_file.missing", str(file)):
+        connect(cfg, mesh)
+    for content in ("[]", "{}", '{"host": "a b", "port": 5}', '{"host": "a", "port": 0}'):
+        file.write_text(content)
+        with raises_error("reward_server.ready_file.no_address", str(file)):
+            connect(cfg, mesh)
 
 
 def test_a_second_one_with_another_tokenizer(tmp_path, mesh, servers, closed):
