@@ -1,4 +1,4 @@
-"""`reinforce-rl` for shell scripts, forked from a process that has imported the package: `WarmCommands`.
+"""`reinforce-rl` for shell scripts, forked from a process that has imported the package.
 
 As a program it is that process: it listens at a Unix socket, and runs one command after another.
 """
