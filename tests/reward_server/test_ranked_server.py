@@ -207,10 +207,10 @@ IMPOSSIBLE = [
         ],
     ),
     Impossible(
-        ["inference.name=a/b", "inference.port=0"],
+        ["inference.name=a/b", "inference.port=-1"],
         [
             ("config.inference.name.invalid", "inference.name is 'a/b'"),
-            ("config.value.out_of_range", "inference.port is 0", "1 to 65535"),
+            ("config.value.out_of_range", "inference.port is -1", "0 to 65535"),
         ],
     ),
     Impossible(
