@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import multiprocessing
 
 from reinforce_rl.errors import CheckpointError, key_of
 from reinforce_rl.megatron.lora import adapter_rows
@@ -99,7 +100,14 @@ def _crc32(path: Path, *, within: Path | None = None) -> str:
 # queue stays empty here, so that it may be one of this process.
 _manager = SimpleNamespace(Queue=queue.Queue)
 _context = SimpleNamespace(Manager=lambda: _manager)
-filesystem_async.mp = SimpleNamespace(get_context=lambda method: _context)  # type: ignore[attr-defined]
+
+
+def _context_of(method: str) -> Any:
+    """Return the context of the manager process, which is asked for by "spawn", or torch's."""
+    return _context if method == "spawn" else multiprocessing.get_context(method)
+
+
+filesystem_async.mp = SimpleNamespace(get_context=_context_of)  # type: ignore[attr-defined]
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
