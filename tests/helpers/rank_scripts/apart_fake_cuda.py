@@ -1,7 +1,7 @@
 """One rank of a run that generates on ranks of its own, each rank with a fake GPU of its own; under `utils.ranks`.
 
 Usage: apart_fake_cuda.py FOLDER OVERRIDE... Everything between the ranks is real but the weights on their way: a
-broadcast checks the sender's tensor, and leaves the receiver's as it is.
+broadcast checks the sender's tensor, and gives the receiver zeros.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ def main() -> None:
         assert (trainer is None) == (rank > 0)
 
 
-def form(group: Any, epoch: int, *rest: Any) -> None:
+def form(group: Any, epoch: int, rank: int, *rest: Any) -> None:
     assert group._device.type == "cuda"
+    group._sends = rank == 0
     group.epoch = epoch
     group.fault = ""
 
 
 def broadcast(group: Any, tensor: Any) -> Any:
     assert tensor.is_cuda and tensor.is_contiguous()
+    if not group._sends:
+        tensor.zero_()  # every token is as likely then
     return SimpleNamespace(wait=lambda: None)
 
 
