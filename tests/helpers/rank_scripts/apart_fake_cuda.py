@@ -22,13 +22,15 @@ def main() -> None:
 
     from reinforce_rl import run as build
     from reinforce_rl.config.load import load_config
+    from reinforce_rl.rollout import worker
     from reinforce_rl.rollout.weight_group import ElasticWeightGroup
 
     folder = Path(sys.argv[1])
     overrides = sys.argv[2:]
     ElasticWeightGroup.form = form  # type: ignore[method-assign]
     ElasticWeightGroup.broadcast = broadcast  # type: ignore[method-assign, assignment]
-    build.connect_to_reward_servers = lambda *args: FunctionReward(odd_share, PROMPT_TOKENS)  # type: ignore[assignment]
+    for module in (build, worker):
+        module.connect_to_reward_servers = lambda *args: FunctionReward(odd_share, PROMPT_TOKENS)  # type: ignore[assignment]
     on_threads_too(machine)
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     with machine.rank(rank, size):
