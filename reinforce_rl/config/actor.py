@@ -355,7 +355,7 @@ class TrainConfig(Section):
     )
     generator_host: Host | None = key(
         None,
-        "of generators=separate: the trainers' address, as generators reach it; null: as torchrun's, or loopback",
+        "of placement=disaggregated: the trainers' address, as generators reach it; null: as torchrun's, or loopback",
         expected=HOST,
     )
     generator_timeout_seconds: Positive = key(

@@ -31,6 +31,7 @@ from reinforce_rl.utils.job_rank import ranks_started
 from reinforce_rl.utils.net import Address
 
 _NOT_ZERO = "a number other than 0"
+MODEL_NAME = re.compile(r"[\w.-]+", re.ASCII)  # it names folders and sockets of Triton
 
 
 class RewardServerConfig(Section):
@@ -321,7 +322,7 @@ class ServeRewardModelConfig(Section):
                 "each in reward_function.more_functions a name of its own",
                 key="config.more_functions.same_name",
             )
-        if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+        if not MODEL_NAME.fullmatch(name):
             yield Fault(
                 f"inference.name is '{name}'; expected letters, digits, '.', '_' and '-'",
                 key="config.inference.name.invalid",

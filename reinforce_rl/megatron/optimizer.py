@@ -26,7 +26,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.cpu.fast import add_gradients_in_place
@@ -202,10 +202,9 @@ class ActorOptimizer:
             return
         if not self._on_gpu:
             clip_grad_by_total_norm_fp32(parameters, bound, norm)
-        elif (coefficient := bound / (norm + 1e-6)) < 1:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(coefficient)
+        elif bound / (norm + 1e-6) < 1:
+            total_norm = torch.tensor(norm, device=self._optimizer.get_loss_scale().device)
+            clip_grads_with_norm_(parameters, bound, total_norm, foreach=True)
 
 
 # torch rounds pinned allocations up to a power of two, so blocks of that size are filled

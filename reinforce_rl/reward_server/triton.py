@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import logging
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from reinforce_rl.config.rewards import InferenceConfig
+from reinforce_rl.config.rewards import MODEL_NAME, InferenceConfig
 from reinforce_rl.errors import ConfigError, Fault, RewardServerError
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.rewards import wire
@@ -315,7 +314,7 @@ def make_home(name: str) -> Path:
     Falls back to /tmp, since a batch system's TMPDIR is often too long; raises ConfigError if `name` is too long, or
     cannot be a file's.
     """
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+    if not MODEL_NAME.fullmatch(name):
         sentence = (
             f"the model's name is {name!r}; expected letters, digits, dots, underscores and hyphens"
         )

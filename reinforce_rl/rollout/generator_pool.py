@@ -132,7 +132,7 @@ class GeneratorPool:
         self._stop = control.stop
         self._note = note
         self._begin_empty(bounds)
-        timeout = timedelta(seconds=self._silence_seconds)  # of a transfer of weights
+        timeout = timedelta(seconds=self._silence_seconds) if role is None else role.timeout
         host = cfg.generator_host or JobRank.of_process().host_of_first
         self._links, invitation = Links.listen(host)
         store, port = host_store(invitation.host, timeout)
@@ -160,7 +160,7 @@ class GeneratorPool:
         self._given: dict[int, Work] = {}  # and not forgotten
         self._given_again = set[int]()  # as their rollouts were too old
         self._results: dict[int, Result] = {}
-        # While `take` waits: works that were given again before.
+        # Since the last `take`: works that were given again before.
         self._again: set[int] | None = None
         self._dropped = 0  # since then
         self._failure: Exception | None = None  # that ends the run
@@ -278,7 +278,7 @@ class GeneratorPool:
             return contextlib.nullcontext()
         return self._phases.having_deadline()
 
-    def wait(self, numbers: Sequence[int], stop: StopRequest | None = None) -> list[Result] | None:
+    def results(self, numbers: Sequence[int]) -> list[Result] | None:
         """Return results after `await_results`; None if a stop came before them."""
         with self._changed:
             if all(number in self._results for number in numbers):
@@ -287,23 +287,22 @@ class GeneratorPool:
             return None
 
     def take(
-        self, shares: Sequence[tuple[Sequence[int], int]], oldest: int, stop: StopRequest
+        self, shares: Sequence[tuple[Sequence[int], int]], oldest: int
     ) -> tuple[list[Result], int] | None:
-        """Wait for the works of each share, (numbers, count), that are finished first.
+        """Return the works of each share, (numbers, count), that are finished first.
 
         A result with a token of weights older than version `oldest` is dropped and its prompt
         answered again before the others; the next call waits for it, so that long responses get
         their turn. A prompt is taken once a call.
 
         Returns:
-            The results, and how many were dropped; None once a stop is asked for.
+            The results, and how many were dropped; None if a stop came before them.
         """
         with self._changed:
-            while (found := self._to_take(shares, oldest)) is None:
-                if stop.reason is not None:
-                    return None
+            found = self._to_take(shares, oldest)
+            if found is None:
                 self._check()
-                wait_for_role(self._changed, _POLL_SECONDS)
+                return None
             dropped = self._dropped
             self._dropped = 0
             self._again = None
@@ -755,5 +754,5 @@ def is_sound(result: Result) -> bool:
 
 def _age(result: Result, unknown: int) -> int:
     """Return the version of the oldest weights that drew a token."""
-    versions = None if result.completions is None else result.completions.weight_versions
+    versions = result.completions.weight_versions
     return unknown if versions is None or not versions.numel() else int(versions.min())

@@ -64,12 +64,12 @@ class GeneratorRank:
     """A generator's rank, from its registration to the end of the run.
 
     Args:
-        link_rank: names this rank; see `messages.RANKS`.
+        link_rank: names this rank; see `runtime.roles.RANKS`.
         info: how to reach rank 0.
         arrival: how this rank registers.
         device: of the weights.
         control: whose stop request a generator of its own program obeys.
-        is_of_job: it is a rank of the trainers' job, which ends with them: they handle signals, and
+        is_of_job: this is a rank of the trainers' job and ends with them: they handle signals, and
             the job's watch finds a hang.
 
     Raises:
@@ -88,6 +88,7 @@ class GeneratorRank:
         is_of_job: bool,
     ):
         silence_seconds = cfg.trainer.heartbeat_timeout_seconds
+        transfer_seconds = cfg.torch_timeout_seconds if is_of_job else silence_seconds
         self.version = -1  # of the weights; those of the model's folder have none
         self._is_of_job = is_of_job
         self._staleness = cfg.staleness
@@ -114,7 +115,7 @@ class GeneratorRank:
             # At once, as it also shows rank 0 that this rank is alive while it loads the model.
             self._thread = LinkThread(self._links, silence_seconds, self._on_message, self._on_lost)
             connecting.callback(self._thread.close)
-            self._group = info.weight_group(device, timedelta(seconds=silence_seconds))
+            self._group = info.weight_group(device, timedelta(seconds=transfer_seconds))
             connecting.pop_all()
         if not is_of_job:
             self._links.set_beat(self._links.beat_seconds, self._beat)
@@ -180,10 +181,14 @@ class GeneratorRank:
             self._scoring.shutdown(wait=False, cancel_futures=True)
 
     def _take(self, count: int, room: int, *, waits: bool = True) -> list[Work] | None:
-        """Ask for this many works; return those that there are, after waiting for one.
+        """Request up to `count` works and return the ones received so far, the same on all ranks.
 
-        The same on all ranks of the generator. Of works for whatever is finished first, at most
-        `room`. Returns none at a count of 0. None: the trainers have ended.
+        Args:
+            room: limit on the works of rollout_order=finished; a validation needs no room.
+            waits: block until at least one work has been received.
+
+        Returns:
+            The works, none for a count of 0; None once the trainers have ended.
         """
         works: list[Work] | None = None
         if self._is_leader:
@@ -221,9 +226,9 @@ class GeneratorRank:
             self._links.send(0, *encode(WorkRequest(more)))
 
     def _withdraw(self) -> None:
-        """Take back what was asked for and has not come, so that others get it.
+        """Withdraw pending requests, so that other generators get the works.
 
-        What is on its way is taken later.
+        Works that are already on their way are taken later.
         """
         with self._changed:
             asked = self._asked
@@ -323,9 +328,6 @@ class GeneratorRank:
                 action = "stop"
         return action if self._is_alone else self._model.mesh.from_model_parallel_rank_0(action)
 
-    def load_newest(self) -> None:
-        self._load_newest()
-
     def _newest(self) -> int:
         """Return the newest version that all ranks of this generator have.
 
@@ -347,7 +349,7 @@ class GeneratorRank:
     def _load(self, version: int) -> None:
         """Use the weights of a version; where prompts have no order, the newest that there are."""
         if self._groups is not None:
-            self._load_newest()
+            self.load_newest()
             return
         with self._changed:
             self._wait(lambda: version in self._staged or self._has_ended)
@@ -361,7 +363,8 @@ class GeneratorRank:
             self.version = version
             self._forget_old()
 
-    def _load_newest(self) -> None:
+    def load_newest(self) -> None:
+        """Use the newest weights that all ranks of this generator have."""
         newest = self._newest()
         if newest <= self.version:
             return
@@ -476,17 +479,15 @@ class GeneratorRank:
 
     @property
     def _kept(self) -> int:
-        """How many versions besides the newest are kept.
-
-        Those that may be asked for, or that another rank of this generator has.
-        """
+        """Number of versions to keep besides the newest."""
         if self._groups is None:
-            return self._staleness
+            return self._staleness  # a work may ask for any of them
+        # Ranks of one generator receive at different times, and use the newest that all have.
         return 0 if self._is_alone else sys.maxsize
 
     @property
     def _leaves(self) -> bool:
-        """Whether this generator was asked to stop, which its job's trainers answer for."""
+        """Whether a signal asked this generator to stop; in a job the trainers handle signals."""
         return not self._is_of_job and self._stop.reason is not None
 
     def _wait(self, condition: Callable[[], bool], phase: str = "") -> None:

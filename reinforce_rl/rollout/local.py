@@ -337,9 +337,7 @@ class RolloutMaker:
     def _received(self, prompts: Sequence[Prompt], results: Sequence[Result]) -> PendingRollouts:
         """Return what generators made, as if it had been made here."""
         mesh = self.model.mesh
-        failures = (result.failure for result in results if result.completions is None)
-        mesh.raise_if_any(next(failures, None))
-        parts = [result.completions for result in results if result.completions is not None]
+        parts = [result.completions for result in results]
         futures = ()
         if mesh.is_model_parallel_rank_0:
             futures = tuple(

@@ -75,7 +75,7 @@ class _ResultFields:
 
     number: int
     prompt_ids: tuple[int, ...]
-    finish_reasons: tuple[str, ...] | None
+    finish_reasons: tuple[str, ...]
     sources: tuple[str, ...]  # of `Rewards.by_source`, in order, which safetensors does not keep
     faults: dict[int, str]
     failure: _Failure | None
@@ -176,12 +176,11 @@ def _adapter(kind: str) -> TypeAdapter[Any]:
 
 
 def _fields_of(result: Result) -> _ResultFields:
-    completions = result.completions
     rewards = result.rewards
     return _ResultFields(
         number=result.number,
         prompt_ids=result.prompt_ids,
-        finish_reasons=None if completions is None else completions.finish_reasons,
+        finish_reasons=result.completions.finish_reasons,
         sources=() if rewards is None else tuple(rewards.by_source),
         faults={} if rewards is None else dict(rewards.faults),
         failure=None if result.failure is None else _failure_of(result.failure),
@@ -189,11 +188,9 @@ def _fields_of(result: Result) -> _ResultFields:
 
 
 def _tensors_of(result: Result) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor | None] = {}
-    if result.completions is not None:
-        tensors |= {
-            f"completions.{name}": getattr(result.completions, name) for name in _COMPLETIONS
-        }
+    tensors: dict[str, Tensor | None] = {
+        f"completions.{name}": getattr(result.completions, name) for name in _COMPLETIONS
+    }
     if result.rewards is not None:
         tensors |= {f"rewards.{name}": getattr(result.rewards, name) for name in _REWARDS}
         tensors |= {
@@ -218,14 +215,11 @@ def _read_tensors(data: bytes) -> dict[str, Tensor]:
 
 def _result_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> Result:
     _check_texts(fields)
-    completions = None
-    if fields.finish_reasons is not None:
-        completions = _completions_of(fields.finish_reasons, tensors)
+    completions = _completions_of(fields.finish_reasons, tensors)
     rewards = None
     if "rewards.values" in tensors:
         rewards = _rewards_of(fields, tensors)
-        if completions is not None:
-            _check_shape("rewards.values", rewards.values, completions.lengths.shape)
+        _check_shape("rewards.values", rewards.values, completions.lengths.shape)
     if tensors:
         raise BadMessageError(f"Result has no tensor {min(tensors)[:_MAX_QUOTED]!r}")
     failure = None if fields.failure is None else _error_of(fields.failure)

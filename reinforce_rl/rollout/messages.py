@@ -41,7 +41,7 @@ class Result:
 
     number: int
     prompt_ids: tuple[int, ...]
-    completions: Completions | None = None
+    completions: Completions
     rewards: Rewards | None = None
     failure: ReinforceError | None = None  # of the reward source
 
@@ -158,8 +158,6 @@ def fault_of_result(work: Work, result: Result, *, newest: int, bounds: ResultBo
     if result.prompt_ids != tuple(prompt.id for prompt in work.prompts):
         return f"its prompts are {result.prompt_ids}, expected those of work {work.number}"
     completions = result.completions
-    if completions is None:
-        return "it has no responses"
     count = len(work.prompts) * work.num_samples
     if len(completions.lengths) != count:
         return f"it has {len(completions.lengths)} responses, expected {count}"

@@ -120,7 +120,7 @@ class Generators:
         found = None
         with self._mesh.raise_on_all_ranks():
             if self._pool is not None:
-                found = self._pool.wait(list(chain.from_iterable(ticket.numbers)), self._stop)
+                found = self._pool.results(list(chain.from_iterable(ticket.numbers)))
         by_number = {result.number: result for result in self._unless_stopped(found)}
         return [by_number[number] for number in ticket.numbers[self._mesh.dp_rank]]
 
@@ -139,7 +139,7 @@ class Generators:
         found = None
         with self._mesh.raise_on_all_ranks():
             if self._pool is not None:
-                found = self._pool.take(shares, oldest, self._stop)
+                found = self._pool.take(shares, oldest)
         results, dropped = self._unless_stopped(found)
         own = set(numbers)
         return [result for result in results if result.number in own], dropped
@@ -187,7 +187,7 @@ class Generators:
             stored = ticket.stored
             if stored is None:
                 try:
-                    results = pool.wait(list(chain.from_iterable(ticket.numbers)))
+                    results = pool.results(list(chain.from_iterable(ticket.numbers)))
                 except ReinforceError:  # the one that ends the run, which is saved without these
                     break
                 if results is None or not all(map(is_sound, results)):
@@ -268,7 +268,6 @@ def _packed(result: Result) -> dict[int, dict[str, Any]]:
     """Return the rollouts of each prompt, by its id, as plain values and tensors."""
     completions = result.completions
     rewards = result.rewards
-    assert completions is not None
     samples = len(completions.lengths) // len(result.prompt_ids)
     found = {}
     for at, prompt in enumerate(result.prompt_ids):

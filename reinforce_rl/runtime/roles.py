@@ -18,9 +18,8 @@ from torch.distributed.rendezvous import rendezvous
 from reinforce_rl.megatron.mesh import World, job_store
 from reinforce_rl.utils.job_rank import JobRank
 
-RANKS = (
-    4096  # links name the ranks of a generator from RANKS times its number on, which is at least 1
-)
+# A generator's number, at least 1, times RANKS is how links name its first rank.
+RANKS = 4096
 
 
 @dataclass(frozen=True)

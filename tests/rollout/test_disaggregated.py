@@ -370,7 +370,7 @@ class LostPool:
     def await_results(self, numbers: list[int], *rest: object) -> bool:
         raise GenerationError("the engine is gone")
 
-    wait = await_results
+    results = await_results
 
 
 def test_a_failed_generator_does_not_keep_the_last_step_from_being_saved():
@@ -531,7 +531,7 @@ class RecordedPool:
         self.submitted: list[Work] = []
         self.readmitted: list[tuple[Work, Result]] = []
         self.announced: list[int] = []
-        self.results = {result.number: result for result in results}
+        self.by_number = {result.number: result for result in results}
 
     def submit(self, works: Sequence[Work]) -> None:
         self.submitted += works
@@ -545,11 +545,11 @@ class RecordedPool:
     def await_results(self, *rest: object) -> bool:
         return False
 
-    def wait(self, numbers: Sequence[int], stop: StopRequest | None = None) -> list[Result]:
-        return [self.results[number] for number in numbers]
+    def results(self, numbers: Sequence[int]) -> list[Result]:
+        return [self.by_number[number] for number in numbers]
 
     def finished(self) -> list[Result]:
-        return list(self.results.values())
+        return list(self.by_number.values())
 
 
 def generators_of(

@@ -207,12 +207,6 @@ def pool_of(works: list[Work], results: list[Result]) -> tuple[Any, Sent]:
     return pool, pool._links
 
 
-def stopped() -> StopRequest:
-    stop = StopRequest()
-    stop.reason = "a test"
-    return stop
-
-
 def numbers_of(taken: tuple[list[Result], int] | None) -> tuple[list[int], int] | None:
     return None if taken is None else ([result.number for result in taken[0]], taken[1])
 
@@ -264,8 +258,8 @@ class TestWhatAStepTakes:
     def test_a_share_that_needs_nothing_waits_for_nothing(self):
         pool, _ = pool_of(WORKS, [result_of(WORKS[0], 3)])
         pool._given_again = {4}
-        assert numbers_of(pool.take([([0], 1), ([4], 0)], 3, StopRequest())) == ([0], 0)
-        assert pool.take([([0], 1), ([4], 1)], 3, stopped()) is None
+        assert numbers_of(pool.take([([0], 1), ([4], 0)], 3)) == ([0], 0)
+        assert pool.take([([0], 1), ([4], 1)], 3) is None
 
     def test_works_that_are_not_asked_for_any_more(self):
         pool, _ = pool_of([], [])
@@ -275,43 +269,43 @@ class TestWhatAStepTakes:
 
     def test_what_is_finished_first_in_the_order_of_numbers(self):
         pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (4, 0, 2)])
-        assert numbers_of(pool.take([(range(5), 2)], 3, StopRequest())) == ([0, 4], 0)
+        assert numbers_of(pool.take([(range(5), 2)], 3)) == ([0, 4], 0)
 
     def test_it_waits_for_as_many_as_it_needs(self):
         pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (4, 0)])
-        assert pool.take([(range(5), 3)], 3, stopped()) is None
+        assert pool.take([(range(5), 3)], 3) is None
 
     def test_each_share_has_its_own(self):
         pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (4, 0, 2)])
-        assert pool.take([([0, 1], 1), ([2, 3, 4], 3)], 3, stopped()) is None
-        assert numbers_of(pool.take([([0, 1], 1), ([2, 3, 4], 2)], 3, StopRequest())) == (
+        assert pool.take([([0, 1], 1), ([2, 3, 4], 3)], 3) is None
+        assert numbers_of(pool.take([([0, 1], 1), ([2, 3, 4], 2)], 3)) == (
             [0, 2, 4],
             0,
         )
-        assert numbers_of(pool.take([([0, 1], 1), ([], 0)], 3, StopRequest())) == ([0], 0)
+        assert numbers_of(pool.take([([0, 1], 1), ([], 0)], 3)) == ([0], 0)
 
     def test_a_prompt_of_two_epochs_is_taken_once(self):
         pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (3, 1, 2)])
-        assert numbers_of(pool.take([(range(5), 2)], 3, StopRequest())) == ([2, 3], 0)
+        assert numbers_of(pool.take([(range(5), 2)], 3)) == ([2, 3], 0)
 
     def test_the_rest_is_taken_where_there_is_no_more(self):
         pool, _ = pool_of(WORKS[:2], [result_of(work, 3) for work in WORKS[:2]])
-        assert numbers_of(pool.take([(range(2), 4)], 3, StopRequest())) == ([0, 1], 0)
+        assert numbers_of(pool.take([(range(2), 4)], 3)) == ([0, 1], 0)
 
     def test_one_token_that_is_too_old_is_enough_to_be_drawn_again(self):
         """At once, before prompts that wait; this call does not wait for it, and the next does."""
         results = [result_of(WORKS[0], 2, 3), result_of(WORKS[1], 3, 4), result_of(WORKS[2], 4)]
         pool, sent = pool_of(WORKS, results)
         pool.submit([WORKS[4]])
-        assert numbers_of(pool.take([(range(5), 2)], 3, StopRequest())) == ([1, 2], 1)
+        assert numbers_of(pool.take([(range(5), 2)], 3)) == ([1, 2], 1)
         pool.forget([1, 2])
         pool._idle.extend([1, 1])
         pool._assign()
         assert sent.works == [0, 4]
         pool._results[4], pool._results[3] = result_of(WORKS[4], 4), result_of(WORKS[3], 4)
-        assert pool.take([([0, 3, 4], 2)], 4, stopped()) is None
+        assert pool.take([([0, 3, 4], 2)], 4) is None
         pool._results[0] = result_of(WORKS[0], 5)
-        assert numbers_of(pool.take([([0, 3, 4], 2)], 4, StopRequest())) == ([0, 4], 0)
+        assert numbers_of(pool.take([([0, 3, 4], 2)], 4)) == ([0, 4], 0)
 
 
 class Links:

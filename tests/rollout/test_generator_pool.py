@@ -32,7 +32,6 @@ from reinforce_rl.rollout.messages import (
 )
 from reinforce_rl.runtime.links import Links, LinkThread
 from reinforce_rl.runtime.roles import RANKS, RankRole
-from reinforce_rl.runtime.stop import StopRequest
 
 FAILED = STATUS_OK + 1
 SILENCE = 30.0
@@ -102,9 +101,7 @@ def result_of(
 
 def taken(pool: Any, numbers: list[int], count: int, oldest: int) -> list[int] | None:
     """Return the numbers of the results that a step takes; None if it has to wait."""
-    stop = StopRequest()
-    stop.reason = "a test"
-    made = pool.take([(numbers, count)], oldest, stop)
+    made = pool.take([(numbers, count)], oldest)
     return None if made is None else [result.number for result in made[0]]
 
 

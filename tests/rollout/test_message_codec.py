@@ -135,7 +135,7 @@ def test_errors_keep_their_text(error, kind):
     arrived = decode(encode(GeneratorFailed(error)))
     assert isinstance(arrived, GeneratorFailed)
     assert (type(arrived.failure), str(arrived.failure)) == (kind, str(error))
-    result = decode(encode(Result(7, (3, 9), failure=error)))
+    result = decode(encode(replace(RESULT, rewards=None, failure=error)))
     assert isinstance(result, Result)
     assert (type(result.failure), str(result.failure)) == (kind, str(error))
 
@@ -149,7 +149,8 @@ def test_errors_keep_their_key(sent, received):
     arrived = decode(encode(GeneratorFailed(RewardServerError("c", key=sent))))
     assert isinstance(arrived, GeneratorFailed)
     assert arrived.failure.key == received
-    result = decode(encode(Result(7, (3, 9), failure=RewardServerError("c", key=sent))))
+    failure = RewardServerError("c", key=sent)
+    result = decode(encode(replace(RESULT, rewards=None, failure=failure)))
     assert isinstance(result, Result)
     assert result.failure is not None
     assert result.failure.key == received

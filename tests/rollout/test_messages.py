@@ -72,7 +72,6 @@ RIGHT = {
 }
 WRONG = {
     "other prompts": (WORK, result_of(all_of(3), prompt_ids=(9, 3))),
-    "no responses": (WORK, result_of(None, completions=None)),
     "too few responses": (replace(WORK, num_samples=3), result_of(all_of(3))),
     "no versions": (WORK, result_of(None)),
     "the weights before": (WORK, result_of(all_of(2))),

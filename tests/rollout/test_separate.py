@@ -488,14 +488,26 @@ def answer_to(work: Work, token: int = 1, version: int | None = None) -> Result:
     return Result(work.number, tuple(prompt.id for prompt in work.prompts), completions, rewards)
 
 
+def failure_alone(work: Work) -> list[bytes]:
+    """A result that has no responses, which this package's own cannot be."""
+    fields = {
+        "kind": "Result",
+        "number": work.number,
+        "prompt_ids": [7],
+        "finish_reasons": None,
+        "sources": [],
+        "faults": {},
+        "failure": {"name": "GenerationError", "text": "as I like", "key": ""},
+    }
+    return [json.dumps(fields).encode(), b""]
+
+
 WRONG_ANSWERS = {
     "another version's tokens": lambda work: encode(answer_to(work, version=2)),
     "an id that the model lacks": lambda work: encode(answer_to(work, token=32)),
     "another prompt": lambda work: encode(replace(answer_to(work), prompt_ids=(8,))),
     "no scores": lambda work: encode(replace(answer_to(work), rewards=None)),
-    "a failure in place of responses": lambda work: encode(
-        Result(work.number, (7,), failure=GenerationError("as I like"))
-    ),
+    "a failure in place of responses": failure_alone,
     "a work that nobody gave it": lambda work: encode(replace(answer_to(work), number=5)),
     "no message": lambda work: [b"{", b""],
     "a shape that torch cannot have": lambda work: [encode(answer_to(work))[0], of_shape(0, 2**63)],
@@ -639,7 +651,7 @@ def test_a_generator_without_responses_is_not_called_one_without_scores():
     pool, sent = pool_of(1, [(1, 0, 3)])
     work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
     pool.submit([work])
-    pool._on_message(4096, encode(Result(0, (7,), failure=GenerationError("out of memory"))))
+    pool._on_message(4096, failure_alone(work))
     assert sent.dismissed == [4096]
     assert pool._unscored == set()
     assert [waiting.number for waiting in pool._waiting] == [0]

@@ -34,7 +34,8 @@ def _trace(folder: str) -> None:
             seen.clear()
         seen.add((number, code))
         file = code.co_filename.rpartition(package)[2]
-        os.write(output, f"{number} {file} {code.co_qualname}\n".encode())
+        name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the latter alone
+        os.write(output, f"{number} {file} {name}\n".encode())
 
     threading.setprofile(on_event)
     sys.setprofile(on_event)
