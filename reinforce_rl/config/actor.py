@@ -325,8 +325,7 @@ COLOCATED = {
     "rollout_order": "prompts",
     "generators": "joined",
     "max_staleness": None,
-    "inflight_updates": False,
-    "inflight_cache": "recompute",
+    "inflight_updates": "none",
 }
 
 
@@ -375,13 +374,11 @@ class TrainConfig(Section):
         "first",
         more="; see [disaggregated.md](disaggregated.md#what-is-finished-first)",
     )
-    inflight_updates: bool = key(
-        False,
-        "of rollout_order=finished: new weights are used for the rest of responses that are under way",
-    )
-    inflight_cache: Literal["recompute", "keep"] = key(
-        "recompute",
-        "of inflight_updates: keys and values of what was drawn before, by the new weights or as they are",
+    inflight_updates: Literal["none", "recompute", "keep"] = key(
+        "none",
+        "of rollout_order=finished: whether responses under way use new weights for their rest; the "
+        "keys and values of what was drawn before are then computed anew (recompute) or kept",
+        more="; see [disaggregated.md](disaggregated.md#what-is-finished-first)",
     )
     engine: EngineConfig = key(
         EngineConfig(), "of generation=vllm and tensorrt_llm; see docs/engines.md"
@@ -474,8 +471,8 @@ class TrainConfig(Section):
 
     @property
     def cache_after_update(self) -> Literal["recompute", "keep"] | None:
-        """`inflight_cache`; None if new weights wait until no response is under way."""
-        return self.inflight_cache if self.inflight_updates else None
+        """What becomes of the cache; None if new weights wait until no response is under way."""
+        return None if self.inflight_updates == "none" else self.inflight_updates
 
     def colocated(self) -> TrainConfig:
         """Return a copy in which the ranks that train generate, too; the others are gone."""

@@ -21,19 +21,12 @@ def generation_faults(cfg: TrainConfig) -> Iterator[Fault]:
 
 
 def _placement(cfg: TrainConfig) -> Iterator[Fault]:
-    if cfg.inflight_updates and cfg.rollout_order != "finished":
+    if cfg.inflight_updates != "none" and cfg.rollout_order != "finished":
         yield settings_fault(
             cfg,
             ("inflight_updates", "rollout_order"),
             "rollouts in the prompts' order are of one version: set finished",
             key="config.inflight_updates.without_rollout_order_finished",
-        )
-    if cfg.inflight_cache != "recompute" and not cfg.inflight_updates:
-        yield settings_fault(
-            cfg,
-            ("inflight_cache", "inflight_updates"),
-            "without inflight_updates=true no cache is kept: expected recompute",
-            key="config.inflight_cache.without_inflight_updates",
         )
     if cfg.placement == "colocated":
         yield from _colocated(cfg)

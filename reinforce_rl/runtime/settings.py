@@ -48,7 +48,7 @@ MEANING = re.compile(
     r"|max_failed_fraction|max_skipped_steps|generation_work_queue|generator_log_probs|rollout_batch_seq_length)$)"
     r"|pretrained_checkpoint\.|model\.(data|peft)\.|model\.(seed|global_batch_size|encoder_seq_length)$"
     r"|model\.reinforce\.(num_rollout_samples$|skip_special_tokens$|sampling_params\.|length_params\.)"
-    r"|max_staleness$|rollout_order$|inflight_updates$|inflight_cache$|reward$|reward_function\.(name|kwargs|weight|more_functions)$"
+    r"|max_staleness$|rollout_order$|inflight_updates$|reward$|reward_function\.(name|kwargs|weight|more_functions)$"
     r"|remote_rm\.(reward_model\.weight|more_reward_models)$"
 )
 LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")

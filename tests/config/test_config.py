@@ -1236,11 +1236,11 @@ def test_the_script_says_an_unsupported_model_before_it_waits_for_the_server(fol
 
 
 def test_a_generator_gives_prompts_back_one_by_one_only_where_steps_take_what_is_finished():
-    cfg = TrainConfig(inflight_cache="keep")
+    cfg = TrainConfig()
     assert (cfg.prompts_under_way, cfg.cache_after_update) == (None, None)
     cfg.rollout_order = "finished"
     cfg.model.reinforce.rollout_micro_batch_size = 3
-    cfg.inflight_updates = True
+    cfg.inflight_updates = "keep"
     assert (cfg.prompts_under_way, cfg.cache_after_update) == (3, "keep")
 
 

@@ -21,12 +21,12 @@ APART = (
     "generation_ranks=1",
     "trainer.precision=bf16",
 )
-IN_FLIGHT = ("rollout_order=finished", "inflight_updates=true")
+IN_FLIGHT = ("rollout_order=finished", "inflight_updates=recompute")
 
 
 @pytest.mark.parametrize(
     ("overrides", "limits"),
-    [((), (2, 3)), ((*IN_FLIGHT, "inflight_cache=keep"), (3,)), (IN_FLIGHT, (3,))],
+    [((), (2, 3)), (("rollout_order=finished", "inflight_updates=keep"), (3,)), (IN_FLIGHT, (3,))],
     ids=["in order, and on", "cache kept", "recomputed"],
 )
 def test_a_run_goes_through(

@@ -35,11 +35,11 @@ from reinforce_rl.runtime.stop import StopRequest
 
 SLOW = pytest.mark.slow
 FINISHED = ("placement=disaggregated", "generation_ranks=1", "rollout_order=finished")
-INFLIGHT = (*FINISHED, "inflight_updates=true")
+INFLIGHT = (*FINISHED, "inflight_updates=recompute")
 MODES = {
     "between calls": FINISHED,
     "in flight": INFLIGHT,
-    "in flight, cache kept": (*INFLIGHT, "inflight_cache=keep"),
+    "in flight, cache kept": (*FINISHED, "inflight_updates=keep"),
 }
 
 
@@ -136,14 +136,9 @@ def test_another_order_goes_on_with_the_prompts_under_way(other, processes, tmp_
             ["rollout_order", "max_staleness"],
         ),
         (
-            [*FINISHED[:2], "inflight_updates=true"],
+            [*FINISHED[:2], "inflight_updates=recompute"],
             "config.inflight_updates.without_rollout_order_finished",
             ["inflight_updates", "rollout_order", "finished"],
-        ),
-        (
-            [*FINISHED, "inflight_cache=keep"],
-            "config.inflight_cache.without_inflight_updates",
-            ["inflight_cache", "inflight_updates"],
         ),
         (
             [*FINISHED, "trainer.reinforce.dynamic_filtering=true"],

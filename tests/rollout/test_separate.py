@@ -330,10 +330,10 @@ def test_a_generator_of_two_ranks_dies_as_a_whole(trainers, programs, joined):
 class TestWhatIsFinishedFirst:
     """With generators that come and go, each prompt is trained on once an epoch, and no token is too old."""
 
-    IN_FLIGHT = (*FINISHED, "inflight_updates=true")
+    IN_FLIGHT = (*FINISHED, "inflight_updates=recompute")
 
     @SLOW
-    @pytest.mark.parametrize("settings", [FINISHED, (*IN_FLIGHT, "inflight_cache=keep")])
+    @pytest.mark.parametrize("settings", [FINISHED, (*FINISHED, "inflight_updates=keep")])
     def test_one_is_killed_and_another_comes(self, settings, programs):
         programs.generate(
             *settings,
@@ -347,7 +347,7 @@ class TestWhatIsFinishedFirst:
         assert programs.wait() == 0, programs.said
         assert f"process {programs.generators[0]} died" in programs.said
         programs.wait_for(lambda: ended(third, 0), third.read_text())
-        assert_sound(programs.folder, one_version="inflight_updates=true" not in settings)
+        assert_sound(programs.folder, one_version=settings == FINISHED)
 
     def test_alone_when_it_dies_the_next_one_goes_on(self, programs):
         programs.generate(
