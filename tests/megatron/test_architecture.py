@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(family):
         "intermediate_size": 64,
     }
     raw = {"model_type": family, "vocab_size": 64, **sizes}
-    theirs = CONFIG_MAPPING[family].from_dict(raw)
+    theirs = CONFIG_MAPPING[family].from_dict(deepcopy(raw))
     found = Architecture.from_hf(raw)
     head_size = getattr(theirs, "head_dim", None) or 256 // 32
     assert (found.num_groups, found.head_size) == (theirs.num_key_value_heads, head_size)
@@ -312,7 +313,7 @@ def test_swish_is_silu():
 def test_head_dim_and_groups_that_are_null_mean_what_they_mean_to_transformers():
     keys = {**SMOLLM2, "head_dim": None, "num_key_value_heads": None}
     architecture = Architecture.from_hf(keys)
-    theirs = CONFIG_MAPPING["llama"].from_dict(keys)
+    theirs = CONFIG_MAPPING["llama"].from_dict(deepcopy(keys))
     assert (architecture.head_size, architecture.num_groups) == (
         theirs.head_dim,
         theirs.num_key_value_heads,
@@ -399,7 +400,7 @@ def test_rope_of_every_kind_is_that_of_transformers():
     }
     for kind, values in kinds.items():
         raw = {**SMOLLM2, "rope_theta": 5e5, "rope_scaling": {"rope_type": kind, **values}}
-        theirs = LlamaRotaryEmbedding(LlamaConfig(**raw))
+        theirs = LlamaRotaryEmbedding(LlamaConfig(**deepcopy(raw)))
         frequencies, scale = rope_parameters(Architecture.from_hf(raw))
         assert torch.equal(frequencies, theirs.inv_freq)
         assert scale == theirs.attention_scaling
@@ -436,7 +437,7 @@ def test_rope_in_every_spelling_is_that_of_transformers(keys):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     raw = {**SMOLLM2, "max_position_embeddings": 512, **keys}
-    theirs = LlamaRotaryEmbedding(LlamaConfig.from_dict(raw))
+    theirs = LlamaRotaryEmbedding(LlamaConfig.from_dict(deepcopy(raw)))
     frequencies, scale = rope_parameters(Architecture.from_hf(raw))
     assert torch.equal(frequencies, theirs.inv_freq)
     assert scale == theirs.attention_scaling
@@ -445,7 +446,9 @@ def test_rope_in_every_spelling_is_that_of_transformers(keys):
 def test_the_rope_that_transformers_takes_of_two_is_the_one_that_is_checked():
     """It takes `rope_scaling`: here a kind that is not computed, beside one that is."""
     raw = {**SMOLLM2, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": LINEAR}
-    assert CONFIG_MAPPING["llama"].from_dict(raw).rope_parameters["rope_type"] == "dynamic"
+    assert (
+        CONFIG_MAPPING["llama"].from_dict(deepcopy(raw)).rope_parameters["rope_type"] == "dynamic"
+    )
     with raises_error("model.config.other_rope_type", "rope_type", "'dynamic'"):
         Architecture.from_hf(raw)
     with_old_keys = with_old_rope_keys({**raw, "rope_theta": 5e5})
