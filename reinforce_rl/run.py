@@ -78,8 +78,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
     limits["hang_seconds"] = cfg.trainer.collective_timeout_seconds
     with control.running(), contextlib.ExitStack() as job:
         role = None
-        is_separate = cfg.generators == "separate"
-        if cfg.placement == "disaggregated" and not is_separate:
+        if cfg.placement == "disaggregated" and not cfg.uses_external_generators:
             place = JobRank.of_process()
             with rendezvous_errors(place.rank, place.size):
                 role = RankRole.of_job(
@@ -174,7 +173,7 @@ def open_pool(
     pool = GeneratorPool(cfg, mesh.device, bounds, control, monitor.note, role)
     if role is None:
         file = Path(cfg.exp_manager.explicit_log_dir) / RENDEZVOUS_FILE
-        monitor.note(f"Generators are invited by {file}")
+        monitor.note(f"All ranks train; `reinforce-rl generate` finds them by {file}")
     return pool
 
 

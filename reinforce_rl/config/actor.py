@@ -323,7 +323,6 @@ COLOCATED = {
     "generation_ranks": 0,
     "generation_tensor_parallel_size": 1,
     "rollout_order": "prompts",
-    "generators": "joined",
     "max_staleness": None,
     "inflight_updates": "none",
 }
@@ -342,15 +341,14 @@ class TrainConfig(Section):
         more="; see [disaggregated.md](disaggregated.md)",
     )
     generation_ranks: Natural = key(
-        0, "of placement=disaggregated: the last ranks of the job, which generate", "ranks"
+        0,
+        "of placement=disaggregated: the last ranks of the job generate, which fail with it; 0: "
+        "generators register instead, each started by `reinforce-rl generate`, and may join or "
+        "leave mid-run",
+        "ranks",
     )
     generation_tensor_parallel_size: Count = key(
         1, "of placement=disaggregated: ranks that share each weight matrix of a generator", "ranks"
-    )
-    generators: Literal["joined", "separate"] = key(
-        "joined",
-        "of placement=disaggregated: joined, generation_ranks of this job, which fail with it; separate, programs of "
-        "their own, each started by `reinforce-rl generate`, which may come and go",
     )
     generator_host: Host | None = key(
         None,
@@ -359,7 +357,8 @@ class TrainConfig(Section):
     )
     generator_timeout_seconds: Positive = key(
         600.0,
-        "of generators=separate: how long trainers wait where there is no generator, and it for them",
+        "of placement=disaggregated without generation_ranks: how long trainers wait where no "
+        "generator has registered, and a generator for them",
         "s",
     )
     max_staleness: Natural | None = key(
@@ -434,6 +433,11 @@ class TrainConfig(Section):
     def training_ranks(self) -> int:
         """Ranks that hold the optimizer; the job's others generate."""
         return self.trainer.world_size - self.generation_ranks
+
+    @property
+    def uses_external_generators(self) -> bool:
+        """Whether generators are other programs, which register, and no ranks of this job."""
+        return self.placement == "disaggregated" and self.generation_ranks == 0
 
     @property
     def staleness(self) -> int:

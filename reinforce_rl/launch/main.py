@@ -202,7 +202,8 @@ def _hydra_program(name: str, sentence: str) -> None:
 
 _hydra_program("train", "Train an actor with REINFORCE or RLOO.")
 _hydra_program(
-    "generate", "Generate for the trainers of generators=separate, with their keys, until they end."
+    "generate",
+    "Register with trainers of placement=disaggregated, with their keys, and generate for them.",
 )
 _hydra_program("serve", "Serve a reward model or a reward function over HTTP.")
 _hydra_program("train-rm", "Train a reward model: a head on a frozen trunk, or all weights.")

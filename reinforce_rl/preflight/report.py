@@ -40,13 +40,10 @@ def print_plan(
     console.print(Text("\nRanks", style="bold"), Text(layout.grid()), sep="\n")
     if cfg.placement == "disaggregated":
         each = f"{cfg.generation_tensor_parallel_size} with each copy of the model"
-        more = f"{cfg.generation_ranks} more ranks"
-        more = (
-            "Programs of their own (reinforce-rl generate)"
-            if cfg.generators == "separate"
-            else more
-        )
-        console.print(Text(f"{more} generate, {each}; their memory is not in this plan"))
+        generators = f"{cfg.generation_ranks} more ranks"
+        if cfg.uses_external_generators:
+            generators = "Programs that register (reinforce-rl generate)"
+        console.print(Text(f"{generators} generate, {each}; their memory is not in this plan"))
     print_rows(console, "Batches", _batches(cfg, batches))
     _print_memory(console, memory, layout, size, gpu=gpu)
     if disk is not None:

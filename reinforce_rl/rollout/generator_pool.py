@@ -507,7 +507,12 @@ class GeneratorPool:
             return
         if is_alone == (self._alone_since is None):
             self._alone_since = time.monotonic() if is_alone else None
-            text = f"Waiting for a generator, up to {self._wait_seconds:.0f} s" if is_alone else ""
+            text = ""
+            if is_alone:
+                text = (
+                    "Waiting for a generator to register (`reinforce-rl generate`), up to "
+                    f"{self._wait_seconds:.0f} s"
+                )
             self._status.waiting(text)
             self._note(text or "The wait for a generator is over")
         elif (

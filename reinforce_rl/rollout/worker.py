@@ -180,7 +180,7 @@ def _first_connection(
             raise GenerationError(
                 f"the trainers could not be reached by {folder / RENDEZVOUS_FILE} within "
                 f"{seconds:.0f} s (generator_timeout_seconds): {why}; start `reinforce-rl "
-                "train` with generators=separate and the same run's folder",
+                "train` with placement=disaggregated, generation_ranks=0 and the same run's folder",
                 key="generators.trainers.missing",
             )
         time.sleep(_RETRY_SECONDS)

@@ -13,13 +13,13 @@ act: {rank, phase, step, signal}: this rank sends itself the signal as it comes 
     after a moment, and the rewards would take minutes.
 allocation: from the fork on the batch system's allocation lasts so many seconds, and began hours before.
 step_seconds: that each training lasts longer.
-generators: [N, count]: the Nth training waits until so many separate generators have come.
+generators: [N, count]: the Nth training waits until so many generators have registered.
 generate_seconds: that each call of the generator for a step lasts longer; one that may be interrupted, token by token.
 slow_rank: with a work queue this rank ends its first micro-batch once the others have taken all that is left; every
     rank prints what it took.
 engine: folder; TensorRT-LLM is the fake, and what the engine of rank N is given lies in folder/N.
 engine_fault: [rank, options of `install_fake`]: what goes wrong with the engine of this rank.
-generates: this is a generator of generators=separate, beside what is started next. Its log ends with its exit status.
+generates: this is a generator that registers, beside what is started next. Its log ends with its exit status.
 die_receiving: a generator kills itself as it is about to receive its Nth weights.
 file_bytes: no file may become larger, which fails as a full disk does.
 torch_timeout: seconds, in place of `TrainConfig.torch_timeout_seconds`.

@@ -427,11 +427,6 @@ def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
             ["max_staleness", "placement"],
         ),
         (
-            ["placement=disaggregated"],
-            "config.generation_ranks.out_of_range",
-            ["generation_ranks", "2 ranks"],
-        ),
-        (
             [*APART, "generation_ranks=2"],
             "config.generation_ranks.out_of_range",
             ["generation_ranks", "2 ranks"],

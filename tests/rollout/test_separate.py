@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -54,7 +56,7 @@ from reinforce_rl.runtime.status import read_status
 
 SLOW = pytest.mark.slow
 JOINED = ("placement=disaggregated", "generation_ranks=1")
-SEPARATE = ("placement=disaggregated", "generators=separate", "generator_timeout_seconds=60")
+SEPARATE = ("placement=disaggregated", "generation_ranks=0", "generator_timeout_seconds=60")
 FINISHED = ("rollout_order=finished",)
 # so that each of two has something to do at each step
 BUSY: dict[str, Any] = {"generate_seconds": 0.3}
@@ -254,7 +256,7 @@ def test_without_a_generator_the_run_is_saved_and_goes_on_later(programs, joined
     status = read_status(programs.folder / "run")
     assert status is not None and (status.state, status.reason) == (
         "running",
-        "Waiting for a generator, up to 4 s",
+        "Waiting for a generator to register (`reinforce-rl generate`), up to 4 s",
     )
     assert programs.wait() == 1
     assert printed_keys(programs.said) == ["generators.generator.missing"]
@@ -397,16 +399,6 @@ def test_other_settings_are_refused(programs):
     ("overrides", "key", "named"),
     [
         (
-            ["generators=separate"],
-            "config.placement.not_disaggregated",
-            ["generators", "placement", "joined"],
-        ),
-        (
-            [*SEPARATE, "generation_ranks=1"],
-            "config.generation_ranks.conflicts_with_generators_separate",
-            ["generation_ranks", "generators", "0"],
-        ),
-        (
             [*SEPARATE, "generator_timeout_seconds=0"],
             "config.value.out_of_range",
             ["generator_timeout_seconds"],
@@ -417,6 +409,30 @@ def test_what_cannot_work_is_told(overrides, key, named, tmp_path):
     with pytest.raises(ConfigError) as error:
         tiny_config(tmp_path, *overrides)
     check_fault(error.value.faults, key, *named)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_external"),
+    [
+        ([], False),
+        (["placement=disaggregated"], True),
+        (["placement=disaggregated", "generation_tensor_parallel_size=2"], True),
+        (["placement=disaggregated", "generation_ranks=1"], False),
+    ],
+)
+def test_generators_register_where_no_rank_of_the_job_generates(overrides, is_external, tmp_path):
+    cfg = tiny_config(tmp_path, "trainer.devices=2", *overrides)
+    assert cfg.uses_external_generators == is_external
+    assert cfg.training_ranks == 2 - cfg.generation_ranks
+
+
+def test_no_generator_registers_where_ranks_of_the_job_generate(tmp_path):
+    settings = [*tiny_overrides(tmp_path), *JOINED, "trainer.devices=2"]
+    command = [sys.executable, "-m", "reinforce_rl", "generate", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1
+    assert printed_keys(done.stderr) == ["generate.trainers.no_external_generators"]
+    assert "generation_ranks is 1" in done.stderr
 
 
 class Sent:

@@ -18,6 +18,7 @@ from reinforce_rl.launch.slurm.outcome import TaskEnd, read_ends
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, read_endpoint
 from reinforce_rl.launch.slurm.settings import (
     ACTOR,
+    EXTERNAL_GENERATORS,
     SRUN,
     Allocation,
     Component,
@@ -232,7 +233,7 @@ def _actor_args(
     first, *others = servers
     own: dict[str, object] = {"trainer.num_nodes": actor.nodes, "trainer.devices": actor.devices}
     if allocation.generator is not None:
-        own |= {"placement": "disaggregated", "generators": "separate"}
+        own |= EXTERNAL_GENERATORS
     own["exp_manager.explicit_log_dir"] = settings.run_dir
     server: dict[str, object] = {
         "ip": first.address,

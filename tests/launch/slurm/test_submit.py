@@ -101,7 +101,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
 
 
 def test_generators_of_their_own_are_a_third_component(submit):
-    apart = ("placement=disaggregated", "generators=separate", "generation_tensor_parallel_size=2")
+    apart = ("placement=disaggregated", "generation_tensor_parallel_size=2")
     text = submit(
         "--dry-run", "--job-name=night", "--generator-nodes=2", "--generator-devices=4", *apart
     )
