@@ -85,7 +85,7 @@ class Generator(Protocol):
         """
         ...
 
-    def go_on(
+    def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
         """Generate on, until each response is at its end or `updates` stops the call; return all, in their order.
@@ -102,8 +102,8 @@ class Generator(Protocol):
         """Stop the engine. May be called in any state, on one rank alone."""
 
 
-class Elsewhere:
-    """In place of an engine on ranks that train, where others generate."""
+class RemoteGenerator:
+    """Stands for an engine on ranks that train while other processes generate."""
 
     is_exact = False
 
@@ -115,7 +115,7 @@ class Elsewhere:
     ) -> Completions:
         raise RuntimeError("this rank only trains; others generate")
 
-    def go_on(
+    def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
         raise RuntimeError("this rank only trains; others generate")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # fault of an answer that has what there was by then
-TAKEN_BACK = "it was taken back before its end"
+ABORTED = "it was aborted before its end"
 
 
 @dataclass(frozen=True)

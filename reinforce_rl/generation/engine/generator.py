@@ -30,7 +30,7 @@ from reinforce_rl.generation.base import (
     WeightUpdates,
     check_lengths,
 )
-from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request, process
+from reinforce_rl.generation.engine import ABORTED, Answer, EngineArguments, Request, process
 from reinforce_rl.generation.engine.buckets import checksum
 from reinforce_rl.generation.engine.requests import extended, request_of, requests_of
 from reinforce_rl.generation.engine.weights import send_weights
@@ -143,10 +143,10 @@ class EngineGenerator:
             )
         return self._completions(answers, params)
 
-    def go_on(
+    def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
-        """See `Generator.go_on`. Lost requests are retried once, and after a restart what has no end yet."""
+        """See `Generator.resume`. Lost requests are retried once, and after a restart what has no end yet."""
         self._check_lengths([response.prompt for response in responses], params)
         found = [
             replace(one, finish_reason=one.finish_reason or FINISH_LENGTH)
@@ -155,7 +155,7 @@ class EngineGenerator:
             for one in responses
         ]
         try:
-            self._with_one_restart(lambda: self._go_on(found, params, updates))
+            self._with_one_restart(lambda: self._resume(found, params, updates))
         except BaseException:
             if self._engine is not None:
                 self._engine.kill()  # it may be paused, with requests under way
@@ -163,7 +163,7 @@ class EngineGenerator:
             raise
         return found
 
-    def _go_on(
+    def _resume(
         self, found: list[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> None:
         """Replace the responses that are not at their end, as answers come."""
@@ -195,7 +195,7 @@ class EngineGenerator:
             versions[number] = updates.version
             for row, answer in answers.items():
                 underway.discard(row)
-                if answer.fault in (None, TAKEN_BACK):
+                if answer.fault in (None, ABORTED):
                     found[row] = extended(found[row], answer, versions, cut)
                 elif row in lost_once:
                     raise _lost_twice([found[row].prompt], len(rows), answer)
@@ -463,7 +463,7 @@ def _advance(
     """See `RequestsUnderway.advance`; `count` is of the requests under way."""
     number, answers = engine.advance(begun, wait)
     _check_lost(
-        engine, [one for one in answers.values() if one.fault not in (None, TAKEN_BACK)], count
+        engine, [one for one in answers.values() if one.fault not in (None, ABORTED)], count
     )
     return number, answers
 

@@ -160,7 +160,7 @@ class Responses:
         """Note that the tokens from here on are drawn by weights of this version."""
         self._marks.append((version, self._lengths.to("cpu", copy=True)))
 
-    def lengthened(self, version: int) -> list[PartialResponse]:
+    def collect_responses(self, version: int) -> list[PartialResponse]:
         """Return the responses with what was added, by weights of this version until the first `mark`."""
         found = self.finish()
         assert found.log_probs is not None

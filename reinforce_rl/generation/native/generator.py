@@ -28,7 +28,7 @@ from reinforce_rl.generation.base import (
     check_lengths,
 )
 from reinforce_rl.generation.native.decoding import Decoding, PlainDecoding, Responses, Watch
-from reinforce_rl.generation.responses import unbegun
+from reinforce_rl.generation.responses import new_responses
 from reinforce_rl.megatron.model.attention import flash_takes
 from reinforce_rl.megatron.model.decoding import FlashCache
 from reinforce_rl.megatron.model.model import CausalLM
@@ -99,17 +99,17 @@ class NativeGenerator:
         self._check(prompts, params)
         per_rank = -(-len(prompts) // mesh.cp_size)
         own = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
-        begun = unbegun(own, num_samples, seed)
+        begun = new_responses(own, num_samples, seed)
         found = self._decode(begun, params, watch).finish() if begun else None
         if mesh.cp_size == 1 and found is not None:
             return found
         parts = [part for part in mesh.gather_over_cp(found) if part is not None]
         return join_completions(parts, pad_id_of(self._tokenizer))
 
-    def go_on(
+    def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
-        """See `Generator.go_on`; not with context parallelism.
+        """See `Generator.resume`; not with context parallelism.
 
         At "load" the prompts are read anew, and what was stored for tokens of responses is kept.
         """
@@ -120,9 +120,9 @@ class NativeGenerator:
         rows.sort(key=lambda row: not responses[row].tokens)
         if rows:
             version = updates.version
-            made = self._decode([responses[row] for row in rows], params, None, updates).lengthened(
-                version
-            )
+            made = self._decode(
+                [responses[row] for row in rows], params, None, updates
+            ).collect_responses(version)
             for row, one in zip(rows, made, strict=True):
                 found[row] = one
         return found
