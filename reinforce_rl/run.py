@@ -38,10 +38,13 @@ from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
 from reinforce_rl.rollout.generator_pool import GeneratorPool
+from reinforce_rl.rollout.generators import Generators
+from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.messages import ResultBounds
 from reinforce_rl.rollout.prompts import build_sampler
-from reinforce_rl.rollout.remote import Generators
+from reinforce_rl.rollout.remote import RemoteRollouts
 from reinforce_rl.rollout.rendezvous import RENDEZVOUS_FILE
+from reinforce_rl.rollout.source import RolloutContext, RolloutSource
 from reinforce_rl.rollout.worker import generate_in_job
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import PhaseTracker
@@ -122,7 +125,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
             if mesh.is_main:
                 begin_files(cfg, monitor, trainer.step)
             control.has_begun = True
-            with contextlib.closing(trainer.model.generator):
+            with contextlib.closing(trainer.rollouts):
                 trainer.fit()
             control.stop.check(mesh)
             if cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end:
@@ -307,10 +310,11 @@ def build_trainer(
         rollout.val_rollout_micro_batch_size,
     )
     stop = control.stop if control else StopRequest()
-    generators = None
+    make_rollout_source: Callable[[RolloutContext], RolloutSource] = LocalRollouts
     if cfg.placement == "disaggregated":
         takes_finished = cfg.rollout_order == "finished"
         generators = Generators(model, pool, make_micro_batches, stop, takes_finished)
+        make_rollout_source = partial(RemoteRollouts, generators=generators)
 
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return (
@@ -351,7 +355,7 @@ def build_trainer(
             phases=phases,
             stop=stop,
             profiler=profiler,
-            generators=generators,
+            make_rollout_source=make_rollout_source,
             max_staleness=cfg.staleness,
             recorder=recorder,
         ),

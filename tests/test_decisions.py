@@ -22,7 +22,7 @@ DECIDED_BY = {
     "beta": set(),
     # `is_off_policy`
     "max_staleness": {SCHEMA},
-    "staleness": {SCHEMA, "rollout/local.py"},
+    "staleness": {SCHEMA, "rollout/source.py"},
     "_staleness": set(),
     # `takes_several_updates`
     "reinforce_epochs": {SCHEMA},

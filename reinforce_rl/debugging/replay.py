@@ -54,7 +54,9 @@ from reinforce_rl.monitoring.records import (
 )
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
+from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.prompts import build_datasets, build_sampler
+from reinforce_rl.rollout.scoring import RolloutScorer
 from reinforce_rl.run import build_trainer
 from reinforce_rl.runtime.settings import LENGTH, compare, set_keys, settings_of
 from reinforce_rl.runtime.trust import require_trust, untrusted_settings
@@ -251,7 +253,10 @@ class _Replayer:
         )
         stack.enter_context(contextlib.closing(self._trainer.model.generator))
         # Log-probs of older weights are not the trainer's own.
-        self._trainer.rollouts = replace(self._trainer.rollouts, staleness=asked.staleness)
+        context = replace(self._trainer.rollout_context, staleness=asked.staleness)
+        self._trainer.rollout_context = context
+        self._rollouts = LocalRollouts(context)
+        self._scorer = RolloutScorer(context)
         recorder = self._trainer.recorder
         assert recorder is not None
         self._recorder = recorder
@@ -303,14 +308,13 @@ class _Replayer:
                 results["generate"] = PhaseResult("generate", "not replayed", note=why)
             else:
                 samples = self._cfg.trainer.reinforce.num_rollouts_per_prompt
-                compare_samples(
-                    "generate", trainer.rollouts.sample(self._prompts(batch), samples, step).batch
-                )
+                pending = self._rollouts.sample(self._prompts(batch), samples, step)
+                compare_samples("generate", pending.batch)
         if "score" in phases:
             results["score"] = self._score(steps[step], then, bounds)
         found = replace(batch, log_probs=None, init_log_probs=None)
         if "logprobs" in phases:
-            found = trainer.rollouts.with_log_probs(found)
+            found = self._scorer.with_log_probs(found)
         if "advantages" in phases:
             compare_samples("advantages", batch, data)
         # Those of the update's pass were recorded where no other pass was needed.

@@ -1,7 +1,8 @@
 """`reinforce-rl eval`: models answer the same prompts and are scored; each is compared with the first.
 
-Every model goes through the trainer's own validation (`RolloutMaker.answer`), so the same settings give the same mean
-reward. One model is in memory at a time; the reference comes last and reads what the others wrote.
+Every model goes through the trainer's own validation (`LocalRollouts.evaluate`), so the same
+settings give the same mean reward. One model is in memory at a time; the reference comes last and
+reads what the others wrote.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from reinforce_rl.monitoring.records import RolloutRow, Samples, sample_rows
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.rewards.judge import Judge, preferences, question_of
 from reinforce_rl.rewards.sources import connect_to_reward_servers
-from reinforce_rl.rollout.local import RolloutMaker
+from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.prompts import build_datasets, build_sampler
+from reinforce_rl.rollout.source import RolloutContext
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import StepClock
 from reinforce_rl.runtime.status import RESULTS_FILE
@@ -295,7 +297,7 @@ def _answers(
                 )
             )
         actor = stack.enter_context(_loaded(cfg, mesh, control, name))
-        maker = RolloutMaker(
+        context = RolloutContext(
             cfg.trainer.reinforce,
             actor,
             rm,
@@ -310,7 +312,8 @@ def _answers(
             StepClock(control.phases, mesh.device),
             control.stop,
         )
-        batch = maker.answer("evaluation", 0, prompts, control.phases, samples)
+        rollouts = LocalRollouts(context)
+        batch = rollouts.evaluate("evaluation", 0, prompts, control.phases, samples)
         if with_log_probs:
             batch = replace(batch, log_probs=actor.get_inference_log_probs(*_where(batch)))
     skips = actor.settings.skip_special_tokens

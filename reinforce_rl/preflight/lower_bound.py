@@ -182,7 +182,7 @@ def lower_bound(job: Job, roles: Sequence[Role]) -> StepBound:
         ways = 1 if cfg.model.reinforce.overlap_offload else 2
         phases.append(PhaseBound("offload and back", {PCIE: ways * away / machine.pcie}))
     several_updates = cfg.takes_several_updates
-    # Follows `RolloutMaker`: where the generator's own log-probs are known, no pass computes them.
+    # Follows `RolloutScorer`: where the generator's own log-probs are known, no pass computes them.
     is_exact = cfg.generation == "native" and cfg.trainer.precision != "bf16"
     is_known = is_exact and rl.generator_log_probs
     if several_updates or (cfg.uses_reference and not is_known):

@@ -42,8 +42,9 @@ from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
 from reinforce_rl.rollout.generator_rank import GeneratorRank
+from reinforce_rl.rollout.generators import Generators
 from reinforce_rl.rollout.messages import GenerationRequest, GenerationResult
-from reinforce_rl.rollout.remote import Generators, RolloutHandle
+from reinforce_rl.rollout.source import RolloutHandle
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.runtime.stop import StopRequest
 
@@ -557,7 +558,7 @@ def generators_of(
     def cut(prompts: Sequence[Prompt], validation: bool) -> list[Sequence[Prompt]]:
         return [prompts[start : start + 2] for start in range(0, len(prompts), 2)]
 
-    monkeypatch.setattr("reinforce_rl.rollout.remote.send_weights", lambda lm, group: None)
+    monkeypatch.setattr("reinforce_rl.rollout.generators.send_weights", lambda lm, group: None)
     mesh = SimpleNamespace(
         gather_over_dp=lambda value: [value],
         raise_on_all_ranks=contextlib.nullcontext,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import threading
@@ -26,7 +27,6 @@ from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.rollout.generator_pool import GeneratorPool, _Generator
 from reinforce_rl.rollout.generator_rank import GeneratorRank
-from reinforce_rl.rollout.local import RolloutMaker
 from reinforce_rl.rollout.message_codec import decode, encode
 from reinforce_rl.rollout.messages import (
     GenerationRequest,
@@ -35,7 +35,8 @@ from reinforce_rl.rollout.messages import (
     RequestCredit,
     ResultBounds,
 )
-from reinforce_rl.rollout.remote import RolloutHandle
+from reinforce_rl.rollout.remote import RemoteRollouts
+from reinforce_rl.rollout.source import RolloutContext, RolloutHandle
 from reinforce_rl.runtime.roles import RANKS, RankRole
 from reinforce_rl.runtime.stop import StopRequest
 
@@ -227,20 +228,21 @@ def test_prompts_under_way_are_drawn_once_by_filtering_too(filters):
         "cfg": SimpleNamespace(dynamic_filtering=filters, num_rollouts_per_prompt=2),
         "model": SimpleNamespace(settings=SimpleNamespace(seed=1)),
         "loader": SimpleNamespace(prompts_per_step=2, state_dict=dict, share=list),
-        "generators": SimpleNamespace(
-            restore=lambda content: {}, submit=submit, takes_finished=False
-        ),
-    }
-    parts |= {
         "rm": None,
         "batch_iterator_cls": None,
-        "clock": None,
+        "clock": SimpleNamespace(phase=lambda name: contextlib.nullcontext()),
         "stop": StopRequest(),
         "staleness": 2,
     }
-    maker = RolloutMaker(**parts)
-    maker.load_state(4, b"", [3, 5, 7])
-    assert [one.prompts for one in maker.ahead] == [[3, 5], [7]]
+    generators: Any = SimpleNamespace(
+        publish=lambda version, as_oldest: None,
+        restore=lambda content: {},
+        submit=submit,
+        takes_finished=False,
+    )
+    source = RemoteRollouts(RolloutContext(**parts), generators)
+    source.load_state_dict({"step": 4, "under_way": [3, 5, 7], "rollouts": b""})
+    assert [batch.prompts for batch in source._ahead] == [[3, 5], [7]]
     assert submitted == ([] if filters else [[3, 5], [7]])  # filtering submits them itself
 
 
