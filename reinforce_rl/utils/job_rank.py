@@ -6,12 +6,21 @@ Nothing else of the package reads these variables.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from socket import gethostname
 
 from reinforce_rl.utils.net import LOOPBACK
 
 RANKS_VARIABLE = "WORLD_SIZE"
+# What Slurm sets for each task of a step: its number, that on its node, and the step's tasks and
+# nodes.
+_STEP_VARIABLES = (
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NUM_NODES",
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,19 @@ class JobRank:
             host=variables.get("MASTER_ADDR"),
             port=variables.get("MASTER_PORT"),
         )
+
+    @classmethod
+    def of_step(cls, environment: Mapping[str, str]) -> JobRank | None:
+        """Return the place of a task in its step of Slurm, without where the ranks meet.
+
+        None outside of a step, or if a launcher within the step has made this process a rank.
+        """
+        if RANKS_VARIABLE in environment or "RANK" in environment:
+            return None
+        if any(name not in environment for name in _STEP_VARIABLES):
+            return None
+        rank, local_rank, size, nodes = (int(environment[name]) for name in _STEP_VARIABLES)
+        return cls(rank=rank, size=size, local_rank=local_rank, local_size=size // nodes)
 
     def variables(self) -> dict[str, str]:
         """Return the environment in which `of_process` returns this place, as torchrun sets it."""
