@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, hdrs, web
@@ -31,7 +30,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from reinforce_rl.reward_server.admission import Admission, FrontSettings, Refusal, check_length
-from reinforce_rl.reward_server.health import FrontMetrics, Health, Progress, Verdict
+from reinforce_rl.reward_server.health import FrontMetrics, Health, ProgressReader, Verdict
 from reinforce_rl.reward_server.request import TritonRequest, json_length, read_request
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
@@ -78,11 +77,12 @@ _RECORD: web.RequestKey[_Record] = web.RequestKey("record", _Record)
 class Front:
     """The aiohttp application and its state."""
 
-    def __init__(self, settings: FrontSettings, progress: Progress):
+    def __init__(self, settings: FrontSettings, progress: ProgressReader):
         self._settings = settings
         self._model = f"/v2/models/{settings.inference.name}"
         self._admission = Admission(settings)
-        self._metrics = FrontMetrics(self._admission, progress)
+        self._progress = progress
+        self._metrics = FrontMetrics(self._admission)
         self._answers = 0
         self._health = Health(self._ask_model, lambda: self._answers, progress, settings)
         self._state = STARTING
@@ -304,7 +304,8 @@ class Front:
 
     async def _answer_metrics(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        text = self._metrics.text(ready=self._state == READY)
+        scored = await self._progress.read()
+        text = self._metrics.text(scored, ready=self._state == READY)
         return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
 
 
@@ -397,7 +398,8 @@ async def _run(connection: Connection) -> None:
     # Its log of a malformed request would quote the request.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     settings = FrontSettings.model_validate_json(start["settings"])
-    front = Front(settings, Progress(Path(start["progress"])))
+    progress = ProgressReader(partial(send, connection, {"event": "progress"}))
+    front = Front(settings, progress)
     options: dict[str, Any] = {
         "access_log": None,
         "auto_decompress": False,
@@ -422,6 +424,8 @@ async def _run(connection: Connection) -> None:
         if message is None:
             loop.remove_reader(connection.fileno())
             ended.set()
+        elif "progress" in message:
+            progress.answer(message["progress"])
         else:
             front.set_state(message["state"], message["reason"])
 

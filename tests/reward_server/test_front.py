@@ -27,11 +27,11 @@ INFO = f"/v2/models/{wire.INFO_MODEL}/infer"
 
 
 @pytest.fixture
-def start(tmp_path):
+def start():
     fronts = []
 
     def start_one(**options) -> FrontBeforeFake:
-        fronts.append(FrontBeforeFake(tmp_path, **options))
+        fronts.append(FrontBeforeFake(**options))
         return fronts[-1]
 
     yield start_one
