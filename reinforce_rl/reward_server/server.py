@@ -123,6 +123,7 @@ class RewardServer:
             max_request_bytes=self._settings.max_request_bytes,
             **kind,
         )
+        self._settings.description = self.info.to_json()
         if faults := _faults(self.info):
             raise ConfigError(faults)
 
