@@ -197,6 +197,7 @@ class ModuleChild(Child):
         with theirs:
             command = [*prefix, python, RUN_MODULE, module, str(theirs.fileno()), str(os.getpid())]
             super().__init__(command, env=env, pass_fds=[theirs.fileno(), *pass_fds], **popen)
+        self._sending = threading.Lock()
         self._silence = Silence()
         if on_message is not None:
             self.listen(on_message)
@@ -208,8 +209,9 @@ class ModuleChild(Child):
         ).start()
 
     def send(self, message: Message) -> None:
-        """Send a message; no error if the child has ended, see `fault`."""
-        send(self.connection, message)
+        """Send a message from any thread; no error if the child has ended, see `fault`."""
+        with self._sending:
+            send(self.connection, message)
 
     def fault(self, seconds: float) -> str | None:
         """Return what is wrong (to follow the child's name) if it has ended or was silent for `seconds`, else None."""
