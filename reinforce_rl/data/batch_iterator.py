@@ -1,4 +1,4 @@
-"""Divides a rank's prompts into the batches that are generated together."""
+"""Divides a rank's prompts into batches for generation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from reinforce_rl.data.batches import Prompt
 
 
 class DefaultBatchIterator:
-    """Consecutive prompts: `micro_batch_size`, or in a validation `val_micro_batch_size`."""
+    """Yields consecutive prompts in batches of `micro_batch_size`.
+
+    In a validation the batches have `val_micro_batch_size` prompts.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How long a job may take: durations in NeMo's form, and Slurm's times."""
+"""Time limits of a job: durations in NeMo's form, and Slurm's start and end times."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class JobTimes:
     def of(cls, environment: Mapping[str, str]) -> JobTimes:
         """Read Slurm's variables.
 
-        Raises ConfigError: one is no time, or the end is not after the start.
+        Raises ConfigError: one is not a time, or the end is not after the start.
         """
         times: dict[str, float | None] = {}
         faults = []
@@ -51,7 +51,8 @@ class JobTimes:
             if text and not is_time:
                 faults.append(
                     Fault(
-                        f"the environment variable {name} is {text!r}; expected unix seconds, or unset it",
+                        f"the environment variable {name} is {text!r}; expected unix "
+                        "seconds, or unset it",
                         key="slurm.job_time.not_unix_seconds",
                     )
                 )
