@@ -31,7 +31,7 @@ class StepGradient:
 @dataclass(frozen=True)
 class Gradients:
     actor: MegatronGPTReinforceActorModel
-    step: int  # that trained the weights last; 0: those of the start
+    step: int  # the last one that trained the weights; 0 for the initial weights
 
     def of(
         self,
@@ -39,7 +39,7 @@ class Gradients:
         cfg: ReinforceConfig,
         kl_coefficient: float | None,
     ) -> StepGradient:
-        """Return the gradient of the whole step's loss by the policy before its first update."""
+        """Return the gradient of the whole step's loss, of the policy before its first update."""
         actor = self.actor
         actor.settings = replace(actor.settings, loss=loss_settings(cfg))
         rows = torch.arange(len(batch.trains))
@@ -60,14 +60,14 @@ class Gradients:
 
 @contextlib.contextmanager
 def gradients_before(run: Path, cfg: TrainConfig, step: int, mesh: Mesh) -> Iterator[Gradients]:
-    """Load the newest weights from before a step on one rank in float32.
+    """Load the newest weights from before a step, on one rank in float32.
 
-    They are those of a checkpoint, or of the start where there is none.
+    Without a checkpoint these are the initial weights.
     """
     cfg = _on_one_rank(cfg)
     checkpoint = checkpoint_up_to(run / "checkpoints", step - 1)
     tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
-    # The log-probs of the reference are stored.
+    # The record has the log-probs of the reference.
     actor = build_actor(cfg, mesh, tokenizer, with_reference=False)
     with contextlib.closing(actor.generator):
         if checkpoint is None:
