@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 from reinforce_rl.actor.build import build_actor, configured_mesh
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
-from reinforce_rl.data.batch_iterator import DefaultBatchIterator
-from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
+from reinforce_rl.data.prompts import (
+    DefaultBatchIterator,
+    PromptDataset,
+    PromptLoader,
+    RLHFDatasets,
+    fixed_prompts,
+)
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import (
     Checkpoint,

@@ -22,9 +22,13 @@ from reinforce_rl.actor.build import configured_mesh
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.data.batch_iterator import DefaultBatchIterator
 from reinforce_rl.data.batches import Prompt, RolloutBatch
-from reinforce_rl.data.prompts import PromptLoader, RLHFDatasets, fixed_prompts
+from reinforce_rl.data.prompts import (
+    DefaultBatchIterator,
+    PromptLoader,
+    RLHFDatasets,
+    fixed_prompts,
+)
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.evaluation.model import inference_config, load_actor

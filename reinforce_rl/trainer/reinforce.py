@@ -35,11 +35,15 @@ from reinforce_rl.rollout.local import RolloutMaker
 from reinforce_rl.runtime.phases import StepClock
 from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.advantages import reinforce_batch
-from reinforce_rl.trainer.policy_update import PolicyUpdate
 from reinforce_rl.trainer.samples import gather_samples
 from reinforce_rl.trainer.services import TrainerServices
 from reinforce_rl.trainer.state import NonFiniteGuard, RunningBaselines
-from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_steps
+from reinforce_rl.trainer.updates import (
+    PolicyUpdate,
+    denominators_of,
+    mini_batches,
+    total_steps,
+)
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
