@@ -36,6 +36,7 @@ from reinforce_rl.errors import (
 from reinforce_rl.runtime.links import Invitation, Links
 from reinforce_rl.runtime.phases import PhaseTracker, StackWatcher
 from reinforce_rl.runtime.run_lock import run_lock
+from reinforce_rl.runtime.starts import count_start
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, saved_step
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 from reinforce_rl.utils.files import UNWRITABLE, write_fault
@@ -385,9 +386,13 @@ class RunControl:
         """Keep `status.json` up to date during the block, which is the whole run.
 
         Raises StoppedEarly if a signal came before there was anything to save, and ConfigError if another process, on
-        this machine or on another one, works in this run's folder.
+        this machine or on another one, works in this run's folder, or if a Slurm job starts again and again at the
+        same checkpoint.
         """
-        with run_lock(self.status.path.parent) if self.status.enabled else contextlib.nullcontext():
+        folder = self.status.path.parent
+        with run_lock(folder) if self.status.enabled else contextlib.nullcontext():
+            if self.status.enabled:
+                count_start(folder, saved_step(folder), os.environ)
             self.status.begin()
             try:
                 yield
