@@ -224,7 +224,7 @@ def allow_other_padding(
             for there, here in dtypes.items()
             if there != here
         ]
-    if faults:  # megatron uses one key for all layers
+    if faults:  # they repeat, as megatron uses one key for all layers
         lines = "\n  ".join(dict.fromkeys(faults))
         raise CheckpointError(
             f"it is another model's:\n  {lines}",

@@ -32,12 +32,12 @@ def zigzag_positions(length: int, size: int, rank: int, device: Any = None) -> T
 
 
 def chunk_ends(length: int, size: int, rank: int) -> tuple[int, int]:
-    """Return the ends of a rank's two chunks. Arguments are those of `zigzag_positions`."""
+    """Return the ends of a rank's two chunks. Takes the arguments of `zigzag_positions`."""
     return (rank + 1) * length // (2 * size), (2 * size - rank) * length // (2 * size)
 
 
 def positions_below(bound: int, length: int, size: int, rank: int) -> int:
-    """Count a rank's positions below `bound`. Other arguments are those of `zigzag_positions`."""
+    """Count a rank's positions below `bound`. Takes the arguments of `zigzag_positions` too."""
     chunk = length // (2 * size)
     return sum(min(max(bound - end + chunk, 0), chunk) for end in chunk_ends(length, size, rank))
 
@@ -169,7 +169,7 @@ def masked_attention(
 ) -> Tensor:
     """Compute grouped attention under a bool mask that broadcasts to [b, 1, s, t].
 
-    Shapes are those of `flash_attention`.
+    `flash_attention` has the shapes.
     """
     return _attention(query, key, value, scale, attn_mask=mask)
 

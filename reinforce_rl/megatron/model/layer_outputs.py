@@ -15,7 +15,7 @@ from torch import Tensor
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.schedule import forward_passes
 
-ROUNDING = {"32": 1e-3, "bf16": 0.1}  # SmolLM2 beside transformers: 2e-6 and 0.03 at most
+ROUNDING = {"32": 1e-3, "bf16": 0.1}  # SmolLM2 differs from transformers by 2e-6 and 0.03 at most
 
 
 def layer_outputs(lm: CausalLM, tokens: Sequence[int]) -> list[Tensor]:

@@ -93,7 +93,7 @@ class _ChunkedHead(torch.autograd.Function):
         sums[2] = shift.exp() * (sums[2] + shift * sums[1])
         sums[1] *= shift.exp()
         dist.all_reduce(sums, group=group)
-        target_z, sum_exp, sum_exp_z = sums  # the last one sums exp(z - max) (z - max)
+        target_z, sum_exp, sum_exp_z = sums  # sum_exp_z is the sum of exp(z - max) (z - max)
         log_sum = sum_exp.log()
         log_probs = target_z - highest - log_sum
         entropy = log_sum - sum_exp_z / sum_exp if with_entropy else None

@@ -288,7 +288,7 @@ class _PaddedAttention:
     def _mask(self) -> Tensor:
         """Return bool [N, 1, T, P + T]: the keys that each response position attends to.
 
-        Keys are those of the prompt, then those of the response.
+        The prompt's keys come first, then the response's.
         """
         # Padding lies after the response, so causality hides it.
         in_prompts, response_positions, group_of = self._where
