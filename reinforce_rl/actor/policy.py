@@ -334,7 +334,7 @@ class MegatronGPTReinforceActorModel:
         loss = sums.pop(LOSS, 0.0)
         sums["sequence_tokens"], sums["padded_tokens"] = self._tokens_of(samples, micro_batch_rows)
         log_probs = torch.full(rollouts.response_mask.shape, math.nan)
-        if seen:  # one copy from the device, as each waits for it
+        if seen:  # one copy from the device, since each copy waits for the device
             flat = torch.cat([values.flatten() for _, values in seen]).float().cpu()
             sizes = [values.numel() for _, values in seen]
             for (sample_rows, values), row_log_probs in zip(seen, flat.split(sizes), strict=True):

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_REWARD = 1e6  # beyond it float32 cannot resolve differences within a group
+MAX_REWARD = 1e6  # above it float32 cannot resolve differences within a group
 # GRPO's epsilon, as in TRL; it swamps the deviation of about 1e-7 that rounding gives.
 EPSILON = 1e-4
-# Of a variance, as in verl and OpenRLHF: equal advantages stay at zero.
+# Added to a variance, as in verl and OpenRLHF, so that equal advantages stay at zero.
 VARIANCE_EPSILON = 1e-8
 
 
@@ -162,7 +162,7 @@ def past_mean(groups: RewardGroups) -> Advantages:
 
 @estimator("batch_mean", compares_samples=False)
 def batch_mean(groups: RewardGroups) -> Advantages:
-    """A = r - batch mean, itself included: the expected gradient is (N-1)/N of the true one."""
+    """A = r - batch mean, itself included: in expectation (N-1)/N of the true gradient."""
     return groups.advantages(groups.mean())
 
 
@@ -227,7 +227,7 @@ def best_of_group(groups: RewardGroups) -> Advantages:
 def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> Tensor:
     """Compute `leave_one_out` advantages [N] from plain tensors; 0 where invalid.
 
-    The arguments and errors are those of `RewardGroups.of`.
+    Takes the arguments and raises the errors of `RewardGroups.of`.
     """
     return leave_one_out(RewardGroups.of(rewards, group_ids, valid)).values
 
@@ -328,7 +328,7 @@ def whiten(
     mean = sum_of_values / count.clamp(min=1)
     (squares,) = total((weights * (exact - mean) ** 2).sum()[None]).cpu()
     variance = squares / (count - 1).clamp(min=1)
-    # A single response has nothing to compare with, even if its tokens differ.
+    # A single response cannot be compared with others, even if its tokens differ.
     counted = mask & (count.item() > 1)
     return torch.where(counted, (exact - mean) * (variance + VARIANCE_EPSILON).rsqrt(), 0.0).to(
         values.dtype

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return l - l_ref: unbiased, of either sign. [N, T] to [N, T], as the others."""
+    """Return l - l_ref: unbiased, of either sign. Shapes of all estimators: [N, T] to [N, T]."""
     return log_probs - reference_log_probs
 
 
@@ -112,7 +112,8 @@ class KLCoefficient:
 
     value: float
     target: float | None = None  # nats per response; None keeps beta constant
-    # responses in which an error of at least 20 % changes beta by 20 %, a step's maximum
+    # Number of responses over which an error of at least 20 % changes beta by 20 %, the most per
+    # step.
     horizon: float = 10_000.0
 
     def update(self, measured: float, responses: float) -> None:

@@ -28,7 +28,7 @@ class LossSettings:
     ratio_clip_low: float = 0.2  # ratio >= 1 - this
     ratio_clip_high: float = 0.2  # ratio <= 1 + this
     generator_correction: str = "none"  # see `generator_weights`
-    # Generator weights are truncated here; masks drop those above it and below 1 / it.
+    # Upper bound of generator weights. Masks drop weights above it and below 1 / it.
     generator_ratio_cap: float = 2.0
     kl_estimator: str = "k1"  # of a KL in the loss
     kl_loss_weights: str = "prefix"  # see `kl_loss_terms`
@@ -39,7 +39,7 @@ class LossSettings:
 class Denominators:
     """Counts over the global batch of an optimizer step that normalise the loss."""
 
-    sequences: float  # that train
+    sequences: float  # number of sequences that train
     tokens: float  # response tokens of those sequences
     fixed_length: float  # constant of Dr. GRPO, the run's max_length
 

@@ -63,13 +63,14 @@ class RewardShaping:
 
     # none; given: (r - mean) / deviation; running: with moments of past steps
     standardisation: str = "none"
-    mean: float = 0.0  # of given
-    deviation: float = 1.0  # of given
+    mean: float = 0.0  # for `given`
+    deviation: float = 1.0  # for `given`
     scale: float = 1.0
     clip: float | None = None  # bound on the absolute value; None for no bound
     length_penalty: float = 0.0  # per response token
     truncation_penalty: float = 0.0  # for a response cut at max_length
-    # last tokens with a linear penalty, ended responses too (2503.14476, equation 13)
+    # Last tokens before max_length with a linear penalty, also for ended responses (2503.14476,
+    # equation 13).
     overlong_buffer: int = 0
     max_length: int = 1  # response tokens
 
@@ -82,7 +83,7 @@ def shape_rewards(
     shaping: RewardShaping,
     past: RunningMoments,
 ) -> Tensor:
-    """Return the shaped rewards [N]; invalid ones are arbitrary.
+    """Return the shaped rewards [N]; invalid samples have arbitrary values.
 
     `is_end` is False if a response was cut at max_length. `past` are the moments of past steps' raw
     rewards; the first step uses its own.

@@ -14,7 +14,7 @@ TOOLS_KEY = "tools"
 KWARGS_KEY = "chat_template_kwargs"
 DATE_FUNCTION = "strftime_now"  # the function by which templates get today's date
 
-# Parameters of `apply_chat_template` that say what is rendered and what is returned.
+# Parameters of `apply_chat_template` that determine what it renders and returns.
 _RESERVED = (
     "conversation",
     "messages",

@@ -37,7 +37,7 @@ T = TypeVar("T")
 # Location in the file, ":LINE" or ", row N", and the argument of `_record_of`.
 Rows = Iterator[tuple[str, Any]]
 
-HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT], as FOLDER[/CONFIGURATION][:SPLIT]
+HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT], like FOLDER[/CONFIGURATION][:SPLIT]
 _START_BYTES = 4096
 _AT_ONCE = 1024
 _MAX_WHOLE_BYTES = 4 << 30  # of a file that cannot be read in pieces

@@ -306,7 +306,7 @@ class ChatRenderer:
             given["content"] = jsonl.text_of(given)
         elif isinstance(content, str) and self._content_form == "parts":
             given["content"] = [{"type": "text", "text": content}]
-        if not given.get("tool_calls", True):  # an empty list is no call
+        if not given.get("tool_calls", True):  # an empty list has no calls
             del given["tool_calls"]
         return given
 

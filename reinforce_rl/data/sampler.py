@@ -12,7 +12,7 @@ import numpy as np
 from reinforce_rl.errors import CheckpointError, ConfigError, Fault
 
 T = TypeVar("T")
-# More than the steps of a run, so that two seeds never have a step's seed in common.
+# More than the steps of a run, so that the step seeds of two seeds never coincide.
 _SEED_STRIDE = 1_000_003
 
 

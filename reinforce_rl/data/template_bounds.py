@@ -166,7 +166,7 @@ class _Budget:
         Comparing and hashing visit all of them.
         """
         if isinstance(value, (*_CONTAINERS, Namespace)):
-            # Its texts are not copied, so they are no steps.
+            # Its texts are not copied, so they cost no steps.
             _size_of(value, self)
         else:
             self.check(value)

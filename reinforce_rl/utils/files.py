@@ -24,7 +24,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE = (*NO_SPACE, errno.EROFS)
 
 _MAX_LINES_BYTES = 4 << 30  # of a file of JSON lines
-MAX_LINE_BYTES = 64 << 20  # of JSON
+MAX_LINE_BYTES = 64 << 20  # of a line of JSON
 
 
 def plain_number(value: Any) -> int | float | None:

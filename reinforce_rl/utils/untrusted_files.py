@@ -34,7 +34,7 @@ _YAML_FLOAT = re.compile(
     re.VERBOSE,
 )
 _YAML_DIRECTIVE = re.compile("(?:^|[\n\r\x85\u2028\u2029])%")
-_SHOWN = 200  # characters of what was found, in a message
+_SHOWN = 200  # characters of a value in a message
 _KINDS = {
     stat.S_IFIFO: "a fifo",
     stat.S_IFSOCK: "a socket",
@@ -172,7 +172,7 @@ def parse_yaml(
     Raises:
         ValueError: it is not YAML, or `yaml_fault` finds a fault in it. The message is one line.
     """
-    import yaml  # a benchmark on a bare GPU machine needs the rest without it
+    import yaml  # not installed on a bare GPU machine, where a benchmark imports this module
 
     try:
         fault = yaml_fault(text, max_depth=max_depth, max_values=max_values)
@@ -190,7 +190,7 @@ def config_loader() -> Any:
 
     1e-5 is a number, a date is a text, and no key comes twice.
     """
-    import yaml  # a benchmark on a bare GPU machine needs the rest without it
+    import yaml  # not installed on a bare GPU machine, where a benchmark imports this module
 
     class ConfigLoader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -224,7 +224,7 @@ def yaml_fault(text: str, *, max_depth: int, max_values: int) -> tuple[int, str]
     its own, and libraries take quadratic time for long numbers and for many directives. Raises
     yaml.YAMLError if the text is not YAML.
     """
-    import yaml  # a benchmark on a bare GPU machine needs the rest without it
+    import yaml  # not installed on a bare GPU machine, where a benchmark imports this module
 
     directive = _directive_line(text, max_depth) if _YAML_DIRECTIVE.search(text) else 0
     if directive:
@@ -256,7 +256,7 @@ def yaml_fault(text: str, *, max_depth: int, max_values: int) -> tuple[int, str]
 
 def _directive_line(text: str, max_depth: int) -> int:
     """Return the line of the first directive; 0 if `yaml_fault` need not look for it."""
-    import yaml  # a benchmark on a bare GPU machine needs the rest without it
+    import yaml  # not installed on a bare GPU machine, where a benchmark imports this module
 
     starts = (
         yaml.BlockMappingStartToken,
