@@ -113,7 +113,7 @@ def rule(why: str, advice: str, *, steps: int = 1) -> Callable[[See], See]:
 
 
 class AlertRules:
-    """The rules' state over the lines of metrics.jsonl, which `look` takes in order.
+    """The rules, and their state. `look` takes the lines of metrics.jsonl in order.
 
     A rule fires once for a fault, and again only after `QUIET` steps without it.
 

@@ -242,7 +242,7 @@ class MlflowLogger(MetricLogger):
         return experiment.experiment_id if experiment else self._client.create_experiment(name)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
-        """Hold numbers until `commit`, which sends them in one request."""
+        """Hold numbers; `commit` sends them in one request."""
         self._pending |= _finite(metrics, prefix)
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:

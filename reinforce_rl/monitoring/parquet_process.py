@@ -127,7 +127,7 @@ def main() -> None:
 
 
 def _read(message: dict[str, Any]) -> tuple[Any, str]:
-    """Return a table as Arrow's stream, or the reason for which it cannot be read."""
+    """Return a table as Arrow's stream, or the reason of a failure."""
     import pyarrow as pa
 
     # Arrow takes a tuple as a condition and a list as several. JSON has no tuples.

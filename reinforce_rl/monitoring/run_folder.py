@@ -44,7 +44,7 @@ from reinforce_rl.utils.untrusted_files import check_regular, leads_out
 _NAMED_RUNS = 3  # runs that a message names
 _KEPT_SAMPLES = 8  # sample files held in memory
 _JUDGED_LINES = 64  # lines that the rules read between two checks of the time
-_SETTLED_SECONDS = 2.0  # age of a folder's mtime from which every later change alters it
+_SETTLED_SECONDS = 2.0  # after these, every change of a folder also changes its mtime
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class RunFolder:
         return self.samples(steps[0], "validation"), self.samples(steps[-1], "validation")
 
     def state(self) -> Status:
-        """Return the run's status; without status.json, its step is that of metrics.jsonl."""
+        """Return the run's status; without status.json, the step is from metrics.jsonl."""
         status = run_status(self.path, within=self.within)
         return (
             replace(status, step=self.last_step or status.step)
