@@ -139,7 +139,7 @@ _COLUMNS = ("phase", "first different bits", "first beyond rounding")
 
 
 def diff(first: str | Path, second: str | Path) -> RunDiff:
-    """Compare what two runs recorded of the steps that both have, in order.
+    """Compare the records of two runs in the steps that both have, in order.
 
     Raises DataError: a folder holds no run, the two share no recorded step, or a file cannot be
     read.

@@ -25,7 +25,7 @@ from reinforce_rl.trainer.updates import denominators_of
 @dataclass(frozen=True)
 class StepGradient:
     values: Tensor  # float32, of all trained weights
-    capped: float  # share of tokens whose weight against the generator is beyond the cap
+    capped: float  # share of tokens with a weight against the generator beyond the cap
 
 
 @dataclass(frozen=True)

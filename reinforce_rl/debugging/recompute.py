@@ -140,7 +140,7 @@ def write_page(recomputation: Recomputation, run: str | Path, html: Path) -> Non
 
 
 def is_recomputed(run: str | Path, steps: str | None, overrides: Sequence[str]) -> bool:
-    """Tell whether a replay only recomputes stored rollouts: several steps, or other settings.
+    """Return whether a replay only recomputes stored rollouts: several steps, or other settings.
 
     Raises the errors of `recompute`.
     """

@@ -48,8 +48,8 @@ class StepChange:
     group_spread: Pair
     groups_without_spread: Pair  # share
     without_advantage: Pair  # share of samples
-    clipped: Pair  # share of valid samples whose reward is bounded by reward_shaping.clip
-    # Share of tokens whose weight against the generator is beyond generator_ratio_cap.
+    clipped: Pair  # share of valid samples with a reward beyond reward_shaping.clip
+    # Share of tokens with a weight against the generator beyond generator_ratio_cap.
     capped: Pair | None = None
     cosine: float | None = None  # between the gradients
 
@@ -61,7 +61,7 @@ class Recomputation:
     settings: dict[str, tuple[Any, Any]]
     steps: list[StepChange]
     checkpoint: int | None = None  # step of the weights for the gradients
-    # Between recorded advantages and those recomputed with the run's own settings.
+    # Between recorded and recomputed advantages, with the run's own settings.
     largest_difference: float = 0.0
     notes: list[str] = field(default_factory=list)
 

@@ -41,7 +41,7 @@ class Rescorer:
             cfg.model.reinforce.rollout_micro_batch_size
             * cfg.trainer.reinforce.num_rollouts_per_prompt
         )
-        self._data: list[Prompt] = []  # for the messages, which are not recorded
+        self._data: list[Prompt] = []  # has the messages, which a record lacks
         try:
             train = build_datasets(cfg, self._tokenizer, splits=["train"]).train
             self._data = [train[i] for i in range(len(train))]

@@ -28,7 +28,7 @@ from reinforce_rl.trainer.advantages import response_kl
 class StoredStep:
     step: int
     rows: list[RolloutRow]
-    # Without tokens if they were not recorded. Its log-probs are those of the recorded KL.
+    # Without tokens if they were not recorded. The recorded KL was taken from its log-probs.
     batch: RolloutBatch
 
     def needs(self, cfg: ReinforceConfig) -> None:

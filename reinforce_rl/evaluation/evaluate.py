@@ -86,12 +86,12 @@ def evaluate(
         rewards: names of functions (`gsm8k`, `my_rewards.cites`) and addresses of reward servers
             (`http://HOST:PORT/NAME`). Without any, also in `overrides` and `like`, nothing is
             scored.
-        reference: model from which the KL of each model is estimated.
+        reference: model for an estimate of the KL of each model from it.
         judge: compares two responses.
         samples: samples of each prompt; several are drawn, one is greedy.
         temperature: temperature of drawn samples, 0 for greedy; None for the configuration's.
         out: folder for results.json and, in a folder a model, its samples and metrics.
-        like: a run, whose settings take the place of the defaults.
+        like: a run; its settings replace the defaults.
         overrides: KEY=VALUE of `train`.
         trust: use functions, addresses, interpreters and the like that only `like` names.
         say: called with a text about each of them before it is used.

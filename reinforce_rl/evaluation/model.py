@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 PROGRAM = "train_reinforce_actor"
 DATA = "model.data.data_prefix"
 LENGTH = "model.encoder_seq_length"
-# Settings of training alone, which inference resets to their defaults.
+# Settings of training alone; inference resets them to their defaults.
 OF_TRAINING = (
     "model.peft",
     "model.global_batch_size",
@@ -109,7 +109,7 @@ def inference_config(
         model: see `model_folder`.
         overrides: KEY=VALUE of `conf/train_reinforce_actor.yaml`, model parallelism included.
         data: file of prompts; None for the validation set of `overrides` or `like`, if any.
-        like: a run, whose settings take the place of the defaults.
+        like: a run; its settings replace the defaults.
         folder: output folder.
         trust, say: for functions, addresses and the like that only `like` names; see
             `runtime.trust.require_trust`.

@@ -73,7 +73,7 @@ class ModelResult:
 class Comparison:
     """A model against the first model.
 
-    It counts the prompts that both have a reward for, or whose responses were judged.
+    It counts the prompts with a reward of both models, or with judged responses.
     """
 
     model: str
@@ -81,7 +81,7 @@ class Comparison:
     by: str  # "reward", or "judge NAME"
     wins: WinRate
     difference: Difference | None = None  # of the mean rewards, paired by prompt
-    # by prompt: 1, 0.5 or 0, or the reason for which there is none
+    # by prompt: 1, 0.5 or 0, or the reason of a failure
     judgements: Mapping[int, float | str] = field(default_factory=dict)
 
     @classmethod
@@ -133,7 +133,7 @@ class Results:
     comparisons: list[Comparison]
 
     def as_json(self) -> dict[str, Any]:
-        """Return all numbers; what is unknown is null."""
+        """Return all numbers; unknown numbers are null."""
         comparisons = [
             {
                 **asdict(comparison),

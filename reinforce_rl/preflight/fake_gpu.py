@@ -1,4 +1,4 @@
-"""Fake GPUs for the deep preflight: a test double in a clone, which an installed wheel lacks.
+"""Fake GPUs for the deep preflight: a test double in a clone. An installed wheel lacks it.
 
 No other module of the package knows its place.
 """
@@ -32,7 +32,7 @@ def check_clone() -> None:
 def install() -> Machine:
     """Make this process a machine with fake GPUs, for good, before anything imports torch.
 
-    Raises `helpers.fake_cuda.machine.FakeCudaError`: there is no compiler, or torch is imported.
+    Raises `helpers.fake_cuda.machine.FakeCudaError` without a compiler, or if torch is imported.
     """
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))

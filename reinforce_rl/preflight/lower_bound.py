@@ -233,7 +233,7 @@ def _passes(
     size: int,
     pcie: float = 0.0,
 ) -> PhaseBound:
-    """Bound passes over micro-batches, each of which reads the weights at least once.
+    """Bound passes over micro-batches. Each pass reads the weights at least once.
 
     Args:
         sequences: sequences of a rank in all calls.

@@ -42,7 +42,7 @@ class StageShape:
 class Pass:
     rows: int  # sequences
     positions: int  # per sequence, on this context-parallel rank
-    scored: int  # response tokens on this rank, whose logits are computed
+    scored: int  # response tokens on this rank, for which logits are computed
     in_flight: int = 1  # micro-batches in flight on this stage
 
     @property
@@ -76,7 +76,7 @@ class Policy:
     lora: LoraSettings | None
     recompute: int  # layers of a stage that are recomputed, at most
     recompute_group: int  # recomputed layers per saved input
-    chunk_tokens: int  # response tokens whose logits are alive at a time
+    chunk_tokens: int  # response tokens with logits in memory at a time
     # during generation, optimizer states are moved to the host and gradients are freed
     offload_optimizer: bool
     fused_adam: bool  # one kernel without temporaries
@@ -86,11 +86,11 @@ class Policy:
 
 @dataclass(frozen=True)
 class Phase:
-    """Peak bytes of a phase, without those held throughout."""
+    """Peak bytes of a phase, without the bytes held throughout."""
 
     name: str
     activations: int = 0  # of layers, and temporaries of backward and optimizer step
-    logits: int = 0  # and what is computed from them
+    logits: int = 0  # and tensors computed from them
     cache: int = 0  # keys and values
     moved: int = 0  # above 0: weights copied to the device; below 0: states offloaded or freed
 

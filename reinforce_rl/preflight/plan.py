@@ -335,12 +335,12 @@ class DiskNeed:
     checkpoints: int  # at a time, including the one being written
     export: int  # bytes of the Hugging Face folder at the end
     records: int  # bytes of the samples of the remaining steps, every response at full length
-    held: int  # bytes of the present checkpoints in the folder, which new ones replace
+    held: int  # bytes of checkpoints in the folder, to be replaced by new ones
     free: int  # bytes on the disk
 
     @property
     def needed(self) -> int:
-        """Bytes besides those already held."""
+        """Bytes besides the bytes already held."""
         return max(self.checkpoint * self.checkpoints - self.held, 0) + self.export + self.records
 
     @property

@@ -73,7 +73,8 @@ class Examination:
 def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examination:
     """Find all faults; print the plan if the configuration has none.
 
-    `here` is False if the run starts on another machine: this one and its servers are not checked.
+    `here` is False if the run starts on another machine: neither this machine nor the reward server
+    of the run is checked.
     """
     config, faults = read_config(cfg)
     inputs = read_inputs(config)

@@ -243,7 +243,7 @@ class MegatronRewardModel:
             )
             return torch.cat(scores).numpy() if scores else np.zeros((0, len(self._weight)))
         finally:
-            # Pending collectives must not match those of the next call.
+            # Pending collectives must not mix with the next call's.
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
