@@ -27,7 +27,7 @@ ALLOCATIONS = 100_000
 
 
 class StepProfiler:
-    """Profiles the chosen steps of this rank; if a profile fails, the run continues without.
+    """Profiles the chosen steps of this rank; profiling ends after a failure, the run does not.
 
     Args:
         folder: `profile/` of the run.

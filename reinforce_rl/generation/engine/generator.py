@@ -366,7 +366,7 @@ class EngineGenerator:
             self._together(lambda engine: engine.call("release"))
             self._is_asleep = True
         except EngineLostError as error:
-            # A dead engine has freed its memory. The next wake-up starts another one.
+            # A dead engine has freed its memory, and the next wake-up starts another.
             self._count_restart(error)
 
     def _outdate_weights(self) -> None:

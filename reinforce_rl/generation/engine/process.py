@@ -273,7 +273,7 @@ class EngineProcess:
     ) -> Any:
         """Run the method `command` of `EngineHost` and return its result.
 
-        It must answer within `grace` seconds more than the key `limit` of the section `engine`.
+        The time limit is the key `limit` of the section `engine`, plus `grace` seconds.
 
         Raises:
             EngineLostError: the engine died, timed out or failed. It has been killed.

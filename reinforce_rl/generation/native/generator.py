@@ -81,7 +81,7 @@ class NativeGenerator:
         """Do nothing: the engine decodes with the weights in training."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no engine process."""
 
     def generate(
         self,
@@ -171,7 +171,7 @@ class NativeGenerator:
 
 
 def can_decode_statically(lm: CausalLM, longest: int) -> bool:
-    """Return True if flash attention can decode here; `longest` is in tokens of a sequence."""
+    """Return True if flash attention can decode here; `longest`: tokens of the longest sequence."""
     shape = lm.architecture
     # The queries of a prompt share one call, but a sliding window differs for each query.
     in_window = shape.window is None or longest <= shape.window

@@ -65,8 +65,8 @@ class TensorRTLLMHost(RequestsUnderway):
             cuda_graph_config=api.CudaGraphConfig(
                 enable_padding=True, max_batch_size=arguments.max_batch_size
             ),
-            # The default reserves room for each response at full length, so short responses wait in
-            # vain.
+            # The default reserves room for each response at full length; if most are short, many
+            # requests wait needlessly.
             scheduler_config=api.SchedulerConfig(
                 capacity_scheduler_policy=api.CapacitySchedulerPolicy.MAX_UTILIZATION
             ),
