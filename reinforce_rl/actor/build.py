@@ -15,7 +15,7 @@ from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.model import ModelConfig, ParallelConfig, SamplingConfig
 from reinforce_rl.data.tokenizer import token_id
 from reinforce_rl.errors import ConfigError, Fault
-from reinforce_rl.generation.base import Elsewhere, Generator, SamplingParams
+from reinforce_rl.generation.base import Generator, RemoteGenerator, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
@@ -101,13 +101,11 @@ def build_actor(
     if lora is not None:
         add_lora(lm, lora)
         identity = lora.identity(weights.fingerprint() if weights else "")
-    has_engine_elsewhere = (
-        trains and cfg.placement == "disaggregated" and cfg.generation != "native"
-    )
+    is_remote = trains and cfg.placement == "disaggregated" and cfg.generation != "native"
     return MegatronGPTReinforceActorModel(
         lm,
         tokenizer,
-        Elsewhere() if has_engine_elsewhere else build_generator(cfg, lm, tokenizer),
+        RemoteGenerator() if is_remote else build_generator(cfg, lm, tokenizer),
         actor_settings(cfg, lm, tokenizer),
         with_reference=with_reference and cfg.uses_reference,
         reference_on_device=cfg.model.reference_placement == "device",
@@ -179,12 +177,12 @@ def build_generator(
             sentence = f"generation is {cfg.generation!r}, which cannot be imported: {error}"
             raise ConfigError([Fault(sentence, key="generation.class.not_importable")]) from error
         generator = kind(cfg, lm, tokenizer)
-        if cfg.rollout_order == "finished" and not hasattr(generator, "go_on"):
+        if cfg.rollout_order == "finished" and not hasattr(generator, "resume"):
             sentence = (
-                f"rollout_order is finished, but {cfg.generation} has no method go_on; expected "
+                f"rollout_order is finished, but {cfg.generation} has no method resume; expected "
                 "one (reinforce_rl/generation/base.py), or rollout_order=prompts"
             )
-            raise ConfigError([Fault(sentence, key="generation.class.no_go_on")])
+            raise ConfigError([Fault(sentence, key="generation.class.no_resume")])
         return generator
     from reinforce_rl.generation.engine.generator import EngineGenerator
     from reinforce_rl.generation.trtllm.adapter import TensorRTLLM

@@ -86,7 +86,7 @@ class Generator(Protocol):
         """
         ...
 
-    def go_on(
+    def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
         """Extend responses until all have ended or `updates` stops the call; return all in order.
@@ -103,8 +103,8 @@ class Generator(Protocol):
         """Stop the engine. May be called in any state, on one rank alone."""
 
 
-class Elsewhere:
-    """In place of an engine on ranks that train, where others generate."""
+class RemoteGenerator:
+    """Stands for an engine on ranks that train while other processes generate."""
 
     is_exact = False
 
@@ -116,7 +116,7 @@ class Elsewhere:
     ) -> Completions:
         raise RuntimeError("this rank only trains; others generate")
 
-    def go_on(
+    def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
         raise RuntimeError("this rank only trains; others generate")

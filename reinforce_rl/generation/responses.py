@@ -14,7 +14,7 @@ from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.native.sampling import sample_seeds
 
 
-def unbegun(prompts: Sequence[Prompt], num_samples: int, seed: int) -> list[PartialResponse]:
+def new_responses(prompts: Sequence[Prompt], num_samples: int, seed: int) -> list[PartialResponse]:
     """Return empty responses, `num_samples` per prompt, prompt-major."""
     ids = np.repeat([prompt.id for prompt in prompts], num_samples)
     keys = (

@@ -32,8 +32,8 @@ from reinforce_rl.rewards.base import (
     Rewards,
     RewardSource,
 )
-from reinforce_rl.rollout.messages import Result
-from reinforce_rl.rollout.remote import Generators, Ticket
+from reinforce_rl.rollout.messages import GenerationResult
+from reinforce_rl.rollout.remote import Generators, RolloutHandle
 from reinforce_rl.rollout.reward_requests import faults_of, reward_request, scores_of, with_valid
 from reinforce_rl.rollout.work_queue import WorkQueue
 from reinforce_rl.runtime.phases import PhaseTracker, StepClock
@@ -54,7 +54,7 @@ class PendingRollouts:
     batch: RolloutBatch  # without rewards; all samples invalid
     # (future, samples) per micro-batch that this rank asked about
     futures: tuple[tuple[RewardFuture, int], ...]
-    work: WorkQueue  # restores the batch's order
+    queue: WorkQueue  # restores the batch's order
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class StepRollouts:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class PromptBatch:
     """The prompts of a step."""
 
     prompts: list[Prompt]  # this rank's share
     position: dict[str, Any]  # of the loader after them
-    ticket: Ticket | None = None  # where others generate
+    handle: RolloutHandle | None = None  # where others generate
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class RolloutMaker:
     # steps after this one whose prompts are drawn, and generated if there are generators
     staleness: int = 0
     max_steps: int = sys.maxsize
-    ahead: deque[Drawn] = field(default_factory=deque)  # this step's and the following ones'
-    # with `takes_finished`, by number of the work
+    ahead: deque[PromptBatch] = field(default_factory=deque)  # this step's and the following ones'
+    # with `takes_finished`, by number of the request
     under_way: dict[int, Prompt] = field(default_factory=dict)
 
     @property
@@ -122,16 +122,16 @@ class RolloutMaker:
         if self.takes_finished:
             drawn, pending, counts["dropped_groups"] = self._take_finished(step, len(drawn.prompts))
         else:
-            pending = self._sample_step(drawn.prompts, step, drawn.ticket)
+            pending = self._sample_step(drawn.prompts, step, drawn.handle)
         # Scores are computed elsewhere while log-probs are taken here.
         pending = replace(pending, batch=self.with_log_probs(pending.batch))
         batch = self._score_step(pending, step)
         # not before: a run that is stopped saves what was generated for this step
         self.ahead.popleft()
-        if self.generators is not None and drawn.ticket is not None:
-            self.generators.forget(drawn.ticket)
+        if self.generators is not None and drawn.handle is not None:
+            self.generators.forget(drawn.handle)
             for number in (
-                drawn.ticket.numbers[self.model.mesh.dp_rank] if self.takes_finished else ()
+                drawn.handle.numbers[self.model.mesh.dp_rank] if self.takes_finished else ()
             ):
                 self.under_way.pop(number, None)
         means = rollout_means(batch)
@@ -159,21 +159,23 @@ class RolloutMaker:
         if self.generators is None:
             return b""
         steps = () if self.takes_finished else enumerate(self.ahead, step + 1)
-        tickets = {number: one.ticket for number, one in steps if one.ticket is not None}
-        return self.generators.state(tickets)
+        handles = {number: one.handle for number, one in steps if one.handle is not None}
+        return self.generators.state(handles)
 
     def load_state(self, step: int, content: bytes, under_way: Sequence[int] = ()) -> None:
         """Inverse of `state`; the loader stands after this step, and `under_way` is of its `position`."""
-        tickets = {} if self.generators is None else self.generators.restore(content)
+        handles = {} if self.generators is None else self.generators.restore(content)
         size = self.loader.prompts_per_step
         for start in range(0, len(under_way), size):
             position = {**self.loader.state_dict(), "under_way": under_way[start + size :]}
             share = self.loader.share(under_way[start : start + size])
-            self._add(Drawn(share, position), step + 1 + len(self.ahead))
-        for number in sorted(tickets)[len(self.ahead) :]:  # those of the chunks are asked for anew
+            self._add(PromptBatch(share, position), step + 1 + len(self.ahead))
+        for number in sorted(handles)[len(self.ahead) :]:  # those of the chunks are asked for anew
             if self.loader.finished:
                 return  # of fewer epochs than before
-            self.ahead.append(Drawn(next(self.loader), self.loader.state_dict(), tickets[number]))
+            self.ahead.append(
+                PromptBatch(next(self.loader), self.loader.state_dict(), handles[number])
+            )
 
     def answer(
         self,
@@ -191,11 +193,15 @@ class RolloutMaker:
         return self.score(pending, f"the {name} after step {step}")
 
     def sample(
-        self, prompts: Sequence[Prompt], num_samples: int, step: int, ticket: Ticket | None = None
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        step: int,
+        handle: RolloutHandle | None = None,
     ) -> PendingRollouts:
         """Generate batch by batch; each is scored while the next one is generated.
 
-        `step` 0 is a validation. `ticket` is of prompts that were given to the generators before.
+        `step` 0 is a validation. `handle` is of prompts that were given to the generators before.
 
         Raises StoppedEarly on all ranks if one was asked to stop, GenerationError if an engine of one cannot go on.
         """
@@ -204,19 +210,19 @@ class RolloutMaker:
         # All validations have the same seed: only the weights differ between them.
         seed = step_seed(self.model.settings.seed, step)
         if (own := self.generators) is not None:
-            found = ticket or own.submit(prompts, num_samples, seed, step, own.version)
+            found = handle or own.submit(prompts, num_samples, seed, step, own.version)
             pending = self._received(prompts, own.collect(found, prompts))
-            if ticket is None:
+            if handle is None:
                 own.forget(found)
             return pending
         share = list(self.batch_iterator_cls(prompts, validation))
-        work = WorkQueue(mesh, share, shared=self.cfg.generation_work_queue and mesh.dp_size > 1)
+        queue = WorkQueue(mesh, share, shared=self.cfg.generation_work_queue and mesh.dp_size > 1)
         parts: list[Completions] = []
         futures: list[tuple[RewardFuture, int]] = []
         failure: Exception | None = None
         try:
-            with contextlib.closing(work), self.model.generator.awake():
-                for batch in work:
+            with contextlib.closing(queue), self.model.generator.awake():
+                for batch in queue:
                     if self.stop.asked_of_block(mesh):
                         break
                     part = self.model.infer(batch, num_samples, seed, validation=validation)
@@ -228,8 +234,8 @@ class RolloutMaker:
             failure = error
         mesh.raise_if_any(failure)
         self.stop.check(mesh)
-        completions = join_completions(work.to_owners(parts), self.model.pad_id)
-        return PendingRollouts(self._unscored(prompts, completions), tuple(futures), work)
+        completions = join_completions(queue.to_owners(parts), self.model.pad_id)
+        return PendingRollouts(self._unscored(prompts, completions), tuple(futures), queue)
 
     def score(self, pending: PendingRollouts, name: str) -> RolloutBatch:
         """Wait for this rank's scores and set which samples are valid. All ranks fail together, and raise as `make`.
@@ -250,7 +256,7 @@ class RolloutMaker:
                 if answers is None:
                     sentence = f"stopped by {self.stop.reason}"
                     raise StoppedEarly(sentence, key="run.stop.by_signal")
-        if mesh.is_model_parallel_rank_0 and (own := pending.work.to_owners(answers or [])):
+        if mesh.is_model_parallel_rank_0 and (own := pending.queue.to_owners(answers or [])):
             rewards = torch.cat([answer.values for answer in own])
             faults = [fault for answer in own for fault in faults_of(answer)]
             # Rollouts of a checkpoint may have been scored by other sources.
@@ -287,7 +293,7 @@ class RolloutMaker:
         self.stop.check(self.model.mesh)
         return batch
 
-    def _draw(self, step: int) -> Drawn:
+    def _draw(self, step: int) -> PromptBatch:
         """Return the prompts of a step, after drawing and submitting those of `staleness` steps after it."""
         while (
             len(self.ahead) <= self.staleness
@@ -295,23 +301,23 @@ class RolloutMaker:
             and not self.loader.finished
         ):
             prompts = next(self.loader)
-            self._add(Drawn(prompts, self.loader.state_dict()), number)
+            self._add(PromptBatch(prompts, self.loader.state_dict()), number)
         return self.ahead[0]
 
-    def _add(self, drawn: Drawn, number: int) -> None:
+    def _add(self, drawn: PromptBatch, number: int) -> None:
         """Submit the prompts of a step, which filtering does by itself."""
         if self.generators is not None and not self.cfg.dynamic_filtering:
             samples = self.cfg.num_rollouts_per_prompt
             version = max(0, number - 1 - self.staleness)
             seed = step_seed(self.model.settings.seed, number)
-            ticket = self.generators.submit(drawn.prompts, samples, seed, number, version)
-            drawn = replace(drawn, ticket=ticket)
+            handle = self.generators.submit(drawn.prompts, samples, seed, number, version)
+            drawn = replace(drawn, handle=handle)
             if self.takes_finished:
-                own = ticket.numbers[self.model.mesh.dp_rank]
+                own = handle.numbers[self.model.mesh.dp_rank]
                 self.under_way.update(zip(own, drawn.prompts, strict=True))
         self.ahead.append(drawn)
 
-    def _take_finished(self, step: int, count: int) -> tuple[Drawn, PendingRollouts, int]:
+    def _take_finished(self, step: int, count: int) -> tuple[PromptBatch, PendingRollouts, int]:
         """Wait for the rollouts of this many of this rank's prompts, whichever are finished first."""
         own = self.generators
         mesh = self.model.mesh
@@ -332,9 +338,11 @@ class RolloutMaker:
             **self.loader.state_dict(),
             "under_way": [*chain.from_iterable(mesh.gather_over_dp(left))],
         }
-        return Drawn(prompts, position, Ticket(taken, 0)), pending, dropped
+        return PromptBatch(prompts, position, RolloutHandle(taken, 0)), pending, dropped
 
-    def _received(self, prompts: Sequence[Prompt], results: Sequence[Result]) -> PendingRollouts:
+    def _received(
+        self, prompts: Sequence[Prompt], results: Sequence[GenerationResult]
+    ) -> PendingRollouts:
         """Return what generators made, as if it had been made here."""
         mesh = self.model.mesh
         parts = [result.completions for result in results]
@@ -344,16 +352,16 @@ class RolloutMaker:
                 (CompletedRewards(r.rewards, r.failure), len(p.lengths))
                 for r, p in zip(results, parts, strict=True)
             )
-        work = WorkQueue(mesh, [()] * len(parts), shared=False)
+        queue = WorkQueue(mesh, [()] * len(parts), shared=False)
         return PendingRollouts(
-            self._unscored(prompts, join_completions(parts, self.model.pad_id)), futures, work
+            self._unscored(prompts, join_completions(parts, self.model.pad_id)), futures, queue
         )
 
     def _sample_step(
-        self, prompts: Sequence[Prompt], step: int, ticket: Ticket | None = None
+        self, prompts: Sequence[Prompt], step: int, handle: RolloutHandle | None = None
     ) -> PendingRollouts:
         with self.clock.phase("generate"), self.while_generating():
-            return self.sample(prompts, self.cfg.num_rollouts_per_prompt, step, ticket)
+            return self.sample(prompts, self.cfg.num_rollouts_per_prompt, step, handle)
 
     def _score_step(self, pending: PendingRollouts, step: int) -> RolloutBatch:
         with self.clock.phase("reward_wait", has_deadline=True):
@@ -376,7 +384,7 @@ class RolloutMaker:
             next_ones = (
                 self.ahead.popleft()
                 if self.ahead
-                else Drawn(next(self.loader), self.loader.state_dict())
+                else PromptBatch(next(self.loader), self.loader.state_dict())
             )
             prompts = next_ones.prompts
             position = next_ones.position

@@ -1,4 +1,4 @@
-"""Remote generators, as every trainer sees them: tickets for prompts, rollouts, new weights."""
+"""Remote generators, as every trainer sees them: handles for prompts, rollouts, new weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reinforce_rl.errors import ReinforceError, StoppedEarly
 from reinforce_rl.megatron.torch_archive import check_torch_archive
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.rollout.generator_pool import GeneratorPool, is_sound
-from reinforce_rl.rollout.messages import Result, Work
+from reinforce_rl.rollout.messages import GenerationRequest, GenerationResult
 from reinforce_rl.rollout.weights import send_weights
 from reinforce_rl.runtime.stop import StopRequest
 
@@ -29,7 +29,7 @@ _TENSORS = ("tokens", "lengths", "log_probs", "weight_versions")  # of `Completi
 
 
 @dataclass(frozen=True)
-class Ticket:
+class RolloutHandle:
     """The prompts of a step, or of a validation, that were submitted together."""
 
     numbers: list[list[int]]  # of each data-parallel rank's micro-batches, in order
@@ -72,16 +72,19 @@ class Generators:
 
     def submit(
         self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int
-    ) -> Ticket:
-        """Queue this rank's share of the prompts of a step, 0 for a validation, behind all submitted before."""
-        or_newer = self.takes_finished and step > 0
+    ) -> RolloutHandle:
+        """Queue this rank's share of the prompts of a step, behind all submitted before.
+
+        Step 0 is a validation.
+        """
+        allow_newer = self.takes_finished and step > 0
         parts: list[tuple[Prompt, ...]]
-        if or_newer:
+        if allow_newer:
             parts = [(prompt,) for prompt in prompts]
         else:
             parts = [tuple(part) for part in self._make_micro_batches(prompts, step == 0)]
         shares = self._mesh.gather_over_dp(parts)
-        version = self._oldest if or_newer else max(version, self._oldest)
+        version = self._oldest if allow_newer else max(version, self._oldest)
         numbered = [[(next(self._numbers), part) for part in share] for share in shares]
         # Ends of shares may be smaller; taking them last shortens the final wait.
         order = sorted(
@@ -90,23 +93,26 @@ class Generators:
         if self._pool is not None:
             ordered = (numbered[owner][i] for i, owner in order)
             self._give(
-                [Work(n, step, version, part, num_samples, seed, or_newer) for n, part in ordered],
+                [
+                    GenerationRequest(n, step, version, part, num_samples, seed, allow_newer)
+                    for n, part in ordered
+                ],
                 self._pool,
             )
-        return Ticket([[number for number, _ in share] for share in numbered], version)
+        return RolloutHandle([[number for number, _ in share] for share in numbered], version)
 
-    def _give(self, works: Sequence[Work], pool: GeneratorPool) -> None:
+    def _give(self, requests: Sequence[GenerationRequest], pool: GeneratorPool) -> None:
         new = []
-        for work in works:
-            stored = self._stored.pop(work.prompts[0].id, None) if work.or_newer else None
+        for request in requests:
+            stored = self._stored.pop(request.prompts[0].id, None) if request.allow_newer else None
             if stored is None:
-                new.append(work)
+                new.append(request)
             else:
-                pool.readmit(work, _unpacked(work.prompts[0].id, stored, work.number))
+                pool.readmit(request, _unpacked(request.prompts[0].id, stored, request.number))
         pool.submit(new)
 
-    def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
-        """Wait for the work of a ticket; return the results of `prompts`, this rank's share.
+    def collect(self, handle: RolloutHandle, prompts: Sequence[Prompt]) -> list[GenerationResult]:
+        """Wait for the requests of a handle; return the results of `prompts`, this rank's share.
 
         Raises:
             StoppedEarly: some rank was asked to stop; on all ranks.
@@ -114,64 +120,65 @@ class Generators:
         """
         # A resumed run has stored rollouts: later ones may need the weights that this step trains
         # away.
-        self._await([ticket], self._stop, anybody=ticket.stored is not None)
-        if ticket.stored is not None:
-            return [_unpacked(prompt.id, ticket.stored[prompt.id]) for prompt in prompts]
-        found = None
+        self._await([handle], self._stop, anybody=handle.stored is not None)
+        if handle.stored is not None:
+            return [_unpacked(prompt.id, handle.stored[prompt.id]) for prompt in prompts]
+        results = None
         with self._mesh.raise_on_all_ranks():
             if self._pool is not None:
-                found = self._pool.results(list(chain.from_iterable(ticket.numbers)))
-        by_number = {result.number: result for result in self._unless_stopped(found)}
-        return [by_number[number] for number in ticket.numbers[self._mesh.dp_rank]]
+                results = self._pool.results(list(chain.from_iterable(handle.numbers)))
+        by_number = {result.number: result for result in self._unless_stopped(results)}
+        return [by_number[number] for number in handle.numbers[self._mesh.dp_rank]]
 
     def collect_first(
         self, numbers: Sequence[int], count: int, oldest: int
-    ) -> tuple[list[Result], int]:
-        """Wait for the first of this rank's works to finish, this many; see `GeneratorPool.take`.
+    ) -> tuple[list[GenerationResult], int]:
+        """Wait for the first of this rank's requests to finish, this many.
 
-        Raises as `collect`.
+        See `GeneratorPool.take`; raises as `collect`.
 
         Returns:
-            This rank's results, in the order of their numbers, and how many were dropped on all ranks.
+            This rank's results, in the order of their numbers, and how many were dropped on all
+            ranks.
         """
         shares = self._mesh.gather_over_dp((list(numbers), count))
         self._send_until(lambda pool: not pool.await_first(shares, oldest, self._stop))
-        found = None
+        taken = None
         with self._mesh.raise_on_all_ranks():
             if self._pool is not None:
-                found = self._pool.take(shares, oldest)
-        results, dropped = self._unless_stopped(found)
-        own = set(numbers)
-        return [result for result in results if result.number in own], dropped
+                taken = self._pool.take(shares, oldest)
+        results, dropped = self._unless_stopped(taken)
+        share = set(numbers)
+        return [result for result in results if result.number in share], dropped
 
-    def _unless_stopped(self, found: T | None) -> T:
-        """Return on all ranks what the first one has found."""
-        found = self._mesh.from_main(found)
-        if found is None:
+    def _unless_stopped(self, answer: T | None) -> T:
+        """Return the first rank's answer on all ranks; None there means that a stop came first."""
+        answer = self._mesh.from_main(answer)
+        if answer is None:
             who = self._stop.reason or "a signal to another rank"
             raise StoppedEarly(f"stopped by {who}", key="run.stop.by_signal")
-        return found
+        return answer
 
-    def forget(self, ticket: Ticket) -> None:
-        self.forget_numbers(chain.from_iterable(ticket.numbers))
+    def forget(self, handle: RolloutHandle) -> None:
+        self.forget_numbers(chain.from_iterable(handle.numbers))
 
     def forget_numbers(self, numbers: Iterable[int]) -> None:
-        """Drop the results of these works; rank 0 knows all ranks'."""
+        """Drop the results of these requests; rank 0 knows all ranks'."""
         if self._pool is not None:
             self._pool.forget(numbers)
 
-    def state(self, tickets: Mapping[int, Ticket]) -> bytes:
-        """Return the rollouts of the tickets, by step, for `restore`, after waiting for them.
+    def state(self, handles: Mapping[int, RolloutHandle]) -> bytes:
+        """Return the rollouts of the handles, by step, for `restore`, after waiting for them.
 
-        A collective call; ranks other than 0 return nothing. Rollouts of the newest weights are left
-        out, as a resumed run makes the same ones. So are a step with a failure and all after it, and
-        rollouts that no generator is there to make. With `takes_finished`, all works that are
-        finished are returned too, by prompt.
+        A collective call; ranks other than 0 return nothing. Rollouts of the newest weights are
+        left out, as a resumed run makes the same ones. So are a step with a failure and all after
+        it, and rollouts that no generator is there to make. With `takes_finished`, all requests
+        that are finished are returned too, by prompt.
         """
         waited = [
-            ticket
-            for ticket in tickets.values()
-            if ticket.stored is None and ticket.version != self.version
+            handle
+            for handle in handles.values()
+            if handle.stored is None and handle.version != self.version
         ]
         # An error that ends the run. After the loss of a rank of the job nothing is saved: a
         # resumed run goes on from the checkpoint before, with the same rollouts.
@@ -181,13 +188,13 @@ class Generators:
         pool = self._pool
         if pool is None:
             return b""
-        for step, ticket in tickets.items():
-            if ticket.version == self.version:
+        for step, handle in handles.items():
+            if handle.version == self.version:
                 break
-            stored = ticket.stored
+            stored = handle.stored
             if stored is None:
                 try:
-                    results = pool.results(list(chain.from_iterable(ticket.numbers)))
+                    results = pool.results(list(chain.from_iterable(handle.numbers)))
                 except ReinforceError:  # the one that ends the run, which is saved without these
                     break
                 if results is None or not all(map(is_sound, results)):
@@ -197,7 +204,7 @@ class Generators:
                     for result in results
                     for prompt, packed in _packed(result).items()
                 }
-            steps.append({"step": step, "version": ticket.version, "stored": stored})
+            steps.append({"step": step, "version": handle.version, "stored": stored})
         if self.takes_finished:
             stored = {
                 prompt: packed
@@ -209,19 +216,21 @@ class Generators:
         torch.save(steps, content)
         return content.getvalue() if steps else b""
 
-    def restore(self, content: bytes) -> dict[int, Ticket]:
-        """Return the tickets of a `state`, by step."""
+    def restore(self, content: bytes) -> dict[int, RolloutHandle]:
+        """Return the handles of a `state`, by step."""
         if content:
             check_torch_archive(io.BytesIO(content), 0, len(content))
         steps = torch.load(io.BytesIO(content), weights_only=True) if content else []
         self._stored = {
             prompt: packed
-            for one in steps
-            if not one["step"]
-            for prompt, packed in one["stored"].items()
+            for entry in steps
+            if not entry["step"]
+            for prompt, packed in entry["stored"].items()
         }
         return {
-            one["step"]: Ticket([], one["version"], one["stored"]) for one in steps if one["step"]
+            entry["step"]: RolloutHandle([], entry["version"], entry["stored"])
+            for entry in steps
+            if entry["step"]
         }
 
     def publish(self, version: int, *, as_oldest: bool = False) -> None:
@@ -235,13 +244,16 @@ class Generators:
         self._send()
 
     def _await(
-        self, tickets: Iterable[Ticket], stop: StopRequest | None = None, anybody: bool = False
+        self,
+        handles: Iterable[RolloutHandle],
+        stop: StopRequest | None = None,
+        anybody: bool = False,
     ) -> None:
-        numbers = [number for ticket in tickets for number in chain.from_iterable(ticket.numbers)]
+        numbers = [number for handle in handles for number in chain.from_iterable(handle.numbers)]
         self._send_until(lambda pool: not pool.await_results(numbers, stop, anybody))
 
     def _send_until(self, is_over: Callable[[GeneratorPool], bool]) -> None:
-        """Send weights to generators that lack them, at each interruption of a wait, until its end."""
+        """Wait until `is_over`, and send weights to generators that lack them meanwhile."""
         while True:
             is_wanted = False
             with self._mesh.raise_on_all_ranks():
@@ -264,39 +276,39 @@ class Generators:
                 send_weights(self._model.lm, group)
 
 
-def _packed(result: Result) -> dict[int, dict[str, Any]]:
+def _packed(result: GenerationResult) -> dict[int, dict[str, Any]]:
     """Return the rollouts of each prompt, by its id, as plain values and tensors."""
     completions = result.completions
     rewards = result.rewards
     samples = len(completions.lengths) // len(result.prompt_ids)
-    found = {}
+    packed = {}
     for at, prompt in enumerate(result.prompt_ids):
-        own = slice(at * samples, (at + 1) * samples)
+        part = slice(at * samples, (at + 1) * samples)
         tensors = {name: getattr(completions, name) for name in _TENSORS}
         tensors = {
-            name: None if value is None else value[own].clone() for name, value in tensors.items()
+            name: None if value is None else value[part].clone() for name, value in tensors.items()
         }
         scores = None
         if rewards is not None:
-            by_source = {name: values[own].clone() for name, values in rewards.by_source.items()}
+            by_source = {name: values[part].clone() for name, values in rewards.by_source.items()}
             faults = {
-                row - own.start: text
+                row - part.start: text
                 for row, text in rewards.faults.items()
-                if own.start <= row < own.stop
+                if part.start <= row < part.stop
             }
-            values = rewards.values[own].clone()
-            status = rewards.status[own].clone()
+            values = rewards.values[part].clone()
+            status = rewards.status[part].clone()
             scores = {"values": values, "status": status, "by_source": by_source, "faults": faults}
-        found[prompt] = {
+        packed[prompt] = {
             **tensors,
-            "finish_reasons": list(completions.finish_reasons[own]),
+            "finish_reasons": list(completions.finish_reasons[part]),
             "scores": scores,
         }
-    return found
+    return packed
 
 
-def _unpacked(prompt: int, stored: dict[str, Any], number: int = -1) -> Result:
+def _unpacked(prompt: int, stored: dict[str, Any], number: int = -1) -> GenerationResult:
     tensors = {name: stored[name] for name in _TENSORS}
     completions = Completions(**tensors, finish_reasons=tuple(stored["finish_reasons"]))
     rewards = None if stored["scores"] is None else Rewards(**stored["scores"])
-    return Result(number, (prompt,), completions, rewards)
+    return GenerationResult(number, (prompt,), completions, rewards)

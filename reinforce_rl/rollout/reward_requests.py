@@ -55,7 +55,7 @@ def request_about(
     *,
     skip_special_tokens: bool = True,
 ) -> RewardRequest:
-    """Build the request to a reward source for these responses, which end at one of `stop_token_ids`.
+    """Build the request to a reward source for responses that end at one of `stop_token_ids`.
 
     Logs a warning where a text lacks a special token other than the one at its end.
     """
@@ -91,7 +91,10 @@ def request_about(
 def _warn_of_special_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[int]]
 ) -> None:
-    """Log a warning, once for each, of special tokens that are not in the texts. Padding and the like is no loss."""
+    """Log a warning, once for each, of special tokens that are not in the texts.
+
+    Padding and the like is no loss.
+    """
     of_every_text = [
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
@@ -108,10 +111,13 @@ def _warn_of_special_tokens(
 
 
 def scores_of(future: RewardFuture, count: int) -> Rewards:
-    """Check and normalise a source's result: values are finite exactly where the status is STATUS_OK."""
-    found = future.result()
-    values = found.values.float()
-    status = found.status.int()
+    """Check and normalise a source's result.
+
+    Values are then finite exactly where the status is STATUS_OK.
+    """
+    rewards = future.result()
+    values = rewards.values.float()
+    status = rewards.status.int()
     for name, tensor in {"values": values, "status": status}.items():
         if tensor.shape != (count,):
             where = f"{type(future).__module__}.{type(future).__qualname__}"
@@ -120,7 +126,9 @@ def scores_of(future: RewardFuture, count: int) -> Rewards:
                 key="rewards.answer.wrong_shape",
             )
     status = torch.where((status == STATUS_OK) & ~torch.isfinite(values), STATUS_NOT_FINITE, status)
-    return replace(found, values=values.masked_fill(status != STATUS_OK, torch.nan), status=status)
+    return replace(
+        rewards, values=values.masked_fill(status != STATUS_OK, torch.nan), status=status
+    )
 
 
 def faults_of(answer: Rewards) -> list[str | None]:

@@ -35,7 +35,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.engine import process
 from reinforce_rl.generation.engine.generator import EngineGenerator
-from reinforce_rl.generation.responses import unbegun
+from reinforce_rl.generation.responses import new_responses
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import load_hf_weights
@@ -78,7 +78,7 @@ class Engine:
 
         return wait
 
-    def go_on(
+    def resume(
         self,
         responses: list[PartialResponse],
         updates: PlannedUpdates,
@@ -87,7 +87,7 @@ class Engine:
     ) -> list[PartialResponse]:
         with self.generator.awake():
             self.call("set_pace", pace)
-            found = self.generator.go_on(responses, params, updates)
+            found = self.generator.resume(responses, params, updates)
         assert [(one.prompt, one.key) for one in found] == [
             (one.prompt, one.key) for one in responses
         ]
@@ -164,7 +164,7 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
     updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
     with engine.generator.awake():
         engine.call("set_pace", SLOW)
-        found = engine.generator.go_on(unbegun([PROMPT], 6, 3), PARAMS, updates)
+        found = engine.generator.resume(new_responses([PROMPT], 6, 3), PARAMS, updates)
         last = engine.call("passes")
     assert paused[0] == paused[1] < last, "tokens were drawn while the weights changed"
     assert [one.finish_reason for one in found] == [FINISH_LENGTH] * 6
@@ -180,20 +180,20 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
     assert max(engine.gaps(1, across, weights=0)) > 10 * TOLERANCE, "the weights did not change"
     assert max(engine.gaps(1, across)) > 10 * TOLERANCE, "the cache was computed anew"
     assert max(engine.gaps(1, new)) < TOLERANCE
-    again = engine.go_on(unbegun([PROMPT], 2, 4), PlannedUpdates(version=1))
+    again = engine.resume(new_responses([PROMPT], 2, 4), PlannedUpdates(version=1))
     assert max(engine.gaps(1, again)) < TOLERANCE
     assert max(engine.gaps(1, again, weights=0)) > 10 * TOLERANCE
 
 
 def test_stopped_and_gone_on_under_newer_weights(engine):
     stop = PlannedUpdates("go on", engine.once_drawing("stop"))
-    partial = engine.go_on(unbegun([PROMPT], 6, 3), stop, pace=SLOW)
+    partial = engine.resume(new_responses([PROMPT], 6, 3), stop, pace=SLOW)
     assert [one.finish_reason for one in partial] == [None] * 6
     assert sorted(bool(one.tokens) for one in partial) == [False] * 2 + [True] * AT_ONCE
     assert all(set(one.versions) <= {0} for one in partial)
     engine.change()
     engine.versions.keep(1)
-    found = engine.go_on(partial, PlannedUpdates(version=1))
+    found = engine.resume(partial, PlannedUpdates(version=1))
     for one, before in zip(found, partial, strict=True):
         count = len(before.tokens)
         assert (one.tokens[:count], one.log_probs[:count]) == (before.tokens, before.log_probs)
@@ -207,20 +207,22 @@ def test_stopped_and_gone_on_under_newer_weights(engine):
 def test_a_greedy_response_in_parts_is_that_in_one(engine):
     """With a penalty for the tokens so far, the prompt's included, and an end token that must not come too early."""
     params = SamplingParams(60, 30, use_greedy=True, repetition_penalty=2.0, stop_token_ids=(19, 5))
-    whole = engine.go_on(unbegun(PROMPTS, 1, 3), PlannedUpdates(), params)
-    early = engine.go_on(unbegun(PROMPTS, 1, 3), PlannedUpdates(), replace(params, min_length=0))
+    whole = engine.resume(new_responses(PROMPTS, 1, 3), PlannedUpdates(), params)
+    early = engine.resume(
+        new_responses(PROMPTS, 1, 3), PlannedUpdates(), replace(params, min_length=0)
+    )
     for one, other in zip(whole, early, strict=True):
         assert len(other.tokens) < 12 and len(one.tokens) >= 30, "the least length changes nothing"
         assert len(set(one.tokens[:8])) > 4, "the penalty changes nothing"
-    parts = unbegun(PROMPTS, 1, 3)
+    parts = new_responses(PROMPTS, 1, 3)
     lengths = []
     for _ in range(2):
-        parts = engine.go_on(
+        parts = engine.resume(
             parts, PlannedUpdates("go on", engine.once_drawing("stop", 2)), params, pace=SLOW
         )
         lengths.append([len(one.tokens) for one in parts])
     assert all(0 < first < second for first, second in zip(*lengths, strict=True))
-    found = engine.go_on(parts, PlannedUpdates(), params)
+    found = engine.resume(parts, PlannedUpdates(), params)
     for one, other in zip(found, whole, strict=True):
         assert (one.tokens, one.versions, one.finish_reason) == (
             other.tokens,
@@ -256,7 +258,7 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
 
     updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
     monkeypatch.setattr(process.EngineProcess, "call", struck)
-    found = engine.go_on(unbegun([PROMPT], 6, 3), updates, pace=SLOW)
+    found = engine.resume(new_responses([PROMPT], 6, 3), updates, pace=SLOW)
     assert "struck" in seen and "event=engine_restarted" in caplog.text
     assert [one.finish_reason for one in found] == [FINISH_LENGTH] * 6
     assert {version for one in found for version in one.versions} == {updates.version}

@@ -15,7 +15,7 @@ allocation: from the fork on the batch system's allocation lasts so many seconds
 step_seconds: that each training lasts longer.
 generators: [N, count]: the Nth training waits until so many generators have registered.
 generate_seconds: that each call of the generator for a step lasts longer; one that may be interrupted, token by token.
-slow_rank: with a work queue this rank ends its first micro-batch once the others have taken all that is left; every
+slow_rank: with a request queue this rank ends its first micro-batch once the others have taken all that is left; every
     rank prints what it took.
 engine: folder; TensorRT-LLM is the fake, and what the engine of rank N is given lies in folder/N.
 engine_fault: [rank, options of `install_fake`]: what goes wrong with the engine of this rank.
@@ -137,8 +137,8 @@ def await_generators(training: int, count: int) -> None:
     trainings = itertools.count(1)
     come = []
 
-    def note_arrival(pool: GeneratorPool, rank: int, arrival):
-        arrive(pool, rank, arrival)
+    def note_arrival(pool: GeneratorPool, rank: int, registration):
+        arrive(pool, rank, registration)
         come.append(rank)
 
     def wait_and_train(*args):
@@ -165,12 +165,14 @@ def lengthen_generation(seconds: float) -> None:
         return infer(*args, validation=validation)
 
     MegatronGPTReinforceActorModel.infer = slow_infer  # type: ignore[method-assign]
-    go_on = NativeGenerator.go_on
+    resume = NativeGenerator.resume
 
-    def slow_go_on(generator: NativeGenerator, responses, params, updates):
-        return go_on(generator, responses, params, SlowTokens(updates, seconds / params.max_length))
+    def slow_resume(generator: NativeGenerator, responses, params, updates):
+        return resume(
+            generator, responses, params, SlowTokens(updates, seconds / params.max_length)
+        )
 
-    NativeGenerator.go_on = slow_go_on  # type: ignore[method-assign]
+    NativeGenerator.resume = slow_resume  # type: ignore[method-assign]
 
 
 class SlowTokens:

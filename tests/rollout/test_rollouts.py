@@ -18,8 +18,8 @@ from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
 from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
 from reinforce_rl.rollout.local import RolloutMaker
-from reinforce_rl.rollout.messages import Result
-from reinforce_rl.rollout.remote import Ticket
+from reinforce_rl.rollout.messages import GenerationResult
+from reinforce_rl.rollout.remote import RolloutHandle
 from reinforce_rl.runtime.stop import StopRequest
 
 STATUS_BAD = 1 if STATUS_OK != 1 else 2
@@ -85,7 +85,7 @@ class Loader:
 
 def result_of(
     number: int, prompt: Prompt, versions: Sequence[int], status: int = STATUS_OK
-) -> Result:
+) -> GenerationResult:
     """One response, of a token a version, with a score."""
     width = len(versions)
     completions = Completions(
@@ -96,7 +96,7 @@ def result_of(
         weight_versions=torch.tensor([[*versions, 0, 0]]),
     )
     values = torch.tensor([1.0 if status == STATUS_OK else float("nan")])
-    return Result(
+    return GenerationResult(
         number,
         (prompt.id,),
         completions,
@@ -112,38 +112,38 @@ class RecordedGenerators:
         self.version = 0
         self.asked: list[tuple[int, int, int]] = []  # step, version, seed
         self.oldest: list[int] = []  # that `collect_first` was asked for
-        self.kept: dict[int, Ticket] = {}
+        self.kept: dict[int, RolloutHandle] = {}
         # versions of each answer's tokens; empty: one token, as asked
         self.drawn_with: list[list[int]] = []
         self._prompts: dict[int, Prompt] = {}
 
     def submit(
         self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int
-    ) -> Ticket:
+    ) -> RolloutHandle:
         self.asked.append((step, version, seed))
         numbers = [len(self._prompts) + i for i in range(len(prompts))]
         self._prompts.update(zip(numbers, prompts, strict=True))
-        return Ticket([numbers], version)
+        return RolloutHandle([numbers], version)
 
-    def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
-        of_prompts = self.drawn_with or [[ticket.version]] * len(prompts)
-        rows = zip(ticket.numbers[0], prompts, of_prompts, strict=True)
+    def collect(self, handle: RolloutHandle, prompts: Sequence[Prompt]) -> list[GenerationResult]:
+        of_prompts = self.drawn_with or [[handle.version]] * len(prompts)
+        rows = zip(handle.numbers[0], prompts, of_prompts, strict=True)
         return [result_of(number, prompt, versions) for number, prompt, versions in rows]
 
     def collect_first(
         self, numbers: Sequence[int], count: int, oldest: int
-    ) -> tuple[list[Result], int]:
+    ) -> tuple[list[GenerationResult], int]:
         self.oldest.append(oldest)
         return [result_of(number, self._prompts[number], [oldest]) for number in numbers[:count]], 0
 
-    def forget(self, ticket: Ticket) -> None:
+    def forget(self, handle: RolloutHandle) -> None:
         pass
 
-    def state(self, tickets: dict[int, Ticket]) -> bytes:
-        self.kept = tickets
+    def state(self, handles: dict[int, RolloutHandle]) -> bytes:
+        self.kept = handles
         return b""
 
-    def restore(self, content: bytes) -> dict[int, Ticket]:
+    def restore(self, content: bytes) -> dict[int, RolloutHandle]:
         return {}
 
 
@@ -302,7 +302,7 @@ def test_a_state_has_the_steps_after_its_own():
     maker._draw(3)
     maker.state(2)
     assert list(generators.kept) == [3, 4, 5]
-    assert {step: ticket.version for step, ticket in generators.kept.items()} == {3: 0, 4: 1, 5: 2}
+    assert {step: handle.version for step, handle in generators.kept.items()} == {3: 0, 4: 1, 5: 2}
     maker.make(3)
     maker.state(3)
     assert list(generators.kept) == [4, 5]

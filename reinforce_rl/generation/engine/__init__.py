@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # `fault` of an unfinished request's answer, which has the tokens so far
-TAKEN_BACK = "it was taken back before its end"
+ABORTED = "it was aborted before its end"
 
 
 @dataclass(frozen=True)

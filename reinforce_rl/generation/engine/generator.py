@@ -30,7 +30,7 @@ from reinforce_rl.generation.base import (
     WeightUpdates,
     check_lengths,
 )
-from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request, process
+from reinforce_rl.generation.engine import ABORTED, Answer, EngineArguments, Request, process
 from reinforce_rl.generation.engine.buckets import checksum
 from reinforce_rl.generation.engine.requests import extended, request_of, requests_of
 from reinforce_rl.generation.engine.weights import send_weights
@@ -143,10 +143,10 @@ class EngineGenerator:
             )
         return self._completions(answers, params)
 
-    def go_on(
+    def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
-        """See `Generator.go_on`.
+        """See `Generator.resume`.
 
         A lost request is retried once; after a restart, all unfinished responses are.
         """
@@ -158,7 +158,7 @@ class EngineGenerator:
             for response in responses
         ]
         try:
-            self._with_one_restart(lambda: self._go_on(results, params, updates))
+            self._with_one_restart(lambda: self._resume(results, params, updates))
         except BaseException:
             if self._engine is not None:
                 # It may be paused, with requests under way.
@@ -167,7 +167,7 @@ class EngineGenerator:
             raise
         return results
 
-    def _go_on(
+    def _resume(
         self, responses: list[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> None:
         """Replace unfinished responses in the list as answers arrive."""
@@ -201,7 +201,7 @@ class EngineGenerator:
             versions[number] = updates.version
             for row, answer in answers.items():
                 underway.discard(row)
-                if answer.fault in (None, TAKEN_BACK):
+                if answer.fault in (None, ABORTED):
                     responses[row] = extended(responses[row], answer, versions, cut)
                 elif row in lost_once:
                     raise _lost_twice([responses[row].prompt], len(rows), answer)
@@ -476,7 +476,7 @@ def _advance(
     number, answers = engine.advance(begun, wait)
     _check_lost(
         engine,
-        [answer for answer in answers.values() if answer.fault not in (None, TAKEN_BACK)],
+        [answer for answer in answers.values() if answer.fault not in (None, ABORTED)],
         count,
     )
     return number, answers

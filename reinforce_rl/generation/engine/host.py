@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request
+from reinforce_rl.generation.engine import ABORTED, Answer, EngineArguments, Request
 from reinforce_rl.utils.process import connect_to_parent
 
 WATCH_SECONDS = 1.0
@@ -114,7 +114,7 @@ class RequestsUnderway:
         return self._updates, dict(zip(due, answers, strict=True))
 
     async def take_back(self) -> None:
-        """End all requests; the next `advance` returns their answers, with the fault TAKEN_BACK."""
+        """End all requests; the next `advance` returns their answers, with the fault ABORTED."""
         for underway in self._underway.values():
             underway.answer.cancel()
 
@@ -139,7 +139,7 @@ async def _settled(waits: Sequence[asyncio.Future[Answer]], seconds: float) -> l
         if wait in late
         else answer
         if isinstance(answer, Answer)
-        else Answer(fault=TAKEN_BACK if wait.cancelled() else text_of(answer))
+        else Answer(fault=ABORTED if wait.cancelled() else text_of(answer))
         for wait, answer in zip(waits, outcomes, strict=True)
     ]
 

@@ -12,7 +12,7 @@ from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.engine import Answer, EngineSampling, Request
 from reinforce_rl.generation.native.sampling import sample_seeds
-from reinforce_rl.generation.responses import unbegun
+from reinforce_rl.generation.responses import new_responses
 
 
 def requests_of(
@@ -20,7 +20,8 @@ def requests_of(
 ) -> list[Request]:
     """Build one request per sample, prompt-major, seeded by (seed, prompt, sample)."""
     return [
-        request_of(response, params, pad_id) for response in unbegun(prompts, num_samples, seed)
+        request_of(response, params, pad_id)
+        for response in new_responses(prompts, num_samples, seed)
     ]
 
 

@@ -174,7 +174,7 @@ class Responses:
         """Record that weights of this version draw all further tokens."""
         self._marks.append((version, self._lengths.to("cpu", copy=True)))
 
-    def lengthened(self, version: int) -> list[PartialResponse]:
+    def collect_responses(self, version: int) -> list[PartialResponse]:
         """Return the responses with the added tokens.
 
         `version`: weight version of the tokens before the first `mark`.

@@ -28,7 +28,7 @@ from reinforce_rl.generation.base import (
     check_lengths,
 )
 from reinforce_rl.generation.native.decoding import Decoding, PlainDecoding, Responses, Watch
-from reinforce_rl.generation.responses import unbegun
+from reinforce_rl.generation.responses import new_responses
 from reinforce_rl.megatron.model.attention import flash_takes
 from reinforce_rl.megatron.model.decoding import FlashCache
 from reinforce_rl.megatron.model.model import CausalLM
@@ -100,17 +100,17 @@ class NativeGenerator:
         self._check(prompts, params)
         per_rank = -(-len(prompts) // mesh.cp_size)
         local_prompts = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
-        begun = unbegun(local_prompts, num_samples, seed)
+        begun = new_responses(local_prompts, num_samples, seed)
         completions = self._decode(begun, params, watch).finish() if begun else None
         if mesh.cp_size == 1 and completions is not None:
             return completions
         parts = [part for part in mesh.gather_over_cp(completions) if part is not None]
         return join_completions(parts, pad_id_of(self._tokenizer))
 
-    def go_on(
+    def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
-        """See `Generator.go_on`; not with context parallelism.
+        """See `Generator.resume`; not with context parallelism.
 
         At "load" the prompts are read again; keys and values of response tokens are kept.
         """
@@ -121,9 +121,9 @@ class NativeGenerator:
         rows.sort(key=lambda row: not responses[row].tokens)
         if rows:
             version = updates.version
-            made = self._decode([responses[row] for row in rows], params, None, updates).lengthened(
-                version
-            )
+            made = self._decode(
+                [responses[row] for row in rows], params, None, updates
+            ).collect_responses(version)
             for row, response in zip(rows, made, strict=True):
                 results[row] = response
         return results

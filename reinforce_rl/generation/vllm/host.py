@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request
+from reinforce_rl.generation.engine import ABORTED, Answer, EngineArguments, Request
 from reinforce_rl.generation.engine.host import RequestsUnderway, answers_of, check_version, main
 
 WORKER = "reinforce_rl.generation.vllm.worker.WeightsOfTrainer"
@@ -119,7 +119,7 @@ class VLLMHost(RequestsUnderway):
             return Answer(fault=f"it ended by {output.finish_reason!r}")
         spans = output.weight_versions or ()
         updates = tuple(int(span.version) for span in spans for _ in range(span.start, span.end))
-        fault = TAKEN_BACK if output.finish_reason == "abort" else None
+        fault = ABORTED if output.finish_reason == "abort" else None
         return Answer(
             tuple(tokens), tuple(log_probs), output.finish_reason == "stop", fault, updates
         )
