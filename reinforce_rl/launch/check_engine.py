@@ -106,7 +106,7 @@ def check_engine(
         actor = load_actor(cfg, mesh)
         # the simplest path, on a GPU too
         native = NativeGenerator(actor.lm, actor.tokenizer, is_static=False)
-        params = replace(actor.settings.sampling, use_greedy=True)
+        params = replace(actor.sampling, use_greedy=True)
         found = []
         log_probs = []
         with contextlib.closing(actor.generator) as other:

@@ -287,7 +287,7 @@ class GeneratorRank:
         samples = len(begun) // len(groups)
         updates = InFlight(self, few, with_room=(count - 1) * samples)
         with self._waking():
-            found = iter(self._model.generator.go_on(begun, self._model.settings.sampling, updates))
+            found = iter(self._model.generator.go_on(begun, self._model.sampling, updates))
         for number, (work, responses) in list(groups.items()):
             responses = [next(found) for _ in responses]
             groups[number] = work, responses
