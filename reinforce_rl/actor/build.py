@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import LossSettings
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
 from reinforce_rl.config.end_tokens import read_end_tokens
 from reinforce_rl.config.engines import ENGINES
-from reinforce_rl.config.model import ModelConfig, ParallelConfig, SamplingConfig
+from reinforce_rl.config.model import LengthConfig, ModelConfig, ParallelConfig, SamplingConfig
 from reinforce_rl.data.tokenizer import token_id
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.generation.base import Generator, RemoteGenerator, SamplingParams
@@ -102,54 +102,21 @@ def build_actor(
         add_lora(lm, lora)
         identity = lora.identity(weights.fingerprint() if weights else "")
     is_remote = trains and cfg.placement == "disaggregated" and cfg.generation != "native"
+    rollout = cfg.model.reinforce
+    stop_ids = stop_token_ids(folder, tokenizer)
     return MegatronGPTReinforceActorModel(
         lm,
         tokenizer,
         RemoteGenerator() if is_remote else build_generator(cfg, lm, tokenizer),
-        actor_settings(cfg, lm, tokenizer),
+        cfg.model,
+        _sampling_params(rollout.sampling_params, rollout.length_params, stop_ids),
+        _sampling_params(rollout.val_sampling_params, rollout.length_params, stop_ids),
+        loss=loss_settings(cfg.trainer.reinforce),
+        pad_to=cfg.trainer.reinforce.rollout_batch_seq_length or 0,
         with_reference=with_reference and cfg.uses_reference,
-        reference_on_device=cfg.model.reference_placement == "device",
         lora=identity,
-        optim=cfg.model.optim,
         trains=trains,
     )
-
-
-def actor_settings(
-    cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase
-) -> ActorSettings:
-    rollout = cfg.model.reinforce
-    padded = cfg.trainer.reinforce.rollout_batch_seq_length
-    on_cpu = lm.mesh.device.type == "cpu"
-    # On a GPU two equal runs with shared prompts gave different results: the gradients of prompts
-    # are summed with atomics.
-    shares_by_default = on_cpu and cfg.model.context_parallel_size == 1 and padded is None
-    stop_ids = stop_token_ids(cfg.pretrained_checkpoint.restore_from_path, tokenizer)
-    return ActorSettings(
-        sampling=_sampling_params(cfg, rollout.sampling_params, stop_ids),
-        val_sampling=_sampling_params(cfg, rollout.val_sampling_params, stop_ids),
-        micro_batch_size=cfg.model.micro_batch_size,
-        forward_micro_batch_size=rollout.forward_micro_batch_size,
-        seed=cfg.model.seed,
-        tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
-        pad_to=padded or 0,
-        shared_prefix=shares_by_default
-        if cfg.model.shared_prefix is None
-        else cfg.model.shared_prefix,
-        logits_chunk_tokens=logits_chunk_tokens(cfg.model, gpu=not on_cpu),
-        offload_optimizer=rollout.offload_adam_states,
-        loss=loss_settings(cfg.trainer.reinforce),
-        skip_special_tokens=rollout.skip_special_tokens,
-    )
-
-
-def logits_chunk_tokens(model: ModelConfig, *, gpu: bool) -> int:
-    """Return the number of response tokens whose logits exist at a time."""
-    if model.logits_chunk_tokens is not None:
-        return model.logits_chunk_tokens
-    # glibc returns blocks above 32 MiB to the kernel at once, and new ones are cleared page by
-    # page.
-    return 1024 if gpu else 128
 
 
 def build_generator(
@@ -242,9 +209,8 @@ def stop_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def _sampling_params(
-    cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple[int, ...]
+    sampling: SamplingConfig, lengths: LengthConfig, stop_ids: tuple[int, ...]
 ) -> SamplingParams:
-    lengths = cfg.model.reinforce.length_params
     values = {**dict(lengths), **dict(sampling), "end_strings": tuple(sampling.end_strings)}
     return SamplingParams(**values, stop_token_ids=stop_ids)
 

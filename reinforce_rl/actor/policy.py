@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,7 +24,7 @@ from reinforce_rl.actor.micro_batches import (
     padding,
 )
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
-from reinforce_rl.config.model import OptimConfig
+from reinforce_rl.config.model import ModelConfig
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch, length_mask
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.generation.base import Generator, SamplingParams
@@ -39,11 +39,7 @@ from reinforce_rl.megatron.model.sequences import (
     SequenceLayout,
     to_device,
 )
-from reinforce_rl.megatron.optimizer import (
-    DEFAULT_OPTIM,
-    DistributedDataParallel,
-    wrap_data_parallel,
-)
+from reinforce_rl.megatron.optimizer import DistributedDataParallel, wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
 
 if TYPE_CHECKING:
@@ -84,31 +80,10 @@ class ReferencePolicy:
                 parameter.data = data
 
 
+DEFAULT_LOSS = LossSettings()
 LOSS = "loss"  # key of the loss among a micro-batch's sums
 Part = TypeVar("Part")
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True)
-class ActorSettings:
-    """Sampling and micro-batch settings of the actor."""
-
-    # For training rollouts. Its temperature applies to all log-probs, also under the reference.
-    sampling: SamplingParams
-    val_sampling: SamplingParams  # for validation rollouts
-    micro_batch_size: int  # sequences per forward and backward pass
-    forward_micro_batch_size: int  # sequences per pass without gradient
-    seed: int  # of the sampling noise, together with step, prompt and sample
-    tokens_per_micro_batch: int | None = None  # padding included; replaces both micro-batch sizes
-    # Pad to this many tokens, so that shapes are static; longer rows are not cut. 0 pads to the
-    # longest row.
-    pad_to: int = 0
-    # Read each prompt once, without padding. Not with pad_to or context parallelism.
-    shared_prefix: bool = False
-    logits_chunk_tokens: int = 1024  # response tokens whose logits exist at a time
-    offload_optimizer: bool = False  # keep optimizer states on the host during generation
-    loss: LossSettings = field(default_factory=LossSettings)
-    skip_special_tokens: bool = True  # in the texts of responses
 
 
 @dataclass(frozen=True)
@@ -126,8 +101,13 @@ class MegatronGPTReinforceActorModel:
     Args:
         lm: the policy at step 0, of which the reference is a copy. With LoRA only the updates
             train, and the reference is the model without them.
+        settings: the section `model`.
+        sampling: of training rollouts. Its temperature applies to all log-probs, also under the
+            reference.
+        val_sampling: of validation rollouts; None for `sampling`.
+        pad_to: pad rows to this many tokens, so that shapes are static; longer rows are not cut. 0
+            pads to the longest row.
         with_reference: False saves the reference's memory if beta is 0.
-        reference_on_device: see `ReferencePolicy`.
         lora: `LoraSettings.identity`, for checkpoints; None if the whole model trains.
         trains: False saves the gradients' memory if the model only generates and scores.
     """
@@ -137,26 +117,37 @@ class MegatronGPTReinforceActorModel:
         lm: CausalLM,
         tokenizer: PreTrainedTokenizerBase,
         generator: Generator,
-        settings: ActorSettings,
+        settings: ModelConfig,
+        sampling: SamplingParams,
+        val_sampling: SamplingParams | None = None,
         *,
+        loss: LossSettings = DEFAULT_LOSS,
+        pad_to: int = 0,
         with_reference: bool = True,
-        reference_on_device: bool = False,
         lora: dict[str, Any] | None = None,
-        optim: OptimConfig = DEFAULT_OPTIM,
         trains: bool = True,
     ):
         self.lm = lm
         self.tokenizer = tokenizer
         self.generator = generator
         self.settings = settings
-        self._ddp = wrap_data_parallel(lm, optim) if trains else None
+        self.sampling = sampling
+        self.val_sampling = val_sampling or sampling
+        self.loss = loss
         self.lora = lora
+        on_gpu = lm.mesh.device.type != "cpu"
+        self.chunk_tokens = settings.chunk_tokens(gpu=on_gpu)
+        # Each prompt is then read once, without padding.
+        self.shares_prefix = settings.shares_prefix(gpu=on_gpu, is_padded=pad_to > 0)
+        self._pad_to = pad_to
+        self._ddp = wrap_data_parallel(lm, settings.optim) if trains else None
         self._as_reference: Callable[[], AbstractContextManager[None]] | None = None
         if with_reference and lora_settings_of(lm) is not None:
             # The reference is the frozen weights without the updates.
             self._as_reference = partial(updates_off, lm)
         elif with_reference:
-            self._as_reference = ReferencePolicy(lm, on_device=reference_on_device).swapped_in
+            on_device = settings.reference_placement == "device"
+            self._as_reference = ReferencePolicy(lm, on_device=on_device).swapped_in
 
     @property
     def mesh(self) -> Mesh:
@@ -180,7 +171,7 @@ class MegatronGPTReinforceActorModel:
 
         Uses the training or the validation sampling.
         """
-        params = self.settings.val_sampling if validation else self.settings.sampling
+        params = self.val_sampling if validation else self.sampling
         completions = self.generator.generate(prompts, num_samples, params, seed)
         return completions.within_vocabulary(self.lm.architecture.vocab_size, self.pad_id)
 
@@ -203,7 +194,8 @@ class MegatronGPTReinforceActorModel:
         width = int(response_lengths.max()) if len(response_lengths) else 0
         out = torch.zeros((len(sequences), width))
         samples = _samples(sequences, prompt_lengths, response_lengths, group_ids)
-        micro_batch_rows = self._make_micro_batches(samples, self.settings.forward_micro_batch_size)
+        size = self.settings.reinforce.forward_micro_batch_size
+        micro_batch_rows = self._make_micro_batches(samples, size)
         if not micro_batch_rows:
             return out
         self.lm.eval()
@@ -316,7 +308,7 @@ class MegatronGPTReinforceActorModel:
             inputs |= {"mask": length_mask(lengths, width), "trains": batch.trains[rows]}
             moved = to_device(list(inputs.values()), scores.log_probs.device)
             moved = LossInputs(**dict(zip(inputs, moved, strict=True)))
-            options = (denominators, self.settings.loss, kl_coefficient)
+            options = (denominators, self.loss, kl_coefficient)
             share, sums = policy_loss(scores.log_probs, scores.entropy, moved, *options)
             return share, {LOSS: share.detach(), **sums}
 
@@ -352,39 +344,37 @@ class MegatronGPTReinforceActorModel:
 
     def _layout(self, samples: _Samples) -> SequenceLayout:
         inputs = (samples.sequences, samples.prompt_lengths, samples.response_lengths)
-        if self.settings.shared_prefix:
+        if self.shares_prefix:
             return PackedGroups(self.lm, *inputs, samples.group_ids)
-        return PaddedSequences(self.lm, *inputs, pad_to=self.settings.pad_to, pad_id=self.pad_id)
+        return PaddedSequences(self.lm, *inputs, pad_to=self._pad_to, pad_id=self.pad_id)
 
     def _make_micro_batches(self, samples: _Samples, size: int) -> list[Tensor]:
         most = self.settings.tokens_per_micro_batch
-        if self.settings.shared_prefix:
+        if self.shares_prefix:
             _, prompts, responses, group_ids = samples
             return packed_micro_batches(group_ids, prompts, responses, size, most)
-        return micro_batches(samples.lengths.clamp(min=self.settings.pad_to), size, most)
+        return micro_batches(samples.lengths.clamp(min=self._pad_to), size, most)
 
     def _tokens_of(self, samples: _Samples, micro_batch_rows: list[Tensor]) -> tuple[int, int]:
         """Return the number of tokens that the passes read, without and with padding."""
-        if self.settings.shared_prefix:
+        if self.shares_prefix:
             parts = [samples.select(rows) for rows in micro_batch_rows]
             tokens = sum(
                 packed_tokens(p.group_ids, p.prompt_lengths, p.response_lengths) for p in parts
             )
             return tokens, tokens
-        return padding(samples.lengths, micro_batch_rows, self.settings.pad_to)
+        return padding(samples.lengths, micro_batch_rows, self._pad_to)
 
     def _scores(
         self, layout: SequenceLayout, hidden: Tensor, width: int, with_entropy: bool = False
     ) -> TokenScores:
-        temperature = self.settings.sampling.temperature
-        chunk = self.settings.logits_chunk_tokens
         return response_scores(
             layout,
             hidden,
             self.lm,
-            temperature,
+            self.sampling.temperature,
             width,
-            chunk_tokens=chunk,
+            chunk_tokens=self.chunk_tokens,
             with_entropy=with_entropy,
         )
 

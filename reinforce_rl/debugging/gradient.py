@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -41,9 +41,9 @@ class Gradients:
     ) -> StepGradient:
         """Return the gradient of the whole step's loss, of the policy before its first update."""
         actor = self.actor
-        actor.settings = replace(actor.settings, loss=loss_settings(cfg))
+        actor.loss = loss_settings(cfg)
         rows = torch.arange(len(batch.trains))
-        max_length = actor.settings.sampling.max_length
+        max_length = actor.sampling.max_length
         share = actor.get_loss_and_metrics(
             batch,
             denominators_of(batch, rows, max_length, actor.mesh.sum_over_dp),

@@ -116,7 +116,7 @@ class Speaker:
                 if tokens[0][-1:] and tokens[0][-1] in params.stop_token_ids
                 else tokens[0]
             )
-            skips = self.actor.settings.skip_special_tokens
+            skips = self.actor.settings.reinforce.skip_special_tokens
             text = decode_all(self.actor.tokenizer, [ids], skip_special_tokens=skips)[0]
             # a character may be spread over tokens
             text = text if is_whole else text.rstrip("\ufffd")
@@ -356,7 +356,7 @@ def chat(
             stack.enter_context(contextlib.closing(speakers[-1].actor.generator))
             stack.enter_context(speakers[-1].actor.generator.awake())
         params = replace(
-            speakers[0].actor.settings.val_sampling,
+            speakers[0].actor.val_sampling,
             max_length=max_tokens,
             use_greedy=temperature == 0,
             temperature=temperature or 1.0,

@@ -325,7 +325,7 @@ def _answers(
         batch = maker.answer("evaluation", 0, prompts, control.phases, samples)
         if with_log_probs:
             batch = replace(batch, log_probs=actor.get_inference_log_probs(*_where(batch)))
-    skips = actor.settings.skip_special_tokens
+    skips = actor.settings.reinforce.skip_special_tokens
     rows = sample_rows(
         0, prompts, batch, actor.tokenizer, set_name="validation", skip_special_tokens=skips
     )

@@ -111,7 +111,7 @@ def check_engine(
         actor = load_actor(cfg, mesh)
         # The plain decoder, even on a GPU.
         native = NativeGenerator(actor.lm, actor.tokenizer, is_static=False)
-        params = replace(actor.settings.sampling, use_greedy=True)
+        params = replace(actor.sampling, use_greedy=True)
         comparisons = []
         log_probs = []
         with contextlib.closing(actor.generator) as other:

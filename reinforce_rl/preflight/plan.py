@@ -307,7 +307,7 @@ def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> memory.Policy:
         lora=lora,
         recompute=0 if not full else 10**9 if uniform else number,
         recompute_group=number if full and uniform else 1,
-        chunk_tokens=build.logits_chunk_tokens(model, gpu=gpu),
+        chunk_tokens=model.chunk_tokens(gpu=gpu),
         offload_optimizer=model.reinforce.offload_adam_states,
         fused_adam=model.optim.fused,
         gpu=gpu,

@@ -249,7 +249,7 @@ class RankRun:
         case = self._case
         self.phase = "generation"
         prompts = [Prompt(i, "", (3,) * case.prompt_tokens) for i in range(case.prompts)]
-        params = dataclasses.replace(actor.settings.sampling, max_length=case.response_tokens)
+        params = dataclasses.replace(actor.sampling, max_length=case.response_tokens)
         schedule = Decoding(
             case.prompts,
             case.samples,

@@ -140,7 +140,7 @@ class ReinforceTrainer:
             profiler=services.profiler,
         )
         # Frees GPU memory for the generator.
-        offloads = model.settings.offload_optimizer
+        offloads = model.settings.reinforce.offload_adam_states
         self.rollouts = RolloutMaker(
             cfg,
             model,
@@ -206,7 +206,7 @@ class ReinforceTrainer:
             self.cfg,
             self._baselines,
             step=self.step + 1,
-            max_length=self.model.settings.sampling.max_length,
+            max_length=self.model.sampling.max_length,
             gather_over_ranks=mesh.gather_over_dp,
             rank=mesh.dp_rank,
             sum_over_ranks=mesh.sum_over_dp,
@@ -251,15 +251,14 @@ class ReinforceTrainer:
     def _update_policy(self, batch: ReinforceBatch) -> PolicyUpdate:
         """Make the optimizer steps on a rollout batch; a collective call."""
         mesh = self.model.mesh
-        settings = self.model.settings
-        max_length = settings.sampling.max_length
+        max_length = self.model.sampling.max_length
         update = PolicyUpdate.on(batch.rollouts)
         mini_batch_rows = mini_batches(
             mesh.gather_over_dp(batch.rollouts.group_ids),
             mesh.dp_rank,
             self._prompts_per_update,
             self.cfg.reinforce_epochs,
-            step_seed(settings.seed, self.step),
+            step_seed(self.model.settings.seed, self.step),
         )
         for rows in mini_batch_rows:
             denominators = denominators_of(batch, rows, max_length, mesh.sum_over_dp)
