@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 from reinforce_rl.actor.build import build_actor, configured_mesh
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
-from reinforce_rl.data.batch_iterator import DefaultBatchIterator
-from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
+from reinforce_rl.data.prompts import (
+    DefaultBatchIterator,
+    PromptDataset,
+    PromptLoader,
+    RLHFDatasets,
+    fixed_prompts,
+)
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import (
     Checkpoint,
@@ -60,6 +65,7 @@ from reinforce_rl.trainer.step_recorder import StepRecorder
 from reinforce_rl.trainer.updates import total_steps, total_updates
 from reinforce_rl.utils.job_rank import JobRank
 from reinforce_rl.utils.job_time import JobTimes, parse_duration
+from reinforce_rl.utils.slurm_commands import SlurmCallError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,6 +145,20 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                     )
             monitor.note(f"Report: {monitor.report()}")
         return trainer
+
+
+def times_of_job(mesh: Mesh, monitor: RunMonitor) -> JobTimes:
+    """Return when this job began and ends; the first rank, which decides, asks Slurm where it has to."""
+    if not mesh.is_main:
+        return JobTimes.of(os.environ)
+    try:
+        return JobTimes.asked(os.environ)
+    except SlurmCallError as error:
+        monitor.note(
+            f"When this job's time is over is not known ({error}). The run does not end in time by "
+            "itself: give exp_manager.max_time_per_run, or have Slurm send a signal before."
+        )
+        return JobTimes.of(os.environ)
 
 
 def begin_files(cfg: TrainConfig, monitor: RunMonitor, step: int) -> None:
@@ -280,7 +300,7 @@ def build_trainer(
         # an earlier run has measured it
         first_save = control.status.save_seconds
     limit = None if duration is None else parse_duration(duration)
-    timer = RunTimer(limit, JobTimes.of(os.environ), first_save)
+    timer = RunTimer(limit, times_of_job(mesh, monitor), first_save)
 
     def saved(seconds: float) -> None:
         timer.saved(seconds)

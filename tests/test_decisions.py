@@ -199,7 +199,7 @@ def test_a_question_which_source_is_asked_is_found(source, expected) -> None:
 
 
 def test_which_reward_source_is_asked_is_decided_by_the_configuration() -> None:
-    """Others ask `reward_class`, `reward_servers` or `reward_functions`."""
+    """Others ask `reward_terms`, `reward_class`, `reward_servers` or `reward_functions`."""
     places = set()
     for path in source_files(PACKAGE):
         if asks_which_source(path.read_text(encoding="utf-8")):

@@ -1,4 +1,7 @@
-"""Reward shaping before advantages: standardise, scale, clip, penalise. N sequences of the global batch."""
+"""Reward shaping before advantages: standardise, scale, clip, penalise.
+
+Notation: N sequences of the global batch.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +63,14 @@ class RewardShaping:
 
     # none; given: (r - mean) / deviation; running: with moments of past steps
     standardisation: str = "none"
-    mean: float = 0.0  # of given
-    deviation: float = 1.0  # of given
+    mean: float = 0.0  # for `given`
+    deviation: float = 1.0  # for `given`
     scale: float = 1.0
     clip: float | None = None  # bound on the absolute value; None for no bound
     length_penalty: float = 0.0  # per response token
     truncation_penalty: float = 0.0  # for a response cut at max_length
-    # last tokens with a linear penalty, ended responses too (2503.14476, equation 13)
+    # Last tokens before max_length with a linear penalty, also for ended responses (2503.14476,
+    # equation 13).
     overlong_buffer: int = 0
     max_length: int = 1  # response tokens
 
@@ -79,9 +83,10 @@ def shape_rewards(
     shaping: RewardShaping,
     past: RunningMoments,
 ) -> Tensor:
-    """Return the shaped rewards [N]; invalid ones are arbitrary. `is_end` is False if cut at max_length.
+    """Return the shaped rewards [N]; invalid samples have arbitrary values.
 
-    `past` are the moments of past steps' raw rewards; the first step uses its own.
+    `is_end` is False if a response was cut at max_length. `past` are the moments of past steps' raw
+    rewards; the first step uses its own.
     """
     shaped = rewards
     if shaping.standardisation == "given":
@@ -116,19 +121,19 @@ def subtract_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: i
             f"log-probs of the responses of step {step} are not finite",
             key="algorithm.log_probs.not_finite",
         )
-    found = rewards - beta * kl
-    beyond = (valid & ~(found.abs() <= MAX_REWARD)).nonzero()[:, 0].tolist()
+    penalised = rewards - beta * kl
+    beyond = (valid & ~(penalised.abs() <= MAX_REWARD)).nonzero()[:, 0].tolist()
     if beyond:
         raise RewardServerError(
-            f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite, or are larger "
-            f"than {MAX_REWARD:g} in size. The first of them is made of a shaped reward of "
+            f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite, or are "
+            f"larger than {MAX_REWARD:g} in size. The first of them is made of a shaped reward of "
             f"{float(rewards[beyond[0]]):g}, less beta = {beta:g} times a KL of "
             f"{float(kl[beyond[0]]):g} nats. Scale or clip the rewards "
             "(trainer.reinforce.reward_shaping), or lower "
             "trainer.reinforce.initial_policy_kl_penalty",
             key="algorithm.reward.out_of_range",
         )
-    return found
+    return penalised
 
 
 def has_reward_variance(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:

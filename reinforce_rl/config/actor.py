@@ -33,6 +33,8 @@ from reinforce_rl.config.rewards import (
     RemoteRMConfig,
     RewardFunctionConfig,
     RewardServerConfig,
+    RewardTerm,
+    name_in_metrics,
 )
 
 REWARDS = ("server", "function")  # values of `reward` that are no class
@@ -465,6 +467,29 @@ class TrainConfig(Section):
     def reward_functions(self) -> dict[str, RewardFunctionConfig | MoreFunctionConfig]:
         """Sections of the reward functions that are called, by their dotted names."""
         return self.reward_function.functions(with_own=self.reward == "function")
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether the server of `remote_rm.reward_model` is asked."""
+        return "remote_rm.reward_model" in self.reward_servers
+
+    @property
+    def reward_terms(self) -> list[RewardTerm]:
+        """All that is asked for rewards, in the order in which it is logged."""
+        terms: list[RewardTerm] = []
+        if self.reward_class is not None:
+            class_name = self.reward_class.rpartition(".")[2]
+            terms.append(RewardTerm("reward", class_name, 1.0))
+        for setting, section in {**self.reward_functions, **self.reward_servers}.items():
+            name = name_in_metrics(setting, section)
+            terms.append(RewardTerm(setting, name, section.weight))
+        return terms
+
+    @property
+    def logs_reward_terms(self) -> bool:
+        """Whether terms are logged; the scores of a single source of weight 1 are the reward."""
+        terms = self.reward_terms
+        return len(terms) > 1 or terms[0].weight != 1.0
 
     @property
     def prompts_under_way(self) -> int | None:

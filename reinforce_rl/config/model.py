@@ -377,6 +377,22 @@ class ModelConfig(ParallelConfig):
     optim: OptimConfig = OptimConfig()
     data: DataConfig = DataConfig()
 
+    def chunk_tokens(self, *, gpu: bool) -> int:
+        """`logits_chunk_tokens`, resolved."""
+        if self.logits_chunk_tokens is not None:
+            return self.logits_chunk_tokens
+        # glibc gives blocks above 32 MiB back at once, and fresh ones have to be cleared page by
+        # page.
+        return 1024 if gpu else 128
+
+    def shares_prefix(self, *, gpu: bool, is_padded: bool) -> bool:
+        """`shared_prefix`, resolved; `is_padded` if every row has a fixed length."""
+        if self.shared_prefix is not None:
+            return self.shared_prefix
+        # On a GPU two equal runs with shared prompts were seen to differ: atomics sum the gradients
+        # of prompts.
+        return not gpu and self.context_parallel_size == 1 and not is_padded
+
     @property
     def max_prompt_tokens(self) -> int:
         """Longest prompt that fits with its response."""

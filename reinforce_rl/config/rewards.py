@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -169,6 +170,15 @@ def name_in_metrics(
     if setting == "reward_function":
         return (section.name or "").rpartition(".")[2]
     return setting.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class RewardTerm:
+    """A source that is asked for rewards, as a term of their weighted sum."""
+
+    setting: str  # dotted name of its section, or of the key that names a class
+    name: str  # under which its scores are logged
+    weight: float
 
 
 class ServedModelConfig(TemplateConfig):

@@ -28,6 +28,7 @@ class FrontSettings(Section):
     token: str | None = None  # required of every client
     backend: str = ""  # Triton's Unix socket
     canary: str = ""  # JSON inputs that the model can always score
+    description: str = ""  # a ServerInfo in JSON
     input_forms: tuple[str, ...] = (TOKENS_FORM,)
     # until a complete header, or between two pieces of a body; then the connection closes
     idle_seconds: float = 60.0

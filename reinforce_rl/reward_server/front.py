@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, hdrs, web
@@ -31,7 +30,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from reinforce_rl.reward_server.admission import Admission, FrontSettings, Refusal, check_length
-from reinforce_rl.reward_server.health import FrontMetrics, Health, Progress, Verdict
+from reinforce_rl.reward_server.health import FrontMetrics, Health, ProgressReader, Verdict
 from reinforce_rl.reward_server.request import TritonRequest, json_length, read_request
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
@@ -47,7 +46,7 @@ FAILED = "failed"
 
 BODY_SECONDS = 120.0  # for a client to send its request
 QUICK_JSON_BYTES = 1 << 18  # up to this size, parsed on the event loop
-QUESTION_SECONDS = 10.0  # for Triton's answer to anything but an inference
+QUESTION_SECONDS = 10.0  # for Triton's answer to anything but an inference, and for a question
 QUESTION_BYTES = 1 << 16
 START_RETRY_SECONDS = 5
 PASSED_HEADERS = (HEADER_LENGTH, "Content-Type")
@@ -78,11 +77,12 @@ _RECORD: web.RequestKey[_Record] = web.RequestKey("record", _Record)
 class Front:
     """The aiohttp application and its state."""
 
-    def __init__(self, settings: FrontSettings, progress: Progress):
+    def __init__(self, settings: FrontSettings, progress: ProgressReader):
         self._settings = settings
         self._model = f"/v2/models/{settings.inference.name}"
         self._admission = Admission(settings)
-        self._metrics = FrontMetrics(self._admission, progress)
+        self._progress = progress
+        self._metrics = FrontMetrics(self._admission)
         self._answers = 0
         self._health = Health(self._ask_model, lambda: self._answers, progress, settings)
         self._state = STARTING
@@ -100,14 +100,15 @@ class Front:
         router.add_get("/v2/health/ready", self._answer_ready)
         for path in ("/v2", "/v2/"):
             router.add_get(path, self._pass_question)
-        for model, infer in (
-            (self._model, self._infer),
-            (f"/v2/models/{wire.INFO_MODEL}", self._describe),
-        ):
-            for base in (model, rf"{model}/versions/{{version:\d{{1,6}}}}"):
-                for leaf in ("", "/ready", "/config"):
-                    router.add_get(base + leaf, self._pass_question)
-                router.add_post(base + "/infer", infer, expect_handler=_promise_nothing)
+        version = r"/versions/{version:\d{1,6}}"
+        for model in (self._model, self._model + version):
+            for leaf in ("", "/ready", "/config"):
+                router.add_get(model + leaf, self._pass_question)
+            router.add_post(f"{model}/infer", self._infer, expect_handler=_promise_nothing)
+        description = f"/v2/models/{wire.INFO_MODEL}"
+        for model in (description, description + version):
+            router.add_get(f"{model}/ready", self._answer_description_ready)
+            router.add_post(f"{model}/infer", self._describe, expect_handler=_promise_nothing)
         return app
 
     async def _with_session(self, app: web.Application):
@@ -224,7 +225,7 @@ class Front:
         return await asyncio.get_running_loop().run_in_executor(self._parser, read)
 
     async def _describe(self, request: web.Request) -> web.Response:
-        """Answer with the server's description, bypassing the queue."""
+        """Answer with the server's description, as a model of KServe v2 would; no other process is asked."""
         self._check(request)
         body = b""
         async for part in _parts_of(request, QUESTION_SECONDS, QUESTION_SECONDS):
@@ -233,7 +234,22 @@ class Front:
                 raise Refusal(
                     413, f"expected at most {QUESTION_BYTES} bytes for the server's description"
                 )
-        return await self._pass_on(request, await self._read(request, body, ()), QUESTION_SECONDS)
+        question = json.loads((await self._read(request, body, ())).body)
+        output = {
+            "name": wire.INFO_OUTPUT,
+            "datatype": "BYTES",
+            "shape": [1],
+            "data": [self._settings.description],
+        }
+        answer = {"model_name": wire.INFO_MODEL, "model_version": "1", "outputs": [output]}
+        if "id" in question:
+            answer["id"] = question["id"]
+        return web.json_response(answer)
+
+    async def _answer_description_ready(self, request: web.Request) -> web.Response:
+        self._authorise(request)
+        self._check_ready()
+        return web.Response()
 
     async def _pass_question(self, request: web.Request) -> web.Response:
         self._authorise(request)
@@ -275,9 +291,6 @@ class Front:
         seconds = 2 * self._settings.inference.canary_seconds
         try:
             code, _, answer = await self._ask(f"{self._model}/infer", body, headers, seconds)
-            if code == 200:  # the description's own Triton process may hang too
-                path = f"/v2/models/{wire.INFO_MODEL}/infer"
-                code, _, _ = await self._ask(path, b'{"inputs": []}', headers, QUESTION_SECONDS)
         except ClientError as error:
             raise ConnectionError(type(error).__name__) from error
         return code, answer
@@ -304,7 +317,8 @@ class Front:
 
     async def _answer_metrics(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        text = self._metrics.text(ready=self._state == READY)
+        scored = await self._progress.read()
+        text = self._metrics.text(scored, ready=self._state == READY)
         return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
 
 
@@ -397,7 +411,8 @@ async def _run(connection: Connection) -> None:
     # Its log of a malformed request would quote the request.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     settings = FrontSettings.model_validate_json(start["settings"])
-    front = Front(settings, Progress(Path(start["progress"])))
+    progress = ProgressReader(partial(send, connection, {"event": "progress"}))
+    front = Front(settings, progress)
     options: dict[str, Any] = {
         "access_log": None,
         "auto_decompress": False,
@@ -422,6 +437,8 @@ async def _run(connection: Connection) -> None:
         if message is None:
             loop.remove_reader(connection.fileno())
             ended.set()
+        elif "progress" in message:
+            progress.answer(message["progress"])
         else:
             front.set_state(message["state"], message["reason"])
 

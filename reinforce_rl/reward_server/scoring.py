@@ -68,7 +68,7 @@ class RequestScorer:
         self._renderer = None if tokenizer is None else ChatRenderer(tokenizer, template)
         self._deterministic = deterministic
         self._add_special_tokens = add_special_tokens
-        self.progress = Progress()  # replaced by the server with one that other processes read
+        self.progress = Progress()
 
     @property
     def input_forms(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from reinforce_rl.errors import ConfigError, Fault, ModelStuckError, RewardServe
 from reinforce_rl.reward_server.admission import FrontSettings
 from reinforce_rl.reward_server.front import FAILED, READY
 from reinforce_rl.reward_server.front_process import FrontProcess
-from reinforce_rl.reward_server.health import Progress, fault_of
+from reinforce_rl.reward_server.health import fault_of
 from reinforce_rl.reward_server.scoring import FunctionRequestScorer, FunctionScorer, RequestScorer
 from reinforce_rl.reward_server.triton import (
     SHARED_MEMORY_PREFIX,
@@ -123,6 +123,7 @@ class RewardServer:
             max_request_bytes=self._settings.max_request_bytes,
             **kind,
         )
+        self._settings.description = self.info.to_json()
         if faults := _faults(self.info):
             raise ConfigError(faults)
 
@@ -151,9 +152,8 @@ class RewardServer:
             reaper.remove(path)
         reaper.watch_process(os.getpid())
         reaper.remove_shared_memory(f"{SHARED_MEMORY_PREFIX}{os.getpid()}-")
-        self._requests.progress = Progress(home / "progress", create=True)
         self._settings.backend = str(home / TRITON_SOCKET)
-        front = FrontProcess(listener, self._settings, home / "progress")
+        front = FrontProcess(listener, self._settings, self._requests.progress)
         try:
             reaper.watch_process(front.pid)
             self._serve_behind(

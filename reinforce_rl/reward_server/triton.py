@@ -21,9 +21,8 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -36,7 +35,6 @@ from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.process import Child, without_secrets
 
 if TYPE_CHECKING:
-    from pytriton.model_config import ModelConfig, Tensor
     from pytriton.models.model import Model
 
 logger = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ NOISE = (b"CudaDriverHelper has not been initialized", b"NODELAY NOT SUPPORTED")
 
 
 class PrivateTriton:
-    """tritonserver with PyTriton's models: the reward model and its description.
+    """tritonserver with the reward model, as PyTriton starts it.
 
     Only processes of this user reach it: its Unix socket TRITON_SOCKET is in `home`, a folder from
     `make_home`. Raises ConfigError without PyTriton.
@@ -80,10 +78,7 @@ class PrivateTriton:
         self._socket_path = home / TRITON_SOCKET
         self._exit_seconds = max(1, round(inference.stop_timeout_seconds))
         self._workspace = Workspace(home / WORKSPACE)
-        self._models = [
-            self._reward_model(info, requests, inference),
-            self._description_model(info),
-        ]
+        self._model = self._reward_model(info, requests, inference)
         self._server: Child | None = None
         self._printer = threading.Thread(
             target=self._print_output, daemon=True, name="tritonserver's output"
@@ -92,7 +87,9 @@ class PrivateTriton:
     def _reward_model(
         self, info: ServerInfo, requests: RequestScorer, inference: InferenceConfig
     ) -> Model:
+        from pytriton.decorators import TritonContext
         from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
+        from pytriton.models.model import Model
 
         inputs = [
             Tensor(
@@ -116,36 +113,10 @@ class PrivateTriton:
             preferred_batch_size=inference.preferred_batch_sizes or None,
         )
         config = ModelConfig(max_batch_size=info.max_batch_size, batcher=batcher)
-        return self._model(info.name, requests.__call__, inputs, outputs, config)
-
-    def _description_model(self, info: ServerInfo) -> Model:
-        from pytriton.model_config import ModelConfig, Tensor
-
-        description = np.array([info.to_json().encode()])
-
-        def describe(requests: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-            return [{wire.INFO_OUTPUT: description} for _ in requests]
-
-        # Triton requires an input; this one is never read.
-        inputs = [Tensor(name="unused", dtype=np.bytes_, shape=(1,), optional=True)]
-        outputs = [Tensor(name=wire.INFO_OUTPUT, dtype=np.bytes_, shape=(1,))]
-        return self._model(wire.INFO_MODEL, describe, inputs, outputs, ModelConfig(batching=False))
-
-    def _model(
-        self,
-        name: str,
-        infer: Callable[[Sequence[Any]], list[Any]],
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        config: ModelConfig,
-    ) -> Model:
-        from pytriton.decorators import TritonContext
-        from pytriton.models.model import Model
-
         model = Model(
-            model_name=name,
+            model_name=info.name,
             model_version=1,
-            inference_fn=infer,
+            inference_fn=requests.__call__,
             inputs=inputs,
             outputs=outputs,
             config=config,
@@ -169,8 +140,7 @@ class PrivateTriton:
         )
         self._printer.start()
         self._wait_until_ready(self._server)
-        for model in self._models:
-            model.setup()
+        self._model.setup()
         process = psutil.Process(self._server.pid)
         return [process, *process.children(recursive=True)]
 
@@ -223,10 +193,10 @@ class PrivateTriton:
         return environment
 
     def is_alive(self) -> bool:
-        """Return False once tritonserver, or a thread that calls a model, has ended."""
+        """Return False once tritonserver, or the thread that calls the model, has ended."""
         if self._server is None or self._server.exit_code is not None:
             return False
-        return all(model.is_alive() for model in self._models)
+        return self._model.is_alive()
 
     def ask(self, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
         """Send a GET, or a POST of `body`; return the answer's code and body. RewardServerError if none is in time."""
@@ -254,14 +224,13 @@ class PrivateTriton:
             self._server.kill()
             self._printer.join(PRINT_SECONDS)
         # It waits for a stuck model.
-        cleaner = threading.Thread(target=self._clean_models, daemon=True, name="clean-models")
+        cleaner = threading.Thread(target=self._clean_model, daemon=True, name="clean-model")
         cleaner.start()
         cleaner.join(STOP_SECONDS if in_order else 1.0)
 
-    def _clean_models(self) -> None:
+    def _clean_model(self) -> None:
         try:
-            for model in self._models:
-                model.clean()
+            self._model.clean()
         except Exception:  # it is ending either way, and the reaper cleans up
             logger.exception("event=stop_failed")
 
@@ -319,7 +288,7 @@ def make_home(name: str) -> Path:
             f"the model's name is {name!r}; expected letters, digits, dots, underscores and hyphens"
         )
         raise ConfigError([Fault(sentence, key="serve.name.characters")])
-    longest = max(name, wire.INFO_MODEL, key=len) + "_0_0-server.sock"
+    longest = f"{name}_0_0-server.sock"
     for parent in (tempfile.gettempdir(), "/tmp"):
         room = SOCKET_PATH_LIMIT - len(
             f"{parent}/{HOME_PREFIX}12345678/{WORKSPACE}/{longest}".encode()

@@ -292,7 +292,7 @@ class GeneratorRank:
         samples = len(begun) // len(groups)
         updates = InFlight(self, few, with_room=(count - 1) * samples)
         with self._waking():
-            sampling = self._model.settings.sampling
+            sampling = self._model.sampling
             resumed = iter(self._model.generator.resume(begun, sampling, updates))
         for number, (request, responses) in list(groups.items()):
             responses = [next(resumed) for _ in responses]

@@ -37,13 +37,12 @@ def reward_request(
     model: MegatronGPTReinforceActorModel, prompts: Sequence[Prompt], completions: Completions
 ) -> RewardRequest:
     """Return what a reward source is asked about an actor's responses."""
-    settings = model.settings
     return request_about(
         prompts,
         completions,
         model.tokenizer,
-        settings.sampling.stop_token_ids,
-        skip_special_tokens=settings.skip_special_tokens,
+        model.sampling.stop_token_ids,
+        skip_special_tokens=model.settings.reinforce.skip_special_tokens,
     )
 
 

@@ -35,11 +35,15 @@ from reinforce_rl.rollout.source import RolloutContext, RolloutSource
 from reinforce_rl.runtime.phases import StepClock
 from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.advantages import reinforce_batch
-from reinforce_rl.trainer.policy_update import PolicyUpdate
 from reinforce_rl.trainer.samples import gather_samples
 from reinforce_rl.trainer.services import TrainerServices
 from reinforce_rl.trainer.state import NonFiniteGuard, RunningBaselines
-from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_steps
+from reinforce_rl.trainer.updates import (
+    PolicyUpdate,
+    denominators_of,
+    mini_batches,
+    total_steps,
+)
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
@@ -137,7 +141,7 @@ class ReinforceTrainer:
             profiler=services.profiler,
         )
         # Frees GPU memory for the generator.
-        offloads = model.settings.offload_optimizer
+        offloads = model.settings.reinforce.offload_adam_states
         self.rollout_context = RolloutContext(
             cfg,
             model,
@@ -203,7 +207,7 @@ class ReinforceTrainer:
             self.cfg,
             self._baselines,
             step=self.step + 1,
-            max_length=self.model.settings.sampling.max_length,
+            max_length=self.model.sampling.max_length,
             gather_over_ranks=mesh.gather_over_dp,
             rank=mesh.dp_rank,
             sum_over_ranks=mesh.sum_over_dp,
@@ -248,15 +252,14 @@ class ReinforceTrainer:
     def _update_policy(self, batch: ReinforceBatch) -> PolicyUpdate:
         """Make the optimizer steps on a rollout batch; a collective call."""
         mesh = self.model.mesh
-        settings = self.model.settings
-        max_length = settings.sampling.max_length
+        max_length = self.model.sampling.max_length
         update = PolicyUpdate.on(batch.rollouts)
         mini_batch_rows = mini_batches(
             mesh.gather_over_dp(batch.rollouts.group_ids),
             mesh.dp_rank,
             self._prompts_per_update,
             self.cfg.reinforce_epochs,
-            step_seed(settings.seed, self.step),
+            step_seed(self.model.settings.seed, self.step),
         )
         for rows in mini_batch_rows:
             denominators = denominators_of(batch, rows, max_length, mesh.sum_over_dp)

@@ -402,7 +402,7 @@ NAMES = {
     ],
     "rewards.client.RemoteGPTRMClient": ["infer_rm"],
     "data.prompts.build_train_valid_test_rlhf_datasets": [],
-    "data.batch_iterator.DefaultBatchIterator": [],
+    "data.prompts.DefaultBatchIterator": [],
 }
 
 

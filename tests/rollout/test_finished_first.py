@@ -373,7 +373,7 @@ def rank_of(
         generator=generator,
         mesh=mesh,
         pad_id=0,
-        settings=SimpleNamespace(sampling=None),
+        sampling=None,
         lm=SimpleNamespace(),
     )
     rank._model.lm.architecture = architecture

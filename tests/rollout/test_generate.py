@@ -105,9 +105,8 @@ def rank_of(
         is_model_parallel_rank_0=True,
     )
     lm = SimpleNamespace(architecture=SimpleNamespace(vocab_size=100))
-    settings = SimpleNamespace(sampling=None)
     rank._model = SimpleNamespace(
-        generator=engine, infer=engine.infer, lm=lm, mesh=mesh, pad_id=99, settings=settings
+        generator=engine, infer=engine.infer, lm=lm, mesh=mesh, pad_id=99, sampling=None
     )
     rank.engine = engine
     rank.results = []

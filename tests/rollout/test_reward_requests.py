@@ -123,9 +123,8 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
             raise_on_all_ranks=contextlib.nullcontext,
         ),
         generator=SimpleNamespace(awake=contextlib.nullcontext),
-        settings=SimpleNamespace(
-            seed=0, sampling=SimpleNamespace(stop_token_ids=(2, dot)), skip_special_tokens=True
-        ),
+        settings=SimpleNamespace(seed=0, reinforce=SimpleNamespace(skip_special_tokens=True)),
+        sampling=SimpleNamespace(stop_token_ids=(2, dot)),
         infer=lambda *_, **__: completions,
     )
     prompts = [

@@ -109,9 +109,8 @@ class FakeModel:
     """
 
     pad_id = 0
-    settings = SimpleNamespace(
-        seed=0, sampling=SimpleNamespace(stop_token_ids=()), skip_special_tokens=False
-    )
+    settings = SimpleNamespace(seed=0, reinforce=SimpleNamespace(skip_special_tokens=False))
+    sampling = SimpleNamespace(stop_token_ids=())
     tokenizer = SimpleNamespace(
         batch_decode=lambda rows, **_: [str(row) for row in rows], pad_token_id=0
     )

@@ -63,7 +63,7 @@ def check_vllm(context: Context) -> Finding:
     for number in (1, 2):
         os.environ[RUNNER] = str(number - 1)  # the engine's process inherits it
         with engine_of(context, *overrides) as actor:
-            greedy = replace(actor.settings.sampling, max_length=MAX_TOKENS, use_greedy=True)
+            greedy = replace(actor.sampling, max_length=MAX_TOKENS, use_greedy=True)
             with actor.generator.awake():
                 drawn.append(actor.generator.generate(PROMPTS, 1, greedy, seed=0))
             found = gaps_of(actor, actor.generator, context.device)
@@ -114,7 +114,7 @@ def gaps_of(
             with torch.no_grad():
                 for parameter in actor.lm.parameters():
                     parameter.mul_(SCALE)
-        params = replace(actor.settings.sampling, max_length=MAX_TOKENS, temperature=temperature)
+        params = replace(actor.sampling, max_length=MAX_TOKENS, temperature=temperature)
         with generator.awake():
             completions = generator.generate(PROMPTS, SAMPLES, params, seed=7)
         if completions.log_probs is None:

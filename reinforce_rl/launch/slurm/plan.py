@@ -264,7 +264,7 @@ def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
             "expected false; use --dry-run to look at the plan",
             key="slurm.preflight.in_a_job",
         )
-    if "remote_rm.reward_model" not in cfg.reward_servers:
+    if not cfg.uses_reward_model:
         to_server = ""
         if cfg.reward_class is None:
             to_server = "give the function to the server (-- reward_function.name=NAME), or "
