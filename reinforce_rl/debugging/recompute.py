@@ -36,7 +36,7 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.monitoring.metrics import group_spread
 from reinforce_rl.monitoring.report import overview
 from reinforce_rl.monitoring.view import frozen_page
-from reinforce_rl.rollout.reward_requests import with_valid
+from reinforce_rl.rollout.scoring import with_valid
 from reinforce_rl.trainer.advantages import reinforce_batch
 from reinforce_rl.trainer.state import RunningBaselines, depends_on_past
 from reinforce_rl.trainer.updates import reward_shaping

@@ -21,7 +21,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.rollout.prompts import build_datasets
-from reinforce_rl.rollout.reward_requests import faults_of, request_about, scores_of
+from reinforce_rl.rollout.scoring import faults_of, request_about, scores_of
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import STATUS_OK, STATUS_TEXT, RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
-from reinforce_rl.rollout.reward_requests import reward_request
+from reinforce_rl.rollout.scoring import reward_request
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.control_characters import show_control_characters
 from reinforce_rl.utils.files import write_json_lines

@@ -45,7 +45,7 @@ from reinforce_rl.rollout.messages import (
     RunEnded,
 )
 from reinforce_rl.rollout.rendezvous import RendezvousInfo
-from reinforce_rl.rollout.reward_requests import reward_request
+from reinforce_rl.rollout.scoring import reward_request
 from reinforce_rl.rollout.weights import exchange_weights, load_weights, receive_weights
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.links import Links, LinkThread

@@ -12,8 +12,12 @@ from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import GenerationError
 from reinforce_rl.rewards.base import RewardFuture
 from reinforce_rl.rollout.filtering import draw_until_rewards_differ
-from reinforce_rl.rollout.reward_requests import reward_request
-from reinforce_rl.rollout.scoring import PendingRollouts, RolloutScorer, unscored_batch
+from reinforce_rl.rollout.scoring import (
+    PendingRollouts,
+    RolloutScorer,
+    reward_request,
+    unscored_batch,
+)
 from reinforce_rl.rollout.source import (
     PromptBatch,
     RolloutContext,

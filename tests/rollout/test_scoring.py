@@ -26,7 +26,7 @@ from reinforce_rl.rewards.base import (
     Rewards,
 )
 from reinforce_rl.rollout.local import LocalRollouts
-from reinforce_rl.rollout.reward_requests import faults_of, request_about, scores_of, with_valid
+from reinforce_rl.rollout.scoring import faults_of, request_about, scores_of, with_valid
 from reinforce_rl.rollout.source import RolloutContext
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.utils.console import warn_once
