@@ -645,7 +645,7 @@ class GeneratorPool:
     def _take_message(self, rank: int, message: Message) -> None:
         generator = self._generators.get(rank // RANKS)
         if isinstance(message, Register):
-            self._arrive(rank, message)
+            self._register(rank, message)
         elif isinstance(message, EndReceived):
             self._informed_of_end.add(rank)
         elif generator is None:
@@ -717,7 +717,7 @@ class GeneratorPool:
                 kept[name] = values
         return replace(result, rewards=replace(result.rewards, by_source=kept))
 
-    def _arrive(self, rank: int, registration: Register) -> None:
+    def _register(self, rank: int, registration: Register) -> None:
         if rank in self._dismissed:
             return
         number = rank // RANKS

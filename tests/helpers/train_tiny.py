@@ -133,12 +133,12 @@ def await_generators(training: int, count: int) -> None:
     from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
     train = ReinforceTrainer.run_training
-    arrive = GeneratorPool._arrive
+    register = GeneratorPool._register
     trainings = itertools.count(1)
     come = []
 
-    def note_arrival(pool: GeneratorPool, rank: int, registration):
-        arrive(pool, rank, registration)
+    def note_registration(pool: GeneratorPool, rank: int, registration):
+        register(pool, rank, registration)
         come.append(rank)
 
     def wait_and_train(*args):
@@ -149,7 +149,7 @@ def await_generators(training: int, count: int) -> None:
             time.sleep(0.05)
         return train(*args)
 
-    GeneratorPool._arrive = note_arrival  # type: ignore[method-assign]
+    GeneratorPool._register = note_registration  # type: ignore[method-assign]
     ReinforceTrainer.run_training = wait_and_train  # type: ignore[method-assign]
 
 
