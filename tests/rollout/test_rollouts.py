@@ -55,6 +55,9 @@ class OneRank:
     def from_model_parallel_rank_0(self, value: Any) -> Any:
         return value
 
+    def from_main(self, value: Any) -> Any:
+        return value
+
     def raise_if_any(self, failure: Exception | None) -> None:
         if failure is not None:
             raise failure
