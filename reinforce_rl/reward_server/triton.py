@@ -7,13 +7,11 @@ local user can read; whoever has it can load a model, that is, run Python code.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import logging
 import os
 import secrets
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -31,7 +29,9 @@ from reinforce_rl.config.rewards import MODEL_NAME, InferenceConfig
 from reinforce_rl.errors import ConfigError, Fault, RewardServerError
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.rewards import wire
+from reinforce_rl.rewards.transport import FailedAttempt, exchange, url_of, wait_for
 from reinforce_rl.rewards.wire import ServerInfo
+from reinforce_rl.utils.net import Address
 from reinforce_rl.utils.process import Child, without_secrets
 
 if TYPE_CHECKING:
@@ -200,20 +200,16 @@ class PrivateTriton:
 
     def ask(self, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
         """Send a GET, or a POST of `body`; return the answer's code and body. RewardServerError if none is in time."""
+        url = url_of(Address("localhost", 80), path)
+        work = exchange(url, seconds, body=body, socket_path=self._socket_path)
         try:
-            with contextlib.closing(http.client.HTTPConnection("localhost")) as connection:
-                connection.sock = socket.socket(socket.AF_UNIX)
-                connection.sock.settimeout(seconds)
-                connection.sock.connect(str(self._socket_path))
-                connection.request("GET" if body is None else "POST", path, body)
-                answer = connection.getresponse()
-                return answer.status, answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            why = str(error) or type(error).__name__
+            answer = wait_for(work)
+        except FailedAttempt as error:
             raise RewardServerError(
-                f"tritonserver gave no answer to {path} ({why})",
+                f"tritonserver, asked for {path}, {error}",
                 key="serve.triton.no_answer",
             ) from error
+        return answer.code, answer.body
 
     def stop(self, in_order: bool) -> None:
         """End tritonserver, at once unless `in_order`; the server's reaper removes what is left."""

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
@@ -216,27 +217,36 @@ async def exchange(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
     proxy: str | None = None,
+    socket_path: Path | None = None,
     max_bytes: int = MAX_ANSWER_BYTES,
 ) -> HttpAnswer:
     """Send a GET, or a POST if there is a body, over a new connection, without redirects.
 
-    Variables such as HTTP_PROXY do not count: reward servers are in the cluster. `proxy_of` reads them.
+    Variables such as HTTP_PROXY do not count: reward servers are in the cluster. `proxy_of` reads them. With
+    `socket_path` the connection goes to that Unix socket, whatever the URL's host.
 
     Raises FailedAttempt if no complete answer came within `seconds`, counted from connecting, or
     its body has more than `max_bytes`.
     """
+    connector: aiohttp.BaseConnector = aiohttp.TCPConnector(force_close=True)
+    if socket_path is not None:
+        connector = aiohttp.UnixConnector(str(socket_path), force_close=True)
     try:
-        async with aiohttp.request(
-            "GET" if body is None else "POST",
-            url,
-            data=None
-            if body is None
-            else io.BytesIO(body),  # in pieces, between which the loop goes on
-            headers={"Accept-Encoding": "identity", **(headers or {})},
-            allow_redirects=False,
-            proxy=proxy,
-            timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
-        ) as answer:
+        async with (
+            connector,
+            aiohttp.request(
+                "GET" if body is None else "POST",
+                url,
+                data=None
+                if body is None
+                else io.BytesIO(body),  # in pieces, between which the loop goes on
+                headers={"Accept-Encoding": "identity", **(headers or {})},
+                allow_redirects=False,
+                proxy=proxy,
+                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
+                connector=connector,
+            ) as answer,
+        ):
             found = bytearray()
             async for part in answer.content.iter_any():
                 found += part
