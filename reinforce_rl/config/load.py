@@ -51,7 +51,10 @@ def load_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> T:  # type: i
     return config
 
 
-def read_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> tuple[T, list[str]]:  # type: ignore[assignment]
+def read_config(
+    cfg: DictConfig,
+    schema: type[T] = TrainConfig,  # type: ignore[assignment]
+) -> tuple[T, list[str]]:
     """Like `load_config`, but return the errors with the configuration; see `read`."""
     config, found = read(schema, cfg)
     # of a key that is wrong by itself, rules say nothing new
@@ -70,7 +73,9 @@ def read_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> tuple[T, list
 
 
 def renamed(key: str, schema: type[Section] = TrainConfig, value: object = NOT_SET) -> Fault | None:
-    """Describe the replacement of a NeMo-Aligner key that a program lacks; None for any other key."""
+    """Describe the replacement of a NeMo-Aligner key that a program lacks; None for any other
+    key.
+    """
     advice = advice_for(key, schema, value)
     if advice is None:
         return None
@@ -97,7 +102,9 @@ def advice_for(
 
 
 def has_gpu() -> bool:
-    """Return True if torch finds a GPU; imports torch, which takes seconds, only if there is a driver."""
+    """Return True if torch finds a GPU; imports torch, which takes seconds, only if there is a
+    driver.
+    """
     if "torch" not in sys.modules and not any(map(os.path.exists, _GPU_DRIVERS)):
         return False
     import torch
@@ -113,7 +120,9 @@ def precision_here(precision: str, gpu: Callable[[], bool] = has_gpu) -> str:
 def resolve_defaults(
     config: TrainConfig | TrainRewardModelConfig, gpu: Callable[[], bool] = has_gpu
 ) -> None:
-    """Replace `auto` and null where they depend on other keys or a GPU, which is looked for only then."""
+    """Replace `auto` and null where they depend on other keys or a GPU, which is looked for only
+    then.
+    """
     trainer = config.trainer
     model = config.model
     optim = config.model.optim
@@ -134,8 +143,8 @@ def read(schema: type[T], node: DictConfig, path: str = "") -> tuple[T, list[str
     """Fill a schema from a config node; `path` precedes its keys in messages.
 
     Returns:
-        the configuration and one message per invalid key. Values of a wrong type fall back to the default and values
-        out of bounds are kept, so that later rules find more errors.
+        the configuration and one message per invalid key. Values of a wrong type fall back to the
+        default and values out of bounds are kept, so that later rules find more errors.
     """
     config = schema()
     faults = list(_fill(config, node, path, schema))

@@ -1,7 +1,8 @@
-"""The scorer's progress in the server's process, and what /health and /metrics of the front door make of it.
+"""The scorer's progress in the server's process, and what /health and /metrics of the front door
+make of it.
 
-The front door asks for it over the connection of the two processes, one question for each check of health and each
-page of metrics, and none for a request.
+The front door asks for it over the connection of the two processes, one question for each check of
+health and each page of metrics, and none for a request.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class Progress:
     def count(
         self, requests: int, by_status: Mapping[int, int], tokens: int, seconds: float
     ) -> None:
-        """Count a scored batch; `by_status` are samples by STATUS_ constant, `tokens` those that the model saw."""
+        """Count a scored batch; `by_status` are samples by STATUS_ constant, `tokens` those that
+        the model saw.
+        """
         with self._lock:
             before = self._now
             statuses = list(before.by_status)

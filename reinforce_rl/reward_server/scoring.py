@@ -42,13 +42,15 @@ class Samples:
 class RequestScorer:
     """Scores the requests that were merged into one batch.
 
-    A bad sample gets a status and NaN without affecting its neighbours: a failed call is retried in halves, down to
-    single samples. Raises only if no request of a batch could be answered.
+    A bad sample gets a status and NaN without affecting its neighbours: a failed call is retried in
+    halves, down to single samples. Raises only if no request of a batch could be answered.
 
     Args:
         tokenizer: for `sentences`, and, with its chat template, for requests of texts.
-        deterministic: one call per request, so that concurrent ones do not change its last bits; else one per batch.
-        add_special_tokens: to `sentences`; False for text with the chat template applied, which holds them already.
+        deterministic: one call per request, so that concurrent ones do not change its last bits;
+            else one per batch.
+        add_special_tokens: to `sentences`; False for text with the chat template applied, which
+            holds them already.
         template: options of the chat template.
     """
 
@@ -87,9 +89,11 @@ class RequestScorer:
         ]
 
     def __call__(self, requests: Sequence[Request]) -> list[Answer]:
-        """Return `rewards` float32 [N, 1], `status` int32 [N, 1] and any `attributes` float32 [N, K] of each request.
+        """Return `rewards` float32 [N, 1], `status` int32 [N, 1] and any `attributes` float32 [N,
+        K] of each request.
 
-        Raises RankLostError, as no call can succeed any more, and ValueError if no request's inputs make a form.
+        Raises RankLostError, as no call can succeed any more, and ValueError if no request's inputs
+        make a form.
         """
         self.progress.begin()
         start = time.monotonic()
@@ -101,7 +105,9 @@ class RequestScorer:
             self.progress.end()
 
     def _answer(self, requests: Sequence[Request]) -> tuple[list[Samples], list[Answer]]:
-        """Score requests together, or one by one if that fails; raise if none succeeds: clients try another server."""
+        """Score requests together, or one by one if that fails; raise if none succeeds: clients try
+        another server.
+        """
         try:
             samples = [self._read(request) for request in requests]
             return samples, self._score_requests(samples)
@@ -150,7 +156,9 @@ class RequestScorer:
         )
 
     def _read_each(self, rows: Iterable[Any], read: Callable[[Any], Any], fault: int) -> Samples:
-        """Apply `read` per row; if it raises, the row gets status `fault`, or STATUS_BAD_TEXT for bad UTF-8."""
+        """Apply `read` per row; if it raises, the row gets status `fault`, or STATUS_BAD_TEXT for
+        bad UTF-8.
+        """
         sequences = []
         status = []
         for row in rows:
@@ -209,7 +217,10 @@ class RequestScorer:
     def _call_in_parts(
         self, sequences: list[list[int]], level: int = logging.ERROR
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return status [n] and scores [n, 1 + K]. If the model raises, retry each half by itself."""
+        """Return status [n] and scores [n, 1 + K].
+
+        If the model raises, retry each half by itself.
+        """
         self.progress.beat()
         try:
             return np.zeros(len(sequences), np.int32), self._call_model(sequences)
@@ -258,7 +269,9 @@ class RequestScorer:
 
 @dataclass(frozen=True)
 class FunctionScorer:
-    """Functions, with or without a reward model beside them, in the place of a reward model in a `RewardServer`."""
+    """Functions, with or without a reward model beside them, in the place of a reward model in a
+    `RewardServer`.
+    """
 
     pool: FunctionPool  # already started
     weights: Mapping[str, float]  # of the functions, by their names in the pool
@@ -273,7 +286,8 @@ class FunctionScorer:
 
 
 class FunctionRequestScorer(RequestScorer):
-    """Scores requests of texts with functions, all requests of a merged batch concurrently, while any model runs.
+    """Scores requests of texts with functions, all requests of a merged batch concurrently, while
+    any model runs.
 
     With several scores the reward is their weighted sum, and each is an attribute.
     """
@@ -303,7 +317,9 @@ class FunctionRequestScorer(RequestScorer):
         return (wire.TEXT_FORM,)
 
     def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
-        """Return a sample that a worker answers without calling the function, which may reject made-up ones."""
+        """Return a sample that a worker answers without calling the function, which may reject
+        made-up ones.
+        """
         texts = {wire.PROMPTS: "", wire.RESPONSES: "", wire.METADATA: json.dumps(self._canary)}
         return [
             {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]}
@@ -341,7 +357,9 @@ class FunctionRequestScorer(RequestScorer):
         }
 
     def _sum(self, one: Samples, answer: Answer, pending: Mapping[str, PendingScores]) -> Answer:
-        """Add the functions' scores to any answer of the model; a sample has the status of the first that failed."""
+        """Add the functions' scores to any answer of the model; a sample has the status of the
+        first that failed.
+        """
         own = self._functions
         good = one.status == base.STATUS_OK
         status = answer[wire.STATUS][:, 0] if answer else one.status.copy()

@@ -1,10 +1,11 @@
 """Host process that forks for each sample: `python -m reinforce_rl.rewards.function_host`.
 
-The trainer and the server have threads, torch and CUDA and cannot fork, so this process imports the functions instead.
-A fork per sample isolates its side effects from the others. When the owner's connection ends, so do all processes.
+The trainer and the server have threads, torch and CUDA and cannot fork, so this process imports the
+functions instead. A fork per sample isolates its side effects from the others. When the owner's
+connection ends, so do all processes.
 
-Receives: `FunctionPool`'s settings, then (ID, JSON {"function", "prompt", "response", "record"}) per sample; {} pings
-Sends:    JSON: {"faults": [[SENTENCE, KEY], ...], "sources": {NAME: sha256}},
+Receives: `FunctionPool`'s settings, then (ID, JSON {"function", "prompt", "response", "record"})
+per sample; {} pings Sends:    JSON: {"faults": [[SENTENCE, KEY], ...], "sources": {NAME: sha256}},
           then {"id", "status", "value", "fault", "message"}
 """
 
@@ -58,7 +59,10 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 class LoadFault(Exception):
-    """Raised when a function cannot be used. The message is one sentence; `key` goes into its `Fault`."""
+    """Raised when a function cannot be used.
+
+    The message is one sentence; `key` goes into its `Fault`.
+    """
 
     def __init__(self, message: str, *, key: str):
         super().__init__(message)
@@ -66,7 +70,9 @@ class LoadFault(Exception):
 
 
 def load_function(spec: FunctionSpec) -> partial[Any]:
-    """Return the function with its kwargs bound; raise LoadFault if it cannot be loaded or they do not fit."""
+    """Return the function with its kwargs bound; raise LoadFault if it cannot be loaded or they do
+    not fit.
+    """
     module_name, _, name = spec.name.rpartition(".")
     found = f"{spec.key}.name is {spec.name!r}"
     if not module_name:
@@ -141,8 +147,9 @@ def _check_kwargs(function: Callable[..., Any], spec: FunctionSpec) -> None:
     takes_lists = "completions" in list(kinds)[:3]
     if takes_lists or (len(kinds) < 3 and inspect.Parameter.VAR_POSITIONAL not in kinds.values()):
         raise LoadFault(
-            f"{spec.key}.name is {called}; expected NAME(prompt, response, record, **kwargs), called once for each "
-            'sample; wrap a function of TRL, which takes lists, as the page "Coming from TRL" shows',
+            f"{spec.key}.name is {called}; expected NAME(prompt, response, record, **kwargs), "
+            "called once for each sample; wrap a function of TRL, which takes lists, as the page "
+            '"Coming from TRL" shows',
             key="reward_function.arguments.wrong",
         )
     try:
@@ -281,7 +288,9 @@ def _end(pid: int) -> int:
 
 
 def _use_of(pid: int) -> str:
-    """Return what a process has used, which tells a slow function from one that waits, or a busy machine."""
+    """Return what a process has used, which tells a slow function from one that waits, or a busy
+    machine.
+    """
     with contextlib.suppress(OSError):
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
         fields = line.rpartition(")")[2].split()  # man 5 proc, from the third
@@ -313,7 +322,9 @@ def _outcome_of(sample: _Sample, code: int) -> Outcome:
 
 
 def _work(functions: Functions, request: bytes, answer_fd: int, parent: int, secret: bytes) -> None:
-    """Score one sample in the forked process, write its `Outcome` as a line of JSON behind the secret, and exit."""
+    """Score one sample in the forked process, write its `Outcome` as a line of JSON behind the
+    secret, and exit.
+    """
     os.setpgid(0, 0)  # so that killpg also ends what the function starts
     die_with_parent(parent)
     with contextlib.suppress(OSError):  # reopened, so that flags such as O_NONBLOCK are not shared
@@ -384,9 +395,9 @@ def main() -> None:
         for path in sorted(_open_files() - before):
             faults.append(
                 Fault(
-                    f"{spec.key}.name is {spec.name!r}, whose module keeps {path} open. All samples "
-                    "would share the place where it is read next: read it whole at the module's level, "
-                    "or open it in the function",
+                    f"{spec.key}.name is {spec.name!r}, whose module keeps {path} open. All "
+                    "samples would share the place where it is read next: read it whole at the "
+                    "module's level, or open it in the function",
                     key="reward_function.module.keeps_file_open",
                 )
             )

@@ -66,7 +66,9 @@ def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the shared event loop and return its result; a signal during the wait cancels it."""
+    """Run a coroutine on the shared event loop and return its result; a signal during the wait
+    cancels it.
+    """
     future = submit(work)
     try:
         return future.result()
@@ -183,7 +185,8 @@ def url_of(place: Address, path: str) -> URL:
 
 
 def proxy_of(url: URL) -> str | None:
-    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY name for a server; None for this machine.
+    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY name for a server; None
+    for this machine.
 
     Raises ValueError if it is no HTTP proxy.
     """
@@ -204,8 +207,8 @@ def proxy_of(url: URL) -> str | None:
         variable = f"{kind.upper()}_PROXY"
         # What follows the scheme may hold a password.
         raise ValueError(
-            f"{variable} names a proxy of the kind {scheme}://, for {host}; expected http://HOST:PORT. "
-            f"Set it so, or name {host} in NO_PROXY"
+            f"{variable} names a proxy of the kind {scheme}://, for {host}; expected "
+            f"http://HOST:PORT. Set it so, or name {host} in NO_PROXY"
         )
     return proxy
 
@@ -222,8 +225,8 @@ async def exchange(
 ) -> HttpAnswer:
     """Send a GET, or a POST if there is a body, over a new connection, without redirects.
 
-    Variables such as HTTP_PROXY do not count: reward servers are in the cluster. `proxy_of` reads them. With
-    `socket_path` the connection goes to that Unix socket, whatever the URL's host.
+    Variables such as HTTP_PROXY do not count: reward servers are in the cluster. `proxy_of` reads
+    them. With `socket_path` the connection goes to that Unix socket, whatever the URL's host.
 
     Raises FailedAttempt if no complete answer came within `seconds`, counted from connecting, or
     its body has more than `max_bytes`.
@@ -266,10 +269,11 @@ async def exchange(
 
 
 async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
-    """Ask a server once for its description, and whether the reward model is ready; `timeout` is for each request.
+    """Ask a server once for its description, and whether the reward model is ready; `timeout` is
+    for each request.
 
-    Raises FailedAttempt if a retry may succeed, RewardServerError if it cannot: another program is on the port, it
-    serves another model or protocol version, or it wants another token.
+    Raises FailedAttempt if a retry may succeed, RewardServerError if it cannot: another program is
+    on the port, it serves another model or protocol version, or it wants another token.
     """
     question = json.dumps({"id": uuid.uuid4().hex, "inputs": []}).encode()
     answer = await _ask(model, f"/v2/models/{wire.INFO_MODEL}/infer", timeout, question)
@@ -300,8 +304,9 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
     if info.name != model.name:
         name = quoted(info.name, 100)
         raise RewardServerError(
-            f"the reward server at {model.place} serves the model '{name}', but '{model.name}' was asked "
-            f"for. Set remote_rm.reward_model.name={name}, or the port to the other server's.",
+            f"the reward server at {model.place} serves the model '{name}', but '{model.name}' "
+            f"was asked for. Set remote_rm.reward_model.name={name}, or the port to the other "
+            "server's.",
             key="reward_server.model.other_name",
         )
     answer = await _ask(model, f"/v2/models/{model.name}/ready", timeout)
@@ -315,7 +320,8 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
 def infer_json(
     model: ModelAddress, inputs: list[dict[str, Any]], timeout: float
 ) -> dict[str, list[Any]]:
-    """Make one KServe v2 inference in JSON, as `curl` would; return each output's flat data by name.
+    """Make one KServe v2 inference in JSON, as `curl` would; return each output's flat data by
+    name.
 
     Raises RewardServerError for anything but a proper answer.
     """
@@ -349,8 +355,8 @@ async def infer(
         timeout: seconds until the answer must be complete.
         request_id: appears in the request, the server's log and messages.
 
-    Raises FailedAttempt if a retry, perhaps at another server, may succeed, RewardServerError if the server refuses
-    this request, as any other of the same model would.
+    Raises FailedAttempt if a retry, perhaps at another server, may succeed, RewardServerError if
+    the server refuses this request, as any other of the same model would.
     """
     # tritonclient encodes and decodes the bodies. It has no deadline for a whole answer, so
     # `exchange` sends them.
@@ -441,8 +447,9 @@ def _token_refused(model: ModelAddress) -> RewardServerError:
             key="reward_server.token.unknown",
         )
     return RewardServerError(
-        f"the reward server at {model.place} asks for an access token, and {found}. Give the server's token by "
-        f"remote_rm.reward_model.token_file=FILE or by the environment variable {wire.TOKEN_VARIABLE}.",
+        f"the reward server at {model.place} asks for an access token, and {found}. Give the "
+        "server's token by remote_rm.reward_model.token_file=FILE or by the environment variable "
+        f"{wire.TOKEN_VARIABLE}.",
         key=found.key,
     )
 
