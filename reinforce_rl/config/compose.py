@@ -47,8 +47,8 @@ def compose_stored(tree: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
     name = "train_reinforce_actor"
     with tempfile.TemporaryDirectory() as folder:
         # `defaults` would have Hydra read other files, and `hydra` is its own section.
-        own = {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
-        OmegaConf.save(OmegaConf.create(own), Path(folder, f"{name}.yaml"))
+        keys = {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
+        OmegaConf.save(OmegaConf.create(keys), Path(folder, f"{name}.yaml"))
         return compose(name, overrides, Path(folder))
 
 
@@ -92,12 +92,12 @@ def explained(
             keys can be judged.
     """
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        group, _, found = error.missing_cfg_file.rpartition("/")
-        sentence = f"{group} is {found!r}; expected one of {', '.join(error.options)}"
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        sentence = f"{group} is {choice!r}; expected one of {', '.join(error.options)}"
         return ConfigError([Fault(sentence, key="config.group.not_a_choice")])
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        found = error.missing_cfg_file.removesuffix(".yaml")
-        sentence = f"there is no {found}.yaml in the folder of --config-dir, nor in {folder}"
+        stem = error.missing_cfg_file.removesuffix(".yaml")
+        sentence = f"there is no {stem}.yaml in the folder of --config-dir, nor in {folder}"
         return ConfigError([Fault(sentence, key="config.file.missing")])
     text = str(error).partition("\nConfig search path:")[0].strip()
     # Hydra takes a bare comma for a sweep over several runs.
@@ -177,12 +177,12 @@ def unknown_keys(keys: Iterable[str], name: str) -> list[Fault]:
     """
     file = CONF_FOLDER / f"{name}.yaml"
     known = [f"{key}." for key in _dotted_keys(OmegaConf.to_container(OmegaConf.load(file)))]
-    own = [
+    unknown = [
         key
         for key in keys
-        if not any(f"{key}.".startswith(one) or one.startswith(f"{key}.") for one in known)
+        if not any(f"{key}.".startswith(prefix) or prefix.startswith(f"{key}.") for prefix in known)
     ]
-    return [_unknown_key(key, file) for key in own]
+    return [_unknown_key(key, file) for key in unknown]
 
 
 def _unknown_key(wanted: str, config_file: Path, value: object = NOT_SET) -> Fault:

@@ -56,14 +56,14 @@ def read_config(
     schema: type[T] = TrainConfig,  # type: ignore[assignment]
 ) -> tuple[T, list[str]]:
     """Like `load_config`, but return the errors with the configuration; see `read`."""
-    config, found = read(schema, cfg)
+    config, read_faults = read(schema, cfg)
     # of a key that is wrong by itself, rules say nothing new
-    told = {fault.split(" ")[0] for fault in found}
+    named = {fault.split(" ")[0] for fault in read_faults}
     every = [
-        *config.all_faults(found),
+        *config.all_faults(read_faults),
         *(find_faults(config) if isinstance(config, TrainConfig) else ()),
     ]
-    faults = [fault for fault in every if fault in found or fault.split(" ")[0] not in told]
+    faults = [fault for fault in every if fault in read_faults or fault.split(" ")[0] not in named]
     if isinstance(config, TrainConfig | TrainRewardModelConfig):
         # The deep preflight is of a run on GPUs, wherever it is made.
         resolve_defaults(
@@ -148,8 +148,8 @@ def read(schema: type[T], node: DictConfig, path: str = "") -> tuple[T, list[str
     """
     config = schema()
     faults = list(_fill(config, node, path, schema))
-    told = {path + fault.removeprefix(path).split(" ")[0] for fault in faults}
-    return config, [*faults, *_missing(config, path, told)]
+    named = {path + fault.removeprefix(path).split(" ")[0] for fault in faults}
+    return config, [*faults, *_missing(config, path, named)]
 
 
 def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) -> Iterator[str]:
@@ -242,19 +242,19 @@ def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
     try:
         section.__pydantic_validator__.validate_assignment(section, name, value)
     except ValidationError as error:
-        found = next((one for one in error.errors() if one["type"] in _OF_VALUE), None)
-        if found is not None:
-            value = found["input"] if len(found["loc"]) == 1 else value
-            bounds = list(found.get("ctx", {}).values())
+        first = next((detail for detail in error.errors() if detail["type"] in _OF_VALUE), None)
+        if first is not None:
+            value = first["input"] if len(first["loc"]) == 1 else value
+            bounds = list(first.get("ctx", {}).values())
             value = (
                 float(value)
                 if type(value) is int and bounds and type(bounds[0]) is float
                 else value
             )
-            if isinstance(value, str) or found["type"] != "literal_error":
+            if isinstance(value, str) or first["type"] != "literal_error":
                 setattr(section, name, value)
-        expected = expected_of(type(section), name, is_of_value=found is not None)
-        kind = "" if found is None else found["type"]
+        expected = expected_of(type(section), name, is_of_value=first is not None)
+        kind = "" if first is None else first["type"]
         if kind == _NOT_FINITE and "finite" not in expected:
             expected += ", and finite"
         yield _fault_of_value(key, value, expected, kind)
@@ -276,9 +276,9 @@ def _fault_of_value(key: str, value: Any, expected: str, kind: str) -> Fault:
     return Fault(sentence, key="config.value.no_host")
 
 
-def _missing(section: Section, path: str, told: set[str]) -> Iterator[str]:
+def _missing(section: Section, path: str, named: set[str]) -> Iterator[str]:
     for name, value in section:
-        if path + name in told:
+        if path + name in named:
             continue
         if value == NOT_SET:
             yield Fault(
@@ -290,4 +290,4 @@ def _missing(section: Section, path: str, told: set[str]) -> Iterator[str]:
         )
         for group_name, group in groups.items():
             if isinstance(group, Section):
-                yield from _missing(group, f"{path}{group_name}.", told)
+                yield from _missing(group, f"{path}{group_name}.", named)

@@ -238,10 +238,10 @@ class FieldsConfig(Section):
     @property
     def columns(self) -> dict[str, str]:
         """Return the column of each name that is given one."""
-        own = {"prompt": self.prompt, "system": self.system}
+        columns = {"prompt": self.prompt, "system": self.system}
         return {
             **self.rename,
-            **{name: column for name, column in own.items() if column is not None},
+            **{name: column for name, column in columns.items() if column is not None},
         }
 
     def faults(self) -> Iterator[Fault]:

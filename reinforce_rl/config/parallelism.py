@@ -121,8 +121,8 @@ def ranks_faults(
     context = getattr(model, "context_parallel_size", 1)
     sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, context)
     if min(*sizes, world - others) >= 1:
-        own = f"{ranks}, less {others} (generation_ranks)" if others else ranks
-        yield from layout_faults(*sizes, model.sequence_parallel, world - others, own, section)
+        counted = f"{ranks}, less {others} (generation_ranks)" if others else ranks
+        yield from layout_faults(*sizes, model.sequence_parallel, world - others, counted, section)
     started = ranks_started()
     if started is not None and started != str(world):
         yield Fault(

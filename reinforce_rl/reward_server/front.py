@@ -273,7 +273,7 @@ class Front:
     ) -> web.Response:
         headers = {HEADER_LENGTH: str(wanted.json_length)} if wanted else {}
         try:
-            code, found, answer = await self._ask(
+            code, headers_back, answer = await self._ask(
                 request.path, wanted and wanted.body, headers, seconds
             )
         except (asyncio.TimeoutError, TimeoutError):
@@ -285,7 +285,7 @@ class Front:
             if b"Traceback" not in answer:  # the scorer logs what the model raised
                 logger.error("event=backend_fault code=%d answer=%.200r", code, answer)
             raise Refusal(code, "the model's side failed; the reward server's log says why")
-        kept = {name: found[name] for name in PASSED_HEADERS if name in found}
+        kept = {name: headers_back[name] for name in PASSED_HEADERS if name in headers_back}
         return web.Response(status=code, body=answer, headers=kept)
 
     async def _ask(self, path: str, body: bytes | None, headers: dict[str, str], seconds: float):

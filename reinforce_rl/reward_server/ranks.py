@@ -151,12 +151,16 @@ class DistributedScorer:
         micro_batches = self.model.batching.plan(sequences)
         with self._one_at_a_time:
             dealt = share(micro_batches, self._num_blocks)
-            found = self._run(
-                {b: [micro_batches[i] for i in own] for b, own in enumerate(dealt) if own}
+            dealt_scores = self._run(
+                {
+                    b: [micro_batches[i] for i in numbers]
+                    for b, numbers in enumerate(dealt)
+                    if numbers
+                }
             )
-        rows = np.concatenate([micro_batches[i].rows for own in dealt for i in own])
-        scores = np.empty_like(found)
-        scores[rows] = found
+        rows = np.concatenate([micro_batches[i].rows for numbers in dealt for i in numbers])
+        scores = np.empty_like(dealt_scores)
+        scores[rows] = dealt_scores
         return AttributeScores(
             self.model.merging(torch.from_numpy(scores)).tolist(), scores.tolist()
         )
@@ -176,11 +180,11 @@ class DistributedScorer:
             asked = [member.rank for member in self._members.values() if member.block in jobs]
             call = self._call = _Call(self._number, dict.fromkeys(asked, due))
         for rank in asked:
-            own = jobs[self._members[rank].block]
+            job = jobs[self._members[rank].block]
             if rank == 0:
-                self._jobs.put((call.number, own))
+                self._jobs.put((call.number, job))
             else:
-                self._links.send(rank, SCORE, *_pack(call.number, own))
+                self._links.send(rank, SCORE, *_pack(call.number, job))
         with self._changed:
             while call.due and self._lost is None:
                 left = min(call.due.values()) - time.monotonic()
@@ -192,12 +196,12 @@ class DistributedScorer:
         self.check()
         if call.failures:
             raise RewardServerError(self._failures_of(call), key="serve.rank.failed")
-        for block, own in jobs.items():
-            found = len(call.scores[block])
-            count = sum(len(one.lengths) for one in own)
-            if found != count:
+        for block, job in jobs.items():
+            received = len(call.scores[block])
+            count = sum(len(micro_batch.lengths) for micro_batch in job)
+            if received != count:
                 raise RewardServerError(
-                    f"block {block} gave {found} scores for {count} sequences",
+                    f"block {block} gave {received} scores for {count} sequences",
                     key="serve.rank.wrong_number_of_scores",
                 )
         return np.concatenate([call.scores[block] for block in jobs])
@@ -419,7 +423,11 @@ def _pack(number: int, micro_batches: Sequence[MicroBatch]) -> list[Buffer]:
     """Encode a call as parts of a message: its number, then lengths and tokens of each
     micro-batch.
     """
-    arrays = [array for one in micro_batches for array in (one.lengths, one.tokens)]
+    arrays = [
+        array
+        for micro_batch in micro_batches
+        for array in (micro_batch.lengths, micro_batch.tokens)
+    ]
     return [
         json.dumps({"call": number}).encode(),
         *(np.ascontiguousarray(array, np.int64).data for array in arrays),

@@ -116,10 +116,10 @@ def _wanted(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flag(entry: dict[str, Any], key: str) -> dict[str, bool]:
-    found = {name: value for name, value in _parameters(entry).items() if name == key}
-    if not all(type(value) is bool for value in found.values()):
+    flags = {name: value for name, value in _parameters(entry).items() if name == key}
+    if not all(type(value) is bool for value in flags.values()):
         raise Refusal(400, f"{key} is neither true nor false")
-    return found
+    return flags
 
 
 def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
@@ -160,9 +160,9 @@ def _parse(text: bytes) -> dict[str, Any]:
     return _object(request, "the request")
 
 
-def _object(value: Any, what: str) -> dict[str, Any]:
+def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise Refusal(400, f"{what} is no JSON object")
+        raise Refusal(400, f"{name} is no JSON object")
     return value
 
 

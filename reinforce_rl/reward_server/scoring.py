@@ -190,10 +190,10 @@ class RequestScorer:
 
     def _score_requests(self, samples: list[Samples]) -> list[Answer]:
         if self._deterministic or len(samples) == 1:
-            return [self._score(one) for one in samples]
-        sequences = [sequence for one in samples for sequence in one.sequences]
-        merged = self._score(Samples(sequences, np.concatenate([one.status for one in samples])))
-        cuts = np.cumsum([len(one.status) for one in samples])[:-1]
+            return [self._score(part) for part in samples]
+        sequences = [sequence for part in samples for sequence in part.sequences]
+        merged = self._score(Samples(sequences, np.concatenate([part.status for part in samples])))
+        cuts = np.cumsum([len(part.status) for part in samples])[:-1]
         parts = {key: np.split(value, cuts) for key, value in merged.items()}
         return [{key: values[row] for key, values in parts.items()} for row in range(len(samples))]
 
@@ -249,9 +249,9 @@ class RequestScorer:
         count = len(sequences)
         if not self._attributes:
             return np.asarray(self._scorer.score(sequences), np.float64).reshape(count, 1)
-        found = cast(base.AttributeScorer, self._scorer).score_attributes(sequences)
-        attributes = np.asarray(found.attributes, np.float64).reshape(count, len(self._attributes))
-        return np.column_stack([np.asarray(found.rewards, np.float64).reshape(count), attributes])
+        scored = cast(base.AttributeScorer, self._scorer).score_attributes(sequences)
+        attributes = np.asarray(scored.attributes, np.float64).reshape(count, len(self._attributes))
+        return np.column_stack([np.asarray(scored.rewards, np.float64).reshape(count), attributes])
 
     def _count(self, samples: list[Samples], answers: list[Answer], seconds: float) -> None:
         by_status = Counter(
@@ -260,7 +260,7 @@ class RequestScorer:
         failed = {
             base.STATUS_TEXT[code]: n for code, n in by_status.items() if code != base.STATUS_OK
         }
-        tokens = sum(len(sequence) for one in samples for sequence in one.sequences)
+        tokens = sum(len(sequence) for part in samples for sequence in part.sequences)
         text = "event=scored requests=%d samples=%d tokens=%d seconds=%.3f failed=%s"
         level = logging.WARNING if failed else logging.DEBUG
         logger.log(level, text, len(samples), by_status.total(), tokens, seconds, failed)
@@ -334,7 +334,7 @@ class FunctionRequestScorer(RequestScorer):
         return Samples([], status, texts)
 
     def _score_requests(self, samples: list[Samples]) -> list[Answer]:
-        pending = [self._submit(one) for one in samples]
+        pending = [self._submit(part) for part in samples]
         answers = (
             [{} for _ in samples]
             if self._functions.model is None
@@ -342,11 +342,11 @@ class FunctionRequestScorer(RequestScorer):
         )
         return [self._sum(*parts) for parts in zip(samples, answers, pending, strict=True)]
 
-    def _submit(self, one: Samples) -> dict[str, PendingScores]:
-        good = one.status == base.STATUS_OK
+    def _submit(self, part: Samples) -> dict[str, PendingScores]:
+        good = part.status == base.STATUS_OK
         texts = [
             text
-            for text, is_good in zip(one.texts, good, strict=True)
+            for text, is_good in zip(part.texts, good, strict=True)
             if text is not None and is_good
         ]
         is_canary = all(dict(text.record) == self._canary for text in texts)
@@ -356,27 +356,29 @@ class FunctionRequestScorer(RequestScorer):
             for name in self._functions.weights
         }
 
-    def _sum(self, one: Samples, answer: Answer, pending: Mapping[str, PendingScores]) -> Answer:
+    def _sum(self, part: Samples, answer: Answer, pending: Mapping[str, PendingScores]) -> Answer:
         """Add the functions' scores to any answer of the model; a sample has the status of the
         first that failed.
         """
-        own = self._functions
-        good = one.status == base.STATUS_OK
-        status = answer[wire.STATUS][:, 0] if answer else one.status.copy()
+        functions = self._functions
+        good = part.status == base.STATUS_OK
+        status = answer[wire.STATUS][:, 0] if answer else part.status.copy()
         columns = [answer[key] for key in (wire.REWARDS, wire.ATTRIBUTES) if key in answer]
         rewards = (
-            own.model_weight * columns[0][:, 0] if answer else np.zeros(len(status), np.float32)
+            functions.model_weight * columns[0][:, 0]
+            if answer
+            else np.zeros(len(status), np.float32)
         )
         for name, scores in pending.items():
             values = np.full(len(status), np.nan, np.float32)
-            found = status.copy()
+            of_function = status.copy()
             result = scores.result()
             if result.faults:
                 faults = dict(Counter(result.faults.values()))
                 logger.warning("event=function_failed function=%s faults=%s", name, faults)
-            values[good], found[good] = result.values, result.status
-            status = np.where(status == base.STATUS_OK, found, status)
-            rewards = rewards + np.float32(own.weights[name]) * values
+            values[good], of_function[good] = result.values, result.status
+            status = np.where(status == base.STATUS_OK, of_function, status)
+            rewards = rewards + np.float32(functions.weights[name]) * values
             columns.append(values[:, None])
         failed = status != base.STATUS_OK
         taken = {wire.REWARDS: rewards[:, None].astype(np.float32), wire.STATUS: status[:, None]}

@@ -280,8 +280,8 @@ def keep_private(path: Path) -> None:
     /dev/shm.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        found = os.fstat(file.fileno())
-        if stat.S_ISREG(found.st_mode) and (found.st_uid, found.st_nlink) == (os.geteuid(), 1):
+        status = os.fstat(file.fileno())
+        if stat.S_ISREG(status.st_mode) and (status.st_uid, status.st_nlink) == (os.geteuid(), 1):
             os.fchmod(file.fileno(), 0o600)
 
 

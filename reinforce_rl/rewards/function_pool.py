@@ -146,14 +146,14 @@ class _Host(ModuleChild):
             self.connection.send(settings)
         if not self.connection.poll(START_SECONDS):
             self.kill()
-        found = receive(self.connection)
-        if found is None:
+        answer = receive(self.connection)
+        if answer is None:
             self.wait()
             output.join(STOP_SECONDS)
         else:
             threading.Thread(target=self._write, daemon=True).start()
             self.listen(self._on_message)
-        return found
+        return answer
 
     def add(self, batch: PendingScores, requests: Sequence[tuple[int, bytes]]) -> int:
         """Queue these rows' samples and return the number in flight; raise RewardServerError if the
@@ -328,8 +328,8 @@ class FunctionPool:
         limits = self._config.model_dump(
             include={"num_workers", "sample_timeout_seconds", "sample_memory_mb"}
         )
-        found = host.load({"functions": self._functions, **limits})
-        if found is None:
+        answer = host.load({"functions": self._functions, **limits})
+        if answer is None:
             raise RewardServerError(
                 "the process of the reward function ended before it was ready (exit code "
                 f"{host.exit_code}; it is killed after {START_SECONDS:.0f} s); what it said is "
@@ -337,11 +337,11 @@ class FunctionPool:
                 f"{', '.join(spec.name for spec in self._functions.values())} end?",
                 key="reward_function.processes.not_ready",
             )
-        if found["faults"]:
+        if answer["faults"]:
             host.stop(STOP_SECONDS)
-            faults = [Fault(sentence, key=key) for sentence, key in found["faults"]]
+            faults = [Fault(sentence, key=key) for sentence, key in answer["faults"]]
             raise ConfigError(faults)
-        self.sources = found["sources"]
+        self.sources = answer["sources"]
         return host
 
 
@@ -380,13 +380,13 @@ def function_faults(cfg: TrainConfig, *, here: bool = True) -> list[str]:
     if not is_first_rank():
         return []
     faults = source_class_faults(cfg)
-    own = cfg.reward_function
+    section = cfg.reward_function
     named = named_functions(cfg.reward_functions).items()
     specs = {name: spec for name, (spec, _) in named if spec.name != NOT_SET}
     if not specs:
         return faults
     # The limits are those of samples, and may be wrong themselves.
-    config = RewardFunctionConfig(environment=own.environment, sandbox=own.sandbox and here)
+    config = RewardFunctionConfig(environment=section.environment, sandbox=section.sandbox and here)
     try:
         with contextlib.closing(FunctionPool(specs, config)) as pool:
             pool.start()

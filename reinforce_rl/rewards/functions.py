@@ -70,8 +70,8 @@ def matches(
     dot match line breaks.
     """
     compiled = re.compile(pattern)
-    found = compiled.fullmatch(response) if whole else compiled.search(response)
-    return unmatched if found is None else matched
+    match = compiled.fullmatch(response) if whole else compiled.search(response)
+    return unmatched if match is None else matched
 
 
 def _check_length(*, target: int, tolerance: float, unit: str = "words") -> None:
@@ -143,12 +143,12 @@ def instructions(
 def _texts_by_key(text: str, keys: Iterable[str]) -> list[str] | None:
     """Return the values of a JSON object that has exactly these keys and texts, no two alike."""
     try:
-        found = json.loads(text)
+        answer = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.keys() != set(keys):
+    if not isinstance(answer, dict) or answer.keys() != set(keys):
         return None
-    texts = [text.strip().lower() if isinstance(text, str) else "" for text in found.values()]
+    texts = [text.strip().lower() if isinstance(text, str) else "" for text in answer.values()]
     return texts if all(texts) and len(set(texts)) == len(texts) else None
 
 

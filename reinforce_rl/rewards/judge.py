@@ -65,8 +65,8 @@ _VERDICT = re.compile(r"\[\[([ABC])\]\]")
 class JudgeError(Exception):
     """The judge gave no judgement. `public` says why, without any text of the sample."""
 
-    def __init__(self, public: str, more: str = ""):
-        super().__init__(f"{public}: {quoted(more, 600)}" if more else public)
+    def __init__(self, public: str, details: str = ""):
+        super().__init__(f"{public}: {quoted(details, 600)}" if details else public)
         self.public = public
 
 
@@ -182,10 +182,10 @@ def score_in(answer: str, low: float, high: float) -> float:
     """Return the last "Score: 7" of an answer, or the number that it is; JudgeError if none, or not
     low .. high.
     """
-    found = _SCORE.findall(answer) or _NUMBER_ALONE.findall(answer)
-    if not found:
+    numbers = _SCORE.findall(answer) or _NUMBER_ALONE.findall(answer)
+    if not numbers:
         raise JudgeError("the judge's answer holds no score", answer)
-    score = float(found[-1])
+    score = float(numbers[-1])
     if not low <= score <= high:
         raise JudgeError(f"the judge's score is outside {low:g} .. {high:g}", answer)
     return score

@@ -86,7 +86,7 @@ class CombinedRewards:
     @property
     def identity(self) -> dict[str, Any]:
         """What each source says of itself, by name."""
-        return {one.name: getattr(one.source, "identity", None) for one in self.sources}
+        return {source.name: getattr(source.source, "identity", None) for source in self.sources}
 
     def close(self) -> None:
         """Close every source, even if one raises; its exception is raised at the end."""

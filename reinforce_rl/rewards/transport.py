@@ -169,12 +169,12 @@ class HttpAnswer:
 
     def check_digest(self, body: bytes) -> None:
         """Raise FailedAttempt unless this answers a request with this body."""
-        found = self.headers.get(wire.REQUEST_DIGEST)
+        digest = self.headers.get(wire.REQUEST_DIGEST)
         sent = hashlib.sha256(body).hexdigest()
-        if found != sent:
+        if digest != sent:
             text = "it bears no digest"
-            if found:
-                text = f"it is to another request (digest {quoted(found, 12)}, asked {sent[:12]})"
+            if digest:
+                text = f"it is to another request (digest {quoted(digest, 12)}, asked {sent[:12]})"
             raise FailedAttempt(
                 f"gave a wrong answer: {text} ({wire.REQUEST_DIGEST})", bad_answer=True
             )
@@ -250,12 +250,12 @@ async def exchange(
                 connector=connector,
             ) as answer,
         ):
-            found = bytearray()
+            received = bytearray()
             async for part in answer.content.iter_any():
-                found += part
-                if len(found) > max_bytes:
+                received += part
+                if len(received) > max_bytes:
                     raise FailedAttempt(f"does not answer (it sends more than {max_bytes} bytes)")
-            return HttpAnswer(answer.status, answer.headers, bytes(found))
+            return HttpAnswer(answer.status, answer.headers, bytes(received))
     except (asyncio.TimeoutError, TimeoutError) as error:
         raise FailedAttempt("does not answer (timed out)", timed_out=True) from error
     except aiohttp.ClientResponseError as error:
@@ -286,9 +286,9 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
         answer = await _ask(model, "/v2", timeout)
         if answer.code != 200 or b'"extensions"' not in answer.body:  # it is no Triton
             raise _foreign(model.place, f"HTTP {code}")
-        what = f"is a Triton server without '{wire.INFO_MODEL}' (HTTP {code})"
+        program = f"is a Triton server without '{wire.INFO_MODEL}' (HTTP {code})"
         raise FailedAttempt(
-            f"{what}: a reward server that starts, or none of this project; check host and port"
+            f"{program}: a reward server that starts, or none of this project; check host and port"
         )
     try:
         info = ServerInfo.from_json(parse_json(answer.body)["outputs"][0]["data"][0])
@@ -386,14 +386,14 @@ async def infer(
     answer.check_digest(body)
     try:
         json_length = answer.headers.get(wire.HEADER_LENGTH)
-        found = client.parse_response_body(
+        parsed = client.parse_response_body(
             answer.body, header_length=int(json_length) if json_length else None
         )
-        if (found_id := found.get_response().get("id")) != request_id:
-            other = quoted(found_id, 100)
+        if (answered_id := parsed.get_response().get("id")) != request_id:
+            other = quoted(answered_id, 100)
             raise ValueError(f"it is to the request with the id '{other}', not {request_id!r}")
-        wire.check_json_numbers(found.get_response())
-        return wire.check_answer(found.as_numpy, count, attributes)
+        wire.check_json_numbers(parsed.get_response())
+        return wire.check_answer(parsed.as_numpy, count, attributes)
     except Exception as error:  # tritonclient may raise anything on malformed bytes
         if not any(name in answer.headers for name in ("Content-Length", "Transfer-Encoding")):
             # Without its length, a truncated answer looks complete.
@@ -440,23 +440,23 @@ async def _ask(
 
 def _token_refused(model: ModelAddress) -> RewardServerError:
     if model.token is None:
-        found = Fault("no token was sent", key="reward_server.token.not_sent")
+        fault = Fault("no token was sent", key="reward_server.token.not_sent")
     else:
-        found = Fault(
+        fault = Fault(
             "it does not know the token that was sent",
             key="reward_server.token.unknown",
         )
     return RewardServerError(
-        f"the reward server at {model.place} asks for an access token, and {found}. Give the "
+        f"the reward server at {model.place} asks for an access token, and {fault}. Give the "
         "server's token by remote_rm.reward_model.token_file=FILE or by the environment variable "
         f"{wire.TOKEN_VARIABLE}.",
-        key=found.key,
+        key=fault.key,
     )
 
 
-def _foreign(place: Address, found: str) -> RewardServerError:
+def _foreign(place: Address, answered: str) -> RewardServerError:
     return RewardServerError(
-        f"another program listens on {place}: expected a reward server, got {found}. "
+        f"another program listens on {place}: expected a reward server, got {answered}. "
         "Check host and port against the server's line 'ready at http://...'.",
         key="reward_server.port.other_program",
     )

@@ -363,8 +363,8 @@ def _checked(
 ) -> np.ndarray:
     array = output(key)
     if array is None or array.dtype != dtype or array.shape != shape:
-        found = "missing" if array is None else f"{array.dtype} {list(array.shape)}"
-        raise ValueError(f"'{key}' is {found}; expected {np.dtype(dtype).name} {list(shape)}")
+        given = "missing" if array is None else f"{array.dtype} {list(array.shape)}"
+        raise ValueError(f"'{key}' is {given}; expected {np.dtype(dtype).name} {list(shape)}")
     return array
 
 
