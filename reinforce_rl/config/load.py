@@ -197,7 +197,8 @@ def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) 
         ):
             setattr(section, name, {})
             for entry in value:
-                getattr(section, name)[str(entry)] = group = entries[-1]()
+                group = entries[-1]()
+                getattr(section, name)[str(entry)] = group
                 yield from _fill_group(group, value[entry], f"{key}.{entry}", schema)
         else:
             yield from _set(section, name, value, key)

@@ -144,9 +144,8 @@ class Front:
     @web.middleware
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get(REQUEST_ID, "")
-        record = request[_RECORD] = _Record(
-            given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8)
-        )
+        record = _Record(given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8))
+        request[_RECORD] = record
         started = time.monotonic()
         code = CLIENT_GONE
         try:

@@ -28,7 +28,8 @@ class FrontProcess(ModuleChild):
 
     def __init__(self, listener: socket.socket, settings: FrontSettings, progress: Progress):
         self._progress = progress
-        self._up, self._empty = threading.Event(), threading.Event()
+        self._up = threading.Event()
+        self._empty = threading.Event()
         self._unhealthy = Silence()
         self._text = "a small sample has had no answer"
         with listener:

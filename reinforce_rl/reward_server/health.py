@@ -262,7 +262,8 @@ class FrontMetrics(Collector):
 
     def __init__(self, admission: Admission):
         self._scored = Snapshot()
-        registry = self._registry = CollectorRegistry()
+        registry = CollectorRegistry()
+        self._registry = registry
         self._requests = Counter(
             "reward_server_requests", "Answered requests for scores", ["code"], registry=registry
         )

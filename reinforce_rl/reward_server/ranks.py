@@ -122,7 +122,8 @@ class DistributedScorer:
         self._one_at_a_time = threading.Lock()
         self._watch = LinkThread(links, rank_timeout, self._on_message, self._on_lost)
         self.model = load()
-        self.max_length, self.vocab_size = self.model.max_length, self.model.vocab_size
+        self.max_length = self.model.max_length
+        self.vocab_size = self.model.vocab_size
         self.attributes = self.model.attributes
         with self._changed:
             self._changed.wait_for(lambda: not self._loading or self._lost is not None)
@@ -178,7 +179,8 @@ class DistributedScorer:
             self._number += 1
             due = time.monotonic() + self._call_timeout
             asked = [member.rank for member in self._members.values() if member.block in jobs]
-            call = self._call = _Call(self._number, dict.fromkeys(asked, due))
+            call = _Call(self._number, dict.fromkeys(asked, due))
+            self._call = call
         for rank in asked:
             job = jobs[self._members[rank].block]
             if rank == 0:

@@ -56,7 +56,8 @@ def read_request(
         datatype, width = wire.INPUTS[name]
         if tensor.get("datatype") != datatype:
             raise Refusal(400, f"the datatype of '{name}' is not {datatype}")
-        shapes[name] = shape = _shape(tensor, width, settings)
+        shape = _shape(tensor, width, settings)
+        shapes[name] = shape
         size = _parameters(tensor).get(BINARY_SIZE)
         if size is None:
             part = _written(tensor, shape)

@@ -376,7 +376,8 @@ class FunctionRequestScorer(RequestScorer):
             if result.faults:
                 faults = dict(Counter(result.faults.values()))
                 logger.warning("event=function_failed function=%s faults=%s", name, faults)
-            values[good], of_function[good] = result.values, result.status
+            values[good] = result.values
+            of_function[good] = result.status
             status = np.where(status == base.STATUS_OK, of_function, status)
             rewards = rewards + np.float32(functions.weights[name]) * values
             columns.append(values[:, None])

@@ -224,7 +224,8 @@ class _Host:
             if event:
                 self._start(*self._connection.recv())
             for fd in ready:
-                sample, chunk = self._running[fd], os.read(fd, ANSWER_BYTES)
+                sample = self._running[fd]
+                chunk = os.read(fd, ANSWER_BYTES)
                 sample.answer += chunk
                 if not chunk or b"\n" in chunk or len(sample.answer) > ANSWER_BYTES:
                     self._finish(sample)
