@@ -221,7 +221,7 @@ def test_one_file_reads_the_variables_of_a_launcher() -> None:
 
 
 def test_one_library_asks_over_http() -> None:
-    """Python's own is left around Slurm's tasks, and at Triton's socket in the server."""
+    """Python's own is left around Slurm's tasks."""
     libraries = (
         "aiohttp",
         "http.client",
@@ -240,7 +240,7 @@ def test_one_library_asks_over_http() -> None:
     assert places.pop("aiohttp") - servers == {"rewards/transport.py"}
     # Triton's requests and answers without its connections, and the settings of proxies.
     assert places.pop("tritonclient") == places.pop("urllib") == {"rewards/transport.py"}
-    assert places == {"http": {"launch/slurm/rendezvous.py", "reward_server/triton.py"}}
+    assert places == {"http": {"launch/slurm/rendezvous.py"}}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -57,36 +58,28 @@ class RunningMoments:
         self.merge(RunningMoments.of(values))
 
 
-@dataclass(frozen=True)
-class RewardShaping:
-    """Reward shaping, applied in the order of the fields."""
+class RewardShaping(Protocol):
+    """The keys of `trainer.reinforce.reward_shaping`, in the order in which they are applied."""
 
     # none; given: (r - mean) / deviation; running: with moments of past steps
-    standardisation: str = "none"
-    mean: float = 0.0  # for `given`
-    deviation: float = 1.0  # for `given`
-    scale: float = 1.0
-    clip: float | None = None  # bound on the absolute value; None for no bound
-    length_penalty: float = 0.0  # per response token
-    truncation_penalty: float = 0.0  # for a response cut at max_length
-    # Last tokens before max_length with a linear penalty, also for ended responses (2503.14476,
-    # equation 13).
-    overlong_buffer: int = 0
-    max_length: int = 1  # response tokens
+    standardisation: Literal["none", "given", "running"]
+    mean: float  # of given
+    deviation: float  # of given
+    scale: float
+    clip: float | None  # bound on the absolute value; None for no bound
+    length_penalty: float  # per response token
 
 
 def shape_rewards(
     rewards: Tensor,
     valid: Tensor,
     response_lengths: Tensor,
-    is_end: Tensor,
     shaping: RewardShaping,
     past: RunningMoments,
 ) -> Tensor:
     """Return the shaped rewards [N]; invalid samples have arbitrary values.
 
-    `is_end` is False if a response was cut at max_length. `past` are the moments of past steps' raw
-    rewards; the first step uses its own.
+    `past` are the moments of past steps' raw rewards; the first step uses its own.
     """
     shaped = rewards
     if shaping.standardisation == "given":
@@ -101,12 +94,29 @@ def shape_rewards(
     shaped = shaped * shaping.scale
     if shaping.clip is not None:
         shaped = shaped.clamp(-shaping.clip, shaping.clip)
-    shaped = shaped - shaping.length_penalty * response_lengths
-    overlong = (~is_end).to(shaped.dtype)
-    if shaping.overlong_buffer > 0:
-        into = response_lengths - (shaping.max_length - shaping.overlong_buffer)
-        overlong = (into / shaping.overlong_buffer).clamp(0.0, 1.0).where(is_end, 1.0)
-    return shaped - shaping.truncation_penalty * overlong
+    return shaped - shaping.length_penalty * response_lengths
+
+
+def subtract_truncation_penalty(
+    rewards: Tensor,
+    response_lengths: Tensor,
+    is_end: Tensor,
+    *,
+    penalty: float,
+    buffer: int,
+    max_length: int,
+) -> Tensor:
+    """Return rewards [N] less `penalty` where a response was cut at `max_length` tokens.
+
+    Responses that ended within the last `buffer` tokens have a linear part of it.
+
+    Source: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13.
+    """
+    overlong = (~is_end).to(rewards.dtype)
+    if buffer > 0:
+        into = response_lengths - (max_length - buffer)
+        overlong = (into / buffer).clamp(0.0, 1.0).where(is_end, 1.0)
+    return rewards - penalty * overlong
 
 
 def subtract_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: int) -> Tensor:

@@ -1,4 +1,7 @@
-"""Rules across keys of the actor's configuration, without torch. Each yields one message per error."""
+"""Rules across keys of the actor's configuration, without torch.
+
+Each yields one message per error.
+"""
 
 from __future__ import annotations
 

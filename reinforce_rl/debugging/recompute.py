@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithm.rewards import shape_rewards
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.debugging.gradient import Gradients, gradients_before
@@ -37,9 +36,8 @@ from reinforce_rl.monitoring.metrics import group_spread
 from reinforce_rl.monitoring.report import overview
 from reinforce_rl.monitoring.view import frozen_page
 from reinforce_rl.rollout.scoring import with_valid
-from reinforce_rl.trainer.advantages import reinforce_batch
+from reinforce_rl.trainer.advantages import reinforce_batch, shaped_rewards
 from reinforce_rl.trainer.state import RunningBaselines, depends_on_past
-from reinforce_rl.trainer.updates import reward_shaping
 from reinforce_rl.utils.files import write_atomically
 
 TOLERANCE = 1e-6  # of recomputed advantages: rounding
@@ -215,14 +213,15 @@ class _Side:
     def clipped_share(self, data: ReinforceBatch, cfg: ReinforceConfig, max_length: int) -> float:
         """Return the share of valid samples whose shaped reward `reward_shaping.clip` changes."""
         batch = data.rollouts
-        without_clip = replace(reward_shaping(cfg, max_length), clip=None)
-        unclipped = shape_rewards(
+        shaping = cfg.reward_shaping.model_copy(update={"clip": None})
+        unclipped = shaped_rewards(
             batch.rewards,
             batch.valid,
             batch.response_lengths,
             batch.is_end,
-            without_clip,
+            cfg.model_copy(update={"reward_shaping": shaping}),
             self.past.scores,
+            max_length=max_length,
         )
         assert data.shaped_rewards is not None
         return _mean((unclipped != data.shaped_rewards)[batch.valid])

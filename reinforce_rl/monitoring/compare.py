@@ -19,12 +19,12 @@ from reinforce_rl.monitoring.columns import shown_value
 from reinforce_rl.monitoring.paired import compare_validation
 from reinforce_rl.monitoring.progress import formatted
 from reinforce_rl.monitoring.report import overview
-from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
+from reinforce_rl.monitoring.run_folder import RunFolder, open_run
 from reinforce_rl.monitoring.view import frozen_page
 from reinforce_rl.runtime.settings import CONFIG_FILE, SILENT, flatten, read_tree
 from reinforce_rl.utils.console import table_console
 from reinforce_rl.utils.files import write_atomically
-from reinforce_rl.utils.statistics import paired, unpaired
+from reinforce_rl.utils.statistics import finite_mean, paired, unpaired
 
 _LAST = 10  # training steps; their mean is a run's final value
 # Name, metric, whether the best value is shown too, form.
@@ -116,7 +116,7 @@ def _metrics(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
         if any(series):
             is_training = not key.startswith("val/")
             finals = [
-                mean([value for _, value in points[-(_LAST if is_training else 1) :]])
+                finite_mean([value for _, value in points[-(_LAST if is_training else 1) :]])
                 for points in series
             ]
             last = f"last {_LAST} steps" if is_training else "last"
@@ -178,7 +178,9 @@ def _over_seeds(sides: Sequence[_Side]) -> list[dict[str, Any]]:
             # Before the first step all runs are equal.
             for run_name, _, seed in runs if step else ():
                 group.setdefault(seed, []).append(series[run_name][step])
-        first, last = ({seed: mean(values) for seed, values in group.items()} for group in groups)
+        first, last = (
+            {seed: finite_mean(values) for seed, values in group.items()} for group in groups
+        )
         is_paired = first.keys() == last.keys()
         difference = (
             paired(first, last, "seed")

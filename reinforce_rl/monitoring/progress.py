@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.control_characters import show_control_characters
+from reinforce_rl.utils.statistics import finite_mean
 
 PHASES = ("generate", "logprobs", "init_logprobs", "reward_wait", "train_time")
 # A metric's name, its name in the panel, its name in a line of the log, and its number's format.
@@ -212,11 +212,10 @@ class TrainingProgress:
         for title in ("now", f"mean, last {_RECENT}", "first"):
             table.add_column(title, justify="right", min_width=10)
         for name, title, _, form in self._shown:
-            finite = [value for value in self._history[name] if math.isfinite(value)]
             now = self._history[name][-1] if self._history[name] else math.nan
             values = (
                 now,
-                statistics.fmean(finite) if finite else math.nan,
+                finite_mean(self._history[name]),
                 self._first.get(name, math.nan),
             )
             table.add_row(title, *[formatted(form, value) for value in values])

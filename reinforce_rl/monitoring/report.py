@@ -16,10 +16,10 @@ from reinforce_rl.monitoring.alerts import GAP_LIMITS
 from reinforce_rl.monitoring.paired import REWARD, compare_validation
 from reinforce_rl.monitoring.progress import clock, formatted
 from reinforce_rl.monitoring.records import worst_tokens
-from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
+from reinforce_rl.monitoring.run_folder import RunFolder, open_run
 from reinforce_rl.monitoring.view import curves, frozen_page
 from reinforce_rl.utils.files import plain_number, write_atomically
-from reinforce_rl.utils.statistics import LEVEL, Difference, chance
+from reinforce_rl.utils.statistics import LEVEL, Difference, chance, finite_mean
 from reinforce_rl.utils.untrusted_files import check_regular, read_json
 
 EVALUATION_FILE = "evaluation.json"  # the best evaluation of reward-model training
@@ -100,9 +100,9 @@ def summarize(run: RunFolder) -> list[list[str]]:
         if window:
             steps = f"{window} steps" if window > 1 else "step"
             basis = f"training, first and last {steps}, not paired"
-            add(name, basis, mean(values[:window]), mean(values[-window:]), form)
+            add(name, basis, finite_mean(values[:window]), finite_mean(values[-window:]), form)
         else:
-            add(name, "training, one step", mean(values), math.nan, form)
+            add(name, "training, one step", finite_mean(values), math.nan, form)
     if left_out > 0:
         rows.append(
             [

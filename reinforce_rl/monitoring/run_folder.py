@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import os
-import statistics
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -374,9 +373,3 @@ def _runs_below(folder: Path, depth: int, root: Path) -> list[Path]:
     except OSError:
         return []
     return [run for path in below for run in _runs_below(path, depth - 1, root)] if depth else []
-
-
-def mean(values: Iterable[float]) -> float:
-    """Return the mean of the finite values; NaN without any."""
-    finite = [float(value) for value in values if math.isfinite(value)]
-    return statistics.fmean(finite) if finite else math.nan

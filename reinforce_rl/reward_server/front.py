@@ -1,7 +1,8 @@
-"""HTTP front door of the reward server: authorization, admission and validation; then it forwards to Triton.
+"""HTTP front door of the reward server: authorization, admission and validation; then it forwards
+to Triton.
 
-Speaks KServe v2 for the few served paths, and adds /health and /metrics. It is a process of its own, so that it
-answers even while the model is busy or stuck.
+Speaks KServe v2 for the few served paths, and adds /health and /metrics. It is a process of its
+own, so that it answers even while the model is busy or stuck.
 """
 
 from __future__ import annotations
@@ -55,7 +56,13 @@ TRUSTED_ID = re.compile(r"[\w.:/+@-]{1,128}", re.ASCII)
 END_SECONDS = 3.0
 OPEN_FILES = 1 << 16
 ADDRESS_CONNECTIONS = 512  # concurrent, per client address
-TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\n"
+    b"Retry-After: 5\r\n"
+    b"Connection: close\r\n"
+    b"Content-Length: 0\r\n"
+    b"\r\n"
+)
 READ_BYTES = 1 << 18  # body bytes per read; the default of 64 KiB costs four times the wake-ups
 LOG_LINE = "event=request id=%s path=%s code=%d bytes=%d samples=%d seconds=%.4f client=%s"
 
@@ -137,9 +144,8 @@ class Front:
     @web.middleware
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get(REQUEST_ID, "")
-        record = request[_RECORD] = _Record(
-            given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8)
-        )
+        record = _Record(given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8))
+        request[_RECORD] = record
         started = time.monotonic()
         code = CLIENT_GONE
         try:
@@ -164,11 +170,12 @@ class Front:
 
     def _authorise(self, request: web.Request) -> None:
         if not wire.is_authorised(request.headers.get(wire.TOKEN_HEADER), self._settings.token):
-            advice = "this reward server asks for an access token; send it as 'Authorization: Bearer TOKEN'"
-            where = (
-                f"a run has it from remote_rm.reward_model.token_file or from {wire.TOKEN_VARIABLE}"
+            raise Refusal(
+                401,
+                "this reward server asks for an access token; send it as 'Authorization: Bearer "
+                "TOKEN' (a run has it from remote_rm.reward_model.token_file or from "
+                f"{wire.TOKEN_VARIABLE})",
             )
-            raise Refusal(401, f"{advice} ({where})")
 
     def _check_ready(self) -> None:
         if self._state == STARTING:
@@ -217,7 +224,9 @@ class Front:
     async def _read(
         self, request: web.Request, body: bytes, input_forms: Sequence[str]
     ) -> TritonRequest:
-        """Parse long JSON in a thread, one at a time, since it needs tens of times its size in memory."""
+        """Parse long JSON in a thread, one at a time, since it needs tens of times its size in
+        memory.
+        """
         header = request.headers.get(HEADER_LENGTH)
         read = partial(read_request, body, header, self._settings, input_forms)
         if json_length(header, len(body)) <= QUICK_JSON_BYTES:
@@ -225,7 +234,9 @@ class Front:
         return await asyncio.get_running_loop().run_in_executor(self._parser, read)
 
     async def _describe(self, request: web.Request) -> web.Response:
-        """Answer with the server's description, as a model of KServe v2 would; no other process is asked."""
+        """Answer with the server's description, as a model of KServe v2 would; no other process is
+        asked.
+        """
         self._check(request)
         body = b""
         async for part in _parts_of(request, QUESTION_SECONDS, QUESTION_SECONDS):
@@ -261,7 +272,7 @@ class Front:
     ) -> web.Response:
         headers = {HEADER_LENGTH: str(wanted.json_length)} if wanted else {}
         try:
-            code, found, answer = await self._ask(
+            code, headers_back, answer = await self._ask(
                 request.path, wanted and wanted.body, headers, seconds
             )
         except (asyncio.TimeoutError, TimeoutError):
@@ -273,7 +284,7 @@ class Front:
             if b"Traceback" not in answer:  # the scorer logs what the model raised
                 logger.error("event=backend_fault code=%d answer=%.200r", code, answer)
             raise Refusal(code, "the model's side failed; the reward server's log says why")
-        kept = {name: found[name] for name in PASSED_HEADERS if name in found}
+        kept = {name: headers_back[name] for name in PASSED_HEADERS if name in headers_back}
         return web.Response(status=code, body=answer, headers=kept)
 
     async def _ask(self, path: str, body: bytes | None, headers: dict[str, str], seconds: float):
@@ -323,11 +334,15 @@ class Front:
 
 
 async def _promise_nothing(request: web.Request) -> None:
-    """Leave the answer to `Expect: 100-continue`, which curl sends before a large body, to `_parts_of`."""
+    """Leave the answer to `Expect: 100-continue`, which curl sends before a large body, to
+    `_parts_of`.
+    """
 
 
 async def _parts_of(request: web.Request, seconds: float, pause: float):
-    """Yield the body as it arrives; raise Refusal (408) if it is not complete in `seconds` or stalls for `pause`."""
+    """Yield the body as it arrives; raise Refusal (408) if it is not complete in `seconds` or
+    stalls for `pause`.
+    """
     if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # of the answer itself
@@ -459,7 +474,9 @@ async def _report_empty(connection: Connection, front: Front) -> None:
 
 
 async def _report_health(connection: Connection, front: Front, seconds: float) -> None:
-    """Report the health of the whole path to the model, or at least of this process, about every `seconds`."""
+    """Report the health of the whole path to the model, or at least of this process, about every
+    `seconds`.
+    """
     while True:
         event = "alive"
         text = ""

@@ -1,7 +1,7 @@
 """The server's handle of the front door's process.
 
-One connection carries settings, states and the scorer's progress to it, and questions for the latter and reports of
-its own and the model's health back.
+One connection carries settings, states and the scorer's progress to it, and questions for the
+latter and reports of its own and the model's health back.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ START_SECONDS = 60.0  # a busy machine imports slowly
 
 
 class FrontProcess(ModuleChild):
-    """The server's handle of the front-door process; `listener` is handed over to it, and closed here."""
+    """The server's handle of the front-door process; `listener` is handed over to it, and closed
+    here.
+    """
 
     def __init__(self, listener: socket.socket, settings: FrontSettings, progress: Progress):
         self._progress = progress
-        self._up, self._empty = threading.Event(), threading.Event()
+        self._up = threading.Event()
+        self._empty = threading.Event()
         self._unhealthy = Silence()
         self._text = "a small sample has had no answer"
         with listener:
@@ -54,7 +57,9 @@ class FrontProcess(ModuleChild):
         self.send({"state": state, "reason": reason})
 
     def fault(self, seconds: float) -> Fault | None:
-        """Return why the server must end: the front door died or hangs, or health was red for `seconds`; else None."""
+        """Return why the server must end: the front door died or hangs, or health was red for
+        `seconds`; else None.
+        """
         if (fault := super().fault(seconds)) is not None:
             self.kill()  # one that hangs would not end by itself
             return Fault(f"the front door {fault}", key="serve.front_door.lost")

@@ -1,7 +1,8 @@
-"""The scorer's progress in the server's process, and what /health and /metrics of the front door make of it.
+"""The scorer's progress in the server's process, and what /health and /metrics of the front door
+make of it.
 
-The front door asks for it over the connection of the two processes, one question for each check of health and each
-page of metrics, and none for a request.
+The front door asks for it over the connection of the two processes, one question for each check of
+health and each page of metrics, and none for a request.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class Progress:
     def count(
         self, requests: int, by_status: Mapping[int, int], tokens: int, seconds: float
     ) -> None:
-        """Count a scored batch; `by_status` are samples by STATUS_ constant, `tokens` those that the model saw."""
+        """Count a scored batch; `by_status` are samples by STATUS_ constant, `tokens` those that
+        the model saw.
+        """
         with self._lock:
             before = self._now
             statuses = list(before.by_status)
@@ -232,10 +235,10 @@ class Health:
         self._canary_seconds = time.monotonic() - started
         return False, "a small sample was scored"
 
-    def _judge_busy(self, found: Snapshot) -> tuple[bool, str]:
-        if (why := found.why_stuck(self._stuck_seconds)) is not None:
+    def _judge_busy(self, scored: Snapshot) -> tuple[bool, str]:
+        if (why := scored.why_stuck(self._stuck_seconds)) is not None:
             return True, f"stuck: {why}"
-        return False, f"busy: the model has been in a call for {found.quiet_seconds:.1f} s"
+        return False, f"busy: the model has been in a call for {scored.quiet_seconds:.1f} s"
 
 
 def fault_of(code: int, body: bytes, sample: str = "a small sample") -> str | None:
@@ -259,30 +262,31 @@ class FrontMetrics(Collector):
 
     def __init__(self, admission: Admission):
         self._scored = Snapshot()
-        own = self._registry = CollectorRegistry()
+        registry = CollectorRegistry()
+        self._registry = registry
         self._requests = Counter(
-            "reward_server_requests", "Answered requests for scores", ["code"], registry=own
+            "reward_server_requests", "Answered requests for scores", ["code"], registry=registry
         )
         about = "From a request's headers to its answer, for those with scores"
         self._seconds = Histogram(
-            "reward_server_request_seconds", about, buckets=SECONDS_BOUNDS, registry=own
+            "reward_server_request_seconds", about, buckets=SECONDS_BOUNDS, registry=registry
         )
         self._samples = Counter(
-            "reward_server_samples", "Samples of answered requests", registry=own
+            "reward_server_samples", "Samples of answered requests", registry=registry
         )
         self._bytes = Counter(
-            "reward_server_request_bytes", "Bytes of request bodies", registry=own
+            "reward_server_request_bytes", "Bytes of request bodies", registry=registry
         )
         in_flight = Gauge(
-            "reward_server_in_flight", "Requests that the model's side has", registry=own
+            "reward_server_in_flight", "Requests that the model's side has", registry=registry
         )
         in_flight.set_function(lambda: admission.in_flight)
-        queued = Gauge("reward_server_queue_length", "Requests that wait for it", registry=own)
+        queued = Gauge("reward_server_queue_length", "Requests that wait for it", registry=registry)
         queued.set_function(lambda: admission.queued)
         self._ready = Gauge(
-            "reward_server_ready", "1 while the server takes requests", registry=own
+            "reward_server_ready", "1 while the server takes requests", registry=registry
         )
-        own.register(self)
+        registry.register(self)
 
     def count(self, code: int, samples: int, size: int, seconds: float) -> None:
         self._requests.labels(str(code)).inc()

@@ -1,19 +1,18 @@
 """PyTriton behind the front door: on a Unix socket in a private folder, without model control.
 
-By default PyTriton listens on TCP and loads models over HTTP, with a token on tritonserver's command line, which every
-local user can read; whoever has it can load a model, that is, run Python code.
+By default PyTriton listens on TCP and loads models over HTTP, with a token on tritonserver's
+command line, which every local user can read; whoever has it can load a model, that is, run Python
+code.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import logging
 import os
 import secrets
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -31,7 +30,9 @@ from reinforce_rl.config.rewards import MODEL_NAME, InferenceConfig
 from reinforce_rl.errors import ConfigError, Fault, RewardServerError
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.rewards import wire
+from reinforce_rl.rewards.transport import FailedAttempt, exchange, url_of, wait_for
 from reinforce_rl.rewards.wire import ServerInfo
+from reinforce_rl.utils.net import Address
 from reinforce_rl.utils.process import Child, without_secrets
 
 if TYPE_CHECKING:
@@ -128,7 +129,10 @@ class PrivateTriton:
         return model
 
     def run(self) -> list[psutil.Process]:
-        """Start tritonserver; return it and its children. Raises RewardServerError if it does not become ready."""
+        """Start tritonserver; return it and its children.
+
+        Raises RewardServerError if it does not become ready.
+        """
         # PyTriton's own `Triton` listens on TCP, and asks there whether it is ready. Its output is
         # not to be filtered, nor its environment: it logs the whole of it at log_level=debug.
         self._server = Child(
@@ -199,21 +203,20 @@ class PrivateTriton:
         return self._model.is_alive()
 
     def ask(self, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
-        """Send a GET, or a POST of `body`; return the answer's code and body. RewardServerError if none is in time."""
+        """Send a GET, or a POST of `body`; return the answer's code and body.
+
+        RewardServerError if none is in time.
+        """
+        url = url_of(Address("localhost", 80), path)
+        work = exchange(url, seconds, body=body, socket_path=self._socket_path)
         try:
-            with contextlib.closing(http.client.HTTPConnection("localhost")) as connection:
-                connection.sock = socket.socket(socket.AF_UNIX)
-                connection.sock.settimeout(seconds)
-                connection.sock.connect(str(self._socket_path))
-                connection.request("GET" if body is None else "POST", path, body)
-                answer = connection.getresponse()
-                return answer.status, answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            why = str(error) or type(error).__name__
+            answer = wait_for(work)
+        except FailedAttempt as error:
             raise RewardServerError(
-                f"tritonserver gave no answer to {path} ({why})",
+                f"tritonserver, asked for {path}, {error}",
                 key="serve.triton.no_answer",
             ) from error
+        return answer.code, answer.body
 
     def stop(self, in_order: bool) -> None:
         """End tritonserver, at once unless `in_order`; the server's reaper removes what is left."""
@@ -251,12 +254,15 @@ class PrivateTriton:
                 )
             if time.monotonic() > deadline:
                 raise RewardServerError(
-                    f"tritonserver was not ready within {START_SECONDS:.0f} s; its last lines are above",
+                    f"tritonserver was not ready within {START_SECONDS:.0f} s; its last lines are "
+                    "above",
                     key="serve.triton.not_ready",
                 )
 
     def _hide_shared_memory(self) -> None:
-        """Make this user's segments in /dev/shm private; Triton creates them world-readable, whatever the umask."""
+        """Make this user's segments in /dev/shm private; Triton creates them world-readable,
+        whatever the umask.
+        """
         for segment in Path("/dev/shm").glob(f"{SHARED_MEMORY_PREFIX}{os.getpid()}-*"):
             with contextlib.suppress(OSError):
                 keep_private(segment)
@@ -270,18 +276,20 @@ class PrivateTriton:
 
 
 def keep_private(path: Path) -> None:
-    """Restrict a regular file to its owner; never follows links, which anyone can put into /dev/shm."""
+    """Restrict a regular file to its owner; never follows links, which anyone can put into
+    /dev/shm.
+    """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        found = os.fstat(file.fileno())
-        if stat.S_ISREG(found.st_mode) and (found.st_uid, found.st_nlink) == (os.geteuid(), 1):
+        status = os.fstat(file.fileno())
+        if stat.S_ISREG(status.st_mode) and (status.st_uid, status.st_nlink) == (os.geteuid(), 1):
             os.fchmod(file.fileno(), 0o600)
 
 
 def make_home(name: str) -> Path:
     """Create a folder for PyTriton's files, with a path short enough for the Unix sockets in it.
 
-    Falls back to /tmp, since a batch system's TMPDIR is often too long; raises ConfigError if `name` is too long, or
-    cannot be a file's.
+    Falls back to /tmp, since a batch system's TMPDIR is often too long; raises ConfigError if
+    `name` is too long, or cannot be a file's.
     """
     if not MODEL_NAME.fullmatch(name):
         sentence = (

@@ -51,7 +51,9 @@ class _Later:
 
 @dataclass(frozen=True)
 class CombinedRewards:
-    """A reward source that returns the weighted sum of others, whose names differ by the configuration's rules."""
+    """A reward source that returns the weighted sum of others, whose names differ by the
+    configuration's rules.
+    """
 
     sources: Sequence[WeightedSource]
 
@@ -61,7 +63,9 @@ class CombinedRewards:
         )
 
     def _sum(self, futures: Sequence[RewardFuture]) -> Rewards:
-        """Return the weighted sum; a failed sample has the status of the first source that failed it."""
+        """Return the weighted sum; a failed sample has the status of the first source that failed
+        it.
+        """
         answers = [future.result() for future in futures]
         values = torch.zeros_like(answers[0].values)
         status = torch.full_like(answers[0].status, base.STATUS_OK)
@@ -82,7 +86,7 @@ class CombinedRewards:
     @property
     def identity(self) -> dict[str, Any]:
         """What each source says of itself, by name."""
-        return {one.name: getattr(one.source, "identity", None) for one in self.sources}
+        return {source.name: getattr(source.source, "identity", None) for source in self.sources}
 
     def close(self) -> None:
         """Close every source, even if one raises; its exception is raised at the end."""
@@ -93,7 +97,10 @@ class CombinedRewards:
 
 @dataclass(frozen=True)
 class FunctionRewards:
-    """A reward source that calls one function of a started pool. Sources may share it; the first closes it."""
+    """A reward source that calls one function of a started pool.
+
+    Sources may share it; the first closes it.
+    """
 
     pool: FunctionPool
     function: str
@@ -125,10 +132,12 @@ class FunctionRewards:
 def connect_to_reward_servers(
     cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
 ) -> RewardSource:
-    """Start the reward functions, wait for every server and check compatibility, before a model is loaded.
+    """Start the reward functions, wait for every server and check compatibility, before a model is
+    loaded.
 
-    Raises RewardServerError if one is not ready within `remote_rm.ready_timeout_seconds`, ConfigError if tokenizer or
-    vocabulary differ and the server reads no texts, or a function cannot be used.
+    Raises RewardServerError if one is not ready within `remote_rm.ready_timeout_seconds`,
+    ConfigError if tokenizer or vocabulary differ and the server reads no texts, or a function
+    cannot be used.
     """
     functions = configured_functions(cfg)
     pool = FunctionPool({name: spec for name, (spec, _) in functions.items()}, cfg.reward_function)
@@ -173,7 +182,8 @@ def names_of_scores(cfg: TrainConfig) -> tuple[str, ...] | None:
 def published_addresses(files: Sequence[str], deadline: float) -> list[Address]:
     """Wait until reward servers have written their ready files, and return the addresses in them.
 
-    Raises RewardServerError if a file is missing at the deadline (`time.monotonic`), or names no address.
+    Raises RewardServerError if a file is missing at the deadline (`time.monotonic`), or names no
+    address.
     """
     addresses: list[Address] = []
     for file in files:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.algorithm.loss import Denominators
-from reinforce_rl.algorithm.rewards import RewardShaping
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 
 if TYPE_CHECKING:
@@ -126,14 +125,3 @@ def total_updates(
         updates = [-(-size // prompts_per_update) for size in batch_sizes]
     epochs, rest = divmod(total_steps(cfg, len(batch_sizes)), len(batch_sizes))
     return cfg.reinforce_epochs * (epochs * sum(updates) + sum(updates[:rest]))
-
-
-def reward_shaping(cfg: ReinforceConfig, max_length: int) -> RewardShaping:
-    """Read the reward shaping; `max_length` is a response's maximum tokens."""
-    penalise = cfg.truncated_samples == "penalise"
-    return RewardShaping(
-        **vars(cfg.reward_shaping),
-        truncation_penalty=cfg.truncation_penalty if penalise else 0.0,
-        overlong_buffer=cfg.overlong_buffer if penalise else 0,
-        max_length=max_length,
-    )

@@ -195,10 +195,10 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def own_address(peers: Sequence[str]) -> str:
-    """Return an address by which `peers`, other nodes of the job, reach this node.
+def own_address(peers: Sequence[str] = (ANYWHERE,)) -> str:
+    """Return an address by which `peers`, such as other nodes of the job, reach this node.
 
-    Raises ReinforceError: it has none.
+    By default that is any other machine. Raises ReinforceError: it has none.
     """
     name = socket.gethostname()
     address = _address_of(name)
@@ -223,12 +223,11 @@ def published_address(address: Address) -> Address:
     """Return where other machines reach a server that listens at `address`."""
     if address.host not in LOOPBACKS:
         return address
-    host = _address_of(socket.gethostname())
-    if host is None or is_loopback(host):
-        # Debian maps a machine's own name to 127.0.1.1.
-        with contextlib.suppress(OSError):
-            host = address_towards(ANYWHERE)
-    return Address(host or address.local.host, address.port)
+    try:
+        host = own_address()
+    except ReinforceError:  # no other machine can reach this one
+        host = address.local.host
+    return Address(host, address.port)
 
 
 def interface_of(host: str) -> str:

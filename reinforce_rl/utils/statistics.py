@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 LEVEL = 0.05  # of significance
 POWER = 0.8
 _ROUNDING = 1e-6  # relative to the values; differences that spread less are equal
+
+
+def finite_mean(values: Iterable[float]) -> float:
+    """Return the mean of the finite values; NaN without any."""
+    finite = [float(value) for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else math.nan
 
 
 @dataclass(frozen=True)
