@@ -4,9 +4,9 @@ The kernel is chosen here because torch prefers cuDNN on Hopper, which plans ane
 whose masked backward gives NaN at some lengths (pytorch#196678). Used instead: flash attention
 without a mask for bf16 on a GPU, the memory-efficient kernel for fp32, the fused kernel on a CPU.
 
-With n context-parallel ranks a sequence is cut into 2n chunks; rank r holds chunks r and 2n - 1 -
-r, which balances causal work (Llama 3, arXiv:2407.21783, section 3.3.2). Keys and values are
-gathered whole.
+With n context-parallel ranks a sequence is cut into 2n chunks. Rank r holds chunks r and
+2n - 1 - r, which balances causal work (Llama 3, arXiv:2407.21783, section 3.3.2). Keys and values
+are gathered whole.
 
 Notation: s sequence, b batch, h query heads, g key-value groups, d head size, c = s / 2n positions
 of a chunk.
