@@ -1,7 +1,8 @@
-"""How often Slurm has started a job at the same checkpoint: a job that is requeued after each failure gets no further.
+"""Count how often Slurm starts a job at the same checkpoint.
 
-Beside the run's lock, so that it holds for whatever script starts the trainer. A new job is somebody's decision, and
-begins to count anew.
+A job that fails there is requeued each time and makes no progress. The count is in the run's folder
+and not in a job script, so it applies to every script that starts the trainer. A new job, which a
+user has submitted, starts a new count.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.untrusted_files import read_json
 
 STARTS_FILE = "slurm_starts.json"
-MAX_STARTS = 3  # of one job at the same checkpoint, after which it gives up
+MAX_STARTS = 3  # of a job at the same checkpoint; the next start gives up
 
 
 def count_start(folder: Path, step: int, environment: Mapping[str, str]) -> None:
-    """Write down that this Slurm job goes on from `step` in the run's folder; nothing outside of a job.
+    """Record in the run's folder that this Slurm job resumes from `step`.
 
-    A start of the job counts once, however many programs it starts.
+    Does nothing outside of a job. A start of the job counts once, however many programs it starts.
 
-    Raises ConfigError: earlier starts of this job went on from there, and got no further.
+    Raises ConfigError if `MAX_STARTS` earlier starts of this job began at this step.
     """
     job = environment.get("SLURM_JOB_ID")
     if not job:
@@ -47,8 +48,8 @@ def no_progress(starts: int, step: int) -> Fault:
 
 
 def _earlier_restarts(folder: Path, job: str, step: int) -> set[int]:
-    """Return the numbers of this job's starts at this step, 0 for its first one."""
-    # Whoever changes the file by hand decides how often the job may start.
+    """Return the numbers of this job's starts at this step; the first start has the number 0."""
+    # An unreadable file counts as no starts: a user may change it to allow more.
     with contextlib.suppress(OSError, DataError, KeyError, TypeError, ValueError):
         starts = read_json(folder / STARTS_FILE, within=folder)
         if (starts["job"], starts["step"]) == (job, step):
