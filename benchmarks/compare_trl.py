@@ -159,20 +159,20 @@ def run_pairs(
     workload: Workload, pairs: int, python: Path, seconds: float, console: Console
 ) -> list[Pair]:
     """The sides in turns; who begins alternates too."""
-    found = []
+    measured = []
     for number in range(pairs):
-        own = replace(workload, seed=workload.seed + number)
+        seeded = replace(workload, seed=workload.seed + number)
         reports = {}
         sides = {OURS: Path(sys.executable), PEER: python}
         for module in sides if number % 2 == 0 else reversed(sides):
-            reports[module] = run_side(sides[module], module, own, seconds)
+            reports[module] = run_side(sides[module], module, seeded, seconds)
             step = reports[module].steps[-1].seconds
-            told = f"pair {number + 1} of {pairs}: {reports[module].side}, {step:.2f} s a step"
-            console.print(f"{told}, load {os.getloadavg()[0]:.1f}", highlight=False)
+            progress = f"pair {number + 1} of {pairs}: {reports[module].side}, {step:.2f} s a step"
+            console.print(f"{progress}, load {os.getloadavg()[0]:.1f}", highlight=False)
         pair = Pair(reports[OURS], reports[PEER])
-        check_same(own, pair)
-        found.append(pair)
-    return found
+        check_same(seeded, pair)
+        measured.append(pair)
+    return measured
 
 
 def machine() -> dict[str, object]:
@@ -194,27 +194,27 @@ def machine() -> dict[str, object]:
     }
 
 
-def show(found: Comparison, pair: Pair, workload: Workload, console: Console) -> None:
+def show(comparison: Comparison, pair: Pair, workload: Workload, console: Console) -> None:
     shape = f"{len(workload.prompts[0])} prompts x {workload.group}, {workload.prompt_tokens} + "
-    own = f"{workload.own_batch or 'as shipped'} and {workload.batch}"
-    shape += f"{workload.response_tokens} tokens, {own} in a pass, beta {workload.beta:g}"
+    batches = f"{workload.own_batch or 'as shipped'} and {workload.batch}"
+    shape += f"{workload.response_tokens} tokens, {batches} in a pass, beta {workload.beta:g}"
     table = Table(
         title=f"{Path(workload.model).name}, {pair.ours.dtype}: {shape}, {workload.threads} threads"
     )
     table.add_column("median seconds of a step")
     for name in (pair.ours.side, pair.peer.side, "ratio"):
         table.add_column(name, justify="right")
-    for row in found.rows:
-        if row is found.rows[-1]:
+    for row in comparison.rows:
+        if row is comparison.rows[-1]:
             table.add_section()
         ratio = "-" if row.ratio is None else f"{row.ratio:.2f}x"
         table.add_row(row.name, f"{row.ours:.3f}", f"{row.peer:.3f}", ratio)
     table.add_section()
-    gigabytes = (f"{count / 1e9:.2f}" for count in (found.ours_bytes, found.peer_bytes))
-    table.add_row("peak resident memory, GB", *gigabytes, f"{found.memory:.2f}")
+    gigabytes = (f"{count / 1e9:.2f}" for count in (comparison.ours_bytes, comparison.peer_bytes))
+    table.add_row("peak resident memory, GB", *gigabytes, f"{comparison.memory:.2f}")
     console.print(table)
     console.print(
-        "speedup of each pair: " + " ".join(f"{ratio:.2f}" for ratio in found.pair_speedups),
+        "speedup of each pair: " + " ".join(f"{ratio:.2f}" for ratio in comparison.pair_speedups),
         highlight=False,
     )
 
@@ -247,21 +247,25 @@ def main() -> int:
     except (NotTheSame, SideFailed, ReinforceError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    found = compare(pairs, workload.warm_up_steps)
+    comparison = compare(pairs, workload.warm_up_steps)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     written = {
         "machine": {"before": before, "after": machine()},
         "workload": asdict(workload),
-        "comparison": {**asdict(found), "speedup": found.speedup, "memory": found.memory},
+        "comparison": {
+            **asdict(comparison),
+            "speedup": comparison.speedup,
+            "memory": comparison.memory,
+        },
         "pairs": [asdict(pair) for pair in pairs],
     }
     args.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    show(found, pairs[0], workload, console)
+    show(comparison, pairs[0], workload, console)
     load = before["load"][0]  # type: ignore[index]
     sentence = f"{before['cpu']}, {before['cores']} cores; load {load:.1f} before"
     console.print(sentence, highlight=False)
     console.print(f"everything: {args.out}", highlight=False)
-    print(f"speedup: {found.speedup:.2f}x memory: {found.memory:.2f}")
+    print(f"speedup: {comparison.speedup:.2f}x memory: {comparison.memory:.2f}")
     return 0
 
 
