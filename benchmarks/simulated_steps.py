@@ -60,7 +60,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Found:
+class StepTimes:
     """Means over the steps after the first `WARM`."""
 
     seconds: Number  # a step
@@ -131,16 +131,16 @@ def generate_seconds(job: Job, gpus: int, step: int) -> Number:
     return max(call_seconds(job, groups[i::engines]) for i in range(min(engines, len(groups))))
 
 
-def colocated(job: Job, gpus: int, steps: int = STEPS) -> Found:
+def colocated(job: Job, gpus: int, steps: int = STEPS) -> StepTimes:
     handed = job.reward + job.refit
     seconds = [
         generate_seconds(job, gpus, step) + handed + job.train_seconds(gpus, job.groups(step))
         for step in range(WARM, steps)
     ]
-    return Found(sum(seconds) / len(seconds))
+    return StepTimes(sum(seconds) / len(seconds))
 
 
-def in_order(job: Job, trainers: int, generators: int, k: int, steps: int = STEPS) -> Found:
+def in_order(job: Job, trainers: int, generators: int, k: int, steps: int = STEPS) -> StepTimes:
     """Step s, from 1, is drawn with version max(0, s - 1 - k); micro-batches go to whoever is free, in order."""
     engines = generators // job.engine
     size = -(-job.prompts // engines)
@@ -167,10 +167,10 @@ def in_order(job: Job, trainers: int, generators: int, k: int, steps: int = STEP
 
 def _after_warm(
     versions: list[Number], waits: list[Number], ages: list[Number], dropped: Number
-) -> Found:
+) -> StepTimes:
     count = len(waits) - WARM
     whole = versions[-1] - versions[WARM]
-    return Found(whole / count, sum(waits[WARM:]) / whole, sum(ages[WARM:]) / count, dropped)
+    return StepTimes(whole / count, sum(waits[WARM:]) / whole, sum(ages[WARM:]) / count, dropped)
 
 
 @dataclass
@@ -214,7 +214,7 @@ class Generators:
         return group
 
 
-def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = STEPS) -> Found:
+def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = STEPS) -> StepTimes:
     """Responses that run when the weights change go on; a group is as old as the weights that it began with."""
     pool, ready, taken = Generators(job, generators // job.engine), deque[Group](), list[Group]()
     time = 0
@@ -267,8 +267,8 @@ def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = S
 
 
 def best_split(
-    job: Job, gpus: int, simulate: Callable[..., Found], k: int, steps: int = STEPS
-) -> tuple[int, int, Found]:
+    job: Job, gpus: int, simulate: Callable[..., StepTimes], k: int, steps: int = STEPS
+) -> tuple[int, int, StepTimes]:
     """The numbers of trainers and generators, of at most 15 splits, with the shortest step."""
     unit = math.lcm(job.engine, job.trainer, max(1, gpus // 16))
     splits = [(trainers, gpus - trainers) for trainers in range(unit, gpus, unit)]
