@@ -68,7 +68,8 @@ def test_gradients_and_main_weights_are_fp32(distributed, folder, mesh):
     rounded = torch.cat([p.detach().flatten() for p in parameters]).sort().values
     assert not torch.equal(own, rounded.float())
     assert torch.equal(own.to(BF16), rounded)
-    assert not any(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    for a, b in zip(before, parameters, strict=True):
+        assert not torch.equal(a, b)
 
 
 def test_log_probs_and_entropy_are_fp32_from_the_logits(folder, mesh):
@@ -189,7 +190,8 @@ def test_layouts_of_two_ranks(folder, mesh, tmp_path):
     # After three large steps the log-probs have grown to several nats.
     bounds = [TOKEN_BOUND, MEAN_BOUND, 4 * TOKEN_BOUND, 4 * MEAN_BOUND, 1e-1, GRADIENT_BOUND]
     print("one process", errors(one))
-    assert all(error <= bound for error, bound in zip(errors(one), bounds, strict=True))
+    for error, bound in zip(errors(one), bounds, strict=True):
+        assert error <= bound
     for name in BF16_LAYOUTS:
         ranks = [torch.load(tmp_path / f"{name}.{rank}", weights_only=False) for rank in (0, 1)]
         print(name, errors(ranks[0]))
@@ -237,4 +239,5 @@ def test_a_run_goes_on_bit_for_bit(options, mesh, tmp_path):
     assert lines[0]["train/init_policy_kl"] == pytest.approx(0.0, abs=1e-6)
     assert lines[-1]["train/init_policy_kl"] > 0.01
     assert results[1][1] == lines
-    assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(a, b)

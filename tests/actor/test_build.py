@@ -33,10 +33,8 @@ def actor_of(cfg: TrainConfig, mesh):
 def test_the_logits_of_fewer_tokens_at_a_time_on_a_cpu(tmp_path):
     model = tiny_config(tmp_path).model
     assert model.logits_chunk_tokens is None, "as shipped"
-    assert (logits_chunk_tokens(model, gpu=False), logits_chunk_tokens(model, gpu=True)) == (
-        128,
-        1024,
-    )
+    assert logits_chunk_tokens(model, gpu=False) == 128
+    assert logits_chunk_tokens(model, gpu=True) == 1024
     own = model.model_copy(update={"logits_chunk_tokens": 7})
     assert {logits_chunk_tokens(own, gpu=gpu) for gpu in (False, True)} == {7}
 

@@ -63,7 +63,8 @@ samples = st.lists(
 def test_equals_brute_force_for_any_groups_in_any_order(rows):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
     found = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid))
-    assert found.dtype == torch.float64 and found.shape == (len(rows),)
+    assert found.dtype == torch.float64
+    assert found.shape == (len(rows),)
     torch.testing.assert_close(
         found, double(brute_force(rewards, groups, valid)), rtol=1e-12, atol=1e-8
     )
@@ -113,12 +114,8 @@ def test_what_stands_at_an_invalid_sample_does_not_matter(rows, anything):
     spoilt = [reward if ok else anything for reward, ok in zip(rewards, valid, strict=True)]
     arguments = torch.tensor(groups), torch.tensor(valid)
     found = rloo(double(spoilt), *arguments)
-    assert (
-        torch.isfinite(found).all()
-        and torch.isfinite(
-            leave_one_out(RewardGroups.of(double(spoilt), *arguments)).baseline
-        ).all()
-    )
+    assert torch.isfinite(found).all()
+    assert torch.isfinite(leave_one_out(RewardGroups.of(double(spoilt), *arguments)).baseline).all()
     assert torch.equal(found, rloo(double(rewards), *arguments))
     assert (found[~arguments[1]] == 0).all()
 
@@ -211,7 +208,8 @@ def test_it_carries_no_gradient_and_keeps_the_dtype(dtype, ids):
     rewards = torch.tensor([1.0, 2.0], dtype=dtype, requires_grad=True)
     groups = torch.tensor([0, 0], dtype=ids)
     for result in (rloo(rewards, groups), batch_mean(RewardGroups.of(rewards, groups)).values):
-        assert not result.requires_grad and result.dtype == dtype
+        assert not result.requires_grad
+        assert result.dtype == dtype
 
 
 def test_whole_numbers_are_rewards_too():

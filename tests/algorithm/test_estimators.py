@@ -56,8 +56,10 @@ def test_no_rewards_give_a_nan_or_an_infinity(name, rows):
     groups = torch.tensor([row[1] for row in rows], dtype=torch.long)
     valid = torch.tensor([row[2] for row in rows], dtype=torch.bool)
     result = ADVANTAGE_ESTIMATORS[name].function(RewardGroups.of(rewards, groups, valid))
-    assert torch.isfinite(result.values).all() and torch.isfinite(result.baseline).all()
-    assert not result.values[~valid].any() and not result.trains[~valid].any()
+    assert torch.isfinite(result.values).all()
+    assert torch.isfinite(result.baseline).all()
+    assert not result.values[~valid].any()
+    assert not result.trains[~valid].any()
 
 
 def test_nearly_equal_rewards_do_not_blow_up():

@@ -74,7 +74,8 @@ def test_the_shares_of_micro_batches_sum_to_the_loss(rows, width, size, seed):
         share.backward()
         total += share.item()
     assert total == pytest.approx(loss.item(), abs=1e-12)
-    assert whole.grad is not None and parts.grad is not None
+    assert whole.grad is not None
+    assert parts.grad is not None
     torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=0)
 
     by_hand = sum(
@@ -108,7 +109,9 @@ def test_without_a_valid_sample_the_loss_is_zero():
         log_probs, mask, torch.ones(2), torch.zeros(2, dtype=torch.bool), sequences(0)
     )
     loss.backward()
-    assert loss.item() == 0.0 and log_probs.grad is not None and not log_probs.grad.any()
+    assert loss.item() == 0.0
+    assert log_probs.grad is not None
+    assert not log_probs.grad.any()
 
 
 def test_no_gradient_flows_through_the_advantages():
@@ -116,7 +119,8 @@ def test_no_gradient_flows_through_the_advantages():
     advantages = (log_probs.sum(dim=1) * 3).abs()
     ones = torch.ones(1, 2, dtype=torch.bool)
     reinforce_loss(log_probs, ones, advantages, ones[:, 0], sequences(1)).backward()
-    assert log_probs.grad is not None and log_probs.grad.tolist() == [[-6.0, -6.0]]
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == [[-6.0, -6.0]]
 
 
 def test_lengths_are_not_normalised_away():
@@ -230,7 +234,8 @@ class TestPolicyTerms:
         values, gradients, ratios, stopped = by_formula(
             rows, olds, advantages.tolist(), ratio, low, high
         )
-        assert leaf.grad is not None and not rho.requires_grad
+        assert leaf.grad is not None
+        assert not rho.requires_grad
         for i, n in enumerate(lengths.tolist()):
             assert terms[i, :n].sum().item() == pytest.approx(values[i], rel=1e-9, abs=1e-12)
             assert leaf.grad[i, :n].tolist() == pytest.approx(gradients[i], rel=1e-9, abs=1e-12)
@@ -251,7 +256,8 @@ class TestPolicyTerms:
         )
         terms.sum().backward()
         assert clipped.tolist() == [stopped]
-        assert own.grad is not None and [value == 0 for value in own.grad[0].tolist()] == stopped
+        assert own.grad is not None
+        assert [value == 0 for value in own.grad[0].tolist()] == stopped
 
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
     @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
@@ -271,8 +277,11 @@ class TestPolicyTerms:
             own, None, inputs, Denominators(1, 3, 3), LossSettings(importance_ratio=ratio)
         )
         loss.backward()
-        assert own.grad is not None and torch.isfinite(own.grad).all() and torch.isfinite(loss)
-        assert all(math.isfinite(value) for value in sums.values())
+        assert own.grad is not None
+        assert torch.isfinite(own.grad).all()
+        assert torch.isfinite(loss)
+        for value in sums.values():
+            assert math.isfinite(value)
         if ratio != "none" and advantage:
             assert not own.grad.any()
             assert sums["clipped"] == 3 * (difference > 0 or advantage < 0)
@@ -284,10 +293,10 @@ class TestPolicyTerms:
             own, torch.zeros(1, 1), -torch.ones(1, 1).double(), one, ratio="token"
         )
         terms.sum().backward()
-        assert own.grad is not None and float(own.grad) == pytest.approx(
-            math.exp(MAX_LOG_RATIO - 1e-3)
-        )
-        assert float(rho) == pytest.approx(float(own.grad)) and not clipped.any()
+        assert own.grad is not None
+        assert float(own.grad) == pytest.approx(math.exp(MAX_LOG_RATIO - 1e-3))
+        assert float(rho) == pytest.approx(float(own.grad))
+        assert not clipped.any()
 
     def test_the_ratio_of_a_long_response_is_of_the_sum(self):
         """4,096 tokens of a thousandth each: exp(4.096). A product of rounded ratios, or a mean, would be off."""
@@ -324,7 +333,8 @@ class TestFirstPass:
             loss, sums = policy_loss(own, None, inputs, denominators, settings_of)
             loss.backward()
             gradients.append(own.grad)
-            assert sums["clipped"] == 0 and sums["weights"] == sums["squares"] == sums["tokens"] > 0
+            assert sums["clipped"] == 0
+            assert sums["weights"] == sums["squares"] == sums["tokens"] > 0
         assert gradients[0].any()
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=0)
 
@@ -340,7 +350,8 @@ class TestFirstPass:
             importance_ratio=ratio, ratio_clip_low=1e-6, ratio_clip_high=1e-6
         )
         sums = policy_loss(noisy, None, inputs, sequences(8), settings_of)[1]
-        assert sums["clipped"] == 0 and sums["weights"] == sums["squares"] == 8 * 512
+        assert sums["clipped"] == 0
+        assert sums["weights"] == sums["squares"] == 8 * 512
         if ratio != "none":
             assert policy_loss(noisy, None, second, sequences(8), settings_of)[1]["clipped"] > 0, (
                 "or this sees nothing"
@@ -363,7 +374,8 @@ class TestGeneratorWeights:
         torch.testing.assert_close(
             whole, torch.tensor([[e(-0.5), e(-0.5), 1], [5.0, 5.0, 5.0]]).double()
         )
-        assert not token.requires_grad and not whole.requires_grad
+        assert not token.requires_grad
+        assert not whole.requires_grad
         assert generator_weights(*arguments, correction="none", cap=5.0).tolist() == [[1.0] * 3] * 2
 
     def test_masked_by_token_and_by_response(self):
@@ -373,7 +385,8 @@ class TestGeneratorWeights:
         torch.testing.assert_close(token, torch.tensor([[e(0.5), 0, 1], [1, 0, e(0.5)]]).double())
         whole = generator_weights(*arguments, correction="sequence_mask", cap=2.0)
         torch.testing.assert_close(whole, torch.tensor([[e(-0.5), e(-0.5), 1], [0, 0, 0]]).double())
-        assert not token.requires_grad and not whole.requires_grad
+        assert not token.requires_grad
+        assert not whole.requires_grad
 
     @pytest.mark.parametrize("correction", ["token_mask", "sequence_mask"])
     def test_a_ratio_beyond_float32_is_masked(self, correction):
@@ -460,7 +473,8 @@ class TestWhatIsAdded:
         entropy = log_probs.abs().requires_grad_()
         inputs = LossInputs(mask, advantages[:, None].expand(7, 5), trains)
         loss, sums = policy_loss(log_probs, entropy, inputs, sequences(5), LossSettings())
-        assert not loss.requires_grad and "entropy" in sums
+        assert not loss.requires_grad
+        assert "entropy" in sums
         assert loss.item() == float(
             policy_loss(log_probs, None, inputs, sequences(5), LossSettings())[0]
         )
@@ -563,10 +577,9 @@ class TestSums:
                 sums = policy_loss(
                     own[rows_of_part], entropy[rows_of_part], inputs, sequences(3), settings_of
                 )[1]
-                assert all(
-                    value.dtype == torch.float64 and not value.requires_grad
-                    for value in sums.values()
-                )
+                for value in sums.values():
+                    assert value.dtype == torch.float64
+                    assert not value.requires_grad
                 found = {name: found[name] + float(sums[name]) for name in expected}
             assert found == pytest.approx(expected, rel=1e-9)
         if correction.endswith("_mask"):

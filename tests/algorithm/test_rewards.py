@@ -261,12 +261,14 @@ def test_what_is_merged_is_left_alone():
     one = RunningMoments.of(double([1.0, 2.0]))
     two = RunningMoments.of(double([5.0]))
     one.merge(two)
-    assert two == RunningMoments.of(double([5.0])) and one.count == 3
+    assert two == RunningMoments.of(double([5.0]))
+    assert one.count == 3
 
 
 def test_nothing_is_nothing():
     moments = RunningMoments.of(torch.zeros(0))
-    assert moments == RunningMoments() and moments.deviation == 0.0
+    assert moments == RunningMoments()
+    assert moments.deviation == 0.0
     moments.merge(RunningMoments())
     assert moments == RunningMoments(0.0, 0.0, 0.0)
 

@@ -142,7 +142,10 @@ def test_a_run_of_ones_own(tmp_path, mesh, monkeypatch, capsys):
         tmp_path, mesh, "trainer.reinforce.max_steps=4", "trainer.reinforce.max_epochs=4"
     )
     measured, lengths = read_run(tmp_path / "run", 0.5)
-    assert (measured.gpus, measured.prompts, measured.group, measured.send) == (1, 4, 4, 0.5)
+    assert measured.gpus == 1
+    assert measured.prompts == 4
+    assert measured.group == 4
+    assert measured.send == 0.5
     generate = sorted(line["timers/generate"] for line in lines if line["step"] > 1)
     assert measured.generate == generate[1]
     rows = tiny_run.rollouts_of(tmp_path, 2)

@@ -56,7 +56,8 @@ def test_grammar_has_the_mean_and_the_deviation_that_the_cells_are_made_for():
     source, prompts, words = random.Random(3), all_prompts(), set(vocabulary())
     assert len(prompts) == len(set(prompts)) == 360
     reviews = [write_review(prompt, source) for prompt in prompts for _ in range(10)]
-    assert all(set(text.split()) <= words for text in [*prompts, *reviews])
+    for text in [*prompts, *reviews]:
+        assert set(text.split()) <= words
     rewards = [reward(text) for text in reviews]
     mean = sum(rewards) / len(rewards)
     deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
@@ -130,14 +131,13 @@ def test_cells_with_a_generator_differ_from_the_colocated_one_in_their_staleness
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a"}\n')
     for base, *cells in LAGGING:
         plain = configuration(Job(base.name, 1, base.lr), tmp_path)
-        assert (plain.placement, plain.staleness) == ("colocated", 0)
+        assert plain.placement == "colocated"
+        assert plain.staleness == 0
         for cell in cells:
             config = configuration(Job(cell.name, 1, cell.lr), tmp_path)
-            assert (config.placement, config.training_ranks, config.staleness) == (
-                "disaggregated",
-                1,
-                cell.staleness,
-            )
+            assert config.placement == "disaggregated"
+            assert config.training_ranks == 1
+            assert config.staleness == cell.staleness
             correction = cell.correction or ("sequence" if cell.staleness else "none")
             assert config.trainer.reinforce.generator_correction == correction
             assert config.model.optim == plain.model.optim
@@ -226,7 +226,8 @@ def quick(folder: Path, *cells: str) -> tuple[str, list[dict]]:
 def test_quick_form_runs_with_a_generator_of_its_own(tmp_path):
     base, of_now, older = (cell.name for cell in LAGGING[2][:3])
     summary, lines = quick(tmp_path, base, of_now, older)
-    assert CELLS[older].title in summary and "of colocated" in summary
+    assert CELLS[older].title in summary
+    assert "of colocated" in summary
     for colocated, apart, one_old in zip(*[iter(lines)] * 3, strict=True):
         assert [line["job"]["cell"] for line in (colocated, apart, one_old)] == [
             base,
@@ -253,5 +254,6 @@ def test_quick_form_runs_and_goes_on_where_it_was(tmp_path):
         same_seed = next(other for other in lines if other["job"]["seed"] == line["job"]["seed"])
         # the same weights, prompts and noise
         assert line["validation"][0] == same_seed["validation"][0]
-        assert len(line["kl"]) == 4 and line["kl"][0] == pytest.approx(0.0, abs=1e-3)
+        assert len(line["kl"]) == 4
+        assert line["kl"][0] == pytest.approx(0.0, abs=1e-3)
     assert (tmp_path / "quick" / "curves.svg").stat().st_size > 1000

@@ -86,8 +86,11 @@ def test_without_a_cap_the_weight_of_the_response_is_unbiased_and_no_weight_is_n
     found = [measure(problem, path, lag, CORRECTIONS) for lag in LAGS]
     assert max(each[UNCAPPED].bias for each in found) < 1e-12
     none, token = ([each[name].bias for each in found] for name in ("none", "token"))
-    assert none[0] < 1e-12 and none == sorted(none) and none[1] > 0.05
-    assert token == sorted(token) and token[1] > 0.05
+    assert none[0] < 1e-12
+    assert none == sorted(none)
+    assert none[1] > 0.05
+    assert token == sorted(token)
+    assert token[1] > 0.05
     assert found[-1]["sequence"].bias < token[-1] < none[-1]
     assert {name for name, each in found[0].items() if each.bias < 1e-12} == {*CORRECTIONS}
 
@@ -125,4 +128,5 @@ def test_learning_on_policy_does_not_depend_on_the_correction():
     }
     assert not torch.equal(stale["none"], shares["none"])
     assert not torch.equal(stale["none"], stale[UNCAPPED])
-    assert bool((shares["none"] > 0).any()) and bool((shares["none"] < 1).all())
+    assert bool((shares["none"] > 0).any())
+    assert bool((shares["none"] < 1).all())

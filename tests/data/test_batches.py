@@ -93,11 +93,12 @@ def test_the_mask_and_the_ends():
     batch = rollouts([(1, 0), (2, 3), (1, 1)])
     assert batch.width == 3
     assert batch.response_mask.tolist() == [[False] * 3, [True] * 3, [True, False, False]]
-    assert batch.is_end.tolist() == [False, True, True] and batch.is_end.dtype == torch.bool
+    assert batch.is_end.tolist() == [False, True, True]
+    assert batch.is_end.dtype == torch.bool
     nothing = rollouts([])
-    assert (
-        nothing.width == 0 and nothing.is_end.shape == (0,) and nothing.is_end.dtype == torch.bool
-    )
+    assert nothing.width == 0
+    assert nothing.is_end.shape == (0,)
+    assert nothing.is_end.dtype == torch.bool
 
 
 @settings(deadline=None, max_examples=40)
@@ -181,7 +182,8 @@ class TestCompletions:
     def test_joined(self):
         joined = join_completions([completions([[1, 2, 3], [4]]), completions([[5, 6]])], PAD)
         assert joined.tokens.tolist() == [[1, 2, 3], [4, PAD, PAD], [5, 6, PAD]]
-        assert joined.lengths.tolist() == [3, 1, 2] and len(joined.finish_reasons) == 3
+        assert joined.lengths.tolist() == [3, 1, 2]
+        assert len(joined.finish_reasons) == 3
         assert joined.log_probs is not None
         assert joined.log_probs.tolist() == [[-1, -2, -3], [-4, 0, 0], [-5, -6, 0]]
 
@@ -195,11 +197,9 @@ class TestCompletions:
 
     def test_of_nothing(self):
         joined = join_completions([], PAD)
-        assert (
-            joined.tokens.shape == (0, 0)
-            and joined.lengths.shape == (0,)
-            and joined.log_probs is None
-        )
+        assert joined.tokens.shape == (0, 0)
+        assert joined.lengths.shape == (0,)
+        assert joined.log_probs is None
         assert joined.tokens.dtype == joined.lengths.dtype == torch.int64
 
     def test_behind_their_prompts(self):
@@ -215,7 +215,8 @@ class TestCompletions:
     def test_no_prompts_have_no_samples(self):
         assert join_completions([], PAD).repeat_to_samples([]) == []
         sequences, lengths = join_prompts_and_responses([], join_completions([], PAD), PAD)
-        assert sequences.shape == (0, 0) and lengths.shape == (0,)
+        assert sequences.shape == (0, 0)
+        assert lengths.shape == (0,)
 
 
 def test_a_mask():

@@ -194,7 +194,9 @@ def test_comparisons_become_pairs(tmp_path, tokenizer, template):
     assert found == [{"prompt": [user(q)], "chosen": "good", "rejected": "bad"} for q in ("a", "b")]
     data = PairsConfig(pairs_path=str(tmp_path / "out" / "pairs.jsonl"), max_length=100)
     used, skipped, count = read_examples(TrainRewardModelConfig(data=data), tokenizer)
-    assert (len(used), skipped, count) == (2, {}, 2)
+    assert len(used) == 2
+    assert skipped == {}
+    assert count == 2
 
 
 def test_comparisons_that_do_not_take_turns(tmp_path):
@@ -244,7 +246,8 @@ def test_each_file_of_comparisons_begins_with_a_chosen_one(tmp_path):
     done = prepare(
         tmp_path / "1.jsonl", tmp_path / "2.jsonl", "--form=pairs", f"--output={tmp_path / 'out'}"
     )
-    assert "1.jsonl:3" in done.output and "2.jsonl:3" in done.output
+    assert "1.jsonl:3" in done.output
+    assert "2.jsonl:3" in done.output
 
 
 def test_dpo_becomes_pairs(tmp_path):
@@ -318,10 +321,12 @@ def test_labels_of_a_chat_become_ratings(tmp_path):
 def test_options_of_prompts_and_of_ratings(tmp_path):
     for words in (("--form=pairs", "--limit=3"), ("--form=ratings", "--validation-fraction=0.2")):
         done = prepare("x", f"--output={tmp_path}", *words)
-        assert done.exit_code == 2 and words[1].partition("=")[0] in done.output
+        assert done.exit_code == 2
+        assert words[1].partition("=")[0] in done.output
         assert "data.held_out_fraction" in done.output
     done = prepare("x", f"--output={tmp_path}", "--attributes=a")
-    assert done.exit_code == 2 and "--form ratings" in done.output
+    assert done.exit_code == 2
+    assert "--form ratings" in done.output
 
 
 def test_train_rm_names_the_command_that_converts(tmp_path, tokenizer):

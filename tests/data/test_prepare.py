@@ -123,7 +123,10 @@ def test_every_accepted_form_gives_the_prompt_alone(tmp_path):
     expected = [[user(word)] for word in ("one", "two", "three", "four", "five")]
     expected.append([user("six"), assistant("a"), user("b")])
     assert sorted(map(str, (row["messages"] for row in rows))) == sorted(map(str, expected))
-    assert (counts.read, counts.train, counts.validation, counts.skipped) == (6, 5, 1, {})
+    assert counts.read == 6
+    assert counts.train == 5
+    assert counts.validation == 1
+    assert counts.skipped == {}
 
 
 def test_a_plain_prompt_is_a_user_message_and_other_fields_stay(tmp_path):
@@ -181,7 +184,9 @@ def test_what_is_skipped_is_counted_by_reason(tmp_path):
     assert sorted(counts.skipped.values()) == [1, 1, 1, 1, 1, 1, 1, 2]
     assert counts.skipped["over --limit"] == 2
     assert counts.skipped["duplicate of an earlier prompt"] == 1
-    assert (counts.read, counts.train, counts.validation) == (17, 6, 2)
+    assert counts.read == 17
+    assert counts.train == 6
+    assert counts.validation == 2
     assert counts.read == counts.train + counts.validation + sum(counts.skipped.values())
     assert "skipped 1: more than --max-turns user turns" in str(counts)
 
@@ -417,7 +422,8 @@ def test_the_split_is_by_prompt_and_by_seed(tmp_path):
         return [row["prompt"] for row in train], [row["prompt"] for row in validation]
 
     train, validation = split("a", 1)
-    assert (len(train), len(validation)) == (30, 10)
+    assert len(train) == 30
+    assert len(validation) == 10
     assert not set(train) & set(validation)
     assert set(train) | set(validation) == {hh(f"number {i}") for i in range(40)}
     assert split("b", 1) == (train, validation)
@@ -454,12 +460,12 @@ def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
 def test_wrong_options_and_files(tmp_path):
     for option in ("--num-validation=0", "--max-turns=0", "--limit=1"):
         done = prepare("x", f"--output={tmp_path}", option)
-        assert (
-            done.exit_code == 2 and f"Invalid value for '{option.partition('=')[0]}'" in done.output
-        )
+        assert done.exit_code == 2
+        assert f"Invalid value for '{option.partition('=')[0]}'" in done.output
     for share in ("0", "1", "nan"):
         done = prepare("x", f"--output={tmp_path}", f"--validation-fraction={share}")
-        assert done.exit_code == 2 and "expected above 0 and below 1" in done.output
+        assert done.exit_code == 2
+        assert "expected above 0 and below 1" in done.output
     with raises_error("data.file.missing", tmp_path / "none.jsonl"):
         prepare_prompts([tmp_path / "none.jsonl"], tmp_path, PrepareOptions())
     file = write(tmp_path / "q.jsonl", {"q": "one", "a": 1})
@@ -504,7 +510,8 @@ def test_the_command_takes_csv_and_names_of_columns(tmp_path):
     ]
     assert sorted(rows, key=str) == expected
     done = prepare(tmp_path / "in.csv", *fields, "--field=prompt")
-    assert done.exit_code == 2 and "expected NAME=COLUMN" in done.output
+    assert done.exit_code == 2
+    assert "expected NAME=COLUMN" in done.output
 
 
 def test_gsm8k_keeps_every_prompt_with_its_answer(tmp_path):
@@ -512,7 +519,8 @@ def test_gsm8k_keeps_every_prompt_with_its_answer(tmp_path):
     if not source.is_file():
         pytest.skip(f"{source} is not there")
     counts = prepare_prompts([source], tmp_path, PrepareOptions(num_validation=64))
-    assert (counts.read, counts.train + counts.validation) == (7473, 7473)
+    assert counts.read == 7473
+    assert counts.train + counts.validation == 7473
     answers = {row["prompt"].strip(): row["answer"] for row in rows_of(source)}
     for row in rows_of(tmp_path / "train.jsonl") + rows_of(tmp_path / "validation.jsonl"):
         assert row["answer"] == answers[row["messages"][0]["content"]]
@@ -528,7 +536,8 @@ def test_real_data_through_the_command_into_a_data_set(tmp_path, name):
     assert f"read {lines}, kept " in done.output
     train = rows_of(tmp_path / "train.jsonl")
     validation = rows_of(tmp_path / "validation.jsonl")
-    assert len(validation) == 64 and len(train) > 500
+    assert len(validation) == 64
+    assert len(train) > 500
     assert not {str(row) for row in train} & {str(row) for row in validation}
     assert not list(tmp_path.glob(".*.tmp"))
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
@@ -536,9 +545,9 @@ def test_real_data_through_the_command_into_a_data_set(tmp_path, name):
         tokenizer, tmp_path / "validation.jsonl", max_prompt_tokens=None
     )
     assert len(dataset) == 64
-    assert all(
-        prompt.text.startswith("U: ") and prompt.text.endswith("<eos>A:") for prompt in dataset
-    )
+    for prompt in dataset:
+        assert prompt.text.startswith("U: ")
+        assert prompt.text.endswith("<eos>A:")
 
 
 def test_the_script_ends_with_the_error_alone(tmp_path):

@@ -57,7 +57,9 @@ def test_tiny_tokenizer_is_lossless_and_of_the_size_asked_for(tokenizer, tmp_pat
     small = load_tokenizer(write_tiny_tokenizer(tmp_path, vocab_size=16))
     assert len(small) == 16
     assert max(small("Hello")["input_ids"]) < 16
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer.pad_token_id == 0
+    assert tokenizer.bos_token_id == 1
+    assert tokenizer.eos_token_id == 2
 
 
 def test_each_form_of_line(tokenizer, tmp_path):
@@ -106,7 +108,8 @@ def test_forms_and_columns_as_others_have_them(tokenizer, tmp_path):
         "S: be brief<eos>U: hi<eos>A:",
         "S: be kind<eos>U: ho<eos>A:",
     ]
-    assert dataset[0].metadata == {"system": "be brief", "text": "x"} and dataset[0].id == 0
+    assert dataset[0].metadata == {"system": "be brief", "text": "x"}
+    assert dataset[0].id == 0
     file = write(file, {"conversations": conversation})
     assert load(tokenizer, file, system_prompt="no")[0].text == "S: be kind<eos>U: hi<eos>A:"
     with raises_error("data.system.plain_prompt", "model.data.apply_chat_template=true") as caught:
@@ -171,7 +174,8 @@ def test_messages_that_a_text_holds_as_json(tokenizer, tmp_path, key):
     }[key]
     as_list = load(tokenizer, write(tmp_path / "a.jsonl", {key: [said]}))
     as_text = load(tokenizer, write(tmp_path / "b.jsonl", {key: json.dumps([said])}))
-    assert as_text[0] == as_list[0] and as_text[0].text == "U: hi<eos>A:"
+    assert as_text[0] == as_list[0]
+    assert as_text[0].text == "U: hi<eos>A:"
     python = write(tmp_path / "c.jsonl", {key: str([said])})
     with raises_error("data.messages.python_form", f"c.jsonl:1: {key} ", "json.dumps"):
         load(tokenizer, python)
@@ -299,7 +303,8 @@ def test_tools_and_template_arguments_of_a_record_reach_the_template(tmp_path, c
         assert [*prompt.tokens] == ids
         assert prompt.messages == tuple(messages), "as the data has them"
     assert dataset[0].metadata == {"tools": [tool]}, "a reward function gets them too"
-    assert (dataset[2].text, dataset[2].metadata) == ("plain", {"tools": "of another meaning"})
+    assert dataset[2].text == "plain"
+    assert dataset[2].metadata == {"tools": "of another meaning"}
     assert "chat_template_kwargs.other of 1 records has no effect" in caplog.text
 
 
@@ -543,7 +548,8 @@ def test_build_data_sets_from_omegaconf(tokenizer, tmp_path):
     prefix = OmegaConf.create({"train": [one, two], "validation": two, "test": None})
     datasets = build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=10)
     assert [p.text for p in datasets.train] == ["one", "two"]
-    assert datasets.validation is not None and [p.text for p in datasets.validation] == ["two"]
+    assert datasets.validation is not None
+    assert [p.text for p in datasets.validation] == ["two"]
     assert datasets.test is None
 
 
@@ -571,11 +577,10 @@ def test_the_demo_prompts_are_distinct_short_and_disjoint():
             json.loads(line)
             for line in (DEMO / f"prompts_{split}.jsonl").read_text("utf-8").splitlines()
         ]
-        assert all(
-            row["keyword"] in row["prompt"]
-            and all(f'"{key}"' in row["prompt"] for key in row["keys"])
-            for row in rows
-        )
+        for row in rows:
+            assert row["keyword"] in row["prompt"]
+            for key in row["keys"]:
+                assert f'"{key}"' in row["prompt"]
         texts[split] = [row["prompt"] for row in rows]
     assert len(texts["train"]) >= 320
     assert len(texts["validation"]) >= 96
@@ -599,7 +604,8 @@ def test_weights_before_paths_make_a_blend(tokenizer, tmp_path):
     )
     assert [p.text for p in datasets.train] == ["one", "uno", "two"]
     assert datasets.train.blend == Blend((2, 1), (3.0, 1.0)), "skipped prompts are not of it"
-    assert datasets.validation is not None and datasets.validation.blend is None
+    assert datasets.validation is not None
+    assert datasets.validation.blend is None
     plain = build_train_valid_test_rlhf_datasets(
         tokenizer, {"train": [one, two]}, max_prompt_tokens=20
     )

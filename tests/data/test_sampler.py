@@ -51,7 +51,8 @@ def test_every_prompt_once_an_epoch_through_resumes_and_shards(
             seen[epoch].update(part)
         got.append(batch)
     assert got == expected
-    assert all(counts == Counter(range(num_prompts)) for counts in seen)
+    for counts in seen:
+        assert counts == Counter(range(num_prompts))
     assert sampler.consumed_prompts == 3 * num_prompts
 
 
@@ -78,11 +79,9 @@ def test_an_epoch_has_the_batches_that_it_says(full, step, rest):
     assert sampler.batch_sizes == ([step] * full + [rest] * (rest > 0) if rest < step else [step])
     for epoch in (1, 2):
         assert [len(batch) for batch in epoch_of(sampler)] == sampler.batch_sizes
-        assert (sampler.epoch, sampler.position, sampler.consumed_prompts) == (
-            epoch,
-            0,
-            epoch * sampler.num_prompts,
-        )
+        assert sampler.epoch == epoch
+        assert sampler.position == 0
+        assert sampler.consumed_prompts == epoch * sampler.num_prompts
 
 
 def test_without_shuffle_the_order_is_the_data_sets():
@@ -141,7 +140,9 @@ def test_a_broken_state_is_refused_and_changes_nothing():
         ((name, value),) = bad.items()
         with raises_error("checkpoint.sampler.invalid", f"{name!r}: {value!r}"):
             sampler.load_state_dict({**sampler.state_dict(), **bad})
-    assert (sampler.epoch, sampler.position, sampler.consumed_prompts) == (0, 0, 0)
+    assert sampler.epoch == 0
+    assert sampler.position == 0
+    assert sampler.consumed_prompts == 0
 
 
 def test_shards_are_contiguous_and_near_equal():
@@ -227,7 +228,8 @@ def test_passes_differ_and_depend_on_the_seed():
     draws = [n for epoch in range(2) for n in blend.epoch(1, epoch, shuffle=True) if n % 40 < 20]
     passes = [[n % 40 for n in draws[start : start + 20]] for start in (0, 20, 40)]
     assert [sorted(found) for found in passes] == [list(range(20))] * 3
-    assert passes[0] != passes[1] != passes[2] and passes[0] != list(range(20))
+    assert passes[0] != passes[1] != passes[2]
+    assert passes[0] != list(range(20))
     assert blend.epoch(2, 0, shuffle=True) != blend.epoch(1, 0, shuffle=True)
 
 
@@ -253,10 +255,9 @@ def test_a_small_file_of_a_large_weight_gives_groups_of_their_own():
     counts = Counter(prompt.text for prompt in batch)
     assert counts["prompt 0"] == counts["prompt 1"] == 3
     assert len({prompt.id for prompt in batch}) == 8
-    assert all(
-        prompt.tokens == (prompt.id % 8 + 4,) and prompt.text == f"prompt {prompt.id % 8}"
-        for prompt in batch
-    )
+    for prompt in batch:
+        assert prompt.tokens == (prompt.id % 8 + 4,)
+        assert prompt.text == f"prompt {prompt.id % 8}"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def check_refused(source: object, split: str | None, key: str, *values: object) 
     check_error(raised.value, key, *values)
     fault = source_fault(str(source), split)
     assert fault == str(raised.value), "before a model is loaded"
-    assert fault is not None and fault.key == key
+    assert fault is not None
+    assert fault.key == key
 
 
 def splits_of_datasets(

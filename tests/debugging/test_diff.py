@@ -55,7 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_same_run_twice(folder: Path) -> None:
     found = diff(folder / "base", folder / "same")
-    assert not found.parts and found.settings == {} and found.facts == []
+    assert not found.parts
+    assert found.settings == {}
+    assert found.facts == []
     assert found.sentence == "The two runs are the same bit for bit in all 4 steps that both have."
 
 
@@ -75,10 +77,13 @@ def test_the_first_place_is_named(
     found = diff(folder / "base", folder / other)
     first = min(found.exact.values(), key=lambda one: one.step)
     assert setting in found.settings
-    assert (first.step, first.phase) == (step, phase) and first.difference.what.endswith(what)
+    assert first.step == step
+    assert first.phase == phase
+    assert first.difference.what.endswith(what)
     assert f"They part at step {step}, in {phase}: " in found.sentence
     if other == "cut":
-        assert found.beyond_rounding == {} and "within rounding" in found.sentence
+        assert found.beyond_rounding == {}
+        assert "within rounding" in found.sentence
     elif other == "lr":
         assert found.exact["weights"].step == found.exact["generate"].step == 2
         assert found.exact["generate"].difference.what in ("generator_log_probs", "response_tokens")
@@ -91,7 +96,8 @@ def test_the_first_place_is_named(
     )
     write(found, folder / "base", folder / other, tmp_path / "diff.json", tmp_path / "diff.html")
     values = json.loads((tmp_path / "diff.json").read_text())
-    assert values["sentence"] == found.sentence and values["exact"][phase]["step"] == step
+    assert values["sentence"] == found.sentence
+    assert values["exact"][phase]["step"] == step
     assert "Where they part" in (tmp_path / "diff.html").read_text()
     titles = [one["title"] for one in found.tables]
     assert "Difference over prompts" in titles
@@ -107,13 +113,15 @@ def test_what_was_not_recorded_is_not_called_the_same(folder: Path, tmp_path: Pa
     assert diff(tmp_path / "base", tmp_path / "lr").exit_code == 1
     (tmp_path / "lr" / "record" / "step_00001.json").unlink()
     found = diff(tmp_path / "base", tmp_path / "lr")
-    assert found.exit_code == 2 and not found.parts
+    assert found.exit_code == 2
+    assert not found.parts
     assert (
         "as far as they were compared: samples in all, weights in 0 and update in 0"
         in found.sentence
     )
     rows = {row[0]: row[1] for row in found.rows()}
-    assert rows["weights"] == rows["update"] == "not compared" and rows["generate"] == "same"
+    assert rows["weights"] == rows["update"] == "not compared"
+    assert rows["generate"] == "same"
 
 
 @pytest.mark.parametrize(("age", "phases"), [(1, []), (0, ["generate"]), (2, ["generate"])])
@@ -133,8 +141,10 @@ def test_versions_that_the_ranks_that_train_leave_out(
     assert list(result.exact) == phases
     if phases:
         parting = result.exact["generate"]
-        assert (parting.step, parting.difference.what) == (1, "weight_versions")
-        assert (parting.difference.first, parting.difference.second) == (0, 1 - age)
+        assert parting.step == 1
+        assert parting.difference.what == "weight_versions"
+        assert parting.difference.first == 0
+        assert parting.difference.second == 1 - age
 
 
 def test_what_changed_on_the_way_is_named_with_its_step(folder: Path, tmp_path: Path) -> None:
@@ -161,9 +171,8 @@ def test_long_texts_are_shown_where_they_part() -> None:
     found = sample_differences(
         table(prompt=[text + "Bake bread"]), table(prompt=[text + "Bake breads"]), ["prompt"]
     )
-    assert 'bread" and "...' in str(found[0]).replace(
-        '..."', '"...'
-    ) and "from character 155" in str(found[0])
+    assert 'bread" and "...' in str(found[0]).replace('..."', '"...')
+    assert "from character 155" in str(found[0])
 
 
 def test_runs_without_a_common_step(folder: Path, tmp_path: Path) -> None:
@@ -206,6 +215,7 @@ def test_samples_that_one_lacks() -> None:
     second = table(x=[1, 2])
     assert missing_samples(first, first) is None
     found = missing_samples(first, second)
-    assert found is not None and (found.what, found.first, found.second, found.count) == (
+    assert found is not None
+    assert (found.what, found.first, found.second, found.count) == (
         *("sample 2 of the step", "prompt 2, sample 0", "none", 1),
     )

@@ -70,16 +70,16 @@ def advantages(run: Path, step: int) -> list[float]:
 
 def test_a_record_gives_its_own_advantages(folder: Path) -> None:
     found = recompute(folder / "mine", "1:2")
-    assert found.settings == {} and found.largest_difference < 1e-6
+    assert found.settings == {}
+    assert found.largest_difference < 1e-6
     assert [one.step for one in found.steps] == [1, 2]
     for one in found.steps:
         assert [sample.advantage[0] for sample in one.samples] == pytest.approx(
             advantages(folder / "mine", one.step)
         )
-        assert (one.sign_changes, one.clipped) == (
-            0,
-            (0.0, 0.0),
-        ) and one.correlation == pytest.approx(1.0)
+        assert one.sign_changes == 0
+        assert one.clipped == (0.0, 0.0)
+        assert one.correlation == pytest.approx(1.0)
     assert any(abs(row.kl) > 0.01 for row in RunFolder(folder / "mine").samples(2)), (
         "or no placement is tested"
     )
@@ -137,10 +137,8 @@ def test_it_agrees_with_a_real_run_of_these_settings(
     assert found.settings.keys() == {one.partition("=")[0] for one in overrides}
     assert step.correlation < 1 - 1e-6
     if f"{SHAPING}.clip=1.5" in overrides:
-        assert (
-            step.clipped == (0.0, sum(3 * row.reward > 1.5 for row in real) / len(real))
-            and step.clipped[1] > 0
-        )
+        assert step.clipped == (0.0, sum(3 * row.reward > 1.5 for row in real) / len(real))
+        assert step.clipped[1] > 0
 
 
 @pytest.mark.parametrize(
@@ -258,7 +256,8 @@ def test_the_gradients_are_those_of_real_updates(
         assert module.cosine(mine, theirs) == pytest.approx(1.0, abs=5e-5)
         assert float((mine - theirs).norm()) < 1e-4 * float(theirs.norm())
     (step,) = found.steps
-    assert step.cosine is not None and step.cosine < 0.9999
+    assert step.cosine is not None
+    assert step.cosine < 0.9999
     assert step.cosine == pytest.approx(module.cosine(*real), abs=5e-5)
     (same,) = recompute(folder / "mine", "1", phase="update").steps
     assert same.cosine == pytest.approx(1.0, abs=5e-5)
@@ -279,7 +278,8 @@ def test_other_rewards_are_those_of_a_real_run(folder: Path, tmp_path: Path) -> 
     assert [sample.advantage[1] for sample in step.samples] == pytest.approx(
         [r.advantage for r in rows], abs=1e-6
     )
-    assert len({sample.reward[1] for sample in step.samples}) > 2 and step.sign_changes > 0
+    assert len({sample.reward[1] for sample in step.samples}) > 2
+    assert step.sign_changes > 0
 
 
 def test_a_function_that_only_the_folder_names_is_not_called(folder: Path) -> None:
@@ -391,7 +391,8 @@ def test_table_json_and_page(folder: Path, tmp_path: Path) -> None:
     write_page(found, folder / "mine", tmp_path / "out.html")
     read = json.loads(json.dumps(found.as_json()))
     assert read["settings"] == {f"{RL}.advantage_estimator": ["rloo", "none"]}
-    assert [one["step"] for one in read["steps"]] == [1, 2] and len(read["samples"]) == 32
+    assert [one["step"] for one in read["steps"]] == [1, 2]
+    assert len(read["samples"]) == 32
     both = [one["advantage"] for one in read["samples"] if one["step"] == 2]
     assert [one for one, _ in both] == pytest.approx(advantages(folder / "mine", 2))
     assert read["steps"][1]["sign_changes"] == sum(one * other < 0 for one, other in both) > 0
@@ -400,9 +401,11 @@ def test_table_json_and_page(folder: Path, tmp_path: Path) -> None:
     console = Console(width=160, record=True, file=(tmp_path / "table").open("w"))
     console.print(found.table())
     text = console.export_text()
-    assert f'{RL}.advantage_estimator: "rloo" -> "none"' in text and "sign changes" in text
+    assert f'{RL}.advantage_estimator: "rloo" -> "none"' in text
+    assert "sign changes" in text
     page = (tmp_path / "out.html").read_text()
-    assert "Advantages in order of size" in page and "Samples whose advantage changes sign" in page
+    assert "Advantages in order of size" in page
+    assert "Samples whose advantage changes sign" in page
 
 
 def test_a_step_without_spread_has_no_correlation() -> None:

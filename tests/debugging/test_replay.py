@@ -88,9 +88,13 @@ def test_nothing_differs(folder: Path) -> None:
     ):
         found = again(folder / "run", step, say=said.append)
         assert verdicts(found) == dict.fromkeys(ALL, "same"), found.sentence
-        assert (found.exit_code, found.start, str(found.bounds)) == (0, start, "bit for bit")
-        assert found.sentence == "Nothing differs." and found.facts == []
-        assert updates in said[-1] and "the run took" in said[-1]
+        assert found.exit_code == 0
+        assert found.start == start
+        assert str(found.bounds) == "bit for bit"
+        assert found.sentence == "Nothing differs."
+        assert found.facts == []
+        assert updates in said[-1]
+        assert "the run took" in said[-1]
     assert not any("replay" in path.name for path in (folder / "run").iterdir()), (
         "nothing is left in the run's folder"
     )
@@ -117,12 +121,11 @@ def test_steps_on_the_way_are_not_generated_again(
 
 def test_a_phase_alone_and_stored_scores(folder: Path) -> None:
     found = again(folder / "run", 4, phase="logprobs")
-    assert (
-        verdicts(found) == dict.fromkeys(["prompts", "weights", "logprobs"], "same")
-        and found.exit_code == 0
-    )
+    assert verdicts(found) == dict.fromkeys(["prompts", "weights", "logprobs"], "same")
+    assert found.exit_code == 0
     found = again(folder / "run", reward="stored")
-    assert found.step == 6 and found.exit_code == 2
+    assert found.step == 6
+    assert found.exit_code == 2
     assert verdicts(found) == {**dict.fromkeys(ALL, "same"), "score": "not replayed"}
     assert found.sentence == "Nothing differs; not replayed: score."
 
@@ -255,12 +258,15 @@ def test_a_planted_fault_is_named(name: str, folder: Path) -> None:
     found = again(folder / "run", 5, overrides=plant(folder) or ())
     assert (found.exit_code, first(found).name) == (1, phase), found.sentence
     difference = first(found).differences[0]
-    assert difference.what == column and difference.prompt_id is not None
-    assert phase in found.sentence and difference.place in found.sentence
+    assert difference.what == column
+    assert difference.prompt_id is not None
+    assert phase in found.sentence
+    assert difference.place in found.sentence
     if name == "token":
         ids = read_samples(folder, 5).select(["prompt_id", "sample_id"]).slice(3, 1).to_pylist()[0]
         assert (difference.prompt_id, difference.sample_id, difference.token) == (*ids.values(), 1)
-        assert difference.count == 1 and "the record was changed" in found.sentence
+        assert difference.count == 1
+        assert "the record was changed" in found.sentence
     else:
         assert any(fact in one for one in found.facts), found.facts
 
@@ -281,7 +287,9 @@ def test_one_weight_changed_by_a_millionth(folder: Path, monkeypatch: pytest.Mon
     for step in (4, 5, 2):
         found = again(folder / "run", step)
         one = first(found)
-        assert (one.name, one.note, one.differences[0].count) == ("weights", "as they were read", 1)
+        assert one.name == "weights"
+        assert one.note == "as they were read"
+        assert one.differences[0].count == 1
         assert one.differences[0].what == "tensor decoder.layers.0.mlp.linear_fc2.weight"
         assert "the checkpoint or the initial model was changed" in found.sentence
 
@@ -363,7 +371,9 @@ def test_another_machine_is_compared_within_rounding(folder: Path) -> None:
     values["machine"]["device"] = "CPU, 128 cores"
     path.write_text(json.dumps(values))
     found = again(folder / "run", 4)
-    assert found.exit_code == 2 and "rounding" in str(found.bounds) and len(found.facts) == 1
+    assert found.exit_code == 2
+    assert "rounding" in str(found.bounds)
+    assert len(found.facts) == 1
     assert found.sentence == "Nothing differs; not replayed: weights."
 
 
@@ -379,17 +389,14 @@ def test_on_two_ranks(folder: Path) -> None:
 
     found = on_two()
     skipped = [one["name"] for one in found["phases"] if one["verdict"] == "not replayed"]
-    assert (
-        skipped == ["weights", "generate", "score"]
-        and [one["name"] for one in found["phases"]] == ALL
-    )
+    assert skipped == ["weights", "generate", "score"]
+    assert [one["name"] for one in found["phases"]] == ALL
     assert found["exit_code"] == 2, found["phases"]
     assert found["bounds"]["absolute"] > 0
     assert on_two("model.tensor_model_parallel_size=2")["exit_code"] == 2
     wrong = on_two(*swap_reference(folder))
-    assert wrong["exit_code"] == 1 and wrong["sentence"].startswith(
-        "The first difference is in logprobs"
-    )
+    assert wrong["exit_code"] == 1
+    assert wrong["sentence"].startswith("The first difference is in logprobs")
 
 
 def test_recorded_on_two_ranks(tmp_path: Path) -> None:
@@ -441,7 +448,8 @@ def test_the_moments_of_adam_are_compared(kind: str) -> None:
         return StepRecord(updates=updates, ranks=[state], **values, **facts)
 
     same = module._compare_update(record("01"), record("01"), EQUAL_BITS)
-    assert (same.name, same.verdict) == ("update", "same")
+    assert same.name == "update"
+    assert same.verdict == "same"
     other = module._compare_update(record("01"), record("02"), EQUAL_BITS)
     assert other.verdict == "differs"
     assert [one.what for one in other.differences] == ["tensor w.exp_avg_sq"]

@@ -101,7 +101,8 @@ def test_what_is_streamed_is_what_is_generated(folder):
         with contextlib.closing(actor.generator):
             speaker = Speaker("one", actor, [{"role": "user", "content": "hi"}])
             prompt, room = speaker.prompt(7, 9)
-            assert prompt.text == "U: hi<eos>A:" and room == 9
+            assert prompt.text == "U: hi<eos>A:"
+            assert room == 9
             pieces: list[str] = []
             found = speaker.answer(prompt, actor.settings.sampling, 4, pieces.append)
             expected = actor.generator.generate([prompt], 1, actor.settings.sampling, 4)
@@ -133,7 +134,8 @@ def test_no_character_is_shown_by_halves_and_no_space_is_lost():
     pieces = []
     speaker.messages = [{"role": "user", "content": "x"}]
     speaker.answer(speaker.prompt(0, 99)[0], PARAMS, 0, pieces.append)
-    assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) == text
+    assert "\ufffd" not in "".join(pieces)
     cut = speaker_of(Bytes(), "a😀".encode()[:-1])
     cut.actor.generator.answers = [list("a😀".encode())[:-1]]  # type: ignore[attr-defined]
     cut.messages = speaker.messages
@@ -177,7 +179,8 @@ def test_a_question_that_cannot_be_answered_is_forgotten(tokenizer, tmp_path):
     (tmp_path / "file").touch()
     found = said([speaker], "one", "x" * 99, "two", f"/save {tmp_path}/file/s")
     (refusal,) = [line for line in found.splitlines() if "105 tokens" in line]
-    assert " 40;" in refusal and " one " in refusal
+    assert " 40;" in refusal
+    assert " one " in refusal
     assert asked(speaker)[-1] == "U: one<eos>A: a<eos>U: two<eos>A:"
     assert "File exists" in found.splitlines()[-1] or "Not a directory" in found.splitlines()[-1]
     speaker.messages = [{"role": "user", "content": "x" * 99}]
@@ -291,7 +294,8 @@ def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, mon
         lines=iter(["hi"]),
     )
     first = capsys.readouterr().out
-    assert "[model]\n" in first and "[model-2]\n" in first
+    assert "[model]\n" in first
+    assert "[model-2]\n" in first
     rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", first)]
     assert len(rewards) == 2 and all(0.9 <= reward <= 1 for reward in rewards), first
     chat(
@@ -304,10 +308,8 @@ def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, mon
     chat(folder, rewards=["gsm8k"], max_tokens=4, lines=iter(["hi"]))
     found = capsys.readouterr()
     why = r"functions\.gsm8k: KeyError at .*\.py:\d+: 'answer'; the record of a chat has no columns"
-    assert (
-        re.search(rf"\n\(no reward: reinforce_rl\.rewards\.{why}", found.out)
-        and "function_failed" not in found.err
-    )
+    assert re.search(rf"\n\(no reward: reinforce_rl\.rewards\.{why}", found.out)
+    assert "function_failed" not in found.err
     with pytest.raises(ConfigError, match="lenght"):
         chat(folder, rewards=["lenght"], lines=iter(["hi"]))
     assert list(tmp_path.iterdir()) == [], "a chat leaves nothing behind"
@@ -330,9 +332,13 @@ def test_questions_from_a_pipe(folder):
         command, input="hi\n", capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") >= 1 and "\x1b" not in done.stdout and ">" not in done.stdout[:2]
+    assert done.stdout.count("\n") >= 1
+    assert "\x1b" not in done.stdout
+    assert ">" not in done.stdout[:2]
     command += ["model.sede=1"]
     done = subprocess.run(
         command, input="", capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 1 and "model.seed?" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert "model.seed?" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -80,7 +80,8 @@ def test_the_mean_reward_is_that_of_the_trainers_validation_before_step_1(
         finally:
             source.close()
     expected = metrics_of(tmp_path)[0]
-    assert expected["step"] == 0 and 0 < expected["val/rewards"] < 0.7
+    assert expected["step"] == 0
+    assert 0 < expected["val/rewards"] < 0.7
     found = evaluate([folder / "model"], folder / "data.jsonl", overrides=how, out=tmp_path / "out")
     (one,) = found.models
     for name, value in one.metrics.items():
@@ -122,30 +123,28 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
             means[name][row.prompt_id] += row.reward / 4
     differences = [b - a for a, b in zip(means["model"], means["other"], strict=True)]
     other, same = found.comparisons
-    assert (other.model, other.baseline, other.by) == ("other", "model", "reward")
-    assert other.difference is not None and same.difference is not None
+    assert other.model == "other"
+    assert other.baseline == "model"
+    assert other.by == "reward"
+    assert other.difference is not None
+    assert same.difference is not None
     assert other.difference.mean_difference == pytest.approx(statistics.fmean(differences))
     assert other.difference.standard_error == pytest.approx(
         statistics.stdev(differences) / math.sqrt(12)
     )
-    assert (other.wins.wins, other.wins.losses) == (
-        sum(d > 1e-9 for d in differences),
-        sum(d < -1e-9 for d in differences),
-    )
+    assert other.wins.wins == sum(d > 1e-9 for d in differences)
+    assert other.wins.losses == sum(d < -1e-9 for d in differences)
     assert (same.wins.ties, same.difference.mean_difference) == (12, 0.0), (
         "the same model draws the same samples"
     )
     read_back = json.loads(texts[0])
     first = read_back["comparisons"][0]
-    assert (first["win_rate"], first["prompts"]) == (other.wins.rate, 12)
-    assert (first["difference"], first["p"]) == (
-        other.difference.mean_difference,
-        other.difference.p,
-    )
-    assert (first["smallest_gain"], first["sentence"]) == (
-        other.difference.smallest_gain,
-        other.difference.sentence(),
-    )
+    assert first["win_rate"] == other.wins.rate
+    assert first["prompts"] == 12
+    assert first["difference"] == other.difference.mean_difference
+    assert first["p"] == other.difference.p
+    assert first["smallest_gain"] == other.difference.smallest_gain
+    assert first["sentence"] == other.difference.sentence()
     assert read_back["comparisons"][1]["p"] is None, (
         "there is nothing to test where all differences are 0"
     )
@@ -153,7 +152,8 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
     console = Console(width=160, record=True, file=(tmp_path / "table").open("w"))
     console.print(found.table())
     said = " ".join(console.export_text().split())
-    assert "other against model, by reward: wins" in said and "on the same 12 prompts (p " in said
+    assert "other against model, by reward: wins" in said
+    assert "on the same 12 prompts (p " in said
     assert "+0.000 ± 0.000 on the same 12 prompts: all differences are equal" in said
 
 
@@ -219,16 +219,19 @@ def test_right_answers_are_counted_and_a_failed_reward_counts_apart(
         out=tmp_path / "out",
     )
     (one,) = found.models
-    assert (one.numbers["reward"].mean, one.numbers["reward"].count) == (0.0, 12)
+    assert one.numbers["reward"].mean == 0.0
+    assert one.numbers["reward"].count == 12
     assert one.numbers["pass@2"].mean == 0.0
     ((reason, count),) = one.failures.items()
-    assert count == 8 and "KeyError" in reason
+    assert count == 8
+    assert "KeyError" in reason
     assert json.loads((tmp_path / "out" / "results.json").read_text())["models"][0]["failures"] == {
         reason: 8
     }
     both = evaluate([folder / "model", folder / "other"], data, rewards=["gsm8k"], overrides=SHORT)
     (compared,) = both.comparisons
-    assert (compared.wins.count, compared.wins.failed) == (6, 4)
+    assert compared.wins.count == 6
+    assert compared.wins.failed == 4
     assert str(compared).endswith("; 4 left out, not scored on both sides")
 
 
@@ -256,7 +259,8 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
             overrides=SHORT,
         )
     (judged,) = found.comparisons
-    assert judged.by == "judge m" and judged.difference is None
+    assert judged.by == "judge m"
+    assert judged.difference is None
     assert judged.wins.failed == sum(i % 9 == 0 for i in range(12))
     assert "HTTP 400" in str(judged.judgements[0])
     low, high = judged.wins.interval
@@ -266,9 +270,8 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
         else "a real preference at the 5 % level"
     )
     assert str(judged).endswith(f"ties: {said}; {judged.wins.failed} prompts without a result")
-    assert judged.wins.count == 10 and judged.wins.wins == sum(
-        value == 1.0 for value in judged.judgements.values()
-    )
+    assert judged.wins.count == 10
+    assert judged.wins.wins == sum(value == 1.0 for value in judged.judgements.values())
 
 
 def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(
@@ -391,6 +394,8 @@ def test_the_command_on_two_ranks_finds_what_one_does(folder: Path, tmp_path: Pa
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": paths},
     )
-    assert (wrong.returncode, wrong.stdout) == (1, "")
-    assert wrong.stderr.startswith("error: ") and "nowhere" in wrong.stderr
+    assert wrong.returncode == 1
+    assert wrong.stdout == ""
+    assert wrong.stderr.startswith("error: ")
+    assert "nowhere" in wrong.stderr
     assert printed_keys(wrong.stderr) == ["model.folder.no_model"]

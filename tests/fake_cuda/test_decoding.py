@@ -116,7 +116,8 @@ def test_new_weights_between_graphed_steps(machine, folders):
         updates = PlannedUpdates("go on", "load", "stop", load=load, version=5)
         stopped = engine.go_on(unbegun(prompts, 2, 0), params, updates)
         ended = engine.go_on(stopped, params, PlannedUpdates(version=7))
-    assert updates.version == 6 and updates.running == [6, 6, 6]
+    assert updates.version == 6
+    assert updates.running == [6, 6, 6]
     assert [one.prompt.id for one in ended] == [0, 0, 1, 1, 2, 2]
 
 
@@ -136,4 +137,5 @@ def test_stages_meet_in_the_same_order(stages, machine, folders):
         ledgers[rank] = ledger
     check_collectives(ledgers)
     kinds = Counter(call.kind for call in ledgers[0].collectives)
-    assert kinds["send"] > 3 * stages and kinds["broadcast"] > kinds["send"]
+    assert kinds["send"] > 3 * stages
+    assert kinds["broadcast"] > kinds["send"]

@@ -241,7 +241,8 @@ def test_the_lower_bound_is_the_least_work_counted_by_hand(
         "model.reinforce.rollout_micro_batch_size=8",
     ).config
     job = job_of(cfg, read_inputs(cfg), MACHINES["h100"])
-    assert (job.mean.prompt, job.mean.response) == (PROMPT, RESPONSE)
+    assert job.mean.prompt == PROMPT
+    assert job.mean.response == RESPONSE
     step = lower_bound(job, WorkerHere(machine).measure(job))
     expected = by_hand()
     assert [phase.name for phase in step.phases] == list(expected)
@@ -264,5 +265,6 @@ def test_a_fault_names_phase_and_lines(
     monkeypatch.setattr(RMSNorm, "__init__", on_cpu)
     monkeypatch.setattr(rank, "install", lambda: machine)
     answer = rank.answer(case_of(folders[2], *BLOCKS))
-    assert isinstance(answer, str) and answer.startswith("start: ")
+    assert isinstance(answer, str)
+    assert answer.startswith("start: ")
     assert "megatron/optimizer.py" in answer.split("; at ")[1]

@@ -96,7 +96,9 @@ class PlayedEngine:
             return
         self.places.append(set(bucket["places"]))
         for name, tensor in buckets.received(bucket, "GPU-0", torch.device("cuda", 0)):
-            assert tensor.is_cuda and tensor.dtype == BF16 and name not in self._arriving
+            assert tensor.is_cuda
+            assert tensor.dtype == BF16
+            assert name not in self._arriving
             self._arriving[name] = tensor.cpu()
 
 
@@ -153,12 +155,11 @@ def drawn_twice(
                 for parameter in lm.parameters():
                     parameter.mul_(2 if parameter.requires_grad else 1)
     assert found.log_probs is not None
-    assert not any(tensor.is_cuda for tensor in (found.tokens, found.lengths, found.log_probs))
-    assert (found.tokens.dtype, found.lengths.dtype, found.log_probs.dtype) == (
-        torch.long,
-        torch.long,
-        torch.float32,
-    )
+    for tensor in (found.tokens, found.lengths, found.log_probs):
+        assert not tensor.is_cuda
+    assert found.tokens.dtype == torch.long
+    assert found.lengths.dtype == torch.long
+    assert found.log_probs.dtype == torch.float32
     assert found.tokens.tolist() == [[11, 2, 0], [12, 13, 14], [2, 0, 0], [15, 16, 17]]
     assert found.lengths.tolist() == [2, 3, 1, 3]
     assert found.log_probs.tolist() == [
@@ -191,16 +192,15 @@ def test_each_waking_gives_the_present_weights(machine, folders, tmp_path, event
     engine = drawn_twice(
         machine, folders[2], name, tmp_path, lambda mesh: megatron_model(folders[2], mesh, BF16)
     )
-    assert (engine.devices, engine.arguments.dtype, engine.arguments.lora_rank) == (
-        ["0"],
-        "bfloat16",
-        0,
-    )
+    assert engine.devices == ["0"]
+    assert engine.arguments.dtype == "bfloat16"
+    assert engine.arguments.lora_rank == 0
     first, second = engine.weights
     check_equal(first, exported(folders[2]))
     check_equal(second, doubled(first))
     count = len(engine.places) // 2
-    assert count > 4 and engine.places == [{"GPU-0"}] * (2 * count)
+    assert count > 4
+    assert engine.places == [{"GPU-0"}] * (2 * count)
     sent = [*["synchronize", "update_weights"] * count, "update_weights"]
     assert events == [
         *["empty_cache", "start", *sent, "generate", "release"],
@@ -241,7 +241,8 @@ def test_lora_updates_are_merged_for_an_engine_that_takes_none(machine, folders,
         tmp_path,
         lambda mesh: lora_model(folders[2], mesh, EVERY, BF16),
     )
-    assert engine.arguments.lora_rank == 0 and engine.adapters == []
+    assert engine.arguments.lora_rank == 0
+    assert engine.adapters == []
     base = exported(folders[2])
     updates = random_updates(folders[2], EVERY, BF16)
     for found, scale in zip(engine.weights, (1, 4), strict=True):  # A and B were doubled
@@ -277,12 +278,14 @@ def test_two_gpus_that_share_a_model_are_given_each_bucket(
 
     ledgers = take_turns(machine, 2, turn, rehearsals=2)
     engine = engines[-1]
-    assert (engine.devices, engine.arguments.tensor_parallel_size) == (["4", "5"], 2)
+    assert engine.devices == ["4", "5"]
+    assert engine.arguments.tensor_parallel_size == 2
     (weights,) = engine.weights
     assert {name: tensor.shape for name, tensor in weights.items()} == {
         name: tensor.shape for name, tensor in exported(folders[2]).items()
     }
-    assert len(engine.places) > 4 and engine.places == [{"GPU-0", "GPU-1"}] * len(engine.places)
+    assert len(engine.places) > 4
+    assert engine.places == [{"GPU-0", "GPU-1"}] * len(engine.places)
     assert check_collectives(ledgers) > 0
     for ledger in ledgers.values():
         assert len(

@@ -166,7 +166,9 @@ def test_stages_neither_exchange_shapes_nor_wait(machine, folders, name):
         ]
         hidden = actor.lm.architecture.hidden_size
         moved = [call.bytes for call in training.collectives if call.kind in ("send", "recv")]
-        assert moved and all(size % (hidden * layout.dtype.itemsize) == 0 for size in moved)
+        assert moved
+        for size in moved:
+            assert size % (hidden * layout.dtype.itemsize) == 0
     check_collectives(ledgers)
 
 

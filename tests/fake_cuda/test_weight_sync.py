@@ -27,7 +27,9 @@ class Wire:
         self.receives = False
 
     def broadcast(self, tensor: Tensor) -> Any:
-        assert tensor.is_cuda and tensor.dtype == BF16 and tensor.is_contiguous()
+        assert tensor.is_cuda
+        assert tensor.dtype == BF16
+        assert tensor.is_contiguous()
         if self.receives:
             tensor.copy_(self.sent.popleft())
         else:
@@ -52,12 +54,13 @@ def test_weights_arrive_on_the_device(machine, folders, lora):
             for parameter in trained.parameters():
                 parameter.mul_(2 if parameter.requires_grad else 1)
         sent = send_weights(trained, wire, BUCKET_BYTES)  # type: ignore[arg-type]
-        assert len(wire.sent) > (0 if lora else 2) and sent == sum(
-            tensor.nbytes for tensor in wire.sent
-        )
+        assert len(wire.sent) > (0 if lora else 2)
+        assert sent == sum(tensor.nbytes for tensor in wire.sent)
         wire.receives = True
         found = receive_weights(other, wire, BUCKET_BYTES)  # type: ignore[arg-type]
-        assert not wire.sent and all(tensor.is_cuda for tensor in found.values())
+        assert not wire.sent
+        for tensor in found.values():
+            assert tensor.is_cuda
         assert all("lora" in name for name in found) == lora
         load_weights(other, found)
         for (name, own), expected in zip(

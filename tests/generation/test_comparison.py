@@ -65,12 +65,10 @@ def test_only_what_lies_before_a_difference_is_compared():
     left = Fixed([[3, 4, 5], [6]], [[-1.0, -2.0, -3.0], [-0.5]])
     right = Fixed([[3, 4, 9], [6, 7]], [[-1.5, -2.0, -9.0], [-0.4, -1.0]])
     found = compare(left, right, PROMPTS, GREEDY)
-    assert (found.responses, found.equal_responses, found.tokens, found.common_tokens) == (
-        2,
-        0,
-        4,
-        3,
-    )
+    assert found.responses == 2
+    assert found.equal_responses == 0
+    assert found.tokens == 4
+    assert found.common_tokens == 3
     assert math.isclose(found.mean_gap, (0.5 + 0 + 0.1) / 3, abs_tol=1e-6)
     assert math.isclose(found.largest_gap, 0.5, abs_tol=1e-6)
 
@@ -85,14 +83,17 @@ def test_without_a_common_token_nothing_was_compared():
     left = Fixed([[3], [4]], [[-1.0], [-1.0]])
     right = Fixed([[5], [6]], [[-1.0], [-1.0]])
     found = compare(left, right, PROMPTS, GREEDY)
-    assert found.common_tokens == 0 and math.isnan(found.mean_gap) and found.worst == (5,)
+    assert found.common_tokens == 0
+    assert math.isnan(found.mean_gap)
+    assert found.worst == (5,)
 
 
 def test_without_log_probs_there_is_no_gap():
     left = Fixed([[3], [4]], [[-1.0], [-1.0]])
     right = Fixed([[3], [4]], None)
     found = compare(left, right, PROMPTS, GREEDY)
-    assert found.equal_responses == 2 and math.isnan(found.mean_gap)
+    assert found.equal_responses == 2
+    assert math.isnan(found.mean_gap)
 
 
 def model_below(folder: Path) -> str:
@@ -170,7 +171,8 @@ def test_the_command_names_the_layer(tmp_path, capsys, monkeypatch):
     )
     assert check(folder, *OPTIONS, "--engine", "native", "--layers") == 0
     before, after = capsys.readouterr().out.split("no layer differs")
-    assert before.count("\n") == 3 and "they part in layer 1" in after
+    assert before.count("\n") == 3
+    assert "they part in layer 1" in after
     assert check(folder, *OPTIONS, "--engine", "native") == 0
     assert "layer" not in capsys.readouterr().out
     assert check(folder, *OPTIONS, "--engine", "native", "--tolerance", "-1") == 1

@@ -26,20 +26,20 @@ def test_a_request_asks_for_what_is_missing():
     request = request_of(DRAWN, PARAMS, pad_id=1)
     assert request.tokens == (6, 7, 8, 9, 4)
     asked = request.sampling
-    assert (asked.max_tokens, asked.min_tokens, asked.repetition_penalty, asked.pad_id) == (
-        3,
-        1,
-        1.5,
-        1,
-    )
+    assert asked.max_tokens == 3
+    assert asked.min_tokens == 1
+    assert asked.repetition_penalty == 1.5
+    assert asked.pad_id == 1
     assert request_of(after(4), PARAMS, pad_id=1).sampling.min_tokens == 0
 
 
 def test_seeds_are_the_responses_own_and_do_not_come_again():
     seeds = [request_of(after(count), PARAMS, 0).sampling.seed for count in range(5)]
-    assert seeds[0] == 11 and len(set(seeds)) == 5
+    assert seeds[0] == 11
+    assert len(set(seeds)) == 5
     assert seeds == [request_of(after(count), PARAMS, 0).sampling.seed for count in range(5)]
-    assert all(0 <= seed < 2**64 for seed in seeds)
+    for seed in seeds:
+        assert 0 <= seed < 2**64
     others = [request_of(PartialResponse(PROMPT, 12, (4,), (-1.0,), (0,)), PARAMS, 0).sampling.seed]
     assert others[0] not in seeds
     first, second = requests_of([PROMPT], 2, PARAMS, 3, pad_id=0)
@@ -62,12 +62,12 @@ def uncut(whole: Answer) -> Answer:
 )
 def test_an_answer_adds_tokens_with_the_version_that_drew_each(answer, reason):
     found = extended(DRAWN, answer, {1: 4, 2: 6}, uncut)
-    assert (found.tokens, found.log_probs, found.versions) == (
-        (9, 4, 5, 2),
-        (-1.0, -2.0, -3.0, -4.0),
-        (3, 4, 4, 6),
-    )
-    assert (found.finish_reason, found.prompt, found.key) == (reason, PROMPT, 11)
+    assert found.tokens == (9, 4, 5, 2)
+    assert found.log_probs == (-1.0, -2.0, -3.0, -4.0)
+    assert found.versions == (3, 4, 4, 6)
+    assert found.finish_reason == reason
+    assert found.prompt == PROMPT
+    assert found.key == 11
 
 
 def test_an_answer_without_numbers_is_of_the_last_weights():
@@ -80,17 +80,16 @@ def test_an_end_string_may_begin_in_old_tokens():
     """What comes behind it is cut, also where the response was not at its end."""
 
     def cut(whole: Answer) -> Answer:
-        assert (whole.tokens, whole.log_probs) == ((9, 4, 5, 6), (-1.0, -2.0, -3.0, -4.0))
+        assert whole.tokens == (9, 4, 5, 6)
+        assert whole.log_probs == (-1.0, -2.0, -3.0, -4.0)
         return Answer(whole.tokens[:3], (-1.0, -2.0, -3.0), stopped=True)
 
     found = extended(
         DRAWN, Answer((5, 6), (-3.0, -4.0), fault=TAKEN_BACK, updates=(1, 1)), {1: 9}, cut
     )
-    assert (found.tokens, found.log_probs, found.versions) == (
-        (9, 4, 5),
-        (-1.0, -2.0, -3.0),
-        (3, 4, 9),
-    )
+    assert found.tokens == (9, 4, 5)
+    assert found.log_probs == (-1.0, -2.0, -3.0)
+    assert found.versions == (3, 4, 9)
     assert found.finish_reason == FINISH_STOP
 
 

@@ -103,7 +103,8 @@ def test_a_sample_depends_on_seed_prompt_and_sample_alone(engine, expected):
     assert torch.equal(expected[NUM_SAMPLES:, :width], alone.tokens)
     assert len({tuple(row) for row in expected.tolist()}) > 4
     assert others.tokens.shape != expected.shape or not torch.equal(others.tokens, expected)
-    assert alone.log_probs is not None and alone.log_probs.shape == alone.tokens.shape
+    assert alone.log_probs is not None
+    assert alone.log_probs.shape == alone.tokens.shape
 
 
 @pytest.mark.parametrize("command", ["generate", "update_weights"])
@@ -177,15 +178,18 @@ class TestResponsesThatGoOn:
         assert len(found) == len(expected)
         for response, row in zip(found, expected, strict=True):
             count = len(response.tokens)
-            assert list(response.tokens) == row[:count].tolist() and not row[count:].any()
-            assert len(response.log_probs) == count and response.versions == (version,) * count
+            assert list(response.tokens) == row[:count].tolist()
+            assert not row[count:].any()
+            assert len(response.log_probs) == count
+            assert response.versions == (version,) * count
             ends = count and response.tokens[-1] in PARAMS.stop_token_ids
             assert response.finish_reason == (FINISH_STOP if ends else FINISH_LENGTH)
 
     def test_from_their_beginning_they_are_those_of_generate(self, engine, expected):
         updates = PlannedUpdates(version=5)
         self.check(self.go_on(engine, updates=updates), expected, version=5)
-        assert updates.running[0] == len(expected) and all(updates.running)
+        assert updates.running[0] == len(expected)
+        assert all(updates.running)
 
     def test_what_is_at_its_end_is_not_asked_for(self, engine, expected, monkeypatch):
         advance = process.EngineProcess.advance
@@ -200,7 +204,8 @@ class TestResponsesThatGoOn:
         shorter = len(expected) - 3
         del asked[:]
         found = self.go_on(engine, [*ended[:shorter], *unbegun(PROMPTS, NUM_SAMPLES, 3)[shorter:]])
-        assert found == ended and asked == list(range(shorter, len(expected)))
+        assert found == ended
+        assert asked == list(range(shorter, len(expected)))
         del asked[:]
         long = PartialResponse(
             PROMPTS[0], 1, (4,) * PARAMS.max_length, (-1.0,) * PARAMS.max_length, (0,) * 8
@@ -254,7 +259,8 @@ class TestResponsesThatGoOn:
         lost = ("1 of 2 requests", "[7]", "it is lost", "engine.request_timeout_seconds")
         with raises_error("generation.engine.lost_requests_twice", *lost):
             self.go_on(engine)
-        assert engine._engine is not None and engine._engine._child is None
+        assert engine._engine is not None
+        assert engine._engine._child is None
         assert torch.equal(draw(engine).tokens, expected), (
             "another is started with the next weights"
         )

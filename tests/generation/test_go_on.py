@@ -38,11 +38,9 @@ def whole(
 
 def assert_same(found: list[PartialResponse], expected: list[PartialResponse]) -> None:
     for mine, other in zip(found, expected, strict=True):
-        assert (mine.prompt.id, mine.tokens, mine.finish_reason) == (
-            other.prompt.id,
-            other.tokens,
-            other.finish_reason,
-        )
+        assert mine.prompt.id == other.prompt.id
+        assert mine.tokens == other.tokens
+        assert mine.finish_reason == other.finish_reason
         assert mine.log_probs == pytest.approx(other.log_probs, abs=1e-6)
         assert len(mine.versions) == len(mine.tokens)
 
@@ -66,7 +64,8 @@ def test_a_whole_call_is_generate(decoder, lm, folder, prompts):
         count = int(expected.lengths[row])
         assert list(one.tokens) == expected.tokens[row, :count].tolist()
         assert list(one.log_probs) == expected.log_probs[row, :count].tolist()
-        assert one.finish_reason == expected.finish_reasons[row] and set(one.versions) <= {3}
+        assert one.finish_reason == expected.finish_reasons[row]
+        assert set(one.versions) <= {3}
 
 
 @pytest.mark.parametrize("max_tokens", [None, 75])
@@ -83,7 +82,8 @@ def test_stopped_and_gone_on(kind, max_tokens, decoder, lm, folder, prompts):
         was_partial |= any(one.finish_reason is None and one.tokens for one in found)
         calls += 1
     assert_same(found, expected)
-    assert calls > 1 and was_partial
+    assert calls > 1
+    assert was_partial
 
 
 def test_what_is_at_its_end_is_left_as_it_is(decoder, lm, folder, prompts):
@@ -163,7 +163,8 @@ def test_weights_that_change_with_the_cache_kept(decoder, policy, folder, prompt
     )
     for one in found:
         count = one.versions.index(4)
-        assert one.versions == (3,) * count + (4,) * (20 - count) and 0 < count < 20
+        assert one.versions == (3,) * count + (4,) * (20 - count)
+        assert 0 < count < 20
         assert one.log_probs[:count] == pytest.approx(policy.log_probs(one, 0)[:count], abs=1e-5)
         assert one.log_probs[count:] == pytest.approx(policy.kept(one, count), abs=1e-5)
         assert (

@@ -188,7 +188,8 @@ class TestSamplesDependOnTheirKeysAlone:
         )
         for (tokens, _, _), (longer, reason, _) in zip(together, found, strict=True):
             assert longer[: len(tokens)] == tokens
-            assert (len(longer), reason) == (16, "length")
+            assert len(longer) == 16
+            assert reason == "length"
 
     def test_a_smaller_limit_cuts_only(self, engine, prompts, together):
         found = rows_of(engine.generate(prompts, 4, replace(self.PARAMS, max_length=5), seed=3))
@@ -303,7 +304,8 @@ class TestEnds:
         for tokens, reason in found:
             text = tokenizer.decode(tokens)
             before = tokenizer.decode(tokens[:-1])
-            assert not any(end in before for end in params.end_strings)
+            for end in params.end_strings:
+                assert end not in before
             hits = [end for end in params.end_strings if end in text]
             assert reason == ("stop" if hits else "length")
             ends.update(hits)
@@ -331,9 +333,9 @@ class TestEnds:
             )
             length = max(first[-1], 7) if first[-1] else 20
             assert given == (tokens[:length], "stop" if first[-1] else "length")
-        assert (
-            {0 < length < 7 for length in first} == {True, False} and max(first) > 7 and 0 in first
-        )
+        assert {0 < length < 7 for length in first} == {True, False}
+        assert max(first) > 7
+        assert 0 in first
 
     def test_end_string_in_the_prompt_is_no_end(self, engine, folder):
         tokenizer = load_tokenizer(folder)
@@ -427,7 +429,8 @@ def test_mode_and_weights_are_left_as_they_were(engine, lm, prompts):
         engine.generate([prompt_of(0, [5] * 300)], 1, SamplingParams(max_length=2), seed=0)
     assert lm.training is True
     lm.eval()
-    assert all(torch.equal(a, b) for a, b in zip(weights, lm.parameters(), strict=True))
+    for a, b in zip(weights, lm.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_new_weights_are_used_at_once(folder, mesh, prompts):
@@ -505,7 +508,8 @@ def test_watching_shows_each_token_as_it_comes_and_changes_nothing(
         for before, now in itertools.pairwise(seen):
             for old, new in zip(before, now, strict=True):
                 # a first token comes with its prompt
-                assert new[: len(old)] == old and len(new) <= len(old) + 2
+                assert new[: len(old)] == old
+                assert len(new) <= len(old) + 2
 
     class Enough(Exception):
         pass

@@ -25,7 +25,8 @@ def run(
         places = {one.prompt: one.slot for one in schedule.running}
         # no prompt overwrites another's keys
         assert len(set(places.values())) == len(places) <= schedule.slots
-        assert all(0 <= slot < schedule.slots for slot in places.values())
+        for slot in places.values():
+            assert 0 <= slot < schedule.slots
         expected = [one.sample for one in schedule.running]
         stopped = [
             row for row, one in enumerate(schedule.running) if one.written + 1 == ends[one.sample]
@@ -59,16 +60,19 @@ def test_every_sample_is_decoded_once_within_the_bound(max_tokens, seed):
     assert sorted(begun) == list(range(total))
     held = schedule.rows * max_length + schedule.slots * max(lengths)
     if max_tokens is None or max_tokens == 10**6:
-        assert (schedule.rows, schedule.slots) == (total, len(lengths))
+        assert schedule.rows == total
+        assert schedule.slots == len(lengths)
     elif max_tokens >= max_length + max(lengths):
         assert held <= max_tokens
     else:
-        assert (schedule.rows, schedule.slots) == (1, 1)
+        assert schedule.rows == 1
+        assert schedule.slots == 1
 
 
 def test_one_that_ends_makes_room_at_once():
     schedule = Schedule([4, 4], num_samples=2, max_length=5, max_tokens=18)
-    assert (schedule.rows, schedule.slots) == (2, 2)
+    assert schedule.rows == 2
+    assert schedule.slots == 2
     assert schedule.admit() == [0]
     assert schedule.advance([0]) == [1]
     assert schedule.admit() == [1]

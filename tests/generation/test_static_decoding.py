@@ -45,7 +45,8 @@ def assert_same(found: Completions, expected: Completions) -> None:
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.lengths, expected.lengths)
     assert found.finish_reasons == expected.finish_reasons
-    assert found.log_probs is not None and expected.log_probs is not None
+    assert found.log_probs is not None
+    assert expected.log_probs is not None
     torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-6, rtol=0)
 
 
@@ -82,12 +83,10 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
     finally:
         handle.remove()
     assert shapes[0] == (5, 11)
-    assert {rows for rows, _ in shapes[1:]} <= {1, 2, 4, 8, 16, 32} and {
-        seq for _, seq in shapes[1:]
-    } == {1}
-    assert (
-        set(looks[:-1]) == {8} and sum(looks) == len(shapes) - 1 <= int(found.lengths.max()) - 1 + 7
-    )
+    assert {rows for rows, _ in shapes[1:]} <= {1, 2, 4, 8, 16, 32}
+    assert {seq for _, seq in shapes[1:]} == {1}
+    assert set(looks[:-1]) == {8}
+    assert sum(looks) == len(shapes) - 1 <= int(found.lengths.max()) - 1 + 7
     assert len({rows for rows, _ in shapes[1:]}) > 1  # rows that ended are left out after a while
 
 
@@ -110,9 +109,11 @@ def test_graphs_give_the_same_samples(kind, lm, folder, prompts, monkeypatch):
         handle.remove()
     steps = shapes[1:]
     graphs = recorded.graphs
-    assert len(graphs) >= 2 and len(graphs) <= len(set(steps))
+    assert len(graphs) >= 2
+    assert len(graphs) <= len(set(steps))
     # Python runs a step twice for a number of rows: as it is, and captured.
-    assert all(steps.count(shape) <= 2 for shape in steps)
+    for shape in steps:
+        assert steps.count(shape) <= 2
     assert sum(graph.replays for graph in graphs) > 2 * len(graphs)
 
 
@@ -165,7 +166,8 @@ def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch
         NativeGenerator(lm, load_tokenizer(folder), use_graphs=use_graphs).generate(
             prompts, 2, PARAMS, seed=0
         )
-        assert isinstance(caches[0], weakref.ref) and caches[0]() is None
+        assert isinstance(caches[0], weakref.ref)
+        assert caches[0]() is None
     finally:
         gc.enable()
 
@@ -173,9 +175,9 @@ def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch
 def test_padded_rows():
     found = {rows: padded_rows(rows) for rows in range(1, 200)}
     assert set(found.values()) == {1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224}
-    assert all(
-        rows <= padded < 2 * rows + 1 and padded - rows < 32 for rows, padded in found.items()
-    )
+    for rows, padded in found.items():
+        assert rows <= padded < 2 * rows + 1
+        assert padded - rows < 32
 
 
 @pytest.mark.parametrize(

@@ -103,10 +103,8 @@ class TestRun:
 
         given = folder / name / "engine"
         names = json.loads((given / "names_0.json").read_text())
-        assert (
-            names == list(dict.fromkeys(names))
-            and set(names) == HFFolder(folder / "model")._entries.keys()
-        )
+        assert names == list(dict.fromkeys(names))
+        assert set(names) == HFFolder(folder / "model")._entries.keys()
         first, last = (
             load_file(given / f"weights_{i}.safetensors")
             for i in (0, len(list(given.glob("names_*"))) - 1)
@@ -117,7 +115,8 @@ class TestRun:
         )
         for received, held in ((first, start), (last, end)):
             assert received.keys() == held.keys()
-            assert all(torch.equal(received[key], held[key]) for key in held)
+            for key in held:
+                assert torch.equal(received[key], held[key])
         assert not torch.equal(first[names[0]], last[names[0]])
 
     def test_on_one_rank(self, runs, mesh, fake_engine):
@@ -242,7 +241,8 @@ class TestStart:
         assert "enable_sleep" not in found
         modes = found["sleep_config"]["restore_modes"]
         assert modes.count("'NONE'") == 2
-        assert "MODEL_WEIGHTS_MAIN" in modes and "KV_CACHE" in modes
+        assert "MODEL_WEIGHTS_MAIN" in modes
+        assert "KV_CACHE" in modes
 
     @pytest.mark.parametrize("version", ["1.1.0", "1.4.0rc1", "2.0"])
     def test_another_version_is_refused(self, tmp_path, mesh, fake_engine, version):
@@ -287,23 +287,21 @@ class TestSamples:
         ] * 2
         assert len({request.sampling.seed for request in found}) == 4
         asked = found[0].sampling
-        assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (
-            0.7,
-            4,
-            0.9,
-            None,
-        )
-        assert (asked.max_tokens, asked.stop_token_ids, asked.pad_id) == (5, [2, 5], 1)
+        assert asked.temperature == 0.7
+        assert asked.top_k == 4
+        assert asked.top_p == 0.9
+        assert asked.repetition_penalty is None
+        assert asked.max_tokens == 5
+        assert asked.stop_token_ids == [2, 5]
+        assert asked.pad_id == 1
         greedy = requests_of(
             PROMPTS, 1, replace(params, use_greedy=True, repetition_penalty=1.5), 3, pad_id=1
         )
         asked = greedy[0].sampling
-        assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (
-            None,
-            None,
-            None,
-            1.5,
-        )
+        assert asked.temperature is None
+        assert asked.top_k is None
+        assert asked.top_p is None
+        assert asked.repetition_penalty == 1.5
 
     def test_an_end_string_cuts_wherever_its_text_appears(self, engine):
         tokens = (6, 7, 8, 9)
@@ -311,11 +309,9 @@ class TestSamples:
         found = engine._cut_at_end_string(
             Answer(tokens, (-1.0, -2.0, -3.0, -4.0)), ("nowhere", text[1:])
         )
-        assert (found.tokens, found.log_probs, found.stopped) == (
-            (6, 7, 8),
-            (-1.0, -2.0, -3.0),
-            True,
-        )
+        assert found.tokens == (6, 7, 8)
+        assert found.log_probs == (-1.0, -2.0, -3.0)
+        assert found.stopped is True
         assert engine._cut_at_end_string(Answer(tokens), ("nowhere",)) == Answer(tokens)
 
     def test_an_end_string_cuts_beside_an_id_that_the_tokenizer_lacks(self, engine, tmp_path):
@@ -325,7 +321,8 @@ class TestSamples:
         assert beyond >= len(engine._tokenizer)
         end = engine._tokenizer.decode([7, 8])
         found = engine._cut_at_end_string(Answer((beyond, 6, 7, 8, 9)), (end,))
-        assert (found.tokens, found.stopped) == ((beyond, 6, 7, 8), True)
+        assert found.tokens == (beyond, 6, 7, 8)
+        assert found.stopped is True
         outside = Answer((6, 7, 8, beyond + 1))  # of no response that counts
         assert engine._cut_at_end_string(outside, (end,)) == outside
 
@@ -335,7 +332,8 @@ class TestSamples:
         assert found.tokens.tolist() == [[5, 6], [0, 0]]
         assert found.lengths.tolist() == [2, 0]
         assert found.finish_reasons == (FINISH_STOP, FINISH_LENGTH)
-        assert found.log_probs is not None and found.log_probs.tolist() == [
+        assert found.log_probs is not None
+        assert found.log_probs.tolist() == [
             [-1.0, -2.0],
             [0.0, 0.0],
         ]
@@ -431,7 +429,8 @@ class TestFaults:
                 trainer.fit()
             trainer.model.generator.close()
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
-        assert checkpoint is not None and checkpoint.trainer_state["step"] == 1
+        assert checkpoint is not None
+        assert checkpoint.trainer_state["step"] == 1
 
 
 class TestConfiguration:

@@ -207,7 +207,8 @@ def test_nothing_is_left_of_the_engine_of_a_killed_trainer(tmp_path, undisturbed
     finally:
         processes.close()
     titles = (folder / "run" / "engines" / "dp_00000.log").read_text()
-    assert len(seen) >= 3 and "EngineCore" in titles
+    assert len(seen) >= 3
+    assert "EngineCore" in titles
     wait_for_the_end(seen)
 
 
@@ -279,7 +280,8 @@ def test_without_memory_for_its_cache_the_run_saves_and_says_what_to_lower(
     with tiny_trainer(config, mesh) as trainer:
         generator = trainer.model.generator
         step = trainer.run_training
-        assert isinstance(generator, EngineGenerator) and generator._engine is not None
+        assert isinstance(generator, EngineGenerator)
+        assert generator._engine is not None
         adapter: Any = generator._engine._adapter
 
         def step_and_lose_the_engine(batch):
@@ -293,7 +295,8 @@ def test_without_memory_for_its_cache_the_run_saves_and_says_what_to_lower(
         with raises_error("generation.engine.not_started", *advice):
             trainer.fit()
     checkpoint = latest_checkpoint(folder / "run" / "checkpoints")
-    assert checkpoint is not None and checkpoint.trainer_state["step"] == 1
+    assert checkpoint is not None
+    assert checkpoint.trainer_state["step"] == 1
 
 
 class TestLayouts:

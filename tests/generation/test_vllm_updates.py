@@ -169,12 +169,13 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
     assert paused[0] == paused[1] < last, "tokens were drawn while the weights changed"
     assert [one.finish_reason for one in found] == [FINISH_LENGTH] * 6
     assert [len(one.tokens) for one in found] == [PARAMS.max_length] * 6
-    assert all(list(one.versions) == sorted(one.versions) for one in found)
+    for one in found:
+        assert list(one.versions) == sorted(one.versions)
     across, new = ([one for one in found if (one.versions[0] == version)] for version in (0, 1))
-    assert (len(across), len(new)) == (AT_ONCE, 2)
-    assert all(set(one.versions) == {0, 1} for one in across) and all(
-        set(one.versions) == {1} for one in new
-    )
+    assert len(across) == AT_ONCE
+    assert len(new) == 2
+    assert all(set(one.versions) == {0, 1} for one in across)
+    assert all(set(one.versions) == {1} for one in new)
 
     assert max(engine.gaps(0, across)) < TOLERANCE
     assert max(engine.gaps(1, across, weights=0)) > 10 * TOLERANCE, "the weights did not change"
@@ -196,7 +197,8 @@ def test_stopped_and_gone_on_under_newer_weights(engine):
     found = engine.go_on(partial, PlannedUpdates(version=1))
     for one, before in zip(found, partial, strict=True):
         count = len(before.tokens)
-        assert (one.tokens[:count], one.log_probs[:count]) == (before.tokens, before.log_probs)
+        assert one.tokens[:count] == before.tokens
+        assert one.log_probs[:count] == before.log_probs
         assert one.versions == (0,) * count + (1,) * (PARAMS.max_length - count)
         assert one.finish_reason == FINISH_LENGTH
     for version in (0, 1):
@@ -219,14 +221,13 @@ def test_a_greedy_response_in_parts_is_that_in_one(engine):
             parts, PlannedUpdates("go on", engine.once_drawing("stop", 2)), params, pace=SLOW
         )
         lengths.append([len(one.tokens) for one in parts])
-    assert all(0 < first < second for first, second in zip(*lengths, strict=True))
+    for first, second in zip(*lengths, strict=True):
+        assert 0 < first < second
     found = engine.go_on(parts, PlannedUpdates(), params)
     for one, other in zip(found, whole, strict=True):
-        assert (one.tokens, one.versions, one.finish_reason) == (
-            other.tokens,
-            other.versions,
-            other.finish_reason,
-        )
+        assert one.tokens == other.tokens
+        assert one.versions == other.versions
+        assert one.finish_reason == other.finish_reason
         assert one.log_probs == pytest.approx(other.log_probs, abs=TOLERANCE)
 
 
@@ -257,7 +258,8 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
     updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
     monkeypatch.setattr(process.EngineProcess, "call", struck)
     found = engine.go_on(unbegun([PROMPT], 6, 3), updates, pace=SLOW)
-    assert "struck" in seen and "event=engine_restarted" in caplog.text
+    assert "struck" in seen
+    assert "event=engine_restarted" in caplog.text
     assert [one.finish_reason for one in found] == [FINISH_LENGTH] * 6
     assert {version for one in found for version in one.versions} == {updates.version}
     assert updates.version == (0 if command == "pause" else 1)
@@ -271,12 +273,11 @@ def test_two_ranks_that_share_matrices_are_told_alike(tmp_path):
     run_ranks(RANKS, 2, tmp_path, timeout=500)
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    assert first["running"][:2] == [4, 4] and first["gap"] < TOLERANCE
+    assert first["running"][:2] == [4, 4]
+    assert first["gap"] < TOLERANCE
     assert [one["finish_reason"] for one in first["found"]] == [FINISH_LENGTH] * 4
     assert all(set(one["versions"]) == {0, 1} for one in first["found"])
     for one, before in zip(first["found"], first["partial"], strict=True):
         count = len(before["tokens"])
-        assert (
-            one["tokens"][:count] == before["tokens"]
-            and one["versions"][:count] == before["versions"]
-        )
+        assert one["tokens"][:count] == before["tokens"]
+        assert one["versions"][:count] == before["versions"]

@@ -111,10 +111,9 @@ class TestBuckets:
         expected = {name: view.clone() for name, view in sent.views.items()}
         sent.buffer.zero_()  # as the next bucket would
         assert list(found) == list(NAMES)
-        assert all(
-            found[name].dtype == dtype and torch.equal(found[name], expected[name])
-            for name in NAMES
-        )
+        for name in NAMES:
+            assert found[name].dtype == dtype
+            assert torch.equal(found[name], expected[name])
 
     def test_another_process_reads_them(self):
         sent = Sent()
@@ -182,13 +181,15 @@ class TestWorker:
     def test_the_columns_are_others_at_each_update_and_all_in_time(self):
         of_updates = [worker_of(i)._columns(64) for i in range(64)]
         assert {len(set(columns)) for columns in of_updates} == {4}
-        assert all(one != other for one, other in itertools.pairwise(of_updates))
+        for one, other in itertools.pairwise(of_updates):
+            assert one != other
         assert set().union(*of_updates) == set(range(64))
 
     @pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4)])
     def test_columns_of_a_narrow_weight_are_not_asked_for_twice(self, size, count):
         columns = worker_of(2)._columns(size)
-        assert len(columns) == len(set(columns)) == count and set(columns) <= set(range(size))
+        assert len(columns) == len(set(columns)) == count
+        assert set(columns) <= set(range(size))
 
     @pytest.mark.parametrize("is_tied", [False, True])
     def test_tied_embeddings_are_those_of_the_output_layer_too(self, is_tied):

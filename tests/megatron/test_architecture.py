@@ -89,13 +89,14 @@ def test_reads_what_transformers_wrote(tmp_path):
         tmp_path, vocab_size=63, tied=False, heads=4, groups=2, head_dim=16, max_positions=99
     )
     found = Architecture.from_folder(folder)
-    assert (found.vocab_size, found.num_heads, found.num_groups, found.head_size) == (63, 4, 2, 16)
-    assert (found.hidden_size, found.ffn_size, found.num_layers, found.max_positions) == (
-        32,
-        64,
-        2,
-        99,
-    )
+    assert found.vocab_size == 63
+    assert found.num_heads == 4
+    assert found.num_groups == 2
+    assert found.head_size == 16
+    assert found.hidden_size == 32
+    assert found.ffn_size == 64
+    assert found.num_layers == 2
+    assert found.max_positions == 99
     assert not found.tied_embeddings
 
 
@@ -123,11 +124,10 @@ def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(family):
     theirs = CONFIG_MAPPING[family].from_dict(deepcopy(raw))
     found = Architecture.from_hf(raw)
     head_size = getattr(theirs, "head_dim", None) or 256 // 32
-    assert (found.num_groups, found.head_size) == (theirs.num_key_value_heads, head_size)
-    assert (found.norm_eps, found.max_positions) == (
-        theirs.rms_norm_eps,
-        theirs.max_position_embeddings,
-    )
+    assert found.num_groups == theirs.num_key_value_heads
+    assert found.head_size == head_size
+    assert found.norm_eps == theirs.rms_norm_eps
+    assert found.max_positions == theirs.max_position_embeddings
     assert found.window == getattr(theirs, "sliding_window", None)
     assert found.tied_embeddings == theirs.tie_word_embeddings
 
@@ -136,9 +136,11 @@ def test_biases_and_norms_of_the_families():
     found = {name: Architecture.from_hf(raw) for name, raw in CONFIGS.items()}
     assert {name for name, arch in found.items() if arch.qkv_bias} == {"Qwen2.5-0.5B", "Qwen2.5-7B"}
     assert {name for name, arch in found.items() if arch.qk_norm} == {"Qwen3-0.6B", "Qwen3-8B"}
-    assert not any(arch.output_bias for arch in found.values())
+    for arch in found.values():
+        assert not arch.output_bias
     biased = Architecture.from_hf({**SMOLLM2, "attention_bias": True})
-    assert (biased.qkv_bias, biased.output_bias) == (True, True)
+    assert biased.qkv_bias is True
+    assert biased.output_bias is True
 
 
 @pytest.mark.parametrize(("family", "keys", "window"), WINDOWS.values(), ids=WINDOWS.keys())
@@ -163,7 +165,9 @@ def test_defaults_of_older_configs():
         k: v for k, v in SMOLLM2.items() if k not in ("num_key_value_heads", "tie_word_embeddings")
     }
     found = Architecture.from_hf(values)
-    assert (found.num_groups, found.head_size, found.tied_embeddings) == (9, 64, False)
+    assert found.num_groups == 9
+    assert found.head_size == 64
+    assert found.tied_embeddings is False
 
 
 def test_all_faults_in_one_message():
@@ -179,7 +183,8 @@ def test_all_faults_in_one_message():
         Architecture.from_hf(raw, source="some/config.json")
     faults = caught.value.faults
     assert len(faults) == 6
-    assert all("some/config.json" in fault for fault in faults)
+    for fault in faults:
+        assert "some/config.json" in fault
     check_fault(faults, "model.config.other_model_type", "model_type", "'mamba'", "llama, mistral")
     for key in ("vocab_size", "intermediate_size"):
         check_fault(faults, "model.config.missing", key)
@@ -314,10 +319,8 @@ def test_head_dim_and_groups_that_are_null_mean_what_they_mean_to_transformers()
     keys = {**SMOLLM2, "head_dim": None, "num_key_value_heads": None}
     architecture = Architecture.from_hf(keys)
     theirs = CONFIG_MAPPING["llama"].from_dict(deepcopy(keys))
-    assert (architecture.head_size, architecture.num_groups) == (
-        theirs.head_dim,
-        theirs.num_key_value_heads,
-    )
+    assert architecture.head_size == theirs.head_dim
+    assert architecture.num_groups == theirs.num_key_value_heads
 
 
 @pytest.mark.parametrize(("key", "most"), [("num_hidden_layers", 1000), ("num_labels", 10_000)])
@@ -370,7 +373,9 @@ def test_missing_folder_and_broken_file(tmp_path):
 )
 def test_padding_of_smollm2(tp_size, vocab_size, groups, heads):
     sizes = Architecture.from_hf(SMOLLM2).padded(tp_size)
-    assert (sizes.vocab_size, sizes.num_groups, sizes.num_heads) == (vocab_size, groups, heads)
+    assert sizes.vocab_size == vocab_size
+    assert sizes.num_groups == groups
+    assert sizes.num_heads == heads
 
 
 def test_padding_of_an_odd_vocabulary():

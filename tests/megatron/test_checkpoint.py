@@ -44,7 +44,8 @@ def models(tmp_path_factory):
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    for name in one:
+        assert torch.equal(one[name], other[name])
 
 
 SHARED = {"optim": OPTIM.model_copy(update={"distributed": True})}
@@ -95,12 +96,14 @@ def test_the_seconds_of_a_save_are_told_once_it_is_complete(
     monkeypatch.setattr(ShardedWriter, "write", slow_write)
     began = time.monotonic()
     run.checkpointer.save(1, {}, waited=100.0)
-    assert run.checkpointer.is_writing == asynchronous and len(told) == (not asynchronous)
+    assert run.checkpointer.is_writing == asynchronous
+    assert len(told) == (not asynchronous)
     if asynchronous:
         time.sleep(3.0)
         run.checkpointer.finish()
     took = time.monotonic() - began - (3.0 if asynchronous else 0.0)
-    assert not run.checkpointer.is_writing and len(told) == 1
+    assert not run.checkpointer.is_writing
+    assert len(told) == 1
     assert 0.3 < told[0] - 100.0 < (2.5 if asynchronous else took), (
         "with what training had waited before"
     )
@@ -188,16 +191,15 @@ def test_states_that_were_moved_are_those_that_are_saved(form, mesh, models, tmp
             if moved:
                 run.optimizer._on_gpu = True
                 with run.optimizer.offloaded():
-                    assert not any(
-                        state.untyped_storage().nbytes()
-                        for state in large_states(run.optimizer._optimizer)
-                    )
+                    for state in large_states(run.optimizer._optimizer):
+                        assert not state.untyped_storage().nbytes()
                 run.optimizer._on_gpu = False
         run.checkpointer.save(2, {"step": 2})
         again = Run(mesh, models[1], folder, **FORMS[form])
         again.checkpointer.restore(latest_checkpoint(folder))
         runs += [again.train_on(2, 3), run.train_on(2, 3)]
-    assert all(losses == runs[0] for losses in runs)
+    for losses in runs:
+        assert losses == runs[0]
 
 
 def test_another_precision_is_refused(mesh, models, tmp_path):

@@ -55,7 +55,8 @@ def test_megatron_sees_a_facade_and_nobody_else_does():
         if name.startswith("megatron.core") and hasattr(m, "torch")
     ]
     assert len(rebound) > 30
-    assert all(module.torch is not torch for module in rebound)
+    for module in rebound:
+        assert module.torch is not torch
     assert transformers.modeling_utils.torch is torch
     assert ours.torch is torch
     assert sys.modules["torch"] is torch
@@ -195,13 +196,15 @@ def test_gradients_are_those_of_autograd(tied, overlap, options, tmp_path, mesh)
             found[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max())
         )
     # The rest of a layer is two vectors.
-    assert all(p.grad_added_to_main_grad == (p.dim() == 2) for p in ddp.parameters())
+    for p in ddp.parameters():
+        assert p.grad_added_to_main_grad == (p.dim() == 2)
 
 
 @pytest.mark.parametrize("settings", [{"in_place_gradients": False}, {"dtype": torch.bfloat16}])
 def test_it_can_be_switched_off_and_is_for_float32_alone(settings, tmp_path, mesh):
     ddp, _ = accumulated(tiny_llama_folder(tmp_path / "model"), mesh, **settings)
-    assert not any(p.grad_added_to_main_grad for p in ddp.parameters())
+    for p in ddp.parameters():
+        assert not p.grad_added_to_main_grad
 
 
 def test_what_is_never_touched_is_never_added(tmp_path, mesh, monkeypatch):
@@ -217,4 +220,5 @@ def test_what_is_never_touched_is_never_added(tmp_path, mesh, monkeypatch):
 
     monkeypatch.setattr(torch, "empty", nan)
     _, found = accumulated(tiny_llama_folder(tmp_path / "model"), mesh)
-    assert all(gradient.isfinite().all() for gradient in found.values())
+    for gradient in found.values():
+        assert gradient.isfinite().all()

@@ -160,7 +160,9 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
                 for part in (q, k, v)
             )
             found = cache.attend(3 + number, q, k, v, 0.7)
-            assert found.shape == q.shape and found.dtype == dtype and not found.isnan().any()
+            assert found.shape == q.shape
+            assert found.dtype == dtype
+            assert not found.isnan().any()
             for place, row in enumerate(going):
                 prompt = prompt_of[row]
                 count = written[row]
@@ -199,5 +201,7 @@ def test_torchs_operator_takes_what_it_is_given():
     out, log_sum = varlen_attention(
         query, pool[:, :, 0], pool[:, :, 1], starts, starts, used, (3, 20)
     )
-    assert out.shape == query.shape and out.dtype == query.dtype
-    assert log_sum.shape == (GROUPS, 12) and log_sum.dtype == torch.float32
+    assert out.shape == query.shape
+    assert out.dtype == query.dtype
+    assert log_sum.shape == (GROUPS, 12)
+    assert log_sum.dtype == torch.float32

@@ -58,12 +58,12 @@ TOKENS = (5, 9, 13, 7, 30, 22, 17)
 )
 def test_the_layer_that_was_disturbed_is_named(four_layers, mesh, disturb, said):
     own = layer_outputs(megatron_model(four_layers, mesh), TOKENS)
-    assert [tuple(one.shape) for one in own] == [(7, 32)] * 4 and {one.dtype for one in own} == {
-        torch.float32
-    }
+    assert [tuple(one.shape) for one in own] == [(7, 32)] * 4
+    assert {one.dtype for one in own} == {torch.float32}
     other = LayersOfTransformers(four_layers, disturb).layer_outputs(TOKENS)
     lines = layer_table(own, other, ROUNDING["32"]).splitlines()
-    assert len(lines) == 6 and lines[-1].startswith(said)
+    assert len(lines) == 6
+    assert lines[-1].startswith(said)
     for number, (a, b, line) in enumerate(zip(own, other, lines[1:], strict=False), 1):
         gaps = [
             math.dist(x, y) / math.hypot(*x) for x, y in zip(a.tolist(), b.tolist(), strict=True)

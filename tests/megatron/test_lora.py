@@ -118,7 +118,8 @@ def test_the_updates_change_the_logits(name, folders, by_peft):
 def test_a_step_changes_the_updates_alone(name, found, by_peft):
     results = found[1][name]
     assert results["changed"]
-    assert all(".lora." in parameter for parameter in results["changed"])
+    for parameter in results["changed"]:
+        assert ".lora." in parameter
     # Padding, and what several ranks hold, must count once or not at all.
     expected = math.sqrt(sum(float(g.square().sum()) for g in by_peft[name]["gradient"].values()))
     assert results["norm"] == pytest.approx(expected, rel=1e-5)
@@ -277,4 +278,5 @@ def test_names_of_the_configuration():
     assert (*PROJECTIONS, "all") == get_args(LoraTarget)
     assert LoraSettings.from_names(4, 2.0, ["all"], 0).targets == PROJECTIONS
     some = LoraSettings.from_names(4, 2.0, ["down_proj", "q_proj"], 0)
-    assert (some.targets, some.scale) == (("q_proj", "down_proj"), 0.5)
+    assert some.targets == ("q_proj", "down_proj")
+    assert some.scale == 0.5

@@ -78,14 +78,16 @@ def test_learns_and_leaves_the_base(whole_run, mesh):
     base = dict(megatron_model(folder / "model", mesh).named_parameters())
     frozen = parameters(trainer, trained=False)
     assert frozen.keys() == base.keys()
-    assert all(torch.equal(frozen[name], base[name]) for name in base)
+    for name in base:
+        assert torch.equal(frozen[name], base[name])
 
 
 def test_checkpoint_holds_the_updates_alone(whole_run):
     folder, trainer = whole_run
     checkpoint = latest_checkpoint(folder / "run" / "checkpoints")
     stored = dist_checkpointing.load_tensors_metadata(str(checkpoint.folder / "model"))
-    assert all("lora_A" in name or "lora_B" in name for name in stored)
+    for name in stored:
+        assert "lora_A" in name or "lora_B" in name
     updates = sum(p.numel() for p in parameters(trainer, trained=True).values())
     # Themselves and Adam's two moments of them.
     assert (
@@ -101,7 +103,8 @@ def test_goes_on_bit_for_bit(whole_run, mesh, tmp_path):
     expected = metrics_of(whole_run[0])
     assert [without_times(line) for line in found] == [without_times(line) for line in expected]
     mine, others = parameters(again, trained=True), parameters(whole_run[1], trained=True)
-    assert all(torch.equal(mine[name], others[name]) for name in others)
+    for name in others:
+        assert torch.equal(mine[name], others[name])
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +256,8 @@ def test_a_checkpoint_as_a_hugging_face_folder(whole_run, mesh, tmp_path):
         / "model.safetensors"
     )
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for name in expected:
+        assert torch.equal(found[name], expected[name])
     other = tiny_llama_folder(
         tmp_path / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=1
     )

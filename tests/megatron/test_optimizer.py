@@ -105,7 +105,8 @@ def test_micro_batches_are_summed_and_their_shares_returned(folder, mesh):
     for parameter in ddp.parameters():
         torch.testing.assert_close(parameter.main_grad, torch.full_like(parameter, 2.25))
     accumulate_gradients(ddp, [1.0], weighted_sum)  # the buffers are zeroed first
-    assert all((p.main_grad == 1).all() for p in ddp.parameters())
+    for p in ddp.parameters():
+        assert (p.main_grad == 1).all()
 
 
 def test_gradient_norm_and_clipping(folder, mesh):
@@ -122,7 +123,8 @@ def test_small_gradients_are_not_scaled_up(folder, mesh):
     ddp, optimizer = wrapped(folder, mesh, clip_grad=1e6)
     accumulate_gradients(ddp, [2.0], weighted_sum)
     optimizer.step()
-    assert all((p.grad == 2.0).all() for p in ddp.parameters())
+    for p in ddp.parameters():
+        assert (p.grad == 2.0).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -135,12 +137,15 @@ def test_gradient_that_is_not_finite_changes_nothing(bad, folder, mesh):
     update = optimizer.step()
     assert update.skipped
     assert not math.isfinite(update.grad_norm)
-    assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+    for a, b in zip(before, ddp.parameters(), strict=True):
+        assert torch.equal(a, b)
     # The moments are clean: a later step is finite and moves.
     accumulate_gradients(ddp, [1.0], weighted_sum)
     assert not optimizer.step().skipped
-    assert all(torch.isfinite(p).all() for p in ddp.parameters())
-    assert not any(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+    for p in ddp.parameters():
+        assert torch.isfinite(p).all()
+    for a, b in zip(before, ddp.parameters(), strict=True):
+        assert not torch.equal(a, b)
 
 
 KINDS = pytest.mark.parametrize(
@@ -246,8 +251,10 @@ def test_offloading_frees_all_but_the_weights_and_brings_it_back_bit_for_bit(
     for value in VALUES:
         states = list(large_states(away[1]))
         with optimizer.offloaded():
-            assert all(tensor.untyped_storage().nbytes() == 0 for tensor in states)
-            assert all(p.main_grad.untyped_storage().nbytes() == 0 for p in away[0].parameters())
+            for tensor in states:
+                assert tensor.untyped_storage().nbytes() == 0
+            for p in away[0].parameters():
+                assert p.main_grad.untyped_storage().nbytes() == 0
             assert torch.equal(weights_of(away[0]), weights_of(plain[0]))  # what generates
         for ddp, step in ((plain[0], as_on_a_gpu(plain[3])), (away[0], optimizer)):
             accumulate_gradients(ddp, [value], weighted_sum)
@@ -272,7 +279,8 @@ def test_nothing_is_moved_on_a_cpu(folder, mesh, monkeypatch):
     optimizer.step()
     monkeypatch.setattr(HostCopies, "take", lambda *args: pytest.fail("moved"))
     with optimizer.offloaded():
-        assert all(tensor.untyped_storage().nbytes() for tensor in large_states(megatron))
+        for tensor in large_states(megatron):
+            assert tensor.untyped_storage().nbytes()
 
 
 def test_fused_adam_makes_the_steps_of_the_plain_one(folder, mesh):
@@ -325,7 +333,8 @@ def test_every_byte_comes_back_to_the_same_tensor_and_its_views(block_bytes):
         assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
         assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in before]
         copies.give_back()
-        assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+        for a, b in zip(tensors, before, strict=True):
+            assert torch.equal(a, b)
         assert torch.equal(view, before[0][1:, 2])
         tensors[1].add_(1)  # the second time other bytes go there and back
         before[1].add_(1)

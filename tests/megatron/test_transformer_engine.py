@@ -116,7 +116,8 @@ def check_kernels(found, *, recomputed):
     assert training["rmsnorm_bwd"] == 2 * layers + 1
     assert training["wgrad_accumulate"] == 4 * layers
     assert "wgrad" not in training
-    assert training["l2norm"] and training["adam"]
+    assert training["l2norm"]
+    assert training["adam"]
     # The KV cache has a position a row, which the fused RoPE does not know. Products go without
     # autograd.
     assert found["generation"]["rmsnorm_fwd"]

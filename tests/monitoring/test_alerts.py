@@ -168,14 +168,17 @@ def test_each_fault_is_said_once_and_in_time(name, change, within):
         for kind, step in said(alert_rules, with_fault(change, START + within + 20))
         if kind == name
     ]
-    assert len(found) == 1 and START <= found[0] < START + within
+    assert len(found) == 1
+    assert START <= found[0] < START + within
     (alert,) = [alert for alert in alert_rules.alerts if alert.kind == name]
-    assert f"docs/alerts.md#{name}" in alert.text and "nan" not in alert.text
+    assert f"docs/alerts.md#{name}" in alert.text
+    assert "nan" not in alert.text
 
 
 def test_every_rule_has_a_fault_a_key_and_a_section():
     names = [rule.name for rule in RULES]
-    assert names == list(RulesConfig.model_fields) and {name for name, *_ in FAULTS} == set(names)
+    assert names == list(RulesConfig.model_fields)
+    assert {name for name, *_ in FAULTS} == set(names)
     assert [line[4:] for line in PAGE.read_text().splitlines() if line.startswith("### ")] == names
 
 
@@ -225,9 +228,8 @@ def row(prompt: int, sample: int, response: str, reward: float = 0.0, text: str 
 def test_metrics_of_texts():
     assert text_metrics(["a b c d", "e f g h"])["repetition"] == 0.0
     assert text_metrics(["a b c a b c a b c", "d e f"])["repetition"] == pytest.approx(4 / 8)
-    assert text_metrics(["", "a"])["repetition"] == 0.0 and math.isnan(
-        text_metrics([""])["compression"]
-    )
+    assert text_metrics(["", "a"])["repetition"] == 0.0
+    assert math.isnan(text_metrics([""])["compression"])
     prose = "".join(map(chr, random.Random(0).choices(range(97, 123), k=400)))
     again = "very good " * 40
     assert text_metrics([again])["compression"] < 0.2 < text_metrics([prose])["compression"]
@@ -236,19 +238,17 @@ def test_metrics_of_texts():
 
 def test_failures_by_length():
     rows = [row(0, i, "a " * (i + 1), math.nan if i > 2 else 1.0) for i in range(4)]
-    assert (
-        longer_if_unscored(rows) == 1.0
-        and longer_if_unscored([*rows, row(0, 4, "a", math.nan)]) == 3.5 / 6
-    )
-    assert math.isnan(longer_if_unscored(rows[:3])) and math.isnan(longer_if_unscored(rows[3:]))
+    assert longer_if_unscored(rows) == 1.0
+    assert longer_if_unscored([*rows, row(0, 4, "a", math.nan)]) == 3.5 / 6
+    assert math.isnan(longer_if_unscored(rows[:3]))
+    assert math.isnan(longer_if_unscored(rows[3:]))
 
 
 def test_the_correlation_is_that_within_groups():
     rows = [row(p, i, "a " * (i + 1 + 9 * p), -5.0 * p + i) for p in (0, 1) for i in range(3)]
     assert length_reward_correlation(rows) == pytest.approx(1.0)
-    assert math.isnan(length_reward_correlation(rows[:1])) and math.isnan(
-        length_reward_correlation([])
-    )
+    assert math.isnan(length_reward_correlation(rows[:1]))
+    assert math.isnan(length_reward_correlation([]))
 
 
 def test_prompts_that_are_repeated():
@@ -266,7 +266,8 @@ def test_prompts_that_are_repeated():
         of(row(0, 0, "x", text="once"), row(1, 0, "x", text="twice"), row(1, 1, "x", text="twice"))
         == 0.5
     )
-    assert of(row(2, 0, "x", text="also held out")) == 1.0 and sample_metrics([]) == {}
+    assert of(row(2, 0, "x", text="also held out")) == 1.0
+    assert sample_metrics([]) == {}
 
 
 def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
@@ -284,7 +285,8 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
         monitor.commit(step)
         monitor.commit(step)  # as a stop does once more
         found = read_status(tmp_path)
-        assert found and set(found.alerts) == ({"skipped"} if step in (3, 4) else set())
+        assert found
+        assert set(found.alerts) == ({"skipped"} if step in (3, 4) else set())
     assert calls == [("skipped", 3)]
     assert (
         capsys.readouterr().out.count(
@@ -325,7 +327,8 @@ class TestARun:
                 trainer.fit()
             finally:
                 last = weights(trainer)
-        assert raised.value.exit_code == EXIT_ALERT and trainer.step == 5 < trainer.max_steps
+        assert raised.value.exit_code == EXIT_ALERT
+        assert trainer.step == 5 < trainer.max_steps
         place = f"step 5 of {trainer.max_steps}"
         check_error(raised.value, "run.stop.by_alert", "constant_reward", place)
         assert "warning: step 5: the rewards of all samples" in capsys.readouterr().out
@@ -333,9 +336,9 @@ class TestARun:
             line["step"] for line in metrics_of(tmp_path) if "alerts/constant_reward" in line
         ] == [5]
         with tiny_trainer(config, mesh, lambda ids: 0.0) as trainer:
-            assert trainer.step == 5 and all(
-                (a == b).all() for a, b in zip(weights(trainer), last, strict=True)
-            )
+            assert trainer.step == 5
+            for a, b in zip(weights(trainer), last, strict=True):
+                assert (a == b).all()
             trainer.fit()
         assert metrics_of(tmp_path)[-1]["step"] == trainer.max_steps
 

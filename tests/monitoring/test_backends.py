@@ -115,7 +115,8 @@ def test_a_run_that_goes_on_shows_each_number_once(tmp_path):
     ]
     assert {event.step for event in events.Tensors("validation/text_summary")} == {1, 2, 3, 4}
     text = events.Tensors("validation/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "    because | <b>" in text and "reward 0.5" in text
+    assert "    because | <b>" in text
+    assert "reward 0.5" in text
     assert [event.step for event in events.Tensors("alerts/text_summary")] == [3, 4]
 
 
@@ -144,16 +145,21 @@ def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
     assert sorted(steps) == [1, 2]
     assert [steps[s]["train/rewards"] for s in (1, 2)] == [0.1, 0.2]
     assert steps[2]["val/rewards"] == 0.75
-    assert all("train/grad_norm" not in values for values in steps.values())
+    for values in steps.values():
+        assert "train/grad_norm" not in values
 
     records = list(read_offline_file(path))
     (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    assert (run.project, run.display_name, run.run_id) == ("aligning", "first", "abcd1234")
+    assert run.project == "aligning"
+    assert run.display_name == "first"
+    assert run.run_id == "abcd1234"
     shown = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert shown["trainer"]["reinforce"]["max_steps"] == -1
     assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [0]
     (alert,) = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
-    assert (alert.title, alert.text, alert.level) == ("stopped", "step 2: time is up", "INFO")
+    assert alert.title == "stopped"
+    assert alert.text == "step 2: time is up"
+    assert alert.level == "INFO"
 
     tables = sorted(path.parent.glob("files/media/table/*.table.json"))
     assert len(tables) == 2
@@ -167,7 +173,8 @@ def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
     resumed.log_table("samples", [], 3)
     resumed.finalize("failed")
     (path,) = offline_files(tmp_path / "again")
-    assert "abcd1234" in path.name and history(path)[3]["train/rewards"] == 0.3
+    assert "abcd1234" in path.name
+    assert history(path)[3]["train/rewards"] == 0.3
     assert [
         r.exit.exit_code for r in read_offline_file(path) if r.WhichOneof("record_type") == "exit"
     ] == [1]
@@ -193,7 +200,8 @@ def test_a_wandb_server_that_hangs_does_not_delay_the_exit(tmp_path, monkeypatch
         command = [sys.executable, "-c", code, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
     told, ended = done.stdout.splitlines()
-    assert "logger wandb: failed" in told and time.time() - float(ended) < 8
+    assert "logger wandb: failed" in told
+    assert time.time() - float(ended) < 8
 
 
 def test_swanlab_keeps_numbers_tables_and_alerts_for_a_later_sync(tmp_path):
@@ -203,15 +211,14 @@ def test_swanlab_keeps_numbers_tables_and_alerts_for_a_later_sync(tmp_path):
     logger.finalize("failed")
     (folder,) = (tmp_path / "swanlog").glob("run-*-abcd1234")
     written = (folder / "run-abcd1234.swanlab").read_bytes()
-    assert (
-        b"train/rewards" in written
-        and b"val/rewards" in written
-        and b"train/grad_norm" not in written
-    )
+    assert b"train/rewards" in written
+    assert b"val/rewards" in written
+    assert b"train/grad_norm" not in written
     tables = [
         json.loads(path.read_text()) for path in sorted((folder / "media" / "echarts").iterdir())
     ]
-    assert len(tables) == 2 and "because | <b>" in json.dumps(tables[0])
+    assert len(tables) == 2
+    assert "because | <b>" in json.dumps(tables[0])
     assert [path.read_text() for path in (folder / "media" / "text").iterdir()] == ["time is up"]
     assert "max_steps" in (folder / "files" / "config.yaml").read_text()
 
@@ -225,7 +232,8 @@ def test_mlflow_keeps_a_run_in_files_and_goes_on_with_it(tmp_path):
     client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
     place = client.get_experiment_by_name("reinforce_rl")
     (found,) = client.search_runs([place.experiment_id])
-    assert found.info.status == "FAILED" and found.info.run_name == "reinforce"
+    assert found.info.status == "FAILED"
+    assert found.info.run_name == "reinforce"
     past = client.get_metric_history(found.info.run_id, "train/rewards")
     assert [(point.step, point.value) for point in past] == [(1, 0.1), (2, 0.2)] * 2
     assert "train/grad_norm" not in found.data.metrics
@@ -280,8 +288,11 @@ def test_wandb_takes_its_own_variables_where_the_configuration_is_silent(tmp_pat
         monkeypatch.setenv(name, value)
     WandbLogger(silent_config(tmp_path / "run"), "abcd1234").finalize()
     run = wandb_run(elsewhere)
-    assert (run.project, run.entity, run.run_id) == ("of the environment", "our-team", "efgh5678")
-    assert (run.display_name, run.run_group) == ("its name", "its group")
+    assert run.project == "of the environment"
+    assert run.entity == "our-team"
+    assert run.run_id == "efgh5678"
+    assert run.display_name == "its name"
+    assert run.run_group == "its group"
 
 
 def test_the_configuration_beats_wandbs_variables(tmp_path, monkeypatch):
@@ -294,7 +305,9 @@ def test_the_configuration_beats_wandbs_variables(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     WandbLogger(config_of(tmp_path), "abcd1234").finalize()
     run = wandb_run(tmp_path)
-    assert (run.project, run.display_name, run.run_id) == ("aligning", "first", "abcd1234")
+    assert run.project == "aligning"
+    assert run.display_name == "first"
+    assert run.run_id == "abcd1234"
 
 
 def test_wandb_without_any_choice(tmp_path, monkeypatch):
@@ -302,7 +315,9 @@ def test_wandb_without_any_choice(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     WandbLogger(silent_config(tmp_path), "abcd1234").finalize()
     run = wandb_run(tmp_path)
-    assert (run.project, run.display_name, run.run_id) == ("reinforce_rl", "reinforce", "abcd1234")
+    assert run.project == "reinforce_rl"
+    assert run.display_name == "reinforce"
+    assert run.run_id == "abcd1234"
 
 
 def test_wandb_may_be_disabled_by_its_variable(tmp_path, monkeypatch):
@@ -473,4 +488,5 @@ class TestRuns:
         (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
         assert found.info.status == "FAILED"
         (alert,) = (Path(found.info.artifact_uri.removeprefix("file://")) / "alerts").iterdir()
-        assert alert.name == "step_00000 failed.txt" and "max_failed_fraction" in alert.read_text()
+        assert alert.name == "step_00000 failed.txt"
+        assert "max_failed_fraction" in alert.read_text()

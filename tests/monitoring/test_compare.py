@@ -93,10 +93,10 @@ def test_runs_of_other_lengths_are_compared_at_the_last_step_in_common(
     make_run(tmp_path / "a", 1.0, [0.0] * 4, validated=(0, 2, 4) if at == "step 2" else (0, 4))
     make_run(tmp_path / "b", 1.0, [0.1] * 4, validated=validated)
     _, paired, settings = tables({name: RunFolder(tmp_path / name) for name in "ab"})
-    assert paired["rows"][0][-2] == at and paired["rows"][0][1].startswith(difference)
-    assert [row[0] for row in settings["rows"]] == [
-        "exp_manager.explicit_log_dir"
-    ] and "this is what a seed changes" in paired["note"]
+    assert paired["rows"][0][-2] == at
+    assert paired["rows"][0][1].startswith(difference)
+    assert [row[0] for row in settings["rows"]] == ["exp_manager.explicit_log_dir"]
+    assert "this is what a seed changes" in paired["note"]
 
 
 def test_runs_without_a_prompt_or_a_validation_in_common(tmp_path):
@@ -118,10 +118,8 @@ def test_prompts_of_other_texts_are_not_paired(tmp_path):
         ["b - a", "-", "0", "step 4; left out: 4 of 4 prompts, whose texts differ"],
         ["c - a", "+0.400 ± 0.000", "3", "step 4; left out: 1 of 4 prompts, whose texts differ"],
     ]
-    assert (
-        "all differences are equal" in paired["rows"][1][-1]
-        and "not scored" not in paired["rows"][1][-1]
-    )
+    assert "all differences are equal" in paired["rows"][1][-1]
+    assert "not scored" not in paired["rows"][1][-1]
 
 
 def make_sides(
@@ -200,16 +198,16 @@ def test_sides_that_are_named_may_have_equal_settings(tmp_path, monkeypatch):
     ]
     said = CliRunner().invoke(app, words)
     assert said.exit_code == 0, said.output
-    assert "new/a1 and 2 more - a1 and 2 more" in said.output and said.output == compare(
-        new, against=old
-    )
+    assert "new/a1 and 2 more - a1 and 2 more" in said.output
+    assert said.output == compare(new, against=old)
     assert (
         "0.600 -> 1.067: +0.467 ± 0.033 on the same 3 seeds (p = 0.005): a real gain at the 5 % level"
         in said.output
     )
     assert (tmp_path / "a.html").is_file()
     alone = tables({name: RunFolder(path) for name, path in zip(runs, old, strict=True)})
-    assert len(alone) == 3 and "this is what a seed changes" in alone[1]["note"]
+    assert len(alone) == 3
+    assert "this is what a seed changes" in alone[1]["note"]
     with raises_error("compare.runs.too_few", len(old), "--against"):
         compare(old, against=old)
     assert CliRunner().invoke(app, ["compare", str(old[0]), "--against"]).exit_code == 2
@@ -232,7 +230,9 @@ def test_as_text_and_as_a_page(tmp_path):
     make_run(tmp_path / "two" / "run", 1e-6, [0.1] * 4)
     names = [str(tmp_path / name / "run") for name in ("one", "two")]
     text = compare(names, tmp_path / "both.html")
-    assert "+0.400 ± 0.000" in text and "1e-05" in text and "1e-06" in text
+    assert "+0.400 ± 0.000" in text
+    assert "1e-05" in text
+    assert "1e-06" in text
     assert "… " not in text, "no cell is cut"
     page = (tmp_path / "both.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])

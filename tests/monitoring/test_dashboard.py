@@ -171,14 +171,16 @@ class TestServer:
             ("finished", 20, 4.0),
         }
         status, run, _ = ask(port, "/api/run?name=first")
-        assert status == 200 and "2.500 -> 4.500: +2.000 ± 0.000" in run["verdict"]
+        assert status == 200
+        assert "2.500 -> 4.500: +2.000 ± 0.000" in run["verdict"]
         assert [(alert["kind"], alert["first"]) for alert in run["alerts"]] == [("skipped", 7)]
         assert ask(port, f"/api/run?name=first&stamp={run['stamp']}")[0] == 204
         assert ask(port, "/api/run?name=first&stamp=other")[0] == 200
 
     def test_samples_of_a_step_and_of_a_prompt(self, port):
         _, found, _ = ask(port, "/api/samples?name=first&kind=rollouts&step=3")
-        assert found["total"] == 90 and found["rows"][4]["response"] == f"answer 1 of step 3 {EVIL}"
+        assert found["total"] == 90
+        assert found["rows"][4]["response"] == f"answer 1 of step 3 {EVIL}"
         _, found, _ = ask(port, "/api/prompt?name=first&kind=validation&prompt=2")
         assert [row["response"].partition(" <")[0] for row in found["rows"]] == [
             f"answer 2 of step {step}" for step in (0, 10, 20)
@@ -222,7 +224,8 @@ class TestServer:
     )
     def test_faults_and_paths_that_lead_out(self, port, path, status, key, said):
         found, answer, _ = ask(port, path)
-        assert (found, answer.get("key", "")) == (status, key)
+        assert found == status
+        assert answer.get("key", "") == key
         assert said in answer["error"]
 
     @pytest.mark.parametrize(
@@ -249,7 +252,9 @@ class TestServer:
 
     def test_the_page_may_load_nothing_from_elsewhere_and_nothing_may_be_written(self, port):
         status, text, answer = ask(port, "/")
-        assert status == 200 and "http://" not in text and "https://" not in text
+        assert status == 200
+        assert "http://" not in text
+        assert "https://" not in text
         assert "default-src 'none'; script-src 'self';" in answer.headers["Content-Security-Policy"]
         for method in ("POST", "PUT", "DELETE"):
             assert ask(port, "/api/runs", method)[0] == 405
@@ -266,7 +271,8 @@ class TestServer:
                 port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])
                 assert {run["name"] for run in ask(port, "/api/runs")[1]["runs"]} == {"good", "bad"}
                 status, found, _ = ask(port, "/api/run?name=bad")
-                assert (status, found["key"]) == (404, "metrics.line.invalid")
+                assert status == 404
+                assert found["key"] == "metrics.line.invalid"
                 assert "line 2" in found["error"]
                 assert ask(port, "/api/run?name=good")[0] == 200
                 process.send_signal(signal.SIGINT)
@@ -348,17 +354,19 @@ def until(is_so) -> None:
 
 def test_every_control_of_one_run(browser, port):
     with opened(browser, f"http://127.0.0.1:{port}/#run=first") as page:
-        assert page.text_content("#title") == "first" and "+2.000 ± 0.000" in page.text_content(
-            "#verdict"
-        )
+        assert page.text_content("#title") == "first"
+        assert "+2.000 ± 0.000" in page.text_content("#verdict")
         assert "gradient was not finite" in page.text_content("#alerts")
         training, validation = lines(page, "Reward")
-        assert (training["name"], training["x"]) == ("training", list(range(1, 21)))
-        assert (validation["x"], validation["y"]) == ([0, 10, 20], [0, 1, 2])
+        assert training["name"] == "training"
+        assert training["x"] == list(range(1, 21))
+        assert validation["x"] == [0, 10, 20]
+        assert validation["y"] == [0, 1, 2]
         assert {line["stackgroup"] for line in lines(page, "Step time by phase")} == {"one"}
         smooth = training["y"]
         page.fill("#smooth", "0")
-        assert lines(page, "Reward")[0]["y"] != smooth and lines(page, "Reward")[0]["y"][4] == 0.5
+        assert lines(page, "Reward")[0]["y"] != smooth
+        assert lines(page, "Reward")[0]["y"][4] == 0.5
         page.select_option("#x-axis", "time")
         assert lines(page, "Reward")[0]["x"][0] < 1
         page.click('.chart:has-text("Reward") .chips button:has-text("training")')
@@ -381,31 +389,26 @@ def test_every_control_of_one_run(browser, port):
 
         # Samples: validation with before and after; then a group; then search, sort, one prompt
         # over steps.
-        assert page.input_value("#kind") == "validation" and page.input_value("#step") == "20"
+        assert page.input_value("#kind") == "validation"
+        assert page.input_value("#step") == "20"
         pair = page.locator("#rows .sample").first
-        assert (
-            f"answer 0 of step 0 {EVIL}" in pair.inner_text()
-            and f"answer 0 of step 20 {EVIL}" in pair.inner_text()
-        )
+        assert f"answer 0 of step 0 {EVIL}" in pair.inner_text()
+        assert f"answer 0 of step 20 {EVIL}" in pair.inner_text()
         page.click("#previous")
         expect(page.locator("#rows")).to_contain_text("after, step 10")
         page.select_option("#kind", "rollouts")
         expect(page.locator("#samples-count")).to_contain_text("90 of 90")
         group = page.locator("#rows .sample").first
-        assert (
-            group.locator(".text:not(.prompt)").count() == 3
-            and "advantage -1" in group.inner_text()
-        )
+        assert group.locator(".text:not(.prompt)").count() == 3
+        assert "advantage -1" in group.inner_text()
         expect(page.locator("#rows .sample")).to_have_count(20)
         page.click("#more-rows")
         expect(page.locator("#rows .sample")).to_have_count(30)
         page.select_option("#sort", "-response_length")
         assert "prompt 29" in page.locator("#rows .sample").first.inner_text()
         page.fill("#search", "ANSWER 17")
-        assert (
-            page.inner_text("#samples-count").startswith("3 of 90")
-            and page.locator("mark").first.inner_text() == "answer 17"
-        )
+        assert page.inner_text("#samples-count").startswith("3 of 90")
+        assert page.locator("mark").first.inner_text() == "answer 17"
         assert page.is_hidden("#colour"), "no tokens of step 20"
         page.fill("#search", "")
         page.click("#previous")
@@ -449,7 +452,9 @@ def test_runs_overlaid_by_the_keyboard(browser, port):
             for kind in ("training", "validation")
         }
         table = page.inner_text("#comparison")
-        assert "+2.000 ± 0.000" in table and "1e-05" in table and "trainer.devices" not in table
+        assert "+2.000 ± 0.000" in table
+        assert "1e-05" in table
+        assert "trainer.devices" not in table
         page.fill("#runs-filter", "grid")
         assert page.locator("#runs li").count() == 1
         page.focus("#theme")
@@ -476,8 +481,10 @@ def test_the_page_follows_runs_that_appear_grow_and_go(browser, tmp_path):
 def test_a_frozen_report_on_a_narrow_screen_without_a_network(browser, results, tmp_path):
     path = write_report(shutil.copytree(results / "first", tmp_path / "first"))
     with opened(browser, path.as_uri(), width=420, offline=True) as page:
-        assert page.text_content("#title") == "first" and len(lines(page, "Reward")) == 2
-        assert not page.is_visible("#sidebar") and "answer 0 of step 20" in page.inner_text("#rows")
+        assert page.text_content("#title") == "first"
+        assert len(lines(page, "Reward")) == 2
+        assert not page.is_visible("#sidebar")
+        assert "answer 0 of step 20" in page.inner_text("#rows")
         assert page.evaluate("document.documentElement.scrollWidth") <= 420
         page.emulate_media(color_scheme="dark")
         page.select_option("#kind", "rollouts")
@@ -490,7 +497,6 @@ def test_a_frozen_comparison(browser, results, tmp_path):
     runs = [results / "first", *(results / "grid").iterdir()]
     compare(runs, tmp_path / "both.html")
     with opened(browser, (tmp_path / "both.html").as_uri(), offline=True) as page:
-        assert page.text_content("#title") == "2 runs" and "+2.000 ± 0.000" in page.inner_text(
-            "#comparison"
-        )
+        assert page.text_content("#title") == "2 runs"
+        assert "+2.000 ± 0.000" in page.inner_text("#comparison")
         assert len(lines(page, "Reward")) == 4

@@ -39,7 +39,8 @@ def test_calls_of_one_step_become_one_line_with_step_first(tmp_path):
     logger.commit(2)
     first, second = read_metrics(path)
     assert next(iter(first)) == "step"
-    assert (second["train/rewards"], second["val/rewards"]) == (0.1, 0.2)
+    assert second["train/rewards"] == 0.1
+    assert second["val/rewards"] == 0.2
     assert first.pop("time") <= second["time"]
     assert first == {"step": 1, "train/rewards": 0.5, "timers/generate": 1.25}
 
@@ -62,8 +63,12 @@ def test_numbers_of_every_kind_and_not_finite_ones(tmp_path):
         pytest.fail(f"{constant} is not JSON")
 
     record = json.loads(text, parse_constant=refuse)
-    assert record["nan"] is None and record["inf"] is None and record["tensor_nan"] is None
-    assert record["tensor"] == 0.25 and record["count"] == 7 and isinstance(record["count"], int)
+    assert record["nan"] is None
+    assert record["inf"] is None
+    assert record["tensor_nan"] is None
+    assert record["tensor"] == 0.25
+    assert record["count"] == 7
+    assert isinstance(record["count"], int)
     assert np.float32(record["numpy"]) == np.float32(0.1)
 
 
@@ -115,7 +120,8 @@ def test_a_step_committed_again_is_merged_into_its_line(tmp_path):
     resumed.commit(2)
     lines = read_metrics(path)
     assert [line["step"] for line in lines] == [0, 1, 2]
-    assert lines[2]["val/rewards"] == 0.9 and lines[2]["train/rewards"] == 0.5
+    assert lines[2]["val/rewards"] == 0.9
+    assert lines[2]["train/rewards"] == 0.5
 
 
 def test_a_new_run_refuses_the_metrics_of_another(tmp_path):
@@ -259,11 +265,9 @@ class TestDetached:
             logger.commit(step)
         logger.finalize()
         assert len(told) == 1
-        assert (
-            "logger wandb: failed" in told[0]
-            and str(error) in told[0]
-            and "metrics.jsonl" in told[0]
-        )
+        assert "logger wandb: failed" in told[0]
+        assert str(error) in told[0]
+        assert "metrics.jsonl" in told[0]
 
     def test_a_back_end_that_fails_is_asked_again_and_told_once(self):
         class Flaky(Recorder):
@@ -279,7 +283,8 @@ class TestDetached:
             logger.commit(step)
         logger.finalize()
         assert [call[1] for call in flaky.calls] == [1, 2, 3, "success"]
-        assert len(told) == 1 and "mlflow: failed (TimeoutError: no answer)" in told[0]
+        assert len(told) == 1
+        assert "mlflow: failed (TimeoutError: no answer)" in told[0]
 
     @pytest.mark.parametrize("where", ["start", "commit", "finalize"])
     def test_one_that_hangs_neither_blocks_nor_is_waited_for(self, where, monkeypatch):
@@ -322,7 +327,8 @@ class TestDetached:
         logger.commit(1)
         assert entered.wait(60)
         logger.commit(2)
-        assert len(told) == 1 and "has been in one call" in told[0]
+        assert len(told) == 1
+        assert "has been in one call" in told[0]
         freed.set()
         logger.finalize()
 

@@ -111,12 +111,14 @@ class TestRolloutMeans:
         assert found["fraction_of_samples_scored"] == pytest.approx(5 / 6)
         assert found["fraction_of_samples_valid"] == pytest.approx(4 / 6)
         assert found["fraction_of_samples_properly_ended"] == 0.5
-        assert found["response_lengths"] == 2.0 and found["prompt_lengths"] == pytest.approx(10 / 6)
+        assert found["response_lengths"] == 2.0
+        assert found["prompt_lengths"] == pytest.approx(10 / 6)
 
     def test_nothing_scored_is_nan_and_not_0(self):
         nothing = replace(BATCH, rewards=torch.full((6,), NAN), source_rewards={})
         found = reduce_metrics(rollout_means(nothing), alone)
-        assert math.isnan(found["rewards"]) and math.isnan(found["reward_deviation"])
+        assert math.isnan(found["rewards"])
+        assert math.isnan(found["reward_deviation"])
         assert found["fraction_of_samples_scored"] == 0.0
 
 
@@ -142,7 +144,8 @@ class TestReinforceMeans:
 
     def test_every_estimate_of_the_kl(self):
         found = reduce_metrics(reinforce_means(trained(BATCH)), alone)
-        assert BATCH.log_probs is not None and BATCH.init_log_probs is not None
+        assert BATCH.log_probs is not None
+        assert BATCH.init_log_probs is not None
         for name in KL_ESTIMATORS:
             values = sequence_kl(
                 BATCH.log_probs, BATCH.init_log_probs, BATCH.response_mask, estimator=name
@@ -240,7 +243,8 @@ class TestTakeMeans:
 
     def test_nothing_counted_is_nan(self):
         found = reduce_metrics({"x": Mean(0.0, 0.0), "y": RunningMoments()}, alone)
-        assert math.isnan(found["x"]) and math.isnan(found["y"])
+        assert math.isnan(found["x"])
+        assert math.isnan(found["y"])
 
 
 class TestGapQuantiles:
@@ -271,7 +275,8 @@ class TestGapQuantiles:
 
     def test_what_is_not_finite_is_the_largest(self):
         found = gap_quantiles(torch.tensor([1.0, -math.nan, 2.0]), lambda own: own)
-        assert found["generator_gap_median"] == 2.0 and math.isnan(found["generator_gap_max"])
+        assert found["generator_gap_median"] == 2.0
+        assert math.isnan(found["generator_gap_max"])
         assert (
             gap_quantiles(torch.tensor([-math.inf]), lambda own: own)["generator_gap_max"]
             == math.inf
@@ -409,7 +414,8 @@ class TestUpdateMetrics:
         ]
         found = update_metrics(sums[0], self.UPDATES, lambda _: sums)["effective_sample_size"]
         expected = math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
-        assert found == pytest.approx(expected) and 1 / len(weights) - 1e-9 <= found <= 1 + 1e-9
+        assert found == pytest.approx(expected)
+        assert 1 / len(weights) - 1e-9 <= found <= 1 + 1e-9
 
     def test_on_policy_every_sample_counts(self):
         sums = {"loss": 0.0, "tokens": 7.0, "clipped": 0.0, "weights": 7.0, "squares": 7.0}
@@ -423,7 +429,8 @@ class TestUpdateMetrics:
         found = update_metrics(
             {"loss": 0.0, "tokens": 0.0, "entropy": 0.0}, self.UPDATES[:1], alone
         )
-        assert "clip_fraction" not in found and math.isnan(found["entropy"])
+        assert "clip_fraction" not in found
+        assert math.isnan(found["entropy"])
 
 
 def test_what_is_told_of_the_slowest_rank(tmp_path):
@@ -469,7 +476,9 @@ def test_the_slowest_rank_by_brute_force():
             [RankSeconds(h, {"p": s}) for h, s in zip(hosts, seconds, strict=True)]
         )
         most = seconds.index(max(seconds))
-        assert (found.seconds, found.rank, found.host) == (seconds[most], most, hosts[most])
+        assert found.seconds == seconds[most]
+        assert found.rank == most
+        assert found.host == hosts[most]
         assert found.median == sorted(seconds)[(count - 1) // 2]
         if len(set(hosts)) == 1:
             assert found.node is None
@@ -478,10 +487,8 @@ def test_the_slowest_rank_by_brute_force():
             h: statistics.fmean(s for s, of in zip(seconds, hosts, strict=True) if of == h)
             for h in hosts
         }
-        assert (
-            found.node_seconds == max(means.values())
-            and means[str(found.node)] == found.node_seconds
-        )
+        assert found.node_seconds == max(means.values())
+        assert means[str(found.node)] == found.node_seconds
 
 
 def test_noise_is_no_straggler_and_two_ranks_are_compared_with_the_faster_one():
@@ -492,7 +499,8 @@ def test_noise_is_no_straggler_and_two_ranks_are_compared_with_the_faster_one():
     assert not slowest(1.0, 1.4).stands_out(1.5, 2.0)
     assert not slowest(0.01, 0.1).stands_out(1.5, 0.2), "milliseconds"
     assert not slowest(1.0, 1.6).stands_out(1.5, 100.0), "a step of minutes"
-    assert slowest(0.0, 1.0).stands_out(1.5, 1.0) and "x)" not in str(slowest(0.0, 1.0))
+    assert slowest(0.0, 1.0).stands_out(1.5, 1.0)
+    assert "x)" not in str(slowest(0.0, 1.0))
 
 
 def test_only_ranks_that_ask_wait_for_rewards():
@@ -535,7 +543,8 @@ def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
     assert 0.5 < meter.seconds < 1.4
     with pytest.raises(RuntimeError), meter.measuring():
         raise RuntimeError
-    assert meter.seconds == 0.0 and threading.active_count() == before
+    assert meter.seconds == 0.0
+    assert threading.active_count() == before
     assert Path(dist.distributed_c10d.__file__).parts[-3:] == (
         "torch",
         "distributed",

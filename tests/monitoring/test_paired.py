@@ -24,15 +24,14 @@ def test_by_hand():
     # another order: pairs go by prompt
     after = [row(3, 5.0), row(2, 4.0), row(1, 2.0), row(0, 1.0)]
     found = compare_validation(before, after)
-    assert (found.n, found.mean_before, found.mean_after, found.mean_difference) == (
-        4,
-        2.0,
-        3.0,
-        1.0,
-    )
+    assert found.n == 4
+    assert found.mean_before == 2.0
+    assert found.mean_after == 3.0
+    assert found.mean_difference == 1.0
     # differences 1, 1, 2, 0: variance 2 / 3, over 4 prompts
     error = math.sqrt(2 / 3 / 4)
-    assert (found.standard_error, found.degrees) == (pytest.approx(error), 3)
+    assert found.standard_error == pytest.approx(error)
+    assert found.degrees == 3
     assert found.interval == pytest.approx((1 - 3.1824 * error, 1 + 3.1824 * error), abs=1e-4)
     assert found.smallest_gain == pytest.approx((3.1824 + 0.9785) * error, abs=1e-4)
     assert found.p == pytest.approx(two_sided_p(1 / error, 3))
@@ -48,23 +47,30 @@ def test_failed_and_absent_prompts_are_left_out_in_pairs_and_counted():
     before = [row(0, 0.0), row(1, NAN), row(2, 1.0), row(8, 100.0), row(4, 0.0)]
     after = [row(0, 1.0), row(1, 50.0), row(2, NAN), row(9, -100.0), row(4, 3.0)]
     found = compare_validation(before, after)
-    assert (found.n, found.left_out, found.mean_before, found.mean_after) == (2, 4, 0.0, 2.0)
+    assert found.n == 2
+    assert found.left_out == 4
+    assert found.mean_before == 0.0
+    assert found.mean_after == 2.0
     assert found.sentence().endswith("; 4 left out, not scored on both sides")
 
 
 def test_several_samples_of_a_prompt_count_once():
     before = [row(0, 0.0), row(0, 2.0, 1), row(1, 0.0), row(1, NAN, 1), row(2, 0.0)]
     found = compare_validation(before, [row(0, 4.0), row(1, 0.0), row(2, 1.0)])
-    assert (found.n, found.left_out, found.mean_difference) == (2, 1, 2.0)
+    assert found.n == 2
+    assert found.left_out == 1
+    assert found.mean_difference == 2.0
     many = compare_validation(
         [row(i, 0.0, j) for i in range(3) for j in range(50)], [row(i, i) for i in range(3)]
     )
-    assert (many.n, many.standard_error) == (3, pytest.approx(1 / math.sqrt(3)))
+    assert many.n == 3
+    assert many.standard_error == pytest.approx(1 / math.sqrt(3))
 
 
 def test_infinite_rewards_are_left_out_as_nan_is():
     found = compare_validation([row(0, math.inf), row(0, -math.inf, 1), row(1)], [row(0), row(1)])
-    assert (found.n, found.left_out) == (1, 1)
+    assert found.n == 1
+    assert found.left_out == 1
 
 
 def test_one_prompt_and_none():
@@ -73,10 +79,10 @@ def test_one_prompt_and_none():
         one.sentence()
         == "0.250 -> 0.500: +0.250 on one prompt: this says nothing about other prompts"
     )
-    assert math.isnan(one.p) and math.isnan(one.smallest_gain) and math.isnan(one.interval[0])
+    assert math.isnan(one.p)
+    assert math.isnan(one.smallest_gain)
+    assert math.isnan(one.interval[0])
     none = compare_validation([], [row()])
-    assert (none.n, none.sentence(), none.change()) == (
-        0,
-        "no prompt was scored on both sides",
-        "-",
-    )
+    assert none.n == 0
+    assert none.sentence() == "no prompt was scored on both sides"
+    assert none.change() == "-"

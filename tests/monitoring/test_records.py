@@ -102,9 +102,12 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
         prompt = PROMPTS[i // 2]
         length = LENGTHS[i]
         found = read_tokens(path)[i]
-        assert (row.step, row.prompt_id, row.sample_id) == (3, prompt.id, i % 2)
+        assert row.step == 3
+        assert row.prompt_id == prompt.id
+        assert row.sample_id == i % 2
         assert found == RunFolder(tmp_path).tokens(3, [prompt.id])[prompt.id, i % 2]
-        assert found.prompt_tokens == list(prompt.tokens) and row.prompt == prompt.text
+        assert found.prompt_tokens == list(prompt.tokens)
+        assert row.prompt == prompt.text
         start = len(prompt.tokens)
         assert found.response_tokens == batch.rollouts.sequences[i, start : start + length].tolist()
         assert "".join(found.token_texts or []) == tokenizer.decode(found.response_tokens)
@@ -117,27 +120,24 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
         }.items():
             assert values is not None and getattr(found, name) == values[i, :length].tolist(), name
     assert [row.score_fault for row in rows] == [None, "took longer than 3 s", None, None]
-    assert (
-        math.isnan(rows[1].reward)
-        and rows[0].source_rewards == {"short": 1.0}
-        and rows[0].set_name == "train"
-    )
-    assert [row.shaped_reward for row in rows][::2] == [3.0, 5.0] and math.isnan(
-        rows[3].shaped_reward
-    )
-    assert [row.kl for row in rows] == [0.0, 1.0, 2.0, 3.0] and rows[2].baseline == 4.0
+    assert math.isnan(rows[1].reward)
+    assert rows[0].source_rewards == {"short": 1.0}
+    assert rows[0].set_name == "train"
+    assert [row.shaped_reward for row in rows][::2] == [3.0, 5.0]
+    assert math.isnan(rows[3].shaped_reward)
+    assert [row.kl for row in rows] == [0.0, 1.0, 2.0, 3.0]
+    assert rows[2].baseline == 4.0
     assert [row.record for row in rows] == ['{"limit": 80, "answer": "ü"}'] * 2 + ["{}"] * 2
-    assert (
-        RunFolder(tmp_path).tokens(3, [7]).keys() == {(7, 0), (7, 1)}
-        and RunFolder(tmp_path).tokens(3, [5]) == {}
-    )
+    assert RunFolder(tmp_path).tokens(3, [7]).keys() == {(7, 0), (7, 1)}
+    assert RunFolder(tmp_path).tokens(3, [5]) == {}
 
 
 def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
     batch = batch_of(seed=4)
     log_probs = batch.rollouts.log_probs
     generator = batch.rollouts.generator_log_probs
-    assert log_probs is not None and generator is not None
+    assert log_probs is not None
+    assert generator is not None
     log_probs[0, 1] = math.nan  # unknown
     path = tmp_path / "step_00003.parquet"
     write_records(path, join_samples([samples_of(batch, tokenizer)], tokenizer))
@@ -150,11 +150,9 @@ def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
             expected.append((PROMPTS[i // 2].id, i % 2, t, repr(texts[t]), repr(before), *pair))
     expected = [one for one in expected if not math.isnan(one[5])]
     expected.sort(key=lambda one: -abs(one[5] - one[6]))
-    assert (
-        len(expected) == 5
-        and worst_tokens(path, 9) == expected
-        and worst_tokens(path, 2) == expected[:2]
-    )
+    assert len(expected) == 5
+    assert worst_tokens(path, 9) == expected
+    assert worst_tokens(path, 2) == expected[:2]
     limit = abs(expected[3][5] - expected[3][6])
     assert worst_tokens(path, 9, above=limit) == expected[:3]
 
@@ -226,13 +224,15 @@ def test_what_was_not_computed_is_null(tmp_path, tokenizer):
         found.token_advantages,
     ) == (None,) * 4
     write_records(path, join_samples([Samples(rows)], tokenizer))
-    assert read_tokens(path) == [] and math.isnan(read_rows(path)[0].kl)
+    assert read_tokens(path) == []
+    assert math.isnan(read_rows(path)[0].kl)
     empty = samples_of(dataclasses.replace(batch_of(), rollouts=batch), tokenizer).rows[1:2]
     none = dataclasses.replace(batch.select(torch.tensor([1])), response_lengths=torch.tensor([0]))
     write_records(path, join_samples([Samples(empty, token_columns(none))], tokenizer))
     assert read_tokens(path)[0].response_tokens == read_tokens(path)[0].token_texts == []
     write_records(path, Samples([]))
-    assert read_rows(path) == [] and read_table(path).column_names == [
+    assert read_rows(path) == []
+    assert read_table(path).column_names == [
         *SAMPLE_COLUMNS,
         *TOKEN_COLUMNS,
     ]
@@ -246,10 +246,13 @@ def test_values_that_are_not_finite_and_odd_texts_come_back(tmp_path, tokenizer)
     samples.rows[0] = dataclasses.replace(samples.rows[0], response=odd, kl=math.inf)
     write_records(tmp_path / "step_00001.parquet", samples)
     found = read_tokens(tmp_path / "step_00001.parquet")[0]
-    assert found.policy_log_probs is not None and found.reference_log_probs is not None
-    assert found.policy_log_probs[0] == -math.inf and math.isnan(found.reference_log_probs[1])
+    assert found.policy_log_probs is not None
+    assert found.reference_log_probs is not None
+    assert found.policy_log_probs[0] == -math.inf
+    assert math.isnan(found.reference_log_probs[1])
     row = read_rows(tmp_path / "step_00001.parquet")[0]
-    assert row.response == odd.replace("\ud800", "?") and math.isnan(row.kl)
+    assert row.response == odd.replace("\ud800", "?")
+    assert math.isnan(row.kl)
 
 
 def test_a_kill_before_the_move_leaves_the_earlier_file(tmp_path, tokenizer):
@@ -262,7 +265,8 @@ def test_a_kill_before_the_move_leaves_the_earlier_file(tmp_path, tokenizer):
         write_samples(tmp_path, 3, Samples(samples.rows[:1]))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert path.read_bytes() == before and list(rollout_files(tmp_path)) == [3]
+    assert path.read_bytes() == before
+    assert list(rollout_files(tmp_path)) == [3]
     assert len(list(path.parent.iterdir())) == 2, "the torn file"
     drop_later_samples(tmp_path, 3)
     assert list(path.parent.iterdir()) == [path]
@@ -299,7 +303,8 @@ def test_the_view_prints_a_sample_a_line(tmp_path, tokenizer):
     ]
     assert len(list(run.sample_lines())) == len(list(run.sample_lines(tokens=True))) == 1
     lines = [json.loads(line) for line in run.sample_lines(3, tokens=True)]
-    assert lines[0]["policy_log_probs"][0] is None and len(lines[3]["token_kl"]) == 5
+    assert lines[0]["policy_log_probs"][0] is None
+    assert len(lines[3]["token_kl"]) == 5
     with raises_error("samples.step.missing", tmp_path / "test", "step 0"):
         list(run.sample_lines(kind="test"))
 
@@ -333,11 +338,9 @@ def test_a_row_as_json_has_no_nan():
         1, 0, 0, "p", "r", math.nan, "stop", 1, source_rewards={"a": math.nan, "b": 1.0}
     )
     found = json.loads(json.dumps(row.as_json(), allow_nan=False))
-    assert (
-        found["reward"] is None
-        and found["source_rewards"] == {"a": None, "b": 1.0}
-        and np.isnan(row.kl)
-    )
+    assert found["reward"] is None
+    assert found["source_rewards"] == {"a": None, "b": 1.0}
+    assert np.isnan(row.kl)
 
 
 def row(prompt_id: int = 0, reward: float = 0.5, **changes) -> RolloutRow:
@@ -385,10 +388,17 @@ def test_rows_come_back_as_they_were(tmp_path):
     assert path == tmp_path / "rollouts" / "step_00012.parquet"
     back = read_rows(path)
     assert back[0] == rows[0]
-    assert back[1].response == rows[1].response and not back[1].valid and not back[1].is_end
-    assert math.isnan(back[1].kl) and back[1].score_fault is None and back[1].source_rewards == {}
-    assert math.isnan(back[2].reward) and back[2].response == "" and back[2].score_fault == "no"
-    assert back[2].source_rewards["a/b"] == 0.25 and math.isnan(back[2].source_rewards["ü"])
+    assert back[1].response == rows[1].response
+    assert not back[1].valid
+    assert not back[1].is_end
+    assert math.isnan(back[1].kl)
+    assert back[1].score_fault is None
+    assert back[1].source_rewards == {}
+    assert math.isnan(back[2].reward)
+    assert back[2].response == ""
+    assert back[2].score_fault == "no"
+    assert back[2].source_rewards["a/b"] == 0.25
+    assert math.isnan(back[2].source_rewards["ü"])
 
 
 def test_failed_rewards_are_null_on_disk_and_tensors_are_numbers(tmp_path):
@@ -396,7 +406,8 @@ def test_failed_rewards_are_null_on_disk_and_tensors_are_numbers(tmp_path):
     path = write_rows(tmp_path, 1, rows, kind="validation")
     assert path == tmp_path / "validation" / "step_00001.parquet"
     records = read_table(path, list(SAMPLE_COLUMNS)).to_pylist()
-    assert records[0]["reward"] is None and records[1]["reward"] == 0.25
+    assert records[0]["reward"] is None
+    assert records[1]["reward"] == 0.25
     assert list(records[0]) == [field.name for field in dataclasses.fields(RolloutRow)]
     assert math.isnan(read_rows(path)[0].reward)
 

@@ -136,16 +136,16 @@ def test_a_whole_run(tmp_path, steps):
     path = write_report(make_run(tmp_path / "seed-1", steps))
     assert path == tmp_path / "seed-1" / "report.html"
     page = read(path)
-    assert page["name"] == "seed-1" and page["verdict"].startswith(
-        "Validation reward, first and last: -1.0"
-    )
+    assert page["name"] == "seed-1"
+    assert page["verdict"].startswith("Validation reward, first and last: -1.0")
     assert (
         "on the same 15 prompts (p < 0.001): a real gain at the 5 % level; this many prompts"
         in page["verdict"]
     )
     assert page["verdict"].endswith("or more; 1 left out, not scored on both sides.")
     titles = {chart["title"]: [name for name, _ in chart["lines"]] for chart in page["charts"]}
-    assert titles["Reward"] == ["training", "validation"] and titles["Step time by phase"] == [
+    assert titles["Reward"] == ["training", "validation"]
+    assert titles["Step time by phase"] == [
         "generation",
         "update",
         "rest",
@@ -155,14 +155,11 @@ def test_a_whole_run(tmp_path, steps):
     assert line(page, "timers/rest of the step") == [(step, 1.0) for step in range(1, steps + 1)]
     assert [step for step, _ in line(page, "val/rewards")] == [0, steps]
     first, last = page["samples"]["validation"].values()
-    assert (
-        last[0]["response"] == f"response 0 of step {steps} {EVIL}" and first[3]["reward"] is None
-    )
+    assert last[0]["response"] == f"response 0 of step {steps} {EVIL}"
+    assert first[3]["reward"] is None
     settings = {key: value for key, value, _ in page["config"]["settings"]}
-    assert (
-        settings["model.pretrained"] == '"${oc.env:NOT_SET}/model"'
-        and settings["trainer.devices"] == "2"
-    )
+    assert settings["model.pretrained"] == '"${oc.env:NOT_SET}/model"'
+    assert settings["trainer.devices"] == "2"
 
 
 def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validations(tmp_path):
@@ -179,7 +176,8 @@ def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validation
     page = read(path)
     assert path.stat().st_size < 4_000_000
     rewards = line(page, "train/rewards")
-    assert len(rewards) <= MAX_POINTS and rewards[-1][0] == 10_000
+    assert len(rewards) <= MAX_POINTS
+    assert rewards[-1][0] == 10_000
     for (before, _), (step, value) in itertools.pairwise(rewards):
         assert value == pytest.approx((before + 1 + step) / 2, rel=1e-4), (
             "the mean of the bin's steps"
@@ -221,9 +219,11 @@ def test_errors_of_the_mean_reward(tmp_path):
 
 def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
     fell = read(write_report(make_run(tmp_path / "fell", 4, gain=-1.0)))
-    assert "(p < 0.001): a real loss at the 5 % level" in fell["verdict"] and fell["tone"] == "bad"
+    assert "(p < 0.001): a real loss at the 5 % level" in fell["verdict"]
+    assert fell["tone"] == "bad"
     still = read(write_report(make_run(tmp_path / "still", 4, gain=0.0)))
-    assert "indistinguishable from noise" in still["verdict"] and still["tone"] == ""
+    assert "indistinguishable from noise" in still["verdict"]
+    assert still["tone"] == ""
 
 
 def test_a_run_that_has_just_begun(tmp_path):
@@ -237,7 +237,8 @@ def test_a_run_that_has_just_begun(tmp_path):
     logger.commit(0)
     logger.commit(1)
     page = read(write_report(tmp_path))
-    assert "needs a validation before and one after" in page["verdict"] and page["charts"] == []
+    assert "needs a validation before and one after" in page["verdict"]
+    assert page["charts"] == []
     assert [alert["kind"] for alert in page["alerts"]] == ["not_finite"]
 
 
@@ -254,7 +255,8 @@ def test_a_run_says_after_each_validation_whether_its_reward_has_moved(tmp_path,
         rows = [sample(step, i, i + step * (0.5 + 0.1 * (i % 3))) for i in range(9)]
         monitor.log_validation(step, {"rewards": 4.0 + step * 0.6}, Samples(rows))
     first, *then = capsys.readouterr().out.splitlines()
-    assert first.startswith("validation after step 0:") and len(then) == 4
+    assert first.startswith("validation after step 0:")
+    assert len(then) == 4
     assert then[1].startswith(
         "reward since the first validation: 4.000 -> 5.200: +1.200 ± 0.058 on the same 9 prompts ("
     )
@@ -310,8 +312,11 @@ def test_many_sources_of_a_reward_are_not_all_compared(tmp_path):
     values = json.dumps({"step": 1, **dict.fromkeys(names, 1.0)})
     (tmp_path / "metrics.jsonl").write_text(f"{values}\n{values}\n")
     rows = summarize(RunFolder(tmp_path))
-    assert len(rows) == 51 and rows[0][0].strip() == "0" and rows[49][0].strip() == "49"
-    assert rows[50][0] == "2 more sources" and "over 50" in rows[50][-1]
+    assert len(rows) == 51
+    assert rows[0][0].strip() == "0"
+    assert rows[49][0].strip() == "49"
+    assert rows[50][0] == "2 more sources"
+    assert "over 50" in rows[50][-1]
 
 
 def test_no_prompt_in_common(tmp_path):

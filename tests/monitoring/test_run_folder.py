@@ -48,11 +48,13 @@ def test_the_lines_are_those_of_the_file_whatever_the_writer_does(tmp_path):
         file.write(b'{"step": 8, "train/rewa')
     assert seen() == [*range(1, 8)]
     log(tmp_path, (4, 5), resume_step=3, kl=1.0)  # the torn line goes, and the steps after 3
-    assert seen() == [1, 2, 3, 4, 5] and run.series("train/kl") == [(4, 1.0), (5, 1.0)]
+    assert seen() == [1, 2, 3, 4, 5]
+    assert run.series("train/kl") == [(4, 1.0), (5, 1.0)]
     logger = JsonlLogger(tmp_path / "metrics.jsonl", resume_step=5)
     logger.log_metrics({"rewards": 0.5}, 5, "test/")
     logger.commit(5)
-    assert seen() == [1, 2, 3, 4, 5] and run.lines[-1]["test/rewards"] == 0.5
+    assert seen() == [1, 2, 3, 4, 5]
+    assert run.lines[-1]["test/rewards"] == 0.5
 
 
 def test_cut_anywhere_only_the_new_lines_are_read(tmp_path, monkeypatch):
@@ -66,9 +68,8 @@ def test_cut_anywhere_only_the_new_lines_are_read(tmp_path, monkeypatch):
     for end in [*sorted(random.Random(0).sample(range(len(whole)), 40)), len(whole)]:
         path.write_bytes(whole[:end])
         run.refresh()
-    assert (
-        run.lines == [json.loads(line) for line in whole.decode().splitlines()] and len(read) == 29
-    )
+    assert run.lines == [json.loads(line) for line in whole.decode().splitlines()]
+    assert len(read) == 29
 
 
 def test_a_rewritten_file_of_the_same_size_is_noticed(tmp_path):
@@ -79,7 +80,8 @@ def test_a_rewritten_file_of_the_same_size_is_noticed(tmp_path):
     run.refresh()
     path.write_text(line % (1, 100.0) + line % (2, 207.5))
     run.refresh()
-    assert run.lines[-1]["time"] == 207.5 and len(run.lines) == 2
+    assert run.lines[-1]["time"] == 207.5
+    assert len(run.lines) == 2
 
 
 def test_reading_stops_at_its_deadline_and_goes_on_later(tmp_path):
@@ -107,12 +109,10 @@ def test_damage_is_named(tmp_path):
     with raises_error("run.folder.missing", tmp_path / "absent"):
         RunFolder(tmp_path / "absent")
     run = RunFolder(tmp_path)
-    assert (
-        run.lines == []
-        and run.alerts() == []
-        and run.validations is None
-        and run.configuration().text == ""
-    )
+    assert run.lines == []
+    assert run.alerts() == []
+    assert run.validations is None
+    assert run.configuration().text == ""
     assert run.state().state == "unknown"
     metrics = tmp_path / "metrics.jsonl"
     for bad, found in (("{", "JSON"), ('{"loss": 1}', "step=None")):
@@ -159,17 +159,20 @@ def test_a_configuration_is_read_again_only_after_a_change(tmp_path, monkeypatch
     settings_of = Mock(wraps=run_folder.settings_of)
     monkeypatch.setattr(run_folder, "settings_of", settings_of)
     (tmp_path / "config.yaml").write_text("model.seed: 1\n")
-    assert run.configuration() is run.configuration() and settings_of.call_count == 1
+    assert run.configuration() is run.configuration()
+    assert settings_of.call_count == 1
     (tmp_path / "config.yaml").write_text("a: [")
     for _ in range(2):
         with raises_error("run.config.invalid", "YAML"):
             run.configuration()
     assert settings_of.call_count == 2, "also what is wrong is read once"
     (tmp_path / "config.yaml").unlink()
-    assert run.configuration().text == "" and settings_of.call_count == 3
+    assert run.configuration().text == ""
+    assert settings_of.call_count == 3
     log(tmp_path, [1])
     run.refresh()
-    assert run.configuration().text == "" and settings_of.call_count == 4
+    assert run.configuration().text == ""
+    assert settings_of.call_count == 4
 
 
 def test_metrics_of_many_names(tmp_path):
@@ -199,7 +202,8 @@ def test_steps_are_copied_once_for_all_metrics(tmp_path):
     assert run.metrics.steps() is run.metrics.steps()
     log(tmp_path, [3], resume_step=2)
     run.refresh()
-    assert run.series("train/rewards") == [(1, 1.0), (2, 2.0), (3, 3.0)] and run.last_step == 3
+    assert run.series("train/rewards") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert run.last_step == 3
 
 
 def test_samples_follow_a_file_that_is_written_again(tmp_path):
@@ -208,7 +212,8 @@ def test_samples_follow_a_file_that_is_written_again(tmp_path):
     write_rows(tmp_path, 3, [one])
     assert len(run.samples(3)) == 1 and run.samples(3) is run.samples(3), "read once"
     write_rows(tmp_path, 3, [one, one])
-    assert len(run.samples(3)) == 2 and run.sample_steps() == [3]
+    assert len(run.samples(3)) == 2
+    assert run.sample_steps() == [3]
     with raises_error("samples.step.missing", tmp_path / "rollouts", "step 4", "3 to 3"):
         run.samples(4)
     with raises_error("samples.step.missing", tmp_path / "validation", "step 0"):
@@ -224,10 +229,10 @@ def test_settings_are_what_differs_from_the_defaults(tmp_path, schema):
     tree["of_a_later_version"] = {"colour": "red"}
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(tree)))
     found = RunFolder(tmp_path).configuration().settings
-    assert [(one.value, one.default) for one in found][1:] == [("red", None)] and found[
-        0
-    ].value == 77
-    assert found[1].key == "of_a_later_version.colour" and found[0].default != 77
+    assert [(one.value, one.default) for one in found][1:] == [("red", None)]
+    assert found[0].value == 77
+    assert found[1].key == "of_a_later_version.colour"
+    assert found[0].default != 77
 
 
 def test_an_alert_is_over_after_some_steps_without(tmp_path):
@@ -266,15 +271,14 @@ def test_stragglers_are_those_of_the_run_s_own_factor(tmp_path):
 def test_a_run_whose_process_is_gone_is_lost(tmp_path):
     status = StatusFile(tmp_path, enabled=True)
     status.progress(3, 10)
-    assert (RunFolder(tmp_path).state().state, RunFolder(tmp_path).state().step) == ("running", 3)
+    assert RunFolder(tmp_path).state().state == "running"
+    assert RunFolder(tmp_path).state().step == 3
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(timeout=60)
     record = json.loads((tmp_path / "status.json").read_text())
     (tmp_path / "status.json").write_text(json.dumps(record | {"pid": child.pid}))
-    assert (
-        RunFolder(tmp_path).state().state == "lost"
-        and RunFolder(tmp_path).alerts()[0].kind == "lost"
-    )
+    assert RunFolder(tmp_path).state().state == "lost"
+    assert RunFolder(tmp_path).alerts()[0].kind == "lost"
     (tmp_path / "status.json").write_text(
         json.dumps(record | {"host": "elsewhere", "pid": child.pid})
     )
@@ -283,13 +287,16 @@ def test_a_run_whose_process_is_gone_is_lost(tmp_path):
     )
     status.end(1, "the disk is full")
     alert = RunFolder(tmp_path).alerts()[0]
-    assert (alert.kind, alert.text, alert.last) == ("failed", "the disk is full", 3)
+    assert alert.kind == "failed"
+    assert alert.text == "the disk is full"
+    assert alert.last == 3
 
 
 def test_what_is_neither_running_nor_failed(tmp_path):
     StatusFile(tmp_path / "run", enabled=True).end(EXIT_INTERRUPTED, "interrupted by Ctrl-C")
     run = RunFolder(tmp_path / "run")
-    assert run.state().state == "interrupted" and run.alerts() == []
+    assert run.state().state == "interrupted"
+    assert run.alerts() == []
     log(tmp_path / "eval" / "model", (0,))
     assert RunFolder(tmp_path / "eval" / "model").state().state == "unknown"
     (tmp_path / "eval" / "results.json").touch()
@@ -304,7 +311,8 @@ def test_a_folder_that_holds_no_run_itself_is_refused(tmp_path):
     log(tmp_path / "a" / "one", (1,))
     with raises_error("run.folder.no_run", tmp_path / "a" / "one"):
         write_report(tmp_path)
-    assert open_run(tmp_path / "a" / "one").lines and not (tmp_path / "report.html").exists()
+    assert open_run(tmp_path / "a" / "one").lines
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_runs_are_found_below_a_folder(tmp_path):
@@ -315,4 +323,5 @@ def test_runs_are_found_below_a_folder(tmp_path):
     log(tmp_path / ".hidden", (1,))
     log(tmp_path / "b" / "c" / "d" / "e", (1,))
     assert runs_below(tmp_path) == [tmp_path / "a" / "one", tmp_path / "two"]
-    assert runs_below(tmp_path / "two") == [tmp_path / "two"] and os.sep in str(tmp_path)
+    assert runs_below(tmp_path / "two") == [tmp_path / "two"]
+    assert os.sep in str(tmp_path)

@@ -78,7 +78,8 @@ def loaders(num_prompts: int, step: int, ranks: int) -> list[PromptLoader]:
 def test_defect_01_a_data_parallel_rank_computes_its_share_only(tmp_path, mesh):
     """Four prompts of three samples on two ranks: the shares are whole groups, and their gradients add up."""
     shares = [[prompt.id for prompt in next(loader)] for loader in loaders(4, 4, 2)]
-    assert [len(share) for share in shares] == [2, 2] and set(shares[0]).isdisjoint(shares[1])
+    assert [len(share) for share in shares] == [2, 2]
+    assert set(shares[0]).isdisjoint(shares[1])
     folder = tiny_llama_folder(tmp_path / "model", vocab_size=VOCAB_SIZE)
     batch, total = whole_batch(), sequences(10)
 
@@ -123,17 +124,16 @@ def test_defect_03_the_update_does_not_depend_on_micro_batches_and_padding(tmp_p
             found.append((metrics_of(tmp_path / name)[0]["train/grad_norm"], weights(trainer)))
     for norm, values in found[1:]:
         assert norm == pytest.approx(found[0][0], rel=1e-5)
-        assert all(
-            torch.allclose(a, b, atol=1e-5) for a, b in zip(values, found[0][1], strict=True)
-        )
+        for a, b in zip(values, found[0][1], strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
 
 
 def test_defect_04_no_beta_no_second_sample_and_empty_responses(tmp_path, mesh):
     (tmp_path / "no beta").mkdir()
     lines = run(tmp_path / "no beta", mesh, f"{RL}.initial_policy_kl_penalty=0")
-    assert all(
-        line["train/grad_norm"] > 0 and abs(line["train/init_policy_kl"]) < 1e-6 for line in lines
-    )
+    for line in lines:
+        assert line["train/grad_norm"] > 0
+        assert abs(line["train/init_policy_kl"]) < 1e-6
 
     too_small = "config.num_rollouts_per_prompt.too_small_for_estimator"
     with raises_error(too_small, f"{RL}.num_rollouts_per_prompt is 1", 2):
@@ -173,10 +173,11 @@ def test_defect_04_no_beta_no_second_sample_and_empty_responses(tmp_path, mesh):
     with tiny_trainer(tiny_config(tmp_path / "empty"), mesh) as trainer:
         trainer.model.generator = FirstIsEmpty(trainer.model.generator)
         trainer.fit()
-        assert all(bool(parameter.isfinite().all()) for parameter in weights(trainer))
-    assert all(
-        value is not None for line in metrics_of(tmp_path / "empty") for value in line.values()
-    )
+        for parameter in weights(trainer):
+            assert bool(parameter.isfinite().all())
+    for line in metrics_of(tmp_path / "empty"):
+        for value in line.values():
+            assert value is not None
 
 
 def test_defect_05_leave_one_out_counts_valid_samples_only(tmp_path, mesh):
@@ -194,7 +195,8 @@ def test_defect_06_equal_prompts_are_two_groups(tmp_path, mesh):
     run(tmp_path, mesh, ONE_STEP, prompts=["eta", "eta", "tea", "ate"])
     groups = of_prompts(rollouts_of(tmp_path, 1))
     equal = [rows for rows in groups.values() if rows[0]["prompt"] == "eta"]
-    assert len(equal) == 2 and [len(rows) for rows in groups.values()] == [4] * 4
+    assert len(equal) == 2
+    assert [len(rows) for rows in groups.values()] == [4] * 4
     assert [row["response"] for row in equal[0]] != [row["response"] for row in equal[1]], (
         "each with its own noise"
     )
@@ -218,7 +220,8 @@ def test_defect_07_never_silently_off_policy(tmp_path, mesh):
         f"{RL}.reinforce_epochs=2",
         f"{RL}.importance_ratio=sequence",
     )
-    assert line["train/optimizer_steps"] == 2 and line["train/effective_sample_size"] < 1
+    assert line["train/optimizer_steps"] == 2
+    assert line["train/effective_sample_size"] < 1
 
 
 def test_defect_08_log_probs_are_of_the_distribution_that_was_sampled_from(tmp_path, mesh):
@@ -228,7 +231,8 @@ def test_defect_08_log_probs_are_of_the_distribution_that_was_sampled_from(tmp_p
         tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.temperature=0.5", own), mesh
     ) as trainer:
         batch, _, _ = trainer.generate_rollouts()
-    assert batch.log_probs is not None and batch.generator_log_probs is not None
+    assert batch.log_probs is not None
+    assert batch.generator_log_probs is not None
     assert batch.log_probs is not batch.generator_log_probs
     torch.testing.assert_close(batch.log_probs, batch.generator_log_probs, rtol=0, atol=1e-5)
     assert batch.init_log_probs is not None
@@ -250,10 +254,8 @@ def test_defect_09_state_is_in_a_file_and_a_resume_is_bit_exact(tmp_path, mesh):
     (folder / "latest").write_text("step_00000000")
     parts = run(tmp_path, mesh, *keys)
     assert [without_times(line) for line in parts] == [without_times(line) for line in whole]
-    assert all(
-        rollouts_of(tmp_path, step) == rollouts_of(tmp_path / "whole", step)
-        for step in (1, 2, 3, 4)
-    )
+    for step in (1, 2, 3, 4):
+        assert rollouts_of(tmp_path, step) == rollouts_of(tmp_path / "whole", step)
 
 
 def test_defect_10_validation_has_its_own_set_and_sampling(tmp_path, mesh):
@@ -339,7 +341,8 @@ def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tm
             )
             assert math.isnan(found.values[1])
         os.kill(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(60) == 0 and wait_for(lambda: not server.left_behind())
+        assert server.process.wait(60) == 0
+        assert wait_for(lambda: not server.left_behind())
         late = RemoteGPTRMClient(port=server.port, deadline_seconds=1, first_backoff_seconds=0.02)
         with raises_error("reward_server.server.no_answer", "1 s"):
             late.infer_rm(
@@ -354,7 +357,8 @@ def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tm
 def test_defect_14_shares_are_fixed_and_ranks_may_be_idle(tmp_path, mesh):
     """Ten prompts in steps of four on four ranks: the last step has two, and two ranks get none."""
     shares = [list(map(list, zip(*loaders(10, 4, 4), strict=True))) for _ in range(2)]
-    assert shares[0] == shares[1] and [len(step) for step in shares[0]] == [4, 4, 4]
+    assert shares[0] == shares[1]
+    assert [len(step) for step in shares[0]] == [4, 4, 4]
     assert sorted(len(share) for share in shares[0][-1]) == [0, 0, 1, 1]
     assert sorted(prompt.id for step in shares[0] for prompt in chain(*step)) == list(range(10))
 
@@ -371,7 +375,8 @@ def test_defect_14_shares_are_fixed_and_ranks_may_be_idle(tmp_path, mesh):
         )
         data, _ = trainer.generate_reinforce_data(batch)
         assert trainer.run_training(data)["grad_norm"] == 0.0
-        assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+        for a, b in zip(before, weights(trainer), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_defect_15_the_schedule_is_as_long_as_the_run(tmp_path, mesh):
@@ -382,7 +387,8 @@ def test_defect_15_the_schedule_is_as_long_as_the_run(tmp_path, mesh):
     updates = [2, 4, 5, 7, 9, 10]  # done at the end of each step
     expected = [0.001 + 0.009 * (1 + math.cos(math.pi * done / 10)) / 2 for done in updates]
     assert [line["train/lr"] for line in lines] == pytest.approx(expected)
-    assert lines[-1]["train/lr"] == pytest.approx(0.001) and lines[-2]["train/lr"] > 0.001
+    assert lines[-1]["train/lr"] == pytest.approx(0.001)
+    assert lines[-2]["train/lr"] > 0.001
 
 
 def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epochs(
@@ -427,7 +433,8 @@ def test_defect_17_all_samples_of_a_prompt_are_one_call_and_one_prefill(tmp_path
         lm.forward = spy_forward
         engine.generate = spy_generate
         trainer.fit()
-    assert calls == [(3, 5), (1, 5)] and prefills == [(3, 3), (1, 3)]
+    assert calls == [(3, 5), (1, 5)]
+    assert prefills == [(3, 3), (1, 3)]
 
 
 @pytest.mark.parametrize("option", ["keep", "drop", "mask"])

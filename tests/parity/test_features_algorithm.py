@@ -89,11 +89,10 @@ class TestAlgorithm:
         keys = f"{RL}.use_absolute_kl={absolute}", f"{RL}.initial_policy_kl_penalty=0.3"
         run(tmp_path, mesh, *keys)
         rows = rollouts_of(tmp_path, 2)
-        assert all(
-            r["reward_with_kl"] == pytest.approx(r["reward"] - 0.3 * r["kl"], abs=1e-6)
-            for r in rows
-        )
-        assert any(row["kl"] < 0 for row in rows) != absolute and any(row["kl"] > 0 for row in rows)
+        for r in rows:
+            assert r["reward_with_kl"] == pytest.approx(r["reward"] - 0.3 * r["kl"], abs=1e-6)
+        assert any(row["kl"] < 0 for row in rows) != absolute
+        assert any(row["kl"] > 0 for row in rows)
 
     def test_feature_responses_that_did_not_terminate_are_dropped(self, tmp_path, mesh):
         run(tmp_path, mesh, f"{RL}.truncated_samples=drop", ONE_STEP)
@@ -131,9 +130,11 @@ class TestAlgorithm:
         rows, (line,) = rollouts_of(tmp_path, 1), metrics_of(tmp_path)
         for row in rows:
             outside = row["sample_id"] == 0
-            assert (row["finish_reason"] == FINISH_OUTSIDE) == outside and row["valid"] != outside
+            assert (row["finish_reason"] == FINISH_OUTSIDE) == outside
+            assert row["valid"] != outside
             assert row["advantage"] == 0.0 or not outside
-        assert line["train/fraction_of_samples_valid"] == 0.75 and line["train/grad_norm"] > 0
+        assert line["train/fraction_of_samples_valid"] == 0.75
+        assert line["train/grad_norm"] > 0
 
     def test_feature_end_strings(self, tmp_path, mesh):
         run(
@@ -146,7 +147,8 @@ class TestAlgorithm:
         ended = [row for row in rollouts_of(tmp_path, 1) if set(row["response"]) & set("et")]
         assert ended
         for row in ended:
-            assert row["finish_reason"] == "stop" and row["response"][-1] in "et"
+            assert row["finish_reason"] == "stop"
+            assert row["response"][-1] in "et"
             assert not set(row["response"][:-1]) & set("et")
 
     def test_feature_gradient_clipping(self, tmp_path, mesh):
@@ -169,7 +171,8 @@ class TestAlgorithm:
     def test_feature_gradient_accumulation_to_a_global_batch(self, tmp_path, mesh, plain):
         """16 sequences a step: one optimizer step of 16 in passes of 2, or two of 8."""
         whole = run(tmp_path, mesh, "model.global_batch_size=16", "model.micro_batch_size=2")
-        assert same_as(plain, whole) and [line["train/optimizer_steps"] for line in whole] == [1, 1]
+        assert same_as(plain, whole)
+        assert [line["train/optimizer_steps"] for line in whole] == [1, 1]
         (tmp_path / "two").mkdir()
         halves = run(
             tmp_path / "two",
@@ -186,7 +189,8 @@ class TestAlgorithm:
 
         first = order(plain, (1, 2))
         second = order(plain, (3, 4))
-        assert sorted(first) == sorted(second) == list(range(8)) and first != second
+        assert sorted(first) == sorted(second) == list(range(8))
+        assert first != second
         run(tmp_path, mesh, "model.data.shuffle=false", f"{RL}.max_epochs=2")
         assert order(tmp_path, (1, 2, 3, 4)) == list(range(8)) * 2
 
@@ -255,10 +259,9 @@ class TestModel:
             trainer.fit()
             states = trainer.optimizer._optimizer.state_dict()
         lines = metrics_of(tmp_path)
-        assert all(
-            math.isfinite(line["train/actor_loss"]) and line["train/grad_norm"] > 0
-            for line in lines
-        )
+        for line in lines:
+            assert math.isfinite(line["train/actor_loss"])
+            assert line["train/grad_norm"] > 0
         assert {main.dtype for group in states["fp32_from_fp16_params"] for main in group} == {
             torch.float32
         }
@@ -283,14 +286,17 @@ class TestModel:
                 if not value.requires_grad
             }
             trainer.fit()
-            assert frozen and all(torch.equal(named[name], value) for name, value in frozen.items())
+            assert frozen
+            for name, value in frozen.items():
+                assert torch.equal(named[name], value)
         first, second = metrics_of(tmp_path)
         assert abs(first["train/init_policy_kl"]) < 1e-6 < abs(second["train/init_policy_kl"])
 
     def test_feature_reference_on_the_host_is_swapped_in(self, tmp_path, mesh, plain):
         """The other placement has the same numbers; the KL shows that neither reads the policy's own weights."""
         lines = run(tmp_path, mesh, "model.reference_placement=device")
-        assert same_as(plain, lines) and lines[1]["train/init_policy_kl"] != 0.0
+        assert same_as(plain, lines)
+        assert lines[1]["train/init_policy_kl"] != 0.0
 
     def test_feature_adam_states_are_away_while_responses_are_generated(
         self, tmp_path, mesh, plain, monkeypatch
@@ -360,7 +366,8 @@ class TestGeneration:
         greedy = rollouts_of(tmp_path, 0, "validation")
         likeliest = {row["prompt"]: row["response"] for row in greedy}
         assert len(set(likeliest.values())) > 1
-        assert all(row["response"] == likeliest[row["prompt"]] for row in rollouts_of(tmp_path, 1))
+        for row in rollouts_of(tmp_path, 1):
+            assert row["response"] == likeliest[row["prompt"]]
 
     def test_feature_repetition_penalty(self, tmp_path, mesh):
         """A strong one takes every token with a negative logit at most once, so fewer come twice."""
@@ -415,7 +422,8 @@ class TestGeneration:
 
             trainer.model.infer = spy  # type: ignore[method-assign]
             trainer.fit()
-        assert sizes["rollout"] == [3, 1] * 2 and sizes["validation"] == [2, 1] * 2
+        assert sizes["rollout"] == [3, 1] * 2
+        assert sizes["validation"] == [2, 1] * 2
         assert sizes["passes"] == [7, 6] * 2, "reference, update: the generator knows the policy's"
         losses = [line["train/actor_loss"] for line in metrics_of(tmp_path)[1:]]
         assert losses == pytest.approx(

@@ -241,10 +241,8 @@ class TestOperations:
             compose(*tiny_overrides(tmp_path), "model.micro_batch_size=6", "algorithm=nemo_aligner")
         )
         assert config.model.micro_batch_size == config.model.reinforce.forward_micro_batch_size == 6
-        assert (
-            config.trainer.reinforce.use_absolute_kl
-            and config.trainer.reinforce.kl_reduction == "mean"
-        )
+        assert config.trainer.reinforce.use_absolute_kl
+        assert config.trainer.reinforce.kl_reduction == "mean"
 
     def test_feature_wandb_with_sample_tables(self, tmp_path, mesh, monkeypatch):
         wandb = FakeWandb()
@@ -264,7 +262,8 @@ class TestOperations:
             "first",
             "offline",
         ]
-        assert wandb.ended == [0] and sorted(wandb.logged) == [0, 1, 2]
+        assert wandb.ended == [0]
+        assert sorted(wandb.logged) == [0, 1, 2]
         assert wandb.logged[2]["train/rewards"] == lines[2]["train/rewards"]
         columns, data = wandb.logged[2]["validation"]
         assert [row[columns.index("prompt")] for row in data] == three_letters(3)
@@ -314,11 +313,10 @@ class TestOperations:
         for line in lines[1:]:
             assert [name for name in names if not math.isfinite(line[name])] == []
         rows, answered = rollouts_of(tmp_path, 2), rollouts_of(tmp_path, 2, "validation")
-        assert len(rows) == 16 and len(answered) == 3
-        assert all(
-            {"prompt", "response", "reward", "finish_reason"} <= row.keys()
-            for row in rows + answered
-        )
+        assert len(rows) == 16
+        assert len(answered) == 3
+        for row in rows + answered:
+            assert {"prompt", "response", "reward", "finish_reason"} <= row.keys()
         # Which names a source of rewards must not have is written down where torch is not imported.
         from reinforce_rl.config.rules import REWARD_METRICS
 
@@ -371,7 +369,8 @@ class TestOperations:
             with pytest.raises(StoppedEarly):
                 trainer.fit()
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
-        assert checkpoint is not None and checkpoint.trainer_state["step"] == 2
+        assert checkpoint is not None
+        assert checkpoint.trainer_state["step"] == 2
         assert [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line] == [0, 2]
         lines = run(tmp_path, mesh, *keys)
         assert [line["step"] for line in lines] == list(range(9))

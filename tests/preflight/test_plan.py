@@ -27,7 +27,8 @@ def plan_of(overrides, *more):
     cfg = load_config(compose(*overrides, *more))
     layout = layout_of(cfg)
     inputs = read_inputs(cfg)
-    assert layout is not None and inputs.faults == []
+    assert layout is not None
+    assert inputs.faults == []
     return plan_batches(cfg, layout, inputs.datasets)
 
 
@@ -48,9 +49,13 @@ def test_batches_that_do_not_divide(overrides):
     assert plan.generation_calls == 2  # 2 + 1 prompts
     assert plan.forward_micro_batches == 2  # 12 sequences in sevens
     # 12 in fives
-    assert (plan.prompts_of_update, plan.updates, plan.micro_batches) == (Share(5, 3), 1, 3)
-    assert (plan.longest_prompt, plan.longest) == (3, 8)
-    assert (plan.validation, plan.validation_calls) == (3, 2)
+    assert plan.prompts_of_update == Share(5, 3)
+    assert plan.updates == 1
+    assert plan.micro_batches == 3
+    assert plan.longest_prompt == 3
+    assert plan.longest == 8
+    assert plan.validation == 3
+    assert plan.validation_calls == 2
     assert plan.epoch == [5, 3]
 
 
@@ -68,7 +73,8 @@ def test_several_optimizer_steps_on_a_batch(overrides):
         "model.tokens_per_micro_batch=17",
     )
     assert plan.prompts_of_update == Share(2, 2)
-    assert (plan.updates, plan.epoch) == (4, [4, 4])
+    assert plan.updates == 4
+    assert plan.epoch == [4, 4]
     assert plan.micro_batches == 2  # 4 sequences of 8 tokens, two in 17
     assert plan.validation is None
 
@@ -98,14 +104,22 @@ def phase_of(memory, name):
 
 def test_states_by_precision_and_sharing():
     found = memory_of()
-    assert (found.weights, found.gradients, found.optimizer) == (4000, 4000, 8000)
-    assert (found.reference_on_host, found.reference_on_device) == (4000, 0)
+    assert found.weights == 4000
+    assert found.gradients == 4000
+    assert found.optimizer == 8000
+    assert found.reference_on_host == 4000
+    assert found.reference_on_device == 0
     narrow = memory_of(weight_bytes=2, optimizer_shards=3, reference="device")
-    assert (narrow.weights, narrow.gradients, narrow.optimizer) == (2000, 4000, 334 * 12)
-    assert (narrow.reference_on_host, narrow.reference_on_device) == (0, 2000)
+    assert narrow.weights == 2000
+    assert narrow.gradients == 4000
+    assert narrow.optimizer == 334 * 12
+    assert narrow.reference_on_host == 0
+    assert narrow.reference_on_device == 2000
     lora = LoraSettings(8, 16.0, ("q_proj",))
     updates = memory_of(dataclasses.replace(SHAPE, trained=100), reference="none", lora=lora)
-    assert (updates.weights, updates.gradients, updates.optimizer) == (4000, 400, 800)
+    assert updates.weights == 4000
+    assert updates.gradients == 400
+    assert updates.optimizer == 800
 
 
 def test_a_sleeping_engine_may_keep_its_weights_in_host_memory():

@@ -79,14 +79,14 @@ def test_each_request_gets_its_own_attributes(tokenizer, deterministic):
         base.STATUS_NOT_FINITE,
     ]
     np.testing.assert_allclose(second["attributes"][0], [toy_score([6]), 1, 1])
-    assert np.isnan(second["attributes"][1:]).all() and np.isnan(second["rewards"][1:]).all()
+    assert np.isnan(second["attributes"][1:]).all()
+    assert np.isnan(second["rewards"][1:]).all()
 
 
 def test_a_model_that_raises_gives_no_attributes(tokenizer):
     (found,) = RequestScorer(AttributeToy(0.0, 0.0), tokenizer)([arrays_of([[TOKEN_RAISE]])])
-    assert np.isnan(found["attributes"]).all() and found["status"].tolist() == [
-        [base.STATUS_INTERNAL]
-    ]
+    assert np.isnan(found["attributes"]).all()
+    assert found["status"].tolist() == [[base.STATUS_INTERNAL]]
 
 
 def test_without_attributes_the_answer_is_as_before(tokenizer):
@@ -171,7 +171,8 @@ def test_a_served_classifier_equals_transformers(tmp_path):
     finally:
         server.close()
     assert tuple(info.attributes) == HELPSTEER == tuple(found.by_source)
-    assert info.details["mean"] == 0.25 and info.details["attribute_weights"]["correctness"] == 0.8
+    assert info.details["mean"] == 0.25
+    assert info.details["attribute_weights"]["correctness"] == 0.8
     for column, values in enumerate(found.by_source.values()):
         torch.testing.assert_close(values, expected[:, column], atol=1e-5, rtol=0)
     merged = sum(weight * expected[:, HELPSTEER.index(name)] for name, weight in WEIGHTS.items())

@@ -99,9 +99,9 @@ def test_prompts_that_differ_in_case_and_space_are_one(tmp_path, tokenizer):
         {"messages": [{"role": "user", "content": "How are you?"}], "chosen": "e", "rejected": "f"},
     ]
     pairs, skipped, count = pairs_of(write_lines(tmp_path / "pairs.jsonl", *rows), tokenizer)
-    assert (
-        len({pair.prompt_key for pair in pairs}) == 1 and skipped == {} and count == len(pairs) == 3
-    )
+    assert len({pair.prompt_key for pair in pairs}) == 1
+    assert skipped == {}
+    assert count == len(pairs) == 3
 
 
 def test_bad_lines_are_named_and_counted(tmp_path, tokenizer):
@@ -206,7 +206,8 @@ def test_answers_that_a_cut_makes_the_same_are_no_pair(tmp_path, tokenizer):
     path = write_lines(tmp_path / "a.jsonl", same, other)
     assert pairs_of(path, tokenizer)[1] == {}
     found, skipped, _ = pairs_of(path, tokenizer, max_answer_tokens=6)
-    assert (len(found), skipped) == (1, {SKIP_SAME: 1})
+    assert len(found) == 1
+    assert skipped == {SKIP_SAME: 1}
 
 
 def test_null_columns_and_messages_as_json(tmp_path, tokenizer):
@@ -232,7 +233,8 @@ def test_columns_of_csv_by_other_names(tmp_path, tokenizer):
     assert pairs == pairs_of(lines, tokenizer)[0]
     (tmp_path / "r.csv").write_text("prompt,response,helpfulness,verbosity\na,b,4,0.5\na,c,,1\n")
     ratings, _, _ = ratings_of(tmp_path / "r.csv", tokenizer)
-    assert ratings[0].ratings == (4.0, 0.5) and math.isnan(ratings[1].ratings[0])
+    assert ratings[0].ratings == (4.0, 0.5)
+    assert math.isnan(ratings[1].ratings[0])
 
 
 @pytest.mark.parametrize("read", [pairs_of, ratings_of])
@@ -257,7 +259,8 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
     found, skipped, count = pairs_of(
         path, tokenizer, max_pairs=2, single_turn_only=True, max_length=30
     )
-    assert (len(found), count) == (2, 6)
+    assert len(found) == 2
+    assert count == 6
     too_long = "63 to 63 tokens, above data.max_length=30; data.max_length=63 keeps all"
     assert skipped == {SKIP_SAME: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
     assert Examples(found, [], [], 6, skipped).skipped_lines == [
@@ -288,7 +291,8 @@ def test_attributes_in_an_object_or_as_keys_and_missing_ones(tmp_path, tokenizer
     answers, skipped, _ = ratings_of(path, tokenizer)
     first, second = (answer.ratings for answer in answers)
     assert first == (4.0, 1.5)
-    assert second[0] == 0.0 and math.isnan(second[1])
+    assert second[0] == 0.0
+    assert math.isnan(second[1])
     assert skipped == {SKIP_UNRATED: 1}
 
 
@@ -308,12 +312,11 @@ def test_faulty_ratings_are_all_named(tmp_path, tokenizer):
         ratings_of(path, tokenizer)
     text = str(caught.value)
     assert "helpfulness is 'four', expected a finite number" in text
-    assert (
-        "verbosity is True" in text
-        and "attributes is a list" in text
-        and "expected response" in text
-    )
-    assert "helpfulness is inf" in text and "line 1:" not in text
+    assert "verbosity is True" in text
+    assert "attributes is a list" in text
+    assert "expected response" in text
+    assert "helpfulness is inf" in text
+    assert "line 1:" not in text
     assert f"{path}:7: the attribute helpfulness is 1000" in text
 
 

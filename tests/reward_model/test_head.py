@@ -66,7 +66,8 @@ def test_cached_features_are_only_used_for_the_same_data(tmp_path):
     assert load_features(path, "a") is None
     save_features(path, torch.ones(2, 3), "a")
     loaded = load_features(path, "a")
-    assert loaded is not None and torch.equal(loaded, torch.ones(2, 3))
+    assert loaded is not None
+    assert torch.equal(loaded, torch.ones(2, 3))
     assert load_features(path, "b") is None
 
 
@@ -78,11 +79,14 @@ def test_synthetic_negatives_end_early_or_repeat():
         [m.tokens for m in made if (m.tokens[-1] == 2) == is_early] for is_early in (True, False)
     )
     assert len(early) == len(repeated) == 20
-    assert all(len(tokens) <= 4 and tokens.count(2) == 1 for tokens in early)
+    for tokens in early:
+        assert len(tokens) <= 4
+        assert tokens.count(2) == 1
     assert (2,) in early
-    assert all(
-        8 <= len(tokens) <= 12 and len(set(tokens)) <= 4 and 2 not in tokens for tokens in repeated
-    )
+    for tokens in repeated:
+        assert 8 <= len(tokens) <= 12
+        assert len(set(tokens)) <= 4
+        assert 2 not in tokens
     assert sum(m.better for m in made) == 20
     assert made == synthetic_negatives(pairs, 0.5, cuts, end=(2,), seed=0)
 

@@ -116,9 +116,9 @@ def test_held_out_pairs_are_learnt(ranked):
     assert values[0]["val/accuracy"] < 0.65
     assert values[30]["val/accuracy"] > 0.9 > 0.6 > values[30]["val/accuracy_of_longer_wins"]
     assert values[30]["val/loss"] < 0.3 < values[0]["val/loss"]
-    assert all(
-        line["train/grad_norm"] > 0 and line["train/skipped_step"] == 0 for line in lines[1:]
-    )
+    for line in lines[1:]:
+        assert line["train/grad_norm"] > 0
+        assert line["train/skipped_step"] == 0
 
 
 def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_server(ranked):
@@ -134,19 +134,16 @@ def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_serv
         )
     torch.testing.assert_close(torch.tensor(served), scores[:, 0], atol=1e-5, rtol=0)
     config = json.loads((ranked / "out/model/config.json").read_text())
-    assert config["architectures"] == ["LlamaForSequenceClassification"] and config["id2label"] == {
-        "0": "reward"
-    }
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert config["id2label"] == {"0": "reward"}
 
 
 def test_the_report_has_the_evaluation(ranked):
     page = (ranked / "out/report.html").read_text()
     best = TypeAdapter(Best).validate_json((ranked / "out" / EVALUATION_FILE).read_bytes())
-    assert (
-        "Calibration" in page
-        and "Predicted and observed" in page
-        and "the longer answer wins" in page
-    )
+    assert "Calibration" in page
+    assert "Predicted and observed" in page
+    assert "the longer answer wins" in page
     assert f"{best.evaluation.loss:.4f}" in page
     (ranked / "out" / EVALUATION_FILE).rename(ranked / "kept.json")
     assert "No evaluation has been made" in write_report(ranked / "out").read_text()
@@ -163,16 +160,16 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
     run(*overrides)
     assert lines_of(tmp_path) == lines_of(ranked)
     weights, others = (load_file(f / "out/model/model.safetensors") for f in (tmp_path, ranked))
-    assert (
-        all(torch.equal(weights[name], others[name]) for name in others)
-        and weights.keys() == others.keys()
-    )
+    for name in others:
+        assert torch.equal(weights[name], others[name])
+    assert weights.keys() == others.keys()
     assert (tmp_path / "out" / EVALUATION_FILE).read_text() == (
         ranked / "out" / EVALUATION_FILE
     ).read_text()
 
     again = run(*overrides)  # it is over: nothing is made again
-    assert again.step == STEPS and lines_of(tmp_path) == lines_of(ranked)
+    assert again.step == STEPS
+    assert lines_of(tmp_path) == lines_of(ranked)
     changes = "full.global_batch_size: 32 -> 16; data.max_pairs: null -> 300. "
     with raises_error("reward_model.resume.other_settings", changes):
         run(*overrides, "data.max_pairs=300", "full.global_batch_size=16", "model.optim.lr=1e-5")
@@ -211,8 +208,10 @@ def test_it_stops_early_and_keeps_the_best(tmp_path):
         if "val/loss" in line and line["step"]
     }
     best_step = min(losses, key=lambda step: losses[step])
-    assert trainer.best is not None and trainer.best.step == best_step
-    assert trainer.stopped_early and trainer.step == best_step + 8 < 48
+    assert trainer.best is not None
+    assert trainer.best.step == best_step
+    assert trainer.stopped_early
+    assert trainer.step == best_step + 8 < 48
     names = {path.name for path in (tmp_path / "out/checkpoints").glob("step_*")}
     assert names == {f"step_{best_step:08d}", f"step_{trainer.step:08d}"}
     examples, sequences = held_out_groups(overrides)
@@ -237,7 +236,8 @@ def test_regression_recovers_planted_attributes(tmp_path):
     assert trainer.best is not None
     metrics = trainer.best.evaluation.metrics
     for name in NAMES:
-        assert metrics[f"pearson_{name}"] > 0.95 and metrics[f"spearman_{name}"] > 0.9
+        assert metrics[f"pearson_{name}"] > 0.95
+        assert metrics[f"spearman_{name}"] > 0.9
     assert trainer.best.evaluation.loss < 0.1
     examples, sequences = held_out_groups(overrides)
     scores = transformers_scores(tmp_path / "out/model", sequences)
@@ -246,7 +246,8 @@ def test_regression_recovers_planted_attributes(tmp_path):
     with parallel_mesh() as mesh:
         assert load_reward_model(tmp_path / "out/model", None, mesh).attributes == NAMES
     page = (tmp_path / "out/report.html").read_text()
-    assert "Correlation with held-out ratings" in page and "calibrated model" not in page
+    assert "Correlation with held-out ratings" in page
+    assert "calibrated model" not in page
 
 
 DATED = "{{ strftime_now('%d %B') }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -394,7 +395,8 @@ def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
     with safe_open(tmp_path / "out" / "head.safetensors", framework="pt") as file:
         about = file.metadata()
     assert int(about["train_pairs"]) + int(about["held_out_pairs"]) == 24
-    assert about["data_file"] == "pairs:train" and len(about["data_sha256"]) == 64
+    assert about["data_file"] == "pairs:train"
+    assert len(about["data_sha256"]) == 64
 
 
 def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
@@ -429,7 +431,8 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
         about = file.metadata()
     assert about["trunk"] == "tiny-llama"
     assert int(about["train_pairs"]) + int(about["held_out_pairs"]) == 24
-    assert about["data_file"] == "pairs.jsonl" and about["l2"] == "0.001"
+    assert about["data_file"] == "pairs.jsonl"
+    assert about["l2"] == "0.001"
     # The two kinds of answer share few letters.
     assert evaluation["held_out"]["value"] > 0.9
     assert 0 <= evaluation["longer_wins"]["value"] <= 1

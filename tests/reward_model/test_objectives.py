@@ -75,9 +75,8 @@ def test_calibration_bin_by_bin():
             sum(values) / len(values) for values in zip(*buckets[i], strict=True)
         )
         assert (one.predicted, one.observed) == pytest.approx((predicted, observed))
-        assert one.low <= one.predicted <= one.high and one.high - one.low == pytest.approx(
-            0.5 / NUM_BINS
-        )
+        assert one.low <= one.predicted <= one.high
+        assert one.high - one.low == pytest.approx(0.5 / NUM_BINS)
         error += len(buckets[i]) / len(pairs) * abs(predicted - observed)
     assert found_error == pytest.approx(error)
 

@@ -54,7 +54,8 @@ def test_passes_hold_sequences_of_like_length():
     widths = [
         (one.lengths.min(), one.lengths.max()) for one in Batching(4).plan(some_sequences(30))
     ]
-    assert all(this[0] >= following[1] for this, following in itertools.pairwise(widths))
+    for this, following in itertools.pairwise(widths):
+        assert this[0] >= following[1]
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 8])

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("config_docs", ROOT / "tools" / "config_docs.py")
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 config_docs = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(config_docs)
 

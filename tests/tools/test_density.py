@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("density", ROOT / "tools" / "density.py")
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 density = importlib.util.module_from_spec(_spec)
 sys.modules["density"] = density
 _spec.loader.exec_module(density)
@@ -60,7 +61,8 @@ def test_lines_of_101_columns_are_wide():
 )
 def test_values_that_are_assigned_at_once(statement, several, three):
     figures = density.measure_source(statement + "\n")
-    assert (figures.several_assigned, figures.three_assigned) == (several, three)
+    assert figures.several_assigned == several
+    assert figures.three_assigned == three
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("error_keys", ROOT / "tools" / "error_keys.py")
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 error_keys = importlib.util.module_from_spec(_spec)
 sys.modules["error_keys"] = error_keys
 _spec.loader.exec_module(error_keys)

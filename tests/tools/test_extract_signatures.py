@@ -12,7 +12,8 @@ import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "extract_signatures.py"
 spec = importlib.util.spec_from_file_location("extract_signatures", TOOL)
-assert spec is not None and spec.loader is not None
+assert spec is not None
+assert spec.loader is not None
 tool = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tool)
 
@@ -35,7 +36,8 @@ class LLM:
 
 def test_functions():
     found = tool._signature(ast.parse(SOURCE), "LLM.call")
-    assert (found["line"], found["call"]) == (13, "async")
+    assert found["line"] == 13
+    assert found["call"] == "async"
     assert [(p["name"], p["kind"], p["default"]) for p in found["parameters"]] == [
         ("a", "POSITIONAL_ONLY", None),
         ("b", "POSITIONAL_OR_KEYWORD", None),

@@ -77,15 +77,14 @@ class TestProgram:
         ]
         assert whole["checks"][2]["sentence"] == "needs a GPU"
         page = (tmp_path / "report.md").read_text()
-        assert page.startswith("# gpu_check: PASS") and "| tiny | bfloat16 |" in page
+        assert page.startswith("# gpu_check: PASS")
+        assert "| tiny | bfloat16 |" in page
 
     def test_a_machine_without_a_gpu_is_told_so(self):
         done = program()
         assert done.returncode == 2
-        assert (
-            done.stderr.startswith("error: torch finds no GPU here")
-            and done.stderr.count("\n") == 1
-        )
+        assert done.stderr.startswith("error: torch finds no GPU here")
+        assert done.stderr.count("\n") == 1
 
 
 CHILDREN = """
@@ -125,34 +124,37 @@ class TestRunner:
 
     def test_a_finding_comes_back(self, run):
         found = run("passes")
-        assert (found.verdict, found.sentence, found.name) == (PASS, "blue", "passes")
+        assert found.verdict == PASS
+        assert found.sentence == "blue"
+        assert found.name == "passes"
         assert 50 < found.numbers["left"] < 60
 
     def test_a_crash_is_a_fault_of_its_check_alone(self, run):
         found = run("crashes")
-        assert (found.verdict, found.sentence) == (
-            FAIL,
-            "ended with exit code 1: RuntimeError: no such kernel",
-        )
+        assert found.verdict == FAIL
+        assert found.sentence == "ended with exit code 1: RuntimeError: no such kernel"
         assert run("dies").sentence.startswith("ended with exit code -6")
 
     def test_a_hang_ends_at_its_deadline_and_its_children_with_it(self, run, tmp_path):
         found = run("hangs", seconds=4.0)
-        assert found.verdict == FAIL and found.sentence.startswith("no end within 4 s")
+        assert found.verdict == FAIL
+        assert found.sentence.startswith("no end within 4 s")
         with contextlib.suppress(psutil.NoSuchProcess):
             child = psutil.Process(int((tmp_path / "out/hangs/child").read_text()))
             # SIGKILL takes a moment to arrive
             assert wait_for(lambda: not is_alive(child), seconds=10)
 
     def test_time_that_is_over_is_no_fault(self, run):
-        assert (run("hangs", left=4.0).verdict, run("passes", left=0.5).verdict) == (SKIP, SKIP)
+        assert run("hangs", left=4.0).verdict == SKIP
+        assert run("passes", left=0.5).verdict == SKIP
 
 
 def test_what_cannot_be_run_is_skipped_and_says_why(tmp_path):
     found = runner.run(
         Check("a", "", "a:b", 9, needs=("no_such_module.part",)), CUDA, tmp_path / "a", 99
     )
-    assert (found.verdict, found.sentence) == (SKIP, "not installed: no_such_module.part")
+    assert found.verdict == SKIP
+    assert found.sentence == "not installed: no_such_module.part"
 
 
 def test_verdict():
@@ -213,10 +215,8 @@ class TestAttention:
         monkeypatch.setattr(attention, "LENGTHS", (64,))
         monkeypatch.setattr(attention, "masked_attention", lambda *args: whole(*args) * math.nan)
         found = attention.check(context)
-        assert (
-            found.verdict == FAIL
-            and "masked at 64 in float32: output is off by inf" in found.sentence
-        )
+        assert found.verdict == FAIL
+        assert "masked at 64 in float32: output is off by inf" in found.sentence
 
 
 LINES = [
@@ -233,7 +233,8 @@ class TestRuns:
         killed_at = trainer.kill(
             runs.words("killed", 9, saves=True), context.folder / "killed", context
         )
-        assert killed_at is not None and trainer.KILLED_AFTER <= killed_at < 9
+        assert killed_at is not None
+        assert trainer.KILLED_AFTER <= killed_at < 9
         faults: list[str] = []
         resumed = runs.run("killed", 9, saves=True)
         assert (
@@ -242,7 +243,8 @@ class TestRuns:
         )
         resumed[killed_at]["train/grad_norm"] *= 2
         trainer.compared("resumed", straight, resumed, killed_at, faults)
-        assert len(faults) == 1 and "train/grad_norm differs by" in faults[0]
+        assert len(faults) == 1
+        assert "train/grad_norm differs by" in faults[0]
 
     def test_a_run_that_ends_by_itself_was_not_killed(self, context):
         assert trainer.kill(["no.such.key=1"], context.folder, context) is None
@@ -373,7 +375,8 @@ class TestIpc:
         fill_ours(lm)
         expected = {name: ipc.summary(value) for name, value in hf_tensors(lm) if value is not None}
         received, buckets = ipc.exchange(lm, adapter)
-        assert buckets > 1 and ipc.differences(received, expected) == []
+        assert buckets > 1
+        assert ipc.differences(received, expected) == []
         name = next(iter(received))
         received[name][2] += 0.5
         del received[list(received)[1]]

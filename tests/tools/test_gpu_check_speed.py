@@ -126,7 +126,8 @@ def test_options_of_the_command_line_reach_the_check(monkeypatch):
     options = options_of(CUDA, check.options)
     assert options == replace(SpeedOptions(), shapes=("8b",), prompts=16, repeats=5)
     (check,) = arguments(monkeypatch, "--only", "speed")
-    assert (check.options, check.seconds) == ({}, 240)
+    assert check.options == {}
+    assert check.seconds == 240
     names = [check.name for check in arguments(monkeypatch, *words)]
     assert names == [check.name for check in gpu_check.CHECKS]
 
@@ -164,7 +165,8 @@ def test_deviation_is_over_response_tokens_and_nan_is_infinite():
     log_probs = expected + torch.tensor([[0.5, 0.0, 9.0], [0.0, 0.0, 0.25]])  # 9 is padding
     lengths = torch.tensor([2, 3])
     deviation = deviations.deviation(log_probs, expected, lengths, FP32)
-    assert (deviation.dtype, deviation.largest) == ("float32", 0.5)
+    assert deviation.dtype == "float32"
+    assert deviation.largest == 0.5
     assert deviation.mean == pytest.approx(0.15)
     log_probs[1, 1] = float("nan")
     assert deviations.deviation(log_probs, expected, lengths, FP32).largest == float("inf")
@@ -316,7 +318,8 @@ def test_shapes_are_those_of_the_models():
         shape = Architecture.from_hf(SHAPES[name])
         expected = Architecture.from_hf(public)
         assert replace(shape, raw={}) == replace(expected, raw={})
-        assert all(SHAPES[name][key] == public[key] for key in ("rope_theta", "rope_scaling"))
+        for key in ("rope_theta", "rope_scaling"):
+            assert SHAPES[name][key] == public[key]
     smallest = Architecture.from_hf(SHAPES["135m"])
     assert ModelSize.from_architecture(smallest, None).parameters == 134_515_008
 

@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "make_environment.py"
 SHELL = ROOT / "tools" / "make_engine_env.sh"
 spec = importlib.util.spec_from_file_location("make_environment", TOOL)
-assert spec is not None and spec.loader is not None
+assert spec is not None
+assert spec.loader is not None
 tool = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = tool  # for its dataclass
 spec.loader.exec_module(tool)
@@ -110,7 +111,8 @@ def test_the_project_is_borrowed_from_and_cannot_be_imported(wanted, tmp_path):
     said = subprocess.check_output(
         [tool.python_of(tmp_path / "made"), "-I", "-c", code], text=True
     ).split()
-    assert not said[0].startswith(str(tmp_path)) and said[1] == "None"
+    assert not said[0].startswith(str(tmp_path))
+    assert said[1] == "None"
 
 
 def test_an_environment_that_does_not_work_is_not_left(wanted, tmp_path):
@@ -209,8 +211,10 @@ def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess
 def test_the_script_names_the_command_and_why_it_failed(kind, tmp_path):
     done = shell(tmp_path / "made", kind, PIP_ARGS="--no-index")
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 1 and not done.stdout
-    assert f"installing vLLM for {kind.upper()}s failed (1): " in line and " --no-index -r " in line
+    assert done.returncode == 1
+    assert not done.stdout
+    assert f"installing vLLM for {kind.upper()}s failed (1): " in line
+    assert " --no-index -r " in line
     assert "ERROR: No matching distribution found for " in line
     assert ("--no-deps" in line) == (kind == "cpu")
     assert not list(tmp_path.iterdir())
@@ -219,26 +223,22 @@ def test_the_script_names_the_command_and_why_it_failed(kind, tmp_path):
 def test_the_script_by_a_python_without_torch(tmp_path):
     venv.create(tmp_path / "bare", with_pip=False)
     done = shell(tmp_path / "made", PYTHON=str(tmp_path / "bare/bin/python"))
-    assert (
-        done.returncode == 1 and f"from {tmp_path}/bare/bin/python, which has none" in done.stderr
-    )
+    assert done.returncode == 1
+    assert f"from {tmp_path}/bare/bin/python, which has none" in done.stderr
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("arguments", [("made", "tpu"), ("made", "cpu", "more")])
 def test_the_script_says_what_it_expects(arguments):
     done = shell(*arguments)
-    assert (
-        done.returncode == 2
-        and f"'{' '.join(arguments)}', expected [FOLDER] [cpu|gpu]" in done.stderr
-    )
+    assert done.returncode == 2
+    assert f"'{' '.join(arguments)}', expected [FOLDER] [cpu|gpu]" in done.stderr
 
 
 def test_the_script_without_a_python(tmp_path):
     done = shell(tmp_path / "made", PYTHON=str(tmp_path / "python"))
-    assert (
-        done.returncode == 1 and f"no Python at {tmp_path}/python; run make install" in done.stderr
-    )
+    assert done.returncode == 1
+    assert f"no Python at {tmp_path}/python; run make install" in done.stderr
 
 
 def requirements(name: str) -> list[Requirement]:
@@ -250,8 +250,10 @@ def requirements(name: str) -> list[Requirement]:
 def test_pins_are_exact_and_each_package_has_one(name):
     pins = requirements(name)
     names = [canonicalize_name(pin.name) for pin in pins]
-    assert pins and len(set(names)) == len(names)
-    assert all(re.fullmatch(r"==[^*,]+", str(pin.specifier)) for pin in pins)
+    assert pins
+    assert len(set(names)) == len(names)
+    for pin in pins:
+        assert re.fullmatch(r"==[^*,]+", str(pin.specifier))
     if tool.ENVIRONMENTS[name].borrows:
         assert not {"torch", "triton", "torchvision", "torchaudio", "numba"} & set(names)
 
