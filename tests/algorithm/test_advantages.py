@@ -1,4 +1,4 @@
-"""Leave-one-out advantages against brute force and a worked example; credit and whitening against sums by hand."""
+"""Leave-one-out advantages against brute force; credit and whitening against sums by hand."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ samples = st.lists(
 @given(samples)
 def test_equals_brute_force_for_any_groups_in_any_order(rows):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
-    found = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid))
-    assert found.dtype == torch.float64
-    assert found.shape == (len(rows),)
+    advantages = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid))
+    assert advantages.dtype == torch.float64
+    assert advantages.shape == (len(rows),)
     torch.testing.assert_close(
-        found, double(brute_force(rewards, groups, valid)), rtol=1e-12, atol=1e-8
+        advantages, double(brute_force(rewards, groups, valid)), rtol=1e-12, atol=1e-8
     )
 
 
@@ -102,9 +102,11 @@ def test_a_constant_added_to_a_group_changes_nothing(rows, constants):
 @given(samples)
 def test_the_advantages_of_a_group_sum_to_zero(rows):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
-    found = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid)).tolist()
+    advantages = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid)).tolist()
     for group in set(groups):
-        assert abs(math.fsum(a for a, g in zip(found, groups, strict=True) if g == group)) < 1e-7
+        assert (
+            abs(math.fsum(a for a, g in zip(advantages, groups, strict=True) if g == group)) < 1e-7
+        )
 
 
 @settings(deadline=None, max_examples=100)
@@ -113,11 +115,11 @@ def test_what_stands_at_an_invalid_sample_does_not_matter(rows, anything):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
     spoilt = [reward if ok else anything for reward, ok in zip(rewards, valid, strict=True)]
     arguments = torch.tensor(groups), torch.tensor(valid)
-    found = rloo(double(spoilt), *arguments)
-    assert torch.isfinite(found).all()
+    advantages = rloo(double(spoilt), *arguments)
+    assert torch.isfinite(advantages).all()
     assert torch.isfinite(leave_one_out(RewardGroups.of(double(spoilt), *arguments)).baseline).all()
-    assert torch.equal(found, rloo(double(rewards), *arguments))
-    assert (found[~arguments[1]] == 0).all()
+    assert torch.equal(advantages, rloo(double(rewards), *arguments))
+    assert (advantages[~arguments[1]] == 0).all()
 
 
 def test_equals_the_scaled_distance_from_the_groups_mean():
@@ -158,7 +160,10 @@ def test_advantage_is_reward_less_baseline():
 
 
 def test_a_truncated_sample_does_not_count():
-    """Rewards all 1, one of four left out: with it in the denominator the others would get an advantage."""
+    """All rewards are 1 and one of four is left out.
+
+    With it in the denominator the others would get an advantage.
+    """
     valid = torch.tensor([True, True, True, False])
     assert rloo(torch.ones(4), torch.zeros(4, dtype=torch.long), valid).tolist() == [0.0] * 4
     assert leave_one_out(
@@ -192,9 +197,9 @@ def test_large_equal_rewards_cancel_exactly_enough_in_float32():
 @pytest.mark.parametrize("mean", [RewardGroups.mean, RewardGroups.mean_by_group])
 def test_the_mean_of_many_large_rewards_is_exact_to_float32(mean):
     rewards = 9e5 + 1e5 * torch.rand(5000, generator=torch.Generator().manual_seed(0))
-    found = mean(RewardGroups.of(rewards, torch.zeros(5000, dtype=torch.long)))
+    baseline = mean(RewardGroups.of(rewards, torch.zeros(5000, dtype=torch.long)))
     # half a unit in the last place
-    assert float((found.double() - rewards.double().mean()).abs().max()) <= 0.032
+    assert float((baseline.double() - rewards.double().mean()).abs().max()) <= 0.032
 
 
 def test_equal_prompts_with_different_ids_are_different_groups():
@@ -306,7 +311,9 @@ def rows(seed: int, count: int, width: int) -> tuple[Tensor, Tensor]:
     return torch.where(mask, values, NAN), mask
 
 
-seeds, counts, widths = st.integers(0, 10**6), st.integers(0, 6), st.integers(0, 6)
+seeds = st.integers(0, 10**6)
+counts = st.integers(0, 6)
+widths = st.integers(0, 6)
 some = settings(deadline=None, max_examples=40)
 
 
@@ -351,13 +358,13 @@ class TestTokenCredit:
                 expected[i, t] = (
                     discount ** (lengths[i] - 1 - t) * terminal[i] - charged - baseline[i]
                 )
-        found = token_credit(terminal, baseline, penalty, mask, discount)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-11)
+        credit = token_credit(terminal, baseline, penalty, mask, discount)
+        torch.testing.assert_close(credit, expected, rtol=1e-12, atol=1e-11)
 
     def test_the_baseline_is_not_discounted(self):
         mask = torch.ones(1, 3, dtype=torch.bool)
-        found = token_credit(double([4.0]), double([1.0]), torch.zeros(1, 3), mask, 0.5)
-        assert found.tolist() == [[0.0, 1.0, 3.0]]
+        credit = token_credit(double([4.0]), double([1.0]), torch.zeros(1, 3), mask, 0.5)
+        assert credit.tolist() == [[0.0, 1.0, 3.0]]
 
 
 class TestAssignCredit:
@@ -385,26 +392,34 @@ class TestAssignCredit:
             "advantage": [[10.05, 10.1, 0.0], [19.8, 0.0, 0.0]],
             "loss": [[10.0, 10.0, 0.0], [20.0, 0.0, 0.0]],
         }[placement]
-        found = self.credit(kl_placement=placement, assignment="token")
-        torch.testing.assert_close(double(found), double(expected))
+        credit = self.credit(kl_placement=placement, assignment="token")
+        torch.testing.assert_close(double(credit), double(expected))
 
     def test_the_discount_falls_on_the_reward_of_early_tokens(self):
-        found = self.credit(kl_placement="loss", assignment="token", discount=0.5)
-        assert found == [[5.0, 10.0, 0.0], [20.0, 0.0, 0.0]]
+        credit = self.credit(kl_placement="loss", assignment="token", discount=0.5)
+        assert credit == [[5.0, 10.0, 0.0], [20.0, 0.0, 0.0]]
 
     @some
     @given(seeds, st.integers(1, 6))
     def test_the_first_token_has_what_the_response_has(self, seed, width):
-        """Without a discount nothing came before it, so that credit by token and by response agree there."""
+        """Without a discount, credit by token and by response agree at the first token."""
         tokens, mask = rows(seed, 5, width)
         tokens = torch.where(mask, tokens, 0.0)
-        kl, rewards = tokens.sum(1), torch.arange(5.0, dtype=torch.float64)
+        kl = tokens.sum(1)
+        rewards = torch.arange(5.0, dtype=torch.float64)
         for placement in KL_PLACEMENTS:
             values = rewards - 0.1 * kl - 0.5 if placement == "reward" else rewards - 0.5
-            found = Advantages(values, torch.full_like(rewards, 0.5), mask.any(1))
+            advantages = Advantages(values, torch.full_like(rewards, 0.5), mask.any(1))
             sequence, token = (
                 assign_credit(
-                    found, rewards, kl, tokens, mask, beta=0.1, kl_placement=placement, assignment=a
+                    advantages,
+                    rewards,
+                    kl,
+                    tokens,
+                    mask,
+                    beta=0.1,
+                    kl_placement=placement,
+                    assignment=a,
                 )
                 for a in ("sequence", "token")
             )
@@ -443,27 +458,27 @@ class TestWhiten:
         values, mask = rows(seed, 9, 4)
         values[4:] += 1e3  # ranks with a mean of their own would show
         parts = torch.arange(9).tensor_split(ranks)
-        found = on_ranks(
+        parts_whitened = on_ranks(
             ranks,
             lambda rank, total: whiten(
                 values[parts[rank]], mask[parts[rank]], unit=unit, total=total
             ),
         )
         torch.testing.assert_close(
-            torch.cat(found), whiten(values, mask, unit=unit), rtol=1e-9, atol=1e-9
+            torch.cat(parts_whitened), whiten(values, mask, unit=unit), rtol=1e-9, atol=1e-9
         )
 
     def test_has_mean_0_and_deviation_1(self, unit):
         values, mask = rows(3, 6, 5)
-        found = whiten(values, mask, unit=unit)
+        whitened = whiten(values, mask, unit=unit)
         weights = (
             mask.double()
             if unit == "token"
             else mask.double() / mask.sum(1, keepdim=True).clamp(min=1)
         )
         count = weights.sum()
-        assert abs((weights * found).sum()) < 1e-9
-        assert ((weights * found**2).sum() / (count - 1)).item() == pytest.approx(1.0, abs=1e-6)
+        assert abs((weights * whitened).sum()) < 1e-9
+        assert ((weights * whitened**2).sum() / (count - 1)).item() == pytest.approx(1.0, abs=1e-6)
 
     @pytest.mark.parametrize("constant", [0.0, -3.0, 1e6 - 1 / 3])
     def test_equal_advantages_stay_at_zero(self, unit, constant):
@@ -471,9 +486,12 @@ class TestWhiten:
         assert whiten(torch.full((3, 3), constant), mask, unit=unit).abs().max() < 1e-4
 
     def test_of_one_response_or_token_nothing_is_left(self, unit):
-        """A deviation of one number is 0, or NaN: dividing by it trained users of a peer on noise."""
-        one = torch.tensor([[True, False], [False, False]])
-        assert not whiten(torch.full((2, 2), 5.0), one, unit=unit).any()
+        """A deviation of one number is 0 or NaN.
+
+        Dividing by it trained users of a peer on noise.
+        """
+        single = torch.tensor([[True, False], [False, False]])
+        assert not whiten(torch.full((2, 2), 5.0), single, unit=unit).any()
         assert not whiten(
             torch.full((2, 2), 5.0), torch.zeros(2, 2, dtype=torch.bool), unit=unit
         ).any()
@@ -484,10 +502,10 @@ class TestWhiten:
 
     def test_keeps_the_dtype_and_the_precision(self, unit):
         values = 1e5 + torch.tensor([[1.0], [2.0], [4.0]])
-        found = whiten(values, torch.ones(3, 1, dtype=torch.bool), unit=unit)
-        assert found.dtype == torch.float32
+        whitened = whiten(values, torch.ones(3, 1, dtype=torch.bool), unit=unit)
+        assert whitened.dtype == torch.float32
         torch.testing.assert_close(
-            found, by_hand(values.double(), torch.ones(3, 1).bool(), unit).float()
+            whitened, by_hand(values.double(), torch.ones(3, 1).bool(), unit).float()
         )
 
 

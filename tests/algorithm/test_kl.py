@@ -46,9 +46,9 @@ def test_k3_is_never_below_0():
 def test_k3_of_nearly_equal_policies_is_not_cancelled():
     """exp(x) - 1 - x of float32 has no digit left at 1e-4; some of its values would be negative."""
     log_probs = torch.linspace(-1e-3, 1e-3, 101)
-    found = k3(log_probs, torch.zeros(101))
-    torch.testing.assert_close(found, log_probs**2 / 2, rtol=1e-3, atol=1e-10)
-    assert found.min() >= -1e-10
+    estimates = k3(log_probs, torch.zeros(101))
+    torch.testing.assert_close(estimates, log_probs**2 / 2, rtol=1e-3, atol=1e-10)
+    assert estimates.min() >= -1e-10
 
 
 def test_a_sequences_kl_is_a_sum_over_its_response():
@@ -124,7 +124,10 @@ def test_reductions():
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of two policies, NaN and infinity on the padding, and the mask; the first response is empty."""
+    """Return log-probs of two policies, with NaN and infinity on the padding, and the mask.
+
+    The first response is empty.
+    """
     generator = torch.Generator().manual_seed(seed)
     log_probs, reference = -3 * torch.rand(2, 4, 5, generator=generator, dtype=torch.float64)
     mask = length_mask(torch.tensor([0, 1, 3, 5]), 5)
@@ -142,13 +145,13 @@ def test_every_estimate_of_a_sequence_by_hand(estimator, reduction):
     }[estimator]
     log_probs, reference, mask = batch(1)
     expected = []
-    for own, other, kept in zip(log_probs, reference, mask, strict=True):
-        tokens = [formula(float(a - b)) for a, b in zip(own[kept], other[kept], strict=True)]
+    for policy, other, kept in zip(log_probs, reference, mask, strict=True):
+        tokens = [formula(float(a - b)) for a, b in zip(policy[kept], other[kept], strict=True)]
         expected.append(math.fsum(tokens) / (max(len(tokens), 1) if reduction == "mean" else 1))
-    found = reduce_over_tokens(
+    reduced = reduce_over_tokens(
         token_kl(log_probs, reference, mask, estimator=estimator), mask, reduction
     )
-    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    assert reduced.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 class TestInTheLoss:
@@ -163,9 +166,9 @@ class TestInTheLoss:
             "k3": lambda d: 1.0 - math.exp(-d),
         }[estimator]
         log_probs, reference, mask = batch(2)
-        own = log_probs.clone().requires_grad_()
+        leaf = log_probs.clone().requires_grad_()
         factor = torch.arange(1.0, 21.0, dtype=torch.float64).view(4, 5)
-        terms = kl_loss_terms(own, reference, mask, estimator=estimator, weights=weights)
+        terms = kl_loss_terms(leaf, reference, mask, estimator=estimator, weights=weights)
         values = token_kl(log_probs, reference, mask, estimator=estimator)
         assert torch.equal(terms, values), "the score-function term has no value"
         (factor * terms).sum().backward()
@@ -177,8 +180,8 @@ class TestInTheLoss:
                 expected[i, t] = factor[i, t] * slope(float(log_probs[i, t] - reference[i, t]))
                 answers_for = {"none": [], "token": [t], "prefix": range(t, length)}[weights]
                 expected[i, t] += sum(float(factor[i, s] * values[i, s]) for s in answers_for)
-        assert own.grad is not None
-        torch.testing.assert_close(own.grad, expected, rtol=1e-12, atol=1e-12)
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, expected, rtol=1e-12, atol=1e-12)
 
     def test_the_reference_gets_no_gradient(self):
         log_probs, reference, mask = batch(3)
@@ -199,7 +202,7 @@ class TestKLCoefficient:
     def test_is_the_formula_of_ziegler_and_stays_positive(
         self, value, measured, target, responses, horizon
     ):
-        """beta (1 + clip((KL - target) / target, -0.2, 0.2) n / horizon), with n at most the horizon."""
+        """beta (1 + clip((KL - target) / target, -0.2, 0.2) min(n, horizon) / horizon)."""
         beta = KLCoefficient(value, target, horizon)
         beta.update(measured, responses)
         error = min(0.2, max(-0.2, (measured - target) / target))

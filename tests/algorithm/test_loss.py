@@ -1,4 +1,4 @@
-"""The loss of a micro-batch and each of its terms: by hand, by formula, and however the batch is cut."""
+"""The loss of a micro-batch and its terms: by hand, by formula, and however the batch is cut."""
 
 from __future__ import annotations
 
@@ -165,19 +165,22 @@ def test_every_aggregation_is_its_formula_however_the_batch_is_cut(aggregation):
 
 
 def by_formula(
-    own: list[list[float]],
+    new: list[list[float]],
     old: list[list[float]],
     advantages: list[float],
     ratio: str,
     low: float,
     high: float,
 ) -> tuple[list[float], list[list[float]], list[list[float]], list[list[bool]]]:
-    """Each response's sum of terms, and each token's gradient, ratio and whether clipping took its gradient."""
+    """Return each response's sum of terms, and each token's gradient, ratio and clip flag.
+
+    The flag says whether clipping took the token's gradient.
+    """
     values = []
     gradients = []
     ratios = []
     stopped = []
-    for logs, olds, a in zip(own, old, advantages, strict=True):
+    for logs, olds, a in zip(new, old, advantages, strict=True):
         differences = [x - y for x, y in zip(logs, olds, strict=True)]
         length = len(logs)
         whole = math.exp(math.fsum(differences) / (length if ratio == "sequence_geometric" else 1))
@@ -215,12 +218,12 @@ class TestPolicyTerms:
         mask = length_mask(lengths, 5)
         tables = torch.randn(2, 4, 5, generator=generator, dtype=torch.float64)
         leaf = (tables[0] - 3).requires_grad_()
-        own = torch.where(mask, leaf, 0.0)
+        new = torch.where(mask, leaf, 0.0)
         old = torch.where(mask, tables[0] - 3 + spread * tables[1], 0.0)
         advantages = torch.randn(4, generator=generator, dtype=torch.float64)
         advantages[0] = 0.0
         terms, rho, clipped = policy_terms(
-            own,
+            new,
             old,
             torch.where(mask, advantages[:, None], 0.0),
             mask,
@@ -229,7 +232,7 @@ class TestPolicyTerms:
             clip_high=high,
         )
         torch.where(mask, terms, 0.0).sum().backward()
-        rows = [own[i, :n].tolist() for i, n in enumerate(lengths.tolist())]
+        rows = [new[i, :n].tolist() for i, n in enumerate(lengths.tolist())]
         olds = [old[i, :n].tolist() for i, n in enumerate(lengths.tolist())]
         values, gradients, ratios, stopped = by_formula(
             rows, olds, advantages.tolist(), ratio, low, high
@@ -249,15 +252,15 @@ class TestPolicyTerms:
     def test_which_entries_count_as_clipped(self, advantage, stopped):
         """Only where the sample would be pushed further out; the way back stays open."""
         rho = torch.tensor([[0.5, 1.0, 1.5]])
-        own = rho.log().requires_grad_()
+        log_probs = rho.log().requires_grad_()
         mask = torch.ones(1, 3, dtype=torch.bool)
         terms, _, clipped = policy_terms(
-            own, torch.zeros(1, 3), advantage * torch.ones(1, 3), mask, ratio="token"
+            log_probs, torch.zeros(1, 3), advantage * torch.ones(1, 3), mask, ratio="token"
         )
         terms.sum().backward()
         assert clipped.tolist() == [stopped]
-        assert own.grad is not None
-        assert [value == 0 for value in own.grad[0].tolist()] == stopped
+        assert log_probs.grad is not None
+        assert [value == 0 for value in log_probs.grad[0].tolist()] == stopped
 
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
     @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
@@ -265,8 +268,11 @@ class TestPolicyTerms:
     def test_a_ratio_beyond_float32_gives_neither_nan_nor_infinity(
         self, ratio, advantage, difference
     ):
-        """exp(200) is infinite in float32, and infinity times 0 is NaN: in the value, or in the gradient alone."""
-        own = torch.full((1, 3), -1.0).requires_grad_()
+        """exp(200) is infinite in float32, and infinity times 0 is NaN.
+
+        Either can appear in the value, or in the gradient alone.
+        """
+        log_probs = torch.full((1, 3), -1.0).requires_grad_()
         inputs = LossInputs(
             torch.ones(1, 3, dtype=torch.bool),
             torch.full((1, 3), advantage),
@@ -274,41 +280,46 @@ class TestPolicyTerms:
             old_log_probs=torch.full((1, 3), -1.0 - difference),
         )
         loss, sums = policy_loss(
-            own, None, inputs, Denominators(1, 3, 3), LossSettings(importance_ratio=ratio)
+            log_probs, None, inputs, Denominators(1, 3, 3), LossSettings(importance_ratio=ratio)
         )
         loss.backward()
-        assert own.grad is not None
-        assert torch.isfinite(own.grad).all()
+        assert log_probs.grad is not None
+        assert torch.isfinite(log_probs.grad).all()
         assert torch.isfinite(loss)
         for value in sums.values():
             assert math.isfinite(value)
         if ratio != "none" and advantage:
-            assert not own.grad.any()
+            assert not log_probs.grad.any()
             assert sums["clipped"] == 3 * (difference > 0 or advantage < 0)
 
     def test_below_the_bound_it_changes_nothing(self):
-        own = torch.tensor([[MAX_LOG_RATIO - 1e-3]], dtype=torch.float64).requires_grad_()
-        one = torch.ones(1, 1, dtype=torch.bool)
+        log_probs = torch.tensor([[MAX_LOG_RATIO - 1e-3]], dtype=torch.float64).requires_grad_()
+        mask = torch.ones(1, 1, dtype=torch.bool)
         terms, rho, clipped = policy_terms(
-            own, torch.zeros(1, 1), -torch.ones(1, 1).double(), one, ratio="token"
+            log_probs, torch.zeros(1, 1), -torch.ones(1, 1).double(), mask, ratio="token"
         )
         terms.sum().backward()
-        assert own.grad is not None
-        assert float(own.grad) == pytest.approx(math.exp(MAX_LOG_RATIO - 1e-3))
-        assert float(rho) == pytest.approx(float(own.grad))
+        assert log_probs.grad is not None
+        assert float(log_probs.grad) == pytest.approx(math.exp(MAX_LOG_RATIO - 1e-3))
+        assert float(rho) == pytest.approx(float(log_probs.grad))
         assert not clipped.any()
 
     def test_the_ratio_of_a_long_response_is_of_the_sum(self):
-        """4,096 tokens of a thousandth each: exp(4.096). A product of rounded ratios, or a mean, would be off."""
-        own = torch.full((1, 4096), -2.0)
-        old = own - 1e-3
+        """4,096 tokens of a thousandth each: exp(4.096).
+
+        A product of rounded ratios, or a mean, would be off.
+        """
+        log_probs = torch.full((1, 4096), -2.0)
+        old = log_probs - 1e-3
         everything = torch.ones(1, 4096, dtype=torch.bool)
-        expected = math.exp(math.fsum((own - old)[0].tolist()))
+        expected = math.exp(math.fsum((log_probs - old)[0].tolist()))
         for ratio, value in (
             ("sequence", expected),
             ("sequence_geometric", expected ** (1 / 4096)),
         ):
-            terms, rho, _ = policy_terms(own, old, -torch.ones(1, 4096), everything, ratio=ratio)
+            terms, rho, _ = policy_terms(
+                log_probs, old, -torch.ones(1, 4096), everything, ratio=ratio
+            )
             torch.testing.assert_close(rho, torch.full((1, 4096), value), rtol=1e-5, atol=0)
             total = value if ratio == "sequence" else 4096 * value
             assert terms.sum().item() == pytest.approx(total, rel=1e-4)
@@ -326,13 +337,13 @@ class TestFirstPass:
         denominators = Denominators(float(trains.sum()), float(mask[trains].sum()), 7.0)
         gradients = []
         for name in ("none", ratio):
-            own = log_probs.clone().requires_grad_()
+            leaf = log_probs.clone().requires_grad_()
             settings_of = LossSettings(
                 aggregation, importance_ratio=name, ratio_clip_low=clip, ratio_clip_high=clip
             )
-            loss, sums = policy_loss(own, None, inputs, denominators, settings_of)
+            loss, sums = policy_loss(leaf, None, inputs, denominators, settings_of)
             loss.backward()
-            gradients.append(own.grad)
+            gradients.append(leaf.grad)
             assert sums["clipped"] == 0
             assert sums["weights"] == sums["squares"] == sums["tokens"] > 0
         assert gradients[0].any()
@@ -340,7 +351,10 @@ class TestFirstPass:
 
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
     def test_the_ratio_is_exactly_1_whatever_the_noise(self, ratio):
-        """A second pass in bf16 nulled 20 to 40 % of the on-policy samples of a peer's sequence ratio."""
+        """A second pass in bf16 nulled 20 to 40 % of the on-policy samples of a peer's ratio.
+
+        The peer takes the ratio of a sequence.
+        """
         clean = -3 * torch.rand(8, 512, generator=torch.Generator().manual_seed(0))
         noisy = clean.bfloat16().float()
         everything = torch.ones(8, 512, dtype=torch.bool)
@@ -392,26 +406,29 @@ class TestGeneratorWeights:
     def test_a_ratio_beyond_float32_is_masked(self, correction):
         mask = torch.ones(2, 2, dtype=torch.bool)
         generator = torch.tensor([[-500.0] * 2, [500.0] * 2])
-        found = generator_weights(
+        weights = generator_weights(
             torch.zeros(2, 2), generator, mask, correction=correction, cap=2.0
         )
-        assert found.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+        assert weights.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
     @pytest.mark.parametrize("correction", ["token", "sequence"])
     def test_a_weight_beyond_float32_is_the_cap(self, correction):
         mask = torch.ones(2, 2, dtype=torch.bool)
-        found = generator_weights(
+        weights = generator_weights(
             torch.zeros(2, 2),
             torch.tensor([[-500.0] * 2, [500.0] * 2]),
             mask,
             correction=correction,
             cap=2.0,
         )
-        assert found.tolist() == [[2.0, 2.0], [0.0, 0.0]]
+        assert weights.tolist() == [[2.0, 2.0], [0.0, 0.0]]
 
     @pytest.mark.parametrize("correction", GENERATOR_CORRECTIONS)
     def test_they_multiply_the_policys_terms_only(self, correction):
-        """Neither the KL's nor the entropy's, which are not of samples that the generator drew too often."""
+        """The KL and the entropy keep their weight.
+
+        They are not of samples that the generator drew too often.
+        """
         log_probs, mask, advantages, trains = random_batch(6, 4, seed=8)
         noise = torch.randn(
             2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
@@ -431,8 +448,8 @@ class TestGeneratorWeights:
             entropy_bonus=0.5,
         )
         entropy = noise[1].abs()
-        own = log_probs.clone().requires_grad_()
-        policy_loss(own, entropy, inputs, sequences(float(trains.sum())), settings_of, 0.3)[
+        leaf = log_probs.clone().requires_grad_()
+        policy_loss(leaf, entropy, inputs, sequences(float(trains.sum())), settings_of, 0.3)[
             0
         ].backward()
         kept = mask & trains[:, None]
@@ -447,7 +464,7 @@ class TestGeneratorWeights:
         kl = kl_loss_terms(other, log_probs + 0.1, kept, estimator="k2", weights="prefix")
         terms = torch.where(kept, -advantages[:, None] * weights * other + 0.3 * kl, 0.0)
         (terms.sum() / trains.sum()).backward()
-        torch.testing.assert_close(own.grad, other.grad)
+        torch.testing.assert_close(leaf.grad, other.grad)
 
 
 class TestWhatIsAdded:
@@ -488,10 +505,10 @@ class TestWhatIsAdded:
         nothing = torch.zeros(6, 4, dtype=torch.float64)
         denominators = Denominators(float(trains.sum()), float(mask[trains].sum()), 7.0)
         settings_of = LossSettings(aggregation, kl_estimator=estimator, kl_loss_weights=weights)
-        own = log_probs.clone().requires_grad_()
+        leaf = log_probs.clone().requires_grad_()
         other = log_probs.clone().requires_grad_()
         inputs = LossInputs(mask, nothing, trains, reference_log_probs=reference)
-        loss, _ = policy_loss(own, None, inputs, denominators, settings_of, 0.7)
+        loss, _ = policy_loss(leaf, None, inputs, denominators, settings_of, 0.7)
         loss.backward()
         terms = kl_loss_terms(
             other, reference, mask & trains[:, None], estimator=estimator, weights=weights
@@ -502,7 +519,7 @@ class TestWhatIsAdded:
         )
         expected.backward()
         assert loss.item() == pytest.approx(expected.item())
-        torch.testing.assert_close(own.grad, other.grad)
+        torch.testing.assert_close(leaf.grad, other.grad)
         assert float(policy_loss(log_probs, None, inputs, denominators, settings_of, 0.0)[0]) == 0.0
 
 
@@ -516,7 +533,7 @@ class TestSums:
             2, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
         )
         kept = mask & trains[:, None]
-        own, old, generator, entropy = (
+        new, old, generator, entropy = (
             torch.where(kept, values, garbage)
             for values, garbage in [
                 (log_probs, math.nan),
@@ -547,7 +564,7 @@ class TestSums:
             n = int(kept[i].sum())
             if not n:
                 continue
-            rows = own[i, :n].tolist(), old[i, :n].tolist(), generator[i, :n].tolist()
+            rows = new[i, :n].tolist(), old[i, :n].tolist(), generator[i, :n].tolist()
             _, _, ratios, stopped = by_formula(
                 [rows[0]], [rows[1]], [float(advantages[i])], ratio, 0.2, 0.2
             )
@@ -569,19 +586,19 @@ class TestSums:
                 expected["generator_kl"] += math.exp(gap) - 1 - gap
                 expected["generator_capped"] += math.exp(gap) > 1.2
         for size in (8, 3, 1):
-            found = dict.fromkeys(expected, 0.0)
+            totals = dict.fromkeys(expected, 0.0)
             for rows_of_part in torch.arange(8).split(size):
                 inputs = LossInputs(
                     *(v[rows_of_part] for v in (mask, every, trains, old, generator))
                 )
                 sums = policy_loss(
-                    own[rows_of_part], entropy[rows_of_part], inputs, sequences(3), settings_of
+                    new[rows_of_part], entropy[rows_of_part], inputs, sequences(3), settings_of
                 )[1]
                 for value in sums.values():
                     assert value.dtype == torch.float64
                     assert not value.requires_grad
-                found = {name: found[name] + float(sums[name]) for name in expected}
-            assert found == pytest.approx(expected, rel=1e-9)
+                totals = {name: totals[name] + float(sums[name]) for name in expected}
+            assert totals == pytest.approx(expected, rel=1e-9)
         if correction.endswith("_mask"):
             assert 0 < expected["generator_masked"] < expected["tokens"], "or this sees nothing"
 

@@ -62,9 +62,9 @@ class TestStandardisation:
     def test_the_first_step_takes_its_own_moments(self, seen):
         """A single number seen has no deviation yet."""
         past = RunningMoments.of(torch.tensor(seen, dtype=torch.float64))
-        found = shaped([1.0, 2.0, 6.0], RewardShaping("running"), past=past)
+        standardised = shaped([1.0, 2.0, 6.0], RewardShaping("running"), past=past)
         deviation = math.sqrt((4 + 1 + 9) / 2)
-        assert found == pytest.approx([-2 / deviation, -1 / deviation, 3 / deviation])
+        assert standardised == pytest.approx([-2 / deviation, -1 / deviation, 3 / deviation])
 
     def test_a_later_step_takes_those_of_the_past_alone(self):
         # mean 2, deviation sqrt(8)
@@ -77,10 +77,12 @@ class TestStandardisation:
         )
 
     def test_the_first_moments_are_of_the_valid_samples(self):
-        found = shaped(
+        standardised = shaped(
             [1.0, math.nan, 3.0, 1e30], RewardShaping("running"), valid=[True, False, True, False]
         )
-        assert [found[0], found[2]] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+        assert [standardised[0], standardised[2]] == pytest.approx(
+            [-math.sqrt(0.5), math.sqrt(0.5)]
+        )
 
     @pytest.mark.parametrize("reward", [0.0, 0.95, -1e6 + 1 / 3])
     @pytest.mark.parametrize("noise", [0.0, 1e-7])
@@ -92,8 +94,10 @@ class TestStandardisation:
         assert shaped([reward, reward + 1.0], RewardShaping("running"), past=past) == [0.0, 0.0]
 
     def test_of_a_single_valid_sample_nothing_is_left(self):
-        found = shaped([7.0, math.nan], RewardShaping("running"), valid=[True, False])
-        assert found[0] == 0.0 and math.isnan(found[1]), "what was not scored stays so"
+        standardised = shaped([7.0, math.nan], RewardShaping("running"), valid=[True, False])
+        assert standardised[0] == 0.0 and math.isnan(standardised[1]), (
+            "what was not scored stays so"
+        )
 
 
 class TestOverlongResponses:
@@ -153,11 +157,11 @@ class TestOrder:
     )
 
     def test_standardise_scale_clip_then_penalties(self):
-        found = shaped(
+        rewards = shaped(
             [1.2, 9.0, -9.0], self.EVERYTHING, lengths=[2, 4, 4], ended=[True, True, False]
         )
         # (1.2 - 1) / 2 * 10 = 1; the others are clipped to 5 before anything is subtracted.
-        assert found == pytest.approx([1.0 - 0.5, 5.0 - 1.0, -5.0 - 1.0 - 100.0])
+        assert rewards == pytest.approx([1.0 - 0.5, 5.0 - 1.0, -5.0 - 1.0 - 100.0])
 
     def test_penalties_are_neither_scaled_nor_clipped(self):
         assert shaped([1.2, -9.0], self.EVERYTHING, lengths=[1, 4]) == pytest.approx(
@@ -207,13 +211,13 @@ def test_an_invalid_sample_changes_nobody_elses_reward(
     def run(values: Tensor) -> Tensor:
         return shape_rewards(values, valid, lengths, ended, shaping, replace(moments))
 
-    found = run(torch.where(valid, rewards, anything))
-    assert torch.isfinite(found[valid]).all()
-    assert torch.equal(found[valid], run(torch.where(valid, rewards, 0.0))[valid])
+    shaped_rewards = run(torch.where(valid, rewards, anything))
+    assert torch.isfinite(shaped_rewards[valid]).all()
+    assert torch.equal(shaped_rewards[valid], run(torch.where(valid, rewards, 0.0))[valid])
     # What an invalid sample was left with is out of all that follows.
-    if bool((found[valid].abs() <= MAX_REWARD).all()):
+    if bool((shaped_rewards[valid].abs() <= MAX_REWARD).all()):
         assert torch.isfinite(
-            RewardGroups.of(found, torch.zeros(len(valid)).long(), valid).mean_by_group()
+            RewardGroups.of(shaped_rewards, torch.zeros(len(valid)).long(), valid).mean_by_group()
         ).all()
 
 
@@ -245,24 +249,24 @@ def test_in_parts_as_at_once(parts):
 @settings(deadline=None, max_examples=50)
 @given(numbers, numbers, numbers)
 def test_the_order_and_the_nesting_of_merges_do_not_matter(first, second, third):
-    one, two, three = (RunningMoments.of(double(part)) for part in (first, second, third))
-    left = copy.copy(one)
-    left.merge(two)
-    left.merge(three)
-    right = copy.copy(three)
-    inner = copy.copy(two)
-    inner.merge(one)
+    a, b, c = (RunningMoments.of(double(part)) for part in (first, second, third))
+    left = copy.copy(a)
+    left.merge(b)
+    left.merge(c)
+    right = copy.copy(c)
+    inner = copy.copy(b)
+    inner.merge(a)
     right.merge(inner)
     check(left, first + second + third)
     check(right, first + second + third)
 
 
 def test_what_is_merged_is_left_alone():
-    one = RunningMoments.of(double([1.0, 2.0]))
-    two = RunningMoments.of(double([5.0]))
-    one.merge(two)
-    assert two == RunningMoments.of(double([5.0]))
-    assert one.count == 3
+    left = RunningMoments.of(double([1.0, 2.0]))
+    right = RunningMoments.of(double([5.0]))
+    left.merge(right)
+    assert right == RunningMoments.of(double([5.0]))
+    assert left.count == 3
 
 
 def test_nothing_is_nothing():
@@ -305,11 +309,11 @@ def differs(
     rewards: list[float], groups: list[int], valid: list[bool] | None = None, dtype=torch.float64
 ):
     valid = [True] * len(rewards) if valid is None else valid
-    found = has_reward_variance(
+    has_variance = has_reward_variance(
         torch.tensor(rewards, dtype=dtype), torch.tensor(groups).long(), torch.tensor(valid).bool()
     )
-    assert found.dtype == torch.bool
-    return found.tolist()
+    assert has_variance.dtype == torch.bool
+    return has_variance.tolist()
 
 
 @settings(deadline=None, max_examples=50)

@@ -28,7 +28,10 @@ sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=6)
 def rollouts(
     lengths: list[tuple[int, int]], *, start: int = 0, extra: int = 0, with_log_probs: bool = True
 ):
-    """A batch whose every number tells its row and column; `extra` columns of padding that nothing needs."""
+    """A batch whose every number encodes its row and column.
+
+    `extra` adds columns of padding that nothing needs.
+    """
     count = len(lengths)
     prompts, responses = ([pair[i] for pair in lengths] for i in (0, 1))
     width = max(responses, default=0)
@@ -58,7 +61,7 @@ def rollouts(
 
 def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
     """Each sample by itself, without padding."""
-    found = []
+    samples = []
     for i in range(len(batch.rewards)):
         length = int(batch.response_lengths[i])
         used = int(batch.prompt_lengths[i]) + length
@@ -72,8 +75,8 @@ def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
                 row[field.name] = {name: float(values[i]) for name, values in value.items()}
             elif field.name != "sequences":
                 row[field.name] = value[i] if isinstance(value, tuple) else value[i].item()
-        found.append(row)
-    return found
+        samples.append(row)
+    return samples
 
 
 def assert_tight(batch: RolloutBatch) -> None:
@@ -108,10 +111,10 @@ def test_select_takes_rows_in_order_and_cuts_padding(lengths, extra, with_log_pr
     rows = data.draw(
         st.lists(st.integers(0, len(lengths) - 1), max_size=6) if lengths else st.just([])
     )
-    found = batch.select(torch.tensor(rows, dtype=torch.long))
+    selected = batch.select(torch.tensor(rows, dtype=torch.long))
     every = rows_of(batch)
-    assert rows_of(found) == [every[row] for row in rows]
-    assert_tight(found)
+    assert rows_of(selected) == [every[row] for row in rows]
+    assert_tight(selected)
 
 
 @settings(deadline=None, max_examples=40)
@@ -162,10 +165,10 @@ def test_the_advantage_of_a_response_is_the_mean_of_its_tokens():
     batch = rollouts([(1, 2), (1, 0), (1, 3)])
     nothing = torch.zeros(3)
     advantages = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 0.0], [2.0, 2.0, 5.0]])
-    found = ReinforceBatch(
+    sequence_advantages = ReinforceBatch(
         batch, nothing, nothing, nothing, advantages, batch.valid
     ).sequence_advantages
-    assert found.tolist() == [2.0, 0.0, 3.0]
+    assert sequence_advantages.tolist() == [2.0, 0.0, 3.0]
 
 
 def completions(tokens: list[list[int]], *, with_log_probs: bool = True) -> Completions:

@@ -95,7 +95,10 @@ def test_null_is_no_prompt_and_messages_may_be_json(tmp_path):
 
 
 def test_parse_hh_conversation():
-    text = "\n\nHuman: Hi.\n\nTell me:\nAssistant: is that a marker?\n\nAssistant: No \n\nHuman: ok\n\nAssistant:"
+    text = (
+        "\n\nHuman: Hi.\n\nTell me:\nAssistant: is that a marker?\n\nAssistant: No \n\n"
+        "Human: ok\n\nAssistant:"
+    )
     messages = [user("Hi.\n\nTell me:\nAssistant: is that a marker?"), assistant("No"), user("ok")]
     assert parse_hh_conversation(text) == messages
     assert parse_hh_conversation(render_hh_prompt(messages)) == messages
@@ -142,10 +145,10 @@ def test_a_plain_prompt_is_a_user_message_and_other_fields_stay(tmp_path):
         prepare_prompts(
             [file], tmp_path / form, PrepareOptions(form=form, num_validation=1, seed=3)
         )
-        found = rows_of(tmp_path / form / "train.jsonl") + rows_of(
+        written = rows_of(tmp_path / form / "train.jsonl") + rows_of(
             tmp_path / form / "validation.jsonl"
         )
-        rows[form] = sorted(found, key=lambda row: str(row.get("answer", "?")))
+        rows[form] = sorted(written, key=lambda row: str(row.get("answer", "?")))
     expected = [
         {"messages": [user("What is 6 x 7?")], "answer": 42, "solution": {"steps": ["6 x 7"]}},
         {"messages": [user("Say\n\nHuman: hi")], "kwargs": [None]},
@@ -211,7 +214,10 @@ OF_ROLES = {
 
 @pytest.mark.parametrize("messages", OF_ROLES.values(), ids=OF_ROLES)
 def test_what_comes_before_the_last_answer_is_kept_and_train_reads_it(tmp_path, messages):
-    """Each with an answer and without one: `train` reads what `prepare` writes, and refuses the answer."""
+    """Each with an answer and without one.
+
+    `train` reads what `prepare` writes, and refuses the answer.
+    """
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}"

@@ -1,4 +1,4 @@
-"""Prompt data sets: what each form of line becomes, how every fault is told, and the batches of each rank."""
+"""Prompt data sets: what each form of line becomes, every fault, and the batches of each rank."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def test_a_tokenizer_that_was_saved_with_truncation_cuts_nothing(tokenizer, tmp_
     )
     saved = load_tokenizer(folder)
     for template in SANITIZED_OR_NOT:
-        found = load(saved, file, template=template)
-        assert [p.tokens for p in found] == [p.tokens for p in load(tokenizer, file)]
+        prompts = load(saved, file, template=template)
+        assert [p.tokens for p in prompts] == [p.tokens for p in load(tokenizer, file)]
 
 
 def test_null_is_no_prompt(tokenizer, tmp_path):
@@ -399,8 +399,8 @@ def test_too_long_is_refused_by_default(tokenizer, tmp_path):
     assert len(load(tokenizer, file, max_prompt_tokens=None)) == 2
 
 
-def line_with(content: object, role: str = "user", **more: object) -> dict:
-    return {"messages": [{"role": role, "content": content, **more}]}
+def line_with(content: object, role: str = "user", **fields: object) -> dict:
+    return {"messages": [{"role": role, "content": content, **fields}]}
 
 
 def line_calling(arguments: object) -> dict:
@@ -543,9 +543,9 @@ def test_fingerprint_tells_texts_and_their_order(tokenizer, tmp_path):
 
 
 def test_build_data_sets_from_omegaconf(tokenizer, tmp_path):
-    one = str(write(tmp_path / "1.jsonl", {"prompt": "one"}))
-    two = str(write(tmp_path / "2.jsonl", {"prompt": "two"}))
-    prefix = OmegaConf.create({"train": [one, two], "validation": two, "test": None})
+    first = str(write(tmp_path / "1.jsonl", {"prompt": "one"}))
+    second = str(write(tmp_path / "2.jsonl", {"prompt": "two"}))
+    prefix = OmegaConf.create({"train": [first, second], "validation": second, "test": None})
     datasets = build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=10)
     assert [p.text for p in datasets.train] == ["one", "two"]
     assert datasets.validation is not None
@@ -592,13 +592,13 @@ def test_the_demo_prompts_are_distinct_short_and_disjoint():
 
 
 def test_weights_before_paths_make_a_blend(tokenizer, tmp_path):
-    one = str(
+    first = str(
         write(
             tmp_path / "1.jsonl", {"prompt": "one"}, {"prompt": "far too long"}, {"prompt": "uno"}
         )
     )
-    two = str(write(tmp_path / "2.jsonl", {"prompt": "two"}))
-    prefix = OmegaConf.create({"train": [3, one, 1.0, two], "validation": [one, two]})
+    second = str(write(tmp_path / "2.jsonl", {"prompt": "two"}))
+    prefix = OmegaConf.create({"train": [3, first, 1.0, second], "validation": [first, second]})
     datasets = build_train_valid_test_rlhf_datasets(
         tokenizer, prefix, max_prompt_tokens=4, too_long="skip"
     )
@@ -607,7 +607,7 @@ def test_weights_before_paths_make_a_blend(tokenizer, tmp_path):
     assert datasets.validation is not None
     assert datasets.validation.blend is None
     plain = build_train_valid_test_rlhf_datasets(
-        tokenizer, {"train": [one, two]}, max_prompt_tokens=20
+        tokenizer, {"train": [first, second]}, max_prompt_tokens=20
     )
     assert plain.train.blend is None
 

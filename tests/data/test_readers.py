@@ -1,4 +1,7 @@
-"""Readers: the same rows from every form, compressed or in a folder; columns by other names; what cannot be read."""
+"""Readers: the same rows from every form, compressed or in a folder; columns by other names.
+
+Files that cannot be read are refused.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,11 @@ PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
 def pyarrow_here():
-    """pyarrow; version 26 cannot be imported beside NumPy 1.26, which is a failure where tests must not be skipped."""
+    """Import pyarrow, or skip the test.
+
+    Version 26 cannot be imported beside NumPy 1.26. In CI, where tests must not be skipped, that
+    fails.
+    """
     kind = ModuleNotFoundError if os.environ.get("CI") else ImportError
     pytest.importorskip("pyarrow.parquet", exc_type=kind)
     return pytest.importorskip("pyarrow")
@@ -58,11 +65,11 @@ def read(
     source: Path | str, *, columns: dict[str, str] | None = None, split: str = "train"
 ) -> list[dict]:
     faults = LineFaults()
-    found = list(
+    records = list(
         read_records(source, lambda record: record.value, faults, Columns(columns or {}), split)
     )
     faults.raise_if_any("advice")
-    return found
+    return records
 
 
 def refused(source: Path | str, **options) -> DataError:
@@ -172,17 +179,17 @@ def test_data_sets_of_hugging_face(tmp_path, monkeypatch):
     assert read(tmp_path / "both" / "train") == TYPED
     error = refused(tmp_path / "both", split="validation")
     check_error(error, "data.split.several", "none of them validation, test, train;")
-    found = {}
+    request = {}
 
     def load_dataset(*args, **options):
-        found.update(args=args, **options)
+        request.update(args=args, **options)
         return data
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert read("hf:openai/gsm8k/main", split="test") == TYPED
-    assert found == {"args": ("openai/gsm8k", "main"), "split": None}
+    assert request == {"args": ("openai/gsm8k", "main"), "split": None}
     assert read("hf:some/where:train[:10%]", split="test") == TYPED
-    assert found == {"args": ("some/where", None), "split": "train[:10%]"}
+    assert request == {"args": ("some/where", None), "split": "train[:10%]"}
     monkeypatch.undo()
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     values = ("hf:no/such-data ", "HF_HUB_OFFLINE", "save_to_disk")
@@ -282,10 +289,10 @@ def test_columns_by_other_names(tmp_path):
     assert read(tmp_path / "a.csv", columns=names) == [{"answer": "1", "prompt": "hi"}]
     row = {"data": {"user": "hi", "truth": [1]}, "a.b": 2}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    found = read(
+    records = read(
         tmp_path / "a.jsonl", columns={"prompt": "data.user", "answer": "data.truth", "n": "a.b"}
     )
-    assert found == [{"data": row["data"], "prompt": "hi", "answer": [1], "n": 2}]
+    assert records == [{"data": row["data"], "prompt": "hi", "answer": [1], "n": 2}]
     error = refused(tmp_path / "a.csv", columns={"prompt": "questoin"})
     place = f"{tmp_path}/a.csv:2: "
     columns = ("question, answer, prompt;", "questoin", "model.data.fields.prompt")

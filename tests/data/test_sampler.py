@@ -1,4 +1,4 @@
-"""The order of prompts over epochs and ranks, exactly once each or by weights; positions to resume from."""
+"""The order of prompts over epochs and ranks, once each or by weights, and its resumption."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def test_an_epoch_has_the_batches_that_it_says(full, step, rest):
     """The last one may be smaller; one that is full belongs to it too."""
     rest = rest % step if full else rest % step + 1
     sampler = PromptSampler(full * step + rest, step, seed=0)
-    assert sampler.batch_sizes == ([step] * full + [rest] * (rest > 0) if rest < step else [step])
+    expected = [step] * full
+    if rest:
+        expected.append(rest)
+    assert sampler.batch_sizes == expected
     for epoch in (1, 2):
         assert [len(batch) for batch in epoch_of(sampler)] == sampler.batch_sizes
         assert sampler.epoch == epoch
@@ -185,10 +188,10 @@ def test_shares_and_passes(blend, step, seed, shuffle):
             share = weight / total
             assert abs(counts[file] - share * len(numbers)) < 1, "the epoch's share"
             for start in range(0, len(numbers) - step + 1, step):
-                found = sum(
+                in_batch = sum(
                     file_of(blend, number) == file for number in numbers[start : start + step]
                 )
-                assert abs(found - share * step) < 2.5, "and each batch's"
+                assert abs(in_batch - share * step) < 2.5, "and each batch's"
             stream[file] += [number for number in numbers if file_of(blend, number) == file]
     for file, numbers in stream.items():
         size = blend.sizes[file]
@@ -227,7 +230,7 @@ def test_passes_differ_and_depend_on_the_seed():
     blend = Blend((20, 20), (3.0, 1.0))
     draws = [n for epoch in range(2) for n in blend.epoch(1, epoch, shuffle=True) if n % 40 < 20]
     passes = [[n % 40 for n in draws[start : start + 20]] for start in (0, 20, 40)]
-    assert [sorted(found) for found in passes] == [list(range(20))] * 3
+    assert [sorted(numbers) for numbers in passes] == [list(range(20))] * 3
     assert passes[0] != passes[1] != passes[2]
     assert passes[0] != list(range(20))
     assert blend.epoch(2, 0, shuffle=True) != blend.epoch(1, 0, shuffle=True)

@@ -1,4 +1,4 @@
-"""Folders of several splits or configurations: one is read if it is chosen, never several as one."""
+"""Folders of several splits or configurations: the chosen one is read, never several as one."""
 
 from __future__ import annotations
 

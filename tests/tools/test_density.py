@@ -1,4 +1,7 @@
-"""The measure of density: each figure on a source whose figures are counted by hand, and the ratchet."""
+"""The measure of density and its ratchet.
+
+Each figure is of a source whose figures are counted by hand.
+"""
 
 from __future__ import annotations
 

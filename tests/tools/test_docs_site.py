@@ -1,4 +1,4 @@
-"""The documentation as a site: built without a warning, whole, and without anything from another host."""
+"""The documentation as a site: built without a warning, whole, and from no other host."""
 
 from __future__ import annotations
 
@@ -85,9 +85,13 @@ def test_links_out_of_docs_lead_to_the_repositorys_files(site):
 
 
 def test_links_show_titles_and_code_stays_as_it_is():
-    page = "see [x](../README.md#resuming), [security.md](security.md)\n```\n[x](../README.md)\n```\n[a](https://b.c/d.md)"
+    page = (
+        "see [x](../README.md#resuming), [security.md](security.md)\n```\n[x](../README.md)\n```\n"
+        "[a](https://b.c/d.md)"
+    )
     assert docs_site.relinked(page, ROOT / "docs" / "status.md") == (
-        "see [x](repository/README.md#resuming), [Security](security.md)\n```\n[x](../README.md)\n```\n[a](https://b.c/d.md)"
+        "see [x](repository/README.md#resuming), [Security](security.md)\n```\n[x](../README.md)\n"
+        "```\n[a](https://b.c/d.md)"
     )
 
 

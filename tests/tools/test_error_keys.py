@@ -1,4 +1,4 @@
-"""The list of errors and their keys: what counts as an error without one, and that the list is today's."""
+"""The list of errors and their keys: what counts as an error without one; the list is today's."""
 
 from __future__ import annotations
 

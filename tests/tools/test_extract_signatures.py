@@ -35,10 +35,10 @@ class LLM:
 
 
 def test_functions():
-    found = tool._signature(ast.parse(SOURCE), "LLM.call")
-    assert found["line"] == 13
-    assert found["call"] == "async"
-    assert [(p["name"], p["kind"], p["default"]) for p in found["parameters"]] == [
+    signature = tool._signature(ast.parse(SOURCE), "LLM.call")
+    assert signature["line"] == 13
+    assert signature["call"] == "async"
+    assert [(p["name"], p["kind"], p["default"]) for p in signature["parameters"]] == [
         ("a", "POSITIONAL_ONLY", None),
         ("b", "POSITIONAL_OR_KEYWORD", None),
         ("c", "POSITIONAL_OR_KEYWORD", "None"),
@@ -51,8 +51,8 @@ def test_functions():
 
 
 def test_fields_of_a_class_and_its_bases():
-    found = tool._signature(ast.parse(SOURCE), "Args")["parameters"]
-    assert [(p["name"], p["default"]) for p in found] == [
+    parameters = tool._signature(ast.parse(SOURCE), "Args")["parameters"]
+    assert [(p["name"], p["default"]) for p in parameters] == [
         ("model", None),
         ("size", "4"),
         ("tags", "list()"),
@@ -97,13 +97,20 @@ def test_a_class_by_its_old_name():
 
 
 def test_a_field_that_must_be_given_has_no_default():
-    source = "class A:\n    x: int = Field(...)\n    y: int = Field(default=...)\n    z: int = Field(None, gt=0)\n"
-    found = tool._signature(ast.parse(source), "A")["parameters"]
-    assert [(p["name"], p["default"]) for p in found] == [("x", None), ("y", None), ("z", "None")]
+    source = (
+        "class A:\n    x: int = Field(...)\n    y: int = Field(default=...)\n"
+        "    z: int = Field(None, gt=0)\n"
+    )
+    parameters = tool._signature(ast.parse(source), "A")["parameters"]
+    assert [(p["name"], p["default"]) for p in parameters] == [
+        ("x", None),
+        ("y", None),
+        ("z", "None"),
+    ]
 
 
 def write_tree(folder: Path, version: str, names: dict[str, list[str]]) -> Path:
-    """Write a source tree that has these names in these files, each with the least that stands for it."""
+    """Write a source tree that has these names in these files, each with a minimal body."""
     package = folder / "tensorrt_llm"
     package.mkdir(parents=True)
     (package / "version.py").write_text(f'__version__ = "{version}"\n')
@@ -133,15 +140,15 @@ def files_of(version: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("version", ["1.2.0", "1.3.0rc5", "1.4.0"])
 def test_a_source_tree_is_read_where_its_version_has_the_names(tmp_path, version):
-    found = tool.extract(write_tree(tmp_path, version, files_of(version)))
-    assert found["version"] == version
+    extracted = tool.extract(write_tree(tmp_path, version, files_of(version)))
+    assert extracted["version"] == version
     is_new = version != "1.2.0"
     wanted = {name for names in tool.WANTED.values() for name in names} | (
         {"SleepConfig"} if is_new else set()
     )
-    assert found["signatures"].keys() == wanted
+    assert extracted["signatures"].keys() == wanted
     folder = "executor/ray/gpu_worker.py" if is_new else "executor/ray_gpu_worker.py"
-    assert found["signatures"]["RayGPUWorker.sleep"] == {
+    assert extracted["signatures"]["RayGPUWorker.sleep"] == {
         "file": f"tensorrt_llm/{folder}",
         "line": 1 + 1,
         "call": "plain",

@@ -38,8 +38,12 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL and vLLM
 def write_wheel(folder: Path, name: str, release: str) -> None:
     files = {
         f"{name}.py": f"RELEASE = {release!r}\n",
-        f"{name}-{release}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n",
-        f"{name}-{release}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{name}-{release}.dist-info/METADATA": (
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n"
+        ),
+        f"{name}-{release}.dist-info/WHEEL": (
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
     }
     digests = {
         path: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())
@@ -107,7 +111,10 @@ def test_a_complete_one_that_came_up_meanwhile_stays(wanted, tmp_path, monkeypat
 def test_the_project_is_borrowed_from_and_cannot_be_imported(wanted, tmp_path):
     tool.make(wanted, tmp_path / "made")
     # The editable install has `reinforce_rl/conf` in its site-packages, a package without modules.
-    code = "import filelock, importlib.util as u; print(filelock.__file__, u.find_spec('reinforce_rl.generation'))"
+    code = (
+        "import filelock, importlib.util as u; print(filelock.__file__, "
+        "u.find_spec('reinforce_rl.generation'))"
+    )
     said = subprocess.check_output(
         [tool.python_of(tmp_path / "made"), "-I", "-c", code], text=True
     ).split()
@@ -117,9 +124,9 @@ def test_the_project_is_borrowed_from_and_cannot_be_imported(wanted, tmp_path):
 
 def test_an_environment_that_does_not_work_is_not_left(wanted, tmp_path):
     broken = dataclasses.replace(wanted, check="import small_thing, no_such_thing")
-    with pytest.raises(SystemExit) as found:
+    with pytest.raises(SystemExit) as exited:
         tool.make(broken, tmp_path / "made")
-    (line,) = str(found.value).splitlines()
+    (line,) = str(exited.value).splitlines()
     assert "importing a small thing failed (1)" in line
     assert line.endswith("ModuleNotFoundError: No module named 'no_such_thing'")
     assert not (tmp_path / "made").exists()

@@ -93,7 +93,8 @@ def test_the_folder_installs_without_an_index(tmp_path):
         [*pip, *where], check=True, timeout=280, env=environment, stdout=subprocess.DEVNULL
     )
     code = (
-        f"import sys; sys.path[:0] = [{str(tmp_path / 'there')!r}]; import antlr4, hydra, omegaconf; "
+        f"import sys; sys.path[:0] = [{str(tmp_path / 'there')!r}]; import antlr4, hydra, "
+        "omegaconf; "
         "print(*(module.__file__ for module in (antlr4, hydra, omegaconf)))"
     )
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`tools/rehearse.py`: the size of what is carried, counts of what failed, versions that are not the image's."""
+"""`tools/rehearse.py`: the size of what is carried, counts of failures, other versions."""
 
 from __future__ import annotations
 
