@@ -119,10 +119,10 @@ def test_log_probs_come_in_the_order_of_the_rows(tmp_path, mesh, shared_prefix):
     )
     rollouts = whole_batch().rollouts
     fields = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
-    found = actor.get_inference_log_probs(*fields)
+    log_probs = actor.get_inference_log_probs(*fields)
     for row, length in enumerate(rollouts.response_lengths.tolist()):
         alone = actor.get_inference_log_probs(*(each[row : row + 1] for each in fields))
-        torch.testing.assert_close(found[row, :length], alone[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(log_probs[row, :length], alone[0], atol=1e-5, rtol=1e-5)
 
 
 def test_the_gradient_is_that_of_fixed_micro_batches(tmp_path, mesh):

@@ -1,4 +1,7 @@
-"""The shape of a model from its config.json: every fault at once, padding, and what transformers knows of others."""
+"""The shape of a model from its config.json.
+
+Every fault is reported at once; padding; what transformers knows of other families.
+"""
 
 from __future__ import annotations
 
@@ -88,16 +91,16 @@ def test_reads_what_transformers_wrote(tmp_path):
     folder = tiny_llama_folder(
         tmp_path, vocab_size=63, tied=False, heads=4, groups=2, head_dim=16, max_positions=99
     )
-    found = Architecture.from_folder(folder)
-    assert found.vocab_size == 63
-    assert found.num_heads == 4
-    assert found.num_groups == 2
-    assert found.head_size == 16
-    assert found.hidden_size == 32
-    assert found.ffn_size == 64
-    assert found.num_layers == 2
-    assert found.max_positions == 99
-    assert not found.tied_embeddings
+    arch = Architecture.from_folder(folder)
+    assert arch.vocab_size == 63
+    assert arch.num_heads == 4
+    assert arch.num_groups == 2
+    assert arch.head_size == 16
+    assert arch.hidden_size == 32
+    assert arch.ffn_size == 64
+    assert arch.num_layers == 2
+    assert arch.max_positions == 99
+    assert not arch.tied_embeddings
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -122,21 +125,27 @@ def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(family):
     }
     raw = {"model_type": family, "vocab_size": 64, **sizes}
     theirs = CONFIG_MAPPING[family].from_dict(deepcopy(raw))
-    found = Architecture.from_hf(raw)
+    arch = Architecture.from_hf(raw)
     head_size = getattr(theirs, "head_dim", None) or 256 // 32
-    assert found.num_groups == theirs.num_key_value_heads
-    assert found.head_size == head_size
-    assert found.norm_eps == theirs.rms_norm_eps
-    assert found.max_positions == theirs.max_position_embeddings
-    assert found.window == getattr(theirs, "sliding_window", None)
-    assert found.tied_embeddings == theirs.tie_word_embeddings
+    assert arch.num_groups == theirs.num_key_value_heads
+    assert arch.head_size == head_size
+    assert arch.norm_eps == theirs.rms_norm_eps
+    assert arch.max_positions == theirs.max_position_embeddings
+    assert arch.window == getattr(theirs, "sliding_window", None)
+    assert arch.tied_embeddings == theirs.tie_word_embeddings
 
 
 def test_biases_and_norms_of_the_families():
-    found = {name: Architecture.from_hf(raw) for name, raw in CONFIGS.items()}
-    assert {name for name, arch in found.items() if arch.qkv_bias} == {"Qwen2.5-0.5B", "Qwen2.5-7B"}
-    assert {name for name, arch in found.items() if arch.qk_norm} == {"Qwen3-0.6B", "Qwen3-8B"}
-    for arch in found.values():
+    architectures = {name: Architecture.from_hf(raw) for name, raw in CONFIGS.items()}
+    assert {name for name, arch in architectures.items() if arch.qkv_bias} == {
+        "Qwen2.5-0.5B",
+        "Qwen2.5-7B",
+    }
+    assert {name for name, arch in architectures.items() if arch.qk_norm} == {
+        "Qwen3-0.6B",
+        "Qwen3-8B",
+    }
+    for arch in architectures.values():
         assert not arch.output_bias
     biased = Architecture.from_hf({**SMOLLM2, "attention_bias": True})
     assert biased.qkv_bias is True
@@ -164,10 +173,10 @@ def test_defaults_of_older_configs():
     values = {
         k: v for k, v in SMOLLM2.items() if k not in ("num_key_value_heads", "tie_word_embeddings")
     }
-    found = Architecture.from_hf(values)
-    assert found.num_groups == 9
-    assert found.head_size == 64
-    assert found.tied_embeddings is False
+    arch = Architecture.from_hf(values)
+    assert arch.num_groups == 9
+    assert arch.head_size == 64
+    assert arch.tied_embeddings is False
 
 
 def test_all_faults_in_one_message():

@@ -20,7 +20,7 @@ ROWS = 5
 
 
 class Layer:
-    """Queries, keys and values of every token of some sequences, and what attention over each alone gives."""
+    """Queries, keys and values of every token of some sequences, and their expected attention."""
 
     def __init__(self, prompts: int, rows: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -35,17 +35,20 @@ class Layer:
         """[h, d] of response token `written`."""
         parts = zip(self.of_prompts, self.of_rows, strict=True)
         q, k, v = (
-            torch.cat((before[prompt, :, : LENGTHS[prompt]], own[row, :, : written + 1]), dim=1)[
-                None
-            ]
-            for before, own in parts
+            torch.cat(
+                (before[prompt, :, : LENGTHS[prompt]], response[row, :, : written + 1]), dim=1
+            )[None]
+            for before, response in parts
         )
         return causal_attention(q, k, v, None, window)[0, :, -1]
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 8])
 def test_every_token_sees_its_prompt_and_its_own_response(window):
-    """Five rows of three prompts at different positions; rows end, others move, new ones begin in used places."""
+    """Five rows of three prompts at different positions.
+
+    Rows end, others move, and new ones begin in used places.
+    """
     prompt_of = [0, 1, 0, 2, 1, 2, 0]
     layers = [Layer(3, len(prompt_of), seed) for seed in (0, 1)]
     cache = KVCache(
@@ -76,11 +79,11 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
         )
         for number, layer in enumerate(layers, 3):
             q, k, v = (part[rows, :, written][:, :, None] for part in layer.of_rows)
-            found = cache.attend(number, q, k, v, None)
-            assert found.shape == (len(rows), HEADS, 1, SIZE)
+            outputs = cache.attend(number, q, k, v, None)
+            assert outputs.shape == (len(rows), HEADS, 1, SIZE)
             for place, (row, count) in enumerate(running):
                 torch.testing.assert_close(
-                    found[place, :, 0], layer.expected(prompt_of[row], row, count, window)
+                    outputs[place, :, 0], layer.expected(prompt_of[row], row, count, window)
                 )
         running = [(row, count + 1) for row, count in running if count + 1 < RESPONSE]
         if len(running) < len(rows):
@@ -106,10 +109,10 @@ def test_scale_and_bf16():
     cache.attend(0, q[:, :, :5], k[:, :, :5], v[:, :, :5], 0.7)
     cache.place([0])
     cache.at(torch.tensor([5]), torch.tensor([0]), 1)
-    found = cache.attend(0, q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], 0.7)
+    outputs = cache.attend(0, q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], 0.7)
     expected = causal_attention(q.double(), k.double(), v.double(), 0.7)[:, :, 5:]
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, atol=0.02, rtol=0.02)
+    assert outputs.dtype == dtype
+    torch.testing.assert_close(outputs.double(), expected, atol=0.02, rtol=0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +131,10 @@ def sequences(count: int, length: int, seed: int, dtype: torch.dtype) -> list[to
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-6), (torch.bfloat16, 0.03)])
 def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
-    """Two layers; rows of three prompts in lanes of any order, at different positions, beside rows of nobody."""
+    """Two layers; rows of three prompts in lanes of any order, beside rows of nobody.
+
+    The rows are at different positions.
+    """
     cache = FlashCache(
         CacheSizes(range(3, 5), 3, max(LENGTHS), ROWS, RESPONSE, GROUPS, SIZE, dtype, "cpu")
     )
@@ -153,16 +159,18 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
         counts = [sum(slots[prompt_of[row]] == slot for row in going) for slot in range(3)]
         firsts = torch.tensor([0, *counts, 2]).cumsum(0).int()
         cache.at(torch.tensor(starts), torch.tensor(stored), firsts, 2)
-        for number, (before, own) in enumerate(zip(prompts, rows, strict=True)):
-            q, k, v = (part[going, :, [written[row] for row in going]][:, :, None] for part in own)
+        for number, (before, responses) in enumerate(zip(prompts, rows, strict=True)):
+            q, k, v = (
+                part[going, :, [written[row] for row in going]][:, :, None] for part in responses
+            )
             q, k, v = (
                 torch.cat((part, torch.randn_like(part[:1]).repeat(2, 1, 1, 1)))
                 for part in (q, k, v)
             )
-            found = cache.attend(3 + number, q, k, v, 0.7)
-            assert found.shape == q.shape
-            assert found.dtype == dtype
-            assert not found.isnan().any()
+            outputs = cache.attend(3 + number, q, k, v, 0.7)
+            assert outputs.shape == q.shape
+            assert outputs.dtype == dtype
+            assert not outputs.isnan().any()
             for place, row in enumerate(going):
                 prompt = prompt_of[row]
                 count = written[row]
@@ -170,11 +178,11 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
                     torch.cat((a[prompt, :, : LENGTHS[prompt]], b[row, :, : count + 1]), dim=1)[
                         None
                     ].double()
-                    for a, b in zip(before, own, strict=True)
+                    for a, b in zip(before, responses, strict=True)
                 ]
                 expected = causal_attention(whole[0], whole[1], whole[2], 0.7)[0, :, -1]
                 torch.testing.assert_close(
-                    found[place, :, 0].double(), expected, atol=error, rtol=error
+                    outputs[place, :, 0].double(), expected, atol=error, rtol=error
                 )
         for row in going:
             written[row] += 1
@@ -194,7 +202,10 @@ def test_a_prompt_is_stored_once_and_nothing_is_copied_to_read_it():
 
 
 def test_torchs_operator_takes_what_it_is_given():
-    """Its shapes, by torch's own rule for tensors without data; the kernel itself runs on GPUs alone."""
+    """Its shapes, by torch's own rule for tensors without data.
+
+    The kernel itself runs on GPUs alone.
+    """
     pool = torch.empty(50, GROUPS, 2, SIZE, dtype=torch.bfloat16, device="meta")
     query = torch.empty(12, GROUPS, SIZE, dtype=torch.bfloat16, device="meta")
     starts, used = (torch.empty(n, dtype=torch.int32, device="meta") for n in (5, 4))

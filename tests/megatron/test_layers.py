@@ -44,9 +44,9 @@ def test_bf16_rounds_once():
     x = random(16, 256, dtype=torch.float32).bfloat16()
     weight = random(256, dtype=torch.float32).bfloat16()
     exact = F.rms_norm(x.double(), (256,), weight.double(), 1e-5)
-    found = rms_norm(x, weight, 1e-5)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, exact.bfloat16(), atol=0, rtol=2**-7)
+    normed = rms_norm(x, weight, 1e-5)
+    assert normed.dtype == torch.bfloat16
+    torch.testing.assert_close(normed, exact.bfloat16(), atol=0, rtol=2**-7)
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])

@@ -1,4 +1,7 @@
-"""Log-probs and entropies against log_softmax of whole logits, however padded, batched, chunked or sharded."""
+"""Log-probs and entropies against log_softmax of whole logits.
+
+However they are padded, batched, chunked or sharded.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +89,8 @@ def test_entropy_only_where_it_is_asked_for(lm, batch):
 
 
 def test_temperature_changes_them(lm, batch):
-    one, two = (log_probs_of(lm, *batch, temperature=t).detach() for t in (1.0, 0.7))
-    assert (one - two).abs().max() > 0.1
+    at_1, at_0_7 = (log_probs_of(lm, *batch, temperature=t).detach() for t in (1.0, 0.7))
+    assert (at_1 - at_0_7).abs().max() > 0.1
 
 
 def test_independent_of_padding_and_of_the_rest_of_the_batch(lm, batch):
@@ -102,8 +105,10 @@ def test_independent_of_padding_and_of_the_rest_of_the_batch(lm, batch):
             log_probs_of(lm, wider, prompts, responses), together, atol=2e-6, rtol=0
         )
         for row in range(len(sequences)):
-            one = slice(row, row + 1)
-            alone = log_probs_of(lm, sequences[one], prompts[one], responses[one])
+            single_row = slice(row, row + 1)
+            alone = log_probs_of(
+                lm, sequences[single_row], prompts[single_row], responses[single_row]
+            )
             torch.testing.assert_close(alone[0], together[row], atol=2e-6, rtol=0)
 
 
@@ -123,12 +128,12 @@ def test_gradient_equals_plain_torch(lm, theirs, batch):
     (for_log_probs * log_probs + for_entropy * entropies).sum().backward()
     expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     # The mapping of weights is linear, so it maps gradients too.
-    found = dict(
+    gradients = dict(
         hf_tensors(lm, {name: parameter.grad for name, parameter in parameters_of(lm).items()})
     )
-    assert found.keys() == expected.keys()
+    assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5, msg=name)
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-5, msg=name)
 
 
 def test_nothing_but_empty_responses_keeps_the_graph(lm):
@@ -157,15 +162,18 @@ def test_nothing_but_empty_responses_keeps_the_graph(lm):
 
 
 def test_single_token_prompt_without_response(lm):
-    one = torch.ones(1).long()
+    ones = torch.ones(1).long()
     scores = response_log_probs(
-        lm, lm, one[:, None], one, one - 1, temperature=1.0, width=0, chunk_tokens=1
+        lm, lm, ones[:, None], ones, ones - 1, temperature=1.0, width=0, chunk_tokens=1
     )
     assert scores.log_probs.shape == (1, 0)
 
 
 def test_bfloat16_model_gives_float32_softmax(folder, mesh, batch):
-    """Logits have the model's precision; what follows has not: a bfloat16 log-prob would be off by 1e-2."""
+    """Logits have the model's precision, log-probs have not.
+
+    A bfloat16 log-prob would be off by 1e-2.
+    """
     lm = megatron_model(folder, mesh, torch.bfloat16)
     with torch.no_grad():
         scores = response_log_probs(
@@ -205,18 +213,18 @@ def test_two_tensor_parallel_ranks(two_ranks, mesh):
     """In float64: a padded column would take probability from the others."""
     folders, out = two_ranks
     for folder in folders:
-        found = torch.load(out / f"{folder.name}.pt")
+        results = torch.load(out / f"{folder.name}.pt")
         model = transformers_model(folder)
         batch = padded_sequences(
             PROMPT_LENGTHS, RESPONSE_LENGTHS, vocab_size=model.config.vocab_size
         )
         with torch.no_grad():
             expected = brute_force_log_probs(model, *batch, temperature=0.7, width=7)
-        torch.testing.assert_close(found["log_probs"].float(), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(results["log_probs"].float(), expected, atol=1e-5, rtol=0)
         alone = scores_and_gradients(folder, mesh)
-        assert set(found) == set(alone)
+        assert set(results) == set(alone)
         for name, tensor in alone.items():
-            torch.testing.assert_close(found[name], tensor, atol=1e-10, rtol=1e-10, msg=name)
+            torch.testing.assert_close(results[name], tensor, atol=1e-10, rtol=1e-10, msg=name)
 
 
 def log_probs_of(lm, sequences, prompt_lengths, response_lengths, temperature=0.7):
@@ -261,11 +269,11 @@ def test_values_and_gradients_are_those_of_whole_logits(
         ]
         return torch.autograd.grad(torch.stack(terms).sum(), (hidden, weight))
 
-    found = scores_of(inputs, shard, temperature, chunk_tokens)
+    scores = scores_of(inputs, shard, temperature, chunk_tokens)
     expected = full_log_probs(hidden, weight[:TOKENS], targets, temperature)
-    torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-13)
-    for one, other in zip(gradients(found), gradients(expected), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-13)
+    torch.testing.assert_close(scores, expected, atol=1e-13, rtol=1e-13)
+    for gradient, other in zip(gradients(scores), gradients(expected), strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-13, rtol=1e-13)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -273,7 +281,7 @@ def test_gradcheck(with_entropy, shard, inputs):
     hidden, weight, targets = inputs
 
     def outputs(hidden, weight) -> tuple[torch.Tensor, ...]:
-        found = chunked_log_probs(
+        outputs_or_none = chunked_log_probs(
             hidden,
             weight,
             targets,
@@ -282,7 +290,7 @@ def test_gradcheck(with_entropy, shard, inputs):
             chunk_tokens=3,
             with_entropy=with_entropy,
         )
-        return tuple(out for out in found if out is not None)
+        return tuple(out for out in outputs_or_none if out is not None)
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight))
 
@@ -347,12 +355,12 @@ class TestBFloat16:
 
     def test_float32_softmax_of_the_logits(self, shard, inputs):
         hidden, weight, targets = inputs
-        found = scores_of(inputs, shard, 0.7, chunk_tokens=5)
+        scores = scores_of(inputs, shard, 0.7, chunk_tokens=5)
         table = torch.log_softmax((hidden @ weight[:TOKENS].t()).double() / 0.7, dim=-1)
         expected = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(dim=-1)
-        assert {out.dtype for out in found} == {torch.float32}
+        assert {out.dtype for out in scores} == {torch.float32}
         torch.testing.assert_close(
-            [out.double() for out in found], list(expected), atol=2e-6, rtol=0
+            [out.double() for out in scores], list(expected), atol=2e-6, rtol=0
         )
 
     def test_weight_gradient_is_rounded_once(self, shard, inputs):
@@ -362,15 +370,15 @@ class TestBFloat16:
         expected = torch.autograd.grad(
             full_log_probs(exact[0], exact[1][:TOKENS], targets, 0.7)[0].sum(), exact
         )
-        found, _ = scores_of(inputs, shard, 0.7, chunk_tokens=1)
-        gradients = torch.autograd.grad(found.sum(), (hidden, weight))
+        log_probs, _ = scores_of(inputs, shard, 0.7, chunk_tokens=1)
+        gradients = torch.autograd.grad(log_probs.sum(), (hidden, weight))
         assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
         for gradient, exactly in zip(gradients, expected, strict=True):
             assert (gradient.double() - exactly).norm() < 5e-3 * exactly.norm()
 
 
 class TestMemory:
-    """Counted, not measured: every tensor that any operation makes, and every tensor that waits for the backward."""
+    """Counted, not measured: every tensor that is made, and every one that awaits the backward."""
 
     POSITIONS = 40
     TOKENS = 500
@@ -428,12 +436,12 @@ class LargestTensor(TorchDispatchMode):
 
 def test_ranks_without_the_largest_logit_or_without_tokens(two_ranks):
     """Two ranks with 8 rows each: 16, 13 and 8 tokens, so that the second one has 8, 5 and none."""
-    for tokens, found in torch.load(two_ranks[1] / "head.pt").items():
+    for tokens, results in torch.load(two_ranks[1] / "head.pt").items():
         hidden, weight, targets = head_inputs(POSITIONS, tokens, ROWS, scale=30.0)
         outputs = full_log_probs(hidden, weight[:tokens], targets, 0.6)
         gradients = torch.autograd.grad(outputs[0].sum() - 0.3 * outputs[1].sum(), (hidden, weight))
-        for one, other in zip(found, (*outputs, *gradients), strict=True):
-            torch.testing.assert_close(one, other.detach(), atol=1e-11, rtol=1e-11)
+        for result, other in zip(results, (*outputs, *gradients), strict=True):
+            torch.testing.assert_close(result, other.detach(), atol=1e-11, rtol=1e-11)
 
 
 def scores_of(inputs, shard, temperature, chunk_tokens=3) -> tuple[torch.Tensor, torch.Tensor]:

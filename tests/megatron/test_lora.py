@@ -1,4 +1,7 @@
-"""LoRA against PEFT on one rank and on two tensor-parallel ones: logits, loss, gradients, norms, exported folders."""
+"""LoRA against PEFT on one rank and on two tensor-parallel ones.
+
+Compared are logits, loss, gradients, norms and exported folders.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ def two_ranks(folders, root):
 
 
 @pytest.fixture(params=["one", "two"])
-def found(request):
+def lora_results(request):
     """(name of the folder, results) of each number of ranks."""
     return request.param, request.getfixturevalue(
         f"{request.param}_rank{'s' if request.param == 'two' else ''}"
@@ -90,9 +93,9 @@ def found(request):
 
 
 @every_case
-def test_equals_peft(name, found, by_peft):
+def test_equals_peft(name, lora_results, by_peft):
     """In float64, but transformers has its norms and RoPE in float32 even then."""
-    ranks, results = found
+    ranks, results = lora_results
     mine = results[name]
     expected = by_peft[name]
     assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-6)
@@ -115,8 +118,8 @@ def test_the_updates_change_the_logits(name, folders, by_peft):
 
 
 @every_case
-def test_a_step_changes_the_updates_alone(name, found, by_peft):
-    results = found[1][name]
+def test_a_step_changes_the_updates_alone(name, lora_results, by_peft):
+    results = lora_results[1][name]
     assert results["changed"]
     for parameter in results["changed"]:
         assert ".lora." in parameter
@@ -140,11 +143,14 @@ def test_two_ranks_start_and_step_as_one(name, one_rank, two_ranks):
 
 
 @every_case
-def test_exported_folders(name, found, folders, root):
-    """Both are the model after a step: merged, and as an adapter that PEFT adds to the base model."""
+def test_exported_folders(name, lora_results, folders, root):
+    """Both are the model after a step.
+
+    One is merged, the other is an adapter that PEFT adds to the base model.
+    """
     from peft import PeftModel
 
-    ranks, results = found
+    ranks, results = lora_results
     out = root / ranks / name
     expected = results[name]["logits after"]
     tokens = tokens_of(expected.shape[-1])
@@ -156,9 +162,9 @@ def test_exported_folders(name, found, folders, root):
 
 
 @every_case
-def test_merged_folder_differs_in_its_targets_only(name, found, folders, root):
+def test_merged_folder_differs_in_its_targets_only(name, lora_results, folders, root):
     base = load_file(folders[name] / "model.safetensors")
-    merged = load_file(root / found[0] / name / "merged" / "model.safetensors")
+    merged = load_file(root / lora_results[0] / name / "merged" / "model.safetensors")
     assert merged.keys() == base.keys()
     changed = {key for key in base if not torch.equal(base[key], merged[key])}
     targets = {
@@ -270,8 +276,8 @@ def test_recomputed_layers_have_the_same_gradients(folders, mesh):
             lm.config.recompute_num_layers = 1
         loss_in_float64(lm, tokens_of(lm.architecture.vocab_size)).backward()
         gradients.append([p.grad for p in lm.parameters() if p.requires_grad])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+    for plain, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, other, atol=1e-12, rtol=0)
 
 
 def test_names_of_the_configuration():

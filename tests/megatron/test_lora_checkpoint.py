@@ -1,4 +1,7 @@
-"""Runs with LoRA: they learn; their checkpoints hold the updates alone and go on bit for bit, on their base only."""
+"""Runs with LoRA learn, and their checkpoints hold the updates alone.
+
+They resume bit for bit, on their base only.
+"""
 
 from __future__ import annotations
 
@@ -99,10 +102,11 @@ def test_checkpoint_holds_the_updates_alone(whole_run):
 def test_goes_on_bit_for_bit(whole_run, mesh, tmp_path):
     run(tmp_path, mesh, *LONG, "trainer.reinforce.max_steps=12")
     again = run(tmp_path, mesh, *LONG)
-    found = metrics_of(tmp_path)
+    metrics = metrics_of(tmp_path)
     expected = metrics_of(whole_run[0])
-    assert [without_times(line) for line in found] == [without_times(line) for line in expected]
-    mine, others = parameters(again, trained=True), parameters(whole_run[1], trained=True)
+    assert [without_times(line) for line in metrics] == [without_times(line) for line in expected]
+    mine = parameters(again, trained=True)
+    others = parameters(whole_run[1], trained=True)
     for name in others:
         assert torch.equal(mine[name], others[name])
 
@@ -186,44 +190,44 @@ def test_a_checkpoint_of_all_weights_is_refused(mesh, tmp_path):
 )
 def test_two_ranks_equal_one(layout, mesh, tmp_path):
     short = [*LORA, "trainer.reinforce.max_steps=3", "trainer.reinforce.max_epochs=2"]
-    more = [
+    two_ranks = [
         "trainer.devices=2",
         *layout,
         "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
     ]
-    one = tmp_path / "one"
-    two = tmp_path / "two"
-    for folder in (one, two):
+    single = tmp_path / "one"
+    double = tmp_path / "two"
+    for folder in (single, double):
         tiny_llama_folder(
             folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16
         )
-    run_ranks(DRIVER, 2, *tiny_overrides(two), *short, *more, timeout=240)
-    trainer = run(one, mesh, *short)
-    for lines in zip(metrics_of(two), metrics_of(one), strict=True):
-        found, expected = map(without_times, lines)
+    run_ranks(DRIVER, 2, *tiny_overrides(double), *short, *two_ranks, timeout=240)
+    trainer = run(single, mesh, *short)
+    for lines in zip(metrics_of(double), metrics_of(single), strict=True):
+        metrics, expected = map(without_times, lines)
         # Micro-batches of half the samples are padded otherwise.
-        assert found.pop("train/padding_fraction") >= 0 <= expected.pop("train/padding_fraction")
-        assert largest_difference(found, expected) < 1e-3
-    trainer.model.export(one / "model", one / "run" / "hf")
-    trainer.model.export_adapter(one / "model", one / "run" / "adapter")
+        assert metrics.pop("train/padding_fraction") >= 0 <= expected.pop("train/padding_fraction")
+        assert largest_difference(metrics, expected) < 1e-3
+    trainer.model.export(single / "model", single / "run" / "hf")
+    trainer.model.export_adapter(single / "model", single / "run" / "adapter")
     for file in ("hf/model.safetensors", "adapter/adapter_model.safetensors"):
-        found, expected = (load_file(folder / "run" / file) for folder in (two, one))
-        assert found.keys() == expected.keys()
+        tensors, expected = (load_file(folder / "run" / file) for folder in (double, single))
+        assert tensors.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, atol=1e-3, rtol=0)
+            torch.testing.assert_close(tensors[name], value, atol=1e-3, rtol=0)
 
 
 def test_fingerprint(tmp_path):
     """The same for other files of the same weights, another one for other weights."""
-    one = HFFolder(tiny_llama_folder(tmp_path / "one"))
+    single = HFFolder(tiny_llama_folder(tmp_path / "one"))
     many = HFFolder(tiny_llama_folder(tmp_path / "many", max_shard_size="20KB"))
     assert len({entry.name for entry in many.folder.glob("*.safetensors")}) > 1
-    assert one.fingerprint() == many.fingerprint()
+    assert single.fingerprint() == many.fingerprint()
     others = [
         tiny_llama_folder(tmp_path / "seed", seed=1),
         tiny_llama_folder(tmp_path / "wide", ffn=96),
     ]
-    assert len({one.fingerprint(), *(HFFolder(folder).fingerprint() for folder in others)}) == 3
+    assert len({single.fingerprint(), *(HFFolder(folder).fingerprint() for folder in others)}) == 3
 
 
 def test_exports_at_the_end(whole_run, tmp_path):
@@ -251,13 +255,13 @@ def test_a_checkpoint_as_a_hugging_face_folder(whole_run, mesh, tmp_path):
     expected = load_file(
         trainer.model.export(folder / "model", tmp_path / "hf") / "model.safetensors"
     )
-    found = load_file(
+    tensors = load_file(
         to_hf(folder / "run", tmp_path / "again", mesh, model=folder / "model")
         / "model.safetensors"
     )
-    assert found.keys() == expected.keys()
+    assert tensors.keys() == expected.keys()
     for name in expected:
-        assert torch.equal(found[name], expected[name])
+        assert torch.equal(tensors[name], expected[name])
     other = tiny_llama_folder(
         tmp_path / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=1
     )

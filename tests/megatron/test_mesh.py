@@ -131,14 +131,14 @@ def test_four_ranks_in_several_layouts():
     output = run_ranks(SCRIPT.with_name("mesh_of_four.py"), 4)
     assert output.count("all checks passed") == 4
     assert (
-        "4 ranks: 1 data x 2 pipeline x 1 context x 2 tensor parallel\n  data 0: stage 0 [0 1], stage 1 [2 3]"
-        in output
-    )
+        "4 ranks: 1 data x 2 pipeline x 1 context x 2 tensor parallel\n"
+        "  data 0: stage 0 [0 1], stage 1 [2 3]"
+    ) in output
     assert (
         "4 ranks: 1 data x 2 pipeline x 2 context x 1 tensor parallel\n  data 0: stage 0 [0 | 1]"
         in output
     )
     assert (
-        "4 ranks: 2 data x 2 pipeline x 1 context x 1 tensor parallel\n  data 0: stage 0 [0], stage 1 [2]"
-        in output
-    )
+        "4 ranks: 2 data x 2 pipeline x 1 context x 1 tensor parallel\n"
+        "  data 0: stage 0 [0], stage 1 [2]"
+    ) in output

@@ -1,4 +1,7 @@
-"""The optimizer step, its schedule, and Adam's state: in host memory, and as rectangles in a checkpoint."""
+"""The optimizer step, its schedule, and Adam's state.
+
+The state is in host memory, and in a checkpoint as rectangles.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def wrapped(folder, mesh, optim=OPTIM, clip_grad=0.0):
 
 
 def weighted_sum(ddp, weight):
-    """A loss whose gradient is known: `weight` times the sum of all parameters has gradient `weight` everywhere."""
+    """A loss whose gradient is known: every parameter has the gradient `weight`."""
     return sum((p * weight).sum() for p in ddp.parameters())
 
 
@@ -77,7 +80,7 @@ def test_every_step_of_a_schedule(name, warmup, constant, folder, mesh):
 
 
 def test_first_step_moves_the_weights_by_its_own_learning_rate(folder, mesh):
-    """Adam's first step moves each weight by lr, so it shows which learning rate the step really had."""
+    """Adam's first step moves each weight by lr, so it shows the learning rate of the step."""
     optim = OptimConfig(lr=LR, weight_decay=0.0, sched=ScheduleConfig(warmup_steps=4))
     ddp, optimizer = wrapped(folder, mesh, optim)
     before = [p.detach().clone() for p in ddp.parameters()]
@@ -184,7 +187,7 @@ def test_moments_that_are_there_before_the_first_step_change_nothing(
     dtype, distributed, folder, mesh
 ):
     """An engine on the same GPU sizes its cache by what is free before that step."""
-    found = []
+    weights = []
     for early in (False, True):
         ddp, megatron, _, optimizer = of_kind(folder, mesh, dtype, distributed)
         if early:
@@ -195,8 +198,8 @@ def test_moments_that_are_there_before_the_first_step_change_nothing(
             optimizer.step()
         after = sum(tensor.nbytes for tensor in large_states(megatron))
         assert (before == after) == early
-        found.append(weights_of(ddp))
-    assert torch.equal(*found)
+        weights.append(weights_of(ddp))
+    assert torch.equal(*weights)
 
 
 @KINDS
@@ -226,7 +229,7 @@ def test_a_step_takes_one_norm_and_is_megatrons_to_the_last_bit(
 
 @KINDS
 def test_the_step_of_a_gpu_is_that_of_a_cpu(dtype, distributed, folder, mesh):
-    found = []
+    steps = []
     for on_gpu in (False, True):
         ddp, _, _, optimizer = of_kind(folder, mesh, dtype, distributed)
         if on_gpu:
@@ -235,9 +238,9 @@ def test_the_step_of_a_gpu_is_that_of_a_cpu(dtype, distributed, folder, mesh):
         for value in VALUES:
             accumulate_gradients(ddp, [value], weighted_sum)
             norms.append(optimizer.step().grad_norm)
-        found.append((norms, weights_of(ddp)))
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-6, atol=1e-8)
+        steps.append((norms, weights_of(ddp)))
+    assert steps[1][0] == pytest.approx(steps[0][0], rel=1e-6)
+    torch.testing.assert_close(steps[1][1], steps[0][1], rtol=1e-6, atol=1e-8)
 
 
 @KINDS
@@ -260,8 +263,8 @@ def test_offloading_frees_all_but_the_weights_and_brings_it_back_bit_for_bit(
             accumulate_gradients(ddp, [value], weighted_sum)
             step.step()
     assert torch.equal(weights_of(away[0]), weights_of(plain[0]))
-    for own, other in zip(large_states(away[1]), large_states(plain[1]), strict=True):
-        assert torch.equal(own, other)
+    for state, other in zip(large_states(away[1]), large_states(plain[1]), strict=True):
+        assert torch.equal(state, other)
     kinds = 3 if dtype == torch.bfloat16 else 2  # moments, and fp32 weights of others
     elements = sum(p.numel() for p in away[0].parameters())
     assert sum(tensor.nbytes for tensor in large_states(away[1])) == 4 * kinds * elements
@@ -307,16 +310,16 @@ def test_fused_adam_makes_the_steps_of_the_plain_one(folder, mesh):
 def test_rectangles_are_the_range_in_order(shape):
     whole = torch.arange(torch.Size(shape).numel())
     for start, end in itertools.combinations_with_replacement(range(len(whole) + 1), 2):
-        found = rectangles(shape, start, end)
+        cuts = rectangles(shape, start, end)
         cut = [
             whole.view(shape)[tuple(map(slice, at, map(sum, zip(at, size, strict=True))))]
-            for at, size in found
+            for at, size in cuts
         ]
-        assert [part.shape for part in cut] == [torch.Size(size) for _, size in found]
+        assert [part.shape for part in cut] == [torch.Size(size) for _, size in cuts]
         assert torch.equal(
             torch.cat([whole[:0], *(part.flatten() for part in cut)]), whole[start:end]
         )
-        assert len(found) <= 2 * len(shape) - 1
+        assert len(cuts) <= 2 * len(shape) - 1
     assert rectangles(shape, 5, 3) == []
 
 

@@ -50,16 +50,16 @@ def expected(folders):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_classifier_scores_as_in_transformers(kind, folders, expected, mesh):
     model = load_reward_model(folders[kind], None, mesh, batching=Batching(4))
-    found = model.score_attributes(sequences_to_score())
-    scores = torch.tensor(found.attributes)
+    scored = model.score_attributes(sequences_to_score())
+    scores = torch.tensor(scored.attributes)
     assert expected[kind].std() > 0.3  # else closeness would say little
     torch.testing.assert_close(scores, expected[kind], atol=1e-5, rtol=0)
     alone = transformers_scores(folders[kind], sequences_to_score(), padded=False)
     torch.testing.assert_close(scores, alone, atol=1e-5, rtol=0)
     torch.testing.assert_close(
-        torch.tensor(found.rewards), expected[kind].mean(1), atol=1e-5, rtol=0
+        torch.tensor(scored.rewards), expected[kind].mean(1), atol=1e-5, rtol=0
     )
-    assert model.score(sequences_to_score()) == found.rewards
+    assert model.score(sequences_to_score()) == scored.rewards
     assert model.attributes == (HELPSTEER if kind[1] == 5 else ())
 
 
@@ -75,7 +75,9 @@ def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, 
     torch.testing.assert_close(scores, expected[kind], atol=0.1, rtol=0)
     # Rounded by the trunk only: a head in bf16 would give multiples of 2^-9 around 1.
     assert not torch.equal(scores, scores.to(torch.bfloat16).to(scores.dtype))
-    identities = [reward_model_identity(folders[kind], None, one) for one in (exact, model)]
+    identities = [
+        reward_model_identity(folders[kind], None, reward_model) for reward_model in (exact, model)
+    ]
     assert identities[1] == {**identities[0], "precision": "bfloat16"}
     assert "precision" not in identities[0]  # as before there were others
 
@@ -93,8 +95,8 @@ def test_classifiers_on_two_ranks(layout, folders, expected, tmp_path):
     run_ranks(SCRIPT, 2, tmp_path, *layout, *folders.values(), timeout=240)
     for kind, folder in folders.items():
         for rank in (0, 1):
-            found = torch.load(tmp_path / f"{folder.name}.{rank}")
-            torch.testing.assert_close(found, expected[kind], atol=1e-5, rtol=0)
+            scores = torch.load(tmp_path / f"{folder.name}.{rank}")
+            torch.testing.assert_close(scores, expected[kind], atol=1e-5, rtol=0)
 
 
 def test_without_a_padding_token_every_token_counts(tmp_path, mesh):
@@ -113,7 +115,8 @@ def test_the_last_token_that_is_no_padding():
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_shares_of_positions_add_up(pooling):
-    hidden, lengths = torch.randn(3, 8, 4), torch.tensor([1, 8, 5])
+    hidden = torch.randn(3, 8, 4)
+    lengths = torch.tensor([1, 8, 5])
     whole = pool(hidden, lengths, pooling)
     rows = [hidden[i, :n] for i, n in enumerate(lengths.tolist())]
     expected = torch.stack([row.mean(0) if pooling == "mean" else row[-1] for row in rows])

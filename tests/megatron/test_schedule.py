@@ -26,7 +26,10 @@ def test_stages_send_each_other_hidden_states_only(tp_size, tmp_path):
 
 
 def test_shapes_come_in_the_order_of_one_forward_one_backward():
-    """A middle stage: it makes a micro-batch early for its shape, once, and keeps shapes for the gradients."""
+    """A middle stage makes a micro-batch early for its shape, once.
+
+    It keeps the shapes for the gradients.
+    """
     made = []
 
     def micro_batches():

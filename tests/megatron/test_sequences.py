@@ -1,4 +1,7 @@
-"""Groups packed into one row: the log-probs and gradients of padded sequences, in float64, with prompts read once."""
+"""Groups packed into one row, with prompts read once.
+
+Log-probs and gradients are those of padded sequences, in float64.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def models(tmp_path_factory, mesh):
 
 
 def batch_of(groups: list[tuple[int, list[int]]], order: list[int] | None = None):
-    """(sequences, prompt_lengths, response_lengths, group_ids) of (prompt length, response lengths) a group."""
+    """Return (sequences, prompt_lengths, response_lengths, group_ids).
+
+    `groups` holds (prompt length, response lengths) of each group.
+    """
     prompts = [random_tokens(60, length, seed=number) for number, (length, _) in enumerate(groups)]
     rows = [(number, length) for number, (_, lengths) in enumerate(groups) for length in lengths]
     rows = [rows[i] for i in order] if order else rows
@@ -89,13 +95,14 @@ BATCHES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", BATCHES)
 def test_equal_to_padded_sequences(name, family, kernel, models):
-    lm, (*where, group_ids) = models[family], BATCHES[name]
+    lm = models[family]
+    *where, group_ids = BATCHES[name]
     width = int(where[2].max())
     with KERNELS[kernel]():
         packed = scored(lm, PackedGroups(lm, *where, group_ids), width)
     padded = scored(lm, PaddedSequences(lm, *where, pad_id=PAD), width)
-    for one, other in zip(packed, padded, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-9)
+    for values, other in zip(packed, padded, strict=True):
+        torch.testing.assert_close(values, other, atol=1e-11, rtol=1e-9)
     assert packed[2].any() == bool((where[2] > 0).any())
 
 
@@ -108,9 +115,10 @@ def test_equal_to_padded_sequences(name, family, kernel, models):
     )
 )
 def test_log_probs_of_any_groups(models, groups):
-    lm, (*where, group_ids) = models["mistral_window"], batch_of(groups)
+    lm = models["mistral_window"]
+    *where, group_ids = batch_of(groups)
     width = max(int(where[2].max()), 1)
-    found = []
+    log_probs = []
     for make in (flash_on_cpu, contextlib.nullcontext, None):
         with torch.no_grad(), make() if make else contextlib.nullcontext():
             layout = (
@@ -118,11 +126,11 @@ def test_log_probs_of_any_groups(models, groups):
                 if make
                 else PaddedSequences(lm, *where, pad_id=PAD)
             )
-            found.append(
+            log_probs.append(
                 response_scores(layout, layout.hidden(lm), lm, 1.0, width, chunk_tokens=5).log_probs
             )
-    for packed in found[:2]:
-        torch.testing.assert_close(packed, found[2], atol=1e-11, rtol=0)
+    for packed in log_probs[:2]:
+        torch.testing.assert_close(packed, log_probs[2], atol=1e-11, rtol=0)
 
 
 def test_a_prompt_is_read_once_and_nothing_is_padded(models):
@@ -139,8 +147,10 @@ def test_a_prompt_is_read_once_and_nothing_is_padded(models):
 
 
 def test_the_flash_kernel_gets_no_padding(models):
-    """One call a layer: four prompts, the eight responses with more than one token, and what each attends to."""
-    lm, (*where, group_ids), calls = models["llama"], BATCHES["ragged"], []
+    """One call a layer: four prompts, and the eight responses with more than one token."""
+    lm = models["llama"]
+    *where, group_ids = BATCHES["ragged"]
+    calls = []
     with flash_on_cpu(calls), torch.no_grad():
         PackedGroups(lm, *where, group_ids).hidden(lm)
     prompts = [4, 9, 1, 12]
@@ -156,7 +166,10 @@ def test_the_flash_kernel_gets_no_padding(models):
 
 
 def test_padding_at_the_end_of_a_row_is_a_sequence_of_its_own():
-    """A multiple that sequence parallelism asks for. Nothing else sees it, and it sees something finite."""
+    """A multiple that sequence parallelism asks for.
+
+    Nothing else sees it, and it sees something finite.
+    """
     spans = _spans([2, 3], [1, 0, 4], [1, 0, 0], 2)
     assert spans == [((0, 2),), ((2, 5),), ((2, 5), (5, 6)), ((0, 2), (6, 10)), ((10, 12),)]
     query, key, value = torch.randn(3, 12, 1, 2, 8, dtype=torch.float64)
@@ -179,19 +192,20 @@ def test_a_prompts_gradient_is_added_up_in_float32():
 
 
 def test_responses_do_not_see_each_other(models):
-    lm, (sequences, *lengths, group_ids) = models["llama"], BATCHES["ragged"]
+    lm = models["llama"]
+    sequences, *lengths, group_ids = BATCHES["ragged"]
     other = sequences.clone()
     other[1, 4:] = 9  # the second response to the first prompt
-    found = []
+    log_probs = []
     with torch.no_grad():
         for tokens in (sequences, other):
             layout = PackedGroups(lm, tokens, *lengths, group_ids)
-            found.append(
+            log_probs.append(
                 response_scores(layout, layout.hidden(lm), lm, 1.0, 30, chunk_tokens=64).log_probs
             )
     rest = [row for row in range(len(sequences)) if row != 1]
-    assert torch.equal(found[0][rest], found[1][rest])
-    assert not torch.equal(found[0][1], found[1][1])
+    assert torch.equal(log_probs[0][rest], log_probs[1][rest])
+    assert not torch.equal(log_probs[0][1], log_probs[1][1])
 
 
 def test_different_prompts_in_a_group_are_refused(models):

@@ -1,4 +1,4 @@
-"""Reward models whose head has another name or two layers, against the module that it was saved from."""
+"""Reward models whose head has another name or two layers, against the module that was saved."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def two_layers(activation: nn.Module) -> nn.Sequential:
 
 
 def write_head(folder: Path, name: str, module: nn.Module, **config: Any) -> Path:
-    """Put a head in the place of a classifier's `score.weight`; its weights are random by its name."""
+    """Put a head in the place of a classifier's `score.weight`.
+
+    Its random weights are seeded by its name.
+    """
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
         for parameter in module.parameters():
@@ -146,7 +149,7 @@ def test_a_bias_that_transformers_leaves_out_is_a_choice(folder, mesh):
 
 class TestTwoLayers:
     def test_of_qwens_reward_models(self, tmp_path, mesh):
-        """The class's head is Linear, ReLU, Linear: modeling_qwen2_rm.py of Qwen/Qwen2.5-Math-RM-72B."""
+        """The head is Linear, ReLU, Linear: modeling_qwen2_rm.py of Qwen/Qwen2.5-Math-RM-72B."""
         folder = classifier_folder(tmp_path / "rm", "qwen2", 1, pad_token_id=None)
         module = two_layers(nn.ReLU())
         write_head(folder, "score", module, architectures=["Qwen2ForRewardModel"])

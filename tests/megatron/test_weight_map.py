@@ -1,4 +1,4 @@
-"""The table of weights: over all ranks every element has one place, for any shape and any number of ranks."""
+"""The table of weights: over all ranks every element has one place, for any shape."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def test_every_element_has_one_place_and_comes_back(shape):
 
 
 def test_groups_are_interleaved_as_megatron_has_them():
-    """6 query heads in 3 groups on two ranks, one row a head: q q k v of each group, and a group of zeros."""
+    """6 query heads in 3 groups on two ranks, one row a head.
+
+    Each group is q q k v; the last one is zeros.
+    """
     raw = {
         "model_type": "llama",
         "vocab_size": 4,
@@ -95,7 +98,7 @@ def test_groups_are_interleaved_as_megatron_has_them():
     arch = dataclasses.replace(arch, head_size=1)  # no model has this; a row is then a head
     rows = {row.hf.split(".")[-2]: row for row in weight_map(arch, 2) if "proj" in row.hf}
     sources = {"q_proj": [1, 2, 3, 4, 5, 6], "k_proj": [10, 20, 30], "v_proj": [100, 200, 300]}
-    found = []
+    parameters = []
     for rank in (0, 1):
         parameter = torch.zeros(8, 1, dtype=torch.long)
         for name, values in sources.items():
@@ -103,8 +106,8 @@ def test_groups_are_interleaved_as_megatron_has_them():
             rows[name].place(parameter, rank).copy_(
                 rows[name].like_place(torch.tensor(values)[start:end, None])
             )
-        found.append(parameter[:, 0].tolist())
-    assert found == [[1, 2, 10, 100, 3, 4, 20, 200], [5, 6, 30, 300, 0, 0, 0, 0]]
+        parameters.append(parameter[:, 0].tolist())
+    assert parameters == [[1, 2, 10, 100, 3, 4, 20, 200], [5, 6, 30, 300, 0, 0, 0, 0]]
     gate = rows["gate_proj"]
     up = rows["up_proj"]
     assert gate.part(1) == (1, 2)
