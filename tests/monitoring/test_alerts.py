@@ -1,4 +1,4 @@
-"""Every rule of the alerts on a series with its fault and on a healthy one, and what a run makes of it."""
+"""Every rule of the alerts on a faulty series and on a healthy one, and its effect on a run."""
 
 from __future__ import annotations
 
@@ -163,13 +163,13 @@ def test_a_healthy_run_is_met_with_silence(seed):
 )
 def test_each_fault_is_said_once_and_in_time(name, change, within):
     alert_rules = AlertRules()
-    found = [
+    steps = [
         step
         for kind, step in said(alert_rules, with_fault(change, START + within + 20))
         if kind == name
     ]
-    assert len(found) == 1
-    assert START <= found[0] < START + within
+    assert len(steps) == 1
+    assert START <= steps[0] < START + within
     (alert,) = [alert for alert in alert_rules.alerts if alert.kind == name]
     assert f"docs/alerts.md#{name}" in alert.text
     assert "nan" not in alert.text
@@ -284,9 +284,9 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
         monitor._log({"skipped_step": float(step in (3, 4)), "rewards": 1.0}, step, "train/")
         monitor.commit(step)
         monitor.commit(step)  # as a stop does once more
-        found = read_status(tmp_path)
-        assert found
-        assert set(found.alerts) == ({"skipped"} if step in (3, 4) else set())
+        status_of_run = read_status(tmp_path)
+        assert status_of_run
+        assert set(status_of_run.alerts) == ({"skipped"} if step in (3, 4) else set())
     assert calls == [("skipped", 3)]
     assert (
         capsys.readouterr().out.count(
@@ -314,7 +314,10 @@ class TestARun:
     STOPS = ("alerts.rules.constant_reward=stop", f"{RL}.max_epochs=5", f"{RL}.save_interval=0")
 
     def test_a_planted_failure_stops_it_once_its_state_is_saved(self, tmp_path, mesh, capsys):
-        """The reward dies after two steps; resumed, the run goes on without stopping for the same again."""
+        """The reward dies after two steps.
+
+        The resumed run does not stop for the same reason again.
+        """
         calls = []
 
         def dies(ids: list[int]) -> float:
@@ -360,13 +363,13 @@ def steps_of(rule: str, lines: Iterable[Mapping[str, float | None]]) -> list[int
     """Return the steps, from 1, at which a rule speaks of these lines."""
     alert_rules = AlertRules()
     base = {"rewards": 1.0, "reward_deviation": 0.5}
-    found = []
+    spoken = []
     for step, values in enumerate(lines, 1):
         line = {"step": step} | {
             f"train/{name}": value for name, value in {**base, **values}.items()
         }
-        found += [step for alert in alert_rules.look(line) if alert.kind == rule]
-    return found
+        spoken += [step for alert in alert_rules.look(line) if alert.kind == rule]
+    return spoken
 
 
 class TestThresholds:
@@ -478,7 +481,7 @@ class TestThresholds:
     @pytest.mark.parametrize("name", list(GAP_LIMITS))
     @pytest.mark.parametrize(("factor", "speaks"), [(0.99, False), (1.01, True)])
     def test_a_gap_between_trainer_and_generator(self, name, factor, speaks):
-        usual = {one: 0.5 * limit for one, limit in GAP_LIMITS.items()}
+        usual = {gap: 0.5 * limit for gap, limit in GAP_LIMITS.items()}
         lines = [{**usual, name: factor * GAP_LIMITS[name]}] * 3
         assert bool(steps_of("generator_gap", lines)) is speaks
 

@@ -1,4 +1,4 @@
-"""Back ends: TensorBoard's, wandb's, SwanLab's and MLflow's own files read back, alone and of whole runs."""
+"""Back ends: the files of TensorBoard, wandb, SwanLab and MLflow, alone and of whole runs."""
 
 from __future__ import annotations
 
@@ -199,8 +199,8 @@ def test_a_wandb_server_that_hangs_does_not_delay_the_exit(tmp_path, monkeypatch
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         command = [sys.executable, "-c", code, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
-    told, ended = done.stdout.splitlines()
-    assert "logger wandb: failed" in told
+    message, ended = done.stdout.splitlines()
+    assert "logger wandb: failed" in message
     assert time.time() - float(ended) < 8
 
 
@@ -231,13 +231,13 @@ def test_mlflow_keeps_a_run_in_files_and_goes_on_with_it(tmp_path):
         logger.finalize(status)
     client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
     place = client.get_experiment_by_name("reinforce_rl")
-    (found,) = client.search_runs([place.experiment_id])
-    assert found.info.status == "FAILED"
-    assert found.info.run_name == "reinforce"
-    past = client.get_metric_history(found.info.run_id, "train/rewards")
+    (mlflow_run,) = client.search_runs([place.experiment_id])
+    assert mlflow_run.info.status == "FAILED"
+    assert mlflow_run.info.run_name == "reinforce"
+    past = client.get_metric_history(mlflow_run.info.run_id, "train/rewards")
     assert [(point.step, point.value) for point in past] == [(1, 0.1), (2, 0.2)] * 2
-    assert "train/grad_norm" not in found.data.metrics
-    folder = Path(found.info.artifact_uri.removeprefix("file://"))
+    assert "train/grad_norm" not in mlflow_run.data.metrics
+    folder = Path(mlflow_run.info.artifact_uri.removeprefix("file://"))
     assert json.loads((folder / "validation" / "step_00002.json").read_text())["data"][1] == [
         "so",
         "",
@@ -262,7 +262,8 @@ def test_other_runs_are_not_continued(tmp_path):
 
 
 def silent_config(folder: Path, **manager) -> TrainConfig:
-    return TrainConfig(exp_manager={"explicit_log_dir": str(folder), **manager})  # type: ignore[arg-type]
+    values = {"explicit_log_dir": str(folder), **manager}
+    return TrainConfig(exp_manager=values)  # type: ignore[arg-type]
 
 
 def wandb_run(folder: Path):
@@ -430,8 +431,8 @@ class TestRuns:
         (tmp_path / "logged").mkdir()
         logged = run(tmp_path / "logged", mesh, *keys, f"{MANAGER}.loggers=[wandb,mlflow]")
         assert [without_times(line) for line in logged] == [without_times(line) for line in plain]
-        told = [line for line in capsys.readouterr().out.splitlines() if "logger " in line]
-        assert sorted(line.split(";")[0] for line in told) == [
+        messages = [line for line in capsys.readouterr().out.splitlines() if "logger " in line]
+        assert sorted(line.split(";")[0] for line in messages) == [
             "logger mlflow: failed (TimeoutError: no answer). The run goes on",
             "logger wandb: failed (ConnectionError: no route to host). The run goes on",
         ]
@@ -450,12 +451,14 @@ class TestRuns:
         }
         assert metrics_of(tmp_path) == list(lines.values())
         client = mlflow.MlflowClient((tmp_path / "run" / "mlruns").as_uri())
-        (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
-        past = client.get_metric_history(found.info.run_id, "train/response_lengths")
+        (mlflow_run,) = client.search_runs(
+            [client.get_experiment_by_name("reinforce_rl").experiment_id]
+        )
+        past = client.get_metric_history(mlflow_run.info.run_id, "train/response_lengths")
         assert {point.step: point.value for point in past} == {
             s: lines[s]["train/response_lengths"] for s in (1, 2, 3)
         }
-        folder = Path(found.info.artifact_uri.removeprefix("file://"))
+        folder = Path(mlflow_run.info.artifact_uri.removeprefix("file://"))
         assert sorted(path.name for path in (folder / "rollouts").iterdir()) == [
             "step_00001.json",
             "step_00003.json",
@@ -471,8 +474,10 @@ class TestRuns:
         run(tmp_path, mesh, *keys, f"{RL}.max_steps=1", rm=lambda ids: 0.0)
         run(tmp_path, mesh, *keys, f"{RL}.max_steps=4", rm=lambda ids: 1.0)
         client = mlflow.MlflowClient((tmp_path / "run" / "mlruns").as_uri())
-        (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
-        alerts = Path(found.info.artifact_uri.removeprefix("file://")) / "alerts"
+        (mlflow_run,) = client.search_runs(
+            [client.get_experiment_by_name("reinforce_rl").experiment_id]
+        )
+        alerts = Path(mlflow_run.info.artifact_uri.removeprefix("file://")) / "alerts"
         names = sorted(
             path.name for path in alerts.iterdir() if path.stem.endswith(("no_spread", "solved"))
         )
@@ -485,8 +490,10 @@ class TestRuns:
         with pytest.raises(RewardServerError):
             run(tmp_path, mesh, f"{MANAGER}.loggers=[mlflow]", rm=lambda ids: math.nan)
         client = mlflow.MlflowClient((tmp_path / "run" / "mlruns").as_uri())
-        (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
-        assert found.info.status == "FAILED"
-        (alert,) = (Path(found.info.artifact_uri.removeprefix("file://")) / "alerts").iterdir()
+        (mlflow_run,) = client.search_runs(
+            [client.get_experiment_by_name("reinforce_rl").experiment_id]
+        )
+        assert mlflow_run.info.status == "FAILED"
+        (alert,) = (Path(mlflow_run.info.artifact_uri.removeprefix("file://")) / "alerts").iterdir()
         assert alert.name == "step_00000 failed.txt"
         assert "max_failed_fraction" in alert.read_text()

@@ -48,8 +48,10 @@ def make_run(
                 RolloutRow(step, i, 0, f"{file}{i}", "r", rewards[i], "stop", 3) for i in prompts
             ]
             write_rows(folder, step, rows, "validation")
-            found = reward + step / 10 if reward == reward else 9.0 if step == 2 else step * lr
-            logger.log_metrics({"rewards": found}, step, "val/")
+            validation_reward = (
+                reward + step / 10 if reward == reward else 9.0 if step == 2 else step * lr
+            )
+            logger.log_metrics({"rewards": validation_reward}, step, "val/")
             logger.log_metrics({"rewards_accuracy": step / 4, "hard/rewards": 0.25}, step, "val/")
         logger.log_metrics({"rewards": step * lr}, step, "train/")
         logger.commit(step)
@@ -57,7 +59,7 @@ def make_run(
 
 
 def cells(table: dict, row: str) -> list[str]:
-    return next(found[1:] for found in table["rows"] if found[0] == row)
+    return next(cells_of_row[1:] for cells_of_row in table["rows"] if cells_of_row[0] == row)
 
 
 def test_settings_metrics_and_the_paired_difference(tmp_path):
@@ -77,7 +79,8 @@ def test_settings_metrics_and_the_paired_difference(tmp_path):
     mean = statistics.fmean(differences)
     assert paired["rows"][0][:-1] == ["b - a", f"+{mean:.3f} ± {error:.3f}", "4", "step 4"]
     assert paired["rows"][0][-1] == (
-        "0.275 -> 0.875: +0.600 ± 0.258 on the same 4 prompts (p = 0.103): indistinguishable from noise; this many "
+        "0.275 -> 0.875: +0.600 ± 0.258 on the same 4 prompts (p = 0.103): indistinguishable from "
+        "noise; this many "
         "prompts can detect gains of 1.074 or more; detecting 0.600 needs about 8"
     )
     assert "One run a side: this says nothing about other seeds." in paired["note"]
@@ -126,14 +129,14 @@ def make_sides(
     tmp_path, first: dict[int, float], last: dict[int, float], validated=(0, 2, 4)
 ) -> dict[str, RunFolder]:
     """Runs by seed of two learning rates, with their validation reward before the first step."""
-    found = {}
+    runs = {}
     for side, lr, seeds in (("a", 1.0, first), ("b", 2.0, last)):
         for seed, reward in seeds.items():
             folder = tmp_path / f"{side}{seed}"
-            found[folder.name] = RunFolder(
+            runs[folder.name] = RunFolder(
                 make_run(folder, lr, [0.1] * 4, validated, seed=seed, reward=reward)
             )
-    return found
+    return runs
 
 
 def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
@@ -151,8 +154,10 @@ def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
         "step 4",
     ]
     assert row[-1] == (
-        f"0.600 -> 0.750: +0.150 ± {error:.3f} on the same 3 seeds (p = 0.095): indistinguishable from noise; "
-        f"this many seeds can detect gains of {(4.3027 + 1.0607) * error:.3f} or more; detecting 0.150 needs about 5"
+        f"0.600 -> 0.750: +0.150 ± {error:.3f} on the same 3 seeds (p = 0.095): indistinguishable "
+        "from noise; "
+        f"this many seeds can detect gains of {(4.3027 + 1.0607) * error:.3f} or more; detecting "
+        "0.150 needs about 5"
     )
     assert [row[0] for row in paired["rows"]] == ["b1 - a1", "b2 - a2", "b3 - a3"], (
         "prompts are paired within a seed"
@@ -201,9 +206,9 @@ def test_sides_that_are_named_may_have_equal_settings(tmp_path, monkeypatch):
     assert "new/a1 and 2 more - a1 and 2 more" in said.output
     assert said.output == compare(new, against=old)
     assert (
-        "0.600 -> 1.067: +0.467 ± 0.033 on the same 3 seeds (p = 0.005): a real gain at the 5 % level"
-        in said.output
-    )
+        "0.600 -> 1.067: +0.467 ± 0.033 on the same 3 seeds (p = 0.005): a real gain at the 5 % "
+        "level"
+    ) in said.output
     assert (tmp_path / "a.html").is_file()
     alone = tables({name: RunFolder(path) for name, path in zip(runs, old, strict=True)})
     assert len(alone) == 3

@@ -34,10 +34,14 @@ from reinforce_rl.runtime.status import StatusFile
 
 CHROMIUM = "/usr/bin/chromium"
 OPTIONS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking "
     "--disable-component-update --disable-sync"
 )
-EVIL = "</script></textarea><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><b>bold</b>"
+EVIL = (
+    "</script></textarea><script>window.hacked = 1</script><img src=x onerror='window.hacked = "
+    "1'><b>bold</b>"
+)
 SECONDS = 60.0
 
 
@@ -58,7 +62,7 @@ def make_run(folder: Path, steps: int = 20, lr: float = 1e-5, gain: float = 1.0)
 def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = False) -> None:
     logger = JsonlLogger(folder / "metrics.jsonl", resume_step=10**6)
 
-    def row(prompt: int, sample: int, **more: Any) -> RolloutRow:
+    def row(prompt: int, sample: int, **fields: Any) -> RolloutRow:
         text = f"answer {prompt} of step {step} {EVIL}"
         return RolloutRow(
             step,
@@ -66,10 +70,10 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
             sample,
             f"question {prompt}?",
             text,
-            more.pop("reward"),
+            fields.pop("reward"),
             "stop",
             5 + prompt,
-            **more,
+            **fields,
         )
 
     if validates:
@@ -97,7 +101,10 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
 
 
 def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
-    """Tokens "an", "<b>", "swer", "an", ...: the policy finds "<b>" likelier than the generator did."""
+    """Tokens "an", "<b>", "swer", "an", ...
+
+    The policy finds "<b>" likelier than the generator did.
+    """
     lengths = np.array([row.response_length for row in rows])
     ids = np.concatenate([np.arange(length) % 3 for length in lengths])
     policy = np.full(len(ids), -1.0)
@@ -113,10 +120,8 @@ def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
 @contextlib.contextmanager
 def dashboard(folder: Path) -> Iterator[int]:
     """A dashboard in a thread of its own, on a free port."""
-    loop, runner = (
-        asyncio.new_event_loop(),
-        web.AppRunner(Dashboard(folder).application(), shutdown_timeout=1.0),
-    )
+    loop = asyncio.new_event_loop()
+    runner = web.AppRunner(Dashboard(folder).application(), shutdown_timeout=1.0)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
@@ -144,8 +149,8 @@ def results(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(results) -> Iterator[int]:
-    with dashboard(results) as found:
-        yield found
+    with dashboard(results) as free_port:
+        yield free_port
 
 
 def ask(
@@ -162,11 +167,11 @@ def ask(
 
 class TestServer:
     def test_runs_and_one_of_them(self, port):
-        _, found, _ = ask(port, "/api/runs")
-        assert [run["name"] for run in found["runs"]] == ["grid/lr <script>", "first"], (
+        _, listed, _ = ask(port, "/api/runs")
+        assert [run["name"] for run in listed["runs"]] == ["grid/lr <script>", "first"], (
             "the newest first"
         )
-        assert {(run["state"], run["step"], run["reward"]) for run in found["runs"]} == {
+        assert {(run["state"], run["step"], run["reward"]) for run in listed["runs"]} == {
             ("finished", 20, 2.0),
             ("finished", 20, 4.0),
         }
@@ -178,11 +183,11 @@ class TestServer:
         assert ask(port, "/api/run?name=first&stamp=other")[0] == 200
 
     def test_samples_of_a_step_and_of_a_prompt(self, port):
-        _, found, _ = ask(port, "/api/samples?name=first&kind=rollouts&step=3")
-        assert found["total"] == 90
-        assert found["rows"][4]["response"] == f"answer 1 of step 3 {EVIL}"
-        _, found, _ = ask(port, "/api/prompt?name=first&kind=validation&prompt=2")
-        assert [row["response"].partition(" <")[0] for row in found["rows"]] == [
+        _, answer, _ = ask(port, "/api/samples?name=first&kind=rollouts&step=3")
+        assert answer["total"] == 90
+        assert answer["rows"][4]["response"] == f"answer 1 of step 3 {EVIL}"
+        _, answer, _ = ask(port, "/api/prompt?name=first&kind=validation&prompt=2")
+        assert [row["response"].partition(" <")[0] for row in answer["rows"]] == [
             f"answer 2 of step {step}" for step in (0, 10, 20)
         ]
 
@@ -190,9 +195,9 @@ class TestServer:
         assert ask(port, "/api/samples?name=first&kind=rollouts&step=2")[1]["columns"] == []
         columns = ask(port, "/api/samples?name=first&kind=rollouts&step=3")[1]["columns"]
         assert set(columns) == {"token_texts", "policy_log_probs", "generator_log_probs"}
-        _, found, _ = ask(port, "/api/tokens?name=first&kind=rollouts&step=3&prompt=2")
-        assert found["tokens"].keys() == {"2 0", "2 1", "2 2"}
-        of_one = found["tokens"]["2 1"]
+        _, answer, _ = ask(port, "/api/tokens?name=first&kind=rollouts&step=3&prompt=2")
+        assert answer["tokens"].keys() == {"2 0", "2 1", "2 2"}
+        of_one = answer["tokens"]["2 1"]
         assert of_one["token_texts"] == ["an", "<b>", "swer", "an", "<b>", "swer", "an"]
         assert of_one["generator_log_probs"] == [-1.0, -1.5, -0.75, -1.0, -1.5, -0.75, -1.0]
 
@@ -223,8 +228,8 @@ class TestServer:
         ],
     )
     def test_faults_and_paths_that_lead_out(self, port, path, status, key, said):
-        found, answer, _ = ask(port, path)
-        assert found == status
+        answer_status, answer, _ = ask(port, path)
+        assert answer_status == status
         assert answer.get("key", "") == key
         assert said in answer["error"]
 
@@ -263,17 +268,20 @@ class TestServer:
         make_run(tmp_path / "good", steps=1)
         (tmp_path / "bad").mkdir()
         (tmp_path / "bad" / "metrics.jsonl").write_text('{"step": 1}\n{"step": "two"}\n')
-        code = "import sys; from reinforce_rl.monitoring.dashboard import serve; serve(sys.argv[1], port=0)"
+        code = (
+            "import sys; from reinforce_rl.monitoring.dashboard import serve; "
+            "serve(sys.argv[1], port=0)"
+        )
         command = [sys.executable, "-c", code, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
                 port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])
                 assert {run["name"] for run in ask(port, "/api/runs")[1]["runs"]} == {"good", "bad"}
-                status, found, _ = ask(port, "/api/run?name=bad")
+                status, answer, _ = ask(port, "/api/run?name=bad")
                 assert status == 404
-                assert found["key"] == "metrics.line.invalid"
-                assert "line 2" in found["error"]
+                assert answer["key"] == "metrics.line.invalid"
+                assert "line 2" in answer["error"]
                 assert ask(port, "/api/run?name=good")[0] == 200
                 process.send_signal(signal.SIGINT)
                 assert process.wait(SECONDS) == 0
@@ -286,7 +294,10 @@ class TestServer:
     )
     def test_the_address_that_it_prints_is_its_own(self, tmp_path, host, shown):
         make_run(tmp_path / "good", steps=1)
-        code = "import sys; from reinforce_rl.monitoring.dashboard import serve; serve(*sys.argv[1:], port=0)"
+        code = (
+            "import sys; from reinforce_rl.monitoring.dashboard import serve; "
+            "serve(*sys.argv[1:], port=0)"
+        )
         command = [sys.executable, "-c", code, str(tmp_path), host]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
@@ -318,7 +329,10 @@ def browser() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def opened(browser, address: str, width: int = 1200, **options: Any) -> Iterator[Any]:
-    """A page, fully drawn, that must end without a message on its console or a response's markup at work."""
+    """Open a page and draw it fully.
+
+    It must end without a message on its console, and no response's markup may be at work.
+    """
     said: list[str] = []
     context = browser.new_context(viewport={"width": width, "height": 800}, **options)
     context.set_default_timeout(1000 * SECONDS)

@@ -297,7 +297,10 @@ dashboard.serve(sys.argv[1], port=0)
 
 
 def test_a_long_run_is_answered_with_what_has_been_read(tmp_path, monkeypatch):
-    """Whole lines arrive a little at a time, and the page's stamp changes until all of them are there."""
+    """Whole lines arrive a little at a time.
+
+    The page's stamp changes until all of them are there.
+    """
     monkeypatch.setattr(dashboard_module, "_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(dashboard_module, "_SLICE_SECONDS", 0.01)
     run = tmp_path / "run"

@@ -1,4 +1,7 @@
-"""Loggers: no step twice through kills and resumes, several as one, and back ends that fail, hang or fall behind."""
+"""Loggers: no step twice through kills and resumes, and several as one.
+
+Back ends may fail, hang or fall behind.
+"""
 
 from __future__ import annotations
 
@@ -207,17 +210,17 @@ class Recorder:
 
 
 def test_loggers_pass_everything_on_and_are_a_logger():
-    one = Recorder()
-    two = Recorder()
-    both = Loggers([one, two])
+    first = Recorder()
+    second = Recorder()
+    both = Loggers([first, second])
     assert isinstance(both, MetricLogger)
     both.log_metrics({"rewards": 1.0}, 3, "val/")
     both.log_table("samples", [{"a": 1}], 3)
     both.alert("diverged", "of nothing", 3, "ERROR")
     both.commit(3)
     both.finalize("failed")
-    assert one.calls == two.calls
-    assert one.calls == [
+    assert first.calls == second.calls
+    assert first.calls == [
         ("metrics", {"rewards": 1.0}, 3, "val/"),
         ("table", "samples", [{"a": 1}], 3),
         ("alert", "diverged", "of nothing", 3, "ERROR"),
@@ -227,18 +230,19 @@ def test_loggers_pass_everything_on_and_are_a_logger():
 
 
 def test_loggers_close_the_others_when_one_cannot_be_closed():
-    one = Recorder(fails=True)
-    two = Recorder()
+    failing = Recorder(fails=True)
+    healthy = Recorder()
     with pytest.raises(OSError, match="disk full"):
-        Loggers([one, two]).finalize()
-    assert two.calls == [("finalize", "success")]
+        Loggers([failing, healthy]).finalize()
+    assert healthy.calls == [("finalize", "success")]
 
 
 class TestDetached:
     def test_calls_arrive_in_order(self):
         recorder = Recorder()
-        told = []
-        logger = Detached("wandb", lambda: recorder, told.append)  # type: ignore[arg-type, return-value]
+        messages = []
+        start = lambda: recorder  # noqa: E731
+        logger = Detached("wandb", start, messages.append)  # type: ignore[arg-type]
         values = {"rewards": 1.0}
         logger.log_metrics(values, 3, "val/")
         values["rewards"] = 2.0  # the caller's own, afterwards
@@ -251,23 +255,23 @@ class TestDetached:
             ("commit", 3),
             ("finalize", "failed"),
         ]
-        assert told == []
+        assert messages == []
 
     @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(1)])
     def test_a_back_end_that_cannot_start_is_told_once(self, error):
-        told: list[str] = []
+        messages: list[str] = []
 
         def start() -> MetricLogger:
             raise error
 
-        logger = Detached("wandb", start, told.append)
+        logger = Detached("wandb", start, messages.append)
         for step in range(loggers.QUEUED_CALLS + 5):
             logger.commit(step)
         logger.finalize()
-        assert len(told) == 1
-        assert "logger wandb: failed" in told[0]
-        assert str(error) in told[0]
-        assert "metrics.jsonl" in told[0]
+        assert len(messages) == 1
+        assert "logger wandb: failed" in messages[0]
+        assert str(error) in messages[0]
+        assert "metrics.jsonl" in messages[0]
 
     def test_a_back_end_that_fails_is_asked_again_and_told_once(self):
         class Flaky(Recorder):
@@ -277,21 +281,22 @@ class TestDetached:
                     raise TimeoutError("no answer")
 
         flaky = Flaky(fails=True)
-        told = []
-        logger = Detached("mlflow", lambda: flaky, told.append)  # type: ignore[arg-type, return-value]
+        messages = []
+        start = lambda: flaky  # noqa: E731
+        logger = Detached("mlflow", start, messages.append)  # type: ignore[arg-type]
         for step in (1, 2, 3):
             logger.commit(step)
         logger.finalize()
         assert [call[1] for call in flaky.calls] == [1, 2, 3, "success"]
-        assert len(told) == 1
-        assert "mlflow: failed (TimeoutError: no answer)" in told[0]
+        assert len(messages) == 1
+        assert "mlflow: failed (TimeoutError: no answer)" in messages[0]
 
     @pytest.mark.parametrize("where", ["start", "commit", "finalize"])
     def test_one_that_hangs_neither_blocks_nor_is_waited_for(self, where, monkeypatch):
         monkeypatch.setattr(loggers, "QUEUED_CALLS", 3)
         monkeypatch.setattr(loggers, "CLOSE_SECONDS", 0.2)
         freed = threading.Event()
-        told = []
+        messages = []
 
         class Hanging(Recorder):
             def commit(self, step):
@@ -304,42 +309,45 @@ class TestDetached:
             freed.wait(60) if where == "start" else None
             return Hanging()
 
-        logger = Detached("swanlab", start, told.append)
+        logger = Detached("swanlab", start, messages.append)
         for step in range(1 if where == "finalize" else 20):
             logger.commit(step)
         logger.finalize()
-        assert len(told) == 1
-        assert ("left behind" if where == "finalize" else "does not keep up: 3 calls wait") in told[
-            0
-        ]
+        assert len(messages) == 1
+        assert (
+            "left behind" if where == "finalize" else ("does not keep up: 3 calls wait")
+        ) in messages[0]
         freed.set()
 
     def test_a_long_call_is_told_before_the_queue_is_full(self, monkeypatch):
         monkeypatch.setattr(loggers, "CALL_SECONDS", 0.0)
-        entered, freed, told = threading.Event(), threading.Event(), []
+        entered = threading.Event()
+        freed = threading.Event()
+        messages = []
 
         class Slow(Recorder):
             def commit(self, step):
                 entered.set()
                 freed.wait(60)
 
-        logger = Detached("wandb", Slow, told.append)  # type: ignore[arg-type]
+        logger = Detached("wandb", Slow, messages.append)  # type: ignore[arg-type]
         logger.commit(1)
         assert entered.wait(60)
         logger.commit(2)
-        assert len(told) == 1
-        assert "has been in one call" in told[0]
+        assert len(messages) == 1
+        assert "has been in one call" in messages[0]
         freed.set()
         logger.finalize()
 
     def test_one_that_is_idle_for_long_is_no_long_call(self, monkeypatch):
         recorder = Recorder()
-        told = []
-        logger = Detached("wandb", lambda: recorder, told.append)  # type: ignore[arg-type, return-value]
+        messages = []
+        start = lambda: recorder  # noqa: E731
+        logger = Detached("wandb", start, messages.append)  # type: ignore[arg-type]
         logger.commit(1)
         while len(recorder.calls) < 1 or logger._busy_since is not None:
             threading.Event().wait(0.01)
         monkeypatch.setattr(loggers, "CALL_SECONDS", 0.0)
         logger.commit(2)
         logger.finalize()
-        assert told == []
+        assert messages == []

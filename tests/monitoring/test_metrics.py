@@ -1,4 +1,4 @@
-"""The numbers of a step: over samples, groups and ranks; who is slowest in which phase, and when that is said."""
+"""The numbers of a step over samples, groups and ranks, and the slowest rank of each phase."""
 
 from __future__ import annotations
 
@@ -103,54 +103,54 @@ BATCH = scored(
 
 class TestRolloutMeans:
     def test_by_hand(self):
-        found = reduce_metrics(rollout_means(BATCH), alone)
+        means = reduce_metrics(rollout_means(BATCH), alone)
         # A failed sample is no reward of 0; one that was left out for another reason was scored.
-        assert found["rewards"] == pytest.approx(statistics.mean([1, 3, 5, 5, 9]))
-        assert found["reward_deviation"] == pytest.approx(statistics.stdev([1, 3, 5, 5, 9]))
-        assert found["rewards_one"] == pytest.approx(statistics.mean([2, 4, 6, 6, 10]))
-        assert found["fraction_of_samples_scored"] == pytest.approx(5 / 6)
-        assert found["fraction_of_samples_valid"] == pytest.approx(4 / 6)
-        assert found["fraction_of_samples_properly_ended"] == 0.5
-        assert found["response_lengths"] == 2.0
-        assert found["prompt_lengths"] == pytest.approx(10 / 6)
+        assert means["rewards"] == pytest.approx(statistics.mean([1, 3, 5, 5, 9]))
+        assert means["reward_deviation"] == pytest.approx(statistics.stdev([1, 3, 5, 5, 9]))
+        assert means["rewards_one"] == pytest.approx(statistics.mean([2, 4, 6, 6, 10]))
+        assert means["fraction_of_samples_scored"] == pytest.approx(5 / 6)
+        assert means["fraction_of_samples_valid"] == pytest.approx(4 / 6)
+        assert means["fraction_of_samples_properly_ended"] == 0.5
+        assert means["response_lengths"] == 2.0
+        assert means["prompt_lengths"] == pytest.approx(10 / 6)
 
     def test_nothing_scored_is_nan_and_not_0(self):
         nothing = replace(BATCH, rewards=torch.full((6,), NAN), source_rewards={})
-        found = reduce_metrics(rollout_means(nothing), alone)
-        assert math.isnan(found["rewards"])
-        assert math.isnan(found["reward_deviation"])
-        assert found["fraction_of_samples_scored"] == 0.0
+        means = reduce_metrics(rollout_means(nothing), alone)
+        assert math.isnan(means["rewards"])
+        assert math.isnan(means["reward_deviation"])
+        assert means["fraction_of_samples_scored"] == 0.0
 
 
 class TestReinforceMeans:
     def test_by_hand(self):
-        found = reduce_metrics(reinforce_means(trained(BATCH)), alone)
+        means = reduce_metrics(reinforce_means(trained(BATCH)), alone)
         valid = [0, 1, 3, 4]
         trains = [1, 3, 4]
         for name, factor in (("init_policy_kl", 1), ("rewards_with_kl", 2), ("baseline", 3)):
-            assert found[name] == pytest.approx(factor * statistics.mean(valid)), name
-        assert found["advantage_mean"] == pytest.approx(statistics.mean(i - 2 for i in trains))
-        assert found["advantage_deviation"] == pytest.approx(
+            assert means[name] == pytest.approx(factor * statistics.mean(valid)), name
+        assert means["advantage_mean"] == pytest.approx(statistics.mean(i - 2 for i in trains))
+        assert means["advantage_deviation"] == pytest.approx(
             statistics.stdev(i - 2 for i in trains)
         )
-        assert found["advantage_magnitude"] == pytest.approx(
+        assert means["advantage_magnitude"] == pytest.approx(
             statistics.mean(abs(i - 2) for i in valid)
         )
-        assert found["fraction_of_samples_trained"] == 0.5
-        assert found["reward_group_deviation"] == pytest.approx(
+        assert means["fraction_of_samples_trained"] == 0.5
+        assert means["reward_group_deviation"] == pytest.approx(
             statistics.mean([math.sqrt(2), 0.0])
         )
-        assert found["fraction_of_groups_without_spread"] == 0.5
+        assert means["fraction_of_groups_without_spread"] == 0.5
 
     def test_every_estimate_of_the_kl(self):
-        found = reduce_metrics(reinforce_means(trained(BATCH)), alone)
+        means = reduce_metrics(reinforce_means(trained(BATCH)), alone)
         assert BATCH.log_probs is not None
         assert BATCH.init_log_probs is not None
         for name in KL_ESTIMATORS:
             values = sequence_kl(
                 BATCH.log_probs, BATCH.init_log_probs, BATCH.response_mask, estimator=name
             )
-            assert found[f"kl_{name}"] == pytest.approx(values[BATCH.valid].mean().item())
+            assert means[f"kl_{name}"] == pytest.approx(values[BATCH.valid].mean().item())
         without = reduce_metrics(
             reinforce_means(trained(replace(BATCH, init_log_probs=None))), alone
         )
@@ -203,19 +203,19 @@ class TestTakeMeans:
         for ranks in (2, 3, 4):
             parts = []
             for rank in range(ranks):
-                own = (torch.tensor(groups).long() % ranks == rank).nonzero()[:, 0]
-                rollouts = batch.rollouts.select(own)
+                local_rows = (torch.tensor(groups).long() % ranks == rank).nonzero()[:, 0]
+                rollouts = batch.rollouts.select(local_rows)
                 part = ReinforceBatch(
                     rollouts,
-                    batch.kl[own],
-                    batch.rewards_with_kl[own],
-                    batch.baseline[own],
-                    batch.advantages[own, : rollouts.width],
-                    batch.trains[own],
+                    batch.kl[local_rows],
+                    batch.rewards_with_kl[local_rows],
+                    batch.baseline[local_rows],
+                    batch.advantages[local_rows, : rollouts.width],
+                    batch.trains[local_rows],
                 )
                 parts.append({**rollout_means(part.rollouts), **reinforce_means(part)})
-            found = [reduce_metrics(part, lambda _, parts=parts: parts) for part in parts]
-            for means in found:
+            means_of_ranks = [reduce_metrics(part, lambda _, parts=parts: parts) for part in parts]
+            for means in means_of_ranks:
                 assert means == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True)
 
     def test_a_deviation_over_ranks_is_not_the_mean_of_theirs(self):
@@ -242,9 +242,9 @@ class TestTakeMeans:
         }
 
     def test_nothing_counted_is_nan(self):
-        found = reduce_metrics({"x": Mean(0.0, 0.0), "y": RunningMoments()}, alone)
-        assert math.isnan(found["x"])
-        assert math.isnan(found["y"])
+        means = reduce_metrics({"x": Mean(0.0, 0.0), "y": RunningMoments()}, alone)
+        assert math.isnan(means["x"])
+        assert math.isnan(means["y"])
 
 
 class TestGapQuantiles:
@@ -266,32 +266,36 @@ class TestGapQuantiles:
     def test_they_are_those_of_all_ranks_together(self, numbers, ranks, seed):
         gaps = torch.tensor(numbers)
         owner = torch.randint(ranks, (len(gaps),), generator=torch.Generator().manual_seed(seed))
-        found = on_ranks(ranks, lambda rank, total: gap_quantiles(gaps[owner == rank], total))
-        assert found == [self.by_sorting(gaps)] * ranks
+        quantiles = on_ranks(ranks, lambda rank, total: gap_quantiles(gaps[owner == rank], total))
+        assert quantiles == [self.by_sorting(gaps)] * ranks
 
     def test_many_small_numbers(self):
         gaps = 1e-3 * torch.randn(20_000, generator=torch.Generator().manual_seed(0))
-        assert gap_quantiles(gaps, lambda own: own) == self.by_sorting(gaps)
+        assert gap_quantiles(gaps, lambda local_sums: local_sums) == self.by_sorting(gaps)
 
     def test_what_is_not_finite_is_the_largest(self):
-        found = gap_quantiles(torch.tensor([1.0, -math.nan, 2.0]), lambda own: own)
-        assert found["generator_gap_median"] == 2.0
-        assert math.isnan(found["generator_gap_max"])
+        quantiles = gap_quantiles(
+            torch.tensor([1.0, -math.nan, 2.0]), lambda local_sums: local_sums
+        )
+        assert quantiles["generator_gap_median"] == 2.0
+        assert math.isnan(quantiles["generator_gap_max"])
         assert (
-            gap_quantiles(torch.tensor([-math.inf]), lambda own: own)["generator_gap_max"]
+            gap_quantiles(torch.tensor([-math.inf]), lambda local_sums: local_sums)[
+                "generator_gap_max"
+            ]
             == math.inf
         )
 
     def test_without_tokens_there_are_none(self):
-        assert gap_quantiles(torch.zeros(0), lambda own: own) == {}
+        assert gap_quantiles(torch.zeros(0), lambda local_sums: local_sums) == {}
 
 
 def test_gaps_by_age_over_ranks():
     gaps = torch.tensor([0.5, -1.5, 0.25, 3.0])
     ages = torch.tensor([0, 1, 0, 1])
     parts = [gap_by_age(gaps[:3], ages[:3]), gap_by_age(gaps[3:], ages[3:])]
-    found = reduce_metrics(parts[0], lambda own: parts)
-    assert found == {"generator_gap_age_0": 0.375, "generator_gap_age_1": 2.25}
+    means = reduce_metrics(parts[0], lambda local_means: parts)
+    assert means == {"generator_gap_age_0": 0.375, "generator_gap_age_1": 2.25}
 
 
 class TestTrainedTokens:
@@ -356,8 +360,8 @@ class TestTrainedTokens:
             if version is None
             else ["generator_gap_age_1", "generator_gap_age_2", "generator_gap_age_4"]
         )
-        for found in run([[0, 1, 2], [], [3, 4, 5]]):
-            assert found == pytest.approx(whole)
+        for means in run([[0, 1, 2], [], [3, 4, 5]]):
+            assert means == pytest.approx(whole)
 
 
 class TestUpdateMetrics:
@@ -383,8 +387,10 @@ class TestUpdateMetrics:
     )
 
     def test_by_hand(self):
-        found = update_metrics(self.SUMS[0], self.UPDATES, lambda own: [own, *self.SUMS[1:]])
-        assert found == pytest.approx(
+        metrics = update_metrics(
+            self.SUMS[0], self.UPDATES, lambda local_sums: [local_sums, *self.SUMS[1:]]
+        )
+        assert metrics == pytest.approx(
             {
                 "actor_loss": 3.0,
                 "grad_norm": 2.0,
@@ -412,10 +418,10 @@ class TestUpdateMetrics:
             }
             for part in parts
         ]
-        found = update_metrics(sums[0], self.UPDATES, lambda _: sums)["effective_sample_size"]
+        effective = update_metrics(sums[0], self.UPDATES, lambda _: sums)["effective_sample_size"]
         expected = math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
-        assert found == pytest.approx(expected)
-        assert 1 / len(weights) - 1e-9 <= found <= 1 + 1e-9
+        assert effective == pytest.approx(expected)
+        assert 1 / len(weights) - 1e-9 <= effective <= 1 + 1e-9
 
     def test_on_policy_every_sample_counts(self):
         sums = {"loss": 0.0, "tokens": 7.0, "clipped": 0.0, "weights": 7.0, "squares": 7.0}
@@ -426,11 +432,11 @@ class TestUpdateMetrics:
         assert update_metrics(sums, self.UPDATES[:1], alone)["effective_sample_size"] == 0.0
 
     def test_without_a_token_there_are_no_shares(self):
-        found = update_metrics(
+        metrics = update_metrics(
             {"loss": 0.0, "tokens": 0.0, "entropy": 0.0}, self.UPDATES[:1], alone
         )
-        assert "clip_fraction" not in found
-        assert math.isnan(found["entropy"])
+        assert "clip_fraction" not in metrics
+        assert math.isnan(metrics["entropy"])
 
 
 def test_what_is_told_of_the_slowest_rank(tmp_path):
@@ -438,11 +444,11 @@ def test_what_is_told_of_the_slowest_rank(tmp_path):
         RankSeconds(f"node{rank // 2}", {"generate": 2.1, "train_time": 1.0}) for rank in range(6)
     ]
     ranks[5] = RankSeconds("node2", {"generate": 3.2, "train_time": 1.1})
-    found = slowest_of_phases(ranks)
-    assert str(found[0]) == (
+    slowest = slowest_of_phases(ranks)
+    assert str(slowest[0]) == (
         "generate 3.2 s on rank 5 (node2), median 2.1 s (1.5x), slowest node node2, 2.7 s a rank"
     )
-    assert timing_metrics(found) == {
+    assert timing_metrics(slowest) == {
         "generate/max": 3.2,
         "generate/median": 2.1,
         "generate/rank": 5,
@@ -450,19 +456,21 @@ def test_what_is_told_of_the_slowest_rank(tmp_path):
         "train_time/median": 1.0,
         "train_time/rank": 5,
     }
-    assert told(tmp_path, 1.5, {1: ranks}, 5.0) == [f"straggler: {found[0]}"]
-    assert told(tmp_path, 1.6, {1: ranks}, 5.0) == []
-    assert told(tmp_path, 1.0, {1: ranks}, 1.0) == [f"straggler: {found[0]}; {found[1]}"]
+    assert straggler_lines(tmp_path, 1.5, {1: ranks}, 5.0) == [f"straggler: {slowest[0]}"]
+    assert straggler_lines(tmp_path, 1.6, {1: ranks}, 5.0) == []
+    assert straggler_lines(tmp_path, 1.0, {1: ranks}, 1.0) == [
+        (f"straggler: {slowest[0]}; {slowest[1]}")
+    ]
 
 
-def told(
+def straggler_lines(
     folder: Path, factor: float, ranks: dict[int, list[RankSeconds]], step_seconds: float
 ) -> list[str]:
     """What a log says of the ranks of each step."""
     progress = TrainingProgress(99, console=Console(file=io.StringIO()))
     monitor = RunMonitor(folder, Loggers(), progress, straggler_factor=factor)
-    for step, found in ranks.items():
-        monitor.log_ranks(step, found, step_seconds)
+    for step, seconds in ranks.items():
+        monitor.log_ranks(step, seconds, step_seconds)
     return progress.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
@@ -472,23 +480,23 @@ def test_the_slowest_rank_by_brute_force():
         count = draw.randint(2, 9)
         hosts = [f"h{draw.randint(0, 2)}" for _ in range(count)]
         seconds = [round(draw.uniform(0, 4), 3) for _ in range(count)]
-        (found,) = slowest_of_phases(
+        (slowest,) = slowest_of_phases(
             [RankSeconds(h, {"p": s}) for h, s in zip(hosts, seconds, strict=True)]
         )
         most = seconds.index(max(seconds))
-        assert found.seconds == seconds[most]
-        assert found.rank == most
-        assert found.host == hosts[most]
-        assert found.median == sorted(seconds)[(count - 1) // 2]
+        assert slowest.seconds == seconds[most]
+        assert slowest.rank == most
+        assert slowest.host == hosts[most]
+        assert slowest.median == sorted(seconds)[(count - 1) // 2]
         if len(set(hosts)) == 1:
-            assert found.node is None
+            assert slowest.node is None
             continue
         means = {
             h: statistics.fmean(s for s, of in zip(seconds, hosts, strict=True) if of == h)
             for h in hosts
         }
-        assert found.node_seconds == max(means.values())
-        assert means[str(found.node)] == found.node_seconds
+        assert slowest.node_seconds == max(means.values())
+        assert means[str(slowest.node)] == slowest.node_seconds
 
 
 def test_noise_is_no_straggler_and_two_ranks_are_compared_with_the_faster_one():
@@ -509,11 +517,11 @@ def test_only_ranks_that_ask_wait_for_rewards():
         socket.gethostname(), {"generate": 1.0}
     )
     asking = RankSeconds("a", {"generate": 1.0, "reward_wait": 2.0})
-    found = {
+    slowest = {
         s.phase: s
         for s in slowest_of_phases([asking, of_this_rank(seconds, asks_for_rewards=False)])
     }
-    assert found["reward_wait"].median == 2.0
+    assert slowest["reward_wait"].median == 2.0
 
 
 def test_what_stays_the_same_is_said_again_after_a_while(tmp_path):
@@ -521,7 +529,7 @@ def test_what_stays_the_same_is_said_again_after_a_while(tmp_path):
         [RankSeconds("a", {"p": s}) for s in seconds] for seconds in ((1.0, 3.0), (3.0, 1.0))
     )
     steps = dict.fromkeys(range(1, 2 * REPEAT_STEPS), slow) | {5: other, 6: []}
-    said = told(tmp_path, 1.5, steps, 4.0)
+    said = straggler_lines(tmp_path, 1.5, steps, 4.0)
     assert [line.split(" (")[0] for line in said] == [
         f"straggler: p 3.0 s on rank {rank}" for rank in (1, 0, 1)
     ], "at step 1, 5 and 11"

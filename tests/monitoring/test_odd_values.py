@@ -1,4 +1,4 @@
-"""Each value of a run's files replaced by one of another type gives a sentence, and no traceback."""
+"""Each value of a run's files replaced by another type gives a sentence, and no traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parquet of a few kilobytes that would fill the memory is refused, and other files read as pyarrow reads them."""
+"""Parquet of a few kilobytes that would fill the memory is refused.
+
+Other files read as pyarrow reads them.
+"""
 
 from __future__ import annotations
 

@@ -101,16 +101,18 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
     for i, row in enumerate(rows):
         prompt = PROMPTS[i // 2]
         length = LENGTHS[i]
-        found = read_tokens(path)[i]
+        tokens = read_tokens(path)[i]
         assert row.step == 3
         assert row.prompt_id == prompt.id
         assert row.sample_id == i % 2
-        assert found == RunFolder(tmp_path).tokens(3, [prompt.id])[prompt.id, i % 2]
-        assert found.prompt_tokens == list(prompt.tokens)
+        assert tokens == RunFolder(tmp_path).tokens(3, [prompt.id])[prompt.id, i % 2]
+        assert tokens.prompt_tokens == list(prompt.tokens)
         assert row.prompt == prompt.text
         start = len(prompt.tokens)
-        assert found.response_tokens == batch.rollouts.sequences[i, start : start + length].tolist()
-        assert "".join(found.token_texts or []) == tokenizer.decode(found.response_tokens)
+        assert (
+            tokens.response_tokens == batch.rollouts.sequences[i, start : start + length].tolist()
+        )
+        assert "".join(tokens.token_texts or []) == tokenizer.decode(tokens.response_tokens)
         for name, values in {
             "policy_log_probs": batch.rollouts.log_probs,
             "reference_log_probs": batch.rollouts.init_log_probs,
@@ -118,7 +120,7 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
             "token_kl": kl,
             "token_advantages": batch.advantages,
         }.items():
-            assert values is not None and getattr(found, name) == values[i, :length].tolist(), name
+            assert values is not None and getattr(tokens, name) == values[i, :length].tolist(), name
     assert [row.score_fault for row in rows] == [None, "took longer than 3 s", None, None]
     assert math.isnan(rows[1].reward)
     assert rows[0].source_rewards == {"short": 1.0}
@@ -148,8 +150,8 @@ def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
             before = (PROMPTS[i // 2].text + "".join(texts[:t]))[-40:]
             pair = float(log_probs[i, t]), float(generator[i, t])
             expected.append((PROMPTS[i // 2].id, i % 2, t, repr(texts[t]), repr(before), *pair))
-    expected = [one for one in expected if not math.isnan(one[5])]
-    expected.sort(key=lambda one: -abs(one[5] - one[6]))
+    expected = [token_row for token_row in expected if not math.isnan(token_row[5])]
+    expected.sort(key=lambda token_row: -abs(token_row[5] - token_row[6]))
     assert len(expected) == 5
     assert worst_tokens(path, 9) == expected
     assert worst_tokens(path, 2) == expected[:2]
@@ -183,29 +185,29 @@ def test_ranks_together_record_what_one_does(tmp_path, tokenizer, split):
     batch = batch_of()
     parts = []
     for rows in (torch.arange(split), torch.arange(split, 4), torch.arange(0)):
-        own = batch.rollouts.select(rows)
+        local_rollouts = batch.rollouts.select(rows)
         if not len(rows):
-            own = dataclasses.replace(
-                own, log_probs=None, init_log_probs=None, generator_log_probs=None
+            local_rollouts = dataclasses.replace(
+                local_rollouts, log_probs=None, init_log_probs=None, generator_log_probs=None
             )
         vectors = (batch.kl, batch.rewards_with_kl, batch.baseline)
         each = [values[rows] for values in vectors]
         part = ReinforceBatch(
-            own,
+            local_rollouts,
             *each,
-            batch.advantages[rows, : own.width],
+            batch.advantages[rows, : local_rollouts.width],
             batch.trains[rows],
             batch.shaped_rewards[rows],
         )
         parts.append(samples_of(part, tokenizer))
     write_records(tmp_path / "one.parquet", join_samples([samples_of(batch, tokenizer)], tokenizer))
     write_records(tmp_path / "three.parquet", join_samples(parts, tokenizer))
-    one, three = (
+    alone, joined = (
         read_table(tmp_path / name).to_pydict() for name in ("one.parquet", "three.parquet")
     )
     # The mean over a response's tokens is summed over another width.
-    assert one.pop("advantage") == pytest.approx(three.pop("advantage"), abs=1e-6)
-    assert one == three
+    assert alone.pop("advantage") == pytest.approx(joined.pop("advantage"), abs=1e-6)
+    assert alone == joined
     assert join_samples([], tokenizer) == Samples([])
 
 
@@ -215,13 +217,13 @@ def test_what_was_not_computed_is_null(tmp_path, tokenizer):
     rows = sample_rows(0, PROMPTS, batch, tokenizer, set_name="validation")
     path = tmp_path / "step_00000.parquet"
     write_records(path, join_samples([Samples(rows, token_columns(batch))], tokenizer))
-    found = read_tokens(path)[2]
-    assert len(found.generator_log_probs or []) == 2
+    tokens = read_tokens(path)[2]
+    assert len(tokens.generator_log_probs or []) == 2
     assert (
-        found.policy_log_probs,
-        found.reference_log_probs,
-        found.token_kl,
-        found.token_advantages,
+        tokens.policy_log_probs,
+        tokens.reference_log_probs,
+        tokens.token_kl,
+        tokens.token_advantages,
     ) == (None,) * 4
     write_records(path, join_samples([Samples(rows)], tokenizer))
     assert read_tokens(path) == []
@@ -240,16 +242,17 @@ def test_what_was_not_computed_is_null(tmp_path, tokenizer):
 
 def test_values_that_are_not_finite_and_odd_texts_come_back(tmp_path, tokenizer):
     batch = batch_of()
-    batch.rollouts.log_probs[0, 0], batch.rollouts.init_log_probs[0, 1] = -math.inf, math.nan  # type: ignore[index]
+    batch.rollouts.log_probs[0, 0] = -math.inf  # type: ignore[index]
+    batch.rollouts.init_log_probs[0, 1] = math.nan  # type: ignore[index]
     samples = join_samples([samples_of(batch, tokenizer)], tokenizer)
     odd = 'a \ud800 "b"\n\u2028\x00 测试 👩‍👩‍👧 \U0010ffff'
     samples.rows[0] = dataclasses.replace(samples.rows[0], response=odd, kl=math.inf)
     write_records(tmp_path / "step_00001.parquet", samples)
-    found = read_tokens(tmp_path / "step_00001.parquet")[0]
-    assert found.policy_log_probs is not None
-    assert found.reference_log_probs is not None
-    assert found.policy_log_probs[0] == -math.inf
-    assert math.isnan(found.reference_log_probs[1])
+    tokens = read_tokens(tmp_path / "step_00001.parquet")[0]
+    assert tokens.policy_log_probs is not None
+    assert tokens.reference_log_probs is not None
+    assert tokens.policy_log_probs[0] == -math.inf
+    assert math.isnan(tokens.reference_log_probs[1])
     row = read_rows(tmp_path / "step_00001.parquet")[0]
     assert row.response == odd.replace("\ud800", "?")
     assert math.isnan(row.kl)
@@ -337,9 +340,9 @@ def test_a_row_as_json_has_no_nan():
     row = RolloutRow(
         1, 0, 0, "p", "r", math.nan, "stop", 1, source_rewards={"a": math.nan, "b": 1.0}
     )
-    found = json.loads(json.dumps(row.as_json(), allow_nan=False))
-    assert found["reward"] is None
-    assert found["source_rewards"] == {"a": None, "b": 1.0}
+    record = json.loads(json.dumps(row.as_json(), allow_nan=False))
+    assert record["reward"] is None
+    assert record["source_rewards"] == {"a": None, "b": 1.0}
     assert np.isnan(row.kl)
 
 

@@ -69,9 +69,9 @@ def read(path: Path) -> dict[str, Any]:
     assert page.found.keys() == {"data", "plotly", "page"}, (
         "a response cannot open or close a script"
     )
-    assert not [one for one in page.addresses if one and not one.startswith(("#", "data:"))], (
-        "nothing from elsewhere"
-    )
+    assert not [
+        address for address in page.addresses if address and not address.startswith(("#", "data:"))
+    ], "nothing from elsewhere"
     assert b"Plotly" in zlib.decompress(base64.b64decode(page.found["plotly"]))
     data = json.loads(page.found["data"])
     (name,) = data["runs"]
@@ -188,7 +188,10 @@ def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validation
 
 
 def test_errors_of_the_mean_reward(tmp_path):
-    """Prompts with means far apart count once each, whatever the number of samples; equal ones as their samples."""
+    """Prompts with means far apart count once each, whatever the number of samples.
+
+    Equal ones count as their samples.
+    """
     generator = random.Random(1)
     for name, spread in (("apart", 3.0), ("alike", 0.0)):
         means = []
@@ -329,7 +332,10 @@ def test_no_prompt_in_common(tmp_path):
 def test_the_printed_summary(tmp_path):
     lines = run_summary(make_run(tmp_path, 20), {"checkpoint": tmp_path / "last"}).splitlines()
     assert re.match(
-        r"Validation reward, first and last: -\d\.\d{3} -> \d\.\d{3}: \+1\.0\d\d ± 0\.0\d\d on the same 15 prompts",
+        (
+            r"Validation reward, first and last: -\d\.\d{3} -> \d\.\d{3}: \+1\.0\d\d ± 0\.0\d\d on "
+            r"the same 15 prompts"
+        ),
         lines[0],
     )
     kl = next(line for line in lines if "KL, nats" in line)
@@ -373,7 +379,8 @@ def test_the_page_of_a_reward_model(tmp_path):
     (tmp_path / "evaluation.json").write_text(json.dumps(best))
     page = read(write_report(tmp_path))
     assert page["verdict"] == (
-        "The held-out loss went from 0.7000 to 0.4000 (step 1); of the held-out pairs 75.0% ± 5.0% are ordered "
+        "The held-out loss went from 0.7000 to 0.4000 (step 1); of the held-out pairs 75.0% ± "
+        "5.0% are ordered "
         "rightly, where 'the longer answer wins' has 50.0%."
     )
     assert page["tables"][0]["rows"][1] == ["accuracy", "0.7500"]

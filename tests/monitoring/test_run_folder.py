@@ -33,7 +33,7 @@ def log(folder: Path, steps, resume_step: int | None = None, **metrics: float) -
 
 
 def test_the_lines_are_those_of_the_file_whatever_the_writer_does(tmp_path):
-    """Follow a run that appends, is killed in the middle of a line, resumes from before, and merges its last line."""
+    """Follow a run that appends, dies within a line, resumes earlier and merges its last line."""
     log(tmp_path, range(1, 6))
     run = RunFolder(tmp_path)
 
@@ -115,14 +115,14 @@ def test_damage_is_named(tmp_path):
     assert run.configuration().text == ""
     assert run.state().state == "unknown"
     metrics = tmp_path / "metrics.jsonl"
-    for bad, found in (("{", "JSON"), ('{"loss": 1}', "step=None")):
+    for bad, value in (("{", "JSON"), ('{"loss": 1}', "step=None")):
         metrics.write_text(f'{{"step": 1}}\n{bad}\n')
-        with raises_error("metrics.line.invalid", metrics, "line 2", found):
+        with raises_error("metrics.line.invalid", metrics, "line 2", value):
             RunFolder(tmp_path).refresh()
     metrics.unlink()
-    for text, found in (("a: [", "YAML"), ("- 1", "list")):
+    for text, value in (("a: [", "YAML"), ("- 1", "list")):
         (tmp_path / "config.yaml").write_text(text)
-        with raises_error("run.config.invalid", tmp_path / "config.yaml", found):
+        with raises_error("run.config.invalid", tmp_path / "config.yaml", value):
             run.configuration()
     lines = '{"step": 0, "config": "a: 1"}\n{"step": 0}\n'
     (tmp_path / "config_history.jsonl").write_text(lines)
@@ -208,10 +208,10 @@ def test_steps_are_copied_once_for_all_metrics(tmp_path):
 
 def test_samples_follow_a_file_that_is_written_again(tmp_path):
     run = RunFolder(tmp_path)
-    one = RolloutRow(3, 0, 0, "p", "r", 1.0, "stop", 2)
-    write_rows(tmp_path, 3, [one])
+    rollout = RolloutRow(3, 0, 0, "p", "r", 1.0, "stop", 2)
+    write_rows(tmp_path, 3, [rollout])
     assert len(run.samples(3)) == 1 and run.samples(3) is run.samples(3), "read once"
-    write_rows(tmp_path, 3, [one, one])
+    write_rows(tmp_path, 3, [rollout, rollout])
     assert len(run.samples(3)) == 2
     assert run.sample_steps() == [3]
     with raises_error("samples.step.missing", tmp_path / "rollouts", "step 4", "3 to 3"):
@@ -228,11 +228,11 @@ def test_settings_are_what_differs_from_the_defaults(tmp_path, schema):
     tree["model"]["seed" if schema is TrainConfig else "restore_from_path"] = 77
     tree["of_a_later_version"] = {"colour": "red"}
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(tree)))
-    found = RunFolder(tmp_path).configuration().settings
-    assert [(one.value, one.default) for one in found][1:] == [("red", None)]
-    assert found[0].value == 77
-    assert found[1].key == "of_a_later_version.colour"
-    assert found[0].default != 77
+    settings = RunFolder(tmp_path).configuration().settings
+    assert [(setting.value, setting.default) for setting in settings][1:] == [("red", None)]
+    assert settings[0].value == 77
+    assert settings[1].key == "of_a_later_version.colour"
+    assert settings[0].default != 77
 
 
 def test_an_alert_is_over_after_some_steps_without(tmp_path):
