@@ -23,8 +23,8 @@ def overrides(tmp_path_factory):
     return tiny_overrides(tmp_path_factory.mktemp("run"))
 
 
-def plan_of(overrides, *more):
-    cfg = load_config(compose(*overrides, *more))
+def plan_of(overrides, *extra):
+    cfg = load_config(compose(*overrides, *extra))
     layout = layout_of(cfg)
     inputs = read_inputs(cfg)
     assert layout is not None
@@ -60,7 +60,10 @@ def test_batches_that_do_not_divide(overrides):
 
 
 def test_several_optimizer_steps_on_a_batch(overrides):
-    """4 prompts a step in updates of 2, twice over: the last two of them may all lie on one of the two ranks."""
+    """4 prompts a step in updates of 2, twice over.
+
+    The last two of them may all lie on one of the two ranks.
+    """
     plan = plan_of(
         overrides,
         "trainer.devices=2",
@@ -103,12 +106,12 @@ def phase_of(memory, name):
 
 
 def test_states_by_precision_and_sharing():
-    found = memory_of()
-    assert found.weights == 4000
-    assert found.gradients == 4000
-    assert found.optimizer == 8000
-    assert found.reference_on_host == 4000
-    assert found.reference_on_device == 0
+    memory = memory_of()
+    assert memory.weights == 4000
+    assert memory.gradients == 4000
+    assert memory.optimizer == 8000
+    assert memory.reference_on_host == 4000
+    assert memory.reference_on_device == 0
     narrow = memory_of(weight_bytes=2, optimizer_shards=3, reference="device")
     assert narrow.weights == 2000
     assert narrow.gradients == 4000
@@ -182,7 +185,7 @@ def test_a_fused_adam_has_no_temporaries():
 
 
 def test_the_cache_of_a_generation():
-    """Two prompts of four tokens, three samples of two tokens each, a layer's keys and values of one group of four."""
+    """Two prompts of four tokens, three samples of two tokens each, one layer and one group."""
     assert phase_of(memory_of(), "generation").cache == (2 * 4 + 6 * 2) * 2 * 4 * 4
 
 
@@ -196,7 +199,7 @@ def test_the_grid_of_many_ranks_is_cut():
 
 
 def test_what_a_rank_holds_is_all_of_it():
-    """Weights, gradients and moments of fp32, and the reference where it is: 4, 4, 8 and 4 bytes of 1,000 weights."""
+    """fp32 weights, gradients, moments and the reference: 4, 4, 8 and 4 bytes of 1,000 weights."""
     on_device = memory_of(reference="device")
     assert on_device.held == 4000 + 4000 + 8000 + 4000
     assert memory_of(reference="host").held == 4000 + 4000 + 8000
@@ -220,13 +223,16 @@ def test_the_peak_is_what_is_held_and_the_largest_phase(changes):
 
 
 class TestDisk:
-    """What a run writes at most at a time: bytes of 1,000 weights, of which 100 are trained in the second case."""
+    """What a run writes at most at a time.
 
-    def need(self, overrides, *more, parameters=1000, trained=1000, steps=100):
+    The sizes are bytes of 1,000 weights, of which the second case trains 100.
+    """
+
+    def need(self, overrides, *extra, parameters=1000, trained=1000, steps=100):
         keys = (
             "trainer.reinforce.save_interval=10",
             "exp_manager.checkpoint_callback_params.keep_last=2",
-            *more,
+            *extra,
         )
         return plan.disk_need(
             load_config(compose(*overrides, *keys)), ModelSize(parameters, trained), steps
@@ -235,8 +241,8 @@ class TestDisk:
     def test_the_checkpoint_that_is_being_written_is_there_besides_those_that_are_kept(
         self, overrides
     ):
-        found = self.need(overrides)
-        assert found.checkpoints == 2 + 1
+        need = self.need(overrides)
+        assert need.checkpoints == 2 + 1
         best = (
             "exp_manager.checkpoint_callback_params.keep_best=3",
             "trainer.reinforce.val_check_interval=5",

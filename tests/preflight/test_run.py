@@ -1,4 +1,4 @@
-"""`preflight=true`: what is printed, what is wrong all in one message, and that nothing is started."""
+"""`preflight=true` prints the plan, reports all faults in one message, and starts nothing."""
 
 from __future__ import annotations
 
@@ -177,7 +177,10 @@ def test_a_disk_that_might_not_hold_all_records_is_no_fault():
 
 
 def test_the_disk_holds_the_records_of_the_samples_too(files, monkeypatch):
-    """100 steps of 8 x 4 responses of at most 32 tokens: 18 bytes a token, 2 without tokens, 20 kB a file."""
+    """100 steps of 8 x 4 responses of at most 32 tokens.
+
+    A token takes 18 bytes, without records 2. A file takes 20 kB.
+    """
     sizes = ("trainer.reinforce.max_steps=100", "trainer.reinforce.max_epochs=1000")
     sizes += (
         "model.reinforce.num_rollout_samples=8",
@@ -217,12 +220,12 @@ def test_faults_keep_their_keys_when_they_are_told_together():
 
 
 @pytest.mark.parametrize(
-    ("more", "code"), [([], 0), (["trainer.devices=0"], 1)], ids=["right", "wrong"]
+    ("extra", "code"), [([], 0), (["trainer.devices=0"], 1)], ids=["right", "wrong"]
 )
-def test_the_script_starts_nothing(files, more, code):
+def test_the_script_starts_nothing(files, extra, code):
     """Though two ranks are asked for; and its exit status says whether there is a fault."""
     script = ROOT / "examples" / "train_reinforce_actor.py"
-    command = [sys.executable, str(script), *right(files), "trainer.devices=2", *more]
+    command = [sys.executable, str(script), *right(files), "trainer.devices=2", *extra]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == code, done.stderr
     assert ("Nothing was started" in done.stdout) == (code == 0)

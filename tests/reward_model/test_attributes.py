@@ -1,4 +1,7 @@
-"""Attributes from a head of several scores to the client, by name; and a served classifier against transformers."""
+"""Attributes by name from a head of several scores to the client.
+
+A served classifier equals transformers.
+"""
 
 from __future__ import annotations
 
@@ -84,14 +87,14 @@ def test_each_request_gets_its_own_attributes(tokenizer, deterministic):
 
 
 def test_a_model_that_raises_gives_no_attributes(tokenizer):
-    (found,) = RequestScorer(AttributeToy(0.0, 0.0), tokenizer)([arrays_of([[TOKEN_RAISE]])])
-    assert np.isnan(found["attributes"]).all()
-    assert found["status"].tolist() == [[base.STATUS_INTERNAL]]
+    (answer,) = RequestScorer(AttributeToy(0.0, 0.0), tokenizer)([arrays_of([[TOKEN_RAISE]])])
+    assert np.isnan(answer["attributes"]).all()
+    assert answer["status"].tolist() == [[base.STATUS_INTERNAL]]
 
 
 def test_without_attributes_the_answer_is_as_before(tokenizer):
-    (found,) = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)([arrays_of([[1, 2]])])
-    assert set(found) == {"rewards", "status"}
+    (answer,) = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)([arrays_of([[1, 2]])])
+    assert set(answer) == {"rewards", "status"}
 
 
 def attribute_answer(values: list[float], count: int, columns: int) -> tuple[int, dict]:
@@ -104,11 +107,11 @@ def test_the_client_hands_on_attributes_by_name():
     with FakeRewardServer([attribute_answer([1.0, 2.0, 3.0, 4.0], 2, 2)]) as fake:
         fake.info = describe(attributes=["kind", "brief"])
         client = RemoteGPTRMClient(port=fake.port, deadline_seconds=20)
-        found = client.infer_rm(request_of([[1], [2]])).result()
+        rewards = client.infer_rm(request_of([[1], [2]])).result()
         client.close()
-    assert list(found.by_source) == ["kind", "brief"]
+    assert list(rewards.by_source) == ["kind", "brief"]
     torch.testing.assert_close(
-        found.by_source["brief"], torch.tensor([2.0, torch.nan]), equal_nan=True
+        rewards.by_source["brief"], torch.tensor([2.0, torch.nan]), equal_nan=True
     )
 
 
@@ -134,8 +137,8 @@ def test_several_sources_keep_their_attributes_apart():
             pass
 
     sources = [WeightedSource(name, Source(), 1.0) for name in ("a", "b")]
-    found = CombinedRewards(sources).infer_rm(request_of([[1]])).result()
-    assert set(found.by_source) == {"a", "a/kind", "b", "b/kind"}
+    rewards = CombinedRewards(sources).infer_rm(request_of([[1]])).result()
+    assert set(rewards.by_source) == {"a", "a/kind", "b", "b/kind"}
 
 
 class ServedModel(ToyServer):
@@ -166,16 +169,16 @@ def test_a_served_classifier_equals_transformers(tmp_path):
     try:
         client = RemoteGPTRMClient(port=server.port, deadline_seconds=60)
         info = client.wait_until_ready()
-        found = client.infer_rm(request_of(sequences)).result()
+        rewards = client.infer_rm(request_of(sequences)).result()
         client.close()
     finally:
         server.close()
-    assert tuple(info.attributes) == HELPSTEER == tuple(found.by_source)
+    assert tuple(info.attributes) == HELPSTEER == tuple(rewards.by_source)
     assert info.details["mean"] == 0.25
     assert info.details["attribute_weights"]["correctness"] == 0.8
-    for column, values in enumerate(found.by_source.values()):
+    for column, values in enumerate(rewards.by_source.values()):
         torch.testing.assert_close(values, expected[:, column], atol=1e-5, rtol=0)
     merged = sum(weight * expected[:, HELPSTEER.index(name)] for name, weight in WEIGHTS.items())
-    torch.testing.assert_close(found.values, (merged - 0.25) / 2, atol=1e-5, rtol=0)
+    torch.testing.assert_close(rewards.values, (merged - 0.25) / 2, atol=1e-5, rtol=0)
     assert json.loads(info.to_json())["attributes"] == list(HELPSTEER)
     assert wire.ServerInfo.from_json(info.to_json()) == info

@@ -1,4 +1,4 @@
-"""Preference pairs and rated answers from files, with their faults, their split, and the actor's token format."""
+"""Preference pairs and rated answers: files, faults, split, and the actor's token format."""
 
 from __future__ import annotations
 
@@ -188,8 +188,8 @@ def test_conversations_as_answers_are_the_same_pairs(tmp_path, tokenizer):
     }
     whole = {key: turns + answer for key, answer in answers.items()}
     lines = [{"prompt": prompt, **whole}, {"prompt": turns, **answers}, whole]
-    found = pairs_of(write_lines(tmp_path / "lists.jsonl", *lines), tokenizer)
-    assert found[0] == pairs_of(texts, tokenizer)[0]
+    pairs = pairs_of(write_lines(tmp_path / "lists.jsonl", *lines), tokenizer)
+    assert pairs[0] == pairs_of(texts, tokenizer)[0]
     other = {**whole, "rejected": [{"role": "user", "content": "Who?"}, *answers["rejected"]]}
     unanswered = {**whole, "chosen": turns}
     bad = tmp_path / "bad.jsonl"
@@ -205,8 +205,8 @@ def test_answers_that_a_cut_makes_the_same_are_no_pair(tmp_path, tokenizer):
     other = {"prompt": "ho", "chosen": "abcd", "rejected": "bcde"}
     path = write_lines(tmp_path / "a.jsonl", same, other)
     assert pairs_of(path, tokenizer)[1] == {}
-    found, skipped, _ = pairs_of(path, tokenizer, max_answer_tokens=6)
-    assert len(found) == 1
+    pairs, skipped, _ = pairs_of(path, tokenizer, max_answer_tokens=6)
+    assert len(pairs) == 1
     assert skipped == {SKIP_SAME: 1}
 
 
@@ -256,20 +256,20 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
         {"prompt": "four", "chosen": "yes", "rejected": "no"},
         {"prompt": "five", "chosen": "yes", "rejected": "no"},
     )
-    found, skipped, count = pairs_of(
+    pairs, skipped, count = pairs_of(
         path, tokenizer, max_pairs=2, single_turn_only=True, max_length=30
     )
-    assert len(found) == 2
+    assert len(pairs) == 2
     assert count == 6
     too_long = "63 to 63 tokens, above data.max_length=30; data.max_length=63 keeps all"
     assert skipped == {SKIP_SAME: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
-    assert Examples(found, [], [], 6, skipped).skipped_lines == [
+    assert Examples(pairs, [], [], 6, skipped).skipped_lines == [
         f"WARNING: 1 of 6 (17%) left out: {SKIP_SAME}",
         f"  1 of 6 (17%) left out: {SKIP_MULTI_TURN}",
         f"WARNING: 1 of 6 (17%) left out: {too_long}",
         f"  1 of 6 (17%) left out: {SKIP_LIMIT}",
     ]
-    few = Examples(found, [], [], 10, {too_long: 1}).skipped_lines
+    few = Examples(pairs, [], [], 10, {too_long: 1}).skipped_lines
     assert few == [f"  1 of 10 (10%) left out: {too_long}"], "no more than a tenth"
     assert len(pairs_of(path, tokenizer, max_length=63)[0]) == 5, "the remedy is one"
     assert too_long not in pairs_of(path, tokenizer, max_answer_tokens=10, max_length=30)[1]
@@ -337,14 +337,14 @@ def test_ratings_that_are_left_out_are_counted(tmp_path, tokenizer):
         {"prompt": "p", "response": "long" * 30, **rated},
         {"messages": turns, "response": "fine", **rated},
     )
-    found, skipped, _ = ratings_of(
+    ratings, skipped, _ = ratings_of(
         path, tokenizer, max_pairs=3, single_turn_only=True, max_length=40
     )
     too_long = "129 to 129 tokens, above data.max_length=40; data.max_length=129 keeps all"
     assert skipped == {SKIP_UNRATED: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
-    assert len(found) == 3
-    prompt = json.loads(found[0].prompt_key)[0][1]
-    assert list(found[0].tokens) == conversation(
+    assert len(ratings) == 3
+    prompt = json.loads(ratings[0].prompt_key)[0][1]
+    assert list(ratings[0].tokens) == conversation(
         tokenizer, [{"role": "user", "content": prompt}], "fine"
     )
     with raises_error("reward_model.data.nothing_left", "7 rated answers"):
@@ -446,8 +446,8 @@ def test_template_arguments_of_the_data_and_of_a_line(tmp_path, tokenizer):
     template = "{{ mood | default('calm') }}{% for m in messages %}|{{ m.content }}{% endfor %}"
     tokenizer = write_chat_tokenizer(tmp_path / "t", template)
     line = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    own = {**line, "chat_template_kwargs": {"mood": "merry"}}
-    path = write_lines(tmp_path / "pairs.jsonl", line, own)
+    with_mood = {**line, "chat_template_kwargs": {"mood": "merry"}}
+    path = write_lines(tmp_path / "pairs.jsonl", line, with_mood)
     pairs, _, _ = pairs_of(path, tokenizer, chat_template_kwargs={"mood": "sad"})
     assert [tokenizer.decode([*pair.prompt, *pair.chosen]) for pair in pairs] == [
         "sad|p|a",

@@ -1,4 +1,7 @@
-"""Whole runs on tiny models: a head from pairs; all weights, which learn, stop, go on after a kill, and are served."""
+"""Whole runs on tiny models: a head from pairs, and all weights.
+
+Runs of all weights learn, stop, resume after a kill, and are served.
+"""
 
 from __future__ import annotations
 
@@ -126,8 +129,8 @@ def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_serv
     assert best.step in (10, 20, 30)
     examples, sequences = held_out_groups(ranking_overrides(ranked))
     scores = transformers_scores(ranked / "out/model", sequences)
-    found = Ranking().evaluate(scores.view(-1, 2, 1), examples)
-    assert found.loss == pytest.approx(best.evaluation.loss, rel=1e-4)
+    evaluation = Ranking().evaluate(scores.view(-1, 2, 1), examples)
+    assert evaluation.loss == pytest.approx(best.evaluation.loss, rel=1e-4)
     with parallel_mesh() as mesh:
         served = load_reward_model(ranked / "out/model", None, mesh).score(
             [list(s) for s in sequences]
@@ -195,7 +198,7 @@ def test_a_run_with_another_split_or_seed_is_refused(tmp_path, change, said):
 
 
 def test_it_stops_early_and_keeps_the_best(tmp_path):
-    """Half of the pairs are turned around, so that what is learnt beyond that is learnt by heart."""
+    """Half of the pairs are turned around, so whatever is learnt beyond that is memorised."""
     overrides = [
         *ranking_overrides(tmp_path, noise=0.5),
         "full.val_check_interval=4",
@@ -241,8 +244,8 @@ def test_regression_recovers_planted_attributes(tmp_path):
     assert trainer.best.evaluation.loss < 0.1
     examples, sequences = held_out_groups(overrides)
     scores = transformers_scores(tmp_path / "out/model", sequences)
-    found = Regression(NAMES).evaluate(scores.view(len(examples), 1, 2), examples)
-    assert found.loss == pytest.approx(trainer.best.evaluation.loss, rel=1e-3)
+    evaluation = Regression(NAMES).evaluate(scores.view(len(examples), 1, 2), examples)
+    assert evaluation.loss == pytest.approx(trainer.best.evaluation.loss, rel=1e-3)
     with parallel_mesh() as mesh:
         assert load_reward_model(tmp_path / "out/model", None, mesh).attributes == NAMES
     page = (tmp_path / "out/report.html").read_text()
@@ -259,12 +262,12 @@ def test_the_date_of_a_template_is_that_of_the_first_start(tmp_path, monkeypatch
     monkeypatch.setattr(job, "parallel_mesh", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(job, "_run_full", lambda cfg, *_: dates.append(cfg.data.chat_template_date))
 
-    def start(day: str, *more: str) -> None:
+    def start(day: str, *extra: str) -> None:
         monkeypatch.setattr(
             "reinforce_rl.config.template.date",
             type("Stopped", (date,), {"today": classmethod(lambda cls: date.fromisoformat(day))}),
         )
-        train_reward_model(tiny_config(*overrides, *more))
+        train_reward_model(tiny_config(*overrides, *extra))
 
     pairs = write_pairs(tmp_path / "pairs.jsonl", 4)
     overrides = [*tiny_overrides(tmp_path), f"data.pairs_path={pairs}"]

@@ -31,7 +31,8 @@ def doubles(count: int, seed: int) -> torch.Tensor:
 
 
 def test_bradley_terry_is_a_sum_over_pairs():
-    chosen, rejected = 3 * doubles(50, 0), 3 * doubles(50, 1)
+    chosen = 3 * doubles(50, 0)
+    rejected = 3 * doubles(50, 1)
     expected = sum(
         -math.log(1 / (1 + math.exp(-(c - r))))
         for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True)
@@ -68,15 +69,19 @@ def test_calibration_bin_by_bin():
         buckets.setdefault(min(int((confidence - 0.5) / 0.5 * NUM_BINS), NUM_BINS - 1), []).append(
             (confidence, right)
         )
-    assert [one.count for one in bins] == [len(buckets[i]) for i in sorted(buckets)]
+    assert [confidence_bin.count for confidence_bin in bins] == [
+        len(buckets[i]) for i in sorted(buckets)
+    ]
     error = 0.0
-    for i, one in zip(sorted(buckets), bins, strict=True):
+    for i, confidence_bin in zip(sorted(buckets), bins, strict=True):
         predicted, observed = (
             sum(values) / len(values) for values in zip(*buckets[i], strict=True)
         )
-        assert (one.predicted, one.observed) == pytest.approx((predicted, observed))
-        assert one.low <= one.predicted <= one.high
-        assert one.high - one.low == pytest.approx(0.5 / NUM_BINS)
+        assert (confidence_bin.predicted, confidence_bin.observed) == pytest.approx(
+            (predicted, observed)
+        )
+        assert confidence_bin.low <= confidence_bin.predicted <= confidence_bin.high
+        assert confidence_bin.high - confidence_bin.low == pytest.approx(0.5 / NUM_BINS)
         error += len(buckets[i]) / len(pairs) * abs(predicted - observed)
     assert found_error == pytest.approx(error)
 
@@ -102,9 +107,11 @@ def test_ranks_share_ties():
 
 
 def test_correlations():
-    x, y = doubles(40, 5), doubles(40, 6)
+    x = doubles(40, 5)
+    y = doubles(40, 6)
     pairs = list(zip(x.tolist(), y.tolist(), strict=True))
-    mean_x, mean_y = sum(a for a, _ in pairs) / 40, sum(b for _, b in pairs) / 40
+    mean_x = sum(a for a, _ in pairs) / 40
+    mean_y = sum(b for _, b in pairs) / 40
     covariance = sum((a - mean_x) * (b - mean_y) for a, b in pairs)
     spread = math.sqrt(
         sum((a - mean_x) ** 2 for a, _ in pairs) * sum((b - mean_y) ** 2 for _, b in pairs)
@@ -126,12 +133,12 @@ def test_the_objectives_agree_with_their_parts():
     examples = [EncodedPair(str(i), (1,), (2,) * (i + 1), (3,) * 2) for i in range(4)]
     scores = torch.tensor([[[1.0], [0.0]], [[0.0], [2.0]], [[1.0], [1.0]], [[3.0], [0.0]]])
     loss, sums = Ranking().loss(scores, examples)
-    found = Ranking().evaluate(scores, examples)
-    assert found.loss == pytest.approx(loss.item() / 4)
-    assert found.metrics["accuracy"] == sums["accuracy"] / 4 == 0.625
-    assert found.metrics["accuracy_of_longer_wins"] == 0.625  # lengths 1, 2, 3, 4 against 2
-    assert found.metrics["margin"] == pytest.approx(sums["margin"] / 4) == 0.5
-    assert sum(one.count for one in found.reliability) == 4
+    evaluation = Ranking().evaluate(scores, examples)
+    assert evaluation.loss == pytest.approx(loss.item() / 4)
+    assert evaluation.metrics["accuracy"] == sums["accuracy"] / 4 == 0.625
+    assert evaluation.metrics["accuracy_of_longer_wins"] == 0.625  # lengths 1, 2, 3, 4 against 2
+    assert evaluation.metrics["margin"] == pytest.approx(sums["margin"] / 4) == 0.5
+    assert sum(confidence_bin.count for confidence_bin in evaluation.reliability) == 4
     assert Ranking().sequences_of(examples[1]) == ((1, 2, 2), (1, 3, 3))
 
     rated = [EncodedRating("", (1,), (0.0, NAN)), EncodedRating("", (1,), (2.0, 1.0))]

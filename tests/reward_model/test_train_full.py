@@ -1,4 +1,7 @@
-"""The gradient of a reward model's loss: autograd's on transformers' model, however the batch is cut or spread."""
+"""The gradient of a reward model's loss is autograd's on transformers' model.
+
+However the batch is cut or spread.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ def expected(folder, mesh):
 
 
 def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, torch.Tensor]:
-    """Loss and gradient of the exported start by autograd on transformers' model, one sequence at a time."""
+    """Compute loss and gradient of the exported start by autograd on transformers' model.
+
+    One sequence at a time.
+    """
     from transformers import AutoModelForSequenceClassification
 
     objective, pooling = CASES[case]
@@ -97,15 +103,15 @@ def test_equals_autograd_for_every_micro_batch_size(case, folder, mesh, tmp_path
         assert relative_difference(gradient_of(model), gradient) < 1e-5
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(results: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert results.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, float):
-            assert found[name] == pytest.approx(value, rel=1e-5), name
+            assert results[name] == pytest.approx(value, rel=1e-5), name
         elif "gradient" in name:
-            assert relative_difference(found[name], value) <= 1e-5, name
+            assert relative_difference(results[name], value) <= 1e-5, name
         else:
-            torch.testing.assert_close(found[name], value, atol=2e-5, rtol=1e-5, msg=name)
+            torch.testing.assert_close(results[name], value, atol=2e-5, rtol=1e-5, msg=name)
 
 
 def check_layouts(
@@ -159,9 +165,9 @@ def test_a_folder_exported_by_two_ranks_scores_as_in_transformers(on_two_ranks, 
     objective, _ = CASES["ranking"]
     sequences = [s for example in examples_of(objective) for s in objective.sequences_of(example)]
     with torch.no_grad():
-        found = torch.cat([model(torch.tensor([sequence])).logits for sequence in sequences])
+        logits = torch.cat([model(torch.tensor([sequence])).logits for sequence in sequences])
     torch.testing.assert_close(
-        found.view(-1, 2, 1), expected["ranking scores after"], atol=2e-5, rtol=1e-5
+        logits.view(-1, 2, 1), expected["ranking scores after"], atol=2e-5, rtol=1e-5
     )
 
 
