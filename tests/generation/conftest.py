@@ -21,7 +21,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lm(folder, mesh):
-    """In float64, where batching changes the logits by 1e-16: two tokens that nearly tie do not happen."""
+    """Return a model in float64, where batching changes the logits by 1e-16.
+
+    Two tokens that nearly tie do not happen.
+    """
     return megatron_model(folder, mesh, torch.float64)
 
 

@@ -64,13 +64,13 @@ def check(*arguments: str) -> int:
 def test_only_what_lies_before_a_difference_is_compared():
     left = Fixed([[3, 4, 5], [6]], [[-1.0, -2.0, -3.0], [-0.5]])
     right = Fixed([[3, 4, 9], [6, 7]], [[-1.5, -2.0, -9.0], [-0.4, -1.0]])
-    found = compare(left, right, PROMPTS, GREEDY)
-    assert found.responses == 2
-    assert found.equal_responses == 0
-    assert found.tokens == 4
-    assert found.common_tokens == 3
-    assert math.isclose(found.mean_gap, (0.5 + 0 + 0.1) / 3, abs_tol=1e-6)
-    assert math.isclose(found.largest_gap, 0.5, abs_tol=1e-6)
+    comparison = compare(left, right, PROMPTS, GREEDY)
+    assert comparison.responses == 2
+    assert comparison.equal_responses == 0
+    assert comparison.tokens == 4
+    assert comparison.common_tokens == 3
+    assert math.isclose(comparison.mean_gap, (0.5 + 0 + 0.1) / 3, abs_tol=1e-6)
+    assert math.isclose(comparison.largest_gap, 0.5, abs_tol=1e-6)
 
 
 def test_the_worst_prompt_is_known():
@@ -82,18 +82,18 @@ def test_the_worst_prompt_is_known():
 def test_without_a_common_token_nothing_was_compared():
     left = Fixed([[3], [4]], [[-1.0], [-1.0]])
     right = Fixed([[5], [6]], [[-1.0], [-1.0]])
-    found = compare(left, right, PROMPTS, GREEDY)
-    assert found.common_tokens == 0
-    assert math.isnan(found.mean_gap)
-    assert found.worst == (5,)
+    comparison = compare(left, right, PROMPTS, GREEDY)
+    assert comparison.common_tokens == 0
+    assert math.isnan(comparison.mean_gap)
+    assert comparison.worst == (5,)
 
 
 def test_without_log_probs_there_is_no_gap():
     left = Fixed([[3], [4]], [[-1.0], [-1.0]])
     right = Fixed([[3], [4]], None)
-    found = compare(left, right, PROMPTS, GREEDY)
-    assert found.equal_responses == 2
-    assert math.isnan(found.mean_gap)
+    comparison = compare(left, right, PROMPTS, GREEDY)
+    assert comparison.equal_responses == 2
+    assert math.isnan(comparison.mean_gap)
 
 
 def model_below(folder: Path) -> str:
@@ -160,7 +160,10 @@ def test_the_command_sees_an_engine_that_kept_the_old_weights(
 
 
 def test_the_command_names_the_layer(tmp_path, capsys, monkeypatch):
-    """With --layers always; without, where the log-probs differ. Scaled weights are an update that the other lacks."""
+    """With --layers always; without, where the log-probs differ.
+
+    Scaled weights are an update that the other lacks.
+    """
     folder = model_below(tmp_path)
     stale = LayersOfTransformers(Path(folder))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Requests for the rest of a response, what their answers add, and requests under way in an engine's process."""
+"""Requests for the rest of a response, their answers, and requests within an engine's process."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def uncut(whole: Answer) -> Answer:
     ids=["stopped", "long", "taken_back"],
 )
 def test_an_answer_adds_tokens_with_the_version_that_drew_each(answer, reason):
-    found = extended(DRAWN, answer, {1: 4, 2: 6}, uncut)
-    assert found.tokens == (9, 4, 5, 2)
-    assert found.log_probs == (-1.0, -2.0, -3.0, -4.0)
-    assert found.versions == (3, 4, 4, 6)
-    assert found.finish_reason == reason
-    assert found.prompt == PROMPT
-    assert found.key == 11
+    response = extended(DRAWN, answer, {1: 4, 2: 6}, uncut)
+    assert response.tokens == (9, 4, 5, 2)
+    assert response.log_probs == (-1.0, -2.0, -3.0, -4.0)
+    assert response.versions == (3, 4, 4, 6)
+    assert response.finish_reason == reason
+    assert response.prompt == PROMPT
+    assert response.key == 11
 
 
 def test_an_answer_without_numbers_is_of_the_last_weights():
-    found = extended(DRAWN, Answer((5,), (-3.0,)), {0: 8}, uncut)
-    assert found.versions == (3, 4, 8)
+    response = extended(DRAWN, Answer((5,), (-3.0,)), {0: 8}, uncut)
+    assert response.versions == (3, 4, 8)
     assert extended(DRAWN, Answer(fault=TAKEN_BACK), {0: 8}, uncut) == DRAWN
 
 
@@ -84,13 +84,13 @@ def test_an_end_string_may_begin_in_old_tokens():
         assert whole.log_probs == (-1.0, -2.0, -3.0, -4.0)
         return Answer(whole.tokens[:3], (-1.0, -2.0, -3.0), stopped=True)
 
-    found = extended(
+    response = extended(
         DRAWN, Answer((5, 6), (-3.0, -4.0), fault=TAKEN_BACK, updates=(1, 1)), {1: 9}, cut
     )
-    assert found.tokens == (9, 4, 5)
-    assert found.log_probs == (-1.0, -2.0, -3.0)
-    assert found.versions == (3, 4, 9)
-    assert found.finish_reason == FINISH_STOP
+    assert response.tokens == (9, 4, 5)
+    assert response.log_probs == (-1.0, -2.0, -3.0)
+    assert response.versions == (3, 4, 9)
+    assert response.finish_reason == FINISH_STOP
 
 
 class Engine(RequestsUnderway):
@@ -101,7 +101,8 @@ class Engine(RequestsUnderway):
         self.events: dict[int, asyncio.Event] = {}
 
     async def _complete(self, request: Request, name: str) -> Answer:
-        self.events[request.tokens[0]] = event = asyncio.Event()
+        event = asyncio.Event()
+        self.events[request.tokens[0]] = event
         await event.wait()
         return Answer(request.tokens)
 

@@ -1,4 +1,4 @@
-"""What holds for every engine: with TensorRT-LLM's fake, and by `make test-engine` with the real vLLM."""
+"""What holds for every engine: TensorRT-LLM's fake, and the real vLLM by `make test-engine`."""
 
 from __future__ import annotations
 
@@ -74,17 +74,21 @@ def another_restart(engine):
 
 
 def strike(
-    engine: EngineGenerator, monkeypatch, command: str, what: Callable[[Any], None], times: int = 1
+    engine: EngineGenerator,
+    monkeypatch,
+    command: str,
+    attack: Callable[[Any], None],
+    times: int = 1,
 ) -> None:
-    """Call `what` with the engine's process as the next commands begin."""
+    """Call `attack` with the engine's process as the next commands begin."""
     call = process.EngineProcess.call
     left = [command] * times
 
-    def struck(own, name, *arguments, **options):
+    def struck(engine_process, name, *arguments, **options):
         if name in left:
             left.remove(name)
-            what(own._child)
-        return call(own, name, *arguments, **options)
+            attack(engine_process._child)
+        return call(engine_process, name, *arguments, **options)
 
     monkeypatch.setattr(process.EngineProcess, "call", struck)
 
@@ -173,10 +177,12 @@ class TestResponsesThatGoOn:
             responses = unbegun(PROMPTS, NUM_SAMPLES, 3) if responses is None else responses
             return engine.go_on(responses, PARAMS, PlannedUpdates() if updates is None else updates)
 
-    def check(self, found: list[PartialResponse], expected: torch.Tensor, version: int = 0) -> None:
+    def check(
+        self, responses: list[PartialResponse], expected: torch.Tensor, version: int = 0
+    ) -> None:
         """They are those of `generate`, and at their end."""
-        assert len(found) == len(expected)
-        for response, row in zip(found, expected, strict=True):
+        assert len(responses) == len(expected)
+        for response, row in zip(responses, expected, strict=True):
             count = len(response.tokens)
             assert list(response.tokens) == row[:count].tolist()
             assert not row[count:].any()
@@ -195,22 +201,24 @@ class TestResponsesThatGoOn:
         advance = process.EngineProcess.advance
         asked = []
 
-        def noted(own, requests, wait):
+        def noted(engine_process, requests, wait):
             asked.extend(requests)
-            return advance(own, requests, wait)
+            return advance(engine_process, requests, wait)
 
         monkeypatch.setattr(process.EngineProcess, "advance", noted)
         ended = self.go_on(engine)
         shorter = len(expected) - 3
         del asked[:]
-        found = self.go_on(engine, [*ended[:shorter], *unbegun(PROMPTS, NUM_SAMPLES, 3)[shorter:]])
-        assert found == ended
+        responses = self.go_on(
+            engine, [*ended[:shorter], *unbegun(PROMPTS, NUM_SAMPLES, 3)[shorter:]]
+        )
+        assert responses == ended
         assert asked == list(range(shorter, len(expected)))
         del asked[:]
         long = PartialResponse(
             PROMPTS[0], 1, (4,) * PARAMS.max_length, (-1.0,) * PARAMS.max_length, (0,) * 8
         )
-        assert [one.finish_reason for one in self.go_on(engine, [long, ended[0]])] == [
+        assert [response.finish_reason for response in self.go_on(engine, [long, ended[0]])] == [
             FINISH_LENGTH,
             ended[0].finish_reason,
         ]
@@ -234,11 +242,12 @@ class TestResponsesThatGoOn:
 
     def lose(self, monkeypatch, times: dict[int, int]) -> None:
         """Lose the answers of these requests so many times; all answers come at once."""
-        advance, left = process.EngineProcess.advance, dict(times)
+        advance = process.EngineProcess.advance
+        left = dict(times)
         monkeypatch.setattr(of_engine, "POLL_SECONDS", 60.0)
 
-        def lost(own, requests, wait):
-            number, answers = advance(own, requests, wait)
+        def lost(engine_process, requests, wait):
+            number, answers = advance(engine_process, requests, wait)
             for row in answers.keys() & left:
                 left[row] -= 1
                 if left[row] >= 0:

@@ -1,4 +1,4 @@
-"""Sampling rules against transformers' own, and the noise against the distribution it should have."""
+"""Sampling rules against transformers, and the noise against its distribution."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ class TestNoise:
             assert abs(correlation) < 5 / math.sqrt(product.numel())
 
     def test_is_finite_at_both_ends(self):
-        """Of 2^31 steps the last 64 round up to 1 in float32: once in 3e7 draws, no token at all could be drawn."""
+        """Of 2^31 steps the last 64 round up to 1 in float32.
+
+        Once in 3e7 draws no token at all could be drawn.
+        """
         # token 0 gets the last step and the first
         keys = torch.tensor([[-599296117, 0], [0, 0]], dtype=torch.int32)
         last, first = gumbel_noise(keys, 1)[:, 0].tolist()
@@ -100,8 +103,8 @@ class TestKeys:
             noise_keys(seed, ids.repeat(20), np.tile(ids, 20), 10).reshape(-1, 2)
             for seed in (0, 1, 2, 2**40, -1, 12345678901234567890)
         ]
-        found = torch.cat(keys)
-        assert len(torch.unique(found, dim=0)) == len(found) == 6 * 20 * 20 * 10
+        all_keys = torch.cat(keys)
+        assert len(torch.unique(all_keys, dim=0)) == len(all_keys) == 6 * 20 * 20 * 10
 
     def test_do_not_depend_on_the_batch_or_the_number_of_positions(self):
         many = noise_keys(5, np.array([3, 9, 4]), np.array([0, 1, 7]), 10)
@@ -176,7 +179,10 @@ def test_frequencies_equal_the_distribution_of_transformers(options):
     [(2, 0.5, 1), (2, 0.5000001, 2), (4, 0.25, 1), (4, 0.5, 2), (4, 0.75, 3), (8, 0.125, 1)],
 )
 def test_top_p_that_is_reached_exactly_keeps_no_further_token(tokens, top_p, kept):
-    """Equally likely tokens, whose sums float32 has exactly, beside impossible ones; as transformers does."""
+    """Equally likely tokens, whose sums float32 has exactly, beside impossible ones.
+
+    The kept set is that of transformers.
+    """
     logits = torch.cat((torch.zeros(1, tokens), torch.full((1, 3), -math.inf)), dim=1)
     params = SamplingParams(max_length=1, top_p=top_p)
     assert int((theirs(params, logits) > 0).sum()) == kept
@@ -189,7 +195,10 @@ def test_top_p_that_is_reached_exactly_keeps_no_further_token(tokens, top_p, kep
     "options", [{"top_k": 7}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.6}], ids=str
 )
 def test_kept_sets_equal_those_of_transformers(options, seed):
-    """Rows of many shapes at once; the drawn tokens of each must cover its kept set and never leave it."""
+    """Rows of many shapes at once.
+
+    The drawn tokens of each must cover its kept set and never leave it.
+    """
     params = SamplingParams(max_length=1, temperature=1.3, **options)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(8, 40, generator=generator) * torch.linspace(0.1, 4, 8)[:, None]

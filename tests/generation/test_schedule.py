@@ -20,29 +20,33 @@ def run(
         read += schedule.admit()
         if not schedule.running:
             break
-        begun += [one.sample for one in schedule.running[before:]]
+        begun += [sequence.sample for sequence in schedule.running[before:]]
         assert len(schedule.running) <= schedule.rows
-        places = {one.prompt: one.slot for one in schedule.running}
+        places = {sequence.prompt: sequence.slot for sequence in schedule.running}
         # no prompt overwrites another's keys
         assert len(set(places.values())) == len(places) <= schedule.slots
         for slot in places.values():
             assert 0 <= slot < schedule.slots
-        expected = [one.sample for one in schedule.running]
+        expected = [sequence.sample for sequence in schedule.running]
         stopped = [
-            row for row, one in enumerate(schedule.running) if one.written + 1 == ends[one.sample]
+            row
+            for row, sequence in enumerate(schedule.running)
+            if sequence.written + 1 == ends[sequence.sample]
         ]
         order = schedule.advance(stopped)
         assert (order is None) == (
             not stopped and not any(w == max_length for w in _written(schedule))
         )
         if order is not None:
-            assert [one.sample for one in schedule.running] == [expected[row] for row in order]
+            assert [sequence.sample for sequence in schedule.running] == [
+                expected[row] for row in order
+            ]
     assert sorted(read) == list(range(len(lengths)))  # each prompt once
     return begun
 
 
 def _written(schedule: Schedule) -> list[int]:
-    return [one.written for one in schedule.running]
+    return [sequence.written for sequence in schedule.running]
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 30, 45, 60, 100, 10**6])
@@ -76,7 +80,9 @@ def test_one_that_ends_makes_room_at_once():
     assert schedule.admit() == [0]
     assert schedule.advance([0]) == [1]
     assert schedule.admit() == [1]
-    assert [(one.sample, one.slot, one.written) for one in schedule.running] == [
+    assert [
+        (sequence.sample, sequence.slot, sequence.written) for sequence in schedule.running
+    ] == [
         (1, 0, 1),
         (2, 1, 0),
     ]
@@ -84,7 +90,9 @@ def test_one_that_ends_makes_room_at_once():
     assert schedule.advance([]) is None
     assert schedule.advance([0]) == [1]
     assert schedule.admit() == []
-    assert [(one.sample, one.slot, one.written) for one in schedule.running] == [
+    assert [
+        (sequence.sample, sequence.slot, sequence.written) for sequence in schedule.running
+    ] == [
         (2, 1, 2),
         (3, 1, 0),
     ]
@@ -94,5 +102,5 @@ def test_the_last_rows_fill_the_gaps():
     schedule = Schedule([1], num_samples=6, max_length=9, max_tokens=None)
     schedule.admit()
     assert schedule.advance([0, 3, 5]) == [4, 1, 2]
-    assert [one.sample for one in schedule.running] == [4, 1, 2]
+    assert [sequence.sample for sequence in schedule.running] == [4, 1, 2]
     assert schedule.advance([0, 1, 2]) == []

@@ -1,4 +1,4 @@
-"""Decoding as on a GPU in bf16, with flash's kernel emulated, against decoding as on a CPU: the same samples."""
+"""Decoding as on a GPU in bf16, with flash's kernel emulated, gives the samples of a CPU."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ KINDS = {
 }
 
 
-def assert_same(found: Completions, expected: Completions) -> None:
-    assert torch.equal(found.tokens, expected.tokens)
-    assert torch.equal(found.lengths, expected.lengths)
-    assert found.finish_reasons == expected.finish_reasons
-    assert found.log_probs is not None
+def assert_same(completions: Completions, expected: Completions) -> None:
+    assert torch.equal(completions.tokens, expected.tokens)
+    assert torch.equal(completions.lengths, expected.lengths)
+    assert completions.finish_reasons == expected.finish_reasons
+    assert completions.log_probs is not None
     assert expected.log_probs is not None
-    torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-6, rtol=0)
+    torch.testing.assert_close(completions.log_probs, expected.log_probs, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("max_tokens", [None, 75])
@@ -77,7 +77,7 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
     )
     handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
-        found = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False).generate(
+        completions = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False).generate(
             prompts, 6, replace(PARAMS, max_length=64, stop_token_ids=tuple(range(4, 10))), seed=0
         )
     finally:
@@ -86,7 +86,7 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
     assert {rows for rows, _ in shapes[1:]} <= {1, 2, 4, 8, 16, 32}
     assert {seq for _, seq in shapes[1:]} == {1}
     assert set(looks[:-1]) == {8}
-    assert sum(looks) == len(shapes) - 1 <= int(found.lengths.max()) - 1 + 7
+    assert sum(looks) == len(shapes) - 1 <= int(completions.lengths.max()) - 1 + 7
     assert len({rows for rows, _ in shapes[1:]}) > 1  # rows that ended are left out after a while
 
 
@@ -173,9 +173,9 @@ def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch
 
 
 def test_padded_rows():
-    found = {rows: padded_rows(rows) for rows in range(1, 200)}
-    assert set(found.values()) == {1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224}
-    for rows, padded in found.items():
+    padded_of = {rows: padded_rows(rows) for rows in range(1, 200)}
+    assert set(padded_of.values()) == {1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224}
+    for rows, padded in padded_of.items():
         assert rows <= padded < 2 * rows + 1
         assert padded - rows < 32
 

@@ -1,4 +1,4 @@
-"""Generation by TensorRT-LLM, with a fake that has its signatures and this project's model behind it."""
+"""Generation by TensorRT-LLM: a fake has its signatures, and computes with this model."""
 
 from __future__ import annotations
 
@@ -90,11 +90,14 @@ class TestRun:
     """The trainer on the fake engine against the trainer on the native one."""
 
     def check(self, folder: Path, name: str) -> None:
-        """Same metrics and responses as the native engine's; the weights that came are those that were trained."""
-        found = metrics_of(folder / name)
+        """Metrics and responses are those of the native engine.
+
+        The engine received the trained weights.
+        """
+        metrics = metrics_of(folder / name)
         expected = metrics_of(folder / "native")
-        assert len(found) == len(expected) > 2
-        for line, other in zip(found, expected, strict=True):
+        assert len(metrics) == len(expected) > 2
+        for line, other in zip(metrics, expected, strict=True):
             assert largest_difference(however_cut(line), however_cut(other)) < 1e-4
         for step in (1, 2):
             rows = rollouts_of(folder / name, step)
@@ -138,7 +141,7 @@ class TestRun:
     @pytest.mark.slow
     @pytest.mark.timeout(900)
     def test_on_two_ranks(self, runs):
-        """TP=2, whose engine has a worker on each device; PP=2 and CP=2, whose engines have neither."""
+        """With TP=2 the engine has a worker on each device; with PP=2 and CP=2 it has neither."""
         run_ranks(
             Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py",
             2,
@@ -222,24 +225,28 @@ class TestStart:
     def test_graphs_cache_and_scheduler_are_for_the_whole_batch(
         self, tmp_path, mesh, fake_engine, version
     ):
-        found = self.arguments_of(tmp_path, mesh, fake_engine, version, "engine.max_batch_size=48")
+        arguments = self.arguments_of(
+            tmp_path, mesh, fake_engine, version, "engine.max_batch_size=48"
+        )
         # Of sizes that are not padded there would be 1 to 31, 32, 64 and 128 (llm_args.py,
         # CudaGraphConfig).
-        assert found["cuda_graph_config"] == {"enable_padding": "True", "max_batch_size": "48"}
-        assert found["scheduler_config"]["capacity_scheduler_policy"].endswith("MAX_UTILIZATION")
+        assert arguments["cuda_graph_config"] == {"enable_padding": "True", "max_batch_size": "48"}
+        assert arguments["scheduler_config"]["capacity_scheduler_policy"].endswith(
+            "MAX_UTILIZATION"
+        )
         # 16 positions are a block of 32 tokens, and one more a sequence.
-        assert found["kv_cache_config"]["max_tokens"] == str(48 * 64)
-        assert found["kv_cache_config"]["free_gpu_memory_fraction"] == "0.5"
+        assert arguments["kv_cache_config"]["max_tokens"] == str(48 * 64)
+        assert arguments["kv_cache_config"]["free_gpu_memory_fraction"] == "0.5"
 
     def test_1_2_keeps_all_memory_but_the_cache_while_it_sleeps(self, tmp_path, mesh, fake_engine):
-        found = self.arguments_of(tmp_path, mesh, fake_engine, "1.2")
-        assert found["enable_sleep"] == "True"
-        assert "sleep_config" not in found
+        arguments = self.arguments_of(tmp_path, mesh, fake_engine, "1.2")
+        assert arguments["enable_sleep"] == "True"
+        assert "sleep_config" not in arguments
 
     def test_1_3_drops_the_weights_as_each_waking_brings_them(self, tmp_path, mesh, fake_engine):
-        found = self.arguments_of(tmp_path, mesh, fake_engine, "1.3")
-        assert "enable_sleep" not in found
-        modes = found["sleep_config"]["restore_modes"]
+        arguments = self.arguments_of(tmp_path, mesh, fake_engine, "1.3")
+        assert "enable_sleep" not in arguments
+        modes = arguments["sleep_config"]["restore_modes"]
         assert modes.count("'NONE'") == 2
         assert "MODEL_WEIGHTS_MAIN" in modes
         assert "KV_CACHE" in modes
@@ -281,12 +288,12 @@ class TestSamples:
         params = SamplingParams(
             max_length=5, temperature=0.7, top_k=4, top_p=0.9, stop_token_ids=(2, 5)
         )
-        found = requests_of(PROMPTS, 2, params, 3, pad_id=1)
-        assert [request.tokens for request in found] == [PROMPTS[0].tokens] * 2 + [
+        requests = requests_of(PROMPTS, 2, params, 3, pad_id=1)
+        assert [request.tokens for request in requests] == [PROMPTS[0].tokens] * 2 + [
             PROMPTS[1].tokens
         ] * 2
-        assert len({request.sampling.seed for request in found}) == 4
-        asked = found[0].sampling
+        assert len({request.sampling.seed for request in requests}) == 4
+        asked = requests[0].sampling
         assert asked.temperature == 0.7
         assert asked.top_k == 4
         assert asked.top_p == 0.9
@@ -306,12 +313,12 @@ class TestSamples:
     def test_an_end_string_cuts_wherever_its_text_appears(self, engine):
         tokens = (6, 7, 8, 9)
         text = engine._tokenizer.decode([6, 7, 8])
-        found = engine._cut_at_end_string(
+        cut = engine._cut_at_end_string(
             Answer(tokens, (-1.0, -2.0, -3.0, -4.0)), ("nowhere", text[1:])
         )
-        assert found.tokens == (6, 7, 8)
-        assert found.log_probs == (-1.0, -2.0, -3.0)
-        assert found.stopped is True
+        assert cut.tokens == (6, 7, 8)
+        assert cut.log_probs == (-1.0, -2.0, -3.0)
+        assert cut.stopped is True
         assert engine._cut_at_end_string(Answer(tokens), ("nowhere",)) == Answer(tokens)
 
     def test_an_end_string_cuts_beside_an_id_that_the_tokenizer_lacks(self, engine, tmp_path):
@@ -320,20 +327,20 @@ class TestSamples:
         beyond = engine._lm.architecture.vocab_size - 1
         assert beyond >= len(engine._tokenizer)
         end = engine._tokenizer.decode([7, 8])
-        found = engine._cut_at_end_string(Answer((beyond, 6, 7, 8, 9)), (end,))
-        assert found.tokens == (beyond, 6, 7, 8)
-        assert found.stopped is True
+        cut = engine._cut_at_end_string(Answer((beyond, 6, 7, 8, 9)), (end,))
+        assert cut.tokens == (beyond, 6, 7, 8)
+        assert cut.stopped is True
         outside = Answer((6, 7, 8, beyond + 1))  # of no response that counts
         assert engine._cut_at_end_string(outside, (end,)) == outside
 
     def test_rows_of_unequal_length_are_padded(self, engine):
         answers = [Answer((5, 6), (-1.0, -2.0), stopped=True), Answer((), ()), Answer((4,), None)]
-        found = engine._completions(answers[:2], PARAMS)
-        assert found.tokens.tolist() == [[5, 6], [0, 0]]
-        assert found.lengths.tolist() == [2, 0]
-        assert found.finish_reasons == (FINISH_STOP, FINISH_LENGTH)
-        assert found.log_probs is not None
-        assert found.log_probs.tolist() == [
+        completions = engine._completions(answers[:2], PARAMS)
+        assert completions.tokens.tolist() == [[5, 6], [0, 0]]
+        assert completions.lengths.tolist() == [2, 0]
+        assert completions.finish_reasons == (FINISH_STOP, FINISH_LENGTH)
+        assert completions.log_probs is not None
+        assert completions.log_probs.tolist() == [
             [-1.0, -2.0],
             [0.0, 0.0],
         ]
@@ -399,10 +406,10 @@ class TestFaults:
     def test_a_token_outside_the_vocabulary_does_not_count(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted", fault="outside")
         engine = generator_of(tmp_path, mesh)
-        found = draw(engine).within_vocabulary(32, 0)
+        completions = draw(engine).within_vocabulary(32, 0)
         engine.close()
-        assert found.finish_reasons.count(FINISH_OUTSIDE) == 1
-        assert int(found.tokens.max()) < 32
+        assert completions.finish_reasons.count(FINISH_OUTSIDE) == 1
+        assert int(completions.tokens.max()) < 32
 
     def test_an_engine_that_dies_is_started_anew(self, tmp_path, mesh, fake_engine):
         given = fake_engine(model="scripted", fault="die")

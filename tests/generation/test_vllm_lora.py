@@ -66,13 +66,13 @@ def test_samples_are_of_the_present_updates(tmp_path, mesh, monkeypatch, setting
     )
     lm, generator = engine_of(tmp_path, mesh, settings, f"vllm.load_adapters={alone}")
     generator._arguments = replace(generator._arguments, tensor_parallel_size=workers)
-    found = []
+    completions = []
     for seed in range(3):
-        found.append(draw(generator))
-        assert log_prob_gap(lm, found[-1]) < TOLERANCE
+        completions.append(draw(generator))
+        assert log_prob_gap(lm, completions[-1]) < TOLERANCE
         change_updates(lm, seed)
     generator.close()
-    assert len({tuple(one.tokens.flatten().tolist()) for one in found}) == 3
+    assert len({tuple(drawn.tokens.flatten().tolist()) for drawn in completions}) == 3
     assert len(sent) == (1 if alone else 3)
 
 

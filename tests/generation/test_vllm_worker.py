@@ -73,7 +73,7 @@ class TestChecksum:
         tensor = random_tensor(size)
         i, j = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
         changed = tensor.clone()
-        changed[i], changed[j] = tensor[j], tensor[i]
+        changed[[i, j]] = tensor[[j, i]]
         assert checksum(changed) != checksum(tensor)
 
     def test_order_sign_of_zero_and_length_count(self):
@@ -107,20 +107,22 @@ class TestBuckets:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_tensors_arrive_in_order_with_memory_of_their_own(self, dtype):
         sent = Sent(dtype)
-        found = sent.arrive()
+        tensors = sent.arrive()
         expected = {name: view.clone() for name, view in sent.views.items()}
         sent.buffer.zero_()  # as the next bucket would
-        assert list(found) == list(NAMES)
+        assert list(tensors) == list(NAMES)
         for name in NAMES:
-            assert found[name].dtype == dtype
-            assert torch.equal(found[name], expected[name])
+            assert tensors[name].dtype == dtype
+            assert torch.equal(tensors[name], expected[name])
 
     def test_another_process_reads_them(self):
         sent = Sent()
         code = (
-            "import json, pickle, sys, torch; from reinforce_rl.generation.engine.buckets import received;"
+            "import json, pickle, sys, torch; from reinforce_rl.generation.engine.buckets import "
+            "received;"
             "bucket = pickle.load(sys.stdin.buffer);"
-            "print(json.dumps([[n, t.tolist()] for n, t in received(bucket, 'cpu', torch.device('cpu'))]))"
+            "print(json.dumps([[n, t.tolist()] for n, t in received(bucket, 'cpu', "
+            "torch.device('cpu'))]))"
         )
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -145,7 +147,9 @@ class TestBuckets:
     def test_two_tensors_in_each_others_place_are_seen(self):
         sent = Sent()
         first, second = sent.bucket["tensors"][:2]
-        first[1], second[1] = second[1], first[1]
+        place = first[1]
+        first[1] = second[1]
+        second[1] = place
         with pytest.raises(RuntimeError, match=r"^a\.weight arrived otherwise"):
             sent.arrive()
 
@@ -181,8 +185,8 @@ class TestWorker:
     def test_the_columns_are_others_at_each_update_and_all_in_time(self):
         of_updates = [worker_of(i)._columns(64) for i in range(64)]
         assert {len(set(columns)) for columns in of_updates} == {4}
-        for one, other in itertools.pairwise(of_updates):
-            assert one != other
+        for earlier, later in itertools.pairwise(of_updates):
+            assert earlier != later
         assert set().union(*of_updates) == set(range(64))
 
     @pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4)])
@@ -197,7 +201,9 @@ class TestWorker:
         views = {"model.embed_tokens.weight": buffer[:12].view(4, 3)}
         bucket = {**describe(buffer, views), "places": {"cpu": path}}
         worker = worker_of(is_tied=is_tied)
-        expected = ["model.embed_tokens.weight"] + ["lm_head.weight"] * is_tied
+        expected = ["model.embed_tokens.weight"]
+        if is_tied:
+            expected.append("lm_head.weight")
         assert [name for name, _ in worker._noted(bucket)] == expected == list(worker._arrived)
 
     @pytest.mark.parametrize(

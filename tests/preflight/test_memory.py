@@ -46,7 +46,7 @@ def compare(names, folder: Path, out: Path) -> None:
                 said = getattr(of_stage, kind)
                 if abs(said - measured[kind]) > 0.02 * measured[kind]:
                     wrong.append(
-                        (f"{name}, rank {rank}, {kind}: {said} said, {measured[kind]} found")
+                        f"{name}, rank {rank}, {kind}: {said} said, {measured[kind]} found"
                     )
             for phase in of_stage.phases:
                 if phase.name not in measured["phases"]:
