@@ -82,7 +82,7 @@ def with_samples(pair: Pair, **fields: object) -> Pair:
 
 
 @pytest.mark.parametrize(
-    ("pair", "told"),
+    ("pair", "message"),
     [
         (
             replace(same_pair(), peer=replace(same_pair().peer, threads=1)),
@@ -115,8 +115,8 @@ def with_samples(pair: Pair, **fields: object) -> Pair:
         ),
     ],
 )
-def test_sides_that_did_not_the_same_are_refused(pair, told):
-    with pytest.raises(NotTheSame, match=told.replace("bf", "bfloat16")):
+def test_sides_that_did_not_the_same_are_refused(pair, message):
+    with pytest.raises(NotTheSame, match=message.replace("bf", "bfloat16")):
         check_same(WORKLOAD, pair)
 
 
@@ -134,11 +134,11 @@ def test_ratios_are_of_pairs_and_leave_the_warm_up_out():
         )
         for ours, peer in ((4.0, 8.0), (40.0, 120.0), (10.0, 100.0))
     ]
-    found = compare(pairs, warm_up_steps=1)
-    assert found.pair_speedups == pytest.approx([2.0, 3.0, 10.0])
-    assert found.speedup == pytest.approx(3.0)  # the medians' own ratio would be 10
-    assert found.memory == pytest.approx(0.5)
-    rows = {row.name: row for row in found.rows}
+    comparison = compare(pairs, warm_up_steps=1)
+    assert comparison.pair_speedups == pytest.approx([2.0, 3.0, 10.0])
+    assert comparison.speedup == pytest.approx(3.0)  # the medians' own ratio would be 10
+    assert comparison.memory == pytest.approx(0.5)
+    rows = {row.name: row for row in comparison.rows}
     assert rows[STEP].ours == 10.0
     assert rows[STEP].peer == 100.0
     assert rows[GENERATION].ratio == pytest.approx(1.0)
@@ -154,17 +154,17 @@ def test_report_comes_back_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--prompts", "0", "--pairs", "0"], "--prompts is 0, --pairs is 0; expected at least 1"),
         (["--batch", "3"], "--batch 3 does not divide 4 x 4 sequences"),
     ],
 )
-def test_impossible_sizes_are_refused_in_a_line(options, told):
+def test_impossible_sizes_are_refused_in_a_line(options, message):
     command = [sys.executable, str(BENCHMARKS / "compare_trl.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.strip() == told
+    assert done.stderr.strip() == message
 
 
 @pytest.mark.slow
@@ -176,10 +176,10 @@ def test_short_form_runs_both_sides_and_writes_what_it_says(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "bench.json").read_text())
-    found = written["comparison"]
+    comparison = written["comparison"]
     assert (
         done.stdout.splitlines()[-1]
-        == f"speedup: {found['speedup']:.2f}x memory: {found['memory']:.2f}"
+        == f"speedup: {comparison['speedup']:.2f}x memory: {comparison['memory']:.2f}"
     )
     ours, peer = (written["pairs"][0][name]["steps"][-1]["phases"] for name in ("ours", "peer"))
     # `rewards` of ours may be nothing at all: they come while log-probs are taken.

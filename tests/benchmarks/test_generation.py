@@ -1,4 +1,7 @@
-"""The comparison of generation with transformers: its short form runs, and a side that does less is noticed."""
+"""The comparison of generation with transformers: its short form runs.
+
+A side that does less is noticed.
+"""
 
 from __future__ import annotations
 

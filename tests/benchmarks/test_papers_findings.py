@@ -1,4 +1,4 @@
-"""The benchmark of the papers' findings: its reward, its sums, and its quick form from end to end."""
+"""The benchmark of the papers' findings: its reward, its sums, and its quick form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from findings.charts import Curve, Panel, Point, figure  # noqa: E402
-from findings.language import SCALE, all_prompts, raw_score, reward, vocabulary, write_review  # noqa: E402
+from findings.language import (  # noqa: E402
+    SCALE,
+    all_prompts,
+    raw_score,
+    reward,
+    vocabulary,
+    write_review,
+)
 from findings.runs import (  # noqa: E402
     CELLS,
     LAGGING,
@@ -53,7 +60,9 @@ def test_reward_of_reviews(review, score):
 
 
 def test_grammar_has_the_mean_and_the_deviation_that_the_cells_are_made_for():
-    source, prompts, words = random.Random(3), all_prompts(), set(vocabulary())
+    source = random.Random(3)
+    prompts = all_prompts()
+    words = set(vocabulary())
     assert len(prompts) == len(set(prompts)) == 360
     reviews = [write_review(prompt, source) for prompt in prompts for _ in range(10)]
     for text in [*prompts, *reviews]:
@@ -111,8 +120,8 @@ def test_differences_are_taken_seed_by_seed():
         "rloo4": [outcome("rloo4", 1, 1.0), outcome("rloo4", 2, 5.0), outcome("rloo4", 3, 9.0)],
         "raft4": [outcome("raft4", 3, 9.5), outcome("raft4", 1, 0.5), outcome("raft4", 4, 100.0)],
     }
-    found = difference(outcomes, "raft4", "rloo4", lambda o: o.final_reward)
-    assert found == Estimate(0.0, 0.5, 2)  # -0.5 and 0.5: deviation sqrt(0.5), over sqrt(2)
+    estimate = difference(outcomes, "raft4", "rloo4", lambda o: o.final_reward)
+    assert estimate == Estimate(0.0, 0.5, 2)  # -0.5 and 0.5: deviation sqrt(0.5), over sqrt(2)
     assert difference(outcomes, "raft4", "vanilla", lambda o: o.final_reward) is None
 
 
@@ -155,8 +164,8 @@ def paced(
 
 
 def test_reward_after_some_seconds_lies_on_a_line_between_validations():
-    found = paced("rloo4", 1, (0.0, 1.0, 3.0), 2.0)
-    assert [found.reward_after(seconds) for seconds in (0.0, 1.0, 2.0, 3.0, 4.0, 9.0)] == [
+    outcome_of_run = paced("rloo4", 1, (0.0, 1.0, 3.0), 2.0)
+    assert [outcome_of_run.reward_after(seconds) for seconds in (0.0, 1.0, 2.0, 3.0, 4.0, 9.0)] == [
         0.0,
         0.5,
         1.0,

@@ -1,4 +1,4 @@
-"""The benchmark of stale rollouts: its exact sums beside those of the tests' own, and what they must show."""
+"""The benchmark of stale rollouts: its exact sums beside the tests' sums, and its result."""
 
 from __future__ import annotations
 
@@ -69,30 +69,30 @@ def test_means_are_those_of_all_ordered_pairs(problem, path, name):
     options = Options(loss=CORRECTIONS[name])
     drawn_with = TREE.log_probs(behaviour)
     expected = expected_gradient(world_of(problem, now), options, 2, behaviour=drawn_with).flatten()
-    found = Estimate(problem, now, behaviour, CORRECTIONS[name], scores_of(now)).mean
-    assert relative_error(found, expected) < 1e-12
+    mean = Estimate(problem, now, behaviour, CORRECTIONS[name], scores_of(now)).mean
+    assert relative_error(mean, expected) < 1e-12
 
 
 def test_variance_on_policy_is_that_of_all_ordered_groups():
     problem = Problem.draw(0)
     now = problem.path(STEP_KL, versions=1)[-1]
-    found = Estimate(problem, now, now, CORRECTIONS["none"], scores_of(now)).variance
-    assert found == pytest.approx(
+    variance = Estimate(problem, now, now, CORRECTIONS["none"], scores_of(now)).variance
+    assert variance == pytest.approx(
         gradient_variance(world_of(problem, now), Options(), 4), rel=1e-10
     )
 
 
 def test_without_a_cap_the_weight_of_the_response_is_unbiased_and_no_weight_is_not(problem, path):
-    found = [measure(problem, path, lag, CORRECTIONS) for lag in LAGS]
-    assert max(each[UNCAPPED].bias for each in found) < 1e-12
-    none, token = ([each[name].bias for each in found] for name in ("none", "token"))
+    measures = [measure(problem, path, lag, CORRECTIONS) for lag in LAGS]
+    assert max(each[UNCAPPED].bias for each in measures) < 1e-12
+    none, token = ([each[name].bias for each in measures] for name in ("none", "token"))
     assert none[0] < 1e-12
     assert none == sorted(none)
     assert none[1] > 0.05
     assert token == sorted(token)
     assert token[1] > 0.05
-    assert found[-1]["sequence"].bias < token[-1] < none[-1]
-    assert {name for name, each in found[0].items() if each.bias < 1e-12} == {*CORRECTIONS}
+    assert measures[-1]["sequence"].bias < token[-1] < none[-1]
+    assert {name for name, each in measures[0].items() if each.bias < 1e-12} == {*CORRECTIONS}
 
 
 def test_kl_by_the_generator_is_biased_though_the_weight_is_not(problem, path):
@@ -100,11 +100,14 @@ def test_kl_by_the_generator_is_biased_though_the_weight_is_not(problem, path):
 
 
 def test_baseline_leaves_the_mean_alone_where_weights_are_exact(problem, path):
-    """E[w b score] = E[b] E[w score], and E[w score] is 0 for the exact weight only. Truncated, the baseline still
-    keeps a constant in the reward out of the bias."""
+    """E[w b score] = E[b] E[w score], and E[w score] is 0 for the exact weight only.
+
+    Truncated, the baseline still keeps a constant in the reward out of the bias.
+    """
     now = path[-1]
     behaviour = path[-5]
-    scores, true = scores_of(now), problem.gradient(now).flatten()
+    scores = scores_of(now)
+    true = problem.gradient(now).flatten()
 
     def mean(correction: str, credit=rloo_advantage, shift: float = 0.0) -> torch.Tensor:
         shifted = replace(problem, rewards=problem.rewards + shift)

@@ -34,7 +34,11 @@ def test_a_run_goes_through(
 ) -> None:
     for steps in limits:  # the second one with the rollouts of a checkpoint
         limit = f"trainer.reinforce.max_steps={steps}"
-        more = ("trainer.reinforce.max_epochs=3", "trainer.reinforce.save_interval=1", limit)
+        limits_of_run = (
+            "trainer.reinforce.max_epochs=3",
+            "trainer.reinforce.save_interval=1",
+            limit,
+        )
         launcher = [
             sys.executable,
             "-m",
@@ -44,7 +48,7 @@ def test_a_run_goes_through(
             "2",
         ]
         done = subprocess.run(
-            [*launcher, str(SCRIPT), str(tmp_path), *APART, *more, *overrides],
+            [*launcher, str(SCRIPT), str(tmp_path), *APART, *limits_of_run, *overrides],
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",

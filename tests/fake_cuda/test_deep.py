@@ -1,4 +1,7 @@
-"""`preflight=deep` measures two depths and two numbers of micro-batches, and concludes what more would cost."""
+"""`preflight=deep` measures two depths and two numbers of micro-batches.
+
+From these it extrapolates the cost.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +75,9 @@ def blocks(machine: Machine, folder: Path) -> Phases:
 def measured(machine: Machine, case: Case) -> Phases:
     # As between the cases of `main`: what other tests left behind would count as freed here.
     gc.collect()
-    found = RankRun(case).measure(machine)
+    phases = RankRun(case).measure(machine)
     gc.collect()
-    return found
+    return phases
 
 
 def test_costs_grow_along_a_line_with_layers(machine: Machine, folders: dict[int, Path]) -> None:
@@ -103,12 +106,12 @@ def test_costs_grow_along_a_line_with_micro_batches(
     machine: Machine, folders: dict[int, Path]
 ) -> None:
     few, many = (measured(machine, case_of(folders[2], *ONE, in_flight=n)) for n in (1, 4))
-    for found in (few, many):
-        cost = total([(1, found["training once"][0]), (7, found["training each"][0])])
+    for phases in (few, many):
+        cost = total([(1, phases["training once"][0]), (7, phases["training each"][0])])
         assert cost["kernels"] == pytest.approx(
             total([(1, few["training once"][0]), (7, few["training each"][0])])["kernels"]
         )
-        assert cost["flops"] > 7 * found["training each"][0]["flops"] * 0.99
+        assert cost["flops"] > 7 * phases["training each"][0]["flops"] * 0.99
     assert few["training each"][0]["kernels"] > 100
 
 
@@ -131,23 +134,23 @@ def test_memory_is_as_the_plan_has_it(
     # Models of other tests in this process, which torch's caches may keep.
     others = machine.gpu.memory.bytes
     phases = measured(machine, case)
-    found = {name: peak - others for name, (_, peak) in phases.items()}
-    found["away"] += others  # a difference already
-    assert found["away"] == pytest.approx(plan.optimizer, rel=0.001)
-    assert found["resident"] == pytest.approx(plan.weights, rel=0.001)
+    peaks = {name: peak - others for name, (_, peak) in phases.items()}
+    peaks["away"] += others  # a difference already
+    assert peaks["away"] == pytest.approx(plan.optimizer, rel=0.001)
+    assert peaks["resident"] == pytest.approx(plan.weights, rel=0.001)
     of_phase = {"log-probs": "log-probs once", "reference log-probs": "reference log-probs once"}
     of_phase |= {"training": "training once", "optimizer step": "optimizer"}
     for phase in plan.phases:
         if name := of_phase.get(phase.name):
-            assert found[name] == pytest.approx(plan.held + phase.total, rel=0.025), name
+            assert peaks[name] == pytest.approx(plan.held + phase.total, rel=0.025), name
 
 
 def test_collectives_are_told_by_group_and_nodes(
     machine: Machine, folders: dict[int, Path]
 ) -> None:
-    found = blocks(machine, folders[2])
-    each = found["training each"][0]
-    once = found["training once"][0]
+    phases = blocks(machine, folders[2])
+    each = phases["training each"][0]
+    once = phases["training once"][0]
     groups = {of.group for of, calls in each.calls.items() if calls > 0}
     assert groups == {"tensor", "pipeline"}
     assert {of for of in once.calls if of.kind == "reduce_scatter"} == {
@@ -255,7 +258,7 @@ def test_the_lower_bound_is_the_least_work_counted_by_hand(
 def test_a_fault_names_phase_and_lines(
     machine: Machine, folders: dict[int, Path], monkeypatch
 ) -> None:
-    """The weights of the norms on the CPU, as they once were: the start ends where they are used."""
+    """The norms' weights are on the CPU, as they once were, and the start ends at their use."""
     make = RMSNorm.__init__
 
     def on_cpu(norm: RMSNorm, *args: Any, **options: Any) -> None:

@@ -1,4 +1,7 @@
-"""Layouts, model families and the reward server's model, rank by rank: no wrong device, and no two ranks at odds."""
+"""Layouts, model families and the reward server's model, rank by rank.
+
+No wrong device, and no two ranks at odds.
+"""
 
 from __future__ import annotations
 

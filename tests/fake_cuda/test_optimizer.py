@@ -1,4 +1,4 @@
-"""The optimizer step, offloading and hand-overs on fake GPUs: kernels, syncs, bytes, and what goes over NCCL."""
+"""The optimizer step, offloading and hand-overs on fake GPUs: kernels, syncs, bytes, NCCL."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def built_on(mesh: Any, folder: Path, dtype: torch.dtype, distributed: bool) -> 
 def trained(
     machine: Machine, folder: Path, dtype: torch.dtype, distributed: bool
 ) -> Iterator[tuple[Any, ...]]:
-    """One of two data-parallel ranks after a step: actor, megatron's parts, optimizer, and the memory of others."""
+    """Train one step on one of two data-parallel ranks.
+
+    Yields actor, megatron's parts, optimizer, and the memory of others.
+    """
     gc.collect()  # models of other tests, so that the memory is this one's
     others = machine.gpu.memory.bytes
     with machine.rank(0, 2), Layout().mesh() as mesh:

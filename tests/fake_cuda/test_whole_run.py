@@ -1,4 +1,7 @@
-"""The trainer from its configuration to the exported folder on one GPU: load, validate, train, save, restore."""
+"""The trainer from its configuration to the exported folder on one GPU.
+
+It loads, validates, trains, saves and restores.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +58,12 @@ def run(machine: Machine, folder: Path, steps: int, *overrides: str) -> Ledger:
 
 
 @pytest.mark.parametrize(
-    "more", [pytest.param("shapes=true", marks=pytest.mark.slow), "memory=true", "tool=nsys"]
+    "setting", [pytest.param("shapes=true", marks=pytest.mark.slow), "memory=true", "tool=nsys"]
 )
-def test_a_profile_does_not_break_it(machine: Machine, tmp_path: Path, more: str) -> None:
-    run(machine, tmp_path, 1, "trainer.profile.steps=[1]", f"trainer.profile.{more}")
+def test_a_profile_does_not_break_it(machine: Machine, tmp_path: Path, setting: str) -> None:
+    run(machine, tmp_path, 1, "trainer.profile.steps=[1]", f"trainer.profile.{setting}")
     assert len(list(tmp_path.glob("run/profile/step_00001/*.trace.json.gz"))) == (
-        more == "shapes=true"
+        setting == "shapes=true"
     )
 
 
@@ -88,7 +91,7 @@ def test_models_are_evaluated_and_talked_with(
     model = tmp_path / "model"
     keys = ("trainer.precision=bf16", "model.reinforce.length_params.max_length=5")
     with machine.rank():
-        found = evaluation.evaluate(
+        evaluated = evaluation.evaluate(
             [model],
             tmp_path / "train.jsonl",
             rewards=("gsm8k",),
@@ -97,7 +100,7 @@ def test_models_are_evaluated_and_talked_with(
             out=tmp_path / "out",
             overrides=keys,
         )
-    (result,) = found.models
+    (result,) = evaluated.models
     assert result.numbers["reward"].count == 16
     assert math.isfinite(result.numbers["KL"].mean)
     with machine.rank():

@@ -1,4 +1,7 @@
-"""NeMo-Aligner's defects, one test each: what holds here in its place. The numbers are those of docs."""
+"""NeMo-Aligner's defects, one test each: what holds here in its place.
+
+The numbers are those of docs.
+"""
 
 from __future__ import annotations
 
@@ -76,12 +79,16 @@ def loaders(num_prompts: int, step: int, ranks: int) -> list[PromptLoader]:
 
 
 def test_defect_01_a_data_parallel_rank_computes_its_share_only(tmp_path, mesh):
-    """Four prompts of three samples on two ranks: the shares are whole groups, and their gradients add up."""
+    """Four prompts of three samples on two ranks.
+
+    The shares are whole groups, and their gradients add up.
+    """
     shares = [[prompt.id for prompt in next(loader)] for loader in loaders(4, 4, 2)]
     assert [len(share) for share in shares] == [2, 2]
     assert set(shares[0]).isdisjoint(shares[1])
     folder = tiny_llama_folder(tmp_path / "model", vocab_size=VOCAB_SIZE)
-    batch, total = whole_batch(), sequences(10)
+    batch = whole_batch()
+    total = sequences(10)
 
     def gradient(rows: list[int]) -> torch.Tensor:
         actor = actor_of(folder, mesh, with_reference=False)
@@ -109,7 +116,7 @@ def test_defect_02_every_prompt_once_an_epoch_through_resumes(tmp_path, mesh):
 
 
 def test_defect_03_the_update_does_not_depend_on_micro_batches_and_padding(tmp_path, mesh):
-    found = []
+    norms_and_weights = []
     for name, keys in {
         "one": ["model.micro_batch_size=1"],
         "all": ["model.micro_batch_size=16"],
@@ -121,10 +128,12 @@ def test_defect_03_the_update_does_not_depend_on_micro_batches_and_padding(tmp_p
             tiny_config(tmp_path / name, *keys, ONE_STEP, "model.optim.eps=1e-3"), mesh
         ) as trainer:
             trainer.fit()
-            found.append((metrics_of(tmp_path / name)[0]["train/grad_norm"], weights(trainer)))
-    for norm, values in found[1:]:
-        assert norm == pytest.approx(found[0][0], rel=1e-5)
-        for a, b in zip(values, found[0][1], strict=True):
+            norms_and_weights.append(
+                (metrics_of(tmp_path / name)[0]["train/grad_norm"], weights(trainer))
+            )
+    for norm, values in norms_and_weights[1:]:
+        assert norm == pytest.approx(norms_and_weights[0][0], rel=1e-5)
+        for a, b in zip(values, norms_and_weights[0][1], strict=True):
             assert torch.allclose(a, b, atol=1e-5)
 
 
@@ -158,15 +167,16 @@ def test_defect_04_no_beta_no_second_sample_and_empty_responses(tmp_path, mesh):
             self.awake = inner.awake
 
         def generate(self, *args):
-            found = self.inner.generate(*args)
-            lengths = found.lengths.clone()
-            tokens = found.tokens.clone()
-            lengths[0], tokens[0] = 0, 0
+            completions = self.inner.generate(*args)
+            lengths = completions.lengths.clone()
+            tokens = completions.tokens.clone()
+            lengths[0] = 0
+            tokens[0] = 0
             return replace(
-                found,
+                completions,
                 lengths=lengths,
                 tokens=tokens,
-                finish_reasons=(FINISH_STOP, *found.finish_reasons[1:]),
+                finish_reasons=(FINISH_STOP, *completions.finish_reasons[1:]),
             )
 
     (tmp_path / "empty").mkdir()
@@ -226,9 +236,9 @@ def test_defect_07_never_silently_off_policy(tmp_path, mesh):
 
 def test_defect_08_log_probs_are_of_the_distribution_that_was_sampled_from(tmp_path, mesh):
     # Else the trainer takes the generator's log-probs for its own, and they equal themselves.
-    own = f"{RL}.generator_log_probs=false"
+    recomputed = f"{RL}.generator_log_probs=false"
     with tiny_trainer(
-        tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.temperature=0.5", own), mesh
+        tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.temperature=0.5", recomputed), mesh
     ) as trainer:
         batch, _, _ = trainer.generate_rollouts()
     assert batch.log_probs is not None
@@ -274,8 +284,8 @@ def test_defect_10_validation_has_its_own_set_and_sampling(tmp_path, mesh):
             f"{RL}.val_check_interval=1",
             "model.optim.lr=1e-12",
         )
-        found = [rollouts_of(tmp_path / name, step, "validation") for step in (0, 1)]
-        answers += [[(row["prompt"], row["response"]) for row in rows] for rows in found]
+        rows_of_steps = [rollouts_of(tmp_path / name, step, "validation") for step in (0, 1)]
+        answers += [[(row["prompt"], row["response"]) for row in rows] for rows in rows_of_steps]
     assert [prompt for prompt, _ in answers[0]] == three_letters(3)
     assert answers[0] == answers[1] == answers[2] == answers[3]
 
@@ -319,7 +329,7 @@ def test_defect_12_misconfigurations_are_told_at_the_start_and_together(tmp_path
 
 
 def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tmp_path):
-    """Readiness is asked for, bad samples fail alone, tokenizers are compared, stops are clean, deadlines hold."""
+    """Readiness, bad samples that fail alone, tokenizers, clean stops, and deadlines."""
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     server = ToyServer(tmp_path).start()
     client = RemoteGPTRMClient(port=server.port, deadline_seconds=20, first_backoff_seconds=0.02)
@@ -332,14 +342,14 @@ def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tm
             client.check_compatible(other, 64, "tokens")
         tokens = torch.tensor([[5, 6, 7], [5, 999, 7], [8, 9, 0]])
         for _ in range(2):  # the bad one stalls nothing
-            found = client.infer_rm(
+            rewards = client.infer_rm(
                 RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)
             ).result()
-            assert found.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN, STATUS_OK]
-            assert found.values.tolist()[::2] == pytest.approx(
+            assert rewards.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN, STATUS_OK]
+            assert rewards.values.tolist()[::2] == pytest.approx(
                 [toy_score([5, 6, 7]), toy_score([8, 9])]
             )
-            assert math.isnan(found.values[1])
+            assert math.isnan(rewards.values[1])
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(60) == 0
         assert wait_for(lambda: not server.left_behind())
@@ -380,7 +390,10 @@ def test_defect_14_shares_are_fixed_and_ranks_may_be_idle(tmp_path, mesh):
 
 
 def test_defect_15_the_schedule_is_as_long_as_the_run(tmp_path, mesh):
-    """Ten prompts, two an optimizer step: 2 + 2 + 1 optimizer steps an epoch, two epochs, and no max_steps."""
+    """Ten prompts, two an optimizer step, two epochs, and no max_steps.
+
+    An epoch has 2 + 2 + 1 optimizer steps.
+    """
     keys = ["model.global_batch_size=8", f"{RL}.importance_ratio=token", f"{RL}.max_epochs=2"]
     sched = ["model.optim.sched.name=CosineAnnealing", "model.optim.sched.min_lr=0.001"]
     lines = run(tmp_path, mesh, *keys, *sched, prompts=three_letters(10))
@@ -394,7 +407,10 @@ def test_defect_15_the_schedule_is_as_long_as_the_run(tmp_path, mesh):
 def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epochs(
     tmp_path, mesh, monkeypatch
 ):
-    """12 s of imports and loading, 10 s a step. A fifth step does not fit: with a save and the margin it is 26.5 s."""
+    """12 s of imports and loading, 10 s a step.
+
+    A fifth step does not fit: with a save and the margin it is 26.5 s.
+    """
     started = psutil.Process().create_time()
     assert RunTimer(3600.0, JobTimes()).seconds_left() == pytest.approx(
         started + 3600 - time.time(), abs=5

@@ -1,6 +1,7 @@
-"""NeMo-Aligner's features, row by row, each through its config key: algorithm, model, optimizer, generation, load.
+"""NeMo-Aligner's features, each through its config key: algorithm, model, generation.
 
-Whole runs on the tiny model. What each is compared with in depth stands in the tests of the part concerned.
+Whole runs on the tiny model. What each is compared with in depth stands in the tests of the part
+concerned.
 """
 
 from __future__ import annotations
@@ -119,15 +120,16 @@ class TestAlgorithm:
                 self.awake = inner.awake
 
             def generate(self, *args):
-                found = self.inner.generate(*args)
-                tokens = found.tokens.clone()
+                completions = self.inner.generate(*args)
+                tokens = completions.tokens.clone()
                 tokens[::4, 0] = 32
-                return replace(found, tokens=tokens)
+                return replace(completions, tokens=tokens)
 
         with tiny_trainer(tiny_config(tmp_path, ONE_STEP), mesh) as trainer:
             trainer.model.generator = Outside(trainer.model.generator)
             trainer.fit()
-        rows, (line,) = rollouts_of(tmp_path, 1), metrics_of(tmp_path)
+        rows = rollouts_of(tmp_path, 1)
+        (line,) = metrics_of(tmp_path)
         for row in rows:
             outside = row["sample_id"] == 0
             assert (row["finish_reason"] == FINISH_OUTSIDE) == outside
@@ -152,7 +154,10 @@ class TestAlgorithm:
             assert not set(row["response"][:-1]) & set("et")
 
     def test_feature_gradient_clipping(self, tmp_path, mesh):
-        """With Adam's eps far above the gradient, a first step is the clipped gradient times lr / eps, 1 here."""
+        """The first step is the clipped gradient times lr / eps, which is 1 here.
+
+        Adam's eps is far above the gradient.
+        """
         keys = [ONE_STEP, "model.optim.weight_decay=0", "model.optim.eps=1e3", "model.optim.lr=1e3"]
         moved = []
         for clip in (0, 1e-3):
@@ -224,11 +229,11 @@ class TestModel:
                 assert processes.wait() == 0, (tmp_path / name / "log").read_text()
         finally:
             processes.close()
-        one, *others = (
+        single, *others = (
             [however_cut(line) for line in metrics_of(tmp_path / name)] for name in layouts
         )
         for other in others:
-            assert max(map(largest_difference, one, other)) < SAME
+            assert max(map(largest_difference, single, other)) < SAME
 
     @pytest.mark.slow
     def test_feature_work_queue_over_data_parallel_ranks(self, tmp_path):
@@ -293,7 +298,10 @@ class TestModel:
         assert abs(first["train/init_policy_kl"]) < 1e-6 < abs(second["train/init_policy_kl"])
 
     def test_feature_reference_on_the_host_is_swapped_in(self, tmp_path, mesh, plain):
-        """The other placement has the same numbers; the KL shows that neither reads the policy's own weights."""
+        """The other placement has the same numbers.
+
+        The KL shows that neither reads the policy's weights.
+        """
         lines = run(tmp_path, mesh, "model.reference_placement=device")
         assert same_as(plain, lines)
         assert lines[1]["train/init_policy_kl"] != 0.0
@@ -350,16 +358,18 @@ class TestGeneration:
         (tmp_path / "again").mkdir()
         run(tmp_path / "again", mesh, ONE_STEP, "model.seed=7", "model.data.shuffle=false")
         assert rollouts_of(tmp_path, 1) == rollouts_of(tmp_path / "again", 1)
-        own = {(r["prompt_id"], r["sample_id"]): r["response"] for r in rollouts_of(tmp_path, 1)}
+        responses = {
+            (r["prompt_id"], r["sample_id"]): r["response"] for r in rollouts_of(tmp_path, 1)
+        }
         other = {
             (r["prompt_id"], r["sample_id"]): r["response"]
             for r in rollouts_of(plain, 1) + rollouts_of(plain, 2)
         }
-        assert sum(own[key] != other[key] for key in own) > len(own) / 2
+        assert sum(responses[key] != other[key] for key in responses) > len(responses) / 2
 
     @pytest.mark.parametrize("key", ["top_k=1", "top_p=1e-6", "temperature=1e-4"])
     def test_feature_top_k_top_p_temperature_and_greedy(self, tmp_path, mesh, key):
-        """Each of them, at its extreme, takes the likeliest token: what greedy validation of these prompts says."""
+        """Each setting at its extreme takes the likeliest token, as greedy validation does."""
         data = f"model.data.data_prefix.validation={tmp_path / 'train.jsonl'}"
         keys = [f"{SAMPLING}.{key}", BIASED, f"{VAL_SAMPLING}.use_greedy=true"]
         run(tmp_path, mesh, data, *keys, ONE_STEP, f"{RL}.val_check_interval=1")
@@ -370,7 +380,10 @@ class TestGeneration:
             assert row["response"] == likeliest[row["prompt"]]
 
     def test_feature_repetition_penalty(self, tmp_path, mesh):
-        """A strong one takes every token with a negative logit at most once, so fewer come twice."""
+        """A strong penalty takes every token with a negative logit at most once.
+
+        So fewer tokens come twice.
+        """
         shares = []
         for penalty in (1, 100):
             (tmp_path / str(penalty)).mkdir()

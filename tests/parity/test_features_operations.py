@@ -1,4 +1,4 @@
-"""NeMo-Aligner's features, row by row, each through its config key: reward client, data, operations, names."""
+"""NeMo-Aligner's features, each through its config key: reward client, data, operations, names."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TestRewardClient:
         return connect_to_reward_servers(config, mesh, tokenizer, SilentMonitor(folder))
 
     def test_feature_scoring_overlaps_with_generation_and_log_probs(self, tmp_path, mesh):
-        """The first batch is being scored while the second is generated, and both while log-probs are taken."""
+        """The first batch is scored while the second is generated, and both during log-probs."""
         log: list[str] = []
 
         class Source:
@@ -100,7 +100,10 @@ class TestRewardClient:
         assert log == ["infer", "ask", "infer", "ask", *passes, "wait", "wait"]
 
     def test_feature_server_on_another_host(self, tmp_path, mesh, server):
-        """The address and port are the configuration's: nobody listens on the loopback's second address."""
+        """The address and port are the configuration's.
+
+        Nobody listens on the loopback's second address.
+        """
         here = f"reward_model.port={server.port}"
         rm = self.connect(tmp_path, mesh, here, "reward_model.ip=127.0.0.1")
         request = RewardRequest(*request_of_two(), ("", ""), ("", ""))
@@ -163,7 +166,10 @@ class TestData:
         assert {row["prompt"] for row in rollouts_of(tmp_path, 1)} == {"eta", "tea"}
 
     def test_feature_train_validation_and_test(self, tmp_path, mesh):
-        """The test set is answered once, after the last step, and that is no part of what is trained or saved."""
+        """The test set is answered once, after the last step.
+
+        It is no part of what is trained or saved.
+        """
         test = write_prompts(tmp_path / "test.jsonl", ["sin", "tan"])
         keys = [f"model.data.data_prefix.test={test}", f"{RL}.val_check_interval=1"]
         run(tmp_path, mesh, *keys, ONE_STEP)
@@ -269,7 +275,10 @@ class TestOperations:
         assert [row[columns.index("prompt")] for row in data] == three_letters(3)
 
     def test_feature_tensorboard_without_doubled_steps(self, tmp_path, mesh):
-        """A checkpoint of step 2, and step 3 already in the files when the run ends there; as TensorBoard shows it."""
+        """A run ends with a checkpoint of step 2 and step 3 in its files.
+
+        The steps are as TensorBoard shows them.
+        """
         reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         keys = [
             "exp_manager.create_tensorboard_logger=true",
@@ -286,7 +295,7 @@ class TestOperations:
         lines = run(tmp_path, mesh, *keys)
         events = reader.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
         events.Reload()
-        found = {
+        scalars = {
             tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]
         }
         assert [e.step for e in events.Scalars("train/rewards")] == [1, 2, 3, 4]
@@ -296,14 +305,15 @@ class TestOperations:
             for name in lines[-1]
             if name not in ("step", "time") and lines[-1][name] is not None
         ]
-        assert {name: found[name][4] for name in names} == pytest.approx(
+        assert {name: scalars[name][4] for name in names} == pytest.approx(
             {name: lines[-1][name] for name in names}
         )
 
     def test_feature_sample_tables_phase_timers_and_metrics_with_their_names(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.val_check_interval=2")
         metrics = (
-            "rewards rewards_with_kl init_policy_kl baseline actor_loss response_lengths prompt_lengths "
+            "rewards rewards_with_kl init_policy_kl baseline actor_loss response_lengths "
+            "prompt_lengths "
             "fraction_of_samples_properly_ended grad_norm lr"
         )
         timers = "generate logprobs init_logprobs reward_wait train_time"
@@ -312,7 +322,8 @@ class TestOperations:
         ]
         for line in lines[1:]:
             assert [name for name in names if not math.isfinite(line[name])] == []
-        rows, answered = rollouts_of(tmp_path, 2), rollouts_of(tmp_path, 2, "validation")
+        rows = rollouts_of(tmp_path, 2)
+        answered = rollouts_of(tmp_path, 2, "validation")
         assert len(rows) == 16
         assert len(answered) == 3
         for row in rows + answered:
@@ -338,12 +349,12 @@ class TestOperations:
                 """The score of a validation is known; that of training is not touched."""
 
                 def infer_rm(self, request: RewardRequest) -> ReadyRewards:
-                    found = source.infer_rm(request).rewards
+                    rewards = source.infer_rm(request).rewards
                     known = values.get(trainer.step) if len(request.lengths) == 3 else None
                     return ReadyRewards(
-                        found
+                        rewards
                         if known is None
-                        else dataclasses.replace(found, values=found.values * 0 + known)
+                        else dataclasses.replace(rewards, values=rewards.values * 0 + known)
                     )
 
             assert evaluate is not None
@@ -406,14 +417,15 @@ NAMES = {
 @pytest.mark.parametrize("path", NAMES)
 def test_feature_names_of_classes_and_functions(path):
     module, name = path.rsplit(".", 1)
-    found = getattr(importlib.import_module(f"reinforce_rl.{module}"), name)
-    assert [method for method in NAMES[path] if not callable(getattr(found, method))] == []
+    named = getattr(importlib.import_module(f"reinforce_rl.{module}"), name)
+    assert [method for method in NAMES[path] if not callable(getattr(named, method))] == []
     if name == "ReinforceTrainer":
         arguments = (
-            "cfg model optimizer scheduler train_dataloader_builder val_dataloader_builder collate_fn rm "
+            "cfg model optimizer scheduler train_dataloader_builder val_dataloader_builder "
+            "collate_fn rm "
             "batch_iterator_cls logger ckpt_callback run_timer"
         )
-        *of_nemo_aligner, services = inspect.signature(found).parameters.values()
+        *of_nemo_aligner, services = inspect.signature(named).parameters.values()
         assert [parameter.name for parameter in of_nemo_aligner] == arguments.split()
         for parameter in of_nemo_aligner:
             assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -425,7 +437,8 @@ def test_feature_names_of_classes_and_functions(path):
 
 def test_feature_names_of_configuration_keys():
     keys = (
-        "max_epochs max_steps val_check_interval save_interval gradient_clip_val initial_policy_kl_penalty "
+        "max_epochs max_steps val_check_interval save_interval gradient_clip_val "
+        "initial_policy_kl_penalty "
         "use_absolute_kl num_rollouts_per_prompt reinforce_epochs discount_factor"
     )
     assert set(keys.split()) <= ReinforceConfig.model_fields.keys()

@@ -1,4 +1,4 @@
-"""The trainer's own steps from scores to the gradient, on given log-probabilities in place of a model."""
+"""The trainer's steps from scores to the gradient, on given log-probs in place of a model."""
 
 from __future__ import annotations
 
@@ -56,9 +56,11 @@ class OneRank:
 
 
 class GivenLogProbs:
-    """In place of the actor: the policy has the batch's numbers, and optimizer steps change nothing.
+    """In place of the actor: the policy has the batch's numbers, and optimizer steps change
+    nothing.
 
-    The first optimizer step on a batch is on-policy by definition, as in the actor; the second has a ratio.
+    The first optimizer step on a batch is on-policy by definition, as in the actor. The second has
+    a ratio.
     """
 
     def __init__(self, config: TrainConfig, batch: Batch):
@@ -69,7 +71,8 @@ class GivenLogProbs:
         self.generator = SimpleNamespace(refit=lambda: None)
         self._loss = loss_settings(config.trainer.reinforce)
         self._batch = batch
-        self.last_loss = self.last_gradient = torch.zeros(())
+        self.last_loss = torch.zeros(())
+        self.last_gradient = torch.zeros(())
 
     def get_loss_and_metrics(
         self,
@@ -112,7 +115,7 @@ def train(
     scored: Tensor | None = None,
     truncated: Sequence[int] = (),
 ) -> Trained:
-    """One rollout batch through the trainer: advantages, then as many passes as the configuration says.
+    """Pass a rollout batch through the trainer: advantages, then the configured passes.
 
     Args:
         config: of the run.
