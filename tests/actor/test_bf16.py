@@ -61,9 +61,8 @@ def test_gradients_and_main_weights_are_fp32(distributed, folder, mesh):
     inner = megatron.optimizer  # type: ignore[attr-defined]
     mains = [main for group in inner.param_groups for main in group["params"]]
     assert {main.dtype for main in mains} == {torch.float32}
-    assert {value.dtype for state in inner.state.values() for value in state.values()} == {
-        torch.float32
-    }
+    dtypes = {value.dtype for state in inner.state.values() for value in state.values()}
+    assert dtypes == {torch.float32}
     # They keep what bf16 rounds away, and the model has them rounded.
     fp32_weights = torch.cat([main.detach().flatten() for main in mains]).sort().values
     rounded = torch.cat([p.detach().flatten() for p in parameters]).sort().values
@@ -105,9 +104,8 @@ def test_log_probs_and_entropy_are_fp32_from_the_logits(folder, mesh):
             assert float(scores.log_probs[row, column]) == pytest.approx(
                 float(log_p[token]), abs=2e-6
             )
-            assert float(scores.entropy[row, column]) == pytest.approx(
-                float(-(log_p.exp() * log_p).sum()), abs=5e-6
-            )
+            expected = float(-(log_p.exp() * log_p).sum())
+            assert float(scores.entropy[row, column]) == pytest.approx(expected, abs=5e-6)
 
 
 @pytest.mark.parametrize("shared_prefix", [True, False])
@@ -124,7 +122,8 @@ def test_the_first_pass_clips_no_sample(shared_prefix, folder, mesh):
         loss=LossSettings(importance_ratio="sequence", ratio_clip_low=1e-6, ratio_clip_high=1e-6),
     )
     batch = whole_batch()
-    batch = replace(batch, trains=torch.ones(len(batch.trains), dtype=torch.bool))
+    trains = torch.ones(len(batch.trains), dtype=torch.bool)
+    batch = replace(batch, trains=trains)
     rollouts = batch.rollouts
     where = (
         rollouts.sequences,

@@ -83,9 +83,8 @@ def test_independent_of_padding_and_order(folder, mesh):
     padded = replace(
         batch, rollouts=replace(batch.rollouts, sequences=wider), advantages=advantages
     )
-    shuffled = rows_of(
-        batch, torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    )
+    rows = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
+    shuffled = rows_of(batch, rows)
     for other in (padded, shuffled):
         assert relative_difference(loss_and_gradient(folder, mesh, other)[1], reference) < 1e-6
 
@@ -100,7 +99,8 @@ def test_invalid_samples_play_no_part(folder, mesh):
         batch, rollouts=replace(batch.rollouts, sequences=sequences), advantages=advantages
     )
     assert torch.equal(loss_and_gradient(folder, mesh, spoilt)[1], reference)
-    dropped = rows_of(batch, [i for i in range(12) if batch.rollouts.valid[i]])
+    rows = [i for i in range(12) if batch.rollouts.valid[i]]
+    dropped = rows_of(batch, rows)
     assert relative_difference(loss_and_gradient(folder, mesh, dropped)[1], reference) < 1e-6
 
 
@@ -123,7 +123,8 @@ def test_negated_advantages_negate_the_gradient(folder, mesh, expected):
 def test_a_step_against_the_gradient_makes_good_responses_likelier(folder, mesh):
     """Guards the sign itself, which two equal formulas with the same slip would not."""
     batch = rows_of(whole_batch(), [0, 2])
-    batch = replace(batch, advantages=torch.tensor([[1.0], [-1.0]]).expand(2, batch.rollouts.width))
+    advantages = torch.tensor([[1.0], [-1.0]]).expand(2, batch.rollouts.width)
+    batch = replace(batch, advantages=advantages)
     actor = actor_of(folder, mesh, with_reference=False)
     where = (
         batch.rollouts.sequences,

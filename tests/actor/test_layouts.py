@@ -87,9 +87,8 @@ def run_and_check(names, folder, one_process, out):
 @pytest.mark.parametrize("folder", ["tied"], indirect=True)
 def test_every_layout_of_two_ranks(folder, one_process, tmp_path):
     quick = ("PP2 LoRA", "DP2 distributed optimizer LoRA")  # of LoRA
-    run_and_check(
-        [name for name in ON_TWO if name in (*LAYOUTS, *quick)], folder, one_process, tmp_path
-    )
+    names = [name for name in ON_TWO if name in (*LAYOUTS, *quick)]
+    run_and_check(names, folder, one_process, tmp_path)
 
 
 @pytest.mark.slow

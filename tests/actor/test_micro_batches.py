@@ -31,7 +31,8 @@ from reinforce_rl.actor.micro_batches import (
 def test_every_row_once_within_the_bound(lengths, max_tokens):
     lengths = torch.tensor(lengths, dtype=torch.long)
     groups = micro_batches(lengths, 3, max_tokens)
-    assert sorted(row for group in groups for row in group.tolist()) == list(range(len(lengths)))
+    expected = list(range(len(lengths)))
+    assert sorted(row for group in groups for row in group.tolist()) == expected
     for group in groups:
         longest = max(int(lengths[group].max()), 1)
         assert len(group) * longest <= max_tokens or len(group) == 1
@@ -66,7 +67,8 @@ def test_packed_ones_hold_groups_together_where_there_is_room(groups, size, max_
     passes = [
         rows.tolist() for rows in packed_micro_batches(ids, prompts, responses, size, max_tokens)
     ]
-    assert sorted(row for part in passes for row in part) == list(range(len(rows)))
+    expected = list(range(len(rows)))
+    assert sorted(row for part in passes for row in part) == expected
 
     def fits(part):
         where = torch.tensor(part)
@@ -99,7 +101,8 @@ def test_tokens_of_packed_groups_count_a_prompt_once():
 
 def test_padding_is_what_a_pass_has_besides_its_sequences():
     lengths = torch.tensor([1, 5, 3])
-    assert padding(lengths, [torch.tensor([1, 2]), torch.tensor([0])]) == (9, 11)
+    groups = [torch.tensor([1, 2]), torch.tensor([0])]
+    assert padding(lengths, groups) == (9, 11)
     assert padding(lengths, []) == (0, 0)
 
 

@@ -65,9 +65,8 @@ def test_equals_brute_force_for_any_groups_in_any_order(rows):
     advantages = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid))
     assert advantages.dtype == torch.float64
     assert advantages.shape == (len(rows),)
-    torch.testing.assert_close(
-        advantages, double(brute_force(rewards, groups, valid)), rtol=1e-12, atol=1e-8
-    )
+    expected = double(brute_force(rewards, groups, valid))
+    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-8)
 
 
 @settings(deadline=None, max_examples=100)
@@ -135,9 +134,8 @@ def test_equals_the_scaled_distance_from_the_groups_mean():
 
 
 def test_two_samples_are_each_others_baseline():
-    assert leave_one_out(
-        RewardGroups.of(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]))
-    ).baseline.tolist() == [
+    groups = RewardGroups.of(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]))
+    assert leave_one_out(groups).baseline.tolist() == [
         3.0,
         1.0,
     ]
@@ -166,9 +164,8 @@ def test_a_truncated_sample_does_not_count():
     """
     valid = torch.tensor([True, True, True, False])
     assert rloo(torch.ones(4), torch.zeros(4, dtype=torch.long), valid).tolist() == [0.0] * 4
-    assert leave_one_out(
-        RewardGroups.of(torch.ones(4), torch.zeros(4, dtype=torch.long), valid)
-    ).baseline.tolist() == [1.0, 1.0, 1.0, 0.0]
+    groups = RewardGroups.of(torch.ones(4), torch.zeros(4, dtype=torch.long), valid)
+    assert leave_one_out(groups).baseline.tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -176,19 +173,23 @@ def test_with_nothing_to_compare_to_the_advantage_is_zero(count):
     rewards = torch.tensor([7.0, math.nan, math.nan, 1.0, 2.0])
     groups = torch.tensor([0, 0, 0, 1, 1])
     valid = torch.tensor([count == 1, False, False, True, True])
-    assert rloo(rewards, groups, valid).tolist() == [0.0, 0.0, 0.0, -1.0, 1.0]
+    expected = [0.0, 0.0, 0.0, -1.0, 1.0]
+    assert rloo(rewards, groups, valid).tolist() == expected
 
 
 def test_equal_rewards_but_one_stay_small():
     """Divided by the leave-one-out spread, the first of these once became -2075."""
-    advantages = rloo(torch.tensor([0.0] + [0.95] * 7), torch.zeros(8, dtype=torch.long))
+    rewards = torch.tensor([0.0] + [0.95] * 7)
+    advantages = rloo(rewards, torch.zeros(8, dtype=torch.long))
     assert advantages.abs().max() < 1
     torch.testing.assert_close(advantages[0], torch.tensor(-0.95))
-    torch.testing.assert_close(advantages[1:], torch.full((7,), 0.95 - 6 * 0.95 / 7))
+    expected = torch.full((7,), 0.95 - 6 * 0.95 / 7)
+    torch.testing.assert_close(advantages[1:], expected)
 
 
 def test_large_equal_rewards_cancel_exactly_enough_in_float32():
-    advantages = rloo(torch.full((7,), 1e6 - 1 / 3), torch.zeros(7, dtype=torch.long))
+    rewards = torch.full((7,), 1e6 - 1 / 3)
+    advantages = rloo(rewards, torch.zeros(7, dtype=torch.long))
     assert advantages.abs().max() <= 0.25, (
         "more than a few units in the last place of a float32 of 1e6"
     )
@@ -204,7 +205,9 @@ def test_the_mean_of_many_large_rewards_is_exact_to_float32(mean):
 
 def test_equal_prompts_with_different_ids_are_different_groups():
     rewards = torch.tensor([0.0, 1.0, 10.0, 11.0])
-    assert rloo(rewards, torch.tensor([3, 3, 8, 8])).tolist() == [-1.0, 1.0, -1.0, 1.0]
+    expected = [-1.0, 1.0, -1.0, 1.0]
+    group_ids = torch.tensor([3, 3, 8, 8])
+    assert rloo(rewards, group_ids).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -254,7 +257,8 @@ def test_batch_mean_leaves_out_what_is_not_valid():
     rewards = torch.tensor([1.0, math.nan, 4.0])
     ids = torch.zeros(3, dtype=torch.long)
     valid = torch.tensor([1, 0, 1])
-    assert batch_mean(RewardGroups.of(rewards, ids, valid.bool())).baseline.tolist() == [
+    groups = RewardGroups.of(rewards, ids, valid.bool())
+    assert batch_mean(groups).baseline.tolist() == [
         2.5,
         0.0,
         2.5,
@@ -283,7 +287,8 @@ def sequence_rewards(example: dict) -> tuple[Tensor, Tensor]:
 
 def test_the_worked_example_of_rloo(worked):
     rewards, _ = sequence_rewards(worked["rloo"])
-    torch.testing.assert_close(rewards, double(worked["rloo"]["sequence_rewards"]))
+    expected = double(worked["rloo"]["sequence_rewards"])
+    torch.testing.assert_close(rewards, expected)
     expected = double(worked["rloo"]["advantages"])
     # Each row is a prompt; which axis that is shows in the expected numbers.
     columns = torch.arange(3).repeat(3)
@@ -295,9 +300,12 @@ def test_the_worked_example_of_rloo(worked):
 
 def test_the_worked_example_of_a_batch_mean(worked):
     rewards, _ = sequence_rewards(worked["reinforce_batch_mean"])
-    torch.testing.assert_close(rewards, double(worked["reinforce_batch_mean"]["sequence_rewards"]))
-    advantages = batch_mean(RewardGroups.of(rewards, torch.arange(len(rewards)))).values
-    torch.testing.assert_close(advantages, double(worked["reinforce_batch_mean"]["advantages"]))
+    expected = double(worked["reinforce_batch_mean"]["sequence_rewards"])
+    torch.testing.assert_close(rewards, expected)
+    groups = RewardGroups.of(rewards, torch.arange(len(rewards)))
+    advantages = batch_mean(groups).values
+    expected = double(worked["reinforce_batch_mean"]["advantages"])
+    torch.testing.assert_close(advantages, expected)
 
 
 NAN = math.nan
@@ -307,7 +315,8 @@ def rows(seed: int, count: int, width: int) -> tuple[Tensor, Tensor]:
     """Values with NaN on the padding, and the mask; some rows may be empty."""
     generator = torch.Generator().manual_seed(seed)
     values = 10 * torch.randn(count, width, generator=generator, dtype=torch.float64)
-    mask = length_mask(torch.randint(0, width + 1, (count,), generator=generator), width)
+    lengths = torch.randint(0, width + 1, (count,), generator=generator)
+    mask = length_mask(lengths, width)
     return torch.where(mask, values, NAN), mask
 
 
@@ -381,7 +390,8 @@ class TestAssignCredit:
 
     def test_by_response(self):
         for placement in ("reward", "loss"):
-            assert self.credit(kl_placement=placement) == [[10.0, 10.0, 0.0], [20.0, 0.0, 0.0]]
+            expected = [[10.0, 10.0, 0.0], [20.0, 0.0, 0.0]]
+            assert self.credit(kl_placement=placement) == expected
         assert self.credit(kl_placement="advantage") == [[10.05, 10.05, 0.0], [19.8, 0.0, 0.0]]
 
     @pytest.mark.parametrize("placement", KL_PLACEMENTS)
@@ -504,9 +514,8 @@ class TestWhiten:
         values = 1e5 + torch.tensor([[1.0], [2.0], [4.0]])
         whitened = whiten(values, torch.ones(3, 1, dtype=torch.bool), unit=unit)
         assert whitened.dtype == torch.float32
-        torch.testing.assert_close(
-            whitened, by_hand(values.double(), torch.ones(3, 1).bool(), unit).float()
-        )
+        expected = by_hand(values.double(), torch.ones(3, 1).bool(), unit).float()
+        torch.testing.assert_close(whitened, expected)
 
 
 def test_several_tokens_of_a_single_response_are_one_unit():

@@ -39,9 +39,8 @@ EXPECTED = {
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_each_is_its_formula(name):
     result = found(name, past_mean=2.5)
-    torch.testing.assert_close(
-        result.values, torch.tensor([*EXPECTED[name], 0.0], dtype=torch.float64)
-    )
+    expected = torch.tensor([*EXPECTED[name], 0.0], dtype=torch.float64)
+    torch.testing.assert_close(result.values, expected)
     trains = [False, False, True, True, False, True, False] if name == "raft" else VALID.tolist()
     assert result.trains.tolist() == trains
 

@@ -130,7 +130,8 @@ def batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     generator = torch.Generator().manual_seed(seed)
     log_probs, reference = -3 * torch.rand(2, 4, 5, generator=generator, dtype=torch.float64)
-    mask = length_mask(torch.tensor([0, 1, 3, 5]), 5)
+    lengths = torch.tensor([0, 1, 3, 5])
+    mask = length_mask(lengths, 5)
     return torch.where(mask, log_probs, math.nan), torch.where(mask, reference, -math.inf), mask
 
 
@@ -206,9 +207,8 @@ class TestKLCoefficient:
         beta = KLCoefficient(value, target, horizon)
         beta.update(measured, responses)
         error = min(0.2, max(-0.2, (measured - target) / target))
-        assert beta.value == pytest.approx(
-            value * (1 + error * min(responses, horizon) / horizon), rel=1e-9
-        )
+        expected = value * (1 + error * min(responses, horizon) / horizon)
+        assert beta.value == pytest.approx(expected, rel=1e-9)
         assert 0.8 * value * (1 - 1e-12) <= beta.value <= 1.2 * value * (1 + 1e-12)
 
     @pytest.mark.parametrize(

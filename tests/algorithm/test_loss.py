@@ -49,7 +49,8 @@ def test_the_worked_example(part):
     loss.backward()
     torch.testing.assert_close(loss.item(), example["loss_mean_over_sequences"], rtol=0, atol=1e-9)
     assert log_probs.grad is not None
-    torch.testing.assert_close(log_probs.grad, (-advantages / count)[:, None].expand_as(log_probs))
+    expected = (-advantages / count)[:, None].expand_as(log_probs)
+    torch.testing.assert_close(log_probs.grad, expected)
 
 
 @settings(deadline=None, max_examples=50)
@@ -99,7 +100,8 @@ def test_what_is_left_out_gives_exactly_no_gradient(anything):
     loss.backward()
     assert loss.item() == 1.5
     assert log_probs.grad is not None
-    assert log_probs.grad.tolist() == [[-1.0, -1.0], [0.0, 0.0], [0.5, 0.0]]
+    expected = [[-1.0, -1.0], [0.0, 0.0], [0.5, 0.0]]
+    assert log_probs.grad.tolist() == expected
 
 
 def test_without_a_valid_sample_the_loss_is_zero():
@@ -243,7 +245,8 @@ class TestPolicyTerms:
             assert terms[i, :n].sum().item() == pytest.approx(values[i], rel=1e-9, abs=1e-12)
             assert leaf.grad[i, :n].tolist() == pytest.approx(gradients[i], rel=1e-9, abs=1e-12)
             assert rho[i, :n].tolist() == pytest.approx(ratios[i], rel=1e-9)
-            assert clipped[i].tolist() == stopped[i] + [False] * (5 - n)
+            expected = stopped[i] + [False] * (5 - n)
+            assert clipped[i].tolist() == expected
         assert not leaf.grad[~mask].any()
 
     @pytest.mark.parametrize(
@@ -273,11 +276,12 @@ class TestPolicyTerms:
         Either can appear in the value, or in the gradient alone.
         """
         log_probs = torch.full((1, 3), -1.0).requires_grad_()
+        old_log_probs = torch.full((1, 3), -1.0 - difference)
         inputs = LossInputs(
             torch.ones(1, 3, dtype=torch.bool),
             torch.full((1, 3), advantage),
             torch.tensor([True]),
-            old_log_probs=torch.full((1, 3), -1.0 - difference),
+            old_log_probs=old_log_probs,
         )
         loss, sums = policy_loss(
             log_probs, None, inputs, Denominators(1, 3, 3), LossSettings(importance_ratio=ratio)
@@ -290,13 +294,15 @@ class TestPolicyTerms:
             assert math.isfinite(value)
         if ratio != "none" and advantage:
             assert not log_probs.grad.any()
-            assert sums["clipped"] == 3 * (difference > 0 or advantage < 0)
+            expected = 3 * (difference > 0 or advantage < 0)
+            assert sums["clipped"] == expected
 
     def test_below_the_bound_it_changes_nothing(self):
         log_probs = torch.tensor([[MAX_LOG_RATIO - 1e-3]], dtype=torch.float64).requires_grad_()
         mask = torch.ones(1, 1, dtype=torch.bool)
+        advantages = -torch.ones(1, 1).double()
         terms, rho, clipped = policy_terms(
-            log_probs, torch.zeros(1, 1), -torch.ones(1, 1).double(), mask, ratio="token"
+            log_probs, torch.zeros(1, 1), advantages, mask, ratio="token"
         )
         terms.sum().backward()
         assert log_probs.grad is not None
@@ -381,24 +387,25 @@ class TestGeneratorWeights:
         arguments = self.OLD, self.GENERATOR, self.MASK
         e = math.exp
         token = generator_weights(*arguments, correction="token", cap=5.0)
-        torch.testing.assert_close(
-            token, torch.tensor([[e(0.5), e(-1), 1], [1, 5.0, e(0.5)]]).double()
-        )
+        expected = torch.tensor([[e(0.5), e(-1), 1], [1, 5.0, e(0.5)]]).double()
+        torch.testing.assert_close(token, expected)
         whole = generator_weights(*arguments, correction="sequence", cap=5.0)
-        torch.testing.assert_close(
-            whole, torch.tensor([[e(-0.5), e(-0.5), 1], [5.0, 5.0, 5.0]]).double()
-        )
+        expected = torch.tensor([[e(-0.5), e(-0.5), 1], [5.0, 5.0, 5.0]]).double()
+        torch.testing.assert_close(whole, expected)
         assert not token.requires_grad
         assert not whole.requires_grad
-        assert generator_weights(*arguments, correction="none", cap=5.0).tolist() == [[1.0] * 3] * 2
+        expected = [[1.0] * 3] * 2
+        assert generator_weights(*arguments, correction="none", cap=5.0).tolist() == expected
 
     def test_masked_by_token_and_by_response(self):
         arguments = self.OLD, self.GENERATOR, self.MASK
         e = math.exp
         token = generator_weights(*arguments, correction="token_mask", cap=2.0)
-        torch.testing.assert_close(token, torch.tensor([[e(0.5), 0, 1], [1, 0, e(0.5)]]).double())
+        expected = torch.tensor([[e(0.5), 0, 1], [1, 0, e(0.5)]]).double()
+        torch.testing.assert_close(token, expected)
         whole = generator_weights(*arguments, correction="sequence_mask", cap=2.0)
-        torch.testing.assert_close(whole, torch.tensor([[e(-0.5), e(-0.5), 1], [0, 0, 0]]).double())
+        expected = torch.tensor([[e(-0.5), e(-0.5), 1], [0, 0, 0]]).double()
+        torch.testing.assert_close(whole, expected)
         assert not token.requires_grad
         assert not whole.requires_grad
 
@@ -414,9 +421,10 @@ class TestGeneratorWeights:
     @pytest.mark.parametrize("correction", ["token", "sequence"])
     def test_a_weight_beyond_float32_is_the_cap(self, correction):
         mask = torch.ones(2, 2, dtype=torch.bool)
+        generator_log_probs = torch.tensor([[-500.0] * 2, [500.0] * 2])
         weights = generator_weights(
             torch.zeros(2, 2),
-            torch.tensor([[-500.0] * 2, [500.0] * 2]),
+            generator_log_probs,
             mask,
             correction=correction,
             cap=2.0,
@@ -453,9 +461,10 @@ class TestGeneratorWeights:
             0
         ].backward()
         kept = mask & trains[:, None]
+        generator_log_probs = torch.where(kept, log_probs + noise[0], 0.0)
         weights = generator_weights(
             torch.where(kept, log_probs, 0.0),
-            torch.where(kept, log_probs + noise[0], 0.0),
+            generator_log_probs,
             kept,
             correction=correction,
             cap=1.5,
@@ -482,8 +491,10 @@ class TestWhatIsAdded:
         assert entropy.grad is not None
         torch.testing.assert_close(entropy.grad, -0.4 * weights)
         kept = mask & trains[:, None]
-        assert loss.item() == pytest.approx(-0.4 * float((weights * entropy.detach())[kept].sum()))
-        assert float(sums["entropy"]) == pytest.approx(entropy[kept].sum().item())
+        expected = -0.4 * float((weights * entropy.detach())[kept].sum())
+        assert loss.item() == pytest.approx(expected)
+        expected = entropy[kept].sum().item()
+        assert float(sums["entropy"]) == pytest.approx(expected)
 
     def test_without_a_bonus_the_entropy_is_only_counted(self):
         log_probs, mask, advantages, trains = random_batch(7, 5, seed=3)
@@ -492,9 +503,8 @@ class TestWhatIsAdded:
         loss, sums = policy_loss(log_probs, entropy, inputs, sequences(5), LossSettings())
         assert not loss.requires_grad
         assert "entropy" in sums
-        assert loss.item() == float(
-            policy_loss(log_probs, None, inputs, sequences(5), LossSettings())[0]
-        )
+        expected = float(policy_loss(log_probs, None, inputs, sequences(5), LossSettings())[0])
+        assert loss.item() == expected
 
     @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
     @pytest.mark.parametrize("weights", KL_LOSS_WEIGHTS)

@@ -40,11 +40,13 @@ def shaped(
 ) -> list[float]:
     values = torch.tensor(rewards, dtype=torch.float64)
     everything = [True] * len(rewards)
+    response_lengths = torch.tensor(lengths or [1] * len(rewards))
+    is_end = torch.tensor(everything if ended is None else ended)
     return shape_rewards(
         values,
         torch.tensor(valid or everything),
-        torch.tensor(lengths or [1] * len(rewards)),
-        torch.tensor(everything if ended is None else ended),
+        response_lengths,
+        is_end,
         shaping,
         past,
     ).tolist()
@@ -64,7 +66,8 @@ class TestStandardisation:
         past = RunningMoments.of(torch.tensor(seen, dtype=torch.float64))
         standardised = shaped([1.0, 2.0, 6.0], RewardShaping("running"), past=past)
         deviation = math.sqrt((4 + 1 + 9) / 2)
-        assert standardised == pytest.approx([-2 / deviation, -1 / deviation, 3 / deviation])
+        expected = [-2 / deviation, -1 / deviation, 3 / deviation]
+        assert standardised == pytest.approx(expected)
 
     def test_a_later_step_takes_those_of_the_past_alone(self):
         # mean 2, deviation sqrt(8)
@@ -72,17 +75,15 @@ class TestStandardisation:
         assert shaped([2.0, 10.0], RewardShaping("running"), past=past) == pytest.approx(
             [0.0, math.sqrt(8)]
         )
-        assert past == RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64)), (
-            "reading does not feed it"
-        )
+        expected = RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64))
+        assert past == expected, "reading does not feed it"
 
     def test_the_first_moments_are_of_the_valid_samples(self):
         standardised = shaped(
             [1.0, math.nan, 3.0, 1e30], RewardShaping("running"), valid=[True, False, True, False]
         )
-        assert [standardised[0], standardised[2]] == pytest.approx(
-            [-math.sqrt(0.5), math.sqrt(0.5)]
-        )
+        expected = [-math.sqrt(0.5), math.sqrt(0.5)]
+        assert [standardised[0], standardised[2]] == pytest.approx(expected)
 
     @pytest.mark.parametrize("reward", [0.0, 0.95, -1e6 + 1 / 3])
     @pytest.mark.parametrize("noise", [0.0, 1e-7])
@@ -135,9 +136,8 @@ class TestOverlongResponses:
 
     def test_a_buffer_as_long_as_the_response_begins_at_once(self):
         shaping = RewardShaping(truncation_penalty=1.0, overlong_buffer=4, max_length=4)
-        assert shaped([0.0] * 5, shaping, lengths=[0, 1, 2, 3, 4]) == pytest.approx(
-            [0, -0.25, -0.5, -0.75, -1]
-        )
+        expected = [0, -0.25, -0.5, -0.75, -1]
+        assert shaped([0.0] * 5, shaping, lengths=[0, 1, 2, 3, 4]) == pytest.approx(expected)
 
     def test_without_a_buffer_only_cut_ones_are_penalised(self):
         shaping = RewardShaping(truncation_penalty=3.0, max_length=8)
@@ -161,12 +161,12 @@ class TestOrder:
             [1.2, 9.0, -9.0], self.EVERYTHING, lengths=[2, 4, 4], ended=[True, True, False]
         )
         # (1.2 - 1) / 2 * 10 = 1; the others are clipped to 5 before anything is subtracted.
-        assert rewards == pytest.approx([1.0 - 0.5, 5.0 - 1.0, -5.0 - 1.0 - 100.0])
+        expected = [1.0 - 0.5, 5.0 - 1.0, -5.0 - 1.0 - 100.0]
+        assert rewards == pytest.approx(expected)
 
     def test_penalties_are_neither_scaled_nor_clipped(self):
-        assert shaped([1.2, -9.0], self.EVERYTHING, lengths=[1, 4]) == pytest.approx(
-            [1.0 - 0.25, -5.0 - 1.0]
-        )
+        expected = [1.0 - 0.25, -5.0 - 1.0]
+        assert shaped([1.2, -9.0], self.EVERYTHING, lengths=[1, 4]) == pytest.approx(expected)
 
     def test_scale_comes_after_the_mean_is_taken(self):
         assert shaped([3.0], RewardShaping("given", mean=1.0, scale=10.0)) == [20.0]
@@ -230,9 +230,8 @@ def double(values: list[float]) -> Tensor:
 
 def check(moments: RunningMoments, values: list[float]) -> None:
     assert moments.count == len(values)
-    assert moments.mean == pytest.approx(
-        math.fsum(values) / len(values) if values else 0.0, rel=1e-9, abs=1e-9
-    )
+    expected = math.fsum(values) / len(values) if values else 0.0
+    assert moments.mean == pytest.approx(expected, rel=1e-9, abs=1e-9)
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     assert moments.deviation == pytest.approx(deviation, rel=1e-7, abs=1e-6)
 
@@ -351,7 +350,8 @@ def test_a_reward_less_its_kl_must_be_a_number_within_the_bound():
 
 
 def test_every_sample_of_a_group_has_the_answer_of_the_group():
-    assert differs([1.0, 1.0, 2.0, 3.0, 3.0], [7, 7, 7, 9, 9]) == [True] * 3 + [False] * 2
+    expected = [True] * 3 + [False] * 2
+    assert differs([1.0, 1.0, 2.0, 3.0, 3.0], [7, 7, 7, 9, 9]) == expected
 
 
 def test_fewer_than_two_valid_samples_have_no_spread():

@@ -51,7 +51,8 @@ def job(lengths: Callable[[int], Sequence[int]] = lambda number: [LENGTH], **set
 def test_a_call_lasts_as_its_rows_say():
     paid = job(decode=Fraction(1), row=Fraction(1, 2))
     # two rows for a token, then one for two
-    assert call_seconds(paid, [[1, 3]]) == 1 * 2 + 2 * Fraction(3, 2)
+    expected = 1 * 2 + 2 * Fraction(3, 2)
+    assert call_seconds(paid, [[1, 3]]) == expected
     # one after the other
     assert call_seconds(replace(paid, slots=1), [[1], [3]]) == 4 * Fraction(3, 2)
     # the third takes the place of the first
@@ -60,7 +61,8 @@ def test_a_call_lasts_as_its_rows_say():
 
 def test_colocated_is_the_sum():
     schedule = colocated(job(fixed=Fraction(1), reward=Fraction(2), refit=Fraction(3)), 4)
-    assert schedule.seconds == LENGTH + 2 + 3 + 1 + Fraction(12, 4)
+    expected = LENGTH + 2 + 3 + 1 + Fraction(12, 4)
+    assert schedule.seconds == expected
 
 
 @APART
@@ -69,7 +71,8 @@ def test_of_constant_lengths_k_0_is_the_sum_and_k_1_the_longer_one(simulate, tra
     """Two generators that a step's prompts fill."""
     constant = job(send=Fraction(1), reward=Fraction(1, 3), slots=PROMPTS // 2)
     train = Fraction(12, trainers) + 1
-    assert simulate(constant, trainers, 2, 0).seconds == LENGTH + Fraction(1, 3) + train
+    expected = LENGTH + Fraction(1, 3) + train
+    assert simulate(constant, trainers, 2, 0).seconds == expected
     for k in (1, 2, 4):
         schedule = simulate(constant, trainers, 2, k)
         assert schedule.seconds == max(LENGTH, train)
@@ -115,9 +118,8 @@ def test_the_best_split_is_the_best():
     drawn = job(Drawn(40, 400, 3), row=Fraction(1, 8))
     trainers, generators, schedule = best_split(drawn, 6, in_order, 1)
     assert trainers + generators == 6
-    assert schedule.seconds == min(
-        in_order(drawn, each, 6 - each, 1).seconds for each in range(1, 6)
-    )
+    expected = min(in_order(drawn, each, 6 - each, 1).seconds for each in range(1, 6))
+    assert schedule.seconds == expected
     paired = replace(drawn, trainer=2, engine=2)
     assert best_split(paired, 6, in_order, 1)[0] in (2, 4)
 
@@ -174,10 +176,11 @@ def test_a_run_of_ones_own(tmp_path, mesh, monkeypatch, capsys):
     async_simulation.main()
     assert "colocated" in capsys.readouterr().out
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["placement"], row["k"]) for row in rows] == [
+    expected = [
         ("colocated", None),
         *((name, k) for name in ("in order", "as finished") for k in (0, 1)),
     ]
+    assert [(row["placement"], row["k"]) for row in rows] == expected
     for row in rows[1:]:
         assert row["gain"] == pytest.approx(rows[0]["found"]["seconds"] / row["found"]["seconds"])
         assert row["trainers"] + row["generators"] == 4

@@ -77,8 +77,10 @@ def test_sides_that_did_the_same_pass():
 def with_samples(pair: Pair, **fields: object) -> Pair:
     """The peer's last sample of the second step, changed."""
     last = pair.peer.steps[1]
-    changed = replace(last, samples=[*last.samples[:-1], replace(last.samples[-1], **fields)])
-    return replace(pair, peer=replace(pair.peer, steps=[pair.peer.steps[0], changed]))
+    samples = [*last.samples[:-1], replace(last.samples[-1], **fields)]
+    changed = replace(last, samples=samples)
+    peer = replace(pair.peer, steps=[pair.peer.steps[0], changed])
+    return replace(pair, peer=peer)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def test_ticks_cover_the_range_evenly(low, span):
 
 def test_ticks_are_round():
     assert ticks(0.0, 40.0) == [0, 10, 20, 30, 40]
-    assert ticks(0.0, 4.2) == [0, 1, 2, 3, 4, 5]
+    expected = [0, 1, 2, 3, 4, 5]
+    assert ticks(0.0, 4.2) == expected
     assert ticks(1, 3, 7, whole=True) == [1, 2, 3]
 
 

@@ -88,7 +88,8 @@ def test_what_cells_add_to_the_reward():
     reviews = ("the look was good .", "the look was bad .") * 2
     prompts = ("i hated the soup .",) * 2 + ("i loved the soup .",) * 2
     plain = scored("rloo4", prompts, reviews)
-    assert plain == pytest.approx([1 / SCALE, -1 / SCALE] * 2)
+    expected = [1 / SCALE, -1 / SCALE] * 2
+    assert plain == pytest.approx(expected)
     assert scored("vanilla_plus4", prompts, reviews) == pytest.approx(
         [value + 4 for value in plain]
     )
@@ -165,7 +166,7 @@ def paced(
 
 def test_reward_after_some_seconds_lies_on_a_line_between_validations():
     outcome_of_run = paced("rloo4", 1, (0.0, 1.0, 3.0), 2.0)
-    assert [outcome_of_run.reward_after(seconds) for seconds in (0.0, 1.0, 2.0, 3.0, 4.0, 9.0)] == [
+    expected = [
         0.0,
         0.5,
         1.0,
@@ -173,6 +174,9 @@ def test_reward_after_some_seconds_lies_on_a_line_between_validations():
         3.0,
         3.0,
     ]
+    assert [
+        outcome_of_run.reward_after(seconds) for seconds in (0.0, 1.0, 2.0, 3.0, 4.0, 9.0)
+    ] == expected
 
 
 def test_times_are_compared_at_half_of_the_colocated_run():
@@ -186,7 +190,7 @@ def test_times_are_compared_at_half_of_the_colocated_run():
     }
     head, *rows = lag_rows(outcomes)
     assert len(head) == len(rows[0])
-    assert rows == [
+    expected = [
         [base.title, "2", "0", "0", "0.0%", "1.00 ± 0.00", "1.00", "2", "2.00 ± 0.00", ""],
         [
             cell.title,
@@ -201,15 +205,16 @@ def test_times_are_compared_at_half_of_the_colocated_run():
             "2.50 ± 0.50",
         ],
     ]
+    assert rows == expected
 
 
 def test_figure_is_well_formed():
     from xml.etree import ElementTree
 
-    curve = Curve("a < b", [Point(0, 0.0, 0.1), Point(32, 1.0, 0.2, 0.5)])
-    root = ElementTree.fromstring(
-        figure([Panel("lines", "x", [curve]), Panel("bars", "x", [curve], bands=False)])
-    )
+    points = [Point(0, 0.0, 0.1), Point(32, 1.0, 0.2, 0.5)]
+    curve = Curve("a < b", points)
+    panels = [Panel("lines", "x", [curve]), Panel("bars", "x", [curve], bands=False)]
+    root = ElementTree.fromstring(figure(panels))
     assert "a < b" in "".join(root.itertext())
 
 
@@ -238,7 +243,8 @@ def test_quick_form_runs_with_a_generator_of_its_own(tmp_path):
     assert CELLS[older].title in summary
     assert "of colocated" in summary
     for colocated, apart, one_old in zip(*[iter(lines)] * 3, strict=True):
-        assert [line["job"]["cell"] for line in (colocated, apart, one_old)] == [
+        cells = [line["job"]["cell"] for line in (colocated, apart, one_old)]
+        assert cells == [
             base,
             of_now,
             older,
@@ -257,7 +263,8 @@ def test_quick_form_runs_and_goes_on_where_it_was(tmp_path):
     assert CELLS["vanilla_plus4"].title in summary
     summary, lines = quick(tmp_path, "rloo4", "vanilla_plus4", "raft4_noise2", "running_mean")
     assert lines[:4] == first
-    assert [line["job"]["cell"] for line in lines[4:]] == ["raft4_noise2", "running_mean"] * 2
+    cells = [line["job"]["cell"] for line in lines[4:]]
+    assert cells == ["raft4_noise2", "running_mean"] * 2
     for line in lines:
         assert [samples for samples, _ in line["validation"]] == [0, 4 * SAMPLES_PER_STEP]
         same_seed = next(other for other in lines if other["job"]["seed"] == line["job"]["seed"])

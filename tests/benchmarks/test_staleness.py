@@ -77,9 +77,8 @@ def test_variance_on_policy_is_that_of_all_ordered_groups():
     problem = Problem.draw(0)
     now = problem.path(STEP_KL, versions=1)[-1]
     variance = Estimate(problem, now, now, CORRECTIONS["none"], scores_of(now)).variance
-    assert variance == pytest.approx(
-        gradient_variance(world_of(problem, now), Options(), 4), rel=1e-10
-    )
+    expected = gradient_variance(world_of(problem, now), Options(), 4)
+    assert variance == pytest.approx(expected, rel=1e-10)
 
 
 def test_without_a_cap_the_weight_of_the_response_is_unbiased_and_no_weight_is_not(problem, path):

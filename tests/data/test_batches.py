@@ -82,7 +82,8 @@ def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
 def assert_tight(batch: RolloutBatch) -> None:
     """As wide as its longest sample."""
     total = (batch.prompt_lengths + batch.response_lengths).tolist()
-    assert batch.sequences.shape == (len(total), max(total, default=0))
+    expected = (len(total), max(total, default=0))
+    assert batch.sequences.shape == expected
     for values in (
         batch.generator_log_probs,
         batch.weight_versions,
@@ -93,9 +94,11 @@ def assert_tight(batch: RolloutBatch) -> None:
 
 
 def test_the_mask_and_the_ends():
-    batch = rollouts([(1, 0), (2, 3), (1, 1)])
+    lengths = [(1, 0), (2, 3), (1, 1)]
+    batch = rollouts(lengths)
     assert batch.width == 3
-    assert batch.response_mask.tolist() == [[False] * 3, [True] * 3, [True, False, False]]
+    expected = [[False] * 3, [True] * 3, [True, False, False]]
+    assert batch.response_mask.tolist() == expected
     assert batch.is_end.tolist() == [False, True, True]
     assert batch.is_end.dtype == torch.bool
     nothing = rollouts([])
@@ -137,7 +140,8 @@ def test_one_part_is_itself():
 
 
 def test_log_probs_that_one_part_lacks_are_lacking():
-    joined = join_rollouts([rollouts([(1, 2)]), rollouts([(1, 3)], with_log_probs=False)], PAD)
+    parts = [rollouts([(1, 2)]), rollouts([(1, 3)], with_log_probs=False)]
+    joined = join_rollouts(parts, PAD)
     assert joined.generator_log_probs is joined.log_probs is joined.init_log_probs is None
 
 
@@ -156,13 +160,15 @@ def test_a_round_without_a_prompt_on_this_rank_takes_nothing_away(order):
     """It asked no source and no generator, so it knows no names of sources and no log-probs."""
     some = rollouts([(1, 2), (2, 1)])
     none = dataclasses.replace(rollouts([], with_log_probs=False), source_rewards={})
-    joined = join_rollouts([[some, none][i] for i in order], PAD)
+    parts = [[some, none][i] for i in order]
+    joined = join_rollouts(parts, PAD)
     assert rows_of(joined) == rows_of(some)
     assert len(join_rollouts([none, none], PAD).rewards) == 0
 
 
 def test_the_advantage_of_a_response_is_the_mean_of_its_tokens():
-    batch = rollouts([(1, 2), (1, 0), (1, 3)])
+    lengths = [(1, 2), (1, 0), (1, 3)]
+    batch = rollouts(lengths)
     nothing = torch.zeros(3)
     advantages = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 0.0], [2.0, 2.0, 5.0]])
     sequence_advantages = ReinforceBatch(
@@ -183,20 +189,19 @@ def completions(tokens: list[list[int]], *, with_log_probs: bool = True) -> Comp
 
 class TestCompletions:
     def test_joined(self):
-        joined = join_completions([completions([[1, 2, 3], [4]]), completions([[5, 6]])], PAD)
-        assert joined.tokens.tolist() == [[1, 2, 3], [4, PAD, PAD], [5, 6, PAD]]
+        parts = [completions([[1, 2, 3], [4]]), completions([[5, 6]])]
+        joined = join_completions(parts, PAD)
+        expected = [[1, 2, 3], [4, PAD, PAD], [5, 6, PAD]]
+        assert joined.tokens.tolist() == expected
         assert joined.lengths.tolist() == [3, 1, 2]
         assert len(joined.finish_reasons) == 3
         assert joined.log_probs is not None
-        assert joined.log_probs.tolist() == [[-1, -2, -3], [-4, 0, 0], [-5, -6, 0]]
+        expected = [[-1, -2, -3], [-4, 0, 0], [-5, -6, 0]]
+        assert joined.log_probs.tolist() == expected
 
     def test_log_probs_that_one_part_lacks_are_lacking(self):
-        assert (
-            join_completions(
-                [completions([[1]]), completions([[2]], with_log_probs=False)], PAD
-            ).log_probs
-            is None
-        )
+        parts = [completions([[1]]), completions([[2]], with_log_probs=False)]
+        assert join_completions(parts, PAD).log_probs is None
 
     def test_of_nothing(self):
         joined = join_completions([], PAD)
@@ -207,7 +212,8 @@ class TestCompletions:
 
     def test_behind_their_prompts(self):
         prompts = [Prompt(0, "", (7, 8)), Prompt(1, "", (9,))]
-        drawn = completions([[1, 2, 3], [], [4], [5, 6]])
+        tokens = [[1, 2, 3], [], [4], [5, 6]]
+        drawn = completions(tokens)
         repeated = drawn.repeat_to_samples(prompts)
         assert [prompt.id for prompt in repeated] == [0, 0, 1, 1]
         sequences, lengths = join_prompts_and_responses(repeated, drawn, PAD)
@@ -223,9 +229,10 @@ class TestCompletions:
 
 
 def test_a_mask():
-    assert length_mask(torch.tensor([2, 0, 3]), 3).tolist() == [
+    expected = [
         [True, True, False],
         [False] * 3,
         [True] * 3,
     ]
+    assert length_mask(torch.tensor([2, 0, 3]), 3).tolist() == expected
     assert length_mask(torch.tensor([0, 0]), 0).shape == (2, 0)

@@ -126,7 +126,7 @@ def test_chat_becomes_prompts(tmp_path):
     }
     prompts = prepared(tmp_path, "messages", row, longer, named)
     extra = {"dataset": "x", "type": "TEXT_TO_VALUE"}
-    assert sorted(prompts, key=str) == sorted(
+    expected = sorted(
         [
             {"messages": [SYSTEM, user("One?")], **extra},
             {"messages": [user("One?"), assistant("1."), user("Two?")], **extra},
@@ -134,6 +134,7 @@ def test_chat_becomes_prompts(tmp_path):
         ],
         key=str,
     )
+    assert sorted(prompts, key=str) == expected
     for change, key, *values in (
         ({"mask": "Bob"}, "data.nemo.unknown_mask", "mask is 'Bob'", "User, Assistant"),
         (
@@ -170,9 +171,8 @@ def test_two_system_messages_are_no_choice_of_ours(tmp_path):
         {"system": "Be kind.", "conversations": turns},
         {"conversations": other},
     )
-    assert sorted(map(str, prompts)) == sorted(
-        str({"messages": [SYSTEM, user(text)]}) for text in ("Hi", "Ho")
-    )
+    expected = sorted(str({"messages": [SYSTEM, user(text)]}) for text in ("Hi", "Ho"))
+    assert sorted(map(str, prompts)) == expected
     (tmp_path / "bad").mkdir()
     output = refused(tmp_path / "bad", "messages", {"system": "Be brief.", "conversations": turns})
     check_output(output, "data.system.two", "in.jsonl:1: ")
@@ -181,10 +181,11 @@ def test_two_system_messages_are_no_choice_of_ours(tmp_path):
 def test_a_text_of_prompts_or_comparisons_becomes_prompts(tmp_path):
     rows = [{"text": QUESTION.format("a")}, {"text": QUESTION.format("b") + "yes\n<extra_id_1>"}]
     rows.append({"text": QUESTION.format("b") + "no\n<extra_id_1>"})
-    assert sorted(prepared(tmp_path, "messages", *rows), key=str) == [
+    expected = [
         {"messages": [user("a")]},
         {"messages": [user("b")]},
     ]
+    assert sorted(prepared(tmp_path, "messages", *rows), key=str) == expected
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,8 @@ def test_a_text_of_prompts_or_comparisons_becomes_prompts(tmp_path):
 def test_comparisons_become_pairs(tmp_path, tokenizer, template):
     rows = [{"text": template.format(q, answer)} for q in ("a", "b") for answer in ("good", "bad")]
     pairs = prepared(tmp_path, "pairs", *rows)
-    assert pairs == [{"prompt": [user(q)], "chosen": "good", "rejected": "bad"} for q in ("a", "b")]
+    expected = [{"prompt": [user(q)], "chosen": "good", "rejected": "bad"} for q in ("a", "b")]
+    assert pairs == expected
     data = PairsConfig(pairs_path=str(tmp_path / "out" / "pairs.jsonl"), max_length=100)
     used, skipped, count = read_examples(TrainRewardModelConfig(data=data), tokenizer)
     assert len(used) == 2
@@ -279,7 +281,8 @@ def test_labels_become_ratings(tmp_path, tokenizer):
     names = ("helpfulness", "verbosity", "humor")
     rated = prepared(tmp_path, "ratings", row, words=(f"--attributes={','.join(names)}",))
     ratings = {"helpfulness": 3, "verbosity": 4.0}
-    assert rated == [{"prompt": [user("a")], "response": "good", "attributes": ratings}]
+    expected = [{"prompt": [user("a")], "response": "good", "attributes": ratings}]
+    assert rated == expected
     full = FullConfig(objective="regression", attributes=["helpfulness", "verbosity"])
     data = PairsConfig(ratings_path=str(tmp_path / "out" / "ratings.jsonl"), max_length=100)
     used, _, _ = read_examples(TrainRewardModelConfig(mode="full", full=full, data=data), tokenizer)

@@ -155,11 +155,12 @@ def test_a_plain_prompt_is_a_user_message_and_other_fields_stay(tmp_path):
         {"messages": [user("as messages")], "answer": None},
     ]
     assert rows["messages"] == expected
-    assert rows["prompt"][0] == {
+    expected = {
         "prompt": hh("What is 6 x 7?"),
         "answer": 42,
         "solution": {"steps": ["6 x 7"]},
     }
+    assert rows["prompt"][0] == expected
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
     dataset = PromptDataset.from_files(
         tokenizer, tmp_path / "messages" / "train.jsonl", max_prompt_tokens=None
@@ -184,13 +185,15 @@ def test_what_is_skipped_is_counted_by_reason(tmp_path):
     )
     options = PrepareOptions(num_validation=2, max_turns=2, max_characters=100, limit=8)
     counts = prepare_prompts([file], tmp_path / "out", options)
-    assert sorted(counts.skipped.values()) == [1, 1, 1, 1, 1, 1, 1, 2]
+    expected = [1, 1, 1, 1, 1, 1, 1, 2]
+    assert sorted(counts.skipped.values()) == expected
     assert counts.skipped["over --limit"] == 2
     assert counts.skipped["duplicate of an earlier prompt"] == 1
     assert counts.read == 17
     assert counts.train == 6
     assert counts.validation == 2
-    assert counts.read == counts.train + counts.validation + sum(counts.skipped.values())
+    expected = counts.train + counts.validation + sum(counts.skipped.values())
+    assert counts.read == expected
     assert "skipped 1: more than --max-turns user turns" in str(counts)
 
 
@@ -272,9 +275,8 @@ def test_openais_forms_are_kept_as_they_are_and_train_reads_them(tmp_path, messa
     )
     tokenizer = write_chat_tokenizer(tmp_path / "tokenizer", template)
     lines = [{"messages": [*messages, assistant("z")], "tools": []}, {"messages": [user("other")]}]
-    counts = prepare_prompts(
-        [write(tmp_path / "in.jsonl", *lines)], tmp_path / "out", PrepareOptions()
-    )
+    inputs = [write(tmp_path / "in.jsonl", *lines)]
+    counts = prepare_prompts(inputs, tmp_path / "out", PrepareOptions())
     assert counts.skipped == {}
     targets = [tmp_path / "out" / f"{name}.jsonl" for name in ("train", "validation")]
     assert {"messages": messages, "tools": []} in [
@@ -296,14 +298,16 @@ def test_what_is_said_in_parts_is_counted_and_written_as_text(tmp_path):
         {"messages": [user("cc")]},
     ]
     options = PrepareOptions(form="prompt", max_characters=7, num_validation=1)
-    counts = prepare_prompts([write(tmp_path / "in.jsonl", *lines)], tmp_path / "out", options)
+    inputs = [write(tmp_path / "in.jsonl", *lines)]
+    counts = prepare_prompts(inputs, tmp_path / "out", options)
     assert counts.skipped == {
         "duplicate of an earlier prompt": 1,
         "more than --max-characters characters": 1,
         "a turn is empty": 1,
     }
     rows = [rows_of(tmp_path / "out" / f"{name}.jsonl")[0] for name in ("train", "validation")]
-    assert sorted(row["prompt"] for row in rows) == [hh("cc"), hh("one\ntwo")]
+    expected = [hh("cc"), hh("one\ntwo")]
+    assert sorted(row["prompt"] for row in rows) == expected
 
 
 def test_parts_of_another_type_are_named(tmp_path):
@@ -320,9 +324,8 @@ def test_calls_make_prompts_different(tmp_path):
         "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {}}}],
     }
     rows = [{"messages": [user("a"), call, TOOL, assistant("z")]} for call in (CALL, other, CALL)]
-    counts = prepare_prompts(
-        [write(tmp_path / "in.jsonl", *rows)], tmp_path / "out", PrepareOptions()
-    )
+    inputs = [write(tmp_path / "in.jsonl", *rows)]
+    counts = prepare_prompts(inputs, tmp_path / "out", PrepareOptions())
     assert counts.skipped == {"duplicate of an earlier prompt": 1}
 
 
@@ -396,9 +399,8 @@ def test_roles_that_there_are_not_and_turns_without_a_place(tmp_path):
 def test_a_system_column_by_its_name(tmp_path):
     rows = [{"prompt": text, "rules": "Be brief."} for text in "ab"]
     columns = Columns({"system": "rules"}, "--field ")
-    prepare_prompts(
-        [write(tmp_path / "in.jsonl", *rows)], tmp_path / "out", PrepareOptions(), columns
-    )
+    inputs = [write(tmp_path / "in.jsonl", *rows)]
+    prepare_prompts(inputs, tmp_path / "out", PrepareOptions(), columns)
     assert rows_of(tmp_path / "out" / "train.jsonl")[0]["messages"][0] == SYSTEM
 
 
@@ -431,7 +433,8 @@ def test_the_split_is_by_prompt_and_by_seed(tmp_path):
     assert len(train) == 30
     assert len(validation) == 10
     assert not set(train) & set(validation)
-    assert set(train) | set(validation) == {hh(f"number {i}") for i in range(40)}
+    expected = {hh(f"number {i}") for i in range(40)}
+    assert set(train) | set(validation) == expected
     assert split("b", 1) == (train, validation)
     assert split("c", 2)[1] != validation
 
@@ -529,7 +532,8 @@ def test_gsm8k_keeps_every_prompt_with_its_answer(tmp_path):
     assert counts.train + counts.validation == 7473
     answers = {row["prompt"].strip(): row["answer"] for row in rows_of(source)}
     for row in rows_of(tmp_path / "train.jsonl") + rows_of(tmp_path / "validation.jsonl"):
-        assert row["answer"] == answers[row["messages"][0]["content"]]
+        expected = answers[row["messages"][0]["content"]]
+        assert row["answer"] == expected
 
 
 @pytest.mark.parametrize("name", ["hh_harmless_prompts.jsonl", "hh_harmless_pairs.jsonl"])

@@ -74,7 +74,8 @@ def test_each_form_of_line(tokenizer, tmp_path):
     )
     dataset = load(tokenizer, file)
     assert [p.text for p in dataset] == ["one", " two\n", "S: be kind<eos>U: hi<eos>A:"]
-    assert [p.metadata for p in dataset] == [{"answer": 7, "tags": ["x"]}, {}, {"source": None}]
+    expected = [{"answer": 7, "tags": ["x"]}, {}, {"source": None}]
+    assert [p.metadata for p in dataset] == expected
     assert [p.messages for p in dataset] == [(), (), tuple(messages)]
     assert [p.id for p in dataset] == [0, 1, 2]
     for prompt in dataset:
@@ -94,7 +95,8 @@ def test_forms_and_columns_as_others_have_them(tokenizer, tmp_path):
     )
     dataset = load(tokenizer, file)
     assert [p.text for p in dataset] == ["U: hi<eos>A:", "S: be kind<eos>U: hi<eos>A:", "hi"]
-    assert [p.metadata for p in dataset] == [{"answer": 1}, {}, {"conversations": conversation}]
+    expected = [{"answer": 1}, {}, {"conversations": conversation}]
+    assert [p.metadata for p in dataset] == expected
     (tmp_path / "b.csv").write_text("question,system,text\nhi,be brief,x\nho,,y\n")
     columns = Columns({"prompt": "question", "system": "system"})
     dataset = load(
@@ -136,7 +138,8 @@ def test_a_tokenizer_that_was_saved_with_truncation_cuts_nothing(tokenizer, tmp_
     saved = load_tokenizer(folder)
     for template in SANITIZED_OR_NOT:
         prompts = load(saved, file, template=template)
-        assert [p.tokens for p in prompts] == [p.tokens for p in load(tokenizer, file)]
+        expected = [p.tokens for p in load(tokenizer, file)]
+        assert [p.tokens for p in prompts] == expected
 
 
 def test_null_is_no_prompt(tokenizer, tmp_path):
@@ -152,7 +155,8 @@ def test_null_is_no_prompt(tokenizer, tmp_path):
     )
     dataset = load(tokenizer, file)
     assert [p.text for p in dataset] == ["one", "U: hi<eos>A:", "two", "U: ho<eos>A:"]
-    assert [p.metadata for p in dataset] == [{"answer": 1}, {"answer": None}, {}, {}]
+    expected = [{"answer": 1}, {"answer": None}, {}, {}]
+    assert [p.metadata for p in dataset] == expected
     with raises_error("data.prompt.null", "b.jsonl:2: ", "prompt and messages"):
         load(
             tokenizer,
@@ -226,7 +230,8 @@ def test_a_folder_is_one_entry_of_a_blend(tokenizer, tmp_path):
 
 def test_chat_template_for_plain_prompts(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", {"prompt": "hi"}, {"text": "ho"})
-    assert [p.text for p in load(tokenizer, file, apply_chat_template=True)] == [
+    texts = [p.text for p in load(tokenizer, file, apply_chat_template=True)]
+    assert texts == [
         "U: hi<eos>A:",
         "U: ho<eos>A:",
     ]
@@ -237,7 +242,8 @@ NEMO = "<extra_id_0>System\n\n<extra_id_1>User\nhi\n<extra_id_1>Assistant\n"
 
 def test_a_text_with_nemo_aligners_markers_is_not_rendered_once_more(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", {"text": NEMO}, {"text": NEMO.replace("hi", "ho")})
-    assert [prompt.text for prompt in load(tokenizer, file)] == [NEMO, NEMO.replace("hi", "ho")]
+    expected = [NEMO, NEMO.replace("hi", "ho")]
+    assert [prompt.text for prompt in load(tokenizer, file)] == expected
     setting = "model.data.apply_chat_template=true"
     values = ("a.jsonl", "<extra_id_0>", setting, "reinforce-rl prepare")
     with raises_error("data.prompt.nemo_markers", *values):
@@ -256,7 +262,8 @@ def test_bos_only_where_asked_for_and_no_template_was_used(tokenizer, tmp_path):
     )
     plain = load(tokenizer, file)
     with_bos = load(tokenizer, file, add_bos=True)
-    assert with_bos[0].tokens == (tokenizer.bos_token_id, *plain[0].tokens)
+    expected = (tokenizer.bos_token_id, *plain[0].tokens)
+    assert with_bos[0].tokens == expected
     assert with_bos[1].tokens == plain[1].tokens
     assert with_bos[0].text == "hi"
 
@@ -383,7 +390,8 @@ def test_ids_run_over_files_and_skipped_prompts(tokenizer, tmp_path, caplog):
     second = write(tmp_path / "b.jsonl", {"prompt": "y" * 30}, {"prompt": "two"})
     with caplog.at_level(logging.WARNING):
         dataset = load(tokenizer, first, second, max_prompt_tokens=10, too_long="skip")
-    assert [(p.id, p.text) for p in dataset] == [(0, "one"), (1, "x" * 10), (2, "two")]
+    expected = [(0, "one"), (1, "x" * 10), (2, "two")]
+    assert [(p.id, p.text) for p in dataset] == expected
     assert dataset.skipped == 2
     assert len(caplog.records) == 1
     assert (
@@ -526,7 +534,8 @@ def test_no_prompt_is_an_error(tokenizer, tmp_path):
 def test_byte_order_mark_and_unicode_line_separators(tokenizer, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "a\u2028b"}\r\n{"prompt": "c"}'.encode())
-    assert [p.text for p in load(tokenizer, file)] == ["a\u2028b", "c"]
+    texts = [p.text for p in load(tokenizer, file)]
+    assert texts == ["a\u2028b", "c"]
 
 
 def test_fingerprint_tells_texts_and_their_order(tokenizer, tmp_path):
@@ -603,7 +612,8 @@ def test_weights_before_paths_make_a_blend(tokenizer, tmp_path):
         tokenizer, prefix, max_prompt_tokens=4, too_long="skip"
     )
     assert [p.text for p in datasets.train] == ["one", "uno", "two"]
-    assert datasets.train.blend == Blend((2, 1), (3.0, 1.0)), "skipped prompts are not of it"
+    expected = Blend((2, 1), (3.0, 1.0))
+    assert datasets.train.blend == expected, "skipped prompts are not of it"
     assert datasets.validation is not None
     assert datasets.validation.blend is None
     plain = build_train_valid_test_rlhf_datasets(
@@ -628,21 +638,22 @@ def test_weights_before_paths_make_a_blend(tokenizer, tmp_path):
 def test_weights_that_are_not_before_each_path(tmp_path, entries, key, value):
     names = {name: str(write(tmp_path / name, {"prompt": name})) for name in "AB"}
     with raises_error(key, "model.data.data_prefix.train", value) as caught:
-        resolve_data_prefix({"train": [names.get(entry, entry) for entry in entries]})
+        data_prefix = {"train": [names.get(entry, entry) for entry in entries]}
+        resolve_data_prefix(data_prefix)
     assert isinstance(caught.value, ConfigError)
     assert len(caught.value.faults) == 1
 
 
 def dataset_of(count: int, word: str = "prompt") -> PromptDataset:
-    return PromptDataset([Prompt(i, f"{word} {i}", (i + 4,)) for i in range(count)])
+    prompts = [Prompt(i, f"{word} {i}", (i + 4,)) for i in range(count)]
+    return PromptDataset(prompts)
 
 
 def loader_of(
     dataset: PromptDataset, rank: int = 0, size: int = 1, *, epochs: int | None = 2
 ) -> PromptLoader:
-    return PromptLoader(
-        dataset, PromptSampler(len(dataset), 3, seed=5, max_epochs=epochs), rank, size
-    )
+    sampler = PromptSampler(len(dataset), 3, seed=5, max_epochs=epochs)
+    return PromptLoader(dataset, sampler, rank, size)
 
 
 def ids(batches: list[list[Prompt]]) -> list[list[int]]:

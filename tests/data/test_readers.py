@@ -113,7 +113,8 @@ def test_every_form_gives_the_same_rows(tmp_path, name, content):
 
 def test_a_csv_of_one_column_and_by_pandas(tmp_path):
     (tmp_path / "one.csv").write_text('prompt\nhello; you\n\n"there, you"\n')
-    assert read(tmp_path / "one.csv") == [{"prompt": "hello; you"}, {"prompt": "there, you"}]
+    expected = [{"prompt": "hello; you"}, {"prompt": "there, you"}]
+    assert read(tmp_path / "one.csv") == expected
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(ROWS)
     frame.to_csv(tmp_path / "p.csv.gz", index=False)
@@ -157,10 +158,11 @@ def test_parquet_with_its_types(tmp_path):
         None,
         None,
     ]
-    assert row["messages"] == [
+    expected = [
         {"role": "user", "content": "x"},
         {"role": "user", "content": "y", "name": "z"},
     ]
+    assert row["messages"] == expected
     assert json.loads(json.dumps(row)) == row, "as it goes to a reward function"
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:200])
     error = refused(tmp_path / "cut.parquet")
@@ -173,7 +175,8 @@ def test_data_sets_of_hugging_face(tmp_path, monkeypatch):
     data = datasets.Dataset.from_list(TYPED)
     data.select([2, 0]).save_to_disk(tmp_path / "one")
     assert source_fault(tmp_path / "one") is None
-    assert read(tmp_path / "one") == [TYPED[2], TYPED[0]]
+    expected = [TYPED[2], TYPED[0]]
+    assert read(tmp_path / "one") == expected
     datasets.DatasetDict(train=data, test=data.select([1])).save_to_disk(tmp_path / "both")
     assert read(tmp_path / "both", split="test") == [TYPED[1]]
     assert read(tmp_path / "both" / "train") == TYPED
@@ -259,7 +262,8 @@ def test_a_folder_gives_its_files_by_name_and_split(tmp_path):
         "dataset_info.json",
         "c.txt",
     )
-    assert [row["prompt"] for row in read(plain)] == ["a.jsonl", "b.jsonl"]
+    prompts = [row["prompt"] for row in read(plain)]
+    assert prompts == ["a.jsonl", "b.jsonl"]
     assert [path.name for path in files_of(tmp_path / "plain" / "[b]*.jsonl")] == ["b.jsonl"]
     splits = write(
         "splits",
@@ -292,7 +296,8 @@ def test_columns_by_other_names(tmp_path):
     records = read(
         tmp_path / "a.jsonl", columns={"prompt": "data.user", "answer": "data.truth", "n": "a.b"}
     )
-    assert records == [{"data": row["data"], "prompt": "hi", "answer": [1], "n": 2}]
+    expected = [{"data": row["data"], "prompt": "hi", "answer": [1], "n": 2}]
+    assert records == expected
     error = refused(tmp_path / "a.csv", columns={"prompt": "questoin"})
     place = f"{tmp_path}/a.csv:2: "
     columns = ("question, answer, prompt;", "questoin", "model.data.fields.prompt")
@@ -501,7 +506,8 @@ def test_what_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     # Nobody waits for its writer.
     check_fault([fault_of(tmp_path / "pipe")], "data.file.not_regular", f"{tmp_path}/pipe ")
-    check_fault([fault_of(tmp_path / ("x" * 300))], "data.file.unreadable", "x" * 300)
+    faults = [fault_of(tmp_path / ("x" * 300))]
+    check_fault(faults, "data.file.unreadable", "x" * 300)
     with zipfile.ZipFile(tmp_path / "z", "w") as file:
         file.writestr("p.jsonl", LINES)
     check_fault([fault_of(tmp_path / "z")], OTHER_FORM, tmp_path / "z", "zip")

@@ -149,7 +149,8 @@ def test_a_broken_state_is_refused_and_changes_nothing():
 
 
 def test_shards_are_contiguous_and_near_equal():
-    assert [shard(range(7), rank, 3) for rank in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    expected = [[0, 1], [2, 3], [4, 5, 6]]
+    assert [shard(range(7), rank, 3) for rank in range(3)] == expected
     assert [shard([5], rank, 2) for rank in range(2)] == [[], [5]]
 
 
@@ -230,7 +231,8 @@ def test_passes_differ_and_depend_on_the_seed():
     blend = Blend((20, 20), (3.0, 1.0))
     draws = [n for epoch in range(2) for n in blend.epoch(1, epoch, shuffle=True) if n % 40 < 20]
     passes = [[n % 40 for n in draws[start : start + 20]] for start in (0, 20, 40)]
-    assert [sorted(numbers) for numbers in passes] == [list(range(20))] * 3
+    expected = [list(range(20))] * 3
+    assert [sorted(numbers) for numbers in passes] == expected
     assert passes[0] != passes[1] != passes[2]
     assert passes[0] != list(range(20))
     assert blend.epoch(2, 0, shuffle=True) != blend.epoch(1, 0, shuffle=True)
@@ -238,7 +240,8 @@ def test_passes_differ_and_depend_on_the_seed():
 
 def test_draws_of_files_alternate_evenly():
     """Each file's draws lie in the middle of equal parts of the epoch."""
-    assert Blend((2, 4), (1.0, 2.0)).epoch(0, 0, shuffle=False) == [2, 0, 3, 4, 1, 5]
+    expected = [2, 0, 3, 4, 1, 5]
+    assert Blend((2, 4), (1.0, 2.0)).epoch(0, 0, shuffle=False) == expected
 
 
 def test_only_the_ratio_of_weights_counts():
@@ -272,7 +275,8 @@ def test_a_small_file_of_a_large_weight_gives_groups_of_their_own():
     ],
 )
 def test_a_resume_with_another_blend_is_refused(other, values):
-    state = sampler_of(Blend((4, 6), (1, 1))).state_dict()
+    blend = Blend((4, 6), (1, 1))
+    state = sampler_of(blend).state_dict()
     with raises_error("checkpoint.sampler.other_run", *values):
         PromptSampler(10, 5, seed=3, blend=other).load_state_dict(state)
     with raises_error("checkpoint.sampler.other_run", "weights was None"):

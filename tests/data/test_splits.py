@@ -305,7 +305,8 @@ def test_a_card_whose_configs_is_no_list_is_refused(tmp_path):
 def test_a_folder_named_data_is_no_configuration(tmp_path):
     names = ["data/train.jsonl", "test.jsonl"]
     folder = write(tmp_path / "folder", names)
-    assert splits_of_datasets(folder, tmp_path / "cache") == {"train": names[:1], "test": names[1:]}
+    expected = {"train": names[:1], "test": names[1:]}
+    assert splits_of_datasets(folder, tmp_path / "cache") == expected
     assert read(folder, "train") == names[:1]
 
 

@@ -47,11 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "seed": ["model.seed=77"],
         "data": ["model.data.shuffle=false"],
     }.items():
-        train(
-            tiny_config(
-                folder, f"exp_manager.explicit_log_dir={folder / name}", *SETTINGS, *overrides
-            )
+        cfg = tiny_config(
+            folder, f"exp_manager.explicit_log_dir={folder / name}", *SETTINGS, *overrides
         )
+        train(cfg)
     return folder
 
 
@@ -224,6 +223,5 @@ def test_samples_that_one_lacks() -> None:
     assert missing_samples(first, first) is None
     missing = missing_samples(first, second)
     assert missing is not None
-    assert (missing.what, missing.first, missing.second, missing.count) == (
-        *("sample 2 of the step", "prompt 2, sample 0", "none", 1),
-    )
+    expected = (*("sample 2 of the step", "prompt 2, sample 0", "none", 1),)
+    assert (missing.what, missing.first, missing.second, missing.count) == expected

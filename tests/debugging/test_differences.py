@@ -87,9 +87,8 @@ def test_a_response_that_is_the_beginning_of_another_one_is_another():
 def test_rounding_has_its_size(difference, is_rounding):
     """Near 0 it is absolute, at 1,000 relative; here in multiples of the bounds."""
     small = number_differences({"x": 0.0}, {"x": difference * ROUNDING.absolute}, ROUNDING)
-    large = number_differences(
-        {"x": 1000.0}, {"x": 1000.0 * (1 + difference * ROUNDING.relative)}, ROUNDING
-    )
+    second = {"x": 1000.0 * (1 + difference * ROUNDING.relative)}
+    large = number_differences({"x": 1000.0}, second, ROUNDING)
     assert (small == []) is is_rounding
     assert (large == []) is is_rounding
 

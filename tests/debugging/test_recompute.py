@@ -74,9 +74,8 @@ def test_a_record_gives_its_own_advantages(folder: Path) -> None:
     assert result.largest_difference < 1e-6
     assert [step.step for step in result.steps] == [1, 2]
     for step in result.steps:
-        assert [sample.advantage[0] for sample in step.samples] == pytest.approx(
-            advantages(folder / "mine", step.step)
-        )
+        expected = advantages(folder / "mine", step.step)
+        assert [sample.advantage[0] for sample in step.samples] == pytest.approx(expected)
         assert step.sign_changes == 0
         assert step.clipped == (0.0, 0.0)
         assert step.correlation == pytest.approx(1.0)
@@ -135,7 +134,8 @@ def test_it_agrees_with_a_real_run_of_these_settings(
         advantages(folder / "mine", 2), abs=1e-6
     )
     assert [sample.valid[1] for sample in step.samples] == [row.valid for row in real]
-    assert result.settings.keys() == {override.partition("=")[0] for override in overrides}
+    expected = {override.partition("=")[0] for override in overrides}
+    assert result.settings.keys() == expected
     assert step.correlation < 1 - 1e-6
     if f"{SHAPING}.clip=1.5" in overrides:
         assert step.clipped == (0.0, sum(3 * row.reward > 1.5 for row in real) / len(real))
@@ -342,9 +342,8 @@ def test_all_faults_of_overrides_are_one_message(folder: Path) -> None:
     ]
     with pytest.raises(ConfigError) as error:
         recompute(folder / "mine", "2", wrong)
-    assert {fault.partition(" ")[0] for fault in error.value.faults} == {
-        override.partition("=")[0] for override in wrong
-    }
+    expected = {override.partition("=")[0] for override in wrong}
+    assert {fault.partition(" ")[0] for fault in error.value.faults} == expected
 
 
 def test_what_a_record_lacks_is_a_sentence(
@@ -393,8 +392,10 @@ def test_table_json_and_page(folder: Path, tmp_path: Path) -> None:
     result = recompute(folder / "mine", "1:2", [f"{RL}.advantage_estimator=none"])
     write_page(result, folder / "mine", tmp_path / "out.html")
     read = json.loads(json.dumps(result.as_json()))
-    assert read["settings"] == {f"{RL}.advantage_estimator": ["rloo", "none"]}
-    assert [step["step"] for step in read["steps"]] == [1, 2]
+    expected = {f"{RL}.advantage_estimator": ["rloo", "none"]}
+    assert read["settings"] == expected
+    steps = [step["step"] for step in read["steps"]]
+    assert steps == [1, 2]
     assert len(read["samples"]) == 32
     both = [sample["advantage"] for sample in read["samples"] if sample["step"] == 2]
     assert [before for before, _ in both] == pytest.approx(advantages(folder / "mine", 2))
@@ -519,7 +520,8 @@ def test_the_command_writes_its_files(
         )
     assert ended.value.exit_code == 0
     written = json.loads((tmp_path / "out.json").read_text())
-    assert [step["step"] for step in written["steps"]] == [1, 2]
+    steps = [step["step"] for step in written["steps"]]
+    assert steps == [1, 2]
     assert "Advantages in order of size" in (tmp_path / "out.html").read_text()
     assert '"rloo" -> "none"' in capsys.readouterr().out
 

@@ -112,11 +112,8 @@ def test_steps_on_the_way_are_not_generated_again(
 
     monkeypatch.setattr(NativeGenerator, "generate", counted)
     assert again(folder / "run", 2).exit_code == 0, "step 1 is made again on the way"
-    assert (
-        len(drawn)
-        == len({row.prompt_id for row in RunFolder(folder / "run").samples(2, "rollouts")})
-        > 0
-    )
+    prompt_ids = {row.prompt_id for row in RunFolder(folder / "run").samples(2, "rollouts")}
+    assert len(drawn) == len(prompt_ids) > 0
 
 
 def test_a_phase_alone_and_stored_scores(folder: Path) -> None:
@@ -296,7 +293,8 @@ def test_one_weight_changed_by_a_millionth(folder: Path, monkeypatch: pytest.Mon
 
 def test_what_is_missing_is_told(folder: Path) -> None:
     run = folder / "run"
-    assert list(record_files(run)) == [1, 2, 3, 4, 5, 6]
+    expected = [1, 2, 3, 4, 5, 6]
+    assert list(record_files(run)) == expected
     with raises_error("record.step.missing", run / "record", "step 9", "1 to 6"):
         again(run, 9)
     with raises_error("replay.phase.unknown", "--phase", "'train'"):
@@ -386,9 +384,8 @@ def test_on_two_ranks(folder: Path) -> None:
 
     def on_two(*overrides: str) -> dict[str, Any]:
         printed = run_ranks(SCRIPT, 2, "stored", folder, "trainer.devices=2", *overrides)
-        return json.loads(
-            next(line for line in printed.splitlines() if line.startswith("FOUND"))[6:]
-        )
+        line = next(line for line in printed.splitlines() if line.startswith("FOUND"))
+        return json.loads(line[6:])
 
     replayed = on_two()
     skipped = [phase["name"] for phase in replayed["phases"] if phase["verdict"] == "not replayed"]
@@ -408,9 +405,8 @@ def test_recorded_on_two_ranks(tmp_path: Path) -> None:
     record = read_record(tmp_path / "run", 4)
     assert [len(phase.after) > 1 for phase in record.ranks] == [True, False]
     printed = run_ranks(SCRIPT, 2, "restart", tmp_path)
-    replayed = json.loads(
-        next(line for line in printed.splitlines() if line.startswith("FOUND"))[6:]
-    )
+    line = next(line for line in printed.splitlines() if line.startswith("FOUND"))
+    replayed = json.loads(line[6:])
     assert {phase["name"]: phase["verdict"] for phase in replayed["phases"]} == dict.fromkeys(
         ALL, "same"
     ), replayed

@@ -171,7 +171,8 @@ def test_turns_and_commands(tokenizer, tmp_path):
     ids = [prompt.id for prompt in speaker.actor.generator.asked]  # type: ignore[attr-defined]
     assert len(set(ids)) == 5, "a new answer has noise of its own"
     (saved,) = read_records(tmp_path / "s.jsonl", lambda record: record.value, LineFaults())
-    assert [message["content"] for message in saved["messages"]] == ["one", "a", "two", "c"]
+    contents = [message["content"] for message in saved["messages"]]
+    assert contents == ["one", "a", "two", "c"]
 
 
 def test_a_question_that_cannot_be_answered_is_forgotten(tokenizer, tmp_path):
@@ -200,7 +201,8 @@ def test_the_oldest_turns_give_way_but_not_the_system_message(tokenizer):
 
 def test_an_answer_without_an_end_is_cut_and_says_so(tokenizer):
     assert said([speaker_of(tokenizer, "a" * 50)], "x") == "a" * 20 + "\n(cut at 20 tokens)\n"
-    assert said([speaker_of(tokenizer, "a" * 50, limit=20)], "x").endswith("\n(cut at 13 tokens)\n")
+    speakers = [speaker_of(tokenizer, "a" * 50, limit=20)]
+    assert said(speakers, "x").endswith("\n(cut at 13 tokens)\n")
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(tokenizer):

@@ -95,7 +95,8 @@ def test_the_mean_reward_is_that_of_the_trainers_validation_before_step_1(
     rewards = [row.reward for row in rows]
     error = statistics.stdev(rewards) / math.sqrt(len(rows))
     assert model.numbers["reward"].standard_error == pytest.approx(error)
-    assert model.numbers["length"].mean == statistics.fmean(row.response_length for row in rows)
+    expected = statistics.fmean(row.response_length for row in rows)
+    assert model.numbers["length"].mean == expected
 
 
 def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
@@ -103,8 +104,9 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
 ) -> None:
     texts = []
     for name in ("first", "second"):
+        models = [folder / "model", folder / "other", folder / "model"]
         evaluation = evaluate(
-            [folder / "model", folder / "other", folder / "model"],
+            models,
             folder / "data.jsonl",
             rewards=SHARE,
             samples=4,
@@ -131,11 +133,12 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
     assert other.difference is not None
     assert same.difference is not None
     assert other.difference.mean_difference == pytest.approx(statistics.fmean(differences))
-    assert other.difference.standard_error == pytest.approx(
-        statistics.stdev(differences) / math.sqrt(12)
-    )
-    assert other.wins.wins == sum(d > 1e-9 for d in differences)
-    assert other.wins.losses == sum(d < -1e-9 for d in differences)
+    expected = statistics.stdev(differences) / math.sqrt(12)
+    assert other.difference.standard_error == pytest.approx(expected)
+    expected = sum(d > 1e-9 for d in differences)
+    assert other.wins.wins == expected
+    expected = sum(d < -1e-9 for d in differences)
+    assert other.wins.losses == expected
     assert (same.wins.ties, same.difference.mean_difference) == (12, 0.0), (
         "the same model draws the same samples"
     )
@@ -202,9 +205,8 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
         expected.append(float((policy - reference)[places, tokens].sum()))
     assert len(checked) >= 8
     assert checked == pytest.approx(expected, abs=1e-4)
-    assert evaluation.models[0].numbers["KL"].mean == pytest.approx(
-        statistics.fmean(row.kl for row in rows)
-    )
+    expected = statistics.fmean(row.kl for row in rows)
+    assert evaluation.models[0].numbers["KL"].mean == pytest.approx(expected)
 
 
 def test_right_answers_are_counted_and_a_failed_reward_counts_apart(
@@ -268,7 +270,8 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
     (judged,) = evaluation.comparisons
     assert judged.by == "judge m"
     assert judged.difference is None
-    assert judged.wins.failed == sum(i % 9 == 0 for i in range(12))
+    expected = sum(i % 9 == 0 for i in range(12))
+    assert judged.wins.failed == expected
     assert "HTTP 400" in str(judged.judgements[0])
     low, high = judged.wins.interval
     said = (
@@ -278,7 +281,8 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
     )
     assert str(judged).endswith(f"ties: {said}; {judged.wins.failed} prompts without a result")
     assert judged.wins.count == 10
-    assert judged.wins.wins == sum(value == 1.0 for value in judged.judgements.values())
+    expected = sum(value == 1.0 for value in judged.judgements.values())
+    assert judged.wins.wins == expected
 
 
 def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(
@@ -374,15 +378,16 @@ def test_the_command_on_two_ranks_finds_what_one_does(folder: Path, tmp_path: Pa
     results_of_runs = []
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
+        command = [
+            sys.executable,
+            "-m",
+            "reinforce_rl",
+            *words,
+            f"--out={out}",
+            f"trainer.devices={ranks}",
+        ]
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "reinforce_rl",
-                *words,
-                f"--out={out}",
-                f"trainer.devices={ranks}",
-            ],
+            command,
             capture_output=True,
             text=True,
             timeout=300,

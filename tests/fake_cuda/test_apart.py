@@ -47,13 +47,15 @@ def test_a_run_goes_through(
             "--nproc-per-node",
             "2",
         ]
+        command = [*launcher, str(SCRIPT), str(tmp_path), *APART, *limits_of_run, *overrides]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+        }
         done = subprocess.run(
-            [*launcher, str(SCRIPT), str(tmp_path), *APART, *limits_of_run, *overrides],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
-            },
+            command,
+            env=environment,
             text=True,
             capture_output=True,
             timeout=200,

@@ -99,10 +99,11 @@ def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]
         with machine.gpu.counting() as forward:
             log_probs = actor.get_inference_log_probs(*where)
         zero = torch.zeros(count)
+        sample_ids = torch.arange(case.samples).repeat(case.prompts)
         rollouts = RolloutBatch(
             *where[:3],
             group_ids=groups,
-            sample_ids=torch.arange(case.samples).repeat(case.prompts),
+            sample_ids=sample_ids,
             finish_reasons=(FINISH_LENGTH,) * count,
             rewards=zero,
             valid=torch.ones(count, dtype=torch.bool),

@@ -128,7 +128,8 @@ def test_new_weights_between_graphed_steps(machine, folders):
         ended = engine.go_on(stopped, params, PlannedUpdates(version=7))
     assert updates.version == 6
     assert updates.running == [6, 6, 6]
-    assert [response.prompt.id for response in ended] == [0, 0, 1, 1, 2, 2]
+    expected = [0, 0, 1, 1, 2, 2]
+    assert [response.prompt.id for response in ended] == expected
 
 
 @pytest.mark.parametrize("stages", [2, 4])

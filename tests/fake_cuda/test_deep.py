@@ -39,18 +39,17 @@ BLOCKS = (
 def case_of(folder: Path, *overrides: str, **changes: object) -> Case:
     """Of a tiny model, of which only the width counts."""
     prompts = write_prompts(folder / "prompts.jsonl", ["eta"])
-    config = load_config(
-        compose(
-            f"pretrained_checkpoint.restore_from_path={folder}",
-            f"model.data.data_prefix.train={prompts}",
-            "trainer.precision=bf16",
-            "model.encoder_seq_length=256",
-            "model.reinforce.num_rollout_samples=8",
-            "model.optim.distributed=true",
-            "model.reinforce.offload_adam_states=true",
-            *overrides,
-        )
+    cfg = compose(
+        f"pretrained_checkpoint.restore_from_path={folder}",
+        f"model.data.data_prefix.train={prompts}",
+        "trainer.precision=bf16",
+        "model.encoder_seq_length=256",
+        "model.reinforce.num_rollout_samples=8",
+        "model.optim.distributed=true",
+        "model.reinforce.offload_adam_states=true",
+        *overrides,
     )
+    config = load_config(cfg)
     case = Case(
         config=config,
         rank=0,
@@ -94,11 +93,13 @@ def test_costs_grow_along_a_line_with_layers(machine: Machine, folders: dict[int
         "optimizer",
     } <= set(six)
     for phase, (cost, peak) in six.items():
-        line = total([(-1, two[phase][0]), (2, four[phase][0])])
+        parts = [(-1, two[phase][0]), (2, four[phase][0])]
+        line = total(parts)
         for name, value in cost.counts.items():
             assert line[name] == pytest.approx(value, rel=0.02), (phase, name)
         assert {of: pytest.approx(n) for of, n in line.calls.items()} == dict(cost.calls), phase
-        assert line.sent == {of: pytest.approx(n, rel=0.01) for of, n in cost.sent.items()}, phase
+        expected = {of: pytest.approx(n, rel=0.01) for of, n in cost.sent.items()}
+        assert line.sent == expected, phase
         assert 2 * four[phase][1] - two[phase][1] == pytest.approx(peak, rel=0.01), phase
 
 
@@ -107,10 +108,10 @@ def test_costs_grow_along_a_line_with_micro_batches(
 ) -> None:
     few, many = (measured(machine, case_of(folders[2], *ONE, in_flight=n)) for n in (1, 4))
     for phases in (few, many):
-        cost = total([(1, phases["training once"][0]), (7, phases["training each"][0])])
-        assert cost["kernels"] == pytest.approx(
-            total([(1, few["training once"][0]), (7, few["training each"][0])])["kernels"]
-        )
+        parts = [(1, phases["training once"][0]), (7, phases["training each"][0])]
+        cost = total(parts)
+        expected = total([(1, few["training once"][0]), (7, few["training each"][0])])["kernels"]
+        assert cost["kernels"] == pytest.approx(expected)
         assert cost["flops"] > 7 * phases["training each"][0]["flops"] * 0.99
     assert few["training each"][0]["kernels"] > 100
 
@@ -153,12 +154,10 @@ def test_collectives_are_told_by_group_and_nodes(
     once = phases["training once"][0]
     groups = {of.group for of, calls in each.calls.items() if calls > 0}
     assert groups == {"tensor", "pipeline"}
-    assert {of for of in once.calls if of.kind == "reduce_scatter"} == {
-        Traffic("data", "reduce_scatter", 2, 1)
-    }
-    across = measured(
-        machine, case_of(folders[2], *BLOCKS, "trainer.devices=2", "trainer.num_nodes=4")
-    )
+    expected = {Traffic("data", "reduce_scatter", 2, 1)}
+    assert {of for of in once.calls if of.kind == "reduce_scatter"} == expected
+    case = case_of(folders[2], *BLOCKS, "trainer.devices=2", "trainer.num_nodes=4")
+    across = measured(machine, case)
     nodes = {
         of.group: of.nodes
         for of in (*across["training each"][0].calls, *across["training once"][0].calls)

@@ -81,9 +81,8 @@ class PlayedEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         self._events.append("generate")
-        assert [request.tokens for request in requests] == [
-            prompt.tokens for prompt in PROMPTS for _ in range(2)
-        ]
+        expected = [prompt.tokens for prompt in PROMPTS for _ in range(2)]
+        assert [request.tokens for request in requests] == expected
         return ANSWERS
 
     def load_adapter(self, write: Callable[[Path], None], sums: dict[str, int]) -> None:
@@ -166,14 +165,16 @@ def drawn_twice(
     assert completions.tokens.dtype == torch.long
     assert completions.lengths.dtype == torch.long
     assert completions.log_probs.dtype == torch.float32
-    assert completions.tokens.tolist() == [[11, 2, 0], [12, 13, 14], [2, 0, 0], [15, 16, 17]]
+    expected = [[11, 2, 0], [12, 13, 14], [2, 0, 0], [15, 16, 17]]
+    assert completions.tokens.tolist() == expected
     assert completions.lengths.tolist() == [2, 3, 1, 3]
-    assert completions.log_probs.tolist() == [
+    expected = [
         [-0.5, -0.25, 0],
         [-1, -2, -3],
         [-4, 0, 0],
         [-0.125, -5, -6],
     ]
+    assert completions.log_probs.tolist() == expected
     assert completions.finish_reasons == (FINISH_STOP, FINISH_LENGTH) * 2
     return played(generator)
 
@@ -208,10 +209,11 @@ def test_each_waking_gives_the_present_weights(machine, folders, tmp_path, event
     assert count > 4
     assert engine.places == [{"GPU-0"}] * (2 * count)
     sent = [*["synchronize", "update_weights"] * count, "update_weights"]
-    assert events == [
+    expected = [
         *["empty_cache", "start", *sent, "generate", "release"],
         *["empty_cache", "resume_weights", *sent, "resume_cache", "generate", "release"],
     ]
+    assert events == expected
 
 
 def test_lora_updates_go_alone(machine, folders, tmp_path, events):
@@ -235,10 +237,11 @@ def test_lora_updates_go_alone(machine, folders, tmp_path, events):
             name: buckets.checksum(tensor * scales[name]) for name, tensor in tensors.items()
         }
     sent = [*["synchronize", "update_weights"] * len(engine.places), "update_weights"]
-    assert events == [
+    expected = [
         *["empty_cache", "start", *sent, "load_adapter", "generate", "release"],
         *["empty_cache", "resume_weights", "load_adapter", "resume_cache", "generate", "release"],
     ]
+    assert events == expected
 
 
 def test_lora_updates_are_merged_for_an_engine_that_takes_none(machine, folders, tmp_path, events):
@@ -289,11 +292,11 @@ def test_two_gpus_that_share_a_model_are_given_each_bucket(
     assert engine.devices == ["4", "5"]
     assert engine.arguments.tensor_parallel_size == 2
     (weights,) = engine.weights
-    assert {name: tensor.shape for name, tensor in weights.items()} == {
-        name: tensor.shape for name, tensor in exported(folders[2]).items()
-    }
+    expected = {name: tensor.shape for name, tensor in exported(folders[2]).items()}
+    assert {name: tensor.shape for name, tensor in weights.items()} == expected
     assert len(engine.places) > 4
-    assert engine.places == [{"GPU-0", "GPU-1"}] * len(engine.places)
+    expected = [{"GPU-0", "GPU-1"}] * len(engine.places)
+    assert engine.places == expected
     assert check_collectives(ledgers) > 0
     for ledger in ledgers.values():
         assert len(
@@ -308,9 +311,8 @@ def test_adams_moments_have_their_memory_before_an_engine_takes_a_share_of_what_
     machine, tmp_path, events, generation, there
 ):
     """TensorRT-LLM sizes its cache as it starts, before the first step of the optimizer."""
-    config = load_config(
-        compose(*tiny_overrides(tmp_path), f"generation={generation}", "trainer.precision=bf16")
-    )
+    cfg = compose(*tiny_overrides(tmp_path), f"generation={generation}", "trainer.precision=bf16")
+    config = load_config(cfg)
     with machine.rank(), parallel_mesh() as mesh, tiny_trainer(config, mesh) as trainer:
         optimizer = trainer.optimizer._optimizer
         moments = [

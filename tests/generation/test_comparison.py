@@ -62,8 +62,10 @@ def check(*arguments: str) -> int:
 
 
 def test_only_what_lies_before_a_difference_is_compared():
-    left = Fixed([[3, 4, 5], [6]], [[-1.0, -2.0, -3.0], [-0.5]])
-    right = Fixed([[3, 4, 9], [6, 7]], [[-1.5, -2.0, -9.0], [-0.4, -1.0]])
+    log_probs = [[-1.0, -2.0, -3.0], [-0.5]]
+    left = Fixed([[3, 4, 5], [6]], log_probs)
+    rows = [[3, 4, 9], [6, 7]]
+    right = Fixed(rows, [[-1.5, -2.0, -9.0], [-0.4, -1.0]])
     comparison = compare(left, right, PROMPTS, GREEDY)
     assert comparison.responses == 2
     assert comparison.equal_responses == 0
@@ -74,7 +76,8 @@ def test_only_what_lies_before_a_difference_is_compared():
 
 
 def test_the_worst_prompt_is_known():
-    left = Fixed([[3, 4], [6, 8]], [[-1.0, -2.0], [-1, -1]])
+    log_probs = [[-1.0, -2.0], [-1, -1]]
+    left = Fixed([[3, 4], [6, 8]], log_probs)
     right = Fixed([[3, 4], [6, 7]], [[-1.0, -2.0], [-4, -1]])
     assert compare(left, right, PROMPTS, GREEDY).worst == (6, 6)
 

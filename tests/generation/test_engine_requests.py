@@ -37,13 +37,16 @@ def test_seeds_are_the_responses_own_and_do_not_come_again():
     seeds = [request_of(after(count), PARAMS, 0).sampling.seed for count in range(5)]
     assert seeds[0] == 11
     assert len(set(seeds)) == 5
-    assert seeds == [request_of(after(count), PARAMS, 0).sampling.seed for count in range(5)]
+    expected = [request_of(after(count), PARAMS, 0).sampling.seed for count in range(5)]
+    assert seeds == expected
     for seed in seeds:
         assert 0 <= seed < 2**64
-    others = [request_of(PartialResponse(PROMPT, 12, (4,), (-1.0,), (0,)), PARAMS, 0).sampling.seed]
+    response = PartialResponse(PROMPT, 12, (4,), (-1.0,), (0,))
+    others = [request_of(response, PARAMS, 0).sampling.seed]
     assert others[0] not in seeds
     first, second = requests_of([PROMPT], 2, PARAMS, 3, pad_id=0)
-    assert first == request_of(PartialResponse(PROMPT, first.sampling.seed), PARAMS, 0)
+    expected = request_of(PartialResponse(PROMPT, first.sampling.seed), PARAMS, 0)
+    assert first == expected
     assert first.sampling.seed != second.sampling.seed
 
 
@@ -63,7 +66,8 @@ def uncut(whole: Answer) -> Answer:
 def test_an_answer_adds_tokens_with_the_version_that_drew_each(answer, reason):
     response = extended(DRAWN, answer, {1: 4, 2: 6}, uncut)
     assert response.tokens == (9, 4, 5, 2)
-    assert response.log_probs == (-1.0, -2.0, -3.0, -4.0)
+    expected = (-1.0, -2.0, -3.0, -4.0)
+    assert response.log_probs == expected
     assert response.versions == (3, 4, 4, 6)
     assert response.finish_reason == reason
     assert response.prompt == PROMPT
@@ -81,12 +85,12 @@ def test_an_end_string_may_begin_in_old_tokens():
 
     def cut(whole: Answer) -> Answer:
         assert whole.tokens == (9, 4, 5, 6)
-        assert whole.log_probs == (-1.0, -2.0, -3.0, -4.0)
+        expected = (-1.0, -2.0, -3.0, -4.0)
+        assert whole.log_probs == expected
         return Answer(whole.tokens[:3], (-1.0, -2.0, -3.0), stopped=True)
 
-    response = extended(
-        DRAWN, Answer((5, 6), (-3.0, -4.0), fault=TAKEN_BACK, updates=(1, 1)), {1: 9}, cut
-    )
+    answer = Answer((5, 6), (-3.0, -4.0), fault=TAKEN_BACK, updates=(1, 1))
+    response = extended(DRAWN, answer, {1: 9}, cut)
     assert response.tokens == (9, 4, 5)
     assert response.log_probs == (-1.0, -2.0, -3.0)
     assert response.versions == (3, 4, 9)
@@ -108,7 +112,8 @@ class Engine(RequestsUnderway):
 
 
 def asked(token: int) -> Request:
-    return Request((token,), EngineSampling(8, 0, 0, None, None, None, None, []))
+    sampling = EngineSampling(8, 0, 0, None, None, None, None, [])
+    return Request((token,), sampling)
 
 
 class TestUnderway:
@@ -130,7 +135,8 @@ class TestUnderway:
         begun, first, rest, none = asyncio.run(run())
         assert begun == none == (0, {})
         assert first == (0, {8: Answer((2,))})
-        assert rest == (0, {7: Answer((1,)), 9: Answer((3,))})
+        expected = (0, {7: Answer((1,)), 9: Answer((3,))})
+        assert rest == expected
 
     def test_late_ones_are_lost_together(self):
         async def run():
@@ -140,7 +146,8 @@ class TestUnderway:
             return await engine.advance({}, 0.01, 0.0), await engine.advance({}, 60.0, 0.0)
 
         late, none = asyncio.run(run())
-        assert late == (0, {7: Answer(fault="no answer within 0 s"), 8: Answer((2,))})
+        expected = (0, {7: Answer(fault="no answer within 0 s"), 8: Answer((2,))})
+        assert late == expected
         assert none == (0, {})
 
     def test_those_taken_back_say_so(self):

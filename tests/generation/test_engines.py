@@ -218,7 +218,10 @@ class TestResponsesThatGoOn:
         long = PartialResponse(
             PROMPTS[0], 1, (4,) * PARAMS.max_length, (-1.0,) * PARAMS.max_length, (0,) * 8
         )
-        assert [response.finish_reason for response in self.go_on(engine, [long, ended[0]])] == [
+        finish_reasons = [
+            response.finish_reason for response in self.go_on(engine, [long, ended[0]])
+        ]
+        assert finish_reasons == [
             FINISH_LENGTH,
             ended[0].finish_reason,
         ]

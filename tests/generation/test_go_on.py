@@ -99,7 +99,8 @@ def test_what_is_at_its_end_is_left_as_it_is(decoder, lm, folder, prompts):
     begun = [*ended, *unbegun(prompts[1:], 2, 3)]
     responses = whole(engine, begun, PARAMS)
     assert responses[:2] == ended
-    assert_same(responses[2:], whole(engine, begun[2:], PARAMS))
+    expected = whole(engine, begun[2:], PARAMS)
+    assert_same(responses[2:], expected)
     assert whole(engine, ended, PARAMS) == ended
 
 
@@ -169,7 +170,8 @@ def test_weights_that_change_with_the_cache_kept(decoder, policy, folder, prompt
     )
     for response in responses:
         count = response.versions.index(4)
-        assert response.versions == (3,) * count + (4,) * (20 - count)
+        expected = (3,) * count + (4,) * (20 - count)
+        assert response.versions == expected
         assert 0 < count < 20
         assert response.log_probs[:count] == pytest.approx(
             policy.log_probs(response, 0)[:count], abs=1e-5
@@ -191,9 +193,8 @@ def test_weights_that_change_with_the_cache_made_anew(decoder, policy, folder, p
     for response in engine.go_on(stopped, LONG, PlannedUpdates(version=4)):
         count = response.versions.index(4)
         assert 0 < count < 20
-        assert response.log_probs[:count] == pytest.approx(
-            policy.log_probs(response, 0)[:count], abs=1e-5
-        )
+        expected = policy.log_probs(response, 0)[:count]
+        assert response.log_probs[:count] == pytest.approx(expected, abs=1e-5)
         assert response.log_probs[count:] == pytest.approx(
             policy.log_probs(response, 1)[count:], abs=1e-5
         )
@@ -218,4 +219,5 @@ def test_copies_of_the_weights_are_made_anew(is_lean, policy, folder, prompts):
     responses = engine.go_on(
         unbegun(prompts[:1], 3, 3), LONG, PlannedUpdates("load", load=policy.change, version=3)
     )
-    assert responses[-1].log_probs == pytest.approx(policy.log_probs(responses[-1], 1), abs=1e-5)
+    expected = policy.log_probs(responses[-1], 1)
+    assert responses[-1].log_probs == pytest.approx(expected, abs=1e-5)

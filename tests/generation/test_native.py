@@ -72,7 +72,8 @@ class TestGreedy:
         params = SamplingParams(max_length=20, use_greedy=True, repetition_penalty=penalty)
         free = texts_of(engine.generate(prompts, 1, params, seed=0))
         stops = (EOS, free[0][0][3], free[1][0][10])  # so that some end early, by different tokens
-        texts = texts_of(engine.generate(prompts, 1, replace(params, stop_token_ids=stops), seed=0))
+        completions = engine.generate(prompts, 1, replace(params, stop_token_ids=stops), seed=0)
+        texts = texts_of(completions)
         model = transformers_model(folder, torch.float64)
         expected = greedy_of_transformers(
             model, prompts, max_new_tokens=20, eos_token_id=list(stops), repetition_penalty=penalty
@@ -113,7 +114,8 @@ class TestGreedy:
         params = SamplingParams(
             max_length=24, use_greedy=True, stop_token_ids=(tokenizer.eos_token_id,)
         )
-        responses = texts_of(NativeGenerator(lm, tokenizer).generate(prompts, 1, params, seed=0))
+        completions = NativeGenerator(lm, tokenizer).generate(prompts, 1, params, seed=0)
+        responses = texts_of(completions)
         expected = greedy_of_transformers(
             transformers_model(folder),
             prompts,
@@ -134,20 +136,23 @@ class TestSamplesDependOnTheirKeysAlone:
         return rows
 
     def assert_same(self, rows, other):
-        assert [row[:2] for row in rows] == [row[:2] for row in other]
+        expected = [row[:2] for row in other]
+        assert [row[:2] for row in rows] == expected
         for (_, _, mine), (_, _, others) in zip(rows, other, strict=True):
             assert mine == pytest.approx(others, abs=1e-6)
 
     def test_alone(self, engine, prompts, together):
         for i, prompt in enumerate(prompts):
+            completions = engine.generate([prompt], 4, self.PARAMS, seed=3)
             self.assert_same(
-                rows_of(engine.generate([prompt], 4, self.PARAMS, seed=3)),
+                rows_of(completions),
                 together[4 * i : 4 * i + 4],
             )
 
     def test_in_another_order_with_another_padding(self, engine, prompts, together):
         order = [3, 0, 2]
-        reordered = rows_of(engine.generate([prompts[i] for i in order], 4, self.PARAMS, seed=3))
+        completions = engine.generate([prompts[i] for i in order], 4, self.PARAMS, seed=3)
+        reordered = rows_of(completions)
         self.assert_same(reordered, [row for i in order for row in together[4 * i : 4 * i + 4]])
 
     @pytest.mark.parametrize("count", [1, 2, 3])
@@ -159,7 +164,8 @@ class TestSamplesDependOnTheirKeysAlone:
     def test_with_a_bound_on_the_cache(self, max_tokens, lm, folder, prompts, together):
         """From one sample at a time to all of them; those that end make room for others."""
         engine = NativeGenerator(lm, load_tokenizer(folder), max_tokens)
-        self.assert_same(rows_of(engine.generate(prompts, 4, self.PARAMS, seed=3)), together)
+        completions = engine.generate(prompts, 4, self.PARAMS, seed=3)
+        self.assert_same(rows_of(completions), together)
         some = replace(
             self.PARAMS, min_length=6, repetition_penalty=1.3, end_strings=("e",), temperature=0.8
         )
@@ -181,7 +187,8 @@ class TestSamplesDependOnTheirKeysAlone:
         drawn = {}
         for is_lean in (True, False):
             made = NativeGenerator(model, load_tokenizer(folder), is_lean=is_lean)
-            drawn[is_lean] = rows_of(made.generate(prompts, 4, self.PARAMS, seed=3)), len(steps)
+            completions = made.generate(prompts, 4, self.PARAMS, seed=3)
+            drawn[is_lean] = rows_of(completions), len(steps)
             steps.clear()
         assert drawn[True][1] > 0 == drawn[False][1]
         for (tokens, reason, mine), other in zip(
@@ -192,22 +199,24 @@ class TestSamplesDependOnTheirKeysAlone:
 
     def test_when_nobody_finishes_early(self, engine, prompts, together):
         """Without stop tokens each response begins with what it was with them."""
-        unstopped = rows_of(
-            engine.generate(prompts, 4, replace(self.PARAMS, stop_token_ids=()), seed=3)
-        )
+        completions = engine.generate(prompts, 4, replace(self.PARAMS, stop_token_ids=()), seed=3)
+        unstopped = rows_of(completions)
         for (tokens, _, _), (longer, reason, _) in zip(together, unstopped, strict=True):
             assert longer[: len(tokens)] == tokens
             assert len(longer) == 16
             assert reason == "length"
 
     def test_a_smaller_limit_cuts_only(self, engine, prompts, together):
-        shorter = rows_of(engine.generate(prompts, 4, replace(self.PARAMS, max_length=5), seed=3))
-        assert [tokens for tokens, _, _ in shorter] == [tokens[:5] for tokens, _, _ in together]
+        completions = engine.generate(prompts, 4, replace(self.PARAMS, max_length=5), seed=3)
+        shorter = rows_of(completions)
+        expected = [tokens[:5] for tokens, _, _ in together]
+        assert [tokens for tokens, _, _ in shorter] == expected
 
     def test_seed_prompt_and_sample_make_a_difference(self, engine, prompts, together):
         tokens = [tokens for tokens, _, _ in together]
         assert len({tuple(t) for t in tokens}) > 15
-        assert [t for t, _ in texts_of(engine.generate(prompts, 4, self.PARAMS, seed=4))] != tokens
+        completions = engine.generate(prompts, 4, self.PARAMS, seed=4)
+        assert [t for t, _ in texts_of(completions)] != tokens
         twins = [replace(prompts[0], id=1), replace(prompts[0], id=2)]
         first, second = texts_of(engine.generate(twins, 1, self.PARAMS, seed=3))
         assert first != second
@@ -215,7 +224,8 @@ class TestSamplesDependOnTheirKeysAlone:
     def test_global_generators_play_no_part(self, engine, prompts, together):
         torch.manual_seed(99)
         state = torch.get_rng_state()
-        self.assert_same(rows_of(engine.generate(prompts, 4, self.PARAMS, seed=3)), together)
+        completions = engine.generate(prompts, 4, self.PARAMS, seed=3)
+        self.assert_same(rows_of(completions), together)
         assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -296,7 +306,8 @@ class TestEnds:
     def test_min_length(self, engine, prompts):
         params = SamplingParams(max_length=12, min_length=5, stop_token_ids=tuple(range(4, 40)))
         responses = texts_of(engine.generate(prompts, 20, params, seed=0))
-        assert {len(tokens) for tokens, _ in responses} >= {6, 7}
+        lengths = {len(tokens) for tokens, _ in responses}
+        assert lengths >= {6, 7}
         for tokens, _ in responses:
             assert len(tokens) > 5
             assert not set(tokens[:5]) & set(params.stop_token_ids)
@@ -305,7 +316,8 @@ class TestEnds:
         """Chat templates end every turn with it."""
         prompt = prompt_of(0, [9, EOS, 21, EOS])
         params = SamplingParams(max_length=10, use_greedy=True, stop_token_ids=(EOS,))
-        (tokens, _), *_ = texts_of(engine.generate([prompt], 1, params, seed=0))
+        completions = engine.generate([prompt], 1, params, seed=0)
+        (tokens, _), *_ = texts_of(completions)
         model = transformers_model(folder, torch.float64)
         assert [tokens] == greedy_of_transformers(
             model, [prompt], max_new_tokens=10, eos_token_id=EOS
@@ -330,7 +342,8 @@ class TestEnds:
         """Text from before counts once there are enough tokens, and then ends at once."""
         tokenizer = load_tokenizer(folder)
         ends = ("e", "th")
-        free = texts_of(engine.generate(prompts, 20, SamplingParams(max_length=20), seed=0))
+        completions = engine.generate(prompts, 20, SamplingParams(max_length=20), seed=0)
+        free = texts_of(completions)
         params = SamplingParams(max_length=20, min_length=7, end_strings=ends)
         responses = texts_of(engine.generate(prompts, 20, params, seed=0))
         first = []  # of each response the length at which it has an end, 0 where it has none
@@ -347,7 +360,8 @@ class TestEnds:
                 )
             )
             length = max(first[-1], 7) if first[-1] else 20
-            assert given == (tokens[:length], "stop" if first[-1] else "length")
+            expected = (tokens[:length], "stop" if first[-1] else "length")
+            assert given == expected
         assert {0 < length < 7 for length in first} == {True, False}
         assert max(first) > 7
         assert 0 in first
@@ -356,14 +370,16 @@ class TestEnds:
         tokenizer = load_tokenizer(folder)
         prompt = prompt_of(0, tokenizer("the").input_ids)
         params = SamplingParams(max_length=6, end_strings=("th", "the", "he"))
-        for tokens, reason in texts_of(engine.generate([prompt], 20, params, seed=0)):
+        completions = engine.generate([prompt], 20, params, seed=0)
+        for tokens, reason in texts_of(completions):
             assert reason == "stop" or len(tokens) == 6
             assert reason == "length" or "h" in tokenizer.decode(tokens)
 
     def test_end_string_over_several_tokens(self, engine, folder, prompts):
         """The model drew its tokens anyway, so stopping changes nothing before the end."""
         tokenizer = load_tokenizer(folder)
-        free = texts_of(engine.generate(prompts, 2, SamplingParams(max_length=20), seed=0))
+        completions = engine.generate(prompts, 2, SamplingParams(max_length=20), seed=0)
+        free = texts_of(completions)
         windows = [(row, start) for row in range(10) for start in range(4, 17)]
         row, start = next(
             (r, i) for r, i in windows if min(w := free[r][0][i : i + 3]) > 3 and len(set(w)) > 1
@@ -399,7 +415,8 @@ def test_one_prefill_a_prompt_and_finished_samples_cost_nothing(engine, lm, prom
     unfinished = [int((completions.lengths > step).sum()) for step in range(1, 16)]
     assert unfinished[0] > unfinished[5] > 0
     # The last token of a response is never read again.
-    assert shapes[1:] == [(rows, 1) for rows in unfinished if rows]
+    expected = [(rows, 1) for rows in unfinished if rows]
+    assert shapes[1:] == expected
 
 
 def test_in_float32_tokens_differ_at_near_ties_only(folder, mesh, prompts, engine):
@@ -417,12 +434,8 @@ def test_in_float32_tokens_differ_at_near_ties_only(folder, mesh, prompts, engin
         for row, (mine, expected) in enumerate(zip(completions.tokens, exact.tokens, strict=True)):
             different = (mine != expected).nonzero()[:, 0]
             if len(different):
-                assert (
-                    _margin(
-                        folder, prompts[row // 4], row % 4, expected[: int(different[0])], seed=8
-                    )
-                    < 1e-4
-                )
+                response = expected[: int(different[0])]
+                assert _margin(folder, prompts[row // 4], row % 4, response, seed=8) < 1e-4
                 ties += 1
     assert ties <= 2  # of 1200 positions
 
@@ -482,8 +495,9 @@ def test_two_tensor_parallel_ranks_draw_the_same_tokens(mesh, tmp_path):
         ),
     ]
     (tmp_path / "out").mkdir()
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/native_tp2.py"
     run_ranks(
-        Path(__file__).parents[1] / "helpers/rank_scripts/native_tp2.py",
+        script,
         2,
         tmp_path / "out",
         *folders,
@@ -529,7 +543,8 @@ def test_watching_shows_each_token_as_it_comes_and_changes_nothing(
         seen: list[list[list[int]]] = []
         completions = engine.generate(prompts, 2, watched, 3, seen.append)
         assert rows_of(completions) == rows_of(engine.generate(prompts, 2, watched, 3))
-        assert seen[-1] == [tokens for tokens, _ in texts_of(completions)]
+        expected = [tokens for tokens, _ in texts_of(completions)]
+        assert seen[-1] == expected
         for before, now in itertools.pairwise(seen):
             for old, new in zip(before, now, strict=True):
                 # a first token comes with its prompt

@@ -71,8 +71,9 @@ def check(lm, tokenizer, prompts, params, gaps) -> None:
     near = sum(gap < NEAR for gap in gaps.values())
     assert len(gaps) == draws
     assert near < 0.001 * draws
+    ids = [p.id for p in prompts for _ in range(GROUP)]
     keys = noise_keys(
-        5, torch.tensor([p.id for p in prompts for _ in range(GROUP)]).numpy(),
+        5, torch.tensor(ids).numpy(),
         torch.arange(GROUP).repeat(len(prompts)).numpy(), params.max_length,
     )  # fmt: skip
     gap_at = [[gaps.get(tuple(key), 1.0) for key in row] for row in keys.tolist()]

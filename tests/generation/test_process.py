@@ -88,7 +88,8 @@ def test_a_folder_is_new_and_closed_to_others(made, monkeypatch):
         for environment, rank in ((slurm, 127), (slurm, 127), ({}, 5), ({}, 5))
     ]
     assert len(set(made)) == 4
-    assert [folder.name[:-8] for folder in made] == ["rrl-12345678.2-127-"] * 2 + ["rrl-5-"] * 2
+    expected = ["rrl-12345678.2-127-"] * 2 + ["rrl-5-"] * 2
+    assert [folder.name[:-8] for folder in made] == expected
     assert {folder.stat().st_mode & 0o777 for folder in made} == {0o700}
     assert max(len(str(folder)) for folder in made) <= MAX_FOLDER_CHARACTERS
 
@@ -241,13 +242,14 @@ def test_an_engines_config_is_one_that_transformers_4_reads_too(tmp_path):
     config.write_text(json.dumps({"rope_parameters": rope, "dtype": "bfloat16"}))
     TensorRTLLM(TensorRTLLMConfig()).write_config(tmp_path)
     written = json.loads(config.read_text())
-    assert written == {
+    expected = {
         "rope_parameters": rope,
         "rope_theta": 500000.0,
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
     }
+    assert written == expected
     config.write_text(json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}))
     TensorRTLLM(TensorRTLLMConfig()).write_config(tmp_path)
     written = json.loads(config.read_text())
@@ -355,9 +357,8 @@ def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch)
     engine = process_of(tmp_path, request=1.0)
     engine._child = ModuleChild("timeit", prefix=["sh", "-c", "exec sleep 60", "sh"])
     # far more than the connection holds
-    prompts = [
-        Request(tuple(range(100_000)), EngineSampling(8, 0, 0, None, None, None, None, ""))
-    ] * 20
+    sampling = EngineSampling(8, 0, 0, None, None, None, None, "")
+    prompts = [Request(tuple(range(100_000)), sampling)] * 20
     values = ("generate within 1 s", "engine.request_timeout_seconds")
     with raises_error("generation.engine.no_answer", *values) as raised:
         engine.generate(prompts)
@@ -366,8 +367,9 @@ def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch)
 
 
 def test_the_host_does_not_outlive_a_trainer_that_is_not_its_parent():
+    command = [sys.executable, "-m", "reinforce_rl.generation.trtllm.host", "0", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "reinforce_rl.generation.trtllm.host", "0", "1"],
+        command,
         timeout=60,
         capture_output=True,
     )
@@ -415,12 +417,13 @@ def test_buckets_are_full_but_keep_what_an_engine_fuses():
         ("a", 64), ("qkv", 64), ("qkv", 64), ("qkv", 64), ("b", 64), ("c", 640), ("d", 1)
     )
     planned = plan_buckets(rows, 256)
-    assert [[row.megatron for row in bucket] for bucket in planned] == [
+    expected = [
         ["a", "qkv", "qkv", "qkv"],
         ["b"],
         ["c"],
         ["d"],
     ]
+    assert [[row.megatron for row in bucket] for bucket in planned] == expected
     assert [row for bucket in planned for row in bucket] == rows
     assert [elements_of(bucket) for bucket in planned] == [256, 64, 640, 64]
 
@@ -432,7 +435,8 @@ def test_views_do_not_overlap(limit):
         buffer = torch.zeros(elements_of(bucket))
         for view in views_of(buffer, bucket).values():
             view += 1
-        assert int(buffer.sum()) == sum(math.prod(row.shape) for row in bucket)
+        expected = sum(math.prod(row.shape) for row in bucket)
+        assert int(buffer.sum()) == expected
         assert int(buffer.max()) == 1
 
 

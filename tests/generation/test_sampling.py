@@ -116,7 +116,8 @@ class TestKeys:
 
     def test_noise_of_related_keys_is_uncorrelated(self):
         """Neighbouring seeds, prompts, samples and positions differ in one bit or two."""
-        base = gumbel_noise(noise_keys(6, np.array([10]), np.array([4]), 1)[:, 0], 20000)[0]
+        keys = noise_keys(6, np.array([10]), np.array([4]), 1)[:, 0]
+        base = gumbel_noise(keys, 20000)[0]
         related = [
             noise_keys(7, np.array([10]), np.array([4]), 1)[:, 0],
             noise_keys(6, np.array([11]), np.array([4]), 1)[:, 0],

@@ -58,9 +58,8 @@ def test_every_sample_is_decoded_once_within_the_bound(max_tokens, seed):
     max_length = 10
     schedule = Schedule(lengths, num_samples, max_length, max_tokens)
     total = len(lengths) * num_samples
-    begun = run(
-        schedule, lengths, num_samples, [draw.randint(1, 10) for _ in range(total)], max_length
-    )
+    ends = [draw.randint(1, 10) for _ in range(total)]
+    begun = run(schedule, lengths, num_samples, ends, max_length)
     assert sorted(begun) == list(range(total))
     held = schedule.rows * max_length + schedule.slots * max(lengths)
     if max_tokens is None or max_tokens == 10**6:
@@ -80,22 +79,24 @@ def test_one_that_ends_makes_room_at_once():
     assert schedule.admit() == [0]
     assert schedule.advance([0]) == [1]
     assert schedule.admit() == [1]
-    assert [
-        (sequence.sample, sequence.slot, sequence.written) for sequence in schedule.running
-    ] == [
+    expected = [
         (1, 0, 1),
         (2, 1, 0),
     ]
+    assert [
+        (sequence.sample, sequence.slot, sequence.written) for sequence in schedule.running
+    ] == expected
     assert schedule.longest == 1
     assert schedule.advance([]) is None
     assert schedule.advance([0]) == [1]
     assert schedule.admit() == []
-    assert [
-        (sequence.sample, sequence.slot, sequence.written) for sequence in schedule.running
-    ] == [
+    expected = [
         (2, 1, 2),
         (3, 1, 0),
     ]
+    assert [
+        (sequence.sample, sequence.slot, sequence.written) for sequence in schedule.running
+    ] == expected
 
 
 def test_the_last_rows_fill_the_gaps():

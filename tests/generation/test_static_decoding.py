@@ -56,7 +56,8 @@ def test_same_samples(kind, max_tokens, lm, folder, prompts, monkeypatch):
     engine = NativeGenerator(lm, load_tokenizer(folder), max_tokens, use_graphs=False)
     expected = engine.generate(prompts, 4, KINDS[kind], seed=3)
     decode_statically(monkeypatch)
-    assert_same(engine.generate(prompts, 4, KINDS[kind], seed=3), expected)
+    completions = engine.generate(prompts, 4, KINDS[kind], seed=3)
+    assert_same(completions, expected)
 
 
 @pytest.mark.parametrize("samples", [1, 7])
@@ -136,8 +137,9 @@ def test_a_capture_that_waits_for_the_device_fails(lm, folder, prompts, monkeypa
 def test_two_ranks(tp, pp, folder, tmp_path):
     """Two stages at a time with a group of rows each, and two ranks that share each weight."""
     folder = tiny_llama_folder(tmp_path / "model", vocab_size=63, logit_scale=2.0, layers=4)
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/static_stages.py"
     run_ranks(
-        Path(__file__).parents[1] / "helpers/rank_scripts/static_stages.py",
+        script,
         2,
         folder,
         tp,
@@ -174,7 +176,8 @@ def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch
 
 def test_padded_rows():
     padded_of = {rows: padded_rows(rows) for rows in range(1, 200)}
-    assert set(padded_of.values()) == {1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224}
+    expected = {1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224}
+    assert set(padded_of.values()) == expected
     for rows, padded in padded_of.items():
         assert rows <= padded < 2 * rows + 1
         assert padded - rows < 32

@@ -54,7 +54,8 @@ PARAMS = SamplingParams(max_length=5, stop_token_ids=(2, 5))
 
 def generator_of(folder: Path, mesh, *overrides: str):
     """The configured generator on the tiny model of a run's folder."""
-    config = load_config(compose(*tiny_overrides(folder), *ENGINE, *overrides))
+    cfg = compose(*tiny_overrides(folder), *ENGINE, *overrides)
+    config = load_config(cfg)
     model = config.pretrained_checkpoint.restore_from_path
     lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
     load_hf_weights(lm, HFFolder(model))
@@ -107,7 +108,8 @@ class TestRun:
         given = folder / name / "engine"
         names = json.loads((given / "names_0.json").read_text())
         assert names == list(dict.fromkeys(names))
-        assert set(names) == HFFolder(folder / "model")._entries.keys()
+        expected = HFFolder(folder / "model")._entries.keys()
+        assert set(names) == expected
         first, last = (
             load_file(given / f"weights_{i}.safetensors")
             for i in (0, len(list(given.glob("names_*"))) - 1)
@@ -142,8 +144,9 @@ class TestRun:
     @pytest.mark.timeout(900)
     def test_on_two_ranks(self, runs):
         """With TP=2 the engine has a worker on each device; with PP=2 and CP=2 it has neither."""
+        script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py"
         run_ranks(
-            Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py",
+            script,
             2,
             runs,
             timeout=600,
@@ -154,7 +157,8 @@ class TestRun:
     def run(self, folder: Path, name: str, mesh, fake_engine, **options: object) -> list[str]:
         """The calls of a run on one rank that went as it should."""
         given = fake_engine(folder=folder / name / "engine", **options)
-        with tiny_trainer(tiny_config(folder / name, *OF_RUNS, *ENGINE), mesh) as trainer:
+        config = tiny_config(folder / name, *OF_RUNS, *ENGINE)
+        with tiny_trainer(config, mesh) as trainer:
             in_small_buckets(trainer.model.generator)
             trainer.fit()
             trainer.model.export(folder / "model", folder / name / "exported")
@@ -289,9 +293,8 @@ class TestSamples:
             max_length=5, temperature=0.7, top_k=4, top_p=0.9, stop_token_ids=(2, 5)
         )
         requests = requests_of(PROMPTS, 2, params, 3, pad_id=1)
-        assert [request.tokens for request in requests] == [PROMPTS[0].tokens] * 2 + [
-            PROMPTS[1].tokens
-        ] * 2
+        expected = [PROMPTS[0].tokens] * 2 + [PROMPTS[1].tokens] * 2
+        assert [request.tokens for request in requests] == expected
         assert len({request.sampling.seed for request in requests}) == 4
         asked = requests[0].sampling
         assert asked.temperature == 0.7
@@ -313,9 +316,8 @@ class TestSamples:
     def test_an_end_string_cuts_wherever_its_text_appears(self, engine):
         tokens = (6, 7, 8, 9)
         text = engine._tokenizer.decode([6, 7, 8])
-        cut = engine._cut_at_end_string(
-            Answer(tokens, (-1.0, -2.0, -3.0, -4.0)), ("nowhere", text[1:])
-        )
+        log_probs = (-1.0, -2.0, -3.0, -4.0)
+        cut = engine._cut_at_end_string(Answer(tokens, log_probs), ("nowhere", text[1:]))
         assert cut.tokens == (6, 7, 8)
         assert cut.log_probs == (-1.0, -2.0, -3.0)
         assert cut.stopped is True
@@ -336,14 +338,16 @@ class TestSamples:
     def test_rows_of_unequal_length_are_padded(self, engine):
         answers = [Answer((5, 6), (-1.0, -2.0), stopped=True), Answer((), ()), Answer((4,), None)]
         completions = engine._completions(answers[:2], PARAMS)
-        assert completions.tokens.tolist() == [[5, 6], [0, 0]]
+        expected = [[5, 6], [0, 0]]
+        assert completions.tokens.tolist() == expected
         assert completions.lengths.tolist() == [2, 0]
         assert completions.finish_reasons == (FINISH_STOP, FINISH_LENGTH)
         assert completions.log_probs is not None
-        assert completions.log_probs.tolist() == [
+        expected = [
             [-1.0, -2.0],
             [0.0, 0.0],
         ]
+        assert completions.log_probs.tolist() == expected
         assert engine._completions(answers, PARAMS).log_probs is None
 
 
@@ -416,7 +420,8 @@ class TestFaults:
         with tiny_trainer(tiny_config(tmp_path, *ENGINE), mesh) as trainer:
             trainer.fit()
             trainer.model.generator.close()
-        assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
+        steps = [line["step"] for line in metrics_of(tmp_path)]
+        assert steps == [1, 2]
         assert calls_of(given).count("AsyncLLM.setup_async") == 2
 
     def test_when_it_dies_again_the_run_saves_and_stops(self, tmp_path, mesh, fake_engine):
@@ -489,7 +494,8 @@ class TestConfiguration:
     def test_what_cannot_work_is_refused(self, tmp_path, override, key, values):
         allowed = "model.reinforce.allow_biased_sampling=true"
         with raises_error(key, *values):
-            load_config(compose(*tiny_overrides(tmp_path), *ENGINE, allowed, override))
+            cfg = compose(*tiny_overrides(tmp_path), *ENGINE, allowed, override)
+            load_config(cfg)
 
     def test_another_temperature_is_refused_where_log_probs_are_corrected(self, tmp_path):
         corrected = "trainer.reinforce.generator_correction=token"

@@ -196,7 +196,8 @@ def test_a_bucket_for_several_devices_has_a_place_on_each():
     buffer, offer = make_buffer(64, torch.float32, torch.device("cpu"), "cpu:0")
     other, offer_of_other = make_buffer(64, torch.float32, torch.device("cpu"), "cpu:1")
     views = {"a": buffer[:6].view(2, 3)}
-    bucket = join_offers([offer(buffer, views), offer_of_other(other, {"a": other[:6].view(2, 3)})])
+    offers = [offer(buffer, views), offer_of_other(other, {"a": other[:6].view(2, 3)})]
+    bucket = join_offers(offers)
     assert list(bucket["places"]) == ["cpu:0", "cpu:1"]
     assert len(set(bucket["places"].values())) == 2
     assert json.loads(json.dumps(bucket))["tensors"][0][:3] == ["a", 0, [2, 3]]

@@ -33,7 +33,8 @@ def engine_of(
     model = tiny_llama_folder(
         folder / "model", vocab_size=61, layers=2, max_positions=16, logit_scale=2.0, **SHAPE
     )
-    config = load_config(compose(*tiny_overrides(folder), *vllm_overrides(), *overrides))
+    cfg = compose(*tiny_overrides(folder), *vllm_overrides(), *overrides)
+    config = load_config(cfg)
     lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
     load_hf_weights(lm, HFFolder(model))
     add_lora(lm, settings)

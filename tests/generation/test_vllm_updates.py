@@ -91,9 +91,8 @@ class Engine:
         with self.generator.awake():
             self.call("set_pace", pace)
             advanced = self.generator.go_on(responses, params, updates)
-        assert [(response.prompt, response.key) for response in advanced] == [
-            (response.prompt, response.key) for response in responses
-        ]
+        expected = [(response.prompt, response.key) for response in responses]
+        assert [(response.prompt, response.key) for response in advanced] == expected
         for response in advanced:
             assert len(response.log_probs) == len(response.versions) == len(response.tokens)
             assert list(response.versions) == sorted(response.versions)
@@ -118,7 +117,8 @@ def made(request, tmp_path_factory, mesh) -> Iterator[Engine]:
         folder / "model", vocab_size=32, layers=2, max_positions=512, logit_scale=2.0, **SHAPE
     )
     overrides = ["model.encoder_seq_length=512", f"engine.max_batch_size={AT_ONCE}"]
-    config = load_config(compose(*tiny_overrides(folder), *vllm_overrides(), *overrides))
+    cfg = compose(*tiny_overrides(folder), *vllm_overrides(), *overrides)
+    config = load_config(cfg)
     lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
     load_hf_weights(lm, HFFolder(model))
     if request.param == "lora":
@@ -135,11 +135,12 @@ def made(request, tmp_path_factory, mesh) -> Iterator[Engine]:
 
     versions = Versions(lm)
     versions.keep(0)
+    change = change_updates if request.param == "lora" else lambda: change_weights(lm)
     yield Engine(
         lm,
         generator,
         versions,
-        change_updates if request.param == "lora" else lambda: change_weights(lm),
+        change,
     )
     generator.close()
 
@@ -174,7 +175,8 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
         last = engine.call("passes")
     assert paused[0] == paused[1] < last, "tokens were drawn while the weights changed"
     assert [response.finish_reason for response in responses] == [FINISH_LENGTH] * 6
-    assert [len(response.tokens) for response in responses] == [PARAMS.max_length] * 6
+    lengths = [len(response.tokens) for response in responses]
+    assert lengths == [PARAMS.max_length] * 6
     for response in responses:
         assert list(response.versions) == sorted(response.versions)
     across, new = (
@@ -199,7 +201,8 @@ def test_stopped_and_gone_on_under_newer_weights(engine):
     stop = PlannedUpdates("go on", engine.once_drawing("stop"))
     partial = engine.go_on(unbegun([PROMPT], 6, 3), stop, pace=SLOW)
     assert [response.finish_reason for response in partial] == [None] * 6
-    assert sorted(bool(response.tokens) for response in partial) == [False] * 2 + [True] * AT_ONCE
+    expected = [False] * 2 + [True] * AT_ONCE
+    assert sorted(bool(response.tokens) for response in partial) == expected
     assert all(set(response.versions) <= {0} for response in partial)
     engine.change()
     engine.versions.keep(1)
@@ -289,7 +292,8 @@ def test_two_ranks_that_share_matrices_are_told_alike(tmp_path):
     assert first == second
     assert first["running"][:2] == [4, 4]
     assert first["gap"] < TOLERANCE
-    assert [response["finish_reason"] for response in first["found"]] == [FINISH_LENGTH] * 4
+    finish_reasons = [response["finish_reason"] for response in first["found"]]
+    assert finish_reasons == [FINISH_LENGTH] * 4
     assert all(set(response["versions"]) == {0, 1} for response in first["found"])
     for response, before in zip(first["found"], first["partial"], strict=True):
         count = len(before["tokens"])

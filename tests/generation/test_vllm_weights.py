@@ -118,7 +118,8 @@ def gap_to_transformers(folder: Path, completions) -> float:
     sequences = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(row) for row in rows], batch_first=True
     )
-    prompts = torch.tensor([len(prompt.tokens) for prompt in PROMPTS for _ in range(NUM_SAMPLES)])
+    lengths = [len(prompt.tokens) for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
+    prompts = torch.tensor(lengths)
     width = completions.tokens.shape[1]
     with torch.no_grad():
         expected = brute_force_log_probs(

@@ -87,7 +87,8 @@ def test_whole_sequences(batch, window, kernel):
         inputs = drawn(batch, length, length)
         with KERNELS[kernel]():
             outputs = causal_attention(*inputs, 0.4, window)
-            assert_same(outputs, one_by_one(*inputs, range(length), window, 0.4), inputs)
+            expected = one_by_one(*inputs, range(length), window, 0.4)
+            assert_same(outputs, expected, inputs)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
@@ -123,11 +124,12 @@ def test_shares_of_context_parallel_ranks(size, chunk, window, kernel, monkeypat
         calls = []
         with flash_on_cpu(calls) if kernel == "flash" else contextlib.nullcontext():
             outputs = causal_attention_of_share(*shares, 0.3, window, group)
+            expected = one_by_one(
+                query[:, :, local_positions], key, value, local_positions.tolist(), window, 0.3
+            )
             assert_same(
                 outputs,
-                one_by_one(
-                    query[:, :, local_positions], key, value, local_positions.tolist(), window, 0.3
-                ),
+                expected,
                 inputs,
             )
 
@@ -152,7 +154,8 @@ def test_every_position_lies_on_one_rank_and_all_have_the_same_work(size, chunk)
     for share in shares:
         assert share.tolist() == sorted(share.tolist())
         # A position attends to itself and all before it.
-        assert int((share + 1).sum()) == length * (length + 1) // 2 // size
+        expected = length * (length + 1) // 2 // size
+        assert int((share + 1).sum()) == expected
 
 
 def test_the_documented_order():

@@ -76,7 +76,8 @@ def test_goes_on_bit_for_bit(form, mesh, models, tmp_path):
     np.random.seed(1)
     other.train(1)
     checkpoint = latest_checkpoint(tmp_path)
-    assert checkpoint == Checkpoint(written, {"step": 3, "data_position": {"epoch": 0}})
+    expected = Checkpoint(written, {"step": 3, "data_position": {"epoch": 0}})
+    assert checkpoint == expected
     other.checkpointer.restore(checkpoint)
     assert other.train(3) == norms
     assert_equal(other.weights(), weights)
@@ -148,7 +149,8 @@ def test_changed_settings_have_an_effect(mesh, models, tmp_path):
     other.train(1)
     group = other.optimizer._optimizer.param_groups[0]
     # linear, after 2 steps of warm-up
-    assert group["lr"] == pytest.approx(5e-3 * (20 - 4) / (20 - 2))
+    expected = 5e-3 * (20 - 4) / (20 - 2)
+    assert group["lr"] == pytest.approx(expected)
     assert group["betas"] == (0.8, 0.9)
     assert sorted({g["weight_decay"] for g in other.optimizer._optimizer.param_groups}) == [
         0.0,
@@ -299,7 +301,8 @@ def test_keep_last_and_leftovers(mesh, models, tmp_path):
     (tmp_path / "notes").mkdir()
     for step in (1, 2, 3):
         run.checkpointer.save(step, {"step": step})
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == [
         "latest",
         "notes",
         "step_00000002",
@@ -319,7 +322,8 @@ def test_going_on_from_an_older_one_never_removes_what_was_just_written(mesh, mo
     (tmp_path / "latest").write_text("step_00000020")
     run.checkpointer.save(25, {"step": 25})
     assert latest_checkpoint(tmp_path).trainer_state == {"step": 25}
-    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_00000020", "step_00000025"]
+    names = sorted(p.name for p in tmp_path.glob("step_*"))
+    assert names == ["step_00000020", "step_00000025"]
 
 
 def test_saving_a_step_again_replaces_it(mesh, models, tmp_path):

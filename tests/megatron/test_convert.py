@@ -89,7 +89,8 @@ def test_the_script_on_two_ranks_to_one(folders, mesh, tmp_path):
     written = convert("to-megatron", folders["qwen2_padded"], tmp_path / "two", "--tp", 2)
     assert written.returncode == 0, written.stderr
     assert f"written to {tmp_path / 'two'}" in written.stdout
-    assert_same_weights(to_hf(tmp_path / "two", tmp_path / "one", mesh), folders["qwen2_padded"])
+    folder = to_hf(tmp_path / "two", tmp_path / "one", mesh)
+    assert_same_weights(folder, folders["qwen2_padded"])
 
 
 @pytest.mark.slow

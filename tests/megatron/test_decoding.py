@@ -51,11 +51,10 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
     """
     prompt_of = [0, 1, 0, 2, 1, 2, 0]
     layers = [Layer(3, len(prompt_of), seed) for seed in (0, 1)]
-    cache = KVCache(
-        CacheSizes(
-            range(3, 5), 3, max(LENGTHS), 5, RESPONSE, GROUPS, SIZE, torch.float64, "cpu", window
-        )
+    sizes = CacheSizes(
+        range(3, 5), 3, max(LENGTHS), 5, RESPONSE, GROUPS, SIZE, torch.float64, "cpu", window
     )
+    cache = KVCache(sizes)
     for slots, prompts in (([2, 0], [0, 1]), ([1], [2])):
         cache.read(slots)
         for number, layer in enumerate(layers, 3):
@@ -92,11 +91,13 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
 
 def test_a_prompt_is_stored_once_whatever_its_samples():
     def numbers(rows: int) -> int:
-        cache = KVCache(CacheSizes(range(4), 2, 100, rows, 10, GROUPS, SIZE, torch.float32, "cpu"))
+        sizes = CacheSizes(range(4), 2, 100, rows, 10, GROUPS, SIZE, torch.float32, "cpu")
+        cache = KVCache(sizes)
         return sum(t.numel() for t in vars(cache).values() if isinstance(t, Tensor))
 
     a_token = 4 * 2 * GROUPS * SIZE
-    assert numbers(8) == (2 * 100 + 8 * 10) * a_token
+    expected = (2 * 100 + 8 * 10) * a_token
+    assert numbers(8) == expected
     assert numbers(16) - numbers(8) == 8 * 10 * a_token
 
 
@@ -104,7 +105,8 @@ def test_scale_and_bf16():
     torch.manual_seed(0)
     dtype = torch.bfloat16
     q, k, v = (torch.randn(1, heads, 6, SIZE).to(dtype) for heads in (HEADS, GROUPS, GROUPS))
-    cache = KVCache(CacheSizes(range(1), 1, 5, 1, 2, GROUPS, SIZE, dtype, "cpu"))
+    sizes = CacheSizes(range(1), 1, 5, 1, 2, GROUPS, SIZE, dtype, "cpu")
+    cache = KVCache(sizes)
     cache.read([0])
     cache.attend(0, q[:, :, :5], k[:, :, :5], v[:, :, :5], 0.7)
     cache.place([0])
@@ -135,9 +137,8 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
 
     The rows are at different positions.
     """
-    cache = FlashCache(
-        CacheSizes(range(3, 5), 3, max(LENGTHS), ROWS, RESPONSE, GROUPS, SIZE, dtype, "cpu")
-    )
+    sizes = CacheSizes(range(3, 5), 3, max(LENGTHS), ROWS, RESPONSE, GROUPS, SIZE, dtype, "cpu")
+    cache = FlashCache(sizes)
     prompts = [sequences(3, max(LENGTHS), seed, dtype) for seed in (0, 1)]
     rows = [sequences(ROWS, RESPONSE, seed, dtype) for seed in (2, 3)]
     slots = [2, 0, 1]  # of the prompts
@@ -191,8 +192,10 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
 
 def test_a_prompt_is_stored_once_and_nothing_is_copied_to_read_it():
     """One token more than the tokens of slots and lanes, in the model's dtype."""
-    cache = FlashCache(CacheSizes(range(4), 2, 100, 8, 10, GROUPS, SIZE, torch.bfloat16, "cpu"))
-    assert cache._pool.numel() == (2 * 100 + 8 * 10 + 1) * 4 * 2 * GROUPS * SIZE
+    sizes = CacheSizes(range(4), 2, 100, 8, 10, GROUPS, SIZE, torch.bfloat16, "cpu")
+    cache = FlashCache(sizes)
+    expected = (2 * 100 + 8 * 10 + 1) * 4 * 2 * GROUPS * SIZE
+    assert cache._pool.numel() == expected
     _, keys, values = cache._layers[1]
     assert (
         keys.untyped_storage().data_ptr()

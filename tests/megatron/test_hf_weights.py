@@ -146,7 +146,8 @@ def test_an_export_has_every_template_and_leaves_folders_alone(mesh, tmp_path):
         (source / name / "tokenizer.json").write_text("{}")
     out = export_hf_folder(megatron_model(source, mesh), source, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
-    assert [path.name for path in out.iterdir() if path.is_dir()] == ["additional_chat_templates"]
+    names = [path.name for path in out.iterdir() if path.is_dir()]
+    assert names == ["additional_chat_templates"]
 
 
 def test_export_of_a_bf16_checkpoint_trained_in_fp32_loads_as_fp32(mesh, tmp_path):
@@ -490,9 +491,8 @@ def two_ranks(tmp_path_factory):
         folders.append(smollm2_folder())
     out = root / "out"
     out.mkdir()
-    run_ranks(
-        Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py", 2, out, "weights", *folders
-    )
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
+    run_ranks(script, 2, out, "weights", *folders)
     return {folder.name: (folder, out) for folder in folders}
 
 

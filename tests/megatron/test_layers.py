@@ -10,9 +10,8 @@ from reinforce_rl.megatron.model.layers import rms_norm, swiglu
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(
-        shape, dtype=dtype, generator=torch.Generator().manual_seed(len(shape))
-    ).requires_grad_()
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
 
 
 def swiglu_formula(x):
@@ -54,9 +53,8 @@ def test_what_is_frozen_has_no_gradient(frozen):
     tensors = {"x": random(4, 8), "weight": random(8)}
     tensors[frozen] = tensors[frozen].detach()
     rms_norm(tensors["x"], tensors["weight"], 1e-5).sum().backward()
-    assert {name: value.grad is None for name, value in tensors.items()} == {
-        n: n == frozen for n in tensors
-    }
+    expected = {n: n == frozen for n in tensors}
+    assert {name: value.grad is None for name, value in tensors.items()} == expected
 
 
 def test_less_is_kept_for_the_backward_pass():

@@ -418,7 +418,8 @@ class TestMemory:
         sizes = {
             tuple(tensor.shape) for tensor in saved if tensor.data_ptr() != inputs[1].data_ptr()
         }
-        assert sizes == {tuple(inputs[0].shape), (self.POSITIONS,)}
+        expected = {tuple(inputs[0].shape), (self.POSITIONS,)}
+        assert sizes == expected
 
 
 class LargestTensor(TorchDispatchMode):

@@ -73,8 +73,9 @@ def one_rank(folders, mesh, root):
 def two_ranks(folders, root):
     out = root / "two"
     out.mkdir()
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
     run_ranks(
-        Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py",
+        script,
         2,
         out,
         "lora_cases",
@@ -228,7 +229,8 @@ def test_a_checkpoint_of_two_ranks_on_one(name, two_ranks, folders, mesh, root):
     """Padding is cut."""
     lm = megatron_model(folders[name], mesh)
     add_lora(lm, CASES[name])
-    load_weights(lm, root / "two" / name / "checkpoints" / "step_00000001")
+    checkpoint = root / "two" / name / "checkpoints" / "step_00000001"
+    load_weights(lm, checkpoint)
     for key, value in whole_updates(lm).items():
         assert torch.equal(value, two_ranks[name]["after"][key]), key
 
@@ -275,7 +277,8 @@ def test_recomputed_layers_have_the_same_gradients(folders, mesh):
             lm.config.recompute_method = "uniform"
             lm.config.recompute_num_layers = 1
         loss_in_float64(lm, tokens_of(lm.architecture.vocab_size)).backward()
-        gradients.append([p.grad for p in lm.parameters() if p.requires_grad])
+        grads = [p.grad for p in lm.parameters() if p.requires_grad]
+        gradients.append(grads)
     for plain, other in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, other, atol=1e-12, rtol=0)
 

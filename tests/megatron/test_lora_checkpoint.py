@@ -221,7 +221,8 @@ def test_fingerprint(tmp_path):
     """The same for other files of the same weights, another one for other weights."""
     single = HFFolder(tiny_llama_folder(tmp_path / "one"))
     many = HFFolder(tiny_llama_folder(tmp_path / "many", max_shard_size="20KB"))
-    assert len({entry.name for entry in many.folder.glob("*.safetensors")}) > 1
+    names = {entry.name for entry in many.folder.glob("*.safetensors")}
+    assert len(names) > 1
     assert single.fingerprint() == many.fingerprint()
     others = [
         tiny_llama_folder(tmp_path / "seed", seed=1),
@@ -242,9 +243,8 @@ def test_exports_at_the_end(whole_run, tmp_path):
     name = "model.layers.0.mlp.down_proj"
     a, b = (values[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
     update = config["lora_alpha"] / config["r"] * b @ a
-    torch.testing.assert_close(
-        merged[f"{name}.weight"], base[f"{name}.weight"] + update, atol=1e-6, rtol=0
-    )
+    expected = base[f"{name}.weight"] + update
+    torch.testing.assert_close(merged[f"{name}.weight"], expected, atol=1e-6, rtol=0)
     assert update.abs().max() > 1e-2
     assert config["base_model_name_or_path"] == str(folder / "model")
 

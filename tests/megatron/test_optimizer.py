@@ -87,7 +87,8 @@ def test_first_step_moves_the_weights_by_its_own_learning_rate(folder, mesh):
     accumulate_gradients(ddp, [1.0], weighted_sum)
     optimizer.step()
     for old, new in zip(before, ddp.parameters(), strict=True):
-        torch.testing.assert_close(old - new, torch.full_like(old, LR / 4), atol=2e-7, rtol=0)
+        expected = torch.full_like(old, LR / 4)
+        torch.testing.assert_close(old - new, expected, atol=2e-7, rtol=0)
 
 
 def test_weight_decay_is_decoupled_and_spares_norms(folder, mesh):
@@ -97,7 +98,8 @@ def test_weight_decay_is_decoupled_and_spares_norms(folder, mesh):
     optimizer.step()
     for name, new in ddp.named_parameters():
         decay = 0.0 if new.ndim == 1 else LR * WEIGHT_DECAY
-        torch.testing.assert_close(new.detach(), before[name] * (1 - decay) - LR, atol=2e-7, rtol=0)
+        expected = before[name] * (1 - decay) - LR
+        torch.testing.assert_close(new.detach(), expected, atol=2e-7, rtol=0)
 
 
 def test_micro_batches_are_summed_and_their_shares_returned(folder, mesh):
@@ -315,7 +317,8 @@ def test_rectangles_are_the_range_in_order(shape):
             whole.view(shape)[tuple(map(slice, at, map(sum, zip(at, size, strict=True))))]
             for at, size in cuts
         ]
-        assert [part.shape for part in cut] == [torch.Size(size) for _, size in cuts]
+        expected = [torch.Size(size) for _, size in cuts]
+        assert [part.shape for part in cut] == expected
         assert torch.equal(
             torch.cat([whole[:0], *(part.flatten() for part in cut)]), whole[start:end]
         )

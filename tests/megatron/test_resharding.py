@@ -76,7 +76,8 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
             for target in (*layouts, ONE):
                 if f"{source} to {target}" not in losses:
                     continue
-                again = stored_tensors(out / case / f"{source} to {target}")
+                folder = out / case / f"{source} to {target}"
+                again = stored_tensors(folder)
                 assert again.keys() == saved.keys()
                 for name, tensor in saved.items():
                     assert_equal_but_for_padding(again[name], tensor)
@@ -116,7 +117,8 @@ def test_three_steps_after_a_load(mesh, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [ON_TWO, ON_FOUR], ids=["two ranks", "four ranks"])
 def test_every_layout_to_every_other(layouts, mesh, tmp_path):
-    run_and_check(mesh, tmp_path, ["bf16 lora"], {target: [*layouts, ONE] for target in layouts})
+    loads = {target: [*layouts, ONE] for target in layouts}
+    run_and_check(mesh, tmp_path, ["bf16 lora"], loads)
 
 
 @pytest.mark.slow

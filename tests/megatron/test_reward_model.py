@@ -69,7 +69,8 @@ def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, 
         load_reward_model(folders[kind], None, mesh, dtype=t)
         for t in (torch.float32, torch.bfloat16)
     )
-    assert {p.dtype for p in model._lm.parameters()} == {torch.bfloat16}
+    dtypes = {p.dtype for p in model._lm.parameters()}
+    assert dtypes == {torch.bfloat16}
     assert model._weight.dtype == torch.float32
     scores = torch.tensor(model.score_attributes(sequences_to_score()).attributes)
     torch.testing.assert_close(scores, expected[kind], atol=0.1, rtol=0)

@@ -46,7 +46,8 @@ def test_shapes_come_in_the_order_of_one_forward_one_backward():
     assert ahead.next_gradient_shape() == (3, 1, 8)
     assert ahead.next_shape() == (2, 1, 8)
     assert next(ahead) == 2
-    assert [ahead.next_gradient_shape() for _ in range(2)] == [(1, 1, 8), (2, 1, 8)]
+    expected = [(1, 1, 8), (2, 1, 8)]
+    assert [ahead.next_gradient_shape() for _ in range(2)] == expected
     # a first stage asks for no forward shape
     assert next(ahead) == 5
     assert ahead.next_gradient_shape() == (5, 1, 8)

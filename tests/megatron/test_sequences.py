@@ -103,7 +103,8 @@ def test_equal_to_padded_sequences(name, family, kernel, models):
     padded = scored(lm, PaddedSequences(lm, *where, pad_id=PAD), width)
     for values, other in zip(packed, padded, strict=True):
         torch.testing.assert_close(values, other, atol=1e-11, rtol=1e-9)
-    assert packed[2].any() == bool((where[2] > 0).any())
+    expected = bool((where[2] > 0).any())
+    assert packed[2].any() == expected
 
 
 @settings(deadline=None, max_examples=40)
@@ -142,7 +143,8 @@ def test_a_prompt_is_read_once_and_nothing_is_padded(models):
     prompts = (4, 9, 1, 12)
     kept = [int(length) - 1 for length in where[2]]
     assert tokens.shape == positions.shape == (1, sum(prompts) + sum(kept))
-    assert positions[0, :14].tolist() == [*range(4), *range(9), 0]
+    expected = [*range(4), *range(9), 0]
+    assert positions[0, :14].tolist() == expected
     assert positions[0, sum(prompts) : sum(prompts) + 5].tolist() == [4, 5, 6, 7, 4]
 
 
@@ -162,7 +164,8 @@ def test_the_flash_kernel_gets_no_padding(models):
         for count in each
         if count
     )
-    assert calls == [(4 + 8, queries, keys)] * len(lm.decoder.layers)
+    expected = [(4 + 8, queries, keys)] * len(lm.decoder.layers)
+    assert calls == expected
 
 
 def test_padding_at_the_end_of_a_row_is_a_sequence_of_its_own():
@@ -171,7 +174,8 @@ def test_padding_at_the_end_of_a_row_is_a_sequence_of_its_own():
     Nothing else sees it, and it sees something finite.
     """
     spans = _spans([2, 3], [1, 0, 4], [1, 0, 0], 2)
-    assert spans == [((0, 2),), ((2, 5),), ((2, 5), (5, 6)), ((0, 2), (6, 10)), ((10, 12),)]
+    expected = [((0, 2),), ((2, 5),), ((2, 5), (5, 6)), ((0, 2), (6, 10)), ((10, 12),)]
+    assert spans == expected
     query, key, value = torch.randn(3, 12, 1, 2, 8, dtype=torch.float64)
     with flash_on_cpu():
         whole = _UnpaddedAttention(spans, None, torch.device("cpu"))(query, key, value, None)
@@ -188,7 +192,8 @@ def test_a_prompts_gradient_is_added_up_in_float32():
     _Repeated.apply(rows, torch.zeros(100, dtype=torch.long)).backward(
         torch.full((100, 1, 1), 1.0078125).bfloat16()
     )
-    assert float(rows.grad) == float(torch.tensor(100.78125).bfloat16())
+    expected = float(torch.tensor(100.78125).bfloat16())
+    assert float(rows.grad) == expected
 
 
 def test_responses_do_not_see_each_other(models):

@@ -174,9 +174,8 @@ class TestTwoLayers:
             folder, None, mesh, head_name="v_head", head_activation=activation
         )
         scores = torch.tensor(model.score(sequences_to_score()))
-        torch.testing.assert_close(
-            scores, expected_scores(folder, head)[:, 0], atol=1e-5, rtol=0, check_dtype=False
-        )
+        expected = expected_scores(folder, head)[:, 0]
+        torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0, check_dtype=False)
 
     def test_an_activation_for_one_layer_is_refused(self, folder, mesh):
         with raises_error("reward_model.head.one_layer", "reward_model.head_activation", "tanh"):
@@ -251,9 +250,8 @@ class TestLabelsWithoutNames:
         columns = torch.tensor(scores.attributes).T
         torch.testing.assert_close(by_weights["LABEL_0",], columns[0], check_dtype=False)
         torch.testing.assert_close(by_weights["LABEL_1",], columns[1], check_dtype=False)
-        torch.testing.assert_close(
-            by_weights["LABEL_1", "LABEL_0"], columns[1] - columns[0], check_dtype=False
-        )
+        expected = columns[1] - columns[0]
+        torch.testing.assert_close(by_weights["LABEL_1", "LABEL_0"], expected, check_dtype=False)
 
     def test_names_mean_what_they_say(self):
         assert Merging.from_names(("safety", "LABEL_1"), None).weights == (0.5, 0.5)

@@ -80,7 +80,8 @@ def test_the_same_numbers_kernels_and_checkpoints(ranks, out, without, losses, m
     for case, expected in losses.items():
         back, _ = load_and_go_on(out, case, saved, ONE, mesh)
         # bf16 differs by what is rounded on the way: RoPE's sines.
-        close = pytest.approx(expected, rel=1e-5 if SETTINGS[case].dtype == torch.float32 else 2e-2)
+        rel = 1e-5 if SETTINGS[case].dtype == torch.float32 else 2e-2
+        close = pytest.approx(expected, rel=rel)
         assert report["losses"][case] == {"saved": close, "loaded": close}, case
         assert back == close, case
         assert (

@@ -70,7 +70,8 @@ def test_every_element_has_one_place_and_comes_back(shape):
                 place.copy_(row.like_place(part))
         filled = sum(int(parameter.count_nonzero()) for parameter in parameters)
         copies = tp_size if rows[0].split is None else 1
-        assert filled == copies * sum(source.numel() for source in sources)
+        expected = copies * sum(source.numel() for source in sources)
+        assert filled == expected
         for row, source in zip(rows, sources, strict=True):
             back = torch.zeros_like(source)
             for rank, parameter in enumerate(parameters):
@@ -107,7 +108,8 @@ def test_groups_are_interleaved_as_megatron_has_them():
                 rows[name].like_place(torch.tensor(values)[start:end, None])
             )
         parameters.append(parameter[:, 0].tolist())
-    assert parameters == [[1, 2, 10, 100, 3, 4, 20, 200], [5, 6, 30, 300, 0, 0, 0, 0]]
+    expected = [[1, 2, 10, 100, 3, 4, 20, 200], [5, 6, 30, 300, 0, 0, 0, 0]]
+    assert parameters == expected
     gate = rows["gate_proj"]
     up = rows["up_proj"]
     assert gate.part(1) == (1, 2)

@@ -186,11 +186,13 @@ def test_what_is_gone_for_a_while_may_be_said_again():
     alert_rules = AlertRules()
     steps = [20, 22, 22 + QUIET - 1, 50]
     lines = [line | {"train/skipped_step": float(line["step"] in steps)} for line in healthy(60)]
-    assert said(alert_rules, iter(lines)) == [("skipped", 20), ("skipped", 50)]
-    assert [(alert.first, alert.last, alert.count) for alert in alert_rules.alerts] == [
+    expected = [("skipped", 20), ("skipped", 50)]
+    assert said(alert_rules, iter(lines)) == expected
+    expected = [
         (20, 26, 3),
         (50, 50, 1),
     ]
+    assert [(alert.first, alert.last, alert.count) for alert in alert_rules.alerts] == expected
 
 
 def test_what_is_off_is_not_said():
@@ -286,7 +288,8 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
         monitor.commit(step)  # as a stop does once more
         status_of_run = read_status(tmp_path)
         assert status_of_run
-        assert set(status_of_run.alerts) == ({"skipped"} if step in (3, 4) else set())
+        expected = {"skipped"} if step in (3, 4) else set()
+        assert set(status_of_run.alerts) == (expected)
     assert calls == [("skipped", 3)]
     assert (
         capsys.readouterr().out.count(
@@ -296,7 +299,8 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
     )
     lines = RunFolder(tmp_path).lines
     assert [line["step"] for line in lines] == [*range(1, 10)]
-    assert [line["step"] for line in lines if line.get("alerts/skipped") == 1] == [3, 4]
+    steps = [line["step"] for line in lines if line.get("alerts/skipped") == 1]
+    assert steps == [3, 4]
     assert [(alert.kind, alert.first, alert.last) for alert in RunFolder(tmp_path).alerts()] == [
         ("skipped", 3, 4)
     ]
@@ -304,7 +308,8 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
 
 def test_unknown_rules_are_faults():
     with pytest.raises(ConfigError) as raised:
-        load_config(OmegaConf.create({"alerts": {"rules": {"lenght": "warn", "kl": "loud"}}}))
+        cfg = OmegaConf.create({"alerts": {"rules": {"lenght": "warn", "kl": "loud"}}})
+        load_config(cfg)
     check_fault(raised.value.faults, "config.key.unknown", "alerts.rules.lenght")
     check_fault(raised.value.faults, "config.value.not_a_choice", "alerts.rules.kl", "'loud'")
     assert RulesConfig.model_validate({"kl": False}).kl == "off", "YAML's off"
@@ -335,9 +340,8 @@ class TestARun:
         place = f"step 5 of {trainer.max_steps}"
         check_error(raised.value, "run.stop.by_alert", "constant_reward", place)
         assert "warning: step 5: the rewards of all samples" in capsys.readouterr().out
-        assert [
-            line["step"] for line in metrics_of(tmp_path) if "alerts/constant_reward" in line
-        ] == [5]
+        steps = [line["step"] for line in metrics_of(tmp_path) if "alerts/constant_reward" in line]
+        assert steps == [5]
         with tiny_trainer(config, mesh, lambda ids: 0.0) as trainer:
             assert trainer.step == 5
             for a, b in zip(weights(trainer), last, strict=True):

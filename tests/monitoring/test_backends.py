@@ -88,10 +88,11 @@ def test_numbers_read_back(tmp_path):
             "it can be watched while the run goes on"
         )
     logger.finalize()
-    assert scalars(tmp_path) == {
+    expected = {
         "train/rewards": [(0, 0.5), (1, 1.5)],
         "val/rewards": [(0, 0.25), (1, 0.25)],
     }
+    assert scalars(tmp_path) == expected
 
 
 def test_a_run_that_goes_on_shows_each_number_once(tmp_path):
@@ -107,12 +108,13 @@ def test_a_run_that_goes_on_shows_each_number_once(tmp_path):
         logger.finalize()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/rewards")] == [
+    expected = [
         (1, 1.0),
         (2, 1.0),
         (3, 9.0),
         (4, 9.0),
     ]
+    assert [(e.step, e.value) for e in events.Scalars("train/rewards")] == expected
     assert {event.step for event in events.Tensors("validation/text_summary")} == {1, 2, 3, 4}
     text = events.Tensors("validation/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    because | <b>" in text
@@ -130,7 +132,8 @@ def test_a_run_that_begins_again_shows_its_first_validation_once(tmp_path):
         logger.finalize()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("val/rewards")] == [(0, 9.0), (1, 9.0)]
+    expected = [(0, 9.0), (1, 9.0)]
+    assert [(e.step, e.value) for e in events.Scalars("val/rewards")] == expected
 
 
 def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
@@ -149,24 +152,28 @@ def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
         assert "train/grad_norm" not in values
 
     records = list(read_offline_file(path))
-    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    (run,) = runs
     assert run.project == "aligning"
     assert run.display_name == "first"
     assert run.run_id == "abcd1234"
     shown = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert shown["trainer"]["reinforce"]["max_steps"] == -1
-    assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [0]
-    (alert,) = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
+    exit_codes = [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"]
+    assert exit_codes == [0]
+    alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
+    (alert,) = alerts
     assert alert.title == "stopped"
     assert alert.text == "step 2: time is up"
     assert alert.level == "INFO"
 
     tables = sorted(path.parent.glob("files/media/table/*.table.json"))
     assert len(tables) == 2
-    assert json.loads(tables[0].read_text())["data"] == [
+    expected = [
         ["why?", "because | <b>", 0.5],
         ["so", "", None],
     ]
+    assert json.loads(tables[0].read_text())["data"] == expected
 
     resumed = WandbLogger(config_of(tmp_path / "again"), "abcd1234")
     resumed.log_metrics({"rewards": 0.3}, 3, "train/")
@@ -235,7 +242,8 @@ def test_mlflow_keeps_a_run_in_files_and_goes_on_with_it(tmp_path):
     assert mlflow_run.info.status == "FAILED"
     assert mlflow_run.info.run_name == "reinforce"
     past = client.get_metric_history(mlflow_run.info.run_id, "train/rewards")
-    assert [(point.step, point.value) for point in past] == [(1, 0.1), (2, 0.2)] * 2
+    expected = [(1, 0.1), (2, 0.2)] * 2
+    assert [(point.step, point.value) for point in past] == expected
     assert "train/grad_norm" not in mlflow_run.data.metrics
     folder = Path(mlflow_run.info.artifact_uri.removeprefix("file://"))
     assert json.loads((folder / "validation" / "step_00002.json").read_text())["data"][1] == [
@@ -268,7 +276,8 @@ def silent_config(folder: Path, **manager) -> TrainConfig:
 
 def wandb_run(folder: Path):
     (path,) = offline_files(folder)
-    (run,) = [r.run for r in read_offline_file(path) if r.WhichOneof("record_type") == "run"]
+    runs = [r.run for r in read_offline_file(path) if r.WhichOneof("record_type") == "run"]
+    (run,) = runs
     return run
 
 
@@ -455,11 +464,11 @@ class TestRuns:
             [client.get_experiment_by_name("reinforce_rl").experiment_id]
         )
         past = client.get_metric_history(mlflow_run.info.run_id, "train/response_lengths")
-        assert {point.step: point.value for point in past} == {
-            s: lines[s]["train/response_lengths"] for s in (1, 2, 3)
-        }
+        expected = {s: lines[s]["train/response_lengths"] for s in (1, 2, 3)}
+        assert {point.step: point.value for point in past} == expected
         folder = Path(mlflow_run.info.artifact_uri.removeprefix("file://"))
-        assert sorted(path.name for path in (folder / "rollouts").iterdir()) == [
+        names = sorted(path.name for path in (folder / "rollouts").iterdir())
+        assert names == [
             "step_00001.json",
             "step_00003.json",
         ]

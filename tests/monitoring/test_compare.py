@@ -65,7 +65,8 @@ def cells(table: dict, row: str) -> list[str]:
 def test_settings_metrics_and_the_paired_difference(tmp_path):
     make_run(tmp_path / "a", 1.0, [0.0] * 4)
     make_run(tmp_path / "b", 2.0, [0.1, 0.2, 0.3, 0.0], validated=(0, 2, 4))
-    metrics, paired, settings = tables({name: RunFolder(tmp_path / name) for name in "ab"})
+    runs = {name: RunFolder(tmp_path / name) for name in "ab"}
+    metrics, paired, settings = tables(runs)
     assert [row for row in settings["rows"] if row[0] != LOG_DIR] == [
         ["model.optim.lr", "1.0", "2.0"]
     ]
@@ -77,7 +78,8 @@ def test_settings_metrics_and_the_paired_difference(tmp_path):
     differences = [0.4, 0.8, 1.2, 0.0]
     error = statistics.stdev(differences) / math.sqrt(4)
     mean = statistics.fmean(differences)
-    assert paired["rows"][0][:-1] == ["b - a", f"+{mean:.3f} ± {error:.3f}", "4", "step 4"]
+    expected = ["b - a", f"+{mean:.3f} ± {error:.3f}", "4", "step 4"]
+    assert paired["rows"][0][:-1] == expected
     assert paired["rows"][0][-1] == (
         "0.275 -> 0.875: +0.600 ± 0.258 on the same 4 prompts (p = 0.103): indistinguishable from "
         "noise; this many "
@@ -95,7 +97,8 @@ def test_runs_of_other_lengths_are_compared_at_the_last_step_in_common(
 ):
     make_run(tmp_path / "a", 1.0, [0.0] * 4, validated=(0, 2, 4) if at == "step 2" else (0, 4))
     make_run(tmp_path / "b", 1.0, [0.1] * 4, validated=validated)
-    _, paired, settings = tables({name: RunFolder(tmp_path / name) for name in "ab"})
+    runs = {name: RunFolder(tmp_path / name) for name in "ab"}
+    _, paired, settings = tables(runs)
     assert paired["rows"][0][-2] == at
     assert paired["rows"][0][1].startswith(difference)
     assert [row[0] for row in settings["rows"]] == ["exp_manager.explicit_log_dir"]
@@ -106,7 +109,8 @@ def test_runs_without_a_prompt_or_a_validation_in_common(tmp_path):
     make_run(tmp_path / "a", 1.0, [0.0] * 4, prompts=range(2))
     make_run(tmp_path / "b", 1.0, [0.0] * 4, prompts=range(2, 4))
     make_run(tmp_path / "c", 1.0, [0.0] * 4, validated=())
-    _, paired, _ = tables({name: RunFolder(tmp_path / name) for name in "abc"})
+    runs = {name: RunFolder(tmp_path / name) for name in "abc"}
+    _, paired, _ = tables(runs)
     assert paired["rows"] == [["b - a", "-", "0", "step 4", "no prompt was scored on both sides"]]
 
 
@@ -116,11 +120,13 @@ def test_prompts_of_other_texts_are_not_paired(tmp_path):
     changed = make_run(tmp_path / "c", 1.0, [0.1] * 4)
     rows = RunFolder(changed).samples(4, "validation")
     write_rows(changed, 4, [dataclasses.replace(rows[0], prompt="other"), *rows[1:]], "validation")
-    _, paired, _ = tables({name: RunFolder(tmp_path / name) for name in "abc"})
-    assert [row[:-1] for row in paired["rows"]] == [
+    runs = {name: RunFolder(tmp_path / name) for name in "abc"}
+    _, paired, _ = tables(runs)
+    expected = [
         ["b - a", "-", "0", "step 4; left out: 4 of 4 prompts, whose texts differ"],
         ["c - a", "+0.400 ± 0.000", "3", "step 4; left out: 1 of 4 prompts, whose texts differ"],
     ]
+    assert [row[:-1] for row in paired["rows"]] == expected
     assert "all differences are equal" in paired["rows"][1][-1]
     assert "not scored" not in paired["rows"][1][-1]
 
@@ -147,12 +153,13 @@ def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
     (row,) = over_seeds["rows"]
     low = 0.15 - 4.3027 * error
     high = 0.15 + 4.3027 * error
-    assert row[:-1] == [
+    expected = [
         "b1 and 2 more - a1 and 2 more",
         f"+0.150 ± {error:.3f}",
         f"{low:+.3f} to {high:+.3f}",
         "step 4",
     ]
+    assert row[:-1] == expected
     assert row[-1] == (
         f"0.600 -> 0.750: +0.150 ± {error:.3f} on the same 3 seeds (p = 0.095): indistinguishable "
         "from noise; "
@@ -222,7 +229,8 @@ def test_runs_without_a_configuration_are_sides_of_their_own(tmp_path):
     runs = make_sides(tmp_path, {1: 0.1, 2: 0.3}, {})
     for run in runs.values():
         (run.path / "config.yaml").unlink()
-    assert [table["title"] for table in tables(runs)] == [
+    titles = [table["title"] for table in tables(runs)]
+    assert titles == [
         "Metrics",
         "Difference over prompts",
         "Settings that differ",

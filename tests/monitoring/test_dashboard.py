@@ -87,7 +87,9 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
             for i in range(30)
             for j in range(3)
         ]
-        write_samples(folder, step, Samples(rows, tokens_of(rows) if step % 2 else None))
+        tokens = tokens_of(rows) if step % 2 else None
+        samples = Samples(rows, tokens)
+        write_samples(folder, step, samples)
         metrics = {
             "rewards": gain * step / 10,
             "init_policy_kl": step / 5,
@@ -168,13 +170,13 @@ def ask(
 class TestServer:
     def test_runs_and_one_of_them(self, port):
         _, listed, _ = ask(port, "/api/runs")
-        assert [run["name"] for run in listed["runs"]] == ["grid/lr <script>", "first"], (
-            "the newest first"
-        )
-        assert {(run["state"], run["step"], run["reward"]) for run in listed["runs"]} == {
+        names = [run["name"] for run in listed["runs"]]
+        assert names == ["grid/lr <script>", "first"], "the newest first"
+        expected = {
             ("finished", 20, 2.0),
             ("finished", 20, 4.0),
         }
+        assert {(run["state"], run["step"], run["reward"]) for run in listed["runs"]} == expected
         status, run, _ = ask(port, "/api/run?name=first")
         assert status == 200
         assert "2.500 -> 4.500: +2.000 ± 0.000" in run["verdict"]
@@ -187,9 +189,8 @@ class TestServer:
         assert answer["total"] == 90
         assert answer["rows"][4]["response"] == f"answer 1 of step 3 {EVIL}"
         _, answer, _ = ask(port, "/api/prompt?name=first&kind=validation&prompt=2")
-        assert [row["response"].partition(" <")[0] for row in answer["rows"]] == [
-            f"answer 2 of step {step}" for step in (0, 10, 20)
-        ]
+        expected = [f"answer 2 of step {step}" for step in (0, 10, 20)]
+        assert [row["response"].partition(" <")[0] for row in answer["rows"]] == expected
 
     def test_tokens_of_a_prompt_where_they_were_recorded(self, port):
         assert ask(port, "/api/samples?name=first&kind=rollouts&step=2")[1]["columns"] == []
@@ -198,8 +199,10 @@ class TestServer:
         _, answer, _ = ask(port, "/api/tokens?name=first&kind=rollouts&step=3&prompt=2")
         assert answer["tokens"].keys() == {"2 0", "2 1", "2 2"}
         of_one = answer["tokens"]["2 1"]
-        assert of_one["token_texts"] == ["an", "<b>", "swer", "an", "<b>", "swer", "an"]
-        assert of_one["generator_log_probs"] == [-1.0, -1.5, -0.75, -1.0, -1.5, -0.75, -1.0]
+        expected = ["an", "<b>", "swer", "an", "<b>", "swer", "an"]
+        assert of_one["token_texts"] == expected
+        expected = [-1.0, -1.5, -0.75, -1.0, -1.5, -0.75, -1.0]
+        assert of_one["generator_log_probs"] == expected
 
     @pytest.mark.parametrize(
         ("path", "status", "key", "said"),
@@ -277,7 +280,8 @@ class TestServer:
             try:
                 assert process.stdout is not None
                 port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])
-                assert {run["name"] for run in ask(port, "/api/runs")[1]["runs"]} == {"good", "bad"}
+                names = {run["name"] for run in ask(port, "/api/runs")[1]["runs"]}
+                assert names == {"good", "bad"}
                 status, answer, _ = ask(port, "/api/run?name=bad")
                 assert status == 404
                 assert answer["key"] == "metrics.line.invalid"
@@ -376,7 +380,8 @@ def test_every_control_of_one_run(browser, port):
         assert training["x"] == list(range(1, 21))
         assert validation["x"] == [0, 10, 20]
         assert validation["y"] == [0, 1, 2]
-        assert {line["stackgroup"] for line in lines(page, "Step time by phase")} == {"one"}
+        stackgroups = {line["stackgroup"] for line in lines(page, "Step time by phase")}
+        assert stackgroups == {"one"}
         smooth = training["y"]
         page.fill("#smooth", "0")
         assert lines(page, "Reward")[0]["y"] != smooth
@@ -384,7 +389,8 @@ def test_every_control_of_one_run(browser, port):
         page.select_option("#x-axis", "time")
         assert lines(page, "Reward")[0]["x"][0] < 1
         page.click('.chart:has-text("Reward") .chips button:has-text("training")')
-        assert [line["name"] for line in lines(page, "Reward")] == ["validation"]
+        names = [line["name"] for line in lines(page, "Reward")]
+        assert names == ["validation"]
         page.click('[aria-label="Logarithmic axis: Gradient norm"]')
         page.click('[aria-label="What it means: Gradient norm"]')
         page.click('[aria-label="Larger: Gradient norm"]')
@@ -460,11 +466,12 @@ def test_runs_overlaid_by_the_keyboard(browser, port):
         page.focus('#runs input[data-run^="grid"]')
         page.keyboard.press("Space")
         expect(page.locator("#comparison")).to_contain_text("Paired")
-        assert {line["name"] for line in lines(page, "Reward")} == {
+        expected = {
             f"{name}, {kind}"
             for name in ("first", "grid/lr &lt;script&gt;")
             for kind in ("training", "validation")
         }
+        assert {line["name"] for line in lines(page, "Reward")} == expected
         table = page.inner_text("#comparison")
         assert "+2.000 ± 0.000" in table
         assert "1e-05" in table
@@ -493,7 +500,8 @@ def test_the_page_follows_runs_that_appear_grow_and_go(browser, tmp_path):
 
 
 def test_a_frozen_report_on_a_narrow_screen_without_a_network(browser, results, tmp_path):
-    path = write_report(shutil.copytree(results / "first", tmp_path / "first"))
+    run_dir = shutil.copytree(results / "first", tmp_path / "first")
+    path = write_report(run_dir)
     with opened(browser, path.as_uri(), width=420, offline=True) as page:
         assert page.text_content("#title") == "first"
         assert len(lines(page, "Reward")) == 2

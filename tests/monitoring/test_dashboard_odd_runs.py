@@ -183,7 +183,8 @@ def test_nan_and_infinity_in_metrics_are_gaps_of_a_curve(tmp_path):
         assert ask(port, "/api/runs")[1]["runs"][0]["reward"] == 2.5
         status, run, _ = ask(port, "/api/run?name=run")
         assert status == 200
-        assert run["series"]["train/rewards"]["y"] == [None] * 5 + [2.5]
+        expected = [None] * 5 + [2.5]
+        assert run["series"]["train/rewards"]["y"] == expected
 
 
 def test_names_and_reasons_that_are_not_utf_8(tmp_path):
@@ -194,7 +195,8 @@ def test_names_and_reasons_that_are_not_utf_8(tmp_path):
     with dashboard(tmp_path) as port:
         status, answer, _ = ask(port, "/api/runs")
         assert status == 200
-        assert {row["name"] for row in answer["runs"]} == {"run \\xff", "other"}
+        names = {row["name"] for row in answer["runs"]}
+        assert names == {"run \\xff", "other"}
         assert ask(port, "/api/run?name=run%20%5Cxff")[1]["state"]["step"] == 3
         status, run, _ = ask(port, "/api/run?name=other")
         assert status == 200
@@ -277,9 +279,8 @@ RunFolder.refresh = hang
 dashboard._ANSWER_SECONDS = 1.0
 dashboard.serve(sys.argv[1], port=0)
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])

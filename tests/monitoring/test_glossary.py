@@ -31,9 +31,8 @@ class TwoSources(FunctionReward):
     def infer_rm(self, request):
         future = super().infer_rm(request)
         values = future.rewards.values
-        return dataclasses.replace(
-            future, rewards=dataclasses.replace(future.rewards, by_source={"length": values})
-        )
+        rewards = dataclasses.replace(future.rewards, by_source={"length": values})
+        return dataclasses.replace(future, rewards=rewards)
 
 
 def names_in(path: Path) -> set[str]:
@@ -97,7 +96,8 @@ def test_no_entry_is_dead(written):
         "train/dropped_groups",
         "train/generator_gap_age_STEPS",
     }
-    assert METRICS.keys() - {known.name for name in written if (known := metric_of(name))} == apart
+    names = {known.name for name in written if (known := metric_of(name))}
+    assert METRICS.keys() - names == apart
 
 
 def test_every_entry_says_something():

@@ -89,18 +89,20 @@ def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
         log_step(logger, step, step / 10)
     with path.open("a") as file:
         file.write('{"step": 8, "train/rew')  # what SIGKILL leaves
-    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
+    expected = [1, 2, 3, 4, 5, 6, 7]
+    assert [line["step"] for line in read_metrics(path)] == expected
     resumed = JsonlLogger(path, resume_step=4)
-    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7], (
+    expected = [1, 2, 3, 4, 5, 6, 7]
+    assert [line["step"] for line in read_metrics(path)] == expected, (
         "the start may still be refused"
     )
     resumed.begin()
-    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
+    steps = [line["step"] for line in read_metrics(path)]
+    assert steps == [1, 2, 3, 4]
     for step in range(5, 9):
         log_step(resumed, step, step / 10)
-    assert [(line["step"], line["train/rewards"]) for line in read_metrics(path)] == [
-        (s, s / 10) for s in range(1, 9)
-    ]
+    expected = [(s, s / 10) for s in range(1, 9)]
+    assert [(line["step"], line["train/rewards"]) for line in read_metrics(path)] == expected
     assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"], "no temporary file is left"
 
 
@@ -159,7 +161,8 @@ def test_a_line_that_finds_no_space_leaves_none_of_itself(tmp_path):
     assert path.read_bytes() == before
     logger.log_metrics({"a": 3.0}, 3)
     logger.finalize()
-    assert [line["step"] for line in read_metrics(path)] == [1, 3]
+    steps = [line["step"] for line in read_metrics(path)]
+    assert steps == [1, 3]
 
 
 def test_finalize_writes_what_was_not_committed(tmp_path):
@@ -220,13 +223,14 @@ def test_loggers_pass_everything_on_and_are_a_logger():
     both.commit(3)
     both.finalize("failed")
     assert first.calls == second.calls
-    assert first.calls == [
+    expected = [
         ("metrics", {"rewards": 1.0}, 3, "val/"),
         ("table", "samples", [{"a": 1}], 3),
         ("alert", "diverged", "of nothing", 3, "ERROR"),
         ("commit", 3),
         ("finalize", "failed"),
     ]
+    assert first.calls == expected
 
 
 def test_loggers_close_the_others_when_one_cannot_be_closed():
@@ -249,12 +253,13 @@ class TestDetached:
         logger.alert("diverged", "of nothing", 3)
         logger.commit(3)
         logger.finalize("failed")
-        assert recorder.calls == [
+        expected = [
             ("metrics", {"rewards": 1.0}, 3, "val/"),
             ("alert", "diverged", "of nothing", 3, "WARN"),
             ("commit", 3),
             ("finalize", "failed"),
         ]
+        assert recorder.calls == expected
         assert messages == []
 
     @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(1)])

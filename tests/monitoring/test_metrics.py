@@ -69,29 +69,34 @@ def scored(rewards: list[float], groups: list[int], valid: list[bool]) -> Rollou
     lengths = torch.arange(count) % 3 + 1
     generator = torch.Generator().manual_seed(count)
     log_probs = -torch.rand(count, int(lengths.max()) if count else 0, generator=generator)
+    finish_reasons = tuple(FINISH_STOP if i % 2 else FINISH_LENGTH for i in range(count))
+    source_rewards = {"one": torch.tensor(rewards).float() + 1}
     return RolloutBatch(
         sequences=torch.zeros(count, 8, dtype=torch.long),
         prompt_lengths=torch.arange(count) % 5,
         response_lengths=lengths,
         group_ids=torch.tensor(groups).long(),
         sample_ids=torch.zeros(count).long(),
-        finish_reasons=tuple(FINISH_STOP if i % 2 else FINISH_LENGTH for i in range(count)),
+        finish_reasons=finish_reasons,
         rewards=torch.tensor(rewards).float(),
         valid=torch.tensor(valid).bool(),
         log_probs=log_probs,
         init_log_probs=log_probs - 0.1,
-        source_rewards={"one": torch.tensor(rewards).float() + 1},
+        source_rewards=source_rewards,
     )
 
 
 def trained(rollouts: RolloutBatch) -> ReinforceBatch:
     numbers = torch.arange(float(len(rollouts.valid)))
+    advantages = torch.where(
+        rollouts.response_mask & rollouts.valid[:, None], numbers[:, None] - 2, 0.0
+    )
     return ReinforceBatch(
         rollouts,
         numbers,
         2 * numbers,
         3 * numbers,
-        torch.where(rollouts.response_mask & rollouts.valid[:, None], numbers[:, None] - 2, 0.0),
+        advantages,
         rollouts.valid & (numbers != 0),
     )
 
@@ -105,9 +110,12 @@ class TestRolloutMeans:
     def test_by_hand(self):
         means = reduce_metrics(rollout_means(BATCH), alone)
         # A failed sample is no reward of 0; one that was left out for another reason was scored.
-        assert means["rewards"] == pytest.approx(statistics.mean([1, 3, 5, 5, 9]))
-        assert means["reward_deviation"] == pytest.approx(statistics.stdev([1, 3, 5, 5, 9]))
-        assert means["rewards_one"] == pytest.approx(statistics.mean([2, 4, 6, 6, 10]))
+        expected = statistics.mean([1, 3, 5, 5, 9])
+        assert means["rewards"] == pytest.approx(expected)
+        expected = statistics.stdev([1, 3, 5, 5, 9])
+        assert means["reward_deviation"] == pytest.approx(expected)
+        expected = statistics.mean([2, 4, 6, 6, 10])
+        assert means["rewards_one"] == pytest.approx(expected)
         assert means["fraction_of_samples_scored"] == pytest.approx(5 / 6)
         assert means["fraction_of_samples_valid"] == pytest.approx(4 / 6)
         assert means["fraction_of_samples_properly_ended"] == 0.5
@@ -129,13 +137,12 @@ class TestReinforceMeans:
         trains = [1, 3, 4]
         for name, factor in (("init_policy_kl", 1), ("rewards_with_kl", 2), ("baseline", 3)):
             assert means[name] == pytest.approx(factor * statistics.mean(valid)), name
-        assert means["advantage_mean"] == pytest.approx(statistics.mean(i - 2 for i in trains))
-        assert means["advantage_deviation"] == pytest.approx(
-            statistics.stdev(i - 2 for i in trains)
-        )
-        assert means["advantage_magnitude"] == pytest.approx(
-            statistics.mean(abs(i - 2) for i in valid)
-        )
+        expected = statistics.mean(i - 2 for i in trains)
+        assert means["advantage_mean"] == pytest.approx(expected)
+        expected = statistics.stdev(i - 2 for i in trains)
+        assert means["advantage_deviation"] == pytest.approx(expected)
+        expected = statistics.mean(abs(i - 2) for i in valid)
+        assert means["advantage_magnitude"] == pytest.approx(expected)
         assert means["fraction_of_samples_trained"] == 0.5
         assert means["reward_group_deviation"] == pytest.approx(
             statistics.mean([math.sqrt(2), 0.0])
@@ -150,7 +157,8 @@ class TestReinforceMeans:
             values = sequence_kl(
                 BATCH.log_probs, BATCH.init_log_probs, BATCH.response_mask, estimator=name
             )
-            assert means[f"kl_{name}"] == pytest.approx(values[BATCH.valid].mean().item())
+            expected = values[BATCH.valid].mean().item()
+            assert means[f"kl_{name}"] == pytest.approx(expected)
         without = reduce_metrics(
             reinforce_means(trained(replace(BATCH, init_log_probs=None))), alone
         )
@@ -170,13 +178,17 @@ class TestGroupSpread:
             group: [r for r, other, ok in rows if ok and other == group] for _, group, _ in rows
         }
         members = [rewards for _, rewards in sorted(groups.items()) if len(rewards) > 1]
+        group_ids = torch.tensor([row[1] for row in rows]).long()
+        valid = torch.tensor([row[2] for row in rows]).bool()
         spread, has_none = group_spread(
             torch.tensor([r if ok else NAN for r, _, ok in rows]),
-            torch.tensor([row[1] for row in rows]).long(),
-            torch.tensor([row[2] for row in rows]).bool(),
+            group_ids,
+            valid,
         )
-        assert spread.tolist() == pytest.approx([statistics.stdev(rewards) for rewards in members])
-        assert has_none.tolist() == [len(set(rewards)) == 1 for rewards in members]
+        expected = [statistics.stdev(rewards) for rewards in members]
+        assert spread.tolist() == pytest.approx(expected)
+        expected = [len(set(rewards)) == 1 for rewards in members]
+        assert has_none.tolist() == expected
 
 
 class TestTakeMeans:
@@ -191,11 +203,12 @@ class TestTakeMeans:
         generator = torch.Generator().manual_seed(seed)
         rewards = (1e3 + torch.randn(len(rows), generator=generator)).tolist()
         groups = [row[0] for row in rows]
+        valid = [row[1] and row[2] for row in rows]
         batch = trained(
             scored(
                 [r if row[1] else NAN for r, row in zip(rewards, rows, strict=True)],
                 groups,
-                [row[1] and row[2] for row in rows],
+                valid,
             )
         )
         whole = {**rollout_means(batch.rollouts), **reinforce_means(batch)}
@@ -205,12 +218,13 @@ class TestTakeMeans:
             for rank in range(ranks):
                 local_rows = (torch.tensor(groups).long() % ranks == rank).nonzero()[:, 0]
                 rollouts = batch.rollouts.select(local_rows)
+                advantages = batch.advantages[local_rows, : rollouts.width]
                 part = ReinforceBatch(
                     rollouts,
                     batch.kl[local_rows],
                     batch.rewards_with_kl[local_rows],
                     batch.baseline[local_rows],
-                    batch.advantages[local_rows, : rollouts.width],
+                    advantages,
                     batch.trains[local_rows],
                 )
                 parts.append({**rollout_means(part.rollouts), **reinforce_means(part)})
@@ -222,9 +236,8 @@ class TestTakeMeans:
         parts: list[Statistics] = [
             {"x": RunningMoments.of(torch.full((2,), value))} for value in (0.0, 10.0)
         ]
-        assert reduce_metrics(parts[0], lambda _: parts)["x"] == pytest.approx(
-            statistics.stdev([0, 0, 10, 10])
-        )
+        expected = statistics.stdev([0, 0, 10, 10])
+        assert reduce_metrics(parts[0], lambda _: parts)["x"] == pytest.approx(expected)
 
     def test_ranks_count_by_their_samples(self):
         parts: list[Statistics] = [
@@ -236,10 +249,11 @@ class TestTakeMeans:
 
     def test_a_name_that_a_rank_lacks_is_of_the_others(self):
         parts = [{}, {"x": Mean(4.0, 2.0), "y": RunningMoments.of(torch.tensor([1.0, 3.0]))}]
-        assert reduce_metrics(parts[0], lambda _: parts) == {
+        expected = {
             "x": 2.0,
             "y": pytest.approx(math.sqrt(2)),
         }
+        assert reduce_metrics(parts[0], lambda _: parts) == expected
 
     def test_nothing_counted_is_nan(self):
         means = reduce_metrics({"x": Mean(0.0, 0.0), "y": RunningMoments()}, alone)
@@ -274,9 +288,8 @@ class TestGapQuantiles:
         assert gap_quantiles(gaps, lambda local_sums: local_sums) == self.by_sorting(gaps)
 
     def test_what_is_not_finite_is_the_largest(self):
-        quantiles = gap_quantiles(
-            torch.tensor([1.0, -math.nan, 2.0]), lambda local_sums: local_sums
-        )
+        gaps = torch.tensor([1.0, -math.nan, 2.0])
+        quantiles = gap_quantiles(gaps, lambda local_sums: local_sums)
         assert quantiles["generator_gap_median"] == 2.0
         assert math.isnan(quantiles["generator_gap_max"])
         assert (
@@ -319,9 +332,11 @@ class TestTrainedTokens:
     def test_only_tokens_of_samples_that_train_count(self):
         batch = self.batch(list(range(6)))
         # Rows 1, 3 and 4 train, with responses of 2, 1 and 2 tokens.
-        assert batch.trained_tokens.sum(dim=1).tolist() == [0, 2, 0, 1, 2, 0]
+        expected = [0, 2, 0, 1, 2, 0]
+        assert batch.trained_tokens.sum(dim=1).tolist() == expected
         gaps = generator_gaps(batch, self.log_probs(batch))
-        assert gaps.tolist() == [-0.5, -0.5, -1.0, -1.25, -1.25]
+        expected = [-0.5, -0.5, -1.0, -1.25, -1.25]
+        assert gaps.tolist() == expected
         assert weight_ages(batch, 5).tolist() == [4, 4, 2, 1, 1]
 
     def test_without_the_generators_log_probs_there_are_no_gaps(self):
@@ -353,13 +368,15 @@ class TestTrainedTokens:
             return gathering_ranks(len(shares), metrics)
 
         (whole,) = run([list(range(6))])
-        assert whole["entropy_sampled"] == pytest.approx((1.5 + 1.5 + 2.0 + 2.25 + 2.25) / 5)
+        expected = (1.5 + 1.5 + 2.0 + 2.25 + 2.25) / 5
+        assert whole["entropy_sampled"] == pytest.approx(expected)
         assert whole["generator_gap_max"] == 1.25
-        assert [name for name in whole if "age" in name] == (
+        expected = (
             []
             if version is None
             else ["generator_gap_age_1", "generator_gap_age_2", "generator_gap_age_4"]
         )
+        assert [name for name in whole if "age" in name] == (expected)
         for means in run([[0, 1, 2], [], [3, 4, 5]]):
             assert means == pytest.approx(whole)
 
@@ -390,19 +407,18 @@ class TestUpdateMetrics:
         metrics = update_metrics(
             self.SUMS[0], self.UPDATES, lambda local_sums: [local_sums, *self.SUMS[1:]]
         )
-        assert metrics == pytest.approx(
-            {
-                "actor_loss": 3.0,
-                "grad_norm": 2.0,
-                "lr": 0.2,
-                "skipped_step": 1.0,
-                "optimizer_steps": 2.0,
-                "clip_fraction": 0.5,
-                "effective_sample_size": 12.0**2 / (10 * 16),
-                "entropy": 0.8,
-                "generator_gap": 0.3,
-            }
-        )
+        expected = {
+            "actor_loss": 3.0,
+            "grad_norm": 2.0,
+            "lr": 0.2,
+            "skipped_step": 1.0,
+            "optimizer_steps": 2.0,
+            "clip_fraction": 0.5,
+            "effective_sample_size": 12.0**2 / (10 * 16),
+            "entropy": 0.8,
+            "generator_gap": 0.3,
+        }
+        assert metrics == pytest.approx(expected)
 
     @settings(deadline=None, max_examples=40)
     @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(1, 4))
@@ -448,7 +464,7 @@ def test_what_is_told_of_the_slowest_rank(tmp_path):
     assert str(slowest[0]) == (
         "generate 3.2 s on rank 5 (node2), median 2.1 s (1.5x), slowest node node2, 2.7 s a rank"
     )
-    assert timing_metrics(slowest) == {
+    expected = {
         "generate/max": 3.2,
         "generate/median": 2.1,
         "generate/rank": 5,
@@ -456,11 +472,12 @@ def test_what_is_told_of_the_slowest_rank(tmp_path):
         "train_time/median": 1.0,
         "train_time/rank": 5,
     }
-    assert straggler_lines(tmp_path, 1.5, {1: ranks}, 5.0) == [f"straggler: {slowest[0]}"]
+    assert timing_metrics(slowest) == expected
+    expected = [f"straggler: {slowest[0]}"]
+    assert straggler_lines(tmp_path, 1.5, {1: ranks}, 5.0) == expected
     assert straggler_lines(tmp_path, 1.6, {1: ranks}, 5.0) == []
-    assert straggler_lines(tmp_path, 1.0, {1: ranks}, 1.0) == [
-        (f"straggler: {slowest[0]}; {slowest[1]}")
-    ]
+    expected = [(f"straggler: {slowest[0]}; {slowest[1]}")]
+    assert straggler_lines(tmp_path, 1.0, {1: ranks}, 1.0) == expected
 
 
 def straggler_lines(
@@ -480,14 +497,14 @@ def test_the_slowest_rank_by_brute_force():
         count = draw.randint(2, 9)
         hosts = [f"h{draw.randint(0, 2)}" for _ in range(count)]
         seconds = [round(draw.uniform(0, 4), 3) for _ in range(count)]
-        (slowest,) = slowest_of_phases(
-            [RankSeconds(h, {"p": s}) for h, s in zip(hosts, seconds, strict=True)]
-        )
+        ranks = [RankSeconds(h, {"p": s}) for h, s in zip(hosts, seconds, strict=True)]
+        (slowest,) = slowest_of_phases(ranks)
         most = seconds.index(max(seconds))
         assert slowest.seconds == seconds[most]
         assert slowest.rank == most
         assert slowest.host == hosts[most]
-        assert slowest.median == sorted(seconds)[(count - 1) // 2]
+        expected = sorted(seconds)[(count - 1) // 2]
+        assert slowest.median == expected
         if len(set(hosts)) == 1:
             assert slowest.node is None
             continue
@@ -501,7 +518,8 @@ def test_the_slowest_rank_by_brute_force():
 
 def test_noise_is_no_straggler_and_two_ranks_are_compared_with_the_faster_one():
     def slowest(*seconds: float) -> Slowest:
-        return slowest_of_phases([RankSeconds("a", {"generate": value}) for value in seconds])[0]
+        ranks = [RankSeconds("a", {"generate": value}) for value in seconds]
+        return slowest_of_phases(ranks)[0]
 
     assert slowest(1.0, 1.6).stands_out(1.5, 2.0)
     assert not slowest(1.0, 1.4).stands_out(1.5, 2.0)
@@ -530,9 +548,8 @@ def test_what_stays_the_same_is_said_again_after_a_while(tmp_path):
     )
     steps = dict.fromkeys(range(1, 2 * REPEAT_STEPS), slow) | {5: other, 6: []}
     said = straggler_lines(tmp_path, 1.5, steps, 4.0)
-    assert [line.split(" (")[0] for line in said] == [
-        f"straggler: p 3.0 s on rank {rank}" for rank in (1, 0, 1)
-    ], "at step 1, 5 and 11"
+    expected = [f"straggler: p 3.0 s on rank {rank}" for rank in (1, 0, 1)]
+    assert [line.split(" (")[0] for line in said] == expected, "at step 1, 5 and 11"
 
 
 def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):

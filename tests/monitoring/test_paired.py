@@ -32,7 +32,8 @@ def test_by_hand():
     error = math.sqrt(2 / 3 / 4)
     assert comparison.standard_error == pytest.approx(error)
     assert comparison.degrees == 3
-    assert comparison.interval == pytest.approx((1 - 3.1824 * error, 1 + 3.1824 * error), abs=1e-4)
+    expected = (1 - 3.1824 * error, 1 + 3.1824 * error)
+    assert comparison.interval == pytest.approx(expected, abs=1e-4)
     assert comparison.smallest_gain == pytest.approx((3.1824 + 0.9785) * error, abs=1e-4)
     assert comparison.p == pytest.approx(two_sided_p(1 / error, 3))
 
@@ -56,7 +57,8 @@ def test_failed_and_absent_prompts_are_left_out_in_pairs_and_counted():
 
 def test_several_samples_of_a_prompt_count_once():
     before = [row(0, 0.0), row(0, 2.0, 1), row(1, 0.0), row(1, NAN, 1), row(2, 0.0)]
-    comparison = compare_validation(before, [row(0, 4.0), row(1, 0.0), row(2, 1.0)])
+    after = [row(0, 4.0), row(1, 0.0), row(2, 1.0)]
+    comparison = compare_validation(before, after)
     assert comparison.n == 2
     assert comparison.left_out == 1
     assert comparison.mean_difference == 2.0
@@ -68,9 +70,8 @@ def test_several_samples_of_a_prompt_count_once():
 
 
 def test_infinite_rewards_are_left_out_as_nan_is():
-    comparison = compare_validation(
-        [row(0, math.inf), row(0, -math.inf, 1), row(1)], [row(0), row(1)]
-    )
+    before = [row(0, math.inf), row(0, -math.inf, 1), row(1)]
+    comparison = compare_validation(before, [row(0), row(1)])
     assert comparison.n == 1
     assert comparison.left_out == 1
 

@@ -92,9 +92,10 @@ def test_a_wait_in_a_log_file_is_told_at_growing_intervals(monkeypatch):
                 seconds[0] += 5
                 progress.note(f"{phase} {seconds[0] - start:.0f}", transient=True)
     notes = [line.split() for line in file.seen.splitlines()]
-    assert notes == [
+    expected = [
         [phase, n] for phase in ("reward_wait", "generate") for n in ("5", "15", "45", "135", "405")
     ]
+    assert notes == expected
 
 
 def test_other_ranks_show_nothing():

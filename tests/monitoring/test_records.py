@@ -65,19 +65,25 @@ def batch_of(seed: int = 0) -> ReinforceBatch:
         # not 0 on padding: it must not be recorded
         return torch.randn(4, max(LENGTHS), generator=draw)
 
+    source_rewards = {"short": torch.tensor([1.0, math.nan, 0.0, 3.0])}
+    rewards = torch.tensor([0.5, math.nan, -1.0, 2.0])
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    group_ids = torch.tensor([7, 7, 9, 9])
+    sample_ids = torch.tensor([0, 1, 0, 1])
+    valid = torch.tensor([True, False, True, False])
     rollouts = RolloutBatch(
         sequences=sequences,
-        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+        prompt_lengths=prompt_lengths,
         response_lengths=torch.tensor(LENGTHS),
-        group_ids=torch.tensor([7, 7, 9, 9]),
-        sample_ids=torch.tensor([0, 1, 0, 1]),
+        group_ids=group_ids,
+        sample_ids=sample_ids,
         finish_reasons=("stop", "stop", "length", "outside_vocabulary"),
-        rewards=torch.tensor([0.5, math.nan, -1.0, 2.0]),
-        valid=torch.tensor([True, False, True, False]),
+        rewards=rewards,
+        valid=valid,
         generator_log_probs=per_token(),
         log_probs=per_token(),
         init_log_probs=per_token(),
-        source_rewards={"short": torch.tensor([1.0, math.nan, 0.0, 3.0])},
+        source_rewards=source_rewards,
         score_faults=(None, "took longer than 3 s", None, None),
     )
     each = torch.arange(4.0)
@@ -105,7 +111,8 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
         assert row.step == 3
         assert row.prompt_id == prompt.id
         assert row.sample_id == i % 2
-        assert tokens == RunFolder(tmp_path).tokens(3, [prompt.id])[prompt.id, i % 2]
+        expected = RunFolder(tmp_path).tokens(3, [prompt.id])[prompt.id, i % 2]
+        assert tokens == expected
         assert tokens.prompt_tokens == list(prompt.tokens)
         assert row.prompt == prompt.text
         start = len(prompt.tokens)
@@ -168,14 +175,15 @@ def test_without_log_probs_no_token_is_the_worst(tmp_path, tokenizer):
         {"valid": torch.zeros(4).bool()},
     ):
         rollouts = dataclasses.replace(batch.rollouts, **changes)
+        parts = [samples_of(dataclasses.replace(batch, rollouts=rollouts), tokenizer)]
+        samples = join_samples(parts, tokenizer)
         write_records(
             path,
-            join_samples(
-                [samples_of(dataclasses.replace(batch, rollouts=rollouts), tokenizer)], tokenizer
-            ),
+            samples,
         )
         assert worst_tokens(path) == []
-    write_records(path, Samples(sample_rows(3, PROMPTS, batch.rollouts, tokenizer, batch)))
+    rows = sample_rows(3, PROMPTS, batch.rollouts, tokenizer, batch)
+    write_records(path, Samples(rows))
     assert worst_tokens(path) == [], "tokens are not recorded"
 
 
@@ -200,7 +208,8 @@ def test_ranks_together_record_what_one_does(tmp_path, tokenizer, split):
             batch.shaped_rewards[rows],
         )
         parts.append(samples_of(part, tokenizer))
-    write_records(tmp_path / "one.parquet", join_samples([samples_of(batch, tokenizer)], tokenizer))
+    samples = join_samples([samples_of(batch, tokenizer)], tokenizer)
+    write_records(tmp_path / "one.parquet", samples)
     write_records(tmp_path / "three.parquet", join_samples(parts, tokenizer))
     alone, joined = (
         read_table(tmp_path / name).to_pydict() for name in ("one.parquet", "three.parquet")
@@ -216,7 +225,8 @@ def test_what_was_not_computed_is_null(tmp_path, tokenizer):
     batch = dataclasses.replace(batch, log_probs=None, init_log_probs=None)
     rows = sample_rows(0, PROMPTS, batch, tokenizer, set_name="validation")
     path = tmp_path / "step_00000.parquet"
-    write_records(path, join_samples([Samples(rows, token_columns(batch))], tokenizer))
+    samples = join_samples([Samples(rows, token_columns(batch))], tokenizer)
+    write_records(path, samples)
     tokens = read_tokens(path)[2]
     assert len(tokens.generator_log_probs or []) == 2
     assert (
@@ -278,7 +288,8 @@ def test_a_kill_before_the_move_leaves_the_earlier_file(tmp_path, tokenizer):
 def test_damage_and_other_versions_are_named(tmp_path, tokenizer, monkeypatch):
     path = tmp_path / "step_00001.parquet"
     monkeypatch.setattr(records, "VERSION", 3)
-    write_records(path, join_samples([samples_of(batch_of(), tokenizer)], tokenizer))
+    samples = join_samples([samples_of(batch_of(), tokenizer)], tokenizer)
+    write_records(path, samples)
     monkeypatch.undo()
     with raises_error(
         "samples.file.other_version", path, "version 3", f"version {records.VERSION}"
@@ -411,7 +422,8 @@ def test_failed_rewards_are_null_on_disk_and_tensors_are_numbers(tmp_path):
     records = read_table(path, list(SAMPLE_COLUMNS)).to_pylist()
     assert records[0]["reward"] is None
     assert records[1]["reward"] == 0.25
-    assert list(records[0]) == [field.name for field in dataclasses.fields(RolloutRow)]
+    expected = [field.name for field in dataclasses.fields(RolloutRow)]
+    assert list(records[0]) == expected
     assert math.isnan(read_rows(path)[0].reward)
 
 

@@ -151,8 +151,10 @@ def test_a_whole_run(tmp_path, steps):
         "rest",
     ]
     assert "Gradient norm" not in titles, "no finite number"
-    assert line(page, "train/init_policy_kl") == [(step, step / 10) for step in range(1, steps + 1)]
-    assert line(page, "timers/rest of the step") == [(step, 1.0) for step in range(1, steps + 1)]
+    expected = [(step, step / 10) for step in range(1, steps + 1)]
+    assert line(page, "train/init_policy_kl") == expected
+    expected = [(step, 1.0) for step in range(1, steps + 1)]
+    assert line(page, "timers/rest of the step") == expected
     assert [step for step, _ in line(page, "val/rewards")] == [0, steps]
     first, last = page["samples"]["validation"].values()
     assert last[0]["response"] == f"response 0 of step {steps} {EVIL}"
@@ -171,7 +173,8 @@ def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validation
         numbers.append({"step": step, "val/rewards": step / 10})
     write_json_lines(tmp_path / "metrics.jsonl", numbers)
     for step in range(1, 41):
-        write_rows(tmp_path, step, [sample(step, i, 0.5) for i in range(300)])
+        rows = [sample(step, i, 0.5) for i in range(300)]
+        write_rows(tmp_path, step, rows)
     path = write_report(tmp_path)
     page = read(path)
     assert path.stat().st_size < 4_000_000
@@ -179,9 +182,8 @@ def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validation
     assert len(rewards) <= MAX_POINTS
     assert rewards[-1][0] == 10_000
     for (before, _), (step, value) in itertools.pairwise(rewards):
-        assert value == pytest.approx((before + 1 + step) / 2, rel=1e-4), (
-            "the mean of the bin's steps"
-        )
+        expected = (before + 1 + step) / 2
+        assert value == pytest.approx(expected, rel=1e-4), "the mean of the bin's steps"
     assert max(value for _, value in line(page, "train/grad_norm")) == 50.0
     assert line(page, "val/rewards") == [(step, step / 10) for step in range(0, 10_001, 2000)]
     assert list(page["samples"]["rollouts"]) == ["1", "11", "21", "30", "40"]
@@ -205,23 +207,25 @@ def test_errors_of_the_mean_reward(tmp_path):
         folder = tmp_path / name
         write_rows(folder, 1, [sample(1, i, 0.0, sample_id=j) for i in range(8) for j in range(4)])
         deviation = math.sqrt(spread**2 + 1)
+        records = [
+            {
+                "step": 1,
+                "train/rewards": 0,
+                "train/reward_deviation": deviation,
+                "train/reward_group_deviation": 1.0,
+            }
+        ]
         write_json_lines(
             folder / "metrics.jsonl",
-            [
-                {
-                    "step": 1,
-                    "train/rewards": 0,
-                    "train/reward_deviation": deviation,
-                    "train/reward_group_deviation": 1.0,
-                }
-            ],
+            records,
         )
         ((_, error),) = line(overview(RunFolder(folder)), "train/rewards_error")
         assert error == pytest.approx(statistics.stdev(means), rel=0.15)
 
 
 def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
-    fell = read(write_report(make_run(tmp_path / "fell", 4, gain=-1.0)))
+    run_dir = make_run(tmp_path / "fell", 4, gain=-1.0)
+    fell = read(write_report(run_dir))
     assert "(p < 0.001): a real loss at the 5 % level" in fell["verdict"]
     assert fell["tone"] == "bad"
     still = read(write_report(make_run(tmp_path / "still", 4, gain=0.0)))
@@ -233,7 +237,8 @@ def test_a_run_that_has_just_begun(tmp_path):
     StatusFile(tmp_path, enabled=True).begin()
     assert read(write_report(tmp_path))["span"] == "No step has been logged yet."
     write_rows(tmp_path, 0, [sample(0, 0, math.nan)], "validation")
-    write_rows(tmp_path, 1, [sample(1, 0, math.nan, valid=False)])
+    rows = [sample(1, 0, math.nan, valid=False)]
+    write_rows(tmp_path, 1, rows)
     logger = JsonlLogger(tmp_path / "metrics.jsonl")
     logger.log_metrics({"rewards": math.nan}, 0, "val/")
     logger.log_metrics({"rewards": math.nan}, 1, "train/")
@@ -277,18 +282,22 @@ def test_every_row_of_two_validations_is_tested(tmp_path):
             for i in range(4)
         ]
         write_rows(tmp_path, step, rows, "validation")
+    records = [
+        {"step": step, "val/rewards_tests": 9, "val/response_lengths": 9.0} for step in (0, 2)
+    ]
     write_json_lines(
         tmp_path / "metrics.jsonl",
-        [{"step": step, "val/rewards_tests": 9, "val/response_lengths": 9.0} for step in (0, 2)],
+        records,
     )
     (table, *_) = overview(RunFolder(tmp_path))["tables"]
     basis = "validation, the same 4 prompts"
-    assert table["rows"] == [
+    expected = [
         ["Reward", "0.500", "0.500", "+0.000 ± 0.000", basis],
         ["  tests", "0.000", "0.750", "+0.750 ± 0.323, p = 0.103", basis],
         ["Response length, tokens", "10.0", "13.0", "+3.0 ± 1.3, p = 0.103", basis],
         ["Ended by itself", "50.0%", "50.0%", "+0.0% ± 0.0%", basis],
     ]
+    assert table["rows"] == expected
 
 
 def test_the_top_operations_of_a_profile(tmp_path):
@@ -304,7 +313,8 @@ def test_the_top_operations_of_a_profile(tmp_path):
     )
     tables = read(write_report(tmp_path))["tables"][1:]
     assert [table["title"][:7] for table in tables] == ["Step 2:", "Step 3:", "Step 4:"]
-    assert tables[0]["rows"] == [["aten::<mm>", "7", "1.250", "50.0%"]] * 12
+    expected = [["aten::<mm>", "7", "1.250", "50.0%"]] * 12
+    assert tables[0]["rows"] == expected
     path.write_text("{}")
     with raises_error("report.profile.damaged", path):
         write_report(tmp_path)
@@ -350,7 +360,8 @@ def test_the_printed_summary(tmp_path):
     assert re.search(
         r"17\.5 -> +17\.5 +\+0\.0 ± 0\.0 +\(validation, the same 16 prompts\)", lengths
     )
-    assert lines[-1].split() == ["checkpoint", str(tmp_path / "last")]
+    expected = ["checkpoint", str(tmp_path / "last")]
+    assert lines[-1].split() == expected
     assert lines[-2].split() == ["run", "folder", str(tmp_path)]
 
 
@@ -385,7 +396,8 @@ def test_the_page_of_a_reward_model(tmp_path):
     )
     assert page["tables"][0]["rows"][1] == ["accuracy", "0.7500"]
     assert page["tables"][1]["rows"] == [["0.50 to 0.55", "8", "0.520", "0.625"]]
-    assert page["figures"][0]["lines"][0] == {"name": "observed", "x": [52.0], "y": [0.625]}
+    expected = {"name": "observed", "x": [52.0], "y": [0.625]}
+    assert page["figures"][0]["lines"][0] == expected
     (tmp_path / "evaluation.json").write_text("{}")
     with raises_error("report.evaluation.damaged", tmp_path / "evaluation.json"):
         overview(RunFolder(tmp_path))

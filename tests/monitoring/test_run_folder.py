@@ -49,7 +49,8 @@ def test_the_lines_are_those_of_the_file_whatever_the_writer_does(tmp_path):
     assert seen() == [*range(1, 8)]
     log(tmp_path, (4, 5), resume_step=3, kl=1.0)  # the torn line goes, and the steps after 3
     assert seen() == [1, 2, 3, 4, 5]
-    assert run.series("train/kl") == [(4, 1.0), (5, 1.0)]
+    expected = [(4, 1.0), (5, 1.0)]
+    assert run.series("train/kl") == expected
     logger = JsonlLogger(tmp_path / "metrics.jsonl", resume_step=5)
     logger.log_metrics({"rewards": 0.5}, 5, "test/")
     logger.commit(5)
@@ -68,7 +69,8 @@ def test_cut_anywhere_only_the_new_lines_are_read(tmp_path, monkeypatch):
     for end in [*sorted(random.Random(0).sample(range(len(whole)), 40)), len(whole)]:
         path.write_bytes(whole[:end])
         run.refresh()
-    assert run.lines == [json.loads(line) for line in whole.decode().splitlines()]
+    expected = [json.loads(line) for line in whole.decode().splitlines()]
+    assert run.lines == expected
     assert len(read) == 29
 
 
@@ -198,11 +200,13 @@ def test_lines_without_metrics_count_as_values(tmp_path):
 def test_steps_are_copied_once_for_all_metrics(tmp_path):
     log(tmp_path, [1, 2])
     run = RunFolder(tmp_path)
-    assert run.series("train/rewards") == [(1, 1.0), (2, 2.0)]
+    expected = [(1, 1.0), (2, 2.0)]
+    assert run.series("train/rewards") == expected
     assert run.metrics.steps() is run.metrics.steps()
     log(tmp_path, [3], resume_step=2)
     run.refresh()
-    assert run.series("train/rewards") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    expected = [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert run.series("train/rewards") == expected
     assert run.last_step == 3
 
 
@@ -245,10 +249,11 @@ def test_an_alert_is_over_after_some_steps_without(tmp_path):
         )
         logger.log_metrics({"rewards": 1.0}, step, "val/")
         logger.commit(step)
-    assert [(a.kind, a.first, a.last, a.count) for a in RunFolder(tmp_path).alerts()] == [
+    expected = [
         ("skipped", 12, 12, 1),
         ("skipped", 2, 6, 3),
     ]
+    assert [(a.kind, a.first, a.last, a.count) for a in RunFolder(tmp_path).alerts()] == expected
     (tmp_path / "config.yaml").write_text("alerts: {rules: {skipped: 'off'}}\n")
     assert RunFolder(tmp_path).alerts() == []
 
@@ -263,7 +268,8 @@ def test_stragglers_are_those_of_the_run_s_own_factor(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         json.dumps({"step": 1, "train/rewards": 0.0, **timing}) + "\n"
     )
-    assert [alert.kind for alert in RunFolder(tmp_path).alerts()] == ["straggler"]
+    kinds = [alert.kind for alert in RunFolder(tmp_path).alerts()]
+    assert kinds == ["straggler"]
     (tmp_path / "config.yaml").write_text("trainer: {straggler_factor: 5.0}\n")
     assert RunFolder(tmp_path).alerts() == []
 
@@ -321,7 +327,9 @@ def test_runs_are_found_below_a_folder(tmp_path):
     StatusFile(tmp_path / "two", enabled=True).begin()
     log(tmp_path / "a" / "one" / "inner", (1,))
     log(tmp_path / ".hidden", (1,))
-    log(tmp_path / "b" / "c" / "d" / "e", (1,))
-    assert runs_below(tmp_path) == [tmp_path / "a" / "one", tmp_path / "two"]
+    folder = tmp_path / "b" / "c" / "d" / "e"
+    log(folder, (1,))
+    expected = [tmp_path / "a" / "one", tmp_path / "two"]
+    assert runs_below(tmp_path) == expected
     assert runs_below(tmp_path / "two") == [tmp_path / "two"]
     assert os.sep in str(tmp_path)

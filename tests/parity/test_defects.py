@@ -73,7 +73,8 @@ def of_prompts(rows: list[dict]) -> dict[int, list[dict]]:
 
 
 def loaders(num_prompts: int, step: int, ranks: int) -> list[PromptLoader]:
-    dataset = PromptDataset([Prompt(i, f"prompt {i}", (i + 4,)) for i in range(num_prompts)])
+    prompts = [Prompt(i, f"prompt {i}", (i + 4,)) for i in range(num_prompts)]
+    dataset = PromptDataset(prompts)
     samplers = [PromptSampler(num_prompts, step, seed=2, max_epochs=1) for _ in range(ranks)]
     return [PromptLoader(dataset, sampler, rank, ranks) for rank, sampler in enumerate(samplers)]
 
@@ -124,9 +125,8 @@ def test_defect_03_the_update_does_not_depend_on_micro_batches_and_padding(tmp_p
         "padded": [f"{RL}.rollout_batch_seq_length=16"],
     }.items():
         (tmp_path / name).mkdir()
-        with tiny_trainer(
-            tiny_config(tmp_path / name, *keys, ONE_STEP, "model.optim.eps=1e-3"), mesh
-        ) as trainer:
+        config = tiny_config(tmp_path / name, *keys, ONE_STEP, "model.optim.eps=1e-3")
+        with tiny_trainer(config, mesh) as trainer:
             trainer.fit()
             norms_and_weights.append(
                 (metrics_of(tmp_path / name)[0]["train/grad_norm"], weights(trainer))
@@ -172,11 +172,12 @@ def test_defect_04_no_beta_no_second_sample_and_empty_responses(tmp_path, mesh):
             tokens = completions.tokens.clone()
             lengths[0] = 0
             tokens[0] = 0
+            finish_reasons = (FINISH_STOP, *completions.finish_reasons[1:])
             return replace(
                 completions,
                 lengths=lengths,
                 tokens=tokens,
-                finish_reasons=(FINISH_STOP, *completions.finish_reasons[1:]),
+                finish_reasons=finish_reasons,
             )
 
     (tmp_path / "empty").mkdir()
@@ -195,9 +196,8 @@ def test_defect_05_leave_one_out_counts_valid_samples_only(tmp_path, mesh):
     scores = iter([1.0, 2.0, 6.0, math.nan, math.nan, 5.0, math.nan, math.nan, *[1.0] * 100])
     run(tmp_path, mesh, f"{RL}.max_failed_fraction=1", ONE_STEP, rm=lambda ids: next(scores))
     first, second = list(of_prompts(rollouts_of(tmp_path, 1)).values())[:2]
-    assert [row["advantage"] for row in first] == pytest.approx(
-        [1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2, 0.0], abs=1e-6
-    )
+    expected = [1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2, 0.0]
+    assert [row["advantage"] for row in first] == pytest.approx(expected, abs=1e-6)
     assert [row["advantage"] for row in second] == [0.0] * 4
 
 
@@ -206,10 +206,10 @@ def test_defect_06_equal_prompts_are_two_groups(tmp_path, mesh):
     groups = of_prompts(rollouts_of(tmp_path, 1))
     equal = [rows for rows in groups.values() if rows[0]["prompt"] == "eta"]
     assert len(equal) == 2
-    assert [len(rows) for rows in groups.values()] == [4] * 4
-    assert [row["response"] for row in equal[0]] != [row["response"] for row in equal[1]], (
-        "each with its own noise"
-    )
+    lengths = [len(rows) for rows in groups.values()]
+    assert lengths == [4] * 4
+    responses = [row["response"] for row in equal[0]]
+    assert responses != [row["response"] for row in equal[1]], "each with its own noise"
     for rows in equal:
         for row in rows:
             others = sum(other["reward_with_kl"] for other in rows if other is not row) / 3
@@ -237,9 +237,8 @@ def test_defect_07_never_silently_off_policy(tmp_path, mesh):
 def test_defect_08_log_probs_are_of_the_distribution_that_was_sampled_from(tmp_path, mesh):
     # Else the trainer takes the generator's log-probs for its own, and they equal themselves.
     recomputed = f"{RL}.generator_log_probs=false"
-    with tiny_trainer(
-        tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.temperature=0.5", recomputed), mesh
-    ) as trainer:
+    config = tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.temperature=0.5", recomputed)
+    with tiny_trainer(config, mesh) as trainer:
         batch, _, _ = trainer.generate_rollouts()
     assert batch.log_probs is not None
     assert batch.generator_log_probs is not None
@@ -346,9 +345,8 @@ def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tm
                 RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)
             ).result()
             assert rewards.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN, STATUS_OK]
-            assert rewards.values.tolist()[::2] == pytest.approx(
-                [toy_score([5, 6, 7]), toy_score([8, 9])]
-            )
+            expected = [toy_score([5, 6, 7]), toy_score([8, 9])]
+            assert rewards.values.tolist()[::2] == pytest.approx(expected)
             assert math.isnan(rewards.values[1])
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(60) == 0
@@ -368,9 +366,11 @@ def test_defect_14_shares_are_fixed_and_ranks_may_be_idle(tmp_path, mesh):
     """Ten prompts in steps of four on four ranks: the last step has two, and two ranks get none."""
     shares = [list(map(list, zip(*loaders(10, 4, 4), strict=True))) for _ in range(2)]
     assert shares[0] == shares[1]
-    assert [len(step) for step in shares[0]] == [4, 4, 4]
+    lengths = [len(step) for step in shares[0]]
+    assert lengths == [4, 4, 4]
     assert sorted(len(share) for share in shares[0][-1]) == [0, 0, 1, 1]
-    assert sorted(prompt.id for step in shares[0] for prompt in chain(*step)) == list(range(10))
+    ids = sorted(prompt.id for step in shares[0] for prompt in chain(*step))
+    assert ids == list(range(10))
 
     with tiny_trainer(tiny_config(tmp_path, "model.optim.weight_decay=0"), mesh) as trainer:
         # a whole idle step
@@ -429,9 +429,8 @@ def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epoc
 def test_defect_17_all_samples_of_a_prompt_are_one_call_and_one_prefill(tmp_path, mesh):
     prefills = []
     calls = []
-    with tiny_trainer(
-        tiny_config(tmp_path, ONE_STEP, f"{RL}.num_rollouts_per_prompt=5"), mesh, odd_share
-    ) as trainer:
+    config = tiny_config(tmp_path, ONE_STEP, f"{RL}.num_rollouts_per_prompt=5")
+    with tiny_trainer(config, mesh, odd_share) as trainer:
         lm = trainer.model.lm
         engine = trainer.model.generator
         forward = lm.forward

@@ -78,7 +78,8 @@ class TestAlgorithm:
     def test_feature_rloo_over_g_rollouts_a_prompt(self, tmp_path, mesh):
         run(tmp_path, mesh, f"{RL}.num_rollouts_per_prompt=3", ONE_STEP)
         groups = of_prompts(rollouts_of(tmp_path, 1))
-        assert [len(rows) for rows in groups.values()] == [3] * 4
+        lengths = [len(rows) for rows in groups.values()]
+        assert lengths == [3] * 4
         for rows in groups.values():
             total = sum(row["reward_with_kl"] for row in rows)
             for row in rows:
@@ -91,7 +92,8 @@ class TestAlgorithm:
         run(tmp_path, mesh, *keys)
         rows = rollouts_of(tmp_path, 2)
         for r in rows:
-            assert r["reward_with_kl"] == pytest.approx(r["reward"] - 0.3 * r["kl"], abs=1e-6)
+            expected = r["reward"] - 0.3 * r["kl"]
+            assert r["reward_with_kl"] == pytest.approx(expected, abs=1e-6)
         assert any(row["kl"] < 0 for row in rows) != absolute
         assert any(row["kl"] > 0 for row in rows)
 
@@ -162,9 +164,8 @@ class TestAlgorithm:
         moved = []
         for clip in (0, 1e-3):
             (tmp_path / str(clip)).mkdir()
-            with tiny_trainer(
-                tiny_config(tmp_path / str(clip), *keys, f"{RL}.gradient_clip_val={clip}"), mesh
-            ) as run_:
+            config = tiny_config(tmp_path / str(clip), *keys, f"{RL}.gradient_clip_val={clip}")
+            with tiny_trainer(config, mesh) as run_:
                 before = weights(run_)
                 run_.fit()
                 moved.append(changed(before, weights(run_)))
@@ -197,7 +198,8 @@ class TestAlgorithm:
         assert sorted(first) == sorted(second) == list(range(8))
         assert first != second
         run(tmp_path, mesh, "model.data.shuffle=false", f"{RL}.max_epochs=2")
-        assert order(tmp_path, (1, 2, 3, 4)) == list(range(8)) * 2
+        expected = list(range(8)) * 2
+        assert order(tmp_path, (1, 2, 3, 4)) == expected
 
     def test_feature_max_steps(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.max_epochs=9", f"{RL}.max_steps=3")
@@ -258,9 +260,8 @@ class TestModel:
 
     def test_feature_bf16(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path, "trainer.precision=bf16"), mesh) as trainer:
-            assert {parameter.dtype for parameter in trainer.model.lm.parameters()} == {
-                torch.bfloat16
-            }
+            dtypes = {parameter.dtype for parameter in trainer.model.lm.parameters()}
+            assert dtypes == {torch.bfloat16}
             trainer.fit()
             states = trainer.optimizer._optimizer.state_dict()
         lines = metrics_of(tmp_path)
@@ -439,9 +440,8 @@ class TestGeneration:
         assert sizes["validation"] == [2, 1] * 2
         assert sizes["passes"] == [7, 6] * 2, "reference, update: the generator knows the policy's"
         losses = [line["train/actor_loss"] for line in metrics_of(tmp_path)[1:]]
-        assert losses == pytest.approx(
-            [line["train/actor_loss"] for line in metrics_of(plain)[:2]], abs=SAME
-        )
+        expected = [line["train/actor_loss"] for line in metrics_of(plain)[:2]]
+        assert losses == pytest.approx(expected, abs=SAME)
 
 
 class TestLoad:
@@ -464,7 +464,8 @@ class TestLoad:
         lines = metrics_of(tmp_path)
         assert same_as(plain, lines)
         used = sum(3 + row["response_length"] for row in rollouts_of(tmp_path, 1))
-        assert lines[0]["train/padding_fraction"] == pytest.approx(1 - used / (16 * 15))
+        expected = 1 - used / (16 * 15)
+        assert lines[0]["train/padding_fraction"] == pytest.approx(expected)
 
     @pytest.mark.slow
     def test_feature_padding_to_a_fixed_length_on_context_parallel_ranks(self, tmp_path, plain):

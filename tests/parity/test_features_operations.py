@@ -61,7 +61,8 @@ class TestRewardClient:
     @pytest.fixture
     def server(self, tmp_path):
         tiny_overrides(tmp_path)
-        with FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as server:
+        answers = [answer([1.0, 2.0], [0, 0])]
+        with FakeRewardServer(answers) as server:
             tokenizer = TokenizerInfo.from_tokenizer(load_tokenizer(tmp_path / "model"))
             server.info = describe(tokenizer=tokenizer, vocab_size=32)
             yield server
@@ -163,7 +164,8 @@ class TestData:
         path = tmp_path / "nemo.jsonl"
         path.write_text('{"text": "eta"}\n{"text": "tea"}\n')
         run(tmp_path, mesh, f"model.data.data_prefix.train=[{path}]")
-        assert {row["prompt"] for row in rollouts_of(tmp_path, 1)} == {"eta", "tea"}
+        prompts = {row["prompt"] for row in rollouts_of(tmp_path, 1)}
+        assert prompts == {"eta", "tea"}
 
     def test_feature_train_validation_and_test(self, tmp_path, mesh):
         """The test set is answered once, after the last step.
@@ -180,7 +182,8 @@ class TestData:
         assert [line["step"] for line in lines] == [0, 1, 2]
         rows = rollouts_of(tmp_path, 2, "test")
         assert [row["prompt"] for row in rows] == ["sin", "tan"]
-        assert lines[2]["test/rewards"] == pytest.approx(sum(row["reward"] for row in rows) / 2)
+        expected = sum(row["reward"] for row in rows) / 2
+        assert lines[2]["test/rewards"] == pytest.approx(expected)
 
     def test_feature_blending_of_files_by_weight(self, tmp_path, mesh):
         """Six of eight draws are of a file with two prompts; a stop in between changes nothing."""
@@ -199,9 +202,8 @@ class TestData:
             draws += prompts.values()
         counts = Counter(draws)
         assert counts["sin"] == counts["tan"] == 9, "three quarters of 24 draws"
-        assert sorted(counts.values()) == [1] * 6 + [9] * 2, (
-            "one pass over the other file, in three epochs"
-        )
+        expected = [1] * 6 + [9] * 2
+        assert sorted(counts.values()) == expected, "one pass over the other file, in three epochs"
 
     @pytest.mark.parametrize("too_long", ["refuse", "skip"])
     def test_feature_limit_on_prompt_length(self, tmp_path, mesh, too_long):
@@ -215,7 +217,8 @@ class TestData:
             with raises_error("data.prompt.too_long", *values):
                 build_datasets(config, tokenizer)
         else:
-            assert [prompt.text for prompt in build_datasets(config, tokenizer).train] == ["a" * 11]
+            texts = [prompt.text for prompt in build_datasets(config, tokenizer).train]
+            assert texts == ["a" * 11]
 
 
 class FakeWandb(ModuleType):
@@ -298,16 +301,16 @@ class TestOperations:
         scalars = {
             tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]
         }
-        assert [e.step for e in events.Scalars("train/rewards")] == [1, 2, 3, 4]
+        steps = [e.step for e in events.Scalars("train/rewards")]
+        assert steps == [1, 2, 3, 4]
         assert [e.step for e in events.Scalars("val/rewards")] == [0, 2, 4]
         names = [
             name
             for name in lines[-1]
             if name not in ("step", "time") and lines[-1][name] is not None
         ]
-        assert {name: scalars[name][4] for name in names} == pytest.approx(
-            {name: lines[-1][name] for name in names}
-        )
+        expected = {name: lines[-1][name] for name in names}
+        assert {name: scalars[name][4] for name in names} == pytest.approx(expected)
 
     def test_feature_sample_tables_phase_timers_and_metrics_with_their_names(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.val_check_interval=2")
@@ -369,7 +372,8 @@ class TestOperations:
 
     def test_feature_auto_resume(self, tmp_path, mesh):
         run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.max_steps=3")
-        assert [line["step"] for line in run(tmp_path, mesh, f"{RL}.max_epochs=2")] == [1, 2, 3, 4]
+        steps = [line["step"] for line in run(tmp_path, mesh, f"{RL}.max_epochs=2")]
+        assert steps == [1, 2, 3, 4]
         with raises_error("metrics.file.of_another_run", "step 4"):
             run(tmp_path, mesh, "exp_manager.resume_if_exists=false")
 
@@ -382,7 +386,8 @@ class TestOperations:
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
         assert checkpoint is not None
         assert checkpoint.trainer_state["step"] == 2
-        assert [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line] == [0, 2]
+        steps = [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line]
+        assert steps == [0, 2]
         lines = run(tmp_path, mesh, *keys)
         assert [line["step"] for line in lines] == list(range(9))
         assert [line["step"] for line in lines if "val/rewards" in line] == [0, 2, 4, 8]

@@ -84,19 +84,22 @@ class GivenLogProbs:
         on_policy: bool,
     ) -> LossShare:
         rollouts = batch.rollouts
+        old_log_probs = (
+            None if on_policy or rollouts.log_probs is None else rollouts.log_probs[rows]
+        )
+        generator_log_probs = (
+            None if rollouts.generator_log_probs is None else rollouts.generator_log_probs[rows]
+        )
+        reference_log_probs = (
+            None if rollouts.init_log_probs is None else rollouts.init_log_probs[rows]
+        )
         inputs = LossInputs(
             mask=rollouts.response_mask[rows],
             advantages=batch.advantages[rows],
             trains=batch.trains[rows],
-            old_log_probs=None
-            if on_policy or rollouts.log_probs is None
-            else rollouts.log_probs[rows],
-            generator_log_probs=None
-            if rollouts.generator_log_probs is None
-            else rollouts.generator_log_probs[rows],
-            reference_log_probs=None
-            if rollouts.init_log_probs is None
-            else rollouts.init_log_probs[rows],
+            old_log_probs=old_log_probs,
+            generator_log_probs=generator_log_probs,
+            reference_log_probs=reference_log_probs,
         )
         leaf = self._batch.log_probs[rows].clone().requires_grad_()
         entropy = self._batch.entropy[rows]
@@ -129,14 +132,17 @@ def train(
     if config.trainer.reinforce.truncated_samples == "drop":
         valid = valid & ~cut  # the rollout maker's part
     lengths = batch.mask.sum(-1)
+    finish_reasons = tuple(FINISH_LENGTH if is_cut else FINISH_STOP for is_cut in cut.tolist())
+    sequences = torch.zeros(batch.mask.shape, dtype=torch.long)
+    rewards = torch.where(valid, batch.rewards, torch.nan)
     rollouts = RolloutBatch(
-        sequences=torch.zeros(batch.mask.shape, dtype=torch.long),
+        sequences=sequences,
         prompt_lengths=torch.zeros_like(lengths),
         response_lengths=lengths,
         group_ids=batch.group_ids,
         sample_ids=torch.zeros_like(batch.group_ids),
-        finish_reasons=tuple(FINISH_LENGTH if is_cut else FINISH_STOP for is_cut in cut.tolist()),
-        rewards=torch.where(valid, batch.rewards, torch.nan),
+        finish_reasons=finish_reasons,
+        rewards=rewards,
         valid=valid,
         generator_log_probs=batch.generator_log_probs,
         log_probs=batch.old_log_probs,

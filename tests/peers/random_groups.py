@@ -65,10 +65,11 @@ def random_batch(seed: int) -> Batch:
     scored[samples - 1] = False  # one of the first group
     scored[-samples:] = False  # and all but one of the last
     scored[-1] = True
+    mask = torch.arange(width) < lengths[:, None]
     return Batch(
         rewards=rewards.flatten(),
         group_ids=torch.arange(prompts).repeat_interleave(samples),
-        mask=torch.arange(width) < lengths[:, None],
+        mask=mask,
         log_probs=old + 0.25 * normal(count, width),
         old_log_probs=old,
         generator_log_probs=old + 0.2 * normal(count, width),

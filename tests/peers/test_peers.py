@@ -84,15 +84,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def numbers_of(peer: str, python: Path, folder: Path, *arguments: Path) -> PeerNumbers:
     outputs = folder / f"{peer}.npz"
+    command = [
+        str(python),
+        "-W",
+        "ignore",
+        str(HERE / f"{peer}_side.py"),
+        *map(str, arguments),
+        str(outputs),
+    ]
     run(
-        [
-            str(python),
-            "-W",
-            "ignore",
-            str(HERE / f"{peer}_side.py"),
-            *map(str, arguments),
-            str(outputs),
-        ],
+        command,
         seconds=480,
     )
     with np.load(outputs) as archive:
@@ -214,14 +215,17 @@ class TestVerl:
     def test_advantages(self, name: str, verl: PeerNumbers, ours: Ours):
         for i, batch in enumerate(BATCHES):
             trained = ours(batch, *VERL_ADVANTAGES[name])
-            assert_close(trained.advantages, verl[f"{i}/{name}"], f"batch {i}")
+            expected = verl[f"{i}/{name}"]
+            assert_close(trained.advantages, expected, f"batch {i}")
 
     @pytest.mark.parametrize("name", VERL_LOSSES)
     def test_losses_and_gradients(self, name: str, verl: PeerNumbers, ours: Ours):
         for i, batch in enumerate(BATCHES):
             trained = ours(batch, *VERL_LOSSES[name])
-            assert_close(trained.loss, verl[f"{i}/loss/{name}"], f"loss of batch {i}")
-            assert_close(trained.gradient, verl[f"{i}/gradient/{name}"], f"gradient of batch {i}")
+            expected = verl[f"{i}/loss/{name}"]
+            assert_close(trained.loss, expected, f"loss of batch {i}")
+            theirs = verl[f"{i}/gradient/{name}"]
+            assert_close(trained.gradient, theirs, f"gradient of batch {i}")
 
     def test_its_steered_kl_coefficient(self, verl: PeerNumbers, ours: Ours):
         # verl steers by the mean of a token, whichever way the KL enters the reward.
@@ -269,7 +273,8 @@ class TestTrl:
             trained = ours(batch, *TRL_LOSSES[name])
             expected = torch.where(batch.mask, trl[f"{i}/{name}/advantages"][:, None], 0.0)
             assert_close(trained.advantages, expected, f"advantages of batch {i}")
-            assert_close(trained.loss, trl[f"{i}/{name}/loss"], f"loss of batch {i}")
+            theirs = trl[f"{i}/{name}/loss"]
+            assert_close(trained.loss, theirs, f"loss of batch {i}")
             assert_close(trained.gradient, trl[f"{i}/{name}/gradient"], f"gradient of batch {i}")
 
     @pytest.mark.parametrize("name", ["rloo", "grpo"])
@@ -318,10 +323,13 @@ def test_nemo_aligner_by_hand(ours: Ours):
     log_probs = torch.tensor([-1.5, -2.5, -1.5, -1.0, -1.5, -0.5], dtype=torch.float64)[
         :, None
     ].expand(6, 3)
+    rewards = torch.tensor([1.0, 0.0, 2.0, 0.5, -0.5, 1.5], dtype=torch.float64)
+    group_ids = torch.tensor([0, 0, 0, 1, 1, 1])
+    mask = torch.arange(3) < lengths[:, None]
     batch = Batch(
-        rewards=torch.tensor([1.0, 0.0, 2.0, 0.5, -0.5, 1.5], dtype=torch.float64),
-        group_ids=torch.tensor([0, 0, 0, 1, 1, 1]),
-        mask=torch.arange(3) < lengths[:, None],
+        rewards=rewards,
+        group_ids=group_ids,
+        mask=mask,
         log_probs=log_probs,
         old_log_probs=log_probs,
         generator_log_probs=log_probs,
@@ -332,17 +340,16 @@ def test_nemo_aligner_by_hand(ours: Ours):
     trained = ours(batch, "algorithm=nemo_aligner", truncated=[5])
     # a1: 0.997 - (-0.001 + 1.997) / 2 and so on; b1: 0.496 - -0.502.
     advantages = torch.tensor([-0.001, -1.498, 1.499, 0.998, -0.998, 0.0], dtype=torch.float64)
-    assert_close(
-        trained.advantages, torch.where(batch.mask, advantages[:, None], 0.0), "advantages"
-    )
+    expected = torch.where(batch.mask, advantages[:, None], 0.0)
+    assert_close(trained.advantages, expected, "advantages")
     # -A / (tokens of the response) / (6 responses), where the one that was cut counts. Here the
     # mean is over five.
     per_token = (
         torch.tensor([0.001 / 2, 1.498, -1.499 / 3, -0.998 / 2, 0.998, 0.0], dtype=torch.float64)
         / 6
     )
-    assert_close(
-        trained.gradient * 5 / 6, torch.where(batch.mask, per_token[:, None], 0.0), "gradient"
-    )
+    expected = torch.where(batch.mask, per_token[:, None], 0.0)
+    assert_close(trained.gradient * 5 / 6, expected, "gradient")
     # -(A of a response) (l of each of its tokens): (-0.0015 - 3.745 + 2.2485 + 0.998 - 1.497) / 6.
-    assert_close(trained.loss * 5 / 6, torch.tensor(-1.997 / 6, dtype=torch.float64), "loss")
+    expected = torch.tensor(-1.997 / 6, dtype=torch.float64)
+    assert_close(trained.loss * 5 / 6, expected, "loss")

@@ -60,7 +60,8 @@ def test_a_step_has_a_lower_bound_and_better_ones_are_tried(overrides, tmp_path,
     assert [phase["name"] for phase in report["phases"]] == names
     bounds = [phase["lower_bound_seconds"] for phase in report["phases"]]
     assert report["lower_bound_seconds"] == pytest.approx(sum(bounds))
-    assert bounds == [max(phase["parts"].values()) for phase in report["phases"]]
+    expected = [max(phase["parts"].values()) for phase in report["phases"]]
+    assert bounds == expected
     assert report["tokens"] == 8 * 4 * (3 + 8)
     assert set(names) < set(report["peaks"])
     # All of the tiny model lies in the cache. Its reference comes from the host.
@@ -110,8 +111,9 @@ def test_without_a_clone_nothing_starts(place, overrides, tmp_path, monkeypatch)
     monkeypatch.setattr(deep, "Worker", None)
     out = io.StringIO()
     with raises_error("preflight.deep.needs_clone", "preflight=deep", fake_gpu.PACKAGE):
+        cfg = compose(*overrides, f"exp_manager.explicit_log_dir={tmp_path / 'run'}")
         preflight(
-            compose(*overrides, f"exp_manager.explicit_log_dir={tmp_path / 'run'}"),
+            cfg,
             Console(file=out, width=200),
         )
     assert out.getvalue() == ""

@@ -124,7 +124,8 @@ def test_collectives_of_a_cost_are_summed_and_those_of_objects_take_nothing():
 
 def test_products_take_the_rate_of_their_type():
     cost = Cost({"flops": 3e12, "fp32_flops": 1e12})
-    assert H100.flop_seconds(cost) == pytest.approx(2 / 989.4 + 1 / 66.9)
+    expected = 2 / 989.4 + 1 / 66.9
+    assert H100.flop_seconds(cost) == pytest.approx(expected)
     assert H100.flop_seconds(Cost()) == 0.0
 
 

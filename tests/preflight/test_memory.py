@@ -75,4 +75,5 @@ def test_states_and_peaks(folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_states_and_peaks_of_every_case(ranks, folder, tmp_path):
-    compare([name for name, case in CASES.items() if case.ranks == ranks], folder, tmp_path)
+    names = [name for name, case in CASES.items() if case.ranks == ranks]
+    compare(names, folder, tmp_path)

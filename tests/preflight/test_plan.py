@@ -98,7 +98,8 @@ POLICY = Policy(4, Layout(1, 1, 1, 1), 1, "host", None, 0, 1, 64, False, fused_a
 def memory_of(shape=SHAPE, **changes):
     policy = dataclasses.replace(POLICY, **changes)
     micro = Pass(rows=2, positions=5, scored=4)
-    return rank_memory(0, shape, policy, micro, micro, {"generation": Decoding(2, 3, 4, 2, None)})
+    generations = {"generation": Decoding(2, 3, 4, 2, None)}
+    return rank_memory(0, shape, policy, micro, micro, generations)
 
 
 def phase_of(memory, name):
@@ -186,7 +187,8 @@ def test_a_fused_adam_has_no_temporaries():
 
 def test_the_cache_of_a_generation():
     """Two prompts of four tokens, three samples of two tokens each, one layer and one group."""
-    assert phase_of(memory_of(), "generation").cache == (2 * 4 + 6 * 2) * 2 * 4 * 4
+    expected = (2 * 4 + 6 * 2) * 2 * 4 * 4
+    assert phase_of(memory_of(), "generation").cache == expected
 
 
 def test_the_grid_of_many_ranks_is_cut():
@@ -234,9 +236,8 @@ class TestDisk:
             "exp_manager.checkpoint_callback_params.keep_last=2",
             *extra,
         )
-        return plan.disk_need(
-            load_config(compose(*overrides, *keys)), ModelSize(parameters, trained), steps
-        )
+        cfg = load_config(compose(*overrides, *keys))
+        return plan.disk_need(cfg, ModelSize(parameters, trained), steps)
 
     def test_the_checkpoint_that_is_being_written_is_there_besides_those_that_are_kept(
         self, overrides
@@ -258,7 +259,8 @@ class TestDisk:
     def test_a_checkpoint_has_weights_main_weights_and_moments(self, overrides):
         """Two moments of 4 bytes; in bf16 a weight has 2 bytes, and 4 more in fp32."""
         assert self.need(overrides).checkpoint == 1000 * (4 + 8)
-        assert self.need(overrides, "trainer.precision=bf16").checkpoint == 1000 * (2 + 4 + 8)
+        expected = 1000 * (2 + 4 + 8)
+        assert self.need(overrides, "trainer.precision=bf16").checkpoint == expected
         assert self.need(overrides, trained=100).checkpoint == 100 * (4 + 8)
 
     def test_the_exported_folder_has_all_weights(self, overrides):

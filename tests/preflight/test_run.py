@@ -152,7 +152,8 @@ def test_what_follows_from_prompts_that_cannot_be_read_is_not_known(files, tmp_p
     for overrides, rows in (((train,), 2), (both, 3)):
         out = io.StringIO()
         with pytest.raises(ConfigError):
-            preflight(compose(*right(files), *overrides), Console(file=out, width=200))
+            cfg = compose(*right(files), *overrides)
+            preflight(cfg, Console(file=out, width=200))
         assert out.getvalue().count("not known: the prompts cannot be read") == rows
 
 
@@ -201,7 +202,8 @@ def test_the_real_start_tells_the_same_faults_together(files, tmp_path):
         f"model.data.data_prefix.train={tmp_path / 'bad.jsonl'}",
     ]
     with pytest.raises(ConfigError) as raised:
-        read_inputs(load_config(compose(*right(files), *overrides))).checked()
+        cfg = load_config(compose(*right(files), *overrides))
+        read_inputs(cfg).checked()
     assert ["mamba" in raised.value.faults[0], "bad.jsonl:1" in raised.value.faults[1]] == [
         True,
         True,

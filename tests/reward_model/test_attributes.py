@@ -69,18 +69,20 @@ def arrays_of(sequences: list[list[int]]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_each_request_gets_its_own_attributes(tokenizer, deterministic):
     scorer = RequestScorer(AttributeToy(0.0, 0.0), tokenizer, deterministic=deterministic)
+    sequences = [[1, 2, 3], [4, 5]]
     first, second = scorer(
-        [arrays_of([[1, 2, 3], [4, 5]]), arrays_of([[6], [TOKEN_NAN], [TOKEN_ODD_NAN, 7]])]
+        [arrays_of(sequences), arrays_of([[6], [TOKEN_NAN], [TOKEN_ODD_NAN, 7]])]
     )
     assert first["attributes"].dtype == np.float32
     np.testing.assert_allclose(
         first["attributes"], [[toy_score([1, 2, 3]), 3, 1], [toy_score([4, 5]), 2, 0]]
     )
-    assert second["status"][:, 0].tolist() == [
+    expected = [
         base.STATUS_OK,
         base.STATUS_NOT_FINITE,
         base.STATUS_NOT_FINITE,
     ]
+    assert second["status"][:, 0].tolist() == expected
     np.testing.assert_allclose(second["attributes"][0], [toy_score([6]), 1, 1])
     assert np.isnan(second["attributes"][1:]).all()
     assert np.isnan(second["rewards"][1:]).all()
@@ -104,19 +106,20 @@ def attribute_answer(values: list[float], count: int, columns: int) -> tuple[int
 
 
 def test_the_client_hands_on_attributes_by_name():
-    with FakeRewardServer([attribute_answer([1.0, 2.0, 3.0, 4.0], 2, 2)]) as fake:
+    answers = [attribute_answer([1.0, 2.0, 3.0, 4.0], 2, 2)]
+    with FakeRewardServer(answers) as fake:
         fake.info = describe(attributes=["kind", "brief"])
         client = RemoteGPTRMClient(port=fake.port, deadline_seconds=20)
         rewards = client.infer_rm(request_of([[1], [2]])).result()
         client.close()
     assert list(rewards.by_source) == ["kind", "brief"]
-    torch.testing.assert_close(
-        rewards.by_source["brief"], torch.tensor([2.0, torch.nan]), equal_nan=True
-    )
+    expected = torch.tensor([2.0, torch.nan])
+    torch.testing.assert_close(rewards.by_source["brief"], expected, equal_nan=True)
 
 
 def test_attributes_of_another_shape_are_no_answer():
-    with FakeRewardServer([attribute_answer([1.0] * 6, 2, 3)]) as fake:
+    answers = [attribute_answer([1.0] * 6, 2, 3)]
+    with FakeRewardServer(answers) as fake:
         fake.info = describe(attributes=["kind", "brief"])
         client = RemoteGPTRMClient(port=fake.port, deadline_seconds=20, first_backoff_seconds=0.02)
         values = ["'attributes'", "float32 [2, 3]", "float32 [2, 2]"]

@@ -263,12 +263,13 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
     assert count == 6
     too_long = "63 to 63 tokens, above data.max_length=30; data.max_length=63 keeps all"
     assert skipped == {SKIP_SAME: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
-    assert Examples(pairs, [], [], 6, skipped).skipped_lines == [
+    expected = [
         f"WARNING: 1 of 6 (17%) left out: {SKIP_SAME}",
         f"  1 of 6 (17%) left out: {SKIP_MULTI_TURN}",
         f"WARNING: 1 of 6 (17%) left out: {too_long}",
         f"  1 of 6 (17%) left out: {SKIP_LIMIT}",
     ]
+    assert Examples(pairs, [], [], 6, skipped).skipped_lines == expected
     few = Examples(pairs, [], [], 10, {too_long: 1}).skipped_lines
     assert few == [f"  1 of 10 (10%) left out: {too_long}"], "no more than a tenth"
     assert len(pairs_of(path, tokenizer, max_length=63)[0]) == 5, "the remedy is one"
@@ -344,9 +345,8 @@ def test_ratings_that_are_left_out_are_counted(tmp_path, tokenizer):
     assert skipped == {SKIP_UNRATED: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
     assert len(ratings) == 3
     prompt = json.loads(ratings[0].prompt_key)[0][1]
-    assert list(ratings[0].tokens) == conversation(
-        tokenizer, [{"role": "user", "content": prompt}], "fine"
-    )
+    expected = conversation(tokenizer, [{"role": "user", "content": prompt}], "fine")
+    assert list(ratings[0].tokens) == expected
     with raises_error("reward_model.data.nothing_left", "7 rated answers"):
         ratings_of(path, tokenizer, max_length=2)
 
@@ -403,9 +403,8 @@ def test_pairs_have_the_roles_of_prompts(tmp_path, chat_tokenizers, role, form):
     if form == "whole conversations":
         line = {"chosen": [*prompt, chosen], "rejected": [*prompt, rejected]}
     (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
-    assert [*pair.prompt, *pair.chosen] == tokenizer.apply_chat_template(
-        [*prompt, chosen], return_dict=False
-    )
+    expected = tokenizer.apply_chat_template([*prompt, chosen], return_dict=False)
+    assert [*pair.prompt, *pair.chosen] == expected
     line = {"prompt": [{**prompt[0], "role": "critic"}, prompt[1]], "chosen": "a", "rejected": "b"}
     values = ("bad.jsonl:1: prompt[0].role is 'critic'", "developer")
     with raises_error("data.message.unknown_role", *values):
@@ -478,9 +477,8 @@ def test_the_reward_server_reads_what_training_reads(tmp_path, chat_tokenizers, 
 def test_the_reward_server_gives_the_template_a_records_tools_and_arguments(chat_tokenizers):
     tokenizer = chat_tokenizers["qwen2.5"]
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
-    sample = TextSample(
-        "", "Sunny.", {"tools": [tool], "chat_template_kwargs": {"x": 1}}, tuple(MESSAGES)
-    )
+    record = {"tools": [tool], "chat_template_kwargs": {"x": 1}}
+    sample = TextSample("", "Sunny.", record, tuple(MESSAGES))
     answer = {"role": "assistant", "content": "Sunny."}
     expected = tokenizer.apply_chat_template([*MESSAGES, answer], tools=[tool], return_dict=False)
     assert encode_sample(ChatRenderer(tokenizer), sample) == expected
@@ -543,9 +541,10 @@ def test_no_chat_template_and_refused_messages_are_named(tmp_path):
 def test_smollm2_form():
     tokenizer = load_tokenizer(smollm2_folder())
     ids = conversation(tokenizer, MESSAGES, " Hello. ")
-    assert ids == tokenizer.apply_chat_template(
+    expected = tokenizer.apply_chat_template(
         [*MESSAGES, {"role": "assistant", "content": "Hello."}], return_dict=False
     )
+    assert ids == expected
     assert tokenizer.decode(ids).endswith(
         "user\nhi there<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
     )

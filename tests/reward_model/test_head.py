@@ -48,7 +48,8 @@ def test_cuts_of_one_pass_equal_passes_over_the_cut_sequences(pooling):
     for sequence in sequences:
         for cut in sequence.cuts:
             alone = causal(torch.tensor([sequence.tokens[:cut]]))
-            torch.testing.assert_close(values[row], pool(alone, torch.tensor([cut]), pooling)[0])
+            expected = pool(alone, torch.tensor([cut]), pooling)[0]
+            torch.testing.assert_close(values[row], expected)
             row += 1
     assert row == len(values)
 

@@ -113,7 +113,8 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_held_out_pairs_are_learnt(ranked):
     lines = lines_of(ranked)
-    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    expected = list(range(STEPS + 1))
+    assert [line["step"] for line in lines] == expected
     values = {line["step"]: line for line in lines if "val/accuracy" in line}
     assert list(values) == [0, 10, 20, 30]
     assert values[0]["val/accuracy"] < 0.65
@@ -159,7 +160,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
     killed = run_script(DRIVER, "--die-before", "step_00000020", *overrides, cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / "out/checkpoints/step_00000020").exists()
-    assert [line["step"] for line in lines_of(tmp_path)] == list(range(21))
+    steps = [line["step"] for line in lines_of(tmp_path)]
+    assert steps == list(range(21))
     run(*overrides)
     assert lines_of(tmp_path) == lines_of(ranked)
     weights, others = (load_file(f / "out/model/model.safetensors") for f in (tmp_path, ranked))
@@ -216,7 +218,8 @@ def test_it_stops_early_and_keeps_the_best(tmp_path):
     assert trainer.stopped_early
     assert trainer.step == best_step + 8 < 48
     names = {path.name for path in (tmp_path / "out/checkpoints").glob("step_*")}
-    assert names == {f"step_{best_step:08d}", f"step_{trainer.step:08d}"}
+    expected = {f"step_{best_step:08d}", f"step_{trainer.step:08d}"}
+    assert names == expected
     examples, sequences = held_out_groups(overrides)
     scores = transformers_scores(tmp_path / "out/model", sequences).view(-1, 2, 1)
     assert Ranking().evaluate(scores, examples).loss == pytest.approx(losses[best_step], rel=1e-4)
@@ -421,7 +424,8 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
     first = run_script(SCRIPT, *overrides, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "24 pairs read, 24 used" in first.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [
         "features.safetensors",
         "out",
         "pairs.jsonl",

@@ -46,14 +46,18 @@ def test_bradley_terry_is_a_sum_over_pairs():
 
 def test_missing_targets_give_neither_loss_nor_gradient():
     predicted = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
-    loss = squared_error(predicted, torch.tensor([[0.5, NAN], [NAN, 7.0]]))
+    targets = torch.tensor([[0.5, NAN], [NAN, 7.0]])
+    loss = squared_error(predicted, targets)
     assert loss.item() == pytest.approx(0.25 + 9)
     (gradient,) = torch.autograd.grad(loss, predicted)
-    assert gradient.tolist() == [[1.0, 0.0], [0.0, -6.0]]
+    expected = [[1.0, 0.0], [0.0, -6.0]]
+    assert gradient.tolist() == expected
 
 
 def test_accuracy_counts_ties_half():
-    accuracy = pair_accuracy(torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.tensor([0.0, 2.0, 1.0, 1.0]))
+    chosen = torch.tensor([1.0, 2.0, 3.0, 0.0])
+    rejected = torch.tensor([0.0, 2.0, 1.0, 1.0])
+    accuracy = pair_accuracy(chosen, rejected)
     assert accuracy.value == pytest.approx(0.625)
     assert accuracy.standard_error == pytest.approx(math.sqrt(0.171875 / 4))
 
@@ -69,9 +73,8 @@ def test_calibration_bin_by_bin():
         buckets.setdefault(min(int((confidence - 0.5) / 0.5 * NUM_BINS), NUM_BINS - 1), []).append(
             (confidence, right)
         )
-    assert [confidence_bin.count for confidence_bin in bins] == [
-        len(buckets[i]) for i in sorted(buckets)
-    ]
+    expected = [len(buckets[i]) for i in sorted(buckets)]
+    assert [confidence_bin.count for confidence_bin in bins] == expected
     error = 0.0
     for i, confidence_bin in zip(sorted(buckets), bins, strict=True):
         predicted, observed = (
@@ -121,10 +124,14 @@ def test_correlations():
     differences = sum(
         (a - b) ** 2 for a, b in zip(ranks(x).tolist(), ranks(y).tolist(), strict=True)
     )
-    fit = attribute_fit(torch.cat((x, torch.ones(2))), torch.cat((y, torch.tensor([NAN, NAN]))))
-    assert fit["spearman"] == pytest.approx(1 - 6 * differences / (40 * (40**2 - 1)))
+    targets = torch.cat((y, torch.tensor([NAN, NAN])))
+    predicted = torch.cat((x, torch.ones(2)))
+    fit = attribute_fit(predicted, targets)
+    expected = 1 - 6 * differences / (40 * (40**2 - 1))
+    assert fit["spearman"] == pytest.approx(expected)
     assert fit["pearson"] == pytest.approx(covariance / spread)
-    assert fit["mse"] == pytest.approx(sum((a - b) ** 2 for a, b in pairs) / 40)
+    expected = sum((a - b) ** 2 for a, b in pairs) / 40
+    assert fit["mse"] == pytest.approx(expected)
     assert math.isnan(attribute_fit(torch.ones(3), torch.arange(3.0))["pearson"])
     assert math.isnan(attribute_fit(torch.ones(3), torch.full((3,), NAN))["mse"])
 
@@ -139,7 +146,8 @@ def test_the_objectives_agree_with_their_parts():
     assert evaluation.metrics["accuracy_of_longer_wins"] == 0.625  # lengths 1, 2, 3, 4 against 2
     assert evaluation.metrics["margin"] == pytest.approx(sums["margin"] / 4) == 0.5
     assert sum(confidence_bin.count for confidence_bin in evaluation.reliability) == 4
-    assert Ranking().sequences_of(examples[1]) == ((1, 2, 2), (1, 3, 3))
+    expected = ((1, 2, 2), (1, 3, 3))
+    assert Ranking().sequences_of(examples[1]) == expected
 
     rated = [EncodedRating("", (1,), (0.0, NAN)), EncodedRating("", (1,), (2.0, 1.0))]
     objective = Regression(["a", "b"])

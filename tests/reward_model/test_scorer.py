@@ -74,9 +74,8 @@ def test_passes_hold_sequences_of_like_length():
 def test_passes_are_dealt_once_and_evenly(blocks):
     passes = Batching(8, 64).plan(some_sequences(60))
     dealt = share(passes, blocks)
-    assert sorted(index for local_passes in dealt for index in local_passes) == list(
-        range(len(passes))
-    )
+    expected = list(range(len(passes)))
+    assert sorted(index for local_passes in dealt for index in local_passes) == expected
     loads = [sum(passes[index].tokens.size for index in local_passes) for local_passes in dealt]
     fair = max(sum(loads) / blocks, max(micro_batch.tokens.size for micro_batch in passes))
     assert max(loads) <= 4 / 3 * fair
@@ -85,9 +84,8 @@ def test_passes_are_dealt_once_and_evenly(blocks):
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_scores_do_not_depend_on_the_batching(pooling, tmp_path, mesh: Mesh):
     lm = load_trunk(tiny_llama_folder(tmp_path), mesh)
-    head = RewardHead(
-        torch.randn(32, generator=torch.Generator().manual_seed(0)), torch.tensor(0.5), pooling
-    )
+    weight = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    head = RewardHead(weight, torch.tensor(0.5), pooling)
     sequences = some_sequences(30)
     expected = MegatronRewardModel(lm, head, batching=Batching(1)).score(sequences)
     assert np.std(expected) > 0.1

@@ -88,7 +88,8 @@ def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, to
         ]
         loss = torch.stack(errors).mean()
     loss.backward()
-    return loss.item(), flat({name: parameter.grad for name, parameter in model.named_parameters()})
+    tensors = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return loss.item(), flat(tensors)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -120,7 +121,8 @@ def check_layouts(
     run_ranks(SCRIPT, ranks, out, folder, *names, timeout=300)
     for name in names:
         for rank in range(ranks):
-            assert_same(torch.load(out / f"{name}.{rank}"), expected)
+            results = torch.load(out / f"{name}.{rank}")
+            assert_same(results, expected)
 
 
 @pytest.fixture(scope="module", params=ON_TWO_RANKS)

@@ -75,7 +75,8 @@ def test_a_package_that_dropped_a_python_has_another_pin_for_it(python):
     # lazy-importer is importlib_metadata 10's, which 3.10 has not.
     assert set(versions["3.12"]) - set(versions[python]) <= {"lazy-importer"}
     # Python of each from PyPI's metadata: networkx 3.7 >= 3.12, 3.6.1 >= 3.11, 3.4.2 >= 3.10.
-    assert versions[python]["networkx"] == {"3.10": "3.4.2", "3.11": "3.6.1", "3.12": "3.7"}[python]
+    expected = {"3.10": "3.4.2", "3.11": "3.6.1", "3.12": "3.7"}[python]
+    assert versions[python]["networkx"] == expected
 
 
 def test_optional_ones_are_what_megatron_asks_for():
@@ -104,4 +105,5 @@ def test_the_image_leaves_out_the_pins_of_what_its_base_has(tmp_path):
         ["awk", "-F==", program, *files], check=True, text=True, capture_output=True
     ).stdout
     kept = {canonicalize_name(line.split("==")[0]) for line in rest.splitlines() if line}
-    assert kept == set(pins("gpu.txt", "3.12")) - {"torch", "networkx", "importlib-metadata"}
+    expected = set(pins("gpu.txt", "3.12")) - {"torch", "networkx", "importlib-metadata"}
+    assert kept == expected

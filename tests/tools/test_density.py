@@ -44,7 +44,8 @@ def test_lines_and_code_characters():
 
 def test_lines_of_101_columns_are_wide():
     source = "a = '" + "x" * 94 + "'\n" + "b = '" + "x" * 95 + "'\n"
-    assert [len(line) for line in source.splitlines()] == [100, 101]
+    lengths = [len(line) for line in source.splitlines()]
+    assert lengths == [100, 101]
     assert density.measure_source(source).wide_lines == 1
 
 

@@ -29,13 +29,14 @@ def test_keys_and_sentences_of_a_source():
         (error.place.rpartition(":")[2], error.key, error.is_computed, error.sentence)
         for error in errors
     }
-    assert seen == {
+    expected = {
         ("2", "data.line.not_json", False, "{path}, line {line}: no JSON\n{advice}"),
         ("3", "", False, "no key"),
         ("4", "", True, "{text}"),
         ("5", "config.out_of_range", False, "lr is {lr}"),
         ("5", "", False, "a text alone"),
     }
+    assert seen == expected
     assert error_keys.listing(errors) == (
         "config.out_of_range\tFault\tlr is {lr}\n"
         "data.line.not_json\tDataError\t{path}, line {line}: no JSON\\n{advice}\n"
@@ -87,10 +88,11 @@ settings_fault(cfg, ("model.a", "model.b"), f"at most {most}", key="config.a.abo
 settings_fault(cfg, (name, "placement"), "expected 0")
 """
     errors = list(error_keys.error_calls(source, "reinforce_rl/new/file.py"))
-    assert [(error.key, error.sentence) for error in errors] == [
+    expected = [
         ("config.a.above_b", "model.a is {value} and model.b is {value}; at most {most}"),
         ("", "{name} is {value} and placement is {value}; expected 0"),
     ]
+    assert [(error.key, error.sentence) for error in errors] == expected
     assert error_keys.faults_of(errors) == ["reinforce_rl/new/file.py:3: has no key"]
 
 

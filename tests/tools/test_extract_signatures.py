@@ -38,7 +38,7 @@ def test_functions():
     signature = tool._signature(ast.parse(SOURCE), "LLM.call")
     assert signature["line"] == 13
     assert signature["call"] == "async"
-    assert [(p["name"], p["kind"], p["default"]) for p in signature["parameters"]] == [
+    expected = [
         ("a", "POSITIONAL_ONLY", None),
         ("b", "POSITIONAL_OR_KEYWORD", None),
         ("c", "POSITIONAL_OR_KEYWORD", "None"),
@@ -47,16 +47,18 @@ def test_functions():
         ("e", "KEYWORD_ONLY", "'x'"),
         ("kwargs", "VAR_KEYWORD", None),
     ]
+    assert [(p["name"], p["kind"], p["default"]) for p in signature["parameters"]] == expected
     assert tool._signature(ast.parse(SOURCE), "LLM.nothing") is None
 
 
 def test_fields_of_a_class_and_its_bases():
     parameters = tool._signature(ast.parse(SOURCE), "Args")["parameters"]
-    assert [(p["name"], p["default"]) for p in parameters] == [
+    expected = [
         ("model", None),
         ("size", "4"),
         ("tags", "list()"),
     ]
+    assert [(p["name"], p["default"]) for p in parameters] == expected
 
 
 ENUMS = """
@@ -102,11 +104,12 @@ def test_a_field_that_must_be_given_has_no_default():
         "    z: int = Field(None, gt=0)\n"
     )
     parameters = tool._signature(ast.parse(source), "A")["parameters"]
-    assert [(p["name"], p["default"]) for p in parameters] == [
+    expected = [
         ("x", None),
         ("y", None),
         ("z", "None"),
     ]
+    assert [(p["name"], p["default"]) for p in parameters] == expected
 
 
 def write_tree(folder: Path, version: str, names: dict[str, list[str]]) -> Path:
@@ -148,12 +151,13 @@ def test_a_source_tree_is_read_where_its_version_has_the_names(tmp_path, version
     )
     assert extracted["signatures"].keys() == wanted
     folder = "executor/ray/gpu_worker.py" if is_new else "executor/ray_gpu_worker.py"
-    assert extracted["signatures"]["RayGPUWorker.sleep"] == {
+    expected = {
         "file": f"tensorrt_llm/{folder}",
         "line": 1 + 1,
         "call": "plain",
         "parameters": [{"name": "a", "kind": "POSITIONAL_OR_KEYWORD", "default": None}],
     }
+    assert extracted["signatures"]["RayGPUWorker.sleep"] == expected
 
 
 def test_all_that_a_tree_lacks_is_named(tmp_path):
@@ -163,10 +167,11 @@ def test_all_that_a_tree_lacks_is_named(tmp_path):
     with pytest.raises(SystemExit) as caught:
         tool.extract(write_tree(tmp_path, "1.3.0", files))
     package = tmp_path / "tensorrt_llm"
-    assert str(caught.value).splitlines() == [
+    expected = [
         f"{package / 'sampling_params.py'} is not there",
         f"{package / 'llmapi/llm_args.py'} has no SleepConfig",
     ]
+    assert str(caught.value).splitlines() == expected
     (package / "version.py").write_text("version = 1\n")
     with pytest.raises(SystemExit, match="has no __version__"):
         tool.extract(tmp_path)
@@ -177,7 +182,8 @@ def test_the_record_of_a_version():
     assert tool.record_of("1.2.1") == old
     new = tool.record_of("1.3.0rc2")
     assert new["version"] == "1.3"
-    assert new["signatures"].keys() == old["signatures"].keys() | {"SleepConfig"}
+    expected = old["signatures"].keys() | {"SleepConfig"}
+    assert new["signatures"].keys() == expected
     changed = json.loads(tool.CHANGES["1.3"].read_text())["signatures"]
     assert {name: new["signatures"][name] for name in changed} == changed
 

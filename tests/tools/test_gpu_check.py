@@ -70,11 +70,12 @@ class TestProgram:
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[-2:] == ["not run: ipc", "gpu_check: PASS"]
         whole = json.loads((tmp_path / "report.json").read_text())
-        assert [(check["name"], check["verdict"]) for check in whole["checks"]] == [
+        expected = [
             ("machine", PASS),
             ("correctness", PASS),
             ("ipc", SKIP),
         ]
+        assert [(check["name"], check["verdict"]) for check in whole["checks"]] == expected
         assert whole["checks"][2]["sentence"] == "needs a GPU"
         page = (tmp_path / "report.md").read_text()
         assert page.startswith("# gpu_check: PASS")
@@ -152,9 +153,8 @@ class TestRunner:
 
 
 def test_what_cannot_be_run_is_skipped_and_says_why(tmp_path):
-    finding = runner.run(
-        Check("a", "", "a:b", 9, needs=("no_such_module.part",)), CUDA, tmp_path / "a", 99
-    )
+    check = Check("a", "", "a:b", 9, needs=("no_such_module.part",))
+    finding = runner.run(check, CUDA, tmp_path / "a", 99)
     assert finding.verdict == SKIP
     assert finding.sentence == "not installed: no_such_module.part"
 
@@ -321,7 +321,8 @@ class TestSwitches:
         assert finding.verdict == PASS
         assert advice["model.shared_prefix=true"] == "runs"
         assert [name for name, _ in runs if not name.startswith("on_")] == []
-        assert len(runs) == list(advice.values()).count("runs")
+        expected = list(advice.values()).count("runs")
+        assert len(runs) == expected
 
     def test_fake_runs_have_few_sequences(self, tmp_path):
         def words_of(mode: str) -> list[str]:

@@ -23,7 +23,8 @@ def test_weights_reach_a_generator(tmp_path, monkeypatch, is_right):
     """The group's checks say which ranks the weights have passed; a lost tensor is named."""
     if not is_right:
         monkeypatch.setattr(generators, "load_weights", lambda lm, weights: None)
-    finding = generators.check(Context(CPU, tmp_path, time.time() + 60))
+    context = Context(CPU, tmp_path, time.time() + 60)
+    finding = generators.check(context)
     assert finding.numbers["buckets"] > 4
     assert finding.verdict == (PASS if is_right else FAIL), finding.sentence
     assert is_right or "arrived otherwise" in finding.sentence

@@ -74,7 +74,8 @@ def wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tool.Env
 
 def release_in(folder: Path) -> str:
     code = "import small_thing; print(small_thing.RELEASE)"
-    return subprocess.check_output([tool.python_of(folder), "-I", "-c", code], text=True).strip()
+    command = [tool.python_of(folder), "-I", "-c", code]
+    return subprocess.check_output(command, text=True).strip()
 
 
 def test_made_once_and_again_when_a_pin_changes(wanted, tmp_path, monkeypatch):
@@ -115,9 +116,8 @@ def test_the_project_is_borrowed_from_and_cannot_be_imported(wanted, tmp_path):
         "import filelock, importlib.util as u; print(filelock.__file__, "
         "u.find_spec('reinforce_rl.generation'))"
     )
-    said = subprocess.check_output(
-        [tool.python_of(tmp_path / "made"), "-I", "-c", code], text=True
-    ).split()
+    command = [tool.python_of(tmp_path / "made"), "-I", "-c", code]
+    said = subprocess.check_output(command, text=True).split()
     assert not said[0].startswith(str(tmp_path))
     assert said[1] == "None"
 
@@ -209,9 +209,8 @@ class TestInterpreters:
 def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     kept |= {"PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, **environment}
-    return subprocess.run(
-        [SHELL, *map(str, arguments)], text=True, capture_output=True, timeout=60, env=kept
-    )
+    command = [SHELL, *map(str, arguments)]
+    return subprocess.run(command, text=True, capture_output=True, timeout=60, env=kept)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
@@ -290,9 +289,8 @@ def test_each_pin_is_imported_or_wanted_and_goes_with_the_others():
     pins = [canonicalize_name(pin.name) for pin in requirements("engine-cpu")]
     wanted = tool.ENVIRONMENTS["engine-cpu"]
     code = f"{wanted.check}\nNAMES = {pins}\n{ASK}"
-    said = subprocess.check_output(
-        [engine_environment(), "-I", "-W", "ignore", "-c", code], text=True, timeout=600
-    )
+    command = [engine_environment(), "-I", "-W", "ignore", "-c", code]
+    said = subprocess.check_output(command, text=True, timeout=600)
     releases: dict[str, str] = {"torch": f"{wanted.torch}+cpu"}
     used: set[str] = set()
     lines: list[str] = []
