@@ -145,12 +145,12 @@ def test_a_step_against_the_gradient_makes_good_responses_likelier(folder, mesh)
 def test_log_probs_do_not_depend_on_the_forward_micro_batch_size(size, folder, mesh):
     rollouts = whole_batch().rollouts
     where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
-    log_probs, reference = (
-        actor_of(
-            folder, mesh, with_reference=False, forward_micro_batch_size=s
-        ).get_inference_log_probs(*where)
-        for s in (size, 4)
-    )
+    log_probs = actor_of(
+        folder, mesh, with_reference=False, forward_micro_batch_size=size
+    ).get_inference_log_probs(*where)
+    reference = actor_of(
+        folder, mesh, with_reference=False, forward_micro_batch_size=4
+    ).get_inference_log_probs(*where)
     assert log_probs.shape == (12, 8)
     torch.testing.assert_close(log_probs, reference, atol=2e-6, rtol=0)
     assert not log_probs[~rollouts.response_mask].any()

@@ -16,10 +16,8 @@ from helpers.policies import random_tokens, transformers_logits, transformers_mo
 from helpers.ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"
-ON_TWO, ON_FOUR = (
-    tuple(name for name, layout in (LAYOUTS | LORA_LAYOUTS).items() if layout.ranks == ranks)
-    for ranks in (2, 4)
-)
+ON_TWO = tuple(name for name, layout in (LAYOUTS | LORA_LAYOUTS).items() if layout.ranks == 2)
+ON_FOUR = tuple(name for name, layout in (LAYOUTS | LORA_LAYOUTS).items() if layout.ranks == 4)
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])

@@ -420,18 +420,25 @@ class TestAssignCredit:
         for placement in KL_PLACEMENTS:
             values = rewards - 0.1 * kl - 0.5 if placement == "reward" else rewards - 0.5
             advantages = Advantages(values, torch.full_like(rewards, 0.5), mask.any(1))
-            sequence, token = (
-                assign_credit(
-                    advantages,
-                    rewards,
-                    kl,
-                    tokens,
-                    mask,
-                    beta=0.1,
-                    kl_placement=placement,
-                    assignment=a,
-                )
-                for a in ("sequence", "token")
+            sequence = assign_credit(
+                advantages,
+                rewards,
+                kl,
+                tokens,
+                mask,
+                beta=0.1,
+                kl_placement=placement,
+                assignment="sequence",
+            )
+            token = assign_credit(
+                advantages,
+                rewards,
+                kl,
+                tokens,
+                mask,
+                beta=0.1,
+                kl_placement=placement,
+                assignment="token",
             )
             torch.testing.assert_close(token[:, 0], sequence[:, 0], rtol=1e-12, atol=1e-11)
 

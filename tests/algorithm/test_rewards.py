@@ -193,7 +193,8 @@ def test_an_invalid_sample_changes_nobody_elses_reward(
 ):
     columns = list(zip(*rows, strict=True)) or [()] * 4
     rewards = torch.tensor(columns[0], dtype=torch.float64)
-    valid, ended = (torch.tensor(columns[i], dtype=torch.bool) for i in (1, 3))
+    valid = torch.tensor(columns[1], dtype=torch.bool)
+    ended = torch.tensor(columns[3], dtype=torch.bool)
     lengths = torch.tensor(columns[2], dtype=torch.long)
     shaping = RewardShaping(
         standardisation,
@@ -248,7 +249,9 @@ def test_in_parts_as_at_once(parts):
 @settings(deadline=None, max_examples=50)
 @given(numbers, numbers, numbers)
 def test_the_order_and_the_nesting_of_merges_do_not_matter(first, second, third):
-    a, b, c = (RunningMoments.of(double(part)) for part in (first, second, third))
+    a = RunningMoments.of(double(first))
+    b = RunningMoments.of(double(second))
+    c = RunningMoments.of(double(third))
     left = copy.copy(a)
     left.merge(b)
     left.merge(c)

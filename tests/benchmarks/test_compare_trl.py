@@ -183,7 +183,8 @@ def test_short_form_runs_both_sides_and_writes_what_it_says(tmp_path):
         done.stdout.splitlines()[-1]
         == f"speedup: {comparison['speedup']:.2f}x memory: {comparison['memory']:.2f}"
     )
-    ours, peer = (written["pairs"][0][name]["steps"][-1]["phases"] for name in ("ours", "peer"))
+    ours = written["pairs"][0]["ours"]["steps"][-1]["phases"]
+    peer = written["pairs"][0]["peer"]["steps"][-1]["phases"]
     # `rewards` of ours may be nothing at all: they come while log-probs are taken.
     for phases in (ours, peer):
         for name in (GENERATION, "reference log-probs", "loss and gradient", "optimizer"):

@@ -160,7 +160,8 @@ def paced(
     """Steps in all as many as `values` less one."""
     validation = [(step * SAMPLES_PER_STEP, value) for step, value in enumerate(values)]
     nothing = [0.0] * (len(values) - 1)
-    paces, drifts = [[value] * len(nothing) for value in (seconds, moved)]
+    paces = [seconds] * len(nothing)
+    drifts = [moved] * len(nothing)
     return Outcome(Job(cell, seed, 1e-3), validation, nothing, nothing, 1.0, paces, drifts, nothing)
 
 

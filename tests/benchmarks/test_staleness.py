@@ -84,7 +84,8 @@ def test_variance_on_policy_is_that_of_all_ordered_groups():
 def test_without_a_cap_the_weight_of_the_response_is_unbiased_and_no_weight_is_not(problem, path):
     measures = [measure(problem, path, lag, CORRECTIONS) for lag in LAGS]
     assert max(each[UNCAPPED].bias for each in measures) < 1e-12
-    none, token = ([each[name].bias for each in measures] for name in ("none", "token"))
+    none = [each["none"].bias for each in measures]
+    token = [each["token"].bias for each in measures]
     assert none[0] < 1e-12
     assert none == sorted(none)
     assert none[1] > 0.05

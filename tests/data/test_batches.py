@@ -33,7 +33,8 @@ def rollouts(
     `extra` adds columns of padding that nothing needs.
     """
     count = len(lengths)
-    prompts, responses = ([pair[i] for pair in lengths] for i in (0, 1))
+    prompts = [pair[0] for pair in lengths]
+    responses = [pair[1] for pair in lengths]
     width = max(responses, default=0)
     used = max((p + r for p, r in lengths), default=0) + extra
     ids = torch.arange(start, start + count)

@@ -48,15 +48,19 @@ def test_nan_equals_nan_alone(other, bounds):
     assert len(number_differences({"loss": nan}, {"loss": other}, bounds)) == 1
     assert len(number_differences({"loss": other}, {"loss": nan}, bounds)) == 1
     for left, right in ((nan, other), (other, nan)):
-        table, another = (
-            pa.table(
-                {
-                    "prompt_id": [0],
-                    "sample_id": [0],
-                    "x": pa.array([value], pa.float64(), from_pandas=False),
-                }
-            )
-            for value in (left, right)
+        table = pa.table(
+            {
+                "prompt_id": [0],
+                "sample_id": [0],
+                "x": pa.array([left], pa.float64(), from_pandas=False),
+            }
+        )
+        another = pa.table(
+            {
+                "prompt_id": [0],
+                "sample_id": [0],
+                "x": pa.array([right], pa.float64(), from_pandas=False),
+            }
         )
         assert len(sample_differences(table, another, ["x"], bounds)) == 1
 

@@ -77,9 +77,8 @@ def cost_of_a_step(
 def whole_model(
     machine: Machine, folder: Path, shape: dict, layers: int, tp: int = 1, **options: bool
 ) -> Step:
-    single, double = (
-        cost_of_a_step(machine, folder, shape, count, tp, **options) for count in (1, 2)
-    )
+    single = cost_of_a_step(machine, folder, shape, 1, tp, **options)
+    double = cost_of_a_step(machine, folder, shape, 2, tp, **options)
     return single.plus(double.plus(single, -1), layers - 1)
 
 

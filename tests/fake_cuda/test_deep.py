@@ -80,7 +80,8 @@ def measured(machine: Machine, case: Case) -> Phases:
 
 
 def test_costs_grow_along_a_line_with_layers(machine: Machine, folders: dict[int, Path]) -> None:
-    four, six = (measured(machine, case_of(folders[2], *BLOCKS, layers=n)) for n in (4, 6))
+    four = measured(machine, case_of(folders[2], *BLOCKS, layers=4))
+    six = measured(machine, case_of(folders[2], *BLOCKS, layers=6))
     two = blocks(machine, folders[2])
     assert {
         "start",
@@ -106,7 +107,8 @@ def test_costs_grow_along_a_line_with_layers(machine: Machine, folders: dict[int
 def test_costs_grow_along_a_line_with_micro_batches(
     machine: Machine, folders: dict[int, Path]
 ) -> None:
-    few, many = (measured(machine, case_of(folders[2], *ONE, in_flight=n)) for n in (1, 4))
+    few = measured(machine, case_of(folders[2], *ONE, in_flight=1))
+    many = measured(machine, case_of(folders[2], *ONE, in_flight=4))
     for phases in (few, many):
         parts = [(1, phases["training once"][0]), (7, phases["training each"][0])]
         cost = total(parts)

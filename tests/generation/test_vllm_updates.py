@@ -179,10 +179,8 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
     assert lengths == [PARAMS.max_length] * 6
     for response in responses:
         assert list(response.versions) == sorted(response.versions)
-    across, new = (
-        [response for response in responses if (response.versions[0] == version)]
-        for version in (0, 1)
-    )
+    across = [response for response in responses if (response.versions[0] == 0)]
+    new = [response for response in responses if (response.versions[0] == 1)]
     assert len(across) == AT_ONCE
     assert len(new) == 2
     assert all(set(response.versions) == {0, 1} for response in across)

@@ -104,7 +104,9 @@ def test_a_prompt_is_stored_once_whatever_its_samples():
 def test_scale_and_bf16():
     torch.manual_seed(0)
     dtype = torch.bfloat16
-    q, k, v = (torch.randn(1, heads, 6, SIZE).to(dtype) for heads in (HEADS, GROUPS, GROUPS))
+    q = torch.randn(1, HEADS, 6, SIZE).to(dtype)
+    k = torch.randn(1, GROUPS, 6, SIZE).to(dtype)
+    v = torch.randn(1, GROUPS, 6, SIZE).to(dtype)
     sizes = CacheSizes(range(1), 1, 5, 1, 2, GROUPS, SIZE, dtype, "cpu")
     cache = KVCache(sizes)
     cache.read([0])
@@ -211,7 +213,8 @@ def test_torchs_operator_takes_what_it_is_given():
     """
     pool = torch.empty(50, GROUPS, 2, SIZE, dtype=torch.bfloat16, device="meta")
     query = torch.empty(12, GROUPS, SIZE, dtype=torch.bfloat16, device="meta")
-    starts, used = (torch.empty(n, dtype=torch.int32, device="meta") for n in (5, 4))
+    starts = torch.empty(5, dtype=torch.int32, device="meta")
+    used = torch.empty(4, dtype=torch.int32, device="meta")
     out, log_sum = varlen_attention(
         query, pool[:, :, 0], pool[:, :, 1], starts, starts, used, (3, 20)
     )

@@ -65,10 +65,8 @@ def test_a_classifier_scores_as_in_transformers(kind, folders, expected, mesh):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, expected, mesh):
-    exact, model = (
-        load_reward_model(folders[kind], None, mesh, dtype=t)
-        for t in (torch.float32, torch.bfloat16)
-    )
+    exact = load_reward_model(folders[kind], None, mesh, dtype=torch.float32)
+    model = load_reward_model(folders[kind], None, mesh, dtype=torch.bfloat16)
     dtypes = {p.dtype for p in model._lm.parameters()}
     assert dtypes == {torch.bfloat16}
     assert model._weight.dtype == torch.float32

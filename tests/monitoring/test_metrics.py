@@ -543,9 +543,8 @@ def test_only_ranks_that_ask_wait_for_rewards():
 
 
 def test_what_stays_the_same_is_said_again_after_a_while(tmp_path):
-    slow, other = (
-        [RankSeconds("a", {"p": s}) for s in seconds] for seconds in ((1.0, 3.0), (3.0, 1.0))
-    )
+    slow = [RankSeconds("a", {"p": s}) for s in (1.0, 3.0)]
+    other = [RankSeconds("a", {"p": s}) for s in (3.0, 1.0)]
     steps = dict.fromkeys(range(1, 2 * REPEAT_STEPS), slow) | {5: other, 6: []}
     said = straggler_lines(tmp_path, 1.5, steps, 4.0)
     expected = [f"straggler: p 3.0 s on rank {rank}" for rank in (1, 0, 1)]

@@ -211,9 +211,8 @@ def test_ranks_together_record_what_one_does(tmp_path, tokenizer, split):
     samples = join_samples([samples_of(batch, tokenizer)], tokenizer)
     write_records(tmp_path / "one.parquet", samples)
     write_records(tmp_path / "three.parquet", join_samples(parts, tokenizer))
-    alone, joined = (
-        read_table(tmp_path / name).to_pydict() for name in ("one.parquet", "three.parquet")
-    )
+    alone = read_table(tmp_path / "one.parquet").to_pydict()
+    joined = read_table(tmp_path / "three.parquet").to_pydict()
     # The mean over a response's tokens is summed over another width.
     assert alone.pop("advantage") == pytest.approx(joined.pop("advantage"), abs=1e-6)
     assert alone == joined

@@ -421,7 +421,8 @@ def test_the_rest_of_a_conversation_follows_a_prompt_of_messages(tmp_path, chat_
         "tool_calls": [{"type": "function", "function": function}],
     }
     rest = [asked, {"role": "tool", "content": "sunny"}]
-    chosen, rejected = ({"role": "assistant", "content": text} for text in ("Sunny.", "Rain."))
+    chosen = {"role": "assistant", "content": "Sunny."}
+    rejected = {"role": "assistant", "content": "Rain."}
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     line = {
         "prompt": prompt,

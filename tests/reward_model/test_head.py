@@ -76,9 +76,8 @@ def test_synthetic_negatives_end_early_or_repeat():
     pairs = [EncodedPair(str(i), (9,), (10, 11, 12, 13, 2), (20, 21, 2)) for i in range(40)]
     cuts = CutsConfig(min_tokens=8, max_tokens=12)
     made = synthetic_negatives(pairs, 0.5, cuts, end=(2,), seed=0)
-    early, repeated = (
-        [m.tokens for m in made if (m.tokens[-1] == 2) == is_early] for is_early in (True, False)
-    )
+    early = [m.tokens for m in made if (m.tokens[-1] == 2) == True]
+    repeated = [m.tokens for m in made if (m.tokens[-1] == 2) == False]
     assert len(early) == len(repeated) == 20
     for tokens in early:
         assert len(tokens) <= 4
@@ -99,9 +98,8 @@ def made_features(
     generator = torch.Generator().manual_seed(seed)
     direction = torch.randn(width, generator=generator, dtype=torch.float64)
     direction /= direction.norm()
-    first, second = (
-        torch.randn(pairs, width, generator=generator, dtype=torch.float64) + 5 for _ in range(2)
-    )
+    first = torch.randn(pairs, width, generator=generator, dtype=torch.float64) + 5
+    second = torch.randn(pairs, width, generator=generator, dtype=torch.float64) + 5
     margin = (first - second) @ direction + noise * torch.randn(
         pairs, generator=generator, dtype=torch.float64
     )

@@ -164,7 +164,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
     assert steps == list(range(21))
     run(*overrides)
     assert lines_of(tmp_path) == lines_of(ranked)
-    weights, others = (load_file(f / "out/model/model.safetensors") for f in (tmp_path, ranked))
+    weights = load_file(tmp_path / "out/model/model.safetensors")
+    others = load_file(ranked / "out/model/model.safetensors")
     for name in others:
         assert torch.equal(weights[name], others[name])
     assert weights.keys() == others.keys()
