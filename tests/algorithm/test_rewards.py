@@ -96,9 +96,8 @@ class TestStandardisation:
 
     def test_of_a_single_valid_sample_nothing_is_left(self):
         standardised = shaped([7.0, math.nan], RewardShaping("running"), valid=[True, False])
-        assert standardised[0] == 0.0 and math.isnan(standardised[1]), (
-            "what was not scored stays so"
-        )
+        assert standardised[0] == 0.0
+        assert math.isnan(standardised[1]), "what was not scored stays so"
 
 
 class TestOverlongResponses:

@@ -59,7 +59,8 @@ def prepared(
 def refused(tmp_path: Path, form: str, *rows: object, words: tuple[str, ...] = ()) -> str:
     file = write(tmp_path / "in.jsonl", *rows)
     done = prepare(file, f"--form={form}", f"--output={tmp_path / 'out'}", *words)
-    assert done.exit_code == 1 and "error: " in done.output, done.output
+    assert done.exit_code == 1, done.output
+    assert "error: " in done.output, done.output
     assert not (tmp_path / "out").exists()
     return done.output
 

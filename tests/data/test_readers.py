@@ -307,7 +307,8 @@ def test_columns_by_other_names(tmp_path):
     check_error(error, "data.column.missing", "expected q, ", "model.data.fields.prompt")
     said = str(error)
     assert said.startswith("1 line "), "what all lines lack is said once"
-    assert len(said.splitlines()) == 2 and "advice" not in said, "and no line is to correct"
+    assert len(said.splitlines()) == 2
+    assert "advice" not in said, "and no line is to correct"
 
 
 def test_faults_of_several_kinds_keep_their_keys(tmp_path):

@@ -200,9 +200,8 @@ def test_shares_and_passes(blend, step, seed, shuffle):
         for pass_ in range(len(numbers) // size + 1):
             given_ = numbers[pass_ * size : (pass_ + 1) * size]
             indices = [number - pass_ * blend.num_prompts - first for number in given_]
-            assert len(set(indices)) == len(indices) and set(indices) <= set(range(size)), (
-                "none twice in a pass"
-            )
+            assert len(set(indices)) == len(indices), "none twice in a pass"
+            assert set(indices) <= set(range(size))
             if not shuffle:
                 assert indices == list(range(len(indices)))
     everything = list(chain(*stream.values()))

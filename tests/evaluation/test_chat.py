@@ -300,7 +300,8 @@ def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, mon
     assert "[model]\n" in first
     assert "[model-2]\n" in first
     rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", first)]
-    assert len(rewards) == 2 and all(0.9 <= reward <= 1 for reward in rewards), first
+    assert len(rewards) == 2, first
+    assert all(0.9 <= reward <= 1 for reward in rewards), first
     chat(
         folder,
         rewards=[f"http://127.0.0.1:{free_port('127.0.0.1')}"],

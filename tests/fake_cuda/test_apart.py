@@ -70,6 +70,5 @@ def test_a_run_goes_through(
         versions = {
             version for sample in read_tokens(file) for version in sample.weight_versions or ()
         }
-        assert versions and versions <= set(range(max(step - 2, 0), step)), (
-            "none older than one step"
-        )
+        assert versions
+        assert versions <= set(range(max(step - 2, 0), step)), "none older than one step"

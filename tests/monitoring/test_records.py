@@ -127,7 +127,8 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
             "token_kl": kl,
             "token_advantages": batch.advantages,
         }.items():
-            assert values is not None and getattr(tokens, name) == values[i, :length].tolist(), name
+            assert values is not None, name
+            assert getattr(tokens, name) == values[i, :length].tolist(), name
     assert [row.score_fault for row in rows] == [None, "took longer than 3 s", None, None]
     assert math.isnan(rows[1].reward)
     assert rows[0].source_rewards == {"short": 1.0}

@@ -214,7 +214,8 @@ def test_samples_follow_a_file_that_is_written_again(tmp_path):
     run = RunFolder(tmp_path)
     rollout = RolloutRow(3, 0, 0, "p", "r", 1.0, "stop", 2)
     write_rows(tmp_path, 3, [rollout])
-    assert len(run.samples(3)) == 1 and run.samples(3) is run.samples(3), "read once"
+    assert len(run.samples(3)) == 1
+    assert run.samples(3) is run.samples(3), "read once"
     write_rows(tmp_path, 3, [rollout, rollout])
     assert len(run.samples(3)) == 2
     assert run.sample_steps() == [3]

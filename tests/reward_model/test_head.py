@@ -76,8 +76,8 @@ def test_synthetic_negatives_end_early_or_repeat():
     pairs = [EncodedPair(str(i), (9,), (10, 11, 12, 13, 2), (20, 21, 2)) for i in range(40)]
     cuts = CutsConfig(min_tokens=8, max_tokens=12)
     made = synthetic_negatives(pairs, 0.5, cuts, end=(2,), seed=0)
-    early = [m.tokens for m in made if (m.tokens[-1] == 2) == True]
-    repeated = [m.tokens for m in made if (m.tokens[-1] == 2) == False]
+    early = [m.tokens for m in made if m.tokens[-1] == 2]
+    repeated = [m.tokens for m in made if m.tokens[-1] != 2]
     assert len(early) == len(repeated) == 20
     for tokens in early:
         assert len(tokens) <= 4

@@ -33,7 +33,8 @@ def pins(file: str, python: str) -> dict[str, str]:
             continue
         pin = Requirement(text)
         (version,) = pin.specifier
-        assert version.operator == "==" and "*" not in version.version, line
+        assert version.operator == "==", line
+        assert "*" not in version.version, line
         if pin.marker is None or pin.marker.evaluate({"python_version": python}):
             name = canonicalize_name(pin.name)
             assert name not in versions, f"{file} has two pins of {name} for Python {python}"
