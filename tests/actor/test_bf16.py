@@ -241,5 +241,6 @@ def test_a_run_goes_on_bit_for_bit(options, mesh, tmp_path):
     assert lines[0]["train/init_policy_kl"] == pytest.approx(0.0, abs=1e-6)
     assert lines[-1]["train/init_policy_kl"] > 0.01
     assert results[1][1] == lines
-    for a, b in zip(results[0][0], results[1][0], strict=True):
+    pairs = zip(results[0][0], results[1][0], strict=True)
+    for a, b in pairs:
         assert torch.equal(a, b)

@@ -139,7 +139,8 @@ def test_the_gradient_is_that_of_fixed_micro_batches(tmp_path, mesh):
         share = actor.get_loss_and_metrics(whole_batch(), sequences(10))
         gradients.append(gradient_of(actor))
         metrics.append(share.sums)
-    for other, sums in zip(gradients[1:], metrics[1:], strict=True):
+    pairs = zip(gradients[1:], metrics[1:], strict=True)
+    for other, sums in pairs:
         assert relative_difference(other, gradients[0]) < 1e-6
         assert sums["sequence_tokens"] == metrics[0]["sequence_tokens"] < sums["padded_tokens"] + 1
 

@@ -234,7 +234,8 @@ def quick(folder: Path, *cells: str) -> tuple[str, list[dict]]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (folder / "quick" / "evaluation.jsonl").read_text().splitlines()
-    return (folder / "quick" / "summary.md").read_text(), [json.loads(line) for line in lines]
+    summary_file = folder / "quick" / "summary.md"
+    return summary_file.read_text(), [json.loads(line) for line in lines]
 
 
 @pytest.mark.slow

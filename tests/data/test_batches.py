@@ -112,9 +112,8 @@ def test_the_mask_and_the_ends():
 @given(sizes, st.integers(0, 3), st.booleans(), st.data())
 def test_select_takes_rows_in_order_and_cuts_padding(lengths, extra, with_log_probs, data):
     batch = rollouts(lengths, extra=extra, with_log_probs=with_log_probs)
-    rows = data.draw(
-        st.lists(st.integers(0, len(lengths) - 1), max_size=6) if lengths else st.just([])
-    )
+    indices = st.lists(st.integers(0, len(lengths) - 1), max_size=6) if lengths else st.just([])
+    rows = data.draw(indices)
     selected = batch.select(torch.tensor(rows, dtype=torch.long))
     every = rows_of(batch)
     assert rows_of(selected) == [every[row] for row in rows]

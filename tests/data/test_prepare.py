@@ -88,9 +88,9 @@ def test_null_is_no_prompt_and_messages_may_be_json(tmp_path):
             PrepareOptions(num_validation=1),
             Columns({name: "prompt"}, "--field "),
         )
-        rows = rows_of(tmp_path / name / "train.jsonl") + rows_of(
-            tmp_path / name / "validation.jsonl"
-        )
+        train_file = tmp_path / name / "train.jsonl"
+        validation_file = tmp_path / name / "validation.jsonl"
+        rows = rows_of(train_file) + rows_of(validation_file)
         assert {"messages": [user(expected)]} in rows
 
 
@@ -120,9 +120,9 @@ def test_every_accepted_form_gives_the_prompt_alone(tmp_path):
         {"prompt": hh("six\n\nAssistant: a\n\nHuman: b")},
     )
     counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
-    rows = rows_of(tmp_path / "out" / "train.jsonl") + rows_of(
-        tmp_path / "out" / "validation.jsonl"
-    )
+    train_file = tmp_path / "out" / "train.jsonl"
+    validation_file = tmp_path / "out" / "validation.jsonl"
+    rows = rows_of(train_file) + rows_of(validation_file)
     expected = [[user(word)] for word in ("one", "two", "three", "four", "five")]
     expected.append([user("six"), assistant("a"), user("b")])
     assert sorted(map(str, (row["messages"] for row in rows))) == sorted(map(str, expected))
@@ -145,9 +145,9 @@ def test_a_plain_prompt_is_a_user_message_and_other_fields_stay(tmp_path):
         prepare_prompts(
             [file], tmp_path / form, PrepareOptions(form=form, num_validation=1, seed=3)
         )
-        written = rows_of(tmp_path / form / "train.jsonl") + rows_of(
-            tmp_path / form / "validation.jsonl"
-        )
+        train_file = tmp_path / form / "train.jsonl"
+        validation_file = tmp_path / form / "validation.jsonl"
+        written = rows_of(train_file) + rows_of(validation_file)
         rows[form] = sorted(written, key=lambda row: str(row.get("answer", "?")))
     expected = [
         {"messages": [user("What is 6 x 7?")], "answer": 42, "solution": {"steps": ["6 x 7"]}},
@@ -401,7 +401,8 @@ def test_a_system_column_by_its_name(tmp_path):
     columns = Columns({"system": "rules"}, "--field ")
     inputs = [write(tmp_path / "in.jsonl", *rows)]
     prepare_prompts(inputs, tmp_path / "out", PrepareOptions(), columns)
-    assert rows_of(tmp_path / "out" / "train.jsonl")[0]["messages"][0] == SYSTEM
+    train_file = tmp_path / "out" / "train.jsonl"
+    assert rows_of(train_file)[0]["messages"][0] == SYSTEM
 
 
 def test_a_folder_of_several_splits_needs_a_choice(tmp_path):
@@ -510,9 +511,9 @@ def test_the_command_takes_csv_and_names_of_columns(tmp_path):
     (tmp_path / "in.csv").write_text("question,solution\nhi,007\nho,8\n")
     fields = ["--field=prompt=question", "--field=answer=solution", f"--output={tmp_path / 'out'}"]
     assert prepare(tmp_path / "in.csv", *fields).exit_code == 0
-    rows = rows_of(tmp_path / "out" / "train.jsonl") + rows_of(
-        tmp_path / "out" / "validation.jsonl"
-    )
+    train_file = tmp_path / "out" / "train.jsonl"
+    validation_file = tmp_path / "out" / "validation.jsonl"
+    rows = rows_of(train_file) + rows_of(validation_file)
     expected = [
         {"messages": [user("hi")], "answer": "007"},
         {"messages": [user("ho")], "answer": "8"},
@@ -562,9 +563,10 @@ def test_real_data_through_the_command_into_a_data_set(tmp_path, name):
 
 def test_the_script_ends_with_the_error_alone(tmp_path):
     file = write(tmp_path / "in.jsonl", b"{")
+    script = ROOT / "examples" / "prepare_prompts.py"
     command = [
         sys.executable,
-        str(ROOT / "examples" / "prepare_prompts.py"),
+        str(script),
         str(file),
         "--output",
         str(tmp_path),

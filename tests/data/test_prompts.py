@@ -250,9 +250,8 @@ def test_a_text_with_nemo_aligners_markers_is_not_rendered_once_more(tokenizer, 
         load(tokenizer, file, apply_chat_template=True)
     counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
     assert counts.skipped == {}
-    prompts = load(
-        tokenizer, tmp_path / "out" / "train.jsonl", tmp_path / "out" / "validation.jsonl"
-    )
+    train_file = tmp_path / "out" / "train.jsonl"
+    prompts = load(tokenizer, train_file, tmp_path / "out" / "validation.jsonl")
     assert sorted(prompt.text for prompt in prompts) == ["U: hi<eos>A:", "U: ho<eos>A:"]
 
 

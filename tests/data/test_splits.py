@@ -191,7 +191,8 @@ def test_saved_data_sets(tmp_path):
     values = ("none of them train, test_sft, train_sft;", f"{tmp_path / 'dict'}:test_sft")
     check_refused(tmp_path / "dict", "train", "data.split.several", *values)
     write(tmp_path / "dict", ["train_sft.jsonl"])  # is no part of it
-    assert read(f"{tmp_path}/dict:test_sft") == read(tmp_path / "dict" / "test_sft") == ["two"]
+    test_sft_folder = tmp_path / "dict" / "test_sft"
+    assert read(f"{tmp_path}/dict:test_sft") == read(test_sft_folder) == ["two"]
     for name in names:
         datasets.DatasetDict(train=saved[name]).save_to_disk(tmp_path / "several" / name)
     several = tmp_path / "several"

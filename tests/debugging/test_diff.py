@@ -185,7 +185,8 @@ def test_long_texts_are_shown_where_they_part() -> None:
 def test_runs_without_a_common_step(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").write_text('{"step": 1, "time": 0}\n')
-    rollouts = [folder / "base" / "rollouts", tmp_path / "empty" / "rollouts"]
+    rollouts_folder = folder / "base" / "rollouts"
+    rollouts = [rollouts_folder, tmp_path / "empty" / "rollouts"]
     with raises_error("diff.steps.none_in_common", "1 to 4", *rollouts):
         diff(folder / "base", tmp_path / "empty")
 

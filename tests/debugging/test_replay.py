@@ -130,9 +130,8 @@ def test_a_phase_alone_and_stored_scores(folder: Path) -> None:
 def test_a_function_that_only_the_folder_names_is_not_called(folder: Path, tmp_path: Path) -> None:
     """As `prompts`, it would be imported and called on the recorded prompts."""
     (folder / "planted_reward.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
-    (folder / "run" / "planted_reward.py").write_text(
-        f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}"
-    )
+    planted_reward_file = folder / "run" / "planted_reward.py"
+    planted_reward_file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
     replayed = replay(folder / "run", 4)
     assert verdicts(replayed)["score"] == "not replayed"
     assert replayed.exit_code == 2

@@ -232,9 +232,8 @@ def test_right_answers_are_counted_and_a_failed_reward_counts_apart(
     ((reason, count),) = model.failures.items()
     assert count == 8
     assert "KeyError" in reason
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["models"][0]["failures"] == {
-        reason: 8
-    }
+    results_file = tmp_path / "out" / "results.json"
+    assert json.loads(results_file.read_text())["models"][0]["failures"] == {reason: 8}
     both = evaluate([folder / "model", folder / "other"], data, rewards=["gsm8k"], overrides=SHORT)
     (compared,) = both.comparisons
     assert compared.wins.count == 6

@@ -161,9 +161,8 @@ def test_kernels_and_syncs(
 
 def test_a_shared_prefix_is_less_work(machine: Machine) -> None:
     """Prompts are read once, in hardly more kernels than padded rows take."""
-    for padded, packed in zip(
-        passes(machine, Case()), passes(machine, Case(shared_prefix=True)), strict=True
-    ):
+    pairs = zip(passes(machine, Case()), passes(machine, Case(shared_prefix=True)), strict=True)
+    for padded, packed in pairs:
         assert packed.flops < 0.75 * padded.flops
         assert packed.peak - packed.start < padded.peak - padded.start
         assert packed.num_kernels < 1.1 * padded.num_kernels

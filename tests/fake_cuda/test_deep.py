@@ -80,7 +80,8 @@ def measured(machine: Machine, case: Case) -> Phases:
 
 
 def test_costs_grow_along_a_line_with_layers(machine: Machine, folders: dict[int, Path]) -> None:
-    four = measured(machine, case_of(folders[2], *BLOCKS, layers=4))
+    case = case_of(folders[2], *BLOCKS, layers=4)
+    four = measured(machine, case)
     six = measured(machine, case_of(folders[2], *BLOCKS, layers=6))
     two = blocks(machine, folders[2])
     assert {
@@ -107,7 +108,8 @@ def test_costs_grow_along_a_line_with_layers(machine: Machine, folders: dict[int
 def test_costs_grow_along_a_line_with_micro_batches(
     machine: Machine, folders: dict[int, Path]
 ) -> None:
-    few = measured(machine, case_of(folders[2], *ONE, in_flight=1))
+    case = case_of(folders[2], *ONE, in_flight=1)
+    few = measured(machine, case)
     many = measured(machine, case_of(folders[2], *ONE, in_flight=4))
     for phases in (few, many):
         parts = [(1, phases["training once"][0]), (7, phases["training each"][0])]

@@ -228,9 +228,8 @@ def test_lora_updates_go_alone(machine, folders, tmp_path, events):
     (weights,) = engine.weights
     check_equal(weights, exported(folders[2]))
     expected = random_updates(folders[2], EVERY, BF16)
-    for (adapter, sums), tensors in zip(
-        engine.adapters, (expected, doubled(expected)), strict=True
-    ):
+    pairs = zip(engine.adapters, (expected, doubled(expected)), strict=True)
+    for (adapter, sums), tensors in pairs:
         check_equal(adapter, {PREFIX + name: tensor for name, tensor in tensors.items()})
         scales = {name: EVERY.scale if "lora_B" in name else 1 for name in tensors}
         assert sums == {
@@ -293,7 +292,8 @@ def test_two_gpus_that_share_a_model_are_given_each_bucket(
     assert engine.arguments.tensor_parallel_size == 2
     (weights,) = engine.weights
     expected = {name: tensor.shape for name, tensor in exported(folders[2]).items()}
-    assert {name: tensor.shape for name, tensor in weights.items()} == expected
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    assert shapes == expected
     assert len(engine.places) > 4
     expected = [{"GPU-0", "GPU-1"}] * len(engine.places)
     assert engine.places == expected

@@ -80,7 +80,8 @@ def test_goes_through_and_on(machine: Machine, tmp_path: Path, overrides: tuple[
     for line in lines:
         for key in ("train/init_policy_kl", "train/actor_loss"):
             assert math.isfinite(line[key])
-    exported = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
+    config_file = tmp_path / "run" / "hf" / "config.json"
+    exported = json.loads(config_file.read_text())
     assert "bfloat16" in (exported.get("dtype"), exported.get("torch_dtype"))
 
 

@@ -280,7 +280,8 @@ class TestResponsesThatGoOn:
 
     @vllm_is_slow
     def test_all_lost_the_engine_is_started_anew(self, engine, expected, monkeypatch, caplog):
-        self.lose(monkeypatch, dict.fromkeys(range(len(expected)), 1))
+        times = dict.fromkeys(range(len(expected)), 1)
+        self.lose(monkeypatch, times)
         self.check(self.go_on(engine), expected)
         assert (
             "event=engine_restarted reason=the engine lost all 8 requests: it is lost"

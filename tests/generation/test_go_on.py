@@ -120,7 +120,8 @@ class Policy:
 
     @torch.no_grad()
     def change(self) -> None:
-        for parameter, new in zip(self.lm.parameters(), self._next.parameters(), strict=True):
+        pairs = zip(self.lm.parameters(), self._next.parameters(), strict=True)
+        for parameter, new in pairs:
             parameter.copy_(new)
 
     @torch.no_grad()

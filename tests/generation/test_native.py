@@ -170,7 +170,8 @@ class TestSamplesDependOnTheirKeysAlone:
             self.PARAMS, min_length=6, repetition_penalty=1.3, end_strings=("e",), temperature=0.8
         )
         unbounded = NativeGenerator(lm, load_tokenizer(folder)).generate(prompts, 4, some, seed=4)
-        self.assert_same(rows_of(engine.generate(prompts, 4, some, seed=4)), rows_of(unbounded))
+        rows = rows_of(engine.generate(prompts, 4, some, seed=4))
+        self.assert_same(rows, rows_of(unbounded))
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
     def test_through_megatrons_own_layers(self, dtype, folder, mesh, prompts, monkeypatch):

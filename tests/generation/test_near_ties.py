@@ -39,9 +39,8 @@ def gaps(monkeypatch) -> dict[tuple[int, ...], float]:
             .topk(2, dim=-1)
             .values
         )
-        gap_of_key.update(
-            zip(map(tuple, keys.tolist()), (best[:, 0] - best[:, 1]).tolist(), strict=True)
-        )
+        pairs = zip(map(tuple, keys.tolist()), (best[:, 0] - best[:, 1]).tolist(), strict=True)
+        gap_of_key.update(pairs)
         return choose_tokens(logits, keys, params, work)
 
     monkeypatch.setattr(decoding, "choose_tokens", noting)

@@ -161,7 +161,8 @@ class TestRun:
         with tiny_trainer(config, mesh) as trainer:
             in_small_buckets(trainer.model.generator)
             trainer.fit()
-            trainer.model.export(folder / "model", folder / name / "exported")
+            exported_folder = folder / name / "exported"
+            trainer.model.export(folder / "model", exported_folder)
             trainer.model.generator.close()
         self.check(folder, name)
         return calls_of(given)
@@ -329,7 +330,8 @@ class TestSamples:
         beyond = engine._lm.architecture.vocab_size - 1
         assert beyond >= len(engine._tokenizer)
         end = engine._tokenizer.decode([7, 8])
-        cut = engine._cut_at_end_string(Answer((beyond, 6, 7, 8, 9)), (end,))
+        answer = Answer((beyond, 6, 7, 8, 9))
+        cut = engine._cut_at_end_string(answer, (end,))
         assert cut.tokens == (beyond, 6, 7, 8)
         assert cut.stopped is True
         outside = Answer((6, 7, 8, beyond + 1))  # of no response that counts

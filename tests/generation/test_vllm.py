@@ -128,9 +128,8 @@ class Killer:
     def __init__(self, monkeypatch, generator: EngineGenerator, names: Sequence[str]):
         self._generator = generator
         self._sleeps = 0
-        self._plan = list(
-            zip([(0, "update_weights"), (1, "generate"), (2, "asleep")], names, strict=True)
-        )
+        pairs = zip([(0, "update_weights"), (1, "generate"), (2, "asleep")], names, strict=True)
+        self._plan = list(pairs)
         self.seen: set[psutil.Process] = set()
         call = process.EngineProcess.call
 
@@ -323,9 +322,8 @@ class TestLayouts:
                     by_sample(folder, step) for folder in (tmp_path / name, undisturbed)
                 )
                 assert rows == others, name
-            for line, other in zip(
-                metrics_of(tmp_path / name), metrics_of(undisturbed), strict=True
-            ):
+            pairs = zip(metrics_of(tmp_path / name), metrics_of(undisturbed), strict=True)
+            for line, other in pairs:
                 assert largest_difference(however_cut(line), however_cut(other)) < 1e-4, name
 
 

@@ -71,7 +71,8 @@ class TestChecksum:
     @given(st.sampled_from(SIZES[1:]), st.data())
     def test_any_exchange_counts(self, size, data):
         tensor = random_tensor(size)
-        i, j = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
+        indices = st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True)
+        i, j = data.draw(indices)
         changed = tensor.clone()
         changed[[i, j]] = tensor[[j, i]]
         assert checksum(changed) != checksum(tensor)

@@ -450,7 +450,8 @@ class TestDamagedCheckpoint:
         run.train(1)
         run.checkpointer.save(2, {"step": 2})
         weights = run.weights()
-        path = sorted((tmp_path / "step_00000002" / "model").glob("*.distcp"))[-1]
+        model_folder = tmp_path / "step_00000002" / "model"
+        path = sorted(model_folder.glob("*.distcp"))[-1]
         data = bytearray(path.read_bytes())
         expected = f"{zlib.crc32(data):08x}"
         data[len(data) // 2] ^= 1

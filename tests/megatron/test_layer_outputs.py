@@ -58,7 +58,8 @@ TOKENS = (5, 9, 13, 7, 30, 22, 17)
 )
 def test_the_layer_that_was_disturbed_is_named(four_layers, mesh, disturb, said):
     outputs = layer_outputs(megatron_model(four_layers, mesh), TOKENS)
-    assert [tuple(output.shape) for output in outputs] == [(7, 32)] * 4
+    shapes = [tuple(output.shape) for output in outputs]
+    assert shapes == [(7, 32)] * 4
     assert {output.dtype for output in outputs} == {torch.float32}
     other = LayersOfTransformers(four_layers, disturb).layer_outputs(TOKENS)
     lines = layer_table(outputs, other, ROUNDING["32"]).splitlines()

@@ -129,9 +129,8 @@ def test_gradient_equals_plain_torch(lm, theirs, batch):
     (for_log_probs * log_probs + for_entropy * entropies).sum().backward()
     expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     # The mapping of weights is linear, so it maps gradients too.
-    gradients = dict(
-        hf_tensors(lm, {name: parameter.grad for name, parameter in parameters_of(lm).items()})
-    )
+    grads = {name: parameter.grad for name, parameter in parameters_of(lm).items()}
+    gradients = dict(hf_tensors(lm, grads))
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-5, msg=name)
@@ -181,7 +180,8 @@ def test_bfloat16_model_gives_float32_softmax(folder, mesh, batch):
             lm, lm, *batch, temperature=0.7, width=7, chunk_tokens=CHUNK, with_entropy=True
         )
         sequences, prompts, responses = batch
-        table = torch.log_softmax(lm.logits(lm(sequences[:, :-1]).flatten(0, 1)) / 0.7, dim=-1)
+        hidden = lm(sequences[:, :-1]).flatten(0, 1)
+        table = torch.log_softmax(lm.logits(hidden) / 0.7, dim=-1)
     table = table.view(*sequences[:, :-1].shape, -1)
     assert scores.entropy is not None
     assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32

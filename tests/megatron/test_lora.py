@@ -165,7 +165,8 @@ def test_exported_folders(name, lora_results, folders, root):
 @every_case
 def test_merged_folder_differs_in_its_targets_only(name, lora_results, folders, root):
     base = load_file(folders[name] / "model.safetensors")
-    merged = load_file(root / lora_results[0] / name / "merged" / "model.safetensors")
+    model_file = root / lora_results[0] / name / "merged" / "model.safetensors"
+    merged = load_file(model_file)
     assert merged.keys() == base.keys()
     changed = {key for key in base if not torch.equal(base[key], merged[key])}
     targets = {

@@ -209,7 +209,8 @@ def test_two_ranks_equal_one(layout, mesh, tmp_path):
         assert metrics.pop("train/padding_fraction") >= 0 <= expected.pop("train/padding_fraction")
         assert largest_difference(metrics, expected) < 1e-3
     trainer.model.export(single / "model", single / "run" / "hf")
-    trainer.model.export_adapter(single / "model", single / "run" / "adapter")
+    adapter_folder = single / "run" / "adapter"
+    trainer.model.export_adapter(single / "model", adapter_folder)
     for file in ("hf/model.safetensors", "adapter/adapter_model.safetensors"):
         tensors = load_file(double / "run" / file)
         expected = load_file(single / "run" / file)

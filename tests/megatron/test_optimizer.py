@@ -265,7 +265,8 @@ def test_offloading_frees_all_but_the_weights_and_brings_it_back_bit_for_bit(
             accumulate_gradients(ddp, [value], weighted_sum)
             step.step()
     assert torch.equal(weights_of(away[0]), weights_of(plain[0]))
-    for state, other in zip(large_states(away[1]), large_states(plain[1]), strict=True):
+    pairs = zip(large_states(away[1]), large_states(plain[1]), strict=True)
+    for state, other in pairs:
         assert torch.equal(state, other)
     kinds = 3 if dtype == torch.bfloat16 else 2  # moments, and fp32 weights of others
     elements = sum(p.numel() for p in away[0].parameters())

@@ -40,9 +40,8 @@ def without(out, mesh):
     results = {}
     for name in FAMILIES:
         family, keys = MODELS[name]
-        folder = tiny_family_folder(
-            out / name / "model", family, **{**keys, "num_hidden_layers": 4}
-        )
+        model_folder = out / name / "model"
+        folder = tiny_family_folder(model_folder, family, **{**keys, "num_hidden_layers": 4})
         results[name] = {
             updates: computed(Layout(updates=updates), folder, mesh) for updates in (None, LORA)
         }
@@ -133,4 +132,5 @@ def check_kernels(report, *, recomputed):
 def test_missing_is_told(mesh, out, without):
     values = ("model.transformer_engine", OLDEST_VERSION)
     with raises_error("config.transformer_engine.missing_or_old", *values):
-        megatron_model(out / FAMILIES[0] / "model", mesh, options=with_te(Layout()).model)
+        model_folder = out / FAMILIES[0] / "model"
+        megatron_model(model_folder, mesh, options=with_te(Layout()).model)

@@ -104,9 +104,8 @@ def test_groups_are_interleaved_as_megatron_has_them():
         parameter = torch.zeros(8, 1, dtype=torch.long)
         for name, values in sources.items():
             start, end = rows[name].part(rank)
-            rows[name].place(parameter, rank).copy_(
-                rows[name].like_place(torch.tensor(values)[start:end, None])
-            )
+            part = torch.tensor(values)[start:end, None]
+            rows[name].place(parameter, rank).copy_(rows[name].like_place(part))
         parameters.append(parameter[:, 0].tolist())
     expected = [[1, 2, 10, 100, 3, 4, 20, 200], [5, 6, 30, 300, 0, 0, 0, 0]]
     assert parameters == expected

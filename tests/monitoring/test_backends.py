@@ -54,7 +54,8 @@ def config_of(folder: Path, **manager) -> TrainConfig:
 
 def log_two_steps(logger: MetricLogger) -> None:
     for step in (1, 2):
-        logger.log_metrics({"rewards": step / 10, "grad_norm": math.nan}, step, "train/")
+        metrics = {"rewards": step / 10, "grad_norm": math.nan}
+        logger.log_metrics(metrics, step, "train/")
         logger.log_metrics({"rewards": 0.75}, step, "val/")
         logger.log_table("validation", ROWS, step)
         logger.commit(step)
@@ -78,9 +79,8 @@ def test_numbers_read_back(tmp_path):
     logger = TensorboardLogger(tmp_path)
     assert isinstance(logger, MetricLogger)
     for step in (0, 1):
-        logger.log_metrics(
-            {"rewards": step + 0.5, "grad_norm": math.nan, "lr": math.inf}, step, "train/"
-        )
+        metrics = {"rewards": step + 0.5, "grad_norm": math.nan, "lr": math.inf}
+        logger.log_metrics(metrics, step, "train/")
         logger.log_metrics({"rewards": 0.25}, step, "val/")
         logger.log_table("validation", [{"prompt": "a"}], step)
         logger.commit(step)
@@ -221,12 +221,12 @@ def test_swanlab_keeps_numbers_tables_and_alerts_for_a_later_sync(tmp_path):
     assert b"train/rewards" in written
     assert b"val/rewards" in written
     assert b"train/grad_norm" not in written
-    tables = [
-        json.loads(path.read_text()) for path in sorted((folder / "media" / "echarts").iterdir())
-    ]
+    echarts_folder = folder / "media" / "echarts"
+    tables = [json.loads(path.read_text()) for path in sorted(echarts_folder.iterdir())]
     assert len(tables) == 2
     assert "because | <b>" in json.dumps(tables[0])
-    assert [path.read_text() for path in (folder / "media" / "text").iterdir()] == ["time is up"]
+    text_folder = folder / "media" / "text"
+    assert [path.read_text() for path in text_folder.iterdir()] == ["time is up"]
     assert "max_steps" in (folder / "files" / "config.yaml").read_text()
 
 
@@ -246,7 +246,8 @@ def test_mlflow_keeps_a_run_in_files_and_goes_on_with_it(tmp_path):
     assert [(point.step, point.value) for point in past] == expected
     assert "train/grad_norm" not in mlflow_run.data.metrics
     folder = Path(mlflow_run.info.artifact_uri.removeprefix("file://"))
-    assert json.loads((folder / "validation" / "step_00002.json").read_text())["data"][1] == [
+    validation_file = folder / "validation" / "step_00002.json"
+    assert json.loads(validation_file.read_text())["data"][1] == [
         "so",
         "",
         None,

@@ -239,7 +239,8 @@ def test_runs_without_a_configuration_are_sides_of_their_own(tmp_path):
 
 
 def test_as_text_and_as_a_page(tmp_path):
-    make_run(tmp_path / "one" / "run", 1e-5, [0.0] * 4)
+    run_folder = tmp_path / "one" / "run"
+    make_run(run_folder, 1e-5, [0.0] * 4)
     make_run(tmp_path / "two" / "run", 1e-6, [0.1] * 4)
     names = [str(tmp_path / name / "run") for name in ("one", "two")]
     text = compare(names, tmp_path / "both.html")

@@ -207,13 +207,14 @@ def test_links_within_the_folder_only(tmp_path):
     good_run(tmp_path / "elsewhere" / "run")
     good_run(tmp_path / "results" / "real")
     (tmp_path / "results" / "inside").symlink_to("real")
-    (tmp_path / "results" / "out").symlink_to(tmp_path / "elsewhere" / "run")
+    out_folder = tmp_path / "results" / "out"
+    out_folder.symlink_to(tmp_path / "elsewhere" / "run")
     (tmp_path / "results" / "above").symlink_to(tmp_path / "elsewhere")
     part = good_run(tmp_path / "results" / "part")
-    write_rows(
-        tmp_path / "elsewhere" / "run", 1, [RolloutRow(1, 0, 0, "secret", "r", 1.0, "stop", 2)]
-    )
-    (part / "rollouts").symlink_to(tmp_path / "elsewhere" / "run" / "rollouts")
+    run_folder = tmp_path / "elsewhere" / "run"
+    write_rows(run_folder, 1, [RolloutRow(1, 0, 0, "secret", "r", 1.0, "stop", 2)])
+    rollouts_folder = tmp_path / "elsewhere" / "run" / "rollouts"
+    (part / "rollouts").symlink_to(rollouts_folder)
     with dashboard(tmp_path / "results") as port:
         rows = {row["name"]: row for row in ask(port, "/api/runs")[1]["runs"]}
         assert rows.keys() == {"real", "inside", "out", "above", "part"}

@@ -80,7 +80,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def line(page: dict[str, Any], key: str) -> list[tuple[int, float | None]]:
     series = page["series"][key]
-    return list(zip(page["axes"][series["axis"]]["step"], series["y"], strict=True))
+    pairs = zip(page["axes"][series["axis"]]["step"], series["y"], strict=True)
+    return list(pairs)
 
 
 def sample(step: int, prompt_id: int, reward: float, **changes) -> RolloutRow:

@@ -243,8 +243,9 @@ def test_settings_are_what_differs_from_the_defaults(tmp_path, schema):
 def test_an_alert_is_over_after_some_steps_without(tmp_path):
     logger = JsonlLogger(tmp_path / "metrics.jsonl")
     for step in range(1, 15):
+        metrics = {"skipped_step": float(step in (2, 3, 6, 12)), "actor_loss": 0.1, "rewards": 1.0}
         logger.log_metrics(
-            {"skipped_step": float(step in (2, 3, 6, 12)), "actor_loss": 0.1, "rewards": 1.0},
+            metrics,
             step,
             "train/",
         )
@@ -305,7 +306,8 @@ def test_what_is_neither_running_nor_failed(tmp_path):
     assert run.state().state == "interrupted"
     assert run.alerts() == []
     log(tmp_path / "eval" / "model", (0,))
-    assert RunFolder(tmp_path / "eval" / "model").state().state == "unknown"
+    model_folder = tmp_path / "eval" / "model"
+    assert RunFolder(model_folder).state().state == "unknown"
     (tmp_path / "eval" / "results.json").touch()
     assert RunFolder(tmp_path / "eval" / "model").state().state == "evaluation"
 

@@ -258,7 +258,8 @@ def test_defect_09_state_is_in_a_file_and_a_resume_is_bit_exact(tmp_path, mesh):
     whole = run(tmp_path / "whole", mesh, *keys)
     run(tmp_path, mesh, *keys, f"{RL}.max_steps=2")
     folder = tmp_path / "run" / "checkpoints"
-    assert json.loads((folder / "step_00000002" / "trainer_state.json").read_text())["step"] == 2
+    trainer_state_file = folder / "step_00000002" / "trainer_state.json"
+    assert json.loads(trainer_state_file.read_text())["step"] == 2
     (folder / "step_00000002").rename(folder / "step_00000000")
     (folder / "latest").write_text("step_00000000")
     parts = run(tmp_path, mesh, *keys)
@@ -341,9 +342,8 @@ def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tm
             client.check_compatible(other, 64, "tokens")
         tokens = torch.tensor([[5, 6, 7], [5, 999, 7], [8, 9, 0]])
         for _ in range(2):  # the bad one stalls nothing
-            rewards = client.infer_rm(
-                RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)
-            ).result()
+            request = RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)
+            rewards = client.infer_rm(request).result()
             assert rewards.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN, STATUS_OK]
             expected = [toy_score([5, 6, 7]), toy_score([8, 9])]
             assert rewards.values.tolist()[::2] == pytest.approx(expected)

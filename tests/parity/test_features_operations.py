@@ -148,7 +148,8 @@ class TestRewardClient:
         for options, width in (([], 3), (["pad_to_length=16"], 16)):
             shapes.clear()
             rm = self.connect(tmp_path, mesh, f"reward_model.port={server.port}", *options)
-            rm.infer_rm(RewardRequest(*request_of_two(), ("", ""), ("", ""))).result()
+            request = RewardRequest(*request_of_two(), ("", ""), ("", ""))
+            rm.infer_rm(request).result()
             rm.close()
             assert (2, width) in shapes
 

@@ -194,7 +194,8 @@ def test_the_disk_holds_the_records_of_the_samples_too(files, monkeypatch):
 
 def test_the_real_start_tells_the_same_faults_together(files, tmp_path):
     (tmp_path / "bad.jsonl").write_text("not json\n")
-    config = {**json.loads((files / "model" / "config.json").read_text()), "model_type": "mamba"}
+    config_file = files / "model" / "config.json"
+    config = {**json.loads(config_file.read_text()), "model_type": "mamba"}
     model = shutil.copytree(files / "model", tmp_path / "model")
     (model / "config.json").write_text(json.dumps(config))
     overrides = [

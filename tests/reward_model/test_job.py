@@ -365,7 +365,8 @@ def test_the_script_on_two_ranks(layout, ranked, tmp_path):
     ]
     done = run_script(SCRIPT, *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for line, other in zip(lines_of(tmp_path)[:6], lines_of(ranked)[:6], strict=True):
+    pairs = zip(lines_of(tmp_path)[:6], lines_of(ranked)[:6], strict=True)
+    for line, other in pairs:
         # rounding grows from then on
         for key, value in other.items():
             assert line[key] == pytest.approx(value, rel=1e-2, abs=1e-3), (line["step"], key)

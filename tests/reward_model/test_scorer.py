@@ -49,12 +49,13 @@ def test_every_sequence_is_in_one_pass_unchanged(batching, count):
                 len(micro_batch.rows) == 1
                 or micro_batch.tokens.size <= batching.tokens_per_micro_batch
             )
-        for row, tokens, length in zip(
+        triples = zip(
             micro_batch.rows.tolist(),
             micro_batch.tokens.tolist(),
             micro_batch.lengths.tolist(),
             strict=True,
-        ):
+        )
+        for row, tokens, length in triples:
             assert row not in tokens_of_rows
             tokens_of_rows[row] = tokens[:length]
             assert not any(tokens[length:])

@@ -149,7 +149,8 @@ def test_four_ranks(folder, expected, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_of_two_ranks_goes_on_here(case, on_two_ranks, folder, mesh, expected):
     model = model_of(folder, mesh, case)
-    saved = Checkpoint(on_two_ranks / f"{case}.checkpoints" / "step_00000002", {})
+    checkpoint = on_two_ranks / f"{case}.checkpoints" / "step_00000002"
+    saved = Checkpoint(checkpoint, {})
     Checkpointer(
         saved.folder.parent, mesh, model.ddp, *build_optimizer(model.ddp, **SETTINGS)
     ).restore(saved)

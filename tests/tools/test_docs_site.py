@@ -53,9 +53,8 @@ def test_every_page_is_built_and_in_the_navigation(site):
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
         assert (site / name).is_file()
-    sections = re.findall(
-        r"^## (.+)$", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    index_file = ROOT / "docs" / "index.md"
+    sections = re.findall(r"^## (.+)$", index_file.read_text(encoding="utf-8"), re.MULTILINE)
     tabs = re.findall(r'<a href="[^"]+" class="md-tabs__link">\s*([^<]+?)\s*<', home)
     assert tabs[1:] == sections
 

@@ -257,7 +257,8 @@ def test_sides_take_turns():
     ]
     assert log[:4] == expected
     expected = {(name, phase): 2 for name, phases in PHASES_OF.items() for phase in phases}
-    assert {key: len(samples) for key, samples in results.samples.items()} == expected
+    lengths = {key: len(samples) for key, samples in results.samples.items()}
+    assert lengths == expected
 
 
 def test_what_does_not_fit_is_skipped_and_the_rest_goes_on():
@@ -275,7 +276,8 @@ def test_what_does_not_fit_is_skipped_and_the_rest_goes_on():
         (PLAIN, GENERATION): 2,
         (PLAIN, TRAINING): 2,
     }
-    assert {key: len(samples) for key, samples in results.samples.items()} == expected
+    lengths = {key: len(samples) for key, samples in results.samples.items()}
+    assert lengths == expected
     # Anew after the failure, and not tried again in the second round.
     assert log.count(f"{OURS} built") == 3
     assert results.speedup(TRAINING) is None
