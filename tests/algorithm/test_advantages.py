@@ -42,7 +42,10 @@ def brute_force(rewards: list[float], groups: list[int], valid: list[bool]) -> l
             for j in range(len(rewards))
             if j != i and groups[j] == groups[i] and valid[j]
         ]
-        out.append(reward - math.fsum(others) / len(others) if valid[i] and others else 0.0)
+        if valid[i] and others:
+            out.append(reward - math.fsum(others) / len(others))
+        else:
+            out.append(0.0)
     return out
 
 
@@ -77,9 +80,8 @@ def test_a_permutation_of_the_samples_permutes_the_advantages(rows, random):
     order = list(range(len(rows)))
     random.shuffle(order)
     direct = rloo(rewards, groups, valid)[order]
-    torch.testing.assert_close(
-        rloo(rewards[order], groups[order], valid[order]), direct, rtol=1e-12, atol=1e-8
-    )
+    reordered = rloo(rewards[order], groups[order], valid[order])
+    torch.testing.assert_close(reordered, direct, rtol=1e-12, atol=1e-8)
 
 
 @settings(deadline=None, max_examples=100)
@@ -103,9 +105,9 @@ def test_the_advantages_of_a_group_sum_to_zero(rows):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
     advantages = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid)).tolist()
     for group in set(groups):
-        assert (
-            abs(math.fsum(a for a, g in zip(advantages, groups, strict=True) if g == group)) < 1e-7
-        )
+        pairs = zip(advantages, groups, strict=True)
+        total = math.fsum(advantage for advantage, other in pairs if other == group)
+        assert abs(total) < 1e-7
 
 
 @settings(deadline=None, max_examples=100)
@@ -128,9 +130,8 @@ def test_equals_the_scaled_distance_from_the_groups_mean():
     groups = torch.arange(6).repeat_interleave(4)
     torch.testing.assert_close(rloo(rewards.flatten(), groups).view(6, 4), expected)
     # Interleaved: sample s of every prompt, then sample s + 1.
-    torch.testing.assert_close(
-        rloo(rewards.t().flatten(), torch.arange(6).repeat(4)).view(4, 6).t(), expected
-    )
+    interleaved = rloo(rewards.t().flatten(), torch.arange(6).repeat(4))
+    torch.testing.assert_close(interleaved.view(4, 6).t(), expected)
 
 
 def test_two_samples_are_each_others_baseline():
@@ -139,7 +140,8 @@ def test_two_samples_are_each_others_baseline():
         3.0,
         1.0,
     ]
-    assert rloo(torch.tensor([1.0, 3.0]), torch.tensor([5, 5])).tolist() == [-2.0, 2.0]
+    advantages = rloo(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]))
+    assert advantages.tolist() == [-2.0, 2.0]
 
 
 def test_advantage_is_reward_less_baseline():
@@ -152,9 +154,8 @@ def test_advantage_is_reward_less_baseline():
         9.0,
         5.0,
     ]
-    torch.testing.assert_close(
-        rloo(rewards, groups), rewards - leave_one_out(RewardGroups.of(rewards, groups)).baseline
-    )
+    baseline = leave_one_out(RewardGroups.of(rewards, groups)).baseline
+    torch.testing.assert_close(rloo(rewards, groups), rewards - baseline)
 
 
 def test_a_truncated_sample_does_not_count():
@@ -163,7 +164,8 @@ def test_a_truncated_sample_does_not_count():
     With it in the denominator the others would get an advantage.
     """
     valid = torch.tensor([True, True, True, False])
-    assert rloo(torch.ones(4), torch.zeros(4, dtype=torch.long), valid).tolist() == [0.0] * 4
+    advantages = rloo(torch.ones(4), torch.zeros(4, dtype=torch.long), valid)
+    assert advantages.tolist() == [0.0] * 4
     groups = RewardGroups.of(torch.ones(4), torch.zeros(4, dtype=torch.long), valid)
     assert leave_one_out(groups).baseline.tolist() == [1.0, 1.0, 1.0, 0.0]
 
@@ -221,7 +223,8 @@ def test_it_carries_no_gradient_and_keeps_the_dtype(dtype, ids):
 
 
 def test_whole_numbers_are_rewards_too():
-    assert rloo(torch.tensor([1, 2, 4]), torch.tensor([0, 0, 0])).tolist() == [-2.0, -0.5, 2.5]
+    advantages = rloo(torch.tensor([1, 2, 4]), torch.tensor([0, 0, 0]))
+    assert advantages.tolist() == [-2.0, -0.5, 2.5]
 
 
 def test_no_samples_give_no_advantages():
@@ -263,11 +266,8 @@ def test_batch_mean_leaves_out_what_is_not_valid():
         0.0,
         2.5,
     ]
-    assert batch_mean(RewardGroups.of(rewards, ids, torch.zeros(3).bool())).baseline.tolist() == [
-        0.0,
-        0.0,
-        0.0,
-    ]
+    invalid = RewardGroups.of(rewards, ids, torch.zeros(3).bool())
+    assert batch_mean(invalid).baseline.tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.fixture(scope="module")
@@ -361,12 +361,10 @@ class TestTokenCredit:
         expected = torch.zeros(count, width, dtype=torch.float64)
         for i in range(count):
             for t in range(lengths[i]):
-                charged = math.fsum(
-                    discount ** (s - t) * float(penalty[i, s]) for s in range(t, lengths[i])
-                )
-                expected[i, t] = (
-                    discount ** (lengths[i] - 1 - t) * terminal[i] - charged - baseline[i]
-                )
+                later = range(t, lengths[i])
+                charged = math.fsum(discount ** (s - t) * float(penalty[i, s]) for s in later)
+                gain = discount ** (lengths[i] - 1 - t) * terminal[i]
+                expected[i, t] = gain - charged - baseline[i]
         credit = token_credit(terminal, baseline, penalty, mask, discount)
         torch.testing.assert_close(credit, expected, rtol=1e-12, atol=1e-11)
 
@@ -446,16 +444,16 @@ class TestAssignCredit:
 def by_hand(values: Tensor, mask: Tensor, unit: str) -> Tensor:
     """Each token with its weight, in exact sums."""
     lengths = mask.sum(1).tolist()
-    entries = [
-        (float(values[i, t]), 1.0 if unit == "token" else 1.0 / lengths[i])
-        for i in range(len(values))
-        for t in range(lengths[i])
-    ]
+    entries = []
+    for i, length in enumerate(lengths):
+        weight = 1.0 if unit == "token" else 1.0 / max(length, 1)
+        entries += [(value, weight) for value in values[i, :length].tolist()]
     count = len(entries) if unit == "token" else sum(length > 0 for length in lengths)
     if count < 2:
         return torch.zeros_like(values)
     mean = math.fsum(value * weight for value, weight in entries) / count
-    variance = math.fsum(weight * (value - mean) ** 2 for value, weight in entries) / (count - 1)
+    squares = math.fsum(weight * (value - mean) ** 2 for value, weight in entries)
+    variance = squares / (count - 1)
     return torch.where(mask, (values - mean) / math.sqrt(variance + VARIANCE_EPSILON), 0.0)
 
 
@@ -488,14 +486,13 @@ class TestWhiten:
     def test_has_mean_0_and_deviation_1(self, unit):
         values, mask = rows(3, 6, 5)
         whitened = whiten(values, mask, unit=unit)
-        weights = (
-            mask.double()
-            if unit == "token"
-            else mask.double() / mask.sum(1, keepdim=True).clamp(min=1)
-        )
+        weights = mask.double()
+        if unit != "token":
+            weights = weights / mask.sum(1, keepdim=True).clamp(min=1)
         count = weights.sum()
         assert abs((weights * whitened).sum()) < 1e-9
-        assert ((weights * whitened**2).sum() / (count - 1)).item() == pytest.approx(1.0, abs=1e-6)
+        variance = (weights * whitened**2).sum() / (count - 1)
+        assert variance.item() == pytest.approx(1.0, abs=1e-6)
 
     @pytest.mark.parametrize("constant", [0.0, -3.0, 1e6 - 1 / 3])
     def test_equal_advantages_stay_at_zero(self, unit, constant):
@@ -509,13 +506,10 @@ class TestWhiten:
         """
         single = torch.tensor([[True, False], [False, False]])
         assert not whiten(torch.full((2, 2), 5.0), single, unit=unit).any()
-        assert not whiten(
-            torch.full((2, 2), 5.0), torch.zeros(2, 2, dtype=torch.bool), unit=unit
-        ).any()
-        assert whiten(torch.zeros(0, 2), torch.zeros(0, 2, dtype=torch.bool), unit=unit).shape == (
-            0,
-            2,
-        )
+        nothing = torch.zeros(2, 2, dtype=torch.bool)
+        assert not whiten(torch.full((2, 2), 5.0), nothing, unit=unit).any()
+        empty = torch.zeros(0, 2)
+        assert whiten(empty, empty.bool(), unit=unit).shape == (0, 2)
 
     def test_keeps_the_dtype_and_the_precision(self, unit):
         values = 1e5 + torch.tensor([[1.0], [2.0], [4.0]])
@@ -529,9 +523,8 @@ def test_several_tokens_of_a_single_response_are_one_unit():
     values = double([[1.0, 2.0, 3.0]])
     mask = torch.ones(1, 3, dtype=torch.bool)
     assert not whiten(values, mask, unit="sequence").any()
-    assert whiten(values, mask, unit="token").tolist()[0] == pytest.approx(
-        [-1.0, 0.0, 1.0], abs=1e-6
-    )
+    whitened = whiten(values, mask, unit="token")
+    assert whitened[0].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
 
 
 def test_long_responses_weigh_more_by_token_only():

@@ -71,11 +71,10 @@ def test_nearly_equal_rewards_do_not_blow_up():
 
 
 def test_raft_takes_the_first_of_the_best_and_nothing_of_a_group_without_a_valid_one():
-    groups = RewardGroups.of(
-        torch.tensor([2.0, 2.0, 1.0, math.nan]),
-        torch.tensor([0, 0, 0, 5]),
-        torch.tensor([True, True, True, False]),
-    )
+    rewards = torch.tensor([2.0, 2.0, 1.0, math.nan])
+    group_ids = torch.tensor([0, 0, 0, 5])
+    valid = torch.tensor([True, True, True, False])
+    groups = RewardGroups.of(rewards, group_ids, valid)
     assert ADVANTAGE_ESTIMATORS["raft"].function(groups).trains.tolist() == [
         True,
         False,

@@ -79,11 +79,12 @@ def test_the_shares_of_micro_batches_sum_to_the_loss(rows, width, size, seed):
     assert parts.grad is not None
     torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=0)
 
-    by_hand = sum(
-        -float(advantages[i]) * math.fsum(log_probs[i][mask[i]].tolist())
-        for i in range(rows)
-        if valid[i]
-    ) / max(num_valid, 1)
+    terms = []
+    for i in range(rows):
+        if valid[i]:
+            log_prob = math.fsum(log_probs[i][mask[i]].tolist())
+            terms.append(-float(advantages[i]) * log_prob)
+    by_hand = sum(terms) / max(num_valid, 1)
     assert loss.item() == pytest.approx(by_hand, abs=1e-12)
 
 
@@ -151,18 +152,16 @@ def test_every_aggregation_is_its_formula_however_the_batch_is_cut(aggregation):
         "token_mean": lambda length: 1 / tokens,
         "fixed_length": lambda length: 1 / (count * 7.0),
     }[aggregation]
-    expected = sum(
-        -float(advantages[i]) * float(log_probs[i][mask[i]].sum()) * weight(int(lengths[i]))
-        for i in range(9)
-        if trains[i]
-    )
+    expected = 0.0
+    for i in range(9):
+        if trains[i]:
+            log_prob = float(log_probs[i][mask[i]].sum())
+            expected -= float(advantages[i]) * log_prob * weight(int(lengths[i]))
     for size in (9, 4, 1):
-        shares = [
-            reinforce_loss(
-                log_probs[r], mask[r], advantages[r], trains[r], denominators, aggregation
-            )
-            for r in torch.arange(9).split(size)
-        ]
+        shares = []
+        for rows in torch.arange(9).split(size):
+            arguments = (log_probs[rows], mask[rows], advantages[rows], trains[rows])
+            shares.append(reinforce_loss(*arguments, denominators, aggregation))
         assert float(sum(shares)) == pytest.approx(expected, abs=1e-12)
 
 
@@ -189,17 +188,16 @@ def by_formula(
         rhos = [math.exp(d) for d in differences] if ratio == "token" else [whole] * length
         if ratio == "none":
             rhos = [1.0] * length
-        # The pessimistic one of two: above the range a good sample stops, below it a bad one.
-        stop = [
-            ratio != "none" and ((a > 0 and rho > 1 + high) or (a < 0 and rho < 1 - low))
-            for rho in rhos
-        ]
-        surrogate = [
-            -min(rho * a, min(max(rho, 1 - low), 1 + high) * a) if ratio != "none" else -a * x
-            for rho, x in zip(rhos, logs, strict=True)
-        ]
+            stop = [False] * length
+            surrogate = [-a * x for x in logs]
+        else:
+            # The pessimistic one of two: above the range a good sample stops, below it a bad one.
+            stop = [rho > 1 + high if a > 0 else a < 0 and rho < 1 - low for rho in rhos]
+            clipped = [min(max(rho, 1 - low), 1 + high) for rho in rhos]
+            surrogate = [-min(rho * a, c * a) for rho, c in zip(rhos, clipped, strict=True)]
         values.append(math.fsum(surrogate) / (length if ratio == "sequence" else 1))
-        gradients.append([0.0 if s else -a * rho for s, rho in zip(stop, rhos, strict=True)])
+        pairs = zip(stop, rhos, strict=True)
+        gradients.append([0.0 if is_stopped else -a * rho for is_stopped, rho in pairs])
         ratios.append(rhos)
         stopped.append(stop)
     return values, gradients, ratios, stopped
@@ -224,14 +222,9 @@ class TestPolicyTerms:
         old = torch.where(mask, tables[0] - 3 + spread * tables[1], 0.0)
         advantages = torch.randn(4, generator=generator, dtype=torch.float64)
         advantages[0] = 0.0
+        by_token = torch.where(mask, advantages[:, None], 0.0)
         terms, rho, clipped = policy_terms(
-            new,
-            old,
-            torch.where(mask, advantages[:, None], 0.0),
-            mask,
-            ratio=ratio,
-            clip_low=low,
-            clip_high=high,
+            new, old, by_token, mask, ratio=ratio, clip_low=low, clip_high=high
         )
         torch.where(mask, terms, 0.0).sum().backward()
         rows = [new[i, :n].tolist() for i, n in enumerate(lengths.tolist())]
@@ -257,8 +250,9 @@ class TestPolicyTerms:
         rho = torch.tensor([[0.5, 1.0, 1.5]])
         log_probs = rho.log().requires_grad_()
         mask = torch.ones(1, 3, dtype=torch.bool)
+        advantages = advantage * torch.ones(1, 3)
         terms, _, clipped = policy_terms(
-            log_probs, torch.zeros(1, 3), advantage * torch.ones(1, 3), mask, ratio="token"
+            log_probs, torch.zeros(1, 3), advantages, mask, ratio="token"
         )
         terms.sum().backward()
         assert clipped.tolist() == [stopped]
@@ -277,12 +271,10 @@ class TestPolicyTerms:
         """
         log_probs = torch.full((1, 3), -1.0).requires_grad_()
         old_log_probs = torch.full((1, 3), -1.0 - difference)
-        inputs = LossInputs(
-            torch.ones(1, 3, dtype=torch.bool),
-            torch.full((1, 3), advantage),
-            torch.tensor([True]),
-            old_log_probs=old_log_probs,
-        )
+        mask = torch.ones(1, 3, dtype=torch.bool)
+        advantages = torch.full((1, 3), advantage)
+        trains = torch.tensor([True])
+        inputs = LossInputs(mask, advantages, trains, old_log_probs=old_log_probs)
         loss, sums = policy_loss(
             log_probs, None, inputs, Denominators(1, 3, 3), LossSettings(importance_ratio=ratio)
         )
@@ -441,14 +433,9 @@ class TestGeneratorWeights:
         noise = torch.randn(
             2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
         )
-        inputs = LossInputs(
-            mask,
-            advantages[:, None].expand(6, 4),
-            trains,
-            None,
-            log_probs + noise[0],
-            log_probs + 0.1,
-        )
+        by_token = advantages[:, None].expand(6, 4)
+        reference_log_probs = log_probs + 0.1
+        inputs = LossInputs(mask, by_token, trains, None, log_probs + noise[0], reference_log_probs)
         settings_of = LossSettings(
             generator_correction=correction,
             generator_ratio_cap=1.5,
@@ -457,9 +444,9 @@ class TestGeneratorWeights:
         )
         entropy = noise[1].abs()
         leaf = log_probs.clone().requires_grad_()
-        policy_loss(leaf, entropy, inputs, sequences(float(trains.sum())), settings_of, 0.3)[
-            0
-        ].backward()
+        denominators = sequences(float(trains.sum()))
+        loss, _ = policy_loss(leaf, entropy, inputs, denominators, settings_of, 0.3)
+        loss.backward()
         kept = mask & trains[:, None]
         generator_log_probs = torch.where(kept, log_probs + noise[0], 0.0)
         weights = generator_weights(
@@ -471,8 +458,9 @@ class TestGeneratorWeights:
         )
         other = log_probs.clone().requires_grad_()
         kl = kl_loss_terms(other, log_probs + 0.1, kept, estimator="k2", weights="prefix")
-        terms = torch.where(kept, -advantages[:, None] * weights * other + 0.3 * kl, 0.0)
-        (terms.sum() / trains.sum()).backward()
+        terms = -advantages[:, None] * weights * other + 0.3 * kl
+        expected = torch.where(kept, terms, 0.0).sum() / trains.sum()
+        expected.backward()
         torch.testing.assert_close(leaf.grad, other.grad)
 
 
@@ -543,42 +531,28 @@ class TestSums:
             2, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
         )
         kept = mask & trains[:, None]
-        new, old, generator, entropy = (
-            torch.where(kept, values, garbage)
-            for values, garbage in [
-                (log_probs, math.nan),
-                (log_probs + noise[0], math.inf),
-                (log_probs + noise[1], -math.inf),
-                (log_probs.abs(), math.nan),
-            ]
-        )
+        new = torch.where(kept, log_probs, math.nan)
+        old = torch.where(kept, log_probs + noise[0], math.inf)
+        generator = torch.where(kept, log_probs + noise[1], -math.inf)
+        entropy = torch.where(kept, log_probs.abs(), math.nan)
         settings_of = LossSettings(
             importance_ratio=ratio, generator_correction=correction, generator_ratio_cap=1.2
         )
         every = advantages[:, None].expand(8, 5)
-        expected = dict.fromkeys(
-            [
-                "tokens",
-                "clipped",
-                "weights",
-                "squares",
-                "entropy",
-                "generator_gap",
-                "generator_kl",
-                "generator_capped",
-                *["generator_masked"] * correction.endswith("_mask"),
-            ],
-            0.0,
-        )
+        names = ["tokens", "clipped", "weights", "squares", "entropy"]
+        names += ["generator_gap", "generator_kl", "generator_capped"]
+        if correction.endswith("_mask"):
+            names.append("generator_masked")
+        expected = dict.fromkeys(names, 0.0)
         for i in range(8):
             n = int(kept[i].sum())
             if not n:
                 continue
-            rows = new[i, :n].tolist(), old[i, :n].tolist(), generator[i, :n].tolist()
-            _, _, ratios, stopped = by_formula(
-                [rows[0]], [rows[1]], [float(advantages[i])], ratio, 0.2, 0.2
-            )
-            gaps = [a - b for a, b in zip(rows[1], rows[2], strict=True)]
+            new_row = new[i, :n].tolist()
+            old_row = old[i, :n].tolist()
+            advantage = float(advantages[i])
+            _, _, ratios, stopped = by_formula([new_row], [old_row], [advantage], ratio, 0.2, 0.2)
+            gaps = (old[i, :n] - generator[i, :n]).tolist()
             for t, gap in enumerate(gaps):
                 mismatch = math.fsum(gaps) if correction.startswith("sequence") else gap
                 against = min(math.exp(mismatch), 1.2) if correction != "none" else 1.0
