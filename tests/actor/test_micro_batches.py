@@ -42,12 +42,10 @@ def test_every_row_once_within_the_bound(lengths, max_tokens):
 
 
 def test_fixed_ones_are_cut_by_number():
-    assert [group.tolist() for group in micro_batches(torch.tensor([1, 5, 3]), 2)] == [[1, 2], [0]]
-    assert (
-        micro_batches(torch.zeros(0, dtype=torch.long), 2)
-        == micro_batches(torch.zeros(0).long(), 2, 9)
-        == []
-    )
+    groups = micro_batches(torch.tensor([1, 5, 3]), 2)
+    assert [group.tolist() for group in groups] == [[1, 2], [0]]
+    nothing = torch.zeros(0, dtype=torch.long)
+    assert micro_batches(nothing, 2) == micro_batches(nothing, 2, 9) == []
 
 
 GROUPS = st.lists(

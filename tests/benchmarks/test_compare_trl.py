@@ -64,10 +64,8 @@ def same_pair() -> Pair:
     ours = step(1)
     peer = step(1)
     # The order of the samples is not the same, and need not be.
-    return Pair(
-        side("ours", ours, step(2)),
-        side("peer", replace(peer, samples=peer.samples[::-1]), step(2)),
-    )
+    reversed_peer = replace(peer, samples=peer.samples[::-1])
+    return Pair(side("ours", ours, step(2)), side("peer", reversed_peer, step(2)))
 
 
 def test_sides_that_did_the_same_pass():
@@ -129,13 +127,11 @@ def test_both_sides_with_other_threads_than_asked_for_are_refused():
 
 def test_ratios_are_of_pairs_and_leave_the_warm_up_out():
     slow = step(1, seconds=1000.0)
-    pairs = [
-        Pair(
-            side("ours", slow, step(2, ours), peak_bytes=3),
-            side("peer", slow, step(2, peer, **{LOG_PROBS: 1.0}), peak_bytes=6),
-        )
-        for ours, peer in ((4.0, 8.0), (40.0, 120.0), (10.0, 100.0))
-    ]
+    pairs = []
+    for ours, peer in ((4.0, 8.0), (40.0, 120.0), (10.0, 100.0)):
+        ours_side = side("ours", slow, step(2, ours), peak_bytes=3)
+        peer_side = side("peer", slow, step(2, peer, **{LOG_PROBS: 1.0}), peak_bytes=6)
+        pairs.append(Pair(ours_side, peer_side))
     comparison = compare(pairs, warm_up_steps=1)
     assert comparison.pair_speedups == pytest.approx([2.0, 3.0, 10.0])
     assert comparison.speedup == pytest.approx(3.0)  # the medians' own ratio would be 10
@@ -179,10 +175,8 @@ def test_short_form_runs_both_sides_and_writes_what_it_says(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "bench.json").read_text())
     comparison = written["comparison"]
-    assert (
-        done.stdout.splitlines()[-1]
-        == f"speedup: {comparison['speedup']:.2f}x memory: {comparison['memory']:.2f}"
-    )
+    summary = f"speedup: {comparison['speedup']:.2f}x memory: {comparison['memory']:.2f}"
+    assert done.stdout.splitlines()[-1] == summary
     ours = written["pairs"][0]["ours"]["steps"][-1]["phases"]
     peer = written["pairs"][0]["peer"]["steps"][-1]["phases"]
     # `rewards` of ours may be nothing at all: they come while log-probs are taken.

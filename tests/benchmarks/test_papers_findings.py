@@ -183,12 +183,12 @@ def test_reward_after_some_seconds_lies_on_a_line_between_validations():
 def test_times_are_compared_at_half_of_the_colocated_run():
     base = LAGGING[0][0]
     cell = LAGGING[0][2]
-    outcomes = {
-        base.name: [paced(base.name, seed, (0.0, 1.0, 2.0, 3.0, 4.0), 1.0) for seed in (1, 2)],
-        cell.name: [
-            paced(cell.name, seed, (0.0, 1.0, 2.0, 3.0, 3.0 + seed), 0.5, 0.25) for seed in (1, 2)
-        ],
-    }
+    outcomes = {base.name: [], cell.name: []}
+    for seed in (1, 2):
+        steady = paced(base.name, seed, (0.0, 1.0, 2.0, 3.0, 4.0), 1.0)
+        outcomes[base.name].append(steady)
+        late = paced(cell.name, seed, (0.0, 1.0, 2.0, 3.0, 3.0 + seed), 0.5, 0.25)
+        outcomes[cell.name].append(late)
     head, *rows = lag_rows(outcomes)
     assert len(head) == len(rows[0])
     expected = [

@@ -114,9 +114,9 @@ def write_run(folder: Path, *overrides: str) -> Path:
         logger.log_metrics(seconds, step, "timers/")
         logger.log_metrics({"prompt_lengths": 3.0}, step, "train/")
         logger.commit(step)
-        rows = [
-            RolloutRow(step, i // 4, i % 4, "abc", "a", 0.0, "stop", 1 + i % 2) for i in range(16)
-        ]
+        rows = []
+        for i in range(16):
+            rows.append(RolloutRow(step, i // 4, i % 4, "abc", "a", 0.0, "stop", 1 + i % 2))
         write_rows(run, step, rows)
     return run
 

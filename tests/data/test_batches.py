@@ -38,9 +38,10 @@ def rollouts(
     width = max(responses, default=0)
     used = max((p + r for p, r in lengths), default=0) + extra
     ids = torch.arange(start, start + count)
-    table = 100.0 * ids[:, None] + torch.arange(1, width + extra + 1)[None, :]
+    columns = torch.arange(1, width + extra + 1)
+    table = 100.0 * ids[:, None] + columns
     table = torch.where(length_mask(torch.tensor(responses).long(), width + extra), table, 0.0)
-    sequences = 1000 + 100 * ids[:, None] + torch.arange(used)[None, :]
+    sequences = 1000 + 100 * ids[:, None] + torch.arange(used)
     total = torch.tensor(prompts).long() + torch.tensor(responses).long()
     return RolloutBatch(
         sequences=torch.where(length_mask(total, used), sequences, PAD),

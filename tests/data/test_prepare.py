@@ -36,9 +36,8 @@ def assistant(text: str) -> dict[str, str]:
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_bytes(
-        b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows)
-    )
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
 
 
@@ -409,7 +408,8 @@ def test_a_folder_of_several_splits_needs_a_choice(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("train", "test"):
-        write(folder / f"{name}.jsonl", *({"prompt": f"{name} {i}"} for i in range(3)))
+        rows = [{"prompt": f"{name} {i}"} for i in range(3)]
+        write(folder / f"{name}.jsonl", *rows)
     with raises_error("data.split.several", f"{folder} ", "test, train;", f"{folder}:test"):
         prepare_prompts([folder], tmp_path / "out", PrepareOptions())
     assert prepare_prompts([f"{folder}:test"], tmp_path / "out", PrepareOptions()).read == 3
@@ -417,7 +417,8 @@ def test_a_folder_of_several_splits_needs_a_choice(tmp_path):
 
 def test_the_split_is_by_prompt_and_by_seed(tmp_path):
     # Every prompt occurs twice, so a split by line would put some into both files.
-    file = write(tmp_path / "in.jsonl", *({"prompt": hh(f"number {i % 40}")} for i in range(80)))
+    rows = [{"prompt": hh(f"number {i % 40}")} for i in range(80)]
+    file = write(tmp_path / "in.jsonl", *rows)
 
     def split(name: str, seed: int) -> tuple[list[str], list[str]]:
         prepare_prompts(

@@ -40,9 +40,8 @@ def tokenizer(tmp_path_factory):
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_bytes(
-        b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows)
-    )
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
 
 
@@ -352,13 +351,12 @@ def test_the_public_cases_with_tools(tmp_path, case):
         pytest.skip("the public cases are not beside this checkout")
     tokenizer = write_chat_tokenizer(tmp_path / "t", QWEN25)
     record = json.loads(file.read_text("utf-8"))
-    messages = [
-        {
-            **m,
-            "content": m["content"][0]["text"] if isinstance(m["content"], list) else m["content"],
-        }
-        for m in record["messages"]
-    ]
+    messages = []
+    for message in record["messages"]:
+        content = message["content"]
+        if isinstance(content, list):
+            content = content[0]["text"]
+        messages.append({**message, "content": content})
     expected = tokenizer.apply_chat_template(
         messages, tools=record.get("tools"), add_generation_prompt=True, return_dict=False
     )
@@ -544,10 +542,8 @@ def test_fingerprint_tells_texts_and_their_order(tokenizer, tmp_path):
         ).fingerprint
 
     assert fingerprint("a", "b") == fingerprint("a", "b")
-    assert (
-        len({fingerprint(*t) for t in [("a", "b"), ("b", "a"), ("ab",), ("a", "b", "b"), ("a",)]})
-        == 5
-    )
+    texts = [("a", "b"), ("b", "a"), ("ab",), ("a", "b", "b"), ("a",)]
+    assert len({fingerprint(*each) for each in texts}) == 5
 
 
 def test_build_data_sets_from_omegaconf(tokenizer, tmp_path):
@@ -581,10 +577,8 @@ def test_all_faults_of_data_prefix_in_one_message(tokenizer, tmp_path):
 def test_the_demo_prompts_are_distinct_short_and_disjoint():
     texts = {}
     for split in ("train", "validation"):
-        rows = [
-            json.loads(line)
-            for line in (DEMO / f"prompts_{split}.jsonl").read_text("utf-8").splitlines()
-        ]
+        text = (DEMO / f"prompts_{split}.jsonl").read_text("utf-8")
+        rows = [json.loads(line) for line in text.splitlines()]
         for row in rows:
             assert row["keyword"] in row["prompt"]
             for key in row["keys"]:
@@ -678,7 +672,8 @@ def test_a_resumed_loader_goes_on_as_the_uninterrupted_one(step):
         next(loader)
     resumed = loader_of(dataset)
     resumed.load_state_dict(loader.state_dict())
-    assert ids(list(resumed)) == ids(list(loader)) == ids(list(loader_of(dataset)))[step:]
+    uninterrupted = ids(list(loader_of(dataset)))
+    assert ids(list(resumed)) == ids(list(loader)) == uninterrupted[step:]
 
 
 def test_a_resume_may_change_the_number_of_ranks():

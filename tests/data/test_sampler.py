@@ -228,8 +228,9 @@ def test_resumes_and_ranks_change_nothing(blend, step, ranks, data):
 
 def test_passes_differ_and_depend_on_the_seed():
     blend = Blend((20, 20), (3.0, 1.0))
-    draws = [n for epoch in range(2) for n in blend.epoch(1, epoch, shuffle=True) if n % 40 < 20]
-    passes = [[n % 40 for n in draws[start : start + 20]] for start in (0, 20, 40)]
+    epochs = [blend.epoch(1, epoch, shuffle=True) for epoch in range(2)]
+    draws = [number % 40 for number in chain(*epochs) if number % 40 < 20]
+    passes = [draws[start : start + 20] for start in (0, 20, 40)]
     expected = [list(range(20))] * 3
     assert [sorted(numbers) for numbers in passes] == expected
     assert passes[0] != passes[1] != passes[2]

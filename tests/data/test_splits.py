@@ -78,10 +78,10 @@ def splits_of_datasets(
     """Ask `datasets` for the files of each split."""
     datasets = pytest.importorskip("datasets")
     builder = datasets.load_dataset_builder(str(folder), configuration, cache_dir=str(cache))
-    return {
-        str(split): sorted(str(Path(file).relative_to(folder)) for file in files)
-        for split, files in builder.config.data_files.items()
-    }
+    names = {}
+    for split, files in builder.config.data_files.items():
+        names[str(split)] = sorted(str(Path(file).relative_to(folder)) for file in files)
+    return names
 
 
 @pytest.mark.parametrize(

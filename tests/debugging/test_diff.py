@@ -94,10 +94,8 @@ def test_the_first_place_is_named(
     console = Console(width=200)
     with console.capture() as capture:
         console.print(result.table())
-    assert (
-        result.sentence in capture.get().replace("\n", " ").replace("  ", " ")
-        or len(result.sentence) > 190
-    )
+    shown = capture.get().replace("\n", " ").replace("  ", " ")
+    assert result.sentence in shown or len(result.sentence) > 190
     write(result, folder / "base", folder / other, tmp_path / "diff.json", tmp_path / "diff.html")
     values = json.loads((tmp_path / "diff.json").read_text())
     assert values["sentence"] == result.sentence
@@ -140,7 +138,8 @@ def test_versions_that_the_ranks_that_train_leave_out(
     for step, path in rollout_files(tmp_path / "other").items():
         table = pq.read_table(path)
         lengths = table["response_length"].to_pylist()
-        versions = pa.array([[step - age] * length for length in lengths], pa.list_(pa.int32()))
+        rows = [[step - age] * length for length in lengths]
+        versions = pa.array(rows, pa.list_(pa.int32()))
         place = table.column_names.index("weight_versions")
         assert table["weight_versions"].null_count == table.num_rows
         pq.write_table(table.set_column(place, "weight_versions", versions), path)

@@ -178,7 +178,8 @@ def change_prompt(folder: Path) -> None:
     lines = path.read_text().splitlines()
     number = read_samples(folder, 5)["prompt_id"][0].as_py()
     text = json.loads(lines[number])["prompt"]
-    lines[number] = json.dumps({"prompt": text[:-1] + ("s" if text[-1] != "s" else "h")})
+    last = "s" if text[-1] != "s" else "h"
+    lines[number] = json.dumps({"prompt": text[:-1] + last})
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -192,9 +193,8 @@ def change_token(folder: Path) -> None:
     rows = table["response_tokens"].to_pylist()
     rows[3][1] = (rows[3][1] + 1) % 30
     place = table.column_names.index("response_tokens")
-    pq.write_table(
-        table.set_column(place, "response_tokens", pa.array(rows, pa.list_(pa.int32()))), path
-    )
+    tokens = pa.array(rows, pa.list_(pa.int32()))
+    pq.write_table(table.set_column(place, "response_tokens", tokens), path)
 
 
 def change_prompt_tokens(folder: Path) -> None:
@@ -203,9 +203,8 @@ def change_prompt_tokens(folder: Path) -> None:
     rows = table["prompt_tokens"].to_pylist()
     rows[1][0] = (rows[1][0] + 1) % 30
     place = table.column_names.index("prompt_tokens")
-    pq.write_table(
-        table.set_column(place, "prompt_tokens", pa.array(rows, pa.list_(pa.int32()))), path
-    )
+    tokens = pa.array(rows, pa.list_(pa.int32()))
+    pq.write_table(table.set_column(place, "prompt_tokens", tokens), path)
 
 
 def swap_reference(folder: Path) -> list[str]:

@@ -243,10 +243,13 @@ def test_right_answers_are_counted_and_a_failed_reward_counts_apart(
 
 def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(folder: Path) -> None:
     def reply(text: str):
-        question, first, second = (
-            text.partition(f"[{part}]\n")[2].partition("\n\n[")[0].strip("\n")
-            for part in ("Question", "Answer A", "Answer B")
-        )
+        def part(title: str) -> str:
+            rest = text.partition(f"[{title}]\n")[2]
+            return rest.partition("\n\n[")[0].strip("\n")
+
+        question = part("Question")
+        first = part("Answer A")
+        second = part("Answer B")
         if question.startswith("e"):
             return (400, {"error": "no"})
         return (
@@ -360,9 +363,8 @@ def test_rewards_by_name_and_address_are_sources_of_their_own(folder: Path) -> N
 
 @pytest.mark.slow
 def test_the_command_on_two_ranks_finds_what_one_does(folder: Path, tmp_path: Path) -> None:
-    paths = os.pathsep.join(
-        str(path) for path in (Path(__file__).parents[2], Path(__file__).parents[1])
-    )
+    tests = Path(__file__).parents[1]
+    paths = f"{tests.parent}{os.pathsep}{tests}"
     words = [
         "eval",
         str(folder / "model"),
@@ -403,13 +405,10 @@ def test_the_command_on_two_ranks_finds_what_one_does(folder: Path, tmp_path: Pa
                 number["mean"], abs=1e-4
             ), name
             assert model_on_two["numbers"][name]["count"] == 24
+    command = [sys.executable, "-m", "reinforce_rl", "eval", "nowhere", "--reward", "gsm8k"]
+    environment = {**os.environ, "PYTHONPATH": paths}
     wrong = subprocess.run(
-        [sys.executable, "-m", "reinforce_rl", "eval", "nowhere", "--reward", "gsm8k"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths},
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment
     )
     assert wrong.returncode == 1
     assert wrong.stdout == ""

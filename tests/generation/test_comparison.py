@@ -33,11 +33,10 @@ class Fixed:
         lengths = [len(row) for row in rows]
         width = max(lengths)
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        values = (
-            None
-            if log_probs is None
-            else torch.tensor([v + [0.0] * (width - len(v)) for v in log_probs])
-        )
+        values = None
+        if log_probs is not None:
+            padded = [row + [0.0] * (width - len(row)) for row in log_probs]
+            values = torch.tensor(padded)
         self._found = Completions(tokens, torch.tensor(lengths), (FINISH_STOP,) * len(rows), values)
 
     def awake(self):
@@ -146,9 +145,8 @@ def test_the_command_sees_an_engine_that_kept_the_old_weights(
     sent = []
 
     def send_copies(lm, deliver, **options):
-        sent.extend(
-            p.detach().clone() for p in lm.parameters() if len(sent) < len(list(lm.parameters()))
-        )
+        if not sent:
+            sent.extend(p.detach().clone() for p in lm.parameters())
         now = [p.detach().clone() for p in lm.parameters()]
         with torch.no_grad():
             for parameter, old in zip(lm.parameters(), sent, strict=False):

@@ -215,9 +215,9 @@ class TestResponsesThatGoOn:
         assert responses == ended
         assert asked == list(range(shorter, len(expected)))
         del asked[:]
-        long = PartialResponse(
-            PROMPTS[0], 1, (4,) * PARAMS.max_length, (-1.0,) * PARAMS.max_length, (0,) * 8
-        )
+        tokens = (4,) * PARAMS.max_length
+        log_probs = (-1.0,) * PARAMS.max_length
+        long = PartialResponse(PROMPTS[0], 1, tokens, log_probs, (0,) * 8)
         finish_reasons = [
             response.finish_reason for response in self.go_on(engine, [long, ended[0]])
         ]

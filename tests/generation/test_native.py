@@ -158,7 +158,8 @@ class TestSamplesDependOnTheirKeysAlone:
     @pytest.mark.parametrize("count", [1, 2, 3])
     def test_fewer_samples_are_the_first_of_more(self, count, engine, prompts, together):
         fewer = rows_of(engine.generate(prompts, count, self.PARAMS, seed=3))
-        self.assert_same(fewer, [row for i in range(5) for row in together[4 * i : 4 * i + count]])
+        first = [row for i in range(5) for row in together[4 * i : 4 * i + count]]
+        self.assert_same(fewer, first)
 
     @pytest.mark.parametrize("max_tokens", [1, 40, 75, 120, 10**6])
     def test_with_a_bound_on_the_cache(self, max_tokens, lm, folder, prompts, together):
@@ -350,16 +351,8 @@ class TestEnds:
         first = []  # of each response the length at which it has an end, 0 where it has none
         for (tokens, _), given in zip(free, responses, strict=True):
             texts = [tokenizer.decode(tokens[:length]) for length in range(21)]
-            first.append(
-                next(
-                    (
-                        length
-                        for length, text in enumerate(texts)
-                        if any(end in text for end in ends)
-                    ),
-                    0,
-                )
-            )
+            ended = [i for i, text in enumerate(texts) if any(end in text for end in ends)]
+            first.append(ended[0] if ended else 0)
             length = max(first[-1], 7) if first[-1] else 20
             expected = (tokens[:length], "stop" if first[-1] else "length")
             assert given == expected
@@ -382,9 +375,12 @@ class TestEnds:
         completions = engine.generate(prompts, 2, SamplingParams(max_length=20), seed=0)
         free = texts_of(completions)
         windows = [(row, start) for row in range(10) for start in range(4, 17)]
-        row, start = next(
-            (r, i) for r, i in windows if min(w := free[r][0][i : i + 3]) > 3 and len(set(w)) > 1
-        )
+        ordinary = []
+        for row, start in windows:
+            window = free[row][0][start : start + 3]
+            if min(window) > 3 and len(set(window)) > 1:
+                ordinary.append((row, start))
+        row, start = ordinary[0]
         tokens = free[row][0]
         end = tokenizer.decode(tokens[start : start + 3])
         assert len(end) == 3
@@ -445,7 +441,8 @@ def _margin(folder, prompt: Prompt, sample: int, response: torch.Tensor, seed: i
     """Between the two best perturbed logits of the next token."""
     tokens = torch.tensor([[*prompt.tokens, *response.tolist()]])
     logits = transformers_model(folder, torch.float64)(tokens).logits[0, -1].detach()
-    key = noise_keys(seed, np.array([prompt.id]), np.array([sample]), len(response) + 1)[:, -1]
+    keys = noise_keys(seed, np.array([prompt.id]), np.array([sample]), len(response) + 1)
+    key = keys[:, -1]
     first, second = (logits + gumbel_noise(key, len(logits))[0]).topk(2).values.tolist()
     return first - second
 

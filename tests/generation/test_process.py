@@ -83,10 +83,8 @@ def made():
 def test_a_folder_is_new_and_closed_to_others(made, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     slurm = {"SLURM_JOB_ID": "12345678", "SLURM_RESTART_COUNT": "2"}
-    made += [
-        private_folder(environment, rank)
-        for environment, rank in ((slurm, 127), (slurm, 127), ({}, 5), ({}, 5))
-    ]
+    for environment, rank in ((slurm, 127), (slurm, 127), ({}, 5), ({}, 5)):
+        made.append(private_folder(environment, rank))
     assert len(set(made)) == 4
     expected = ["rrl-12345678.2-127-"] * 2 + ["rrl-5-"] * 2
     assert [folder.name[:-8] for folder in made] == expected
@@ -406,10 +404,10 @@ def test_a_command_that_is_never_answered_fails_once_the_engines_processes_have_
 
 
 def rows_of(*sizes: tuple[str, int]) -> list[Row]:
-    return [
-        Row(f"{parameter}.{i}", parameter, (size,), 1, None)
-        for i, (parameter, size) in enumerate(sizes)
-    ]
+    rows = []
+    for i, (parameter, size) in enumerate(sizes):
+        rows.append(Row(f"{parameter}.{i}", parameter, (size,), 1, None))
+    return rows
 
 
 def test_buckets_are_full_but_keep_what_an_engine_fuses():

@@ -78,9 +78,9 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
     )
     handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
-        completions = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False).generate(
-            prompts, 6, replace(PARAMS, max_length=64, stop_token_ids=tuple(range(4, 10))), seed=0
-        )
+        engine = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False)
+        params = replace(PARAMS, max_length=64, stop_token_ids=tuple(range(4, 10)))
+        completions = engine.generate(prompts, 6, params, seed=0)
     finally:
         handle.remove()
     assert shapes[0] == (5, 11)

@@ -110,10 +110,9 @@ class TestRun:
         assert names == list(dict.fromkeys(names))
         expected = HFFolder(folder / "model")._entries.keys()
         assert set(names) == expected
-        first, last = (
-            load_file(given / f"weights_{i}.safetensors")
-            for i in (0, len(list(given.glob("names_*"))) - 1)
-        )
+        updates = len(list(given.glob("names_*")))
+        first = load_file(given / "weights_0.safetensors")
+        last = load_file(given / f"weights_{updates - 1}.safetensors")
         start, end = (
             load_file(path / "model.safetensors")
             for path in (folder / "model", folder / name / "exported")

@@ -111,10 +111,10 @@ def test_log_probs_are_those_of_transformers(tmp_path, mesh, family, tied, dtype
 
 def gap_to_transformers(folder: Path, completions) -> float:
     """Return the largest difference of log-probs to transformers' in fp32."""
-    rows = [
-        [*PROMPTS[row // NUM_SAMPLES].tokens, *completions.tokens[row, :length].tolist()]
-        for row, length in enumerate(completions.lengths.tolist())
-    ]
+    rows = []
+    for row, length in enumerate(completions.lengths.tolist()):
+        response = completions.tokens[row, :length].tolist()
+        rows.append([*PROMPTS[row // NUM_SAMPLES].tokens, *response])
     sequences = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(row) for row in rows], batch_first=True
     )

@@ -63,9 +63,9 @@ class TestChecksum:
     def test_any_bit_counts(self, size, data):
         tensor = random_tensor(size)
         changed = tensor.clone()
-        changed.view(torch.int32)[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(
-            st.integers(0, 30)
-        )
+        element = data.draw(st.integers(0, size - 1))
+        bit = data.draw(st.integers(0, 30))
+        changed.view(torch.int32)[element] ^= 1 << bit
         assert checksum(changed) != checksum(tensor)
 
     @given(st.sampled_from(SIZES[1:]), st.data())

@@ -168,8 +168,7 @@ def test_chunks_and_padding_are_counted_without_the_positions(size):
     for length in (2 * size, 8 * size):
         for rank in range(size):
             share = zigzag_positions(length, size, rank)
-            assert chunk_ends(length, size, rank) == tuple(
-                int(chunk[-1]) + 1 for chunk in share.chunk(2)
-            )
+            ends = tuple(int(chunk[-1]) + 1 for chunk in share.chunk(2))
+            assert chunk_ends(length, size, rank) == ends
             for bound in range(length + 3):
                 assert positions_below(bound, length, size, rank) == int((share < bound).sum())

@@ -33,14 +33,12 @@ class Layer:
 
     def expected(self, prompt: int, row: int, written: int, window: int | None) -> Tensor:
         """[h, d] of response token `written`."""
-        parts = zip(self.of_prompts, self.of_rows, strict=True)
-        q, k, v = (
-            torch.cat(
-                (before[prompt, :, : LENGTHS[prompt]], response[row, :, : written + 1]), dim=1
-            )[None]
-            for before, response in parts
-        )
-        return causal_attention(q, k, v, None, window)[0, :, -1]
+        inputs = []
+        for prompts, responses in zip(self.of_prompts, self.of_rows, strict=True):
+            before = prompts[prompt, :, : LENGTHS[prompt]]
+            response = responses[row, :, : written + 1]
+            inputs.append(torch.cat((before, response), dim=1)[None])
+        return causal_attention(*inputs, None, window)[0, :, -1]
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 8])
@@ -73,9 +71,8 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
         rows = [row for row, _ in running]
         written = torch.tensor([count for _, count in running])
         cache.place([slot_of[prompt_of[row]] for row in rows])
-        cache.at(
-            torch.tensor([LENGTHS[prompt_of[row]] for row in rows]), written, int(written.max()) + 1
-        )
+        prompt_lengths = torch.tensor([LENGTHS[prompt_of[row]] for row in rows])
+        cache.at(prompt_lengths, written, int(written.max()) + 1)
         for number, layer in enumerate(layers, 3):
             q, k, v = (part[rows, :, written][:, :, None] for part in layer.of_rows)
             outputs = cache.attend(number, q, k, v, None)
@@ -110,10 +107,12 @@ def test_scale_and_bf16():
     sizes = CacheSizes(range(1), 1, 5, 1, 2, GROUPS, SIZE, dtype, "cpu")
     cache = KVCache(sizes)
     cache.read([0])
-    cache.attend(0, q[:, :, :5], k[:, :, :5], v[:, :, :5], 0.7)
+    prompt = [part[:, :, :5] for part in (q, k, v)]
+    cache.attend(0, *prompt, 0.7)
     cache.place([0])
     cache.at(torch.tensor([5]), torch.tensor([0]), 1)
-    outputs = cache.attend(0, q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], 0.7)
+    response = [part[:, :, 5:] for part in (q, k, v)]
+    outputs = cache.attend(0, *response, 0.7)
     expected = causal_attention(q.double(), k.double(), v.double(), 0.7)[:, :, 5:]
     assert outputs.dtype == dtype
     torch.testing.assert_close(outputs.double(), expected, atol=0.02, rtol=0.02)
@@ -163,27 +162,24 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
         firsts = torch.tensor([0, *counts, 2]).cumsum(0).int()
         cache.at(torch.tensor(starts), torch.tensor(stored), firsts, 2)
         for number, (before, responses) in enumerate(zip(prompts, rows, strict=True)):
-            q, k, v = (
-                part[going, :, [written[row] for row in going]][:, :, None] for part in responses
-            )
-            q, k, v = (
-                torch.cat((part, torch.randn_like(part[:1]).repeat(2, 1, 1, 1)))
-                for part in (q, k, v)
-            )
-            outputs = cache.attend(3 + number, q, k, v, 0.7)
-            assert outputs.shape == q.shape
+            places = [written[row] for row in going]
+            inputs = []
+            for part in responses:
+                tokens = part[going, :, places][:, :, None]
+                spare = torch.randn_like(tokens[:1]).repeat(2, 1, 1, 1)
+                inputs.append(torch.cat((tokens, spare)))
+            outputs = cache.attend(3 + number, *inputs, 0.7)
+            assert outputs.shape == inputs[0].shape
             assert outputs.dtype == dtype
             assert not outputs.isnan().any()
             for place, row in enumerate(going):
                 prompt = prompt_of[row]
                 count = written[row]
-                whole = [
-                    torch.cat((a[prompt, :, : LENGTHS[prompt]], b[row, :, : count + 1]), dim=1)[
-                        None
-                    ].double()
-                    for a, b in zip(before, responses, strict=True)
-                ]
-                expected = causal_attention(whole[0], whole[1], whole[2], 0.7)[0, :, -1]
+                whole = []
+                for a, b in zip(before, responses, strict=True):
+                    parts = (a[prompt, :, : LENGTHS[prompt]], b[row, :, : count + 1])
+                    whole.append(torch.cat(parts, dim=1)[None].double())
+                expected = causal_attention(*whole, 0.7)[0, :, -1]
                 torch.testing.assert_close(
                     outputs[place, :, 0].double(), expected, atol=error, rtol=error
                 )
@@ -215,9 +211,8 @@ def test_torchs_operator_takes_what_it_is_given():
     query = torch.empty(12, GROUPS, SIZE, dtype=torch.bfloat16, device="meta")
     starts = torch.empty(5, dtype=torch.int32, device="meta")
     used = torch.empty(4, dtype=torch.int32, device="meta")
-    out, log_sum = varlen_attention(
-        query, pool[:, :, 0], pool[:, :, 1], starts, starts, used, (3, 20)
-    )
+    keys, values = pool.unbind(2)
+    out, log_sum = varlen_attention(query, keys, values, starts, starts, used, (3, 20))
     assert out.shape == query.shape
     assert out.dtype == query.dtype
     assert log_sum.shape == (GROUPS, 12)

@@ -66,9 +66,8 @@ def test_the_layer_that_was_disturbed_is_named(four_layers, mesh, disturb, said)
     assert len(lines) == 6
     assert lines[-1].startswith(said)
     for number, (a, b, line) in enumerate(zip(outputs, other, lines[1:], strict=False), 1):
-        gaps = [
-            math.dist(x, y) / math.hypot(*x) for x, y in zip(a.tolist(), b.tolist(), strict=True)
-        ]
+        tokens = zip(a.tolist(), b.tolist(), strict=True)
+        gaps = [math.dist(x, y) / math.hypot(*x) for x, y in tokens]
         mean, largest, token = line.split()[1:]
         assert line.split()[0] == str(number)
         assert token == f"({gaps.index(max(gaps))})" or max(gaps) < 1e-5

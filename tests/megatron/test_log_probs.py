@@ -358,19 +358,19 @@ class TestBFloat16:
         hidden, weight, targets = inputs
         scores = scores_of(inputs, shard, 0.7, chunk_tokens=5)
         table = torch.log_softmax((hidden @ weight[:TOKENS].t()).double() / 0.7, dim=-1)
-        expected = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(dim=-1)
+        log_probs = table.gather(1, targets[:, None])[:, 0]
+        entropy = -(table.exp() * table).sum(dim=-1)
         assert {out.dtype for out in scores} == {torch.float32}
         torch.testing.assert_close(
-            [out.double() for out in scores], list(expected), atol=2e-6, rtol=0
+            [out.double() for out in scores], [log_probs, entropy], atol=2e-6, rtol=0
         )
 
     def test_weight_gradient_is_rounded_once(self, shard, inputs):
         """64 chunks added up in bfloat16 would lose what is below 1/256 of the sum."""
         hidden, weight, targets = inputs
         exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-        expected = torch.autograd.grad(
-            full_log_probs(exact[0], exact[1][:TOKENS], targets, 0.7)[0].sum(), exact
-        )
+        exact_log_probs, _ = full_log_probs(exact[0], exact[1][:TOKENS], targets, 0.7)
+        expected = torch.autograd.grad(exact_log_probs.sum(), exact)
         log_probs, _ = scores_of(inputs, shard, 0.7, chunk_tokens=1)
         gradients = torch.autograd.grad(log_probs.sum(), (hidden, weight))
         assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
@@ -441,7 +441,8 @@ def test_ranks_without_the_largest_logit_or_without_tokens(two_ranks):
     for tokens, results in torch.load(two_ranks[1] / "head.pt").items():
         hidden, weight, targets = head_inputs(POSITIONS, tokens, ROWS, scale=30.0)
         outputs = full_log_probs(hidden, weight[:tokens], targets, 0.6)
-        gradients = torch.autograd.grad(outputs[0].sum() - 0.3 * outputs[1].sum(), (hidden, weight))
+        loss = outputs[0].sum() - 0.3 * outputs[1].sum()
+        gradients = torch.autograd.grad(loss, (hidden, weight))
         for result, other in zip(results, (*outputs, *gradients), strict=True):
             torch.testing.assert_close(result, other.detach(), atol=1e-11, rtol=1e-11)
 

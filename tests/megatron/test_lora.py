@@ -125,7 +125,8 @@ def test_a_step_changes_the_updates_alone(name, lora_results, by_peft):
     for parameter in results["changed"]:
         assert ".lora." in parameter
     # Padding, and what several ranks hold, must count once or not at all.
-    expected = math.sqrt(sum(float(g.square().sum()) for g in by_peft[name]["gradient"].values()))
+    gradients = by_peft[name]["gradient"].values()
+    expected = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
     assert results["norm"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -215,12 +216,11 @@ def test_generation_uses_the_updates(folders, mesh, tmp_path):
         "eos_token_id": None,
         "max_new_tokens": NEW_TOKENS,
     }
-    expected = [
-        merged.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **options)[
-            0, len(p) :
-        ].tolist()
-        for p in prompts
-    ]
+    expected = []
+    for prompt in prompts:
+        mask = torch.ones(1, len(prompt))
+        tokens = merged.generate(torch.tensor([prompt]), attention_mask=mask, **options)
+        expected.append(tokens[0, len(prompt) :].tolist())
     assert responses(lm) == expected
     assert responses(megatron_model(folders[name], mesh, torch.float64)) != expected
 

@@ -103,10 +103,10 @@ def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
     for layout in layouts:
         other = main_weights(layout)
         # less the padding
-        pairs = [
-            (single[name], other[name][tuple(map(slice, single[name].shape))]) for name in single
-        ]
-        distance = torch.stack([(a - b).norm() for a, b in pairs]).norm()
+        differences = []
+        for name, weight in single.items():
+            differences.append(weight - other[name][tuple(map(slice, weight.shape))])
+        distance = torch.stack([difference.norm() for difference in differences]).norm()
         assert float(distance / moved) < 5e-2, layout
 
 

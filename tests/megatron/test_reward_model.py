@@ -181,15 +181,13 @@ def test_merging():
     scores = torch.tensor([[1.0, 2.0, 3.0], [0.0, -1.0, 4.0]])
     names = ("a", "b", "c")
     assert Merging.from_names(names, None)(scores).tolist() == pytest.approx([2.0, 1.0])
-    assert Merging.from_names(names, {"c": 0.5, "a": -1})(scores).tolist() == pytest.approx(
-        [0.5, 2.0]
-    )
-    assert Merging.from_names(names, {"c": 0.5, "a": -1}, 0.5, 2.0)(
-        scores
-    ).tolist() == pytest.approx([0.0, 0.75])
-    assert Merging.from_names((), None, 1.0, 0.5)(scores[:, :1]).tolist() == pytest.approx(
-        [0.0, -2.0]
-    )
+    weights = {"c": 0.5, "a": -1}
+    weighted = Merging.from_names(names, weights)
+    assert weighted(scores).tolist() == pytest.approx([0.5, 2.0])
+    scaled = Merging.from_names(names, weights, 0.5, 2.0)
+    assert scaled(scores).tolist() == pytest.approx([0.0, 0.75])
+    nameless = Merging.from_names((), None, 1.0, 0.5)
+    assert nameless(scores[:, :1]).tolist() == pytest.approx([0.0, -2.0])
 
 
 def test_merging_refuses_names_that_the_head_lacks():

@@ -51,18 +51,15 @@ def batch_of(groups: list[tuple[int, list[int]]], order: list[int] | None = None
     prompts = [random_tokens(60, length, seed=number) for number, (length, _) in enumerate(groups)]
     rows = [(number, length) for number, (_, lengths) in enumerate(groups) for length in lengths]
     rows = [rows[i] for i in order] if order else rows
-    parts = [
-        torch.cat((prompts[number], random_tokens(60, length, seed=100 + row)))
-        for row, (number, length) in enumerate(rows)
-    ]
+    parts = []
+    for row, (number, length) in enumerate(rows):
+        response = random_tokens(60, length, seed=100 + row)
+        parts.append(torch.cat((prompts[number], response)))
     sequences = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=PAD)
     lengths = torch.tensor([length for _, length in rows])
-    return (
-        sequences,
-        torch.tensor([len(prompts[n]) for n, _ in rows]),
-        lengths,
-        torch.tensor([7 * n + 3 for n, _ in rows]),
-    )
+    prompt_lengths = torch.tensor([len(prompts[number]) for number, _ in rows])
+    group_ids = torch.tensor([7 * number + 3 for number, _ in rows])
+    return sequences, prompt_lengths, lengths, group_ids
 
 
 def scored(lm, layout, width):
@@ -75,9 +72,8 @@ def scored(lm, layout, width):
         scores.log_probs.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     (scores.log_probs * weights).sum().backward()
-    gradient = torch.cat(
-        [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in lm.parameters()]
-    )
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in lm.parameters()]
+    gradient = torch.cat([grad.flatten() for grad in grads])
     return scores.log_probs.detach(), scores.entropy.detach(), gradient
 
 
@@ -145,7 +141,8 @@ def test_a_prompt_is_read_once_and_nothing_is_padded(models):
     assert tokens.shape == positions.shape == (1, sum(prompts) + sum(kept))
     expected = [*range(4), *range(9), 0]
     assert positions[0, :14].tolist() == expected
-    assert positions[0, sum(prompts) : sum(prompts) + 5].tolist() == [4, 5, 6, 7, 4]
+    start = sum(prompts)
+    assert positions[0, start : start + 5].tolist() == [4, 5, 6, 7, 4]
 
 
 def test_the_flash_kernel_gets_no_padding(models):
@@ -158,12 +155,9 @@ def test_the_flash_kernel_gets_no_padding(models):
     prompts = [4, 9, 1, 12]
     kept = [[4, 1, 7], [2, 6, 0], [5, 3], [29]]
     queries = sum(prompts) + sum(map(sum, kept))
-    keys = sum(prompts) + sum(
-        count + prompt
-        for prompt, each in zip(prompts, kept, strict=True)
-        for count in each
-        if count
-    )
+    keys = sum(prompts)
+    for prompt, counts in zip(prompts, kept, strict=True):
+        keys += sum(count + prompt for count in counts if count)
     expected = [(4 + 8, queries, keys)] * len(lm.decoder.layers)
     assert calls == expected
 
@@ -179,9 +173,8 @@ def test_padding_at_the_end_of_a_row_is_a_sequence_of_its_own():
     query, key, value = torch.randn(3, 12, 1, 2, 8, dtype=torch.float64)
     with flash_on_cpu():
         whole = _UnpaddedAttention(spans, None, torch.device("cpu"))(query, key, value, None)
-        cut = _UnpaddedAttention(spans[:-1], None, torch.device("cpu"))(
-            query[:10], key[:10], value[:10], None
-        )
+        attend = _UnpaddedAttention(spans[:-1], None, torch.device("cpu"))
+        cut = attend(query[:10], key[:10], value[:10], None)
     torch.testing.assert_close(whole[:10], cut)
     assert whole.isfinite().all()
 
@@ -189,9 +182,8 @@ def test_padding_at_the_end_of_a_row_is_a_sequence_of_its_own():
 def test_a_prompts_gradient_is_added_up_in_float32():
     """That of a hundred responses to it; in bf16 each addition would round."""
     rows = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    _Repeated.apply(rows, torch.zeros(100, dtype=torch.long)).backward(
-        torch.full((100, 1, 1), 1.0078125).bfloat16()
-    )
+    repeated = _Repeated.apply(rows, torch.zeros(100, dtype=torch.long))
+    repeated.backward(torch.full((100, 1, 1), 1.0078125).bfloat16())
     expected = float(torch.tensor(100.78125).bfloat16())
     assert float(rows.grad) == expected
 

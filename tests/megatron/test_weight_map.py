@@ -52,10 +52,10 @@ def test_every_element_has_one_place_and_comes_back(shape):
     by_parameter = [(name, list(rows)) for name, rows in groups]
     assert len({name for name, _ in by_parameter}) == len(by_parameter)  # neighbours
     for _, rows in by_parameter:
-        sources = [
-            torch.arange(1, torch.Size(row.shape).numel() + 1).view(row.shape) + 1000 * i
-            for i, row in enumerate(rows)
-        ]
+        sources = []
+        for i, row in enumerate(rows):
+            elements = torch.arange(1, torch.Size(row.shape).numel() + 1)
+            sources.append(elements.view(row.shape) + 1000 * i)
         parameters = [
             torch.zeros(local_shape(rows, arch, tp_size), dtype=torch.long) for _ in range(tp_size)
         ]

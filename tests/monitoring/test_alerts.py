@@ -67,11 +67,9 @@ def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
             "timing/x/rank": 1,
             "timers/step_time": 2.0,
         }
-        yield {
-            "step": step,
-            **line,
-            **({"val/rewards": 1.4 * done + draw(0, 0.05)} if step % 10 == 0 else {}),
-        }
+        if step % 10 == 0:
+            line["val/rewards"] = 1.4 * done + draw(0, 0.05)
+        yield {"step": step, **line}
 
 
 # (steps since the fault began, from 0), a line
@@ -260,14 +258,9 @@ def test_prompts_that_are_repeated():
     )
     assert repeated == {"twice", "also held out"}
     of = lambda *rows: sample_metrics(rows, repeated)["prompts_repeated"]  # noqa: E731
-    assert (
-        of(row(0, 0, "x", text="once"), row(0, 1, "x", text="once"), row(1, 0, "x", text="other"))
-        == 0.0
-    )
-    assert (
-        of(row(0, 0, "x", text="once"), row(1, 0, "x", text="twice"), row(1, 1, "x", text="twice"))
-        == 0.5
-    )
+    once = row(0, 0, "x", text="once")
+    assert of(once, row(0, 1, "x", text="once"), row(1, 0, "x", text="other")) == 0.0
+    assert of(once, row(1, 0, "x", text="twice"), row(1, 1, "x", text="twice")) == 0.5
     assert of(row(2, 0, "x", text="also held out")) == 1.0
     assert sample_metrics([]) == {}
 

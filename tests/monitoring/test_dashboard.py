@@ -82,11 +82,9 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
         )
         logger.log_metrics({"rewards": gain * step / 10, "reward_deviation": 1.0}, step, "val/")
     if step:
-        rows = [
-            row(i, j, reward=0.1 * j, kl=1.0 - i, advantage=j - 1.0)
-            for i in range(30)
-            for j in range(3)
-        ]
+        rows = []
+        for i in range(30):
+            rows += [row(i, j, reward=0.1 * j, kl=1.0 - i, advantage=j - 1.0) for j in range(3)]
         tokens = tokens_of(rows) if step % 2 else None
         samples = Samples(rows, tokens)
         write_samples(folder, step, samples)

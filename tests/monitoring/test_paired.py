@@ -62,9 +62,8 @@ def test_several_samples_of_a_prompt_count_once():
     assert comparison.n == 2
     assert comparison.left_out == 1
     assert comparison.mean_difference == 2.0
-    many = compare_validation(
-        [row(i, 0.0, j) for i in range(3) for j in range(50)], [row(i, i) for i in range(3)]
-    )
+    before = [row(i, 0.0, j) for i in range(3) for j in range(50)]
+    many = compare_validation(before, [row(i, i) for i in range(3)])
     assert many.n == 3
     assert many.standard_error == pytest.approx(1 / math.sqrt(3))
 

@@ -158,9 +158,8 @@ def test_different_texts_are_not_read_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_texts_of_an_extension_type_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_bounds, "MIN_BYTES", 1_000_000)
-    texts = pa.ExtensionArray.from_storage(
-        pa.json_(pa.string()), pa.array(['"' + "x" * 10_000 + '"'] * 200)
-    )
+    storage = pa.array(['"' + "x" * 10_000 + '"'] * 200)
+    texts = pa.ExtensionArray.from_storage(pa.json_(pa.string()), storage)
     with raises_error("parquet.values.too_large", 1_000_000) as caught:
         file = stored(pa.table({"a": texts}))
         read_bounded_table(file, None, None)

@@ -157,7 +157,8 @@ def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
         for t in range(LENGTHS[i]):
             before = (PROMPTS[i // 2].text + "".join(texts[:t]))[-40:]
             pair = float(log_probs[i, t]), float(generator[i, t])
-            expected.append((PROMPTS[i // 2].id, i % 2, t, repr(texts[t]), repr(before), *pair))
+            place = (PROMPTS[i // 2].id, i % 2, t)
+            expected.append((*place, repr(texts[t]), repr(before), *pair))
     expected = [token_row for token_row in expected if not math.isnan(token_row[5])]
     expected.sort(key=lambda token_row: -abs(token_row[5] - token_row[6]))
     assert len(expected) == 5

@@ -200,10 +200,10 @@ def test_errors_of_the_mean_reward(tmp_path):
         means = []
         rows = []
         for _ in range(400):
-            rows = [
-                [prompt + generator.gauss(0, 1) for _ in range(4)]
-                for prompt in (generator.gauss(0, spread) for _ in range(8))
-            ]
+            rows = []
+            for _ in range(8):
+                prompt = generator.gauss(0, spread)
+                rows.append([prompt + generator.gauss(0, 1) for _ in range(4)])
             means.append(statistics.fmean(map(statistics.fmean, rows)))
         folder = tmp_path / name
         write_rows(folder, 1, [sample(1, i, 0.0, sample_id=j) for i in range(8) for j in range(4)])
@@ -276,12 +276,11 @@ def test_a_run_says_after_each_validation_whether_its_reward_has_moved(tmp_path,
 
 def test_every_row_of_two_validations_is_tested(tmp_path):
     for step in (0, 2):
-        rows = [
-            sample(
-                step, i, 0.5, source_rewards={"tests": i / 4 * step}, response_length=10 + i * step
-            )
-            for i in range(4)
-        ]
+        rows = []
+        for i in range(4):
+            source_rewards = {"tests": i / 4 * step}
+            length = 10 + i * step
+            rows.append(sample(step, i, 0.5, source_rewards=source_rewards, response_length=length))
         write_rows(tmp_path, step, rows, "validation")
     records = [
         {"step": step, "val/rewards_tests": 9, "val/response_lengths": 9.0} for step in (0, 2)
@@ -307,11 +306,8 @@ def test_the_top_operations_of_a_profile(tmp_path):
     operation = {"name": "aten::<mm>", "calls": 7, "self_seconds": 1.25, "share": 0.5}
     step = {"rank": 0, "device": "cpu", "seconds": 2.5, "trace": "step_00003/rank_0.trace.json.gz"}
     StatusFile(tmp_path, enabled=True).begin()
-    path.write_text(
-        json.dumps(
-            {"steps": [{**step, "step": i, "operations": [operation] * 30} for i in range(5)]}
-        )
-    )
+    steps = [{**step, "step": i, "operations": [operation] * 30} for i in range(5)]
+    path.write_text(json.dumps({"steps": steps}))
     tables = read(write_report(tmp_path))["tables"][1:]
     assert [table["title"][:7] for table in tables] == ["Step 2:", "Step 3:", "Step 4:"]
     expected = [["aten::<mm>", "7", "1.250", "50.0%"]] * 12

@@ -84,9 +84,8 @@ def write_batches(path: Path, batches: list[Batch]) -> None:
 
     Keys are `<seed>/<field>`.
     """
-    arrays = {
-        f"{i}/{f.name}": getattr(b, f.name).numpy()
-        for i, b in enumerate(batches)
-        for f in fields(Batch)
-    }
+    arrays = {}
+    for i, batch in enumerate(batches):
+        for field in fields(Batch):
+            arrays[f"{i}/{field.name}"] = getattr(batch, field.name).numpy()
     np.savez(path, **arrays)

@@ -320,9 +320,8 @@ def test_nemo_aligner_by_hand(ours: Ours):
         dtype=torch.float64,
     )
     lengths = torch.tensor([2, 1, 3, 2, 1, 3])
-    log_probs = torch.tensor([-1.5, -2.5, -1.5, -1.0, -1.5, -0.5], dtype=torch.float64)[
-        :, None
-    ].expand(6, 3)
+    by_response = torch.tensor([-1.5, -2.5, -1.5, -1.0, -1.5, -0.5], dtype=torch.float64)
+    log_probs = by_response[:, None].expand(6, 3)
     rewards = torch.tensor([1.0, 0.0, 2.0, 0.5, -0.5, 1.5], dtype=torch.float64)
     group_ids = torch.tensor([0, 0, 0, 1, 1, 1])
     mask = torch.arange(3) < lengths[:, None]

@@ -167,9 +167,8 @@ def main(inputs: str, folder: str, outputs: str) -> None:
         arrays = {key: torch.from_numpy(archive[key]) for key in archive.files}
     results = {}
     for i in sorted({key.split("/")[0] for key in arrays}):
-        batch = {
-            key.split("/")[1]: value for key, value in arrays.items() if key.startswith(f"{i}/")
-        }
+        keys = [key for key in arrays if key.startswith(f"{i}/")]
+        batch = {key.split("/")[1]: arrays[key] for key in keys}
         for name, values in {**rloo_of(folder, batch), **grpo_of(folder, batch)}.items():
             for quantity, value in values.items():
                 results[f"{i}/{name}/{quantity}"] = value.numpy()

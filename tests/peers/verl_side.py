@@ -170,10 +170,8 @@ def whole_loss(
     def packed(values: Tensor) -> Tensor:
         # One prompt token before each response; verl reads a response's values one position to the
         # left.
-        rows = [
-            torch.cat([row[:length], row.new_zeros(1)])
-            for row, length in zip(values, lengths, strict=True)
-        ]
+        pairs = zip(values, lengths, strict=True)
+        rows = [torch.cat([row[:length], row.new_zeros(1)]) for row, length in pairs]
         return torch.cat(rows)
 
     rows = [torch.zeros(length, dtype=torch.long) for length in lengths]
@@ -210,9 +208,8 @@ def main(inputs: str, outputs: str) -> None:
         arrays = {key: torch.from_numpy(archive[key]) for key in archive.files}
     results = {}
     for i in sorted({key.split("/")[0] for key in arrays}):
-        batch = {
-            key.split("/")[1]: value for key, value in arrays.items() if key.startswith(f"{i}/")
-        }
+        keys = [key for key in arrays if key.startswith(f"{i}/")]
+        batch = {key.split("/")[1]: arrays[key] for key in keys}
         coefficient = torch.tensor(with_kl(batch, "kl")[1], dtype=torch.float64)
         for name, value in {
             **advantages_of(batch),

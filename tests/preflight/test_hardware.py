@@ -66,11 +66,8 @@ def test_a_machine_file_that_cannot_be_used_is_told_by_key_and_file(tmp_path, te
 
 def test_a_wrong_value_of_a_machine_is_told_once(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(
-        "".join(
-            f"{key}: {value!r}\n" for key, value in {**H100.model_dump(), "memory": "much"}.items()
-        )
-    )
+    values = {**H100.model_dump(), "memory": "much"}
+    path.write_text("".join(f"{key}: {value!r}\n" for key, value in values.items()))
     with pytest.raises(ConfigError) as raised:
         load_machine(str(path))
     (fault,) = raised.value.faults

@@ -171,7 +171,10 @@ def test_an_engine_is_bound_by_its_sizes():
     expected = (moved - 200 * CACHE) / BANDWIDTH
     assert phase.parts["memory bandwidth"] == pytest.approx(expected)
     pairs = 8 * 500**2 / 2 + 32 * 100 * 500 + 32 * 100**2 / 2
-    flops = 2 * matrices * (8 * 500 + 32 * 100) + 2 * TABLE * 32 * 101 + 4 * 32 * 4096 * pairs
+    products = 2 * matrices * (8 * 500 + 32 * 100)
+    logits = 2 * TABLE * 32 * 101
+    attention = 4 * 32 * 4096 * pairs
+    flops = products + logits + attention
     assert phase.parts["matrix products"] == pytest.approx(flops / PEAK)
     refit = phase_of("weights to the engine", job, role_of())
     expected = (4 * PARAMETERS - 2 * CACHE) / BANDWIDTH

@@ -45,10 +45,10 @@ class AttributeToy(ToyScorer):
 
     def score_attributes(self, sequences: list[list[int]]) -> AttributeScores:
         rewards = self.score(sequences)
-        rows = [
-            [reward, float(len(s)), float("inf") if TOKEN_ODD_NAN in s else len(s) % 2]
-            for reward, s in zip(rewards, sequences, strict=True)
-        ]
+        rows = []
+        for reward, sequence in zip(rewards, sequences, strict=True):
+            parity = float("inf") if TOKEN_ODD_NAN in sequence else len(sequence) % 2
+            rows.append([reward, float(len(sequence)), parity])
         return AttributeScores(rewards, rows)
 
 
@@ -74,9 +74,8 @@ def test_each_request_gets_its_own_attributes(tokenizer, deterministic):
         [arrays_of(sequences), arrays_of([[6], [TOKEN_NAN], [TOKEN_ODD_NAN, 7]])]
     )
     assert first["attributes"].dtype == np.float32
-    np.testing.assert_allclose(
-        first["attributes"], [[toy_score([1, 2, 3]), 3, 1], [toy_score([4, 5]), 2, 0]]
-    )
+    expected = [[toy_score([1, 2, 3]), 3, 1], [toy_score([4, 5]), 2, 0]]
+    np.testing.assert_allclose(first["attributes"], expected)
     expected = [
         base.STATUS_OK,
         base.STATUS_NOT_FINITE,
@@ -181,7 +180,8 @@ def test_a_served_classifier_equals_transformers(tmp_path):
     assert info.details["attribute_weights"]["correctness"] == 0.8
     for column, values in enumerate(rewards.by_source.values()):
         torch.testing.assert_close(values, expected[:, column], atol=1e-5, rtol=0)
-    merged = sum(weight * expected[:, HELPSTEER.index(name)] for name, weight in WEIGHTS.items())
+    columns = {name: expected[:, HELPSTEER.index(name)] for name in WEIGHTS}
+    merged = sum(weight * columns[name] for name, weight in WEIGHTS.items())
     torch.testing.assert_close(rewards.values, (merged - 0.25) / 2, atol=1e-5, rtol=0)
     assert json.loads(info.to_json())["attributes"] == list(HELPSTEER)
     assert wire.ServerInfo.from_json(info.to_json()) == info

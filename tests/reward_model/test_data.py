@@ -69,9 +69,8 @@ def ratings_of(path: Path, tokenizer, **data: Any):
 
 
 def write_lines(path: Path, *lines: object) -> Path:
-    path.write_text(
-        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-    )
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(text + "\n" for text in texts))
     return path
 
 

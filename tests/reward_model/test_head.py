@@ -143,7 +143,8 @@ def test_the_minimum_is_a_minimum():
     features, _ = made_features(100)
     differences = (features.chosen - features.rejected).double()
     w = fit_direction(differences, 0.1).requires_grad_()
-    loss = torch.nn.functional.softplus(-(differences @ w)).mean() + 0.05 * w.dot(w)
+    ranking = torch.nn.functional.softplus(-(differences @ w)).mean()
+    loss = ranking + 0.05 * w.dot(w)
     (gradient,) = torch.autograd.grad(loss, w)
     assert gradient.abs().max() < 1e-6
 
@@ -162,7 +163,8 @@ def test_extra_pairs_are_learnt_but_not_standardised_by():
     features, direction = made_features(400)
     away = torch.zeros(16, dtype=torch.float64)
     away[0] = 1  # a region that no pair shows, and that the preferred direction leans to
-    bad = features.chosen.mean(0) + 20 * (away - direction[0] * direction) + 2 * direction
+    orthogonal = away - direction[0] * direction
+    bad = features.chosen.mean(0) + 20 * orthogonal + 2 * direction
     extra = PairFeatures(features.chosen, bad.expand(400, 16))
     plain = train_head(features, "mean", L2)
     taught = train_head(features, "mean", L2, extra=extra)

@@ -33,13 +33,12 @@ def doubles(count: int, seed: int) -> torch.Tensor:
 def test_bradley_terry_is_a_sum_over_pairs():
     chosen = 3 * doubles(50, 0)
     rejected = 3 * doubles(50, 1)
-    expected = sum(
-        -math.log(1 / (1 + math.exp(-(c - r))))
-        for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True)
-    )
+    margins = (chosen - rejected).tolist()
+    expected = sum(-math.log(1 / (1 + math.exp(-margin))) for margin in margins)
     assert float(bradley_terry(chosen, rejected)) == pytest.approx(expected, rel=1e-12)
-    parts = bradley_terry(chosen[:13], rejected[:13]) + bradley_terry(chosen[13:], rejected[13:])
-    assert float(parts) == pytest.approx(expected, rel=1e-12)
+    head = bradley_terry(chosen[:13], rejected[:13])
+    rest = bradley_terry(chosen[13:], rejected[13:])
+    assert float(head + rest) == pytest.approx(expected, rel=1e-12)
     far = bradley_terry(torch.tensor([-800.0]), torch.tensor([800.0]))
     assert float(far) == 1600.0  # no overflow
 
@@ -64,15 +63,15 @@ def test_accuracy_counts_ties_half():
 
 def test_calibration_bin_by_bin():
     generator = random.Random(0)
-    pairs = [(generator.gauss(0, 2), generator.gauss(0, 2)) for _ in range(400)] + [(1.0, 1.0)] * 5
+    pairs = [(generator.gauss(0, 2), generator.gauss(0, 2)) for _ in range(400)]
+    pairs += [(1.0, 1.0)] * 5
     found_error, bins = calibration(*(torch.tensor(side) for side in zip(*pairs, strict=True)))
     buckets: dict[int, list[tuple[float, float]]] = {}
     for chosen, rejected in pairs:
         confidence = 1 / (1 + math.exp(-abs(chosen - rejected)))
         right = 1.0 if chosen > rejected else 0.0 if chosen < rejected else 0.5
-        buckets.setdefault(min(int((confidence - 0.5) / 0.5 * NUM_BINS), NUM_BINS - 1), []).append(
-            (confidence, right)
-        )
+        number = min(int((confidence - 0.5) / 0.5 * NUM_BINS), NUM_BINS - 1)
+        buckets.setdefault(number, []).append((confidence, right))
     expected = [len(buckets[i]) for i in sorted(buckets)]
     assert [confidence_bin.count for confidence_bin in bins] == expected
     error = 0.0
@@ -102,10 +101,11 @@ def test_a_calibrated_model_has_little_calibration_error():
 
 def test_ranks_share_ties():
     values = torch.tensor([3.0, 1.0, 3.0, -2.0, 3.0, 1.0])
-    expected = [
-        sum(other < v for other in values) + (sum(other == v for other in values) + 1) / 2
-        for v in values
-    ]
+    expected = []
+    for value in values:
+        smaller = sum(other < value for other in values)
+        equal = sum(other == value for other in values)
+        expected.append(smaller + (equal + 1) / 2)
     assert ranks(values).tolist() == [float(rank) for rank in expected]
 
 
@@ -116,14 +116,12 @@ def test_correlations():
     mean_x = sum(a for a, _ in pairs) / 40
     mean_y = sum(b for _, b in pairs) / 40
     covariance = sum((a - mean_x) * (b - mean_y) for a, b in pairs)
-    spread = math.sqrt(
-        sum((a - mean_x) ** 2 for a, _ in pairs) * sum((b - mean_y) ** 2 for _, b in pairs)
-    )
+    squares_x = sum((a - mean_x) ** 2 for a, _ in pairs)
+    squares_y = sum((b - mean_y) ** 2 for _, b in pairs)
+    spread = math.sqrt(squares_x * squares_y)
     assert correlation(x, y) == pytest.approx(covariance / spread)
     # Without ties Spearman's is 1 - 6 sum d^2 / (n (n^2 - 1)).
-    differences = sum(
-        (a - b) ** 2 for a, b in zip(ranks(x).tolist(), ranks(y).tolist(), strict=True)
-    )
+    differences = sum(difference**2 for difference in (ranks(x) - ranks(y)).tolist())
     targets = torch.cat((y, torch.tensor([NAN, NAN])))
     predicted = torch.cat((x, torch.ones(2)))
     fit = attribute_fit(predicted, targets)

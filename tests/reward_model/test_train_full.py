@@ -72,13 +72,13 @@ def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, to
             if pooling == "last":
                 scores.append(model(torch.tensor([sequence])).logits[0])
             else:
-                scores.append(
-                    model.score(model.model(torch.tensor([sequence])).last_hidden_state[0].mean(0))
-                )
+                hidden = model.model(torch.tensor([sequence])).last_hidden_state[0]
+                scores.append(model.score(hidden.mean(0)))
         rows.append(torch.stack(scores))
     scores = torch.stack(rows)
     if case == "ranking":
-        loss = -torch.log(torch.sigmoid(scores[:, 0, 0] - scores[:, 1, 0])).mean()
+        margins = scores[:, 0, 0] - scores[:, 1, 0]
+        loss = -torch.log(torch.sigmoid(margins)).mean()
     else:
         errors = [
             (scores[i, 0, k] - rating) ** 2
