@@ -233,7 +233,8 @@ def test_a_run_goes_on_bit_for_bit(options, mesh, tmp_path):
             with tiny_trainer(tiny_config(folder, *settings, *bound), mesh) as trainer:
                 trainer.fit()
         lm = trainer.model.lm
-        assert {p.dtype for p in lm.parameters()} == {BF16}
+        dtypes = {p.dtype for p in lm.parameters()}
+        assert dtypes == {BF16}
         results.append((weights(trainer), [without_times(line) for line in metrics_of(folder)]))
     lines = results[0][1]
     assert lines[0]["train/init_policy_kl"] == pytest.approx(0.0, abs=1e-6)

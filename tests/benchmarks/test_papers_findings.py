@@ -90,9 +90,8 @@ def test_what_cells_add_to_the_reward():
     plain = scored("rloo4", prompts, reviews)
     expected = [1 / SCALE, -1 / SCALE] * 2
     assert plain == pytest.approx(expected)
-    assert scored("vanilla_plus4", prompts, reviews) == pytest.approx(
-        [value + 4 for value in plain]
-    )
+    expected = [value + 4 for value in plain]
+    assert scored("vanilla_plus4", prompts, reviews) == pytest.approx(expected)
     added = [
         a - b for a, b in zip(scored("running_mean_spread2", prompts, reviews), plain, strict=True)
     ]

@@ -117,7 +117,8 @@ def test_select_takes_rows_in_order_and_cuts_padding(lengths, extra, with_log_pr
     rows = data.draw(indices)
     selected = batch.select(torch.tensor(rows, dtype=torch.long))
     every = rows_of(batch)
-    assert rows_of(selected) == [every[row] for row in rows]
+    expected = [every[row] for row in rows]
+    assert rows_of(selected) == expected
     assert_tight(selected)
 
 

@@ -306,7 +306,8 @@ def test_what_is_said_in_parts_is_counted_and_written_as_text(tmp_path):
     }
     rows = [rows_of(tmp_path / "out" / f"{name}.jsonl")[0] for name in ("train", "validation")]
     expected = [hh("cc"), hh("one\ntwo")]
-    assert sorted(row["prompt"] for row in rows) == expected
+    prompts = sorted(row["prompt"] for row in rows)
+    assert prompts == expected
 
 
 def test_parts_of_another_type_are_named(tmp_path):
@@ -429,7 +430,8 @@ def test_the_split_is_by_prompt_and_by_seed(tmp_path):
         train, validation = (
             rows_of(tmp_path / name / f"{s}.jsonl") for s in ("train", "validation")
         )
-        return [row["prompt"] for row in train], [row["prompt"] for row in validation]
+        prompts = [row["prompt"] for row in train]
+        return prompts, [row["prompt"] for row in validation]
 
     train, validation = split("a", 1)
     assert len(train) == 30

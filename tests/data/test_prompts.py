@@ -242,7 +242,8 @@ NEMO = "<extra_id_0>System\n\n<extra_id_1>User\nhi\n<extra_id_1>Assistant\n"
 def test_a_text_with_nemo_aligners_markers_is_not_rendered_once_more(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", {"text": NEMO}, {"text": NEMO.replace("hi", "ho")})
     expected = [NEMO, NEMO.replace("hi", "ho")]
-    assert [prompt.text for prompt in load(tokenizer, file)] == expected
+    texts = [prompt.text for prompt in load(tokenizer, file)]
+    assert texts == expected
     setting = "model.data.apply_chat_template=true"
     values = ("a.jsonl", "<extra_id_0>", setting, "reinforce-rl prepare")
     with raises_error("data.prompt.nemo_markers", *values):
@@ -551,7 +552,8 @@ def test_build_data_sets_from_omegaconf(tokenizer, tmp_path):
     second = str(write(tmp_path / "2.jsonl", {"prompt": "two"}))
     prefix = OmegaConf.create({"train": [first, second], "validation": second, "test": None})
     datasets = build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=10)
-    assert [p.text for p in datasets.train] == ["one", "two"]
+    texts = [p.text for p in datasets.train]
+    assert texts == ["one", "two"]
     assert datasets.validation is not None
     assert [p.text for p in datasets.validation] == ["two"]
     assert datasets.test is None
@@ -583,7 +585,8 @@ def test_the_demo_prompts_are_distinct_short_and_disjoint():
             assert row["keyword"] in row["prompt"]
             for key in row["keys"]:
                 assert f'"{key}"' in row["prompt"]
-        texts[split] = [row["prompt"] for row in rows]
+        prompts = [row["prompt"] for row in rows]
+        texts[split] = prompts
     assert len(texts["train"]) >= 320
     assert len(texts["validation"]) >= 96
     everything = [
@@ -604,7 +607,8 @@ def test_weights_before_paths_make_a_blend(tokenizer, tmp_path):
     datasets = build_train_valid_test_rlhf_datasets(
         tokenizer, prefix, max_prompt_tokens=4, too_long="skip"
     )
-    assert [p.text for p in datasets.train] == ["one", "uno", "two"]
+    texts = [p.text for p in datasets.train]
+    assert texts == ["one", "uno", "two"]
     expected = Blend((2, 1), (3.0, 1.0))
     assert datasets.train.blend == expected, "skipped prompts are not of it"
     assert datasets.validation is not None

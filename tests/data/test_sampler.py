@@ -81,7 +81,8 @@ def test_an_epoch_has_the_batches_that_it_says(full, step, rest):
         expected.append(rest)
     assert sampler.batch_sizes == expected
     for epoch in (1, 2):
-        assert [len(batch) for batch in epoch_of(sampler)] == sampler.batch_sizes
+        lengths = [len(batch) for batch in epoch_of(sampler)]
+        assert lengths == sampler.batch_sizes
         assert sampler.epoch == epoch
         assert sampler.position == 0
         assert sampler.consumed_prompts == epoch * sampler.num_prompts
@@ -107,7 +108,8 @@ def test_a_resume_with_another_batch_size_still_gives_each_prompt_once():
     resumed = PromptSampler(10, 3, seed=3)
     resumed.load_state_dict(sampler.state_dict())
     after = epoch_of(resumed)
-    assert [len(batch) for batch in after] == [3, 3]
+    lengths = [len(batch) for batch in after]
+    assert lengths == [3, 3]
     assert sorted(chain(given_before, *after)) == list(range(10))
 
 

@@ -72,7 +72,8 @@ def test_a_record_gives_its_own_advantages(folder: Path) -> None:
     result = recompute(folder / "mine", "1:2")
     assert result.settings == {}
     assert result.largest_difference < 1e-6
-    assert [step.step for step in result.steps] == [1, 2]
+    steps = [step.step for step in result.steps]
+    assert steps == [1, 2]
     for step in result.steps:
         expected = advantages(folder / "mine", step.step)
         assert [sample.advantage[0] for sample in step.samples] == pytest.approx(expected)
@@ -123,9 +124,8 @@ def test_it_agrees_with_a_real_run_of_these_settings(
     result = recompute(folder / "mine", "2", overrides)
     real = RunFolder(run).samples(2)
     (step,) = result.steps
-    assert [row.response for row in real] == [sample.response for sample in step.samples], (
-        "the rollouts are the same"
-    )
+    expected = [sample.response for sample in step.samples]
+    assert [row.response for row in real] == expected, "the rollouts are the same"
     assert [sample.advantage[1] for sample in step.samples] == pytest.approx(
         [r.advantage for r in real], abs=1e-6
     )

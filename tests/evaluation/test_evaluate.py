@@ -115,7 +115,8 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
         )
         texts.append((tmp_path / name / "results.json").read_text())
     assert texts[0] == texts[1]
-    assert [model.name for model in evaluation.models] == ["model", "other", "model-2"]
+    names = [model.name for model in evaluation.models]
+    assert names == ["model", "other", "model-2"]
     read = {
         name: RunFolder(tmp_path / "second" / name).samples(0, "validation")
         for name in ("model", "other")

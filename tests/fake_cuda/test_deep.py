@@ -251,7 +251,8 @@ def test_the_lower_bound_is_the_least_work_counted_by_hand(
     assert job.mean.response == RESPONSE
     step = lower_bound(job, WorkerHere(machine).measure(job))
     expected = by_hand()
-    assert [phase.name for phase in step.phases] == list(expected)
+    names = [phase.name for phase in step.phases]
+    assert names == list(expected)
     for phase in step.phases:
         assert phase.seconds <= expected[phase.name], phase.name
         assert phase.seconds == pytest.approx(expected[phase.name], rel=0.02), phase.name

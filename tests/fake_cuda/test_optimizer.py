@@ -127,7 +127,8 @@ def test_a_restored_run_steps_on(machine, folders, tmp_path, dtype, distributed)
             for part in built[0].chained_optimizers
             for state in part.optimizer.state.values()
         ]
-        assert {step.device.type for step in steps} == {"cuda"}
+        types = {step.device.type for step in steps}
+        assert types == {"cuda"}
     with machine.rank(0, 1), Layout().mesh() as mesh:
         sharing = OptimConfig(distributed=distributed)
         for is_new in (True, False):

@@ -75,7 +75,8 @@ def test_goes_through_and_on(machine: Machine, tmp_path: Path, overrides: tuple[
     assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
     run(machine, tmp_path, 3, *overrides)  # restores step 2
     lines = [line for line in metrics_of(tmp_path) if "train/rewards" in line]
-    assert [line["step"] for line in lines] == [1, 2, 3]
+    steps = [line["step"] for line in lines]
+    assert steps == [1, 2, 3]
     # Values are guesses, but no NaN may decide which way the run takes.
     for line in lines:
         for key in ("train/init_policy_kl", "train/actor_loss"):

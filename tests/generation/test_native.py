@@ -83,7 +83,8 @@ class TestGreedy:
             "stop" if t[-1] in stops else "length" for t in expected
         ]
         # else nothing would have left the batch early
-        assert len({len(tokens) for tokens in expected}) > 1
+        lengths = {len(tokens) for tokens in expected}
+        assert len(lengths) > 1
 
     @pytest.mark.slow
     def test_real_weights_equal_transformers(self, mesh):
@@ -109,7 +110,8 @@ class TestGreedy:
             for c in chats
         ]
         prompts = [prompt_of(i, tokenizer(str(text)).input_ids) for i, text in enumerate(rendered)]
-        assert len({len(prompt.tokens) for prompt in prompts}) > 4
+        lengths = {len(prompt.tokens) for prompt in prompts}
+        assert len(lengths) > 4
         lm = megatron_model(folder, mesh)
         params = SamplingParams(
             max_length=24, use_greedy=True, stop_token_ids=(tokenizer.eos_token_id,)
@@ -477,7 +479,8 @@ def test_new_weights_are_used_at_once(folder, mesh, prompts):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype, folder, mesh, prompts):
     lm = megatron_model(folder, mesh, dtype)
-    assert {p.dtype for p in lm.parameters()} == {dtype}
+    dtypes = {p.dtype for p in lm.parameters()}
+    assert dtypes == {dtype}
     completions = NativeGenerator(lm, load_tokenizer(folder)).generate(
         prompts, 2, SamplingParams(max_length=5), seed=0
     )

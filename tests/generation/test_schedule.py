@@ -38,9 +38,8 @@ def run(
             not stopped and not any(w == max_length for w in _written(schedule))
         )
         if order is not None:
-            assert [sequence.sample for sequence in schedule.running] == [
-                expected[row] for row in order
-            ]
+            samples = [sequence.sample for sequence in schedule.running]
+            assert samples == [expected[row] for row in order]
     assert sorted(read) == list(range(len(lengths)))  # each prompt once
     return begun
 
@@ -103,5 +102,6 @@ def test_the_last_rows_fill_the_gaps():
     schedule = Schedule([1], num_samples=6, max_length=9, max_tokens=None)
     schedule.admit()
     assert schedule.advance([0, 3, 5]) == [4, 1, 2]
-    assert [sequence.sample for sequence in schedule.running] == [4, 1, 2]
+    samples = [sequence.sample for sequence in schedule.running]
+    assert samples == [4, 1, 2]
     assert schedule.advance([0, 1, 2]) == []

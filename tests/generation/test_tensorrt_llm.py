@@ -103,7 +103,8 @@ class TestRun:
         for step in (1, 2):
             rows = rollouts_of(folder / name, step)
             others = rollouts_of(folder / "native", step)
-            assert [row["response"] for row in rows] == [row["response"] for row in others]
+            responses = [row["response"] for row in rows]
+            assert responses == [row["response"] for row in others]
 
         given = folder / name / "engine"
         names = json.loads((given / "names_0.json").read_text())
@@ -295,7 +296,8 @@ class TestSamples:
         requests = requests_of(PROMPTS, 2, params, 3, pad_id=1)
         expected = [PROMPTS[0].tokens] * 2 + [PROMPTS[1].tokens] * 2
         assert [request.tokens for request in requests] == expected
-        assert len({request.sampling.seed for request in requests}) == 4
+        seeds = {request.sampling.seed for request in requests}
+        assert len(seeds) == 4
         asked = requests[0].sampling
         assert asked.temperature == 0.7
         assert asked.top_k == 4

@@ -185,7 +185,8 @@ def rows_of(*sizes: int) -> list[Tensor]:
 class TestWorker:
     def test_the_columns_are_others_at_each_update_and_all_in_time(self):
         of_updates = [worker_of(i)._columns(64) for i in range(64)]
-        assert {len(set(columns)) for columns in of_updates} == {4}
+        lengths = {len(set(columns)) for columns in of_updates}
+        assert lengths == {4}
         for earlier, later in itertools.pairwise(of_updates):
             assert earlier != later
         assert set().union(*of_updates) == set(range(64))

@@ -298,7 +298,8 @@ def test_fused_adam_makes_the_steps_of_the_plain_one(folder, mesh):
         inner = [
             group for part in inner_optimizers(optimizer._optimizer) for group in part.param_groups
         ]
-        assert [group["fused"] for group in inner] == [fused] * len(inner)
+        settings = [group["fused"] for group in inner]
+        assert settings == [fused] * len(inner)
         for k in range(1, 6):
             accumulate_gradients(ddp, [1e-3 * k, -2e-3], weighted_sum)
             optimizer.step()

@@ -144,7 +144,8 @@ def test_a_bias_that_transformers_leaves_out_is_a_choice(folder, mesh):
     with raises_error("reward_model.head.bias_of_score", *values):
         load_reward_model(folder, None, mesh)
     scores = load_reward_model(folder, None, mesh, head_name="score").score(sequences_to_score())
-    assert scores == pytest.approx([score + 0.5 for score in without], abs=1e-6)
+    expected = [score + 0.5 for score in without]
+    assert scores == pytest.approx(expected, abs=1e-6)
 
 
 class TestTwoLayers:

@@ -468,7 +468,8 @@ def test_runs_overlaid_by_the_keyboard(browser, port):
             for name in ("first", "grid/lr &lt;script&gt;")
             for kind in ("training", "validation")
         }
-        assert {line["name"] for line in lines(page, "Reward")} == expected
+        names = {line["name"] for line in lines(page, "Reward")}
+        assert names == expected
         table = page.inner_text("#comparison")
         assert "+2.000 ± 0.000" in table
         assert "1e-05" in table

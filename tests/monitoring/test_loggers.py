@@ -103,7 +103,8 @@ def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
         log_step(resumed, step, step / 10)
     expected = [(s, s / 10) for s in range(1, 9)]
     assert [(line["step"], line["train/rewards"]) for line in read_metrics(path)] == expected
-    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"], "no temporary file is left"
+    names = [p.name for p in tmp_path.iterdir()]
+    assert names == ["m.jsonl"], "no temporary file is left"
 
 
 def test_resume_from_nothing_keeps_only_step_zero(tmp_path):
@@ -112,7 +113,8 @@ def test_resume_from_nothing_keeps_only_step_zero(tmp_path):
     for step in range(3):
         log_step(logger, step)
     JsonlLogger(path, resume_step=0).begin()
-    assert [line["step"] for line in read_metrics(path)] == [0]
+    steps = [line["step"] for line in read_metrics(path)]
+    assert steps == [0]
 
 
 def test_a_step_committed_again_is_merged_into_its_line(tmp_path):
@@ -124,7 +126,8 @@ def test_a_step_committed_again_is_merged_into_its_line(tmp_path):
     resumed.log_metrics({"rewards": 0.9}, 2, "val/")
     resumed.commit(2)
     lines = read_metrics(path)
-    assert [line["step"] for line in lines] == [0, 1, 2]
+    steps = [line["step"] for line in lines]
+    assert steps == [0, 1, 2]
     assert lines[2]["val/rewards"] == 0.9
     assert lines[2]["train/rewards"] == 0.5
 
@@ -141,7 +144,8 @@ def test_a_new_run_takes_a_file_that_holds_only_a_torn_line(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1')
     log_step(JsonlLogger(path), 1)
-    assert [line["step"] for line in read_metrics(path)] == [1]
+    steps = [line["step"] for line in read_metrics(path)]
+    assert steps == [1]
 
 
 def test_a_line_that_finds_no_space_leaves_none_of_itself(tmp_path):

@@ -593,7 +593,8 @@ def test_a_slow_rank_is_named(tmp_path, ranks, tensor, slow):
     ]
     output = run_ranks(SLOW_RANK, ranks, tmp_path, slow, *base, timeout=280)
     lines = metrics_of(tmp_path / "slow")
-    assert [line["step"] for line in lines] == [1, 2]
+    steps = [line["step"] for line in lines]
+    assert steps == [1, 2]
     for line in lines:
         for phase in ("generate", "train_time"):
             assert line[f"timing/{phase}/rank"] == slow

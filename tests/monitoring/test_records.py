@@ -67,7 +67,8 @@ def batch_of(seed: int = 0) -> ReinforceBatch:
 
     source_rewards = {"short": torch.tensor([1.0, math.nan, 0.0, 3.0])}
     rewards = torch.tensor([0.5, math.nan, -1.0, 2.0])
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    lengths = [len(prompt) for prompt in prompts]
+    prompt_lengths = torch.tensor(lengths)
     group_ids = torch.tensor([7, 7, 9, 9])
     sample_ids = torch.tensor([0, 1, 0, 1])
     valid = torch.tensor([True, False, True, False])
@@ -445,8 +446,10 @@ def test_a_lone_surrogate_in_a_prompt_does_not_end_the_run(tmp_path):
 def test_a_step_written_again_replaces_its_file(tmp_path):
     write_rows(tmp_path, 3, [row(1), row(2)])
     path = write_rows(tmp_path, 3, [row(7)])
-    assert [r.prompt_id for r in read_rows(path)] == [7]
-    assert [p.name for p in path.parent.iterdir()] == ["step_00003.parquet"]
+    prompt_ids = [r.prompt_id for r in read_rows(path)]
+    assert prompt_ids == [7]
+    names = [p.name for p in path.parent.iterdir()]
+    assert names == ["step_00003.parquet"]
 
 
 def test_resume_removes_the_files_of_later_steps(tmp_path):

@@ -248,7 +248,8 @@ def test_a_run_that_has_just_begun(tmp_path):
     page = read(write_report(tmp_path))
     assert "needs a validation before and one after" in page["verdict"]
     assert page["charts"] == []
-    assert [alert["kind"] for alert in page["alerts"]] == ["not_finite"]
+    kinds = [alert["kind"] for alert in page["alerts"]]
+    assert kinds == ["not_finite"]
 
 
 def test_the_report_that_a_run_writes_last_says_that_it_is_finished(tmp_path):

@@ -85,7 +85,8 @@ def test_defect_01_a_data_parallel_rank_computes_its_share_only(tmp_path, mesh):
     The shares are whole groups, and their gradients add up.
     """
     shares = [[prompt.id for prompt in next(loader)] for loader in loaders(4, 4, 2)]
-    assert [len(share) for share in shares] == [2, 2]
+    lengths = [len(share) for share in shares]
+    assert lengths == [2, 2]
     assert set(shares[0]).isdisjoint(shares[1])
     folder = tiny_llama_folder(tmp_path / "model", vocab_size=VOCAB_SIZE)
     batch = whole_batch()
@@ -197,7 +198,8 @@ def test_defect_05_leave_one_out_counts_valid_samples_only(tmp_path, mesh):
     run(tmp_path, mesh, f"{RL}.max_failed_fraction=1", ONE_STEP, rm=lambda ids: next(scores))
     first, second = list(of_prompts(rollouts_of(tmp_path, 1)).values())[:2]
     expected = [1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2, 0.0]
-    assert [row["advantage"] for row in first] == pytest.approx(expected, abs=1e-6)
+    advantages = [row["advantage"] for row in first]
+    assert advantages == pytest.approx(expected, abs=1e-6)
     assert [row["advantage"] for row in second] == [0.0] * 4
 
 
@@ -459,7 +461,8 @@ def test_defect_18_truncated_samples_are_in_or_out_by_an_option(tmp_path, mesh, 
     cut = [row for row in rows if row["finish_reason"] == "length"]
     assert 0 < len(cut) < len(rows)
     assert any(row["advantage"] != 0 for row in cut) == (option == "keep")
-    assert {row["valid"] for row in cut} == {option != "drop"}
+    valid = {row["valid"] for row in cut}
+    assert valid == {option != "drop"}
     share = 1.0 if option == "keep" else 1 - len(cut) / len(rows)
     assert line["train/fraction_of_samples_trained"] == pytest.approx(share, abs=1e-6)
 

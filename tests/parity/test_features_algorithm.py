@@ -100,7 +100,8 @@ class TestAlgorithm:
     def test_feature_responses_that_did_not_terminate_are_dropped(self, tmp_path, mesh):
         run(tmp_path, mesh, f"{RL}.truncated_samples=drop", ONE_STEP)
         rows = rollouts_of(tmp_path, 1)
-        assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+        finish_reasons = {row["finish_reason"] for row in rows}
+        assert finish_reasons == {"stop", "length"}
         assert all(row["valid"] == (row["finish_reason"] == "stop") for row in rows)
         for group in of_prompts(rows).values():
             counted = [row["reward_with_kl"] for row in group if row["valid"]]
@@ -203,7 +204,8 @@ class TestAlgorithm:
 
     def test_feature_max_steps(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.max_epochs=9", f"{RL}.max_steps=3")
-        assert [line["step"] for line in lines] == [1, 2, 3]
+        steps = [line["step"] for line in lines]
+        assert steps == [1, 2, 3]
 
 
 class TestModel:

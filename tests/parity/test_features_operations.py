@@ -180,9 +180,11 @@ class TestData:
         assert [
             name for line in lines for name in ("val/rewards", "test/rewards") if name in line
         ] == (["val/rewards", "val/rewards", "test/rewards", "val/rewards", "test/rewards"])
-        assert [line["step"] for line in lines] == [0, 1, 2]
+        steps = [line["step"] for line in lines]
+        assert steps == [0, 1, 2]
         rows = rollouts_of(tmp_path, 2, "test")
-        assert [row["prompt"] for row in rows] == ["sin", "tan"]
+        prompts = [row["prompt"] for row in rows]
+        assert prompts == ["sin", "tan"]
         expected = sum(row["reward"] for row in rows) / 2
         assert lines[2]["test/rewards"] == pytest.approx(expected)
 

@@ -85,7 +85,8 @@ def test_the_share_and_the_survivors_are_in_the_tables():
     assert "not explained" in text
     assert "x \\| y" in text, "a bar would end a cell"
     rows = mutants.as_json(outcomes)
-    assert [row["verdict"] for row in rows].count("survived") == 1
+    verdicts = [row["verdict"] for row in rows]
+    assert verdicts.count("survived") == 1
     assert rows[0]["tests"] == ("test_a.py",)
 
 
