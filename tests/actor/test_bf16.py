@@ -1,4 +1,4 @@
-"""bf16: what is kept and computed in fp32 besides it, on one process and on layouts of two ranks; and whole runs."""
+"""bf16: what is kept and computed in fp32, on one process and on two ranks; whole runs."""
 
 from __future__ import annotations
 
@@ -55,20 +55,21 @@ def test_gradients_and_main_weights_are_fp32(distributed, folder, mesh):
     before = [p.detach().clone() for p in parameters]
     for _ in range(2):
         actor.get_loss_and_metrics(whole_batch(), sequences(10))
-        assert {p.main_grad.dtype for p in parameters} == {torch.float32}  # type: ignore[attr-defined]
+        gradients = [p.main_grad for p in parameters]  # type: ignore[attr-defined]
+        assert {gradient.dtype for gradient in gradients} == {torch.float32}
         optimizer.step()
     inner = megatron.optimizer  # type: ignore[attr-defined]
     mains = [main for group in inner.param_groups for main in group["params"]]
     assert {main.dtype for main in mains} == {torch.float32}
-    assert {value.dtype for state in inner.state.values() for value in state.values()} == {
-        torch.float32
-    }
+    dtypes = {value.dtype for state in inner.state.values() for value in state.values()}
+    assert dtypes == {torch.float32}
     # They keep what bf16 rounds away, and the model has them rounded.
-    own = torch.cat([main.detach().flatten() for main in mains]).sort().values
+    fp32_weights = torch.cat([main.detach().flatten() for main in mains]).sort().values
     rounded = torch.cat([p.detach().flatten() for p in parameters]).sort().values
-    assert not torch.equal(own, rounded.float())
-    assert torch.equal(own.to(BF16), rounded)
-    assert not any(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    assert not torch.equal(fp32_weights, rounded.float())
+    assert torch.equal(fp32_weights.to(BF16), rounded)
+    for a, b in zip(before, parameters, strict=True):
+        assert not torch.equal(a, b)
 
 
 def test_log_probs_and_entropy_are_fp32_from_the_logits(folder, mesh):
@@ -79,7 +80,7 @@ def test_log_probs_and_entropy_are_fp32_from_the_logits(folder, mesh):
     with torch.no_grad():
         hidden = layout.hidden(actor.lm)
         assert hidden.dtype == BF16
-        found = response_scores(
+        scores = response_scores(
             layout,
             hidden,
             actor.lm,
@@ -92,27 +93,27 @@ def test_log_probs_and_entropy_are_fp32_from_the_logits(folder, mesh):
             actor.lm.full_logits(hidden.flatten(0, 1)).double() / TEMPERATURE, dim=-1
         )
     table = table.view(*hidden.shape[:2], -1)
-    assert found.entropy is not None
-    assert found.log_probs.dtype == found.entropy.dtype == torch.float32
+    assert scores.entropy is not None
+    assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
     for row, (prompt, response) in enumerate(
         zip(*(lengths.tolist() for lengths in where), strict=True)
     ):
         for column in range(response):
             log_p = table[row, prompt + column - 1]
             token = rollouts.sequences[row, prompt + column]
-            assert float(found.log_probs[row, column]) == pytest.approx(
+            assert float(scores.log_probs[row, column]) == pytest.approx(
                 float(log_p[token]), abs=2e-6
             )
-            assert float(found.entropy[row, column]) == pytest.approx(
-                float(-(log_p.exp() * log_p).sum()), abs=5e-6
-            )
+            expected = float(-(log_p.exp() * log_p).sum())
+            assert float(scores.entropy[row, column]) == pytest.approx(expected, abs=5e-6)
 
 
 @pytest.mark.parametrize("shared_prefix", [True, False])
 def test_the_first_pass_clips_no_sample(shared_prefix, folder, mesh):
-    """Ratios of whole responses are exactly 1, both without old log-probs and with those of passes cut as these are.
+    """Ratios of whole responses are exactly 1 without old log-probs, and with equally cut passes.
 
-    Those computed in another way, as a generator does, differ by bf16's rounding, which a response adds up.
+    Log-probs computed in another way, as a generator does, differ by bf16's rounding. A response
+    adds the differences up.
     """
     sizes = {"micro_batch_size": 3, "forward_micro_batch_size": 3, "shared_prefix": shared_prefix}
     actor = actor_of(folder, mesh, dtype=BF16, **sizes)
@@ -120,7 +121,8 @@ def test_the_first_pass_clips_no_sample(shared_prefix, folder, mesh):
         importance_ratio="sequence", ratio_clip_low=1e-6, ratio_clip_high=1e-6
     )
     batch = whole_batch()
-    batch = replace(batch, trains=torch.ones(len(batch.trains), dtype=torch.bool))
+    trains = torch.ones(len(batch.trains), dtype=torch.bool)
+    batch = replace(batch, trains=trains)
     rollouts = batch.rollouts
     where = (
         rollouts.sequences,
@@ -158,15 +160,16 @@ def test_the_gradient_is_near_that_of_fp32(folder, mesh):
 @pytest.mark.slow
 def test_layouts_of_two_ranks(folder, mesh, tmp_path):
     """No further from fp32 than one process in bf16 is, within a factor of two."""
-    exact, one = computed(Layout(), folder, mesh), computed(Layout(dtype=BF16), folder, mesh)
+    exact = computed(Layout(), folder, mesh)
+    single = computed(Layout(dtype=BF16), folder, mesh)
     run_ranks(SCRIPT, 2, tmp_path, folder, *BF16_LAYOUTS, timeout=600)
-    assert torch.equal(one["reference_log_probs"], one["log_probs"]), (
+    assert torch.equal(single["reference_log_probs"], single["log_probs"]), (
         "the reference is the policy of step 0"
     )
 
-    def errors(found: dict) -> list[float]:
+    def errors(results: dict) -> list[float]:
         differences = [
-            (found[kind] - exact[kind]).abs() for kind in ("log_probs", "log_probs_after")
+            (results[kind] - exact[kind]).abs() for kind in ("log_probs", "log_probs_after")
         ]
         values = [
             float(measure)
@@ -174,39 +177,38 @@ def test_layouts_of_two_ranks(folder, mesh, tmp_path):
             for measure in (difference.max(), difference.mean())
         ]
         gradient = (
-            [relative_difference(found["gradient"], exact["gradient"])]
-            if "gradient" in found
+            [relative_difference(results["gradient"], exact["gradient"])]
+            if "gradient" in results
             else []
         )
-        moved = one["weights"] - one["weights_before"]
+        moved = single["weights"] - single["weights_before"]
         return [
             *values,
-            float((found["weights"] - exact["weights"]).norm() / moved.norm()),
+            float((results["weights"] - exact["weights"]).norm() / moved.norm()),
             *gradient,
         ]
 
     # After three large steps the log-probs have grown to several nats.
     bounds = [TOKEN_BOUND, MEAN_BOUND, 4 * TOKEN_BOUND, 4 * MEAN_BOUND, 1e-1, GRADIENT_BOUND]
-    print("one process", errors(one))
-    assert all(error <= bound for error, bound in zip(errors(one), bounds, strict=True))
+    print("one process", errors(single))
+    for error, bound in zip(errors(single), bounds, strict=True):
+        assert error <= bound
     for name in BF16_LAYOUTS:
         ranks = [torch.load(tmp_path / f"{name}.{rank}", weights_only=False) for rank in (0, 1)]
         print(name, errors(ranks[0]))
-        for found in ranks:
-            assert torch.equal(found["weights_before"], one["weights_before"]), name
-            assert torch.equal(found["reference_log_probs"], found["log_probs"]), name
-            assert all(
-                mine <= 2 * theirs for mine, theirs in zip(errors(found), errors(one), strict=False)
-            ), name
+        for results in ranks:
+            assert torch.equal(results["weights_before"], single["weights_before"]), name
+            assert torch.equal(results["reference_log_probs"], results["log_probs"]), name
+            for mine, theirs in zip(errors(results), errors(single), strict=False):
+                assert mine <= 2 * theirs, name
             for kind in ("log_probs", "log_probs_after"):
-                assert found[kind].dtype == torch.float32
-                assert torch.equal(found[kind], ranks[0][kind]), (name, kind)
-            assert found["losses"] == pytest.approx(one["losses"], rel=2e-2), name
-            assert found["norms"] == pytest.approx(one["norms"], rel=2e-2), name
+                assert results[kind].dtype == torch.float32
+                assert torch.equal(results[kind], ranks[0][kind]), (name, kind)
+            assert results["losses"] == pytest.approx(single["losses"], rel=2e-2), name
+            assert results["norms"] == pytest.approx(single["norms"], rel=2e-2), name
             for kind in ("greedy", "sampled"):
-                assert all(found[kind]["tokens"]) and bool((found[kind]["log_probs"] <= 0).all()), (
-                    name
-                )
+                assert all(results[kind]["tokens"]), name
+                assert bool((results[kind]["log_probs"] <= 0).all()), name
 
 
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
@@ -230,10 +232,13 @@ def test_a_run_goes_on_bit_for_bit(options, mesh, tmp_path):
             with tiny_trainer(tiny_config(folder, *settings, *bound), mesh) as trainer:
                 trainer.fit()
         lm = trainer.model.lm
-        assert {p.dtype for p in lm.parameters()} == {BF16}
+        dtypes = {p.dtype for p in lm.parameters()}
+        assert dtypes == {BF16}
         results.append((weights(trainer), [without_times(line) for line in metrics_of(folder)]))
     lines = results[0][1]
     assert lines[0]["train/init_policy_kl"] == pytest.approx(0.0, abs=1e-6)
     assert lines[-1]["train/init_policy_kl"] > 0.01
     assert results[1][1] == lines
-    assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
+    pairs = zip(results[0][0], results[1][0], strict=True)
+    for a, b in pairs:
+        assert torch.equal(a, b)

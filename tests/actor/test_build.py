@@ -104,7 +104,10 @@ def test_every_end_of_the_folder_ends_a_response_and_a_difference_is_said_once(
 
 
 def test_sampling_is_the_configurations_whatever_the_folder_says(tmp_path, mesh):
-    """transformers and vLLM fill in what is not set from the folder: Qwen2.5's has a repetition penalty of 1.05."""
+    """transformers and vLLM fill in unset keys from the folder.
+
+    Qwen2.5's folder has a repetition penalty of 1.05.
+    """
     cfg = tiny_config(tmp_path)
     plain = actor_of(cfg, mesh)
     prompts = [Prompt(0, "tea", (5, 6, 7))]
@@ -144,7 +147,8 @@ def test_tokens_without_an_embedding_are_refused_with_the_first_of_them(added, t
     sizes = (f"{32 + len(added)} tokens", "32 embeddings")
     named = ("'<new>', id 32", "resize_token_embeddings")
     check_error(caught.value, "tokenizer.tokens.without_embedding", *sizes, *named)
-    check_vocabulary(tokenizer, SimpleNamespace(vocab_size=32 + len(added)), folder)  # type: ignore[arg-type]
+    arch = SimpleNamespace(vocab_size=32 + len(added))
+    check_vocabulary(tokenizer, arch, folder)  # type: ignore[arg-type]
 
 
 def test_a_tokenizer_with_gaps_in_its_ids_is_measured_by_its_largest(tmp_path):

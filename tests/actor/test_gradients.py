@@ -59,7 +59,10 @@ def test_equals_the_formula_for_every_micro_batch_size(
 
 
 def test_steps_before_it_leave_nothing_behind(folder, mesh, tmp_path):
-    """Several micro-batches after an optimizer step: it holds on to the buffers and must not add to them."""
+    """Several micro-batches after an optimizer step.
+
+    The step holds on to the buffers and must not add to them.
+    """
     actor = actor_of(folder, mesh, micro_batch_size=3, with_reference=False)
     optimizer = ActorOptimizer(*build_optimizer(actor.ddp, OPTIM, clip_grad=1.0, total_steps=10))
     for step in range(1, 4):
@@ -80,9 +83,8 @@ def test_independent_of_padding_and_order(folder, mesh):
     padded = replace(
         batch, rollouts=replace(batch.rollouts, sequences=wider), advantages=advantages
     )
-    shuffled = rows_of(
-        batch, torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    )
+    rows = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
+    shuffled = rows_of(batch, rows)
     for other in (padded, shuffled):
         assert relative_difference(loss_and_gradient(folder, mesh, other)[1], reference) < 1e-6
 
@@ -97,7 +99,8 @@ def test_invalid_samples_play_no_part(folder, mesh):
         batch, rollouts=replace(batch.rollouts, sequences=sequences), advantages=advantages
     )
     assert torch.equal(loss_and_gradient(folder, mesh, spoilt)[1], reference)
-    dropped = rows_of(batch, [i for i in range(12) if batch.rollouts.valid[i]])
+    rows = [i for i in range(12) if batch.rollouts.valid[i]]
+    dropped = rows_of(batch, rows)
     assert relative_difference(loss_and_gradient(folder, mesh, dropped)[1], reference) < 1e-6
 
 
@@ -120,7 +123,8 @@ def test_negated_advantages_negate_the_gradient(folder, mesh, expected):
 def test_a_step_against_the_gradient_makes_good_responses_likelier(folder, mesh):
     """Guards the sign itself, which two equal formulas with the same slip would not."""
     batch = rows_of(whole_batch(), [0, 2])
-    batch = replace(batch, advantages=torch.tensor([[1.0], [-1.0]]).expand(2, batch.rollouts.width))
+    advantages = torch.tensor([[1.0], [-1.0]]).expand(2, batch.rollouts.width)
+    batch = replace(batch, advantages=advantages)
     actor = actor_of(folder, mesh, with_reference=False)
     where = (
         batch.rollouts.sequences,
@@ -141,23 +145,23 @@ def test_a_step_against_the_gradient_makes_good_responses_likelier(folder, mesh)
 def test_log_probs_do_not_depend_on_the_forward_micro_batch_size(size, folder, mesh):
     rollouts = whole_batch().rollouts
     where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
-    found, reference = (
-        actor_of(
-            folder, mesh, with_reference=False, forward_micro_batch_size=s
-        ).get_inference_log_probs(*where)
-        for s in (size, 4)
-    )
-    assert found.shape == (12, 8)
-    torch.testing.assert_close(found, reference, atol=2e-6, rtol=0)
-    assert not found[~rollouts.response_mask].any()
+    log_probs = actor_of(
+        folder, mesh, with_reference=False, forward_micro_batch_size=size
+    ).get_inference_log_probs(*where)
+    reference = actor_of(
+        folder, mesh, with_reference=False, forward_micro_batch_size=4
+    ).get_inference_log_probs(*where)
+    assert log_probs.shape == (12, 8)
+    torch.testing.assert_close(log_probs, reference, atol=2e-6, rtol=0)
+    assert not log_probs[~rollouts.response_mask].any()
 
 
 def test_log_probs_of_no_sequences(folder, mesh):
     nothing = torch.zeros(0, dtype=torch.long)
-    found = actor_of(folder, mesh, with_reference=False).get_inference_log_probs(
+    log_probs = actor_of(folder, mesh, with_reference=False).get_inference_log_probs(
         nothing[:, None], nothing, nothing
     )
-    assert found.shape == (0, 0)
+    assert log_probs.shape == (0, 0)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2], ids=["DP=2", "TP=2"])
@@ -172,14 +176,16 @@ def test_two_ranks_equal_one(tp_size, folder, mesh, expected, tmp_path):
     gradients = dict.fromkeys(("even", "uneven", "one rank has none"), gradient)
     gradients["one rank has no valid one"] = gradient_of(actor)
     for rank in (0, 1):
-        found = torch.load(tmp_path / f"found.{rank}")
+        results = torch.load(tmp_path / f"found.{rank}")
         for name, one_process in gradients.items():
-            assert relative_difference(found[name]["gradient"], one_process) <= 1e-5, name
+            assert relative_difference(results[name]["gradient"], one_process) <= 1e-5, name
         for name in ("even", "uneven", "one rank has none"):
-            assert found[name]["loss"] == pytest.approx(loss, rel=1e-5)
+            assert results[name]["loss"] == pytest.approx(loss, rel=1e-5)
         # Padding and copies of a weight on several ranks must not count in the norm by which all
         # ranks clip.
-        assert found["norm"] == pytest.approx(float(gradient.norm()), rel=1e-5)
-        assert found["foreach norm"] == pytest.approx(found["norm"], rel=1e-6)  # what a GPU takes
+        assert results["norm"] == pytest.approx(float(gradient.norm()), rel=1e-5)
+        assert results["foreach norm"] == pytest.approx(
+            results["norm"], rel=1e-6
+        )  # what a GPU takes
     ranks = [torch.load(tmp_path / f"found.{rank}")["log_probs"] for rank in (0, 1)]
     assert torch.equal(*ranks)  # after the step, the policies are one

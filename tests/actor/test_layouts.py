@@ -1,4 +1,7 @@
-"""No number depends on how the ranks are laid out: loss, gradient, steps, log-probs and samples are one process's."""
+"""No number depends on the layout of the ranks.
+
+Loss, gradient, steps, log-probs and samples are those of one process.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,8 @@ from helpers.policies import random_tokens, transformers_logits, transformers_mo
 from helpers.ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"
-ON_TWO, ON_FOUR = (
-    tuple(name for name, layout in (LAYOUTS | LORA_LAYOUTS).items() if layout.ranks == ranks)
-    for ranks in (2, 4)
-)
+ON_TWO = tuple(name for name, layout in (LAYOUTS | LORA_LAYOUTS).items() if layout.ranks == 2)
+ON_FOUR = tuple(name for name, layout in (LAYOUTS | LORA_LAYOUTS).items() if layout.ranks == 4)
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -38,32 +39,34 @@ def one_process(folder, mesh):
 
 def check(name, folder, one_process, out):
     kind_of_training = "lora" if name in LORA_LAYOUTS else "whole"
-    one = one_process[kind_of_training]
+    expected = one_process[kind_of_training]
     ranks = [
         torch.load(out / f"{name}.{rank}", weights_only=False)
         for rank in range(ALL_LAYOUTS[name].ranks)
     ]
-    for rank, found in enumerate(ranks):
+    for rank, results in enumerate(ranks):
         who = f"{name}, rank {rank}"
         for kind in ("greedy", "sampled"):
-            assert found[kind]["tokens"] == one[kind]["tokens"], who
+            assert results[kind]["tokens"] == expected[kind]["tokens"], who
             torch.testing.assert_close(
-                found[kind]["log_probs"], one[kind]["log_probs"], atol=1e-5, rtol=0, msg=who
+                results[kind]["log_probs"], expected[kind]["log_probs"], atol=1e-5, rtol=0, msg=who
             )
-        assert found["bounded"]["tokens"] == one["sampled"]["tokens"], who
+        assert results["bounded"]["tokens"] == expected["sampled"]["tokens"], who
         for kind in ("log_probs", "reference_log_probs"):
-            torch.testing.assert_close(found[kind], one[kind], atol=1e-5, rtol=0, msg=who)
+            torch.testing.assert_close(results[kind], expected[kind], atol=1e-5, rtol=0, msg=who)
         if name not in LORA_LAYOUTS:
-            assert torch.equal(found["weights_before"], one["weights_before"]), who
-        assert found["losses"][0] == pytest.approx(one["losses"][0], rel=1e-5), who
-        assert found["norms"][0] == pytest.approx(one["norms"][0], rel=1e-5), who
-        if "gradient" in found:
-            assert relative_difference(found["gradient"], one["gradient"]) <= 1e-5, who
-        moved = one["weights"] - one["weights_before"]
-        assert float((found["weights"] - one["weights"]).norm()) <= 1e-3 * float(moved.norm()), who
+            assert torch.equal(results["weights_before"], expected["weights_before"]), who
+        assert results["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-5), who
+        assert results["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-5), who
+        if "gradient" in results:
+            assert relative_difference(results["gradient"], expected["gradient"]) <= 1e-5, who
+        moved = expected["weights"] - expected["weights_before"]
+        assert float((results["weights"] - expected["weights"]).norm()) <= 1e-3 * float(
+            moved.norm()
+        ), who
         # Ranks of a block go on to compute with these, so they must agree to the bit.
         for kind in ("log_probs_after", "losses", "norms"):
-            assert torch.equal(torch.as_tensor(found[kind]), torch.as_tensor(ranks[0][kind])), who
+            assert torch.equal(torch.as_tensor(results[kind]), torch.as_tensor(ranks[0][kind])), who
     exported = transformers_model(out / name)
     assert torch.equal(flat(dict(exported.named_parameters())), ranks[0]["weights"]), name
     tokens = random_tokens(VOCAB_SIZE, 2, 12)
@@ -82,9 +85,8 @@ def run_and_check(names, folder, one_process, out):
 @pytest.mark.parametrize("folder", ["tied"], indirect=True)
 def test_every_layout_of_two_ranks(folder, one_process, tmp_path):
     quick = ("PP2 LoRA", "DP2 distributed optimizer LoRA")  # of LoRA
-    run_and_check(
-        [name for name in ON_TWO if name in (*LAYOUTS, *quick)], folder, one_process, tmp_path
-    )
+    names = [name for name in ON_TWO if name in (*LAYOUTS, *quick)]
+    run_and_check(names, folder, one_process, tmp_path)
 
 
 @pytest.mark.slow

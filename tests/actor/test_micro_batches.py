@@ -31,7 +31,8 @@ from reinforce_rl.actor.micro_batches import (
 def test_every_row_once_within_the_bound(lengths, max_tokens):
     lengths = torch.tensor(lengths, dtype=torch.long)
     groups = micro_batches(lengths, 3, max_tokens)
-    assert sorted(row for group in groups for row in group.tolist()) == list(range(len(lengths)))
+    expected = list(range(len(lengths)))
+    assert sorted(row for group in groups for row in group.tolist()) == expected
     for group in groups:
         longest = max(int(lengths[group].max()), 1)
         assert len(group) * longest <= max_tokens or len(group) == 1
@@ -41,12 +42,10 @@ def test_every_row_once_within_the_bound(lengths, max_tokens):
 
 
 def test_fixed_ones_are_cut_by_number():
-    assert [group.tolist() for group in micro_batches(torch.tensor([1, 5, 3]), 2)] == [[1, 2], [0]]
-    assert (
-        micro_batches(torch.zeros(0, dtype=torch.long), 2)
-        == micro_batches(torch.zeros(0).long(), 2, 9)
-        == []
-    )
+    groups = micro_batches(torch.tensor([1, 5, 3]), 2)
+    assert [group.tolist() for group in groups] == [[1, 2], [0]]
+    nothing = torch.zeros(0, dtype=torch.long)
+    assert micro_batches(nothing, 2) == micro_batches(nothing, 2, 9) == []
 
 
 GROUPS = st.lists(
@@ -66,7 +65,8 @@ def test_packed_ones_hold_groups_together_where_there_is_room(groups, size, max_
     passes = [
         rows.tolist() for rows in packed_micro_batches(ids, prompts, responses, size, max_tokens)
     ]
-    assert sorted(row for part in passes for row in part) == list(range(len(rows)))
+    expected = list(range(len(rows)))
+    assert sorted(row for part in passes for row in part) == expected
 
     def fits(part):
         where = torch.tensor(part)
@@ -99,7 +99,8 @@ def test_tokens_of_packed_groups_count_a_prompt_once():
 
 def test_padding_is_what_a_pass_has_besides_its_sequences():
     lengths = torch.tensor([1, 5, 3])
-    assert padding(lengths, [torch.tensor([1, 2]), torch.tensor([0])]) == (9, 11)
+    groups = [torch.tensor([1, 2]), torch.tensor([0])]
+    assert padding(lengths, groups) == (9, 11)
     assert padding(lengths, []) == (0, 0)
 
 
@@ -119,10 +120,10 @@ def test_log_probs_come_in_the_order_of_the_rows(tmp_path, mesh, shared_prefix):
     )
     rollouts = whole_batch().rollouts
     fields = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
-    found = actor.get_inference_log_probs(*fields)
+    log_probs = actor.get_inference_log_probs(*fields)
     for row, length in enumerate(rollouts.response_lengths.tolist()):
         alone = actor.get_inference_log_probs(*(each[row : row + 1] for each in fields))
-        torch.testing.assert_close(found[row, :length], alone[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(log_probs[row, :length], alone[0], atol=1e-5, rtol=1e-5)
 
 
 def test_the_gradient_is_that_of_fixed_micro_batches(tmp_path, mesh):
@@ -136,7 +137,8 @@ def test_the_gradient_is_that_of_fixed_micro_batches(tmp_path, mesh):
         share = actor.get_loss_and_metrics(whole_batch(), sequences(10))
         gradients.append(gradient_of(actor))
         metrics.append(share.sums)
-    for other, sums in zip(gradients[1:], metrics[1:], strict=True):
+    pairs = zip(gradients[1:], metrics[1:], strict=True)
+    for other, sums in pairs:
         assert relative_difference(other, gradients[0]) < 1e-6
         assert sums["sequence_tokens"] == metrics[0]["sequence_tokens"] < sums["padded_tokens"] + 1
 

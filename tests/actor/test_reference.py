@@ -1,4 +1,7 @@
-"""The reference policy: the weights of step 0, whatever becomes of the actor's. In each of its three forms."""
+"""The reference policy: the weights of step 0, whatever becomes of the actor's.
+
+In each of its three forms.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,8 @@ def weights_of(actor) -> list[torch.Tensor]:
     return [p.detach().clone() for p in actor.lm.parameters()]
 
 
-def equal(one, other) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def equal(left, right) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def test_at_step_0_both_policies_are_the_same(actor, where):

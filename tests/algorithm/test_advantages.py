@@ -1,4 +1,4 @@
-"""Leave-one-out advantages against brute force and a worked example; credit and whitening against sums by hand."""
+"""Leave-one-out advantages against brute force; credit and whitening against sums by hand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def brute_force(rewards: list[float], groups: list[int], valid: list[bool]) -> l
             for j in range(len(rewards))
             if j != i and groups[j] == groups[i] and valid[j]
         ]
-        out.append(reward - math.fsum(others) / len(others) if valid[i] and others else 0.0)
+        if valid[i] and others:
+            out.append(reward - math.fsum(others) / len(others))
+        else:
+            out.append(0.0)
     return out
 
 
@@ -62,11 +65,11 @@ samples = st.lists(
 @given(samples)
 def test_equals_brute_force_for_any_groups_in_any_order(rows):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
-    found = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid))
-    assert found.dtype == torch.float64 and found.shape == (len(rows),)
-    torch.testing.assert_close(
-        found, double(brute_force(rewards, groups, valid)), rtol=1e-12, atol=1e-8
-    )
+    advantages = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid))
+    assert advantages.dtype == torch.float64
+    assert advantages.shape == (len(rows),)
+    expected = double(brute_force(rewards, groups, valid))
+    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-8)
 
 
 @settings(deadline=None, max_examples=100)
@@ -77,9 +80,8 @@ def test_a_permutation_of_the_samples_permutes_the_advantages(rows, random):
     order = list(range(len(rows)))
     random.shuffle(order)
     direct = rloo(rewards, groups, valid)[order]
-    torch.testing.assert_close(
-        rloo(rewards[order], groups[order], valid[order]), direct, rtol=1e-12, atol=1e-8
-    )
+    reordered = rloo(rewards[order], groups[order], valid[order])
+    torch.testing.assert_close(reordered, direct, rtol=1e-12, atol=1e-8)
 
 
 @settings(deadline=None, max_examples=100)
@@ -101,9 +103,11 @@ def test_a_constant_added_to_a_group_changes_nothing(rows, constants):
 @given(samples)
 def test_the_advantages_of_a_group_sum_to_zero(rows):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
-    found = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid)).tolist()
+    advantages = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid)).tolist()
     for group in set(groups):
-        assert abs(math.fsum(a for a, g in zip(found, groups, strict=True) if g == group)) < 1e-7
+        pairs = zip(advantages, groups, strict=True)
+        total = math.fsum(advantage for advantage, other in pairs if other == group)
+        assert abs(total) < 1e-7
 
 
 @settings(deadline=None, max_examples=100)
@@ -112,15 +116,11 @@ def test_what_stands_at_an_invalid_sample_does_not_matter(rows, anything):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
     spoilt = [reward if ok else anything for reward, ok in zip(rewards, valid, strict=True)]
     arguments = torch.tensor(groups), torch.tensor(valid)
-    found = rloo(double(spoilt), *arguments)
-    assert (
-        torch.isfinite(found).all()
-        and torch.isfinite(
-            leave_one_out(RewardGroups.of(double(spoilt), *arguments)).baseline
-        ).all()
-    )
-    assert torch.equal(found, rloo(double(rewards), *arguments))
-    assert (found[~arguments[1]] == 0).all()
+    advantages = rloo(double(spoilt), *arguments)
+    assert torch.isfinite(advantages).all()
+    assert torch.isfinite(leave_one_out(RewardGroups.of(double(spoilt), *arguments)).baseline).all()
+    assert torch.equal(advantages, rloo(double(rewards), *arguments))
+    assert (advantages[~arguments[1]] == 0).all()
 
 
 def test_equals_the_scaled_distance_from_the_groups_mean():
@@ -130,19 +130,18 @@ def test_equals_the_scaled_distance_from_the_groups_mean():
     groups = torch.arange(6).repeat_interleave(4)
     torch.testing.assert_close(rloo(rewards.flatten(), groups).view(6, 4), expected)
     # Interleaved: sample s of every prompt, then sample s + 1.
-    torch.testing.assert_close(
-        rloo(rewards.t().flatten(), torch.arange(6).repeat(4)).view(4, 6).t(), expected
-    )
+    interleaved = rloo(rewards.t().flatten(), torch.arange(6).repeat(4))
+    torch.testing.assert_close(interleaved.view(4, 6).t(), expected)
 
 
 def test_two_samples_are_each_others_baseline():
-    assert leave_one_out(
-        RewardGroups.of(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]))
-    ).baseline.tolist() == [
+    groups = RewardGroups.of(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]))
+    assert leave_one_out(groups).baseline.tolist() == [
         3.0,
         1.0,
     ]
-    assert rloo(torch.tensor([1.0, 3.0]), torch.tensor([5, 5])).tolist() == [-2.0, 2.0]
+    advantages = rloo(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]))
+    assert advantages.tolist() == [-2.0, 2.0]
 
 
 def test_advantage_is_reward_less_baseline():
@@ -155,18 +154,20 @@ def test_advantage_is_reward_less_baseline():
         9.0,
         5.0,
     ]
-    torch.testing.assert_close(
-        rloo(rewards, groups), rewards - leave_one_out(RewardGroups.of(rewards, groups)).baseline
-    )
+    baseline = leave_one_out(RewardGroups.of(rewards, groups)).baseline
+    torch.testing.assert_close(rloo(rewards, groups), rewards - baseline)
 
 
 def test_a_truncated_sample_does_not_count():
-    """Rewards all 1, one of four left out: with it in the denominator the others would get an advantage."""
+    """All rewards are 1 and one of four is left out.
+
+    With it in the denominator the others would get an advantage.
+    """
     valid = torch.tensor([True, True, True, False])
-    assert rloo(torch.ones(4), torch.zeros(4, dtype=torch.long), valid).tolist() == [0.0] * 4
-    assert leave_one_out(
-        RewardGroups.of(torch.ones(4), torch.zeros(4, dtype=torch.long), valid)
-    ).baseline.tolist() == [1.0, 1.0, 1.0, 0.0]
+    advantages = rloo(torch.ones(4), torch.zeros(4, dtype=torch.long), valid)
+    assert advantages.tolist() == [0.0] * 4
+    groups = RewardGroups.of(torch.ones(4), torch.zeros(4, dtype=torch.long), valid)
+    assert leave_one_out(groups).baseline.tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -174,19 +175,23 @@ def test_with_nothing_to_compare_to_the_advantage_is_zero(count):
     rewards = torch.tensor([7.0, math.nan, math.nan, 1.0, 2.0])
     groups = torch.tensor([0, 0, 0, 1, 1])
     valid = torch.tensor([count == 1, False, False, True, True])
-    assert rloo(rewards, groups, valid).tolist() == [0.0, 0.0, 0.0, -1.0, 1.0]
+    expected = [0.0, 0.0, 0.0, -1.0, 1.0]
+    assert rloo(rewards, groups, valid).tolist() == expected
 
 
 def test_equal_rewards_but_one_stay_small():
     """Divided by the leave-one-out spread, the first of these once became -2075."""
-    advantages = rloo(torch.tensor([0.0] + [0.95] * 7), torch.zeros(8, dtype=torch.long))
+    rewards = torch.tensor([0.0] + [0.95] * 7)
+    advantages = rloo(rewards, torch.zeros(8, dtype=torch.long))
     assert advantages.abs().max() < 1
     torch.testing.assert_close(advantages[0], torch.tensor(-0.95))
-    torch.testing.assert_close(advantages[1:], torch.full((7,), 0.95 - 6 * 0.95 / 7))
+    expected = torch.full((7,), 0.95 - 6 * 0.95 / 7)
+    torch.testing.assert_close(advantages[1:], expected)
 
 
 def test_large_equal_rewards_cancel_exactly_enough_in_float32():
-    advantages = rloo(torch.full((7,), 1e6 - 1 / 3), torch.zeros(7, dtype=torch.long))
+    rewards = torch.full((7,), 1e6 - 1 / 3)
+    advantages = rloo(rewards, torch.zeros(7, dtype=torch.long))
     assert advantages.abs().max() <= 0.25, (
         "more than a few units in the last place of a float32 of 1e6"
     )
@@ -195,14 +200,16 @@ def test_large_equal_rewards_cancel_exactly_enough_in_float32():
 @pytest.mark.parametrize("mean", [RewardGroups.mean, RewardGroups.mean_by_group])
 def test_the_mean_of_many_large_rewards_is_exact_to_float32(mean):
     rewards = 9e5 + 1e5 * torch.rand(5000, generator=torch.Generator().manual_seed(0))
-    found = mean(RewardGroups.of(rewards, torch.zeros(5000, dtype=torch.long)))
+    baseline = mean(RewardGroups.of(rewards, torch.zeros(5000, dtype=torch.long)))
     # half a unit in the last place
-    assert float((found.double() - rewards.double().mean()).abs().max()) <= 0.032
+    assert float((baseline.double() - rewards.double().mean()).abs().max()) <= 0.032
 
 
 def test_equal_prompts_with_different_ids_are_different_groups():
     rewards = torch.tensor([0.0, 1.0, 10.0, 11.0])
-    assert rloo(rewards, torch.tensor([3, 3, 8, 8])).tolist() == [-1.0, 1.0, -1.0, 1.0]
+    expected = [-1.0, 1.0, -1.0, 1.0]
+    group_ids = torch.tensor([3, 3, 8, 8])
+    assert rloo(rewards, group_ids).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -211,11 +218,13 @@ def test_it_carries_no_gradient_and_keeps_the_dtype(dtype, ids):
     rewards = torch.tensor([1.0, 2.0], dtype=dtype, requires_grad=True)
     groups = torch.tensor([0, 0], dtype=ids)
     for result in (rloo(rewards, groups), batch_mean(RewardGroups.of(rewards, groups)).values):
-        assert not result.requires_grad and result.dtype == dtype
+        assert not result.requires_grad
+        assert result.dtype == dtype
 
 
 def test_whole_numbers_are_rewards_too():
-    assert rloo(torch.tensor([1, 2, 4]), torch.tensor([0, 0, 0])).tolist() == [-2.0, -0.5, 2.5]
+    advantages = rloo(torch.tensor([1, 2, 4]), torch.tensor([0, 0, 0]))
+    assert advantages.tolist() == [-2.0, -0.5, 2.5]
 
 
 def test_no_samples_give_no_advantages():
@@ -251,16 +260,14 @@ def test_batch_mean_leaves_out_what_is_not_valid():
     rewards = torch.tensor([1.0, math.nan, 4.0])
     ids = torch.zeros(3, dtype=torch.long)
     valid = torch.tensor([1, 0, 1])
-    assert batch_mean(RewardGroups.of(rewards, ids, valid.bool())).baseline.tolist() == [
+    groups = RewardGroups.of(rewards, ids, valid.bool())
+    assert batch_mean(groups).baseline.tolist() == [
         2.5,
         0.0,
         2.5,
     ]
-    assert batch_mean(RewardGroups.of(rewards, ids, torch.zeros(3).bool())).baseline.tolist() == [
-        0.0,
-        0.0,
-        0.0,
-    ]
+    invalid = RewardGroups.of(rewards, ids, torch.zeros(3).bool())
+    assert batch_mean(invalid).baseline.tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +287,8 @@ def sequence_rewards(example: dict) -> tuple[Tensor, Tensor]:
 
 def test_the_worked_example_of_rloo(worked):
     rewards, _ = sequence_rewards(worked["rloo"])
-    torch.testing.assert_close(rewards, double(worked["rloo"]["sequence_rewards"]))
+    expected = double(worked["rloo"]["sequence_rewards"])
+    torch.testing.assert_close(rewards, expected)
     expected = double(worked["rloo"]["advantages"])
     # Each row is a prompt; which axis that is shows in the expected numbers.
     columns = torch.arange(3).repeat(3)
@@ -292,9 +300,12 @@ def test_the_worked_example_of_rloo(worked):
 
 def test_the_worked_example_of_a_batch_mean(worked):
     rewards, _ = sequence_rewards(worked["reinforce_batch_mean"])
-    torch.testing.assert_close(rewards, double(worked["reinforce_batch_mean"]["sequence_rewards"]))
-    advantages = batch_mean(RewardGroups.of(rewards, torch.arange(len(rewards)))).values
-    torch.testing.assert_close(advantages, double(worked["reinforce_batch_mean"]["advantages"]))
+    expected = double(worked["reinforce_batch_mean"]["sequence_rewards"])
+    torch.testing.assert_close(rewards, expected)
+    groups = RewardGroups.of(rewards, torch.arange(len(rewards)))
+    advantages = batch_mean(groups).values
+    expected = double(worked["reinforce_batch_mean"]["advantages"])
+    torch.testing.assert_close(advantages, expected)
 
 
 NAN = math.nan
@@ -304,11 +315,14 @@ def rows(seed: int, count: int, width: int) -> tuple[Tensor, Tensor]:
     """Values with NaN on the padding, and the mask; some rows may be empty."""
     generator = torch.Generator().manual_seed(seed)
     values = 10 * torch.randn(count, width, generator=generator, dtype=torch.float64)
-    mask = length_mask(torch.randint(0, width + 1, (count,), generator=generator), width)
+    lengths = torch.randint(0, width + 1, (count,), generator=generator)
+    mask = length_mask(lengths, width)
     return torch.where(mask, values, NAN), mask
 
 
-seeds, counts, widths = st.integers(0, 10**6), st.integers(0, 6), st.integers(0, 6)
+seeds = st.integers(0, 10**6)
+counts = st.integers(0, 6)
+widths = st.integers(0, 6)
 some = settings(deadline=None, max_examples=40)
 
 
@@ -347,19 +361,17 @@ class TestTokenCredit:
         expected = torch.zeros(count, width, dtype=torch.float64)
         for i in range(count):
             for t in range(lengths[i]):
-                charged = math.fsum(
-                    discount ** (s - t) * float(penalty[i, s]) for s in range(t, lengths[i])
-                )
-                expected[i, t] = (
-                    discount ** (lengths[i] - 1 - t) * terminal[i] - charged - baseline[i]
-                )
-        found = token_credit(terminal, baseline, penalty, mask, discount)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-11)
+                later = range(t, lengths[i])
+                charged = math.fsum(discount ** (s - t) * float(penalty[i, s]) for s in later)
+                gain = discount ** (lengths[i] - 1 - t) * terminal[i]
+                expected[i, t] = gain - charged - baseline[i]
+        credit = token_credit(terminal, baseline, penalty, mask, discount)
+        torch.testing.assert_close(credit, expected, rtol=1e-12, atol=1e-11)
 
     def test_the_baseline_is_not_discounted(self):
         mask = torch.ones(1, 3, dtype=torch.bool)
-        found = token_credit(double([4.0]), double([1.0]), torch.zeros(1, 3), mask, 0.5)
-        assert found.tolist() == [[0.0, 1.0, 3.0]]
+        credit = token_credit(double([4.0]), double([1.0]), torch.zeros(1, 3), mask, 0.5)
+        assert credit.tolist() == [[0.0, 1.0, 3.0]]
 
 
 class TestAssignCredit:
@@ -376,7 +388,8 @@ class TestAssignCredit:
 
     def test_by_response(self):
         for placement in ("reward", "loss"):
-            assert self.credit(kl_placement=placement) == [[10.0, 10.0, 0.0], [20.0, 0.0, 0.0]]
+            expected = [[10.0, 10.0, 0.0], [20.0, 0.0, 0.0]]
+            assert self.credit(kl_placement=placement) == expected
         assert self.credit(kl_placement="advantage") == [[10.05, 10.05, 0.0], [19.8, 0.0, 0.0]]
 
     @pytest.mark.parametrize("placement", KL_PLACEMENTS)
@@ -387,28 +400,43 @@ class TestAssignCredit:
             "advantage": [[10.05, 10.1, 0.0], [19.8, 0.0, 0.0]],
             "loss": [[10.0, 10.0, 0.0], [20.0, 0.0, 0.0]],
         }[placement]
-        found = self.credit(kl_placement=placement, assignment="token")
-        torch.testing.assert_close(double(found), double(expected))
+        credit = self.credit(kl_placement=placement, assignment="token")
+        torch.testing.assert_close(double(credit), double(expected))
 
     def test_the_discount_falls_on_the_reward_of_early_tokens(self):
-        found = self.credit(kl_placement="loss", assignment="token", discount=0.5)
-        assert found == [[5.0, 10.0, 0.0], [20.0, 0.0, 0.0]]
+        credit = self.credit(kl_placement="loss", assignment="token", discount=0.5)
+        assert credit == [[5.0, 10.0, 0.0], [20.0, 0.0, 0.0]]
 
     @some
     @given(seeds, st.integers(1, 6))
     def test_the_first_token_has_what_the_response_has(self, seed, width):
-        """Without a discount nothing came before it, so that credit by token and by response agree there."""
+        """Without a discount, credit by token and by response agree at the first token."""
         tokens, mask = rows(seed, 5, width)
         tokens = torch.where(mask, tokens, 0.0)
-        kl, rewards = tokens.sum(1), torch.arange(5.0, dtype=torch.float64)
+        kl = tokens.sum(1)
+        rewards = torch.arange(5.0, dtype=torch.float64)
         for placement in KL_PLACEMENTS:
             values = rewards - 0.1 * kl - 0.5 if placement == "reward" else rewards - 0.5
-            found = Advantages(values, torch.full_like(rewards, 0.5), mask.any(1))
-            sequence, token = (
-                assign_credit(
-                    found, rewards, kl, tokens, mask, beta=0.1, kl_placement=placement, assignment=a
-                )
-                for a in ("sequence", "token")
+            advantages = Advantages(values, torch.full_like(rewards, 0.5), mask.any(1))
+            sequence = assign_credit(
+                advantages,
+                rewards,
+                kl,
+                tokens,
+                mask,
+                beta=0.1,
+                kl_placement=placement,
+                assignment="sequence",
+            )
+            token = assign_credit(
+                advantages,
+                rewards,
+                kl,
+                tokens,
+                mask,
+                beta=0.1,
+                kl_placement=placement,
+                assignment="token",
             )
             torch.testing.assert_close(token[:, 0], sequence[:, 0], rtol=1e-12, atol=1e-11)
 
@@ -416,16 +444,16 @@ class TestAssignCredit:
 def by_hand(values: Tensor, mask: Tensor, unit: str) -> Tensor:
     """Each token with its weight, in exact sums."""
     lengths = mask.sum(1).tolist()
-    entries = [
-        (float(values[i, t]), 1.0 if unit == "token" else 1.0 / lengths[i])
-        for i in range(len(values))
-        for t in range(lengths[i])
-    ]
+    entries = []
+    for i, length in enumerate(lengths):
+        weight = 1.0 if unit == "token" else 1.0 / max(length, 1)
+        entries += [(value, weight) for value in values[i, :length].tolist()]
     count = len(entries) if unit == "token" else sum(length > 0 for length in lengths)
     if count < 2:
         return torch.zeros_like(values)
     mean = math.fsum(value * weight for value, weight in entries) / count
-    variance = math.fsum(weight * (value - mean) ** 2 for value, weight in entries) / (count - 1)
+    squares = math.fsum(weight * (value - mean) ** 2 for value, weight in entries)
+    variance = squares / (count - 1)
     return torch.where(mask, (values - mean) / math.sqrt(variance + VARIANCE_EPSILON), 0.0)
 
 
@@ -445,27 +473,26 @@ class TestWhiten:
         values, mask = rows(seed, 9, 4)
         values[4:] += 1e3  # ranks with a mean of their own would show
         parts = torch.arange(9).tensor_split(ranks)
-        found = on_ranks(
+        parts_whitened = on_ranks(
             ranks,
             lambda rank, total: whiten(
                 values[parts[rank]], mask[parts[rank]], unit=unit, total=total
             ),
         )
         torch.testing.assert_close(
-            torch.cat(found), whiten(values, mask, unit=unit), rtol=1e-9, atol=1e-9
+            torch.cat(parts_whitened), whiten(values, mask, unit=unit), rtol=1e-9, atol=1e-9
         )
 
     def test_has_mean_0_and_deviation_1(self, unit):
         values, mask = rows(3, 6, 5)
-        found = whiten(values, mask, unit=unit)
-        weights = (
-            mask.double()
-            if unit == "token"
-            else mask.double() / mask.sum(1, keepdim=True).clamp(min=1)
-        )
+        whitened = whiten(values, mask, unit=unit)
+        weights = mask.double()
+        if unit != "token":
+            weights = weights / mask.sum(1, keepdim=True).clamp(min=1)
         count = weights.sum()
-        assert abs((weights * found).sum()) < 1e-9
-        assert ((weights * found**2).sum() / (count - 1)).item() == pytest.approx(1.0, abs=1e-6)
+        assert abs((weights * whitened).sum()) < 1e-9
+        variance = (weights * whitened**2).sum() / (count - 1)
+        assert variance.item() == pytest.approx(1.0, abs=1e-6)
 
     @pytest.mark.parametrize("constant", [0.0, -3.0, 1e6 - 1 / 3])
     def test_equal_advantages_stay_at_zero(self, unit, constant):
@@ -473,33 +500,31 @@ class TestWhiten:
         assert whiten(torch.full((3, 3), constant), mask, unit=unit).abs().max() < 1e-4
 
     def test_of_one_response_or_token_nothing_is_left(self, unit):
-        """A deviation of one number is 0, or NaN: dividing by it trained users of a peer on noise."""
-        one = torch.tensor([[True, False], [False, False]])
-        assert not whiten(torch.full((2, 2), 5.0), one, unit=unit).any()
-        assert not whiten(
-            torch.full((2, 2), 5.0), torch.zeros(2, 2, dtype=torch.bool), unit=unit
-        ).any()
-        assert whiten(torch.zeros(0, 2), torch.zeros(0, 2, dtype=torch.bool), unit=unit).shape == (
-            0,
-            2,
-        )
+        """A deviation of one number is 0 or NaN.
+
+        Dividing by it trained users of a peer on noise.
+        """
+        single = torch.tensor([[True, False], [False, False]])
+        assert not whiten(torch.full((2, 2), 5.0), single, unit=unit).any()
+        nothing = torch.zeros(2, 2, dtype=torch.bool)
+        assert not whiten(torch.full((2, 2), 5.0), nothing, unit=unit).any()
+        empty = torch.zeros(0, 2)
+        assert whiten(empty, empty.bool(), unit=unit).shape == (0, 2)
 
     def test_keeps_the_dtype_and_the_precision(self, unit):
         values = 1e5 + torch.tensor([[1.0], [2.0], [4.0]])
-        found = whiten(values, torch.ones(3, 1, dtype=torch.bool), unit=unit)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(
-            found, by_hand(values.double(), torch.ones(3, 1).bool(), unit).float()
-        )
+        whitened = whiten(values, torch.ones(3, 1, dtype=torch.bool), unit=unit)
+        assert whitened.dtype == torch.float32
+        expected = by_hand(values.double(), torch.ones(3, 1).bool(), unit).float()
+        torch.testing.assert_close(whitened, expected)
 
 
 def test_several_tokens_of_a_single_response_are_one_unit():
     values = double([[1.0, 2.0, 3.0]])
     mask = torch.ones(1, 3, dtype=torch.bool)
     assert not whiten(values, mask, unit="sequence").any()
-    assert whiten(values, mask, unit="token").tolist()[0] == pytest.approx(
-        [-1.0, 0.0, 1.0], abs=1e-6
-    )
+    whitened = whiten(values, mask, unit="token")
+    assert whitened[0].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
 
 
 def test_long_responses_weigh_more_by_token_only():

@@ -39,9 +39,8 @@ EXPECTED = {
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_each_is_its_formula(name):
     result = found(name, past_mean=2.5)
-    torch.testing.assert_close(
-        result.values, torch.tensor([*EXPECTED[name], 0.0], dtype=torch.float64)
-    )
+    expected = torch.tensor([*EXPECTED[name], 0.0], dtype=torch.float64)
+    torch.testing.assert_close(result.values, expected)
     trains = [False, False, True, True, False, True, False] if name == "raft" else VALID.tolist()
     assert result.trains.tolist() == trains
 
@@ -56,8 +55,10 @@ def test_no_rewards_give_a_nan_or_an_infinity(name, rows):
     groups = torch.tensor([row[1] for row in rows], dtype=torch.long)
     valid = torch.tensor([row[2] for row in rows], dtype=torch.bool)
     result = ADVANTAGE_ESTIMATORS[name].function(RewardGroups.of(rewards, groups, valid))
-    assert torch.isfinite(result.values).all() and torch.isfinite(result.baseline).all()
-    assert not result.values[~valid].any() and not result.trains[~valid].any()
+    assert torch.isfinite(result.values).all()
+    assert torch.isfinite(result.baseline).all()
+    assert not result.values[~valid].any()
+    assert not result.trains[~valid].any()
 
 
 def test_nearly_equal_rewards_do_not_blow_up():
@@ -70,11 +71,10 @@ def test_nearly_equal_rewards_do_not_blow_up():
 
 
 def test_raft_takes_the_first_of_the_best_and_nothing_of_a_group_without_a_valid_one():
-    groups = RewardGroups.of(
-        torch.tensor([2.0, 2.0, 1.0, math.nan]),
-        torch.tensor([0, 0, 0, 5]),
-        torch.tensor([True, True, True, False]),
-    )
+    rewards = torch.tensor([2.0, 2.0, 1.0, math.nan])
+    group_ids = torch.tensor([0, 0, 0, 5])
+    valid = torch.tensor([True, True, True, False])
+    groups = RewardGroups.of(rewards, group_ids, valid)
     assert ADVANTAGE_ESTIMATORS["raft"].function(groups).trains.tolist() == [
         True,
         False,

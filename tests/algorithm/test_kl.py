@@ -46,9 +46,9 @@ def test_k3_is_never_below_0():
 def test_k3_of_nearly_equal_policies_is_not_cancelled():
     """exp(x) - 1 - x of float32 has no digit left at 1e-4; some of its values would be negative."""
     log_probs = torch.linspace(-1e-3, 1e-3, 101)
-    found = k3(log_probs, torch.zeros(101))
-    torch.testing.assert_close(found, log_probs**2 / 2, rtol=1e-3, atol=1e-10)
-    assert found.min() >= -1e-10
+    estimates = k3(log_probs, torch.zeros(101))
+    torch.testing.assert_close(estimates, log_probs**2 / 2, rtol=1e-3, atol=1e-10)
+    assert estimates.min() >= -1e-10
 
 
 def test_a_sequences_kl_is_a_sum_over_its_response():
@@ -73,12 +73,8 @@ def test_padding_may_hold_anything(padding, absolute):
 def test_an_empty_response_has_no_kl():
     nothing = torch.full((2, 3), math.nan)
     assert sequence_kl(nothing, nothing, torch.zeros(2, 3, dtype=torch.bool)).tolist() == [0.0, 0.0]
-    assert (
-        sequence_kl(
-            torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool)
-        ).tolist()
-        == [0.0] * 2
-    )
+    nothing = torch.zeros(2, 0)
+    assert sequence_kl(nothing, nothing, nothing.bool()).tolist() == [0.0] * 2
 
 
 def test_it_carries_no_gradient():
@@ -102,14 +98,12 @@ def test_k1_is_unbiased_and_its_absolute_value_is_not():
 def test_k1_and_k3_are_unbiased_as_values_and_k2_is_not():
     policy, reference = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]], dtype=torch.float64)
     true_kl = float((policy * (policy / reference).log()).sum())
-    expected = {
-        f.__name__: float((policy * f(policy.log(), reference.log())).sum())
-        for f in (k1, absolute_k1, k2, k3)
-    }
-    assert [name for name, value in expected.items() if abs(value - true_kl) < 1e-12] == [
-        "k1",
-        "k3",
-    ]
+    expected = {}
+    for estimator in (k1, absolute_k1, k2, k3):
+        estimates = policy * estimator(policy.log(), reference.log())
+        expected[estimator.__name__] = float(estimates.sum())
+    unbiased = [name for name, value in expected.items() if abs(value - true_kl) < 1e-12]
+    assert unbiased == ["k1", "k3"]
 
 
 def test_reductions():
@@ -117,17 +111,19 @@ def test_reductions():
     mask = length_mask(torch.tensor([2, 1, 0]), 3)
     assert reduce_over_tokens(values, mask).tolist() == [3.0, 4.0, 0.0]
     assert reduce_over_tokens(values, mask, "mean").tolist() == [1.5, 4.0, 0.0]
-    assert reduce_over_tokens(torch.zeros(2, 0), torch.zeros(2, 0).bool(), "mean").tolist() == [
-        0.0,
-        0.0,
-    ]
+    nothing = torch.zeros(2, 0)
+    assert reduce_over_tokens(nothing, nothing.bool(), "mean").tolist() == [0.0, 0.0]
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of two policies, NaN and infinity on the padding, and the mask; the first response is empty."""
+    """Return log-probs of two policies, with NaN and infinity on the padding, and the mask.
+
+    The first response is empty.
+    """
     generator = torch.Generator().manual_seed(seed)
     log_probs, reference = -3 * torch.rand(2, 4, 5, generator=generator, dtype=torch.float64)
-    mask = length_mask(torch.tensor([0, 1, 3, 5]), 5)
+    lengths = torch.tensor([0, 1, 3, 5])
+    mask = length_mask(lengths, 5)
     return torch.where(mask, log_probs, math.nan), torch.where(mask, reference, -math.inf), mask
 
 
@@ -142,13 +138,14 @@ def test_every_estimate_of_a_sequence_by_hand(estimator, reduction):
     }[estimator]
     log_probs, reference, mask = batch(1)
     expected = []
-    for own, other, kept in zip(log_probs, reference, mask, strict=True):
-        tokens = [formula(float(a - b)) for a, b in zip(own[kept], other[kept], strict=True)]
-        expected.append(math.fsum(tokens) / (max(len(tokens), 1) if reduction == "mean" else 1))
-    found = reduce_over_tokens(
+    for policy, other, kept in zip(log_probs, reference, mask, strict=True):
+        tokens = [formula(ratio) for ratio in (policy[kept] - other[kept]).tolist()]
+        count = max(len(tokens), 1) if reduction == "mean" else 1
+        expected.append(math.fsum(tokens) / count)
+    reduced = reduce_over_tokens(
         token_kl(log_probs, reference, mask, estimator=estimator), mask, reduction
     )
-    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    assert reduced.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 class TestInTheLoss:
@@ -163,9 +160,9 @@ class TestInTheLoss:
             "k3": lambda d: 1.0 - math.exp(-d),
         }[estimator]
         log_probs, reference, mask = batch(2)
-        own = log_probs.clone().requires_grad_()
+        leaf = log_probs.clone().requires_grad_()
         factor = torch.arange(1.0, 21.0, dtype=torch.float64).view(4, 5)
-        terms = kl_loss_terms(own, reference, mask, estimator=estimator, weights=weights)
+        terms = kl_loss_terms(leaf, reference, mask, estimator=estimator, weights=weights)
         values = token_kl(log_probs, reference, mask, estimator=estimator)
         assert torch.equal(terms, values), "the score-function term has no value"
         (factor * terms).sum().backward()
@@ -174,11 +171,12 @@ class TestInTheLoss:
         for i in range(4):
             length = int(mask[i].sum())
             for t in range(length):
-                expected[i, t] = factor[i, t] * slope(float(log_probs[i, t] - reference[i, t]))
+                log_ratio = float(log_probs[i, t] - reference[i, t])
+                expected[i, t] = factor[i, t] * slope(log_ratio)
                 answers_for = {"none": [], "token": [t], "prefix": range(t, length)}[weights]
                 expected[i, t] += sum(float(factor[i, s] * values[i, s]) for s in answers_for)
-        assert own.grad is not None
-        torch.testing.assert_close(own.grad, expected, rtol=1e-12, atol=1e-12)
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, expected, rtol=1e-12, atol=1e-12)
 
     def test_the_reference_gets_no_gradient(self):
         log_probs, reference, mask = batch(3)
@@ -199,13 +197,12 @@ class TestKLCoefficient:
     def test_is_the_formula_of_ziegler_and_stays_positive(
         self, value, measured, target, responses, horizon
     ):
-        """beta (1 + clip((KL - target) / target, -0.2, 0.2) n / horizon), with n at most the horizon."""
+        """beta (1 + clip((KL - target) / target, -0.2, 0.2) min(n, horizon) / horizon)."""
         beta = KLCoefficient(value, target, horizon)
         beta.update(measured, responses)
         error = min(0.2, max(-0.2, (measured - target) / target))
-        assert beta.value == pytest.approx(
-            value * (1 + error * min(responses, horizon) / horizon), rel=1e-9
-        )
+        expected = value * (1 + error * min(responses, horizon) / horizon)
+        assert beta.value == pytest.approx(expected, rel=1e-9)
         assert 0.8 * value * (1 - 1e-12) <= beta.value <= 1.2 * value * (1 + 1e-12)
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch and each of its terms: by hand, by formula, and however the batch is cut."""
+"""The loss of a micro-batch and its terms: by hand, by formula, and however the batch is cut."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_the_worked_example(part):
     loss.backward()
     torch.testing.assert_close(loss.item(), example["loss_mean_over_sequences"], rtol=0, atol=1e-9)
     assert log_probs.grad is not None
-    torch.testing.assert_close(log_probs.grad, (-advantages / count)[:, None].expand_as(log_probs))
+    expected = (-advantages / count)[:, None].expand_as(log_probs)
+    torch.testing.assert_close(log_probs.grad, expected)
 
 
 @settings(deadline=None, max_examples=50)
@@ -74,14 +75,16 @@ def test_the_shares_of_micro_batches_sum_to_the_loss(rows, width, size, seed):
         share.backward()
         total += share.item()
     assert total == pytest.approx(loss.item(), abs=1e-12)
-    assert whole.grad is not None and parts.grad is not None
+    assert whole.grad is not None
+    assert parts.grad is not None
     torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=0)
 
-    by_hand = sum(
-        -float(advantages[i]) * math.fsum(log_probs[i][mask[i]].tolist())
-        for i in range(rows)
-        if valid[i]
-    ) / max(num_valid, 1)
+    terms = []
+    for i in range(rows):
+        if valid[i]:
+            log_prob = math.fsum(log_probs[i][mask[i]].tolist())
+            terms.append(-float(advantages[i]) * log_prob)
+    by_hand = sum(terms) / max(num_valid, 1)
     assert loss.item() == pytest.approx(by_hand, abs=1e-12)
 
 
@@ -98,7 +101,8 @@ def test_what_is_left_out_gives_exactly_no_gradient(anything):
     loss.backward()
     assert loss.item() == 1.5
     assert log_probs.grad is not None
-    assert log_probs.grad.tolist() == [[-1.0, -1.0], [0.0, 0.0], [0.5, 0.0]]
+    expected = [[-1.0, -1.0], [0.0, 0.0], [0.5, 0.0]]
+    assert log_probs.grad.tolist() == expected
 
 
 def test_without_a_valid_sample_the_loss_is_zero():
@@ -108,7 +112,9 @@ def test_without_a_valid_sample_the_loss_is_zero():
         log_probs, mask, torch.ones(2), torch.zeros(2, dtype=torch.bool), sequences(0)
     )
     loss.backward()
-    assert loss.item() == 0.0 and log_probs.grad is not None and not log_probs.grad.any()
+    assert loss.item() == 0.0
+    assert log_probs.grad is not None
+    assert not log_probs.grad.any()
 
 
 def test_no_gradient_flows_through_the_advantages():
@@ -116,7 +122,8 @@ def test_no_gradient_flows_through_the_advantages():
     advantages = (log_probs.sum(dim=1) * 3).abs()
     ones = torch.ones(1, 2, dtype=torch.bool)
     reinforce_loss(log_probs, ones, advantages, ones[:, 0], sequences(1)).backward()
-    assert log_probs.grad is not None and log_probs.grad.tolist() == [[-6.0, -6.0]]
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == [[-6.0, -6.0]]
 
 
 def test_lengths_are_not_normalised_away():
@@ -145,52 +152,52 @@ def test_every_aggregation_is_its_formula_however_the_batch_is_cut(aggregation):
         "token_mean": lambda length: 1 / tokens,
         "fixed_length": lambda length: 1 / (count * 7.0),
     }[aggregation]
-    expected = sum(
-        -float(advantages[i]) * float(log_probs[i][mask[i]].sum()) * weight(int(lengths[i]))
-        for i in range(9)
-        if trains[i]
-    )
+    expected = 0.0
+    for i in range(9):
+        if trains[i]:
+            log_prob = float(log_probs[i][mask[i]].sum())
+            expected -= float(advantages[i]) * log_prob * weight(int(lengths[i]))
     for size in (9, 4, 1):
-        shares = [
-            reinforce_loss(
-                log_probs[r], mask[r], advantages[r], trains[r], denominators, aggregation
-            )
-            for r in torch.arange(9).split(size)
-        ]
+        shares = []
+        for rows in torch.arange(9).split(size):
+            arguments = (log_probs[rows], mask[rows], advantages[rows], trains[rows])
+            shares.append(reinforce_loss(*arguments, denominators, aggregation))
         assert float(sum(shares)) == pytest.approx(expected, abs=1e-12)
 
 
 def by_formula(
-    own: list[list[float]],
+    new: list[list[float]],
     old: list[list[float]],
     advantages: list[float],
     ratio: str,
     low: float,
     high: float,
 ) -> tuple[list[float], list[list[float]], list[list[float]], list[list[bool]]]:
-    """Each response's sum of terms, and each token's gradient, ratio and whether clipping took its gradient."""
+    """Return each response's sum of terms, and each token's gradient, ratio and clip flag.
+
+    The flag says whether clipping took the token's gradient.
+    """
     values = []
     gradients = []
     ratios = []
     stopped = []
-    for logs, olds, a in zip(own, old, advantages, strict=True):
+    for logs, olds, a in zip(new, old, advantages, strict=True):
         differences = [x - y for x, y in zip(logs, olds, strict=True)]
         length = len(logs)
         whole = math.exp(math.fsum(differences) / (length if ratio == "sequence_geometric" else 1))
         rhos = [math.exp(d) for d in differences] if ratio == "token" else [whole] * length
         if ratio == "none":
             rhos = [1.0] * length
-        # The pessimistic one of two: above the range a good sample stops, below it a bad one.
-        stop = [
-            ratio != "none" and ((a > 0 and rho > 1 + high) or (a < 0 and rho < 1 - low))
-            for rho in rhos
-        ]
-        surrogate = [
-            -min(rho * a, min(max(rho, 1 - low), 1 + high) * a) if ratio != "none" else -a * x
-            for rho, x in zip(rhos, logs, strict=True)
-        ]
+            stop = [False] * length
+            surrogate = [-a * x for x in logs]
+        else:
+            # The pessimistic one of two: above the range a good sample stops, below it a bad one.
+            stop = [rho > 1 + high if a > 0 else a < 0 and rho < 1 - low for rho in rhos]
+            clipped = [min(max(rho, 1 - low), 1 + high) for rho in rhos]
+            surrogate = [-min(rho * a, c * a) for rho, c in zip(rhos, clipped, strict=True)]
         values.append(math.fsum(surrogate) / (length if ratio == "sequence" else 1))
-        gradients.append([0.0 if s else -a * rho for s, rho in zip(stop, rhos, strict=True)])
+        pairs = zip(stop, rhos, strict=True)
+        gradients.append([0.0 if is_stopped else -a * rho for is_stopped, rho in pairs])
         ratios.append(rhos)
         stopped.append(stop)
     return values, gradients, ratios, stopped
@@ -211,31 +218,28 @@ class TestPolicyTerms:
         mask = length_mask(lengths, 5)
         tables = torch.randn(2, 4, 5, generator=generator, dtype=torch.float64)
         leaf = (tables[0] - 3).requires_grad_()
-        own = torch.where(mask, leaf, 0.0)
+        new = torch.where(mask, leaf, 0.0)
         old = torch.where(mask, tables[0] - 3 + spread * tables[1], 0.0)
         advantages = torch.randn(4, generator=generator, dtype=torch.float64)
         advantages[0] = 0.0
+        by_token = torch.where(mask, advantages[:, None], 0.0)
         terms, rho, clipped = policy_terms(
-            own,
-            old,
-            torch.where(mask, advantages[:, None], 0.0),
-            mask,
-            ratio=ratio,
-            clip_low=low,
-            clip_high=high,
+            new, old, by_token, mask, ratio=ratio, clip_low=low, clip_high=high
         )
         torch.where(mask, terms, 0.0).sum().backward()
-        rows = [own[i, :n].tolist() for i, n in enumerate(lengths.tolist())]
+        rows = [new[i, :n].tolist() for i, n in enumerate(lengths.tolist())]
         olds = [old[i, :n].tolist() for i, n in enumerate(lengths.tolist())]
         values, gradients, ratios, stopped = by_formula(
             rows, olds, advantages.tolist(), ratio, low, high
         )
-        assert leaf.grad is not None and not rho.requires_grad
+        assert leaf.grad is not None
+        assert not rho.requires_grad
         for i, n in enumerate(lengths.tolist()):
             assert terms[i, :n].sum().item() == pytest.approx(values[i], rel=1e-9, abs=1e-12)
             assert leaf.grad[i, :n].tolist() == pytest.approx(gradients[i], rel=1e-9, abs=1e-12)
             assert rho[i, :n].tolist() == pytest.approx(ratios[i], rel=1e-9)
-            assert clipped[i].tolist() == stopped[i] + [False] * (5 - n)
+            expected = stopped[i] + [False] * (5 - n)
+            assert clipped[i].tolist() == expected
         assert not leaf.grad[~mask].any()
 
     @pytest.mark.parametrize(
@@ -244,14 +248,16 @@ class TestPolicyTerms:
     def test_which_entries_count_as_clipped(self, advantage, stopped):
         """Only where the sample would be pushed further out; the way back stays open."""
         rho = torch.tensor([[0.5, 1.0, 1.5]])
-        own = rho.log().requires_grad_()
+        log_probs = rho.log().requires_grad_()
         mask = torch.ones(1, 3, dtype=torch.bool)
+        advantages = advantage * torch.ones(1, 3)
         terms, _, clipped = policy_terms(
-            own, torch.zeros(1, 3), advantage * torch.ones(1, 3), mask, ratio="token"
+            log_probs, torch.zeros(1, 3), advantages, mask, ratio="token"
         )
         terms.sum().backward()
         assert clipped.tolist() == [stopped]
-        assert own.grad is not None and [value == 0 for value in own.grad[0].tolist()] == stopped
+        assert log_probs.grad is not None
+        assert [value == 0 for value in log_probs.grad[0].tolist()] == stopped
 
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
     @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
@@ -259,47 +265,59 @@ class TestPolicyTerms:
     def test_a_ratio_beyond_float32_gives_neither_nan_nor_infinity(
         self, ratio, advantage, difference
     ):
-        """exp(200) is infinite in float32, and infinity times 0 is NaN: in the value, or in the gradient alone."""
-        own = torch.full((1, 3), -1.0).requires_grad_()
-        inputs = LossInputs(
-            torch.ones(1, 3, dtype=torch.bool),
-            torch.full((1, 3), advantage),
-            torch.tensor([True]),
-            old_log_probs=torch.full((1, 3), -1.0 - difference),
-        )
+        """exp(200) is infinite in float32, and infinity times 0 is NaN.
+
+        Either can appear in the value, or in the gradient alone.
+        """
+        log_probs = torch.full((1, 3), -1.0).requires_grad_()
+        old_log_probs = torch.full((1, 3), -1.0 - difference)
+        mask = torch.ones(1, 3, dtype=torch.bool)
+        advantages = torch.full((1, 3), advantage)
+        trains = torch.tensor([True])
+        inputs = LossInputs(mask, advantages, trains, old_log_probs=old_log_probs)
         loss, sums = policy_loss(
-            own, None, inputs, Denominators(1, 3, 3), LossSettings(importance_ratio=ratio)
+            log_probs, None, inputs, Denominators(1, 3, 3), LossSettings(importance_ratio=ratio)
         )
         loss.backward()
-        assert own.grad is not None and torch.isfinite(own.grad).all() and torch.isfinite(loss)
-        assert all(math.isfinite(value) for value in sums.values())
+        assert log_probs.grad is not None
+        assert torch.isfinite(log_probs.grad).all()
+        assert torch.isfinite(loss)
+        for value in sums.values():
+            assert math.isfinite(value)
         if ratio != "none" and advantage:
-            assert not own.grad.any()
-            assert sums["clipped"] == 3 * (difference > 0 or advantage < 0)
+            assert not log_probs.grad.any()
+            expected = 3 * (difference > 0 or advantage < 0)
+            assert sums["clipped"] == expected
 
     def test_below_the_bound_it_changes_nothing(self):
-        own = torch.tensor([[MAX_LOG_RATIO - 1e-3]], dtype=torch.float64).requires_grad_()
-        one = torch.ones(1, 1, dtype=torch.bool)
+        log_probs = torch.tensor([[MAX_LOG_RATIO - 1e-3]], dtype=torch.float64).requires_grad_()
+        mask = torch.ones(1, 1, dtype=torch.bool)
+        advantages = -torch.ones(1, 1).double()
         terms, rho, clipped = policy_terms(
-            own, torch.zeros(1, 1), -torch.ones(1, 1).double(), one, ratio="token"
+            log_probs, torch.zeros(1, 1), advantages, mask, ratio="token"
         )
         terms.sum().backward()
-        assert own.grad is not None and float(own.grad) == pytest.approx(
-            math.exp(MAX_LOG_RATIO - 1e-3)
-        )
-        assert float(rho) == pytest.approx(float(own.grad)) and not clipped.any()
+        assert log_probs.grad is not None
+        assert float(log_probs.grad) == pytest.approx(math.exp(MAX_LOG_RATIO - 1e-3))
+        assert float(rho) == pytest.approx(float(log_probs.grad))
+        assert not clipped.any()
 
     def test_the_ratio_of_a_long_response_is_of_the_sum(self):
-        """4,096 tokens of a thousandth each: exp(4.096). A product of rounded ratios, or a mean, would be off."""
-        own = torch.full((1, 4096), -2.0)
-        old = own - 1e-3
+        """4,096 tokens of a thousandth each: exp(4.096).
+
+        A product of rounded ratios, or a mean, would be off.
+        """
+        log_probs = torch.full((1, 4096), -2.0)
+        old = log_probs - 1e-3
         everything = torch.ones(1, 4096, dtype=torch.bool)
-        expected = math.exp(math.fsum((own - old)[0].tolist()))
+        expected = math.exp(math.fsum((log_probs - old)[0].tolist()))
         for ratio, value in (
             ("sequence", expected),
             ("sequence_geometric", expected ** (1 / 4096)),
         ):
-            terms, rho, _ = policy_terms(own, old, -torch.ones(1, 4096), everything, ratio=ratio)
+            terms, rho, _ = policy_terms(
+                log_probs, old, -torch.ones(1, 4096), everything, ratio=ratio
+            )
             torch.testing.assert_close(rho, torch.full((1, 4096), value), rtol=1e-5, atol=0)
             total = value if ratio == "sequence" else 4096 * value
             assert terms.sum().item() == pytest.approx(total, rel=1e-4)
@@ -317,20 +335,24 @@ class TestFirstPass:
         denominators = Denominators(float(trains.sum()), float(mask[trains].sum()), 7.0)
         gradients = []
         for name in ("none", ratio):
-            own = log_probs.clone().requires_grad_()
+            leaf = log_probs.clone().requires_grad_()
             settings_of = LossSettings(
                 aggregation, importance_ratio=name, ratio_clip_low=clip, ratio_clip_high=clip
             )
-            loss, sums = policy_loss(own, None, inputs, denominators, settings_of)
+            loss, sums = policy_loss(leaf, None, inputs, denominators, settings_of)
             loss.backward()
-            gradients.append(own.grad)
-            assert sums["clipped"] == 0 and sums["weights"] == sums["squares"] == sums["tokens"] > 0
+            gradients.append(leaf.grad)
+            assert sums["clipped"] == 0
+            assert sums["weights"] == sums["squares"] == sums["tokens"] > 0
         assert gradients[0].any()
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=0)
 
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
     def test_the_ratio_is_exactly_1_whatever_the_noise(self, ratio):
-        """A second pass in bf16 nulled 20 to 40 % of the on-policy samples of a peer's sequence ratio."""
+        """A second pass in bf16 nulled 20 to 40 % of the on-policy samples of a peer's ratio.
+
+        The peer takes the ratio of a sequence.
+        """
         clean = -3 * torch.rand(8, 512, generator=torch.Generator().manual_seed(0))
         noisy = clean.bfloat16().float()
         everything = torch.ones(8, 512, dtype=torch.bool)
@@ -340,7 +362,8 @@ class TestFirstPass:
             importance_ratio=ratio, ratio_clip_low=1e-6, ratio_clip_high=1e-6
         )
         sums = policy_loss(noisy, None, inputs, sequences(8), settings_of)[1]
-        assert sums["clipped"] == 0 and sums["weights"] == sums["squares"] == 8 * 512
+        assert sums["clipped"] == 0
+        assert sums["weights"] == sums["squares"] == 8 * 512
         if ratio != "none":
             assert policy_loss(noisy, None, second, sequences(8), settings_of)[1]["clipped"] > 0, (
                 "or this sees nothing"
@@ -356,61 +379,63 @@ class TestGeneratorWeights:
         arguments = self.OLD, self.GENERATOR, self.MASK
         e = math.exp
         token = generator_weights(*arguments, correction="token", cap=5.0)
-        torch.testing.assert_close(
-            token, torch.tensor([[e(0.5), e(-1), 1], [1, 5.0, e(0.5)]]).double()
-        )
+        expected = torch.tensor([[e(0.5), e(-1), 1], [1, 5.0, e(0.5)]]).double()
+        torch.testing.assert_close(token, expected)
         whole = generator_weights(*arguments, correction="sequence", cap=5.0)
-        torch.testing.assert_close(
-            whole, torch.tensor([[e(-0.5), e(-0.5), 1], [5.0, 5.0, 5.0]]).double()
-        )
-        assert not token.requires_grad and not whole.requires_grad
-        assert generator_weights(*arguments, correction="none", cap=5.0).tolist() == [[1.0] * 3] * 2
+        expected = torch.tensor([[e(-0.5), e(-0.5), 1], [5.0, 5.0, 5.0]]).double()
+        torch.testing.assert_close(whole, expected)
+        assert not token.requires_grad
+        assert not whole.requires_grad
+        expected = [[1.0] * 3] * 2
+        assert generator_weights(*arguments, correction="none", cap=5.0).tolist() == expected
 
     def test_masked_by_token_and_by_response(self):
         arguments = self.OLD, self.GENERATOR, self.MASK
         e = math.exp
         token = generator_weights(*arguments, correction="token_mask", cap=2.0)
-        torch.testing.assert_close(token, torch.tensor([[e(0.5), 0, 1], [1, 0, e(0.5)]]).double())
+        expected = torch.tensor([[e(0.5), 0, 1], [1, 0, e(0.5)]]).double()
+        torch.testing.assert_close(token, expected)
         whole = generator_weights(*arguments, correction="sequence_mask", cap=2.0)
-        torch.testing.assert_close(whole, torch.tensor([[e(-0.5), e(-0.5), 1], [0, 0, 0]]).double())
-        assert not token.requires_grad and not whole.requires_grad
+        expected = torch.tensor([[e(-0.5), e(-0.5), 1], [0, 0, 0]]).double()
+        torch.testing.assert_close(whole, expected)
+        assert not token.requires_grad
+        assert not whole.requires_grad
 
     @pytest.mark.parametrize("correction", ["token_mask", "sequence_mask"])
     def test_a_ratio_beyond_float32_is_masked(self, correction):
         mask = torch.ones(2, 2, dtype=torch.bool)
         generator = torch.tensor([[-500.0] * 2, [500.0] * 2])
-        found = generator_weights(
+        weights = generator_weights(
             torch.zeros(2, 2), generator, mask, correction=correction, cap=2.0
         )
-        assert found.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+        assert weights.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
     @pytest.mark.parametrize("correction", ["token", "sequence"])
     def test_a_weight_beyond_float32_is_the_cap(self, correction):
         mask = torch.ones(2, 2, dtype=torch.bool)
-        found = generator_weights(
+        generator_log_probs = torch.tensor([[-500.0] * 2, [500.0] * 2])
+        weights = generator_weights(
             torch.zeros(2, 2),
-            torch.tensor([[-500.0] * 2, [500.0] * 2]),
+            generator_log_probs,
             mask,
             correction=correction,
             cap=2.0,
         )
-        assert found.tolist() == [[2.0, 2.0], [0.0, 0.0]]
+        assert weights.tolist() == [[2.0, 2.0], [0.0, 0.0]]
 
     @pytest.mark.parametrize("correction", GENERATOR_CORRECTIONS)
     def test_they_multiply_the_policys_terms_only(self, correction):
-        """Neither the KL's nor the entropy's, which are not of samples that the generator drew too often."""
+        """The KL and the entropy keep their weight.
+
+        They are not of samples that the generator drew too often.
+        """
         log_probs, mask, advantages, trains = random_batch(6, 4, seed=8)
         noise = torch.randn(
             2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
         )
-        inputs = LossInputs(
-            mask,
-            advantages[:, None].expand(6, 4),
-            trains,
-            None,
-            log_probs + noise[0],
-            log_probs + 0.1,
-        )
+        by_token = advantages[:, None].expand(6, 4)
+        reference_log_probs = log_probs + 0.1
+        inputs = LossInputs(mask, by_token, trains, None, log_probs + noise[0], reference_log_probs)
         settings_of = LossSettings(
             generator_correction=correction,
             generator_ratio_cap=1.5,
@@ -418,23 +443,25 @@ class TestGeneratorWeights:
             entropy_bonus=0.5,
         )
         entropy = noise[1].abs()
-        own = log_probs.clone().requires_grad_()
-        policy_loss(own, entropy, inputs, sequences(float(trains.sum())), settings_of, 0.3)[
-            0
-        ].backward()
+        leaf = log_probs.clone().requires_grad_()
+        denominators = sequences(float(trains.sum()))
+        loss, _ = policy_loss(leaf, entropy, inputs, denominators, settings_of, 0.3)
+        loss.backward()
         kept = mask & trains[:, None]
+        generator_log_probs = torch.where(kept, log_probs + noise[0], 0.0)
         weights = generator_weights(
             torch.where(kept, log_probs, 0.0),
-            torch.where(kept, log_probs + noise[0], 0.0),
+            generator_log_probs,
             kept,
             correction=correction,
             cap=1.5,
         )
         other = log_probs.clone().requires_grad_()
         kl = kl_loss_terms(other, log_probs + 0.1, kept, estimator="k2", weights="prefix")
-        terms = torch.where(kept, -advantages[:, None] * weights * other + 0.3 * kl, 0.0)
-        (terms.sum() / trains.sum()).backward()
-        torch.testing.assert_close(own.grad, other.grad)
+        terms = -advantages[:, None] * weights * other + 0.3 * kl
+        expected = torch.where(kept, terms, 0.0).sum() / trains.sum()
+        expected.backward()
+        torch.testing.assert_close(leaf.grad, other.grad)
 
 
 class TestWhatIsAdded:
@@ -452,18 +479,20 @@ class TestWhatIsAdded:
         assert entropy.grad is not None
         torch.testing.assert_close(entropy.grad, -0.4 * weights)
         kept = mask & trains[:, None]
-        assert loss.item() == pytest.approx(-0.4 * float((weights * entropy.detach())[kept].sum()))
-        assert float(sums["entropy"]) == pytest.approx(entropy[kept].sum().item())
+        expected = -0.4 * float((weights * entropy.detach())[kept].sum())
+        assert loss.item() == pytest.approx(expected)
+        expected = entropy[kept].sum().item()
+        assert float(sums["entropy"]) == pytest.approx(expected)
 
     def test_without_a_bonus_the_entropy_is_only_counted(self):
         log_probs, mask, advantages, trains = random_batch(7, 5, seed=3)
         entropy = log_probs.abs().requires_grad_()
         inputs = LossInputs(mask, advantages[:, None].expand(7, 5), trains)
         loss, sums = policy_loss(log_probs, entropy, inputs, sequences(5), LossSettings())
-        assert not loss.requires_grad and "entropy" in sums
-        assert loss.item() == float(
-            policy_loss(log_probs, None, inputs, sequences(5), LossSettings())[0]
-        )
+        assert not loss.requires_grad
+        assert "entropy" in sums
+        expected = float(policy_loss(log_probs, None, inputs, sequences(5), LossSettings())[0])
+        assert loss.item() == expected
 
     @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
     @pytest.mark.parametrize("weights", KL_LOSS_WEIGHTS)
@@ -474,10 +503,10 @@ class TestWhatIsAdded:
         nothing = torch.zeros(6, 4, dtype=torch.float64)
         denominators = Denominators(float(trains.sum()), float(mask[trains].sum()), 7.0)
         settings_of = LossSettings(aggregation, kl_estimator=estimator, kl_loss_weights=weights)
-        own = log_probs.clone().requires_grad_()
+        leaf = log_probs.clone().requires_grad_()
         other = log_probs.clone().requires_grad_()
         inputs = LossInputs(mask, nothing, trains, reference_log_probs=reference)
-        loss, _ = policy_loss(own, None, inputs, denominators, settings_of, 0.7)
+        loss, _ = policy_loss(leaf, None, inputs, denominators, settings_of, 0.7)
         loss.backward()
         terms = kl_loss_terms(
             other, reference, mask & trains[:, None], estimator=estimator, weights=weights
@@ -488,7 +517,7 @@ class TestWhatIsAdded:
         )
         expected.backward()
         assert loss.item() == pytest.approx(expected.item())
-        torch.testing.assert_close(own.grad, other.grad)
+        torch.testing.assert_close(leaf.grad, other.grad)
         assert float(policy_loss(log_probs, None, inputs, denominators, settings_of, 0.0)[0]) == 0.0
 
 
@@ -502,42 +531,28 @@ class TestSums:
             2, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
         )
         kept = mask & trains[:, None]
-        own, old, generator, entropy = (
-            torch.where(kept, values, garbage)
-            for values, garbage in [
-                (log_probs, math.nan),
-                (log_probs + noise[0], math.inf),
-                (log_probs + noise[1], -math.inf),
-                (log_probs.abs(), math.nan),
-            ]
-        )
+        new = torch.where(kept, log_probs, math.nan)
+        old = torch.where(kept, log_probs + noise[0], math.inf)
+        generator = torch.where(kept, log_probs + noise[1], -math.inf)
+        entropy = torch.where(kept, log_probs.abs(), math.nan)
         settings_of = LossSettings(
             importance_ratio=ratio, generator_correction=correction, generator_ratio_cap=1.2
         )
         every = advantages[:, None].expand(8, 5)
-        expected = dict.fromkeys(
-            [
-                "tokens",
-                "clipped",
-                "weights",
-                "squares",
-                "entropy",
-                "generator_gap",
-                "generator_kl",
-                "generator_capped",
-                *["generator_masked"] * correction.endswith("_mask"),
-            ],
-            0.0,
-        )
+        names = ["tokens", "clipped", "weights", "squares", "entropy"]
+        names += ["generator_gap", "generator_kl", "generator_capped"]
+        if correction.endswith("_mask"):
+            names.append("generator_masked")
+        expected = dict.fromkeys(names, 0.0)
         for i in range(8):
             n = int(kept[i].sum())
             if not n:
                 continue
-            rows = own[i, :n].tolist(), old[i, :n].tolist(), generator[i, :n].tolist()
-            _, _, ratios, stopped = by_formula(
-                [rows[0]], [rows[1]], [float(advantages[i])], ratio, 0.2, 0.2
-            )
-            gaps = [a - b for a, b in zip(rows[1], rows[2], strict=True)]
+            new_row = new[i, :n].tolist()
+            old_row = old[i, :n].tolist()
+            advantage = float(advantages[i])
+            _, _, ratios, stopped = by_formula([new_row], [old_row], [advantage], ratio, 0.2, 0.2)
+            gaps = (old[i, :n] - generator[i, :n]).tolist()
             for t, gap in enumerate(gaps):
                 mismatch = math.fsum(gaps) if correction.startswith("sequence") else gap
                 against = min(math.exp(mismatch), 1.2) if correction != "none" else 1.0
@@ -555,20 +570,19 @@ class TestSums:
                 expected["generator_kl"] += math.exp(gap) - 1 - gap
                 expected["generator_capped"] += math.exp(gap) > 1.2
         for size in (8, 3, 1):
-            found = dict.fromkeys(expected, 0.0)
+            totals = dict.fromkeys(expected, 0.0)
             for rows_of_part in torch.arange(8).split(size):
                 inputs = LossInputs(
                     *(v[rows_of_part] for v in (mask, every, trains, old, generator))
                 )
                 sums = policy_loss(
-                    own[rows_of_part], entropy[rows_of_part], inputs, sequences(3), settings_of
+                    new[rows_of_part], entropy[rows_of_part], inputs, sequences(3), settings_of
                 )[1]
-                assert all(
-                    value.dtype == torch.float64 and not value.requires_grad
-                    for value in sums.values()
-                )
-                found = {name: found[name] + float(sums[name]) for name in expected}
-            assert found == pytest.approx(expected, rel=1e-9)
+                for value in sums.values():
+                    assert value.dtype == torch.float64
+                    assert not value.requires_grad
+                totals = {name: totals[name] + float(sums[name]) for name in expected}
+            assert totals == pytest.approx(expected, rel=1e-9)
         if correction.endswith("_mask"):
             assert 0 < expected["generator_masked"] < expected["tokens"], "or this sees nothing"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -71,9 +72,10 @@ class TestStandardisation:
     def test_the_first_step_takes_its_own_moments(self, seen):
         """A single number seen has no deviation yet."""
         past = RunningMoments.of(torch.tensor(seen, dtype=torch.float64))
-        found = shaped([1.0, 2.0, 6.0], RUNNING, past=past)
+        standardised = shaped([1.0, 2.0, 6.0], RUNNING, past=past)
         deviation = math.sqrt((4 + 1 + 9) / 2)
-        assert found == pytest.approx([-2 / deviation, -1 / deviation, 3 / deviation])
+        expected = [-2 / deviation, -1 / deviation, 3 / deviation]
+        assert standardised == pytest.approx(expected)
 
     def test_a_later_step_takes_those_of_the_past_alone(self):
         # mean 2, deviation sqrt(8)
@@ -198,7 +200,8 @@ def test_an_invalid_sample_changes_nobody_elses_reward(
 ):
     columns = list(zip(*rows, strict=True)) or [()] * 4
     rewards = torch.tensor(columns[0], dtype=torch.float64)
-    valid, ended = (torch.tensor(columns[i], dtype=torch.bool) for i in (1, 3))
+    valid = torch.tensor(columns[1], dtype=torch.bool)
+    ended = torch.tensor(columns[3], dtype=torch.bool)
     lengths = torch.tensor(columns[2], dtype=torch.long)
     shaping = RewardShapingConfig(
         standardisation=standardisation,
@@ -215,14 +218,13 @@ def test_an_invalid_sample_changes_nobody_elses_reward(
             shaped_values, lengths, ended, penalty=1.0, buffer=buffer, max_length=8
         )
 
-    found = run(torch.where(valid, rewards, anything))
-    assert torch.isfinite(found[valid]).all()
-    assert torch.equal(found[valid], run(torch.where(valid, rewards, 0.0))[valid])
+    shaped_rewards = run(torch.where(valid, rewards, anything))
+    assert torch.isfinite(shaped_rewards[valid]).all()
+    assert torch.equal(shaped_rewards[valid], run(torch.where(valid, rewards, 0.0))[valid])
     # What an invalid sample was left with is out of all that follows.
-    if bool((found[valid].abs() <= MAX_REWARD).all()):
-        assert torch.isfinite(
-            RewardGroups.of(found, torch.zeros(len(valid)).long(), valid).mean_by_group()
-        ).all()
+    if bool((shaped_rewards[valid].abs() <= MAX_REWARD).all()):
+        groups = RewardGroups.of(shaped_rewards, torch.zeros(len(valid)).long(), valid)
+        assert torch.isfinite(groups.mean_by_group()).all()
 
 
 numbers = st.lists(st.floats(-1e6, 1e6), max_size=8)
@@ -234,9 +236,8 @@ def double(values: list[float]) -> Tensor:
 
 def check(moments: RunningMoments, values: list[float]) -> None:
     assert moments.count == len(values)
-    assert moments.mean == pytest.approx(
-        math.fsum(values) / len(values) if values else 0.0, rel=1e-9, abs=1e-9
-    )
+    expected = math.fsum(values) / len(values) if values else 0.0
+    assert moments.mean == pytest.approx(expected, rel=1e-9, abs=1e-9)
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     assert moments.deviation == pytest.approx(deviation, rel=1e-7, abs=1e-6)
 
@@ -253,28 +254,32 @@ def test_in_parts_as_at_once(parts):
 @settings(deadline=None, max_examples=50)
 @given(numbers, numbers, numbers)
 def test_the_order_and_the_nesting_of_merges_do_not_matter(first, second, third):
-    one, two, three = (RunningMoments.of(double(part)) for part in (first, second, third))
-    left = copy.copy(one)
-    left.merge(two)
-    left.merge(three)
-    right = copy.copy(three)
-    inner = copy.copy(two)
-    inner.merge(one)
+    a = RunningMoments.of(double(first))
+    b = RunningMoments.of(double(second))
+    c = RunningMoments.of(double(third))
+    left = copy.copy(a)
+    left.merge(b)
+    left.merge(c)
+    right = copy.copy(c)
+    inner = copy.copy(b)
+    inner.merge(a)
     right.merge(inner)
     check(left, first + second + third)
     check(right, first + second + third)
 
 
 def test_what_is_merged_is_left_alone():
-    one = RunningMoments.of(double([1.0, 2.0]))
-    two = RunningMoments.of(double([5.0]))
-    one.merge(two)
-    assert two == RunningMoments.of(double([5.0])) and one.count == 3
+    left = RunningMoments.of(double([1.0, 2.0]))
+    right = RunningMoments.of(double([5.0]))
+    left.merge(right)
+    assert right == RunningMoments.of(double([5.0]))
+    assert left.count == 3
 
 
 def test_nothing_is_nothing():
     moments = RunningMoments.of(torch.zeros(0))
-    assert moments == RunningMoments() and moments.deviation == 0.0
+    assert moments == RunningMoments()
+    assert moments.deviation == 0.0
     moments.merge(RunningMoments())
     assert moments == RunningMoments(0.0, 0.0, 0.0)
 
@@ -303,7 +308,9 @@ def test_decayed_numbers_count_less_in_mean_and_deviation():
     moments.decay(0.5)
     moments.update(double([4.0, 6.0]))
     mean = (0.5 * (1 + 3) + 4 + 6) / 3
-    squares = 0.5 * ((1 - mean) ** 2 + (3 - mean) ** 2) + (4 - mean) ** 2 + (6 - mean) ** 2
+    old_squares = (1 - mean) ** 2 + (3 - mean) ** 2
+    new_squares = (4 - mean) ** 2 + (6 - mean) ** 2
+    squares = 0.5 * old_squares + new_squares
     assert (moments.count, moments.mean, moments.squares) == pytest.approx((3.0, mean, squares))
 
 
@@ -311,11 +318,11 @@ def differs(
     rewards: list[float], groups: list[int], valid: list[bool] | None = None, dtype=torch.float64
 ):
     valid = [True] * len(rewards) if valid is None else valid
-    found = has_reward_variance(
+    has_variance = has_reward_variance(
         torch.tensor(rewards, dtype=dtype), torch.tensor(groups).long(), torch.tensor(valid).bool()
     )
-    assert found.dtype == torch.bool
-    return found.tolist()
+    assert has_variance.dtype == torch.bool
+    return has_variance.tolist()
 
 
 @settings(deadline=None, max_examples=50)
@@ -329,9 +336,11 @@ def differs(
     st.sampled_from([math.nan, math.inf, -math.inf]),
 )
 def test_by_brute_force_whatever_the_invalid_hold(rows, anything):
-    expected = [
-        len({r for r, other, ok in rows if ok and other == group}) > 1 for _, group, _ in rows
-    ]
+    distinct = defaultdict(set)
+    for reward, group, is_valid in rows:
+        if is_valid:
+            distinct[group].add(reward)
+    expected = [len(distinct[group]) > 1 for _, group, _ in rows]
     rewards = [reward if ok else anything for reward, _, ok in rows]
     assert differs(rewards, [row[1] for row in rows], [row[2] for row in rows]) == expected
 
@@ -353,7 +362,8 @@ def test_a_reward_less_its_kl_must_be_a_number_within_the_bound():
 
 
 def test_every_sample_of_a_group_has_the_answer_of_the_group():
-    assert differs([1.0, 1.0, 2.0, 3.0, 3.0], [7, 7, 7, 9, 9]) == [True] * 3 + [False] * 2
+    expected = [True] * 3 + [False] * 2
+    assert differs([1.0, 1.0, 2.0, 3.0, 3.0], [7, 7, 7, 9, 9]) == expected
 
 
 def test_fewer_than_two_valid_samples_have_no_spread():

@@ -1,4 +1,7 @@
-"""The simulation of asynchronous steps: in exact numbers where theory knows the answer, and fed by a run."""
+"""The simulation of asynchronous steps.
+
+Its numbers are exact where theory knows the answer; a run feeds it too.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ def job(lengths: Callable[[int], Sequence[int]] = lambda number: [LENGTH], **set
 def test_a_call_lasts_as_its_rows_say():
     paid = job(decode=Fraction(1), row=Fraction(1, 2))
     # two rows for a token, then one for two
-    assert call_seconds(paid, [[1, 3]]) == 1 * 2 + 2 * Fraction(3, 2)
+    expected = 1 * 2 + 2 * Fraction(3, 2)
+    assert call_seconds(paid, [[1, 3]]) == expected
     # one after the other
     assert call_seconds(replace(paid, slots=1), [[1], [3]]) == 4 * Fraction(3, 2)
     # the third takes the place of the first
@@ -56,8 +60,9 @@ def test_a_call_lasts_as_its_rows_say():
 
 
 def test_colocated_is_the_sum():
-    found = colocated(job(fixed=Fraction(1), reward=Fraction(2), refit=Fraction(3)), 4)
-    assert found.seconds == LENGTH + 2 + 3 + 1 + Fraction(12, 4)
+    schedule = colocated(job(fixed=Fraction(1), reward=Fraction(2), refit=Fraction(3)), 4)
+    expected = LENGTH + 2 + 3 + 1 + Fraction(12, 4)
+    assert schedule.seconds == expected
 
 
 @APART
@@ -66,12 +71,13 @@ def test_of_constant_lengths_k_0_is_the_sum_and_k_1_the_longer_one(simulate, tra
     """Two generators that a step's prompts fill."""
     constant = job(send=Fraction(1), reward=Fraction(1, 3), slots=PROMPTS // 2)
     train = Fraction(12, trainers) + 1
-    assert simulate(constant, trainers, 2, 0).seconds == LENGTH + Fraction(1, 3) + train
+    expected = LENGTH + Fraction(1, 3) + train
+    assert simulate(constant, trainers, 2, 0).seconds == expected
     for k in (1, 2, 4):
-        found = simulate(constant, trainers, 2, k)
-        assert found.seconds == max(LENGTH, train)
-        assert found.waiting == 1 - train / found.seconds
-        assert found.dropped == 0
+        schedule = simulate(constant, trainers, 2, k)
+        assert schedule.seconds == max(LENGTH, train)
+        assert schedule.waiting == 1 - train / schedule.seconds
+        assert schedule.dropped == 0
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -90,29 +96,30 @@ def test_one_long_response_holds_up_those_in_order_alone(engines):
         == as_finished(constant, 1, engines, k).seconds
         == train
     )
-    found = as_finished(tail, 1, engines, k)
-    assert found.seconds == train
+    schedule = as_finished(tail, 1, engines, k)
+    assert schedule.seconds == train
     # it got too old, and another one took its place
-    assert found.dropped == Fraction(1, STEPS * PROMPTS)
-    found = in_order(tail, 1, engines, k)
+    assert schedule.dropped == Fraction(1, STEPS * PROMPTS)
+    schedule = in_order(tail, 1, engines, k)
     # it began when the trainer had k steps to do
-    assert found.waiting * found.seconds * COUNTED == long - k * train
+    assert schedule.waiting * schedule.seconds * COUNTED == long - k * train
 
 
 @pytest.mark.parametrize("k", [0, 1, 2])
 def test_no_rollout_is_older_than_k(k):
     drawn = job(Drawn(40, 400, 3), row=Fraction(1, 8))
-    found = as_finished(drawn, 1, 3, k)
-    assert found.age <= k
-    assert found.dropped == 0 if k == 0 else found.age > 0
+    schedule = as_finished(drawn, 1, 3, k)
+    assert schedule.age <= k
+    assert schedule.dropped == 0 if k == 0 else schedule.age > 0
     assert in_order(drawn, 1, 3, k).age == k
 
 
 def test_the_best_split_is_the_best():
     drawn = job(Drawn(40, 400, 3), row=Fraction(1, 8))
-    trainers, generators, found = best_split(drawn, 6, in_order, 1)
+    trainers, generators, schedule = best_split(drawn, 6, in_order, 1)
     assert trainers + generators == 6
-    assert found.seconds == min(in_order(drawn, each, 6 - each, 1).seconds for each in range(1, 6))
+    expected = min(in_order(drawn, each, 6 - each, 1).seconds for each in range(1, 6))
+    assert schedule.seconds == expected
     paired = replace(drawn, trainer=2, engine=2)
     assert best_split(paired, 6, in_order, 1)[0] in (2, 4)
 
@@ -131,8 +138,8 @@ def test_the_measured_step_is_simulated_as_it_was_measured(tail):
 @pytest.mark.parametrize("tail", TAILS)
 def test_lengths_have_their_mean_and_their_bound(tail):
     drawn = Drawn(50, 100_000, 4, tail)
-    found = [length for number in range(4000) for length in drawn(number)]
-    assert sum(found) / len(found) == pytest.approx(50, rel=0.05)
+    lengths = [length for number in range(4000) for length in drawn(number)]
+    assert sum(lengths) / len(lengths) == pytest.approx(50, rel=0.05)
     assert max(length for number in range(1000) for length in Drawn(50, 60, 4, tail)(number)) <= 60
     assert drawn(7) == drawn(7) != drawn(8) or tail == "constant"
 
@@ -142,7 +149,10 @@ def test_a_run_of_ones_own(tmp_path, mesh, monkeypatch, capsys):
         tmp_path, mesh, "trainer.reinforce.max_steps=4", "trainer.reinforce.max_epochs=4"
     )
     measured, lengths = read_run(tmp_path / "run", 0.5)
-    assert (measured.gpus, measured.prompts, measured.group, measured.send) == (1, 4, 4, 0.5)
+    assert measured.gpus == 1
+    assert measured.prompts == 4
+    assert measured.group == 4
+    assert measured.send == 0.5
     generate = sorted(line["timers/generate"] for line in lines if line["step"] > 1)
     assert measured.generate == generate[1]
     rows = tiny_run.rollouts_of(tmp_path, 2)
@@ -166,10 +176,11 @@ def test_a_run_of_ones_own(tmp_path, mesh, monkeypatch, capsys):
     async_simulation.main()
     assert "colocated" in capsys.readouterr().out
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["placement"], row["k"]) for row in rows] == [
+    expected = [
         ("colocated", None),
         *((name, k) for name in ("in order", "as finished") for k in (0, 1)),
     ]
+    assert [(row["placement"], row["k"]) for row in rows] == expected
     for row in rows[1:]:
         assert row["gain"] == pytest.approx(rows[0]["step"]["seconds"] / row["step"]["seconds"])
         assert row["trainers"] + row["generators"] == 4

@@ -64,10 +64,8 @@ def same_pair() -> Pair:
     ours = step(1)
     peer = step(1)
     # The order of the samples is not the same, and need not be.
-    return Pair(
-        side("ours", ours, step(2)),
-        side("peer", replace(peer, samples=peer.samples[::-1]), step(2)),
-    )
+    reversed_peer = replace(peer, samples=peer.samples[::-1])
+    return Pair(side("ours", ours, step(2)), side("peer", reversed_peer, step(2)))
 
 
 def test_sides_that_did_the_same_pass():
@@ -77,12 +75,14 @@ def test_sides_that_did_the_same_pass():
 def with_samples(pair: Pair, **fields: object) -> Pair:
     """The peer's last sample of the second step, changed."""
     last = pair.peer.steps[1]
-    changed = replace(last, samples=[*last.samples[:-1], replace(last.samples[-1], **fields)])
-    return replace(pair, peer=replace(pair.peer, steps=[pair.peer.steps[0], changed]))
+    samples = [*last.samples[:-1], replace(last.samples[-1], **fields)]
+    changed = replace(last, samples=samples)
+    peer = replace(pair.peer, steps=[pair.peer.steps[0], changed])
+    return replace(pair, peer=peer)
 
 
 @pytest.mark.parametrize(
-    ("pair", "told"),
+    ("pair", "message"),
     [
         (
             replace(same_pair(), peer=replace(same_pair().peer, threads=1)),
@@ -115,8 +115,8 @@ def with_samples(pair: Pair, **fields: object) -> Pair:
         ),
     ],
 )
-def test_sides_that_did_not_the_same_are_refused(pair, told):
-    with pytest.raises(NotTheSame, match=told.replace("bf", "bfloat16")):
+def test_sides_that_did_not_the_same_are_refused(pair, message):
+    with pytest.raises(NotTheSame, match=message.replace("bf", "bfloat16")):
         check_same(WORKLOAD, pair)
 
 
@@ -127,22 +127,22 @@ def test_both_sides_with_other_threads_than_asked_for_are_refused():
 
 def test_ratios_are_of_pairs_and_leave_the_warm_up_out():
     slow = step(1, seconds=1000.0)
-    pairs = [
-        Pair(
-            side("ours", slow, step(2, ours), peak_bytes=3),
-            side("peer", slow, step(2, peer, **{LOG_PROBS: 1.0}), peak_bytes=6),
-        )
-        for ours, peer in ((4.0, 8.0), (40.0, 120.0), (10.0, 100.0))
-    ]
-    found = compare(pairs, warm_up_steps=1)
-    assert found.pair_speedups == pytest.approx([2.0, 3.0, 10.0])
-    assert found.speedup == pytest.approx(3.0)  # the medians' own ratio would be 10
-    assert found.memory == pytest.approx(0.5)
-    rows = {row.name: row for row in found.rows}
-    assert (rows[STEP].ours, rows[STEP].peer) == (10.0, 100.0)
+    pairs = []
+    for ours, peer in ((4.0, 8.0), (40.0, 120.0), (10.0, 100.0)):
+        ours_side = side("ours", slow, step(2, ours), peak_bytes=3)
+        peer_side = side("peer", slow, step(2, peer, **{LOG_PROBS: 1.0}), peak_bytes=6)
+        pairs.append(Pair(ours_side, peer_side))
+    comparison = compare(pairs, warm_up_steps=1)
+    assert comparison.pair_speedups == pytest.approx([2.0, 3.0, 10.0])
+    assert comparison.speedup == pytest.approx(3.0)  # the medians' own ratio would be 10
+    assert comparison.memory == pytest.approx(0.5)
+    rows = {row.name: row for row in comparison.rows}
+    assert rows[STEP].ours == 10.0
+    assert rows[STEP].peer == 100.0
     assert rows[GENERATION].ratio == pytest.approx(1.0)
     assert rows[LOG_PROBS].ratio is None  # ours has no such phase
-    assert (rows[OTHER].ours, rows[OTHER].peer) == (8.0, 97.0)
+    assert rows[OTHER].ours == 8.0
+    assert rows[OTHER].peer == 97.0
 
 
 def test_report_comes_back_from_its_file(tmp_path):
@@ -152,16 +152,17 @@ def test_report_comes_back_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--prompts", "0", "--pairs", "0"], "--prompts is 0, --pairs is 0; expected at least 1"),
         (["--batch", "3"], "--batch 3 does not divide 4 x 4 sequences"),
     ],
 )
-def test_impossible_sizes_are_refused_in_a_line(options, told):
+def test_impossible_sizes_are_refused_in_a_line(options, message):
     command = [sys.executable, str(BENCHMARKS / "compare_trl.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr.strip()) == (2, told)
+    assert done.returncode == 2
+    assert done.stderr.strip() == message
 
 
 @pytest.mark.slow
@@ -173,15 +174,12 @@ def test_short_form_runs_both_sides_and_writes_what_it_says(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "bench.json").read_text())
-    found = written["comparison"]
-    assert (
-        done.stdout.splitlines()[-1]
-        == f"speedup: {found['speedup']:.2f}x memory: {found['memory']:.2f}"
-    )
-    ours, peer = (written["pairs"][0][name]["steps"][-1]["phases"] for name in ("ours", "peer"))
+    comparison = written["comparison"]
+    summary = f"speedup: {comparison['speedup']:.2f}x memory: {comparison['memory']:.2f}"
+    assert done.stdout.splitlines()[-1] == summary
+    ours = written["pairs"][0]["ours"]["steps"][-1]["phases"]
+    peer = written["pairs"][0]["peer"]["steps"][-1]["phases"]
     # `rewards` of ours may be nothing at all: they come while log-probs are taken.
     for phases in (ours, peer):
-        assert all(
-            phases[name] > 0
-            for name in (GENERATION, "reference log-probs", "loss and gradient", "optimizer")
-        )
+        for name in (GENERATION, "reference log-probs", "loss and gradient", "optimizer"):
+            assert phases[name] > 0

@@ -18,17 +18,19 @@ from findings.charts import label, ticks
 @given(low=st.floats(-1e6, 1e6), span=st.floats(0, 1e6))
 @settings(max_examples=200, deadline=None)
 def test_ticks_cover_the_range_evenly(low, span):
-    found = ticks(low, low + span)
-    slack = (found[1] - found[0]) * 1e-6
-    assert found[0] <= low + slack and found[-1] >= low + span - slack
-    assert 2 <= len(found) <= 14
-    steps = [b - a for a, b in itertools.pairwise(found)]
+    values = ticks(low, low + span)
+    slack = (values[1] - values[0]) * 1e-6
+    assert values[0] <= low + slack
+    assert values[-1] >= low + span - slack
+    assert 2 <= len(values) <= 14
+    steps = [b - a for a, b in itertools.pairwise(values)]
     assert max(steps) == pytest.approx(min(steps), rel=1e-3)
 
 
 def test_ticks_are_round():
     assert ticks(0.0, 40.0) == [0, 10, 20, 30, 40]
-    assert ticks(0.0, 4.2) == [0, 1, 2, 3, 4, 5]
+    expected = [0, 1, 2, 3, 4, 5]
+    assert ticks(0.0, 4.2) == expected
     assert ticks(1, 3, 7, whole=True) == [1, 2, 3]
 
 

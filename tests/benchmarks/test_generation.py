@@ -1,4 +1,7 @@
-"""The comparison of generation with transformers: its short form runs, and a side that does less is noticed."""
+"""The comparison of generation with transformers: its short form runs.
+
+A side that does less is noticed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from generation import measure  # noqa: E402
 def test_a_side_that_makes_fewer_tokens_is_an_error():
     args = argparse.Namespace(prompts=2, group=3, response_tokens=4, pairs=2)
     sides = {"one": lambda seed: torch.zeros(6, 4), "other": lambda seed: torch.zeros(6, 4)}
-    assert {name: len(values) for name, values in measure(sides, args).items()} == {
+    lengths = {name: len(values) for name, values in measure(sides, args).items()}
+    assert lengths == {
         "one": 2,
         "other": 2,
     }

@@ -1,4 +1,4 @@
-"""The benchmark of the papers' findings: its reward, its sums, and its quick form from end to end."""
+"""The benchmark of the papers' findings: its reward, its sums, and its quick form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from findings.charts import Curve, Panel, Point, figure  # noqa: E402
-from findings.language import SCALE, all_prompts, raw_score, reward, vocabulary, write_review  # noqa: E402
+from findings.language import (  # noqa: E402
+    SCALE,
+    all_prompts,
+    raw_score,
+    reward,
+    vocabulary,
+    write_review,
+)
 from findings.runs import (  # noqa: E402
     CELLS,
     LAGGING,
@@ -53,10 +60,13 @@ def test_reward_of_reviews(review, score):
 
 
 def test_grammar_has_the_mean_and_the_deviation_that_the_cells_are_made_for():
-    source, prompts, words = random.Random(3), all_prompts(), set(vocabulary())
+    source = random.Random(3)
+    prompts = all_prompts()
+    words = set(vocabulary())
     assert len(prompts) == len(set(prompts)) == 360
     reviews = [write_review(prompt, source) for prompt in prompts for _ in range(10)]
-    assert all(set(text.split()) <= words for text in [*prompts, *reviews])
+    for text in [*prompts, *reviews]:
+        assert set(text.split()) <= words
     rewards = [reward(text) for text in reviews]
     mean = sum(rewards) / len(rewards)
     deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
@@ -78,10 +88,10 @@ def test_what_cells_add_to_the_reward():
     reviews = ("the look was good .", "the look was bad .") * 2
     prompts = ("i hated the soup .",) * 2 + ("i loved the soup .",) * 2
     plain = scored("rloo4", prompts, reviews)
-    assert plain == pytest.approx([1 / SCALE, -1 / SCALE] * 2)
-    assert scored("vanilla_plus4", prompts, reviews) == pytest.approx(
-        [value + 4 for value in plain]
-    )
+    expected = [1 / SCALE, -1 / SCALE] * 2
+    assert plain == pytest.approx(expected)
+    expected = [value + 4 for value in plain]
+    assert scored("vanilla_plus4", prompts, reviews) == pytest.approx(expected)
     added = [
         a - b for a, b in zip(scored("running_mean_spread2", prompts, reviews), plain, strict=True)
     ]
@@ -110,8 +120,8 @@ def test_differences_are_taken_seed_by_seed():
         "rloo4": [outcome("rloo4", 1, 1.0), outcome("rloo4", 2, 5.0), outcome("rloo4", 3, 9.0)],
         "raft4": [outcome("raft4", 3, 9.5), outcome("raft4", 1, 0.5), outcome("raft4", 4, 100.0)],
     }
-    found = difference(outcomes, "raft4", "rloo4", lambda o: o.final_reward)
-    assert found == Estimate(0.0, 0.5, 2)  # -0.5 and 0.5: deviation sqrt(0.5), over sqrt(2)
+    estimate = difference(outcomes, "raft4", "rloo4", lambda o: o.final_reward)
+    assert estimate == Estimate(0.0, 0.5, 2)  # -0.5 and 0.5: deviation sqrt(0.5), over sqrt(2)
     assert difference(outcomes, "raft4", "vanilla", lambda o: o.final_reward) is None
 
 
@@ -130,14 +140,13 @@ def test_cells_with_a_generator_differ_from_the_colocated_one_in_their_staleness
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a"}\n')
     for base, *cells in LAGGING:
         plain = configuration(Job(base.name, 1, base.lr), tmp_path)
-        assert (plain.placement, plain.staleness) == ("colocated", 0)
+        assert plain.placement == "colocated"
+        assert plain.staleness == 0
         for cell in cells:
             config = configuration(Job(cell.name, 1, cell.lr), tmp_path)
-            assert (config.placement, config.training_ranks, config.staleness) == (
-                "disaggregated",
-                1,
-                cell.staleness,
-            )
+            assert config.placement == "disaggregated"
+            assert config.training_ranks == 1
+            assert config.staleness == cell.staleness
             correction = cell.correction or ("sequence" if cell.staleness else "none")
             assert config.trainer.reinforce.generator_correction == correction
             assert config.model.optim == plain.model.optim
@@ -150,13 +159,14 @@ def paced(
     """Steps in all as many as `values` less one."""
     validation = [(step * SAMPLES_PER_STEP, value) for step, value in enumerate(values)]
     nothing = [0.0] * (len(values) - 1)
-    paces, drifts = [[value] * len(nothing) for value in (seconds, moved)]
+    paces = [seconds] * len(nothing)
+    drifts = [moved] * len(nothing)
     return Outcome(Job(cell, seed, 1e-3), validation, nothing, nothing, 1.0, paces, drifts, nothing)
 
 
 def test_reward_after_some_seconds_lies_on_a_line_between_validations():
-    found = paced("rloo4", 1, (0.0, 1.0, 3.0), 2.0)
-    assert [found.reward_after(seconds) for seconds in (0.0, 1.0, 2.0, 3.0, 4.0, 9.0)] == [
+    outcome_of_run = paced("rloo4", 1, (0.0, 1.0, 3.0), 2.0)
+    expected = [
         0.0,
         0.5,
         1.0,
@@ -164,20 +174,23 @@ def test_reward_after_some_seconds_lies_on_a_line_between_validations():
         3.0,
         3.0,
     ]
+    assert [
+        outcome_of_run.reward_after(seconds) for seconds in (0.0, 1.0, 2.0, 3.0, 4.0, 9.0)
+    ] == expected
 
 
 def test_times_are_compared_at_half_of_the_colocated_run():
     base = LAGGING[0][0]
     cell = LAGGING[0][2]
-    outcomes = {
-        base.name: [paced(base.name, seed, (0.0, 1.0, 2.0, 3.0, 4.0), 1.0) for seed in (1, 2)],
-        cell.name: [
-            paced(cell.name, seed, (0.0, 1.0, 2.0, 3.0, 3.0 + seed), 0.5, 0.25) for seed in (1, 2)
-        ],
-    }
+    outcomes = {base.name: [], cell.name: []}
+    for seed in (1, 2):
+        steady = paced(base.name, seed, (0.0, 1.0, 2.0, 3.0, 4.0), 1.0)
+        outcomes[base.name].append(steady)
+        late = paced(cell.name, seed, (0.0, 1.0, 2.0, 3.0, 3.0 + seed), 0.5, 0.25)
+        outcomes[cell.name].append(late)
     head, *rows = lag_rows(outcomes)
     assert len(head) == len(rows[0])
-    assert rows == [
+    expected = [
         [base.title, "2", "0", "0", "0.0%", "1.00 ± 0.00", "1.00", "2", "2.00 ± 0.00", ""],
         [
             cell.title,
@@ -192,15 +205,16 @@ def test_times_are_compared_at_half_of_the_colocated_run():
             "2.50 ± 0.50",
         ],
     ]
+    assert rows == expected
 
 
 def test_figure_is_well_formed():
     from xml.etree import ElementTree
 
-    curve = Curve("a < b", [Point(0, 0.0, 0.1), Point(32, 1.0, 0.2, 0.5)])
-    root = ElementTree.fromstring(
-        figure([Panel("lines", "x", [curve]), Panel("bars", "x", [curve], bands=False)])
-    )
+    points = [Point(0, 0.0, 0.1), Point(32, 1.0, 0.2, 0.5)]
+    curve = Curve("a < b", points)
+    panels = [Panel("lines", "x", [curve]), Panel("bars", "x", [curve], bands=False)]
+    root = ElementTree.fromstring(figure(panels))
     assert "a < b" in "".join(root.itertext())
 
 
@@ -219,16 +233,19 @@ def quick(folder: Path, *cells: str) -> tuple[str, list[dict]]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (folder / "quick" / "evaluation.jsonl").read_text().splitlines()
-    return (folder / "quick" / "summary.md").read_text(), [json.loads(line) for line in lines]
+    summary_file = folder / "quick" / "summary.md"
+    return summary_file.read_text(), [json.loads(line) for line in lines]
 
 
 @pytest.mark.slow
 def test_quick_form_runs_with_a_generator_of_its_own(tmp_path):
     base, of_now, older = (cell.name for cell in LAGGING[2][:3])
     summary, lines = quick(tmp_path, base, of_now, older)
-    assert CELLS[older].title in summary and "of colocated" in summary
+    assert CELLS[older].title in summary
+    assert "of colocated" in summary
     for colocated, apart, one_old in zip(*[iter(lines)] * 3, strict=True):
-        assert [line["job"]["cell"] for line in (colocated, apart, one_old)] == [
+        cells = [line["job"]["cell"] for line in (colocated, apart, one_old)]
+        assert cells == [
             base,
             of_now,
             older,
@@ -247,11 +264,13 @@ def test_quick_form_runs_and_goes_on_where_it_was(tmp_path):
     assert CELLS["vanilla_plus4"].title in summary
     summary, lines = quick(tmp_path, "rloo4", "vanilla_plus4", "raft4_noise2", "running_mean")
     assert lines[:4] == first
-    assert [line["job"]["cell"] for line in lines[4:]] == ["raft4_noise2", "running_mean"] * 2
+    cells = [line["job"]["cell"] for line in lines[4:]]
+    assert cells == ["raft4_noise2", "running_mean"] * 2
     for line in lines:
         assert [samples for samples, _ in line["validation"]] == [0, 4 * SAMPLES_PER_STEP]
         same_seed = next(other for other in lines if other["job"]["seed"] == line["job"]["seed"])
         # the same weights, prompts and noise
         assert line["validation"][0] == same_seed["validation"][0]
-        assert len(line["kl"]) == 4 and line["kl"][0] == pytest.approx(0.0, abs=1e-3)
+        assert len(line["kl"]) == 4
+        assert line["kl"][0] == pytest.approx(0.0, abs=1e-3)
     assert (tmp_path / "quick" / "curves.svg").stat().st_size > 1000

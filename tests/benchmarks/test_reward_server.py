@@ -16,11 +16,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "reward_server.py"
 @pytest.mark.slow
 def test_the_table_has_a_row_for_each_way():
     options = ["--batch", "2", "--length", "4", "--clients", "2", "--calls", "2", "--rounds", "1"]
-    found = subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=240
-    )
-    assert found.returncode == 0, found.stderr
-    rows = [line for line in found.stdout.splitlines() if line.startswith("│")]
+    command = [sys.executable, str(SCRIPT), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
     names = [row.split("│")[1].strip() for row in rows]
     assert names == ["bare model", "Triton", "front door"]
     assert [row.split("│")[2].strip() for row in rows] == ["2", "4", "4"]

@@ -62,16 +62,20 @@ TOKENS = StepTokens(prompt_tokens=12, group=3, response_lengths=[[1, 1, 1], [2, 
 
 def test_passes_count_the_prompt_once_or_for_each_sample_and_the_head_apart():
     floor = pass_floor(Machine(1.0, flops=2.0), MODEL, TOKENS, FORWARD)
-    assert floor.shared == pytest.approx(100 * (12 + 11) + 20 * 11)
-    assert floor.repeated == pytest.approx(100 * (36 + 11) + 20 * 11)
+    expected = 100 * (12 + 11) + 20 * 11
+    assert floor.shared == pytest.approx(expected)
+    expected = 100 * (36 + 11) + 20 * 11
+    assert floor.repeated == pytest.approx(expected)
 
 
 def test_generation_reads_the_prompts_with_the_head_at_their_ends():
     machine = Machine(bandwidth=480.0, flops=240.0)
     decoding = 3.0 + 1.0 + 1.0  # of the second batch: three rows, then one
     floor = generation_floor(machine, MODEL, TOKENS)
-    assert floor.shared == pytest.approx(decoding + 2 * (100 * 12 + 20 * 2) / 240)
-    assert floor.repeated == pytest.approx(decoding + 2 * (100 * 36 + 20 * 6) / 240)
+    expected = decoding + 2 * (100 * 12 + 20 * 2) / 240
+    assert floor.shared == pytest.approx(expected)
+    expected = decoding + 2 * (100 * 36 + 20 * 6) / 240
+    assert floor.repeated == pytest.approx(expected)
 
 
 def test_training_takes_three_times_a_pass_and_adam_goes_over_memory():
@@ -110,9 +114,9 @@ def write_run(folder: Path, *overrides: str) -> Path:
         logger.log_metrics(seconds, step, "timers/")
         logger.log_metrics({"prompt_lengths": 3.0}, step, "train/")
         logger.commit(step)
-        rows = [
-            RolloutRow(step, i // 4, i % 4, "abc", "a", 0.0, "stop", 1 + i % 2) for i in range(16)
-        ]
+        rows = []
+        for i in range(16):
+            rows.append(RolloutRow(step, i // 4, i % 4, "abc", "a", 0.0, "stop", 1 + i % 2))
         write_rows(run, step, rows)
     return run
 
@@ -120,19 +124,23 @@ def write_run(folder: Path, *overrides: str) -> Path:
 def test_steps_of_a_run(tmp_path):
     model, steps = roofline.steps_of_run(write_run(tmp_path))
     assert model == tmp_path / "model"
-    assert [step.seconds for step in steps] == [
+    expected = [
         {"generate": 4.0, "train_time": 8.0},
         {"generate": 5.0, "train_time": 8.0},
     ]
+    assert [step.seconds for step in steps] == expected
     for step in steps:  # 4 prompts x 4, and three prompts are generated together
-        assert step.tokens == StepTokens(12.0, 4, [[1, 2] * 6, [1, 2] * 2])
+        response_lengths = [[1, 2] * 6, [1, 2] * 2]
+        assert step.tokens == StepTokens(12.0, 4, response_lengths)
     rows = roofline.table_rows(Machine(1.0, 1.0), MODEL, steps)
-    assert [(row.name, row.seconds) for row in rows] == [
+    expected = [
         ("generate", 4.5),
         ("train_time", 8.0),
         ("together", 12.5),
     ]
-    assert rows[-1].floor.shared == pytest.approx(rows[0].floor.shared + rows[1].floor.shared)
+    assert [(row.name, row.seconds) for row in rows] == expected
+    expected = rows[0].floor.shared + rows[1].floor.shared
+    assert rows[-1].floor.shared == pytest.approx(expected)
 
 
 def test_runs_that_the_floors_do_not_hold_for_are_refused(tmp_path):

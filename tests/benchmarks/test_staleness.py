@@ -1,4 +1,4 @@
-"""The benchmark of stale rollouts: its exact sums beside those of the tests' own, and what they must show."""
+"""The benchmark of stale rollouts: its exact sums beside the tests' sums, and its result."""
 
 from __future__ import annotations
 
@@ -69,27 +69,30 @@ def test_means_are_those_of_all_ordered_pairs(problem, path, name):
     options = Options(loss=CORRECTIONS[name])
     drawn_with = TREE.log_probs(behaviour)
     expected = expected_gradient(world_of(problem, now), options, 2, behaviour=drawn_with).flatten()
-    found = Estimate(problem, now, behaviour, CORRECTIONS[name], scores_of(now)).mean
-    assert relative_error(found, expected) < 1e-12
+    mean = Estimate(problem, now, behaviour, CORRECTIONS[name], scores_of(now)).mean
+    assert relative_error(mean, expected) < 1e-12
 
 
 def test_variance_on_policy_is_that_of_all_ordered_groups():
     problem = Problem.draw(0)
     now = problem.path(STEP_KL, versions=1)[-1]
-    found = Estimate(problem, now, now, CORRECTIONS["none"], scores_of(now)).variance
-    assert found == pytest.approx(
-        gradient_variance(world_of(problem, now), Options(), 4), rel=1e-10
-    )
+    variance = Estimate(problem, now, now, CORRECTIONS["none"], scores_of(now)).variance
+    expected = gradient_variance(world_of(problem, now), Options(), 4)
+    assert variance == pytest.approx(expected, rel=1e-10)
 
 
 def test_without_a_cap_the_weight_of_the_response_is_unbiased_and_no_weight_is_not(problem, path):
-    found = [measure(problem, path, lag, CORRECTIONS) for lag in LAGS]
-    assert max(each[UNCAPPED].bias for each in found) < 1e-12
-    none, token = ([each[name].bias for each in found] for name in ("none", "token"))
-    assert none[0] < 1e-12 and none == sorted(none) and none[1] > 0.05
-    assert token == sorted(token) and token[1] > 0.05
-    assert found[-1]["sequence"].bias < token[-1] < none[-1]
-    assert {name for name, each in found[0].items() if each.bias < 1e-12} == {*CORRECTIONS}
+    measures = [measure(problem, path, lag, CORRECTIONS) for lag in LAGS]
+    assert max(each[UNCAPPED].bias for each in measures) < 1e-12
+    none = [each["none"].bias for each in measures]
+    token = [each["token"].bias for each in measures]
+    assert none[0] < 1e-12
+    assert none == sorted(none)
+    assert none[1] > 0.05
+    assert token == sorted(token)
+    assert token[1] > 0.05
+    assert measures[-1]["sequence"].bias < token[-1] < none[-1]
+    assert {name for name, each in measures[0].items() if each.bias < 1e-12} == {*CORRECTIONS}
 
 
 def test_kl_by_the_generator_is_biased_though_the_weight_is_not(problem, path):
@@ -97,11 +100,14 @@ def test_kl_by_the_generator_is_biased_though_the_weight_is_not(problem, path):
 
 
 def test_baseline_leaves_the_mean_alone_where_weights_are_exact(problem, path):
-    """E[w b score] = E[b] E[w score], and E[w score] is 0 for the exact weight only. Truncated, the baseline still
-    keeps a constant in the reward out of the bias."""
+    """E[w b score] = E[b] E[w score], and E[w score] is 0 for the exact weight only.
+
+    Truncated, the baseline still keeps a constant in the reward out of the bias.
+    """
     now = path[-1]
     behaviour = path[-5]
-    scores, true = scores_of(now), problem.gradient(now).flatten()
+    scores = scores_of(now)
+    true = problem.gradient(now).flatten()
 
     def mean(correction: str, credit=rloo_advantage, shift: float = 0.0) -> torch.Tensor:
         shifted = replace(problem, rewards=problem.rewards + shift)
@@ -125,4 +131,5 @@ def test_learning_on_policy_does_not_depend_on_the_correction():
     }
     assert not torch.equal(stale["none"], shares["none"])
     assert not torch.equal(stale["none"], stale[UNCAPPED])
-    assert bool((shares["none"] > 0).any()) and bool((shares["none"] < 1).all())
+    assert bool((shares["none"] > 0).any())
+    assert bool((shares["none"] < 1).all())

@@ -28,15 +28,20 @@ sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=6)
 def rollouts(
     lengths: list[tuple[int, int]], *, start: int = 0, extra: int = 0, with_log_probs: bool = True
 ):
-    """A batch whose every number tells its row and column; `extra` columns of padding that nothing needs."""
+    """A batch whose every number encodes its row and column.
+
+    `extra` adds columns of padding that nothing needs.
+    """
     count = len(lengths)
-    prompts, responses = ([pair[i] for pair in lengths] for i in (0, 1))
+    prompts = [pair[0] for pair in lengths]
+    responses = [pair[1] for pair in lengths]
     width = max(responses, default=0)
     used = max((p + r for p, r in lengths), default=0) + extra
     ids = torch.arange(start, start + count)
-    table = 100.0 * ids[:, None] + torch.arange(1, width + extra + 1)[None, :]
+    columns = torch.arange(1, width + extra + 1)
+    table = 100.0 * ids[:, None] + columns
     table = torch.where(length_mask(torch.tensor(responses).long(), width + extra), table, 0.0)
-    sequences = 1000 + 100 * ids[:, None] + torch.arange(used)[None, :]
+    sequences = 1000 + 100 * ids[:, None] + torch.arange(used)
     total = torch.tensor(prompts).long() + torch.tensor(responses).long()
     return RolloutBatch(
         sequences=torch.where(length_mask(total, used), sequences, PAD),
@@ -58,7 +63,7 @@ def rollouts(
 
 def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
     """Each sample by itself, without padding."""
-    found = []
+    samples = []
     for i in range(len(batch.rewards)):
         length = int(batch.response_lengths[i])
         used = int(batch.prompt_lengths[i]) + length
@@ -72,14 +77,15 @@ def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
                 row[field.name] = {name: float(values[i]) for name, values in value.items()}
             elif field.name != "sequences":
                 row[field.name] = value[i] if isinstance(value, tuple) else value[i].item()
-        found.append(row)
-    return found
+        samples.append(row)
+    return samples
 
 
 def assert_tight(batch: RolloutBatch) -> None:
     """As wide as its longest sample."""
     total = (batch.prompt_lengths + batch.response_lengths).tolist()
-    assert batch.sequences.shape == (len(total), max(total, default=0))
+    expected = (len(total), max(total, default=0))
+    assert batch.sequences.shape == expected
     for values in (
         batch.generator_log_probs,
         batch.weight_versions,
@@ -90,27 +96,30 @@ def assert_tight(batch: RolloutBatch) -> None:
 
 
 def test_the_mask_and_the_ends():
-    batch = rollouts([(1, 0), (2, 3), (1, 1)])
+    lengths = [(1, 0), (2, 3), (1, 1)]
+    batch = rollouts(lengths)
     assert batch.width == 3
-    assert batch.response_mask.tolist() == [[False] * 3, [True] * 3, [True, False, False]]
-    assert batch.is_end.tolist() == [False, True, True] and batch.is_end.dtype == torch.bool
+    expected = [[False] * 3, [True] * 3, [True, False, False]]
+    assert batch.response_mask.tolist() == expected
+    assert batch.is_end.tolist() == [False, True, True]
+    assert batch.is_end.dtype == torch.bool
     nothing = rollouts([])
-    assert (
-        nothing.width == 0 and nothing.is_end.shape == (0,) and nothing.is_end.dtype == torch.bool
-    )
+    assert nothing.width == 0
+    assert nothing.is_end.shape == (0,)
+    assert nothing.is_end.dtype == torch.bool
 
 
 @settings(deadline=None, max_examples=40)
 @given(sizes, st.integers(0, 3), st.booleans(), st.data())
 def test_select_takes_rows_in_order_and_cuts_padding(lengths, extra, with_log_probs, data):
     batch = rollouts(lengths, extra=extra, with_log_probs=with_log_probs)
-    rows = data.draw(
-        st.lists(st.integers(0, len(lengths) - 1), max_size=6) if lengths else st.just([])
-    )
-    found = batch.select(torch.tensor(rows, dtype=torch.long))
+    indices = st.lists(st.integers(0, len(lengths) - 1), max_size=6) if lengths else st.just([])
+    rows = data.draw(indices)
+    selected = batch.select(torch.tensor(rows, dtype=torch.long))
     every = rows_of(batch)
-    assert rows_of(found) == [every[row] for row in rows]
-    assert_tight(found)
+    expected = [every[row] for row in rows]
+    assert rows_of(selected) == expected
+    assert_tight(selected)
 
 
 @settings(deadline=None, max_examples=40)
@@ -133,7 +142,8 @@ def test_one_part_is_itself():
 
 
 def test_log_probs_that_one_part_lacks_are_lacking():
-    joined = join_rollouts([rollouts([(1, 2)]), rollouts([(1, 3)], with_log_probs=False)], PAD)
+    parts = [rollouts([(1, 2)]), rollouts([(1, 3)], with_log_probs=False)]
+    joined = join_rollouts(parts, PAD)
     assert joined.generator_log_probs is joined.log_probs is joined.init_log_probs is None
 
 
@@ -152,19 +162,21 @@ def test_a_round_without_a_prompt_on_this_rank_takes_nothing_away(order):
     """It asked no source and no generator, so it knows no names of sources and no log-probs."""
     some = rollouts([(1, 2), (2, 1)])
     none = dataclasses.replace(rollouts([], with_log_probs=False), source_rewards={})
-    joined = join_rollouts([[some, none][i] for i in order], PAD)
+    parts = [[some, none][i] for i in order]
+    joined = join_rollouts(parts, PAD)
     assert rows_of(joined) == rows_of(some)
     assert len(join_rollouts([none, none], PAD).rewards) == 0
 
 
 def test_the_advantage_of_a_response_is_the_mean_of_its_tokens():
-    batch = rollouts([(1, 2), (1, 0), (1, 3)])
+    lengths = [(1, 2), (1, 0), (1, 3)]
+    batch = rollouts(lengths)
     nothing = torch.zeros(3)
     advantages = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 0.0], [2.0, 2.0, 5.0]])
-    found = ReinforceBatch(
+    sequence_advantages = ReinforceBatch(
         batch, nothing, nothing, nothing, advantages, batch.valid
     ).sequence_advantages
-    assert found.tolist() == [2.0, 0.0, 3.0]
+    assert sequence_advantages.tolist() == [2.0, 0.0, 3.0]
 
 
 def completions(tokens: list[list[int]], *, with_log_probs: bool = True) -> Completions:
@@ -179,32 +191,31 @@ def completions(tokens: list[list[int]], *, with_log_probs: bool = True) -> Comp
 
 class TestCompletions:
     def test_joined(self):
-        joined = join_completions([completions([[1, 2, 3], [4]]), completions([[5, 6]])], PAD)
-        assert joined.tokens.tolist() == [[1, 2, 3], [4, PAD, PAD], [5, 6, PAD]]
-        assert joined.lengths.tolist() == [3, 1, 2] and len(joined.finish_reasons) == 3
+        parts = [completions([[1, 2, 3], [4]]), completions([[5, 6]])]
+        joined = join_completions(parts, PAD)
+        expected = [[1, 2, 3], [4, PAD, PAD], [5, 6, PAD]]
+        assert joined.tokens.tolist() == expected
+        assert joined.lengths.tolist() == [3, 1, 2]
+        assert len(joined.finish_reasons) == 3
         assert joined.log_probs is not None
-        assert joined.log_probs.tolist() == [[-1, -2, -3], [-4, 0, 0], [-5, -6, 0]]
+        expected = [[-1, -2, -3], [-4, 0, 0], [-5, -6, 0]]
+        assert joined.log_probs.tolist() == expected
 
     def test_log_probs_that_one_part_lacks_are_lacking(self):
-        assert (
-            join_completions(
-                [completions([[1]]), completions([[2]], with_log_probs=False)], PAD
-            ).log_probs
-            is None
-        )
+        parts = [completions([[1]]), completions([[2]], with_log_probs=False)]
+        assert join_completions(parts, PAD).log_probs is None
 
     def test_of_nothing(self):
         joined = join_completions([], PAD)
-        assert (
-            joined.tokens.shape == (0, 0)
-            and joined.lengths.shape == (0,)
-            and joined.log_probs is None
-        )
+        assert joined.tokens.shape == (0, 0)
+        assert joined.lengths.shape == (0,)
+        assert joined.log_probs is None
         assert joined.tokens.dtype == joined.lengths.dtype == torch.int64
 
     def test_behind_their_prompts(self):
         prompts = [Prompt(0, "", (7, 8)), Prompt(1, "", (9,))]
-        drawn = completions([[1, 2, 3], [], [4], [5, 6]])
+        tokens = [[1, 2, 3], [], [4], [5, 6]]
+        drawn = completions(tokens)
         repeated = drawn.repeat_to_samples(prompts)
         assert [prompt.id for prompt in repeated] == [0, 0, 1, 1]
         sequences, lengths = join_prompts_and_responses(repeated, drawn, PAD)
@@ -215,13 +226,15 @@ class TestCompletions:
     def test_no_prompts_have_no_samples(self):
         assert join_completions([], PAD).repeat_to_samples([]) == []
         sequences, lengths = join_prompts_and_responses([], join_completions([], PAD), PAD)
-        assert sequences.shape == (0, 0) and lengths.shape == (0,)
+        assert sequences.shape == (0, 0)
+        assert lengths.shape == (0,)
 
 
 def test_a_mask():
-    assert length_mask(torch.tensor([2, 0, 3]), 3).tolist() == [
+    expected = [
         [True, True, False],
         [False] * 3,
         [True] * 3,
     ]
+    assert length_mask(torch.tensor([2, 0, 3]), 3).tolist() == expected
     assert length_mask(torch.tensor([0, 0]), 0).shape == (2, 0)

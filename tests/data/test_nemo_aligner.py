@@ -1,4 +1,7 @@
-"""NeMo-Aligner's data, converted: prompts, pairs and rated answers as messages; nothing is read as something else."""
+"""NeMo-Aligner's data, converted: prompts, pairs and rated answers as messages.
+
+No form is read as another.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,8 @@ def prepared(
 def refused(tmp_path: Path, form: str, *rows: object, words: tuple[str, ...] = ()) -> str:
     file = write(tmp_path / "in.jsonl", *rows)
     done = prepare(file, f"--form={form}", f"--output={tmp_path / 'out'}", *words)
-    assert done.exit_code == 1 and "error: " in done.output, done.output
+    assert done.exit_code == 1, done.output
+    assert "error: " in done.output, done.output
     assert not (tmp_path / "out").exists()
     return done.output
 
@@ -81,7 +85,8 @@ def tokenizer(tmp_path_factory):
         (QUESTION.format("Hi") + "Yes.\n<extra_id_2>", [user("Hi"), assistant("Yes.")]),
         (QUESTION.format("Hi") + "Yes.", [user("Hi"), assistant("Yes.")]),
         (
-            "<extra_id_0>System\nBe kind.\n<extra_id_1>User\na\n\nb\n<extra_id_1>Assistant\nc <extra_id_1> d\n"
+            "<extra_id_0>System\nBe kind.\n<extra_id_1>User\na\n\nb\n<extra_id_1>Assistant\n"
+            "c <extra_id_1> d\n"
             "<extra_id_1>User\ne\n<extra_id_1>Assistant\n",
             [SYSTEM, user("a\n\nb"), assistant("c <extra_id_1> d"), user("e")],
         ),
@@ -120,9 +125,9 @@ def test_chat_becomes_prompts(tmp_path):
         "mask": "Ann",
         "conversations": [{"from": "Ann", "value": "Three?"}, {"from": "Model", "value": "3."}],
     }
-    found = prepared(tmp_path, "messages", row, longer, named)
+    prompts = prepared(tmp_path, "messages", row, longer, named)
     extra = {"dataset": "x", "type": "TEXT_TO_VALUE"}
-    assert sorted(found, key=str) == sorted(
+    expected = sorted(
         [
             {"messages": [SYSTEM, user("One?")], **extra},
             {"messages": [user("One?"), assistant("1."), user("Two?")], **extra},
@@ -130,6 +135,7 @@ def test_chat_becomes_prompts(tmp_path):
         ],
         key=str,
     )
+    assert sorted(prompts, key=str) == expected
     for change, key, *values in (
         ({"mask": "Bob"}, "data.nemo.unknown_mask", "mask is 'Bob'", "User, Assistant"),
         (
@@ -160,15 +166,14 @@ def test_two_system_messages_are_no_choice_of_ours(tmp_path):
         {"from": "gpt", "value": "x"},
     ]
     other = [turns[0], {"from": "human", "value": "Ho"}]
-    found = prepared(
+    prompts = prepared(
         tmp_path,
         "messages",
         {"system": "Be kind.", "conversations": turns},
         {"conversations": other},
     )
-    assert sorted(map(str, found)) == sorted(
-        str({"messages": [SYSTEM, user(text)]}) for text in ("Hi", "Ho")
-    )
+    expected = sorted(str({"messages": [SYSTEM, user(text)]}) for text in ("Hi", "Ho"))
+    assert sorted(map(str, prompts)) == expected
     (tmp_path / "bad").mkdir()
     output = refused(tmp_path / "bad", "messages", {"system": "Be brief.", "conversations": turns})
     check_output(output, "data.system.two", "in.jsonl:1: ")
@@ -177,10 +182,11 @@ def test_two_system_messages_are_no_choice_of_ours(tmp_path):
 def test_a_text_of_prompts_or_comparisons_becomes_prompts(tmp_path):
     rows = [{"text": QUESTION.format("a")}, {"text": QUESTION.format("b") + "yes\n<extra_id_1>"}]
     rows.append({"text": QUESTION.format("b") + "no\n<extra_id_1>"})
-    assert sorted(prepared(tmp_path, "messages", *rows), key=str) == [
+    expected = [
         {"messages": [user("a")]},
         {"messages": [user("b")]},
     ]
+    assert sorted(prepared(tmp_path, "messages", *rows), key=str) == expected
 
 
 @pytest.mark.parametrize(
@@ -190,11 +196,14 @@ def test_a_text_of_prompts_or_comparisons_becomes_prompts(tmp_path):
 )
 def test_comparisons_become_pairs(tmp_path, tokenizer, template):
     rows = [{"text": template.format(q, answer)} for q in ("a", "b") for answer in ("good", "bad")]
-    found = prepared(tmp_path, "pairs", *rows)
-    assert found == [{"prompt": [user(q)], "chosen": "good", "rejected": "bad"} for q in ("a", "b")]
+    pairs = prepared(tmp_path, "pairs", *rows)
+    expected = [{"prompt": [user(q)], "chosen": "good", "rejected": "bad"} for q in ("a", "b")]
+    assert pairs == expected
     data = PairsConfig(pairs_path=str(tmp_path / "out" / "pairs.jsonl"), max_length=100)
     used, skipped, count = read_examples(TrainRewardModelConfig(data=data), tokenizer)
-    assert (len(used), skipped, count) == (2, {}, 2)
+    assert len(used) == 2
+    assert skipped == {}
+    assert count == 2
 
 
 def test_comparisons_that_do_not_take_turns(tmp_path):
@@ -244,7 +253,8 @@ def test_each_file_of_comparisons_begins_with_a_chosen_one(tmp_path):
     done = prepare(
         tmp_path / "1.jsonl", tmp_path / "2.jsonl", "--form=pairs", f"--output={tmp_path / 'out'}"
     )
-    assert "1.jsonl:3" in done.output and "2.jsonl:3" in done.output
+    assert "1.jsonl:3" in done.output
+    assert "2.jsonl:3" in done.output
 
 
 def test_dpo_becomes_pairs(tmp_path):
@@ -270,9 +280,10 @@ def test_dpo_becomes_pairs(tmp_path):
 def test_labels_become_ratings(tmp_path, tokenizer):
     row = {"text": QUESTION.format("a") + "good\n<extra_id_2>", "label": [3, 4.0, -100]}
     names = ("helpfulness", "verbosity", "humor")
-    found = prepared(tmp_path, "ratings", row, words=(f"--attributes={','.join(names)}",))
+    rated = prepared(tmp_path, "ratings", row, words=(f"--attributes={','.join(names)}",))
     ratings = {"helpfulness": 3, "verbosity": 4.0}
-    assert found == [{"prompt": [user("a")], "response": "good", "attributes": ratings}]
+    expected = [{"prompt": [user("a")], "response": "good", "attributes": ratings}]
+    assert rated == expected
     full = FullConfig(objective="regression", attributes=["helpfulness", "verbosity"])
     data = PairsConfig(ratings_path=str(tmp_path / "out" / "ratings.jsonl"), max_length=100)
     used, _, _ = read_examples(TrainRewardModelConfig(mode="full", full=full, data=data), tokenizer)
@@ -318,10 +329,12 @@ def test_labels_of_a_chat_become_ratings(tmp_path):
 def test_options_of_prompts_and_of_ratings(tmp_path):
     for words in (("--form=pairs", "--limit=3"), ("--form=ratings", "--validation-fraction=0.2")):
         done = prepare("x", f"--output={tmp_path}", *words)
-        assert done.exit_code == 2 and words[1].partition("=")[0] in done.output
+        assert done.exit_code == 2
+        assert words[1].partition("=")[0] in done.output
         assert "data.held_out_fraction" in done.output
     done = prepare("x", f"--output={tmp_path}", "--attributes=a")
-    assert done.exit_code == 2 and "--form ratings" in done.output
+    assert done.exit_code == 2
+    assert "--form ratings" in done.output
 
 
 def test_train_rm_names_the_command_that_converts(tmp_path, tokenizer):
@@ -342,7 +355,8 @@ def test_train_rm_names_the_command_that_converts(tmp_path, tokenizer):
         file = write(tmp_path / "in.jsonl", row, row)
         data = {f"{form}_path": str(file), "fields": fields, "max_length": 100}
         full = FullConfig(objective="regression" if form == "ratings" else "ranking")
-        cfg = TrainRewardModelConfig(mode="full", full=full, data=PairsConfig(**data))  # type: ignore[arg-type]
+        pairs = PairsConfig(**data)  # type: ignore[arg-type]
+        cfg = TrainRewardModelConfig(mode="full", full=full, data=pairs)
         values = ("in.jsonl:1: ", f"reinforce-rl prepare FILE --form {form}")
         with raises_error("reward_model.line.nemo_form", *values) as raised:
             read_examples(cfg, tokenizer)
@@ -367,6 +381,6 @@ def test_the_reported_files(tmp_path, name, form, count):
         pytest.skip(f"{file} is not there")
     words = ("--attributes=a,b,c,d,e",) if form == "ratings" else ()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    found = prepared(tmp_path, form, *rows, words=words)
-    assert len(found) == count
-    assert "extra_id" not in str(found)
+    records = prepared(tmp_path, form, *rows, words=words)
+    assert len(records) == count
+    assert "extra_id" not in str(records)

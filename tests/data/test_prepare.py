@@ -36,9 +36,8 @@ def assistant(text: str) -> dict[str, str]:
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_bytes(
-        b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows)
-    )
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
 
 
@@ -88,14 +87,17 @@ def test_null_is_no_prompt_and_messages_may_be_json(tmp_path):
             PrepareOptions(num_validation=1),
             Columns({name: "prompt"}, "--field "),
         )
-        rows = rows_of(tmp_path / name / "train.jsonl") + rows_of(
-            tmp_path / name / "validation.jsonl"
-        )
+        train_file = tmp_path / name / "train.jsonl"
+        validation_file = tmp_path / name / "validation.jsonl"
+        rows = rows_of(train_file) + rows_of(validation_file)
         assert {"messages": [user(expected)]} in rows
 
 
 def test_parse_hh_conversation():
-    text = "\n\nHuman: Hi.\n\nTell me:\nAssistant: is that a marker?\n\nAssistant: No \n\nHuman: ok\n\nAssistant:"
+    text = (
+        "\n\nHuman: Hi.\n\nTell me:\nAssistant: is that a marker?\n\nAssistant: No \n\n"
+        "Human: ok\n\nAssistant:"
+    )
     messages = [user("Hi.\n\nTell me:\nAssistant: is that a marker?"), assistant("No"), user("ok")]
     assert parse_hh_conversation(text) == messages
     assert parse_hh_conversation(render_hh_prompt(messages)) == messages
@@ -117,13 +119,16 @@ def test_every_accepted_form_gives_the_prompt_alone(tmp_path):
         {"prompt": hh("six\n\nAssistant: a\n\nHuman: b")},
     )
     counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
-    rows = rows_of(tmp_path / "out" / "train.jsonl") + rows_of(
-        tmp_path / "out" / "validation.jsonl"
-    )
+    train_file = tmp_path / "out" / "train.jsonl"
+    validation_file = tmp_path / "out" / "validation.jsonl"
+    rows = rows_of(train_file) + rows_of(validation_file)
     expected = [[user(word)] for word in ("one", "two", "three", "four", "five")]
     expected.append([user("six"), assistant("a"), user("b")])
     assert sorted(map(str, (row["messages"] for row in rows))) == sorted(map(str, expected))
-    assert (counts.read, counts.train, counts.validation, counts.skipped) == (6, 5, 1, {})
+    assert counts.read == 6
+    assert counts.train == 5
+    assert counts.validation == 1
+    assert counts.skipped == {}
 
 
 def test_a_plain_prompt_is_a_user_message_and_other_fields_stay(tmp_path):
@@ -139,21 +144,22 @@ def test_a_plain_prompt_is_a_user_message_and_other_fields_stay(tmp_path):
         prepare_prompts(
             [file], tmp_path / form, PrepareOptions(form=form, num_validation=1, seed=3)
         )
-        found = rows_of(tmp_path / form / "train.jsonl") + rows_of(
-            tmp_path / form / "validation.jsonl"
-        )
-        rows[form] = sorted(found, key=lambda row: str(row.get("answer", "?")))
+        train_file = tmp_path / form / "train.jsonl"
+        validation_file = tmp_path / form / "validation.jsonl"
+        written = rows_of(train_file) + rows_of(validation_file)
+        rows[form] = sorted(written, key=lambda row: str(row.get("answer", "?")))
     expected = [
         {"messages": [user("What is 6 x 7?")], "answer": 42, "solution": {"steps": ["6 x 7"]}},
         {"messages": [user("Say\n\nHuman: hi")], "kwargs": [None]},
         {"messages": [user("as messages")], "answer": None},
     ]
     assert rows["messages"] == expected
-    assert rows["prompt"][0] == {
+    expected = {
         "prompt": hh("What is 6 x 7?"),
         "answer": 42,
         "solution": {"steps": ["6 x 7"]},
     }
+    assert rows["prompt"][0] == expected
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
     dataset = PromptDataset.from_files(
         tokenizer, tmp_path / "messages" / "train.jsonl", max_prompt_tokens=None
@@ -178,11 +184,15 @@ def test_what_is_skipped_is_counted_by_reason(tmp_path):
     )
     options = PrepareOptions(num_validation=2, max_turns=2, max_characters=100, limit=8)
     counts = prepare_prompts([file], tmp_path / "out", options)
-    assert sorted(counts.skipped.values()) == [1, 1, 1, 1, 1, 1, 1, 2]
+    expected = [1, 1, 1, 1, 1, 1, 1, 2]
+    assert sorted(counts.skipped.values()) == expected
     assert counts.skipped["over --limit"] == 2
     assert counts.skipped["duplicate of an earlier prompt"] == 1
-    assert (counts.read, counts.train, counts.validation) == (17, 6, 2)
-    assert counts.read == counts.train + counts.validation + sum(counts.skipped.values())
+    assert counts.read == 17
+    assert counts.train == 6
+    assert counts.validation == 2
+    expected = counts.train + counts.validation + sum(counts.skipped.values())
+    assert counts.read == expected
     assert "skipped 1: more than --max-turns user turns" in str(counts)
 
 
@@ -206,7 +216,10 @@ OF_ROLES = {
 
 @pytest.mark.parametrize("messages", OF_ROLES.values(), ids=OF_ROLES)
 def test_what_comes_before_the_last_answer_is_kept_and_train_reads_it(tmp_path, messages):
-    """Each with an answer and without one: `train` reads what `prepare` writes, and refuses the answer."""
+    """Each with an answer and without one.
+
+    `train` reads what `prepare` writes, and refuses the answer.
+    """
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}"
@@ -261,9 +274,8 @@ def test_openais_forms_are_kept_as_they_are_and_train_reads_them(tmp_path, messa
     )
     tokenizer = write_chat_tokenizer(tmp_path / "tokenizer", template)
     lines = [{"messages": [*messages, assistant("z")], "tools": []}, {"messages": [user("other")]}]
-    counts = prepare_prompts(
-        [write(tmp_path / "in.jsonl", *lines)], tmp_path / "out", PrepareOptions()
-    )
+    inputs = [write(tmp_path / "in.jsonl", *lines)]
+    counts = prepare_prompts(inputs, tmp_path / "out", PrepareOptions())
     assert counts.skipped == {}
     targets = [tmp_path / "out" / f"{name}.jsonl" for name in ("train", "validation")]
     assert {"messages": messages, "tools": []} in [
@@ -285,14 +297,17 @@ def test_what_is_said_in_parts_is_counted_and_written_as_text(tmp_path):
         {"messages": [user("cc")]},
     ]
     options = PrepareOptions(form="prompt", max_characters=7, num_validation=1)
-    counts = prepare_prompts([write(tmp_path / "in.jsonl", *lines)], tmp_path / "out", options)
+    inputs = [write(tmp_path / "in.jsonl", *lines)]
+    counts = prepare_prompts(inputs, tmp_path / "out", options)
     assert counts.skipped == {
         "duplicate of an earlier prompt": 1,
         "more than --max-characters characters": 1,
         "a turn is empty": 1,
     }
     rows = [rows_of(tmp_path / "out" / f"{name}.jsonl")[0] for name in ("train", "validation")]
-    assert sorted(row["prompt"] for row in rows) == [hh("cc"), hh("one\ntwo")]
+    expected = [hh("cc"), hh("one\ntwo")]
+    prompts = sorted(row["prompt"] for row in rows)
+    assert prompts == expected
 
 
 def test_parts_of_another_type_are_named(tmp_path):
@@ -309,9 +324,8 @@ def test_calls_make_prompts_different(tmp_path):
         "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {}}}],
     }
     rows = [{"messages": [user("a"), call, TOOL, assistant("z")]} for call in (CALL, other, CALL)]
-    counts = prepare_prompts(
-        [write(tmp_path / "in.jsonl", *rows)], tmp_path / "out", PrepareOptions()
-    )
+    inputs = [write(tmp_path / "in.jsonl", *rows)]
+    counts = prepare_prompts(inputs, tmp_path / "out", PrepareOptions())
     assert counts.skipped == {"duplicate of an earlier prompt": 1}
 
 
@@ -385,17 +399,18 @@ def test_roles_that_there_are_not_and_turns_without_a_place(tmp_path):
 def test_a_system_column_by_its_name(tmp_path):
     rows = [{"prompt": text, "rules": "Be brief."} for text in "ab"]
     columns = Columns({"system": "rules"}, "--field ")
-    prepare_prompts(
-        [write(tmp_path / "in.jsonl", *rows)], tmp_path / "out", PrepareOptions(), columns
-    )
-    assert rows_of(tmp_path / "out" / "train.jsonl")[0]["messages"][0] == SYSTEM
+    inputs = [write(tmp_path / "in.jsonl", *rows)]
+    prepare_prompts(inputs, tmp_path / "out", PrepareOptions(), columns)
+    train_file = tmp_path / "out" / "train.jsonl"
+    assert rows_of(train_file)[0]["messages"][0] == SYSTEM
 
 
 def test_a_folder_of_several_splits_needs_a_choice(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("train", "test"):
-        write(folder / f"{name}.jsonl", *({"prompt": f"{name} {i}"} for i in range(3)))
+        rows = [{"prompt": f"{name} {i}"} for i in range(3)]
+        write(folder / f"{name}.jsonl", *rows)
     with raises_error("data.split.several", f"{folder} ", "test, train;", f"{folder}:test"):
         prepare_prompts([folder], tmp_path / "out", PrepareOptions())
     assert prepare_prompts([f"{folder}:test"], tmp_path / "out", PrepareOptions()).read == 3
@@ -403,7 +418,8 @@ def test_a_folder_of_several_splits_needs_a_choice(tmp_path):
 
 def test_the_split_is_by_prompt_and_by_seed(tmp_path):
     # Every prompt occurs twice, so a split by line would put some into both files.
-    file = write(tmp_path / "in.jsonl", *({"prompt": hh(f"number {i % 40}")} for i in range(80)))
+    rows = [{"prompt": hh(f"number {i % 40}")} for i in range(80)]
+    file = write(tmp_path / "in.jsonl", *rows)
 
     def split(name: str, seed: int) -> tuple[list[str], list[str]]:
         prepare_prompts(
@@ -414,12 +430,15 @@ def test_the_split_is_by_prompt_and_by_seed(tmp_path):
         train, validation = (
             rows_of(tmp_path / name / f"{s}.jsonl") for s in ("train", "validation")
         )
-        return [row["prompt"] for row in train], [row["prompt"] for row in validation]
+        prompts = [row["prompt"] for row in train]
+        return prompts, [row["prompt"] for row in validation]
 
     train, validation = split("a", 1)
-    assert (len(train), len(validation)) == (30, 10)
+    assert len(train) == 30
+    assert len(validation) == 10
     assert not set(train) & set(validation)
-    assert set(train) | set(validation) == {hh(f"number {i}") for i in range(40)}
+    expected = {hh(f"number {i}") for i in range(40)}
+    assert set(train) | set(validation) == expected
     assert split("b", 1) == (train, validation)
     assert split("c", 2)[1] != validation
 
@@ -454,12 +473,12 @@ def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
 def test_wrong_options_and_files(tmp_path):
     for option in ("--num-validation=0", "--max-turns=0", "--limit=1"):
         done = prepare("x", f"--output={tmp_path}", option)
-        assert (
-            done.exit_code == 2 and f"Invalid value for '{option.partition('=')[0]}'" in done.output
-        )
+        assert done.exit_code == 2
+        assert f"Invalid value for '{option.partition('=')[0]}'" in done.output
     for share in ("0", "1", "nan"):
         done = prepare("x", f"--output={tmp_path}", f"--validation-fraction={share}")
-        assert done.exit_code == 2 and "expected above 0 and below 1" in done.output
+        assert done.exit_code == 2
+        assert "expected above 0 and below 1" in done.output
     with raises_error("data.file.missing", tmp_path / "none.jsonl"):
         prepare_prompts([tmp_path / "none.jsonl"], tmp_path, PrepareOptions())
     file = write(tmp_path / "q.jsonl", {"q": "one", "a": 1})
@@ -495,16 +514,17 @@ def test_the_command_takes_csv_and_names_of_columns(tmp_path):
     (tmp_path / "in.csv").write_text("question,solution\nhi,007\nho,8\n")
     fields = ["--field=prompt=question", "--field=answer=solution", f"--output={tmp_path / 'out'}"]
     assert prepare(tmp_path / "in.csv", *fields).exit_code == 0
-    rows = rows_of(tmp_path / "out" / "train.jsonl") + rows_of(
-        tmp_path / "out" / "validation.jsonl"
-    )
+    train_file = tmp_path / "out" / "train.jsonl"
+    validation_file = tmp_path / "out" / "validation.jsonl"
+    rows = rows_of(train_file) + rows_of(validation_file)
     expected = [
         {"messages": [user("hi")], "answer": "007"},
         {"messages": [user("ho")], "answer": "8"},
     ]
     assert sorted(rows, key=str) == expected
     done = prepare(tmp_path / "in.csv", *fields, "--field=prompt")
-    assert done.exit_code == 2 and "expected NAME=COLUMN" in done.output
+    assert done.exit_code == 2
+    assert "expected NAME=COLUMN" in done.output
 
 
 def test_gsm8k_keeps_every_prompt_with_its_answer(tmp_path):
@@ -512,10 +532,12 @@ def test_gsm8k_keeps_every_prompt_with_its_answer(tmp_path):
     if not source.is_file():
         pytest.skip(f"{source} is not there")
     counts = prepare_prompts([source], tmp_path, PrepareOptions(num_validation=64))
-    assert (counts.read, counts.train + counts.validation) == (7473, 7473)
+    assert counts.read == 7473
+    assert counts.train + counts.validation == 7473
     answers = {row["prompt"].strip(): row["answer"] for row in rows_of(source)}
     for row in rows_of(tmp_path / "train.jsonl") + rows_of(tmp_path / "validation.jsonl"):
-        assert row["answer"] == answers[row["messages"][0]["content"]]
+        expected = answers[row["messages"][0]["content"]]
+        assert row["answer"] == expected
 
 
 @pytest.mark.parametrize("name", ["hh_harmless_prompts.jsonl", "hh_harmless_pairs.jsonl"])
@@ -528,7 +550,8 @@ def test_real_data_through_the_command_into_a_data_set(tmp_path, name):
     assert f"read {lines}, kept " in done.output
     train = rows_of(tmp_path / "train.jsonl")
     validation = rows_of(tmp_path / "validation.jsonl")
-    assert len(validation) == 64 and len(train) > 500
+    assert len(validation) == 64
+    assert len(train) > 500
     assert not {str(row) for row in train} & {str(row) for row in validation}
     assert not list(tmp_path.glob(".*.tmp"))
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
@@ -536,16 +559,17 @@ def test_real_data_through_the_command_into_a_data_set(tmp_path, name):
         tokenizer, tmp_path / "validation.jsonl", max_prompt_tokens=None
     )
     assert len(dataset) == 64
-    assert all(
-        prompt.text.startswith("U: ") and prompt.text.endswith("<eos>A:") for prompt in dataset
-    )
+    for prompt in dataset:
+        assert prompt.text.startswith("U: ")
+        assert prompt.text.endswith("<eos>A:")
 
 
 def test_the_script_ends_with_the_error_alone(tmp_path):
     file = write(tmp_path / "in.jsonl", b"{")
+    script = ROOT / "examples" / "prepare_prompts.py"
     command = [
         sys.executable,
-        str(ROOT / "examples" / "prepare_prompts.py"),
+        str(script),
         str(file),
         "--output",
         str(tmp_path),

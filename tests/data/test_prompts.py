@@ -1,4 +1,4 @@
-"""Prompt data sets: what each form of line becomes, how every fault is told, and the batches of each rank."""
+"""Prompt data sets: what each form of line becomes, every fault, and the batches of each rank."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ def tokenizer(tmp_path_factory):
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_bytes(
-        b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows)
-    )
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
 
 
@@ -57,7 +56,9 @@ def test_tiny_tokenizer_is_lossless_and_of_the_size_asked_for(tokenizer, tmp_pat
     small = load_tokenizer(write_tiny_tokenizer(tmp_path, vocab_size=16))
     assert len(small) == 16
     assert max(small("Hello")["input_ids"]) < 16
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer.pad_token_id == 0
+    assert tokenizer.bos_token_id == 1
+    assert tokenizer.eos_token_id == 2
 
 
 def test_each_form_of_line(tokenizer, tmp_path):
@@ -72,7 +73,8 @@ def test_each_form_of_line(tokenizer, tmp_path):
     )
     dataset = load(tokenizer, file)
     assert [p.text for p in dataset] == ["one", " two\n", "S: be kind<eos>U: hi<eos>A:"]
-    assert [p.metadata for p in dataset] == [{"answer": 7, "tags": ["x"]}, {}, {"source": None}]
+    expected = [{"answer": 7, "tags": ["x"]}, {}, {"source": None}]
+    assert [p.metadata for p in dataset] == expected
     assert [p.messages for p in dataset] == [(), (), tuple(messages)]
     assert [p.id for p in dataset] == [0, 1, 2]
     for prompt in dataset:
@@ -92,7 +94,8 @@ def test_forms_and_columns_as_others_have_them(tokenizer, tmp_path):
     )
     dataset = load(tokenizer, file)
     assert [p.text for p in dataset] == ["U: hi<eos>A:", "S: be kind<eos>U: hi<eos>A:", "hi"]
-    assert [p.metadata for p in dataset] == [{"answer": 1}, {}, {"conversations": conversation}]
+    expected = [{"answer": 1}, {}, {"conversations": conversation}]
+    assert [p.metadata for p in dataset] == expected
     (tmp_path / "b.csv").write_text("question,system,text\nhi,be brief,x\nho,,y\n")
     columns = Columns({"prompt": "question", "system": "system"})
     dataset = load(
@@ -106,7 +109,8 @@ def test_forms_and_columns_as_others_have_them(tokenizer, tmp_path):
         "S: be brief<eos>U: hi<eos>A:",
         "S: be kind<eos>U: ho<eos>A:",
     ]
-    assert dataset[0].metadata == {"system": "be brief", "text": "x"} and dataset[0].id == 0
+    assert dataset[0].metadata == {"system": "be brief", "text": "x"}
+    assert dataset[0].id == 0
     file = write(file, {"conversations": conversation})
     assert load(tokenizer, file, system_prompt="no")[0].text == "S: be kind<eos>U: hi<eos>A:"
     with raises_error("data.system.plain_prompt", "model.data.apply_chat_template=true") as caught:
@@ -132,8 +136,9 @@ def test_a_tokenizer_that_was_saved_with_truncation_cuts_nothing(tokenizer, tmp_
     )
     saved = load_tokenizer(folder)
     for template in SANITIZED_OR_NOT:
-        found = load(saved, file, template=template)
-        assert [p.tokens for p in found] == [p.tokens for p in load(tokenizer, file)]
+        prompts = load(saved, file, template=template)
+        expected = [p.tokens for p in load(tokenizer, file)]
+        assert [p.tokens for p in prompts] == expected
 
 
 def test_null_is_no_prompt(tokenizer, tmp_path):
@@ -149,7 +154,8 @@ def test_null_is_no_prompt(tokenizer, tmp_path):
     )
     dataset = load(tokenizer, file)
     assert [p.text for p in dataset] == ["one", "U: hi<eos>A:", "two", "U: ho<eos>A:"]
-    assert [p.metadata for p in dataset] == [{"answer": 1}, {"answer": None}, {}, {}]
+    expected = [{"answer": 1}, {"answer": None}, {}, {}]
+    assert [p.metadata for p in dataset] == expected
     with raises_error("data.prompt.null", "b.jsonl:2: ", "prompt and messages"):
         load(
             tokenizer,
@@ -171,7 +177,8 @@ def test_messages_that_a_text_holds_as_json(tokenizer, tmp_path, key):
     }[key]
     as_list = load(tokenizer, write(tmp_path / "a.jsonl", {key: [said]}))
     as_text = load(tokenizer, write(tmp_path / "b.jsonl", {key: json.dumps([said])}))
-    assert as_text[0] == as_list[0] and as_text[0].text == "U: hi<eos>A:"
+    assert as_text[0] == as_list[0]
+    assert as_text[0].text == "U: hi<eos>A:"
     python = write(tmp_path / "c.jsonl", {key: str([said])})
     with raises_error("data.messages.python_form", f"c.jsonl:1: {key} ", "json.dumps"):
         load(tokenizer, python)
@@ -222,7 +229,8 @@ def test_a_folder_is_one_entry_of_a_blend(tokenizer, tmp_path):
 
 def test_chat_template_for_plain_prompts(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", {"prompt": "hi"}, {"text": "ho"})
-    assert [p.text for p in load(tokenizer, file, apply_chat_template=True)] == [
+    texts = [p.text for p in load(tokenizer, file, apply_chat_template=True)]
+    assert texts == [
         "U: hi<eos>A:",
         "U: ho<eos>A:",
     ]
@@ -233,16 +241,17 @@ NEMO = "<extra_id_0>System\n\n<extra_id_1>User\nhi\n<extra_id_1>Assistant\n"
 
 def test_a_text_with_nemo_aligners_markers_is_not_rendered_once_more(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", {"text": NEMO}, {"text": NEMO.replace("hi", "ho")})
-    assert [prompt.text for prompt in load(tokenizer, file)] == [NEMO, NEMO.replace("hi", "ho")]
+    expected = [NEMO, NEMO.replace("hi", "ho")]
+    texts = [prompt.text for prompt in load(tokenizer, file)]
+    assert texts == expected
     setting = "model.data.apply_chat_template=true"
     values = ("a.jsonl", "<extra_id_0>", setting, "reinforce-rl prepare")
     with raises_error("data.prompt.nemo_markers", *values):
         load(tokenizer, file, apply_chat_template=True)
     counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
     assert counts.skipped == {}
-    prompts = load(
-        tokenizer, tmp_path / "out" / "train.jsonl", tmp_path / "out" / "validation.jsonl"
-    )
+    train_file = tmp_path / "out" / "train.jsonl"
+    prompts = load(tokenizer, train_file, tmp_path / "out" / "validation.jsonl")
     assert sorted(prompt.text for prompt in prompts) == ["U: hi<eos>A:", "U: ho<eos>A:"]
 
 
@@ -252,7 +261,8 @@ def test_bos_only_where_asked_for_and_no_template_was_used(tokenizer, tmp_path):
     )
     plain = load(tokenizer, file)
     with_bos = load(tokenizer, file, add_bos=True)
-    assert with_bos[0].tokens == (tokenizer.bos_token_id, *plain[0].tokens)
+    expected = (tokenizer.bos_token_id, *plain[0].tokens)
+    assert with_bos[0].tokens == expected
     assert with_bos[1].tokens == plain[1].tokens
     assert with_bos[0].text == "hi"
 
@@ -299,7 +309,8 @@ def test_tools_and_template_arguments_of_a_record_reach_the_template(tmp_path, c
         assert [*prompt.tokens] == ids
         assert prompt.messages == tuple(messages), "as the data has them"
     assert dataset[0].metadata == {"tools": [tool]}, "a reward function gets them too"
-    assert (dataset[2].text, dataset[2].metadata) == ("plain", {"tools": "of another meaning"})
+    assert dataset[2].text == "plain"
+    assert dataset[2].metadata == {"tools": "of another meaning"}
     assert "chat_template_kwargs.other of 1 records has no effect" in caplog.text
 
 
@@ -341,13 +352,12 @@ def test_the_public_cases_with_tools(tmp_path, case):
         pytest.skip("the public cases are not beside this checkout")
     tokenizer = write_chat_tokenizer(tmp_path / "t", QWEN25)
     record = json.loads(file.read_text("utf-8"))
-    messages = [
-        {
-            **m,
-            "content": m["content"][0]["text"] if isinstance(m["content"], list) else m["content"],
-        }
-        for m in record["messages"]
-    ]
+    messages = []
+    for message in record["messages"]:
+        content = message["content"]
+        if isinstance(content, list):
+            content = content[0]["text"]
+        messages.append({**message, "content": content})
     expected = tokenizer.apply_chat_template(
         messages, tools=record.get("tools"), add_generation_prompt=True, return_dict=False
     )
@@ -378,7 +388,8 @@ def test_ids_run_over_files_and_skipped_prompts(tokenizer, tmp_path, caplog):
     second = write(tmp_path / "b.jsonl", {"prompt": "y" * 30}, {"prompt": "two"})
     with caplog.at_level(logging.WARNING):
         dataset = load(tokenizer, first, second, max_prompt_tokens=10, too_long="skip")
-    assert [(p.id, p.text) for p in dataset] == [(0, "one"), (1, "x" * 10), (2, "two")]
+    expected = [(0, "one"), (1, "x" * 10), (2, "two")]
+    assert [(p.id, p.text) for p in dataset] == expected
     assert dataset.skipped == 2
     assert len(caplog.records) == 1
     assert (
@@ -394,8 +405,8 @@ def test_too_long_is_refused_by_default(tokenizer, tmp_path):
     assert len(load(tokenizer, file, max_prompt_tokens=None)) == 2
 
 
-def line_with(content: object, role: str = "user", **more: object) -> dict:
-    return {"messages": [{"role": role, "content": content, **more}]}
+def line_with(content: object, role: str = "user", **fields: object) -> dict:
+    return {"messages": [{"role": role, "content": content, **fields}]}
 
 
 def line_calling(arguments: object) -> dict:
@@ -521,7 +532,8 @@ def test_no_prompt_is_an_error(tokenizer, tmp_path):
 def test_byte_order_mark_and_unicode_line_separators(tokenizer, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "a\u2028b"}\r\n{"prompt": "c"}'.encode())
-    assert [p.text for p in load(tokenizer, file)] == ["a\u2028b", "c"]
+    texts = [p.text for p in load(tokenizer, file)]
+    assert texts == ["a\u2028b", "c"]
 
 
 def test_fingerprint_tells_texts_and_their_order(tokenizer, tmp_path):
@@ -531,19 +543,19 @@ def test_fingerprint_tells_texts_and_their_order(tokenizer, tmp_path):
         ).fingerprint
 
     assert fingerprint("a", "b") == fingerprint("a", "b")
-    assert (
-        len({fingerprint(*t) for t in [("a", "b"), ("b", "a"), ("ab",), ("a", "b", "b"), ("a",)]})
-        == 5
-    )
+    texts = [("a", "b"), ("b", "a"), ("ab",), ("a", "b", "b"), ("a",)]
+    assert len({fingerprint(*each) for each in texts}) == 5
 
 
 def test_build_data_sets_from_omegaconf(tokenizer, tmp_path):
-    one = str(write(tmp_path / "1.jsonl", {"prompt": "one"}))
-    two = str(write(tmp_path / "2.jsonl", {"prompt": "two"}))
-    prefix = OmegaConf.create({"train": [one, two], "validation": two, "test": None})
+    first = str(write(tmp_path / "1.jsonl", {"prompt": "one"}))
+    second = str(write(tmp_path / "2.jsonl", {"prompt": "two"}))
+    prefix = OmegaConf.create({"train": [first, second], "validation": second, "test": None})
     datasets = build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=10)
-    assert [p.text for p in datasets.train] == ["one", "two"]
-    assert datasets.validation is not None and [p.text for p in datasets.validation] == ["two"]
+    texts = [p.text for p in datasets.train]
+    assert texts == ["one", "two"]
+    assert datasets.validation is not None
+    assert [p.text for p in datasets.validation] == ["two"]
     assert datasets.test is None
 
 
@@ -567,16 +579,14 @@ def test_all_faults_of_data_prefix_in_one_message(tokenizer, tmp_path):
 def test_the_demo_prompts_are_distinct_short_and_disjoint():
     texts = {}
     for split in ("train", "validation"):
-        rows = [
-            json.loads(line)
-            for line in (DEMO / f"prompts_{split}.jsonl").read_text("utf-8").splitlines()
-        ]
-        assert all(
-            row["keyword"] in row["prompt"]
-            and all(f'"{key}"' in row["prompt"] for key in row["keys"])
-            for row in rows
-        )
-        texts[split] = [row["prompt"] for row in rows]
+        text = (DEMO / f"prompts_{split}.jsonl").read_text("utf-8")
+        rows = [json.loads(line) for line in text.splitlines()]
+        for row in rows:
+            assert row["keyword"] in row["prompt"]
+            for key in row["keys"]:
+                assert f'"{key}"' in row["prompt"]
+        prompts = [row["prompt"] for row in rows]
+        texts[split] = prompts
     assert len(texts["train"]) >= 320
     assert len(texts["validation"]) >= 96
     everything = [
@@ -587,21 +597,24 @@ def test_the_demo_prompts_are_distinct_short_and_disjoint():
 
 
 def test_weights_before_paths_make_a_blend(tokenizer, tmp_path):
-    one = str(
+    first = str(
         write(
             tmp_path / "1.jsonl", {"prompt": "one"}, {"prompt": "far too long"}, {"prompt": "uno"}
         )
     )
-    two = str(write(tmp_path / "2.jsonl", {"prompt": "two"}))
-    prefix = OmegaConf.create({"train": [3, one, 1.0, two], "validation": [one, two]})
+    second = str(write(tmp_path / "2.jsonl", {"prompt": "two"}))
+    prefix = OmegaConf.create({"train": [3, first, 1.0, second], "validation": [first, second]})
     datasets = build_train_valid_test_rlhf_datasets(
         tokenizer, prefix, max_prompt_tokens=4, too_long="skip"
     )
-    assert [p.text for p in datasets.train] == ["one", "uno", "two"]
-    assert datasets.train.blend == Blend((2, 1), (3.0, 1.0)), "skipped prompts are not of it"
-    assert datasets.validation is not None and datasets.validation.blend is None
+    texts = [p.text for p in datasets.train]
+    assert texts == ["one", "uno", "two"]
+    expected = Blend((2, 1), (3.0, 1.0))
+    assert datasets.train.blend == expected, "skipped prompts are not of it"
+    assert datasets.validation is not None
+    assert datasets.validation.blend is None
     plain = build_train_valid_test_rlhf_datasets(
-        tokenizer, {"train": [one, two]}, max_prompt_tokens=20
+        tokenizer, {"train": [first, second]}, max_prompt_tokens=20
     )
     assert plain.train.blend is None
 
@@ -622,21 +635,22 @@ def test_weights_before_paths_make_a_blend(tokenizer, tmp_path):
 def test_weights_that_are_not_before_each_path(tmp_path, entries, key, value):
     names = {name: str(write(tmp_path / name, {"prompt": name})) for name in "AB"}
     with raises_error(key, "model.data.data_prefix.train", value) as caught:
-        resolve_data_prefix({"train": [names.get(entry, entry) for entry in entries]})
+        data_prefix = {"train": [names.get(entry, entry) for entry in entries]}
+        resolve_data_prefix(data_prefix)
     assert isinstance(caught.value, ConfigError)
     assert len(caught.value.faults) == 1
 
 
 def dataset_of(count: int, word: str = "prompt") -> PromptDataset:
-    return PromptDataset([Prompt(i, f"{word} {i}", (i + 4,)) for i in range(count)])
+    prompts = [Prompt(i, f"{word} {i}", (i + 4,)) for i in range(count)]
+    return PromptDataset(prompts)
 
 
 def loader_of(
     dataset: PromptDataset, rank: int = 0, size: int = 1, *, epochs: int | None = 2
 ) -> PromptLoader:
-    return PromptLoader(
-        dataset, PromptSampler(len(dataset), 3, seed=5, max_epochs=epochs), rank, size
-    )
+    sampler = PromptSampler(len(dataset), 3, seed=5, max_epochs=epochs)
+    return PromptLoader(dataset, sampler, rank, size)
 
 
 def ids(batches: list[list[Prompt]]) -> list[list[int]]:
@@ -662,7 +676,8 @@ def test_a_resumed_loader_goes_on_as_the_uninterrupted_one(step):
         next(loader)
     resumed = loader_of(dataset)
     resumed.load_state_dict(loader.state_dict())
-    assert ids(list(resumed)) == ids(list(loader)) == ids(list(loader_of(dataset)))[step:]
+    uninterrupted = ids(list(loader_of(dataset)))
+    assert ids(list(resumed)) == ids(list(loader)) == uninterrupted[step:]
 
 
 def test_a_resume_may_change_the_number_of_ranks():

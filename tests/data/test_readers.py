@@ -1,4 +1,7 @@
-"""Readers: the same rows from every form, compressed or in a folder; columns by other names; what cannot be read."""
+"""Readers: the same rows from every form, compressed or in a folder; columns by other names.
+
+Files that cannot be read are refused.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,11 @@ PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
 def pyarrow_here():
-    """pyarrow; version 26 cannot be imported beside NumPy 1.26, which is a failure where tests must not be skipped."""
+    """Import pyarrow, or skip the test.
+
+    Version 26 cannot be imported beside NumPy 1.26. In CI, where tests must not be skipped, that
+    fails.
+    """
     kind = ModuleNotFoundError if os.environ.get("CI") else ImportError
     pytest.importorskip("pyarrow.parquet", exc_type=kind)
     return pytest.importorskip("pyarrow")
@@ -58,11 +65,11 @@ def read(
     source: Path | str, *, columns: dict[str, str] | None = None, split: str = "train"
 ) -> list[dict]:
     faults = LineFaults()
-    found = list(
+    records = list(
         read_records(source, lambda record: record.value, faults, Columns(columns or {}), split)
     )
     faults.raise_if_any("advice")
-    return found
+    return records
 
 
 def refused(source: Path | str, **options) -> DataError:
@@ -106,7 +113,8 @@ def test_every_form_gives_the_same_rows(tmp_path, name, content):
 
 def test_a_csv_of_one_column_and_by_pandas(tmp_path):
     (tmp_path / "one.csv").write_text('prompt\nhello; you\n\n"there, you"\n')
-    assert read(tmp_path / "one.csv") == [{"prompt": "hello; you"}, {"prompt": "there, you"}]
+    expected = [{"prompt": "hello; you"}, {"prompt": "there, you"}]
+    assert read(tmp_path / "one.csv") == expected
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(ROWS)
     frame.to_csv(tmp_path / "p.csv.gz", index=False)
@@ -150,10 +158,11 @@ def test_parquet_with_its_types(tmp_path):
         None,
         None,
     ]
-    assert row["messages"] == [
+    expected = [
         {"role": "user", "content": "x"},
         {"role": "user", "content": "y", "name": "z"},
     ]
+    assert row["messages"] == expected
     assert json.loads(json.dumps(row)) == row, "as it goes to a reward function"
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:200])
     error = refused(tmp_path / "cut.parquet")
@@ -166,23 +175,24 @@ def test_data_sets_of_hugging_face(tmp_path, monkeypatch):
     data = datasets.Dataset.from_list(TYPED)
     data.select([2, 0]).save_to_disk(tmp_path / "one")
     assert source_fault(tmp_path / "one") is None
-    assert read(tmp_path / "one") == [TYPED[2], TYPED[0]]
+    expected = [TYPED[2], TYPED[0]]
+    assert read(tmp_path / "one") == expected
     datasets.DatasetDict(train=data, test=data.select([1])).save_to_disk(tmp_path / "both")
     assert read(tmp_path / "both", split="test") == [TYPED[1]]
     assert read(tmp_path / "both" / "train") == TYPED
     error = refused(tmp_path / "both", split="validation")
     check_error(error, "data.split.several", "none of them validation, test, train;")
-    found = {}
+    request = {}
 
     def load_dataset(*args, **options):
-        found.update(args=args, **options)
+        request.update(args=args, **options)
         return data
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert read("hf:openai/gsm8k/main", split="test") == TYPED
-    assert found == {"args": ("openai/gsm8k", "main"), "split": None}
+    assert request == {"args": ("openai/gsm8k", "main"), "split": None}
     assert read("hf:some/where:train[:10%]", split="test") == TYPED
-    assert found == {"args": ("some/where", None), "split": "train[:10%]"}
+    assert request == {"args": ("some/where", None), "split": "train[:10%]"}
     monkeypatch.undo()
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     values = ("hf:no/such-data ", "HF_HUB_OFFLINE", "save_to_disk")
@@ -252,7 +262,8 @@ def test_a_folder_gives_its_files_by_name_and_split(tmp_path):
         "dataset_info.json",
         "c.txt",
     )
-    assert [row["prompt"] for row in read(plain)] == ["a.jsonl", "b.jsonl"]
+    prompts = [row["prompt"] for row in read(plain)]
+    assert prompts == ["a.jsonl", "b.jsonl"]
     assert [path.name for path in files_of(tmp_path / "plain" / "[b]*.jsonl")] == ["b.jsonl"]
     splits = write(
         "splits",
@@ -282,10 +293,11 @@ def test_columns_by_other_names(tmp_path):
     assert read(tmp_path / "a.csv", columns=names) == [{"answer": "1", "prompt": "hi"}]
     row = {"data": {"user": "hi", "truth": [1]}, "a.b": 2}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    found = read(
+    records = read(
         tmp_path / "a.jsonl", columns={"prompt": "data.user", "answer": "data.truth", "n": "a.b"}
     )
-    assert found == [{"data": row["data"], "prompt": "hi", "answer": [1], "n": 2}]
+    expected = [{"data": row["data"], "prompt": "hi", "answer": [1], "n": 2}]
+    assert records == expected
     error = refused(tmp_path / "a.csv", columns={"prompt": "questoin"})
     place = f"{tmp_path}/a.csv:2: "
     columns = ("question, answer, prompt;", "questoin", "model.data.fields.prompt")
@@ -295,7 +307,8 @@ def test_columns_by_other_names(tmp_path):
     check_error(error, "data.column.missing", "expected q, ", "model.data.fields.prompt")
     said = str(error)
     assert said.startswith("1 line "), "what all lines lack is said once"
-    assert len(said.splitlines()) == 2 and "advice" not in said, "and no line is to correct"
+    assert len(said.splitlines()) == 2
+    assert "advice" not in said, "and no line is to correct"
 
 
 def test_faults_of_several_kinds_keep_their_keys(tmp_path):
@@ -494,7 +507,8 @@ def test_what_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     # Nobody waits for its writer.
     check_fault([fault_of(tmp_path / "pipe")], "data.file.not_regular", f"{tmp_path}/pipe ")
-    check_fault([fault_of(tmp_path / ("x" * 300))], "data.file.unreadable", "x" * 300)
+    faults = [fault_of(tmp_path / ("x" * 300))]
+    check_fault(faults, "data.file.unreadable", "x" * 300)
     with zipfile.ZipFile(tmp_path / "z", "w") as file:
         file.writestr("p.jsonl", LINES)
     check_fault([fault_of(tmp_path / "z")], OTHER_FORM, tmp_path / "z", "zip")

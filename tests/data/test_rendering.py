@@ -339,7 +339,8 @@ def test_a_message_that_the_template_writes_in_another_form_is_not_left_out(tmp_
 def test_empty_lists_of_calls_and_of_tools_are_none(tmp_path):
     template = (
         "{%- if tools is not none %}TOOLS {% endif -%}"
-        "{%- for message in messages %}{{ message.content }}{% if 'tool_calls' in message %} CALLS{% endif %}"
+        "{%- for message in messages %}{{ message.content }}{% if 'tool_calls' in message %} CALLS"
+        "{% endif %}"
         "{%- endfor %}"
     )
     tokenizer = write_chat_tokenizer(tmp_path, template)
@@ -399,8 +400,8 @@ def test_the_date_of_a_template_is_the_one_given(tokenizers):
         Conversation(MESSAGES)
     )
     # An argument of the template wins, as it does in Llama's own.
-    own = Conversation(MESSAGES, kwargs={"date_string": "1 May 2020"})
-    assert "Today Date: 1 May 2020" in renderer.prompt_text(own)
+    dated = Conversation(MESSAGES, kwargs={"date_string": "1 May 2020"})
+    assert "Today Date: 1 May 2020" in renderer.prompt_text(dated)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +409,10 @@ def test_the_date_of_a_template_is_the_one_given(tokenizers):
     ["%Y-%m-%d", "%A, %B %-d, %Y", "%d/%m/%y %H:%M", "100%% %j", "%-d. %b", "no directive", "%%d"],
 )
 def test_every_form_of_a_date(tmp_path, form):
-    template = f"  {{% set now = strftime_now({json.dumps(form)}) %}}\n{{{{ now }}}}|{{{{ messages[0]['content'] }}}}"
+    template = (
+        f"  {{% set now = strftime_now({json.dumps(form)}) %}}\n"
+        f"{{{{ now }}}}|{{{{ messages[0]['content'] }}}}"
+    )
     tokenizer = write_chat_tokenizer(tmp_path, template)
     day = date(2024, 2, 5)
     conversation = Conversation(MESSAGES[:1])

@@ -1,4 +1,4 @@
-"""The order of prompts over epochs and ranks, exactly once each or by weights; positions to resume from."""
+"""The order of prompts over epochs and ranks, once each or by weights, and its resumption."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_every_prompt_once_an_epoch_through_resumes_and_shards(
             seen[epoch].update(part)
         got.append(batch)
     assert got == expected
-    assert all(counts == Counter(range(num_prompts)) for counts in seen)
+    for counts in seen:
+        assert counts == Counter(range(num_prompts))
     assert sampler.consumed_prompts == 3 * num_prompts
 
 
@@ -75,14 +76,16 @@ def test_an_epoch_has_the_batches_that_it_says(full, step, rest):
     """The last one may be smaller; one that is full belongs to it too."""
     rest = rest % step if full else rest % step + 1
     sampler = PromptSampler(full * step + rest, step, seed=0)
-    assert sampler.batch_sizes == ([step] * full + [rest] * (rest > 0) if rest < step else [step])
+    expected = [step] * full
+    if rest:
+        expected.append(rest)
+    assert sampler.batch_sizes == expected
     for epoch in (1, 2):
-        assert [len(batch) for batch in epoch_of(sampler)] == sampler.batch_sizes
-        assert (sampler.epoch, sampler.position, sampler.consumed_prompts) == (
-            epoch,
-            0,
-            epoch * sampler.num_prompts,
-        )
+        lengths = [len(batch) for batch in epoch_of(sampler)]
+        assert lengths == sampler.batch_sizes
+        assert sampler.epoch == epoch
+        assert sampler.position == 0
+        assert sampler.consumed_prompts == epoch * sampler.num_prompts
 
 
 def test_without_shuffle_the_order_is_the_data_sets():
@@ -105,7 +108,8 @@ def test_a_resume_with_another_batch_size_still_gives_each_prompt_once():
     resumed = PromptSampler(10, 3, seed=3)
     resumed.load_state_dict(sampler.state_dict())
     after = epoch_of(resumed)
-    assert [len(batch) for batch in after] == [3, 3]
+    lengths = [len(batch) for batch in after]
+    assert lengths == [3, 3]
     assert sorted(chain(given_before, *after)) == list(range(10))
 
 
@@ -141,11 +145,14 @@ def test_a_broken_state_is_refused_and_changes_nothing():
         ((name, value),) = bad.items()
         with raises_error("checkpoint.sampler.invalid", f"{name!r}: {value!r}"):
             sampler.load_state_dict({**sampler.state_dict(), **bad})
-    assert (sampler.epoch, sampler.position, sampler.consumed_prompts) == (0, 0, 0)
+    assert sampler.epoch == 0
+    assert sampler.position == 0
+    assert sampler.consumed_prompts == 0
 
 
 def test_shards_are_contiguous_and_near_equal():
-    assert [shard(range(7), rank, 3) for rank in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    expected = [[0, 1], [2, 3], [4, 5, 6]]
+    assert [shard(range(7), rank, 3) for rank in range(3)] == expected
     assert [shard([5], rank, 2) for rank in range(2)] == [[], [5]]
 
 
@@ -184,10 +191,10 @@ def test_shares_and_passes(blend, step, seed, shuffle):
             share = weight / total
             assert abs(counts[file] - share * len(numbers)) < 1, "the epoch's share"
             for start in range(0, len(numbers) - step + 1, step):
-                found = sum(
+                in_batch = sum(
                     file_of(blend, number) == file for number in numbers[start : start + step]
                 )
-                assert abs(found - share * step) < 2.5, "and each batch's"
+                assert abs(in_batch - share * step) < 2.5, "and each batch's"
             stream[file] += [number for number in numbers if file_of(blend, number) == file]
     for file, numbers in stream.items():
         size = blend.sizes[file]
@@ -195,9 +202,8 @@ def test_shares_and_passes(blend, step, seed, shuffle):
         for pass_ in range(len(numbers) // size + 1):
             given_ = numbers[pass_ * size : (pass_ + 1) * size]
             indices = [number - pass_ * blend.num_prompts - first for number in given_]
-            assert len(set(indices)) == len(indices) and set(indices) <= set(range(size)), (
-                "none twice in a pass"
-            )
+            assert len(set(indices)) == len(indices), "none twice in a pass"
+            assert set(indices) <= set(range(size))
             if not shuffle:
                 assert indices == list(range(len(indices)))
     everything = list(chain(*stream.values()))
@@ -224,16 +230,20 @@ def test_resumes_and_ranks_change_nothing(blend, step, ranks, data):
 
 def test_passes_differ_and_depend_on_the_seed():
     blend = Blend((20, 20), (3.0, 1.0))
-    draws = [n for epoch in range(2) for n in blend.epoch(1, epoch, shuffle=True) if n % 40 < 20]
-    passes = [[n % 40 for n in draws[start : start + 20]] for start in (0, 20, 40)]
-    assert [sorted(found) for found in passes] == [list(range(20))] * 3
-    assert passes[0] != passes[1] != passes[2] and passes[0] != list(range(20))
+    epochs = [blend.epoch(1, epoch, shuffle=True) for epoch in range(2)]
+    draws = [number % 40 for number in chain(*epochs) if number % 40 < 20]
+    passes = [draws[start : start + 20] for start in (0, 20, 40)]
+    expected = [list(range(20))] * 3
+    assert [sorted(numbers) for numbers in passes] == expected
+    assert passes[0] != passes[1] != passes[2]
+    assert passes[0] != list(range(20))
     assert blend.epoch(2, 0, shuffle=True) != blend.epoch(1, 0, shuffle=True)
 
 
 def test_draws_of_files_alternate_evenly():
     """Each file's draws lie in the middle of equal parts of the epoch."""
-    assert Blend((2, 4), (1.0, 2.0)).epoch(0, 0, shuffle=False) == [2, 0, 3, 4, 1, 5]
+    expected = [2, 0, 3, 4, 1, 5]
+    assert Blend((2, 4), (1.0, 2.0)).epoch(0, 0, shuffle=False) == expected
 
 
 def test_only_the_ratio_of_weights_counts():
@@ -253,10 +263,9 @@ def test_a_small_file_of_a_large_weight_gives_groups_of_their_own():
     counts = Counter(prompt.text for prompt in batch)
     assert counts["prompt 0"] == counts["prompt 1"] == 3
     assert len({prompt.id for prompt in batch}) == 8
-    assert all(
-        prompt.tokens == (prompt.id % 8 + 4,) and prompt.text == f"prompt {prompt.id % 8}"
-        for prompt in batch
-    )
+    for prompt in batch:
+        assert prompt.tokens == (prompt.id % 8 + 4,)
+        assert prompt.text == f"prompt {prompt.id % 8}"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +277,8 @@ def test_a_small_file_of_a_large_weight_gives_groups_of_their_own():
     ],
 )
 def test_a_resume_with_another_blend_is_refused(other, values):
-    state = sampler_of(Blend((4, 6), (1, 1))).state_dict()
+    blend = Blend((4, 6), (1, 1))
+    state = sampler_of(blend).state_dict()
     with raises_error("checkpoint.sampler.other_run", *values):
         PromptSampler(10, 5, seed=3, blend=other).load_state_dict(state)
     with raises_error("checkpoint.sampler.other_run", "weights was None"):

@@ -1,4 +1,4 @@
-"""Folders of several splits or configurations: one is read if it is chosen, never several as one."""
+"""Folders of several splits or configurations: the chosen one is read, never several as one."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def check_refused(source: object, split: str | None, key: str, *values: object) 
     check_error(raised.value, key, *values)
     fault = source_fault(str(source), split)
     assert fault == str(raised.value), "before a model is loaded"
-    assert fault is not None and fault.key == key
+    assert fault is not None
+    assert fault.key == key
 
 
 def splits_of_datasets(
@@ -77,10 +78,10 @@ def splits_of_datasets(
     """Ask `datasets` for the files of each split."""
     datasets = pytest.importorskip("datasets")
     builder = datasets.load_dataset_builder(str(folder), configuration, cache_dir=str(cache))
-    return {
-        str(split): sorted(str(Path(file).relative_to(folder)) for file in files)
-        for split, files in builder.config.data_files.items()
-    }
+    names = {}
+    for split, files in builder.config.data_files.items():
+        names[str(split)] = sorted(str(Path(file).relative_to(folder)) for file in files)
+    return names
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,8 @@ def test_saved_data_sets(tmp_path):
     values = ("none of them train, test_sft, train_sft;", f"{tmp_path / 'dict'}:test_sft")
     check_refused(tmp_path / "dict", "train", "data.split.several", *values)
     write(tmp_path / "dict", ["train_sft.jsonl"])  # is no part of it
-    assert read(f"{tmp_path}/dict:test_sft") == read(tmp_path / "dict" / "test_sft") == ["two"]
+    test_sft_folder = tmp_path / "dict" / "test_sft"
+    assert read(f"{tmp_path}/dict:test_sft") == read(test_sft_folder) == ["two"]
     for name in names:
         datasets.DatasetDict(train=saved[name]).save_to_disk(tmp_path / "several" / name)
     several = tmp_path / "several"
@@ -304,7 +306,8 @@ def test_a_card_whose_configs_is_no_list_is_refused(tmp_path):
 def test_a_folder_named_data_is_no_configuration(tmp_path):
     names = ["data/train.jsonl", "test.jsonl"]
     folder = write(tmp_path / "folder", names)
-    assert splits_of_datasets(folder, tmp_path / "cache") == {"train": names[:1], "test": names[1:]}
+    expected = {"train": names[:1], "test": names[1:]}
+    assert splits_of_datasets(folder, tmp_path / "cache") == expected
     assert read(folder, "train") == names[:1]
 
 

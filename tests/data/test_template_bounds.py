@@ -1,4 +1,7 @@
-"""Chat templates that would run for ever or fill the memory end in a sentence, and others render as before."""
+"""Chat templates that would run for ever or fill the memory end in an error.
+
+Others render as before.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,33 @@ from reinforce_rl.errors import ConfigError
 pytestmark = pytest.mark.timeout(60)
 
 OPTIONS = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
-DOUBLED = "{% set ns = namespace(a=A) %}{% for i in range(60) %}{% set ns.a = NEXT %}{% endfor %}{{ ns.a|length }}"
+DOUBLED = (
+    "{% set ns = namespace(a=A) %}{% for i in range(60) %}{% set ns.a = NEXT %}{% endfor %}"
+    "{{ ns.a|length }}"
+)
 LIST_OF_LISTS = DOUBLED.replace("A", "[1]").replace("NEXT", "[ns.a, ns.a]")
 # Few rounds: without the bound the rendering ends, with a gigabyte at most.
-LONG_TEXT = "{% set a = 'x' * 10**7 %}{% set ns = namespace(l=[]) %}{% for i in range(99) %}WORK{% endfor %}"
+LONG_TEXT = (
+    "{% set a = 'x' * 10**7 %}{% set ns = namespace(l=[]) %}{% for i in range(99) %}WORK"
+    "{% endfor %}"
+)
 COSTLY = {
-    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "loops with output": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
-    "filters of ranges": "{% for a in range(99999) %}{{ range(99999)|map('upper')|list|length }}{% endfor %}",
+    "nested loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    ),
+    "loops with output": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}"
+    ),
+    "filters of ranges": (
+        "{% for a in range(99999) %}{{ range(99999)|map('upper')|list|length }}{% endfor %}"
+    ),
     "lists of ranges": "{% for a in range(99999) %}{{ range(99999)|list|length }}{% endfor %}",
-    "a macro that calls itself twice": "{% macro f(n) %}{{ f(n+1) }}{{ f(n+1) }}{% endmacro %}{{ f(0) }}",
-    "macros that call twice": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    "a macro that calls itself twice": (
+        "{% macro f(n) %}{{ f(n+1) }}{{ f(n+1) }}{% endmacro %}{{ f(0) }}"
+    ),
+    "macros that call twice": (
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}"
+    ),
     "a recursive loop": "{% for a in range(99) recursive %}{{ loop(range(99999)) }}{% endfor %}",
     "a product of text": "{{ 'a' * 10**9 }}",
     "a product of a list": "{{ ([1] * 10**9)|length }}",
@@ -105,9 +124,13 @@ COSTLY = {
     "a list of itself twice by a filter": DOUBLED.replace("A", "[1]")
     .replace("NEXT", "[1, 1]|map(attribute='a', default=ns.a)|list")
     .replace("|length", " == [1]"),
-    "sums of a with": "{% with a='x' * 10**6 %}{% with b=a+a+a+a+a %}{% with c=b+b+b+b %}{{ c|length }}"
+    "sums of a with": (
+        "{% with a='x' * 10**6 %}{% with b=a+a+a+a+a %}{% with c=b+b+b+b %}{{ c|length }}"
+    )
     + "{% endwith %}" * 3,
-    "sums of a macro's defaults": "{% macro f(a='x' * 10**6, b=a+a+a+a+a, c=b+b+b+b) %}{{ c|length }}{% endmacro %}"
+    "sums of a macro's defaults": (
+        "{% macro f(a='x' * 10**6, b=a+a+a+a+a, c=b+b+b+b) %}{{ c|length }}{% endmacro %}"
+    )
     + "{{ f() }}",
     "a long integer of a text": "{{ ('f' * 10000)|int(0, 16) > 1 }}",
     "tests of long lists": "{% set a = [1] * 10**6 %}{% set b = [1] * 10**6 %}"
@@ -117,9 +140,11 @@ COSTLY = {
     "searches of long keys": "{% set a = (1,) * 10**6 %}{% set b = {} %}"
     + "{% if b[a] %}{% endif %}" * 999,
     "sums of lists": "{{ (range(99999)|map('string')|map('list')|list * 99)|sum(start=[]) }}",
-    "values of dictionaries in each other": "{% set ns = namespace(a={'b': 1}) %}{% for i in range(60) %}"
+    "values of dictionaries in each other": "{% set ns = namespace(a={'b': 1}) %}"
+    "{% for i in range(60) %}"
     "{% set ns.a = dict(b=ns.a.values(), c=ns.a.values()) %}{% endfor %}{{ ns.a|length }}",
-    "items of dictionaries in each other, compared": "{% set ns = namespace(a={'b': 1}) %}{% for i in range(60) %}"
+    "items of dictionaries in each other, compared": "{% set ns = namespace(a={'b': 1}) %}"
+    "{% for i in range(60) %}"
     "{% set ns.a = dict(b=ns.a.items(), c=ns.a.items()) %}{% endfor %}{{ ns.a == {} }}",
     "namespaces in each other, written": "{% set ns = namespace(a=1) %}{% for i in range(60) %}"
     "{% set ns.a = namespace(b=ns.a, c=ns.a) %}{% endfor %}{{ ns.a }}",
@@ -127,7 +152,9 @@ COSTLY = {
     "{% set ns.a = namespace(b=ns.a, c=ns.a) %}{% endfor %}{{ ns.a|string|length }}",
     "a namespace in itself": "{% set ns = namespace() %}{% set ns.a = [ns] %}{{ ns }}",
     "indented JSON of many values": "{% set a = [1] * 100000 %}{{ a|tojson(indent=9000) }}",
-    "deep indented JSON": "{% set ns = namespace(a=1) %}{% for i in range(90) %}{% set ns.a = [ns.a] %}{% endfor %}"
+    "deep indented JSON": "{% set ns = namespace(a=1) %}{% for i in range(90) %}"
+    "{% set ns.a = [ns.a] %}"
+    "{% endfor %}"
     "{{ ns.a|tojson(indent=1000000) }}",
     "JSON with long separators": "{{ ([1] * 1000)|tojson(separators=['x' * 100000, ':']) }}",
     "many wide fields": "{{ ('{0:999999}' * 10000).format(1)|length }}",
@@ -138,9 +165,15 @@ COSTLY = {
     "a wide percent field of a key in brackets": "{{ '%((a))9999999d' % {'(a)': 1} }}",
     "a list of a long text": "{{ ('x' * 10**7)|list|length }}",
     "a range joined by a long text": "{{ range(99999)|join('x' * 10**6)|length }}",
-    "a generator joined by a long text": "{{ range(99999)|select('defined')|join('x' * 10**6)|length }}",
-    "keys joined by a long text": "{% set d = dict.fromkeys(range(999)) %}{{ d|join('x' * 10**5)|length }}",
-    "joined by a named separator": "{{ ([1] * 10**4)|join(attribute='real', d='x' * 10**6)|length }}",
+    "a generator joined by a long text": (
+        "{{ range(99999)|select('defined')|join('x' * 10**6)|length }}"
+    ),
+    "keys joined by a long text": (
+        "{% set d = dict.fromkeys(range(999)) %}{{ d|join('x' * 10**5)|length }}"
+    ),
+    "joined by a named separator": (
+        "{{ ([1] * 10**4)|join(attribute='real', d='x' * 10**6)|length }}"
+    ),
     "replaced by a named text": "{{ ('a' * 10**6)|replace(new='x' * 10**6, old='a')|length }}",
     "translated by a list": "{{ ('a' * 10**6).translate(['x' * 10**5] * 100)|length }}",
     "a slow encoding": "{{ ('a' * 10**6).encode().decode('punycode')|length }}",
@@ -217,7 +250,8 @@ def test_the_clock_is_read_between_searches_of_a_long_text(monkeypatch):
 
 
 SOUND = {
-    "loop variables": "{% for a in items %}{{ loop.index }}/{{ loop.length }} {{ loop.last }} {{ loop.previtem }}"
+    "loop variables": "{% for a in items %}{{ loop.index }}/{{ loop.length }} {{ loop.last }} "
+    "{{ loop.previtem }}"
     "{{ loop.nextitem }} {{ loop.revindex0 }};{% endfor %}",
     "filtered loops": "{% for a in items if a.n > 1 %}{{ a.n }}{% else %}none{% endfor %}",
     "empty loops": "{% for a in missing %}{{ a }}{% else %}none{% endfor %}",
@@ -225,28 +259,41 @@ SOUND = {
     "generators": "{% for a in items|map(attribute='n') %}{{ a }}{{ loop.last }}{% endfor %}",
     "recursion": "{% for a in tree recursive %}{{ a.n }}({{ loop(a.below) }}){% endfor %}",
     "break": "{% for a in items %}{% if a.n == 2 %}{% break %}{% endif %}{{ a.n }}{% endfor %}",
-    "concatenation": "{{ 'a' ~ 1 ~ none ~ missing ~ [1, 'x'] ~ ('b' ~ 'c') }}{% set x = 'p' ~ 'q' %}{{ x }}",
+    "concatenation": (
+        "{{ 'a' ~ 1 ~ none ~ missing ~ [1, 'x'] ~ ('b' ~ 'c') }}{% set x = 'p' ~ 'q' %}{{ x }}"
+    ),
     "literals": "{% if true %}" + "long text " * 100 + "{% endif %}",
-    "operators": "{{ 3 * 4 }} {{ 2 ** 8 }} {{ 'x' * 3 }} {{ '%s-%d' % ('a', 2) }} {{ [1] + [2] }} {{ 7 % 4 }}"
+    "operators": "{{ 3 * 4 }} {{ 2 ** 8 }} {{ 'x' * 3 }} {{ '%s-%d' % ('a', 2) }} {{ [1] + [2] }} "
+    "{{ 7 % 4 }}"
     " {{ 1.5 * 2 }} {{ 1 ** 100000 }} {{ (-1) ** 100001 }} {{ 2 ** 4000 % 7 }}",
-    "comparisons": "{{ [1, [2]] == [1, [2]] }} {{ (1, 2) in [(1, 2)] }} {{ {'a': items} == {'a': items} }}"
+    "comparisons": "{{ [1, [2]] == [1, [2]] }} {{ (1, 2) in [(1, 2)] }} "
+    "{{ {'a': items} == {'a': items} }}"
     " {{ {(1, 2): 3}[(1, 2)] }} {% if items[0] != items[1] and 1 < 2 <= 2 %}x{% endif %}"
-    "{% for a, (b, c) in [(1, (2, 3))] %}{{ a + b + c }}{% endfor %}{% set a, b = [items, 1] %}{{ a|length + b }}",
+    "{% for a, (b, c) in [(1, (2, 3))] %}{{ a + b + c }}{% endfor %}{% set a, b = [items, 1] %}"
+    "{{ a|length + b }}",
     "filters": "{{ items|tojson }} {{ 'a b'|title|replace('A', 'c') }} {{ [3, 1]|sort|join(', ') }}"
     " {{ 'x'|indent(2, true) }}"
-    " {{ items|sum(attribute='n') }} {{ items|selectattr('n', 'equalto', 2)|list }} {{ '%s'|format('y') }}",
+    " {{ items|sum(attribute='n') }} {{ items|selectattr('n', 'equalto', 2)|list }} "
+    "{{ '%s'|format('y') }}",
     "methods": "{{ 'a,b'.split(',') }} {{ ' x '.strip() }} {{ '{} {b!r:>4}'.format(1, b=2) }}"
     " {{ 'x'.join(['a', 'b']) }}"
     " {{ '{a}'.format_map({'a': 3}) }} {{ 'abab'.replace('a', 'c', 1) }} {{ 'a' in 'abc' }}",
     "macros": "{% macro f(n) %}[{{ n }}{{ caller() if caller else '' }}]{% endmacro %}{{ f(1) }}"
     "{% call f(2) %}in{% endcall %}",
-    "sets": "{% set ns = namespace(n=0) %}{% for a in items %}{% set ns.n = ns.n + a.n %}{% endfor %}{{ ns.n }}"
-    "{% set b %}text {{ ns.n }}{% endset %}{{ b|upper }}{% filter lower %}ABC{{ 'D' }}{% endfilter %}",
-    "views": "{{ items[0].keys() }}{{ items[0].values()|join }}{{ items[0].items()|list }}{{ ','.join(items[0]) }}"
+    "sets": "{% set ns = namespace(n=0) %}{% for a in items %}{% set ns.n = ns.n + a.n %}"
+    "{% endfor %}"
+    "{{ ns.n }}"
+    "{% set b %}text {{ ns.n }}{% endset %}{{ b|upper }}{% filter lower %}ABC{{ 'D' }}"
+    "{% endfilter %}",
+    "views": "{{ items[0].keys() }}{{ items[0].values()|join }}{{ items[0].items()|list }}"
+    "{{ ','.join(items[0]) }}"
     "{{ namespace(a=[1], b='x') }}{{ items[0].items() == items[0].items() }}",
-    "generators joined": "{{ items|map(attribute='n')|join(', ') }}{{ ';'.join(items|map('string')) }}"
-    "{{ range(3)|join('-') }}{{ items|join('+', attribute='n') }}{{ items|join(d='+', attribute='n') }}",
-    "fields": "{{ '%(n)5d|%(n)s' % items[0] }}{{ '%5.1f%%' % 2.25 }}{{ '{0:>5}{0}'.format('a') }}{{ '%*d' % (5, 1) }}"
+    "generators joined": "{{ items|map(attribute='n')|join(', ') }}"
+    "{{ ';'.join(items|map('string')) }}"
+    "{{ range(3)|join('-') }}{{ items|join('+', attribute='n') }}"
+    "{{ items|join(d='+', attribute='n') }}",
+    "fields": "{{ '%(n)5d|%(n)s' % items[0] }}{{ '%5.1f%%' % 2.25 }}{{ '{0:>5}{0}'.format('a') }}"
+    "{{ '%*d' % (5, 1) }}"
     "{{ 'a-a'|replace(new='b', old='a') }}{{ 'ab'.encode('utf-8').decode() }}{{ 'abc'|list }}"
     "{{ items|tojson(indent=2) }}",
     "numbers": "{{ 1.0 }} {{ true }} {{ none }} {{ [1.5, none, true] }} {{ {'a': (1, 2)} }}",
@@ -282,14 +329,16 @@ def test_each_rendering_has_bounds_of_its_own(monkeypatch):
         template.render(n=1300)
     with ThreadPoolExecutor(4) as pool:
         lengths = list(pool.map(lambda _: len(template.render(n=700)), range(16)))
-    assert lengths == [len("".join(map(str, range(700))))] * 16
+    expected = [len("".join(map(str, range(700))))] * 16
+    assert lengths == expected
     assert threading.active_count() < 10
 
 
 def test_a_long_conversation_is_within_the_bounds():
     """40 MB of text, of which a template makes twice as much."""
     template = BoundedEnvironment().from_string(
-        "{% for m in messages %}{% set text = m.content ~ '!' %}{{ text }}{{ m.content|trim }}{% endfor %}"
+        "{% for m in messages %}{% set text = m.content ~ '!' %}{{ text }}{{ m.content|trim }}"
+        "{% endfor %}"
     )
     messages = [{"content": "y" * 40_000}] * 1000
     assert len(template.render(messages=messages)) == 1000 * 80_001
@@ -297,9 +346,11 @@ def test_a_long_conversation_is_within_the_bounds():
 
 def test_a_conversation_may_be_collected_in_a_list():
     template = BoundedEnvironment().from_string(
-        "{% set ns = namespace(l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m] %}{% endfor %}{{ ns.l|length }}"
+        "{% set ns = namespace(l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m] %}"
+        "{% endfor %}{{ ns.l|length }}"
     )
-    assert template.render(messages=[{"role": "user", "content": "y" * 2000}] * 1000) == "1000"
+    messages = [{"role": "user", "content": "y" * 2000}] * 1000
+    assert template.render(messages=messages) == "1000"
 
 
 def test_time_is_bounded_too(monkeypatch):

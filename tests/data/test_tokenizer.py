@@ -244,23 +244,27 @@ def test_decoding_keeps_every_space_and_leaves_out_unknown_ids(tmp_path: Path) -
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
     beyond = len(tokenizer) + 7  # of a model whose embedding is padded
     rows = [ids, [], [*ids[:6], tokenizer.eos_token_id, beyond]]
-    assert decode_all(tokenizer, rows) == [text, "", f"{text[:6]}<eos>"]
-    assert decode_all(tokenizer, rows, skip_special_tokens=True) == [text, "", text[:6]]
+    expected = [text, "", f"{text[:6]}<eos>"]
+    assert decode_all(tokenizer, rows) == expected
+    expected = [text, "", text[:6]]
+    assert decode_all(tokenizer, rows, skip_special_tokens=True) == expected
     assert decode_all(tokenizer, []) == []
 
 
 def test_vocabulary_hashes_are_compared_whole_and_shown_in_part() -> None:
-    own = TokenizerInfo(vocab_size=4, vocab_sha256="a" * 64, eos_id=2, chat_template_sha256=None)
-    other = dataclasses.replace(own, vocab_sha256="a" * 63 + "b")
-    assert own.differences(other) == [f"vocabulary hash {'a' * 12} here, {'a' * 12} there"]
-    assert own.differences(own) == []
+    info = TokenizerInfo(vocab_size=4, vocab_sha256="a" * 64, eos_id=2, chat_template_sha256=None)
+    other = dataclasses.replace(info, vocab_sha256="a" * 63 + "b")
+    expected = [f"vocabulary hash {'a' * 12} here, {'a' * 12} there"]
+    assert info.differences(other) == expected
+    assert info.differences(info) == []
 
 
 def test_a_template_that_leaves_out_a_turn_is_a_fault(tmp_path: Path) -> None:
     """Qwen2.5's template passes over a developer's turn; transformers gives a prompt without it."""
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}: {{ m.content | trim }}\n"
+        "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}: "
+        "{{ m.content | trim }}\n"
         "{% endif %}{% endfor %}"
     )
     renderer = ChatRenderer(tokenizer)

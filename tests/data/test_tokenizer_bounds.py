@@ -47,7 +47,8 @@ def template(count: int, ids: int = 1) -> dict[str, Any]:
 
 def charsmap(*texts: str) -> dict[str, Any]:
     """A Precompiled rule with an empty trie."""
-    table = struct.pack("<I", 4) + bytes(4) + b"".join(text.encode() + b"\0" for text in texts)
+    terminated = b"".join(text.encode() + b"\0" for text in texts)
+    table = struct.pack("<I", 4) + bytes(4) + terminated
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
 
 

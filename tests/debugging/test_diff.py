@@ -38,7 +38,7 @@ SETTINGS = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of four steps: `base`, one that is the same, and some with one setting changed."""
     folder = tmp_path_factory.mktemp("diff")
-    for name, more in {
+    for name, overrides in {
         "base": [],
         "same": [],
         "beta": [f"{RL}.initial_policy_kl_penalty=0.05"],
@@ -47,20 +47,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "seed": ["model.seed=77"],
         "data": ["model.data.shuffle=false"],
     }.items():
-        train(
-            tiny_config(folder, f"exp_manager.explicit_log_dir={folder / name}", *SETTINGS, *more)
+        cfg = tiny_config(
+            folder, f"exp_manager.explicit_log_dir={folder / name}", *SETTINGS, *overrides
         )
+        train(cfg)
     return folder
 
 
 def test_the_same_run_twice(folder: Path) -> None:
-    found = diff(folder / "base", folder / "same")
-    assert not found.parts and found.settings == {} and found.facts == []
-    assert found.sentence == "The two runs are the same bit for bit in all 4 steps that both have."
+    result = diff(folder / "base", folder / "same")
+    assert not result.parts
+    assert result.settings == {}
+    assert result.facts == []
+    assert result.sentence == "The two runs are the same bit for bit in all 4 steps that both have."
 
 
 @pytest.mark.parametrize(
-    ("other", "step", "phase", "what", "setting"),
+    ("other", "step", "phase", "column", "setting"),
     [
         ("beta", 2, "advantages", "reward_with_kl", f"{RL}.initial_policy_kl_penalty"),
         ("lr", 1, "update", "lr", "model.optim.lr"),
@@ -70,35 +73,43 @@ def test_the_same_run_twice(folder: Path) -> None:
     ],
 )
 def test_the_first_place_is_named(
-    other: str, step: int, phase: str, what: str, setting: str, folder: Path, tmp_path: Path
+    other: str, step: int, phase: str, column: str, setting: str, folder: Path, tmp_path: Path
 ) -> None:
-    found = diff(folder / "base", folder / other)
-    first = min(found.exact.values(), key=lambda one: one.step)
-    assert setting in found.settings
-    assert (first.step, first.phase) == (step, phase) and first.difference.what.endswith(what)
-    assert f"They part at step {step}, in {phase}: " in found.sentence
+    result = diff(folder / "base", folder / other)
+    first = min(result.exact.values(), key=lambda parting: parting.step)
+    assert setting in result.settings
+    assert first.step == step
+    assert first.phase == phase
+    assert first.difference.what.endswith(column)
+    assert f"They part at step {step}, in {phase}: " in result.sentence
     if other == "cut":
-        assert found.beyond_rounding == {} and "within rounding" in found.sentence
+        assert result.beyond_rounding == {}
+        assert "within rounding" in result.sentence
     elif other == "lr":
-        assert found.exact["weights"].step == found.exact["generate"].step == 2
-        assert found.exact["generate"].difference.what in ("generator_log_probs", "response_tokens")
+        assert result.exact["weights"].step == result.exact["generate"].step == 2
+        assert result.exact["generate"].difference.what in (
+            "generator_log_probs",
+            "response_tokens",
+        )
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(found.table())
-    assert (
-        found.sentence in capture.get().replace("\n", " ").replace("  ", " ")
-        or len(found.sentence) > 190
-    )
-    write(found, folder / "base", folder / other, tmp_path / "diff.json", tmp_path / "diff.html")
+        console.print(result.table())
+    shown = capture.get().replace("\n", " ").replace("  ", " ")
+    assert result.sentence in shown or len(result.sentence) > 190
+    write(result, folder / "base", folder / other, tmp_path / "diff.json", tmp_path / "diff.html")
     values = json.loads((tmp_path / "diff.json").read_text())
-    assert values["sentence"] == found.sentence and values["exact"][phase]["step"] == step
+    assert values["sentence"] == result.sentence
+    assert values["exact"][phase]["step"] == step
     assert "Where they part" in (tmp_path / "diff.html").read_text()
-    titles = [one["title"] for one in found.tables]
+    titles = [result_table["title"] for result_table in result.tables]
     assert "Difference over prompts" in titles
 
 
 def test_what_was_not_recorded_is_not_called_the_same(folder: Path, tmp_path: Path) -> None:
-    """Their samples are the same in step 1; what the learning rate changed is in the records alone."""
+    """The samples are the same in step 1.
+
+    Only the records show what the learning rate changed.
+    """
     for name in ("base", "lr"):
         shutil.copytree(folder / name, tmp_path / name)
         for path in (tmp_path / name / "rollouts").iterdir():
@@ -106,26 +117,29 @@ def test_what_was_not_recorded_is_not_called_the_same(folder: Path, tmp_path: Pa
                 path.unlink()
     assert diff(tmp_path / "base", tmp_path / "lr").exit_code == 1
     (tmp_path / "lr" / "record" / "step_00001.json").unlink()
-    found = diff(tmp_path / "base", tmp_path / "lr")
-    assert found.exit_code == 2 and not found.parts
+    result = diff(tmp_path / "base", tmp_path / "lr")
+    assert result.exit_code == 2
+    assert not result.parts
     assert (
         "as far as they were compared: samples in all, weights in 0 and update in 0"
-        in found.sentence
+        in result.sentence
     )
-    rows = {row[0]: row[1] for row in found.rows()}
-    assert rows["weights"] == rows["update"] == "not compared" and rows["generate"] == "same"
+    rows = {row[0]: row[1] for row in result.rows()}
+    assert rows["weights"] == rows["update"] == "not compared"
+    assert rows["generate"] == "same"
 
 
 @pytest.mark.parametrize(("age", "phases"), [(1, []), (0, ["generate"]), (2, ["generate"])])
 def test_versions_that_the_ranks_that_train_leave_out(
     folder: Path, tmp_path: Path, age: int, phases: list
 ) -> None:
-    """The second run is written as one whose generators draw with weights `age` steps older than the step's."""
+    """The second run's generators draw with weights `age` steps older than the step's."""
     shutil.copytree(folder / "base", tmp_path / "other")
     for step, path in rollout_files(tmp_path / "other").items():
         table = pq.read_table(path)
         lengths = table["response_length"].to_pylist()
-        versions = pa.array([[step - age] * length for length in lengths], pa.list_(pa.int32()))
+        rows = [[step - age] * length for length in lengths]
+        versions = pa.array(rows, pa.list_(pa.int32()))
         place = table.column_names.index("weight_versions")
         assert table["weight_versions"].null_count == table.num_rows
         pq.write_table(table.set_column(place, "weight_versions", versions), path)
@@ -133,8 +147,10 @@ def test_versions_that_the_ranks_that_train_leave_out(
     assert list(result.exact) == phases
     if phases:
         parting = result.exact["generate"]
-        assert (parting.step, parting.difference.what) == (1, "weight_versions")
-        assert (parting.difference.first, parting.difference.second) == (0, 1 - age)
+        assert parting.step == 1
+        assert parting.difference.what == "weight_versions"
+        assert parting.difference.first == 0
+        assert parting.difference.second == 1 - age
 
 
 def test_what_changed_on_the_way_is_named_with_its_step(folder: Path, tmp_path: Path) -> None:
@@ -148,28 +164,28 @@ def test_what_changed_on_the_way_is_named_with_its_step(folder: Path, tmp_path: 
     record = tmp_path / "other" / "record" / "step_00002.json"
     values = json.loads(record.read_text())
     record.write_text(json.dumps({**values, "machine": {**values["machine"], "threads": 99}}))
-    found = diff(folder / "base", tmp_path / "other")
-    assert found.settings == {"model.optim.lr": "0.01 -> 0.02, from step 3 on"}
+    result = diff(folder / "base", tmp_path / "other")
+    assert result.settings == {"model.optim.lr": "0.01 -> 0.02, from step 3 on"}
     assert any(
         fact.startswith("machine: threads: ") and fact.endswith("from step 2 on")
-        for fact in found.facts
+        for fact in result.facts
     )
 
 
 def test_long_texts_are_shown_where_they_part() -> None:
     text = "You are a helpful assistant. " * 5
-    found = sample_differences(
+    differences = sample_differences(
         table(prompt=[text + "Bake bread"]), table(prompt=[text + "Bake breads"]), ["prompt"]
     )
-    assert 'bread" and "...' in str(found[0]).replace(
-        '..."', '"...'
-    ) and "from character 155" in str(found[0])
+    assert 'bread" and "...' in str(differences[0]).replace('..."', '"...')
+    assert "from character 155" in str(differences[0])
 
 
 def test_runs_without_a_common_step(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").write_text('{"step": 1, "time": 0}\n')
-    rollouts = [folder / "base" / "rollouts", tmp_path / "empty" / "rollouts"]
+    rollouts_folder = folder / "base" / "rollouts"
+    rollouts = [rollouts_folder, tmp_path / "empty" / "rollouts"]
     with raises_error("diff.steps.none_in_common", "1 to 4", *rollouts):
         diff(folder / "base", tmp_path / "empty")
 
@@ -180,7 +196,7 @@ def table(**columns: list) -> pa.Table:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "bounds", "expected"),
+    ("values", "other", "bounds", "expected"),
     [
         ([1.0, 2.0], [1.0, 2.0], EQUAL_BITS, None),
         ([1.0, 2.0], [1.0, math.nextafter(2.0, 3.0)], EQUAL_BITS, (1, None)),
@@ -195,9 +211,9 @@ def table(**columns: list) -> pa.Table:
         (["a", "b"], ["a", "c"], ROUNDING, (1, None)),
     ],
 )
-def test_columns(one: list, other: list, bounds: Bounds, expected: tuple | None) -> None:
-    found = sample_differences(table(x=one), table(x=other), ["x", "absent"], bounds)
-    places = [(each.prompt_id, each.token) for each in found]
+def test_columns(values: list, other: list, bounds: Bounds, expected: tuple | None) -> None:
+    differences = sample_differences(table(x=values), table(x=other), ["x", "absent"], bounds)
+    places = [(each.prompt_id, each.token) for each in differences]
     assert places == ([] if expected is None else [expected])
 
 
@@ -205,7 +221,7 @@ def test_samples_that_one_lacks() -> None:
     first = table(x=[1, 2, 3])
     second = table(x=[1, 2])
     assert missing_samples(first, first) is None
-    found = missing_samples(first, second)
-    assert found is not None and (found.what, found.first, found.second, found.count) == (
-        *("sample 2 of the step", "prompt 2, sample 0", "none", 1),
-    )
+    missing = missing_samples(first, second)
+    assert missing is not None
+    expected = (*("sample 2 of the step", "prompt 2, sample 0", "none", 1),)
+    assert (missing.what, missing.first, missing.second, missing.count) == expected

@@ -47,16 +47,20 @@ def test_nan_equals_nan_alone(other, bounds):
     assert number_differences({"loss": nan}, {"loss": nan}, bounds) == []
     assert len(number_differences({"loss": nan}, {"loss": other}, bounds)) == 1
     assert len(number_differences({"loss": other}, {"loss": nan}, bounds)) == 1
-    for one, two in ((nan, other), (other, nan)):
-        table, another = (
-            pa.table(
-                {
-                    "prompt_id": [0],
-                    "sample_id": [0],
-                    "x": pa.array([value], pa.float64(), from_pandas=False),
-                }
-            )
-            for value in (one, two)
+    for left, right in ((nan, other), (other, nan)):
+        table = pa.table(
+            {
+                "prompt_id": [0],
+                "sample_id": [0],
+                "x": pa.array([left], pa.float64(), from_pandas=False),
+            }
+        )
+        another = pa.table(
+            {
+                "prompt_id": [0],
+                "sample_id": [0],
+                "x": pa.array([right], pa.float64(), from_pandas=False),
+            }
         )
         assert len(sample_differences(table, another, ["x"], bounds)) == 1
 
@@ -67,10 +71,10 @@ def test_nan_within_a_list_equals_nan_alone(bounds):
         return pa.table({"prompt_id": [0], "sample_id": [0], "x": [list(values)]})
 
     assert sample_differences(table(0.5, math.nan), table(0.5, math.nan), ["x"], bounds) == []
-    (found,) = sample_differences(table(0.5, math.nan), table(0.5, 0.25), ["x"], bounds)
-    assert found.token == 1
-    (found,) = sample_differences(table(0.5, 0.25), table(math.nan, 0.25), ["x"], bounds)
-    assert found.token == 0
+    (difference,) = sample_differences(table(0.5, math.nan), table(0.5, 0.25), ["x"], bounds)
+    assert difference.token == 1
+    (difference,) = sample_differences(table(0.5, 0.25), table(math.nan, 0.25), ["x"], bounds)
+    assert difference.token == 0
 
 
 def test_a_response_that_is_the_beginning_of_another_one_is_another():
@@ -78,18 +82,17 @@ def test_a_response_that_is_the_beginning_of_another_one_is_another():
     short = pa.table({"prompt_id": [0], "sample_id": [0], "x": [[0.5, 0.25]]})
     long = pa.table({"prompt_id": [0], "sample_id": [0], "x": [[0.5, 0.25, 0.125]]})
     for bounds in (EQUAL_BITS, ROUNDING):
-        for one, other in ((short, long), (long, short)):
-            (found,) = sample_differences(one, other, ["x"], bounds)
-            assert found.token == 2
+        for left, right in ((short, long), (long, short)):
+            (difference,) = sample_differences(left, right, ["x"], bounds)
+            assert difference.token == 2
 
 
 @pytest.mark.parametrize(("difference", "is_rounding"), [(0.9, True), (1.1, False), (5.0, False)])
 def test_rounding_has_its_size(difference, is_rounding):
     """Near 0 it is absolute, at 1,000 relative; here in multiples of the bounds."""
     small = number_differences({"x": 0.0}, {"x": difference * ROUNDING.absolute}, ROUNDING)
-    large = number_differences(
-        {"x": 1000.0}, {"x": 1000.0 * (1 + difference * ROUNDING.relative)}, ROUNDING
-    )
+    second = {"x": 1000.0 * (1 + difference * ROUNDING.relative)}
+    large = number_differences({"x": 1000.0}, second, ROUNDING)
     assert (small == []) is is_rounding
     assert (large == []) is is_rounding
 
@@ -114,17 +117,17 @@ def test_a_tensor_that_differs_or_is_absent_is_named(sums, name, kind):
         return [RankState(0, **tensors, random="")]
 
     assert tensor_differences(states(MOMENTS), states(dict(MOMENTS)), kind) == []
-    for one, other in ((MOMENTS, sums), (sums, MOMENTS)):
-        (found,) = tensor_differences(states(one), states(other), kind)
-        assert found.what == f"tensor {name}"
+    for left, right in ((MOMENTS, sums), (sums, MOMENTS)):
+        (difference,) = tensor_differences(states(left), states(right), kind)
+        assert difference.what == f"tensor {name}"
 
 
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
 def test_another_number_of_optimizer_steps_is_a_difference(counts):
     """Neither of the steps that both have would show it."""
-    one, other = (record_of(updates=[{"loss": 0.5}] * count) for count in counts)
-    (found,) = update_differences(one, other)
-    assert (found.first, found.second) == counts
+    left, right = (record_of(updates=[{"loss": 0.5}] * count) for count in counts)
+    (difference,) = update_differences(left, right)
+    assert (difference.first, difference.second) == counts
 
 
 def test_facts_that_one_of_two_records_lacks_are_no_difference():
@@ -134,6 +137,6 @@ def test_facts_that_one_of_two_records_lacks_are_no_difference():
     assert fact_differences(known, unknown) == fact_differences(unknown, known) == []
     assert fact_differences(known, known) == []
     other = record_of(files={"reward": "bb"}, scorer={"name": "b"}, reference="02")
-    found = fact_differences(known, other)
-    assert len(found) == 3
-    assert "reward" in found[0]
+    facts = fact_differences(known, other)
+    assert len(facts) == 3
+    assert "reward" in facts[0]

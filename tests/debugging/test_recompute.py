@@ -1,4 +1,4 @@
-"""Other settings on stored rollouts, against real runs that resume with them from the same checkpoint."""
+"""Other settings on stored rollouts, against real runs that resume with them."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def train(
             with tiny_trainer(cfg, mesh, **rm) as trainer:
                 trainer.fit()
         finally:
-            for one in rm.values():
-                one.close()
+            for reward_model in rm.values():
+                reward_model.close()
     return path
 
 
@@ -69,20 +69,19 @@ def advantages(run: Path, step: int) -> list[float]:
 
 
 def test_a_record_gives_its_own_advantages(folder: Path) -> None:
-    found = recompute(folder / "mine", "1:2")
-    assert found.settings == {} and found.largest_difference < 1e-6
-    assert [one.step for one in found.steps] == [1, 2]
-    for one in found.steps:
-        assert [sample.advantage[0] for sample in one.samples] == pytest.approx(
-            advantages(folder / "mine", one.step)
-        )
-        assert (one.sign_changes, one.clipped) == (
-            0,
-            (0.0, 0.0),
-        ) and one.correlation == pytest.approx(1.0)
-    assert any(abs(row.kl) > 0.01 for row in RunFolder(folder / "mine").samples(2)), (
-        "or no placement is tested"
-    )
+    result = recompute(folder / "mine", "1:2")
+    assert result.settings == {}
+    assert result.largest_difference < 1e-6
+    steps = [step.step for step in result.steps]
+    assert steps == [1, 2]
+    for step in result.steps:
+        expected = advantages(folder / "mine", step.step)
+        assert [sample.advantage[0] for sample in step.samples] == pytest.approx(expected)
+        assert step.sign_changes == 0
+        assert step.clipped == (0.0, 0.0)
+        assert step.correlation == pytest.approx(1.0)
+    kls = [row.kl for row in RunFolder(folder / "mine").samples(2)]
+    assert any(abs(kl) > 0.01 for kl in kls), "or no placement is tested"
 
 
 @pytest.mark.parametrize(
@@ -120,27 +119,26 @@ def test_it_agrees_with_a_real_run_of_these_settings(
 ) -> None:
     run = tmp_path / "real"
     shutil.copytree(folder / "start", run)
-    more = ["resume_with_changes=true", f"{RL}.max_steps=2", "model.optim.lr=0.05"]
-    train(folder, str(run), *more, *overrides)
-    found = recompute(folder / "mine", "2", overrides)
-    real, (step,) = RunFolder(run).samples(2), found.steps
-    assert [row.response for row in real] == [sample.response for sample in step.samples], (
-        "the rollouts are the same"
-    )
+    changes = ["resume_with_changes=true", f"{RL}.max_steps=2", "model.optim.lr=0.05"]
+    train(folder, str(run), *changes, *overrides)
+    result = recompute(folder / "mine", "2", overrides)
+    real = RunFolder(run).samples(2)
+    (step,) = result.steps
+    expected = [sample.response for sample in step.samples]
+    assert [row.response for row in real] == expected, "the rollouts are the same"
     assert [sample.advantage[1] for sample in step.samples] == pytest.approx(
         [r.advantage for r in real], abs=1e-6
     )
-    assert [sample.advantage[0] for sample in step.samples] == pytest.approx(
-        advantages(folder / "mine", 2), abs=1e-6
-    )
+    recomputed = [sample.advantage[0] for sample in step.samples]
+    assert recomputed == pytest.approx(advantages(folder / "mine", 2), abs=1e-6)
     assert [sample.valid[1] for sample in step.samples] == [row.valid for row in real]
-    assert found.settings.keys() == {one.partition("=")[0] for one in overrides}
+    expected = {override.partition("=")[0] for override in overrides}
+    assert result.settings.keys() == expected
     assert step.correlation < 1 - 1e-6
     if f"{SHAPING}.clip=1.5" in overrides:
-        assert (
-            step.clipped == (0.0, sum(3 * row.reward > 1.5 for row in real) / len(real))
-            and step.clipped[1] > 0
-        )
+        clipped = sum(3 * row.reward > 1.5 for row in real)
+        assert step.clipped == (0.0, clipped / len(real))
+        assert step.clipped[1] > 0
 
 
 @pytest.mark.parametrize(
@@ -168,15 +166,12 @@ def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: P
     assert [sample.advantage[1] for sample in step.samples] == pytest.approx(
         advantages(real, 4), abs=1e-6
     )
-    (back,) = recompute(
-        real,
-        "4",
-        [
-            f"{RL}.advantage_estimator=rloo",
-            f"{RL}.kl_target=null",
-            f"{SHAPING}.standardisation=none",
-        ],
-    ).steps
+    original = [
+        f"{RL}.advantage_estimator=rloo",
+        f"{RL}.kl_target=null",
+        f"{SHAPING}.standardisation=none",
+    ]
+    (back,) = recompute(real, "4", original).steps
     assert [sample.advantage[1] for sample in back.samples] == pytest.approx(
         advantages(mine, 4), abs=1e-6
     )
@@ -205,11 +200,10 @@ def test_a_record_of_a_run_that_went_on_with_other_settings(
     run = train(
         folder, str(tmp_path / "run"), f"{RL}.max_steps=2", "resume_with_changes=true", *changes
     )
-    found = recompute(run, "1:2", [f"{RL}.advantage_estimator=none"])
-    assert found.largest_difference < 1e-6
-    assert [sample.advantage[0] for sample in found.steps[1].samples] == pytest.approx(
-        advantages(run, 2), abs=1e-6
-    )
+    result = recompute(run, "1:2", [f"{RL}.advantage_estimator=none"])
+    assert result.largest_difference < 1e-6
+    recomputed = [sample.advantage[0] for sample in result.steps[1].samples]
+    assert recomputed == pytest.approx(advantages(run, 2), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +222,10 @@ def test_the_gradients_are_those_of_real_updates(
     folder: Path, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = []
-    for name, more in (("own", []), ("other", [*overrides, "resume_with_changes=true"])):
+    for name, extra in (("own", []), ("other", [*overrides, "resume_with_changes=true"])):
         shutil.copytree(folder / "start", tmp_path / name)
         cfg = tiny_config(
-            folder, f"exp_manager.explicit_log_dir={tmp_path / name}", f"{RL}.max_steps=2", *more
+            folder, f"exp_manager.explicit_log_dir={tmp_path / name}", f"{RL}.max_steps=2", *extra
         )
         with parallel_mesh() as mesh, tiny_trainer(cfg, mesh) as trainer:
             rollouts, *_ = trainer.generate_rollouts()
@@ -242,7 +236,9 @@ def test_the_gradients_are_those_of_real_updates(
             def step(parameters=parameters, update=update):
                 # before it clips and applies the gradient
                 real.append(
-                    torch.cat([one.main_grad.detach().flatten().clone() for one in parameters])
+                    torch.cat(
+                        [parameter.main_grad.detach().flatten().clone() for parameter in parameters]
+                    )
                 )
                 return update()
 
@@ -252,13 +248,14 @@ def test_the_gradients_are_those_of_real_updates(
     monkeypatch.setattr(
         module, "cosine", lambda *pair, cosine=module.cosine: taken.append(pair) or cosine(*pair)
     )
-    found = recompute(folder / "mine", "2", overrides, phase="update")
-    assert found.checkpoint == 1, "step 2 is an update of the weights after step 1"
+    result = recompute(folder / "mine", "2", overrides, phase="update")
+    assert result.checkpoint == 1, "step 2 is an update of the weights after step 1"
     for mine, theirs in zip(taken[0], real, strict=True):
         assert module.cosine(mine, theirs) == pytest.approx(1.0, abs=5e-5)
         assert float((mine - theirs).norm()) < 1e-4 * float(theirs.norm())
-    (step,) = found.steps
-    assert step.cosine is not None and step.cosine < 0.9999
+    (step,) = result.steps
+    assert step.cosine is not None
+    assert step.cosine < 0.9999
     assert step.cosine == pytest.approx(module.cosine(*real), abs=5e-5)
     (same,) = recompute(folder / "mine", "1", phase="update").steps
     assert same.cosine == pytest.approx(1.0, abs=5e-5)
@@ -279,17 +276,18 @@ def test_other_rewards_are_those_of_a_real_run(folder: Path, tmp_path: Path) -> 
     assert [sample.advantage[1] for sample in step.samples] == pytest.approx(
         [r.advantage for r in rows], abs=1e-6
     )
-    assert len({sample.reward[1] for sample in step.samples}) > 2 and step.sign_changes > 0
+    assert len({sample.reward[1] for sample in step.samples}) > 2
+    assert step.sign_changes > 0
 
 
 def test_a_function_that_only_the_folder_names_is_not_called(folder: Path) -> None:
     name = "reinforce_rl.rewards.functions.length"
-    own = [
+    named_reward = [
         "reward=function",
         f"reward_function.name={name}",
         "+reward_function.kwargs={target: 5, tolerance: 5}",
     ]
-    run = train(folder, "named", *own, f"{RL}.max_steps=1", source=True)
+    run = train(folder, "named", *named_reward, f"{RL}.max_steps=1", source=True)
     other = ["reward_function.kwargs.target=2"]
     with raises_error(
         "trust.setting.only_of_folder", f"reward_function.name is '{name}'", "--trust"
@@ -339,9 +337,8 @@ def test_all_faults_of_overrides_are_one_message(folder: Path) -> None:
     ]
     with pytest.raises(ConfigError) as error:
         recompute(folder / "mine", "2", wrong)
-    assert {fault.partition(" ")[0] for fault in error.value.faults} == {
-        one.partition("=")[0] for one in wrong
-    }
+    expected = {override.partition("=")[0] for override in wrong}
+    assert {fault.partition(" ")[0] for fault in error.value.faults} == expected
 
 
 def test_what_a_record_lacks_is_a_sentence(
@@ -387,22 +384,28 @@ def test_a_record_that_was_changed_is_told(folder: Path, tmp_path: Path) -> None
 
 
 def test_table_json_and_page(folder: Path, tmp_path: Path) -> None:
-    found = recompute(folder / "mine", "1:2", [f"{RL}.advantage_estimator=none"])
-    write_page(found, folder / "mine", tmp_path / "out.html")
-    read = json.loads(json.dumps(found.as_json()))
-    assert read["settings"] == {f"{RL}.advantage_estimator": ["rloo", "none"]}
-    assert [one["step"] for one in read["steps"]] == [1, 2] and len(read["samples"]) == 32
-    both = [one["advantage"] for one in read["samples"] if one["step"] == 2]
-    assert [one for one, _ in both] == pytest.approx(advantages(folder / "mine", 2))
-    assert read["steps"][1]["sign_changes"] == sum(one * other < 0 for one, other in both) > 0
+    result = recompute(folder / "mine", "1:2", [f"{RL}.advantage_estimator=none"])
+    write_page(result, folder / "mine", tmp_path / "out.html")
+    read = json.loads(json.dumps(result.as_json()))
+    expected = {f"{RL}.advantage_estimator": ["rloo", "none"]}
+    assert read["settings"] == expected
+    steps = [step["step"] for step in read["steps"]]
+    assert steps == [1, 2]
+    assert len(read["samples"]) == 32
+    both = [sample["advantage"] for sample in read["samples"] if sample["step"] == 2]
+    assert [before for before, _ in both] == pytest.approx(advantages(folder / "mine", 2))
+    sign_changes = sum(before * after < 0 for before, after in both)
+    assert read["steps"][1]["sign_changes"] == sign_changes > 0
     expected = torch.corrcoef(torch.tensor(both).T.double())[0, 1]
     assert read["steps"][1]["correlation"] == pytest.approx(float(expected), abs=1e-6)
     console = Console(width=160, record=True, file=(tmp_path / "table").open("w"))
-    console.print(found.table())
+    console.print(result.table())
     text = console.export_text()
-    assert f'{RL}.advantage_estimator: "rloo" -> "none"' in text and "sign changes" in text
+    assert f'{RL}.advantage_estimator: "rloo" -> "none"' in text
+    assert "sign changes" in text
     page = (tmp_path / "out.html").read_text()
-    assert "Advantages in order of size" in page and "Samples whose advantage changes sign" in page
+    assert "Advantages in order of size" in page
+    assert "Samples whose advantage changes sign" in page
 
 
 def test_a_step_without_spread_has_no_correlation() -> None:
@@ -512,7 +515,8 @@ def test_the_command_writes_its_files(
         )
     assert ended.value.exit_code == 0
     written = json.loads((tmp_path / "out.json").read_text())
-    assert [step["step"] for step in written["steps"]] == [1, 2]
+    steps = [step["step"] for step in written["steps"]]
+    assert steps == [1, 2]
     assert "Advantages in order of size" in (tmp_path / "out.html").read_text()
     assert '"rloo" -> "none"' in capsys.readouterr().out
 

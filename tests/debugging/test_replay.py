@@ -72,12 +72,12 @@ def folder(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return copy
 
 
-def first(found: Replay) -> PhaseResult:
-    return next(one for one in found.phases if one.differences)
+def first(replayed: Replay) -> PhaseResult:
+    return next(phase for phase in replayed.phases if phase.differences)
 
 
-def verdicts(found: Replay) -> dict[str, str]:
-    return {one.name: one.verdict for one in found.phases}
+def verdicts(replayed: Replay) -> dict[str, str]:
+    return {phase.name: phase.verdict for phase in replayed.phases}
 
 
 def test_nothing_differs(folder: Path) -> None:
@@ -86,11 +86,15 @@ def test_nothing_differs(folder: Path) -> None:
         (2, 0, "2 updates from the initial model"),
         (5, 3, "2 updates from the checkpoint"),
     ):
-        found = again(folder / "run", step, say=said.append)
-        assert verdicts(found) == dict.fromkeys(ALL, "same"), found.sentence
-        assert (found.exit_code, found.start, str(found.bounds)) == (0, start, "bit for bit")
-        assert found.sentence == "Nothing differs." and found.facts == []
-        assert updates in said[-1] and "the run took" in said[-1]
+        replayed = again(folder / "run", step, say=said.append)
+        assert verdicts(replayed) == dict.fromkeys(ALL, "same"), replayed.sentence
+        assert replayed.exit_code == 0
+        assert replayed.start == start
+        assert str(replayed.bounds) == "bit for bit"
+        assert replayed.sentence == "Nothing differs."
+        assert replayed.facts == []
+        assert updates in said[-1]
+        assert "the run took" in said[-1]
     assert not any("replay" in path.name for path in (folder / "run").iterdir()), (
         "nothing is left in the run's folder"
     )
@@ -108,34 +112,29 @@ def test_steps_on_the_way_are_not_generated_again(
 
     monkeypatch.setattr(NativeGenerator, "generate", counted)
     assert again(folder / "run", 2).exit_code == 0, "step 1 is made again on the way"
-    assert (
-        len(drawn)
-        == len({row.prompt_id for row in RunFolder(folder / "run").samples(2, "rollouts")})
-        > 0
-    )
+    prompt_ids = {row.prompt_id for row in RunFolder(folder / "run").samples(2, "rollouts")}
+    assert len(drawn) == len(prompt_ids) > 0
 
 
 def test_a_phase_alone_and_stored_scores(folder: Path) -> None:
-    found = again(folder / "run", 4, phase="logprobs")
-    assert (
-        verdicts(found) == dict.fromkeys(["prompts", "weights", "logprobs"], "same")
-        and found.exit_code == 0
-    )
-    found = again(folder / "run", reward="stored")
-    assert found.step == 6 and found.exit_code == 2
-    assert verdicts(found) == {**dict.fromkeys(ALL, "same"), "score": "not replayed"}
-    assert found.sentence == "Nothing differs; not replayed: score."
+    replayed = again(folder / "run", 4, phase="logprobs")
+    assert verdicts(replayed) == dict.fromkeys(["prompts", "weights", "logprobs"], "same")
+    assert replayed.exit_code == 0
+    replayed = again(folder / "run", reward="stored")
+    assert replayed.step == 6
+    assert replayed.exit_code == 2
+    assert verdicts(replayed) == {**dict.fromkeys(ALL, "same"), "score": "not replayed"}
+    assert replayed.sentence == "Nothing differs; not replayed: score."
 
 
 def test_a_function_that_only_the_folder_names_is_not_called(folder: Path, tmp_path: Path) -> None:
     """As `prompts`, it would be imported and called on the recorded prompts."""
     (folder / "planted_reward.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
-    (folder / "run" / "planted_reward.py").write_text(
-        f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}"
-    )
-    found = replay(folder / "run", 4)
-    assert verdicts(found)["score"] == "not replayed"
-    assert found.exit_code == 2
+    planted_reward_file = folder / "run" / "planted_reward.py"
+    planted_reward_file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
+    replayed = replay(folder / "run", 4)
+    assert verdicts(replayed)["score"] == "not replayed"
+    assert replayed.exit_code == 2
     named = "reward_function.name is 'planted_reward.length_or_letters'"
     with raises_error("trust.setting.only_of_folder", named, "--trust"):
         replay(folder / "run", 4, reward="restart")
@@ -179,7 +178,8 @@ def change_prompt(folder: Path) -> None:
     lines = path.read_text().splitlines()
     number = read_samples(folder, 5)["prompt_id"][0].as_py()
     text = json.loads(lines[number])["prompt"]
-    lines[number] = json.dumps({"prompt": text[:-1] + ("s" if text[-1] != "s" else "h")})
+    last = "s" if text[-1] != "s" else "h"
+    lines[number] = json.dumps({"prompt": text[:-1] + last})
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -193,9 +193,8 @@ def change_token(folder: Path) -> None:
     rows = table["response_tokens"].to_pylist()
     rows[3][1] = (rows[3][1] + 1) % 30
     place = table.column_names.index("response_tokens")
-    pq.write_table(
-        table.set_column(place, "response_tokens", pa.array(rows, pa.list_(pa.int32()))), path
-    )
+    tokens = pa.array(rows, pa.list_(pa.int32()))
+    pq.write_table(table.set_column(place, "response_tokens", tokens), path)
 
 
 def change_prompt_tokens(folder: Path) -> None:
@@ -204,9 +203,8 @@ def change_prompt_tokens(folder: Path) -> None:
     rows = table["prompt_tokens"].to_pylist()
     rows[1][0] = (rows[1][0] + 1) % 30
     place = table.column_names.index("prompt_tokens")
-    pq.write_table(
-        table.set_column(place, "prompt_tokens", pa.array(rows, pa.list_(pa.int32()))), path
-    )
+    tokens = pa.array(rows, pa.list_(pa.int32()))
+    pq.write_table(table.set_column(place, "prompt_tokens", tokens), path)
 
 
 def swap_reference(folder: Path) -> list[str]:
@@ -252,17 +250,21 @@ PLANTED: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_named(name: str, folder: Path) -> None:
     plant, phase, column, fact = PLANTED[name]
-    found = again(folder / "run", 5, overrides=plant(folder) or ())
-    assert (found.exit_code, first(found).name) == (1, phase), found.sentence
-    difference = first(found).differences[0]
-    assert difference.what == column and difference.prompt_id is not None
-    assert phase in found.sentence and difference.place in found.sentence
+    replayed = again(folder / "run", 5, overrides=plant(folder) or ())
+    assert replayed.exit_code == 1, replayed.sentence
+    assert first(replayed).name == phase, replayed.sentence
+    difference = first(replayed).differences[0]
+    assert difference.what == column
+    assert difference.prompt_id is not None
+    assert phase in replayed.sentence
+    assert difference.place in replayed.sentence
     if name == "token":
         ids = read_samples(folder, 5).select(["prompt_id", "sample_id"]).slice(3, 1).to_pylist()[0]
         assert (difference.prompt_id, difference.sample_id, difference.token) == (*ids.values(), 1)
-        assert difference.count == 1 and "the record was changed" in found.sentence
+        assert difference.count == 1
+        assert "the record was changed" in replayed.sentence
     else:
-        assert any(fact in one for one in found.facts), found.facts
+        assert any(fact in text for text in replayed.facts), replayed.facts
 
 
 def test_one_weight_changed_by_a_millionth(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,16 +281,19 @@ def test_one_weight_changed_by_a_millionth(folder: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "build_trainer", restore_and_change)
     for step in (4, 5, 2):
-        found = again(folder / "run", step)
-        one = first(found)
-        assert (one.name, one.note, one.differences[0].count) == ("weights", "as they were read", 1)
-        assert one.differences[0].what == "tensor decoder.layers.0.mlp.linear_fc2.weight"
-        assert "the checkpoint or the initial model was changed" in found.sentence
+        replayed = again(folder / "run", step)
+        weights = first(replayed)
+        assert weights.name == "weights"
+        assert weights.note == "as they were read"
+        assert weights.differences[0].count == 1
+        assert weights.differences[0].what == "tensor decoder.layers.0.mlp.linear_fc2.weight"
+        assert "the checkpoint or the initial model was changed" in replayed.sentence
 
 
 def test_what_is_missing_is_told(folder: Path) -> None:
     run = folder / "run"
-    assert list(record_files(run)) == [1, 2, 3, 4, 5, 6]
+    expected = [1, 2, 3, 4, 5, 6]
+    assert list(record_files(run)) == expected
     with raises_error("record.step.missing", run / "record", "step 9", "1 to 6"):
         again(run, 9)
     with raises_error("replay.phase.unknown", "--phase", "'train'"):
@@ -362,46 +367,49 @@ def test_another_machine_is_compared_within_rounding(folder: Path) -> None:
     values = json.loads(path.read_text())
     values["machine"]["device"] = "CPU, 128 cores"
     path.write_text(json.dumps(values))
-    found = again(folder / "run", 4)
-    assert found.exit_code == 2 and "rounding" in str(found.bounds) and len(found.facts) == 1
-    assert found.sentence == "Nothing differs; not replayed: weights."
+    replayed = again(folder / "run", 4)
+    assert replayed.exit_code == 2
+    assert "rounding" in str(replayed.bounds)
+    assert len(replayed.facts) == 1
+    assert replayed.sentence == "Nothing differs; not replayed: weights."
 
 
 @pytest.mark.slow
 def test_on_two_ranks(folder: Path) -> None:
-    """Recorded on one rank: tokens are fed in. A fault that is larger than rounding is seen there, too."""
+    """Recorded on one rank: tokens are fed in.
+
+    A fault that is larger than rounding is seen there, too.
+    """
 
     def on_two(*overrides: str) -> dict[str, Any]:
         printed = run_ranks(SCRIPT, 2, "stored", folder, "trainer.devices=2", *overrides)
-        return json.loads(
-            next(line for line in printed.splitlines() if line.startswith("FOUND"))[6:]
-        )
+        line = next(line for line in printed.splitlines() if line.startswith("FOUND"))
+        return json.loads(line[6:])
 
-    found = on_two()
-    skipped = [one["name"] for one in found["phases"] if one["verdict"] == "not replayed"]
-    assert (
-        skipped == ["weights", "generate", "score"]
-        and [one["name"] for one in found["phases"]] == ALL
-    )
-    assert found["exit_code"] == 2, found["phases"]
-    assert found["bounds"]["absolute"] > 0
+    replayed = on_two()
+    skipped = [phase["name"] for phase in replayed["phases"] if phase["verdict"] == "not replayed"]
+    assert skipped == ["weights", "generate", "score"]
+    names = [phase["name"] for phase in replayed["phases"]]
+    assert names == ALL
+    assert replayed["exit_code"] == 2, replayed["phases"]
+    assert replayed["bounds"]["absolute"] > 0
     assert on_two("model.tensor_model_parallel_size=2")["exit_code"] == 2
     wrong = on_two(*swap_reference(folder))
-    assert wrong["exit_code"] == 1 and wrong["sentence"].startswith(
-        "The first difference is in logprobs"
-    )
+    assert wrong["exit_code"] == 1
+    assert wrong["sentence"].startswith("The first difference is in logprobs")
 
 
 def test_recorded_on_two_ranks(tmp_path: Path) -> None:
     reward = "reward_function.name=helpers.reward_functions.counted"
     run_ranks(SCRIPT, 2, "train", tmp_path, *SETTINGS, reward, "trainer.devices=2")
     record = read_record(tmp_path / "run", 4)
-    assert [len(one.after) > 1 for one in record.ranks] == [True, False]
+    assert [len(phase.after) > 1 for phase in record.ranks] == [True, False]
     printed = run_ranks(SCRIPT, 2, "restart", tmp_path)
-    found = json.loads(next(line for line in printed.splitlines() if line.startswith("FOUND"))[6:])
-    assert {one["name"]: one["verdict"] for one in found["phases"]} == dict.fromkeys(ALL, "same"), (
-        found
-    )
+    line = next(line for line in printed.splitlines() if line.startswith("FOUND"))
+    replayed = json.loads(line[6:])
+    assert {phase["name"]: phase["verdict"] for phase in replayed["phases"]} == dict.fromkeys(
+        ALL, "same"
+    ), replayed
 
 
 @pytest.mark.slow
@@ -409,7 +417,10 @@ def test_recorded_on_two_ranks(tmp_path: Path) -> None:
 def test_recorded_with_generators_of_its_own(
     staleness: int, generates: str, tmp_path: Path
 ) -> None:
-    """One rank trains and one generates; replayed on one rank, which generates only what present weights drew."""
+    """One rank trains and one generates.
+
+    One rank replays them, and generates only what present weights drew.
+    """
     apart = [
         "placement=disaggregated",
         "generation_ranks=1",
@@ -418,8 +429,10 @@ def test_recorded_with_generators_of_its_own(
     ]
     reward = "reward_function.name=helpers.reward_functions.counted"
     run_ranks(SCRIPT, 2, "train", tmp_path, *SETTINGS, reward, *apart)
-    found = again(tmp_path / "run", 5)
-    assert verdicts(found) == {**dict.fromkeys(ALL, "same"), "generate": generates}, found.sentence
+    replayed = again(tmp_path / "run", 5)
+    assert verdicts(replayed) == {**dict.fromkeys(ALL, "same"), "generate": generates}, (
+        replayed.sentence
+    )
 
 
 @pytest.mark.parametrize("kind", ["after", "optimizer"])
@@ -441,10 +454,12 @@ def test_the_moments_of_adam_are_compared(kind: str) -> None:
         return StepRecord(updates=updates, ranks=[state], **values, **facts)
 
     same = module._compare_update(record("01"), record("01"), EQUAL_BITS)
-    assert (same.name, same.verdict) == ("update", "same")
+    assert same.name == "update"
+    assert same.verdict == "same"
     other = module._compare_update(record("01"), record("02"), EQUAL_BITS)
     assert other.verdict == "differs"
-    assert [one.what for one in other.differences] == ["tensor w.exp_avg_sq"]
+    differing = [difference.what for difference in other.differences]
+    assert differing == ["tensor w.exp_avg_sq"]
     rounded = module._compare_update(record("01"), record("02"), ROUNDING)
     assert rounded.verdict == "same"
     assert rounded.note != "", "what was not compared is said"

@@ -22,7 +22,8 @@ def row(number: int, source_rewards: dict[str, float]) -> RolloutRow:
 
 def test_a_score_that_some_samples_lack_is_nan(tmp_path: Path) -> None:
     """A generator may have sent scores of a source that the others have not."""
-    path = write_rows(tmp_path, 1, [row(0, {"a": 1.0}), row(1, {"a": 2.0, "b": 3.0})])
+    rows = [row(0, {"a": 1.0}), row(1, {"a": 2.0, "b": 3.0})]
+    path = write_rows(tmp_path, 1, rows)
     stored: Any = object.__new__(StoredRun)
     stored.path = tmp_path
     stored.run = SimpleNamespace(samples=lambda step: read_rows(path))

@@ -1,4 +1,4 @@
-"""Chat: what is streamed, turns and commands, a context that is full, Ctrl-C, rewards, and what a terminal shows."""
+"""Chat: streaming, turns and commands, a full context, Ctrl-C, rewards, and the terminal."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_what_is_streamed_is_what_is_generated(folder):
         with contextlib.closing(actor.generator):
             speaker = Speaker("one", actor, [{"role": "user", "content": "hi"}])
             prompt, room = speaker.prompt(7, 9)
-            assert prompt.text == "U: hi<eos>A:" and room == 9
+            assert prompt.text == "U: hi<eos>A:"
+            assert room == 9
             pieces: list[str] = []
             found = speaker.answer(prompt, actor.sampling, 4, pieces.append)
             expected = actor.generator.generate([prompt], 1, actor.sampling, 4)
@@ -117,7 +118,7 @@ class Bytes:
     bos_token_id = None
 
     def __call__(self, text: str | list[str], **options: Any) -> dict[str, Any]:
-        ids = self.encode(text) if isinstance(text, str) else [self.encode(one) for one in text]
+        ids = self.encode(text) if isinstance(text, str) else [self.encode(line) for line in text]
         return {"input_ids": ids, "special_tokens_mask": [0] * len(ids)}
 
     def encode(self, text: str, **_: Any) -> list[int]:
@@ -133,7 +134,8 @@ def test_no_character_is_shown_by_halves_and_no_space_is_lost():
     pieces = []
     speaker.messages = [{"role": "user", "content": "x"}]
     speaker.answer(speaker.prompt(0, 99)[0], PARAMS, 0, pieces.append)
-    assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) == text
+    assert "\ufffd" not in "".join(pieces)
     cut = speaker_of(Bytes(), "a😀".encode()[:-1])
     cut.actor.generator.answers = [list("a😀".encode())[:-1]]  # type: ignore[attr-defined]
     cut.messages = speaker.messages
@@ -145,7 +147,7 @@ def test_no_character_is_shown_by_halves_and_no_space_is_lost():
 def test_turns_and_commands(tokenizer, tmp_path):
     speaker = speaker_of(tokenizer, *"abcde")
     lines = ["one\n", "\n", "two\n", "/regenerate\n", f"/save {tmp_path}/s.jsonl\n", "/what\n"]
-    found = said(
+    output = said(
         [speaker],
         *lines,
         "/system be brief",
@@ -156,7 +158,7 @@ def test_turns_and_commands(tokenizer, tmp_path):
         "/quit",
         "five",
     )
-    assert found == f"a\nb\nc\n{module.HELP}\nd\n{module.HELP}\ne\n", (
+    assert output == f"a\nb\nc\n{module.HELP}\nd\n{module.HELP}\ne\n", (
         "without an answer there is none to repeat"
     )
     assert asked(speaker) == [
@@ -169,17 +171,19 @@ def test_turns_and_commands(tokenizer, tmp_path):
     ids = [prompt.id for prompt in speaker.actor.generator.asked]  # type: ignore[attr-defined]
     assert len(set(ids)) == 5, "a new answer has noise of its own"
     (saved,) = read_records(tmp_path / "s.jsonl", lambda record: record.value, LineFaults())
-    assert [message["content"] for message in saved["messages"]] == ["one", "a", "two", "c"]
+    contents = [message["content"] for message in saved["messages"]]
+    assert contents == ["one", "a", "two", "c"]
 
 
 def test_a_question_that_cannot_be_answered_is_forgotten(tokenizer, tmp_path):
     speaker = speaker_of(tokenizer, "a", "b", limit=40)
     (tmp_path / "file").touch()
-    found = said([speaker], "one", "x" * 99, "two", f"/save {tmp_path}/file/s")
-    (refusal,) = [line for line in found.splitlines() if "105 tokens" in line]
-    assert " 40;" in refusal and " one " in refusal
+    output = said([speaker], "one", "x" * 99, "two", f"/save {tmp_path}/file/s")
+    (refusal,) = [line for line in output.splitlines() if "105 tokens" in line]
+    assert " 40;" in refusal
+    assert " one " in refusal
     assert asked(speaker)[-1] == "U: one<eos>A: a<eos>U: two<eos>A:"
-    assert "File exists" in found.splitlines()[-1] or "Not a directory" in found.splitlines()[-1]
+    assert "File exists" in output.splitlines()[-1] or "Not a directory" in output.splitlines()[-1]
     speaker.messages = [{"role": "user", "content": "x" * 99}]
     with raises_error("chat.question.too_long", 105, "one", 40):
         speaker.prompt(0, PARAMS.max_length)
@@ -187,9 +191,9 @@ def test_a_question_that_cannot_be_answered_is_forgotten(tokenizer, tmp_path):
 
 def test_the_oldest_turns_give_way_but_not_the_system_message(tokenizer):
     speaker = speaker_of(tokenizer, *"abc", limit=72)
-    found = said([speaker], "1" * 15, "2" * 15, "3" * 15, system="S" * 5)
+    output = said([speaker], "1" * 15, "2" * 15, "3" * 15, system="S" * 5)
     assert asked(speaker)[2] == f"S: SSSSS<eos>U: {'2' * 15}<eos>A: b<eos>U: {'3' * 15}<eos>A:"
-    assert found.splitlines()[-2:] == [
+    assert output.splitlines()[-2:] == [
         "c",
         "(without the first 2 messages: there is no room for them)",
     ]
@@ -197,7 +201,8 @@ def test_the_oldest_turns_give_way_but_not_the_system_message(tokenizer):
 
 def test_an_answer_without_an_end_is_cut_and_says_so(tokenizer):
     assert said([speaker_of(tokenizer, "a" * 50)], "x") == "a" * 20 + "\n(cut at 20 tokens)\n"
-    assert said([speaker_of(tokenizer, "a" * 50, limit=20)], "x").endswith("\n(cut at 13 tokens)\n")
+    speakers = [speaker_of(tokenizer, "a" * 50, limit=20)]
+    assert said(speakers, "x").endswith("\n(cut at 13 tokens)\n")
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(tokenizer):
@@ -234,7 +239,7 @@ def test_two_models_one_after_the_other_or_side_by_side(tokenizer):
         ]
 
     score = {"new": "reward 1.000", "old": "no reward: it is down"}
-    options: Any = {"score": lambda speaker, prompt, found: score[speaker.name]}
+    options: Any = {"score": lambda speaker, prompt, completions: score[speaker.name]}
     plain = said(two(), "x", **options)
     assert plain == "[new]\nyes\n(reward 1.000)\n[old]\nno [31m\n(no reward: it is down)\n"
     terminal = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
@@ -279,7 +284,8 @@ def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "REWARD_SECONDS", 2.0)
     how = [
-        f"+reward_function.kwargs.{one}" for one in ("target=3", "tolerance=100", "unit=characters")
+        f"+reward_function.kwargs.{setting}"
+        for setting in ("target=3", "tolerance=100", "unit=characters")
     ]
     chat(
         folder,
@@ -291,9 +297,11 @@ def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, mon
         lines=iter(["hi"]),
     )
     first = capsys.readouterr().out
-    assert "[model]\n" in first and "[model-2]\n" in first
+    assert "[model]\n" in first
+    assert "[model-2]\n" in first
     rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", first)]
-    assert len(rewards) == 2 and all(0.9 <= reward <= 1 for reward in rewards), first
+    assert len(rewards) == 2, first
+    assert all(0.9 <= reward <= 1 for reward in rewards), first
     chat(
         folder,
         rewards=[f"http://127.0.0.1:{free_port('127.0.0.1')}"],
@@ -302,12 +310,10 @@ def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, mon
     )
     assert capsys.readouterr().out.count("(cut at 4 tokens)\n(no reward: ") == 2
     chat(folder, rewards=["gsm8k"], max_tokens=4, lines=iter(["hi"]))
-    found = capsys.readouterr()
+    captured = capsys.readouterr()
     why = r"functions\.gsm8k: KeyError at .*\.py:\d+: 'answer'; the record of a chat has no columns"
-    assert (
-        re.search(rf"\n\(no reward: reinforce_rl\.rewards\.{why}", found.out)
-        and "function_failed" not in found.err
-    )
+    assert re.search(rf"\n\(no reward: reinforce_rl\.rewards\.{why}", captured.out)
+    assert "function_failed" not in captured.err
     with pytest.raises(ConfigError, match="lenght"):
         chat(folder, rewards=["lenght"], lines=iter(["hi"]))
     assert list(tmp_path.iterdir()) == [], "a chat leaves nothing behind"
@@ -330,9 +336,13 @@ def test_questions_from_a_pipe(folder):
         command, input="hi\n", capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") >= 1 and "\x1b" not in done.stdout and ">" not in done.stdout[:2]
+    assert done.stdout.count("\n") >= 1
+    assert "\x1b" not in done.stdout
+    assert ">" not in done.stdout[:2]
     command += ["model.sede=1"]
     done = subprocess.run(
         command, input="", capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 1 and "model.seed?" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert "model.seed?" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""Evaluation of tiny models: the trainer's own numbers, those of transformers, and what a tired person gets wrong."""
+"""Evaluation of tiny models: the trainer's numbers, those of transformers, and likely mistakes."""
 
 from __future__ import annotations
 
@@ -80,19 +80,23 @@ def test_the_mean_reward_is_that_of_the_trainers_validation_before_step_1(
         finally:
             source.close()
     expected = metrics_of(tmp_path)[0]
-    assert expected["step"] == 0 and 0 < expected["val/rewards"] < 0.7
-    found = evaluate([folder / "model"], folder / "data.jsonl", overrides=how, out=tmp_path / "out")
-    (one,) = found.models
-    for name, value in one.metrics.items():
+    assert expected["step"] == 0
+    assert 0 < expected["val/rewards"] < 0.7
+    evaluation = evaluate(
+        [folder / "model"], folder / "data.jsonl", overrides=how, out=tmp_path / "out"
+    )
+    (model,) = evaluation.models
+    for name, value in model.metrics.items():
         assert value == expected[f"val/{name}"], name
-    assert one.numbers["reward"].mean == expected["val/rewards"]
+    assert model.numbers["reward"].mean == expected["val/rewards"]
     run = RunFolder(tmp_path / "out" / "model")
     rows = run.samples(0, "validation")
     assert run.series("val/rewards") == [(0, expected["val/rewards"])]
     rewards = [row.reward for row in rows]
     error = statistics.stdev(rewards) / math.sqrt(len(rows))
-    assert one.numbers["reward"].standard_error == pytest.approx(error)
-    assert one.numbers["length"].mean == statistics.fmean(row.response_length for row in rows)
+    assert model.numbers["reward"].standard_error == pytest.approx(error)
+    expected = statistics.fmean(row.response_length for row in rows)
+    assert model.numbers["length"].mean == expected
 
 
 def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
@@ -100,8 +104,9 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
 ) -> None:
     texts = []
     for name in ("first", "second"):
-        found = evaluate(
-            [folder / "model", folder / "other", folder / "model"],
+        models = [folder / "model", folder / "other", folder / "model"]
+        evaluation = evaluate(
+            models,
             folder / "data.jsonl",
             rewards=SHARE,
             samples=4,
@@ -110,7 +115,8 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
         )
         texts.append((tmp_path / name / "results.json").read_text())
     assert texts[0] == texts[1]
-    assert [one.name for one in found.models] == ["model", "other", "model-2"]
+    names = [model.name for model in evaluation.models]
+    assert names == ["model", "other", "model-2"]
     read = {
         name: RunFolder(tmp_path / "second" / name).samples(0, "validation")
         for name in ("model", "other")
@@ -121,39 +127,40 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
         for row in rows:
             means[name][row.prompt_id] += row.reward / 4
     differences = [b - a for a, b in zip(means["model"], means["other"], strict=True)]
-    other, same = found.comparisons
-    assert (other.model, other.baseline, other.by) == ("other", "model", "reward")
-    assert other.difference is not None and same.difference is not None
+    other, same = evaluation.comparisons
+    assert other.model == "other"
+    assert other.baseline == "model"
+    assert other.by == "reward"
+    assert other.difference is not None
+    assert same.difference is not None
     assert other.difference.mean_difference == pytest.approx(statistics.fmean(differences))
-    assert other.difference.standard_error == pytest.approx(
-        statistics.stdev(differences) / math.sqrt(12)
-    )
-    assert (other.wins.wins, other.wins.losses) == (
-        sum(d > 1e-9 for d in differences),
-        sum(d < -1e-9 for d in differences),
-    )
-    assert (same.wins.ties, same.difference.mean_difference) == (12, 0.0), (
-        "the same model draws the same samples"
-    )
+    expected = statistics.stdev(differences) / math.sqrt(12)
+    assert other.difference.standard_error == pytest.approx(expected)
+    expected = sum(d > 1e-9 for d in differences)
+    assert other.wins.wins == expected
+    expected = sum(d < -1e-9 for d in differences)
+    assert other.wins.losses == expected
+    assert same.wins.ties == 12
+    assert same.difference.mean_difference == 0.0, "the same model draws the same samples"
     read_back = json.loads(texts[0])
     first = read_back["comparisons"][0]
-    assert (first["win_rate"], first["prompts"]) == (other.wins.rate, 12)
-    assert (first["difference"], first["p"]) == (
-        other.difference.mean_difference,
-        other.difference.p,
-    )
-    assert (first["smallest_gain"], first["sentence"]) == (
-        other.difference.smallest_gain,
-        other.difference.sentence(),
-    )
+    assert first["win_rate"] == other.wins.rate
+    assert first["prompts"] == 12
+    assert first["difference"] == other.difference.mean_difference
+    assert first["p"] == other.difference.p
+    assert first["smallest_gain"] == other.difference.smallest_gain
+    assert first["sentence"] == other.difference.sentence()
     assert read_back["comparisons"][1]["p"] is None, (
         "there is nothing to test where all differences are 0"
     )
-    assert "pass@4" not in found.models[0].numbers, "rewards between 0 and 1 are not right or wrong"
+    assert "pass@4" not in evaluation.models[0].numbers, (
+        "rewards between 0 and 1 are not right or wrong"
+    )
     console = Console(width=160, record=True, file=(tmp_path / "table").open("w"))
-    console.print(found.table())
+    console.print(evaluation.table())
     said = " ".join(console.export_text().split())
-    assert "other against model, by reward: wins" in said and "on the same 12 prompts (p " in said
+    assert "other against model, by reward: wins" in said
+    assert "on the same 12 prompts (p " in said
     assert "+0.000 ± 0.000 on the same 12 prompts: all differences are equal" in said
 
 
@@ -169,12 +176,11 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
         "overrides": SHORT,
         "out": out,
     }
-    found = evaluate([folder / "model", folder / "other"], data, **how)
-    assert found.comparisons == [] and "reward" not in found.models[0].numbers, (
-        "nothing was to be scored"
-    )
-    assert found.models[0].failures == {}
-    assert found.models[1].numbers["KL"].mean == 0.0
+    evaluation = evaluate([folder / "model", folder / "other"], data, **how)
+    assert evaluation.comparisons == []
+    assert "reward" not in evaluation.models[0].numbers, "nothing was to be scored"
+    assert evaluation.models[0].failures == {}
+    assert evaluation.models[1].numbers["KL"].mean == 0.0
     models = [AutoModelForCausalLM.from_pretrained(folder / name) for name in ("model", "other")]
     tokenizer = load_tokenizer(folder / "model")
     rows = RunFolder(out / "model").samples(0, "validation")
@@ -192,25 +198,27 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
         checked.append(row.kl)
         ids = torch.tensor([prompt + response])
         with torch.no_grad():
-            own, other = ((model(ids).logits[0] / 0.8).log_softmax(-1) for model in models)
+            policy, reference = ((model(ids).logits[0] / 0.8).log_softmax(-1) for model in models)
         places = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
         tokens = ids[0, len(prompt) :]
-        expected.append(float((own - other)[places, tokens].sum()))
+        expected.append(float((policy - reference)[places, tokens].sum()))
     assert len(checked) >= 8
     assert checked == pytest.approx(expected, abs=1e-4)
-    assert found.models[0].numbers["KL"].mean == pytest.approx(
-        statistics.fmean(row.kl for row in rows)
-    )
+    expected = statistics.fmean(row.kl for row in rows)
+    assert evaluation.models[0].numbers["KL"].mean == pytest.approx(expected)
 
 
 def test_right_answers_are_counted_and_a_failed_reward_counts_apart(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Lines 0 to 3 hold no answer, so `gsm8k` fails there; no response of the rest can hold the number 7."""
+    """Lines 0 to 3 hold no answer, so `gsm8k` fails there.
+
+    No response of the rest can hold the number 7.
+    """
     lines = [{"prompt": "eta", **({"answer": "7"} if i > 3 else {})} for i in range(10)]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = evaluate(
+    evaluation = evaluate(
         [folder / "model"],
         data,
         rewards=["gsm8k"],
@@ -218,26 +226,31 @@ def test_right_answers_are_counted_and_a_failed_reward_counts_apart(
         overrides=SHORT,
         out=tmp_path / "out",
     )
-    (one,) = found.models
-    assert (one.numbers["reward"].mean, one.numbers["reward"].count) == (0.0, 12)
-    assert one.numbers["pass@2"].mean == 0.0
-    ((reason, count),) = one.failures.items()
-    assert count == 8 and "KeyError" in reason
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["models"][0]["failures"] == {
-        reason: 8
-    }
+    (model,) = evaluation.models
+    assert model.numbers["reward"].mean == 0.0
+    assert model.numbers["reward"].count == 12
+    assert model.numbers["pass@2"].mean == 0.0
+    ((reason, count),) = model.failures.items()
+    assert count == 8
+    assert "KeyError" in reason
+    results_file = tmp_path / "out" / "results.json"
+    assert json.loads(results_file.read_text())["models"][0]["failures"] == {reason: 8}
     both = evaluate([folder / "model", folder / "other"], data, rewards=["gsm8k"], overrides=SHORT)
     (compared,) = both.comparisons
-    assert (compared.wins.count, compared.wins.failed) == (6, 4)
+    assert compared.wins.count == 6
+    assert compared.wins.failed == 4
     assert str(compared).endswith("; 4 left out, not scored on both sides")
 
 
 def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(folder: Path) -> None:
     def reply(text: str):
-        question, first, second = (
-            text.partition(f"[{part}]\n")[2].partition("\n\n[")[0].strip("\n")
-            for part in ("Question", "Answer A", "Answer B")
-        )
+        def part(title: str) -> str:
+            rest = text.partition(f"[{title}]\n")[2]
+            return rest.partition("\n\n[")[0].strip("\n")
+
+        question = part("Question")
+        first = part("Answer A")
+        second = part("Answer B")
         if question.startswith("e"):
             return (400, {"error": "no"})
         return (
@@ -249,15 +262,17 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
         )
 
     with FakeJudge(reply) as fake:
-        found = evaluate(
+        evaluation = evaluate(
             [folder / "model", folder / "other"],
             folder / "data.jsonl",
             judge=Judge(fake.url, "m", retries=0),
             overrides=SHORT,
         )
-    (judged,) = found.comparisons
-    assert judged.by == "judge m" and judged.difference is None
-    assert judged.wins.failed == sum(i % 9 == 0 for i in range(12))
+    (judged,) = evaluation.comparisons
+    assert judged.by == "judge m"
+    assert judged.difference is None
+    expected = sum(i % 9 == 0 for i in range(12))
+    assert judged.wins.failed == expected
     assert "HTTP 400" in str(judged.judgements[0])
     low, high = judged.wins.interval
     said = (
@@ -266,9 +281,9 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
         else "a real preference at the 5 % level"
     )
     assert str(judged).endswith(f"ties: {said}; {judged.wins.failed} prompts without a result")
-    assert judged.wins.count == 10 and judged.wins.wins == sum(
-        value == 1.0 for value in judged.judgements.values()
-    )
+    assert judged.wins.count == 10
+    expected = sum(value == 1.0 for value in judged.judgements.values())
+    assert judged.wins.wins == expected
 
 
 def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(
@@ -312,23 +327,27 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(
 
 
 def test_rewards_by_name_and_address_are_sources_of_their_own(folder: Path) -> None:
-    more = ["+reward_function.more_functions.length.kwargs.target=3", "reward_function.weight=2"]
-    more += [
+    functions = [
+        "+reward_function.more_functions.length.kwargs.target=3",
+        "reward_function.weight=2",
+    ]
+    functions += [
         "+reward_function.more_functions.length.kwargs.tolerance=10",
         "+reward_function.kwargs.scale=1.0",
     ]
     units = "+reward_function.more_functions.length.kwargs.unit=characters"
     given = []
-    found = evaluate(
+    evaluation = evaluate(
         [folder / "model"],
         folder / "data.jsonl",
         rewards=[*SHARE, "length"],
-        overrides=[*SHORT, *more, units],
+        overrides=[*SHORT, *functions, units],
         start=lambda *ranks: given.append(ranks),
     )
-    numbers = found.models[0].numbers
+    numbers = evaluation.models[0].numbers
     assert given == [(1, 1)]
-    sets = f"model.data.data_prefix.validation={{all: {folder / 'data.jsonl'}, again: {folder / 'data.jsonl'}}}"
+    data = folder / "data.jsonl"
+    sets = f"model.data.data_prefix.validation={{all: {data}, again: {data}}}"
     apart = evaluate([folder / "model"], rewards=SHARE, overrides=[*SHORT, sets]).models[0].numbers
     assert apart["reward of all"] == apart["reward of again"]
     assert apart["reward of all"].mean == pytest.approx(apart["reward"].mean)
@@ -345,9 +364,8 @@ def test_rewards_by_name_and_address_are_sources_of_their_own(folder: Path) -> N
 
 @pytest.mark.slow
 def test_the_command_on_two_ranks_finds_what_one_does(folder: Path, tmp_path: Path) -> None:
-    paths = os.pathsep.join(
-        str(path) for path in (Path(__file__).parents[2], Path(__file__).parents[1])
-    )
+    tests = Path(__file__).parents[1]
+    paths = f"{tests.parent}{os.pathsep}{tests}"
     words = [
         "eval",
         str(folder / "model"),
@@ -357,18 +375,19 @@ def test_the_command_on_two_ranks_finds_what_one_does(folder: Path, tmp_path: Pa
         *SHORT,
     ]
     words += ["--reward", *SHARE, "--reference", str(folder / "other"), "--samples=2"]
-    found = []
+    results_of_runs = []
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
+        command = [
+            sys.executable,
+            "-m",
+            "reinforce_rl",
+            *words,
+            f"--out={out}",
+            f"trainer.devices={ranks}",
+        ]
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "reinforce_rl",
-                *words,
-                f"--out={out}",
-                f"trainer.devices={ranks}",
-            ],
+            command,
             capture_output=True,
             text=True,
             timeout=300,
@@ -377,20 +396,23 @@ def test_the_command_on_two_ranks_finds_what_one_does(folder: Path, tmp_path: Pa
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert "other against model, by reward: wins" in done.stdout
-        found.append(json.loads((out / "results.json").read_text()))
+        results_of_runs.append(json.loads((out / "results.json").read_text()))
         assert len(RunFolder(out / "other").samples(0, "validation")) == 24
-    for one, two in zip(*(results["models"] for results in found), strict=True):
-        for name, number in one["numbers"].items():
-            assert two["numbers"][name]["mean"] == pytest.approx(number["mean"], abs=1e-4), name
-            assert two["numbers"][name]["count"] == 24
+    for model, model_on_two in zip(
+        *(results["models"] for results in results_of_runs), strict=True
+    ):
+        for name, number in model["numbers"].items():
+            assert model_on_two["numbers"][name]["mean"] == pytest.approx(
+                number["mean"], abs=1e-4
+            ), name
+            assert model_on_two["numbers"][name]["count"] == 24
+    command = [sys.executable, "-m", "reinforce_rl", "eval", "nowhere", "--reward", "gsm8k"]
+    environment = {**os.environ, "PYTHONPATH": paths}
     wrong = subprocess.run(
-        [sys.executable, "-m", "reinforce_rl", "eval", "nowhere", "--reward", "gsm8k"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths},
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment
     )
-    assert (wrong.returncode, wrong.stdout) == (1, "")
-    assert wrong.stderr.startswith("error: ") and "nowhere" in wrong.stderr
+    assert wrong.returncode == 1
+    assert wrong.stdout == ""
+    assert wrong.stderr.startswith("error: ")
+    assert "nowhere" in wrong.stderr
     assert printed_keys(wrong.stderr) == ["model.folder.no_model"]

@@ -1,4 +1,4 @@
-"""A model loaded for inference: where it is found, its configuration, and that it answers as the trainer does."""
+"""A model loaded for inference: its folder, its configuration, and the trainer's answers."""
 
 from __future__ import annotations
 
@@ -71,9 +71,8 @@ def test_its_configuration_is_the_trainers_with_what_only_training_reads_at_its_
     folder: Path,
 ) -> None:
     cfg = inference_config(folder / "model", [*SHORT, "model.tensor_model_parallel_size=1"])
-    assert (cfg.model.encoder_seq_length, cfg.model.max_prompt_tokens) == (16, 11), (
-        "the model's own context"
-    )
+    assert cfg.model.encoder_seq_length == 16
+    assert cfg.model.max_prompt_tokens == 11, "the model's own context"
     assert cfg.trainer.reinforce.initial_policy_kl_penalty == 0, "no reference is kept"
     with_data = inference_config(folder / "model", SHORT, data=folder / "validation.jsonl")
     assert len(build_datasets(with_data, load_tokenizer(folder / "model")).validation or ()) == 3
@@ -142,7 +141,8 @@ def test_what_only_a_run_names_is_refused_before_anything_is_asked_or_started(
         "hydra": {"searchpath": ["file:///"]},
         "defaults": ["evil"],
     }
-    values["generation"], values["engine"]["python"] = "vllm", str(python)
+    values["generation"] = "vllm"
+    values["engine"]["python"] = str(python)
     values["remote_rm"]["reward_model"]["ip"] = "evil.example"
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
     with pytest.raises(ConfigError) as error:
@@ -170,11 +170,13 @@ def test_it_answers_as_the_trainers_own_actor_without_room_for_gradients(
     trained = tiny_config(folder)
     tokenizer = load_tokenizer(folder / "model")
     (prompts,) = fixed_prompts(build_datasets(trained, tokenizer).train)
-    found = []
+    answers = []
     for actor in (load_actor(cfg, mesh), build_actor(trained, mesh, tokenizer)):
         with contextlib.closing(actor.generator), actor.generator.awake():
-            found.append([actor.infer(prompts, 2, 5), actor.infer(prompts, 1, 5, validation=True)])
-    for ours, theirs in zip(*found, strict=True):
+            answers.append(
+                [actor.infer(prompts, 2, 5), actor.infer(prompts, 1, 5, validation=True)]
+            )
+    for ours, theirs in zip(*answers, strict=True):
         assert torch.equal(ours.tokens, theirs.tokens)
         assert torch.equal(ours.log_probs, theirs.log_probs)
     with pytest.raises(RuntimeError, match="built without gradients"):
@@ -182,10 +184,10 @@ def test_it_answers_as_the_trainers_own_actor_without_room_for_gradients(
 
 
 @pytest.mark.parametrize(
-    ("exported", "told"), [(10, "step 10"), (20, None), (None, "an earlier step")]
+    ("exported", "model_step"), [(10, "step 10"), (20, None), (None, "an earlier step")]
 )
 def test_an_export_older_than_the_newest_checkpoint_is_told(
-    exported, told, tmp_path, mesh, caplog
+    exported, model_step, tmp_path, mesh, caplog
 ) -> None:
     config = tiny_llama_folder(tmp_path / "hf", vocab_size=32) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "training_step": exported}))
@@ -196,8 +198,13 @@ def test_an_export_older_than_the_newest_checkpoint_is_told(
     (newest.parent / "latest").write_text(newest.name)
     load_actor(inference_config(tmp_path), mesh)
     command = f"reinforce-rl convert to-hf {tmp_path} {tmp_path}/hf --model /models/sft"
-    said = f"the model of {told}, and the run's newest checkpoint is of step 20; to take that one, write it first: "
-    assert bool(told) == (said + command in caplog.text) == ("newest checkpoint" in caplog.text)
+    said = (
+        f"the model of {model_step}, and the run's newest checkpoint is of step 20; "
+        "to take that one, write it first: "
+    )
+    assert (
+        bool(model_step) == (said + command in caplog.text) == ("newest checkpoint" in caplog.text)
+    )
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_loaded(
@@ -213,7 +220,10 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_loaded(
 def test_two_end_tokens_of_the_generation_config_end_responses_as_in_transformers(
     tmp_path: Path, mesh: Mesh
 ) -> None:
-    """As in Qwen2.5, Qwen3 and Llama 3 Instruct: config.json names one, generation_config.json two."""
+    """As in Qwen2.5, Qwen3 and Llama 3 Instruct.
+
+    config.json names one end token, generation_config.json two.
+    """
     model = tiny_llama_folder(tmp_path / "model", logit_scale=2.0)
     prompts = [Prompt(i, "", (1, 5 + i, 9)) for i in range(12)]
     theirs = transformers_model(model, torch.float32)

@@ -1,6 +1,7 @@
 """The tests here run on fake CUDA tensors, in processes of their own: `make test-fake-cuda`.
 
-A process that has become a fake GPU machine stays one, so these are not collected with the other tests.
+A process that has become a fake GPU machine stays one, so these are not collected with the other
+tests.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(machine: Machine) -> Iterator[None]:
-    """Neither a process group of a failed test nor what another test's ranks sent reaches the next."""
+    """Remove a failed test's process group and what another test's ranks sent."""
     machine.network.objects.clear()
     yield
     import torch.distributed as dist

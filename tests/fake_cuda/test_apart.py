@@ -34,7 +34,11 @@ def test_a_run_goes_through(
 ) -> None:
     for steps in limits:  # the second one with the rollouts of a checkpoint
         limit = f"trainer.reinforce.max_steps={steps}"
-        more = ("trainer.reinforce.max_epochs=3", "trainer.reinforce.save_interval=1", limit)
+        limits_of_run = (
+            "trainer.reinforce.max_epochs=3",
+            "trainer.reinforce.save_interval=1",
+            limit,
+        )
         launcher = [
             sys.executable,
             "-m",
@@ -43,13 +47,15 @@ def test_a_run_goes_through(
             "--nproc-per-node",
             "2",
         ]
+        command = [*launcher, str(SCRIPT), str(tmp_path), *APART, *limits_of_run, *overrides]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+        }
         done = subprocess.run(
-            [*launcher, str(SCRIPT), str(tmp_path), *APART, *more, *overrides],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
-            },
+            command,
+            env=environment,
             text=True,
             capture_output=True,
             timeout=200,
@@ -57,15 +63,12 @@ def test_a_run_goes_through(
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [line for line in metrics_of(tmp_path) if "train/rewards" in line]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all(
-        math.isfinite(line[key])
-        for line in lines
-        for key in ("train/init_policy_kl", "train/actor_loss")
-    )
+    for line in lines:
+        for key in ("train/init_policy_kl", "train/actor_loss"):
+            assert math.isfinite(line[key])
     for step, file in rollout_files(tmp_path / "run").items():
         versions = {
             version for sample in read_tokens(file) for version in sample.weight_versions or ()
         }
-        assert versions and versions <= set(range(max(step - 2, 0), step)), (
-            "none older than one step"
-        )
+        assert versions
+        assert versions <= set(range(max(step - 2, 0), step)), "none older than one step"

@@ -1,4 +1,4 @@
-"""Which attention kernels passes take, what they cost at the sizes of an 8B model, and how often the host waits."""
+"""Attention kernels of passes, their cost at the sizes of an 8B model, and the host's waits."""
 
 from __future__ import annotations
 
@@ -98,10 +98,11 @@ def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]
         with machine.gpu.counting() as forward:
             log_probs = actor.get_inference_log_probs(*where)
         zero = torch.zeros(count)
+        sample_ids = torch.arange(case.samples).repeat(case.prompts)
         rollouts = RolloutBatch(
             *where[:3],
             group_ids=groups,
-            sample_ids=torch.arange(case.samples).repeat(case.prompts),
+            sample_ids=sample_ids,
             finish_reasons=(FINISH_LENGTH,) * count,
             rewards=zero,
             valid=torch.ones(count, dtype=torch.bool),
@@ -141,7 +142,7 @@ CASES = {
 def test_kernels_and_syncs(
     machine: Machine, case: Case, kernel: str, calls: int, budgets: tuple[int, int]
 ) -> None:
-    """One kind of attention, never the unfused one, and one copy to the host at the end of all micro-batches."""
+    """One kind of attention, never the unfused one, and one copy to the host at the end."""
     for ledger, budget in zip(passes(machine, case), budgets, strict=True):
         kernels = kernels_by_name(ledger)
         assert kernels[kernel] == 2 * calls * LAYERS
@@ -159,16 +160,18 @@ def test_kernels_and_syncs(
 
 def test_a_shared_prefix_is_less_work(machine: Machine) -> None:
     """Prompts are read once, in hardly more kernels than padded rows take."""
-    for padded, packed in zip(
-        passes(machine, Case()), passes(machine, Case(shared_prefix=True)), strict=True
-    ):
+    pairs = zip(passes(machine, Case()), passes(machine, Case(shared_prefix=True)), strict=True)
+    for padded, packed in pairs:
         assert packed.flops < 0.75 * padded.flops
         assert packed.peak - packed.start < padded.peak - padded.start
         assert packed.num_kernels < 1.1 * padded.num_kernels
 
 
 def test_32k_tokens_on_two_context_parallel_ranks(machine: Machine) -> None:
-    """Keys and values of all ranks are gathered, and their gradients scattered; no scores and no masks exist."""
+    """Ranks gather all keys and values and scatter their gradients.
+
+    No scores and no masks exist.
+    """
     case = Case(cp=2, prompts=1, samples=1, prompt_tokens=16384, response_tokens=16385, micro=1)
     for rank in (0, 1):
         forward, update = passes(machine, case, rank)

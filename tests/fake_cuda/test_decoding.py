@@ -1,6 +1,8 @@
-"""Decode steps of the native engine at real sizes: kernels, launches, host syncs and bytes; and pipelines' order.
+"""Decode steps of the native engine at real sizes: kernels, launches, host syncs and bytes; and
+pipelines' order.
 
-Numbers of a step alone: what eight tokens more cost, over eight. Two depths give a layer, and so the whole model.
+Numbers of a step alone: what eight tokens more cost, over eight. Two depths give a layer, and so
+the whole model.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ class Step(NamedTuple):
 def cost_of_a_step(
     machine: Machine, folder: Path, shape: dict, layers: int, tp: int = 1, **options: bool
 ) -> Step:
-    """Eight tokens more of 64 samples, on the first of `tp` ranks; `options` are NativeGenerator's."""
+    """Return the cost of eight more tokens of 64 samples on the first of `tp` ranks.
+
+    `options` are NativeGenerator's.
+    """
     architecture = Architecture.from_hf({**shape, "num_hidden_layers": layers})
     prompts = [Prompt(i, "", tuple(range(3, 3 + PROMPT_TOKENS))) for i in range(PROMPTS)]
     ledgers: list[Ledger] = []
@@ -72,8 +77,9 @@ def cost_of_a_step(
 def whole_model(
     machine: Machine, folder: Path, shape: dict, layers: int, tp: int = 1, **options: bool
 ) -> Step:
-    one, two = (cost_of_a_step(machine, folder, shape, count, tp, **options) for count in (1, 2))
-    return one.plus(two.plus(one, -1), layers - 1)
+    single = cost_of_a_step(machine, folder, shape, 1, tp, **options)
+    double = cost_of_a_step(machine, folder, shape, 2, tp, **options)
+    return single.plus(double.plus(single, -1), layers - 1)
 
 
 def test_8b_at_batch_64(machine, folders):
@@ -100,7 +106,10 @@ def test_a_graph_is_one_launch(machine, folders):
 
 
 def test_new_weights_between_graphed_steps(machine, folders):
-    """They are copied into place, where the graphs read them; then the call stops, and a later one goes on."""
+    """New weights are copied into place, where the graphs read them.
+
+    Then the call stops, and a later one resumes.
+    """
     prompts = [Prompt(i, "", tuple(range(4, 7 + i))) for i in range(3)]
     params = SamplingParams(max_length=30)
     with machine.rank(0, 1), parallel_mesh() as mesh:
@@ -116,24 +125,30 @@ def test_new_weights_between_graphed_steps(machine, folders):
         updates = PlannedUpdates("go on", "load", "stop", load=load, version=5)
         stopped = engine.resume(new_responses(prompts, 2, 0), params, updates)
         ended = engine.resume(stopped, params, PlannedUpdates(version=7))
-    assert updates.version == 6 and updates.running == [6, 6, 6]
-    assert [one.prompt.id for one in ended] == [0, 0, 1, 1, 2, 2]
+    assert updates.version == 6
+    assert updates.running == [6, 6, 6]
+    expected = [0, 0, 1, 1, 2, 2]
+    assert [response.prompt.id for response in ended] == expected
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_stages_meet_in_the_same_order(stages, machine, folders):
-    """Lots of rows that the stages have in turn, while rows come and go within a bound on the cache."""
+    """The stages take turns with groups of rows.
+
+    Rows come and go within a bound on the cache.
+    """
     ledgers = {}
     prompts = [Prompt(i, "", tuple(range(4, 7 + i))) for i in range(3)]
     for rank in range(stages):
         with machine.rank(rank, stages) as ledger, parallel_mesh(1, stages) as mesh:
             lm = megatron_model(folders[4], mesh, torch.bfloat16)
             engine = NativeGenerator(lm, load_tokenizer(folders[4]), max_tokens=40)
-            found = engine.generate(
+            completions = engine.generate(
                 prompts, 2, SamplingParams(max_length=4, stop_token_ids=(2,)), seed=0
             )
-            assert found.tokens.shape == (6, 4)
+            assert completions.tokens.shape == (6, 4)
         ledgers[rank] = ledger
     check_collectives(ledgers)
     kinds = Counter(call.kind for call in ledgers[0].collectives)
-    assert kinds["send"] > 3 * stages and kinds["broadcast"] > kinds["send"]
+    assert kinds["send"] > 3 * stages
+    assert kinds["broadcast"] > kinds["send"]

@@ -1,4 +1,7 @@
-"""`preflight=deep` measures two depths and two numbers of micro-batches, and concludes what more would cost."""
+"""`preflight=deep` measures two depths and two numbers of micro-batches.
+
+From these it extrapolates the cost.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +39,17 @@ BLOCKS = (
 def case_of(folder: Path, *overrides: str, **changes: object) -> Case:
     """Of a tiny model, of which only the width counts."""
     prompts = write_prompts(folder / "prompts.jsonl", ["eta"])
-    config = load_config(
-        compose(
-            f"pretrained_checkpoint.restore_from_path={folder}",
-            f"model.data.data_prefix.train={prompts}",
-            "trainer.precision=bf16",
-            "model.encoder_seq_length=256",
-            "model.reinforce.num_rollout_samples=8",
-            "model.optim.distributed=true",
-            "model.reinforce.offload_adam_states=true",
-            *overrides,
-        )
+    cfg = compose(
+        f"pretrained_checkpoint.restore_from_path={folder}",
+        f"model.data.data_prefix.train={prompts}",
+        "trainer.precision=bf16",
+        "model.encoder_seq_length=256",
+        "model.reinforce.num_rollout_samples=8",
+        "model.optim.distributed=true",
+        "model.reinforce.offload_adam_states=true",
+        *overrides,
     )
+    config = load_config(cfg)
     case = Case(
         config=config,
         rank=0,
@@ -72,13 +74,15 @@ def blocks(machine: Machine, folder: Path) -> Phases:
 def measured(machine: Machine, case: Case) -> Phases:
     # As between the cases of `main`: what other tests left behind would count as freed here.
     gc.collect()
-    found = RankRun(case).measure(machine)
+    phases = RankRun(case).measure(machine)
     gc.collect()
-    return found
+    return phases
 
 
 def test_costs_grow_along_a_line_with_layers(machine: Machine, folders: dict[int, Path]) -> None:
-    four, six = (measured(machine, case_of(folders[2], *BLOCKS, layers=n)) for n in (4, 6))
+    case = case_of(folders[2], *BLOCKS, layers=4)
+    four = measured(machine, case)
+    six = measured(machine, case_of(folders[2], *BLOCKS, layers=6))
     two = blocks(machine, folders[2])
     assert {
         "start",
@@ -91,24 +95,28 @@ def test_costs_grow_along_a_line_with_layers(machine: Machine, folders: dict[int
         "optimizer",
     } <= set(six)
     for phase, (cost, peak) in six.items():
-        line = total([(-1, two[phase][0]), (2, four[phase][0])])
+        parts = [(-1, two[phase][0]), (2, four[phase][0])]
+        line = total(parts)
         for name, value in cost.counts.items():
             assert line[name] == pytest.approx(value, rel=0.02), (phase, name)
         assert {of: pytest.approx(n) for of, n in line.calls.items()} == dict(cost.calls), phase
-        assert line.sent == {of: pytest.approx(n, rel=0.01) for of, n in cost.sent.items()}, phase
+        expected = {of: pytest.approx(n, rel=0.01) for of, n in cost.sent.items()}
+        assert line.sent == expected, phase
         assert 2 * four[phase][1] - two[phase][1] == pytest.approx(peak, rel=0.01), phase
 
 
 def test_costs_grow_along_a_line_with_micro_batches(
     machine: Machine, folders: dict[int, Path]
 ) -> None:
-    few, many = (measured(machine, case_of(folders[2], *ONE, in_flight=n)) for n in (1, 4))
-    for found in (few, many):
-        cost = total([(1, found["training once"][0]), (7, found["training each"][0])])
-        assert cost["kernels"] == pytest.approx(
-            total([(1, few["training once"][0]), (7, few["training each"][0])])["kernels"]
-        )
-        assert cost["flops"] > 7 * found["training each"][0]["flops"] * 0.99
+    case = case_of(folders[2], *ONE, in_flight=1)
+    few = measured(machine, case)
+    many = measured(machine, case_of(folders[2], *ONE, in_flight=4))
+    for phases in (few, many):
+        parts = [(1, phases["training once"][0]), (7, phases["training each"][0])]
+        cost = total(parts)
+        expected = total([(1, few["training once"][0]), (7, few["training each"][0])])["kernels"]
+        assert cost["kernels"] == pytest.approx(expected)
+        assert cost["flops"] > 7 * phases["training each"][0]["flops"] * 0.99
     assert few["training each"][0]["kernels"] > 100
 
 
@@ -131,31 +139,29 @@ def test_memory_is_as_the_plan_has_it(
     # Models of other tests in this process, which torch's caches may keep.
     others = machine.gpu.memory.bytes
     phases = measured(machine, case)
-    found = {name: peak - others for name, (_, peak) in phases.items()}
-    found["away"] += others  # a difference already
-    assert found["away"] == pytest.approx(plan.optimizer, rel=0.001)
-    assert found["resident"] == pytest.approx(plan.weights, rel=0.001)
+    peaks = {name: peak - others for name, (_, peak) in phases.items()}
+    peaks["away"] += others  # a difference already
+    assert peaks["away"] == pytest.approx(plan.optimizer, rel=0.001)
+    assert peaks["resident"] == pytest.approx(plan.weights, rel=0.001)
     of_phase = {"log-probs": "log-probs once", "reference log-probs": "reference log-probs once"}
     of_phase |= {"training": "training once", "optimizer step": "optimizer"}
     for phase in plan.phases:
         if name := of_phase.get(phase.name):
-            assert found[name] == pytest.approx(plan.held + phase.total, rel=0.025), name
+            assert peaks[name] == pytest.approx(plan.held + phase.total, rel=0.025), name
 
 
 def test_collectives_are_told_by_group_and_nodes(
     machine: Machine, folders: dict[int, Path]
 ) -> None:
-    found = blocks(machine, folders[2])
-    each = found["training each"][0]
-    once = found["training once"][0]
+    phases = blocks(machine, folders[2])
+    each = phases["training each"][0]
+    once = phases["training once"][0]
     groups = {of.group for of, calls in each.calls.items() if calls > 0}
     assert groups == {"tensor", "pipeline"}
-    assert {of for of in once.calls if of.kind == "reduce_scatter"} == {
-        Traffic("data", "reduce_scatter", 2, 1)
-    }
-    across = measured(
-        machine, case_of(folders[2], *BLOCKS, "trainer.devices=2", "trainer.num_nodes=4")
-    )
+    expected = {Traffic("data", "reduce_scatter", 2, 1)}
+    assert {of for of in once.calls if of.kind == "reduce_scatter"} == expected
+    case = case_of(folders[2], *BLOCKS, "trainer.devices=2", "trainer.num_nodes=4")
+    across = measured(machine, case)
     nodes = {
         of.group: of.nodes
         for of in (*across["training each"][0].calls, *across["training once"][0].calls)
@@ -241,10 +247,12 @@ def test_the_lower_bound_is_the_least_work_counted_by_hand(
         "model.reinforce.rollout_micro_batch_size=8",
     ).config
     job = job_of(cfg, read_inputs(cfg), MACHINES["h100"])
-    assert (job.mean.prompt, job.mean.response) == (PROMPT, RESPONSE)
+    assert job.mean.prompt == PROMPT
+    assert job.mean.response == RESPONSE
     step = lower_bound(job, WorkerHere(machine).measure(job))
     expected = by_hand()
-    assert [phase.name for phase in step.phases] == list(expected)
+    names = [phase.name for phase in step.phases]
+    assert names == list(expected)
     for phase in step.phases:
         assert phase.seconds <= expected[phase.name], phase.name
         assert phase.seconds == pytest.approx(expected[phase.name], rel=0.02), phase.name
@@ -254,7 +262,7 @@ def test_the_lower_bound_is_the_least_work_counted_by_hand(
 def test_a_fault_names_phase_and_lines(
     machine: Machine, folders: dict[int, Path], monkeypatch
 ) -> None:
-    """The weights of the norms on the CPU, as they once were: the start ends where they are used."""
+    """The norms' weights are on the CPU, as they once were, and the start ends at their use."""
     make = RMSNorm.__init__
 
     def on_cpu(norm: RMSNorm, *args: Any, **options: Any) -> None:
@@ -264,5 +272,6 @@ def test_a_fault_names_phase_and_lines(
     monkeypatch.setattr(RMSNorm, "__init__", on_cpu)
     monkeypatch.setattr(rank, "install", lambda: machine)
     answer = rank.answer(case_of(folders[2], *BLOCKS))
-    assert isinstance(answer, str) and answer.startswith("start: ")
+    assert isinstance(answer, str)
+    assert answer.startswith("start: ")
     assert "megatron/optimizer.py" in answer.split("; at ")[1]

@@ -1,4 +1,4 @@
-"""The trainer's half of an engine on GPUs: what the engine's process is told and given, in which order.
+"""The trainer's half of an engine on GPUs: the commands and weights for the engine's process.
 
 Small tensors have real values here, so weights are compared bit for bit.
 """
@@ -54,7 +54,10 @@ ANSWERS = [
 
 
 class PlayedEngine:
-    """In place of `EngineProcess`: workers on GPU-0, GPU-1, ..., of which the first reads what it is given."""
+    """In place of `EngineProcess`: workers on GPU-0, GPU-1, ...
+
+    The first one reads the buckets.
+    """
 
     def __init__(self, events: list[str], adapter: EngineAdapter, *rest: Any):
         self.arguments: EngineArguments
@@ -78,9 +81,8 @@ class PlayedEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         self._events.append("generate")
-        assert [request.tokens for request in requests] == [
-            prompt.tokens for prompt in PROMPTS for _ in range(2)
-        ]
+        expected = [prompt.tokens for prompt in PROMPTS for _ in range(2)]
+        assert [request.tokens for request in requests] == expected
         return ANSWERS
 
     def load_adapter(self, write: Callable[[Path], None], sums: dict[str, int]) -> None:
@@ -96,14 +98,19 @@ class PlayedEngine:
             return
         self.places.append(set(bucket["places"]))
         for name, tensor in buckets.received(bucket, "GPU-0", torch.device("cuda", 0)):
-            assert tensor.is_cuda and tensor.dtype == BF16 and name not in self._arriving
+            assert tensor.is_cuda
+            assert tensor.dtype == BF16
+            assert name not in self._arriving
             self._arriving[name] = tensor.cpu()
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Commands to the engine and what is asked of CUDA, in order. IPC handles are places in a list."""
-    found: list[str] = []
+    """Commands to the engine and what is asked of CUDA, in order.
+
+    IPC handles are places in a list.
+    """
+    commands: list[str] = []
     memory: list[Tensor] = []
 
     def number_of(tensor: Tensor) -> int:
@@ -119,11 +126,11 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         buckets, "ipc_place", lambda buffer: pickle.dumps((*[None] * 6, 3, number_of(buffer)))
     )
     monkeypatch.setattr(buckets, "rebuild_cuda_tensor", rebuilt)
-    monkeypatch.setattr(process, "EngineProcess", functools.partial(PlayedEngine, found))
+    monkeypatch.setattr(process, "EngineProcess", functools.partial(PlayedEngine, commands))
     monkeypatch.setattr(torch.cuda.get_device_properties(0), "uuid", "0")
     for name in ("empty_cache", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: found.append(name))
-    return found
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: commands.append(name))
+    return commands
 
 
 def generator_of(lm: CausalLM, folder: Path, adapter: EngineAdapter, logs: Path) -> EngineGenerator:
@@ -142,32 +149,33 @@ def played(generator: EngineGenerator) -> PlayedEngine:
 def drawn_twice(
     machine: Machine, folder: Path, name: str, logs: Path, model_of: Callable[[Mesh], CausalLM]
 ) -> PlayedEngine:
-    """Draw samples with the weights as they are, and with those that are trained doubled; return the engine."""
+    """Draw samples with the weights and with the trained ones doubled; return the engine."""
     with machine.rank(), parallel_mesh() as mesh:
         lm = model_of(mesh)
         generator = generator_of(lm, folder, ENGINES[name](), logs)
         for _ in range(2):
             with generator.awake():
-                found = generator.generate(PROMPTS, 2, PARAMS, seed=0)
+                completions = generator.generate(PROMPTS, 2, PARAMS, seed=0)
             with torch.no_grad():
                 for parameter in lm.parameters():
                     parameter.mul_(2 if parameter.requires_grad else 1)
-    assert found.log_probs is not None
-    assert not any(tensor.is_cuda for tensor in (found.tokens, found.lengths, found.log_probs))
-    assert (found.tokens.dtype, found.lengths.dtype, found.log_probs.dtype) == (
-        torch.long,
-        torch.long,
-        torch.float32,
-    )
-    assert found.tokens.tolist() == [[11, 2, 0], [12, 13, 14], [2, 0, 0], [15, 16, 17]]
-    assert found.lengths.tolist() == [2, 3, 1, 3]
-    assert found.log_probs.tolist() == [
+    assert completions.log_probs is not None
+    for tensor in (completions.tokens, completions.lengths, completions.log_probs):
+        assert not tensor.is_cuda
+    assert completions.tokens.dtype == torch.long
+    assert completions.lengths.dtype == torch.long
+    assert completions.log_probs.dtype == torch.float32
+    expected = [[11, 2, 0], [12, 13, 14], [2, 0, 0], [15, 16, 17]]
+    assert completions.tokens.tolist() == expected
+    assert completions.lengths.tolist() == [2, 3, 1, 3]
+    expected = [
         [-0.5, -0.25, 0],
         [-1, -2, -3],
         [-4, 0, 0],
         [-0.125, -5, -6],
     ]
-    assert found.finish_reasons == (FINISH_STOP, FINISH_LENGTH) * 2
+    assert completions.log_probs.tolist() == expected
+    assert completions.finish_reasons == (FINISH_STOP, FINISH_LENGTH) * 2
     return played(generator)
 
 
@@ -177,9 +185,9 @@ def exported(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+def check_equal(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    assert [name for name in tensors if not torch.equal(tensors[name], expected[name])] == []
 
 
 def doubled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -191,21 +199,21 @@ def test_each_waking_gives_the_present_weights(machine, folders, tmp_path, event
     engine = drawn_twice(
         machine, folders[2], name, tmp_path, lambda mesh: megatron_model(folders[2], mesh, BF16)
     )
-    assert (engine.devices, engine.arguments.dtype, engine.arguments.lora_rank) == (
-        ["0"],
-        "bfloat16",
-        0,
-    )
+    assert engine.devices == ["0"]
+    assert engine.arguments.dtype == "bfloat16"
+    assert engine.arguments.lora_rank == 0
     first, second = engine.weights
     check_equal(first, exported(folders[2]))
     check_equal(second, doubled(first))
     count = len(engine.places) // 2
-    assert count > 4 and engine.places == [{"GPU-0"}] * (2 * count)
+    assert count > 4
+    assert engine.places == [{"GPU-0"}] * (2 * count)
     sent = [*["synchronize", "update_weights"] * count, "update_weights"]
-    assert events == [
+    expected = [
         *["empty_cache", "start", *sent, "generate", "release"],
         *["empty_cache", "resume_weights", *sent, "resume_cache", "generate", "release"],
     ]
+    assert events == expected
 
 
 def test_lora_updates_go_alone(machine, folders, tmp_path, events):
@@ -220,17 +228,19 @@ def test_lora_updates_go_alone(machine, folders, tmp_path, events):
     (weights,) = engine.weights
     check_equal(weights, exported(folders[2]))
     expected = random_updates(folders[2], EVERY, BF16)
-    for (found, sums), tensors in zip(engine.adapters, (expected, doubled(expected)), strict=True):
-        check_equal(found, {PREFIX + name: tensor for name, tensor in tensors.items()})
+    pairs = zip(engine.adapters, (expected, doubled(expected)), strict=True)
+    for (adapter, sums), tensors in pairs:
+        check_equal(adapter, {PREFIX + name: tensor for name, tensor in tensors.items()})
         scales = {name: EVERY.scale if "lora_B" in name else 1 for name in tensors}
         assert sums == {
             name: buckets.checksum(tensor * scales[name]) for name, tensor in tensors.items()
         }
     sent = [*["synchronize", "update_weights"] * len(engine.places), "update_weights"]
-    assert events == [
+    expected = [
         *["empty_cache", "start", *sent, "load_adapter", "generate", "release"],
         *["empty_cache", "resume_weights", "load_adapter", "resume_cache", "generate", "release"],
     ]
+    assert events == expected
 
 
 def test_lora_updates_are_merged_for_an_engine_that_takes_none(machine, folders, tmp_path, events):
@@ -241,17 +251,18 @@ def test_lora_updates_are_merged_for_an_engine_that_takes_none(machine, folders,
         tmp_path,
         lambda mesh: lora_model(folders[2], mesh, EVERY, BF16),
     )
-    assert engine.arguments.lora_rank == 0 and engine.adapters == []
+    assert engine.arguments.lora_rank == 0
+    assert engine.adapters == []
     base = exported(folders[2])
     updates = random_updates(folders[2], EVERY, BF16)
-    for found, scale in zip(engine.weights, (1, 4), strict=True):  # A and B were doubled
+    for weights, scale in zip(engine.weights, (1, 4), strict=True):  # A and B were doubled
         expected = dict(base)
         for name in (name for name in updates if "lora_A" in name):
             product = updates[name.replace("lora_A", "lora_B")].float() @ updates[name].float()
             target = name.replace("lora_A.", "")
             expected[target] = (base[target].float() + EVERY.scale * scale * product).to(BF16)
-        assert found.keys() == expected.keys()
-        torch.testing.assert_close(found, expected)
+        assert weights.keys() == expected.keys()
+        torch.testing.assert_close(weights, expected)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -277,16 +288,19 @@ def test_two_gpus_that_share_a_model_are_given_each_bucket(
 
     ledgers = take_turns(machine, 2, turn, rehearsals=2)
     engine = engines[-1]
-    assert (engine.devices, engine.arguments.tensor_parallel_size) == (["4", "5"], 2)
+    assert engine.devices == ["4", "5"]
+    assert engine.arguments.tensor_parallel_size == 2
     (weights,) = engine.weights
-    assert {name: tensor.shape for name, tensor in weights.items()} == {
-        name: tensor.shape for name, tensor in exported(folders[2]).items()
-    }
-    assert len(engine.places) > 4 and engine.places == [{"GPU-0", "GPU-1"}] * len(engine.places)
+    expected = {name: tensor.shape for name, tensor in exported(folders[2]).items()}
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    assert shapes == expected
+    assert len(engine.places) > 4
+    expected = [{"GPU-0", "GPU-1"}] * len(engine.places)
+    assert engine.places == expected
     assert check_collectives(ledgers) > 0
     for ledger in ledgers.values():
         assert len(
-            [one for one in ledger.collectives if one.kind == "broadcast" and one.on_gpu]
+            [call for call in ledger.collectives if call.kind == "broadcast" and call.on_gpu]
         ) == len(engine.places)
 
 
@@ -296,10 +310,9 @@ def test_two_gpus_that_share_a_model_are_given_each_bucket(
 def test_adams_moments_have_their_memory_before_an_engine_takes_a_share_of_what_is_free(
     machine, tmp_path, events, generation, there
 ):
-    """TensorRT-LLM sizes its cache as it starts, which is before the first step of the optimizer."""
-    config = load_config(
-        compose(*tiny_overrides(tmp_path), f"generation={generation}", "trainer.precision=bf16")
-    )
+    """TensorRT-LLM sizes its cache as it starts, before the first step of the optimizer."""
+    cfg = compose(*tiny_overrides(tmp_path), f"generation={generation}", "trainer.precision=bf16")
+    config = load_config(cfg)
     with machine.rank(), parallel_mesh() as mesh, tiny_trainer(config, mesh) as trainer:
         optimizer = trainer.optimizer._optimizer
         moments = [

@@ -1,4 +1,4 @@
-"""`tools/gpu_check.py --fake`: the checks that need no real numbers run to their end on fake CUDA tensors."""
+"""`tools/gpu_check.py --fake`: checks without real numbers run to their end on fake CUDA."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ def check(name: str, machine: Machine, folder: Path) -> Finding:
 
 @pytest.mark.parametrize("name", ["trainer", pytest.param("switches", marks=pytest.mark.slow)])
 def test_runs(machine: Machine, tmp_path: Path, name: str) -> None:
-    found = check(name, machine, tmp_path)
-    assert found.verdict == PASS, found.sentence
+    finding = check(name, machine, tmp_path)
+    assert finding.verdict == PASS, finding.sentence
     if name == "switches":
-        tried = [row["key"] for row in found.numbers["switches"] if row["advice"] == "runs"]
-        assert "model.shared_prefix=true" in tried and "model.optim.distributed=true" in tried
+        tried = [row["key"] for row in finding.numbers["switches"] if row["advice"] == "runs"]
+        assert "model.shared_prefix=true" in tried
+        assert "model.optim.distributed=true" in tried
 
 
 def test_counts_are_within_their_budgets(machine: Machine, tmp_path: Path) -> None:
     from gpu_checks import counts
 
-    found = check("counts", machine, tmp_path)
-    assert found.verdict == PASS, found.sentence
-    rows = {row["work"]: row for row in found.numbers["counts"]}
-    assert rows.keys() == json.loads(counts.BUDGETS.read_text()).keys()
+    finding = check("counts", machine, tmp_path)
+    assert finding.verdict == PASS, finding.sentence
+    rows = {row["work"]: row for row in finding.numbers["counts"]}
+    expected = json.loads(counts.BUDGETS.read_text()).keys()
+    assert rows.keys() == expected
     for name, row in rows.items():
         budgets = {name: {"kernels": row["kernels"] - 1, "syncs": row["syncs"]}}
         per = {name: counts.Counts(row["kernels"], row["launches"], row["syncs"])}
@@ -52,12 +54,13 @@ def test_counts_are_within_their_budgets(machine: Machine, tmp_path: Path) -> No
 def test_memory_is_as_planned(machine: Machine, tmp_path: Path) -> None:
     from gpu_checks import memory
 
-    found = check("memory", machine, tmp_path)
-    assert found.verdict == PASS, found.sentence
-    rows = found.numbers["phases"]
-    assert [
+    finding = check("memory", machine, tmp_path)
+    assert finding.verdict == PASS, finding.sentence
+    rows = finding.numbers["phases"]
+    phases = [
         row["phase"] for row in rows if memory.off_plan([{**row, "ratio": 1.2 * row["ratio"]}])
-    ] == PHASES
+    ]
+    assert phases == PHASES
 
 
 def test_the_program_says_what_is_not_real(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Layouts, model families and the reward server's model, rank by rank: no wrong device, and no two ranks at odds."""
+"""Layouts, model families and the reward server's model, rank by rank.
+
+No wrong device, and no two ranks at odds.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,8 @@ def slow_if_alike(cases: Iterable[Any]) -> list[Any]:
 @pytest.mark.parametrize("name", slow_if_alike(ALL_LAYOUTS))
 def test_ranks_agree(machine: Machine, folders: dict[int, Path], name: str) -> None:
     layout = ALL_LAYOUTS[name]
-    ledgers = run_layout(machine, layout, folders[2 if layout.pp == 1 else 4])
+    folder = folders[2 if layout.pp == 1 else 4]
+    ledgers = run_layout(machine, layout, folder)
     assert check_collectives(ledgers) > 0
 
 
@@ -79,10 +83,12 @@ def update(folder: Path, mesh: Mesh, out: Path) -> None:
     )
     tokens = random_tokens(61, 2, WINDOW + 8)
     zero = 0.0 * torch.ones(2)
+    prompt_lengths = torch.tensor([WINDOW + 2] * 2, dtype=torch.long)
+    response_lengths = torch.tensor([6, 3], dtype=torch.long)
     rollouts = RolloutBatch(
         sequences=tokens,
-        prompt_lengths=torch.tensor([WINDOW + 2] * 2, dtype=torch.long),
-        response_lengths=torch.tensor([6, 3], dtype=torch.long),
+        prompt_lengths=prompt_lengths,
+        response_lengths=response_lengths,
         group_ids=torch.tensor([0, 1]),
         sample_ids=torch.tensor([0, 0]),
         finish_reasons=(FINISH_LENGTH,) * 2,
@@ -122,10 +128,8 @@ def test_reward_model_scores(machine: Machine, folders: dict[int, Path], name: s
             assert len(scores) == 3
             assert all(map(math.isfinite, scores))
 
-    assert (
-        check_collectives(take_turns(machine, layout.ranks, turn, rehearsals=int(layout.pp > 1)))
-        > 0
-    )
+    ledgers = take_turns(machine, layout.ranks, turn, rehearsals=int(layout.pp > 1))
+    assert check_collectives(ledgers) > 0
 
 
 @pytest.mark.parametrize(("name", "case"), slow_if_alike(itertools.product(["one", *NAMED], CASES)))

@@ -1,4 +1,4 @@
-"""The optimizer step, offloading and hand-overs on fake GPUs: kernels, syncs, bytes, and what goes over NCCL."""
+"""The optimizer step, offloading and hand-overs on fake GPUs: kernels, syncs, bytes, NCCL."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def built_on(mesh: Any, folder: Path, dtype: torch.dtype, distributed: bool) -> 
 def trained(
     machine: Machine, folder: Path, dtype: torch.dtype, distributed: bool
 ) -> Iterator[tuple[Any, ...]]:
-    """One of two data-parallel ranks after a step: actor, megatron's parts, optimizer, and the memory of others."""
+    """Train one step on one of two data-parallel ranks.
+
+    Yields actor, megatron's parts, optimizer, and the memory of others.
+    """
     gc.collect()  # models of other tests, so that the memory is this one's
     others = machine.gpu.memory.bytes
     with machine.rank(0, 2), Layout().mesh() as mesh:
@@ -88,9 +91,10 @@ def test_a_step_waits_for_the_gpu_once_and_has_no_temporaries(machine, folders, 
         count = len(list(actor.lm.parameters()))
         copies = count if dtype == torch.bfloat16 else 0  # to the model's weights
         assert ledger.num_kernels <= 16 + copies, kernels
+        expected = [("all_reduce", True)] if distributed else []
         assert [
             (call.kind, call.on_gpu) for call in ledger.collectives if call.kind != "all_gather"
-        ] == ([("all_reduce", True)] if distributed else [])
+        ] == (expected)
 
 
 @KINDS
@@ -106,7 +110,8 @@ def test_only_the_weights_stay_while_responses_are_generated(machine, folders, d
         main = 0 if dtype == torch.float32 else 4
         # Gradients, and this rank's moments and fp32 weights. Buckets are padded, allocations
         # rounded up.
-        assert before - inside == pytest.approx(elements * (4 + (8 + main) / share), rel=0.04)
+        expected = elements * (4 + (8 + main) / share)
+        assert before - inside == pytest.approx(expected, rel=0.04)
         # Besides the weights: Adam's counters of steps, scalars, RoPE's frequencies.
         assert weights <= inside - others <= weights + 1024 * len(list(actor.lm.parameters()))
         accumulate(actor)
@@ -122,7 +127,8 @@ def test_a_restored_run_steps_on(machine, folders, tmp_path, dtype, distributed)
             for part in built[0].chained_optimizers
             for state in part.optimizer.state.values()
         ]
-        assert {step.device.type for step in steps} == {"cuda"}
+        types = {step.device.type for step in steps}
+        assert types == {"cuda"}
     with machine.rank(0, 1), Layout().mesh() as mesh:
         sharing = OptimConfig(distributed=distributed)
         for is_new in (True, False):
@@ -166,7 +172,9 @@ def test_stages_neither_exchange_shapes_nor_wait(machine, folders, name):
         ]
         hidden = actor.lm.architecture.hidden_size
         moved = [call.bytes for call in training.collectives if call.kind in ("send", "recv")]
-        assert moved and all(size % (hidden * layout.dtype.itemsize) == 0 for size in moved)
+        assert moved
+        for size in moved:
+            assert size % (hidden * layout.dtype.itemsize) == 0
     check_collectives(ledgers)
 
 

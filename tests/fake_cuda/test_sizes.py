@@ -1,4 +1,4 @@
-"""Models at their real width on the layouts that they are trained on, and the peak memory of an update, by hand."""
+"""Models at their real width on their layouts, and the peak memory of an update by hand."""
 
 from __future__ import annotations
 
@@ -24,38 +24,47 @@ RESPONSE = 513
 
 def test_8b_on_8_ranks(machine: Machine) -> None:
     config = {**LLAMA_3_1_8B, "num_hidden_layers": 2}
-    found: dict[int, dict[str, Ledger]] = {}
+    ledgers_of_ranks: dict[int, dict[str, Ledger]] = {}
     gc.collect()  # what earlier tests left in cycles would be counted as the first rank's
 
     def turn(rank: int) -> None:
         with parallel_mesh(4, sequence_parallel=True) as mesh:
-            found[rank] = real_step(machine, config, mesh, Work(prompts=1), optim=DISTRIBUTED)
+            ledgers_of_ranks[rank] = real_step(
+                machine, config, mesh, Work(prompts=1), optim=DISTRIBUTED
+            )
 
     take_turns(machine, 8, turn)
-    for phase in found[0]:
-        check_collectives({rank: ledgers[phase] for rank, ledgers in found.items()})
-    peaks = [ledgers["update"].peak for ledgers in found.values()]
+    for phase in ledgers_of_ranks[0]:
+        check_collectives({rank: ledgers[phase] for rank, ledgers in ledgers_of_ranks.items()})
+    peaks = [ledgers["update"].peak for ledgers in ledgers_of_ranks.values()]
     assert max(peaks) - min(peaks) <= COUNTERS * max(peaks)
 
 
 def test_70b_on_128_ranks(machine: Machine) -> None:
-    """Two layers of a stage's twenty; of each stage one rank, of the first also a tensor- and a data-parallel peer."""
+    """Two layers of a stage's twenty, one rank of each stage.
+
+    Of the first stage also a tensor- and a data-parallel peer.
+    """
     config = {**LLAMA_3_1_70B, "num_hidden_layers": 8}
-    found: dict[int, dict[str, Ledger]] = {}
+    ledgers_of_ranks: dict[int, dict[str, Ledger]] = {}
     for rank in (1, 8, 0, 32, 64, 96):
         with machine.rank(rank, 128), parallel_mesh(8, 4, sequence_parallel=True) as mesh:
-            assert (mesh.dp_size, mesh.pp_rank) == (4, rank // 32)
-            found[rank] = real_step(machine, config, mesh, Work(prompts=1), optim=DISTRIBUTED)
-    for phase in found[0]:
-        check_collectives({rank: ledgers[phase] for rank, ledgers in found.items()})
-    peaks = [found[rank]["update"].peak for rank in (0, 1, 8)]
+            assert mesh.dp_size == 4
+            assert mesh.pp_rank == rank // 32
+            ledgers_of_ranks[rank] = real_step(
+                machine, config, mesh, Work(prompts=1), optim=DISTRIBUTED
+            )
+    for phase in ledgers_of_ranks[0]:
+        check_collectives({rank: ledgers[phase] for rank, ledgers in ledgers_of_ranks.items()})
+    peaks = [ledgers_of_ranks[rank]["update"].peak for rank in (0, 1, 8)]
     assert max(peaks) - min(peaks) <= COUNTERS * max(peaks)
 
 
 def by_hand(tp: int, shards: int) -> float:
-    """Bytes on a rank at Llama 3.1 8B's width, sequence parallel where tp > 1, in the output layer's backward pass.
+    """Count the bytes on a rank in the output layer's backward pass, at Llama 3.1 8B's width.
 
-    Then every layer's activations are alive, and the gradient of the vocabulary's table in fp32 and in bf16.
+    Sequence parallel where tp > 1. Every layer's activations are alive, and the gradient of the
+    vocabulary's table in fp32 and in bf16.
     """
     h = 4096
     kv = 1024
@@ -94,5 +103,5 @@ def test_an_update_takes_what_was_counted(machine: Machine, tp: int, dp: int) ->
     with machine.rank(0, tp * dp), parallel_mesh(tp, sequence_parallel=tp > 1) as mesh:
         options = {"optim": DISTRIBUTED} if dp > 1 else {}
         before = machine.gpu.memory.bytes
-        found = real_step(machine, config, mesh, work, **options)["update"].peak - before
-    assert found == pytest.approx(by_hand(tp, dp), rel=0.03)
+        peak = real_step(machine, config, mesh, work, **options)["update"].peak - before
+    assert peak == pytest.approx(by_hand(tp, dp), rel=0.03)

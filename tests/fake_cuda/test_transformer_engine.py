@@ -1,4 +1,4 @@
-"""Layers of Transformer Engine's modules on fake CUDA tensors, in a process where its fake can be imported."""
+"""Transformer Engine's layers on fake CUDA tensors, in a process that imports its fake."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_fewer_kernels_and_the_same_collectives_on_all_ranks(folders: dict[int, 
         command, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    of_engine = found["with"]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    of_engine = counts["with"]
     layers = 2
     assert of_engine["wgrad_accumulate"] == 4 * layers
     assert of_engine["rope"] == 4 * layers  # queries and keys, forward and backward
@@ -31,11 +31,11 @@ def test_fewer_kernels_and_the_same_collectives_on_all_ranks(folders: dict[int, 
     # A budget that may only fall: kernels of a layer, both ways, that Transformer Engine saves.
     without, using = (
         # a question, no kernel
-        sum(count for kernel, count in found[name].items() if kernel != "device")
+        sum(count for kernel, count in counts[name].items() if kernel != "device")
         for name in ("without", "with")
     )
     saved = without - using
     # torch's CPU build splits silu_backward into 7 kernels; its CUDA build has 1, as a GPU has.
-    if "silu_backward" not in found["without"]:
+    if "silu_backward" not in counts["without"]:
         saved -= 6 * layers
-    assert saved >= 45 * layers, found
+    assert saved >= 45 * layers, counts

@@ -1,4 +1,4 @@
-"""Weights from trainers to generators on GPUs: every tensor stays on the device, and arrives bit for bit."""
+"""Weights from trainers to generators on GPUs stay on the device and arrive bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Wire:
         self.receives = False
 
     def broadcast(self, tensor: Tensor) -> Any:
-        assert tensor.is_cuda and tensor.dtype == BF16 and tensor.is_contiguous()
+        assert tensor.is_cuda
+        assert tensor.dtype == BF16
+        assert tensor.is_contiguous()
         if self.receives:
             tensor.copy_(self.sent.popleft())
         else:
@@ -52,15 +54,16 @@ def test_weights_arrive_on_the_device(machine, folders, lora):
             for parameter in trained.parameters():
                 parameter.mul_(2 if parameter.requires_grad else 1)
         sent = send_weights(trained, wire, BUCKET_BYTES)  # type: ignore[arg-type]
-        assert len(wire.sent) > (0 if lora else 2) and sent == sum(
-            tensor.nbytes for tensor in wire.sent
-        )
+        assert len(wire.sent) > (0 if lora else 2)
+        assert sent == sum(tensor.nbytes for tensor in wire.sent)
         wire.receives = True
-        found = receive_weights(other, wire, BUCKET_BYTES)  # type: ignore[arg-type]
-        assert not wire.sent and all(tensor.is_cuda for tensor in found.values())
-        assert all("lora" in name for name in found) == lora
-        load_weights(other, found)
-        for (name, own), expected in zip(
+        received = receive_weights(other, wire, BUCKET_BYTES)  # type: ignore[arg-type]
+        assert not wire.sent
+        for tensor in received.values():
+            assert tensor.is_cuda
+        assert all("lora" in name for name in received) == lora
+        load_weights(other, received)
+        for (name, weight), expected in zip(
             other.named_parameters(), trained.parameters(), strict=True
         ):
-            assert torch.equal(own.cpu(), expected.cpu()), name
+            assert torch.equal(weight.cpu(), expected.cpu()), name

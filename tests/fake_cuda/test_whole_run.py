@@ -1,4 +1,7 @@
-"""The trainer from its configuration to the exported folder on one GPU: load, validate, train, save, restore."""
+"""The trainer from its configuration to the exported folder on one GPU.
+
+It loads, validates, trains, saves and restores.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +58,12 @@ def run(machine: Machine, folder: Path, steps: int, *overrides: str) -> Ledger:
 
 
 @pytest.mark.parametrize(
-    "more", [pytest.param("shapes=true", marks=pytest.mark.slow), "memory=true", "tool=nsys"]
+    "setting", [pytest.param("shapes=true", marks=pytest.mark.slow), "memory=true", "tool=nsys"]
 )
-def test_a_profile_does_not_break_it(machine: Machine, tmp_path: Path, more: str) -> None:
-    run(machine, tmp_path, 1, "trainer.profile.steps=[1]", f"trainer.profile.{more}")
+def test_a_profile_does_not_break_it(machine: Machine, tmp_path: Path, setting: str) -> None:
+    run(machine, tmp_path, 1, "trainer.profile.steps=[1]", f"trainer.profile.{setting}")
     assert len(list(tmp_path.glob("run/profile/step_00001/*.trace.json.gz"))) == (
-        more == "shapes=true"
+        setting == "shapes=true"
     )
 
 
@@ -72,14 +75,14 @@ def test_goes_through_and_on(machine: Machine, tmp_path: Path, overrides: tuple[
     assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
     run(machine, tmp_path, 3, *overrides)  # restores step 2
     lines = [line for line in metrics_of(tmp_path) if "train/rewards" in line]
-    assert [line["step"] for line in lines] == [1, 2, 3]
+    steps = [line["step"] for line in lines]
+    assert steps == [1, 2, 3]
     # Values are guesses, but no NaN may decide which way the run takes.
-    assert all(
-        math.isfinite(line[key])
-        for line in lines
-        for key in ("train/init_policy_kl", "train/actor_loss")
-    )
-    exported = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
+    for line in lines:
+        for key in ("train/init_policy_kl", "train/actor_loss"):
+            assert math.isfinite(line[key])
+    config_file = tmp_path / "run" / "hf" / "config.json"
+    exported = json.loads(config_file.read_text())
     assert "bfloat16" in (exported.get("dtype"), exported.get("torch_dtype"))
 
 
@@ -90,7 +93,7 @@ def test_models_are_evaluated_and_talked_with(
     model = tmp_path / "model"
     keys = ("trainer.precision=bf16", "model.reinforce.length_params.max_length=5")
     with machine.rank():
-        found = evaluation.evaluate(
+        evaluated = evaluation.evaluate(
             [model],
             tmp_path / "train.jsonl",
             rewards=("gsm8k",),
@@ -99,8 +102,9 @@ def test_models_are_evaluated_and_talked_with(
             out=tmp_path / "out",
             overrides=keys,
         )
-    (result,) = found.models
-    assert result.numbers["reward"].count == 16 and math.isfinite(result.numbers["KL"].mean)
+    (result,) = evaluated.models
+    assert result.numbers["reward"].count == 16
+    assert math.isfinite(result.numbers["KL"].mean)
     with machine.rank():
         chat(model, max_tokens=4, overrides=keys[:1], lines=iter(["eta", "oin"]))
     assert len(capsys.readouterr().out.splitlines()) >= 2, "an answer to each question"

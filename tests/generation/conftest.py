@@ -21,7 +21,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lm(folder, mesh):
-    """In float64, where batching changes the logits by 1e-16: two tokens that nearly tie do not happen."""
+    """Return a model in float64, where batching changes the logits by 1e-16.
+
+    Two tokens that nearly tie do not happen.
+    """
     return megatron_model(folder, mesh, torch.float64)
 
 
@@ -29,10 +32,8 @@ def lm(folder, mesh):
 def prompts():
     lengths = (3, 11, 1, 7, 5)
     tokens = random_tokens(63, len(lengths), max(lengths)).tolist()
-    return [
-        Prompt(100 + i, "", tuple(row[:n]))
-        for i, (row, n) in enumerate(zip(tokens, lengths, strict=True))
-    ]
+    rows = [tuple(row[:length]) for row, length in zip(tokens, lengths, strict=True)]
+    return [Prompt(100 + i, "", row) for i, row in enumerate(rows)]
 
 
 @pytest.fixture

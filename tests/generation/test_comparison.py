@@ -33,11 +33,10 @@ class Fixed:
         lengths = [len(row) for row in rows]
         width = max(lengths)
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        values = (
-            None
-            if log_probs is None
-            else torch.tensor([v + [0.0] * (width - len(v)) for v in log_probs])
-        )
+        values = None
+        if log_probs is not None:
+            padded = [row + [0.0] * (width - len(row)) for row in log_probs]
+            values = torch.tensor(padded)
         self._found = Completions(tokens, torch.tensor(lengths), (FINISH_STOP,) * len(rows), values)
 
     def awake(self):
@@ -62,21 +61,22 @@ def check(*arguments: str) -> int:
 
 
 def test_only_what_lies_before_a_difference_is_compared():
-    left = Fixed([[3, 4, 5], [6]], [[-1.0, -2.0, -3.0], [-0.5]])
-    right = Fixed([[3, 4, 9], [6, 7]], [[-1.5, -2.0, -9.0], [-0.4, -1.0]])
-    found = compare(left, right, PROMPTS, GREEDY)
-    assert (found.responses, found.equal_responses, found.tokens, found.common_tokens) == (
-        2,
-        0,
-        4,
-        3,
-    )
-    assert math.isclose(found.mean_gap, (0.5 + 0 + 0.1) / 3, abs_tol=1e-6)
-    assert math.isclose(found.largest_gap, 0.5, abs_tol=1e-6)
+    log_probs = [[-1.0, -2.0, -3.0], [-0.5]]
+    left = Fixed([[3, 4, 5], [6]], log_probs)
+    rows = [[3, 4, 9], [6, 7]]
+    right = Fixed(rows, [[-1.5, -2.0, -9.0], [-0.4, -1.0]])
+    comparison = compare(left, right, PROMPTS, GREEDY)
+    assert comparison.responses == 2
+    assert comparison.equal_responses == 0
+    assert comparison.tokens == 4
+    assert comparison.common_tokens == 3
+    assert math.isclose(comparison.mean_gap, (0.5 + 0 + 0.1) / 3, abs_tol=1e-6)
+    assert math.isclose(comparison.largest_gap, 0.5, abs_tol=1e-6)
 
 
 def test_the_worst_prompt_is_known():
-    left = Fixed([[3, 4], [6, 8]], [[-1.0, -2.0], [-1, -1]])
+    log_probs = [[-1.0, -2.0], [-1, -1]]
+    left = Fixed([[3, 4], [6, 8]], log_probs)
     right = Fixed([[3, 4], [6, 7]], [[-1.0, -2.0], [-4, -1]])
     assert compare(left, right, PROMPTS, GREEDY).worst == (6, 6)
 
@@ -84,15 +84,18 @@ def test_the_worst_prompt_is_known():
 def test_without_a_common_token_nothing_was_compared():
     left = Fixed([[3], [4]], [[-1.0], [-1.0]])
     right = Fixed([[5], [6]], [[-1.0], [-1.0]])
-    found = compare(left, right, PROMPTS, GREEDY)
-    assert found.common_tokens == 0 and math.isnan(found.mean_gap) and found.worst == (5,)
+    comparison = compare(left, right, PROMPTS, GREEDY)
+    assert comparison.common_tokens == 0
+    assert math.isnan(comparison.mean_gap)
+    assert comparison.worst == (5,)
 
 
 def test_without_log_probs_there_is_no_gap():
     left = Fixed([[3], [4]], [[-1.0], [-1.0]])
     right = Fixed([[3], [4]], None)
-    found = compare(left, right, PROMPTS, GREEDY)
-    assert found.equal_responses == 2 and math.isnan(found.mean_gap)
+    comparison = compare(left, right, PROMPTS, GREEDY)
+    assert comparison.equal_responses == 2
+    assert math.isnan(comparison.mean_gap)
 
 
 def model_below(folder: Path) -> str:
@@ -142,9 +145,8 @@ def test_the_command_sees_an_engine_that_kept_the_old_weights(
     sent = []
 
     def send_copies(lm, deliver, **options):
-        sent.extend(
-            p.detach().clone() for p in lm.parameters() if len(sent) < len(list(lm.parameters()))
-        )
+        if not sent:
+            sent.extend(p.detach().clone() for p in lm.parameters())
         now = [p.detach().clone() for p in lm.parameters()]
         with torch.no_grad():
             for parameter, old in zip(lm.parameters(), sent, strict=False):
@@ -159,7 +161,10 @@ def test_the_command_sees_an_engine_that_kept_the_old_weights(
 
 
 def test_the_command_names_the_layer(tmp_path, capsys, monkeypatch):
-    """With --layers always; without, where the log-probs differ. Scaled weights are an update that the other lacks."""
+    """With --layers always; without, where the log-probs differ.
+
+    Scaled weights are an update that the other lacks.
+    """
     folder = model_below(tmp_path)
     stale = LayersOfTransformers(Path(folder))
     monkeypatch.setattr(
@@ -170,7 +175,8 @@ def test_the_command_names_the_layer(tmp_path, capsys, monkeypatch):
     )
     assert check(folder, *OPTIONS, "--engine", "native", "--layers") == 0
     before, after = capsys.readouterr().out.split("no layer differs")
-    assert before.count("\n") == 3 and "they part in layer 1" in after
+    assert before.count("\n") == 3
+    assert "they part in layer 1" in after
     assert check(folder, *OPTIONS, "--engine", "native") == 0
     assert "layer" not in capsys.readouterr().out
     assert check(folder, *OPTIONS, "--engine", "native", "--tolerance", "-1") == 1

@@ -1,4 +1,4 @@
-"""Requests for the rest of a response, what their answers add, and requests under way in an engine's process."""
+"""Requests for the rest of a response, their answers, and requests within an engine's process."""
 
 from __future__ import annotations
 
@@ -26,24 +26,27 @@ def test_a_request_asks_for_what_is_missing():
     request = request_of(DRAWN, PARAMS, pad_id=1)
     assert request.tokens == (6, 7, 8, 9, 4)
     asked = request.sampling
-    assert (asked.max_tokens, asked.min_tokens, asked.repetition_penalty, asked.pad_id) == (
-        3,
-        1,
-        1.5,
-        1,
-    )
+    assert asked.max_tokens == 3
+    assert asked.min_tokens == 1
+    assert asked.repetition_penalty == 1.5
+    assert asked.pad_id == 1
     assert request_of(after(4), PARAMS, pad_id=1).sampling.min_tokens == 0
 
 
 def test_seeds_are_the_responses_own_and_do_not_come_again():
     seeds = [request_of(after(count), PARAMS, 0).sampling.seed for count in range(5)]
-    assert seeds[0] == 11 and len(set(seeds)) == 5
-    assert seeds == [request_of(after(count), PARAMS, 0).sampling.seed for count in range(5)]
-    assert all(0 <= seed < 2**64 for seed in seeds)
-    others = [request_of(PartialResponse(PROMPT, 12, (4,), (-1.0,), (0,)), PARAMS, 0).sampling.seed]
+    assert seeds[0] == 11
+    assert len(set(seeds)) == 5
+    expected = [request_of(after(count), PARAMS, 0).sampling.seed for count in range(5)]
+    assert seeds == expected
+    for seed in seeds:
+        assert 0 <= seed < 2**64
+    response = PartialResponse(PROMPT, 12, (4,), (-1.0,), (0,))
+    others = [request_of(response, PARAMS, 0).sampling.seed]
     assert others[0] not in seeds
     first, second = requests_of([PROMPT], 2, PARAMS, 3, pad_id=0)
-    assert first == request_of(PartialResponse(PROMPT, first.sampling.seed), PARAMS, 0)
+    expected = request_of(PartialResponse(PROMPT, first.sampling.seed), PARAMS, 0)
+    assert first == expected
     assert first.sampling.seed != second.sampling.seed
 
 
@@ -61,18 +64,19 @@ def uncut(whole: Answer) -> Answer:
     ids=["stopped", "long", "taken_back"],
 )
 def test_an_answer_adds_tokens_with_the_version_that_drew_each(answer, reason):
-    found = extended(DRAWN, answer, {1: 4, 2: 6}, uncut)
-    assert (found.tokens, found.log_probs, found.versions) == (
-        (9, 4, 5, 2),
-        (-1.0, -2.0, -3.0, -4.0),
-        (3, 4, 4, 6),
-    )
-    assert (found.finish_reason, found.prompt, found.key) == (reason, PROMPT, 11)
+    response = extended(DRAWN, answer, {1: 4, 2: 6}, uncut)
+    assert response.tokens == (9, 4, 5, 2)
+    expected = (-1.0, -2.0, -3.0, -4.0)
+    assert response.log_probs == expected
+    assert response.versions == (3, 4, 4, 6)
+    assert response.finish_reason == reason
+    assert response.prompt == PROMPT
+    assert response.key == 11
 
 
 def test_an_answer_without_numbers_is_of_the_last_weights():
-    found = extended(DRAWN, Answer((5,), (-3.0,)), {0: 8}, uncut)
-    assert found.versions == (3, 4, 8)
+    response = extended(DRAWN, Answer((5,), (-3.0,)), {0: 8}, uncut)
+    assert response.versions == (3, 4, 8)
     assert extended(DRAWN, Answer(fault=ABORTED), {0: 8}, uncut) == DRAWN
 
 
@@ -80,18 +84,17 @@ def test_an_end_string_may_begin_in_old_tokens():
     """What comes behind it is cut, also where the response was not at its end."""
 
     def cut(whole: Answer) -> Answer:
-        assert (whole.tokens, whole.log_probs) == ((9, 4, 5, 6), (-1.0, -2.0, -3.0, -4.0))
+        assert whole.tokens == (9, 4, 5, 6)
+        expected = (-1.0, -2.0, -3.0, -4.0)
+        assert whole.log_probs == expected
         return Answer(whole.tokens[:3], (-1.0, -2.0, -3.0), stopped=True)
 
-    found = extended(
-        DRAWN, Answer((5, 6), (-3.0, -4.0), fault=ABORTED, updates=(1, 1)), {1: 9}, cut
-    )
-    assert (found.tokens, found.log_probs, found.versions) == (
-        (9, 4, 5),
-        (-1.0, -2.0, -3.0),
-        (3, 4, 9),
-    )
-    assert found.finish_reason == FINISH_STOP
+    answer = Answer((5, 6), (-3.0, -4.0), fault=ABORTED, updates=(1, 1))
+    response = extended(DRAWN, answer, {1: 9}, cut)
+    assert response.tokens == (9, 4, 5)
+    assert response.log_probs == (-1.0, -2.0, -3.0)
+    assert response.versions == (3, 4, 9)
+    assert response.finish_reason == FINISH_STOP
 
 
 class Engine(RequestsUnderway):
@@ -102,13 +105,15 @@ class Engine(RequestsUnderway):
         self.events: dict[int, asyncio.Event] = {}
 
     async def _complete(self, request: Request, name: str) -> Answer:
-        self.events[request.tokens[0]] = event = asyncio.Event()
+        event = asyncio.Event()
+        self.events[request.tokens[0]] = event
         await event.wait()
         return Answer(request.tokens)
 
 
 def asked(token: int) -> Request:
-    return Request((token,), EngineSampling(8, 0, 0, None, None, None, None, []))
+    sampling = EngineSampling(8, 0, 0, None, None, None, None, [])
+    return Request((token,), sampling)
 
 
 class TestUnderway:
@@ -130,7 +135,8 @@ class TestUnderway:
         begun, first, rest, none = asyncio.run(run())
         assert begun == none == (0, {})
         assert first == (0, {8: Answer((2,))})
-        assert rest == (0, {7: Answer((1,)), 9: Answer((3,))})
+        expected = (0, {7: Answer((1,)), 9: Answer((3,))})
+        assert rest == expected
 
     def test_late_ones_are_lost_together(self):
         async def run():
@@ -140,7 +146,8 @@ class TestUnderway:
             return await engine.advance({}, 0.01, 0.0), await engine.advance({}, 60.0, 0.0)
 
         late, none = asyncio.run(run())
-        assert late == (0, {7: Answer(fault="no answer within 0 s"), 8: Answer((2,))})
+        expected = (0, {7: Answer(fault="no answer within 0 s"), 8: Answer((2,))})
+        assert late == expected
         assert none == (0, {})
 
     def test_those_taken_back_say_so(self):

@@ -1,4 +1,4 @@
-"""What holds for every engine: with TensorRT-LLM's fake, and by `make test-engine` with the real vLLM."""
+"""What holds for every engine: TensorRT-LLM's fake, and the real vLLM by `make test-engine`."""
 
 from __future__ import annotations
 
@@ -74,17 +74,21 @@ def another_restart(engine):
 
 
 def strike(
-    engine: EngineGenerator, monkeypatch, command: str, what: Callable[[Any], None], times: int = 1
+    engine: EngineGenerator,
+    monkeypatch,
+    command: str,
+    attack: Callable[[Any], None],
+    times: int = 1,
 ) -> None:
-    """Call `what` with the engine's process as the next commands begin."""
+    """Call `attack` with the engine's process as the next commands begin."""
     call = process.EngineProcess.call
     left = [command] * times
 
-    def struck(own, name, *arguments, **options):
+    def struck(engine_process, name, *arguments, **options):
         if name in left:
             left.remove(name)
-            what(own._child)
-        return call(own, name, *arguments, **options)
+            attack(engine_process._child)
+        return call(engine_process, name, *arguments, **options)
 
     monkeypatch.setattr(process.EngineProcess, "call", struck)
 
@@ -103,7 +107,8 @@ def test_a_sample_depends_on_seed_prompt_and_sample_alone(engine, expected):
     assert torch.equal(expected[NUM_SAMPLES:, :width], alone.tokens)
     assert len({tuple(row) for row in expected.tolist()}) > 4
     assert others.tokens.shape != expected.shape or not torch.equal(others.tokens, expected)
-    assert alone.log_probs is not None and alone.log_probs.shape == alone.tokens.shape
+    assert alone.log_probs is not None
+    assert alone.log_probs.shape == alone.tokens.shape
 
 
 @pytest.mark.parametrize("command", ["generate", "update_weights"])
@@ -176,42 +181,51 @@ class TestResponsesThatGoOn:
                 responses, PARAMS, PlannedUpdates() if updates is None else updates
             )
 
-    def check(self, found: list[PartialResponse], expected: torch.Tensor, version: int = 0) -> None:
+    def check(
+        self, responses: list[PartialResponse], expected: torch.Tensor, version: int = 0
+    ) -> None:
         """They are those of `generate`, and at their end."""
-        assert len(found) == len(expected)
-        for response, row in zip(found, expected, strict=True):
+        assert len(responses) == len(expected)
+        for response, row in zip(responses, expected, strict=True):
             count = len(response.tokens)
-            assert list(response.tokens) == row[:count].tolist() and not row[count:].any()
-            assert len(response.log_probs) == count and response.versions == (version,) * count
+            assert list(response.tokens) == row[:count].tolist()
+            assert not row[count:].any()
+            assert len(response.log_probs) == count
+            assert response.versions == (version,) * count
             ends = count and response.tokens[-1] in PARAMS.stop_token_ids
             assert response.finish_reason == (FINISH_STOP if ends else FINISH_LENGTH)
 
     def test_from_their_beginning_they_are_those_of_generate(self, engine, expected):
         updates = PlannedUpdates(version=5)
         self.check(self.resume(engine, updates=updates), expected, version=5)
-        assert updates.running[0] == len(expected) and all(updates.running)
+        assert updates.running[0] == len(expected)
+        assert all(updates.running)
 
     def test_what_is_at_its_end_is_not_asked_for(self, engine, expected, monkeypatch):
         advance = process.EngineProcess.advance
         asked = []
 
-        def noted(own, requests, wait):
+        def noted(engine_process, requests, wait):
             asked.extend(requests)
-            return advance(own, requests, wait)
+            return advance(engine_process, requests, wait)
 
         monkeypatch.setattr(process.EngineProcess, "advance", noted)
         ended = self.resume(engine)
         shorter = len(expected) - 3
         del asked[:]
-        found = self.resume(
+        responses = self.resume(
             engine, [*ended[:shorter], *new_responses(PROMPTS, NUM_SAMPLES, 3)[shorter:]]
         )
-        assert found == ended and asked == list(range(shorter, len(expected)))
+        assert responses == ended
+        assert asked == list(range(shorter, len(expected)))
         del asked[:]
-        long = PartialResponse(
-            PROMPTS[0], 1, (4,) * PARAMS.max_length, (-1.0,) * PARAMS.max_length, (0,) * 8
-        )
-        assert [one.finish_reason for one in self.resume(engine, [long, ended[0]])] == [
+        tokens = (4,) * PARAMS.max_length
+        log_probs = (-1.0,) * PARAMS.max_length
+        long = PartialResponse(PROMPTS[0], 1, tokens, log_probs, (0,) * 8)
+        finish_reasons = [
+            response.finish_reason for response in self.resume(engine, [long, ended[0]])
+        ]
+        assert finish_reasons == [
             FINISH_LENGTH,
             ended[0].finish_reason,
         ]
@@ -235,11 +249,12 @@ class TestResponsesThatGoOn:
 
     def lose(self, monkeypatch, times: dict[int, int]) -> None:
         """Lose the answers of these requests so many times; all answers come at once."""
-        advance, left = process.EngineProcess.advance, dict(times)
+        advance = process.EngineProcess.advance
+        left = dict(times)
         monkeypatch.setattr(of_engine, "POLL_SECONDS", 60.0)
 
-        def lost(own, requests, wait):
-            number, answers = advance(own, requests, wait)
+        def lost(engine_process, requests, wait):
+            number, answers = advance(engine_process, requests, wait)
             for row in answers.keys() & left:
                 left[row] -= 1
                 if left[row] >= 0:
@@ -260,7 +275,8 @@ class TestResponsesThatGoOn:
         lost = ("1 of 2 requests", "[7]", "it is lost", "engine.request_timeout_seconds")
         with raises_error("generation.engine.lost_requests_twice", *lost):
             self.resume(engine)
-        assert engine._engine is not None and engine._engine._child is None
+        assert engine._engine is not None
+        assert engine._engine._child is None
         assert torch.equal(draw(engine).tokens, expected), (
             "another is started with the next weights"
         )
@@ -268,7 +284,8 @@ class TestResponsesThatGoOn:
 
     @vllm_is_slow
     def test_all_lost_the_engine_is_started_anew(self, engine, expected, monkeypatch, caplog):
-        self.lose(monkeypatch, dict.fromkeys(range(len(expected)), 1))
+        times = dict.fromkeys(range(len(expected)), 1)
+        self.lose(monkeypatch, times)
         self.check(self.resume(engine), expected)
         assert (
             "event=engine_restarted reason=the engine lost all 8 requests: it is lost"

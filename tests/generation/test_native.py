@@ -1,4 +1,7 @@
-"""The native engine against transformers' `generate`, and the promise that a sample depends on its key alone."""
+"""The native engine against transformers' `generate`.
+
+A sample depends on its key alone.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def texts_of(completions) -> list[tuple[list[int], str]]:
 
 def greedy_of_transformers(model, prompts, **options) -> list[list[int]]:
     """One prompt at a time, so that transformers needs no padding."""
-    found = []
+    responses = []
     for prompt in prompts:
         tokens = torch.tensor([prompt.tokens])
         out = model.generate(
@@ -59,8 +62,8 @@ def greedy_of_transformers(model, prompts, **options) -> list[list[int]]:
             pad_token_id=0,
             **options,
         )
-        found.append(out[0, len(prompt.tokens) :].tolist())
-    return found
+        responses.append(out[0, len(prompt.tokens) :].tolist())
+    return responses
 
 
 class TestGreedy:
@@ -69,17 +72,19 @@ class TestGreedy:
         params = SamplingParams(max_length=20, use_greedy=True, repetition_penalty=penalty)
         free = texts_of(engine.generate(prompts, 1, params, seed=0))
         stops = (EOS, free[0][0][3], free[1][0][10])  # so that some end early, by different tokens
-        found = texts_of(engine.generate(prompts, 1, replace(params, stop_token_ids=stops), seed=0))
+        completions = engine.generate(prompts, 1, replace(params, stop_token_ids=stops), seed=0)
+        texts = texts_of(completions)
         model = transformers_model(folder, torch.float64)
         expected = greedy_of_transformers(
             model, prompts, max_new_tokens=20, eos_token_id=list(stops), repetition_penalty=penalty
         )
-        assert [tokens for tokens, _ in found] == expected
-        assert [reason for _, reason in found] == [
+        assert [tokens for tokens, _ in texts] == expected
+        assert [reason for _, reason in texts] == [
             "stop" if t[-1] in stops else "length" for t in expected
         ]
         # else nothing would have left the batch early
-        assert len({len(tokens) for tokens in expected}) > 1
+        lengths = {len(tokens) for tokens in expected}
+        assert len(lengths) > 1
 
     @pytest.mark.slow
     def test_real_weights_equal_transformers(self, mesh):
@@ -91,7 +96,10 @@ class TestGreedy:
             "Write one sentence about the sea.",
             "What is the capital of France, and what is it known for?",
             "List three kinds of tree.",
-            "My neighbour is loud at night. Please help me to write a short and polite note to him about it.",
+            (
+                "My neighbour is loud at night. Please help me to write a short and polite note to "
+                "him about it."
+            ),
             "2 + 2 =",
             "Why is the sky blue?",
             "Say no more than one word.",
@@ -102,19 +110,21 @@ class TestGreedy:
             for c in chats
         ]
         prompts = [prompt_of(i, tokenizer(str(text)).input_ids) for i, text in enumerate(rendered)]
-        assert len({len(prompt.tokens) for prompt in prompts}) > 4
+        lengths = {len(prompt.tokens) for prompt in prompts}
+        assert len(lengths) > 4
         lm = megatron_model(folder, mesh)
         params = SamplingParams(
             max_length=24, use_greedy=True, stop_token_ids=(tokenizer.eos_token_id,)
         )
-        found = texts_of(NativeGenerator(lm, tokenizer).generate(prompts, 1, params, seed=0))
+        completions = NativeGenerator(lm, tokenizer).generate(prompts, 1, params, seed=0)
+        responses = texts_of(completions)
         expected = greedy_of_transformers(
             transformers_model(folder),
             prompts,
             max_new_tokens=24,
             eos_token_id=tokenizer.eos_token_id,
         )
-        assert [tokens for tokens, _ in found] == expected
+        assert [tokens for tokens, _ in responses] == expected
 
 
 class TestSamplesDependOnTheirKeysAlone:
@@ -122,134 +132,150 @@ class TestSamplesDependOnTheirKeysAlone:
 
     @pytest.fixture(scope="class")
     def together(self, engine, prompts):
-        found = rows_of(engine.generate(prompts, 4, self.PARAMS, seed=3))
-        lengths = [len(tokens) for tokens, _, _ in found]
+        rows = rows_of(engine.generate(prompts, 4, self.PARAMS, seed=3))
+        lengths = [len(tokens) for tokens, _, _ in rows]
         assert min(lengths) <= 4 < 12 < max(lengths)  # many leave the batch, at different steps
-        return found
+        return rows
 
-    def assert_same(self, one, other):
-        assert [row[:2] for row in one] == [row[:2] for row in other]
-        for (_, _, mine), (_, _, others) in zip(one, other, strict=True):
+    def assert_same(self, rows, other):
+        expected = [row[:2] for row in other]
+        assert [row[:2] for row in rows] == expected
+        for (_, _, mine), (_, _, others) in zip(rows, other, strict=True):
             assert mine == pytest.approx(others, abs=1e-6)
 
     def test_alone(self, engine, prompts, together):
         for i, prompt in enumerate(prompts):
+            completions = engine.generate([prompt], 4, self.PARAMS, seed=3)
             self.assert_same(
-                rows_of(engine.generate([prompt], 4, self.PARAMS, seed=3)),
+                rows_of(completions),
                 together[4 * i : 4 * i + 4],
             )
 
     def test_in_another_order_with_another_padding(self, engine, prompts, together):
         order = [3, 0, 2]
-        found = rows_of(engine.generate([prompts[i] for i in order], 4, self.PARAMS, seed=3))
-        self.assert_same(found, [row for i in order for row in together[4 * i : 4 * i + 4]])
+        completions = engine.generate([prompts[i] for i in order], 4, self.PARAMS, seed=3)
+        reordered = rows_of(completions)
+        self.assert_same(reordered, [row for i in order for row in together[4 * i : 4 * i + 4]])
 
     @pytest.mark.parametrize("count", [1, 2, 3])
     def test_fewer_samples_are_the_first_of_more(self, count, engine, prompts, together):
-        found = rows_of(engine.generate(prompts, count, self.PARAMS, seed=3))
-        self.assert_same(found, [row for i in range(5) for row in together[4 * i : 4 * i + count]])
+        fewer = rows_of(engine.generate(prompts, count, self.PARAMS, seed=3))
+        first = [row for i in range(5) for row in together[4 * i : 4 * i + count]]
+        self.assert_same(fewer, first)
 
     @pytest.mark.parametrize("max_tokens", [1, 40, 75, 120, 10**6])
     def test_with_a_bound_on_the_cache(self, max_tokens, lm, folder, prompts, together):
         """From one sample at a time to all of them; those that end make room for others."""
         engine = NativeGenerator(lm, load_tokenizer(folder), max_tokens)
-        self.assert_same(rows_of(engine.generate(prompts, 4, self.PARAMS, seed=3)), together)
+        completions = engine.generate(prompts, 4, self.PARAMS, seed=3)
+        self.assert_same(rows_of(completions), together)
         some = replace(
             self.PARAMS, min_length=6, repetition_penalty=1.3, end_strings=("e",), temperature=0.8
         )
         unbounded = NativeGenerator(lm, load_tokenizer(folder)).generate(prompts, 4, some, seed=4)
-        self.assert_same(rows_of(engine.generate(prompts, 4, some, seed=4)), rows_of(unbounded))
+        rows = rows_of(engine.generate(prompts, 4, some, seed=4))
+        self.assert_same(rows, rows_of(unbounded))
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
     def test_through_megatrons_own_layers(self, dtype, folder, mesh, prompts, monkeypatch):
-        """In float64 the same tokens; in float32 too on this model, from weights that oneDNN has packed."""
+        """The tokens are the same in float64.
+
+        On this model in float32 too, from weights that oneDNN has packed.
+        """
         model = megatron_model(folder, mesh, dtype)
         steps = []
         decode = model_module.decode_layers
         monkeypatch.setattr(
             model_module, "decode_layers", lambda *args: steps.append(1) or decode(*args)
         )
-        found = {}
+        drawn = {}
         for is_lean in (True, False):
             made = NativeGenerator(model, load_tokenizer(folder), is_lean=is_lean)
-            found[is_lean] = rows_of(made.generate(prompts, 4, self.PARAMS, seed=3)), len(steps)
+            completions = made.generate(prompts, 4, self.PARAMS, seed=3)
+            drawn[is_lean] = rows_of(completions), len(steps)
             steps.clear()
-        assert found[True][1] > 0 == found[False][1]
+        assert drawn[True][1] > 0 == drawn[False][1]
         for (tokens, reason, mine), other in zip(
-            *(rows for rows, _ in found.values()), strict=True
+            *(rows for rows, _ in drawn.values()), strict=True
         ):
             assert (tokens, reason) == other[:2]
             assert mine == pytest.approx(other[2], abs=1e-5)
 
     def test_when_nobody_finishes_early(self, engine, prompts, together):
         """Without stop tokens each response begins with what it was with them."""
-        found = rows_of(
-            engine.generate(prompts, 4, replace(self.PARAMS, stop_token_ids=()), seed=3)
-        )
-        for (tokens, _, _), (longer, reason, _) in zip(together, found, strict=True):
+        completions = engine.generate(prompts, 4, replace(self.PARAMS, stop_token_ids=()), seed=3)
+        unstopped = rows_of(completions)
+        for (tokens, _, _), (longer, reason, _) in zip(together, unstopped, strict=True):
             assert longer[: len(tokens)] == tokens
-            assert (len(longer), reason) == (16, "length")
+            assert len(longer) == 16
+            assert reason == "length"
 
     def test_a_smaller_limit_cuts_only(self, engine, prompts, together):
-        found = rows_of(engine.generate(prompts, 4, replace(self.PARAMS, max_length=5), seed=3))
-        assert [tokens for tokens, _, _ in found] == [tokens[:5] for tokens, _, _ in together]
+        completions = engine.generate(prompts, 4, replace(self.PARAMS, max_length=5), seed=3)
+        shorter = rows_of(completions)
+        expected = [tokens[:5] for tokens, _, _ in together]
+        assert [tokens for tokens, _, _ in shorter] == expected
 
     def test_seed_prompt_and_sample_make_a_difference(self, engine, prompts, together):
         tokens = [tokens for tokens, _, _ in together]
         assert len({tuple(t) for t in tokens}) > 15
-        assert [t for t, _ in texts_of(engine.generate(prompts, 4, self.PARAMS, seed=4))] != tokens
+        completions = engine.generate(prompts, 4, self.PARAMS, seed=4)
+        assert [t for t, _ in texts_of(completions)] != tokens
         twins = [replace(prompts[0], id=1), replace(prompts[0], id=2)]
-        one, two = texts_of(engine.generate(twins, 1, self.PARAMS, seed=3))
-        assert one != two
+        first, second = texts_of(engine.generate(twins, 1, self.PARAMS, seed=3))
+        assert first != second
 
     def test_global_generators_play_no_part(self, engine, prompts, together):
         torch.manual_seed(99)
         state = torch.get_rng_state()
-        self.assert_same(rows_of(engine.generate(prompts, 4, self.PARAMS, seed=3)), together)
+        completions = engine.generate(prompts, 4, self.PARAMS, seed=3)
+        self.assert_same(rows_of(completions), together)
         assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_first_tokens_follow_the_model(engine, folder):
-    """Token frequencies over many samples of one prompt against the softmax of transformers' logits."""
+    """Token frequencies over many samples of one prompt against transformers' softmax."""
     prompt = prompt_of(0, [9, 21, 33])
-    found = engine.generate([prompt], 4000, SamplingParams(max_length=1, temperature=1.5), seed=1)
+    completions = engine.generate(
+        [prompt], 4000, SamplingParams(max_length=1, temperature=1.5), seed=1
+    )
     logits = transformers_model(folder)(torch.tensor([prompt.tokens])).logits[0, -1].detach()
     expected = torch.softmax(logits / 1.5, dim=-1)
-    frequencies = torch.bincount(found.tokens[:, 0], minlength=63) / 4000
+    frequencies = torch.bincount(completions.tokens[:, 0], minlength=63) / 4000
     assert ((frequencies - expected).abs() < 5 * torch.sqrt(expected / 4000) + 1e-3).all()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_those_of_the_training_pass(temperature, engine, lm, prompts):
     params = SamplingParams(max_length=12, temperature=temperature, stop_token_ids=(EOS, 5, 6, 7))
-    found = engine.generate(prompts, 3, params, seed=5)
+    completions = engine.generate(prompts, 3, params, seed=5)
     sequences, prompt_lengths = join_prompts_and_responses(
-        found.repeat_to_samples(prompts), found, pad_id=0
+        completions.repeat_to_samples(prompts), completions, pad_id=0
     )
     expected = response_log_probs(
         lm,
         lm,
         sequences,
         prompt_lengths,
-        found.lengths,
+        completions.lengths,
         temperature=temperature,
-        width=found.tokens.shape[1],
+        width=completions.tokens.shape[1],
         chunk_tokens=16,
     )
     torch.testing.assert_close(
-        found.log_probs, expected.log_probs.detach().float(), atol=2e-6, rtol=0
+        completions.log_probs, expected.log_probs.detach().float(), atol=2e-6, rtol=0
     )
-    assert found.log_probs.dtype == torch.float32
+    assert completions.log_probs.dtype == torch.float32
 
 
 class TestEnds:
     def test_every_stop_token_ends_a_response_and_belongs_to_it(self, engine, prompts):
         stops = (EOS, 20, 30, 40, 50)
-        found = engine.generate(
+        completions = engine.generate(
             prompts, 20, SamplingParams(max_length=40, stop_token_ids=stops), seed=0
         )
         ended_by = set()
-        for tokens, reason in texts_of(found):
+        for tokens, reason in texts_of(completions):
             assert not set(tokens[:-1]) & set(stops)
             assert (reason == "stop") == (tokens[-1] in stops)
             assert reason == "stop" or len(tokens) == 40
@@ -257,31 +283,36 @@ class TestEnds:
         assert set(stops) <= ended_by
 
     def test_without_stop_tokens_all_reach_the_limit(self, engine, prompts):
-        found = engine.generate(prompts, 4, SamplingParams(max_length=9), seed=0)
-        assert found.lengths.tolist() == [9] * 20
-        assert found.finish_reasons == ("length",) * 20
+        completions = engine.generate(prompts, 4, SamplingParams(max_length=9), seed=0)
+        assert completions.lengths.tolist() == [9] * 20
+        assert completions.finish_reasons == ("length",) * 20
 
     def test_stop_in_the_last_place_is_a_stop(self, engine, prompts):
-        found = engine.generate(
+        completions = engine.generate(
             prompts, 100, SamplingParams(max_length=1, stop_token_ids=tuple(range(32))), seed=0
         )
-        for (token,), reason in texts_of(found):
+        for (token,), reason in texts_of(completions):
             assert reason == ("stop" if token < 32 else "length")
 
     def test_padding_behind_the_end(self, engine, prompts):
-        found = engine.generate(
+        completions = engine.generate(
             prompts, 8, SamplingParams(max_length=30, stop_token_ids=(20, 30, 40, 50)), seed=0
         )
-        assert found.tokens.shape == found.log_probs.shape == (40, int(found.lengths.max()))
-        for row, length in enumerate(found.lengths.tolist()):
-            assert (found.tokens[row, length:] == 0).all()
-            assert (found.log_probs[row, length:] == 0).all()
+        assert (
+            completions.tokens.shape
+            == completions.log_probs.shape
+            == (40, int(completions.lengths.max()))
+        )
+        for row, length in enumerate(completions.lengths.tolist()):
+            assert (completions.tokens[row, length:] == 0).all()
+            assert (completions.log_probs[row, length:] == 0).all()
 
     def test_min_length(self, engine, prompts):
         params = SamplingParams(max_length=12, min_length=5, stop_token_ids=tuple(range(4, 40)))
-        found = texts_of(engine.generate(prompts, 20, params, seed=0))
-        assert {len(tokens) for tokens, _ in found} >= {6, 7}
-        for tokens, _ in found:
+        responses = texts_of(engine.generate(prompts, 20, params, seed=0))
+        lengths = {len(tokens) for tokens, _ in responses}
+        assert lengths >= {6, 7}
+        for tokens, _ in responses:
             assert len(tokens) > 5
             assert not set(tokens[:5]) & set(params.stop_token_ids)
 
@@ -289,7 +320,8 @@ class TestEnds:
         """Chat templates end every turn with it."""
         prompt = prompt_of(0, [9, EOS, 21, EOS])
         params = SamplingParams(max_length=10, use_greedy=True, stop_token_ids=(EOS,))
-        (tokens, _), *_ = texts_of(engine.generate([prompt], 1, params, seed=0))
+        completions = engine.generate([prompt], 1, params, seed=0)
+        (tokens, _), *_ = texts_of(completions)
         model = transformers_model(folder, torch.float64)
         assert [tokens] == greedy_of_transformers(
             model, [prompt], max_new_tokens=10, eos_token_id=EOS
@@ -298,59 +330,59 @@ class TestEnds:
     def test_end_strings(self, engine, folder, prompts):
         tokenizer = load_tokenizer(folder)
         params = SamplingParams(max_length=40, end_strings=("e", "th", "zzzz"))
-        found = texts_of(engine.generate(prompts, 10, params, seed=0))
+        responses = texts_of(engine.generate(prompts, 10, params, seed=0))
         ends = set()
-        for tokens, reason in found:
+        for tokens, reason in responses:
             text = tokenizer.decode(tokens)
             before = tokenizer.decode(tokens[:-1])
-            assert not any(end in before for end in params.end_strings)
+            for end in params.end_strings:
+                assert end not in before
             hits = [end for end in params.end_strings if end in text]
             assert reason == ("stop" if hits else "length")
             ends.update(hits)
         assert "e" in ends
 
     def test_end_strings_end_nothing_before_min_length(self, engine, folder, prompts):
-        """What was written before counts once there are enough tokens: then it is an end at once."""
+        """Text from before counts once there are enough tokens, and then ends at once."""
         tokenizer = load_tokenizer(folder)
         ends = ("e", "th")
-        free = texts_of(engine.generate(prompts, 20, SamplingParams(max_length=20), seed=0))
+        completions = engine.generate(prompts, 20, SamplingParams(max_length=20), seed=0)
+        free = texts_of(completions)
         params = SamplingParams(max_length=20, min_length=7, end_strings=ends)
-        found = texts_of(engine.generate(prompts, 20, params, seed=0))
+        responses = texts_of(engine.generate(prompts, 20, params, seed=0))
         first = []  # of each response the length at which it has an end, 0 where it has none
-        for (tokens, _), given in zip(free, found, strict=True):
+        for (tokens, _), given in zip(free, responses, strict=True):
             texts = [tokenizer.decode(tokens[:length]) for length in range(21)]
-            first.append(
-                next(
-                    (
-                        length
-                        for length, text in enumerate(texts)
-                        if any(end in text for end in ends)
-                    ),
-                    0,
-                )
-            )
+            ended = [i for i, text in enumerate(texts) if any(end in text for end in ends)]
+            first.append(ended[0] if ended else 0)
             length = max(first[-1], 7) if first[-1] else 20
-            assert given == (tokens[:length], "stop" if first[-1] else "length")
-        assert (
-            {0 < length < 7 for length in first} == {True, False} and max(first) > 7 and 0 in first
-        )
+            expected = (tokens[:length], "stop" if first[-1] else "length")
+            assert given == expected
+        assert {0 < length < 7 for length in first} == {True, False}
+        assert max(first) > 7
+        assert 0 in first
 
     def test_end_string_in_the_prompt_is_no_end(self, engine, folder):
         tokenizer = load_tokenizer(folder)
         prompt = prompt_of(0, tokenizer("the").input_ids)
         params = SamplingParams(max_length=6, end_strings=("th", "the", "he"))
-        for tokens, reason in texts_of(engine.generate([prompt], 20, params, seed=0)):
+        completions = engine.generate([prompt], 20, params, seed=0)
+        for tokens, reason in texts_of(completions):
             assert reason == "stop" or len(tokens) == 6
             assert reason == "length" or "h" in tokenizer.decode(tokens)
 
     def test_end_string_over_several_tokens(self, engine, folder, prompts):
-        """What makes it up is what the model drew anyway: stopping changes nothing before the end."""
+        """The model drew its tokens anyway, so stopping changes nothing before the end."""
         tokenizer = load_tokenizer(folder)
-        free = texts_of(engine.generate(prompts, 2, SamplingParams(max_length=20), seed=0))
+        completions = engine.generate(prompts, 2, SamplingParams(max_length=20), seed=0)
+        free = texts_of(completions)
         windows = [(row, start) for row in range(10) for start in range(4, 17)]
-        row, start = next(
-            (r, i) for r, i in windows if min(w := free[r][0][i : i + 3]) > 3 and len(set(w)) > 1
-        )
+        ordinary = []
+        for row, start in windows:
+            window = free[row][0][start : start + 3]
+            if min(window) > 3 and len(set(window)) > 1:
+                ordinary.append((row, start))
+        row, start = ordinary[0]
         tokens = free[row][0]
         end = tokenizer.decode(tokens[start : start + 3])
         assert len(end) == 3
@@ -375,34 +407,34 @@ def test_one_prefill_a_prompt_and_finished_samples_cost_nothing(engine, lm, prom
     handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
         params = SamplingParams(max_length=16, stop_token_ids=tuple(range(4, 16)))
-        found = engine.generate(prompts, 6, params, seed=0)
+        completions = engine.generate(prompts, 6, params, seed=0)
     finally:
         handle.remove()
     assert shapes[0] == (5, 11)  # the five prompts once, not thirty times
-    unfinished = [int((found.lengths > step).sum()) for step in range(1, 16)]
+    unfinished = [int((completions.lengths > step).sum()) for step in range(1, 16)]
     assert unfinished[0] > unfinished[5] > 0
     # The last token of a response is never read again.
-    assert shapes[1:] == [(rows, 1) for rows in unfinished if rows]
+    expected = [(rows, 1) for rows in unfinished if rows]
+    assert shapes[1:] == expected
 
 
 def test_in_float32_tokens_differ_at_near_ties_only(folder, mesh, prompts, engine):
-    """With and without a bound, alone and together, against float64, up to a position where two tokens nearly tie."""
+    """Against float64 with and without a bound, alone and together.
+
+    The tokens agree up to a position where two tokens nearly tie.
+    """
     lm = megatron_model(folder, mesh)
     params = SamplingParams(max_length=30)
     exact = engine.generate(prompts, 4, params, seed=8)
     bounded = NativeGenerator(lm, load_tokenizer(folder), 100).generate(prompts, 4, params, seed=8)
     free = NativeGenerator(lm, load_tokenizer(folder)).generate(prompts, 4, params, seed=8)
     ties = 0
-    for found in (bounded, free):
-        for row, (mine, expected) in enumerate(zip(found.tokens, exact.tokens, strict=True)):
+    for completions in (bounded, free):
+        for row, (mine, expected) in enumerate(zip(completions.tokens, exact.tokens, strict=True)):
             different = (mine != expected).nonzero()[:, 0]
             if len(different):
-                assert (
-                    _margin(
-                        folder, prompts[row // 4], row % 4, expected[: int(different[0])], seed=8
-                    )
-                    < 1e-4
-                )
+                response = expected[: int(different[0])]
+                assert _margin(folder, prompts[row // 4], row % 4, response, seed=8) < 1e-4
                 ties += 1
     assert ties <= 2  # of 1200 positions
 
@@ -411,7 +443,8 @@ def _margin(folder, prompt: Prompt, sample: int, response: torch.Tensor, seed: i
     """Between the two best perturbed logits of the next token."""
     tokens = torch.tensor([[*prompt.tokens, *response.tolist()]])
     logits = transformers_model(folder, torch.float64)(tokens).logits[0, -1].detach()
-    key = noise_keys(seed, np.array([prompt.id]), np.array([sample]), len(response) + 1)[:, -1]
+    keys = noise_keys(seed, np.array([prompt.id]), np.array([sample]), len(response) + 1)
+    key = keys[:, -1]
     first, second = (logits + gumbel_noise(key, len(logits))[0]).topk(2).values.tolist()
     return first - second
 
@@ -427,7 +460,8 @@ def test_mode_and_weights_are_left_as_they_were(engine, lm, prompts):
         engine.generate([prompt_of(0, [5] * 300)], 1, SamplingParams(max_length=2), seed=0)
     assert lm.training is True
     lm.eval()
-    assert all(torch.equal(a, b) for a, b in zip(weights, lm.parameters(), strict=True))
+    for a, b in zip(weights, lm.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_new_weights_are_used_at_once(folder, mesh, prompts):
@@ -445,11 +479,12 @@ def test_new_weights_are_used_at_once(folder, mesh, prompts):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype, folder, mesh, prompts):
     lm = megatron_model(folder, mesh, dtype)
-    assert {p.dtype for p in lm.parameters()} == {dtype}
-    found = NativeGenerator(lm, load_tokenizer(folder)).generate(
+    dtypes = {p.dtype for p in lm.parameters()}
+    assert dtypes == {dtype}
+    completions = NativeGenerator(lm, load_tokenizer(folder)).generate(
         prompts, 2, SamplingParams(max_length=5), seed=0
     )
-    assert found.log_probs.dtype == torch.float32
+    assert completions.log_probs.dtype == torch.float32
 
 
 @pytest.mark.slow
@@ -461,8 +496,9 @@ def test_two_tensor_parallel_ranks_draw_the_same_tokens(mesh, tmp_path):
         ),
     ]
     (tmp_path / "out").mkdir()
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/native_tp2.py"
     run_ranks(
-        Path(__file__).parents[1] / "helpers/rank_scripts/native_tp2.py",
+        script,
         2,
         tmp_path / "out",
         *folders,
@@ -475,16 +511,23 @@ def test_two_tensor_parallel_ranks_draw_the_same_tokens(mesh, tmp_path):
         )
         expected = engine.generate(prompts, 4, TestSamplesDependOnTheirKeysAlone.PARAMS, seed=3)
         for rank in (0, 1):
-            found = torch.load(tmp_path / "out" / f"{folder.name}.{rank}")
-            assert torch.equal(found["tokens"], expected.tokens)
-            assert torch.equal(found["lengths"], expected.lengths)
-            torch.testing.assert_close(found["log_probs"], expected.log_probs, atol=1e-6, rtol=0)
+            completions = torch.load(tmp_path / "out" / f"{folder.name}.{rank}")
+            assert torch.equal(completions["tokens"], expected.tokens)
+            assert torch.equal(completions["lengths"], expected.lengths)
+            torch.testing.assert_close(
+                completions["log_probs"], expected.log_probs, atol=1e-6, rtol=0
+            )
 
 
 def test_no_prompts_no_responses(engine):
-    found = engine.generate([], 4, SamplingParams(max_length=5), seed=0)
-    assert found.tokens.shape[0] == found.lengths.numel() == len(found.finish_reasons) == 0
-    assert found.tokens.dtype == found.lengths.dtype == torch.int64
+    completions = engine.generate([], 4, SamplingParams(max_length=5), seed=0)
+    assert (
+        completions.tokens.shape[0]
+        == completions.lengths.numel()
+        == len(completions.finish_reasons)
+        == 0
+    )
+    assert completions.tokens.dtype == completions.lengths.dtype == torch.int64
 
 
 @pytest.mark.parametrize("kind", ["plain", "static"])
@@ -499,13 +542,15 @@ def test_watching_shows_each_token_as_it_comes_and_changes_nothing(
         decode_statically(monkeypatch)
     for watched in (params, replace(params, end_strings=())):
         seen: list[list[list[int]]] = []
-        found = engine.generate(prompts, 2, watched, 3, seen.append)
-        assert rows_of(found) == rows_of(engine.generate(prompts, 2, watched, 3))
-        assert seen[-1] == [tokens for tokens, _ in texts_of(found)]
+        completions = engine.generate(prompts, 2, watched, 3, seen.append)
+        assert rows_of(completions) == rows_of(engine.generate(prompts, 2, watched, 3))
+        expected = [tokens for tokens, _ in texts_of(completions)]
+        assert seen[-1] == expected
         for before, now in itertools.pairwise(seen):
             for old, new in zip(before, now, strict=True):
                 # a first token comes with its prompt
-                assert new[: len(old)] == old and len(new) <= len(old) + 2
+                assert new[: len(old)] == old
+                assert len(new) <= len(old) + 2
 
     class Enough(Exception):
         pass
@@ -518,4 +563,4 @@ def test_watching_shows_each_token_as_it_comes_and_changes_nothing(
     with pytest.raises(Enough):
         engine.generate(prompts, 2, params, 3, enough)
     assert lm.training, "as it was before"
-    assert rows_of(engine.generate(prompts, 2, watched, 3)) == rows_of(found)
+    assert rows_of(engine.generate(prompts, 2, watched, 3)) == rows_of(completions)

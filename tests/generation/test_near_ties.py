@@ -1,7 +1,9 @@
-"""In float32 batching changes logits in their last bits, and so a sample only where two tokens nearly tie.
+"""In float32 batching changes logits in their last bits, and so a sample only where two tokens
+nearly tie.
 
-Samples are drawn together, one prompt at a time, with a bound on the cache, through megatron's own layers, and by a
-GPU's static steps. Each draw notes how far apart its two best perturbed logits were.
+Samples are drawn together, one prompt at a time, with a bound on the cache, through megatron's own
+layers, and by a GPU's static steps. Each draw notes how far apart its two best perturbed logits
+were.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ GROUP = 4
 @pytest.fixture
 def gaps(monkeypatch) -> dict[tuple[int, ...], float]:
     """Of every draw, by its key."""
-    found: dict[tuple[int, ...], float] = {}
+    gap_of_key: dict[tuple[int, ...], float] = {}
 
     def noting(logits, keys, params, work=None):
         best = (
@@ -37,13 +39,12 @@ def gaps(monkeypatch) -> dict[tuple[int, ...], float]:
             .topk(2, dim=-1)
             .values
         )
-        found.update(
-            zip(map(tuple, keys.tolist()), (best[:, 0] - best[:, 1]).tolist(), strict=True)
-        )
+        pairs = zip(map(tuple, keys.tolist()), (best[:, 0] - best[:, 1]).tolist(), strict=True)
+        gap_of_key.update(pairs)
         return choose_tokens(logits, keys, params, work)
 
     monkeypatch.setattr(decoding, "choose_tokens", noting)
-    return found
+    return gap_of_key
 
 
 def ways(lm, tokenizer, prompts, params) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -69,8 +70,9 @@ def check(lm, tokenizer, prompts, params, gaps) -> None:
     near = sum(gap < NEAR for gap in gaps.values())
     assert len(gaps) == draws
     assert near < 0.001 * draws
+    ids = [p.id for p in prompts for _ in range(GROUP)]
     keys = noise_keys(
-        5, torch.tensor([p.id for p in prompts for _ in range(GROUP)]).numpy(),
+        5, torch.tensor(ids).numpy(),
         torch.arange(GROUP).repeat(len(prompts)).numpy(), params.max_length,
     )  # fmt: skip
     gap_at = [[gaps.get(tuple(key), 1.0) for key in row] for row in keys.tolist()]

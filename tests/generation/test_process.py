@@ -83,12 +83,11 @@ def made():
 def test_a_folder_is_new_and_closed_to_others(made, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     slurm = {"SLURM_JOB_ID": "12345678", "SLURM_RESTART_COUNT": "2"}
-    made += [
-        private_folder(environment, rank)
-        for environment, rank in ((slurm, 127), (slurm, 127), ({}, 5), ({}, 5))
-    ]
+    for environment, rank in ((slurm, 127), (slurm, 127), ({}, 5), ({}, 5)):
+        made.append(private_folder(environment, rank))
     assert len(set(made)) == 4
-    assert [folder.name[:-8] for folder in made] == ["rrl-12345678.2-127-"] * 2 + ["rrl-5-"] * 2
+    expected = ["rrl-12345678.2-127-"] * 2 + ["rrl-5-"] * 2
+    assert [folder.name[:-8] for folder in made] == expected
     assert {folder.stat().st_mode & 0o777 for folder in made} == {0o700}
     assert max(len(str(folder)) for folder in made) <= MAX_FOLDER_CHARACTERS
 
@@ -130,10 +129,12 @@ def test_the_launchers_variables_stay_outside():
         "HF_HUB_OFFLINE": "1",
         "REINFORCE_REWARD_TOKEN": "secret",
     }
-    found = engine_environment(given, Path("/tmp/rrl-5-1"), ["2", "3"], "/here")
-    assert found["CUDA_VISIBLE_DEVICES"] == "2,3"
-    assert (found["PATH"], found["HF_HUB_OFFLINE"]) == ("/bin", "1")
-    assert (found["PYTHONPATH"], found["TMPDIR"]) == ("/here", "/tmp/rrl-5-1")
+    environment = engine_environment(given, Path("/tmp/rrl-5-1"), ["2", "3"], "/here")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert environment["PATH"] == "/bin"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["PYTHONPATH"] == "/here"
+    assert environment["TMPDIR"] == "/tmp/rrl-5-1"
     gone = {
         "RANK",
         "LOCAL_RANK",
@@ -144,7 +145,7 @@ def test_the_launchers_variables_stay_outside():
         "RAY_ADDRESS",
     }
     gone |= {"CUDA_DEVICE_MAX_CONNECTIONS", "REINFORCE_REWARD_TOKEN"}
-    assert not gone & found.keys()
+    assert not gone & environment.keys()
     assert (
         engine_environment(given, Path("/tmp/rrl-5-1"), None, "")["CUDA_VISIBLE_DEVICES"]
         == "0,1,2,3"
@@ -172,9 +173,9 @@ EXPANDABLE = "expandable_segments:True"
 def test_memory_pools_do_not_stand_expandable_segments(name, given, expected):
     if "[" in given:
         expected = "roundup_power2_divisions:[256:1,512:2,>:8],max_split_size_mb:64"
-    found = engine_environment({name: given, "PATH": "/bin"}, Path("/tmp/rrl-5-1"), None, "")
-    assert found.get(name) == expected
-    assert found["PATH"] == "/bin"
+    environment = engine_environment({name: given, "PATH": "/bin"}, Path("/tmp/rrl-5-1"), None, "")
+    assert environment.get(name) == expected
+    assert environment["PATH"] == "/bin"
 
 
 def test_what_is_left_out_of_the_allocators_options_is_logged(tmp_path, monkeypatch, caplog):
@@ -223,7 +224,9 @@ def test_variables_of_an_engine_count_unless_a_key_or_correctness_says_otherwise
     warnings = [
         record.getMessage() for record in caplog.records if "engine_variable" in record.getMessage()
     ]
-    assert [f"variable={name}" in line for line in warnings] == [True] * (expected != value)
+    assert len(warnings) == (1 if expected != value else 0)
+    for line in warnings:
+        assert f"variable={name}" in line
 
 
 def test_an_engine_has_longer_to_stop_than_its_own_workers():
@@ -236,18 +239,20 @@ def test_an_engines_config_is_one_that_transformers_4_reads_too(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"rope_parameters": rope, "dtype": "bfloat16"}))
     TensorRTLLM(TensorRTLLMConfig()).write_config(tmp_path)
-    found = json.loads(config.read_text())
-    assert found == {
+    written = json.loads(config.read_text())
+    expected = {
         "rope_parameters": rope,
         "rope_theta": 500000.0,
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
     }
+    assert written == expected
     config.write_text(json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}))
     TensorRTLLM(TensorRTLLMConfig()).write_config(tmp_path)
-    found = json.loads(config.read_text())
-    assert (found["rope_theta"], found["rope_scaling"]) == (1e5, None)
+    written = json.loads(config.read_text())
+    assert written["rope_theta"] == 1e5
+    assert written["rope_scaling"] is None
 
 
 def test_without_the_package_it_says_so_and_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -258,7 +263,8 @@ def test_without_the_package_it_says_so_and_leaves_nothing_behind(tmp_path, monk
         engine.start()
     assert isinstance(raised.value, GenerationError)
     assert not isinstance(raised.value, EngineLostError), "another try would not help"
-    assert not (tmp_path / "engine").exists() and engine._child is None
+    assert not (tmp_path / "engine").exists()
+    assert engine._child is None
 
 
 def vllm_of(tmp_path: Path, python: Path | str) -> EngineProcess:
@@ -282,7 +288,8 @@ def test_an_environment_with_another_version_is_refused(tmp_path, monkeypatch):
     values = ("vLLM", "vllm is 0.30.1", "expected 0.32", "; see its log")
     with raises_error("generation.engine.not_started", *values):
         engine.start()
-    assert not (tmp_path / "engine").exists() and engine._child is None
+    assert not (tmp_path / "engine").exists()
+    assert engine._child is None
 
 
 def test_an_environment_without_the_package_or_without_python_is_refused(tmp_path):
@@ -310,7 +317,7 @@ def test_nothing_of_the_current_folder_is_imported_to_look_for_the_package(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("told", "advice"),
+    ("log", "advice"),
     [
         (
             "ValueError: Free memory on device cuda:0 (27/80 GiB) on startup is less than desired",
@@ -324,8 +331,8 @@ def test_nothing_of_the_current_folder_is_imported_to_look_for_the_package(tmp_p
         ("ValueError: 9 heads cannot be divided by 2", "see its log"),
     ],
 )
-def test_what_an_engines_log_says_of_memory_becomes_advice(tmp_path, monkeypatch, told, advice):
-    monkeypatch.setenv("FAILING_HOST", told)
+def test_what_an_engines_log_says_of_memory_becomes_advice(tmp_path, monkeypatch, log, advice):
+    monkeypatch.setenv("FAILING_HOST", log)
     (tmp_path / "engine.log").write_text("of an earlier start: out of memory\n")
     engine = process_of(tmp_path)
     engine._adapter.host = "helpers.failing_host"
@@ -348,9 +355,8 @@ def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch)
     engine = process_of(tmp_path, request=1.0)
     engine._child = ModuleChild("timeit", prefix=["sh", "-c", "exec sleep 60", "sh"])
     # far more than the connection holds
-    prompts = [
-        Request(tuple(range(100_000)), EngineSampling(8, 0, 0, None, None, None, None, ""))
-    ] * 20
+    sampling = EngineSampling(8, 0, 0, None, None, None, None, "")
+    prompts = [Request(tuple(range(100_000)), sampling)] * 20
     values = ("generate within 1 s", "engine.request_timeout_seconds")
     with raises_error("generation.engine.no_answer", *values) as raised:
         engine.generate(prompts)
@@ -359,8 +365,9 @@ def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch)
 
 
 def test_the_host_does_not_outlive_a_trainer_that_is_not_its_parent():
+    command = [sys.executable, "-m", "reinforce_rl.generation.trtllm.host", "0", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "reinforce_rl.generation.trtllm.host", "0", "1"],
+        command,
         timeout=60,
         capture_output=True,
     )
@@ -368,7 +375,10 @@ def test_the_host_does_not_outlive_a_trainer_that_is_not_its_parent():
 
 
 def test_the_host_imports_neither_torch_nor_megatron():
-    code = "import sys, reinforce_rl.generation.trtllm.host; print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
+    code = (
+        "import sys, reinforce_rl.generation.trtllm.host; "
+        "print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
 
@@ -394,10 +404,10 @@ def test_a_command_that_is_never_answered_fails_once_the_engines_processes_have_
 
 
 def rows_of(*sizes: tuple[str, int]) -> list[Row]:
-    return [
-        Row(f"{parameter}.{i}", parameter, (size,), 1, None)
-        for i, (parameter, size) in enumerate(sizes)
-    ]
+    rows = []
+    for i, (parameter, size) in enumerate(sizes):
+        rows.append(Row(f"{parameter}.{i}", parameter, (size,), 1, None))
+    return rows
 
 
 def test_buckets_are_full_but_keep_what_an_engine_fuses():
@@ -405,12 +415,13 @@ def test_buckets_are_full_but_keep_what_an_engine_fuses():
         ("a", 64), ("qkv", 64), ("qkv", 64), ("qkv", 64), ("b", 64), ("c", 640), ("d", 1)
     )
     planned = plan_buckets(rows, 256)
-    assert [[row.megatron for row in bucket] for bucket in planned] == [
+    expected = [
         ["a", "qkv", "qkv", "qkv"],
         ["b"],
         ["c"],
         ["d"],
     ]
+    assert [[row.megatron for row in bucket] for bucket in planned] == expected
     assert [row for bucket in planned for row in bucket] == rows
     assert [elements_of(bucket) for bucket in planned] == [256, 64, 640, 64]
 
@@ -422,7 +433,8 @@ def test_views_do_not_overlap(limit):
         buffer = torch.zeros(elements_of(bucket))
         for view in views_of(buffer, bucket).values():
             view += 1
-        assert int(buffer.sum()) == sum(math.prod(row.shape) for row in bucket)
+        expected = sum(math.prod(row.shape) for row in bucket)
+        assert int(buffer.sum()) == expected
         assert int(buffer.max()) == 1
 
 
@@ -432,7 +444,7 @@ def test_a_device_without_cuda_is_refused():
 
 
 def test_the_place_of_the_device_among_the_arguments_of_torchs_handle():
-    """`buckets.received` replaces it by the receiver's number, as TensorRT-LLM's own worker does."""
+    """`buckets.received` replaces it by the receiver's number, as TensorRT-LLM's worker does."""
     assert list(inspect.signature(rebuild_cuda_tensor).parameters)[6] == "storage_device"
 
 
@@ -456,7 +468,7 @@ def test_buckets_hold_the_exported_weights_and_share_one_bounded_buffer(
     memory = set()
 
     def deliver(offers: list[dict[str, Any]]) -> None:
-        bucket = own.bucket_of(offers)
+        bucket = engine_adapter.bucket_of(offers)
         (path,) = bucket["places"].values()
         memory.add((path, bucket["elements"] * dtype.itemsize))
         tensors = list(buckets.received(bucket, "here", torch.device("cpu")))
@@ -466,20 +478,24 @@ def test_buckets_hold_the_exported_weights_and_share_one_bounded_buffer(
     sizes: list[int] = []
     monkeypatch.setattr(adapter, "device_uuid", lambda _: "here")
     limit = 20_000
-    own = TensorRTLLM(TensorRTLLMConfig())
+    engine_adapter = TensorRTLLM(TensorRTLLMConfig())
     send_weights(
         lm,
         deliver,
         max_bytes=limit,
-        make_buffer=lambda elements, kind: own.make_buffer(elements, kind, mesh.device),
+        make_buffer=lambda elements, kind: engine_adapter.make_buffer(elements, kind, mesh.device),
         hosts_worker=True,
         is_spread=False,
         values=values,
     )
 
     expected = load_file(tmp_path / "exported" / "model.safetensors")
-    assert len(received) == len(dict(received)) and dict(received).keys() == expected.keys()
+    assert len(received) == len(dict(received))
+    assert dict(received).keys() == expected.keys()
     for name, tensor in received:
-        assert tensor.dtype == dtype and torch.equal(tensor, expected[name])
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, expected[name])
     ((_, nbytes),) = memory
-    assert nbytes <= limit and max(sizes) <= limit and len(sizes) > sum(sizes) / limit > 2
+    assert nbytes <= limit
+    assert max(sizes) <= limit
+    assert len(sizes) > sum(sizes) / limit > 2

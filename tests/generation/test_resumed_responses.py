@@ -1,4 +1,4 @@
-"""Responses that stop and go on, and weights that change while they are drawn, by the native engine."""
+"""Responses of the native engine that stop and resume, and weights that change meanwhile."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ def whole(
     return engine.resume(begun, params, PlannedUpdates(version=3))
 
 
-def assert_same(found: list[PartialResponse], expected: list[PartialResponse]) -> None:
-    for mine, other in zip(found, expected, strict=True):
-        assert (mine.prompt.id, mine.tokens, mine.finish_reason) == (
-            other.prompt.id,
-            other.tokens,
-            other.finish_reason,
-        )
+def assert_same(responses: list[PartialResponse], expected: list[PartialResponse]) -> None:
+    for mine, other in zip(responses, expected, strict=True):
+        assert mine.prompt.id == other.prompt.id
+        assert mine.tokens == other.tokens
+        assert mine.finish_reason == other.finish_reason
         assert mine.log_probs == pytest.approx(other.log_probs, abs=1e-6)
         assert len(mine.versions) == len(mine.tokens)
 
@@ -60,13 +58,14 @@ def decoder(request, monkeypatch):
 def test_a_whole_call_is_generate(decoder, lm, folder, prompts):
     engine = engine_of(lm, folder)
     expected = engine.generate(prompts, 4, PARAMS, seed=3)
-    found = whole(engine, new_responses(prompts, 4, 3), PARAMS)
+    responses = whole(engine, new_responses(prompts, 4, 3), PARAMS)
     assert expected.log_probs is not None
-    for row, one in enumerate(found):
+    for row, response in enumerate(responses):
         count = int(expected.lengths[row])
-        assert list(one.tokens) == expected.tokens[row, :count].tolist()
-        assert list(one.log_probs) == expected.log_probs[row, :count].tolist()
-        assert one.finish_reason == expected.finish_reasons[row] and set(one.versions) <= {3}
+        assert list(response.tokens) == expected.tokens[row, :count].tolist()
+        assert list(response.log_probs) == expected.log_probs[row, :count].tolist()
+        assert response.finish_reason == expected.finish_reasons[row]
+        assert set(response.versions) <= {3}
 
 
 @pytest.mark.parametrize("max_tokens", [None, 75])
@@ -75,27 +74,33 @@ def test_stopped_and_gone_on(kind, max_tokens, decoder, lm, folder, prompts):
     engine = engine_of(lm, folder, max_tokens)
     params = KINDS[kind]
     expected = whole(engine, new_responses(prompts, 4, 3), params)
-    found = new_responses(prompts, 4, 3)
+    responses = new_responses(prompts, 4, 3)
     calls = 0
     was_partial = False
-    while any(one.finish_reason is None for one in found):
-        found = engine.resume(found, params, PlannedUpdates(*["go on"] * (calls % 3), "stop"))
-        was_partial |= any(one.finish_reason is None and one.tokens for one in found)
+    while any(response.finish_reason is None for response in responses):
+        responses = engine.resume(
+            responses, params, PlannedUpdates(*["go on"] * (calls % 3), "stop")
+        )
+        was_partial |= any(
+            response.finish_reason is None and response.tokens for response in responses
+        )
         calls += 1
-    assert_same(found, expected)
-    assert calls > 1 and was_partial
+    assert_same(responses, expected)
+    assert calls > 1
+    assert was_partial
 
 
 def test_what_is_at_its_end_is_left_as_it_is(decoder, lm, folder, prompts):
     engine = engine_of(lm, folder)
     ended = [
-        replace(one, tokens=(9, 2), finish_reason="stop")
-        for one in new_responses(prompts[:1], 2, 3)
+        replace(response, tokens=(9, 2), finish_reason="stop")
+        for response in new_responses(prompts[:1], 2, 3)
     ]
     begun = [*ended, *new_responses(prompts[1:], 2, 3)]
-    found = whole(engine, begun, PARAMS)
-    assert found[:2] == ended
-    assert_same(found[2:], whole(engine, begun[2:], PARAMS))
+    responses = whole(engine, begun, PARAMS)
+    assert responses[:2] == ended
+    expected = whole(engine, begun[2:], PARAMS)
+    assert_same(responses[2:], expected)
     assert whole(engine, ended, PARAMS) == ended
 
 
@@ -105,10 +110,8 @@ class Policy:
     def __init__(self, folder: Path, mesh: Any):
         self.lm = megatron_model(folder, mesh, torch.float64)
         other = transformers_model(folder, torch.float64)
-        self.versions, self._next = (
-            [other, copy.deepcopy(other)],
-            megatron_model(folder, mesh, torch.float64),
-        )
+        self.versions = [other, copy.deepcopy(other)]
+        self._next = megatron_model(folder, mesh, torch.float64)
         with torch.no_grad():
             for model in (self._next, self.versions[1]):
                 for name, parameter in model.named_parameters():
@@ -117,37 +120,35 @@ class Policy:
 
     @torch.no_grad()
     def change(self) -> None:
-        for own, new in zip(self.lm.parameters(), self._next.parameters(), strict=True):
-            own.copy_(new)
+        pairs = zip(self.lm.parameters(), self._next.parameters(), strict=True)
+        for parameter, new in pairs:
+            parameter.copy_(new)
 
     @torch.no_grad()
-    def log_probs(self, one: PartialResponse, version: int) -> list[float]:
+    def log_probs(self, response: PartialResponse, version: int) -> list[float]:
         """Return the response's log-probs by one version alone."""
-        tokens = torch.tensor([[*one.prompt.tokens, *one.tokens]])
-        found = (
-            self.versions[version](tokens)
-            .logits[0, len(one.prompt.tokens) - 1 : -1]
-            .log_softmax(dim=-1)
-        )
-        return found[range(len(one.tokens)), list(one.tokens)].tolist()
+        tokens = torch.tensor([[*response.prompt.tokens, *response.tokens]])
+        logits = self.versions[version](tokens).logits[0, len(response.prompt.tokens) - 1 : -1]
+        table = logits.log_softmax(dim=-1)
+        return table[range(len(response.tokens)), list(response.tokens)].tolist()
 
     @torch.no_grad()
-    def kept(self, one: PartialResponse, count: int) -> list[float]:
-        """Return those after `count` tokens by version 1, on version 0's keys and values of all but the last."""
+    def kept(self, response: PartialResponse, count: int) -> list[float]:
+        """Return the log-probs after `count` tokens by version 1.
+
+        All but the last of these tokens keep the keys and values of version 0.
+        """
         old, new = self.versions
-        prompt = list(one.prompt.tokens)
-        tokens = list(one.tokens)
+        prompt = list(response.prompt.tokens)
+        tokens = list(response.tokens)
         cache = new(torch.tensor([prompt]), use_cache=True).past_key_values
         earlier = old(torch.tensor([prompt + tokens[: count - 1]]), use_cache=True).past_key_values
         for layer, other in zip(cache.layers, earlier.layers, strict=True):
             layer.keys = torch.cat((layer.keys, other.keys[:, :, len(prompt) :]), dim=2)
             layer.values = torch.cat((layer.values, other.values[:, :, len(prompt) :]), dim=2)
-        logits = (
-            new(torch.tensor([tokens[count - 1 :]]), past_key_values=cache)
-            .logits[0, :-1]
-            .log_softmax(dim=-1)
-        )
-        return logits[range(len(tokens) - count), tokens[count:]].tolist()
+        rest = torch.tensor([tokens[count - 1 :]])
+        table = new(rest, past_key_values=cache).logits[0, :-1].log_softmax(dim=-1)
+        return table[range(len(tokens) - count), tokens[count:]].tolist()
 
 
 @pytest.fixture
@@ -159,20 +160,23 @@ LONG = SamplingParams(max_length=20)
 
 
 def test_weights_that_change_with_the_cache_kept(decoder, policy, folder, prompts):
-    found = engine_of(policy.lm, folder).resume(
+    responses = engine_of(policy.lm, folder).resume(
         new_responses(prompts, 2, 3),
         LONG,
         PlannedUpdates("go on", "load", load=policy.change, version=3),
     )
-    for one in found:
-        count = one.versions.index(4)
-        assert one.versions == (3,) * count + (4,) * (20 - count) and 0 < count < 20
-        assert one.log_probs[:count] == pytest.approx(policy.log_probs(one, 0)[:count], abs=1e-5)
-        assert one.log_probs[count:] == pytest.approx(policy.kept(one, count), abs=1e-5)
-        assert (
-            max(abs(a - b) for a, b in zip(one.log_probs, policy.log_probs(one, 1), strict=True))
-            > 0.01
+    for response in responses:
+        count = response.versions.index(4)
+        expected = (3,) * count + (4,) * (20 - count)
+        assert response.versions == expected
+        assert 0 < count < 20
+        assert response.log_probs[:count] == pytest.approx(
+            policy.log_probs(response, 0)[:count], abs=1e-5
         )
+        assert response.log_probs[count:] == pytest.approx(policy.kept(response, count), abs=1e-5)
+        anew = policy.log_probs(response, 1)
+        gaps = [abs(a - b) for a, b in zip(response.log_probs, anew, strict=True)]
+        assert max(gaps) > 0.01
 
 
 def test_weights_that_change_with_the_cache_made_anew(decoder, policy, folder, prompts):
@@ -181,32 +185,37 @@ def test_weights_that_change_with_the_cache_made_anew(decoder, policy, folder, p
         new_responses(prompts, 2, 3), LONG, PlannedUpdates("go on", "stop", version=3)
     )
     policy.change()
-    for one in engine.resume(stopped, LONG, PlannedUpdates(version=4)):
-        count = one.versions.index(4)
+    for response in engine.resume(stopped, LONG, PlannedUpdates(version=4)):
+        count = response.versions.index(4)
         assert 0 < count < 20
-        assert one.log_probs[:count] == pytest.approx(policy.log_probs(one, 0)[:count], abs=1e-5)
-        assert one.log_probs[count:] == pytest.approx(policy.log_probs(one, 1)[count:], abs=1e-5)
+        expected = policy.log_probs(response, 0)[:count]
+        assert response.log_probs[:count] == pytest.approx(expected, abs=1e-5)
+        assert response.log_probs[count:] == pytest.approx(
+            policy.log_probs(response, 1)[count:], abs=1e-5
+        )
 
 
 def test_samples_that_wait_are_of_the_new_weights_alone(decoder, policy, folder, prompts):
     """A prompt of which some samples wait is read again."""
     engine = engine_of(policy.lm, folder, max_tokens=75)
     updates = PlannedUpdates("load", load=policy.change, version=3)
-    found = engine.resume(new_responses(prompts, 4, 3), LONG, updates)
-    late = [one for one in found if set(one.versions) == {4}]
-    assert len(late) > 10 and updates.running[0] == len(found), (
+    responses = engine.resume(new_responses(prompts, 4, 3), LONG, updates)
+    late = [response for response in responses if set(response.versions) == {4}]
+    assert len(late) > 10
+    assert updates.running[0] == len(responses), (
         "those that wait count: a call is not over at half of them"
     )
-    for one in late:
-        assert one.log_probs == pytest.approx(policy.log_probs(one, 1), abs=1e-5)
+    for response in late:
+        assert response.log_probs == pytest.approx(policy.log_probs(response, 1), abs=1e-5)
 
 
 @pytest.mark.parametrize("is_lean", [True, False])
 def test_copies_of_the_weights_are_made_anew(is_lean, policy, folder, prompts):
     engine = NativeGenerator(policy.lm, load_tokenizer(folder), 30, is_lean=is_lean)
-    found = engine.resume(
+    responses = engine.resume(
         new_responses(prompts[:1], 3, 3),
         LONG,
         PlannedUpdates("load", load=policy.change, version=3),
     )
-    assert found[-1].log_probs == pytest.approx(policy.log_probs(found[-1], 1), abs=1e-5)
+    expected = policy.log_probs(responses[-1], 1)
+    assert responses[-1].log_probs == pytest.approx(expected, abs=1e-5)

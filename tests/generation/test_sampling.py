@@ -1,4 +1,4 @@
-"""Sampling rules against transformers' own, and the noise against the distribution it should have."""
+"""Sampling rules against transformers, and the noise against its distribution."""
 
 from __future__ import annotations
 
@@ -60,12 +60,17 @@ class TestNoise:
     @pytest.mark.parametrize("lag", [1, 2, 64])
     def test_neighbouring_tokens_are_independent(self, lag):
         uniform = torch.exp(-torch.exp(-noise(400, 1000).double())) - 0.5
-        for product in (uniform[:, lag:] * uniform[:, :-lag], uniform[lag:] * uniform[:-lag]):
+        in_columns = uniform[:, lag:] * uniform[:, :-lag]
+        in_rows = uniform[lag:] * uniform[:-lag]
+        for product in (in_columns, in_rows):
             correlation = 12 * product.mean()
             assert abs(correlation) < 5 / math.sqrt(product.numel())
 
     def test_is_finite_at_both_ends(self):
-        """Of 2^31 steps the last 64 round up to 1 in float32: once in 3e7 draws, no token at all could be drawn."""
+        """Of 2^31 steps the last 64 round up to 1 in float32.
+
+        Once in 3e7 draws no token at all could be drawn.
+        """
         # token 0 gets the last step and the first
         keys = torch.tensor([[-599296117, 0], [0, 0]], dtype=torch.int32)
         last, first = gumbel_noise(keys, 1)[:, 0].tolist()
@@ -76,9 +81,8 @@ class TestNoise:
         keys = keys_of(6, 3)
         together = gumbel_noise(keys.reshape(-1, 2), 50)
         for row in range(18):
-            assert torch.equal(
-                gumbel_noise(keys.reshape(-1, 2)[row : row + 1], 50)[0], together[row]
-            )
+            alone = gumbel_noise(keys.reshape(-1, 2)[row : row + 1], 50)
+            assert torch.equal(alone[0], together[row])
         # of the vocabulary neither
         assert torch.equal(gumbel_noise(keys.reshape(-1, 2), 20), together[:, :20])
 
@@ -96,16 +100,17 @@ class TestNoise:
 class TestKeys:
     def test_all_differ(self):
         ids = np.arange(20)
-        keys = [
-            noise_keys(seed, ids.repeat(20), np.tile(ids, 20), 10).reshape(-1, 2)
-            for seed in (0, 1, 2, 2**40, -1, 12345678901234567890)
-        ]
-        found = torch.cat(keys)
-        assert len(torch.unique(found, dim=0)) == len(found) == 6 * 20 * 20 * 10
+        keys = []
+        for seed in (0, 1, 2, 2**40, -1, 12345678901234567890):
+            of_seed = noise_keys(seed, ids.repeat(20), np.tile(ids, 20), 10)
+            keys.append(of_seed.reshape(-1, 2))
+        all_keys = torch.cat(keys)
+        assert len(torch.unique(all_keys, dim=0)) == len(all_keys) == 6 * 20 * 20 * 10
 
     def test_do_not_depend_on_the_batch_or_the_number_of_positions(self):
         many = noise_keys(5, np.array([3, 9, 4]), np.array([0, 1, 7]), 10)
-        assert torch.equal(noise_keys(5, np.array([9]), np.array([1]), 4)[0], many[1, :4])
+        alone = noise_keys(5, np.array([9]), np.array([1]), 4)
+        assert torch.equal(alone[0], many[1, :4])
 
     def test_keys_are_pinned(self):
         """A change of the hash would change every run from its seed on."""
@@ -113,13 +118,18 @@ class TestKeys:
 
     def test_noise_of_related_keys_is_uncorrelated(self):
         """Neighbouring seeds, prompts, samples and positions differ in one bit or two."""
-        base = gumbel_noise(noise_keys(6, np.array([10]), np.array([4]), 1)[:, 0], 20000)[0]
+        keys = noise_keys(6, np.array([10]), np.array([4]), 1)[:, 0]
+        base = gumbel_noise(keys, 20000)[0]
+
+        def key_of(seed: int, prompt: int, sample: int, step: int) -> torch.Tensor:
+            return noise_keys(seed, np.array([prompt]), np.array([sample]), step + 1)[:, step]
+
         related = [
-            noise_keys(7, np.array([10]), np.array([4]), 1)[:, 0],
-            noise_keys(6, np.array([11]), np.array([4]), 1)[:, 0],
-            noise_keys(6, np.array([4]), np.array([10]), 1)[:, 0],
-            noise_keys(6, np.array([10]), np.array([5]), 1)[:, 0],
-            noise_keys(6, np.array([10]), np.array([4]), 2)[:, 1],
+            key_of(7, 10, 4, 0),
+            key_of(6, 11, 4, 0),
+            key_of(6, 4, 10, 0),
+            key_of(6, 10, 5, 0),
+            key_of(6, 10, 4, 1),
         ]
         for key in related:
             pair = torch.stack((base, gumbel_noise(key, 20000)[0]))
@@ -176,7 +186,10 @@ def test_frequencies_equal_the_distribution_of_transformers(options):
     [(2, 0.5, 1), (2, 0.5000001, 2), (4, 0.25, 1), (4, 0.5, 2), (4, 0.75, 3), (8, 0.125, 1)],
 )
 def test_top_p_that_is_reached_exactly_keeps_no_further_token(tokens, top_p, kept):
-    """Equally likely tokens, whose sums float32 has exactly, beside impossible ones; as transformers does."""
+    """Equally likely tokens, whose sums float32 has exactly, beside impossible ones.
+
+    The kept set is that of transformers.
+    """
     logits = torch.cat((torch.zeros(1, tokens), torch.full((1, 3), -math.inf)), dim=1)
     params = SamplingParams(max_length=1, top_p=top_p)
     assert int((theirs(params, logits) > 0).sum()) == kept
@@ -189,7 +202,10 @@ def test_top_p_that_is_reached_exactly_keeps_no_further_token(tokens, top_p, kep
     "options", [{"top_k": 7}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.6}], ids=str
 )
 def test_kept_sets_equal_those_of_transformers(options, seed):
-    """Rows of many shapes at once; the drawn tokens of each must cover its kept set and never leave it."""
+    """Rows of many shapes at once.
+
+    The drawn tokens of each must cover its kept set and never leave it.
+    """
     params = SamplingParams(max_length=1, temperature=1.3, **options)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(8, 40, generator=generator) * torch.linspace(0.1, 4, 8)[:, None]
@@ -239,9 +255,8 @@ def test_log_probs_are_those_of_the_temperature():
 
 def test_bits_are_mixed_on_a_gpu_as_on_a_cpu():
     """By half-words in place instead of a shift, a mask and an exclusive or."""
-    bits = torch.randint(
-        -(2**31), 2**31, (3, 1001), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (3, 1001), dtype=torch.int32, generator=generator)
     folded = bits.clone()
     _fold_halves(folded)
     _xor_shift(bits, torch.empty_like(bits), 16)

@@ -20,28 +20,32 @@ def run(
         read += schedule.admit()
         if not schedule.running:
             break
-        begun += [one.sample for one in schedule.running[before:]]
+        begun += [sequence.sample for sequence in schedule.running[before:]]
         assert len(schedule.running) <= schedule.rows
-        places = {one.prompt: one.slot for one in schedule.running}
+        places = {sequence.prompt: sequence.slot for sequence in schedule.running}
         # no prompt overwrites another's keys
         assert len(set(places.values())) == len(places) <= schedule.slots
-        assert all(0 <= slot < schedule.slots for slot in places.values())
-        expected = [one.sample for one in schedule.running]
+        for slot in places.values():
+            assert 0 <= slot < schedule.slots
+        expected = [sequence.sample for sequence in schedule.running]
         stopped = [
-            row for row, one in enumerate(schedule.running) if one.written + 1 == ends[one.sample]
+            row
+            for row, sequence in enumerate(schedule.running)
+            if sequence.written + 1 == ends[sequence.sample]
         ]
         order = schedule.advance(stopped)
         assert (order is None) == (
             not stopped and not any(w == max_length for w in _written(schedule))
         )
         if order is not None:
-            assert [one.sample for one in schedule.running] == [expected[row] for row in order]
+            samples = [sequence.sample for sequence in schedule.running]
+            assert samples == [expected[row] for row in order]
     assert sorted(read) == list(range(len(lengths)))  # each prompt once
     return begun
 
 
 def _written(schedule: Schedule) -> list[int]:
-    return [one.written for one in schedule.running]
+    return [sequence.written for sequence in schedule.running]
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 30, 45, 60, 100, 10**6])
@@ -53,42 +57,51 @@ def test_every_sample_is_decoded_once_within_the_bound(max_tokens, seed):
     max_length = 10
     schedule = Schedule(lengths, num_samples, max_length, max_tokens)
     total = len(lengths) * num_samples
-    begun = run(
-        schedule, lengths, num_samples, [draw.randint(1, 10) for _ in range(total)], max_length
-    )
+    ends = [draw.randint(1, 10) for _ in range(total)]
+    begun = run(schedule, lengths, num_samples, ends, max_length)
     assert sorted(begun) == list(range(total))
     held = schedule.rows * max_length + schedule.slots * max(lengths)
     if max_tokens is None or max_tokens == 10**6:
-        assert (schedule.rows, schedule.slots) == (total, len(lengths))
+        assert schedule.rows == total
+        assert schedule.slots == len(lengths)
     elif max_tokens >= max_length + max(lengths):
         assert held <= max_tokens
     else:
-        assert (schedule.rows, schedule.slots) == (1, 1)
+        assert schedule.rows == 1
+        assert schedule.slots == 1
 
 
 def test_one_that_ends_makes_room_at_once():
     schedule = Schedule([4, 4], num_samples=2, max_length=5, max_tokens=18)
-    assert (schedule.rows, schedule.slots) == (2, 2)
+    assert schedule.rows == 2
+    assert schedule.slots == 2
     assert schedule.admit() == [0]
     assert schedule.advance([0]) == [1]
     assert schedule.admit() == [1]
-    assert [(one.sample, one.slot, one.written) for one in schedule.running] == [
+    expected = [
         (1, 0, 1),
         (2, 1, 0),
     ]
+    assert [
+        (sequence.sample, sequence.slot, sequence.written) for sequence in schedule.running
+    ] == expected
     assert schedule.longest == 1
     assert schedule.advance([]) is None
     assert schedule.advance([0]) == [1]
     assert schedule.admit() == []
-    assert [(one.sample, one.slot, one.written) for one in schedule.running] == [
+    expected = [
         (2, 1, 2),
         (3, 1, 0),
     ]
+    assert [
+        (sequence.sample, sequence.slot, sequence.written) for sequence in schedule.running
+    ] == expected
 
 
 def test_the_last_rows_fill_the_gaps():
     schedule = Schedule([1], num_samples=6, max_length=9, max_tokens=None)
     schedule.admit()
     assert schedule.advance([0, 3, 5]) == [4, 1, 2]
-    assert [one.sample for one in schedule.running] == [4, 1, 2]
+    samples = [sequence.sample for sequence in schedule.running]
+    assert samples == [4, 1, 2]
     assert schedule.advance([0, 1, 2]) == []

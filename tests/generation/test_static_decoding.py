@@ -1,4 +1,4 @@
-"""Decoding as on a GPU in bf16, with flash's kernel emulated, against decoding as on a CPU: the same samples."""
+"""Decoding as on a GPU in bf16, with flash's kernel emulated, gives the samples of a CPU."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ KINDS = {
 }
 
 
-def assert_same(found: Completions, expected: Completions) -> None:
-    assert torch.equal(found.tokens, expected.tokens)
-    assert torch.equal(found.lengths, expected.lengths)
-    assert found.finish_reasons == expected.finish_reasons
-    assert found.log_probs is not None and expected.log_probs is not None
-    torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-6, rtol=0)
+def assert_same(completions: Completions, expected: Completions) -> None:
+    assert torch.equal(completions.tokens, expected.tokens)
+    assert torch.equal(completions.lengths, expected.lengths)
+    assert completions.finish_reasons == expected.finish_reasons
+    assert completions.log_probs is not None
+    assert expected.log_probs is not None
+    torch.testing.assert_close(completions.log_probs, expected.log_probs, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("max_tokens", [None, 75])
@@ -55,7 +56,8 @@ def test_same_samples(kind, max_tokens, lm, folder, prompts, monkeypatch):
     engine = NativeGenerator(lm, load_tokenizer(folder), max_tokens, use_graphs=False)
     expected = engine.generate(prompts, 4, KINDS[kind], seed=3)
     decode_statically(monkeypatch)
-    assert_same(engine.generate(prompts, 4, KINDS[kind], seed=3), expected)
+    completions = engine.generate(prompts, 4, KINDS[kind], seed=3)
+    assert_same(completions, expected)
 
 
 @pytest.mark.parametrize("samples", [1, 7])
@@ -76,18 +78,16 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
     )
     handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
-        found = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False).generate(
-            prompts, 6, replace(PARAMS, max_length=64, stop_token_ids=tuple(range(4, 10))), seed=0
-        )
+        engine = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False)
+        params = replace(PARAMS, max_length=64, stop_token_ids=tuple(range(4, 10)))
+        completions = engine.generate(prompts, 6, params, seed=0)
     finally:
         handle.remove()
     assert shapes[0] == (5, 11)
-    assert {rows for rows, _ in shapes[1:]} <= {1, 2, 4, 8, 16, 32} and {
-        seq for _, seq in shapes[1:]
-    } == {1}
-    assert (
-        set(looks[:-1]) == {8} and sum(looks) == len(shapes) - 1 <= int(found.lengths.max()) - 1 + 7
-    )
+    assert {rows for rows, _ in shapes[1:]} <= {1, 2, 4, 8, 16, 32}
+    assert {seq for _, seq in shapes[1:]} == {1}
+    assert set(looks[:-1]) == {8}
+    assert sum(looks) == len(shapes) - 1 <= int(completions.lengths.max()) - 1 + 7
     assert len({rows for rows, _ in shapes[1:]}) > 1  # rows that ended are left out after a while
 
 
@@ -110,9 +110,11 @@ def test_graphs_give_the_same_samples(kind, lm, folder, prompts, monkeypatch):
         handle.remove()
     steps = shapes[1:]
     graphs = recorded.graphs
-    assert len(graphs) >= 2 and len(graphs) <= len(set(steps))
+    assert len(graphs) >= 2
+    assert len(graphs) <= len(set(steps))
     # Python runs a step twice for a number of rows: as it is, and captured.
-    assert all(steps.count(shape) <= 2 for shape in steps)
+    for shape in steps:
+        assert steps.count(shape) <= 2
     assert sum(graph.replays for graph in graphs) > 2 * len(graphs)
 
 
@@ -135,8 +137,9 @@ def test_a_capture_that_waits_for_the_device_fails(lm, folder, prompts, monkeypa
 def test_two_ranks(tp, pp, folder, tmp_path):
     """Two stages at a time with a group of rows each, and two ranks that share each weight."""
     folder = tiny_llama_folder(tmp_path / "model", vocab_size=63, logit_scale=2.0, layers=4)
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/static_stages.py"
     run_ranks(
-        Path(__file__).parents[1] / "helpers/rank_scripts/static_stages.py",
+        script,
         2,
         folder,
         tp,
@@ -165,17 +168,19 @@ def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch
         NativeGenerator(lm, load_tokenizer(folder), use_graphs=use_graphs).generate(
             prompts, 2, PARAMS, seed=0
         )
-        assert isinstance(caches[0], weakref.ref) and caches[0]() is None
+        assert isinstance(caches[0], weakref.ref)
+        assert caches[0]() is None
     finally:
         gc.enable()
 
 
 def test_padded_rows():
-    found = {rows: padded_rows(rows) for rows in range(1, 200)}
-    assert set(found.values()) == {1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224}
-    assert all(
-        rows <= padded < 2 * rows + 1 and padded - rows < 32 for rows, padded in found.items()
-    )
+    padded_of = {rows: padded_rows(rows) for rows in range(1, 200)}
+    expected = {1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224}
+    assert set(padded_of.values()) == expected
+    for rows, padded in padded_of.items():
+        assert rows <= padded < 2 * rows + 1
+        assert padded - rows < 32
 
 
 @pytest.mark.parametrize(

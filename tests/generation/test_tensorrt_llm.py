@@ -1,4 +1,4 @@
-"""Generation by TensorRT-LLM, with a fake that has its signatures and this project's model behind it."""
+"""Generation by TensorRT-LLM: a fake has its signatures, and computes with this model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ PARAMS = SamplingParams(max_length=5, stop_token_ids=(2, 5))
 
 def generator_of(folder: Path, mesh, *overrides: str):
     """The configured generator on the tiny model of a run's folder."""
-    config = load_config(compose(*tiny_overrides(folder), *ENGINE, *overrides))
+    cfg = compose(*tiny_overrides(folder), *ENGINE, *overrides)
+    config = load_config(cfg)
     model = config.pretrained_checkpoint.restore_from_path
     lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
     load_hf_weights(lm, HFFolder(model))
@@ -90,34 +91,37 @@ class TestRun:
     """The trainer on the fake engine against the trainer on the native one."""
 
     def check(self, folder: Path, name: str) -> None:
-        """Same metrics and responses as the native engine's; the weights that came are those that were trained."""
-        found = metrics_of(folder / name)
+        """Metrics and responses are those of the native engine.
+
+        The engine received the trained weights.
+        """
+        metrics = metrics_of(folder / name)
         expected = metrics_of(folder / "native")
-        assert len(found) == len(expected) > 2
-        for line, other in zip(found, expected, strict=True):
+        assert len(metrics) == len(expected) > 2
+        for line, other in zip(metrics, expected, strict=True):
             assert largest_difference(however_cut(line), however_cut(other)) < 1e-4
         for step in (1, 2):
             rows = rollouts_of(folder / name, step)
             others = rollouts_of(folder / "native", step)
-            assert [row["response"] for row in rows] == [row["response"] for row in others]
+            responses = [row["response"] for row in rows]
+            assert responses == [row["response"] for row in others]
 
         given = folder / name / "engine"
         names = json.loads((given / "names_0.json").read_text())
-        assert (
-            names == list(dict.fromkeys(names))
-            and set(names) == HFFolder(folder / "model")._entries.keys()
-        )
-        first, last = (
-            load_file(given / f"weights_{i}.safetensors")
-            for i in (0, len(list(given.glob("names_*"))) - 1)
-        )
+        assert names == list(dict.fromkeys(names))
+        expected = HFFolder(folder / "model")._entries.keys()
+        assert set(names) == expected
+        updates = len(list(given.glob("names_*")))
+        first = load_file(given / "weights_0.safetensors")
+        last = load_file(given / f"weights_{updates - 1}.safetensors")
         start, end = (
             load_file(path / "model.safetensors")
             for path in (folder / "model", folder / name / "exported")
         )
         for received, held in ((first, start), (last, end)):
             assert received.keys() == held.keys()
-            assert all(torch.equal(received[key], held[key]) for key in held)
+            for key in held:
+                assert torch.equal(received[key], held[key])
         assert not torch.equal(first[names[0]], last[names[0]])
 
     def test_on_one_rank(self, runs, mesh, fake_engine):
@@ -139,9 +143,10 @@ class TestRun:
     @pytest.mark.slow
     @pytest.mark.timeout(900)
     def test_on_two_ranks(self, runs):
-        """TP=2, whose engine has a worker on each device; PP=2 and CP=2, whose engines have neither."""
+        """With TP=2 the engine has a worker on each device; with PP=2 and CP=2 it has neither."""
+        script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py"
         run_ranks(
-            Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py",
+            script,
             2,
             runs,
             timeout=600,
@@ -152,10 +157,12 @@ class TestRun:
     def run(self, folder: Path, name: str, mesh, fake_engine, **options: object) -> list[str]:
         """The calls of a run on one rank that went as it should."""
         given = fake_engine(folder=folder / name / "engine", **options)
-        with tiny_trainer(tiny_config(folder / name, *OF_RUNS, *ENGINE), mesh) as trainer:
+        config = tiny_config(folder / name, *OF_RUNS, *ENGINE)
+        with tiny_trainer(config, mesh) as trainer:
             in_small_buckets(trainer.model.generator)
             trainer.fit()
-            trainer.model.export(folder / "model", folder / name / "exported")
+            exported_folder = folder / name / "exported"
+            trainer.model.export(folder / "model", exported_folder)
             trainer.model.generator.close()
         self.check(folder, name)
         return calls_of(given)
@@ -223,26 +230,31 @@ class TestStart:
     def test_graphs_cache_and_scheduler_are_for_the_whole_batch(
         self, tmp_path, mesh, fake_engine, version
     ):
-        found = self.arguments_of(tmp_path, mesh, fake_engine, version, "engine.max_batch_size=48")
+        arguments = self.arguments_of(
+            tmp_path, mesh, fake_engine, version, "engine.max_batch_size=48"
+        )
         # Of sizes that are not padded there would be 1 to 31, 32, 64 and 128 (llm_args.py,
         # CudaGraphConfig).
-        assert found["cuda_graph_config"] == {"enable_padding": "True", "max_batch_size": "48"}
-        assert found["scheduler_config"]["capacity_scheduler_policy"].endswith("MAX_UTILIZATION")
+        assert arguments["cuda_graph_config"] == {"enable_padding": "True", "max_batch_size": "48"}
+        assert arguments["scheduler_config"]["capacity_scheduler_policy"].endswith(
+            "MAX_UTILIZATION"
+        )
         # 16 positions are a block of 32 tokens, and one more a sequence.
-        assert found["kv_cache_config"]["max_tokens"] == str(48 * 64)
-        assert found["kv_cache_config"]["free_gpu_memory_fraction"] == "0.5"
+        assert arguments["kv_cache_config"]["max_tokens"] == str(48 * 64)
+        assert arguments["kv_cache_config"]["free_gpu_memory_fraction"] == "0.5"
 
     def test_1_2_keeps_all_memory_but_the_cache_while_it_sleeps(self, tmp_path, mesh, fake_engine):
-        found = self.arguments_of(tmp_path, mesh, fake_engine, "1.2")
-        assert found["enable_sleep"] == "True"
-        assert "sleep_config" not in found
+        arguments = self.arguments_of(tmp_path, mesh, fake_engine, "1.2")
+        assert arguments["enable_sleep"] == "True"
+        assert "sleep_config" not in arguments
 
     def test_1_3_drops_the_weights_as_each_waking_brings_them(self, tmp_path, mesh, fake_engine):
-        found = self.arguments_of(tmp_path, mesh, fake_engine, "1.3")
-        assert "enable_sleep" not in found
-        modes = found["sleep_config"]["restore_modes"]
+        arguments = self.arguments_of(tmp_path, mesh, fake_engine, "1.3")
+        assert "enable_sleep" not in arguments
+        modes = arguments["sleep_config"]["restore_modes"]
         assert modes.count("'NONE'") == 2
-        assert "MODEL_WEIGHTS_MAIN" in modes and "KV_CACHE" in modes
+        assert "MODEL_WEIGHTS_MAIN" in modes
+        assert "KV_CACHE" in modes
 
     @pytest.mark.parametrize("version", ["1.1.0", "1.4.0rc1", "2.0"])
     def test_another_version_is_refused(self, tmp_path, mesh, fake_engine, version):
@@ -281,41 +293,36 @@ class TestSamples:
         params = SamplingParams(
             max_length=5, temperature=0.7, top_k=4, top_p=0.9, stop_token_ids=(2, 5)
         )
-        found = requests_of(PROMPTS, 2, params, 3, pad_id=1)
-        assert [request.tokens for request in found] == [PROMPTS[0].tokens] * 2 + [
-            PROMPTS[1].tokens
-        ] * 2
-        assert len({request.sampling.seed for request in found}) == 4
-        asked = found[0].sampling
-        assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (
-            0.7,
-            4,
-            0.9,
-            None,
-        )
-        assert (asked.max_tokens, asked.stop_token_ids, asked.pad_id) == (5, [2, 5], 1)
+        requests = requests_of(PROMPTS, 2, params, 3, pad_id=1)
+        expected = [PROMPTS[0].tokens] * 2 + [PROMPTS[1].tokens] * 2
+        assert [request.tokens for request in requests] == expected
+        seeds = {request.sampling.seed for request in requests}
+        assert len(seeds) == 4
+        asked = requests[0].sampling
+        assert asked.temperature == 0.7
+        assert asked.top_k == 4
+        assert asked.top_p == 0.9
+        assert asked.repetition_penalty is None
+        assert asked.max_tokens == 5
+        assert asked.stop_token_ids == [2, 5]
+        assert asked.pad_id == 1
         greedy = requests_of(
             PROMPTS, 1, replace(params, use_greedy=True, repetition_penalty=1.5), 3, pad_id=1
         )
         asked = greedy[0].sampling
-        assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (
-            None,
-            None,
-            None,
-            1.5,
-        )
+        assert asked.temperature is None
+        assert asked.top_k is None
+        assert asked.top_p is None
+        assert asked.repetition_penalty == 1.5
 
     def test_an_end_string_cuts_wherever_its_text_appears(self, engine):
         tokens = (6, 7, 8, 9)
         text = engine._tokenizer.decode([6, 7, 8])
-        found = engine._cut_at_end_string(
-            Answer(tokens, (-1.0, -2.0, -3.0, -4.0)), ("nowhere", text[1:])
-        )
-        assert (found.tokens, found.log_probs, found.stopped) == (
-            (6, 7, 8),
-            (-1.0, -2.0, -3.0),
-            True,
-        )
+        log_probs = (-1.0, -2.0, -3.0, -4.0)
+        cut = engine._cut_at_end_string(Answer(tokens, log_probs), ("nowhere", text[1:]))
+        assert cut.tokens == (6, 7, 8)
+        assert cut.log_probs == (-1.0, -2.0, -3.0)
+        assert cut.stopped is True
         assert engine._cut_at_end_string(Answer(tokens), ("nowhere",)) == Answer(tokens)
 
     def test_an_end_string_cuts_beside_an_id_that_the_tokenizer_lacks(self, engine, tmp_path):
@@ -324,21 +331,26 @@ class TestSamples:
         beyond = engine._lm.architecture.vocab_size - 1
         assert beyond >= len(engine._tokenizer)
         end = engine._tokenizer.decode([7, 8])
-        found = engine._cut_at_end_string(Answer((beyond, 6, 7, 8, 9)), (end,))
-        assert (found.tokens, found.stopped) == ((beyond, 6, 7, 8), True)
+        answer = Answer((beyond, 6, 7, 8, 9))
+        cut = engine._cut_at_end_string(answer, (end,))
+        assert cut.tokens == (beyond, 6, 7, 8)
+        assert cut.stopped is True
         outside = Answer((6, 7, 8, beyond + 1))  # of no response that counts
         assert engine._cut_at_end_string(outside, (end,)) == outside
 
     def test_rows_of_unequal_length_are_padded(self, engine):
         answers = [Answer((5, 6), (-1.0, -2.0), stopped=True), Answer((), ()), Answer((4,), None)]
-        found = engine._completions(answers[:2], PARAMS)
-        assert found.tokens.tolist() == [[5, 6], [0, 0]]
-        assert found.lengths.tolist() == [2, 0]
-        assert found.finish_reasons == (FINISH_STOP, FINISH_LENGTH)
-        assert found.log_probs is not None and found.log_probs.tolist() == [
+        completions = engine._completions(answers[:2], PARAMS)
+        expected = [[5, 6], [0, 0]]
+        assert completions.tokens.tolist() == expected
+        assert completions.lengths.tolist() == [2, 0]
+        assert completions.finish_reasons == (FINISH_STOP, FINISH_LENGTH)
+        assert completions.log_probs is not None
+        expected = [
             [-1.0, -2.0],
             [0.0, 0.0],
         ]
+        assert completions.log_probs.tolist() == expected
         assert engine._completions(answers, PARAMS).log_probs is None
 
 
@@ -401,17 +413,18 @@ class TestFaults:
     def test_a_token_outside_the_vocabulary_does_not_count(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted", fault="outside")
         engine = generator_of(tmp_path, mesh)
-        found = draw(engine).within_vocabulary(32, 0)
+        completions = draw(engine).within_vocabulary(32, 0)
         engine.close()
-        assert found.finish_reasons.count(FINISH_OUTSIDE) == 1
-        assert int(found.tokens.max()) < 32
+        assert completions.finish_reasons.count(FINISH_OUTSIDE) == 1
+        assert int(completions.tokens.max()) < 32
 
     def test_an_engine_that_dies_is_started_anew(self, tmp_path, mesh, fake_engine):
         given = fake_engine(model="scripted", fault="die")
         with tiny_trainer(tiny_config(tmp_path, *ENGINE), mesh) as trainer:
             trainer.fit()
             trainer.model.generator.close()
-        assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
+        steps = [line["step"] for line in metrics_of(tmp_path)]
+        assert steps == [1, 2]
         assert calls_of(given).count("AsyncLLM.setup_async") == 2
 
     def test_when_it_dies_again_the_run_saves_and_stops(self, tmp_path, mesh, fake_engine):
@@ -431,7 +444,8 @@ class TestFaults:
                 trainer.fit()
             trainer.model.generator.close()
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
-        assert checkpoint is not None and checkpoint.trainer_state["step"] == 1
+        assert checkpoint is not None
+        assert checkpoint.trainer_state["step"] == 1
 
 
 class TestConfiguration:
@@ -483,7 +497,8 @@ class TestConfiguration:
     def test_what_cannot_work_is_refused(self, tmp_path, override, key, values):
         allowed = "model.reinforce.allow_biased_sampling=true"
         with raises_error(key, *values):
-            load_config(compose(*tiny_overrides(tmp_path), *ENGINE, allowed, override))
+            cfg = compose(*tiny_overrides(tmp_path), *ENGINE, allowed, override)
+            load_config(cfg)
 
     def test_another_temperature_is_refused_where_log_probs_are_corrected(self, tmp_path):
         corrected = "trainer.reinforce.generator_correction=token"

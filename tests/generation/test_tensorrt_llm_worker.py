@@ -1,4 +1,7 @@
-"""What TensorRT-LLM's workers hold against what they were sent, on modules fused and sharded as theirs are."""
+"""What TensorRT-LLM's workers hold against the tensors sent to them.
+
+The modules are fused and sharded as theirs are.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,10 @@ def update(workers: list[Any], tensors: dict[str, Tensor]) -> list[Any]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("count", "groups"), [(1, 2), (2, 2), (2, 1), (4, 2)])
 def test_what_came_is_held_on_any_number_of_workers(tmp_path, workers_of, tied, count, groups):
-    """With two groups of heads on four workers, and with one on two, each is held twice; 63 tokens are padded."""
+    """Two groups of heads on four workers, and one on two, are each held twice.
+
+    63 tokens are padded.
+    """
     folder = tiny_llama_folder(tmp_path, vocab_size=63, tied=tied, groups=groups)
     workers = workers_of(folder, count)
     tensors = load_file(folder / "model.safetensors")
@@ -190,7 +196,8 @@ def test_a_bucket_for_several_devices_has_a_place_on_each():
     buffer, offer = make_buffer(64, torch.float32, torch.device("cpu"), "cpu:0")
     other, offer_of_other = make_buffer(64, torch.float32, torch.device("cpu"), "cpu:1")
     views = {"a": buffer[:6].view(2, 3)}
-    bucket = join_offers([offer(buffer, views), offer_of_other(other, {"a": other[:6].view(2, 3)})])
+    offers = [offer(buffer, views), offer_of_other(other, {"a": other[:6].view(2, 3)})]
+    bucket = join_offers(offers)
     assert list(bucket["places"]) == ["cpu:0", "cpu:1"]
     assert len(set(bucket["places"].values())) == 2
     assert json.loads(json.dumps(bucket))["tensors"][0][:3] == ["a", 0, [2, 3]]

@@ -90,10 +90,11 @@ def undisturbed(tmp_path_factory, mesh) -> Path:
 
 
 class TestSmolLM2:
-    """Three steps of the trainer on the real model. An update that vLLM does not compute with would end the run.
+    """Three steps of the trainer on the real model.
 
-    The prompts are sentences: after one or two tokens, which are not text, its activations are so large that log-probs
-    differ by 2e-4.
+    An update that vLLM does not compute with would end the run. The prompts are sentences: after
+    one or two tokens, which are not text, its activations are so large that log-probs differ by
+    2e-4.
     """
 
     def test_on_one_rank(self, tmp_path, mesh, monkeypatch):
@@ -118,17 +119,17 @@ class TestSmolLM2:
 
 
 class Killer:
-    """Ends one of an engine's processes in each phase: as it is given weights, as it generates, and while it sleeps.
+    """Ends one of an engine's processes in each phase: an update, a generation and a sleep.
 
-    As a command begins, the process is stopped, so that the command is still under way when it is killed.
+    The process is stopped as a command begins, so that the command is still under way when the
+    process is killed.
     """
 
     def __init__(self, monkeypatch, generator: EngineGenerator, names: Sequence[str]):
         self._generator = generator
         self._sleeps = 0
-        self._plan = list(
-            zip([(0, "update_weights"), (1, "generate"), (2, "asleep")], names, strict=True)
-        )
+        pairs = zip([(0, "update_weights"), (1, "generate"), (2, "asleep")], names, strict=True)
+        self._plan = list(pairs)
         self.seen: set[psutil.Process] = set()
         call = process.EngineProcess.call
 
@@ -151,9 +152,9 @@ class Killer:
             return
         (_, name) = self._plan.pop(0)
         self._generator._was_restarted = False  # it may be more than once in a run here
-        found = processes_of(self._generator)
-        self.seen.update(found.values())
-        victim = found[name]
+        processes = processes_of(self._generator)
+        self.seen.update(processes.values())
+        victim = processes[name]
         if phase == "asleep":
             victim.kill()
             psutil.wait_procs([victim], 30)
@@ -179,11 +180,11 @@ def test_a_killed_engine_is_started_anew_with_the_present_weights(
     """See test_engines.py for a host that is killed while it works."""
     folder = beside(tmp_path / "run", undisturbed / "model")
     killers = []
-    found = train(
+    metrics = train(
         folder, mesh, watch=lambda generator: killers.append(Killer(monkeypatch, generator, names))
     )
     assert killers[0].has_struck_thrice
-    for line, other in zip(found, metrics_of(undisturbed), strict=True):
+    for line, other in zip(metrics, metrics_of(undisturbed), strict=True):
         assert without_times(line) == without_times(other)
     for step in (1, 2, 3):
         assert rollouts_of(folder, step) == rollouts_of(undisturbed, step)
@@ -207,7 +208,8 @@ def test_nothing_is_left_of_the_engine_of_a_killed_trainer(tmp_path, undisturbed
     finally:
         processes.close()
     titles = (folder / "run" / "engines" / "dp_00000.log").read_text()
-    assert len(seen) >= 3 and "EngineCore" in titles
+    assert len(seen) >= 3
+    assert "EngineCore" in titles
     wait_for_the_end(seen)
 
 
@@ -251,11 +253,11 @@ class TestHung:
         if command == "generate":
             with generator.awake():
                 stopped[name].suspend()
-                found = generator.generate(PROMPTS, NUM_SAMPLES, PARAMS, 3)
+                completions = generator.generate(PROMPTS, NUM_SAMPLES, PARAMS, 3)
         else:
             stopped[name].suspend()
-            found = draw(generator)
-        assert torch.equal(found.tokens, expected)
+            completions = draw(generator)
+        assert torch.equal(completions.tokens, expected)
         assert f"event=engine_restarted reason={reason}" in caplog.text
         wait_for_the_end(stopped.values())
 
@@ -279,7 +281,8 @@ def test_without_memory_for_its_cache_the_run_saves_and_says_what_to_lower(
     with tiny_trainer(config, mesh) as trainer:
         generator = trainer.model.generator
         step = trainer.run_training
-        assert isinstance(generator, EngineGenerator) and generator._engine is not None
+        assert isinstance(generator, EngineGenerator)
+        assert generator._engine is not None
         adapter: Any = generator._engine._adapter
 
         def step_and_lose_the_engine(batch):
@@ -293,7 +296,8 @@ def test_without_memory_for_its_cache_the_run_saves_and_says_what_to_lower(
         with raises_error("generation.engine.not_started", *advice):
             trainer.fit()
     checkpoint = latest_checkpoint(folder / "run" / "checkpoints")
-    assert checkpoint is not None and checkpoint.trainer_state["step"] == 1
+    assert checkpoint is not None
+    assert checkpoint.trainer_state["step"] == 1
 
 
 class TestLayouts:
@@ -318,9 +322,8 @@ class TestLayouts:
                     by_sample(folder, step) for folder in (tmp_path / name, undisturbed)
                 )
                 assert rows == others, name
-            for line, other in zip(
-                metrics_of(tmp_path / name), metrics_of(undisturbed), strict=True
-            ):
+            pairs = zip(metrics_of(tmp_path / name), metrics_of(undisturbed), strict=True)
+            for line, other in pairs:
                 assert largest_difference(however_cut(line), however_cut(other)) < 1e-4, name
 
 

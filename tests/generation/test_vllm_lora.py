@@ -33,7 +33,8 @@ def engine_of(
     model = tiny_llama_folder(
         folder / "model", vocab_size=61, layers=2, max_positions=16, logit_scale=2.0, **SHAPE
     )
-    config = load_config(compose(*tiny_overrides(folder), *vllm_overrides(), *overrides))
+    cfg = compose(*tiny_overrides(folder), *vllm_overrides(), *overrides)
+    config = load_config(cfg)
     lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
     load_hf_weights(lm, HFFolder(model))
     add_lora(lm, settings)
@@ -66,13 +67,13 @@ def test_samples_are_of_the_present_updates(tmp_path, mesh, monkeypatch, setting
     )
     lm, generator = engine_of(tmp_path, mesh, settings, f"vllm.load_adapters={alone}")
     generator._arguments = replace(generator._arguments, tensor_parallel_size=workers)
-    found = []
+    completions = []
     for seed in range(3):
-        found.append(draw(generator))
-        assert log_prob_gap(lm, found[-1]) < TOLERANCE
+        completions.append(draw(generator))
+        assert log_prob_gap(lm, completions[-1]) < TOLERANCE
         change_updates(lm, seed)
     generator.close()
-    assert len({tuple(one.tokens.flatten().tolist()) for one in found}) == 3
+    assert len({tuple(drawn.tokens.flatten().tolist()) for drawn in completions}) == 3
     assert len(sent) == (1 if alone else 3)
 
 

@@ -1,4 +1,7 @@
-"""Generation by the real vLLM on a CPU, in the least time; `make test-engine` has the rest, in test_vllm.py."""
+"""Generation by the real vLLM on a CPU, in the least time.
+
+`make test-engine` has the rest, in test_vllm.py.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,8 @@ def test_log_probs_are_the_trainers_before_and_after_an_update(tmp_path, mesh):
     assert torch.equal(draw(generator).tokens, after.tokens), "the same seeds"
     long = Prompt(1, "", tuple(range(6, 15)))
     with generator.awake():
-        found = generator.generate([long], NUM_SAMPLES, replace(PARAMS, max_length=4), 1)
-    assert len(found.lengths) == NUM_SAMPLES, "prompts that do not all fit into one forward pass"
+        completions = generator.generate([long], NUM_SAMPLES, replace(PARAMS, max_length=4), 1)
+    assert len(completions.lengths) == NUM_SAMPLES, (
+        "prompts that do not all fit into one forward pass"
+    )
     generator.close()

@@ -1,4 +1,7 @@
-"""Responses of the real vLLM that go on under newer weights, whole or LoRA updates. `make test-engine` runs these."""
+"""Responses of the real vLLM that go on under newer weights, whole or LoRA updates.
+
+`make test-engine` runs these.
+"""
 
 from __future__ import annotations
 
@@ -87,24 +90,23 @@ class Engine:
     ) -> list[PartialResponse]:
         with self.generator.awake():
             self.call("set_pace", pace)
-            found = self.generator.resume(responses, params, updates)
-        assert [(one.prompt, one.key) for one in found] == [
-            (one.prompt, one.key) for one in responses
-        ]
-        for one in found:
-            assert len(one.log_probs) == len(one.versions) == len(one.tokens)
-            assert list(one.versions) == sorted(one.versions)
-        return found
+            advanced = self.generator.resume(responses, params, updates)
+        expected = [(response.prompt, response.key) for response in responses]
+        assert [(response.prompt, response.key) for response in advanced] == expected
+        for response in advanced:
+            assert len(response.log_probs) == len(response.versions) == len(response.tokens)
+            assert list(response.versions) == sorted(response.versions)
+        return advanced
 
     def gaps(
         self, version: int, responses: list[PartialResponse], weights: int | None = None
     ) -> list[float]:
         """Return those of the tokens of this version, under its weights or those of another."""
-        found = self.versions.gaps(
+        gaps = self.versions.gaps(
             version if weights is None else weights, responses, PARAMS.temperature
         )
-        of = [one.versions for one in responses]
-        pairs = zip(itertools.chain(*found), itertools.chain(*of), strict=True)
+        of = [response.versions for response in responses]
+        pairs = zip(itertools.chain(*gaps), itertools.chain(*of), strict=True)
         return [gap for gap, drawn in pairs if drawn == version]
 
 
@@ -115,7 +117,8 @@ def made(request, tmp_path_factory, mesh) -> Iterator[Engine]:
         folder / "model", vocab_size=32, layers=2, max_positions=512, logit_scale=2.0, **SHAPE
     )
     overrides = ["model.encoder_seq_length=512", f"engine.max_batch_size={AT_ONCE}"]
-    config = load_config(compose(*tiny_overrides(folder), *vllm_overrides(), *overrides))
+    cfg = compose(*tiny_overrides(folder), *vllm_overrides(), *overrides)
+    config = load_config(cfg)
     lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
     load_hf_weights(lm, HFFolder(model))
     if request.param == "lora":
@@ -132,11 +135,12 @@ def made(request, tmp_path_factory, mesh) -> Iterator[Engine]:
 
     versions = Versions(lm)
     versions.keep(0)
+    change = change_updates if request.param == "lora" else lambda: change_weights(lm)
     yield Engine(
         lm,
         generator,
         versions,
-        change_updates if request.param == "lora" else lambda: change_weights(lm),
+        change,
     )
     generator.close()
 
@@ -150,31 +154,37 @@ def engine(made) -> Engine:
 
 
 def test_weights_that_change_within_responses(engine, monkeypatch):
-    """Four responses are under way and two wait, which begin with the new weights and find nothing of the old ones."""
+    """Four responses are under way and two wait.
+
+    Those that wait begin with the new weights and see no cache of the old ones.
+    """
     call = process.EngineProcess.call
     paused = []
 
-    def noted(own, command, *arguments, **options):
-        paused.extend([call(own, "passes")] if command == "resume" else [])
-        result = call(own, command, *arguments, **options)
-        paused.extend([call(own, "passes")] if command == "pause" else [])
+    def noted(engine_process, command, *arguments, **options):
+        paused.extend([call(engine_process, "passes")] if command == "resume" else [])
+        result = call(engine_process, command, *arguments, **options)
+        paused.extend([call(engine_process, "passes")] if command == "pause" else [])
         return result
 
     monkeypatch.setattr(process.EngineProcess, "call", noted)
     updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
     with engine.generator.awake():
         engine.call("set_pace", SLOW)
-        found = engine.generator.resume(new_responses([PROMPT], 6, 3), PARAMS, updates)
+        responses = engine.generator.resume(new_responses([PROMPT], 6, 3), PARAMS, updates)
         last = engine.call("passes")
     assert paused[0] == paused[1] < last, "tokens were drawn while the weights changed"
-    assert [one.finish_reason for one in found] == [FINISH_LENGTH] * 6
-    assert [len(one.tokens) for one in found] == [PARAMS.max_length] * 6
-    assert all(list(one.versions) == sorted(one.versions) for one in found)
-    across, new = ([one for one in found if (one.versions[0] == version)] for version in (0, 1))
-    assert (len(across), len(new)) == (AT_ONCE, 2)
-    assert all(set(one.versions) == {0, 1} for one in across) and all(
-        set(one.versions) == {1} for one in new
-    )
+    assert [response.finish_reason for response in responses] == [FINISH_LENGTH] * 6
+    lengths = [len(response.tokens) for response in responses]
+    assert lengths == [PARAMS.max_length] * 6
+    for response in responses:
+        assert list(response.versions) == sorted(response.versions)
+    across = [response for response in responses if (response.versions[0] == 0)]
+    new = [response for response in responses if (response.versions[0] == 1)]
+    assert len(across) == AT_ONCE
+    assert len(new) == 2
+    assert all(set(response.versions) == {0, 1} for response in across)
+    assert all(set(response.versions) == {1} for response in new)
 
     assert max(engine.gaps(0, across)) < TOLERANCE
     assert max(engine.gaps(1, across, weights=0)) > 10 * TOLERANCE, "the weights did not change"
@@ -188,48 +198,53 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
 def test_stopped_and_gone_on_under_newer_weights(engine):
     stop = PlannedUpdates("go on", engine.once_drawing("stop"))
     partial = engine.resume(new_responses([PROMPT], 6, 3), stop, pace=SLOW)
-    assert [one.finish_reason for one in partial] == [None] * 6
-    assert sorted(bool(one.tokens) for one in partial) == [False] * 2 + [True] * AT_ONCE
-    assert all(set(one.versions) <= {0} for one in partial)
+    assert [response.finish_reason for response in partial] == [None] * 6
+    expected = [False] * 2 + [True] * AT_ONCE
+    assert sorted(bool(response.tokens) for response in partial) == expected
+    assert all(set(response.versions) <= {0} for response in partial)
     engine.change()
     engine.versions.keep(1)
-    found = engine.resume(partial, PlannedUpdates(version=1))
-    for one, before in zip(found, partial, strict=True):
+    responses = engine.resume(partial, PlannedUpdates(version=1))
+    for response, before in zip(responses, partial, strict=True):
         count = len(before.tokens)
-        assert (one.tokens[:count], one.log_probs[:count]) == (before.tokens, before.log_probs)
-        assert one.versions == (0,) * count + (1,) * (PARAMS.max_length - count)
-        assert one.finish_reason == FINISH_LENGTH
+        assert response.tokens[:count] == before.tokens
+        assert response.log_probs[:count] == before.log_probs
+        assert response.versions == (0,) * count + (1,) * (PARAMS.max_length - count)
+        assert response.finish_reason == FINISH_LENGTH
     for version in (0, 1):
-        assert max(engine.gaps(version, found)) < TOLERANCE
-    assert max(engine.gaps(1, found, weights=0)) > 10 * TOLERANCE
+        assert max(engine.gaps(version, responses)) < TOLERANCE
+    assert max(engine.gaps(1, responses, weights=0)) > 10 * TOLERANCE
 
 
 def test_a_greedy_response_in_parts_is_that_in_one(engine):
-    """With a penalty for the tokens so far, the prompt's included, and an end token that must not come too early."""
+    """With a penalty for the tokens so far, the prompt's included.
+
+    An end token must not come too early.
+    """
     params = SamplingParams(60, 30, use_greedy=True, repetition_penalty=2.0, stop_token_ids=(19, 5))
     whole = engine.resume(new_responses(PROMPTS, 1, 3), PlannedUpdates(), params)
     early = engine.resume(
         new_responses(PROMPTS, 1, 3), PlannedUpdates(), replace(params, min_length=0)
     )
-    for one, other in zip(whole, early, strict=True):
-        assert len(other.tokens) < 12 and len(one.tokens) >= 30, "the least length changes nothing"
-        assert len(set(one.tokens[:8])) > 4, "the penalty changes nothing"
+    for response, other in zip(whole, early, strict=True):
+        assert len(other.tokens) < 12
+        assert len(response.tokens) >= 30, "the least length changes nothing"
+        assert len(set(response.tokens[:8])) > 4, "the penalty changes nothing"
     parts = new_responses(PROMPTS, 1, 3)
     lengths = []
     for _ in range(2):
         parts = engine.resume(
             parts, PlannedUpdates("go on", engine.once_drawing("stop", 2)), params, pace=SLOW
         )
-        lengths.append([len(one.tokens) for one in parts])
-    assert all(0 < first < second for first, second in zip(*lengths, strict=True))
-    found = engine.resume(parts, PlannedUpdates(), params)
-    for one, other in zip(found, whole, strict=True):
-        assert (one.tokens, one.versions, one.finish_reason) == (
-            other.tokens,
-            other.versions,
-            other.finish_reason,
-        )
-        assert one.log_probs == pytest.approx(other.log_probs, abs=TOLERANCE)
+        lengths.append([len(response.tokens) for response in parts])
+    for first, second in zip(*lengths, strict=True):
+        assert 0 < first < second
+    responses = engine.resume(parts, PlannedUpdates(), params)
+    for response, other in zip(responses, whole, strict=True):
+        assert response.tokens == other.tokens
+        assert response.versions == other.versions
+        assert response.finish_reason == other.finish_reason
+        assert response.log_probs == pytest.approx(other.log_probs, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -249,21 +264,22 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
     call = process.EngineProcess.call
     seen = []
 
-    def struck(own, told, *arguments, **options):
-        seen.append("update" if told in ("update_weights", "load_adapter") else told)
+    def struck(engine_process, called, *arguments, **options):
+        seen.append("update" if called in ("update_weights", "load_adapter") else called)
         if seen[-1] == command and "pause" in seen and "struck" not in seen:
             seen.append("struck")
             processes_of(engine.generator)[name].kill()
-        return call(own, told, *arguments, **options)
+        return call(engine_process, called, *arguments, **options)
 
     updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
     monkeypatch.setattr(process.EngineProcess, "call", struck)
-    found = engine.resume(new_responses([PROMPT], 6, 3), updates, pace=SLOW)
-    assert "struck" in seen and "event=engine_restarted" in caplog.text
-    assert [one.finish_reason for one in found] == [FINISH_LENGTH] * 6
-    assert {version for one in found for version in one.versions} == {updates.version}
+    responses = engine.resume(new_responses([PROMPT], 6, 3), updates, pace=SLOW)
+    assert "struck" in seen
+    assert "event=engine_restarted" in caplog.text
+    assert [response.finish_reason for response in responses] == [FINISH_LENGTH] * 6
+    assert {version for response in responses for version in response.versions} == {updates.version}
     assert updates.version == (0 if command == "pause" else 1)
-    assert max(engine.gaps(updates.version, found)) < TOLERANCE
+    assert max(engine.gaps(updates.version, responses)) < TOLERANCE
 
 
 def test_two_ranks_that_share_matrices_are_told_alike(tmp_path):
@@ -273,12 +289,12 @@ def test_two_ranks_that_share_matrices_are_told_alike(tmp_path):
     run_ranks(RANKS, 2, tmp_path, timeout=500)
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    assert first["running"][:2] == [4, 4] and first["gap"] < TOLERANCE
-    assert [one["finish_reason"] for one in first["found"]] == [FINISH_LENGTH] * 4
-    assert all(set(one["versions"]) == {0, 1} for one in first["found"])
-    for one, before in zip(first["found"], first["partial"], strict=True):
+    assert first["running"][:2] == [4, 4]
+    assert first["gap"] < TOLERANCE
+    finish_reasons = [response["finish_reason"] for response in first["found"]]
+    assert finish_reasons == [FINISH_LENGTH] * 4
+    assert all(set(response["versions"]) == {0, 1} for response in first["found"])
+    for response, before in zip(first["found"], first["partial"], strict=True):
         count = len(before["tokens"])
-        assert (
-            one["tokens"][:count] == before["tokens"]
-            and one["versions"][:count] == before["versions"]
-        )
+        assert response["tokens"][:count] == before["tokens"]
+        assert response["versions"][:count] == before["versions"]

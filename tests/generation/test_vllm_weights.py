@@ -1,4 +1,7 @@
-"""The weights that vLLM on a CPU computes with, and that others would be seen. `make test-engine` runs these."""
+"""The weights that vLLM on a CPU computes with, and that others would be seen.
+
+`make test-engine` runs these.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize(("family", "tied", "dtype"), FAMILIES)
 def test_log_probs_are_those_of_transformers(tmp_path, mesh, family, tied, dtype):
-    """Before an update and after it, with weights in many buckets, by names that transformers reads."""
+    """Before and after an update, with weights in many buckets, by transformers' names."""
     keys: dict[str, Any] = {
         "hidden_size": 64,
         "num_attention_heads": 2,
@@ -93,31 +96,39 @@ def test_log_probs_are_those_of_transformers(tmp_path, mesh, family, tied, dtype
     lm, generator = engine_generator(tmp_path, mesh, f"trainer.precision={precision}", dtype=dtype)
     generator._bucket_bytes = SMALL_BUCKET
     for update in range(2):
-        found = draw(generator)
+        completions = draw(generator)
         exported = export_hf_folder(lm, folder, tmp_path / f"exported_{update}")
-        assert gap_to_transformers(exported, found) < (TOLERANCE if dtype == torch.float32 else 0.1)
+        assert gap_to_transformers(exported, completions) < (
+            TOLERANCE if dtype == torch.float32 else 0.1
+        )
         change_weights(lm)
     assert (
-        gap_to_transformers(exported, found)
-        < gap_to_transformers(tmp_path / "exported_0", found) / 2
+        gap_to_transformers(exported, completions)
+        < gap_to_transformers(tmp_path / "exported_0", completions) / 2
     )
     generator.close()
 
 
-def gap_to_transformers(folder: Path, found) -> float:
+def gap_to_transformers(folder: Path, completions) -> float:
     """Return the largest difference of log-probs to transformers' in fp32."""
-    rows = [
-        [*PROMPTS[row // NUM_SAMPLES].tokens, *found.tokens[row, :length].tolist()]
-        for row, length in enumerate(found.lengths.tolist())
-    ]
+    rows = []
+    for row, length in enumerate(completions.lengths.tolist()):
+        response = completions.tokens[row, :length].tolist()
+        rows.append([*PROMPTS[row // NUM_SAMPLES].tokens, *response])
     sequences = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(row) for row in rows], batch_first=True
     )
-    prompts = torch.tensor([len(prompt.tokens) for prompt in PROMPTS for _ in range(NUM_SAMPLES)])
-    width = found.tokens.shape[1]
+    lengths = [len(prompt.tokens) for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
+    prompts = torch.tensor(lengths)
+    width = completions.tokens.shape[1]
     with torch.no_grad():
-        own = brute_force_log_probs(
-            transformers_model(folder), sequences, prompts, found.lengths, PARAMS.temperature, width
+        expected = brute_force_log_probs(
+            transformers_model(folder),
+            sequences,
+            prompts,
+            completions.lengths,
+            PARAMS.temperature,
+            width,
         )
-    is_token = torch.arange(width) < found.lengths[:, None]
-    return float((own - found.log_probs)[is_token].abs().max())
+    is_token = torch.arange(width) < completions.lengths[:, None]
+    return float((expected - completions.log_probs)[is_token].abs().max())

@@ -63,17 +63,18 @@ class TestChecksum:
     def test_any_bit_counts(self, size, data):
         tensor = random_tensor(size)
         changed = tensor.clone()
-        changed.view(torch.int32)[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(
-            st.integers(0, 30)
-        )
+        element = data.draw(st.integers(0, size - 1))
+        bit = data.draw(st.integers(0, 30))
+        changed.view(torch.int32)[element] ^= 1 << bit
         assert checksum(changed) != checksum(tensor)
 
     @given(st.sampled_from(SIZES[1:]), st.data())
     def test_any_exchange_counts(self, size, data):
         tensor = random_tensor(size)
-        i, j = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
+        indices = st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True)
+        i, j = data.draw(indices)
         changed = tensor.clone()
-        changed[i], changed[j] = tensor[j], tensor[i]
+        changed[[i, j]] = tensor[[j, i]]
         assert checksum(changed) != checksum(tensor)
 
     def test_order_sign_of_zero_and_length_count(self):
@@ -107,21 +108,22 @@ class TestBuckets:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_tensors_arrive_in_order_with_memory_of_their_own(self, dtype):
         sent = Sent(dtype)
-        found = sent.arrive()
+        tensors = sent.arrive()
         expected = {name: view.clone() for name, view in sent.views.items()}
         sent.buffer.zero_()  # as the next bucket would
-        assert list(found) == list(NAMES)
-        assert all(
-            found[name].dtype == dtype and torch.equal(found[name], expected[name])
-            for name in NAMES
-        )
+        assert list(tensors) == list(NAMES)
+        for name in NAMES:
+            assert tensors[name].dtype == dtype
+            assert torch.equal(tensors[name], expected[name])
 
     def test_another_process_reads_them(self):
         sent = Sent()
         code = (
-            "import json, pickle, sys, torch; from reinforce_rl.generation.engine.buckets import received;"
+            "import json, pickle, sys, torch; from reinforce_rl.generation.engine.buckets import "
+            "received;"
             "bucket = pickle.load(sys.stdin.buffer);"
-            "print(json.dumps([[n, t.tolist()] for n, t in received(bucket, 'cpu', torch.device('cpu'))]))"
+            "print(json.dumps([[n, t.tolist()] for n, t in received(bucket, 'cpu', "
+            "torch.device('cpu'))]))"
         )
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -146,7 +148,9 @@ class TestBuckets:
     def test_two_tensors_in_each_others_place_are_seen(self):
         sent = Sent()
         first, second = sent.bucket["tensors"][:2]
-        first[1], second[1] = second[1], first[1]
+        place = first[1]
+        first[1] = second[1]
+        second[1] = place
         with pytest.raises(RuntimeError, match=r"^a\.weight arrived otherwise"):
             sent.arrive()
 
@@ -181,14 +185,17 @@ def rows_of(*sizes: int) -> list[Tensor]:
 class TestWorker:
     def test_the_columns_are_others_at_each_update_and_all_in_time(self):
         of_updates = [worker_of(i)._columns(64) for i in range(64)]
-        assert {len(set(columns)) for columns in of_updates} == {4}
-        assert all(one != other for one, other in itertools.pairwise(of_updates))
+        lengths = {len(set(columns)) for columns in of_updates}
+        assert lengths == {4}
+        for earlier, later in itertools.pairwise(of_updates):
+            assert earlier != later
         assert set().union(*of_updates) == set(range(64))
 
     @pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4)])
     def test_columns_of_a_narrow_weight_are_not_asked_for_twice(self, size, count):
         columns = worker_of(2)._columns(size)
-        assert len(columns) == len(set(columns)) == count and set(columns) <= set(range(size))
+        assert len(columns) == len(set(columns)) == count
+        assert set(columns) <= set(range(size))
 
     @pytest.mark.parametrize("is_tied", [False, True])
     def test_tied_embeddings_are_those_of_the_output_layer_too(self, is_tied):
@@ -196,7 +203,9 @@ class TestWorker:
         views = {"model.embed_tokens.weight": buffer[:12].view(4, 3)}
         bucket = {**describe(buffer, views), "places": {"cpu": path}}
         worker = worker_of(is_tied=is_tied)
-        expected = ["model.embed_tokens.weight"] + ["lm_head.weight"] * is_tied
+        expected = ["model.embed_tokens.weight"]
+        if is_tied:
+            expected.append("lm_head.weight")
         assert [name for name, _ in worker._noted(bucket)] == expected == list(worker._arrived)
 
     @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def hostile(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     if response == "worker":
         import __main__ as host
 
-        host._score = host._work = host._Host = None  # type: ignore[attr-defined]
+        for name in ("_score", "_work", "_Host"):
+            setattr(host, name, None)
     if response == "nonblocking":
         os.set_blocking(1, False)
     if response == "is blocking":

@@ -1,4 +1,7 @@
-"""The shape of a model from its config.json: every fault at once, padding, and what transformers knows of others."""
+"""The shape of a model from its config.json.
+
+Every fault is reported at once; padding; what transformers knows of other families.
+"""
 
 from __future__ import annotations
 
@@ -88,15 +91,16 @@ def test_reads_what_transformers_wrote(tmp_path):
     folder = tiny_llama_folder(
         tmp_path, vocab_size=63, tied=False, heads=4, groups=2, head_dim=16, max_positions=99
     )
-    found = Architecture.from_folder(folder)
-    assert (found.vocab_size, found.num_heads, found.num_groups, found.head_size) == (63, 4, 2, 16)
-    assert (found.hidden_size, found.ffn_size, found.num_layers, found.max_positions) == (
-        32,
-        64,
-        2,
-        99,
-    )
-    assert not found.tied_embeddings
+    arch = Architecture.from_folder(folder)
+    assert arch.vocab_size == 63
+    assert arch.num_heads == 4
+    assert arch.num_groups == 2
+    assert arch.head_size == 16
+    assert arch.hidden_size == 32
+    assert arch.ffn_size == 64
+    assert arch.num_layers == 2
+    assert arch.max_positions == 99
+    assert not arch.tied_embeddings
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -121,24 +125,31 @@ def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(family):
     }
     raw = {"model_type": family, "vocab_size": 64, **sizes}
     theirs = CONFIG_MAPPING[family].from_dict(deepcopy(raw))
-    found = Architecture.from_hf(raw)
+    arch = Architecture.from_hf(raw)
     head_size = getattr(theirs, "head_dim", None) or 256 // 32
-    assert (found.num_groups, found.head_size) == (theirs.num_key_value_heads, head_size)
-    assert (found.norm_eps, found.max_positions) == (
-        theirs.rms_norm_eps,
-        theirs.max_position_embeddings,
-    )
-    assert found.window == getattr(theirs, "sliding_window", None)
-    assert found.tied_embeddings == theirs.tie_word_embeddings
+    assert arch.num_groups == theirs.num_key_value_heads
+    assert arch.head_size == head_size
+    assert arch.norm_eps == theirs.rms_norm_eps
+    assert arch.max_positions == theirs.max_position_embeddings
+    assert arch.window == getattr(theirs, "sliding_window", None)
+    assert arch.tied_embeddings == theirs.tie_word_embeddings
 
 
 def test_biases_and_norms_of_the_families():
-    found = {name: Architecture.from_hf(raw) for name, raw in CONFIGS.items()}
-    assert {name for name, arch in found.items() if arch.qkv_bias} == {"Qwen2.5-0.5B", "Qwen2.5-7B"}
-    assert {name for name, arch in found.items() if arch.qk_norm} == {"Qwen3-0.6B", "Qwen3-8B"}
-    assert not any(arch.output_bias for arch in found.values())
+    architectures = {name: Architecture.from_hf(raw) for name, raw in CONFIGS.items()}
+    assert {name for name, arch in architectures.items() if arch.qkv_bias} == {
+        "Qwen2.5-0.5B",
+        "Qwen2.5-7B",
+    }
+    assert {name for name, arch in architectures.items() if arch.qk_norm} == {
+        "Qwen3-0.6B",
+        "Qwen3-8B",
+    }
+    for arch in architectures.values():
+        assert not arch.output_bias
     biased = Architecture.from_hf({**SMOLLM2, "attention_bias": True})
-    assert (biased.qkv_bias, biased.output_bias) == (True, True)
+    assert biased.qkv_bias is True
+    assert biased.output_bias is True
 
 
 @pytest.mark.parametrize(("family", "keys", "window"), WINDOWS.values(), ids=WINDOWS.keys())
@@ -162,8 +173,10 @@ def test_defaults_of_older_configs():
     values = {
         k: v for k, v in SMOLLM2.items() if k not in ("num_key_value_heads", "tie_word_embeddings")
     }
-    found = Architecture.from_hf(values)
-    assert (found.num_groups, found.head_size, found.tied_embeddings) == (9, 64, False)
+    arch = Architecture.from_hf(values)
+    assert arch.num_groups == 9
+    assert arch.head_size == 64
+    assert arch.tied_embeddings is False
 
 
 def test_all_faults_in_one_message():
@@ -179,7 +192,8 @@ def test_all_faults_in_one_message():
         Architecture.from_hf(raw, source="some/config.json")
     faults = caught.value.faults
     assert len(faults) == 6
-    assert all("some/config.json" in fault for fault in faults)
+    for fault in faults:
+        assert "some/config.json" in fault
     check_fault(faults, "model.config.other_model_type", "model_type", "'mamba'", "llama, mistral")
     for key in ("vocab_size", "intermediate_size"):
         check_fault(faults, "model.config.missing", key)
@@ -314,10 +328,8 @@ def test_head_dim_and_groups_that_are_null_mean_what_they_mean_to_transformers()
     keys = {**SMOLLM2, "head_dim": None, "num_key_value_heads": None}
     architecture = Architecture.from_hf(keys)
     theirs = CONFIG_MAPPING["llama"].from_dict(deepcopy(keys))
-    assert (architecture.head_size, architecture.num_groups) == (
-        theirs.head_dim,
-        theirs.num_key_value_heads,
-    )
+    assert architecture.head_size == theirs.head_dim
+    assert architecture.num_groups == theirs.num_key_value_heads
 
 
 @pytest.mark.parametrize(("key", "most"), [("num_hidden_layers", 1000), ("num_labels", 10_000)])
@@ -370,7 +382,9 @@ def test_missing_folder_and_broken_file(tmp_path):
 )
 def test_padding_of_smollm2(tp_size, vocab_size, groups, heads):
     sizes = Architecture.from_hf(SMOLLM2).padded(tp_size)
-    assert (sizes.vocab_size, sizes.num_groups, sizes.num_heads) == (vocab_size, groups, heads)
+    assert sizes.vocab_size == vocab_size
+    assert sizes.num_groups == groups
+    assert sizes.num_heads == heads
 
 
 def test_padding_of_an_odd_vocabulary():

@@ -1,4 +1,7 @@
-"""Attention on a GPU's kernels, emulated, and on a CPU's, against one query at a time; and the cut of a sequence."""
+"""Attention with a CPU's kernels and emulated GPU kernels, against one query at a time.
+
+The cut of a sequence over context-parallel ranks too.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ def drawn(batch: int, queries: int, keys: int) -> list[torch.Tensor]:
 
 
 def one_by_one(query, key, value, positions, window, scale):
-    """Each query alone, over the keys that it sees; the queries are at these positions of the keys."""
+    """Attend with each query alone over the keys that it sees.
+
+    `positions` holds the position of each query among the keys.
+    """
     rows = []
     for row in range(len(query)):
         heads = []
@@ -59,18 +65,18 @@ def one_by_one(query, key, value, positions, window, scale):
     return torch.stack(rows)
 
 
-def assert_same(found, expected, inputs):
+def assert_same(outputs, expected, inputs):
     """Values and gradients of a sum with unequal weights."""
     weights = torch.randn(
         expected.shape, generator=torch.Generator().manual_seed(0), dtype=expected.dtype
     )
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(outputs, expected, atol=1e-12, rtol=0)
     gradients = [
         torch.autograd.grad((out * weights).sum(), inputs, retain_graph=True)
-        for out in (found, expected)
+        for out in (outputs, expected)
     ]
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+    for gradient, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -80,8 +86,9 @@ def test_whole_sequences(batch, window, kernel):
     for length in (1, 2, 7, 8):
         inputs = drawn(batch, length, length)
         with KERNELS[kernel]():
-            found = causal_attention(*inputs, 0.4, window)
-            assert_same(found, one_by_one(*inputs, range(length), window, 0.4), inputs)
+            outputs = causal_attention(*inputs, 0.4, window)
+            expected = one_by_one(*inputs, range(length), window, 0.4)
+            assert_same(outputs, expected, inputs)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
@@ -89,14 +96,14 @@ def test_flash_attention_ends_with_the_last_key(window):
     for queries, keys in ((1, 1), (1, 9), (4, 9), (9, 9)):
         inputs = drawn(2, queries, keys)
         with flash_on_cpu():
-            found = flash_attention(*inputs, None, window)
+            outputs = flash_attention(*inputs, None, window)
             expected = one_by_one(*inputs, range(keys - queries, keys), window, SIZE**-0.5)
-            assert_same(found, expected, inputs)
+            assert_same(outputs, expected, inputs)
         if window is None:  # torch's own reading of the same alignment
             q, k, v = inputs
             k, v = (part.repeat_interleave(HEADS // GROUPS, dim=1) for part in (k, v))
             torch.testing.assert_close(
-                found, F.scaled_dot_product_attention(q, k, v, causal_lower_right(queries, keys))
+                outputs, F.scaled_dot_product_attention(q, k, v, causal_lower_right(queries, keys))
             )
 
 
@@ -106,18 +113,24 @@ def test_flash_attention_ends_with_the_last_key(window):
 def test_shares_of_context_parallel_ranks(size, chunk, window, kernel, monkeypatch):
     """Every rank's share is what whole sequences give at its positions."""
     length = 2 * size * chunk
-    query, key, value = inputs = drawn(2, length, length)
+    inputs = drawn(2, length, length)
+    query, key, value = inputs
     whole = torch.stack((key, value)).permute(0, 3, 1, 2, 4)
     monkeypatch.setattr(attention, "gather_positions", lambda shares, group: whole)
     for rank in range(size):
-        own = zigzag_positions(length, size, rank)
+        local_positions = zigzag_positions(length, size, rank)
         group = SimpleNamespace(size=lambda: size, rank=lambda rank=rank: rank)
-        shares = (part[:, :, own] for part in inputs)
+        shares = (part[:, :, local_positions] for part in inputs)
         calls = []
         with flash_on_cpu(calls) if kernel == "flash" else contextlib.nullcontext():
-            found = causal_attention_of_share(*shares, 0.3, window, group)
+            outputs = causal_attention_of_share(*shares, 0.3, window, group)
+            expected = one_by_one(
+                query[:, :, local_positions], key, value, local_positions.tolist(), window, 0.3
+            )
             assert_same(
-                found, one_by_one(query[:, :, own], key, value, own.tolist(), window, 0.3), inputs
+                outputs,
+                expected,
+                inputs,
             )
 
 
@@ -141,7 +154,8 @@ def test_every_position_lies_on_one_rank_and_all_have_the_same_work(size, chunk)
     for share in shares:
         assert share.tolist() == sorted(share.tolist())
         # A position attends to itself and all before it.
-        assert int((share + 1).sum()) == length * (length + 1) // 2 // size
+        expected = length * (length + 1) // 2 // size
+        assert int((share + 1).sum()) == expected
 
 
 def test_the_documented_order():
@@ -154,8 +168,7 @@ def test_chunks_and_padding_are_counted_without_the_positions(size):
     for length in (2 * size, 8 * size):
         for rank in range(size):
             share = zigzag_positions(length, size, rank)
-            assert chunk_ends(length, size, rank) == tuple(
-                int(chunk[-1]) + 1 for chunk in share.chunk(2)
-            )
+            ends = tuple(int(chunk[-1]) + 1 for chunk in share.chunk(2))
+            assert chunk_ends(length, size, rank) == ends
             for bound in range(length + 3):
                 assert positions_below(bound, length, size, rank) == int((share < bound).sum())

@@ -1,4 +1,4 @@
-"""Checkpoints: a run that goes on from one equals a run that never stopped, and a failed save harms nothing."""
+"""Checkpoints: a resumed run equals one that never stopped, and a failed save harms nothing."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def models(tmp_path_factory):
     return [*folders, tiny_llama_folder(root / "wide", hidden=48)]
 
 
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def assert_equal(weights: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert weights.keys() == other.keys()
+    for name in weights:
+        assert torch.equal(weights[name], other[name])
 
 
 SHARED = {"optim": OPTIM.model_copy(update={"distributed": True})}
@@ -55,7 +56,10 @@ FORMS = {"plain": {}, "shared": SHARED, "bf16": BF16, "bf16 shared": BF16 | SHAR
 
 @pytest.mark.parametrize("form", FORMS)
 def test_goes_on_bit_for_bit(form, mesh, models, tmp_path):
-    """Three steps after it: a restored step counter or moment that is wrong shows at the third at the latest."""
+    """Three steps after it.
+
+    A restored step counter or moment that is wrong shows at the third at the latest.
+    """
     torch.manual_seed(7)
     random.seed(8)
     np.random.seed(9)
@@ -71,9 +75,10 @@ def test_goes_on_bit_for_bit(form, mesh, models, tmp_path):
     random.seed(1)
     np.random.seed(1)
     other.train(1)
-    found = latest_checkpoint(tmp_path)
-    assert found == Checkpoint(written, {"step": 3, "data_position": {"epoch": 0}})
-    other.checkpointer.restore(found)
+    checkpoint = latest_checkpoint(tmp_path)
+    expected = Checkpoint(written, {"step": 3, "data_position": {"epoch": 0}})
+    assert checkpoint == expected
+    other.checkpointer.restore(checkpoint)
     assert other.train(3) == norms
     assert_equal(other.weights(), weights)
     assert (random.random(), np.random.rand()) == draws
@@ -84,8 +89,8 @@ def test_the_seconds_of_a_save_are_told_once_it_is_complete(
     mesh, models, tmp_path, asynchronous, monkeypatch
 ):
     """Of a background one what it takes, and not what the training does before it looks."""
-    told: list[float] = []
-    run = Run(mesh, models[0], tmp_path, asynchronous=asynchronous, on_saved=told.append)
+    save_seconds: list[float] = []
+    run = Run(mesh, models[0], tmp_path, asynchronous=asynchronous, on_saved=save_seconds.append)
     write = ShardedWriter.write
 
     def slow_write(writer):
@@ -95,13 +100,15 @@ def test_the_seconds_of_a_save_are_told_once_it_is_complete(
     monkeypatch.setattr(ShardedWriter, "write", slow_write)
     began = time.monotonic()
     run.checkpointer.save(1, {}, waited=100.0)
-    assert run.checkpointer.is_writing == asynchronous and len(told) == (not asynchronous)
+    assert run.checkpointer.is_writing == asynchronous
+    assert len(save_seconds) == (not asynchronous)
     if asynchronous:
         time.sleep(3.0)
         run.checkpointer.finish()
     took = time.monotonic() - began - (3.0 if asynchronous else 0.0)
-    assert not run.checkpointer.is_writing and len(told) == 1
-    assert 0.3 < told[0] - 100.0 < (2.5 if asynchronous else took), (
+    assert not run.checkpointer.is_writing
+    assert len(save_seconds) == 1
+    assert 0.3 < save_seconds[0] - 100.0 < (2.5 if asynchronous else took), (
         "with what training had waited before"
     )
 
@@ -128,7 +135,10 @@ def test_uninterrupted_run_is_not_disturbed_by_a_save(mesh, models, tmp_path):
 
 
 def test_changed_settings_have_an_effect(mesh, models, tmp_path):
-    """As in a run that goes on with more steps at another rate: the configuration wins, the step counts on."""
+    """A run resumed with more steps and another rate.
+
+    The configuration wins, and the step counts on.
+    """
     run = Run(mesh, models[0], tmp_path)
     run.train(3)
     run.checkpointer.save(3, {})
@@ -139,7 +149,8 @@ def test_changed_settings_have_an_effect(mesh, models, tmp_path):
     other.train(1)
     group = other.optimizer._optimizer.param_groups[0]
     # linear, after 2 steps of warm-up
-    assert group["lr"] == pytest.approx(5e-3 * (20 - 4) / (20 - 2))
+    expected = 5e-3 * (20 - 4) / (20 - 2)
+    assert group["lr"] == pytest.approx(expected)
     assert group["betas"] == (0.8, 0.9)
     assert sorted({g["weight_decay"] for g in other.optimizer._optimizer.param_groups}) == [
         0.0,
@@ -178,7 +189,7 @@ def test_the_optimizer_may_become_a_shared_one_and_back(forms, mesh, models, tmp
 
 @pytest.mark.parametrize("form", FORMS)
 def test_states_that_were_moved_are_those_that_are_saved(form, mesh, models, tmp_path, monkeypatch):
-    """As on a GPU, where moments and fp32 weights leave for each generation and come back to other memory."""
+    """As on a GPU, where moments and fp32 weights move out for each generation and back."""
     runs = []
     for moved in (True, False):
         folder = tmp_path / str(moved)
@@ -188,16 +199,15 @@ def test_states_that_were_moved_are_those_that_are_saved(form, mesh, models, tmp
             if moved:
                 run.optimizer._on_gpu = True
                 with run.optimizer.offloaded():
-                    assert not any(
-                        state.untyped_storage().nbytes()
-                        for state in large_states(run.optimizer._optimizer)
-                    )
+                    for state in large_states(run.optimizer._optimizer):
+                        assert not state.untyped_storage().nbytes()
                 run.optimizer._on_gpu = False
         run.checkpointer.save(2, {"step": 2})
         again = Run(mesh, models[1], folder, **FORMS[form])
         again.checkpointer.restore(latest_checkpoint(folder))
         runs += [again.train_on(2, 3), run.train_on(2, 3)]
-    assert all(losses == runs[0] for losses in runs)
+    for losses in runs:
+        assert losses == runs[0]
 
 
 def test_another_precision_is_refused(mesh, models, tmp_path):
@@ -291,7 +301,8 @@ def test_keep_last_and_leftovers(mesh, models, tmp_path):
     (tmp_path / "notes").mkdir()
     for step in (1, 2, 3):
         run.checkpointer.save(step, {"step": step})
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == [
         "latest",
         "notes",
         "step_00000002",
@@ -301,14 +312,18 @@ def test_keep_last_and_leftovers(mesh, models, tmp_path):
 
 
 def test_going_on_from_an_older_one_never_removes_what_was_just_written(mesh, models, tmp_path):
-    """The error texts say to write an older name into `latest`; the newer checkpoints then are another branch."""
+    """The error texts say to write an older name into `latest`.
+
+    The newer checkpoints are then another branch.
+    """
     run = Run(mesh, models[0], tmp_path, keep_last=2)
     for step in (10, 20, 30):
         run.checkpointer.save(step, {"step": step})
     (tmp_path / "latest").write_text("step_00000020")
     run.checkpointer.save(25, {"step": 25})
     assert latest_checkpoint(tmp_path).trainer_state == {"step": 25}
-    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_00000020", "step_00000025"]
+    names = sorted(p.name for p in tmp_path.glob("step_*"))
+    assert names == ["step_00000020", "step_00000025"]
 
 
 def test_saving_a_step_again_replaces_it(mesh, models, tmp_path):
@@ -336,9 +351,9 @@ class TestFailedSave:
         return run
 
     def assert_previous_is_whole(self, run, tmp_path):
-        found = latest_checkpoint(tmp_path)
-        assert found.trainer_state == {"step": 1}
-        run.checkpointer.restore(found)
+        checkpoint = latest_checkpoint(tmp_path)
+        assert checkpoint.trainer_state == {"step": 1}
+        run.checkpointer.restore(checkpoint)
         assert_equal(run.weights(), run.saved)
         # And a later save works, and clears up.
         run.checkpointer.save(3, {"step": 3})
@@ -435,7 +450,8 @@ class TestDamagedCheckpoint:
         run.train(1)
         run.checkpointer.save(2, {"step": 2})
         weights = run.weights()
-        path = sorted((tmp_path / "step_00000002" / "model").glob("*.distcp"))[-1]
+        model_folder = tmp_path / "step_00000002" / "model"
+        path = sorted(model_folder.glob("*.distcp"))[-1]
         data = bytearray(path.read_bytes())
         expected = f"{zlib.crc32(data):08x}"
         data[len(data) // 2] ^= 1

@@ -1,4 +1,4 @@
-"""Hugging Face folder to checkpoint and back at any tensor-parallel size: the same tensors, bit for bit."""
+"""Hugging Face folder to checkpoint and back at any tensor-parallel size, bit for bit."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
-    weights = load_file(one / "model.safetensors")
+def assert_same_weights(folder: Path, other: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
     others = load_file(other / "model.safetensors")
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
@@ -89,7 +89,8 @@ def test_the_script_on_two_ranks_to_one(folders, mesh, tmp_path):
     written = convert("to-megatron", folders["qwen2_padded"], tmp_path / "two", "--tp", 2)
     assert written.returncode == 0, written.stderr
     assert f"written to {tmp_path / 'two'}" in written.stdout
-    assert_same_weights(to_hf(tmp_path / "two", tmp_path / "one", mesh), folders["qwen2_padded"])
+    folder = to_hf(tmp_path / "two", tmp_path / "one", mesh)
+    assert_same_weights(folder, folders["qwen2_padded"])
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ ROWS = 5
 
 
 class Layer:
-    """Queries, keys and values of every token of some sequences, and what attention over each alone gives."""
+    """Queries, keys and values of every token of some sequences, and their expected attention."""
 
     def __init__(self, prompts: int, rows: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -33,26 +33,26 @@ class Layer:
 
     def expected(self, prompt: int, row: int, written: int, window: int | None) -> Tensor:
         """[h, d] of response token `written`."""
-        parts = zip(self.of_prompts, self.of_rows, strict=True)
-        q, k, v = (
-            torch.cat((before[prompt, :, : LENGTHS[prompt]], own[row, :, : written + 1]), dim=1)[
-                None
-            ]
-            for before, own in parts
-        )
-        return causal_attention(q, k, v, None, window)[0, :, -1]
+        inputs = []
+        for prompts, responses in zip(self.of_prompts, self.of_rows, strict=True):
+            before = prompts[prompt, :, : LENGTHS[prompt]]
+            response = responses[row, :, : written + 1]
+            inputs.append(torch.cat((before, response), dim=1)[None])
+        return causal_attention(*inputs, None, window)[0, :, -1]
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 8])
 def test_every_token_sees_its_prompt_and_its_own_response(window):
-    """Five rows of three prompts at different positions; rows end, others move, new ones begin in used places."""
+    """Five rows of three prompts at different positions.
+
+    Rows end, others move, and new ones begin in used places.
+    """
     prompt_of = [0, 1, 0, 2, 1, 2, 0]
     layers = [Layer(3, len(prompt_of), seed) for seed in (0, 1)]
-    cache = KVCache(
-        CacheSizes(
-            range(3, 5), 3, max(LENGTHS), 5, RESPONSE, GROUPS, SIZE, torch.float64, "cpu", window
-        )
+    sizes = CacheSizes(
+        range(3, 5), 3, max(LENGTHS), 5, RESPONSE, GROUPS, SIZE, torch.float64, "cpu", window
     )
+    cache = KVCache(sizes)
     for slots, prompts in (([2, 0], [0, 1]), ([1], [2])):
         cache.read(slots)
         for number, layer in enumerate(layers, 3):
@@ -71,16 +71,15 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
         rows = [row for row, _ in running]
         written = torch.tensor([count for _, count in running])
         cache.place([slot_of[prompt_of[row]] for row in rows])
-        cache.at(
-            torch.tensor([LENGTHS[prompt_of[row]] for row in rows]), written, int(written.max()) + 1
-        )
+        prompt_lengths = torch.tensor([LENGTHS[prompt_of[row]] for row in rows])
+        cache.at(prompt_lengths, written, int(written.max()) + 1)
         for number, layer in enumerate(layers, 3):
             q, k, v = (part[rows, :, written][:, :, None] for part in layer.of_rows)
-            found = cache.attend(number, q, k, v, None)
-            assert found.shape == (len(rows), HEADS, 1, SIZE)
+            outputs = cache.attend(number, q, k, v, None)
+            assert outputs.shape == (len(rows), HEADS, 1, SIZE)
             for place, (row, count) in enumerate(running):
                 torch.testing.assert_close(
-                    found[place, :, 0], layer.expected(prompt_of[row], row, count, window)
+                    outputs[place, :, 0], layer.expected(prompt_of[row], row, count, window)
                 )
         running = [(row, count + 1) for row, count in running if count + 1 < RESPONSE]
         if len(running) < len(rows):
@@ -89,27 +88,34 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
 
 def test_a_prompt_is_stored_once_whatever_its_samples():
     def numbers(rows: int) -> int:
-        cache = KVCache(CacheSizes(range(4), 2, 100, rows, 10, GROUPS, SIZE, torch.float32, "cpu"))
+        sizes = CacheSizes(range(4), 2, 100, rows, 10, GROUPS, SIZE, torch.float32, "cpu")
+        cache = KVCache(sizes)
         return sum(t.numel() for t in vars(cache).values() if isinstance(t, Tensor))
 
     a_token = 4 * 2 * GROUPS * SIZE
-    assert numbers(8) == (2 * 100 + 8 * 10) * a_token
+    expected = (2 * 100 + 8 * 10) * a_token
+    assert numbers(8) == expected
     assert numbers(16) - numbers(8) == 8 * 10 * a_token
 
 
 def test_scale_and_bf16():
     torch.manual_seed(0)
     dtype = torch.bfloat16
-    q, k, v = (torch.randn(1, heads, 6, SIZE).to(dtype) for heads in (HEADS, GROUPS, GROUPS))
-    cache = KVCache(CacheSizes(range(1), 1, 5, 1, 2, GROUPS, SIZE, dtype, "cpu"))
+    q = torch.randn(1, HEADS, 6, SIZE).to(dtype)
+    k = torch.randn(1, GROUPS, 6, SIZE).to(dtype)
+    v = torch.randn(1, GROUPS, 6, SIZE).to(dtype)
+    sizes = CacheSizes(range(1), 1, 5, 1, 2, GROUPS, SIZE, dtype, "cpu")
+    cache = KVCache(sizes)
     cache.read([0])
-    cache.attend(0, q[:, :, :5], k[:, :, :5], v[:, :, :5], 0.7)
+    prompt = [part[:, :, :5] for part in (q, k, v)]
+    cache.attend(0, *prompt, 0.7)
     cache.place([0])
     cache.at(torch.tensor([5]), torch.tensor([0]), 1)
-    found = cache.attend(0, q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], 0.7)
+    response = [part[:, :, 5:] for part in (q, k, v)]
+    outputs = cache.attend(0, *response, 0.7)
     expected = causal_attention(q.double(), k.double(), v.double(), 0.7)[:, :, 5:]
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, atol=0.02, rtol=0.02)
+    assert outputs.dtype == dtype
+    torch.testing.assert_close(outputs.double(), expected, atol=0.02, rtol=0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -128,10 +134,12 @@ def sequences(count: int, length: int, seed: int, dtype: torch.dtype) -> list[to
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-6), (torch.bfloat16, 0.03)])
 def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
-    """Two layers; rows of three prompts in lanes of any order, at different positions, beside rows of nobody."""
-    cache = FlashCache(
-        CacheSizes(range(3, 5), 3, max(LENGTHS), ROWS, RESPONSE, GROUPS, SIZE, dtype, "cpu")
-    )
+    """Two layers; rows of three prompts in lanes of any order, beside rows of nobody.
+
+    The rows are at different positions.
+    """
+    sizes = CacheSizes(range(3, 5), 3, max(LENGTHS), ROWS, RESPONSE, GROUPS, SIZE, dtype, "cpu")
+    cache = FlashCache(sizes)
     prompts = [sequences(3, max(LENGTHS), seed, dtype) for seed in (0, 1)]
     rows = [sequences(ROWS, RESPONSE, seed, dtype) for seed in (2, 3)]
     slots = [2, 0, 1]  # of the prompts
@@ -153,26 +161,27 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
         counts = [sum(slots[prompt_of[row]] == slot for row in going) for slot in range(3)]
         firsts = torch.tensor([0, *counts, 2]).cumsum(0).int()
         cache.at(torch.tensor(starts), torch.tensor(stored), firsts, 2)
-        for number, (before, own) in enumerate(zip(prompts, rows, strict=True)):
-            q, k, v = (part[going, :, [written[row] for row in going]][:, :, None] for part in own)
-            q, k, v = (
-                torch.cat((part, torch.randn_like(part[:1]).repeat(2, 1, 1, 1)))
-                for part in (q, k, v)
-            )
-            found = cache.attend(3 + number, q, k, v, 0.7)
-            assert found.shape == q.shape and found.dtype == dtype and not found.isnan().any()
+        for number, (before, responses) in enumerate(zip(prompts, rows, strict=True)):
+            places = [written[row] for row in going]
+            inputs = []
+            for part in responses:
+                tokens = part[going, :, places][:, :, None]
+                spare = torch.randn_like(tokens[:1]).repeat(2, 1, 1, 1)
+                inputs.append(torch.cat((tokens, spare)))
+            outputs = cache.attend(3 + number, *inputs, 0.7)
+            assert outputs.shape == inputs[0].shape
+            assert outputs.dtype == dtype
+            assert not outputs.isnan().any()
             for place, row in enumerate(going):
                 prompt = prompt_of[row]
                 count = written[row]
-                whole = [
-                    torch.cat((a[prompt, :, : LENGTHS[prompt]], b[row, :, : count + 1]), dim=1)[
-                        None
-                    ].double()
-                    for a, b in zip(before, own, strict=True)
-                ]
-                expected = causal_attention(whole[0], whole[1], whole[2], 0.7)[0, :, -1]
+                whole = []
+                for a, b in zip(before, responses, strict=True):
+                    parts = (a[prompt, :, : LENGTHS[prompt]], b[row, :, : count + 1])
+                    whole.append(torch.cat(parts, dim=1)[None].double())
+                expected = causal_attention(*whole, 0.7)[0, :, -1]
                 torch.testing.assert_close(
-                    found[place, :, 0].double(), expected, atol=error, rtol=error
+                    outputs[place, :, 0].double(), expected, atol=error, rtol=error
                 )
         for row in going:
             written[row] += 1
@@ -181,8 +190,10 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
 
 def test_a_prompt_is_stored_once_and_nothing_is_copied_to_read_it():
     """One token more than the tokens of slots and lanes, in the model's dtype."""
-    cache = FlashCache(CacheSizes(range(4), 2, 100, 8, 10, GROUPS, SIZE, torch.bfloat16, "cpu"))
-    assert cache._pool.numel() == (2 * 100 + 8 * 10 + 1) * 4 * 2 * GROUPS * SIZE
+    sizes = CacheSizes(range(4), 2, 100, 8, 10, GROUPS, SIZE, torch.bfloat16, "cpu")
+    cache = FlashCache(sizes)
+    expected = (2 * 100 + 8 * 10 + 1) * 4 * 2 * GROUPS * SIZE
+    assert cache._pool.numel() == expected
     _, keys, values = cache._layers[1]
     assert (
         keys.untyped_storage().data_ptr()
@@ -192,12 +203,17 @@ def test_a_prompt_is_stored_once_and_nothing_is_copied_to_read_it():
 
 
 def test_torchs_operator_takes_what_it_is_given():
-    """Its shapes, by torch's own rule for tensors without data; the kernel itself runs on GPUs alone."""
+    """Its shapes, by torch's own rule for tensors without data.
+
+    The kernel itself runs on GPUs alone.
+    """
     pool = torch.empty(50, GROUPS, 2, SIZE, dtype=torch.bfloat16, device="meta")
     query = torch.empty(12, GROUPS, SIZE, dtype=torch.bfloat16, device="meta")
-    starts, used = (torch.empty(n, dtype=torch.int32, device="meta") for n in (5, 4))
-    out, log_sum = varlen_attention(
-        query, pool[:, :, 0], pool[:, :, 1], starts, starts, used, (3, 20)
-    )
-    assert out.shape == query.shape and out.dtype == query.dtype
-    assert log_sum.shape == (GROUPS, 12) and log_sum.dtype == torch.float32
+    starts = torch.empty(5, dtype=torch.int32, device="meta")
+    used = torch.empty(4, dtype=torch.int32, device="meta")
+    keys, values = pool.unbind(2)
+    out, log_sum = varlen_attention(query, keys, values, starts, starts, used, (3, 20))
+    assert out.shape == query.shape
+    assert out.dtype == query.dtype
+    assert log_sum.shape == (GROUPS, 12)
+    assert log_sum.dtype == torch.float32

@@ -1,7 +1,8 @@
-"""Each family on one rank and on two tensor-parallel ones, against transformers: logits, gradient, greedy responses.
+"""Each family on one rank and on two tensor-parallel ones, against transformers.
 
-So are the log-probs of the training path, their entropies and gradients, and the log-probs that the generator reports.
-And the folder that is exported from either: the same tensors, bit for bit.
+Compared are logits, gradient and greedy responses, the log-probs of the training path, their
+entropies and gradients, and the log-probs that the generator reports.
+The folder that is exported from either holds the same tensors, bit for bit.
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ def on_two_ranks(root, folders):
 
 @every_model
 def test_one_rank(name, folders, expected, mesh, tmp_path):
-    found = computed_here(folders[name], mesh, tmp_path / "out")
-    assert_equal(found, expected[name])
-    assert_scored_alike(found, expected[name], folders[name])
+    computed = computed_here(folders[name], mesh, tmp_path / "out")
+    assert_equal(computed, expected[name])
+    assert_scored_alike(computed, expected[name], folders[name])
     assert_same_weights(tmp_path / "out", folders[name])
 
 
 @models_on_two_ranks
 def test_two_ranks(name, folders, expected, on_two_ranks):
-    found = torch.load(on_two_ranks / f"{name}.pt")
-    assert_equal(found, expected[name])
-    assert_scored_alike(found, expected[name], folders[name])
+    computed = torch.load(on_two_ranks / f"{name}.pt")
+    assert_equal(computed, expected[name])
+    assert_scored_alike(computed, expected[name], folders[name])
     assert_same_weights(on_two_ranks / name, folders[name])
     again = transformers_model(on_two_ranks / name)
     assert torch.equal(
@@ -74,22 +75,24 @@ def test_two_ranks(name, folders, expected, on_two_ranks):
     )
 
 
-def assert_equal(found: dict, expected: dict) -> None:
+def assert_equal(computed: dict, expected: dict) -> None:
     assert expected["logits"].std() > 0.5  # else closeness would say little
-    torch.testing.assert_close(found["logits"], expected["logits"], atol=1e-5, rtol=0)
-    assert found["responses"] == found["responses_alone"] == expected["responses"]
-    assert len({tuple(response) for response in found["responses"]}) > 1
-    assert found["gradient"].keys() == expected["gradient"].keys()
+    torch.testing.assert_close(computed["logits"], expected["logits"], atol=1e-5, rtol=0)
+    assert computed["responses"] == computed["responses_alone"] == expected["responses"]
+    assert len({tuple(response) for response in computed["responses"]}) > 1
+    assert computed["gradient"].keys() == expected["gradient"].keys()
     for key, gradient in expected["gradient"].items():
         assert gradient.abs().max() > 1e-6
-        torch.testing.assert_close(found["gradient"][key], gradient, atol=1e-6, rtol=1e-4, msg=key)
+        torch.testing.assert_close(
+            computed["gradient"][key], gradient, atol=1e-6, rtol=1e-4, msg=key
+        )
     # What several ranks hold, or padding, must count once or not at all.
-    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+    assert computed["norm"] == pytest.approx(expected["norm"], rel=1e-4)
 
 
-def assert_scored_alike(found: dict, expected: dict, folder: Path) -> None:
-    """What is trained on, and what the generator says of its tokens, is transformers' softmax at the temperature."""
-    ours = found["scores"]
+def assert_scored_alike(computed: dict, expected: dict, folder: Path) -> None:
+    """Log-probs of training and of the generator are transformers' softmax at the temperature."""
+    ours = computed["scores"]
     theirs = expected["scores"]
     assert theirs["log_probs"].std() > 0.5
     for layout in ("padded", "packed"):
@@ -103,7 +106,7 @@ def assert_scored_alike(found: dict, expected: dict, folder: Path) -> None:
         torch.testing.assert_close(
             ours["gradient"][key], both_layouts, atol=1e-4, rtol=1e-4, msg=key
         )
-    drawn = found["drawn"]
+    drawn = computed["drawn"]
     of_tokens = brute_force_log_probs(
         transformers_model(folder, torch.float64),
         drawn["sequences"],
@@ -116,8 +119,8 @@ def assert_scored_alike(found: dict, expected: dict, folder: Path) -> None:
     torch.testing.assert_close(drawn["log_probs"], of_tokens.detach().float(), atol=1e-5, rtol=0)
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
-    weights = all_tensors(one)
+def assert_same_weights(folder: Path, other: Path) -> None:
+    weights = all_tensors(folder)
     others = all_tensors(other)
     assert weights.keys() == others.keys()
     for name, weight in weights.items():

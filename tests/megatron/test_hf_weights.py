@@ -1,4 +1,7 @@
-"""Weights from a Hugging Face folder and back, on one rank and two: the same logits as transformers', clear errors."""
+"""Weights from a Hugging Face folder and back, on one rank and two.
+
+The logits are those of transformers. Errors are clear.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,10 @@ def test_the_scaling_of_llama3_changes_the_frequencies(mesh, tmp_path):
 
 
 def test_config_of_older_and_newer_transformers_is_read_alike(mesh, tmp_path):
-    """`rope_theta` and `rope_scaling` stood at the top level before transformers 5, and `dtype` was `torch_dtype`."""
+    """transformers 5 moved `rope_theta` and `rope_scaling`, and renamed `torch_dtype`.
+
+    Before, both stood at the top level.
+    """
     folder = tiny_llama_folder(tmp_path / "source", rope_scaling=LLAMA3_SCALING)
     tokens = random_tokens(64, 2, 100)
     expected = all_logits(megatron_model(folder, mesh), tokens)
@@ -125,7 +131,10 @@ def test_exported_folder_has_the_tokenizer_and_replaces_an_older_one(mesh, tmp_p
 
 
 def test_an_export_has_every_template_and_leaves_folders_alone(mesh, tmp_path):
-    """`save_pretrained` writes named templates into a folder; other folders may have a tokenizer's name."""
+    """`save_pretrained` writes named templates into a folder.
+
+    Other folders may have a tokenizer's name.
+    """
     from transformers import AutoTokenizer
 
     source = tiny_llama_folder(tmp_path / "model")
@@ -137,11 +146,15 @@ def test_an_export_has_every_template_and_leaves_folders_alone(mesh, tmp_path):
         (source / name / "tokenizer.json").write_text("{}")
     out = export_hf_folder(megatron_model(source, mesh), source, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
-    assert [path.name for path in out.iterdir() if path.is_dir()] == ["additional_chat_templates"]
+    names = [path.name for path in out.iterdir() if path.is_dir()]
+    assert names == ["additional_chat_templates"]
 
 
 def test_export_of_a_bf16_checkpoint_trained_in_fp32_loads_as_fp32(mesh, tmp_path):
-    """transformers takes the dtype from config.json: left at bfloat16, it would round the trained weights."""
+    """transformers takes the dtype from config.json.
+
+    Left at bfloat16, it would round the trained weights.
+    """
     from transformers import AutoModelForCausalLM
 
     folder = tiny_llama_folder(tmp_path / "source")
@@ -325,7 +338,7 @@ def test_output_layer_that_is_stored_although_tied(mesh, tmp_path):
 
 
 class LiveBytes(TorchDispatchMode):
-    """The largest sum of the bytes of all tensors made while it is active and alive at the same time."""
+    """The largest sum of the bytes of all tensors that were alive at the same time."""
 
     def __init__(self):
         super().__init__()
@@ -393,7 +406,7 @@ class TestMemory:
 
 
 def test_a_rank_reads_its_part_only(mesh, tmp_path):
-    """What the second of four ranks reads: a quarter of each matrix, and none of the groups that are padding."""
+    """A rank reads its share of each matrix, and none of the groups that are padding."""
     folder = HFFolder(tiny_llama_folder(tmp_path, heads=9, groups=3, hidden=36))
     arch = Architecture.from_folder(tmp_path)
     for rank, share in ((1, 1 / 3), (3, 0)):
@@ -462,7 +475,10 @@ def test_logits_on_one_rank_and_export(expected, mesh, tmp_path):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """(folder, what a run on two tensor-parallel ranks wrote) of models that need padding in different ways."""
+    """Return (folder, output of two tensor-parallel ranks) by model.
+
+    The models need padding in different ways.
+    """
     root = tmp_path_factory.mktemp("two_ranks")
     shapes = {
         "tied": {},
@@ -475,9 +491,8 @@ def two_ranks(tmp_path_factory):
         folders.append(smollm2_folder())
     out = root / "out"
     out.mkdir()
-    run_ranks(
-        Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py", 2, out, "weights", *folders
-    )
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
+    run_ranks(script, 2, out, "weights", *folders)
     return {folder.name: (folder, out) for folder in folders}
 
 
@@ -499,9 +514,9 @@ def test_real_weights_on_two_ranks(two_ranks, expected):
     assert_same_weights(out / folder.name, folder)
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
-    """Bit for bit: nothing is computed on the way, so the logits in transformers are the same too."""
-    weights = load_file(one / "model.safetensors")
+def assert_same_weights(folder: Path, other: Path) -> None:
+    """Bit for bit: nothing is computed on the way, so transformers' logits are the same too."""
+    weights = load_file(folder / "model.safetensors")
     others = load_file(other / "model.safetensors")
     assert weights.keys() == others.keys()
     for name, weight in weights.items():

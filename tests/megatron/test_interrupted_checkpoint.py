@@ -1,4 +1,7 @@
-"""Ctrl-C within a save or a load, wherever it strikes: it stays an interrupt, and the last checkpoint stays whole."""
+"""Ctrl-C at any moment of a save or a load.
+
+It stays an interrupt, and the last checkpoint stays whole.
+"""
 
 from __future__ import annotations
 
@@ -97,24 +100,27 @@ def test_within_a_save(run):
     run.train(1)
     step = 1
     calls = count_calls(lambda: run.checkpointer.save(2, {"step": 2}))
-    saved[2], step = run.weights(), 2
+    saved[2] = run.weights()
+    step = 2
     interrupted = 0
     for number in range(MOMENTS):
         run.train(1)
         save = partial(run.checkpointer.save, step + 1, {"step": step + 1})
-        found = interrupt_at(1 + number * calls // MOMENTS, save)
-        assert found is None or type(found) is KeyboardInterrupt, (
-            f"call {number * calls // MOMENTS}: {found!r}"
+        raised = interrupt_at(1 + number * calls // MOMENTS, save)
+        assert raised is None or type(raised) is KeyboardInterrupt, (
+            f"call {number * calls // MOMENTS}: {raised!r}"
         )
-        interrupted += found is not None
+        interrupted += raised is not None
         run.checkpointer._running = None  # of a process that has ended
         named = latest_checkpoint(folder)
-        assert named is not None and named.trainer_state["step"] in (step, step + 1)
+        assert named is not None
+        assert named.trainer_state["step"] in (step, step + 1)
         if named.trainer_state["step"] > step:
             step += 1
             saved[step] = run.weights()
         run.checkpointer.restore(named)
-        assert all(torch.equal(value, saved[step][name]) for name, value in run.weights().items())
+        for name, value in run.weights().items():
+            assert torch.equal(value, saved[step][name])
     assert interrupted > MOMENTS * 0.8
 
 
@@ -123,12 +129,14 @@ def test_within_a_load(run):
     calls = count_calls(lambda: run.checkpointer.restore(named))
     interrupted = 0
     for number in range(MOMENTS):
-        found = interrupt_at(1 + number * calls // MOMENTS, lambda: run.checkpointer.restore(named))
-        # None: it struck within a finalizer, from which Python lets nothing out.
-        assert found is None or type(found) is KeyboardInterrupt, (
-            f"call {number * calls // MOMENTS}: {found!r}"
+        raised = interrupt_at(
+            1 + number * calls // MOMENTS, lambda: run.checkpointer.restore(named)
         )
-        interrupted += found is not None
+        # None: it struck within a finalizer, from which Python lets nothing out.
+        assert raised is None or type(raised) is KeyboardInterrupt, (
+            f"call {number * calls // MOMENTS}: {raised!r}"
+        )
+        interrupted += raised is not None
     assert interrupted > MOMENTS * 0.8
 
 

@@ -57,17 +57,17 @@ TOKENS = (5, 9, 13, 7, 30, 22, 17)
     ],
 )
 def test_the_layer_that_was_disturbed_is_named(four_layers, mesh, disturb, said):
-    own = layer_outputs(megatron_model(four_layers, mesh), TOKENS)
-    assert [tuple(one.shape) for one in own] == [(7, 32)] * 4 and {one.dtype for one in own} == {
-        torch.float32
-    }
+    outputs = layer_outputs(megatron_model(four_layers, mesh), TOKENS)
+    shapes = [tuple(output.shape) for output in outputs]
+    assert shapes == [(7, 32)] * 4
+    assert {output.dtype for output in outputs} == {torch.float32}
     other = LayersOfTransformers(four_layers, disturb).layer_outputs(TOKENS)
-    lines = layer_table(own, other, ROUNDING["32"]).splitlines()
-    assert len(lines) == 6 and lines[-1].startswith(said)
-    for number, (a, b, line) in enumerate(zip(own, other, lines[1:], strict=False), 1):
-        gaps = [
-            math.dist(x, y) / math.hypot(*x) for x, y in zip(a.tolist(), b.tolist(), strict=True)
-        ]
+    lines = layer_table(outputs, other, ROUNDING["32"]).splitlines()
+    assert len(lines) == 6
+    assert lines[-1].startswith(said)
+    for number, (a, b, line) in enumerate(zip(outputs, other, lines[1:], strict=False), 1):
+        tokens = zip(a.tolist(), b.tolist(), strict=True)
+        gaps = [math.dist(x, y) / math.hypot(*x) for x, y in tokens]
         mean, largest, token = line.split()[1:]
         assert line.split()[0] == str(number)
         assert token == f"({gaps.index(max(gaps))})" or max(gaps) < 1e-5
@@ -87,13 +87,16 @@ def test_the_layer_that_was_disturbed_is_named(four_layers, mesh, disturb, said)
 def test_a_model_that_is_shared_shows_the_same_layers(
     four_layers, mesh, tmp_path, tensor, pipeline, shares
 ):
-    """Stages have some of them each; sequence parallelism splits their positions, of which 7 is no multiple."""
+    """Each stage has some of the layers.
+
+    Sequence parallelism splits their positions, of which 7 is no multiple.
+    """
     script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "layer_outputs.py"
     out = tmp_path / "found.pt"
     run_ranks(script, tensor * pipeline, four_layers, out, tensor, pipeline, int(shares), *TOKENS)
-    own = layer_outputs(megatron_model(four_layers, mesh), TOKENS)
+    outputs = layer_outputs(megatron_model(four_layers, mesh), TOKENS)
     for rank in range(tensor * pipeline):
-        found = torch.load(f"{out}.{rank}")
-        assert len(found) == 4
-        for one, other in zip(own, found, strict=True):
-            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+        shared_outputs = torch.load(f"{out}.{rank}")
+        assert len(shared_outputs) == 4
+        for output, other in zip(outputs, shared_outputs, strict=True):
+            torch.testing.assert_close(other, output, rtol=1e-4, atol=1e-4)

@@ -10,9 +10,8 @@ from reinforce_rl.megatron.model.layers import rms_norm, swiglu
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(
-        shape, dtype=dtype, generator=torch.Generator().manual_seed(len(shape))
-    ).requires_grad_()
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
 
 
 def swiglu_formula(x):
@@ -44,9 +43,9 @@ def test_bf16_rounds_once():
     x = random(16, 256, dtype=torch.float32).bfloat16()
     weight = random(256, dtype=torch.float32).bfloat16()
     exact = F.rms_norm(x.double(), (256,), weight.double(), 1e-5)
-    found = rms_norm(x, weight, 1e-5)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, exact.bfloat16(), atol=0, rtol=2**-7)
+    normed = rms_norm(x, weight, 1e-5)
+    assert normed.dtype == torch.bfloat16
+    torch.testing.assert_close(normed, exact.bfloat16(), atol=0, rtol=2**-7)
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])
@@ -54,9 +53,8 @@ def test_what_is_frozen_has_no_gradient(frozen):
     tensors = {"x": random(4, 8), "weight": random(8)}
     tensors[frozen] = tensors[frozen].detach()
     rms_norm(tensors["x"], tensors["weight"], 1e-5).sum().backward()
-    assert {name: value.grad is None for name, value in tensors.items()} == {
-        n: n == frozen for n in tensors
-    }
+    expected = {n: n == frozen for n in tensors}
+    assert {name: value.grad is None for name, value in tensors.items()} == expected
 
 
 def test_less_is_kept_for_the_backward_pass():

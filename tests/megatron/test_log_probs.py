@@ -1,4 +1,7 @@
-"""Log-probs and entropies against log_softmax of whole logits, however padded, batched, chunked or sharded."""
+"""Log-probs and entropies against log_softmax of whole logits.
+
+However they are padded, batched, chunked or sharded.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +89,9 @@ def test_entropy_only_where_it_is_asked_for(lm, batch):
 
 
 def test_temperature_changes_them(lm, batch):
-    one, two = (log_probs_of(lm, *batch, temperature=t).detach() for t in (1.0, 0.7))
-    assert (one - two).abs().max() > 0.1
+    at_1 = log_probs_of(lm, *batch, temperature=1.0).detach()
+    at_0_7 = log_probs_of(lm, *batch, temperature=0.7).detach()
+    assert (at_1 - at_0_7).abs().max() > 0.1
 
 
 def test_independent_of_padding_and_of_the_rest_of_the_batch(lm, batch):
@@ -102,8 +106,10 @@ def test_independent_of_padding_and_of_the_rest_of_the_batch(lm, batch):
             log_probs_of(lm, wider, prompts, responses), together, atol=2e-6, rtol=0
         )
         for row in range(len(sequences)):
-            one = slice(row, row + 1)
-            alone = log_probs_of(lm, sequences[one], prompts[one], responses[one])
+            single_row = slice(row, row + 1)
+            alone = log_probs_of(
+                lm, sequences[single_row], prompts[single_row], responses[single_row]
+            )
             torch.testing.assert_close(alone[0], together[row], atol=2e-6, rtol=0)
 
 
@@ -123,12 +129,11 @@ def test_gradient_equals_plain_torch(lm, theirs, batch):
     (for_log_probs * log_probs + for_entropy * entropies).sum().backward()
     expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     # The mapping of weights is linear, so it maps gradients too.
-    found = dict(
-        hf_tensors(lm, {name: parameter.grad for name, parameter in parameters_of(lm).items()})
-    )
-    assert found.keys() == expected.keys()
+    grads = {name: parameter.grad for name, parameter in parameters_of(lm).items()}
+    gradients = dict(hf_tensors(lm, grads))
+    assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5, msg=name)
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-5, msg=name)
 
 
 def test_nothing_but_empty_responses_keeps_the_graph(lm):
@@ -150,27 +155,33 @@ def test_nothing_but_empty_responses_keeps_the_graph(lm):
         assert torch.equal(out, torch.zeros(2, 4))
         lm.zero_grad()
         out.sum().backward(retain_graph=True)
-        assert all((p.grad == 0).all() for p in lm.parameters() if p.grad is not None)
+        for p in lm.parameters():
+            if p.grad is not None:
+                assert (p.grad == 0).all()
         assert any(p.grad is not None for p in lm.parameters())
 
 
 def test_single_token_prompt_without_response(lm):
-    one = torch.ones(1).long()
+    ones = torch.ones(1).long()
     scores = response_log_probs(
-        lm, lm, one[:, None], one, one - 1, temperature=1.0, width=0, chunk_tokens=1
+        lm, lm, ones[:, None], ones, ones - 1, temperature=1.0, width=0, chunk_tokens=1
     )
     assert scores.log_probs.shape == (1, 0)
 
 
 def test_bfloat16_model_gives_float32_softmax(folder, mesh, batch):
-    """Logits have the model's precision; what follows has not: a bfloat16 log-prob would be off by 1e-2."""
+    """Logits have the model's precision, log-probs have not.
+
+    A bfloat16 log-prob would be off by 1e-2.
+    """
     lm = megatron_model(folder, mesh, torch.bfloat16)
     with torch.no_grad():
         scores = response_log_probs(
             lm, lm, *batch, temperature=0.7, width=7, chunk_tokens=CHUNK, with_entropy=True
         )
         sequences, prompts, responses = batch
-        table = torch.log_softmax(lm.logits(lm(sequences[:, :-1]).flatten(0, 1)) / 0.7, dim=-1)
+        hidden = lm(sequences[:, :-1]).flatten(0, 1)
+        table = torch.log_softmax(lm.logits(hidden) / 0.7, dim=-1)
     table = table.view(*sequences[:, :-1].shape, -1)
     assert scores.entropy is not None
     assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
@@ -203,18 +214,18 @@ def test_two_tensor_parallel_ranks(two_ranks, mesh):
     """In float64: a padded column would take probability from the others."""
     folders, out = two_ranks
     for folder in folders:
-        found = torch.load(out / f"{folder.name}.pt")
+        results = torch.load(out / f"{folder.name}.pt")
         model = transformers_model(folder)
         batch = padded_sequences(
             PROMPT_LENGTHS, RESPONSE_LENGTHS, vocab_size=model.config.vocab_size
         )
         with torch.no_grad():
             expected = brute_force_log_probs(model, *batch, temperature=0.7, width=7)
-        torch.testing.assert_close(found["log_probs"].float(), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(results["log_probs"].float(), expected, atol=1e-5, rtol=0)
         alone = scores_and_gradients(folder, mesh)
-        assert set(found) == set(alone)
+        assert set(results) == set(alone)
         for name, tensor in alone.items():
-            torch.testing.assert_close(found[name], tensor, atol=1e-10, rtol=1e-10, msg=name)
+            torch.testing.assert_close(results[name], tensor, atol=1e-10, rtol=1e-10, msg=name)
 
 
 def log_probs_of(lm, sequences, prompt_lengths, response_lengths, temperature=0.7):
@@ -259,11 +270,11 @@ def test_values_and_gradients_are_those_of_whole_logits(
         ]
         return torch.autograd.grad(torch.stack(terms).sum(), (hidden, weight))
 
-    found = scores_of(inputs, shard, temperature, chunk_tokens)
+    scores = scores_of(inputs, shard, temperature, chunk_tokens)
     expected = full_log_probs(hidden, weight[:TOKENS], targets, temperature)
-    torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-13)
-    for one, other in zip(gradients(found), gradients(expected), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-13)
+    torch.testing.assert_close(scores, expected, atol=1e-13, rtol=1e-13)
+    for gradient, other in zip(gradients(scores), gradients(expected), strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-13, rtol=1e-13)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -271,7 +282,7 @@ def test_gradcheck(with_entropy, shard, inputs):
     hidden, weight, targets = inputs
 
     def outputs(hidden, weight) -> tuple[torch.Tensor, ...]:
-        found = chunked_log_probs(
+        outputs_or_none = chunked_log_probs(
             hidden,
             weight,
             targets,
@@ -280,7 +291,7 @@ def test_gradcheck(with_entropy, shard, inputs):
             chunk_tokens=3,
             with_entropy=with_entropy,
         )
-        return tuple(out for out in found if out is not None)
+        return tuple(out for out in outputs_or_none if out is not None)
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight))
 
@@ -311,7 +322,8 @@ def test_extreme_logits_stay_finite(scale, shard, inputs):
     torch.testing.assert_close(log_probs.double(), expected[0], atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(entropy.double(), expected[1], atol=1e-5, rtol=0)
     gradients = torch.autograd.grad((log_probs + entropy).sum(), (hidden, weight))
-    assert all(gradient.isfinite().all() for gradient in gradients)
+    for gradient in gradients:
+        assert gradient.isfinite().all()
 
 
 def test_only_one_input_needs_a_gradient(shard, inputs):
@@ -344,30 +356,30 @@ class TestBFloat16:
 
     def test_float32_softmax_of_the_logits(self, shard, inputs):
         hidden, weight, targets = inputs
-        found = scores_of(inputs, shard, 0.7, chunk_tokens=5)
+        scores = scores_of(inputs, shard, 0.7, chunk_tokens=5)
         table = torch.log_softmax((hidden @ weight[:TOKENS].t()).double() / 0.7, dim=-1)
-        expected = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(dim=-1)
-        assert {out.dtype for out in found} == {torch.float32}
+        log_probs = table.gather(1, targets[:, None])[:, 0]
+        entropy = -(table.exp() * table).sum(dim=-1)
+        assert {out.dtype for out in scores} == {torch.float32}
         torch.testing.assert_close(
-            [out.double() for out in found], list(expected), atol=2e-6, rtol=0
+            [out.double() for out in scores], [log_probs, entropy], atol=2e-6, rtol=0
         )
 
     def test_weight_gradient_is_rounded_once(self, shard, inputs):
         """64 chunks added up in bfloat16 would lose what is below 1/256 of the sum."""
         hidden, weight, targets = inputs
         exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-        expected = torch.autograd.grad(
-            full_log_probs(exact[0], exact[1][:TOKENS], targets, 0.7)[0].sum(), exact
-        )
-        found, _ = scores_of(inputs, shard, 0.7, chunk_tokens=1)
-        gradients = torch.autograd.grad(found.sum(), (hidden, weight))
+        exact_log_probs, _ = full_log_probs(exact[0], exact[1][:TOKENS], targets, 0.7)
+        expected = torch.autograd.grad(exact_log_probs.sum(), exact)
+        log_probs, _ = scores_of(inputs, shard, 0.7, chunk_tokens=1)
+        gradients = torch.autograd.grad(log_probs.sum(), (hidden, weight))
         assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
         for gradient, exactly in zip(gradients, expected, strict=True):
             assert (gradient.double() - exactly).norm() < 5e-3 * exactly.norm()
 
 
 class TestMemory:
-    """Counted, not measured: every tensor that any operation makes, and every tensor that waits for the backward."""
+    """Counted, not measured: every tensor that is made, and every one that awaits the backward."""
 
     POSITIONS = 40
     TOKENS = 500
@@ -407,7 +419,8 @@ class TestMemory:
         sizes = {
             tuple(tensor.shape) for tensor in saved if tensor.data_ptr() != inputs[1].data_ptr()
         }
-        assert sizes == {tuple(inputs[0].shape), (self.POSITIONS,)}
+        expected = {tuple(inputs[0].shape), (self.POSITIONS,)}
+        assert sizes == expected
 
 
 class LargestTensor(TorchDispatchMode):
@@ -425,12 +438,13 @@ class LargestTensor(TorchDispatchMode):
 
 def test_ranks_without_the_largest_logit_or_without_tokens(two_ranks):
     """Two ranks with 8 rows each: 16, 13 and 8 tokens, so that the second one has 8, 5 and none."""
-    for tokens, found in torch.load(two_ranks[1] / "head.pt").items():
+    for tokens, results in torch.load(two_ranks[1] / "head.pt").items():
         hidden, weight, targets = head_inputs(POSITIONS, tokens, ROWS, scale=30.0)
         outputs = full_log_probs(hidden, weight[:tokens], targets, 0.6)
-        gradients = torch.autograd.grad(outputs[0].sum() - 0.3 * outputs[1].sum(), (hidden, weight))
-        for one, other in zip(found, (*outputs, *gradients), strict=True):
-            torch.testing.assert_close(one, other.detach(), atol=1e-11, rtol=1e-11)
+        loss = outputs[0].sum() - 0.3 * outputs[1].sum()
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        for result, other in zip(results, (*outputs, *gradients), strict=True):
+            torch.testing.assert_close(result, other.detach(), atol=1e-11, rtol=1e-11)
 
 
 def scores_of(inputs, shard, temperature, chunk_tokens=3) -> tuple[torch.Tensor, torch.Tensor]:

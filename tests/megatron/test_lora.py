@@ -1,4 +1,7 @@
-"""LoRA against PEFT on one rank and on two tensor-parallel ones: logits, loss, gradients, norms, exported folders."""
+"""LoRA against PEFT on one rank and on two tensor-parallel ones.
+
+Compared are logits, loss, gradients, norms and exported folders.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +73,9 @@ def one_rank(folders, mesh, root):
 def two_ranks(folders, root):
     out = root / "two"
     out.mkdir()
+    script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
     run_ranks(
-        Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py",
+        script,
         2,
         out,
         "lora_cases",
@@ -82,7 +86,7 @@ def two_ranks(folders, root):
 
 
 @pytest.fixture(params=["one", "two"])
-def found(request):
+def lora_results(request):
     """(name of the folder, results) of each number of ranks."""
     return request.param, request.getfixturevalue(
         f"{request.param}_rank{'s' if request.param == 'two' else ''}"
@@ -90,9 +94,9 @@ def found(request):
 
 
 @every_case
-def test_equals_peft(name, found, by_peft):
+def test_equals_peft(name, lora_results, by_peft):
     """In float64, but transformers has its norms and RoPE in float32 even then."""
-    ranks, results = found
+    ranks, results = lora_results
     mine = results[name]
     expected = by_peft[name]
     assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-6)
@@ -115,12 +119,14 @@ def test_the_updates_change_the_logits(name, folders, by_peft):
 
 
 @every_case
-def test_a_step_changes_the_updates_alone(name, found, by_peft):
-    results = found[1][name]
+def test_a_step_changes_the_updates_alone(name, lora_results, by_peft):
+    results = lora_results[1][name]
     assert results["changed"]
-    assert all(".lora." in parameter for parameter in results["changed"])
+    for parameter in results["changed"]:
+        assert ".lora." in parameter
     # Padding, and what several ranks hold, must count once or not at all.
-    expected = math.sqrt(sum(float(g.square().sum()) for g in by_peft[name]["gradient"].values()))
+    gradients = by_peft[name]["gradient"].values()
+    expected = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
     assert results["norm"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -139,11 +145,14 @@ def test_two_ranks_start_and_step_as_one(name, one_rank, two_ranks):
 
 
 @every_case
-def test_exported_folders(name, found, folders, root):
-    """Both are the model after a step: merged, and as an adapter that PEFT adds to the base model."""
+def test_exported_folders(name, lora_results, folders, root):
+    """Both are the model after a step.
+
+    One is merged, the other is an adapter that PEFT adds to the base model.
+    """
     from peft import PeftModel
 
-    ranks, results = found
+    ranks, results = lora_results
     out = root / ranks / name
     expected = results[name]["logits after"]
     tokens = tokens_of(expected.shape[-1])
@@ -155,9 +164,10 @@ def test_exported_folders(name, found, folders, root):
 
 
 @every_case
-def test_merged_folder_differs_in_its_targets_only(name, found, folders, root):
+def test_merged_folder_differs_in_its_targets_only(name, lora_results, folders, root):
     base = load_file(folders[name] / "model.safetensors")
-    merged = load_file(root / found[0] / name / "merged" / "model.safetensors")
+    model_file = root / lora_results[0] / name / "merged" / "model.safetensors"
+    merged = load_file(model_file)
     assert merged.keys() == base.keys()
     changed = {key for key in base if not torch.equal(base[key], merged[key])}
     targets = {
@@ -206,12 +216,11 @@ def test_generation_uses_the_updates(folders, mesh, tmp_path):
         "eos_token_id": None,
         "max_new_tokens": NEW_TOKENS,
     }
-    expected = [
-        merged.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **options)[
-            0, len(p) :
-        ].tolist()
-        for p in prompts
-    ]
+    expected = []
+    for prompt in prompts:
+        mask = torch.ones(1, len(prompt))
+        tokens = merged.generate(torch.tensor([prompt]), attention_mask=mask, **options)
+        expected.append(tokens[0, len(prompt) :].tolist())
     assert responses(lm) == expected
     assert responses(megatron_model(folders[name], mesh, torch.float64)) != expected
 
@@ -221,7 +230,8 @@ def test_a_checkpoint_of_two_ranks_on_one(name, two_ranks, folders, mesh, root):
     """Padding is cut."""
     lm = megatron_model(folders[name], mesh)
     add_lora(lm, CASES[name])
-    load_weights(lm, root / "two" / name / "checkpoints" / "step_00000001")
+    checkpoint = root / "two" / name / "checkpoints" / "step_00000001"
+    load_weights(lm, checkpoint)
     for key, value in whole_updates(lm).items():
         assert torch.equal(value, two_ranks[name]["after"][key]), key
 
@@ -268,13 +278,15 @@ def test_recomputed_layers_have_the_same_gradients(folders, mesh):
             lm.config.recompute_method = "uniform"
             lm.config.recompute_num_layers = 1
         loss_in_float64(lm, tokens_of(lm.architecture.vocab_size)).backward()
-        gradients.append([p.grad for p in lm.parameters() if p.requires_grad])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+        grads = [p.grad for p in lm.parameters() if p.requires_grad]
+        gradients.append(grads)
+    for plain, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, other, atol=1e-12, rtol=0)
 
 
 def test_names_of_the_configuration():
     assert (*PROJECTIONS, "all") == get_args(LoraTarget)
     assert LoraSettings.from_names(4, 2.0, ["all"], 0).targets == PROJECTIONS
     some = LoraSettings.from_names(4, 2.0, ["down_proj", "q_proj"], 0)
-    assert (some.targets, some.scale) == (("q_proj", "down_proj"), 0.5)
+    assert some.targets == ("q_proj", "down_proj")
+    assert some.scale == 0.5

@@ -1,4 +1,7 @@
-"""Runs with LoRA: they learn; their checkpoints hold the updates alone and go on bit for bit, on their base only."""
+"""Runs with LoRA learn, and their checkpoints hold the updates alone.
+
+They resume bit for bit, on their base only.
+"""
 
 from __future__ import annotations
 
@@ -78,14 +81,16 @@ def test_learns_and_leaves_the_base(whole_run, mesh):
     base = dict(megatron_model(folder / "model", mesh).named_parameters())
     frozen = parameters(trainer, trained=False)
     assert frozen.keys() == base.keys()
-    assert all(torch.equal(frozen[name], base[name]) for name in base)
+    for name in base:
+        assert torch.equal(frozen[name], base[name])
 
 
 def test_checkpoint_holds_the_updates_alone(whole_run):
     folder, trainer = whole_run
     checkpoint = latest_checkpoint(folder / "run" / "checkpoints")
     stored = dist_checkpointing.load_tensors_metadata(str(checkpoint.folder / "model"))
-    assert all("lora_A" in name or "lora_B" in name for name in stored)
+    for name in stored:
+        assert "lora_A" in name or "lora_B" in name
     updates = sum(p.numel() for p in parameters(trainer, trained=True).values())
     # Themselves and Adam's two moments of them.
     assert (
@@ -97,11 +102,13 @@ def test_checkpoint_holds_the_updates_alone(whole_run):
 def test_goes_on_bit_for_bit(whole_run, mesh, tmp_path):
     run(tmp_path, mesh, *LONG, "trainer.reinforce.max_steps=12")
     again = run(tmp_path, mesh, *LONG)
-    found = metrics_of(tmp_path)
+    metrics = metrics_of(tmp_path)
     expected = metrics_of(whole_run[0])
-    assert [without_times(line) for line in found] == [without_times(line) for line in expected]
-    mine, others = parameters(again, trained=True), parameters(whole_run[1], trained=True)
-    assert all(torch.equal(mine[name], others[name]) for name in others)
+    assert [without_times(line) for line in metrics] == [without_times(line) for line in expected]
+    mine = parameters(again, trained=True)
+    others = parameters(whole_run[1], trained=True)
+    for name in others:
+        assert torch.equal(mine[name], others[name])
 
 
 @pytest.fixture(scope="module")
@@ -183,44 +190,47 @@ def test_a_checkpoint_of_all_weights_is_refused(mesh, tmp_path):
 )
 def test_two_ranks_equal_one(layout, mesh, tmp_path):
     short = [*LORA, "trainer.reinforce.max_steps=3", "trainer.reinforce.max_epochs=2"]
-    more = [
+    two_ranks = [
         "trainer.devices=2",
         *layout,
         "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
     ]
-    one = tmp_path / "one"
-    two = tmp_path / "two"
-    for folder in (one, two):
+    single = tmp_path / "one"
+    double = tmp_path / "two"
+    for folder in (single, double):
         tiny_llama_folder(
             folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16
         )
-    run_ranks(DRIVER, 2, *tiny_overrides(two), *short, *more, timeout=240)
-    trainer = run(one, mesh, *short)
-    for lines in zip(metrics_of(two), metrics_of(one), strict=True):
-        found, expected = map(without_times, lines)
+    run_ranks(DRIVER, 2, *tiny_overrides(double), *short, *two_ranks, timeout=240)
+    trainer = run(single, mesh, *short)
+    for lines in zip(metrics_of(double), metrics_of(single), strict=True):
+        metrics, expected = map(without_times, lines)
         # Micro-batches of half the samples are padded otherwise.
-        assert found.pop("train/padding_fraction") >= 0 <= expected.pop("train/padding_fraction")
-        assert largest_difference(found, expected) < 1e-3
-    trainer.model.export(one / "model", one / "run" / "hf")
-    trainer.model.export_adapter(one / "model", one / "run" / "adapter")
+        assert metrics.pop("train/padding_fraction") >= 0 <= expected.pop("train/padding_fraction")
+        assert largest_difference(metrics, expected) < 1e-3
+    trainer.model.export(single / "model", single / "run" / "hf")
+    adapter_folder = single / "run" / "adapter"
+    trainer.model.export_adapter(single / "model", adapter_folder)
     for file in ("hf/model.safetensors", "adapter/adapter_model.safetensors"):
-        found, expected = (load_file(folder / "run" / file) for folder in (two, one))
-        assert found.keys() == expected.keys()
+        tensors = load_file(double / "run" / file)
+        expected = load_file(single / "run" / file)
+        assert tensors.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, atol=1e-3, rtol=0)
+            torch.testing.assert_close(tensors[name], value, atol=1e-3, rtol=0)
 
 
 def test_fingerprint(tmp_path):
     """The same for other files of the same weights, another one for other weights."""
-    one = HFFolder(tiny_llama_folder(tmp_path / "one"))
+    single = HFFolder(tiny_llama_folder(tmp_path / "one"))
     many = HFFolder(tiny_llama_folder(tmp_path / "many", max_shard_size="20KB"))
-    assert len({entry.name for entry in many.folder.glob("*.safetensors")}) > 1
-    assert one.fingerprint() == many.fingerprint()
+    names = {entry.name for entry in many.folder.glob("*.safetensors")}
+    assert len(names) > 1
+    assert single.fingerprint() == many.fingerprint()
     others = [
         tiny_llama_folder(tmp_path / "seed", seed=1),
         tiny_llama_folder(tmp_path / "wide", ffn=96),
     ]
-    assert len({one.fingerprint(), *(HFFolder(folder).fingerprint() for folder in others)}) == 3
+    assert len({single.fingerprint(), *(HFFolder(folder).fingerprint() for folder in others)}) == 3
 
 
 def test_exports_at_the_end(whole_run, tmp_path):
@@ -235,9 +245,8 @@ def test_exports_at_the_end(whole_run, tmp_path):
     name = "model.layers.0.mlp.down_proj"
     a, b = (values[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
     update = config["lora_alpha"] / config["r"] * b @ a
-    torch.testing.assert_close(
-        merged[f"{name}.weight"], base[f"{name}.weight"] + update, atol=1e-6, rtol=0
-    )
+    expected = base[f"{name}.weight"] + update
+    torch.testing.assert_close(merged[f"{name}.weight"], expected, atol=1e-6, rtol=0)
     assert update.abs().max() > 1e-2
     assert config["base_model_name_or_path"] == str(folder / "model")
 
@@ -248,12 +257,13 @@ def test_a_checkpoint_as_a_hugging_face_folder(whole_run, mesh, tmp_path):
     expected = load_file(
         trainer.model.export(folder / "model", tmp_path / "hf") / "model.safetensors"
     )
-    found = load_file(
+    tensors = load_file(
         to_hf(folder / "run", tmp_path / "again", mesh, model=folder / "model")
         / "model.safetensors"
     )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert tensors.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(tensors[name], expected[name])
     other = tiny_llama_folder(
         tmp_path / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=1
     )

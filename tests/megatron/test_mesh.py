@@ -25,14 +25,18 @@ SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/mesh.py"
 def test_one_rank_without_a_launcher():
     for _ in range(2):  # a second one can be opened when the first is closed
         with parallel_mesh() as mesh:
-            assert (mesh.rank, mesh.world_size, mesh.dp_size, mesh.tp_size) == (0, 1, 1, 1)
+            assert mesh.rank == 0
+            assert mesh.world_size == 1
+            assert mesh.dp_size == 1
+            assert mesh.tp_size == 1
             assert mesh.is_main
             assert mesh.gather_over_dp("x") == ["x"]
             values = torch.tensor([1.5, 2.0])
             assert torch.equal(mesh.sum_over_dp(values), values)
             assert mesh.sum_over_dp(values) is not values
             assert mesh.from_model_parallel_rank_0([1]) == [1]
-            assert (mesh.any_rank(True), mesh.any_rank(False)) == (True, False)
+            assert mesh.any_rank(True) is True
+            assert mesh.any_rank(False) is False
             mesh.raise_if_any(None)
             with pytest.raises(CheckpointError, match=r"^gone$"):
                 mesh.raise_if_any(CheckpointError("gone"))
@@ -84,7 +88,8 @@ def test_a_rank_that_waits_for_others_is_stopped_by_a_signal(rank):
             output, _ = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert (process.returncode, output) == (75, "stopped\n")
+    assert process.returncode == 75
+    assert output == "stopped\n"
 
 
 def test_closed_after_an_error():
@@ -126,14 +131,14 @@ def test_four_ranks_in_several_layouts():
     output = run_ranks(SCRIPT.with_name("mesh_of_four.py"), 4)
     assert output.count("all checks passed") == 4
     assert (
-        "4 ranks: 1 data x 2 pipeline x 1 context x 2 tensor parallel\n  data 0: stage 0 [0 1], stage 1 [2 3]"
-        in output
-    )
+        "4 ranks: 1 data x 2 pipeline x 1 context x 2 tensor parallel\n"
+        "  data 0: stage 0 [0 1], stage 1 [2 3]"
+    ) in output
     assert (
         "4 ranks: 1 data x 2 pipeline x 2 context x 1 tensor parallel\n  data 0: stage 0 [0 | 1]"
         in output
     )
     assert (
-        "4 ranks: 2 data x 2 pipeline x 1 context x 1 tensor parallel\n  data 0: stage 0 [0], stage 1 [2]"
-        in output
-    )
+        "4 ranks: 2 data x 2 pipeline x 1 context x 1 tensor parallel\n"
+        "  data 0: stage 0 [0], stage 1 [2]"
+    ) in output

@@ -1,4 +1,7 @@
-"""The optimizer step, its schedule, and Adam's state: in host memory, and as rectangles in a checkpoint."""
+"""The optimizer step, its schedule, and Adam's state.
+
+The state is in host memory, and in a checkpoint as rectangles.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def wrapped(folder, mesh, optim=OPTIM, clip_grad=0.0):
 
 
 def weighted_sum(ddp, weight):
-    """A loss whose gradient is known: `weight` times the sum of all parameters has gradient `weight` everywhere."""
+    """A loss whose gradient is known: every parameter has the gradient `weight`."""
     return sum((p * weight).sum() for p in ddp.parameters())
 
 
@@ -77,14 +80,15 @@ def test_every_step_of_a_schedule(name, warmup, constant, folder, mesh):
 
 
 def test_first_step_moves_the_weights_by_its_own_learning_rate(folder, mesh):
-    """Adam's first step moves each weight by lr, so it shows which learning rate the step really had."""
+    """Adam's first step moves each weight by lr, so it shows the learning rate of the step."""
     optim = OptimConfig(lr=LR, weight_decay=0.0, sched=ScheduleConfig(warmup_steps=4))
     ddp, optimizer = wrapped(folder, mesh, optim)
     before = [p.detach().clone() for p in ddp.parameters()]
     accumulate_gradients(ddp, [1.0], weighted_sum)
     optimizer.step()
     for old, new in zip(before, ddp.parameters(), strict=True):
-        torch.testing.assert_close(old - new, torch.full_like(old, LR / 4), atol=2e-7, rtol=0)
+        expected = torch.full_like(old, LR / 4)
+        torch.testing.assert_close(old - new, expected, atol=2e-7, rtol=0)
 
 
 def test_weight_decay_is_decoupled_and_spares_norms(folder, mesh):
@@ -94,7 +98,8 @@ def test_weight_decay_is_decoupled_and_spares_norms(folder, mesh):
     optimizer.step()
     for name, new in ddp.named_parameters():
         decay = 0.0 if new.ndim == 1 else LR * WEIGHT_DECAY
-        torch.testing.assert_close(new.detach(), before[name] * (1 - decay) - LR, atol=2e-7, rtol=0)
+        expected = before[name] * (1 - decay) - LR
+        torch.testing.assert_close(new.detach(), expected, atol=2e-7, rtol=0)
 
 
 def test_micro_batches_are_summed_and_their_shares_returned(folder, mesh):
@@ -105,7 +110,8 @@ def test_micro_batches_are_summed_and_their_shares_returned(folder, mesh):
     for parameter in ddp.parameters():
         torch.testing.assert_close(parameter.main_grad, torch.full_like(parameter, 2.25))
     accumulate_gradients(ddp, [1.0], weighted_sum)  # the buffers are zeroed first
-    assert all((p.main_grad == 1).all() for p in ddp.parameters())
+    for p in ddp.parameters():
+        assert (p.main_grad == 1).all()
 
 
 def test_gradient_norm_and_clipping(folder, mesh):
@@ -122,7 +128,8 @@ def test_small_gradients_are_not_scaled_up(folder, mesh):
     ddp, optimizer = wrapped(folder, mesh, clip_grad=1e6)
     accumulate_gradients(ddp, [2.0], weighted_sum)
     optimizer.step()
-    assert all((p.grad == 2.0).all() for p in ddp.parameters())
+    for p in ddp.parameters():
+        assert (p.grad == 2.0).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -135,12 +142,15 @@ def test_gradient_that_is_not_finite_changes_nothing(bad, folder, mesh):
     update = optimizer.step()
     assert update.skipped
     assert not math.isfinite(update.grad_norm)
-    assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+    for a, b in zip(before, ddp.parameters(), strict=True):
+        assert torch.equal(a, b)
     # The moments are clean: a later step is finite and moves.
     accumulate_gradients(ddp, [1.0], weighted_sum)
     assert not optimizer.step().skipped
-    assert all(torch.isfinite(p).all() for p in ddp.parameters())
-    assert not any(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+    for p in ddp.parameters():
+        assert torch.isfinite(p).all()
+    for a, b in zip(before, ddp.parameters(), strict=True):
+        assert not torch.equal(a, b)
 
 
 KINDS = pytest.mark.parametrize(
@@ -179,7 +189,7 @@ def test_moments_that_are_there_before_the_first_step_change_nothing(
     dtype, distributed, folder, mesh
 ):
     """An engine on the same GPU sizes its cache by what is free before that step."""
-    found = []
+    weights = []
     for early in (False, True):
         ddp, megatron, _, optimizer = of_kind(folder, mesh, dtype, distributed)
         if early:
@@ -190,8 +200,8 @@ def test_moments_that_are_there_before_the_first_step_change_nothing(
             optimizer.step()
         after = sum(tensor.nbytes for tensor in large_states(megatron))
         assert (before == after) == early
-        found.append(weights_of(ddp))
-    assert torch.equal(*found)
+        weights.append(weights_of(ddp))
+    assert torch.equal(*weights)
 
 
 @KINDS
@@ -221,7 +231,7 @@ def test_a_step_takes_one_norm_and_is_megatrons_to_the_last_bit(
 
 @KINDS
 def test_the_step_of_a_gpu_is_that_of_a_cpu(dtype, distributed, folder, mesh):
-    found = []
+    steps = []
     for on_gpu in (False, True):
         ddp, _, _, optimizer = of_kind(folder, mesh, dtype, distributed)
         if on_gpu:
@@ -230,9 +240,9 @@ def test_the_step_of_a_gpu_is_that_of_a_cpu(dtype, distributed, folder, mesh):
         for value in VALUES:
             accumulate_gradients(ddp, [value], weighted_sum)
             norms.append(optimizer.step().grad_norm)
-        found.append((norms, weights_of(ddp)))
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-6, atol=1e-8)
+        steps.append((norms, weights_of(ddp)))
+    assert steps[1][0] == pytest.approx(steps[0][0], rel=1e-6)
+    torch.testing.assert_close(steps[1][1], steps[0][1], rtol=1e-6, atol=1e-8)
 
 
 @KINDS
@@ -246,15 +256,18 @@ def test_offloading_frees_all_but_the_weights_and_brings_it_back_bit_for_bit(
     for value in VALUES:
         states = list(large_states(away[1]))
         with optimizer.offloaded():
-            assert all(tensor.untyped_storage().nbytes() == 0 for tensor in states)
-            assert all(p.main_grad.untyped_storage().nbytes() == 0 for p in away[0].parameters())
+            for tensor in states:
+                assert tensor.untyped_storage().nbytes() == 0
+            for p in away[0].parameters():
+                assert p.main_grad.untyped_storage().nbytes() == 0
             assert torch.equal(weights_of(away[0]), weights_of(plain[0]))  # what generates
         for ddp, step in ((plain[0], as_on_a_gpu(plain[3])), (away[0], optimizer)):
             accumulate_gradients(ddp, [value], weighted_sum)
             step.step()
     assert torch.equal(weights_of(away[0]), weights_of(plain[0]))
-    for own, other in zip(large_states(away[1]), large_states(plain[1]), strict=True):
-        assert torch.equal(own, other)
+    pairs = zip(large_states(away[1]), large_states(plain[1]), strict=True)
+    for state, other in pairs:
+        assert torch.equal(state, other)
     kinds = 3 if dtype == torch.bfloat16 else 2  # moments, and fp32 weights of others
     elements = sum(p.numel() for p in away[0].parameters())
     assert sum(tensor.nbytes for tensor in large_states(away[1])) == 4 * kinds * elements
@@ -272,7 +285,8 @@ def test_nothing_is_moved_on_a_cpu(folder, mesh, monkeypatch):
     optimizer.step()
     monkeypatch.setattr(HostCopies, "take", lambda *args: pytest.fail("moved"))
     with optimizer.offloaded():
-        assert all(tensor.untyped_storage().nbytes() for tensor in large_states(megatron))
+        for tensor in large_states(megatron):
+            assert tensor.untyped_storage().nbytes()
 
 
 def test_fused_adam_makes_the_steps_of_the_plain_one(folder, mesh):
@@ -284,31 +298,31 @@ def test_fused_adam_makes_the_steps_of_the_plain_one(folder, mesh):
         inner = [
             group for part in inner_optimizers(optimizer._optimizer) for group in part.param_groups
         ]
-        assert [group["fused"] for group in inner] == [fused] * len(inner)
+        settings = [group["fused"] for group in inner]
+        assert settings == [fused] * len(inner)
         for k in range(1, 6):
             accumulate_gradients(ddp, [1e-3 * k, -2e-3], weighted_sum)
             optimizer.step()
         weights.append(torch.cat([p.detach().flatten() for p in ddp.parameters()]))
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-7)
-    assert not torch.equal(
-        weights[1], torch.cat([p.flatten() for p in megatron_model(folder, mesh).parameters()])
-    )
+    initial = torch.cat([p.flatten() for p in megatron_model(folder, mesh).parameters()])
+    assert not torch.equal(weights[1], initial)
 
 
 @pytest.mark.parametrize("shape", [(7,), (1,), (3, 5), (5, 1), (1, 6), (2, 3, 4)])
 def test_rectangles_are_the_range_in_order(shape):
     whole = torch.arange(torch.Size(shape).numel())
     for start, end in itertools.combinations_with_replacement(range(len(whole) + 1), 2):
-        found = rectangles(shape, start, end)
-        cut = [
-            whole.view(shape)[tuple(map(slice, at, map(sum, zip(at, size, strict=True))))]
-            for at, size in found
-        ]
-        assert [part.shape for part in cut] == [torch.Size(size) for _, size in found]
-        assert torch.equal(
-            torch.cat([whole[:0], *(part.flatten() for part in cut)]), whole[start:end]
-        )
-        assert len(found) <= 2 * len(shape) - 1
+        cuts = rectangles(shape, start, end)
+        cut = []
+        for at, size in cuts:
+            ends = map(sum, zip(at, size, strict=True))
+            cut.append(whole.view(shape)[tuple(map(slice, at, ends))])
+        expected = [torch.Size(size) for _, size in cuts]
+        assert [part.shape for part in cut] == expected
+        joined = torch.cat([whole[:0], *(part.flatten() for part in cut)])
+        assert torch.equal(joined, whole[start:end])
+        assert len(cuts) <= 2 * len(shape) - 1
     assert rectangles(shape, 5, 3) == []
 
 
@@ -325,7 +339,8 @@ def test_every_byte_comes_back_to_the_same_tensor_and_its_views(block_bytes):
         assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
         assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in before]
         copies.give_back()
-        assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+        for a, b in zip(tensors, before, strict=True):
+            assert torch.equal(a, b)
         assert torch.equal(view, before[0][1:, 2])
         tensors[1].add_(1)  # the second time other bytes go there and back
         before[1].add_(1)

@@ -1,4 +1,7 @@
-"""A checkpoint goes on at another layout as at its own, for three steps, with padding; at its own bit for bit."""
+"""A checkpoint resumed at another layout gives the losses of its own layout, with padding.
+
+At its own layout it resumes bit for bit. Three steps are compared.
+"""
 
 from __future__ import annotations
 
@@ -61,20 +64,20 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
             losses[f"{source} to {ONE}"], _ = load_and_go_on(out, case, source, ONE, mesh)
         assert losses[f"{ONE} to {ONE}"] == uninterrupted[case]
         exact = CASES[case].dtype == torch.float32
-        for runs, found in losses.items():
-            assert found == pytest.approx(
+        for runs, losses_of_runs in losses.items():
+            assert losses_of_runs == pytest.approx(
                 uninterrupted[case], rel=1e-5 if exact else 2e-2, abs=0.0
             ), (case, runs)
         for source in (*layouts, ONE):
             saved = stored_tensors(out / case / source)
             kinds = ("exp_avg.", "exp_avg_sq.", *(() if exact else ("fp32_param.",)))
-            assert all(
-                any(name.startswith(f"optimizer.state.{kind}") for name in saved) for kind in kinds
-            )
+            for kind in kinds:
+                assert any(name.startswith(f"optimizer.state.{kind}") for name in saved)
             for target in (*layouts, ONE):
                 if f"{source} to {target}" not in losses:
                     continue
-                again = stored_tensors(out / case / f"{source} to {target}")
+                folder = out / case / f"{source} to {target}"
+                again = stored_tensors(folder)
                 assert again.keys() == saved.keys()
                 for name, tensor in saved.items():
                     assert_equal_but_for_padding(again[name], tensor)
@@ -95,13 +98,15 @@ def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
         }
 
     start = main_weights("start")
-    one = main_weights(ONE)
-    moved = torch.stack([(one[name] - start[name]).norm() for name in one]).norm()
+    single = main_weights(ONE)
+    moved = torch.stack([(single[name] - start[name]).norm() for name in single]).norm()
     for layout in layouts:
         other = main_weights(layout)
         # less the padding
-        pairs = [(one[name], other[name][tuple(map(slice, one[name].shape))]) for name in one]
-        distance = torch.stack([(a - b).norm() for a, b in pairs]).norm()
+        differences = []
+        for name, weight in single.items():
+            differences.append(weight - other[name][tuple(map(slice, weight.shape))])
+        distance = torch.stack([difference.norm() for difference in differences]).norm()
         assert float(distance / moved) < 5e-2, layout
 
 
@@ -112,7 +117,8 @@ def test_three_steps_after_a_load(mesh, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [ON_TWO, ON_FOUR], ids=["two ranks", "four ranks"])
 def test_every_layout_to_every_other(layouts, mesh, tmp_path):
-    run_and_check(mesh, tmp_path, ["bf16 lora"], {target: [*layouts, ONE] for target in layouts})
+    loads = {target: [*layouts, ONE] for target in layouts}
+    run_and_check(mesh, tmp_path, ["bf16 lora"], loads)
 
 
 @pytest.mark.slow
@@ -126,8 +132,8 @@ def test_every_layout_to_itself_and_two_others(case, layouts, mesh, tmp_path):
     run_and_check(mesh, tmp_path, [case], loads)
 
 
-@pytest.mark.parametrize(("more", "fits"), [(0, True), (1, True), (-1, False)])
-def test_a_smaller_vocabulary_is_no_padding(more, fits, mesh, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("extra_rows", "fits"), [(0, True), (1, True), (-1, False)])
+def test_a_smaller_vocabulary_is_no_padding(extra_rows, fits, mesh, tmp_path, monkeypatch):
     write_model(tmp_path, "tied")
     lm = run_of(tmp_path, "tied", ONE, "run", mesh).lm
     state = trained_state(lm)
@@ -138,7 +144,10 @@ def test_a_smaller_vocabulary_is_no_padding(more, fits, mesh, tmp_path, monkeypa
         if isinstance(t, ShardedTensor)
     }
     embeddings = next(key for key in stored if "word_embeddings" in key)
-    stored[embeddings].global_shape = (vocabulary + more, *stored[embeddings].global_shape[1:])
+    stored[embeddings].global_shape = (
+        vocabulary + extra_rows,
+        *stored[embeddings].global_shape[1:],
+    )
     monkeypatch.setattr(
         checkpoint_files.dist_checkpointing, "load_tensors_metadata", lambda folder: stored
     )

@@ -50,32 +50,33 @@ def expected(folders):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_classifier_scores_as_in_transformers(kind, folders, expected, mesh):
     model = load_reward_model(folders[kind], None, mesh, batching=Batching(4))
-    found = model.score_attributes(sequences_to_score())
-    scores = torch.tensor(found.attributes)
+    scored = model.score_attributes(sequences_to_score())
+    scores = torch.tensor(scored.attributes)
     assert expected[kind].std() > 0.3  # else closeness would say little
     torch.testing.assert_close(scores, expected[kind], atol=1e-5, rtol=0)
     alone = transformers_scores(folders[kind], sequences_to_score(), padded=False)
     torch.testing.assert_close(scores, alone, atol=1e-5, rtol=0)
     torch.testing.assert_close(
-        torch.tensor(found.rewards), expected[kind].mean(1), atol=1e-5, rtol=0
+        torch.tensor(scored.rewards), expected[kind].mean(1), atol=1e-5, rtol=0
     )
-    assert model.score(sequences_to_score()) == found.rewards
+    assert model.score(sequences_to_score()) == scored.rewards
     assert model.attributes == (HELPSTEER if kind[1] == 5 else ())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, expected, mesh):
-    exact, model = (
-        load_reward_model(folders[kind], None, mesh, dtype=t)
-        for t in (torch.float32, torch.bfloat16)
-    )
-    assert {p.dtype for p in model._lm.parameters()} == {torch.bfloat16}
+    exact = load_reward_model(folders[kind], None, mesh, dtype=torch.float32)
+    model = load_reward_model(folders[kind], None, mesh, dtype=torch.bfloat16)
+    dtypes = {p.dtype for p in model._lm.parameters()}
+    assert dtypes == {torch.bfloat16}
     assert model._weight.dtype == torch.float32
     scores = torch.tensor(model.score_attributes(sequences_to_score()).attributes)
     torch.testing.assert_close(scores, expected[kind], atol=0.1, rtol=0)
     # Rounded by the trunk only: a head in bf16 would give multiples of 2^-9 around 1.
     assert not torch.equal(scores, scores.to(torch.bfloat16).to(scores.dtype))
-    identities = [reward_model_identity(folders[kind], None, one) for one in (exact, model)]
+    identities = [
+        reward_model_identity(folders[kind], None, reward_model) for reward_model in (exact, model)
+    ]
     assert identities[1] == {**identities[0], "precision": "bfloat16"}
     assert "precision" not in identities[0]  # as before there were others
 
@@ -93,8 +94,8 @@ def test_classifiers_on_two_ranks(layout, folders, expected, tmp_path):
     run_ranks(SCRIPT, 2, tmp_path, *layout, *folders.values(), timeout=240)
     for kind, folder in folders.items():
         for rank in (0, 1):
-            found = torch.load(tmp_path / f"{folder.name}.{rank}")
-            torch.testing.assert_close(found, expected[kind], atol=1e-5, rtol=0)
+            scores = torch.load(tmp_path / f"{folder.name}.{rank}")
+            torch.testing.assert_close(scores, expected[kind], atol=1e-5, rtol=0)
 
 
 def test_without_a_padding_token_every_token_counts(tmp_path, mesh):
@@ -113,7 +114,8 @@ def test_the_last_token_that_is_no_padding():
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_shares_of_positions_add_up(pooling):
-    hidden, lengths = torch.randn(3, 8, 4), torch.tensor([1, 8, 5])
+    hidden = torch.randn(3, 8, 4)
+    lengths = torch.tensor([1, 8, 5])
     whole = pool(hidden, lengths, pooling)
     rows = [hidden[i, :n] for i, n in enumerate(lengths.tolist())]
     expected = torch.stack([row.mean(0) if pooling == "mean" else row[-1] for row in rows])
@@ -157,13 +159,12 @@ def test_a_head_of_attributes_survives_its_file(tmp_path):
     head = RewardHead(torch.randn(2, 6), torch.randn(2), "mean", ("kind", "brief"), 0.25, 1.5)
     head.save(tmp_path / "head.safetensors")
     again = RewardHead.load(tmp_path / "head.safetensors")
-    assert torch.equal(again.weight, head.weight) and torch.equal(again.bias, head.bias)
-    assert (again.pooling, again.attributes, again.mean, again.deviation) == (
-        "mean",
-        ("kind", "brief"),
-        0.25,
-        1.5,
-    )
+    assert torch.equal(again.weight, head.weight)
+    assert torch.equal(again.bias, head.bias)
+    assert again.pooling == "mean"
+    assert again.attributes == ("kind", "brief")
+    assert again.mean == 0.25
+    assert again.deviation == 1.5
     with raises_error("reward_model.head.other_shapes", "(2, 6)", "3 names"):
         RewardHead(torch.randn(2, 6), torch.randn(2), "mean", ("a", "b", "c"))
 
@@ -171,22 +172,22 @@ def test_a_head_of_attributes_survives_its_file(tmp_path):
 def test_the_demo_head_still_loads():
     path = Path(__file__).parents[2] / "examples/demo/reward_head/head.safetensors"
     head = RewardHead.load(path)
-    assert head.attributes == () and (head.mean, head.deviation) == (0.0, 1.0)
+    assert head.attributes == ()
+    assert head.mean == 0.0
+    assert head.deviation == 1.0
 
 
 def test_merging():
     scores = torch.tensor([[1.0, 2.0, 3.0], [0.0, -1.0, 4.0]])
     names = ("a", "b", "c")
     assert Merging.from_names(names, None)(scores).tolist() == pytest.approx([2.0, 1.0])
-    assert Merging.from_names(names, {"c": 0.5, "a": -1})(scores).tolist() == pytest.approx(
-        [0.5, 2.0]
-    )
-    assert Merging.from_names(names, {"c": 0.5, "a": -1}, 0.5, 2.0)(
-        scores
-    ).tolist() == pytest.approx([0.0, 0.75])
-    assert Merging.from_names((), None, 1.0, 0.5)(scores[:, :1]).tolist() == pytest.approx(
-        [0.0, -2.0]
-    )
+    weights = {"c": 0.5, "a": -1}
+    weighted = Merging.from_names(names, weights)
+    assert weighted(scores).tolist() == pytest.approx([0.5, 2.0])
+    scaled = Merging.from_names(names, weights, 0.5, 2.0)
+    assert scaled(scores).tolist() == pytest.approx([0.0, 0.75])
+    nameless = Merging.from_names((), None, 1.0, 0.5)
+    assert nameless(scores[:, :1]).tolist() == pytest.approx([0.0, -2.0])
 
 
 def test_merging_refuses_names_that_the_head_lacks():

@@ -26,7 +26,10 @@ def test_stages_send_each_other_hidden_states_only(tp_size, tmp_path):
 
 
 def test_shapes_come_in_the_order_of_one_forward_one_backward():
-    """A middle stage: it makes a micro-batch early for its shape, once, and keeps shapes for the gradients."""
+    """A middle stage makes a micro-batch early for its shape, once.
+
+    It keeps the shapes for the gradients.
+    """
     made = []
 
     def micro_batches():
@@ -35,11 +38,16 @@ def test_shapes_come_in_the_order_of_one_forward_one_backward():
             yield size
 
     ahead = _Ahead(micro_batches(), lambda size: (size, 1, 8))
-    assert (ahead.next_shape(), next(ahead)) == ((3, 1, 8), 3)
-    assert (ahead.next_shape(), next(ahead)) == ((1, 1, 8), 1)
+    assert ahead.next_shape() == (3, 1, 8)
+    assert next(ahead) == 3
+    assert ahead.next_shape() == (1, 1, 8)
+    assert next(ahead) == 1
     assert made == [3, 1]
     assert ahead.next_gradient_shape() == (3, 1, 8)
-    assert (ahead.next_shape(), next(ahead)) == ((2, 1, 8), 2)
-    assert [ahead.next_gradient_shape() for _ in range(2)] == [(1, 1, 8), (2, 1, 8)]
+    assert ahead.next_shape() == (2, 1, 8)
+    assert next(ahead) == 2
+    expected = [(1, 1, 8), (2, 1, 8)]
+    assert [ahead.next_gradient_shape() for _ in range(2)] == expected
     # a first stage asks for no forward shape
-    assert (next(ahead), ahead.next_gradient_shape()) == (5, (5, 1, 8))
+    assert next(ahead) == 5
+    assert ahead.next_gradient_shape() == (5, 1, 8)

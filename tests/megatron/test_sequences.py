@@ -1,4 +1,7 @@
-"""Groups packed into one row: the log-probs and gradients of padded sequences, in float64, with prompts read once."""
+"""Groups packed into one row, with prompts read once.
+
+Log-probs and gradients are those of padded sequences, in float64.
+"""
 
 from __future__ import annotations
 
@@ -41,22 +44,22 @@ def models(tmp_path_factory, mesh):
 
 
 def batch_of(groups: list[tuple[int, list[int]]], order: list[int] | None = None):
-    """(sequences, prompt_lengths, response_lengths, group_ids) of (prompt length, response lengths) a group."""
+    """Return (sequences, prompt_lengths, response_lengths, group_ids).
+
+    `groups` holds (prompt length, response lengths) of each group.
+    """
     prompts = [random_tokens(60, length, seed=number) for number, (length, _) in enumerate(groups)]
     rows = [(number, length) for number, (_, lengths) in enumerate(groups) for length in lengths]
     rows = [rows[i] for i in order] if order else rows
-    parts = [
-        torch.cat((prompts[number], random_tokens(60, length, seed=100 + row)))
-        for row, (number, length) in enumerate(rows)
-    ]
+    parts = []
+    for row, (number, length) in enumerate(rows):
+        response = random_tokens(60, length, seed=100 + row)
+        parts.append(torch.cat((prompts[number], response)))
     sequences = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=PAD)
     lengths = torch.tensor([length for _, length in rows])
-    return (
-        sequences,
-        torch.tensor([len(prompts[n]) for n, _ in rows]),
-        lengths,
-        torch.tensor([7 * n + 3 for n, _ in rows]),
-    )
+    prompt_lengths = torch.tensor([len(prompts[number]) for number, _ in rows])
+    group_ids = torch.tensor([7 * number + 3 for number, _ in rows])
+    return sequences, prompt_lengths, lengths, group_ids
 
 
 def scored(lm, layout, width):
@@ -69,9 +72,8 @@ def scored(lm, layout, width):
         scores.log_probs.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     (scores.log_probs * weights).sum().backward()
-    gradient = torch.cat(
-        [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in lm.parameters()]
-    )
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in lm.parameters()]
+    gradient = torch.cat([grad.flatten() for grad in grads])
     return scores.log_probs.detach(), scores.entropy.detach(), gradient
 
 
@@ -89,14 +91,16 @@ BATCHES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", BATCHES)
 def test_equal_to_padded_sequences(name, family, kernel, models):
-    lm, (*where, group_ids) = models[family], BATCHES[name]
+    lm = models[family]
+    *where, group_ids = BATCHES[name]
     width = int(where[2].max())
     with KERNELS[kernel]():
         packed = scored(lm, PackedGroups(lm, *where, group_ids), width)
     padded = scored(lm, PaddedSequences(lm, *where, pad_id=PAD), width)
-    for one, other in zip(packed, padded, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-9)
-    assert packed[2].any() == bool((where[2] > 0).any())
+    for values, other in zip(packed, padded, strict=True):
+        torch.testing.assert_close(values, other, atol=1e-11, rtol=1e-9)
+    expected = bool((where[2] > 0).any())
+    assert packed[2].any() == expected
 
 
 @settings(deadline=None, max_examples=40)
@@ -108,9 +112,10 @@ def test_equal_to_padded_sequences(name, family, kernel, models):
     )
 )
 def test_log_probs_of_any_groups(models, groups):
-    lm, (*where, group_ids) = models["mistral_window"], batch_of(groups)
+    lm = models["mistral_window"]
+    *where, group_ids = batch_of(groups)
     width = max(int(where[2].max()), 1)
-    found = []
+    log_probs = []
     for make in (flash_on_cpu, contextlib.nullcontext, None):
         with torch.no_grad(), make() if make else contextlib.nullcontext():
             layout = (
@@ -118,11 +123,11 @@ def test_log_probs_of_any_groups(models, groups):
                 if make
                 else PaddedSequences(lm, *where, pad_id=PAD)
             )
-            found.append(
+            log_probs.append(
                 response_scores(layout, layout.hidden(lm), lm, 1.0, width, chunk_tokens=5).log_probs
             )
-    for packed in found[:2]:
-        torch.testing.assert_close(packed, found[2], atol=1e-11, rtol=0)
+    for packed in log_probs[:2]:
+        torch.testing.assert_close(packed, log_probs[2], atol=1e-11, rtol=0)
 
 
 def test_a_prompt_is_read_once_and_nothing_is_padded(models):
@@ -134,37 +139,42 @@ def test_a_prompt_is_read_once_and_nothing_is_padded(models):
     prompts = (4, 9, 1, 12)
     kept = [int(length) - 1 for length in where[2]]
     assert tokens.shape == positions.shape == (1, sum(prompts) + sum(kept))
-    assert positions[0, :14].tolist() == [*range(4), *range(9), 0]
-    assert positions[0, sum(prompts) : sum(prompts) + 5].tolist() == [4, 5, 6, 7, 4]
+    expected = [*range(4), *range(9), 0]
+    assert positions[0, :14].tolist() == expected
+    start = sum(prompts)
+    assert positions[0, start : start + 5].tolist() == [4, 5, 6, 7, 4]
 
 
 def test_the_flash_kernel_gets_no_padding(models):
-    """One call a layer: four prompts, the eight responses with more than one token, and what each attends to."""
-    lm, (*where, group_ids), calls = models["llama"], BATCHES["ragged"], []
+    """One call a layer: four prompts, and the eight responses with more than one token."""
+    lm = models["llama"]
+    *where, group_ids = BATCHES["ragged"]
+    calls = []
     with flash_on_cpu(calls), torch.no_grad():
         PackedGroups(lm, *where, group_ids).hidden(lm)
     prompts = [4, 9, 1, 12]
     kept = [[4, 1, 7], [2, 6, 0], [5, 3], [29]]
     queries = sum(prompts) + sum(map(sum, kept))
-    keys = sum(prompts) + sum(
-        count + prompt
-        for prompt, each in zip(prompts, kept, strict=True)
-        for count in each
-        if count
-    )
-    assert calls == [(4 + 8, queries, keys)] * len(lm.decoder.layers)
+    keys = sum(prompts)
+    for prompt, counts in zip(prompts, kept, strict=True):
+        keys += sum(count + prompt for count in counts if count)
+    expected = [(4 + 8, queries, keys)] * len(lm.decoder.layers)
+    assert calls == expected
 
 
 def test_padding_at_the_end_of_a_row_is_a_sequence_of_its_own():
-    """A multiple that sequence parallelism asks for. Nothing else sees it, and it sees something finite."""
+    """A multiple that sequence parallelism asks for.
+
+    Nothing else sees it, and it sees something finite.
+    """
     spans = _spans([2, 3], [1, 0, 4], [1, 0, 0], 2)
-    assert spans == [((0, 2),), ((2, 5),), ((2, 5), (5, 6)), ((0, 2), (6, 10)), ((10, 12),)]
+    expected = [((0, 2),), ((2, 5),), ((2, 5), (5, 6)), ((0, 2), (6, 10)), ((10, 12),)]
+    assert spans == expected
     query, key, value = torch.randn(3, 12, 1, 2, 8, dtype=torch.float64)
     with flash_on_cpu():
         whole = _UnpaddedAttention(spans, None, torch.device("cpu"))(query, key, value, None)
-        cut = _UnpaddedAttention(spans[:-1], None, torch.device("cpu"))(
-            query[:10], key[:10], value[:10], None
-        )
+        attend = _UnpaddedAttention(spans[:-1], None, torch.device("cpu"))
+        cut = attend(query[:10], key[:10], value[:10], None)
     torch.testing.assert_close(whole[:10], cut)
     assert whole.isfinite().all()
 
@@ -172,26 +182,27 @@ def test_padding_at_the_end_of_a_row_is_a_sequence_of_its_own():
 def test_a_prompts_gradient_is_added_up_in_float32():
     """That of a hundred responses to it; in bf16 each addition would round."""
     rows = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    _Repeated.apply(rows, torch.zeros(100, dtype=torch.long)).backward(
-        torch.full((100, 1, 1), 1.0078125).bfloat16()
-    )
-    assert float(rows.grad) == float(torch.tensor(100.78125).bfloat16())
+    repeated = _Repeated.apply(rows, torch.zeros(100, dtype=torch.long))
+    repeated.backward(torch.full((100, 1, 1), 1.0078125).bfloat16())
+    expected = float(torch.tensor(100.78125).bfloat16())
+    assert float(rows.grad) == expected
 
 
 def test_responses_do_not_see_each_other(models):
-    lm, (sequences, *lengths, group_ids) = models["llama"], BATCHES["ragged"]
+    lm = models["llama"]
+    sequences, *lengths, group_ids = BATCHES["ragged"]
     other = sequences.clone()
     other[1, 4:] = 9  # the second response to the first prompt
-    found = []
+    log_probs = []
     with torch.no_grad():
         for tokens in (sequences, other):
             layout = PackedGroups(lm, tokens, *lengths, group_ids)
-            found.append(
+            log_probs.append(
                 response_scores(layout, layout.hidden(lm), lm, 1.0, 30, chunk_tokens=64).log_probs
             )
     rest = [row for row in range(len(sequences)) if row != 1]
-    assert torch.equal(found[0][rest], found[1][rest])
-    assert not torch.equal(found[0][1], found[1][1])
+    assert torch.equal(log_probs[0][rest], log_probs[1][rest])
+    assert not torch.equal(log_probs[0][1], log_probs[1][1])
 
 
 def test_different_prompts_in_a_group_are_refused(models):

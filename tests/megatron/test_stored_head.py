@@ -1,4 +1,4 @@
-"""Reward models whose head has another name or two layers, against the module that it was saved from."""
+"""Reward models whose head has another name or two layers, against the module that was saved."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def two_layers(activation: nn.Module) -> nn.Sequential:
 
 
 def write_head(folder: Path, name: str, module: nn.Module, **config: Any) -> Path:
-    """Put a head in the place of a classifier's `score.weight`; its weights are random by its name."""
+    """Put a head in the place of a classifier's `score.weight`.
+
+    Its random weights are seeded by its name.
+    """
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
         for parameter in module.parameters():
@@ -141,12 +144,13 @@ def test_a_bias_that_transformers_leaves_out_is_a_choice(folder, mesh):
     with raises_error("reward_model.head.bias_of_score", *values):
         load_reward_model(folder, None, mesh)
     scores = load_reward_model(folder, None, mesh, head_name="score").score(sequences_to_score())
-    assert scores == pytest.approx([score + 0.5 for score in without], abs=1e-6)
+    expected = [score + 0.5 for score in without]
+    assert scores == pytest.approx(expected, abs=1e-6)
 
 
 class TestTwoLayers:
     def test_of_qwens_reward_models(self, tmp_path, mesh):
-        """The class's head is Linear, ReLU, Linear: modeling_qwen2_rm.py of Qwen/Qwen2.5-Math-RM-72B."""
+        """The head is Linear, ReLU, Linear: modeling_qwen2_rm.py of Qwen/Qwen2.5-Math-RM-72B."""
         folder = classifier_folder(tmp_path / "rm", "qwen2", 1, pad_token_id=None)
         module = two_layers(nn.ReLU())
         write_head(folder, "score", module, architectures=["Qwen2ForRewardModel"])
@@ -171,9 +175,8 @@ class TestTwoLayers:
             folder, None, mesh, head_name="v_head", head_activation=activation
         )
         scores = torch.tensor(model.score(sequences_to_score()))
-        torch.testing.assert_close(
-            scores, expected_scores(folder, head)[:, 0], atol=1e-5, rtol=0, check_dtype=False
-        )
+        expected = expected_scores(folder, head)[:, 0]
+        torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0, check_dtype=False)
 
     def test_an_activation_for_one_layer_is_refused(self, folder, mesh):
         with raises_error("reward_model.head.one_layer", "reward_model.head_activation", "tanh"):
@@ -248,9 +251,8 @@ class TestLabelsWithoutNames:
         columns = torch.tensor(scores.attributes).T
         torch.testing.assert_close(by_weights["LABEL_0",], columns[0], check_dtype=False)
         torch.testing.assert_close(by_weights["LABEL_1",], columns[1], check_dtype=False)
-        torch.testing.assert_close(
-            by_weights["LABEL_1", "LABEL_0"], columns[1] - columns[0], check_dtype=False
-        )
+        expected = columns[1] - columns[0]
+        torch.testing.assert_close(by_weights["LABEL_1", "LABEL_0"], expected, check_dtype=False)
 
     def test_names_mean_what_they_say(self):
         assert Merging.from_names(("safety", "LABEL_1"), None).weights == (0.5, 0.5)

@@ -283,7 +283,10 @@ def linked_model(model: Path) -> None:
 
 
 def name_a_function_of_torch(model: Path) -> None:
-    """Pickle itself names the module that defines a function, and torch shows some under its own name, too."""
+    """Write a pickle that names a function of torch.
+
+    Pickle names the module that defines a function, and torch shows some under its own name, too.
+    """
     (model / METADATA_FILE).write_bytes(b"ctorch\nload\n(tR.")
 
 

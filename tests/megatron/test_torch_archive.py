@@ -74,7 +74,11 @@ def twice_named() -> bytes:
 
 
 def two_directories() -> bytes:
-    """The end names the directory of the first archive, whose entries are compressed; Python reads the second one."""
+    """Return an archive with two directories.
+
+    The end names the directory of the first archive, whose entries are compressed. Python reads the
+    second one.
+    """
     first = packed(zipfile.ZIP_DEFLATED)
     second = repacked(lambda archive, entry, data: archive.writestr(entry.filename, b""))
     fields = list(END.unpack(second[-END.size :]))
@@ -101,7 +105,8 @@ def shared_bytes() -> bytes:
             entry = zipfile.ZipInfo(f"archive/data/{number}")
             entry.header_offset = first.header_offset
             entry.CRC = first.CRC
-            entry.file_size = entry.compress_size = first.file_size
+            entry.file_size = first.file_size
+            entry.compress_size = first.file_size
             archive.filelist.append(entry)
     return target.getvalue()
 

@@ -1,7 +1,8 @@
-"""Transformer Engine's modules compute what megatron's and torch's do: tested with a fake of its interface.
+"""Transformer Engine's modules compute what megatron's and torch's do: tested with a fake of its
+interface.
 
-The fake stands on the path of processes of their own, since megatron looks for it when it is imported. This process
-has none.
+The fake stands on the path of separate processes, since megatron looks for it when it is imported.
+This process has none.
 """
 
 from __future__ import annotations
@@ -36,77 +37,80 @@ def out(tmp_path_factory):
 @pytest.fixture(scope="module")
 def without(out, mesh):
     """What one process computes of each family, with all weights and with LoRA."""
-    found = {}
+    results = {}
     for name in FAMILIES:
         family, keys = MODELS[name]
-        folder = tiny_family_folder(
-            out / name / "model", family, **{**keys, "num_hidden_layers": 4}
-        )
-        found[name] = {
+        model_folder = out / name / "model"
+        folder = tiny_family_folder(model_folder, family, **{**keys, "num_hidden_layers": 4})
+        results[name] = {
             updates: computed(Layout(updates=updates), folder, mesh) for updates in (None, LORA)
         }
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
 def losses(out, mesh):
     """Of three steps after a save, by case."""
-    found = {}
+    losses_of_cases = {}
     for case in CASES:
         write_model(out, case)
-        found[case], _ = save_and_go_on(out, case, ONE, mesh)
-    return found
+        losses_of_cases[case], _ = save_and_go_on(out, case, ONE, mesh)
+    return losses_of_cases
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_numbers_kernels_and_checkpoints(ranks, out, without, losses, mesh, monkeypatch):
     run_with_fake(monkeypatch, ranks, out, *FAMILIES)
-    runs = [(FAMILIES[0], name) for name in TE_LAYOUTS[ranks]] + [
-        (name, SAVED[ranks]) for name in FAMILIES[1:]
-    ]
+    runs = [(FAMILIES[0], name) for name in TE_LAYOUTS[ranks]]
+    runs += [(name, SAVED[ranks]) for name in FAMILIES[1:]]
     for family, name in runs:
-        found = torch.load(out / family / f"{name}.pt")
-        check_numbers(found, without[family][TE_LAYOUTS[ranks][name].updates], f"{family}, {name}")
+        results = torch.load(out / family / f"{name}.pt")
+        check_numbers(
+            results, without[family][TE_LAYOUTS[ranks][name].updates], f"{family}, {name}"
+        )
         exported = transformers_model(out / family / name)
-        assert torch.equal(flat(dict(exported.named_parameters())), found["weights"]), (
+        assert torch.equal(flat(dict(exported.named_parameters())), results["weights"]), (
             f"{family}, {name}"
         )
     saved = SAVED[ranks]
-    found = json.loads((out / f"{saved}.json").read_text())
-    check_kernels(found, recomputed=ranks == 2)
+    report = json.loads((out / f"{saved}.json").read_text())
+    check_kernels(report, recomputed=ranks == 2)
     for case, expected in losses.items():
         back, _ = load_and_go_on(out, case, saved, ONE, mesh)
         # bf16 differs by what is rounded on the way: RoPE's sines.
-        close = pytest.approx(expected, rel=1e-5 if SETTINGS[case].dtype == torch.float32 else 2e-2)
-        assert found["losses"][case] == {"saved": close, "loaded": close}, case
+        rel = 1e-5 if SETTINGS[case].dtype == torch.float32 else 2e-2
+        close = pytest.approx(expected, rel=rel)
+        assert report["losses"][case] == {"saved": close, "loaded": close}, case
         assert back == close, case
         assert (
             stored_tensors(out / case / saved).keys() == stored_tensors(out / case / ONE).keys()
         ), case
 
 
-def check_numbers(found, one, who):
+def check_numbers(results, expected, who):
     for kind in ("greedy", "sampled"):
-        assert found[kind]["tokens"] == one[kind]["tokens"], who
+        assert results[kind]["tokens"] == expected[kind]["tokens"], who
         torch.testing.assert_close(
-            found[kind]["log_probs"], one[kind]["log_probs"], atol=1e-5, rtol=0, msg=who
+            results[kind]["log_probs"], expected[kind]["log_probs"], atol=1e-5, rtol=0, msg=who
         )
     for kind in ("log_probs", "reference_log_probs"):
-        torch.testing.assert_close(found[kind], one[kind], atol=1e-5, rtol=0, msg=who)
-    assert torch.equal(found["weights_before"], one["weights_before"]), who
-    assert found["losses"][0] == pytest.approx(one["losses"][0], rel=1e-5), who
-    assert found["norms"][0] == pytest.approx(one["norms"][0], rel=1e-5), who
-    if "gradient" in found:
-        assert relative_difference(found["gradient"], one["gradient"]) <= 1e-5, who
-    moved = one["weights"] - one["weights_before"]
-    assert float((found["weights"] - one["weights"]).norm()) <= 1e-3 * float(moved.norm()), who
+        torch.testing.assert_close(results[kind], expected[kind], atol=1e-5, rtol=0, msg=who)
+    assert torch.equal(results["weights_before"], expected["weights_before"]), who
+    assert results["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-5), who
+    assert results["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-5), who
+    if "gradient" in results:
+        assert relative_difference(results["gradient"], expected["gradient"]) <= 1e-5, who
+    moved = expected["weights"] - expected["weights_before"]
+    assert float((results["weights"] - expected["weights"]).norm()) <= 1e-3 * float(moved.norm()), (
+        who
+    )
 
 
-def check_kernels(found, *, recomputed):
+def check_kernels(report, *, recomputed):
     """Of a step on one micro-batch of four layers, and of a generation."""
     layers = 4
     passes = 2 if recomputed else 1
-    training = found["training"]
+    training = report["training"]
     assert training["column layers"] == 2 * layers
     assert training["gemm"] == 4 * layers * passes
     assert training["swiglu"] == layers * passes
@@ -116,14 +120,16 @@ def check_kernels(found, *, recomputed):
     assert training["rmsnorm_bwd"] == 2 * layers + 1
     assert training["wgrad_accumulate"] == 4 * layers
     assert "wgrad" not in training
-    assert training["l2norm"] and training["adam"]
+    assert training["l2norm"]
+    assert training["adam"]
     # The KV cache has a position a row, which the fused RoPE does not know. Products go without
     # autograd.
-    assert found["generation"]["rmsnorm_fwd"]
-    assert not {"rope", "gemm"} & set(found["generation"])
+    assert report["generation"]["rmsnorm_fwd"]
+    assert not {"rope", "gemm"} & set(report["generation"])
 
 
 def test_missing_is_told(mesh, out, without):
     values = ("model.transformer_engine", OLDEST_VERSION)
     with raises_error("config.transformer_engine.missing_or_old", *values):
-        megatron_model(out / FAMILIES[0] / "model", mesh, options=with_te(Layout()).model)
+        model_folder = out / FAMILIES[0] / "model"
+        megatron_model(model_folder, mesh, options=with_te(Layout()).model)

@@ -188,7 +188,10 @@ def test_an_index_without_tensors(tmp_path):
 class TestAdapters:
     @pytest.fixture
     def with_adapter(self, tmp_path) -> Path:
-        """A model with an adapter of PEFT in its folder, which changes what transformers computes."""
+        """Return a model with an adapter of PEFT in its folder.
+
+        The adapter changes what transformers computes.
+        """
         from peft import LoraConfig, get_peft_model
 
         folder = tiny_llama_folder(tmp_path / "model")
@@ -226,7 +229,10 @@ class TestAdapters:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
 def test_a_folder_of_the_bare_decoder_has_other_names(tied, max_shard_size, mesh, tmp_path):
-    """As `LlamaModel.save_pretrained` writes them, with the output layer beside them where it is not tied."""
+    """As `LlamaModel.save_pretrained` writes them.
+
+    The output layer stands beside them where it is not tied.
+    """
     folder = tiny_llama_folder(tmp_path, tied=tied, max_shard_size=max_shard_size)
     for path in folder.glob("*.safetensors"):
         tensors = {name.removeprefix("model."): value for name, value in load_file(path).items()}

@@ -1,4 +1,4 @@
-"""The table of weights: over all ranks every element has one place, for any shape and any number of ranks."""
+"""The table of weights: over all ranks every element has one place, for any shape."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_every_element_has_one_place_and_comes_back(shape):
     by_parameter = [(name, list(rows)) for name, rows in groups]
     assert len({name for name, _ in by_parameter}) == len(by_parameter)  # neighbours
     for _, rows in by_parameter:
-        sources = [
-            torch.arange(1, torch.Size(row.shape).numel() + 1).view(row.shape) + 1000 * i
-            for i, row in enumerate(rows)
-        ]
+        sources = []
+        for i, row in enumerate(rows):
+            elements = torch.arange(1, torch.Size(row.shape).numel() + 1)
+            sources.append(elements.view(row.shape) + 1000 * i)
         parameters = [
             torch.zeros(local_shape(rows, arch, tp_size), dtype=torch.long) for _ in range(tp_size)
         ]
@@ -70,7 +70,8 @@ def test_every_element_has_one_place_and_comes_back(shape):
                 place.copy_(row.like_place(part))
         filled = sum(int(parameter.count_nonzero()) for parameter in parameters)
         copies = tp_size if rows[0].split is None else 1
-        assert filled == copies * sum(source.numel() for source in sources)
+        expected = copies * sum(source.numel() for source in sources)
+        assert filled == expected
         for row, source in zip(rows, sources, strict=True):
             back = torch.zeros_like(source)
             for rank, parameter in enumerate(parameters):
@@ -81,7 +82,10 @@ def test_every_element_has_one_place_and_comes_back(shape):
 
 
 def test_groups_are_interleaved_as_megatron_has_them():
-    """6 query heads in 3 groups on two ranks, one row a head: q q k v of each group, and a group of zeros."""
+    """6 query heads in 3 groups on two ranks, one row a head.
+
+    Each group is q q k v; the last one is zeros.
+    """
     raw = {
         "model_type": "llama",
         "vocab_size": 4,
@@ -95,18 +99,20 @@ def test_groups_are_interleaved_as_megatron_has_them():
     arch = dataclasses.replace(arch, head_size=1)  # no model has this; a row is then a head
     rows = {row.hf.split(".")[-2]: row for row in weight_map(arch, 2) if "proj" in row.hf}
     sources = {"q_proj": [1, 2, 3, 4, 5, 6], "k_proj": [10, 20, 30], "v_proj": [100, 200, 300]}
-    found = []
+    parameters = []
     for rank in (0, 1):
         parameter = torch.zeros(8, 1, dtype=torch.long)
         for name, values in sources.items():
             start, end = rows[name].part(rank)
-            rows[name].place(parameter, rank).copy_(
-                rows[name].like_place(torch.tensor(values)[start:end, None])
-            )
-        found.append(parameter[:, 0].tolist())
-    assert found == [[1, 2, 10, 100, 3, 4, 20, 200], [5, 6, 30, 300, 0, 0, 0, 0]]
+            part = torch.tensor(values)[start:end, None]
+            rows[name].place(parameter, rank).copy_(rows[name].like_place(part))
+        parameters.append(parameter[:, 0].tolist())
+    expected = [[1, 2, 10, 100, 3, 4, 20, 200], [5, 6, 30, 300, 0, 0, 0, 0]]
+    assert parameters == expected
     gate = rows["gate_proj"]
     up = rows["up_proj"]
-    assert (gate.part(1), up.part(1)) == ((1, 2), (1, 2))
+    assert gate.part(1) == (1, 2)
+    assert up.part(1) == (1, 2)
     parameter = torch.tensor([[7], [8]])
-    assert (gate.place(parameter, 1).item(), up.place(parameter, 1).item()) == (7, 8)
+    assert gate.place(parameter, 1).item() == 7
+    assert up.place(parameter, 1).item() == 8

@@ -1,4 +1,4 @@
-"""Every rule of the alerts on a series with its fault and on a healthy one, and what a run makes of it."""
+"""Every rule of the alerts on a faulty series and on a healthy one, and its effect on a run."""
 
 from __future__ import annotations
 
@@ -67,11 +67,9 @@ def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
             "timing/x/rank": 1,
             "timers/step_time": 2.0,
         }
-        yield {
-            "step": step,
-            **line,
-            **({"val/rewards": 1.4 * done + draw(0, 0.05)} if step % 10 == 0 else {}),
-        }
+        if step % 10 == 0:
+            line["val/rewards"] = 1.4 * done + draw(0, 0.05)
+        yield {"step": step, **line}
 
 
 # (steps since the fault began, from 0), a line
@@ -163,19 +161,22 @@ def test_a_healthy_run_is_met_with_silence(seed):
 )
 def test_each_fault_is_said_once_and_in_time(name, change, within):
     alert_rules = AlertRules()
-    found = [
+    steps = [
         step
         for kind, step in said(alert_rules, with_fault(change, START + within + 20))
         if kind == name
     ]
-    assert len(found) == 1 and START <= found[0] < START + within
+    assert len(steps) == 1
+    assert START <= steps[0] < START + within
     (alert,) = [alert for alert in alert_rules.alerts if alert.kind == name]
-    assert f"docs/alerts.md#{name}" in alert.text and "nan" not in alert.text
+    assert f"docs/alerts.md#{name}" in alert.text
+    assert "nan" not in alert.text
 
 
 def test_every_rule_has_a_fault_a_key_and_a_section():
     names = [rule.name for rule in RULES]
-    assert names == list(RulesConfig.model_fields) and {name for name, *_ in FAULTS} == set(names)
+    assert names == list(RulesConfig.model_fields)
+    assert {name for name, *_ in FAULTS} == set(names)
     assert [line[4:] for line in PAGE.read_text().splitlines() if line.startswith("### ")] == names
 
 
@@ -183,11 +184,13 @@ def test_what_is_gone_for_a_while_may_be_said_again():
     alert_rules = AlertRules()
     steps = [20, 22, 22 + QUIET - 1, 50]
     lines = [line | {"train/skipped_step": float(line["step"] in steps)} for line in healthy(60)]
-    assert said(alert_rules, iter(lines)) == [("skipped", 20), ("skipped", 50)]
-    assert [(alert.first, alert.last, alert.count) for alert in alert_rules.alerts] == [
+    expected = [("skipped", 20), ("skipped", 50)]
+    assert said(alert_rules, iter(lines)) == expected
+    expected = [
         (20, 26, 3),
         (50, 50, 1),
     ]
+    assert [(alert.first, alert.last, alert.count) for alert in alert_rules.alerts] == expected
 
 
 def test_what_is_off_is_not_said():
@@ -225,9 +228,8 @@ def row(prompt: int, sample: int, response: str, reward: float = 0.0, text: str 
 def test_metrics_of_texts():
     assert text_metrics(["a b c d", "e f g h"])["repetition"] == 0.0
     assert text_metrics(["a b c a b c a b c", "d e f"])["repetition"] == pytest.approx(4 / 8)
-    assert text_metrics(["", "a"])["repetition"] == 0.0 and math.isnan(
-        text_metrics([""])["compression"]
-    )
+    assert text_metrics(["", "a"])["repetition"] == 0.0
+    assert math.isnan(text_metrics([""])["compression"])
     prose = "".join(map(chr, random.Random(0).choices(range(97, 123), k=400)))
     again = "very good " * 40
     assert text_metrics([again])["compression"] < 0.2 < text_metrics([prose])["compression"]
@@ -236,19 +238,17 @@ def test_metrics_of_texts():
 
 def test_failures_by_length():
     rows = [row(0, i, "a " * (i + 1), math.nan if i > 2 else 1.0) for i in range(4)]
-    assert (
-        longer_if_unscored(rows) == 1.0
-        and longer_if_unscored([*rows, row(0, 4, "a", math.nan)]) == 3.5 / 6
-    )
-    assert math.isnan(longer_if_unscored(rows[:3])) and math.isnan(longer_if_unscored(rows[3:]))
+    assert longer_if_unscored(rows) == 1.0
+    assert longer_if_unscored([*rows, row(0, 4, "a", math.nan)]) == 3.5 / 6
+    assert math.isnan(longer_if_unscored(rows[:3]))
+    assert math.isnan(longer_if_unscored(rows[3:]))
 
 
 def test_the_correlation_is_that_within_groups():
     rows = [row(p, i, "a " * (i + 1 + 9 * p), -5.0 * p + i) for p in (0, 1) for i in range(3)]
     assert length_reward_correlation(rows) == pytest.approx(1.0)
-    assert math.isnan(length_reward_correlation(rows[:1])) and math.isnan(
-        length_reward_correlation([])
-    )
+    assert math.isnan(length_reward_correlation(rows[:1]))
+    assert math.isnan(length_reward_correlation([]))
 
 
 def test_prompts_that_are_repeated():
@@ -258,15 +258,11 @@ def test_prompts_that_are_repeated():
     )
     assert repeated == {"twice", "also held out"}
     of = lambda *rows: sample_metrics(rows, repeated)["prompts_repeated"]  # noqa: E731
-    assert (
-        of(row(0, 0, "x", text="once"), row(0, 1, "x", text="once"), row(1, 0, "x", text="other"))
-        == 0.0
-    )
-    assert (
-        of(row(0, 0, "x", text="once"), row(1, 0, "x", text="twice"), row(1, 1, "x", text="twice"))
-        == 0.5
-    )
-    assert of(row(2, 0, "x", text="also held out")) == 1.0 and sample_metrics([]) == {}
+    once = row(0, 0, "x", text="once")
+    assert of(once, row(0, 1, "x", text="once"), row(1, 0, "x", text="other")) == 0.0
+    assert of(once, row(1, 0, "x", text="twice"), row(1, 1, "x", text="twice")) == 0.5
+    assert of(row(2, 0, "x", text="also held out")) == 1.0
+    assert sample_metrics([]) == {}
 
 
 def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
@@ -283,8 +279,10 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
         monitor._log({"skipped_step": float(step in (3, 4)), "rewards": 1.0}, step, "train/")
         monitor.commit(step)
         monitor.commit(step)  # as a stop does once more
-        found = read_status(tmp_path)
-        assert found and set(found.alerts) == ({"skipped"} if step in (3, 4) else set())
+        status_of_run = read_status(tmp_path)
+        assert status_of_run
+        expected = {"skipped"} if step in (3, 4) else set()
+        assert set(status_of_run.alerts) == (expected)
     assert calls == [("skipped", 3)]
     assert (
         capsys.readouterr().out.count(
@@ -294,7 +292,8 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
     )
     lines = RunFolder(tmp_path).lines
     assert [line["step"] for line in lines] == [*range(1, 10)]
-    assert [line["step"] for line in lines if line.get("alerts/skipped") == 1] == [3, 4]
+    steps = [line["step"] for line in lines if line.get("alerts/skipped") == 1]
+    assert steps == [3, 4]
     assert [(alert.kind, alert.first, alert.last) for alert in RunFolder(tmp_path).alerts()] == [
         ("skipped", 3, 4)
     ]
@@ -302,7 +301,8 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
 
 def test_unknown_rules_are_faults():
     with pytest.raises(ConfigError) as raised:
-        load_config(OmegaConf.create({"alerts": {"rules": {"lenght": "warn", "kl": "loud"}}}))
+        cfg = OmegaConf.create({"alerts": {"rules": {"lenght": "warn", "kl": "loud"}}})
+        load_config(cfg)
     check_fault(raised.value.faults, "config.key.unknown", "alerts.rules.lenght")
     check_fault(raised.value.faults, "config.value.not_a_choice", "alerts.rules.kl", "'loud'")
     assert RulesConfig.model_validate({"kl": False}).kl == "off", "YAML's off"
@@ -312,7 +312,10 @@ class TestARun:
     STOPS = ("alerts.rules.constant_reward=stop", f"{RL}.max_epochs=5", f"{RL}.save_interval=0")
 
     def test_a_planted_failure_stops_it_once_its_state_is_saved(self, tmp_path, mesh, capsys):
-        """The reward dies after two steps; resumed, the run goes on without stopping for the same again."""
+        """The reward dies after two steps.
+
+        The resumed run does not stop for the same reason again.
+        """
         calls = []
 
         def dies(ids: list[int]) -> float:
@@ -325,17 +328,17 @@ class TestARun:
                 trainer.fit()
             finally:
                 last = weights(trainer)
-        assert raised.value.exit_code == EXIT_ALERT and trainer.step == 5 < trainer.max_steps
+        assert raised.value.exit_code == EXIT_ALERT
+        assert trainer.step == 5 < trainer.max_steps
         place = f"step 5 of {trainer.max_steps}"
         check_error(raised.value, "run.stop.by_alert", "constant_reward", place)
         assert "warning: step 5: the rewards of all samples" in capsys.readouterr().out
-        assert [
-            line["step"] for line in metrics_of(tmp_path) if "alerts/constant_reward" in line
-        ] == [5]
+        steps = [line["step"] for line in metrics_of(tmp_path) if "alerts/constant_reward" in line]
+        assert steps == [5]
         with tiny_trainer(config, mesh, lambda ids: 0.0) as trainer:
-            assert trainer.step == 5 and all(
-                (a == b).all() for a, b in zip(weights(trainer), last, strict=True)
-            )
+            assert trainer.step == 5
+            for a, b in zip(weights(trainer), last, strict=True):
+                assert (a == b).all()
             trainer.fit()
         assert metrics_of(tmp_path)[-1]["step"] == trainer.max_steps
 
@@ -357,13 +360,13 @@ def steps_of(rule: str, lines: Iterable[Mapping[str, float | None]]) -> list[int
     """Return the steps, from 1, at which a rule speaks of these lines."""
     alert_rules = AlertRules()
     base = {"rewards": 1.0, "reward_deviation": 0.5}
-    found = []
+    spoken = []
     for step, values in enumerate(lines, 1):
         line = {"step": step} | {
             f"train/{name}": value for name, value in {**base, **values}.items()
         }
-        found += [step for alert in alert_rules.look(line) if alert.kind == rule]
-    return found
+        spoken += [step for alert in alert_rules.look(line) if alert.kind == rule]
+    return spoken
 
 
 class TestThresholds:
@@ -475,7 +478,7 @@ class TestThresholds:
     @pytest.mark.parametrize("name", list(GAP_LIMITS))
     @pytest.mark.parametrize(("factor", "speaks"), [(0.99, False), (1.01, True)])
     def test_a_gap_between_trainer_and_generator(self, name, factor, speaks):
-        usual = {one: 0.5 * limit for one, limit in GAP_LIMITS.items()}
+        usual = {gap: 0.5 * limit for gap, limit in GAP_LIMITS.items()}
         lines = [{**usual, name: factor * GAP_LIMITS[name]}] * 3
         assert bool(steps_of("generator_gap", lines)) is speaks
 

@@ -1,4 +1,4 @@
-"""Back ends: TensorBoard's, wandb's, SwanLab's and MLflow's own files read back, alone and of whole runs."""
+"""Back ends: the files of TensorBoard, wandb, SwanLab and MLflow, alone and of whole runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def config_of(folder: Path, **manager) -> TrainConfig:
 
 def log_two_steps(logger: MetricLogger) -> None:
     for step in (1, 2):
-        logger.log_metrics({"rewards": step / 10, "grad_norm": math.nan}, step, "train/")
+        metrics = {"rewards": step / 10, "grad_norm": math.nan}
+        logger.log_metrics(metrics, step, "train/")
         logger.log_metrics({"rewards": 0.75}, step, "val/")
         logger.log_table("validation", ROWS, step)
         logger.commit(step)
@@ -78,9 +79,8 @@ def test_numbers_read_back(tmp_path):
     logger = TensorboardLogger(tmp_path)
     assert isinstance(logger, MetricLogger)
     for step in (0, 1):
-        logger.log_metrics(
-            {"rewards": step + 0.5, "grad_norm": math.nan, "lr": math.inf}, step, "train/"
-        )
+        metrics = {"rewards": step + 0.5, "grad_norm": math.nan, "lr": math.inf}
+        logger.log_metrics(metrics, step, "train/")
         logger.log_metrics({"rewards": 0.25}, step, "val/")
         logger.log_table("validation", [{"prompt": "a"}], step)
         logger.commit(step)
@@ -88,10 +88,11 @@ def test_numbers_read_back(tmp_path):
             "it can be watched while the run goes on"
         )
     logger.finalize()
-    assert scalars(tmp_path) == {
+    expected = {
         "train/rewards": [(0, 0.5), (1, 1.5)],
         "val/rewards": [(0, 0.25), (1, 0.25)],
     }
+    assert scalars(tmp_path) == expected
 
 
 def test_a_run_that_goes_on_shows_each_number_once(tmp_path):
@@ -107,15 +108,17 @@ def test_a_run_that_goes_on_shows_each_number_once(tmp_path):
         logger.finalize()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/rewards")] == [
+    expected = [
         (1, 1.0),
         (2, 1.0),
         (3, 9.0),
         (4, 9.0),
     ]
+    assert [(e.step, e.value) for e in events.Scalars("train/rewards")] == expected
     assert {event.step for event in events.Tensors("validation/text_summary")} == {1, 2, 3, 4}
     text = events.Tensors("validation/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "    because | <b>" in text and "reward 0.5" in text
+    assert "    because | <b>" in text
+    assert "reward 0.5" in text
     assert [event.step for event in events.Tensors("alerts/text_summary")] == [3, 4]
 
 
@@ -129,7 +132,8 @@ def test_a_run_that_begins_again_shows_its_first_validation_once(tmp_path):
         logger.finalize()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("val/rewards")] == [(0, 9.0), (1, 9.0)]
+    expected = [(0, 9.0), (1, 9.0)]
+    assert [(e.step, e.value) for e in events.Scalars("val/rewards")] == expected
 
 
 def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
@@ -144,30 +148,40 @@ def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
     assert sorted(steps) == [1, 2]
     assert [steps[s]["train/rewards"] for s in (1, 2)] == [0.1, 0.2]
     assert steps[2]["val/rewards"] == 0.75
-    assert all("train/grad_norm" not in values for values in steps.values())
+    for values in steps.values():
+        assert "train/grad_norm" not in values
 
     records = list(read_offline_file(path))
-    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    assert (run.project, run.display_name, run.run_id) == ("aligning", "first", "abcd1234")
+    runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    (run,) = runs
+    assert run.project == "aligning"
+    assert run.display_name == "first"
+    assert run.run_id == "abcd1234"
     shown = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert shown["trainer"]["reinforce"]["max_steps"] == -1
-    assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [0]
-    (alert,) = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
-    assert (alert.title, alert.text, alert.level) == ("stopped", "step 2: time is up", "INFO")
+    exit_codes = [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"]
+    assert exit_codes == [0]
+    alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
+    (alert,) = alerts
+    assert alert.title == "stopped"
+    assert alert.text == "step 2: time is up"
+    assert alert.level == "INFO"
 
     tables = sorted(path.parent.glob("files/media/table/*.table.json"))
     assert len(tables) == 2
-    assert json.loads(tables[0].read_text())["data"] == [
+    expected = [
         ["why?", "because | <b>", 0.5],
         ["so", "", None],
     ]
+    assert json.loads(tables[0].read_text())["data"] == expected
 
     resumed = WandbLogger(config_of(tmp_path / "again"), "abcd1234")
     resumed.log_metrics({"rewards": 0.3}, 3, "train/")
     resumed.log_table("samples", [], 3)
     resumed.finalize("failed")
     (path,) = offline_files(tmp_path / "again")
-    assert "abcd1234" in path.name and history(path)[3]["train/rewards"] == 0.3
+    assert "abcd1234" in path.name
+    assert history(path)[3]["train/rewards"] == 0.3
     assert [
         r.exit.exit_code for r in read_offline_file(path) if r.WhichOneof("record_type") == "exit"
     ] == [1]
@@ -192,8 +206,9 @@ def test_a_wandb_server_that_hangs_does_not_delay_the_exit(tmp_path, monkeypatch
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         command = [sys.executable, "-c", code, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
-    told, ended = done.stdout.splitlines()
-    assert "logger wandb: failed" in told and time.time() - float(ended) < 8
+    message, ended = done.stdout.splitlines()
+    assert "logger wandb: failed" in message
+    assert time.time() - float(ended) < 8
 
 
 def test_swanlab_keeps_numbers_tables_and_alerts_for_a_later_sync(tmp_path):
@@ -203,16 +218,15 @@ def test_swanlab_keeps_numbers_tables_and_alerts_for_a_later_sync(tmp_path):
     logger.finalize("failed")
     (folder,) = (tmp_path / "swanlog").glob("run-*-abcd1234")
     written = (folder / "run-abcd1234.swanlab").read_bytes()
-    assert (
-        b"train/rewards" in written
-        and b"val/rewards" in written
-        and b"train/grad_norm" not in written
-    )
-    tables = [
-        json.loads(path.read_text()) for path in sorted((folder / "media" / "echarts").iterdir())
-    ]
-    assert len(tables) == 2 and "because | <b>" in json.dumps(tables[0])
-    assert [path.read_text() for path in (folder / "media" / "text").iterdir()] == ["time is up"]
+    assert b"train/rewards" in written
+    assert b"val/rewards" in written
+    assert b"train/grad_norm" not in written
+    echarts_folder = folder / "media" / "echarts"
+    tables = [json.loads(path.read_text()) for path in sorted(echarts_folder.iterdir())]
+    assert len(tables) == 2
+    assert "because | <b>" in json.dumps(tables[0])
+    text_folder = folder / "media" / "text"
+    assert [path.read_text() for path in text_folder.iterdir()] == ["time is up"]
     assert "max_steps" in (folder / "files" / "config.yaml").read_text()
 
 
@@ -224,13 +238,16 @@ def test_mlflow_keeps_a_run_in_files_and_goes_on_with_it(tmp_path):
         logger.finalize(status)
     client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
     place = client.get_experiment_by_name("reinforce_rl")
-    (found,) = client.search_runs([place.experiment_id])
-    assert found.info.status == "FAILED" and found.info.run_name == "reinforce"
-    past = client.get_metric_history(found.info.run_id, "train/rewards")
-    assert [(point.step, point.value) for point in past] == [(1, 0.1), (2, 0.2)] * 2
-    assert "train/grad_norm" not in found.data.metrics
-    folder = Path(found.info.artifact_uri.removeprefix("file://"))
-    assert json.loads((folder / "validation" / "step_00002.json").read_text())["data"][1] == [
+    (mlflow_run,) = client.search_runs([place.experiment_id])
+    assert mlflow_run.info.status == "FAILED"
+    assert mlflow_run.info.run_name == "reinforce"
+    past = client.get_metric_history(mlflow_run.info.run_id, "train/rewards")
+    expected = [(1, 0.1), (2, 0.2)] * 2
+    assert [(point.step, point.value) for point in past] == expected
+    assert "train/grad_norm" not in mlflow_run.data.metrics
+    folder = Path(mlflow_run.info.artifact_uri.removeprefix("file://"))
+    validation_file = folder / "validation" / "step_00002.json"
+    assert json.loads(validation_file.read_text())["data"][1] == [
         "so",
         "",
         None,
@@ -254,12 +271,14 @@ def test_other_runs_are_not_continued(tmp_path):
 
 
 def silent_config(folder: Path, **manager) -> TrainConfig:
-    return TrainConfig(exp_manager={"explicit_log_dir": str(folder), **manager})  # type: ignore[arg-type]
+    values = {"explicit_log_dir": str(folder), **manager}
+    return TrainConfig(exp_manager=values)  # type: ignore[arg-type]
 
 
 def wandb_run(folder: Path):
     (path,) = offline_files(folder)
-    (run,) = [r.run for r in read_offline_file(path) if r.WhichOneof("record_type") == "run"]
+    runs = [r.run for r in read_offline_file(path) if r.WhichOneof("record_type") == "run"]
+    (run,) = runs
     return run
 
 
@@ -280,8 +299,11 @@ def test_wandb_takes_its_own_variables_where_the_configuration_is_silent(tmp_pat
         monkeypatch.setenv(name, value)
     WandbLogger(silent_config(tmp_path / "run"), "abcd1234").finalize()
     run = wandb_run(elsewhere)
-    assert (run.project, run.entity, run.run_id) == ("of the environment", "our-team", "efgh5678")
-    assert (run.display_name, run.run_group) == ("its name", "its group")
+    assert run.project == "of the environment"
+    assert run.entity == "our-team"
+    assert run.run_id == "efgh5678"
+    assert run.display_name == "its name"
+    assert run.run_group == "its group"
 
 
 def test_the_configuration_beats_wandbs_variables(tmp_path, monkeypatch):
@@ -294,7 +316,9 @@ def test_the_configuration_beats_wandbs_variables(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     WandbLogger(config_of(tmp_path), "abcd1234").finalize()
     run = wandb_run(tmp_path)
-    assert (run.project, run.display_name, run.run_id) == ("aligning", "first", "abcd1234")
+    assert run.project == "aligning"
+    assert run.display_name == "first"
+    assert run.run_id == "abcd1234"
 
 
 def test_wandb_without_any_choice(tmp_path, monkeypatch):
@@ -302,7 +326,9 @@ def test_wandb_without_any_choice(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     WandbLogger(silent_config(tmp_path), "abcd1234").finalize()
     run = wandb_run(tmp_path)
-    assert (run.project, run.display_name, run.run_id) == ("reinforce_rl", "reinforce", "abcd1234")
+    assert run.project == "reinforce_rl"
+    assert run.display_name == "reinforce"
+    assert run.run_id == "abcd1234"
 
 
 def test_wandb_may_be_disabled_by_its_variable(tmp_path, monkeypatch):
@@ -415,8 +441,8 @@ class TestRuns:
         (tmp_path / "logged").mkdir()
         logged = run(tmp_path / "logged", mesh, *keys, f"{MANAGER}.loggers=[wandb,mlflow]")
         assert [without_times(line) for line in logged] == [without_times(line) for line in plain]
-        told = [line for line in capsys.readouterr().out.splitlines() if "logger " in line]
-        assert sorted(line.split(";")[0] for line in told) == [
+        messages = [line for line in capsys.readouterr().out.splitlines() if "logger " in line]
+        assert sorted(line.split(";")[0] for line in messages) == [
             "logger mlflow: failed (TimeoutError: no answer). The run goes on",
             "logger wandb: failed (ConnectionError: no route to host). The run goes on",
         ]
@@ -435,13 +461,15 @@ class TestRuns:
         }
         assert metrics_of(tmp_path) == list(lines.values())
         client = mlflow.MlflowClient((tmp_path / "run" / "mlruns").as_uri())
-        (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
-        past = client.get_metric_history(found.info.run_id, "train/response_lengths")
-        assert {point.step: point.value for point in past} == {
-            s: lines[s]["train/response_lengths"] for s in (1, 2, 3)
-        }
-        folder = Path(found.info.artifact_uri.removeprefix("file://"))
-        assert sorted(path.name for path in (folder / "rollouts").iterdir()) == [
+        (mlflow_run,) = client.search_runs(
+            [client.get_experiment_by_name("reinforce_rl").experiment_id]
+        )
+        past = client.get_metric_history(mlflow_run.info.run_id, "train/response_lengths")
+        expected = {s: lines[s]["train/response_lengths"] for s in (1, 2, 3)}
+        assert {point.step: point.value for point in past} == expected
+        folder = Path(mlflow_run.info.artifact_uri.removeprefix("file://"))
+        names = sorted(path.name for path in (folder / "rollouts").iterdir())
+        assert names == [
             "step_00001.json",
             "step_00003.json",
         ]
@@ -456,8 +484,10 @@ class TestRuns:
         run(tmp_path, mesh, *keys, f"{RL}.max_steps=1", rm=lambda ids: 0.0)
         run(tmp_path, mesh, *keys, f"{RL}.max_steps=4", rm=lambda ids: 1.0)
         client = mlflow.MlflowClient((tmp_path / "run" / "mlruns").as_uri())
-        (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
-        alerts = Path(found.info.artifact_uri.removeprefix("file://")) / "alerts"
+        (mlflow_run,) = client.search_runs(
+            [client.get_experiment_by_name("reinforce_rl").experiment_id]
+        )
+        alerts = Path(mlflow_run.info.artifact_uri.removeprefix("file://")) / "alerts"
         names = sorted(
             path.name for path in alerts.iterdir() if path.stem.endswith(("no_spread", "solved"))
         )
@@ -470,7 +500,10 @@ class TestRuns:
         with pytest.raises(RewardServerError):
             run(tmp_path, mesh, f"{MANAGER}.loggers=[mlflow]", rm=lambda ids: math.nan)
         client = mlflow.MlflowClient((tmp_path / "run" / "mlruns").as_uri())
-        (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
-        assert found.info.status == "FAILED"
-        (alert,) = (Path(found.info.artifact_uri.removeprefix("file://")) / "alerts").iterdir()
-        assert alert.name == "step_00000 failed.txt" and "max_failed_fraction" in alert.read_text()
+        (mlflow_run,) = client.search_runs(
+            [client.get_experiment_by_name("reinforce_rl").experiment_id]
+        )
+        assert mlflow_run.info.status == "FAILED"
+        (alert,) = (Path(mlflow_run.info.artifact_uri.removeprefix("file://")) / "alerts").iterdir()
+        assert alert.name == "step_00000 failed.txt"
+        assert "max_failed_fraction" in alert.read_text()

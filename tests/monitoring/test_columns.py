@@ -36,7 +36,8 @@ def test_lines_in_order_need_no_other_one() -> None:
 def test_numbers_that_json_does_not_have_are_none() -> None:
     values = {"nan": math.nan, "infinity": math.inf, "minus": -math.inf, "number": 2.5}
     (line,) = columns_of((1, values)).lines(0, 1)
-    assert line == {"step": 1, "nan": None, "infinity": None, "minus": None, "number": 2.5}
+    expected = {"step": 1, "nan": None, "infinity": None, "minus": None, "number": 2.5}
+    assert line == expected
 
 
 @pytest.mark.parametrize("step", [True, False, 1.0, "1", None, [1]])
@@ -50,7 +51,8 @@ def test_a_step_is_within_bounds(step: int) -> None:
     with pytest.raises(ValueError, match=str(MAX_INTEGER - 1)):
         checked_line({"step": step})
     assert checked_line({"step": 0}) == (0, {})
-    assert checked_line({"step": MAX_INTEGER - 1, "a": 1}) == (MAX_INTEGER - 1, {"a": 1.0})
+    expected = (MAX_INTEGER - 1, {"a": 1.0})
+    assert checked_line({"step": MAX_INTEGER - 1, "a": 1}) == expected
 
 
 def test_a_long_value_is_shown_by_its_beginning() -> None:

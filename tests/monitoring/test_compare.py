@@ -48,8 +48,10 @@ def make_run(
                 RolloutRow(step, i, 0, f"{file}{i}", "r", rewards[i], "stop", 3) for i in prompts
             ]
             write_rows(folder, step, rows, "validation")
-            found = reward + step / 10 if reward == reward else 9.0 if step == 2 else step * lr
-            logger.log_metrics({"rewards": found}, step, "val/")
+            validation_reward = (
+                reward + step / 10 if reward == reward else 9.0 if step == 2 else step * lr
+            )
+            logger.log_metrics({"rewards": validation_reward}, step, "val/")
             logger.log_metrics({"rewards_accuracy": step / 4, "hard/rewards": 0.25}, step, "val/")
         logger.log_metrics({"rewards": step * lr}, step, "train/")
         logger.commit(step)
@@ -57,13 +59,14 @@ def make_run(
 
 
 def cells(table: dict, row: str) -> list[str]:
-    return next(found[1:] for found in table["rows"] if found[0] == row)
+    return next(cells_of_row[1:] for cells_of_row in table["rows"] if cells_of_row[0] == row)
 
 
 def test_settings_metrics_and_the_paired_difference(tmp_path):
     make_run(tmp_path / "a", 1.0, [0.0] * 4)
     make_run(tmp_path / "b", 2.0, [0.1, 0.2, 0.3, 0.0], validated=(0, 2, 4))
-    metrics, paired, settings = tables({name: RunFolder(tmp_path / name) for name in "ab"})
+    runs = {name: RunFolder(tmp_path / name) for name in "ab"}
+    metrics, paired, settings = tables(runs)
     assert [row for row in settings["rows"] if row[0] != LOG_DIR] == [
         ["model.optim.lr", "1.0", "2.0"]
     ]
@@ -75,9 +78,11 @@ def test_settings_metrics_and_the_paired_difference(tmp_path):
     differences = [0.4, 0.8, 1.2, 0.0]
     error = statistics.stdev(differences) / math.sqrt(4)
     mean = statistics.fmean(differences)
-    assert paired["rows"][0][:-1] == ["b - a", f"+{mean:.3f} ± {error:.3f}", "4", "step 4"]
+    expected = ["b - a", f"+{mean:.3f} ± {error:.3f}", "4", "step 4"]
+    assert paired["rows"][0][:-1] == expected
     assert paired["rows"][0][-1] == (
-        "0.275 -> 0.875: +0.600 ± 0.258 on the same 4 prompts (p = 0.103): indistinguishable from noise; this many "
+        "0.275 -> 0.875: +0.600 ± 0.258 on the same 4 prompts (p = 0.103): indistinguishable from "
+        "noise; this many "
         "prompts can detect gains of 1.074 or more; detecting 0.600 needs about 8"
     )
     assert "One run a side: this says nothing about other seeds." in paired["note"]
@@ -92,18 +97,20 @@ def test_runs_of_other_lengths_are_compared_at_the_last_step_in_common(
 ):
     make_run(tmp_path / "a", 1.0, [0.0] * 4, validated=(0, 2, 4) if at == "step 2" else (0, 4))
     make_run(tmp_path / "b", 1.0, [0.1] * 4, validated=validated)
-    _, paired, settings = tables({name: RunFolder(tmp_path / name) for name in "ab"})
-    assert paired["rows"][0][-2] == at and paired["rows"][0][1].startswith(difference)
-    assert [row[0] for row in settings["rows"]] == [
-        "exp_manager.explicit_log_dir"
-    ] and "this is what a seed changes" in paired["note"]
+    runs = {name: RunFolder(tmp_path / name) for name in "ab"}
+    _, paired, settings = tables(runs)
+    assert paired["rows"][0][-2] == at
+    assert paired["rows"][0][1].startswith(difference)
+    assert [row[0] for row in settings["rows"]] == ["exp_manager.explicit_log_dir"]
+    assert "this is what a seed changes" in paired["note"]
 
 
 def test_runs_without_a_prompt_or_a_validation_in_common(tmp_path):
     make_run(tmp_path / "a", 1.0, [0.0] * 4, prompts=range(2))
     make_run(tmp_path / "b", 1.0, [0.0] * 4, prompts=range(2, 4))
     make_run(tmp_path / "c", 1.0, [0.0] * 4, validated=())
-    _, paired, _ = tables({name: RunFolder(tmp_path / name) for name in "abc"})
+    runs = {name: RunFolder(tmp_path / name) for name in "abc"}
+    _, paired, _ = tables(runs)
     assert paired["rows"] == [["b - a", "-", "0", "step 4", "no prompt was scored on both sides"]]
 
 
@@ -113,29 +120,29 @@ def test_prompts_of_other_texts_are_not_paired(tmp_path):
     changed = make_run(tmp_path / "c", 1.0, [0.1] * 4)
     rows = RunFolder(changed).samples(4, "validation")
     write_rows(changed, 4, [dataclasses.replace(rows[0], prompt="other"), *rows[1:]], "validation")
-    _, paired, _ = tables({name: RunFolder(tmp_path / name) for name in "abc"})
-    assert [row[:-1] for row in paired["rows"]] == [
+    runs = {name: RunFolder(tmp_path / name) for name in "abc"}
+    _, paired, _ = tables(runs)
+    expected = [
         ["b - a", "-", "0", "step 4; left out: 4 of 4 prompts, whose texts differ"],
         ["c - a", "+0.400 ± 0.000", "3", "step 4; left out: 1 of 4 prompts, whose texts differ"],
     ]
-    assert (
-        "all differences are equal" in paired["rows"][1][-1]
-        and "not scored" not in paired["rows"][1][-1]
-    )
+    assert [row[:-1] for row in paired["rows"]] == expected
+    assert "all differences are equal" in paired["rows"][1][-1]
+    assert "not scored" not in paired["rows"][1][-1]
 
 
 def make_sides(
     tmp_path, first: dict[int, float], last: dict[int, float], validated=(0, 2, 4)
 ) -> dict[str, RunFolder]:
     """Runs by seed of two learning rates, with their validation reward before the first step."""
-    found = {}
+    runs = {}
     for side, lr, seeds in (("a", 1.0, first), ("b", 2.0, last)):
         for seed, reward in seeds.items():
             folder = tmp_path / f"{side}{seed}"
-            found[folder.name] = RunFolder(
+            runs[folder.name] = RunFolder(
                 make_run(folder, lr, [0.1] * 4, validated, seed=seed, reward=reward)
             )
-    return found
+    return runs
 
 
 def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
@@ -146,15 +153,18 @@ def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
     (row,) = over_seeds["rows"]
     low = 0.15 - 4.3027 * error
     high = 0.15 + 4.3027 * error
-    assert row[:-1] == [
+    expected = [
         "b1 and 2 more - a1 and 2 more",
         f"+0.150 ± {error:.3f}",
         f"{low:+.3f} to {high:+.3f}",
         "step 4",
     ]
+    assert row[:-1] == expected
     assert row[-1] == (
-        f"0.600 -> 0.750: +0.150 ± {error:.3f} on the same 3 seeds (p = 0.095): indistinguishable from noise; "
-        f"this many seeds can detect gains of {(4.3027 + 1.0607) * error:.3f} or more; detecting 0.150 needs about 5"
+        f"0.600 -> 0.750: +0.150 ± {error:.3f} on the same 3 seeds (p = 0.095): indistinguishable "
+        "from noise; "
+        f"this many seeds can detect gains of {(4.3027 + 1.0607) * error:.3f} or more; detecting "
+        "0.150 needs about 5"
     )
     assert [row[0] for row in paired["rows"]] == ["b1 - a1", "b2 - a2", "b3 - a3"], (
         "prompts are paired within a seed"
@@ -200,16 +210,16 @@ def test_sides_that_are_named_may_have_equal_settings(tmp_path, monkeypatch):
     ]
     said = CliRunner().invoke(app, words)
     assert said.exit_code == 0, said.output
-    assert "new/a1 and 2 more - a1 and 2 more" in said.output and said.output == compare(
-        new, against=old
-    )
+    assert "new/a1 and 2 more - a1 and 2 more" in said.output
+    assert said.output == compare(new, against=old)
     assert (
-        "0.600 -> 1.067: +0.467 ± 0.033 on the same 3 seeds (p = 0.005): a real gain at the 5 % level"
-        in said.output
-    )
+        "0.600 -> 1.067: +0.467 ± 0.033 on the same 3 seeds (p = 0.005): a real gain at the 5 % "
+        "level"
+    ) in said.output
     assert (tmp_path / "a.html").is_file()
     alone = tables({name: RunFolder(path) for name, path in zip(runs, old, strict=True)})
-    assert len(alone) == 3 and "this is what a seed changes" in alone[1]["note"]
+    assert len(alone) == 3
+    assert "this is what a seed changes" in alone[1]["note"]
     with raises_error("compare.runs.too_few", len(old), "--against"):
         compare(old, against=old)
     assert CliRunner().invoke(app, ["compare", str(old[0]), "--against"]).exit_code == 2
@@ -219,7 +229,8 @@ def test_runs_without_a_configuration_are_sides_of_their_own(tmp_path):
     runs = make_sides(tmp_path, {1: 0.1, 2: 0.3}, {})
     for run in runs.values():
         (run.path / "config.yaml").unlink()
-    assert [table["title"] for table in tables(runs)] == [
+    titles = [table["title"] for table in tables(runs)]
+    assert titles == [
         "Metrics",
         "Difference over prompts",
         "Settings that differ",
@@ -228,11 +239,14 @@ def test_runs_without_a_configuration_are_sides_of_their_own(tmp_path):
 
 
 def test_as_text_and_as_a_page(tmp_path):
-    make_run(tmp_path / "one" / "run", 1e-5, [0.0] * 4)
+    run_folder = tmp_path / "one" / "run"
+    make_run(run_folder, 1e-5, [0.0] * 4)
     make_run(tmp_path / "two" / "run", 1e-6, [0.1] * 4)
     names = [str(tmp_path / name / "run") for name in ("one", "two")]
     text = compare(names, tmp_path / "both.html")
-    assert "+0.400 ± 0.000" in text and "1e-05" in text and "1e-06" in text
+    assert "+0.400 ± 0.000" in text
+    assert "1e-05" in text
+    assert "1e-06" in text
     assert "… " not in text, "no cell is cut"
     page = (tmp_path / "both.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])

@@ -34,10 +34,14 @@ from reinforce_rl.runtime.status import StatusFile
 
 CHROMIUM = "/usr/bin/chromium"
 OPTIONS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking "
     "--disable-component-update --disable-sync"
 )
-EVIL = "</script></textarea><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><b>bold</b>"
+EVIL = (
+    "</script></textarea><script>window.hacked = 1</script><img src=x onerror='window.hacked = "
+    "1'><b>bold</b>"
+)
 SECONDS = 60.0
 
 
@@ -58,7 +62,7 @@ def make_run(folder: Path, steps: int = 20, lr: float = 1e-5, gain: float = 1.0)
 def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = False) -> None:
     logger = JsonlLogger(folder / "metrics.jsonl", resume_step=10**6)
 
-    def row(prompt: int, sample: int, **more: Any) -> RolloutRow:
+    def row(prompt: int, sample: int, **fields: Any) -> RolloutRow:
         text = f"answer {prompt} of step {step} {EVIL}"
         return RolloutRow(
             step,
@@ -66,10 +70,10 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
             sample,
             f"question {prompt}?",
             text,
-            more.pop("reward"),
+            fields.pop("reward"),
             "stop",
             5 + prompt,
-            **more,
+            **fields,
         )
 
     if validates:
@@ -78,12 +82,12 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
         )
         logger.log_metrics({"rewards": gain * step / 10, "reward_deviation": 1.0}, step, "val/")
     if step:
-        rows = [
-            row(i, j, reward=0.1 * j, kl=1.0 - i, advantage=j - 1.0)
-            for i in range(30)
-            for j in range(3)
-        ]
-        write_samples(folder, step, Samples(rows, tokens_of(rows) if step % 2 else None))
+        rows = []
+        for i in range(30):
+            rows += [row(i, j, reward=0.1 * j, kl=1.0 - i, advantage=j - 1.0) for j in range(3)]
+        tokens = tokens_of(rows) if step % 2 else None
+        samples = Samples(rows, tokens)
+        write_samples(folder, step, samples)
         metrics = {
             "rewards": gain * step / 10,
             "init_policy_kl": step / 5,
@@ -97,7 +101,10 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
 
 
 def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
-    """Tokens "an", "<b>", "swer", "an", ...: the policy finds "<b>" likelier than the generator did."""
+    """Tokens "an", "<b>", "swer", "an", ...
+
+    The policy finds "<b>" likelier than the generator did.
+    """
     lengths = np.array([row.response_length for row in rows])
     ids = np.concatenate([np.arange(length) % 3 for length in lengths])
     policy = np.full(len(ids), -1.0)
@@ -113,10 +120,8 @@ def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
 @contextlib.contextmanager
 def dashboard(folder: Path) -> Iterator[int]:
     """A dashboard in a thread of its own, on a free port."""
-    loop, runner = (
-        asyncio.new_event_loop(),
-        web.AppRunner(Dashboard(folder).application(), shutdown_timeout=1.0),
-    )
+    loop = asyncio.new_event_loop()
+    runner = web.AppRunner(Dashboard(folder).application(), shutdown_timeout=1.0)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
@@ -144,8 +149,8 @@ def results(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(results) -> Iterator[int]:
-    with dashboard(results) as found:
-        yield found
+    with dashboard(results) as free_port:
+        yield free_port
 
 
 def ask(
@@ -162,37 +167,40 @@ def ask(
 
 class TestServer:
     def test_runs_and_one_of_them(self, port):
-        _, found, _ = ask(port, "/api/runs")
-        assert [run["name"] for run in found["runs"]] == ["grid/lr <script>", "first"], (
-            "the newest first"
-        )
-        assert {(run["state"], run["step"], run["reward"]) for run in found["runs"]} == {
+        _, listed, _ = ask(port, "/api/runs")
+        names = [run["name"] for run in listed["runs"]]
+        assert names == ["grid/lr <script>", "first"], "the newest first"
+        expected = {
             ("finished", 20, 2.0),
             ("finished", 20, 4.0),
         }
+        assert {(run["state"], run["step"], run["reward"]) for run in listed["runs"]} == expected
         status, run, _ = ask(port, "/api/run?name=first")
-        assert status == 200 and "2.500 -> 4.500: +2.000 ± 0.000" in run["verdict"]
+        assert status == 200
+        assert "2.500 -> 4.500: +2.000 ± 0.000" in run["verdict"]
         assert [(alert["kind"], alert["first"]) for alert in run["alerts"]] == [("skipped", 7)]
         assert ask(port, f"/api/run?name=first&stamp={run['stamp']}")[0] == 204
         assert ask(port, "/api/run?name=first&stamp=other")[0] == 200
 
     def test_samples_of_a_step_and_of_a_prompt(self, port):
-        _, found, _ = ask(port, "/api/samples?name=first&kind=rollouts&step=3")
-        assert found["total"] == 90 and found["rows"][4]["response"] == f"answer 1 of step 3 {EVIL}"
-        _, found, _ = ask(port, "/api/prompt?name=first&kind=validation&prompt=2")
-        assert [row["response"].partition(" <")[0] for row in found["rows"]] == [
-            f"answer 2 of step {step}" for step in (0, 10, 20)
-        ]
+        _, answer, _ = ask(port, "/api/samples?name=first&kind=rollouts&step=3")
+        assert answer["total"] == 90
+        assert answer["rows"][4]["response"] == f"answer 1 of step 3 {EVIL}"
+        _, answer, _ = ask(port, "/api/prompt?name=first&kind=validation&prompt=2")
+        expected = [f"answer 2 of step {step}" for step in (0, 10, 20)]
+        assert [row["response"].partition(" <")[0] for row in answer["rows"]] == expected
 
     def test_tokens_of_a_prompt_where_they_were_recorded(self, port):
         assert ask(port, "/api/samples?name=first&kind=rollouts&step=2")[1]["columns"] == []
         columns = ask(port, "/api/samples?name=first&kind=rollouts&step=3")[1]["columns"]
         assert set(columns) == {"token_texts", "policy_log_probs", "generator_log_probs"}
-        _, found, _ = ask(port, "/api/tokens?name=first&kind=rollouts&step=3&prompt=2")
-        assert found["tokens"].keys() == {"2 0", "2 1", "2 2"}
-        of_one = found["tokens"]["2 1"]
-        assert of_one["token_texts"] == ["an", "<b>", "swer", "an", "<b>", "swer", "an"]
-        assert of_one["generator_log_probs"] == [-1.0, -1.5, -0.75, -1.0, -1.5, -0.75, -1.0]
+        _, answer, _ = ask(port, "/api/tokens?name=first&kind=rollouts&step=3&prompt=2")
+        assert answer["tokens"].keys() == {"2 0", "2 1", "2 2"}
+        of_one = answer["tokens"]["2 1"]
+        expected = ["an", "<b>", "swer", "an", "<b>", "swer", "an"]
+        assert of_one["token_texts"] == expected
+        expected = [-1.0, -1.5, -0.75, -1.0, -1.5, -0.75, -1.0]
+        assert of_one["generator_log_probs"] == expected
 
     @pytest.mark.parametrize(
         ("path", "status", "key", "said"),
@@ -221,8 +229,9 @@ class TestServer:
         ],
     )
     def test_faults_and_paths_that_lead_out(self, port, path, status, key, said):
-        found, answer, _ = ask(port, path)
-        assert (found, answer.get("key", "")) == (status, key)
+        answer_status, answer, _ = ask(port, path)
+        assert answer_status == status
+        assert answer.get("key", "") == key
         assert said in answer["error"]
 
     @pytest.mark.parametrize(
@@ -249,7 +258,9 @@ class TestServer:
 
     def test_the_page_may_load_nothing_from_elsewhere_and_nothing_may_be_written(self, port):
         status, text, answer = ask(port, "/")
-        assert status == 200 and "http://" not in text and "https://" not in text
+        assert status == 200
+        assert "http://" not in text
+        assert "https://" not in text
         assert "default-src 'none'; script-src 'self';" in answer.headers["Content-Security-Policy"]
         for method in ("POST", "PUT", "DELETE"):
             assert ask(port, "/api/runs", method)[0] == 405
@@ -258,16 +269,21 @@ class TestServer:
         make_run(tmp_path / "good", steps=1)
         (tmp_path / "bad").mkdir()
         (tmp_path / "bad" / "metrics.jsonl").write_text('{"step": 1}\n{"step": "two"}\n')
-        code = "import sys; from reinforce_rl.monitoring.dashboard import serve; serve(sys.argv[1], port=0)"
+        code = (
+            "import sys; from reinforce_rl.monitoring.dashboard import serve; "
+            "serve(sys.argv[1], port=0)"
+        )
         command = [sys.executable, "-c", code, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
                 port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])
-                assert {run["name"] for run in ask(port, "/api/runs")[1]["runs"]} == {"good", "bad"}
-                status, found, _ = ask(port, "/api/run?name=bad")
-                assert (status, found["key"]) == (404, "metrics.line.invalid")
-                assert "line 2" in found["error"]
+                names = {run["name"] for run in ask(port, "/api/runs")[1]["runs"]}
+                assert names == {"good", "bad"}
+                status, answer, _ = ask(port, "/api/run?name=bad")
+                assert status == 404
+                assert answer["key"] == "metrics.line.invalid"
+                assert "line 2" in answer["error"]
                 assert ask(port, "/api/run?name=good")[0] == 200
                 process.send_signal(signal.SIGINT)
                 assert process.wait(SECONDS) == 0
@@ -280,7 +296,10 @@ class TestServer:
     )
     def test_the_address_that_it_prints_is_its_own(self, tmp_path, host, shown):
         make_run(tmp_path / "good", steps=1)
-        code = "import sys; from reinforce_rl.monitoring.dashboard import serve; serve(*sys.argv[1:], port=0)"
+        code = (
+            "import sys; from reinforce_rl.monitoring.dashboard import serve; "
+            "serve(*sys.argv[1:], port=0)"
+        )
         command = [sys.executable, "-c", code, str(tmp_path), host]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
@@ -312,7 +331,10 @@ def browser() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def opened(browser, address: str, width: int = 1200, **options: Any) -> Iterator[Any]:
-    """A page, fully drawn, that must end without a message on its console or a response's markup at work."""
+    """Open a page and draw it fully.
+
+    It must end without a message on its console, and no response's markup may be at work.
+    """
     said: list[str] = []
     context = browser.new_context(viewport={"width": width, "height": 800}, **options)
     context.set_default_timeout(1000 * SECONDS)
@@ -348,21 +370,25 @@ def until(is_so) -> None:
 
 def test_every_control_of_one_run(browser, port):
     with opened(browser, f"http://127.0.0.1:{port}/#run=first") as page:
-        assert page.text_content("#title") == "first" and "+2.000 ± 0.000" in page.text_content(
-            "#verdict"
-        )
+        assert page.text_content("#title") == "first"
+        assert "+2.000 ± 0.000" in page.text_content("#verdict")
         assert "gradient was not finite" in page.text_content("#alerts")
         training, validation = lines(page, "Reward")
-        assert (training["name"], training["x"]) == ("training", list(range(1, 21)))
-        assert (validation["x"], validation["y"]) == ([0, 10, 20], [0, 1, 2])
-        assert {line["stackgroup"] for line in lines(page, "Step time by phase")} == {"one"}
+        assert training["name"] == "training"
+        assert training["x"] == list(range(1, 21))
+        assert validation["x"] == [0, 10, 20]
+        assert validation["y"] == [0, 1, 2]
+        stackgroups = {line["stackgroup"] for line in lines(page, "Step time by phase")}
+        assert stackgroups == {"one"}
         smooth = training["y"]
         page.fill("#smooth", "0")
-        assert lines(page, "Reward")[0]["y"] != smooth and lines(page, "Reward")[0]["y"][4] == 0.5
+        assert lines(page, "Reward")[0]["y"] != smooth
+        assert lines(page, "Reward")[0]["y"][4] == 0.5
         page.select_option("#x-axis", "time")
         assert lines(page, "Reward")[0]["x"][0] < 1
         page.click('.chart:has-text("Reward") .chips button:has-text("training")')
-        assert [line["name"] for line in lines(page, "Reward")] == ["validation"]
+        names = [line["name"] for line in lines(page, "Reward")]
+        assert names == ["validation"]
         page.click('[aria-label="Logarithmic axis: Gradient norm"]')
         page.click('[aria-label="What it means: Gradient norm"]')
         page.click('[aria-label="Larger: Gradient norm"]')
@@ -381,31 +407,26 @@ def test_every_control_of_one_run(browser, port):
 
         # Samples: validation with before and after; then a group; then search, sort, one prompt
         # over steps.
-        assert page.input_value("#kind") == "validation" and page.input_value("#step") == "20"
+        assert page.input_value("#kind") == "validation"
+        assert page.input_value("#step") == "20"
         pair = page.locator("#rows .sample").first
-        assert (
-            f"answer 0 of step 0 {EVIL}" in pair.inner_text()
-            and f"answer 0 of step 20 {EVIL}" in pair.inner_text()
-        )
+        assert f"answer 0 of step 0 {EVIL}" in pair.inner_text()
+        assert f"answer 0 of step 20 {EVIL}" in pair.inner_text()
         page.click("#previous")
         expect(page.locator("#rows")).to_contain_text("after, step 10")
         page.select_option("#kind", "rollouts")
         expect(page.locator("#samples-count")).to_contain_text("90 of 90")
         group = page.locator("#rows .sample").first
-        assert (
-            group.locator(".text:not(.prompt)").count() == 3
-            and "advantage -1" in group.inner_text()
-        )
+        assert group.locator(".text:not(.prompt)").count() == 3
+        assert "advantage -1" in group.inner_text()
         expect(page.locator("#rows .sample")).to_have_count(20)
         page.click("#more-rows")
         expect(page.locator("#rows .sample")).to_have_count(30)
         page.select_option("#sort", "-response_length")
         assert "prompt 29" in page.locator("#rows .sample").first.inner_text()
         page.fill("#search", "ANSWER 17")
-        assert (
-            page.inner_text("#samples-count").startswith("3 of 90")
-            and page.locator("mark").first.inner_text() == "answer 17"
-        )
+        assert page.inner_text("#samples-count").startswith("3 of 90")
+        assert page.locator("mark").first.inner_text() == "answer 17"
         assert page.is_hidden("#colour"), "no tokens of step 20"
         page.fill("#search", "")
         page.click("#previous")
@@ -429,9 +450,8 @@ def test_every_control_of_one_run(browser, port):
         page.click('#rows button:has-text("over steps") >> nth=0')
         expect(page.locator("#rows")).to_contain_text("step 1")
         expect(page.locator("#samples-count")).to_contain_text("60 of 60")
-        assert "search=ANSWER+17" in page.url and "prompt=17" in page.url, (
-            "the address can be shared"
-        )
+        assert "search=ANSWER+17" in page.url
+        assert "prompt=17" in page.url, "the address can be shared"
         page.reload()
         page.wait_for_selector("body[data-ready]")
         assert page.input_value("#search") == "ANSWER 17"
@@ -443,13 +463,17 @@ def test_runs_overlaid_by_the_keyboard(browser, port):
         page.focus('#runs input[data-run^="grid"]')
         page.keyboard.press("Space")
         expect(page.locator("#comparison")).to_contain_text("Paired")
-        assert {line["name"] for line in lines(page, "Reward")} == {
+        expected = {
             f"{name}, {kind}"
             for name in ("first", "grid/lr &lt;script&gt;")
             for kind in ("training", "validation")
         }
+        names = {line["name"] for line in lines(page, "Reward")}
+        assert names == expected
         table = page.inner_text("#comparison")
-        assert "+2.000 ± 0.000" in table and "1e-05" in table and "trainer.devices" not in table
+        assert "+2.000 ± 0.000" in table
+        assert "1e-05" in table
+        assert "trainer.devices" not in table
         page.fill("#runs-filter", "grid")
         assert page.locator("#runs li").count() == 1
         page.focus("#theme")
@@ -474,10 +498,13 @@ def test_the_page_follows_runs_that_appear_grow_and_go(browser, tmp_path):
 
 
 def test_a_frozen_report_on_a_narrow_screen_without_a_network(browser, results, tmp_path):
-    path = write_report(shutil.copytree(results / "first", tmp_path / "first"))
+    run_dir = shutil.copytree(results / "first", tmp_path / "first")
+    path = write_report(run_dir)
     with opened(browser, path.as_uri(), width=420, offline=True) as page:
-        assert page.text_content("#title") == "first" and len(lines(page, "Reward")) == 2
-        assert not page.is_visible("#sidebar") and "answer 0 of step 20" in page.inner_text("#rows")
+        assert page.text_content("#title") == "first"
+        assert len(lines(page, "Reward")) == 2
+        assert not page.is_visible("#sidebar")
+        assert "answer 0 of step 20" in page.inner_text("#rows")
         assert page.evaluate("document.documentElement.scrollWidth") <= 420
         page.emulate_media(color_scheme="dark")
         page.select_option("#kind", "rollouts")
@@ -490,7 +517,6 @@ def test_a_frozen_comparison(browser, results, tmp_path):
     runs = [results / "first", *(results / "grid").iterdir()]
     compare(runs, tmp_path / "both.html")
     with opened(browser, (tmp_path / "both.html").as_uri(), offline=True) as page:
-        assert page.text_content("#title") == "2 runs" and "+2.000 ± 0.000" in page.inner_text(
-            "#comparison"
-        )
+        assert page.text_content("#title") == "2 runs"
+        assert "+2.000 ± 0.000" in page.inner_text("#comparison")
         assert len(lines(page, "Reward")) == 4

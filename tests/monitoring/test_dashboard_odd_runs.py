@@ -147,20 +147,26 @@ def test_the_good_run_beside_all_odd_ones(odd_port):
     rows = {row["name"]: row for row in answer["runs"]}
     assert rows.keys() == {"good", *ODD}
     good = rows["good"]
-    assert (good["state"], good["step"], good["reward"], good["fault"]) == ("finished", 3, 3.0, "")
+    assert good["state"] == "finished"
+    assert good["step"] == 3
+    assert good["reward"] == 3.0
+    assert good["fault"] == ""
     status, run, _ = ask(odd_port, "/api/run?name=good")
-    assert status == 200 and run["state"]["step"] == 3
+    assert status == 200
+    assert run["state"]["step"] == 3
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_run_is_a_row_with_a_sentence(odd_port, name):
     _, answer, _ = ask(odd_port, "/api/runs")
     row = next(row for row in answer["runs"] if row["name"] == name)
-    assert ODD[name][1] in row["fault"] and len(row["fault"]) < 600
+    assert ODD[name][1] in row["fault"]
+    assert len(row["fault"]) < 600
     path = name.replace(" ", "%20")
     status, run, _ = ask(odd_port, f"/api/run?name={path}")
     text = run["error"] if status == 404 else run["state"]["reason"]
-    assert status in (200, 404) and ODD[name][1] in text
+    assert status in (200, 404)
+    assert ODD[name][1] in text
     assert ask(odd_port, f"/api/samples?name={path}&kind=rollouts&step=1")[0] == 404
     assert ask(odd_port, f"/api/tables?name=good&name={path}")[0] in (200, 404)
 
@@ -176,7 +182,9 @@ def test_nan_and_infinity_in_metrics_are_gaps_of_a_curve(tmp_path):
     with dashboard(tmp_path) as port:
         assert ask(port, "/api/runs")[1]["runs"][0]["reward"] == 2.5
         status, run, _ = ask(port, "/api/run?name=run")
-        assert status == 200 and run["series"]["train/rewards"]["y"] == [None] * 5 + [2.5]
+        assert status == 200
+        expected = [None] * 5 + [2.5]
+        assert run["series"]["train/rewards"]["y"] == expected
 
 
 def test_names_and_reasons_that_are_not_utf_8(tmp_path):
@@ -186,35 +194,43 @@ def test_names_and_reasons_that_are_not_utf_8(tmp_path):
     (tmp_path / "other" / "status.json").write_text('{"state": "failed", "reason": "\\ud800"}')
     with dashboard(tmp_path) as port:
         status, answer, _ = ask(port, "/api/runs")
-        assert status == 200 and {row["name"] for row in answer["runs"]} == {"run \\xff", "other"}
+        assert status == 200
+        names = {row["name"] for row in answer["runs"]}
+        assert names == {"run \\xff", "other"}
         assert ask(port, "/api/run?name=run%20%5Cxff")[1]["state"]["step"] == 3
         status, run, _ = ask(port, "/api/run?name=other")
-        assert status == 200 and run["state"]["reason"] == "\ud800"
+        assert status == 200
+        assert run["state"]["reason"] == "\ud800"
 
 
 def test_links_within_the_folder_only(tmp_path):
     good_run(tmp_path / "elsewhere" / "run")
     good_run(tmp_path / "results" / "real")
     (tmp_path / "results" / "inside").symlink_to("real")
-    (tmp_path / "results" / "out").symlink_to(tmp_path / "elsewhere" / "run")
+    out_folder = tmp_path / "results" / "out"
+    out_folder.symlink_to(tmp_path / "elsewhere" / "run")
     (tmp_path / "results" / "above").symlink_to(tmp_path / "elsewhere")
     part = good_run(tmp_path / "results" / "part")
-    write_rows(
-        tmp_path / "elsewhere" / "run", 1, [RolloutRow(1, 0, 0, "secret", "r", 1.0, "stop", 2)]
-    )
-    (part / "rollouts").symlink_to(tmp_path / "elsewhere" / "run" / "rollouts")
+    run_folder = tmp_path / "elsewhere" / "run"
+    write_rows(run_folder, 1, [RolloutRow(1, 0, 0, "secret", "r", 1.0, "stop", 2)])
+    rollouts_folder = tmp_path / "elsewhere" / "run" / "rollouts"
+    (part / "rollouts").symlink_to(rollouts_folder)
     with dashboard(tmp_path / "results") as port:
         rows = {row["name"]: row for row in ask(port, "/api/runs")[1]["runs"]}
         assert rows.keys() == {"real", "inside", "out", "above", "part"}
-        assert rows["inside"]["step"] == 3 and rows["inside"]["fault"] == ""
+        assert rows["inside"]["step"] == 3
+        assert rows["inside"]["fault"] == ""
         for name in ("out", "above"):
             target = (tmp_path / "results" / name).resolve()
-            assert rows[name]["state"] == "unreadable" and str(target) in rows[name]["fault"]
+            assert rows[name]["state"] == "unreadable"
+            assert str(target) in rows[name]["fault"]
             status, answer, _ = ask(port, f"/api/run?name={name}")
-            assert (status, answer["key"]) == (404, "dashboard.run.leads_out")
+            assert status == 404
+            assert answer["key"] == "dashboard.run.leads_out"
             assert str(target) in answer["error"]
         status, answer, _ = ask(port, "/api/samples?name=part&kind=rollouts&step=1")
-        assert (status, answer["key"]) == (404, "samples.folder.leads_out")
+        assert status == 404
+        assert answer["key"] == "samples.folder.leads_out"
         assert str(part / "rollouts") in answer["error"]
 
 
@@ -230,7 +246,8 @@ def test_a_fifo_in_place_of_any_file_that_is_read(tmp_path, name):
     os.mkfifo(run / name)
     with dashboard(tmp_path) as port:
         status, answer, _ = ask(port, "/api/run?name=run")
-        assert (status, answer["key"]) == (404, "file.not_regular")
+        assert status == 404
+        assert answer["key"] == "file.not_regular"
         assert f"{run / name} is a fifo" in answer["error"]
         assert ask(port, "/api/runs")[1]["runs"][0]["step"] == 4
 
@@ -241,7 +258,8 @@ def test_a_fifo_as_samples(tmp_path):
     os.mkfifo(run / "rollouts" / "step_00001.parquet")
     with dashboard(tmp_path) as port:
         status, answer, _ = ask(port, "/api/samples?name=run&kind=rollouts&step=1")
-        assert (status, answer["key"]) == (404, "file.not_regular")
+        assert status == 404
+        assert answer["key"] == "file.not_regular"
         path = run / "rollouts" / "step_00001.parquet"
         assert f"{path} is a fifo" in answer["error"]
 
@@ -262,25 +280,29 @@ RunFolder.refresh = hang
 dashboard._ANSWER_SECONDS = 1.0
 dashboard.serve(sys.argv[1], port=0)
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])
             status, answer, _ = ask(port, "/api/run?name=slow")
-            assert status in (404, 503) and "1 s" in answer["error"]
+            assert status in (404, 503)
+            assert "1 s" in answer["error"]
             assert ask(port, "/api/run?name=good")[0] == 200
             assert len(ask(port, "/api/runs")[1]["runs"]) == 2
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(SECONDS) == 0 and time.monotonic() - began < 10
+            assert process.wait(SECONDS) == 0
+            assert time.monotonic() - began < 10
         finally:
             process.kill()
 
 
 def test_a_long_run_is_answered_with_what_has_been_read(tmp_path, monkeypatch):
-    """Whole lines arrive a little at a time, and the page's stamp changes until all of them are there."""
+    """Whole lines arrive a little at a time.
+
+    The page's stamp changes until all of them are there.
+    """
     monkeypatch.setattr(dashboard_module, "_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(dashboard_module, "_SLICE_SECONDS", 0.01)
     run = tmp_path / "run"
@@ -300,7 +322,8 @@ def test_a_long_run_is_answered_with_what_has_been_read(tmp_path, monkeypatch):
             ends.append(axis["step"][-1])
             assert answer["series"]["train/rewards"]["y"][-1] == ends[-1], "the last value is exact"
             assert len(axis["step"]) <= 600
-        assert len(stamps) > 1 and ends == sorted(ends)
+        assert len(stamps) > 1
+        assert ends == sorted(ends)
         assert ask(port, f"/api/run?name=run&stamp={answer['stamp']}")[0] == 204
 
 
@@ -309,18 +332,22 @@ def test_only_new_bytes_are_read_and_a_replaced_file_anew(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(line % (i, i) for i in range(10_000)))
     run = RunFolder(tmp_path)
-    assert run.refresh() and run.values("train/rewards")[0] == 0
+    assert run.refresh()
+    assert run.values("train/rewards")[0] == 0
     # Other values far before the end, which a look at the end does not show: the new file is
     # another inode.
     new = tmp_path / "new"
     new.write_text("".join(line % (i, i + 5 if i < 5 else i) for i in range(10_000)))
     assert new.stat().st_size == path.stat().st_size
     os.replace(new, path)
-    assert run.refresh() and run.values("train/rewards")[0] == 5
+    assert run.refresh()
+    assert run.values("train/rewards")[0] == 5
     os.truncate(path, len(line % (0, 5)))
-    assert run.refresh() and run.series("train/rewards") == [(0, 5.0)]
+    assert run.refresh()
+    assert run.series("train/rewards") == [(0, 5.0)]
     path.unlink()
-    assert run.refresh() and run.lines == []
+    assert run.refresh()
+    assert run.lines == []
 
 
 def test_bounds_on_lines_and_values(tmp_path):
@@ -353,11 +380,12 @@ def test_a_reader_s_fault_is_said_until_the_file_is_mended(tmp_path):
 def test_a_status_that_cannot_be_read_is_none_to_launchers(tmp_path):
     status = StatusFile(tmp_path, enabled=True)
     status.progress(3, 10, {"kl": "grows"})
-    assert read_status(tmp_path) == run_status(tmp_path) and run_status(tmp_path).alerts == {
-        "kl": "grows"
-    }
+    assert read_status(tmp_path) == run_status(tmp_path)
+    assert run_status(tmp_path).alerts == {"kl": "grows"}
     (tmp_path / "status.json").write_text('{"step": "two"}')
     assert read_status(tmp_path) is None
     shown = run_status(tmp_path)
-    assert (shown.state, shown.step) == ("unknown", 0) and "step='two'" in shown.reason
+    assert shown.state == "unknown"
+    assert shown.step == 0
+    assert "step='two'" in shown.reason
     assert isinstance(shown, Status)

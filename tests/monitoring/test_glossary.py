@@ -31,9 +31,8 @@ class TwoSources(FunctionReward):
     def infer_rm(self, request):
         future = super().infer_rm(request)
         values = future.rewards.values
-        return dataclasses.replace(
-            future, rewards=dataclasses.replace(future.rewards, by_source={"length": values})
-        )
+        rewards = dataclasses.replace(future.rewards, by_source={"length": values})
+        return dataclasses.replace(future, rewards=rewards)
 
 
 def names_in(path: Path) -> set[str]:
@@ -68,19 +67,19 @@ def reward_model_names(folder: Path) -> set[str]:
     scores = torch.tensor([[[1.0], [0.5]], [[0.2], [0.7]]])
     ratings = [SimpleNamespace(ratings=(1.0,)), SimpleNamespace(ratings=(2.0,))]
     update = SimpleNamespace(grad_norm=1.0, lr=0.1, skipped=False)
-    found = set()
+    names = set()
     for objective, examples, values in (
         (Ranking(), [pair, pair], scores),
         (Regression(["honest"]), ratings, scores[:, :1]),
     ):
-        own = folder / type(objective).__name__
-        monitor = RewardModelMonitor(own, 1, 0, objective, enabled=True)
+        objective_folder = folder / type(objective).__name__
+        monitor = RewardModelMonitor(objective_folder, 1, 0, objective, enabled=True)
         _, sums = objective.loss(values, examples)  # type: ignore[arg-type]
         monitor.log_update(1, {"loss": 1.0, **sums}, update, 0.1)  # type: ignore[arg-type]
         monitor.log_evaluation(1, objective.evaluate(values, examples))  # type: ignore[arg-type]
         monitor.commit(1)
-        found |= names_in(own / "metrics.jsonl")
-    return found
+        names |= names_in(objective_folder / "metrics.jsonl")
+    return names
 
 
 def test_every_metric_is_documented(written):
@@ -97,7 +96,8 @@ def test_no_entry_is_dead(written):
         "train/dropped_groups",
         "train/generator_gap_age_STEPS",
     }
-    assert METRICS.keys() - {found.name for name in written if (found := metric_of(name))} == apart
+    names = {known.name for name in written if (known := metric_of(name))}
+    assert METRICS.keys() - names == apart
 
 
 def test_every_entry_says_something():
@@ -121,5 +121,5 @@ def test_every_entry_says_something():
     ],
 )
 def test_names_are_found(name, entry):
-    found = metric_of(name)
-    assert (found and found.name) == entry
+    metric = metric_of(name)
+    assert (metric and metric.name) == entry

@@ -1,4 +1,7 @@
-"""Loggers: no step twice through kills and resumes, several as one, and back ends that fail, hang or fall behind."""
+"""Loggers: no step twice through kills and resumes, and several as one.
+
+Back ends may fail, hang or fall behind.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ def test_calls_of_one_step_become_one_line_with_step_first(tmp_path):
     logger.commit(2)
     first, second = read_metrics(path)
     assert next(iter(first)) == "step"
-    assert (second["train/rewards"], second["val/rewards"]) == (0.1, 0.2)
+    assert second["train/rewards"] == 0.1
+    assert second["val/rewards"] == 0.2
     assert first.pop("time") <= second["time"]
     assert first == {"step": 1, "train/rewards": 0.5, "timers/generate": 1.25}
 
@@ -62,8 +66,12 @@ def test_numbers_of_every_kind_and_not_finite_ones(tmp_path):
         pytest.fail(f"{constant} is not JSON")
 
     record = json.loads(text, parse_constant=refuse)
-    assert record["nan"] is None and record["inf"] is None and record["tensor_nan"] is None
-    assert record["tensor"] == 0.25 and record["count"] == 7 and isinstance(record["count"], int)
+    assert record["nan"] is None
+    assert record["inf"] is None
+    assert record["tensor_nan"] is None
+    assert record["tensor"] == 0.25
+    assert record["count"] == 7
+    assert isinstance(record["count"], int)
     assert np.float32(record["numpy"]) == np.float32(0.1)
 
 
@@ -81,19 +89,22 @@ def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
         log_step(logger, step, step / 10)
     with path.open("a") as file:
         file.write('{"step": 8, "train/rew')  # what SIGKILL leaves
-    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
+    expected = [1, 2, 3, 4, 5, 6, 7]
+    assert [line["step"] for line in read_metrics(path)] == expected
     resumed = JsonlLogger(path, resume_step=4)
-    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7], (
+    expected = [1, 2, 3, 4, 5, 6, 7]
+    assert [line["step"] for line in read_metrics(path)] == expected, (
         "the start may still be refused"
     )
     resumed.begin()
-    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
+    steps = [line["step"] for line in read_metrics(path)]
+    assert steps == [1, 2, 3, 4]
     for step in range(5, 9):
         log_step(resumed, step, step / 10)
-    assert [(line["step"], line["train/rewards"]) for line in read_metrics(path)] == [
-        (s, s / 10) for s in range(1, 9)
-    ]
-    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"], "no temporary file is left"
+    expected = [(s, s / 10) for s in range(1, 9)]
+    assert [(line["step"], line["train/rewards"]) for line in read_metrics(path)] == expected
+    names = [p.name for p in tmp_path.iterdir()]
+    assert names == ["m.jsonl"], "no temporary file is left"
 
 
 def test_resume_from_nothing_keeps_only_step_zero(tmp_path):
@@ -102,7 +113,8 @@ def test_resume_from_nothing_keeps_only_step_zero(tmp_path):
     for step in range(3):
         log_step(logger, step)
     JsonlLogger(path, resume_step=0).begin()
-    assert [line["step"] for line in read_metrics(path)] == [0]
+    steps = [line["step"] for line in read_metrics(path)]
+    assert steps == [0]
 
 
 def test_a_step_committed_again_is_merged_into_its_line(tmp_path):
@@ -114,8 +126,10 @@ def test_a_step_committed_again_is_merged_into_its_line(tmp_path):
     resumed.log_metrics({"rewards": 0.9}, 2, "val/")
     resumed.commit(2)
     lines = read_metrics(path)
-    assert [line["step"] for line in lines] == [0, 1, 2]
-    assert lines[2]["val/rewards"] == 0.9 and lines[2]["train/rewards"] == 0.5
+    steps = [line["step"] for line in lines]
+    assert steps == [0, 1, 2]
+    assert lines[2]["val/rewards"] == 0.9
+    assert lines[2]["train/rewards"] == 0.5
 
 
 def test_a_new_run_refuses_the_metrics_of_another(tmp_path):
@@ -130,7 +144,8 @@ def test_a_new_run_takes_a_file_that_holds_only_a_torn_line(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1')
     log_step(JsonlLogger(path), 1)
-    assert [line["step"] for line in read_metrics(path)] == [1]
+    steps = [line["step"] for line in read_metrics(path)]
+    assert steps == [1]
 
 
 def test_a_line_that_finds_no_space_leaves_none_of_itself(tmp_path):
@@ -150,7 +165,8 @@ def test_a_line_that_finds_no_space_leaves_none_of_itself(tmp_path):
     assert path.read_bytes() == before
     logger.log_metrics({"a": 3.0}, 3)
     logger.finalize()
-    assert [line["step"] for line in read_metrics(path)] == [1, 3]
+    steps = [line["step"] for line in read_metrics(path)]
+    assert steps == [1, 3]
 
 
 def test_finalize_writes_what_was_not_committed(tmp_path):
@@ -201,69 +217,70 @@ class Recorder:
 
 
 def test_loggers_pass_everything_on_and_are_a_logger():
-    one = Recorder()
-    two = Recorder()
-    both = Loggers([one, two])
+    first = Recorder()
+    second = Recorder()
+    both = Loggers([first, second])
     assert isinstance(both, MetricLogger)
     both.log_metrics({"rewards": 1.0}, 3, "val/")
     both.log_table("samples", [{"a": 1}], 3)
     both.alert("diverged", "of nothing", 3, "ERROR")
     both.commit(3)
     both.finalize("failed")
-    assert one.calls == two.calls
-    assert one.calls == [
+    assert first.calls == second.calls
+    expected = [
         ("metrics", {"rewards": 1.0}, 3, "val/"),
         ("table", "samples", [{"a": 1}], 3),
         ("alert", "diverged", "of nothing", 3, "ERROR"),
         ("commit", 3),
         ("finalize", "failed"),
     ]
+    assert first.calls == expected
 
 
 def test_loggers_close_the_others_when_one_cannot_be_closed():
-    one = Recorder(fails=True)
-    two = Recorder()
+    failing = Recorder(fails=True)
+    healthy = Recorder()
     with pytest.raises(OSError, match="disk full"):
-        Loggers([one, two]).finalize()
-    assert two.calls == [("finalize", "success")]
+        Loggers([failing, healthy]).finalize()
+    assert healthy.calls == [("finalize", "success")]
 
 
 class TestDetached:
     def test_calls_arrive_in_order(self):
         recorder = Recorder()
-        told = []
-        logger = Detached("wandb", lambda: recorder, told.append)  # type: ignore[arg-type, return-value]
+        messages = []
+        start = lambda: recorder  # noqa: E731
+        logger = Detached("wandb", start, messages.append)  # type: ignore[arg-type]
         values = {"rewards": 1.0}
         logger.log_metrics(values, 3, "val/")
         values["rewards"] = 2.0  # the caller's own, afterwards
         logger.alert("diverged", "of nothing", 3)
         logger.commit(3)
         logger.finalize("failed")
-        assert recorder.calls == [
+        expected = [
             ("metrics", {"rewards": 1.0}, 3, "val/"),
             ("alert", "diverged", "of nothing", 3, "WARN"),
             ("commit", 3),
             ("finalize", "failed"),
         ]
-        assert told == []
+        assert recorder.calls == expected
+        assert messages == []
 
     @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(1)])
     def test_a_back_end_that_cannot_start_is_told_once(self, error):
-        told: list[str] = []
+        messages: list[str] = []
 
         def start() -> MetricLogger:
             raise error
 
-        logger = Detached("wandb", start, told.append)
+        logger = Detached("wandb", start, messages.append)
         for step in range(loggers.QUEUED_CALLS + 5):
             logger.commit(step)
         logger.finalize()
-        assert len(told) == 1
-        assert (
-            "logger wandb: failed" in told[0]
-            and str(error) in told[0]
-            and "metrics.jsonl" in told[0]
-        )
+        assert len(messages) == 1
+        assert "logger wandb: failed" in messages[0]
+        assert str(error) in messages[0]
+        assert "metrics.jsonl" in messages[0]
 
     def test_a_back_end_that_fails_is_asked_again_and_told_once(self):
         class Flaky(Recorder):
@@ -273,20 +290,22 @@ class TestDetached:
                     raise TimeoutError("no answer")
 
         flaky = Flaky(fails=True)
-        told = []
-        logger = Detached("mlflow", lambda: flaky, told.append)  # type: ignore[arg-type, return-value]
+        messages = []
+        start = lambda: flaky  # noqa: E731
+        logger = Detached("mlflow", start, messages.append)  # type: ignore[arg-type]
         for step in (1, 2, 3):
             logger.commit(step)
         logger.finalize()
         assert [call[1] for call in flaky.calls] == [1, 2, 3, "success"]
-        assert len(told) == 1 and "mlflow: failed (TimeoutError: no answer)" in told[0]
+        assert len(messages) == 1
+        assert "mlflow: failed (TimeoutError: no answer)" in messages[0]
 
     @pytest.mark.parametrize("where", ["start", "commit", "finalize"])
     def test_one_that_hangs_neither_blocks_nor_is_waited_for(self, where, monkeypatch):
         monkeypatch.setattr(loggers, "QUEUED_CALLS", 3)
         monkeypatch.setattr(loggers, "CLOSE_SECONDS", 0.2)
         freed = threading.Event()
-        told = []
+        messages = []
 
         class Hanging(Recorder):
             def commit(self, step):
@@ -299,41 +318,45 @@ class TestDetached:
             freed.wait(60) if where == "start" else None
             return Hanging()
 
-        logger = Detached("swanlab", start, told.append)
+        logger = Detached("swanlab", start, messages.append)
         for step in range(1 if where == "finalize" else 20):
             logger.commit(step)
         logger.finalize()
-        assert len(told) == 1
-        assert ("left behind" if where == "finalize" else "does not keep up: 3 calls wait") in told[
-            0
-        ]
+        assert len(messages) == 1
+        assert (
+            "left behind" if where == "finalize" else ("does not keep up: 3 calls wait")
+        ) in messages[0]
         freed.set()
 
     def test_a_long_call_is_told_before_the_queue_is_full(self, monkeypatch):
         monkeypatch.setattr(loggers, "CALL_SECONDS", 0.0)
-        entered, freed, told = threading.Event(), threading.Event(), []
+        entered = threading.Event()
+        freed = threading.Event()
+        messages = []
 
         class Slow(Recorder):
             def commit(self, step):
                 entered.set()
                 freed.wait(60)
 
-        logger = Detached("wandb", Slow, told.append)  # type: ignore[arg-type]
+        logger = Detached("wandb", Slow, messages.append)  # type: ignore[arg-type]
         logger.commit(1)
         assert entered.wait(60)
         logger.commit(2)
-        assert len(told) == 1 and "has been in one call" in told[0]
+        assert len(messages) == 1
+        assert "has been in one call" in messages[0]
         freed.set()
         logger.finalize()
 
     def test_one_that_is_idle_for_long_is_no_long_call(self, monkeypatch):
         recorder = Recorder()
-        told = []
-        logger = Detached("wandb", lambda: recorder, told.append)  # type: ignore[arg-type, return-value]
+        messages = []
+        start = lambda: recorder  # noqa: E731
+        logger = Detached("wandb", start, messages.append)  # type: ignore[arg-type]
         logger.commit(1)
         while len(recorder.calls) < 1 or logger._busy_since is not None:
             threading.Event().wait(0.01)
         monkeypatch.setattr(loggers, "CALL_SECONDS", 0.0)
         logger.commit(2)
         logger.finalize()
-        assert told == []
+        assert messages == []

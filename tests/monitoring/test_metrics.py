@@ -1,4 +1,4 @@
-"""The numbers of a step: over samples, groups and ranks; who is slowest in which phase, and when that is said."""
+"""The numbers of a step over samples, groups and ranks, and the slowest rank of each phase."""
 
 from __future__ import annotations
 
@@ -69,29 +69,34 @@ def scored(rewards: list[float], groups: list[int], valid: list[bool]) -> Rollou
     lengths = torch.arange(count) % 3 + 1
     generator = torch.Generator().manual_seed(count)
     log_probs = -torch.rand(count, int(lengths.max()) if count else 0, generator=generator)
+    finish_reasons = tuple(FINISH_STOP if i % 2 else FINISH_LENGTH for i in range(count))
+    source_rewards = {"one": torch.tensor(rewards).float() + 1}
     return RolloutBatch(
         sequences=torch.zeros(count, 8, dtype=torch.long),
         prompt_lengths=torch.arange(count) % 5,
         response_lengths=lengths,
         group_ids=torch.tensor(groups).long(),
         sample_ids=torch.zeros(count).long(),
-        finish_reasons=tuple(FINISH_STOP if i % 2 else FINISH_LENGTH for i in range(count)),
+        finish_reasons=finish_reasons,
         rewards=torch.tensor(rewards).float(),
         valid=torch.tensor(valid).bool(),
         log_probs=log_probs,
         init_log_probs=log_probs - 0.1,
-        source_rewards={"one": torch.tensor(rewards).float() + 1},
+        source_rewards=source_rewards,
     )
 
 
 def trained(rollouts: RolloutBatch) -> ReinforceBatch:
     numbers = torch.arange(float(len(rollouts.valid)))
+    advantages = torch.where(
+        rollouts.response_mask & rollouts.valid[:, None], numbers[:, None] - 2, 0.0
+    )
     return ReinforceBatch(
         rollouts,
         numbers,
         2 * numbers,
         3 * numbers,
-        torch.where(rollouts.response_mask & rollouts.valid[:, None], numbers[:, None] - 2, 0.0),
+        advantages,
         rollouts.valid & (numbers != 0),
     )
 
@@ -103,51 +108,57 @@ BATCH = scored(
 
 class TestRolloutMeans:
     def test_by_hand(self):
-        found = reduce_metrics(rollout_means(BATCH), alone)
+        means = reduce_metrics(rollout_means(BATCH), alone)
         # A failed sample is no reward of 0; one that was left out for another reason was scored.
-        assert found["rewards"] == pytest.approx(statistics.mean([1, 3, 5, 5, 9]))
-        assert found["reward_deviation"] == pytest.approx(statistics.stdev([1, 3, 5, 5, 9]))
-        assert found["rewards_one"] == pytest.approx(statistics.mean([2, 4, 6, 6, 10]))
-        assert found["fraction_of_samples_scored"] == pytest.approx(5 / 6)
-        assert found["fraction_of_samples_valid"] == pytest.approx(4 / 6)
-        assert found["fraction_of_samples_properly_ended"] == 0.5
-        assert found["response_lengths"] == 2.0 and found["prompt_lengths"] == pytest.approx(10 / 6)
+        expected = statistics.mean([1, 3, 5, 5, 9])
+        assert means["rewards"] == pytest.approx(expected)
+        expected = statistics.stdev([1, 3, 5, 5, 9])
+        assert means["reward_deviation"] == pytest.approx(expected)
+        expected = statistics.mean([2, 4, 6, 6, 10])
+        assert means["rewards_one"] == pytest.approx(expected)
+        assert means["fraction_of_samples_scored"] == pytest.approx(5 / 6)
+        assert means["fraction_of_samples_valid"] == pytest.approx(4 / 6)
+        assert means["fraction_of_samples_properly_ended"] == 0.5
+        assert means["response_lengths"] == 2.0
+        assert means["prompt_lengths"] == pytest.approx(10 / 6)
 
     def test_nothing_scored_is_nan_and_not_0(self):
         nothing = replace(BATCH, rewards=torch.full((6,), NAN), source_rewards={})
-        found = reduce_metrics(rollout_means(nothing), alone)
-        assert math.isnan(found["rewards"]) and math.isnan(found["reward_deviation"])
-        assert found["fraction_of_samples_scored"] == 0.0
+        means = reduce_metrics(rollout_means(nothing), alone)
+        assert math.isnan(means["rewards"])
+        assert math.isnan(means["reward_deviation"])
+        assert means["fraction_of_samples_scored"] == 0.0
 
 
 class TestReinforceMeans:
     def test_by_hand(self):
-        found = reduce_metrics(reinforce_means(trained(BATCH)), alone)
+        means = reduce_metrics(reinforce_means(trained(BATCH)), alone)
         valid = [0, 1, 3, 4]
         trains = [1, 3, 4]
         for name, factor in (("init_policy_kl", 1), ("rewards_with_kl", 2), ("baseline", 3)):
-            assert found[name] == pytest.approx(factor * statistics.mean(valid)), name
-        assert found["advantage_mean"] == pytest.approx(statistics.mean(i - 2 for i in trains))
-        assert found["advantage_deviation"] == pytest.approx(
-            statistics.stdev(i - 2 for i in trains)
-        )
-        assert found["advantage_magnitude"] == pytest.approx(
-            statistics.mean(abs(i - 2) for i in valid)
-        )
-        assert found["fraction_of_samples_trained"] == 0.5
-        assert found["reward_group_deviation"] == pytest.approx(
+            assert means[name] == pytest.approx(factor * statistics.mean(valid)), name
+        expected = statistics.mean(i - 2 for i in trains)
+        assert means["advantage_mean"] == pytest.approx(expected)
+        expected = statistics.stdev(i - 2 for i in trains)
+        assert means["advantage_deviation"] == pytest.approx(expected)
+        expected = statistics.mean(abs(i - 2) for i in valid)
+        assert means["advantage_magnitude"] == pytest.approx(expected)
+        assert means["fraction_of_samples_trained"] == 0.5
+        assert means["reward_group_deviation"] == pytest.approx(
             statistics.mean([math.sqrt(2), 0.0])
         )
-        assert found["fraction_of_groups_without_spread"] == 0.5
+        assert means["fraction_of_groups_without_spread"] == 0.5
 
     def test_every_estimate_of_the_kl(self):
-        found = reduce_metrics(reinforce_means(trained(BATCH)), alone)
-        assert BATCH.log_probs is not None and BATCH.init_log_probs is not None
+        means = reduce_metrics(reinforce_means(trained(BATCH)), alone)
+        assert BATCH.log_probs is not None
+        assert BATCH.init_log_probs is not None
         for name in KL_ESTIMATORS:
             values = sequence_kl(
                 BATCH.log_probs, BATCH.init_log_probs, BATCH.response_mask, estimator=name
             )
-            assert found[f"kl_{name}"] == pytest.approx(values[BATCH.valid].mean().item())
+            expected = values[BATCH.valid].mean().item()
+            assert means[f"kl_{name}"] == pytest.approx(expected)
         without = reduce_metrics(
             reinforce_means(trained(replace(BATCH, init_log_probs=None))), alone
         )
@@ -167,13 +178,17 @@ class TestGroupSpread:
             group: [r for r, other, ok in rows if ok and other == group] for _, group, _ in rows
         }
         members = [rewards for _, rewards in sorted(groups.items()) if len(rewards) > 1]
+        group_ids = torch.tensor([row[1] for row in rows]).long()
+        valid = torch.tensor([row[2] for row in rows]).bool()
         spread, has_none = group_spread(
             torch.tensor([r if ok else NAN for r, _, ok in rows]),
-            torch.tensor([row[1] for row in rows]).long(),
-            torch.tensor([row[2] for row in rows]).bool(),
+            group_ids,
+            valid,
         )
-        assert spread.tolist() == pytest.approx([statistics.stdev(rewards) for rewards in members])
-        assert has_none.tolist() == [len(set(rewards)) == 1 for rewards in members]
+        expected = [statistics.stdev(rewards) for rewards in members]
+        assert spread.tolist() == pytest.approx(expected)
+        expected = [len(set(rewards)) == 1 for rewards in members]
+        assert has_none.tolist() == expected
 
 
 class TestTakeMeans:
@@ -188,11 +203,12 @@ class TestTakeMeans:
         generator = torch.Generator().manual_seed(seed)
         rewards = (1e3 + torch.randn(len(rows), generator=generator)).tolist()
         groups = [row[0] for row in rows]
+        valid = [row[1] and row[2] for row in rows]
         batch = trained(
             scored(
                 [r if row[1] else NAN for r, row in zip(rewards, rows, strict=True)],
                 groups,
-                [row[1] and row[2] for row in rows],
+                valid,
             )
         )
         whole = {**rollout_means(batch.rollouts), **reinforce_means(batch)}
@@ -200,28 +216,28 @@ class TestTakeMeans:
         for ranks in (2, 3, 4):
             parts = []
             for rank in range(ranks):
-                own = (torch.tensor(groups).long() % ranks == rank).nonzero()[:, 0]
-                rollouts = batch.rollouts.select(own)
+                local_rows = (torch.tensor(groups).long() % ranks == rank).nonzero()[:, 0]
+                rollouts = batch.rollouts.select(local_rows)
+                advantages = batch.advantages[local_rows, : rollouts.width]
                 part = ReinforceBatch(
                     rollouts,
-                    batch.kl[own],
-                    batch.rewards_with_kl[own],
-                    batch.baseline[own],
-                    batch.advantages[own, : rollouts.width],
-                    batch.trains[own],
+                    batch.kl[local_rows],
+                    batch.rewards_with_kl[local_rows],
+                    batch.baseline[local_rows],
+                    advantages,
+                    batch.trains[local_rows],
                 )
                 parts.append({**rollout_means(part.rollouts), **reinforce_means(part)})
-            found = [reduce_metrics(part, lambda _, parts=parts: parts) for part in parts]
-            for means in found:
+            means_of_ranks = [reduce_metrics(part, lambda _, parts=parts: parts) for part in parts]
+            for means in means_of_ranks:
                 assert means == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True)
 
     def test_a_deviation_over_ranks_is_not_the_mean_of_theirs(self):
         parts: list[Statistics] = [
             {"x": RunningMoments.of(torch.full((2,), value))} for value in (0.0, 10.0)
         ]
-        assert reduce_metrics(parts[0], lambda _: parts)["x"] == pytest.approx(
-            statistics.stdev([0, 0, 10, 10])
-        )
+        expected = statistics.stdev([0, 0, 10, 10])
+        assert reduce_metrics(parts[0], lambda _: parts)["x"] == pytest.approx(expected)
 
     def test_ranks_count_by_their_samples(self):
         parts: list[Statistics] = [
@@ -233,14 +249,16 @@ class TestTakeMeans:
 
     def test_a_name_that_a_rank_lacks_is_of_the_others(self):
         parts = [{}, {"x": Mean(4.0, 2.0), "y": RunningMoments.of(torch.tensor([1.0, 3.0]))}]
-        assert reduce_metrics(parts[0], lambda _: parts) == {
+        expected = {
             "x": 2.0,
             "y": pytest.approx(math.sqrt(2)),
         }
+        assert reduce_metrics(parts[0], lambda _: parts) == expected
 
     def test_nothing_counted_is_nan(self):
-        found = reduce_metrics({"x": Mean(0.0, 0.0), "y": RunningMoments()}, alone)
-        assert math.isnan(found["x"]) and math.isnan(found["y"])
+        means = reduce_metrics({"x": Mean(0.0, 0.0), "y": RunningMoments()}, alone)
+        assert math.isnan(means["x"])
+        assert math.isnan(means["y"])
 
 
 class TestGapQuantiles:
@@ -262,31 +280,35 @@ class TestGapQuantiles:
     def test_they_are_those_of_all_ranks_together(self, numbers, ranks, seed):
         gaps = torch.tensor(numbers)
         owner = torch.randint(ranks, (len(gaps),), generator=torch.Generator().manual_seed(seed))
-        found = on_ranks(ranks, lambda rank, total: gap_quantiles(gaps[owner == rank], total))
-        assert found == [self.by_sorting(gaps)] * ranks
+        quantiles = on_ranks(ranks, lambda rank, total: gap_quantiles(gaps[owner == rank], total))
+        assert quantiles == [self.by_sorting(gaps)] * ranks
 
     def test_many_small_numbers(self):
         gaps = 1e-3 * torch.randn(20_000, generator=torch.Generator().manual_seed(0))
-        assert gap_quantiles(gaps, lambda own: own) == self.by_sorting(gaps)
+        assert gap_quantiles(gaps, lambda local_sums: local_sums) == self.by_sorting(gaps)
 
     def test_what_is_not_finite_is_the_largest(self):
-        found = gap_quantiles(torch.tensor([1.0, -math.nan, 2.0]), lambda own: own)
-        assert found["generator_gap_median"] == 2.0 and math.isnan(found["generator_gap_max"])
+        gaps = torch.tensor([1.0, -math.nan, 2.0])
+        quantiles = gap_quantiles(gaps, lambda local_sums: local_sums)
+        assert quantiles["generator_gap_median"] == 2.0
+        assert math.isnan(quantiles["generator_gap_max"])
         assert (
-            gap_quantiles(torch.tensor([-math.inf]), lambda own: own)["generator_gap_max"]
+            gap_quantiles(torch.tensor([-math.inf]), lambda local_sums: local_sums)[
+                "generator_gap_max"
+            ]
             == math.inf
         )
 
     def test_without_tokens_there_are_none(self):
-        assert gap_quantiles(torch.zeros(0), lambda own: own) == {}
+        assert gap_quantiles(torch.zeros(0), lambda local_sums: local_sums) == {}
 
 
 def test_gaps_by_age_over_ranks():
     gaps = torch.tensor([0.5, -1.5, 0.25, 3.0])
     ages = torch.tensor([0, 1, 0, 1])
     parts = [gap_by_age(gaps[:3], ages[:3]), gap_by_age(gaps[3:], ages[3:])]
-    found = reduce_metrics(parts[0], lambda own: parts)
-    assert found == {"generator_gap_age_0": 0.375, "generator_gap_age_1": 2.25}
+    means = reduce_metrics(parts[0], lambda local_means: parts)
+    assert means == {"generator_gap_age_0": 0.375, "generator_gap_age_1": 2.25}
 
 
 class TestTrainedTokens:
@@ -310,9 +332,11 @@ class TestTrainedTokens:
     def test_only_tokens_of_samples_that_train_count(self):
         batch = self.batch(list(range(6)))
         # Rows 1, 3 and 4 train, with responses of 2, 1 and 2 tokens.
-        assert batch.trained_tokens.sum(dim=1).tolist() == [0, 2, 0, 1, 2, 0]
+        expected = [0, 2, 0, 1, 2, 0]
+        assert batch.trained_tokens.sum(dim=1).tolist() == expected
         gaps = generator_gaps(batch, self.log_probs(batch))
-        assert gaps.tolist() == [-0.5, -0.5, -1.0, -1.25, -1.25]
+        expected = [-0.5, -0.5, -1.0, -1.25, -1.25]
+        assert gaps.tolist() == expected
         assert weight_ages(batch, 5).tolist() == [4, 4, 2, 1, 1]
 
     def test_without_the_generators_log_probs_there_are_no_gaps(self):
@@ -344,15 +368,17 @@ class TestTrainedTokens:
             return gathering_ranks(len(shares), metrics)
 
         (whole,) = run([list(range(6))])
-        assert whole["entropy_sampled"] == pytest.approx((1.5 + 1.5 + 2.0 + 2.25 + 2.25) / 5)
+        expected = (1.5 + 1.5 + 2.0 + 2.25 + 2.25) / 5
+        assert whole["entropy_sampled"] == pytest.approx(expected)
         assert whole["generator_gap_max"] == 1.25
-        assert [name for name in whole if "age" in name] == (
+        expected = (
             []
             if version is None
             else ["generator_gap_age_1", "generator_gap_age_2", "generator_gap_age_4"]
         )
-        for found in run([[0, 1, 2], [], [3, 4, 5]]):
-            assert found == pytest.approx(whole)
+        assert [name for name in whole if "age" in name] == (expected)
+        for means in run([[0, 1, 2], [], [3, 4, 5]]):
+            assert means == pytest.approx(whole)
 
 
 class TestUpdateMetrics:
@@ -378,20 +404,21 @@ class TestUpdateMetrics:
     )
 
     def test_by_hand(self):
-        found = update_metrics(self.SUMS[0], self.UPDATES, lambda own: [own, *self.SUMS[1:]])
-        assert found == pytest.approx(
-            {
-                "actor_loss": 3.0,
-                "grad_norm": 2.0,
-                "lr": 0.2,
-                "skipped_step": 1.0,
-                "optimizer_steps": 2.0,
-                "clip_fraction": 0.5,
-                "effective_sample_size": 12.0**2 / (10 * 16),
-                "entropy": 0.8,
-                "generator_gap": 0.3,
-            }
+        metrics = update_metrics(
+            self.SUMS[0], self.UPDATES, lambda local_sums: [local_sums, *self.SUMS[1:]]
         )
+        expected = {
+            "actor_loss": 3.0,
+            "grad_norm": 2.0,
+            "lr": 0.2,
+            "skipped_step": 1.0,
+            "optimizer_steps": 2.0,
+            "clip_fraction": 0.5,
+            "effective_sample_size": 12.0**2 / (10 * 16),
+            "entropy": 0.8,
+            "generator_gap": 0.3,
+        }
+        assert metrics == pytest.approx(expected)
 
     @settings(deadline=None, max_examples=40)
     @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(1, 4))
@@ -407,9 +434,10 @@ class TestUpdateMetrics:
             }
             for part in parts
         ]
-        found = update_metrics(sums[0], self.UPDATES, lambda _: sums)["effective_sample_size"]
+        effective = update_metrics(sums[0], self.UPDATES, lambda _: sums)["effective_sample_size"]
         expected = math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
-        assert found == pytest.approx(expected) and 1 / len(weights) - 1e-9 <= found <= 1 + 1e-9
+        assert effective == pytest.approx(expected)
+        assert 1 / len(weights) - 1e-9 <= effective <= 1 + 1e-9
 
     def test_on_policy_every_sample_counts(self):
         sums = {"loss": 0.0, "tokens": 7.0, "clipped": 0.0, "weights": 7.0, "squares": 7.0}
@@ -420,10 +448,11 @@ class TestUpdateMetrics:
         assert update_metrics(sums, self.UPDATES[:1], alone)["effective_sample_size"] == 0.0
 
     def test_without_a_token_there_are_no_shares(self):
-        found = update_metrics(
+        metrics = update_metrics(
             {"loss": 0.0, "tokens": 0.0, "entropy": 0.0}, self.UPDATES[:1], alone
         )
-        assert "clip_fraction" not in found and math.isnan(found["entropy"])
+        assert "clip_fraction" not in metrics
+        assert math.isnan(metrics["entropy"])
 
 
 def test_what_is_told_of_the_slowest_rank(tmp_path):
@@ -431,11 +460,11 @@ def test_what_is_told_of_the_slowest_rank(tmp_path):
         RankSeconds(f"node{rank // 2}", {"generate": 2.1, "train_time": 1.0}) for rank in range(6)
     ]
     ranks[5] = RankSeconds("node2", {"generate": 3.2, "train_time": 1.1})
-    found = slowest_of_phases(ranks)
-    assert str(found[0]) == (
+    slowest = slowest_of_phases(ranks)
+    assert str(slowest[0]) == (
         "generate 3.2 s on rank 5 (node2), median 2.1 s (1.5x), slowest node node2, 2.7 s a rank"
     )
-    assert timing_metrics(found) == {
+    expected = {
         "generate/max": 3.2,
         "generate/median": 2.1,
         "generate/rank": 5,
@@ -443,19 +472,22 @@ def test_what_is_told_of_the_slowest_rank(tmp_path):
         "train_time/median": 1.0,
         "train_time/rank": 5,
     }
-    assert told(tmp_path, 1.5, {1: ranks}, 5.0) == [f"straggler: {found[0]}"]
-    assert told(tmp_path, 1.6, {1: ranks}, 5.0) == []
-    assert told(tmp_path, 1.0, {1: ranks}, 1.0) == [f"straggler: {found[0]}; {found[1]}"]
+    assert timing_metrics(slowest) == expected
+    expected = [f"straggler: {slowest[0]}"]
+    assert straggler_lines(tmp_path, 1.5, {1: ranks}, 5.0) == expected
+    assert straggler_lines(tmp_path, 1.6, {1: ranks}, 5.0) == []
+    expected = [(f"straggler: {slowest[0]}; {slowest[1]}")]
+    assert straggler_lines(tmp_path, 1.0, {1: ranks}, 1.0) == expected
 
 
-def told(
+def straggler_lines(
     folder: Path, factor: float, ranks: dict[int, list[RankSeconds]], step_seconds: float
 ) -> list[str]:
     """What a log says of the ranks of each step."""
     progress = TrainingProgress(99, console=Console(file=io.StringIO()))
     monitor = RunMonitor(folder, Loggers(), progress, straggler_factor=factor)
-    for step, found in ranks.items():
-        monitor.log_ranks(step, found, step_seconds)
+    for step, seconds in ranks.items():
+        monitor.log_ranks(step, seconds, step_seconds)
     return progress.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
@@ -465,34 +497,36 @@ def test_the_slowest_rank_by_brute_force():
         count = draw.randint(2, 9)
         hosts = [f"h{draw.randint(0, 2)}" for _ in range(count)]
         seconds = [round(draw.uniform(0, 4), 3) for _ in range(count)]
-        (found,) = slowest_of_phases(
-            [RankSeconds(h, {"p": s}) for h, s in zip(hosts, seconds, strict=True)]
-        )
+        ranks = [RankSeconds(h, {"p": s}) for h, s in zip(hosts, seconds, strict=True)]
+        (slowest,) = slowest_of_phases(ranks)
         most = seconds.index(max(seconds))
-        assert (found.seconds, found.rank, found.host) == (seconds[most], most, hosts[most])
-        assert found.median == sorted(seconds)[(count - 1) // 2]
+        assert slowest.seconds == seconds[most]
+        assert slowest.rank == most
+        assert slowest.host == hosts[most]
+        expected = sorted(seconds)[(count - 1) // 2]
+        assert slowest.median == expected
         if len(set(hosts)) == 1:
-            assert found.node is None
+            assert slowest.node is None
             continue
         means = {
             h: statistics.fmean(s for s, of in zip(seconds, hosts, strict=True) if of == h)
             for h in hosts
         }
-        assert (
-            found.node_seconds == max(means.values())
-            and means[str(found.node)] == found.node_seconds
-        )
+        assert slowest.node_seconds == max(means.values())
+        assert means[str(slowest.node)] == slowest.node_seconds
 
 
 def test_noise_is_no_straggler_and_two_ranks_are_compared_with_the_faster_one():
     def slowest(*seconds: float) -> Slowest:
-        return slowest_of_phases([RankSeconds("a", {"generate": value}) for value in seconds])[0]
+        ranks = [RankSeconds("a", {"generate": value}) for value in seconds]
+        return slowest_of_phases(ranks)[0]
 
     assert slowest(1.0, 1.6).stands_out(1.5, 2.0)
     assert not slowest(1.0, 1.4).stands_out(1.5, 2.0)
     assert not slowest(0.01, 0.1).stands_out(1.5, 0.2), "milliseconds"
     assert not slowest(1.0, 1.6).stands_out(1.5, 100.0), "a step of minutes"
-    assert slowest(0.0, 1.0).stands_out(1.5, 1.0) and "x)" not in str(slowest(0.0, 1.0))
+    assert slowest(0.0, 1.0).stands_out(1.5, 1.0)
+    assert "x)" not in str(slowest(0.0, 1.0))
 
 
 def test_only_ranks_that_ask_wait_for_rewards():
@@ -501,22 +535,20 @@ def test_only_ranks_that_ask_wait_for_rewards():
         socket.gethostname(), {"generate": 1.0}
     )
     asking = RankSeconds("a", {"generate": 1.0, "reward_wait": 2.0})
-    found = {
+    slowest = {
         s.phase: s
         for s in slowest_of_phases([asking, of_this_rank(seconds, asks_for_rewards=False)])
     }
-    assert found["reward_wait"].median == 2.0
+    assert slowest["reward_wait"].median == 2.0
 
 
 def test_what_stays_the_same_is_said_again_after_a_while(tmp_path):
-    slow, other = (
-        [RankSeconds("a", {"p": s}) for s in seconds] for seconds in ((1.0, 3.0), (3.0, 1.0))
-    )
+    slow = [RankSeconds("a", {"p": s}) for s in (1.0, 3.0)]
+    other = [RankSeconds("a", {"p": s}) for s in (3.0, 1.0)]
     steps = dict.fromkeys(range(1, 2 * REPEAT_STEPS), slow) | {5: other, 6: []}
-    said = told(tmp_path, 1.5, steps, 4.0)
-    assert [line.split(" (")[0] for line in said] == [
-        f"straggler: p 3.0 s on rank {rank}" for rank in (1, 0, 1)
-    ], "at step 1, 5 and 11"
+    said = straggler_lines(tmp_path, 1.5, steps, 4.0)
+    expected = [f"straggler: p 3.0 s on rank {rank}" for rank in (1, 0, 1)]
+    assert [line.split(" (")[0] for line in said] == expected, "at step 1, 5 and 11"
 
 
 def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
@@ -535,7 +567,8 @@ def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
     assert 0.5 < meter.seconds < 1.4
     with pytest.raises(RuntimeError), meter.measuring():
         raise RuntimeError
-    assert meter.seconds == 0.0 and threading.active_count() == before
+    assert meter.seconds == 0.0
+    assert threading.active_count() == before
     assert Path(dist.distributed_c10d.__file__).parts[-3:] == (
         "torch",
         "distributed",
@@ -560,7 +593,8 @@ def test_a_slow_rank_is_named(tmp_path, ranks, tensor, slow):
     ]
     output = run_ranks(SLOW_RANK, ranks, tmp_path, slow, *base, timeout=280)
     lines = metrics_of(tmp_path / "slow")
-    assert [line["step"] for line in lines] == [1, 2]
+    steps = [line["step"] for line in lines]
+    assert steps == [1, 2]
     for line in lines:
         for phase in ("generate", "train_time"):
             assert line[f"timing/{phase}/rank"] == slow

@@ -1,4 +1,4 @@
-"""Each value of a run's files replaced by one of another type gives a sentence, and no traceback."""
+"""Each value of a run's files replaced by another type gives a sentence, and no traceback."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ def look(folder: Path) -> None:
     json.dumps(shown, allow_nan=False)
     both = {"other": RunFolder(folder.parent / "other"), "run": RunFolder(folder)}
     for table in (*shown["tables"], *tables(both)):
-        assert all(isinstance(cell, str) for row in table["rows"] for cell in row)
+        for row in table["rows"]:
+            for cell in row:
+                assert isinstance(cell, str)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -146,11 +148,14 @@ def test_a_value_of_another_type(run: Path, name: str) -> None:
                 look(run)
                 counts["shown"] += 1
             except DataError as error:
-                assert str(run) in str(error) and "\n" not in str(error) and len(str(error)) < 1000
+                assert str(run) in str(error)
+                assert "\n" not in str(error)
+                assert len(str(error)) < 1000
                 assert error.key
                 counts["refused"] += 1
     # An odd status is shown as an unknown one, with the reason.
-    assert counts["shown"] > 0 and (counts["refused"] > 0) == (name != "status.json")
+    assert counts["shown"] > 0
+    assert (counts["refused"] > 0) == (name != "status.json")
 
 
 @pytest.mark.parametrize(

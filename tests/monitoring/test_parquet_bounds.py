@@ -1,4 +1,7 @@
-"""Parquet of a few kilobytes that would fill the memory is refused, and other files read as pyarrow reads them."""
+"""Parquet of a few kilobytes that would fill the memory is refused.
+
+Other files read as pyarrow reads them.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ def test_values_and_types_are_those_of_pyarrow() -> None:
         assert read.equals(pq.read_table(file), check_metadata=True)
         assert read.equals(table)
         some = read_bounded_table(file, ["texts", "valid"], [("text", "==", "a")])
-        assert some.to_pylist() == [{"texts": ["a", "b"], "valid": True}]
+        expected = [{"texts": ["a", "b"], "valid": True}]
+        assert some.to_pylist() == expected
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,8 @@ def test_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = pa.table({"a": ["x" * 100] * 100})  # 10,000 bytes of text
     assert read_bounded_table(stored(exact), None, None).equals(exact)
     with raises_error("parquet.values.too_large", 10_001, 10_000):
-        read_bounded_table(stored(pa.table({"a": ["x" * 100] * 99 + ["x" * 101]})), None, None)
+        table = pa.table({"a": ["x" * 100] * 99 + ["x" * 101]})
+        read_bounded_table(stored(table), None, None)
     file = stored(pa.table({"a": ["x" * 100] * 1000}))
     monkeypatch.setattr(parquet_bounds, "BYTES_RATIO", 100_000 / file.size())
     assert len(read_bounded_table(file, None, None)) == 1000
@@ -121,17 +126,16 @@ def test_columns_that_are_not_read_do_not_count(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(parquet_bounds, "MIN_BYTES", 1000)
     monkeypatch.setattr(parquet_bounds, "BYTES_RATIO", 0)
     tokens = in_lists(pa.array([1] * 1000, pa.int32()), 100)
-    file = stored(pa.table({"text": ["a"] * 10, "tokens": tokens}))
+    table = pa.table({"text": ["a"] * 10, "tokens": tokens})
+    file = stored(table)
     assert read_bounded_table(file, ["text"], None).to_pylist() == [{"text": "a"}] * 10
     with raises_error("parquet.values.too_large"):
         read_bounded_table(file, ["tokens"], None)
 
 
 def test_rows_and_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (
-        len(read_bounded_table(stored(pa.table({"a": pa.nulls(MAX_ROWS, pa.bool_())})), None, None))
-        == MAX_ROWS
-    )
+    table = pa.table({"a": pa.nulls(MAX_ROWS, pa.bool_())})
+    assert len(read_bounded_table(stored(table), None, None)) == MAX_ROWS
     with raises_error("parquet.rows.too_many", 262_145, 262_144):
         read_bounded_table(stored(pa.table({"a": pa.nulls(MAX_ROWS + 1, pa.bool_())})), None, None)
     file = stored(pa.table({"a": range(1001)}), row_group_size=1)
@@ -154,11 +158,11 @@ def test_different_texts_are_not_read_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_texts_of_an_extension_type_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_bounds, "MIN_BYTES", 1_000_000)
-    texts = pa.ExtensionArray.from_storage(
-        pa.json_(pa.string()), pa.array(['"' + "x" * 10_000 + '"'] * 200)
-    )
+    storage = pa.array(['"' + "x" * 10_000 + '"'] * 200)
+    texts = pa.ExtensionArray.from_storage(pa.json_(pa.string()), storage)
     with raises_error("parquet.values.too_large", 1_000_000) as caught:
-        read_bounded_table(stored(pa.table({"a": texts})), None, None)
+        file = stored(pa.table({"a": texts}))
+        read_bounded_table(file, None, None)
     assert re.search(r"\b20[0-9]{5}\b", str(caught.value)), "the size of the values"
 
 

@@ -70,9 +70,9 @@ def write_with_tokens(folder: Path) -> Path:
     }
     lengths = {"prompt": np.full(4, 2), "response": np.full(4, 3)}
     texts = {0: "a", 1: "b", 2: "c"}
-    write_samples(
-        folder, 1, Samples([row(i) for i in range(4)], TokenColumns(lengths, values, texts))
-    )
+    rows = [row(i) for i in range(4)]
+    samples = Samples(rows, TokenColumns(lengths, values, texts))
+    write_samples(folder, 1, samples)
     return folder / "rollouts" / "step_00001.parquet"
 
 
@@ -85,17 +85,22 @@ def test_no_changed_byte_ends_the_process(tmp_path: Path) -> None:
     words = ["2927:0", "2886:5", "4312:6", *(f"{place}:{drawn.integers(8)}" for place in places)]
     command = [sys.executable, "-c", FLIPS, str(path), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == ""
     read, refused = map(int, done.stdout.split())
-    assert read + refused == 2 * len(words) and read > 100 and refused > 100
+    assert read + refused == 2 * len(words)
+    assert read > 100
+    assert refused > 100
 
 
 def test_a_file_is_read_as_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_with_tokens(tmp_path)
     table = records.read_table(path)
     here = records.read_table(path, is_own=True)
-    assert table.equals(here) and table.schema.metadata == here.schema.metadata
-    assert table["response_tokens"].to_pylist() == [[0, 1, 2]] * 4
+    assert table.equals(here)
+    assert table.schema.metadata == here.schema.metadata
+    expected = [[0, 1, 2]] * 4
+    assert table["response_tokens"].to_pylist() == expected
     some = records.read_table(path, ["prompt_id"], [("prompt_id", "in", [2])])
     assert some.to_pylist() == [{"prompt_id": 2}]
     monkeypatch.setattr(records, "read_in_child", None)
@@ -171,7 +176,8 @@ def test_a_relative_path_is_of_the_folder_of_whoever_asks(
 
 
 def test_threads_have_readers_of_their_own(tmp_path: Path) -> None:
-    path = write_rows(tmp_path, 1, [row(i) for i in range(100)])
+    rows = [row(i) for i in range(100)]
+    path = write_rows(tmp_path, 1, rows)
     counts: list[int] = []
 
     def read() -> None:

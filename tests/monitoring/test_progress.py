@@ -59,7 +59,8 @@ def test_a_log_file_gets_one_plain_flushed_line_a_step():
     first, second = file.seen.splitlines()
     assert first.startswith(
         "step  1/40  reward -0.500  with_kl -0.750  kl 2.500  ended 25%  length 20.0  grad 1.5  |  "
-        "generate 3.0  logprobs 0.5  init_logprobs 0.4  reward_wait 0.1  train_time 2.0  |  6.5 s a step, "
+        "generate 3.0  logprobs 0.5  init_logprobs 0.4  reward_wait 0.1  train_time 2.0  |  6.5 s "
+        "a step, "
     )
     assert first.endswith(" left")
     assert second.startswith("step  2/40  reward -  with_kl -0.750")
@@ -78,7 +79,8 @@ def test_notes_and_validation_in_a_log_file():
 
 
 def test_a_wait_in_a_log_file_is_told_at_growing_intervals(monkeypatch):
-    seconds, file = [0.0], Flushed()
+    seconds = [0.0]
+    file = Flushed()
     monkeypatch.setattr(
         "reinforce_rl.monitoring.progress.time", SimpleNamespace(monotonic=lambda: seconds[0])
     )
@@ -89,10 +91,11 @@ def test_a_wait_in_a_log_file_is_told_at_growing_intervals(monkeypatch):
             while seconds[0] < start + 600:
                 seconds[0] += 5
                 progress.note(f"{phase} {seconds[0] - start:.0f}", transient=True)
-    told = [line.split() for line in file.seen.splitlines()]
-    assert told == [
+    notes = [line.split() for line in file.seen.splitlines()]
+    expected = [
         [phase, n] for phase in ("reward_wait", "generate") for n in ("5", "15", "45", "135", "405")
     ]
+    assert notes == expected
 
 
 def test_other_ranks_show_nothing():

@@ -65,19 +65,26 @@ def batch_of(seed: int = 0) -> ReinforceBatch:
         # not 0 on padding: it must not be recorded
         return torch.randn(4, max(LENGTHS), generator=draw)
 
+    source_rewards = {"short": torch.tensor([1.0, math.nan, 0.0, 3.0])}
+    rewards = torch.tensor([0.5, math.nan, -1.0, 2.0])
+    lengths = [len(prompt) for prompt in prompts]
+    prompt_lengths = torch.tensor(lengths)
+    group_ids = torch.tensor([7, 7, 9, 9])
+    sample_ids = torch.tensor([0, 1, 0, 1])
+    valid = torch.tensor([True, False, True, False])
     rollouts = RolloutBatch(
         sequences=sequences,
-        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+        prompt_lengths=prompt_lengths,
         response_lengths=torch.tensor(LENGTHS),
-        group_ids=torch.tensor([7, 7, 9, 9]),
-        sample_ids=torch.tensor([0, 1, 0, 1]),
+        group_ids=group_ids,
+        sample_ids=sample_ids,
         finish_reasons=("stop", "stop", "length", "outside_vocabulary"),
-        rewards=torch.tensor([0.5, math.nan, -1.0, 2.0]),
-        valid=torch.tensor([True, False, True, False]),
+        rewards=rewards,
+        valid=valid,
         generator_log_probs=per_token(),
         log_probs=per_token(),
         init_log_probs=per_token(),
-        source_rewards={"short": torch.tensor([1.0, math.nan, 0.0, 3.0])},
+        source_rewards=source_rewards,
         score_faults=(None, "took longer than 3 s", None, None),
     )
     each = torch.arange(4.0)
@@ -101,13 +108,19 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
     for i, row in enumerate(rows):
         prompt = PROMPTS[i // 2]
         length = LENGTHS[i]
-        found = read_tokens(path)[i]
-        assert (row.step, row.prompt_id, row.sample_id) == (3, prompt.id, i % 2)
-        assert found == RunFolder(tmp_path).tokens(3, [prompt.id])[prompt.id, i % 2]
-        assert found.prompt_tokens == list(prompt.tokens) and row.prompt == prompt.text
+        tokens = read_tokens(path)[i]
+        assert row.step == 3
+        assert row.prompt_id == prompt.id
+        assert row.sample_id == i % 2
+        expected = RunFolder(tmp_path).tokens(3, [prompt.id])[prompt.id, i % 2]
+        assert tokens == expected
+        assert tokens.prompt_tokens == list(prompt.tokens)
+        assert row.prompt == prompt.text
         start = len(prompt.tokens)
-        assert found.response_tokens == batch.rollouts.sequences[i, start : start + length].tolist()
-        assert "".join(found.token_texts or []) == tokenizer.decode(found.response_tokens)
+        assert (
+            tokens.response_tokens == batch.rollouts.sequences[i, start : start + length].tolist()
+        )
+        assert "".join(tokens.token_texts or []) == tokenizer.decode(tokens.response_tokens)
         for name, values in {
             "policy_log_probs": batch.rollouts.log_probs,
             "reference_log_probs": batch.rollouts.init_log_probs,
@@ -115,29 +128,27 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
             "token_kl": kl,
             "token_advantages": batch.advantages,
         }.items():
-            assert values is not None and getattr(found, name) == values[i, :length].tolist(), name
+            assert values is not None, name
+            assert getattr(tokens, name) == values[i, :length].tolist(), name
     assert [row.score_fault for row in rows] == [None, "took longer than 3 s", None, None]
-    assert (
-        math.isnan(rows[1].reward)
-        and rows[0].source_rewards == {"short": 1.0}
-        and rows[0].set_name == "train"
-    )
-    assert [row.shaped_reward for row in rows][::2] == [3.0, 5.0] and math.isnan(
-        rows[3].shaped_reward
-    )
-    assert [row.kl for row in rows] == [0.0, 1.0, 2.0, 3.0] and rows[2].baseline == 4.0
+    assert math.isnan(rows[1].reward)
+    assert rows[0].source_rewards == {"short": 1.0}
+    assert rows[0].set_name == "train"
+    assert [row.shaped_reward for row in rows][::2] == [3.0, 5.0]
+    assert math.isnan(rows[3].shaped_reward)
+    assert [row.kl for row in rows] == [0.0, 1.0, 2.0, 3.0]
+    assert rows[2].baseline == 4.0
     assert [row.record for row in rows] == ['{"limit": 80, "answer": "ü"}'] * 2 + ["{}"] * 2
-    assert (
-        RunFolder(tmp_path).tokens(3, [7]).keys() == {(7, 0), (7, 1)}
-        and RunFolder(tmp_path).tokens(3, [5]) == {}
-    )
+    assert RunFolder(tmp_path).tokens(3, [7]).keys() == {(7, 0), (7, 1)}
+    assert RunFolder(tmp_path).tokens(3, [5]) == {}
 
 
 def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
     batch = batch_of(seed=4)
     log_probs = batch.rollouts.log_probs
     generator = batch.rollouts.generator_log_probs
-    assert log_probs is not None and generator is not None
+    assert log_probs is not None
+    assert generator is not None
     log_probs[0, 1] = math.nan  # unknown
     path = tmp_path / "step_00003.parquet"
     write_records(path, join_samples([samples_of(batch, tokenizer)], tokenizer))
@@ -147,14 +158,13 @@ def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
         for t in range(LENGTHS[i]):
             before = (PROMPTS[i // 2].text + "".join(texts[:t]))[-40:]
             pair = float(log_probs[i, t]), float(generator[i, t])
-            expected.append((PROMPTS[i // 2].id, i % 2, t, repr(texts[t]), repr(before), *pair))
-    expected = [one for one in expected if not math.isnan(one[5])]
-    expected.sort(key=lambda one: -abs(one[5] - one[6]))
-    assert (
-        len(expected) == 5
-        and worst_tokens(path, 9) == expected
-        and worst_tokens(path, 2) == expected[:2]
-    )
+            place = (PROMPTS[i // 2].id, i % 2, t)
+            expected.append((*place, repr(texts[t]), repr(before), *pair))
+    expected = [token_row for token_row in expected if not math.isnan(token_row[5])]
+    expected.sort(key=lambda token_row: -abs(token_row[5] - token_row[6]))
+    assert len(expected) == 5
+    assert worst_tokens(path, 9) == expected
+    assert worst_tokens(path, 2) == expected[:2]
     limit = abs(expected[3][5] - expected[3][6])
     assert worst_tokens(path, 9, above=limit) == expected[:3]
 
@@ -168,14 +178,15 @@ def test_without_log_probs_no_token_is_the_worst(tmp_path, tokenizer):
         {"valid": torch.zeros(4).bool()},
     ):
         rollouts = dataclasses.replace(batch.rollouts, **changes)
+        parts = [samples_of(dataclasses.replace(batch, rollouts=rollouts), tokenizer)]
+        samples = join_samples(parts, tokenizer)
         write_records(
             path,
-            join_samples(
-                [samples_of(dataclasses.replace(batch, rollouts=rollouts), tokenizer)], tokenizer
-            ),
+            samples,
         )
         assert worst_tokens(path) == []
-    write_records(path, Samples(sample_rows(3, PROMPTS, batch.rollouts, tokenizer, batch)))
+    rows = sample_rows(3, PROMPTS, batch.rollouts, tokenizer, batch)
+    write_records(path, Samples(rows))
     assert worst_tokens(path) == [], "tokens are not recorded"
 
 
@@ -185,29 +196,29 @@ def test_ranks_together_record_what_one_does(tmp_path, tokenizer, split):
     batch = batch_of()
     parts = []
     for rows in (torch.arange(split), torch.arange(split, 4), torch.arange(0)):
-        own = batch.rollouts.select(rows)
+        local_rollouts = batch.rollouts.select(rows)
         if not len(rows):
-            own = dataclasses.replace(
-                own, log_probs=None, init_log_probs=None, generator_log_probs=None
+            local_rollouts = dataclasses.replace(
+                local_rollouts, log_probs=None, init_log_probs=None, generator_log_probs=None
             )
         vectors = (batch.kl, batch.rewards_with_kl, batch.baseline)
         each = [values[rows] for values in vectors]
         part = ReinforceBatch(
-            own,
+            local_rollouts,
             *each,
-            batch.advantages[rows, : own.width],
+            batch.advantages[rows, : local_rollouts.width],
             batch.trains[rows],
             batch.shaped_rewards[rows],
         )
         parts.append(samples_of(part, tokenizer))
-    write_records(tmp_path / "one.parquet", join_samples([samples_of(batch, tokenizer)], tokenizer))
+    samples = join_samples([samples_of(batch, tokenizer)], tokenizer)
+    write_records(tmp_path / "one.parquet", samples)
     write_records(tmp_path / "three.parquet", join_samples(parts, tokenizer))
-    one, three = (
-        read_table(tmp_path / name).to_pydict() for name in ("one.parquet", "three.parquet")
-    )
+    alone = read_table(tmp_path / "one.parquet").to_pydict()
+    joined = read_table(tmp_path / "three.parquet").to_pydict()
     # The mean over a response's tokens is summed over another width.
-    assert one.pop("advantage") == pytest.approx(three.pop("advantage"), abs=1e-6)
-    assert one == three
+    assert alone.pop("advantage") == pytest.approx(joined.pop("advantage"), abs=1e-6)
+    assert alone == joined
     assert join_samples([], tokenizer) == Samples([])
 
 
@@ -216,23 +227,26 @@ def test_what_was_not_computed_is_null(tmp_path, tokenizer):
     batch = dataclasses.replace(batch, log_probs=None, init_log_probs=None)
     rows = sample_rows(0, PROMPTS, batch, tokenizer, set_name="validation")
     path = tmp_path / "step_00000.parquet"
-    write_records(path, join_samples([Samples(rows, token_columns(batch))], tokenizer))
-    found = read_tokens(path)[2]
-    assert len(found.generator_log_probs or []) == 2
+    samples = join_samples([Samples(rows, token_columns(batch))], tokenizer)
+    write_records(path, samples)
+    tokens = read_tokens(path)[2]
+    assert len(tokens.generator_log_probs or []) == 2
     assert (
-        found.policy_log_probs,
-        found.reference_log_probs,
-        found.token_kl,
-        found.token_advantages,
+        tokens.policy_log_probs,
+        tokens.reference_log_probs,
+        tokens.token_kl,
+        tokens.token_advantages,
     ) == (None,) * 4
     write_records(path, join_samples([Samples(rows)], tokenizer))
-    assert read_tokens(path) == [] and math.isnan(read_rows(path)[0].kl)
+    assert read_tokens(path) == []
+    assert math.isnan(read_rows(path)[0].kl)
     empty = samples_of(dataclasses.replace(batch_of(), rollouts=batch), tokenizer).rows[1:2]
     none = dataclasses.replace(batch.select(torch.tensor([1])), response_lengths=torch.tensor([0]))
     write_records(path, join_samples([Samples(empty, token_columns(none))], tokenizer))
     assert read_tokens(path)[0].response_tokens == read_tokens(path)[0].token_texts == []
     write_records(path, Samples([]))
-    assert read_rows(path) == [] and read_table(path).column_names == [
+    assert read_rows(path) == []
+    assert read_table(path).column_names == [
         *SAMPLE_COLUMNS,
         *TOKEN_COLUMNS,
     ]
@@ -240,16 +254,20 @@ def test_what_was_not_computed_is_null(tmp_path, tokenizer):
 
 def test_values_that_are_not_finite_and_odd_texts_come_back(tmp_path, tokenizer):
     batch = batch_of()
-    batch.rollouts.log_probs[0, 0], batch.rollouts.init_log_probs[0, 1] = -math.inf, math.nan  # type: ignore[index]
+    batch.rollouts.log_probs[0, 0] = -math.inf  # type: ignore[index]
+    batch.rollouts.init_log_probs[0, 1] = math.nan  # type: ignore[index]
     samples = join_samples([samples_of(batch, tokenizer)], tokenizer)
     odd = 'a \ud800 "b"\n\u2028\x00 测试 👩‍👩‍👧 \U0010ffff'
     samples.rows[0] = dataclasses.replace(samples.rows[0], response=odd, kl=math.inf)
     write_records(tmp_path / "step_00001.parquet", samples)
-    found = read_tokens(tmp_path / "step_00001.parquet")[0]
-    assert found.policy_log_probs is not None and found.reference_log_probs is not None
-    assert found.policy_log_probs[0] == -math.inf and math.isnan(found.reference_log_probs[1])
+    tokens = read_tokens(tmp_path / "step_00001.parquet")[0]
+    assert tokens.policy_log_probs is not None
+    assert tokens.reference_log_probs is not None
+    assert tokens.policy_log_probs[0] == -math.inf
+    assert math.isnan(tokens.reference_log_probs[1])
     row = read_rows(tmp_path / "step_00001.parquet")[0]
-    assert row.response == odd.replace("\ud800", "?") and math.isnan(row.kl)
+    assert row.response == odd.replace("\ud800", "?")
+    assert math.isnan(row.kl)
 
 
 def test_a_kill_before_the_move_leaves_the_earlier_file(tmp_path, tokenizer):
@@ -262,7 +280,8 @@ def test_a_kill_before_the_move_leaves_the_earlier_file(tmp_path, tokenizer):
         write_samples(tmp_path, 3, Samples(samples.rows[:1]))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert path.read_bytes() == before and list(rollout_files(tmp_path)) == [3]
+    assert path.read_bytes() == before
+    assert list(rollout_files(tmp_path)) == [3]
     assert len(list(path.parent.iterdir())) == 2, "the torn file"
     drop_later_samples(tmp_path, 3)
     assert list(path.parent.iterdir()) == [path]
@@ -271,7 +290,8 @@ def test_a_kill_before_the_move_leaves_the_earlier_file(tmp_path, tokenizer):
 def test_damage_and_other_versions_are_named(tmp_path, tokenizer, monkeypatch):
     path = tmp_path / "step_00001.parquet"
     monkeypatch.setattr(records, "VERSION", 3)
-    write_records(path, join_samples([samples_of(batch_of(), tokenizer)], tokenizer))
+    samples = join_samples([samples_of(batch_of(), tokenizer)], tokenizer)
+    write_records(path, samples)
     monkeypatch.undo()
     with raises_error(
         "samples.file.other_version", path, "version 3", f"version {records.VERSION}"
@@ -299,7 +319,8 @@ def test_the_view_prints_a_sample_a_line(tmp_path, tokenizer):
     ]
     assert len(list(run.sample_lines())) == len(list(run.sample_lines(tokens=True))) == 1
     lines = [json.loads(line) for line in run.sample_lines(3, tokens=True)]
-    assert lines[0]["policy_log_probs"][0] is None and len(lines[3]["token_kl"]) == 5
+    assert lines[0]["policy_log_probs"][0] is None
+    assert len(lines[3]["token_kl"]) == 5
     with raises_error("samples.step.missing", tmp_path / "test", "step 0"):
         list(run.sample_lines(kind="test"))
 
@@ -332,12 +353,10 @@ def test_a_row_as_json_has_no_nan():
     row = RolloutRow(
         1, 0, 0, "p", "r", math.nan, "stop", 1, source_rewards={"a": math.nan, "b": 1.0}
     )
-    found = json.loads(json.dumps(row.as_json(), allow_nan=False))
-    assert (
-        found["reward"] is None
-        and found["source_rewards"] == {"a": None, "b": 1.0}
-        and np.isnan(row.kl)
-    )
+    record = json.loads(json.dumps(row.as_json(), allow_nan=False))
+    assert record["reward"] is None
+    assert record["source_rewards"] == {"a": None, "b": 1.0}
+    assert np.isnan(row.kl)
 
 
 def row(prompt_id: int = 0, reward: float = 0.5, **changes) -> RolloutRow:
@@ -385,10 +404,17 @@ def test_rows_come_back_as_they_were(tmp_path):
     assert path == tmp_path / "rollouts" / "step_00012.parquet"
     back = read_rows(path)
     assert back[0] == rows[0]
-    assert back[1].response == rows[1].response and not back[1].valid and not back[1].is_end
-    assert math.isnan(back[1].kl) and back[1].score_fault is None and back[1].source_rewards == {}
-    assert math.isnan(back[2].reward) and back[2].response == "" and back[2].score_fault == "no"
-    assert back[2].source_rewards["a/b"] == 0.25 and math.isnan(back[2].source_rewards["ü"])
+    assert back[1].response == rows[1].response
+    assert not back[1].valid
+    assert not back[1].is_end
+    assert math.isnan(back[1].kl)
+    assert back[1].score_fault is None
+    assert back[1].source_rewards == {}
+    assert math.isnan(back[2].reward)
+    assert back[2].response == ""
+    assert back[2].score_fault == "no"
+    assert back[2].source_rewards["a/b"] == 0.25
+    assert math.isnan(back[2].source_rewards["ü"])
 
 
 def test_failed_rewards_are_null_on_disk_and_tensors_are_numbers(tmp_path):
@@ -396,8 +422,10 @@ def test_failed_rewards_are_null_on_disk_and_tensors_are_numbers(tmp_path):
     path = write_rows(tmp_path, 1, rows, kind="validation")
     assert path == tmp_path / "validation" / "step_00001.parquet"
     records = read_table(path, list(SAMPLE_COLUMNS)).to_pylist()
-    assert records[0]["reward"] is None and records[1]["reward"] == 0.25
-    assert list(records[0]) == [field.name for field in dataclasses.fields(RolloutRow)]
+    assert records[0]["reward"] is None
+    assert records[1]["reward"] == 0.25
+    expected = [field.name for field in dataclasses.fields(RolloutRow)]
+    assert list(records[0]) == expected
     assert math.isnan(read_rows(path)[0].reward)
 
 
@@ -418,8 +446,10 @@ def test_a_lone_surrogate_in_a_prompt_does_not_end_the_run(tmp_path):
 def test_a_step_written_again_replaces_its_file(tmp_path):
     write_rows(tmp_path, 3, [row(1), row(2)])
     path = write_rows(tmp_path, 3, [row(7)])
-    assert [r.prompt_id for r in read_rows(path)] == [7]
-    assert [p.name for p in path.parent.iterdir()] == ["step_00003.parquet"]
+    prompt_ids = [r.prompt_id for r in read_rows(path)]
+    assert prompt_ids == [7]
+    names = [p.name for p in path.parent.iterdir()]
+    assert names == ["step_00003.parquet"]
 
 
 def test_resume_removes_the_files_of_later_steps(tmp_path):

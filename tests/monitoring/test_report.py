@@ -69,9 +69,9 @@ def read(path: Path) -> dict[str, Any]:
     assert page.found.keys() == {"data", "plotly", "page"}, (
         "a response cannot open or close a script"
     )
-    assert not [one for one in page.addresses if one and not one.startswith(("#", "data:"))], (
-        "nothing from elsewhere"
-    )
+    assert not [
+        address for address in page.addresses if address and not address.startswith(("#", "data:"))
+    ], "nothing from elsewhere"
     assert b"Plotly" in zlib.decompress(base64.b64decode(page.found["plotly"]))
     data = json.loads(page.found["data"])
     (name,) = data["runs"]
@@ -80,7 +80,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def line(page: dict[str, Any], key: str) -> list[tuple[int, float | None]]:
     series = page["series"][key]
-    return list(zip(page["axes"][series["axis"]]["step"], series["y"], strict=True))
+    pairs = zip(page["axes"][series["axis"]]["step"], series["y"], strict=True)
+    return list(pairs)
 
 
 def sample(step: int, prompt_id: int, reward: float, **changes) -> RolloutRow:
@@ -136,33 +137,32 @@ def test_a_whole_run(tmp_path, steps):
     path = write_report(make_run(tmp_path / "seed-1", steps))
     assert path == tmp_path / "seed-1" / "report.html"
     page = read(path)
-    assert page["name"] == "seed-1" and page["verdict"].startswith(
-        "Validation reward, first and last: -1.0"
-    )
+    assert page["name"] == "seed-1"
+    assert page["verdict"].startswith("Validation reward, first and last: -1.0")
     assert (
         "on the same 15 prompts (p < 0.001): a real gain at the 5 % level; this many prompts"
         in page["verdict"]
     )
     assert page["verdict"].endswith("or more; 1 left out, not scored on both sides.")
     titles = {chart["title"]: [name for name, _ in chart["lines"]] for chart in page["charts"]}
-    assert titles["Reward"] == ["training", "validation"] and titles["Step time by phase"] == [
+    assert titles["Reward"] == ["training", "validation"]
+    assert titles["Step time by phase"] == [
         "generation",
         "update",
         "rest",
     ]
     assert "Gradient norm" not in titles, "no finite number"
-    assert line(page, "train/init_policy_kl") == [(step, step / 10) for step in range(1, steps + 1)]
-    assert line(page, "timers/rest of the step") == [(step, 1.0) for step in range(1, steps + 1)]
+    expected = [(step, step / 10) for step in range(1, steps + 1)]
+    assert line(page, "train/init_policy_kl") == expected
+    expected = [(step, 1.0) for step in range(1, steps + 1)]
+    assert line(page, "timers/rest of the step") == expected
     assert [step for step, _ in line(page, "val/rewards")] == [0, steps]
     first, last = page["samples"]["validation"].values()
-    assert (
-        last[0]["response"] == f"response 0 of step {steps} {EVIL}" and first[3]["reward"] is None
-    )
+    assert last[0]["response"] == f"response 0 of step {steps} {EVIL}"
+    assert first[3]["reward"] is None
     settings = {key: value for key, value, _ in page["config"]["settings"]}
-    assert (
-        settings["model.pretrained"] == '"${oc.env:NOT_SET}/model"'
-        and settings["trainer.devices"] == "2"
-    )
+    assert settings["model.pretrained"] == '"${oc.env:NOT_SET}/model"'
+    assert settings["trainer.devices"] == "2"
 
 
 def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validations(tmp_path):
@@ -174,71 +174,82 @@ def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validation
         numbers.append({"step": step, "val/rewards": step / 10})
     write_json_lines(tmp_path / "metrics.jsonl", numbers)
     for step in range(1, 41):
-        write_rows(tmp_path, step, [sample(step, i, 0.5) for i in range(300)])
+        rows = [sample(step, i, 0.5) for i in range(300)]
+        write_rows(tmp_path, step, rows)
     path = write_report(tmp_path)
     page = read(path)
     assert path.stat().st_size < 4_000_000
     rewards = line(page, "train/rewards")
-    assert len(rewards) <= MAX_POINTS and rewards[-1][0] == 10_000
+    assert len(rewards) <= MAX_POINTS
+    assert rewards[-1][0] == 10_000
     for (before, _), (step, value) in itertools.pairwise(rewards):
-        assert value == pytest.approx((before + 1 + step) / 2, rel=1e-4), (
-            "the mean of the bin's steps"
-        )
+        expected = (before + 1 + step) / 2
+        assert value == pytest.approx(expected, rel=1e-4), "the mean of the bin's steps"
     assert max(value for _, value in line(page, "train/grad_norm")) == 50.0
     assert line(page, "val/rewards") == [(step, step / 10) for step in range(0, 10_001, 2000)]
     assert list(page["samples"]["rollouts"]) == ["1", "11", "21", "30", "40"]
 
 
 def test_errors_of_the_mean_reward(tmp_path):
-    """Prompts with means far apart count once each, whatever the number of samples; equal ones as their samples."""
+    """Prompts with means far apart count once each, whatever the number of samples.
+
+    Equal ones count as their samples.
+    """
     generator = random.Random(1)
     for name, spread in (("apart", 3.0), ("alike", 0.0)):
         means = []
         rows = []
         for _ in range(400):
-            rows = [
-                [prompt + generator.gauss(0, 1) for _ in range(4)]
-                for prompt in (generator.gauss(0, spread) for _ in range(8))
-            ]
+            rows = []
+            for _ in range(8):
+                prompt = generator.gauss(0, spread)
+                rows.append([prompt + generator.gauss(0, 1) for _ in range(4)])
             means.append(statistics.fmean(map(statistics.fmean, rows)))
         folder = tmp_path / name
         write_rows(folder, 1, [sample(1, i, 0.0, sample_id=j) for i in range(8) for j in range(4)])
         deviation = math.sqrt(spread**2 + 1)
+        records = [
+            {
+                "step": 1,
+                "train/rewards": 0,
+                "train/reward_deviation": deviation,
+                "train/reward_group_deviation": 1.0,
+            }
+        ]
         write_json_lines(
             folder / "metrics.jsonl",
-            [
-                {
-                    "step": 1,
-                    "train/rewards": 0,
-                    "train/reward_deviation": deviation,
-                    "train/reward_group_deviation": 1.0,
-                }
-            ],
+            records,
         )
         ((_, error),) = line(overview(RunFolder(folder)), "train/rewards_error")
         assert error == pytest.approx(statistics.stdev(means), rel=0.15)
 
 
 def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
-    fell = read(write_report(make_run(tmp_path / "fell", 4, gain=-1.0)))
-    assert "(p < 0.001): a real loss at the 5 % level" in fell["verdict"] and fell["tone"] == "bad"
+    run_dir = make_run(tmp_path / "fell", 4, gain=-1.0)
+    fell = read(write_report(run_dir))
+    assert "(p < 0.001): a real loss at the 5 % level" in fell["verdict"]
+    assert fell["tone"] == "bad"
     still = read(write_report(make_run(tmp_path / "still", 4, gain=0.0)))
-    assert "indistinguishable from noise" in still["verdict"] and still["tone"] == ""
+    assert "indistinguishable from noise" in still["verdict"]
+    assert still["tone"] == ""
 
 
 def test_a_run_that_has_just_begun(tmp_path):
     StatusFile(tmp_path, enabled=True).begin()
     assert read(write_report(tmp_path))["span"] == "No step has been logged yet."
     write_rows(tmp_path, 0, [sample(0, 0, math.nan)], "validation")
-    write_rows(tmp_path, 1, [sample(1, 0, math.nan, valid=False)])
+    rows = [sample(1, 0, math.nan, valid=False)]
+    write_rows(tmp_path, 1, rows)
     logger = JsonlLogger(tmp_path / "metrics.jsonl")
     logger.log_metrics({"rewards": math.nan}, 0, "val/")
     logger.log_metrics({"rewards": math.nan}, 1, "train/")
     logger.commit(0)
     logger.commit(1)
     page = read(write_report(tmp_path))
-    assert "needs a validation before and one after" in page["verdict"] and page["charts"] == []
-    assert [alert["kind"] for alert in page["alerts"]] == ["not_finite"]
+    assert "needs a validation before and one after" in page["verdict"]
+    assert page["charts"] == []
+    kinds = [alert["kind"] for alert in page["alerts"]]
+    assert kinds == ["not_finite"]
 
 
 def test_the_report_that_a_run_writes_last_says_that_it_is_finished(tmp_path):
@@ -254,7 +265,8 @@ def test_a_run_says_after_each_validation_whether_its_reward_has_moved(tmp_path,
         rows = [sample(step, i, i + step * (0.5 + 0.1 * (i % 3))) for i in range(9)]
         monitor.log_validation(step, {"rewards": 4.0 + step * 0.6}, Samples(rows))
     first, *then = capsys.readouterr().out.splitlines()
-    assert first.startswith("validation after step 0:") and len(then) == 4
+    assert first.startswith("validation after step 0:")
+    assert len(then) == 4
     assert then[1].startswith(
         "reward since the first validation: 4.000 -> 5.200: +1.200 ± 0.058 on the same 9 prompts ("
     )
@@ -265,25 +277,28 @@ def test_a_run_says_after_each_validation_whether_its_reward_has_moved(tmp_path,
 
 def test_every_row_of_two_validations_is_tested(tmp_path):
     for step in (0, 2):
-        rows = [
-            sample(
-                step, i, 0.5, source_rewards={"tests": i / 4 * step}, response_length=10 + i * step
-            )
-            for i in range(4)
-        ]
+        rows = []
+        for i in range(4):
+            source_rewards = {"tests": i / 4 * step}
+            length = 10 + i * step
+            rows.append(sample(step, i, 0.5, source_rewards=source_rewards, response_length=length))
         write_rows(tmp_path, step, rows, "validation")
+    records = [
+        {"step": step, "val/rewards_tests": 9, "val/response_lengths": 9.0} for step in (0, 2)
+    ]
     write_json_lines(
         tmp_path / "metrics.jsonl",
-        [{"step": step, "val/rewards_tests": 9, "val/response_lengths": 9.0} for step in (0, 2)],
+        records,
     )
     (table, *_) = overview(RunFolder(tmp_path))["tables"]
     basis = "validation, the same 4 prompts"
-    assert table["rows"] == [
+    expected = [
         ["Reward", "0.500", "0.500", "+0.000 ± 0.000", basis],
         ["  tests", "0.000", "0.750", "+0.750 ± 0.323, p = 0.103", basis],
         ["Response length, tokens", "10.0", "13.0", "+3.0 ± 1.3, p = 0.103", basis],
         ["Ended by itself", "50.0%", "50.0%", "+0.0% ± 0.0%", basis],
     ]
+    assert table["rows"] == expected
 
 
 def test_the_top_operations_of_a_profile(tmp_path):
@@ -292,14 +307,12 @@ def test_the_top_operations_of_a_profile(tmp_path):
     operation = {"name": "aten::<mm>", "calls": 7, "self_seconds": 1.25, "share": 0.5}
     step = {"rank": 0, "device": "cpu", "seconds": 2.5, "trace": "step_00003/rank_0.trace.json.gz"}
     StatusFile(tmp_path, enabled=True).begin()
-    path.write_text(
-        json.dumps(
-            {"steps": [{**step, "step": i, "operations": [operation] * 30} for i in range(5)]}
-        )
-    )
+    steps = [{**step, "step": i, "operations": [operation] * 30} for i in range(5)]
+    path.write_text(json.dumps({"steps": steps}))
     tables = read(write_report(tmp_path))["tables"][1:]
     assert [table["title"][:7] for table in tables] == ["Step 2:", "Step 3:", "Step 4:"]
-    assert tables[0]["rows"] == [["aten::<mm>", "7", "1.250", "50.0%"]] * 12
+    expected = [["aten::<mm>", "7", "1.250", "50.0%"]] * 12
+    assert tables[0]["rows"] == expected
     path.write_text("{}")
     with raises_error("report.profile.damaged", path):
         write_report(tmp_path)
@@ -310,8 +323,11 @@ def test_many_sources_of_a_reward_are_not_all_compared(tmp_path):
     values = json.dumps({"step": 1, **dict.fromkeys(names, 1.0)})
     (tmp_path / "metrics.jsonl").write_text(f"{values}\n{values}\n")
     rows = summarize(RunFolder(tmp_path))
-    assert len(rows) == 51 and rows[0][0].strip() == "0" and rows[49][0].strip() == "49"
-    assert rows[50][0] == "2 more sources" and "over 50" in rows[50][-1]
+    assert len(rows) == 51
+    assert rows[0][0].strip() == "0"
+    assert rows[49][0].strip() == "49"
+    assert rows[50][0] == "2 more sources"
+    assert "over 50" in rows[50][-1]
 
 
 def test_no_prompt_in_common(tmp_path):
@@ -324,7 +340,10 @@ def test_no_prompt_in_common(tmp_path):
 def test_the_printed_summary(tmp_path):
     lines = run_summary(make_run(tmp_path, 20), {"checkpoint": tmp_path / "last"}).splitlines()
     assert re.match(
-        r"Validation reward, first and last: -\d\.\d{3} -> \d\.\d{3}: \+1\.0\d\d ± 0\.0\d\d on the same 15 prompts",
+        (
+            r"Validation reward, first and last: -\d\.\d{3} -> \d\.\d{3}: \+1\.0\d\d ± 0\.0\d\d on "
+            r"the same 15 prompts"
+        ),
         lines[0],
     )
     kl = next(line for line in lines if "KL, nats" in line)
@@ -339,7 +358,8 @@ def test_the_printed_summary(tmp_path):
     assert re.search(
         r"17\.5 -> +17\.5 +\+0\.0 ± 0\.0 +\(validation, the same 16 prompts\)", lengths
     )
-    assert lines[-1].split() == ["checkpoint", str(tmp_path / "last")]
+    expected = ["checkpoint", str(tmp_path / "last")]
+    assert lines[-1].split() == expected
     assert lines[-2].split() == ["run", "folder", str(tmp_path)]
 
 
@@ -368,12 +388,14 @@ def test_the_page_of_a_reward_model(tmp_path):
     (tmp_path / "evaluation.json").write_text(json.dumps(best))
     page = read(write_report(tmp_path))
     assert page["verdict"] == (
-        "The held-out loss went from 0.7000 to 0.4000 (step 1); of the held-out pairs 75.0% ± 5.0% are ordered "
+        "The held-out loss went from 0.7000 to 0.4000 (step 1); of the held-out pairs 75.0% ± "
+        "5.0% are ordered "
         "rightly, where 'the longer answer wins' has 50.0%."
     )
     assert page["tables"][0]["rows"][1] == ["accuracy", "0.7500"]
     assert page["tables"][1]["rows"] == [["0.50 to 0.55", "8", "0.520", "0.625"]]
-    assert page["figures"][0]["lines"][0] == {"name": "observed", "x": [52.0], "y": [0.625]}
+    expected = {"name": "observed", "x": [52.0], "y": [0.625]}
+    assert page["figures"][0]["lines"][0] == expected
     (tmp_path / "evaluation.json").write_text("{}")
     with raises_error("report.evaluation.damaged", tmp_path / "evaluation.json"):
         overview(RunFolder(tmp_path))

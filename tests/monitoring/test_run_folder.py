@@ -33,7 +33,7 @@ def log(folder: Path, steps, resume_step: int | None = None, **metrics: float) -
 
 
 def test_the_lines_are_those_of_the_file_whatever_the_writer_does(tmp_path):
-    """Follow a run that appends, is killed in the middle of a line, resumes from before, and merges its last line."""
+    """Follow a run that appends, dies within a line, resumes earlier and merges its last line."""
     log(tmp_path, range(1, 6))
     run = RunFolder(tmp_path)
 
@@ -48,11 +48,14 @@ def test_the_lines_are_those_of_the_file_whatever_the_writer_does(tmp_path):
         file.write(b'{"step": 8, "train/rewa')
     assert seen() == [*range(1, 8)]
     log(tmp_path, (4, 5), resume_step=3, kl=1.0)  # the torn line goes, and the steps after 3
-    assert seen() == [1, 2, 3, 4, 5] and run.series("train/kl") == [(4, 1.0), (5, 1.0)]
+    assert seen() == [1, 2, 3, 4, 5]
+    expected = [(4, 1.0), (5, 1.0)]
+    assert run.series("train/kl") == expected
     logger = JsonlLogger(tmp_path / "metrics.jsonl", resume_step=5)
     logger.log_metrics({"rewards": 0.5}, 5, "test/")
     logger.commit(5)
-    assert seen() == [1, 2, 3, 4, 5] and run.lines[-1]["test/rewards"] == 0.5
+    assert seen() == [1, 2, 3, 4, 5]
+    assert run.lines[-1]["test/rewards"] == 0.5
 
 
 def test_cut_anywhere_only_the_new_lines_are_read(tmp_path, monkeypatch):
@@ -66,9 +69,9 @@ def test_cut_anywhere_only_the_new_lines_are_read(tmp_path, monkeypatch):
     for end in [*sorted(random.Random(0).sample(range(len(whole)), 40)), len(whole)]:
         path.write_bytes(whole[:end])
         run.refresh()
-    assert (
-        run.lines == [json.loads(line) for line in whole.decode().splitlines()] and len(read) == 29
-    )
+    expected = [json.loads(line) for line in whole.decode().splitlines()]
+    assert run.lines == expected
+    assert len(read) == 29
 
 
 def test_a_rewritten_file_of_the_same_size_is_noticed(tmp_path):
@@ -79,7 +82,8 @@ def test_a_rewritten_file_of_the_same_size_is_noticed(tmp_path):
     run.refresh()
     path.write_text(line % (1, 100.0) + line % (2, 207.5))
     run.refresh()
-    assert run.lines[-1]["time"] == 207.5 and len(run.lines) == 2
+    assert run.lines[-1]["time"] == 207.5
+    assert len(run.lines) == 2
 
 
 def test_reading_stops_at_its_deadline_and_goes_on_later(tmp_path):
@@ -107,22 +111,20 @@ def test_damage_is_named(tmp_path):
     with raises_error("run.folder.missing", tmp_path / "absent"):
         RunFolder(tmp_path / "absent")
     run = RunFolder(tmp_path)
-    assert (
-        run.lines == []
-        and run.alerts() == []
-        and run.validations is None
-        and run.configuration().text == ""
-    )
+    assert run.lines == []
+    assert run.alerts() == []
+    assert run.validations is None
+    assert run.configuration().text == ""
     assert run.state().state == "unknown"
     metrics = tmp_path / "metrics.jsonl"
-    for bad, found in (("{", "JSON"), ('{"loss": 1}', "step=None")):
+    for bad, value in (("{", "JSON"), ('{"loss": 1}', "step=None")):
         metrics.write_text(f'{{"step": 1}}\n{bad}\n')
-        with raises_error("metrics.line.invalid", metrics, "line 2", found):
+        with raises_error("metrics.line.invalid", metrics, "line 2", value):
             RunFolder(tmp_path).refresh()
     metrics.unlink()
-    for text, found in (("a: [", "YAML"), ("- 1", "list")):
+    for text, value in (("a: [", "YAML"), ("- 1", "list")):
         (tmp_path / "config.yaml").write_text(text)
-        with raises_error("run.config.invalid", tmp_path / "config.yaml", found):
+        with raises_error("run.config.invalid", tmp_path / "config.yaml", value):
             run.configuration()
     lines = '{"step": 0, "config": "a: 1"}\n{"step": 0}\n'
     (tmp_path / "config_history.jsonl").write_text(lines)
@@ -159,17 +161,20 @@ def test_a_configuration_is_read_again_only_after_a_change(tmp_path, monkeypatch
     settings_of = Mock(wraps=run_folder.settings_of)
     monkeypatch.setattr(run_folder, "settings_of", settings_of)
     (tmp_path / "config.yaml").write_text("model.seed: 1\n")
-    assert run.configuration() is run.configuration() and settings_of.call_count == 1
+    assert run.configuration() is run.configuration()
+    assert settings_of.call_count == 1
     (tmp_path / "config.yaml").write_text("a: [")
     for _ in range(2):
         with raises_error("run.config.invalid", "YAML"):
             run.configuration()
     assert settings_of.call_count == 2, "also what is wrong is read once"
     (tmp_path / "config.yaml").unlink()
-    assert run.configuration().text == "" and settings_of.call_count == 3
+    assert run.configuration().text == ""
+    assert settings_of.call_count == 3
     log(tmp_path, [1])
     run.refresh()
-    assert run.configuration().text == "" and settings_of.call_count == 4
+    assert run.configuration().text == ""
+    assert settings_of.call_count == 4
 
 
 def test_metrics_of_many_names(tmp_path):
@@ -195,20 +200,25 @@ def test_lines_without_metrics_count_as_values(tmp_path):
 def test_steps_are_copied_once_for_all_metrics(tmp_path):
     log(tmp_path, [1, 2])
     run = RunFolder(tmp_path)
-    assert run.series("train/rewards") == [(1, 1.0), (2, 2.0)]
+    expected = [(1, 1.0), (2, 2.0)]
+    assert run.series("train/rewards") == expected
     assert run.metrics.steps() is run.metrics.steps()
     log(tmp_path, [3], resume_step=2)
     run.refresh()
-    assert run.series("train/rewards") == [(1, 1.0), (2, 2.0), (3, 3.0)] and run.last_step == 3
+    expected = [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert run.series("train/rewards") == expected
+    assert run.last_step == 3
 
 
 def test_samples_follow_a_file_that_is_written_again(tmp_path):
     run = RunFolder(tmp_path)
-    one = RolloutRow(3, 0, 0, "p", "r", 1.0, "stop", 2)
-    write_rows(tmp_path, 3, [one])
-    assert len(run.samples(3)) == 1 and run.samples(3) is run.samples(3), "read once"
-    write_rows(tmp_path, 3, [one, one])
-    assert len(run.samples(3)) == 2 and run.sample_steps() == [3]
+    rollout = RolloutRow(3, 0, 0, "p", "r", 1.0, "stop", 2)
+    write_rows(tmp_path, 3, [rollout])
+    assert len(run.samples(3)) == 1
+    assert run.samples(3) is run.samples(3), "read once"
+    write_rows(tmp_path, 3, [rollout, rollout])
+    assert len(run.samples(3)) == 2
+    assert run.sample_steps() == [3]
     with raises_error("samples.step.missing", tmp_path / "rollouts", "step 4", "3 to 3"):
         run.samples(4)
     with raises_error("samples.step.missing", tmp_path / "validation", "step 0"):
@@ -223,27 +233,29 @@ def test_settings_are_what_differs_from_the_defaults(tmp_path, schema):
     tree["model"]["seed" if schema is TrainConfig else "restore_from_path"] = 77
     tree["of_a_later_version"] = {"colour": "red"}
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(tree)))
-    found = RunFolder(tmp_path).configuration().settings
-    assert [(one.value, one.default) for one in found][1:] == [("red", None)] and found[
-        0
-    ].value == 77
-    assert found[1].key == "of_a_later_version.colour" and found[0].default != 77
+    settings = RunFolder(tmp_path).configuration().settings
+    assert [(setting.value, setting.default) for setting in settings][1:] == [("red", None)]
+    assert settings[0].value == 77
+    assert settings[1].key == "of_a_later_version.colour"
+    assert settings[0].default != 77
 
 
 def test_an_alert_is_over_after_some_steps_without(tmp_path):
     logger = JsonlLogger(tmp_path / "metrics.jsonl")
     for step in range(1, 15):
+        metrics = {"skipped_step": float(step in (2, 3, 6, 12)), "actor_loss": 0.1, "rewards": 1.0}
         logger.log_metrics(
-            {"skipped_step": float(step in (2, 3, 6, 12)), "actor_loss": 0.1, "rewards": 1.0},
+            metrics,
             step,
             "train/",
         )
         logger.log_metrics({"rewards": 1.0}, step, "val/")
         logger.commit(step)
-    assert [(a.kind, a.first, a.last, a.count) for a in RunFolder(tmp_path).alerts()] == [
+    expected = [
         ("skipped", 12, 12, 1),
         ("skipped", 2, 6, 3),
     ]
+    assert [(a.kind, a.first, a.last, a.count) for a in RunFolder(tmp_path).alerts()] == expected
     (tmp_path / "config.yaml").write_text("alerts: {rules: {skipped: 'off'}}\n")
     assert RunFolder(tmp_path).alerts() == []
 
@@ -258,7 +270,8 @@ def test_stragglers_are_those_of_the_run_s_own_factor(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         json.dumps({"step": 1, "train/rewards": 0.0, **timing}) + "\n"
     )
-    assert [alert.kind for alert in RunFolder(tmp_path).alerts()] == ["straggler"]
+    kinds = [alert.kind for alert in RunFolder(tmp_path).alerts()]
+    assert kinds == ["straggler"]
     (tmp_path / "config.yaml").write_text("trainer: {straggler_factor: 5.0}\n")
     assert RunFolder(tmp_path).alerts() == []
 
@@ -266,15 +279,14 @@ def test_stragglers_are_those_of_the_run_s_own_factor(tmp_path):
 def test_a_run_whose_process_is_gone_is_lost(tmp_path):
     status = StatusFile(tmp_path, enabled=True)
     status.progress(3, 10)
-    assert (RunFolder(tmp_path).state().state, RunFolder(tmp_path).state().step) == ("running", 3)
+    assert RunFolder(tmp_path).state().state == "running"
+    assert RunFolder(tmp_path).state().step == 3
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(timeout=60)
     record = json.loads((tmp_path / "status.json").read_text())
     (tmp_path / "status.json").write_text(json.dumps(record | {"pid": child.pid}))
-    assert (
-        RunFolder(tmp_path).state().state == "lost"
-        and RunFolder(tmp_path).alerts()[0].kind == "lost"
-    )
+    assert RunFolder(tmp_path).state().state == "lost"
+    assert RunFolder(tmp_path).alerts()[0].kind == "lost"
     (tmp_path / "status.json").write_text(
         json.dumps(record | {"host": "elsewhere", "pid": child.pid})
     )
@@ -283,15 +295,19 @@ def test_a_run_whose_process_is_gone_is_lost(tmp_path):
     )
     status.end(1, "the disk is full")
     alert = RunFolder(tmp_path).alerts()[0]
-    assert (alert.kind, alert.text, alert.last) == ("failed", "the disk is full", 3)
+    assert alert.kind == "failed"
+    assert alert.text == "the disk is full"
+    assert alert.last == 3
 
 
 def test_what_is_neither_running_nor_failed(tmp_path):
     StatusFile(tmp_path / "run", enabled=True).end(EXIT_INTERRUPTED, "interrupted by Ctrl-C")
     run = RunFolder(tmp_path / "run")
-    assert run.state().state == "interrupted" and run.alerts() == []
+    assert run.state().state == "interrupted"
+    assert run.alerts() == []
     log(tmp_path / "eval" / "model", (0,))
-    assert RunFolder(tmp_path / "eval" / "model").state().state == "unknown"
+    model_folder = tmp_path / "eval" / "model"
+    assert RunFolder(model_folder).state().state == "unknown"
     (tmp_path / "eval" / "results.json").touch()
     assert RunFolder(tmp_path / "eval" / "model").state().state == "evaluation"
 
@@ -304,7 +320,8 @@ def test_a_folder_that_holds_no_run_itself_is_refused(tmp_path):
     log(tmp_path / "a" / "one", (1,))
     with raises_error("run.folder.no_run", tmp_path / "a" / "one"):
         write_report(tmp_path)
-    assert open_run(tmp_path / "a" / "one").lines and not (tmp_path / "report.html").exists()
+    assert open_run(tmp_path / "a" / "one").lines
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_runs_are_found_below_a_folder(tmp_path):
@@ -313,6 +330,9 @@ def test_runs_are_found_below_a_folder(tmp_path):
     StatusFile(tmp_path / "two", enabled=True).begin()
     log(tmp_path / "a" / "one" / "inner", (1,))
     log(tmp_path / ".hidden", (1,))
-    log(tmp_path / "b" / "c" / "d" / "e", (1,))
-    assert runs_below(tmp_path) == [tmp_path / "a" / "one", tmp_path / "two"]
-    assert runs_below(tmp_path / "two") == [tmp_path / "two"] and os.sep in str(tmp_path)
+    folder = tmp_path / "b" / "c" / "d" / "e"
+    log(folder, (1,))
+    expected = [tmp_path / "a" / "one", tmp_path / "two"]
+    assert runs_below(tmp_path) == expected
+    assert runs_below(tmp_path / "two") == [tmp_path / "two"]
+    assert os.sep in str(tmp_path)

@@ -1,4 +1,7 @@
-"""NeMo-Aligner's defects, one test each: what holds here in its place. The numbers are those of docs."""
+"""NeMo-Aligner's defects, one test each: what holds here in its place.
+
+The numbers are those of docs.
+"""
 
 from __future__ import annotations
 
@@ -72,17 +75,24 @@ def of_prompts(rows: list[dict]) -> dict[int, list[dict]]:
 
 
 def loaders(num_prompts: int, step: int, ranks: int) -> list[PromptLoader]:
-    dataset = PromptDataset([Prompt(i, f"prompt {i}", (i + 4,)) for i in range(num_prompts)])
+    prompts = [Prompt(i, f"prompt {i}", (i + 4,)) for i in range(num_prompts)]
+    dataset = PromptDataset(prompts)
     samplers = [PromptSampler(num_prompts, step, seed=2, max_epochs=1) for _ in range(ranks)]
     return [PromptLoader(dataset, sampler, rank, ranks) for rank, sampler in enumerate(samplers)]
 
 
 def test_defect_01_a_data_parallel_rank_computes_its_share_only(tmp_path, mesh):
-    """Four prompts of three samples on two ranks: the shares are whole groups, and their gradients add up."""
+    """Four prompts of three samples on two ranks.
+
+    The shares are whole groups, and their gradients add up.
+    """
     shares = [[prompt.id for prompt in next(loader)] for loader in loaders(4, 4, 2)]
-    assert [len(share) for share in shares] == [2, 2] and set(shares[0]).isdisjoint(shares[1])
+    lengths = [len(share) for share in shares]
+    assert lengths == [2, 2]
+    assert set(shares[0]).isdisjoint(shares[1])
     folder = tiny_llama_folder(tmp_path / "model", vocab_size=VOCAB_SIZE)
-    batch, total = whole_batch(), sequences(10)
+    batch = whole_batch()
+    total = sequences(10)
 
     def gradient(rows: list[int]) -> torch.Tensor:
         actor = actor_of(folder, mesh, with_reference=False)
@@ -110,7 +120,7 @@ def test_defect_02_every_prompt_once_an_epoch_through_resumes(tmp_path, mesh):
 
 
 def test_defect_03_the_update_does_not_depend_on_micro_batches_and_padding(tmp_path, mesh):
-    found = []
+    norms_and_weights = []
     for name, keys in {
         "one": ["model.micro_batch_size=1"],
         "all": ["model.micro_batch_size=16"],
@@ -118,24 +128,24 @@ def test_defect_03_the_update_does_not_depend_on_micro_batches_and_padding(tmp_p
         "padded": [f"{RL}.rollout_batch_seq_length=16"],
     }.items():
         (tmp_path / name).mkdir()
-        with tiny_trainer(
-            tiny_config(tmp_path / name, *keys, ONE_STEP, "model.optim.eps=1e-3"), mesh
-        ) as trainer:
+        config = tiny_config(tmp_path / name, *keys, ONE_STEP, "model.optim.eps=1e-3")
+        with tiny_trainer(config, mesh) as trainer:
             trainer.fit()
-            found.append((metrics_of(tmp_path / name)[0]["train/grad_norm"], weights(trainer)))
-    for norm, values in found[1:]:
-        assert norm == pytest.approx(found[0][0], rel=1e-5)
-        assert all(
-            torch.allclose(a, b, atol=1e-5) for a, b in zip(values, found[0][1], strict=True)
-        )
+            norms_and_weights.append(
+                (metrics_of(tmp_path / name)[0]["train/grad_norm"], weights(trainer))
+            )
+    for norm, values in norms_and_weights[1:]:
+        assert norm == pytest.approx(norms_and_weights[0][0], rel=1e-5)
+        for a, b in zip(values, norms_and_weights[0][1], strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
 
 
 def test_defect_04_no_beta_no_second_sample_and_empty_responses(tmp_path, mesh):
     (tmp_path / "no beta").mkdir()
     lines = run(tmp_path / "no beta", mesh, f"{RL}.initial_policy_kl_penalty=0")
-    assert all(
-        line["train/grad_norm"] > 0 and abs(line["train/init_policy_kl"]) < 1e-6 for line in lines
-    )
+    for line in lines:
+        assert line["train/grad_norm"] > 0
+        assert abs(line["train/init_policy_kl"]) < 1e-6
 
     too_small = "config.num_rollouts_per_prompt.too_small_for_estimator"
     with raises_error(too_small, f"{RL}.num_rollouts_per_prompt is 1", 2):
@@ -160,25 +170,28 @@ def test_defect_04_no_beta_no_second_sample_and_empty_responses(tmp_path, mesh):
             self.awake = inner.awake
 
         def generate(self, *args):
-            found = self.inner.generate(*args)
-            lengths = found.lengths.clone()
-            tokens = found.tokens.clone()
-            lengths[0], tokens[0] = 0, 0
+            completions = self.inner.generate(*args)
+            lengths = completions.lengths.clone()
+            tokens = completions.tokens.clone()
+            lengths[0] = 0
+            tokens[0] = 0
+            finish_reasons = (FINISH_STOP, *completions.finish_reasons[1:])
             return replace(
-                found,
+                completions,
                 lengths=lengths,
                 tokens=tokens,
-                finish_reasons=(FINISH_STOP, *found.finish_reasons[1:]),
+                finish_reasons=finish_reasons,
             )
 
     (tmp_path / "empty").mkdir()
     with tiny_trainer(tiny_config(tmp_path / "empty"), mesh) as trainer:
         trainer.model.generator = FirstIsEmpty(trainer.model.generator)
         trainer.fit()
-        assert all(bool(parameter.isfinite().all()) for parameter in weights(trainer))
-    assert all(
-        value is not None for line in metrics_of(tmp_path / "empty") for value in line.values()
-    )
+        for parameter in weights(trainer):
+            assert bool(parameter.isfinite().all())
+    for line in metrics_of(tmp_path / "empty"):
+        for value in line.values():
+            assert value is not None
 
 
 def test_defect_05_leave_one_out_counts_valid_samples_only(tmp_path, mesh):
@@ -186,9 +199,9 @@ def test_defect_05_leave_one_out_counts_valid_samples_only(tmp_path, mesh):
     scores = iter([1.0, 2.0, 6.0, math.nan, math.nan, 5.0, math.nan, math.nan, *[1.0] * 100])
     run(tmp_path, mesh, f"{RL}.max_failed_fraction=1", ONE_STEP, rm=lambda ids: next(scores))
     first, second = list(of_prompts(rollouts_of(tmp_path, 1)).values())[:2]
-    assert [row["advantage"] for row in first] == pytest.approx(
-        [1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2, 0.0], abs=1e-6
-    )
+    expected = [1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2, 0.0]
+    advantages = [row["advantage"] for row in first]
+    assert advantages == pytest.approx(expected, abs=1e-6)
     assert [row["advantage"] for row in second] == [0.0] * 4
 
 
@@ -196,10 +209,11 @@ def test_defect_06_equal_prompts_are_two_groups(tmp_path, mesh):
     run(tmp_path, mesh, ONE_STEP, prompts=["eta", "eta", "tea", "ate"])
     groups = of_prompts(rollouts_of(tmp_path, 1))
     equal = [rows for rows in groups.values() if rows[0]["prompt"] == "eta"]
-    assert len(equal) == 2 and [len(rows) for rows in groups.values()] == [4] * 4
-    assert [row["response"] for row in equal[0]] != [row["response"] for row in equal[1]], (
-        "each with its own noise"
-    )
+    assert len(equal) == 2
+    lengths = [len(rows) for rows in groups.values()]
+    assert lengths == [4] * 4
+    responses = [row["response"] for row in equal[0]]
+    assert responses != [row["response"] for row in equal[1]], "each with its own noise"
     for rows in equal:
         for row in rows:
             others = sum(other["reward_with_kl"] for other in rows if other is not row) / 3
@@ -220,17 +234,18 @@ def test_defect_07_never_silently_off_policy(tmp_path, mesh):
         f"{RL}.reinforce_epochs=2",
         f"{RL}.importance_ratio=sequence",
     )
-    assert line["train/optimizer_steps"] == 2 and line["train/effective_sample_size"] < 1
+    assert line["train/optimizer_steps"] == 2
+    assert line["train/effective_sample_size"] < 1
 
 
 def test_defect_08_log_probs_are_of_the_distribution_that_was_sampled_from(tmp_path, mesh):
     # Else the trainer takes the generator's log-probs for its own, and they equal themselves.
-    own = f"{RL}.generator_log_probs=false"
-    with tiny_trainer(
-        tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.temperature=0.5", own), mesh
-    ) as trainer:
+    recomputed = f"{RL}.generator_log_probs=false"
+    config = tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.temperature=0.5", recomputed)
+    with tiny_trainer(config, mesh) as trainer:
         batch, _, _ = trainer.generate_rollouts()
-    assert batch.log_probs is not None and batch.generator_log_probs is not None
+    assert batch.log_probs is not None
+    assert batch.generator_log_probs is not None
     assert batch.log_probs is not batch.generator_log_probs
     torch.testing.assert_close(batch.log_probs, batch.generator_log_probs, rtol=0, atol=1e-5)
     assert batch.init_log_probs is not None
@@ -247,15 +262,14 @@ def test_defect_09_state_is_in_a_file_and_a_resume_is_bit_exact(tmp_path, mesh):
     whole = run(tmp_path / "whole", mesh, *keys)
     run(tmp_path, mesh, *keys, f"{RL}.max_steps=2")
     folder = tmp_path / "run" / "checkpoints"
-    assert json.loads((folder / "step_00000002" / "trainer_state.json").read_text())["step"] == 2
+    trainer_state_file = folder / "step_00000002" / "trainer_state.json"
+    assert json.loads(trainer_state_file.read_text())["step"] == 2
     (folder / "step_00000002").rename(folder / "step_00000000")
     (folder / "latest").write_text("step_00000000")
     parts = run(tmp_path, mesh, *keys)
     assert [without_times(line) for line in parts] == [without_times(line) for line in whole]
-    assert all(
-        rollouts_of(tmp_path, step) == rollouts_of(tmp_path / "whole", step)
-        for step in (1, 2, 3, 4)
-    )
+    for step in (1, 2, 3, 4):
+        assert rollouts_of(tmp_path, step) == rollouts_of(tmp_path / "whole", step)
 
 
 def test_defect_10_validation_has_its_own_set_and_sampling(tmp_path, mesh):
@@ -274,8 +288,8 @@ def test_defect_10_validation_has_its_own_set_and_sampling(tmp_path, mesh):
             f"{RL}.val_check_interval=1",
             "model.optim.lr=1e-12",
         )
-        found = [rollouts_of(tmp_path / name, step, "validation") for step in (0, 1)]
-        answers += [[(row["prompt"], row["response"]) for row in rows] for rows in found]
+        rows_of_steps = [rollouts_of(tmp_path / name, step, "validation") for step in (0, 1)]
+        answers += [[(row["prompt"], row["response"]) for row in rows] for rows in rows_of_steps]
     assert [prompt for prompt, _ in answers[0]] == three_letters(3)
     assert answers[0] == answers[1] == answers[2] == answers[3]
 
@@ -319,7 +333,7 @@ def test_defect_12_misconfigurations_are_told_at_the_start_and_together(tmp_path
 
 
 def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tmp_path):
-    """Readiness is asked for, bad samples fail alone, tokenizers are compared, stops are clean, deadlines hold."""
+    """Readiness, bad samples that fail alone, tokenizers, clean stops, and deadlines."""
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     server = ToyServer(tmp_path).start()
     client = RemoteGPTRMClient(port=server.port, deadline_seconds=20, first_backoff_seconds=0.02)
@@ -332,16 +346,15 @@ def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tm
             client.check_compatible(other, 64, "tokens")
         tokens = torch.tensor([[5, 6, 7], [5, 999, 7], [8, 9, 0]])
         for _ in range(2):  # the bad one stalls nothing
-            found = client.infer_rm(
-                RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)
-            ).result()
-            assert found.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN, STATUS_OK]
-            assert found.values.tolist()[::2] == pytest.approx(
-                [toy_score([5, 6, 7]), toy_score([8, 9])]
-            )
-            assert math.isnan(found.values[1])
+            request = RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)
+            rewards = client.infer_rm(request).result()
+            assert rewards.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN, STATUS_OK]
+            expected = [toy_score([5, 6, 7]), toy_score([8, 9])]
+            assert rewards.values.tolist()[::2] == pytest.approx(expected)
+            assert math.isnan(rewards.values[1])
         os.kill(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(60) == 0 and wait_for(lambda: not server.left_behind())
+        assert server.process.wait(60) == 0
+        assert wait_for(lambda: not server.left_behind())
         late = RemoteGPTRMClient(port=server.port, deadline_seconds=1, first_backoff_seconds=0.02)
         with raises_error("reward_server.server.no_answer", "1 s"):
             late.infer_rm(
@@ -356,9 +369,12 @@ def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tm
 def test_defect_14_shares_are_fixed_and_ranks_may_be_idle(tmp_path, mesh):
     """Ten prompts in steps of four on four ranks: the last step has two, and two ranks get none."""
     shares = [list(map(list, zip(*loaders(10, 4, 4), strict=True))) for _ in range(2)]
-    assert shares[0] == shares[1] and [len(step) for step in shares[0]] == [4, 4, 4]
+    assert shares[0] == shares[1]
+    lengths = [len(step) for step in shares[0]]
+    assert lengths == [4, 4, 4]
     assert sorted(len(share) for share in shares[0][-1]) == [0, 0, 1, 1]
-    assert sorted(prompt.id for step in shares[0] for prompt in chain(*step)) == list(range(10))
+    ids = sorted(prompt.id for step in shares[0] for prompt in chain(*step))
+    assert ids == list(range(10))
 
     with tiny_trainer(tiny_config(tmp_path, "model.optim.weight_decay=0"), mesh) as trainer:
         # a whole idle step
@@ -374,24 +390,32 @@ def test_defect_14_shares_are_fixed_and_ranks_may_be_idle(tmp_path, mesh):
         )
         data, _ = trainer.generate_reinforce_data(batch)
         assert trainer.run_training(data)["grad_norm"] == 0.0
-        assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+        for a, b in zip(before, weights(trainer), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_defect_15_the_schedule_is_as_long_as_the_run(tmp_path, mesh):
-    """Ten prompts, two an optimizer step: 2 + 2 + 1 optimizer steps an epoch, two epochs, and no max_steps."""
+    """Ten prompts, two an optimizer step, two epochs, and no max_steps.
+
+    An epoch has 2 + 2 + 1 optimizer steps.
+    """
     keys = ["model.global_batch_size=8", f"{RL}.importance_ratio=token", f"{RL}.max_epochs=2"]
     sched = ["model.optim.sched.name=CosineAnnealing", "model.optim.sched.min_lr=0.001"]
     lines = run(tmp_path, mesh, *keys, *sched, prompts=three_letters(10))
     updates = [2, 4, 5, 7, 9, 10]  # done at the end of each step
     expected = [0.001 + 0.009 * (1 + math.cos(math.pi * done / 10)) / 2 for done in updates]
     assert [line["train/lr"] for line in lines] == pytest.approx(expected)
-    assert lines[-1]["train/lr"] == pytest.approx(0.001) and lines[-2]["train/lr"] > 0.001
+    assert lines[-1]["train/lr"] == pytest.approx(0.001)
+    assert lines[-2]["train/lr"] > 0.001
 
 
 def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epochs(
     tmp_path, mesh, monkeypatch
 ):
-    """12 s of imports and loading, 10 s a step. A fifth step does not fit: with a save and the margin it is 26.5 s."""
+    """12 s of imports and loading, 10 s a step.
+
+    A fifth step does not fit: with a save and the margin it is 26.5 s.
+    """
     started = psutil.Process().create_time()
     assert RunTimer(3600.0, JobTimes()).seconds_left() == pytest.approx(
         started + 3600 - time.time(), abs=5
@@ -410,9 +434,8 @@ def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epoc
 def test_defect_17_all_samples_of_a_prompt_are_one_call_and_one_prefill(tmp_path, mesh):
     prefills = []
     calls = []
-    with tiny_trainer(
-        tiny_config(tmp_path, ONE_STEP, f"{RL}.num_rollouts_per_prompt=5"), mesh, odd_share
-    ) as trainer:
+    config = tiny_config(tmp_path, ONE_STEP, f"{RL}.num_rollouts_per_prompt=5")
+    with tiny_trainer(config, mesh, odd_share) as trainer:
         lm = trainer.model.lm
         engine = trainer.model.generator
         forward = lm.forward
@@ -430,7 +453,8 @@ def test_defect_17_all_samples_of_a_prompt_are_one_call_and_one_prefill(tmp_path
         lm.forward = spy_forward
         engine.generate = spy_generate
         trainer.fit()
-    assert calls == [(3, 5), (1, 5)] and prefills == [(3, 3), (1, 3)]
+    assert calls == [(3, 5), (1, 5)]
+    assert prefills == [(3, 3), (1, 3)]
 
 
 @pytest.mark.parametrize("option", ["keep", "drop", "mask"])
@@ -440,7 +464,8 @@ def test_defect_18_truncated_samples_are_in_or_out_by_an_option(tmp_path, mesh, 
     cut = [row for row in rows if row["finish_reason"] == "length"]
     assert 0 < len(cut) < len(rows)
     assert any(row["advantage"] != 0 for row in cut) == (option == "keep")
-    assert {row["valid"] for row in cut} == {option != "drop"}
+    valid = {row["valid"] for row in cut}
+    assert valid == {option != "drop"}
     share = 1.0 if option == "keep" else 1 - len(cut) / len(rows)
     assert line["train/fraction_of_samples_trained"] == pytest.approx(share, abs=1e-6)
 

@@ -1,6 +1,7 @@
-"""NeMo-Aligner's features, row by row, each through its config key: algorithm, model, optimizer, generation, load.
+"""NeMo-Aligner's features, each through its config key: algorithm, model, generation.
 
-Whole runs on the tiny model. What each is compared with in depth stands in the tests of the part concerned.
+Whole runs on the tiny model. What each is compared with in depth stands in the tests of the part
+concerned.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class TestAlgorithm:
     def test_feature_rloo_over_g_rollouts_a_prompt(self, tmp_path, mesh):
         run(tmp_path, mesh, f"{RL}.num_rollouts_per_prompt=3", ONE_STEP)
         groups = of_prompts(rollouts_of(tmp_path, 1))
-        assert [len(rows) for rows in groups.values()] == [3] * 4
+        lengths = [len(rows) for rows in groups.values()]
+        assert lengths == [3] * 4
         for rows in groups.values():
             total = sum(row["reward_with_kl"] for row in rows)
             for row in rows:
@@ -89,16 +91,17 @@ class TestAlgorithm:
         keys = f"{RL}.use_absolute_kl={absolute}", f"{RL}.initial_policy_kl_penalty=0.3"
         run(tmp_path, mesh, *keys)
         rows = rollouts_of(tmp_path, 2)
-        assert all(
-            r["reward_with_kl"] == pytest.approx(r["reward"] - 0.3 * r["kl"], abs=1e-6)
-            for r in rows
-        )
-        assert any(row["kl"] < 0 for row in rows) != absolute and any(row["kl"] > 0 for row in rows)
+        for r in rows:
+            expected = r["reward"] - 0.3 * r["kl"]
+            assert r["reward_with_kl"] == pytest.approx(expected, abs=1e-6)
+        assert any(row["kl"] < 0 for row in rows) != absolute
+        assert any(row["kl"] > 0 for row in rows)
 
     def test_feature_responses_that_did_not_terminate_are_dropped(self, tmp_path, mesh):
         run(tmp_path, mesh, f"{RL}.truncated_samples=drop", ONE_STEP)
         rows = rollouts_of(tmp_path, 1)
-        assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+        finish_reasons = {row["finish_reason"] for row in rows}
+        assert finish_reasons == {"stop", "length"}
         assert all(row["valid"] == (row["finish_reason"] == "stop") for row in rows)
         for group in of_prompts(rows).values():
             counted = [row["reward_with_kl"] for row in group if row["valid"]]
@@ -120,20 +123,23 @@ class TestAlgorithm:
                 self.awake = inner.awake
 
             def generate(self, *args):
-                found = self.inner.generate(*args)
-                tokens = found.tokens.clone()
+                completions = self.inner.generate(*args)
+                tokens = completions.tokens.clone()
                 tokens[::4, 0] = 32
-                return replace(found, tokens=tokens)
+                return replace(completions, tokens=tokens)
 
         with tiny_trainer(tiny_config(tmp_path, ONE_STEP), mesh) as trainer:
             trainer.model.generator = Outside(trainer.model.generator)
             trainer.fit()
-        rows, (line,) = rollouts_of(tmp_path, 1), metrics_of(tmp_path)
+        rows = rollouts_of(tmp_path, 1)
+        (line,) = metrics_of(tmp_path)
         for row in rows:
             outside = row["sample_id"] == 0
-            assert (row["finish_reason"] == FINISH_OUTSIDE) == outside and row["valid"] != outside
+            assert (row["finish_reason"] == FINISH_OUTSIDE) == outside
+            assert row["valid"] != outside
             assert row["advantage"] == 0.0 or not outside
-        assert line["train/fraction_of_samples_valid"] == 0.75 and line["train/grad_norm"] > 0
+        assert line["train/fraction_of_samples_valid"] == 0.75
+        assert line["train/grad_norm"] > 0
 
     def test_feature_end_strings(self, tmp_path, mesh):
         run(
@@ -146,18 +152,21 @@ class TestAlgorithm:
         ended = [row for row in rollouts_of(tmp_path, 1) if set(row["response"]) & set("et")]
         assert ended
         for row in ended:
-            assert row["finish_reason"] == "stop" and row["response"][-1] in "et"
+            assert row["finish_reason"] == "stop"
+            assert row["response"][-1] in "et"
             assert not set(row["response"][:-1]) & set("et")
 
     def test_feature_gradient_clipping(self, tmp_path, mesh):
-        """With Adam's eps far above the gradient, a first step is the clipped gradient times lr / eps, 1 here."""
+        """The first step is the clipped gradient times lr / eps, which is 1 here.
+
+        Adam's eps is far above the gradient.
+        """
         keys = [ONE_STEP, "model.optim.weight_decay=0", "model.optim.eps=1e3", "model.optim.lr=1e3"]
         moved = []
         for clip in (0, 1e-3):
             (tmp_path / str(clip)).mkdir()
-            with tiny_trainer(
-                tiny_config(tmp_path / str(clip), *keys, f"{RL}.gradient_clip_val={clip}"), mesh
-            ) as run_:
+            config = tiny_config(tmp_path / str(clip), *keys, f"{RL}.gradient_clip_val={clip}")
+            with tiny_trainer(config, mesh) as run_:
                 before = weights(run_)
                 run_.fit()
                 moved.append(changed(before, weights(run_)))
@@ -169,7 +178,8 @@ class TestAlgorithm:
     def test_feature_gradient_accumulation_to_a_global_batch(self, tmp_path, mesh, plain):
         """16 sequences a step: one optimizer step of 16 in passes of 2, or two of 8."""
         whole = run(tmp_path, mesh, "model.global_batch_size=16", "model.micro_batch_size=2")
-        assert same_as(plain, whole) and [line["train/optimizer_steps"] for line in whole] == [1, 1]
+        assert same_as(plain, whole)
+        assert [line["train/optimizer_steps"] for line in whole] == [1, 1]
         (tmp_path / "two").mkdir()
         halves = run(
             tmp_path / "two",
@@ -186,13 +196,16 @@ class TestAlgorithm:
 
         first = order(plain, (1, 2))
         second = order(plain, (3, 4))
-        assert sorted(first) == sorted(second) == list(range(8)) and first != second
+        assert sorted(first) == sorted(second) == list(range(8))
+        assert first != second
         run(tmp_path, mesh, "model.data.shuffle=false", f"{RL}.max_epochs=2")
-        assert order(tmp_path, (1, 2, 3, 4)) == list(range(8)) * 2
+        expected = list(range(8)) * 2
+        assert order(tmp_path, (1, 2, 3, 4)) == expected
 
     def test_feature_max_steps(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.max_epochs=9", f"{RL}.max_steps=3")
-        assert [line["step"] for line in lines] == [1, 2, 3]
+        steps = [line["step"] for line in lines]
+        assert steps == [1, 2, 3]
 
 
 class TestModel:
@@ -220,11 +233,11 @@ class TestModel:
                 assert processes.wait() == 0, (tmp_path / name / "log").read_text()
         finally:
             processes.close()
-        one, *others = (
+        single, *others = (
             [however_cut(line) for line in metrics_of(tmp_path / name)] for name in layouts
         )
         for other in others:
-            assert max(map(largest_difference, one, other)) < SAME
+            assert max(map(largest_difference, single, other)) < SAME
 
     @pytest.mark.slow
     def test_feature_work_queue_over_data_parallel_ranks(self, tmp_path):
@@ -249,16 +262,14 @@ class TestModel:
 
     def test_feature_bf16(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path, "trainer.precision=bf16"), mesh) as trainer:
-            assert {parameter.dtype for parameter in trainer.model.lm.parameters()} == {
-                torch.bfloat16
-            }
+            dtypes = {parameter.dtype for parameter in trainer.model.lm.parameters()}
+            assert dtypes == {torch.bfloat16}
             trainer.fit()
             states = trainer.optimizer._optimizer.state_dict()
         lines = metrics_of(tmp_path)
-        assert all(
-            math.isfinite(line["train/actor_loss"]) and line["train/grad_norm"] > 0
-            for line in lines
-        )
+        for line in lines:
+            assert math.isfinite(line["train/actor_loss"])
+            assert line["train/grad_norm"] > 0
         assert {main.dtype for group in states["fp32_from_fp16_params"] for main in group} == {
             torch.float32
         }
@@ -283,14 +294,20 @@ class TestModel:
                 if not value.requires_grad
             }
             trainer.fit()
-            assert frozen and all(torch.equal(named[name], value) for name, value in frozen.items())
+            assert frozen
+            for name, value in frozen.items():
+                assert torch.equal(named[name], value)
         first, second = metrics_of(tmp_path)
         assert abs(first["train/init_policy_kl"]) < 1e-6 < abs(second["train/init_policy_kl"])
 
     def test_feature_reference_on_the_host_is_swapped_in(self, tmp_path, mesh, plain):
-        """The other placement has the same numbers; the KL shows that neither reads the policy's own weights."""
+        """The other placement has the same numbers.
+
+        The KL shows that neither reads the policy's weights.
+        """
         lines = run(tmp_path, mesh, "model.reference_placement=device")
-        assert same_as(plain, lines) and lines[1]["train/init_policy_kl"] != 0.0
+        assert same_as(plain, lines)
+        assert lines[1]["train/init_policy_kl"] != 0.0
 
     def test_feature_adam_states_are_away_while_responses_are_generated(
         self, tmp_path, mesh, plain, monkeypatch
@@ -344,26 +361,32 @@ class TestGeneration:
         (tmp_path / "again").mkdir()
         run(tmp_path / "again", mesh, ONE_STEP, "model.seed=7", "model.data.shuffle=false")
         assert rollouts_of(tmp_path, 1) == rollouts_of(tmp_path / "again", 1)
-        own = {(r["prompt_id"], r["sample_id"]): r["response"] for r in rollouts_of(tmp_path, 1)}
+        responses = {
+            (r["prompt_id"], r["sample_id"]): r["response"] for r in rollouts_of(tmp_path, 1)
+        }
         other = {
             (r["prompt_id"], r["sample_id"]): r["response"]
             for r in rollouts_of(plain, 1) + rollouts_of(plain, 2)
         }
-        assert sum(own[key] != other[key] for key in own) > len(own) / 2
+        assert sum(responses[key] != other[key] for key in responses) > len(responses) / 2
 
     @pytest.mark.parametrize("key", ["top_k=1", "top_p=1e-6", "temperature=1e-4"])
     def test_feature_top_k_top_p_temperature_and_greedy(self, tmp_path, mesh, key):
-        """Each of them, at its extreme, takes the likeliest token: what greedy validation of these prompts says."""
+        """Each setting at its extreme takes the likeliest token, as greedy validation does."""
         data = f"model.data.data_prefix.validation={tmp_path / 'train.jsonl'}"
         keys = [f"{SAMPLING}.{key}", BIASED, f"{VAL_SAMPLING}.use_greedy=true"]
         run(tmp_path, mesh, data, *keys, ONE_STEP, f"{RL}.val_check_interval=1")
         greedy = rollouts_of(tmp_path, 0, "validation")
         likeliest = {row["prompt"]: row["response"] for row in greedy}
         assert len(set(likeliest.values())) > 1
-        assert all(row["response"] == likeliest[row["prompt"]] for row in rollouts_of(tmp_path, 1))
+        for row in rollouts_of(tmp_path, 1):
+            assert row["response"] == likeliest[row["prompt"]]
 
     def test_feature_repetition_penalty(self, tmp_path, mesh):
-        """A strong one takes every token with a negative logit at most once, so fewer come twice."""
+        """A strong penalty takes every token with a negative logit at most once.
+
+        So fewer tokens come twice.
+        """
         shares = []
         for penalty in (1, 100):
             (tmp_path / str(penalty)).mkdir()
@@ -415,12 +438,12 @@ class TestGeneration:
 
             trainer.model.infer = spy  # type: ignore[method-assign]
             trainer.fit()
-        assert sizes["rollout"] == [3, 1] * 2 and sizes["validation"] == [2, 1] * 2
+        assert sizes["rollout"] == [3, 1] * 2
+        assert sizes["validation"] == [2, 1] * 2
         assert sizes["passes"] == [7, 6] * 2, "reference, update: the generator knows the policy's"
         losses = [line["train/actor_loss"] for line in metrics_of(tmp_path)[1:]]
-        assert losses == pytest.approx(
-            [line["train/actor_loss"] for line in metrics_of(plain)[:2]], abs=SAME
-        )
+        expected = [line["train/actor_loss"] for line in metrics_of(plain)[:2]]
+        assert losses == pytest.approx(expected, abs=SAME)
 
 
 class TestLoad:
@@ -443,7 +466,8 @@ class TestLoad:
         lines = metrics_of(tmp_path)
         assert same_as(plain, lines)
         used = sum(3 + row["response_length"] for row in rollouts_of(tmp_path, 1))
-        assert lines[0]["train/padding_fraction"] == pytest.approx(1 - used / (16 * 15))
+        expected = 1 - used / (16 * 15)
+        assert lines[0]["train/padding_fraction"] == pytest.approx(expected)
 
     @pytest.mark.slow
     def test_feature_padding_to_a_fixed_length_on_context_parallel_ranks(self, tmp_path, plain):

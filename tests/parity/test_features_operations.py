@@ -1,4 +1,4 @@
-"""NeMo-Aligner's features, row by row, each through its config key: reward client, data, operations, names."""
+"""NeMo-Aligner's features, each through its config key: reward client, data, operations, names."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class TestRewardClient:
     @pytest.fixture
     def server(self, tmp_path):
         tiny_overrides(tmp_path)
-        with FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as server:
+        answers = [answer([1.0, 2.0], [0, 0])]
+        with FakeRewardServer(answers) as server:
             tokenizer = TokenizerInfo.from_tokenizer(load_tokenizer(tmp_path / "model"))
             server.info = describe(tokenizer=tokenizer, vocab_size=32)
             yield server
@@ -74,7 +75,7 @@ class TestRewardClient:
         return connect_to_reward_servers(config, mesh, tokenizer, SilentMonitor(folder))
 
     def test_feature_scoring_overlaps_with_generation_and_log_probs(self, tmp_path, mesh):
-        """The first batch is being scored while the second is generated, and both while log-probs are taken."""
+        """The first batch is scored while the second is generated, and both during log-probs."""
         log: list[str] = []
 
         class Source:
@@ -101,7 +102,10 @@ class TestRewardClient:
         assert log == ["infer", "ask", "infer", "ask", *passes, "wait", "wait"]
 
     def test_feature_server_on_another_host(self, tmp_path, mesh, server):
-        """The address and port are the configuration's: nobody listens on the loopback's second address."""
+        """The address and port are the configuration's.
+
+        Nobody listens on the loopback's second address.
+        """
         here = f"reward_model.port={server.port}"
         rm = self.connect(tmp_path, mesh, here, "reward_model.ip=127.0.0.1")
         request = RewardRequest(*request_of_two(), ("", ""), ("", ""))
@@ -145,7 +149,8 @@ class TestRewardClient:
         for options, width in (([], 3), (["pad_to_length=16"], 16)):
             shapes.clear()
             rm = self.connect(tmp_path, mesh, f"reward_model.port={server.port}", *options)
-            rm.infer_rm(RewardRequest(*request_of_two(), ("", ""), ("", ""))).result()
+            request = RewardRequest(*request_of_two(), ("", ""), ("", ""))
+            rm.infer_rm(request).result()
             rm.close()
             assert (2, width) in shapes
 
@@ -161,10 +166,14 @@ class TestData:
         path = tmp_path / "nemo.jsonl"
         path.write_text('{"text": "eta"}\n{"text": "tea"}\n')
         run(tmp_path, mesh, f"model.data.data_prefix.train=[{path}]")
-        assert {row["prompt"] for row in rollouts_of(tmp_path, 1)} == {"eta", "tea"}
+        prompts = {row["prompt"] for row in rollouts_of(tmp_path, 1)}
+        assert prompts == {"eta", "tea"}
 
     def test_feature_train_validation_and_test(self, tmp_path, mesh):
-        """The test set is answered once, after the last step, and that is no part of what is trained or saved."""
+        """The test set is answered once, after the last step.
+
+        It is no part of what is trained or saved.
+        """
         test = write_prompts(tmp_path / "test.jsonl", ["sin", "tan"])
         keys = [f"model.data.data_prefix.test={test}", f"{RL}.val_check_interval=1"]
         run(tmp_path, mesh, *keys, ONE_STEP)
@@ -172,10 +181,13 @@ class TestData:
         assert [
             name for line in lines for name in ("val/rewards", "test/rewards") if name in line
         ] == (["val/rewards", "val/rewards", "test/rewards", "val/rewards", "test/rewards"])
-        assert [line["step"] for line in lines] == [0, 1, 2]
+        steps = [line["step"] for line in lines]
+        assert steps == [0, 1, 2]
         rows = rollouts_of(tmp_path, 2, "test")
-        assert [row["prompt"] for row in rows] == ["sin", "tan"]
-        assert lines[2]["test/rewards"] == pytest.approx(sum(row["reward"] for row in rows) / 2)
+        prompts = [row["prompt"] for row in rows]
+        assert prompts == ["sin", "tan"]
+        expected = sum(row["reward"] for row in rows) / 2
+        assert lines[2]["test/rewards"] == pytest.approx(expected)
 
     def test_feature_blending_of_files_by_weight(self, tmp_path, mesh):
         """Six of eight draws are of a file with two prompts; a stop in between changes nothing."""
@@ -194,9 +206,8 @@ class TestData:
             draws += prompts.values()
         counts = Counter(draws)
         assert counts["sin"] == counts["tan"] == 9, "three quarters of 24 draws"
-        assert sorted(counts.values()) == [1] * 6 + [9] * 2, (
-            "one pass over the other file, in three epochs"
-        )
+        expected = [1] * 6 + [9] * 2
+        assert sorted(counts.values()) == expected, "one pass over the other file, in three epochs"
 
     @pytest.mark.parametrize("too_long", ["refuse", "skip"])
     def test_feature_limit_on_prompt_length(self, tmp_path, mesh, too_long):
@@ -210,7 +221,8 @@ class TestData:
             with raises_error("data.prompt.too_long", *values):
                 build_datasets(config, tokenizer)
         else:
-            assert [prompt.text for prompt in build_datasets(config, tokenizer).train] == ["a" * 11]
+            texts = [prompt.text for prompt in build_datasets(config, tokenizer).train]
+            assert texts == ["a" * 11]
 
 
 class FakeWandb(ModuleType):
@@ -242,10 +254,8 @@ class TestOperations:
             compose(*tiny_overrides(tmp_path), "model.micro_batch_size=6", "algorithm=nemo_aligner")
         )
         assert config.model.micro_batch_size == config.model.reinforce.forward_micro_batch_size == 6
-        assert (
-            config.trainer.reinforce.use_absolute_kl
-            and config.trainer.reinforce.kl_reduction == "mean"
-        )
+        assert config.trainer.reinforce.use_absolute_kl
+        assert config.trainer.reinforce.kl_reduction == "mean"
 
     def test_feature_wandb_with_sample_tables(self, tmp_path, mesh, monkeypatch):
         wandb = FakeWandb()
@@ -265,13 +275,17 @@ class TestOperations:
             "first",
             "offline",
         ]
-        assert wandb.ended == [0] and sorted(wandb.logged) == [0, 1, 2]
+        assert wandb.ended == [0]
+        assert sorted(wandb.logged) == [0, 1, 2]
         assert wandb.logged[2]["train/rewards"] == lines[2]["train/rewards"]
         columns, data = wandb.logged[2]["validation"]
         assert [row[columns.index("prompt")] for row in data] == three_letters(3)
 
     def test_feature_tensorboard_without_doubled_steps(self, tmp_path, mesh):
-        """A checkpoint of step 2, and step 3 already in the files when the run ends there; as TensorBoard shows it."""
+        """A run ends with a checkpoint of step 2 and step 3 in its files.
+
+        The steps are as TensorBoard shows them.
+        """
         reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         keys = [
             "exp_manager.create_tensorboard_logger=true",
@@ -288,24 +302,25 @@ class TestOperations:
         lines = run(tmp_path, mesh, *keys)
         events = reader.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
         events.Reload()
-        found = {
+        scalars = {
             tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]
         }
-        assert [e.step for e in events.Scalars("train/rewards")] == [1, 2, 3, 4]
+        steps = [e.step for e in events.Scalars("train/rewards")]
+        assert steps == [1, 2, 3, 4]
         assert [e.step for e in events.Scalars("val/rewards")] == [0, 2, 4]
         names = [
             name
             for name in lines[-1]
             if name not in ("step", "time") and lines[-1][name] is not None
         ]
-        assert {name: found[name][4] for name in names} == pytest.approx(
-            {name: lines[-1][name] for name in names}
-        )
+        expected = {name: lines[-1][name] for name in names}
+        assert {name: scalars[name][4] for name in names} == pytest.approx(expected)
 
     def test_feature_sample_tables_phase_timers_and_metrics_with_their_names(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.val_check_interval=2")
         metrics = (
-            "rewards rewards_with_kl init_policy_kl baseline actor_loss response_lengths prompt_lengths "
+            "rewards rewards_with_kl init_policy_kl baseline actor_loss response_lengths "
+            "prompt_lengths "
             "fraction_of_samples_properly_ended grad_norm lr"
         )
         timers = "generate logprobs init_logprobs reward_wait train_time"
@@ -314,12 +329,12 @@ class TestOperations:
         ]
         for line in lines[1:]:
             assert [name for name in names if not math.isfinite(line[name])] == []
-        rows, answered = rollouts_of(tmp_path, 2), rollouts_of(tmp_path, 2, "validation")
-        assert len(rows) == 16 and len(answered) == 3
-        assert all(
-            {"prompt", "response", "reward", "finish_reason"} <= row.keys()
-            for row in rows + answered
-        )
+        rows = rollouts_of(tmp_path, 2)
+        answered = rollouts_of(tmp_path, 2, "validation")
+        assert len(rows) == 16
+        assert len(answered) == 3
+        for row in rows + answered:
+            assert {"prompt", "response", "reward", "finish_reason"} <= row.keys()
         # Which names a source of rewards must not have is written down where torch is not imported.
         from reinforce_rl.config.rules import REWARD_METRICS
 
@@ -341,12 +356,12 @@ class TestOperations:
                 """The score of a validation is known; that of training is not touched."""
 
                 def infer_rm(self, request: RewardRequest) -> ReadyRewards:
-                    found = source.infer_rm(request).rewards
+                    rewards = source.infer_rm(request).rewards
                     known = values.get(trainer.step) if len(request.lengths) == 3 else None
                     return ReadyRewards(
-                        found
+                        rewards
                         if known is None
-                        else dataclasses.replace(found, values=found.values * 0 + known)
+                        else dataclasses.replace(rewards, values=rewards.values * 0 + known)
                     )
 
             assert evaluate is not None
@@ -362,7 +377,8 @@ class TestOperations:
 
     def test_feature_auto_resume(self, tmp_path, mesh):
         run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.max_steps=3")
-        assert [line["step"] for line in run(tmp_path, mesh, f"{RL}.max_epochs=2")] == [1, 2, 3, 4]
+        steps = [line["step"] for line in run(tmp_path, mesh, f"{RL}.max_epochs=2")]
+        assert steps == [1, 2, 3, 4]
         with raises_error("metrics.file.of_another_run", "step 4"):
             run(tmp_path, mesh, "exp_manager.resume_if_exists=false")
 
@@ -373,8 +389,10 @@ class TestOperations:
             with pytest.raises(StoppedEarly):
                 trainer.fit()
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
-        assert checkpoint is not None and checkpoint.trainer_state["step"] == 2
-        assert [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line] == [0, 2]
+        assert checkpoint is not None
+        assert checkpoint.trainer_state["step"] == 2
+        steps = [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line]
+        assert steps == [0, 2]
         lines = run(tmp_path, mesh, *keys)
         assert [line["step"] for line in lines] == list(range(9))
         assert [line["step"] for line in lines if "val/rewards" in line] == [0, 2, 4, 8]
@@ -409,14 +427,15 @@ NAMES = {
 @pytest.mark.parametrize("path", NAMES)
 def test_feature_names_of_classes_and_functions(path):
     module, name = path.rsplit(".", 1)
-    found = getattr(importlib.import_module(f"reinforce_rl.{module}"), name)
-    assert [method for method in NAMES[path] if not callable(getattr(found, method))] == []
+    named = getattr(importlib.import_module(f"reinforce_rl.{module}"), name)
+    assert [method for method in NAMES[path] if not callable(getattr(named, method))] == []
     if name == "ReinforceTrainer":
         arguments = (
-            "cfg model optimizer scheduler train_dataloader_builder val_dataloader_builder collate_fn rm "
+            "cfg model optimizer scheduler train_dataloader_builder val_dataloader_builder "
+            "collate_fn rm "
             "batch_iterator_cls logger ckpt_callback run_timer"
         )
-        *of_nemo_aligner, services = inspect.signature(found).parameters.values()
+        *of_nemo_aligner, services = inspect.signature(named).parameters.values()
         assert [parameter.name for parameter in of_nemo_aligner] == arguments.split()
         for parameter in of_nemo_aligner:
             assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -428,7 +447,8 @@ def test_feature_names_of_classes_and_functions(path):
 
 def test_feature_names_of_configuration_keys():
     keys = (
-        "max_epochs max_steps val_check_interval save_interval gradient_clip_val initial_policy_kl_penalty "
+        "max_epochs max_steps val_check_interval save_interval gradient_clip_val "
+        "initial_policy_kl_penalty "
         "use_absolute_kl num_rollouts_per_prompt reinforce_epochs discount_factor"
     )
     assert set(keys.split()) <= ReinforceConfig.model_fields.keys()

@@ -1,4 +1,4 @@
-"""The trainer's own steps from scores to the gradient, on given log-probabilities in place of a model."""
+"""The trainer's steps from scores to the gradient, on given log-probs in place of a model."""
 
 from __future__ import annotations
 
@@ -56,9 +56,11 @@ class OneRank:
 
 
 class GivenLogProbs:
-    """In place of the actor: the policy has the batch's numbers, and optimizer steps change nothing.
+    """In place of the actor: the policy has the batch's numbers, and optimizer steps change
+    nothing.
 
-    The first optimizer step on a batch is on-policy by definition, as in the actor; the second has a ratio.
+    The first optimizer step on a batch is on-policy by definition, as in the actor. The second has
+    a ratio.
     """
 
     def __init__(self, config: TrainConfig, batch: Batch):
@@ -69,7 +71,8 @@ class GivenLogProbs:
         self.generator = SimpleNamespace(refit=lambda: None)
         self._loss = loss_settings(config.trainer.reinforce)
         self._batch = batch
-        self.last_loss = self.last_gradient = torch.zeros(())
+        self.last_loss = torch.zeros(())
+        self.last_gradient = torch.zeros(())
 
     def get_loss_and_metrics(
         self,
@@ -81,19 +84,22 @@ class GivenLogProbs:
         on_policy: bool,
     ) -> LossShare:
         rollouts = batch.rollouts
+        old_log_probs = (
+            None if on_policy or rollouts.log_probs is None else rollouts.log_probs[rows]
+        )
+        generator_log_probs = (
+            None if rollouts.generator_log_probs is None else rollouts.generator_log_probs[rows]
+        )
+        reference_log_probs = (
+            None if rollouts.init_log_probs is None else rollouts.init_log_probs[rows]
+        )
         inputs = LossInputs(
             mask=rollouts.response_mask[rows],
             advantages=batch.advantages[rows],
             trains=batch.trains[rows],
-            old_log_probs=None
-            if on_policy or rollouts.log_probs is None
-            else rollouts.log_probs[rows],
-            generator_log_probs=None
-            if rollouts.generator_log_probs is None
-            else rollouts.generator_log_probs[rows],
-            reference_log_probs=None
-            if rollouts.init_log_probs is None
-            else rollouts.init_log_probs[rows],
+            old_log_probs=old_log_probs,
+            generator_log_probs=generator_log_probs,
+            reference_log_probs=reference_log_probs,
         )
         leaf = self._batch.log_probs[rows].clone().requires_grad_()
         entropy = self._batch.entropy[rows]
@@ -112,7 +118,7 @@ def train(
     scored: Tensor | None = None,
     truncated: Sequence[int] = (),
 ) -> Trained:
-    """One rollout batch through the trainer: advantages, then as many passes as the configuration says.
+    """Pass a rollout batch through the trainer: advantages, then the configured passes.
 
     Args:
         config: of the run.
@@ -126,14 +132,17 @@ def train(
     if config.trainer.reinforce.truncated_samples == "drop":
         valid = valid & ~cut  # the rollout maker's part
     lengths = batch.mask.sum(-1)
+    finish_reasons = tuple(FINISH_LENGTH if is_cut else FINISH_STOP for is_cut in cut.tolist())
+    sequences = torch.zeros(batch.mask.shape, dtype=torch.long)
+    rewards = torch.where(valid, batch.rewards, torch.nan)
     rollouts = RolloutBatch(
-        sequences=torch.zeros(batch.mask.shape, dtype=torch.long),
+        sequences=sequences,
         prompt_lengths=torch.zeros_like(lengths),
         response_lengths=lengths,
         group_ids=batch.group_ids,
         sample_ids=torch.zeros_like(batch.group_ids),
-        finish_reasons=tuple(FINISH_LENGTH if is_cut else FINISH_STOP for is_cut in cut.tolist()),
-        rewards=torch.where(valid, batch.rewards, torch.nan),
+        finish_reasons=finish_reasons,
+        rewards=rewards,
         valid=valid,
         generator_log_probs=batch.generator_log_probs,
         log_probs=batch.old_log_probs,

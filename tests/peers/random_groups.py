@@ -1,4 +1,7 @@
-"""Random batches of groups, off-policy enough that ratios clip: what both sides of tests/peers compute with."""
+"""Random batches of groups for both sides of tests/peers.
+
+They are off-policy enough that ratios clip.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ class Batch:
     """N = prompts * samples responses of up to T tokens. Padding holds garbage, as it may in a run.
 
     Attributes:
-        rewards: float64 [N], of order 1. One group's rewards differ by 1e-5 or so, and one group's are equal.
+        rewards: float64 [N], of order 1. One group's rewards differ by 1e-5 or so, and one group's
+            are equal.
         group_ids: int64 [N], the samples of a prompt next to each other.
         mask: bool [N, T], True on response tokens, from the left; every response has one at least.
         log_probs: float64 [N, T], of the policy that trains.
@@ -54,16 +58,18 @@ def random_batch(seed: int) -> Batch:
     rewards[2] = -0.3
     lengths = torch.randint(1, width + 1, (count,), generator=generator)
     # the batch is as wide as its longest, and one response is a single token
-    lengths[0], lengths[1] = width, 1
+    lengths[0] = width
+    lengths[1] = 1
     old = -0.2 - normal(count, width).abs()
     scored = torch.ones(count, dtype=torch.bool)
     scored[samples - 1] = False  # one of the first group
     scored[-samples:] = False  # and all but one of the last
     scored[-1] = True
+    mask = torch.arange(width) < lengths[:, None]
     return Batch(
         rewards=rewards.flatten(),
         group_ids=torch.arange(prompts).repeat_interleave(samples),
-        mask=torch.arange(width) < lengths[:, None],
+        mask=mask,
         log_probs=old + 0.25 * normal(count, width),
         old_log_probs=old,
         generator_log_probs=old + 0.2 * normal(count, width),
@@ -74,10 +80,12 @@ def random_batch(seed: int) -> Batch:
 
 
 def write_batches(path: Path, batches: list[Batch]) -> None:
-    """As numpy's archive, whose format is the same for the numpy of either side; keys are `<seed>/<field>`."""
-    arrays = {
-        f"{i}/{f.name}": getattr(b, f.name).numpy()
-        for i, b in enumerate(batches)
-        for f in fields(Batch)
-    }
+    """Write batches as numpy's archive, whose format is the same on either side.
+
+    Keys are `<seed>/<field>`.
+    """
+    arrays = {}
+    for i, batch in enumerate(batches):
+        for field in fields(Batch):
+            arrays[f"{i}/{field.name}"] = getattr(batch, field.name).numpy()
     np.savez(path, **arrays)

@@ -1,4 +1,4 @@
-"""Each preset and option that names a peer's formula, against that peer's own code from its wheel, in float64."""
+"""Each preset and option that names a peer's formula, against the code of the peer's wheel."""
 
 from __future__ import annotations
 
@@ -84,15 +84,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def numbers_of(peer: str, python: Path, folder: Path, *arguments: Path) -> PeerNumbers:
     outputs = folder / f"{peer}.npz"
+    command = [
+        str(python),
+        "-W",
+        "ignore",
+        str(HERE / f"{peer}_side.py"),
+        *map(str, arguments),
+        str(outputs),
+    ]
     run(
-        [
-            str(python),
-            "-W",
-            "ignore",
-            str(HERE / f"{peer}_side.py"),
-            *map(str, arguments),
-            str(outputs),
-        ],
+        command,
         seconds=480,
     )
     with np.load(outputs) as archive:
@@ -111,7 +112,7 @@ def trl(peers_python: Path, folder: Path) -> PeerNumbers:
 
 @pytest.fixture(scope="session")
 def ours(folder: Path) -> Ours:
-    """Called with a batch and overrides of the shipped configuration: what this project's trainer makes of them."""
+    """Return a function that trains on a batch with overrides of the shipped configuration."""
 
     @cache
     def config_of(*overrides: str) -> TrainConfig:
@@ -128,12 +129,12 @@ def ours(folder: Path) -> Ours:
     return train_with
 
 
-def assert_close(own: Tensor, theirs: Tensor, what: str) -> None:
-    assert own.dtype == theirs.dtype == torch.float64
-    assert own.shape == theirs.shape
-    difference = float((own - theirs).abs().max())
+def assert_close(values: Tensor, theirs: Tensor, quantity: str) -> None:
+    assert values.dtype == theirs.dtype == torch.float64
+    assert values.shape == theirs.shape
+    difference = float((values - theirs).abs().max())
     assert difference < TOLERANCE, (
-        f"{what}: {difference:.2e} apart, expected less than {TOLERANCE:g}"
+        f"{quantity}: {difference:.2e} apart, expected less than {TOLERANCE:g}"
     )
 
 
@@ -148,8 +149,8 @@ VERL_ADVANTAGES = {
     "rloo": settings("rloo", NO_KL),
     "rloo_vectorized": settings("rloo", NO_KL),
     **{
-        f"rloo_with_kl/{theirs}": settings("rloo", KL, kl_estimator=own)
-        for theirs, own in VERL_KL.items()
+        f"rloo_with_kl/{theirs}": settings("rloo", KL, kl_estimator=ours)
+        for theirs, ours in VERL_KL.items()
     },
     "grpo": settings("grpo"),
     "dr_grpo": settings("dr_grpo"),
@@ -169,12 +170,12 @@ VERL_ADVANTAGES = {
 }
 VERL_LOSSES = {
     **{
-        f"reinforce/{theirs}": settings("rloo", NO_KL, loss_aggregation=own)
-        for theirs, own in VERL_AGGREGATIONS.items()
+        f"reinforce/{theirs}": settings("rloo", NO_KL, loss_aggregation=ours)
+        for theirs, ours in VERL_AGGREGATIONS.items()
     },
     **{
-        f"clip/{theirs}": settings("rloo", NO_KL, PPO, loss_aggregation=own)
-        for theirs, own in VERL_AGGREGATIONS.items()
+        f"clip/{theirs}": settings("rloo", NO_KL, PPO, loss_aggregation=ours)
+        for theirs, ours in VERL_AGGREGATIONS.items()
     },
     "gspo": settings(
         "rloo",
@@ -200,11 +201,11 @@ VERL_LOSSES = {
             KL_IN_LOSS,
             PPO,
             kl_estimator=estimator,
-            loss_aggregation=own,
+            loss_aggregation=ours,
             entropy_bonus=0.01,
         )
         for kl, estimator in VERL_KL.items()
-        for theirs, own in VERL_AGGREGATIONS.items()
+        for theirs, ours in VERL_AGGREGATIONS.items()
     },
 }
 
@@ -213,23 +214,26 @@ class TestVerl:
     @pytest.mark.parametrize("name", VERL_ADVANTAGES)
     def test_advantages(self, name: str, verl: PeerNumbers, ours: Ours):
         for i, batch in enumerate(BATCHES):
-            own = ours(batch, *VERL_ADVANTAGES[name])
-            assert_close(own.advantages, verl[f"{i}/{name}"], f"batch {i}")
+            trained = ours(batch, *VERL_ADVANTAGES[name])
+            expected = verl[f"{i}/{name}"]
+            assert_close(trained.advantages, expected, f"batch {i}")
 
     @pytest.mark.parametrize("name", VERL_LOSSES)
     def test_losses_and_gradients(self, name: str, verl: PeerNumbers, ours: Ours):
         for i, batch in enumerate(BATCHES):
-            own = ours(batch, *VERL_LOSSES[name])
-            assert_close(own.loss, verl[f"{i}/loss/{name}"], f"loss of batch {i}")
-            assert_close(own.gradient, verl[f"{i}/gradient/{name}"], f"gradient of batch {i}")
+            trained = ours(batch, *VERL_LOSSES[name])
+            expected = verl[f"{i}/loss/{name}"]
+            assert_close(trained.loss, expected, f"loss of batch {i}")
+            theirs = verl[f"{i}/gradient/{name}"]
+            assert_close(trained.gradient, theirs, f"gradient of batch {i}")
 
     def test_its_steered_kl_coefficient(self, verl: PeerNumbers, ours: Ours):
         # verl steers by the mean of a token, whichever way the KL enters the reward.
         steered = settings("rloo", KL, kl_reduction="mean", kl_target=0.1, kl_horizon=1000)
         for i, batch in enumerate(BATCHES):
-            own = torch.tensor(ours(batch, *steered).kl_coefficient, dtype=torch.float64)
-            assert_close(own, verl[f"{i}/kl_coefficient"], f"batch {i}")
-            assert abs(float(own) - 0.05) > 10 * TOLERANCE
+            coefficient = torch.tensor(ours(batch, *steered).kl_coefficient, dtype=torch.float64)
+            assert_close(coefficient, verl[f"{i}/kl_coefficient"], f"batch {i}")
+            assert abs(float(coefficient) - 0.05) > 10 * TOLERANCE
 
 
 TRL_LOSSES = {
@@ -266,34 +270,36 @@ class TestTrl:
     @pytest.mark.parametrize("name", TRL_LOSSES)
     def test_advantages_losses_and_gradients(self, name: str, trl: PeerNumbers, ours: Ours):
         for i, batch in enumerate(BATCHES):
-            own = ours(batch, *TRL_LOSSES[name])
+            trained = ours(batch, *TRL_LOSSES[name])
             expected = torch.where(batch.mask, trl[f"{i}/{name}/advantages"][:, None], 0.0)
-            assert_close(own.advantages, expected, f"advantages of batch {i}")
-            assert_close(own.loss, trl[f"{i}/{name}/loss"], f"loss of batch {i}")
-            assert_close(own.gradient, trl[f"{i}/{name}/gradient"], f"gradient of batch {i}")
+            assert_close(trained.advantages, expected, f"advantages of batch {i}")
+            theirs = trl[f"{i}/{name}/loss"]
+            assert_close(trained.loss, theirs, f"loss of batch {i}")
+            assert_close(trained.gradient, trl[f"{i}/{name}/gradient"], f"gradient of batch {i}")
 
     @pytest.mark.parametrize("name", ["rloo", "grpo"])
     def test_samples_without_a_score(self, name: str, trl: PeerNumbers, ours: Ours):
         for i, batch in enumerate(BATCHES):
-            own = ours(batch, *TRL_LOSSES[name], scored=batch.scored)
+            trained = ours(batch, *TRL_LOSSES[name], scored=batch.scored)
             theirs = {
                 key: trl[f"{i}/{name}/unscored/{key}"] for key in ("advantages", "loss", "gradient")
             }
             expected = torch.where(batch.mask, theirs["advantages"][:, None], 0.0)
-            assert_close(own.advantages, expected, f"advantages of batch {i}")
+            assert_close(trained.advantages, expected, f"advantages of batch {i}")
             # TRL's loss is a mean over the samples that have no score too; this project's is over
             # those that count.
             share = float(batch.scored.double().mean())
-            assert_close(own.loss * share, theirs["loss"], f"loss of batch {i}")
-            assert_close(own.gradient * share, theirs["gradient"], f"gradient of batch {i}")
+            assert_close(trained.loss * share, theirs["loss"], f"loss of batch {i}")
+            assert_close(trained.gradient * share, theirs["gradient"], f"gradient of batch {i}")
 
 
 def test_nemo_aligner_by_hand(ours: Ours):
-    """NeMo-Aligner has no wheel that runs here: its formula, of `trainer/reinforce.py` and of the actor's loss.
+    """NeMo-Aligner's formula by hand, since no wheel of it runs here.
 
-    Per response r' = r - beta mean_t |l_t - l_ref,t|, baseline = mean of r' over the other ended responses of the
-    prompt, loss = mean over responses of -(r' - baseline) mean_t l_t: it averages over the tokens of a micro-batch,
-    whose size has to be 1, and Megatron averages micro-batches.
+    The formula is that of `trainer/reinforce.py` and of the actor's loss. Per response
+    r' = r - beta mean_t |l_t - l_ref,t|, baseline = mean of r' over the other ended responses of
+    the prompt, loss = mean over responses of -(r' - baseline) mean_t l_t. It averages over the
+    tokens of a micro-batch, whose size has to be 1, and Megatron averages micro-batches.
     """
     #          l - l_ref a token       mean | |   r      r' = r - 0.01 mean
     # a1       0.2  -0.4               0.3        1.0    0.997
@@ -314,13 +320,15 @@ def test_nemo_aligner_by_hand(ours: Ours):
         dtype=torch.float64,
     )
     lengths = torch.tensor([2, 1, 3, 2, 1, 3])
-    log_probs = torch.tensor([-1.5, -2.5, -1.5, -1.0, -1.5, -0.5], dtype=torch.float64)[
-        :, None
-    ].expand(6, 3)
+    by_response = torch.tensor([-1.5, -2.5, -1.5, -1.0, -1.5, -0.5], dtype=torch.float64)
+    log_probs = by_response[:, None].expand(6, 3)
+    rewards = torch.tensor([1.0, 0.0, 2.0, 0.5, -0.5, 1.5], dtype=torch.float64)
+    group_ids = torch.tensor([0, 0, 0, 1, 1, 1])
+    mask = torch.arange(3) < lengths[:, None]
     batch = Batch(
-        rewards=torch.tensor([1.0, 0.0, 2.0, 0.5, -0.5, 1.5], dtype=torch.float64),
-        group_ids=torch.tensor([0, 0, 0, 1, 1, 1]),
-        mask=torch.arange(3) < lengths[:, None],
+        rewards=rewards,
+        group_ids=group_ids,
+        mask=mask,
         log_probs=log_probs,
         old_log_probs=log_probs,
         generator_log_probs=log_probs,
@@ -328,15 +336,19 @@ def test_nemo_aligner_by_hand(ours: Ours):
         entropy=torch.zeros_like(log_probs),
         scored=torch.ones(6, dtype=torch.bool),
     )
-    own = ours(batch, "algorithm=nemo_aligner", truncated=[5])
+    trained = ours(batch, "algorithm=nemo_aligner", truncated=[5])
     # a1: 0.997 - (-0.001 + 1.997) / 2 and so on; b1: 0.496 - -0.502.
     advantages = torch.tensor([-0.001, -1.498, 1.499, 0.998, -0.998, 0.0], dtype=torch.float64)
-    assert_close(own.advantages, torch.where(batch.mask, advantages[:, None], 0.0), "advantages")
-    # -A / (tokens of the response) / (6 responses), where the one that was cut counts; here the mean is over five.
+    expected = torch.where(batch.mask, advantages[:, None], 0.0)
+    assert_close(trained.advantages, expected, "advantages")
+    # -A / (tokens of the response) / (6 responses), where the one that was cut counts. Here the
+    # mean is over five.
     per_token = (
         torch.tensor([0.001 / 2, 1.498, -1.499 / 3, -0.998 / 2, 0.998, 0.0], dtype=torch.float64)
         / 6
     )
-    assert_close(own.gradient * 5 / 6, torch.where(batch.mask, per_token[:, None], 0.0), "gradient")
+    expected = torch.where(batch.mask, per_token[:, None], 0.0)
+    assert_close(trained.gradient * 5 / 6, expected, "gradient")
     # -(A of a response) (l of each of its tokens): (-0.0015 - 3.745 + 2.2485 + 0.998 - 1.497) / 6.
-    assert_close(own.loss * 5 / 6, torch.tensor(-1.997 / 6, dtype=torch.float64), "loss")
+    expected = torch.tensor(-1.997 / 6, dtype=torch.float64)
+    assert_close(trained.loss * 5 / 6, expected, "loss")

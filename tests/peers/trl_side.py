@@ -1,8 +1,11 @@
-"""TRL's own advantages and losses: python trl_side.py INPUTS.npz MODEL_FOLDER OUTPUTS.npz, in the peers' environment.
+"""TRL's advantages and losses. In the peers' environment:
 
-The trainers are TRL's, made by their own constructors from their own configurations. Only what samples, scores and
-runs the model is replaced, by the numbers of the inputs: `_generate_and_score_completions` and `_compute_loss`, where
-advantages, KL, ratios and losses are, run unmodified. Keys of the outputs are `<batch>/<name>/<quantity>`.
+    python trl_side.py INPUTS.npz MODEL_FOLDER OUTPUTS.npz
+
+The trainers are TRL's, made by their own constructors from their own configurations. Only sampling,
+scoring and the model are replaced, by the numbers of the inputs. `_generate_and_score_completions`
+and `_compute_loss`, which compute advantages, KL, ratios and losses, run unmodified. Keys of the
+outputs are `<batch>/<name>/<quantity>`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ PROMPT = [5, 6]
 
 
 class FromInputs:
-    """Stands before a TRL trainer: the numbers of a batch in place of an engine, reward functions and a model.
+    """Gives a TRL trainer the numbers of a batch in place of an engine, rewards and a model.
 
     Attributes:
         batch: by the names of `random_groups.Batch`.
@@ -164,9 +167,8 @@ def main(inputs: str, folder: str, outputs: str) -> None:
         arrays = {key: torch.from_numpy(archive[key]) for key in archive.files}
     results = {}
     for i in sorted({key.split("/")[0] for key in arrays}):
-        batch = {
-            key.split("/")[1]: value for key, value in arrays.items() if key.startswith(f"{i}/")
-        }
+        keys = [key for key in arrays if key.startswith(f"{i}/")]
+        batch = {key.split("/")[1]: arrays[key] for key in keys}
         for name, values in {**rloo_of(folder, batch), **grpo_of(folder, batch)}.items():
             for quantity, value in values.items():
                 results[f"{i}/{name}/{quantity}"] = value.numpy()

@@ -1,6 +1,9 @@
-"""verl's own advantages and losses: python verl_side.py INPUTS.npz OUTPUTS.npz, in the peers' environment.
+"""verl's advantages and losses. In the peers' environment:
 
-Every number comes out of verl's functions; what is here hands them tensors. Keys of the outputs are `<batch>/<name>`.
+    python verl_side.py INPUTS.npz OUTPUTS.npz
+
+Every number comes out of verl's functions; this file hands them tensors. Keys of the outputs are
+`<batch>/<name>`.
 """
 
 from __future__ import annotations
@@ -73,6 +76,7 @@ def with_kl(batch: dict[str, Tensor], estimator: str) -> tuple[Tensor, float]:
 def advantages_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     index = batch["group_ids"].numpy()
     common = {"response_mask": batch["mask"].double(), "index": index}
+    plus_plus_baseline = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage
     # Each call its own rewards: verl's functions write into what they are given.
     results = {
         "rloo": core_algos.compute_rloo_outcome_advantage(token_rewards(batch), **common),
@@ -85,9 +89,7 @@ def advantages_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         "dr_grpo": core_algos.compute_grpo_outcome_advantage(
             token_rewards(batch), norm_adv_by_std_in_grpo=False, **common
         ),
-        "reinforce_plus_plus_baseline": core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(
-            token_rewards(batch), **common
-        ),
+        "reinforce_plus_plus_baseline": plus_plus_baseline(token_rewards(batch), **common),
     }
     for gamma in (1.0, GAMMA):
         rewards, _ = with_kl(batch, "kl")
@@ -162,16 +164,14 @@ def losses_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def whole_loss(
     batch: dict[str, Tensor], advantages: Tensor, leaf: Tensor, estimator: str, aggregation: str
 ) -> Tensor:
-    """verl's `ppo_loss`: the clipped policy term, the entropy and the KL, as its actor trains with."""
+    """verl's `ppo_loss`: the clipped policy term, the entropy and the KL, as its actor trains."""
     lengths = batch["mask"].sum(-1).tolist()
 
     def packed(values: Tensor) -> Tensor:
         # One prompt token before each response; verl reads a response's values one position to the
         # left.
-        rows = [
-            torch.cat([row[:length], row.new_zeros(1)])
-            for row, length in zip(values, lengths, strict=True)
-        ]
+        pairs = zip(values, lengths, strict=True)
+        rows = [torch.cat([row[:length], row.new_zeros(1)]) for row, length in pairs]
         return torch.cat(rows)
 
     rows = [torch.zeros(length, dtype=torch.long) for length in lengths]
@@ -208,9 +208,8 @@ def main(inputs: str, outputs: str) -> None:
         arrays = {key: torch.from_numpy(archive[key]) for key in archive.files}
     results = {}
     for i in sorted({key.split("/")[0] for key in arrays}):
-        batch = {
-            key.split("/")[1]: value for key, value in arrays.items() if key.startswith(f"{i}/")
-        }
+        keys = [key for key in arrays if key.startswith(f"{i}/")]
+        batch = {key.split("/")[1]: arrays[key] for key in keys}
         coefficient = torch.tensor(with_kl(batch, "kl")[1], dtype=torch.float64)
         for name, value in {
             **advantages_of(batch),

@@ -1,4 +1,4 @@
-"""`preflight=deep` from the command line's keys to the report, with the fake GPU in a process of its own."""
+"""`preflight=deep` from the command line's keys to the report, with a fake GPU in a process."""
 
 from __future__ import annotations
 
@@ -55,26 +55,29 @@ def test_a_step_has_a_lower_bound_and_better_ones_are_tried(overrides, tmp_path,
     ):
         assert words in text
     assert "predict" not in text
-    found = json.loads((tmp_path / "preflight.json").read_text())
+    report = json.loads((tmp_path / "preflight.json").read_text())
     names = ["generation", "log-probs", "reference log-probs", "training", "optimizer"]
-    assert [phase["name"] for phase in found["phases"]] == names
-    bounds = [phase["lower_bound_seconds"] for phase in found["phases"]]
-    assert found["lower_bound_seconds"] == pytest.approx(sum(bounds))
-    assert bounds == [max(phase["parts"].values()) for phase in found["phases"]]
-    assert found["tokens"] == 8 * 4 * (3 + 8)
-    assert set(names) < set(found["peaks"])
+    assert [phase["name"] for phase in report["phases"]] == names
+    bounds = [phase["lower_bound_seconds"] for phase in report["phases"]]
+    assert report["lower_bound_seconds"] == pytest.approx(sum(bounds))
+    expected = [max(phase["parts"].values()) for phase in report["phases"]]
+    assert bounds == expected
+    assert report["tokens"] == 8 * 4 * (3 + 8)
+    assert set(names) < set(report["peaks"])
     # All of the tiny model lies in the cache. Its reference comes from the host.
-    assert {phase["parts"]["memory bandwidth"] for phase in found["phases"]} == {0.0}
-    assert found["phases"][2]["parts"]["PCIe"] > 0
-    assert all(phase["parts"]["matrix products"] > 0 for phase in found["phases"][:4])
-    training = found["phases"][3]
+    assert {phase["parts"]["memory bandwidth"] for phase in report["phases"]} == {0.0}
+    assert report["phases"][2]["parts"]["PCIe"] > 0
+    for phase in report["phases"][:4]:
+        assert phase["parts"]["matrix products"] > 0
+    training = report["phases"][3]
     kinds = {
-        (one["kind"], one["group"], one["ranks"], one["nodes"]) for one in training["collectives"]
+        (collective["kind"], collective["group"], collective["ranks"], collective["nodes"])
+        for collective in training["collectives"]
     }
     assert ("reduce_scatter", "data", 4, 1) in kinds
-    for change in found["changes"]:
+    for change in report["changes"]:
         assert change["fits"]
-        assert change["lower_bound_seconds"] < deep.BETTER * found["lower_bound_seconds"]
+        assert change["lower_bound_seconds"] < deep.BETTER * report["lower_bound_seconds"]
 
 
 @pytest.mark.slow
@@ -108,8 +111,9 @@ def test_without_a_clone_nothing_starts(place, overrides, tmp_path, monkeypatch)
     monkeypatch.setattr(deep, "Worker", None)
     out = io.StringIO()
     with raises_error("preflight.deep.needs_clone", "preflight=deep", fake_gpu.PACKAGE):
+        cfg = compose(*overrides, f"exp_manager.explicit_log_dir={tmp_path / 'run'}")
         preflight(
-            compose(*overrides, f"exp_manager.explicit_log_dir={tmp_path / 'run'}"),
+            cfg,
             Console(file=out, width=200),
         )
     assert out.getvalue() == ""

@@ -66,11 +66,8 @@ def test_a_machine_file_that_cannot_be_used_is_told_by_key_and_file(tmp_path, te
 
 def test_a_wrong_value_of_a_machine_is_told_once(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(
-        "".join(
-            f"{key}: {value!r}\n" for key, value in {**H100.model_dump(), "memory": "much"}.items()
-        )
-    )
+    values = {**H100.model_dump(), "memory": "much"}
+    path.write_text("".join(f"{key}: {value!r}\n" for key, value in values.items()))
     with pytest.raises(ConfigError) as raised:
         load_machine(str(path))
     (fault,) = raised.value.faults
@@ -124,7 +121,8 @@ def test_collectives_of_a_cost_are_summed_and_those_of_objects_take_nothing():
 
 def test_products_take_the_rate_of_their_type():
     cost = Cost({"flops": 3e12, "fp32_flops": 1e12})
-    assert H100.flop_seconds(cost) == pytest.approx(2 / 989.4 + 1 / 66.9)
+    expected = 2 / 989.4 + 1 / 66.9
+    assert H100.flop_seconds(cost) == pytest.approx(expected)
     assert H100.flop_seconds(Cost()) == 0.0
 
 

@@ -40,25 +40,27 @@ def compare(names, folder: Path, out: Path) -> None:
         case = CASES[name]
         plan = planned(overrides_of(folder, case.ranks, *case.overrides))
         for rank in range(case.ranks):
-            found = json.loads((out / f"{name}.{rank}").read_text())
+            measured = json.loads((out / f"{name}.{rank}").read_text())
             of_stage = plan[rank if len(plan) > 1 else 0]
             for kind in ("weights", "gradients", "optimizer"):
                 said = getattr(of_stage, kind)
-                if abs(said - found[kind]) > 0.02 * found[kind]:
-                    wrong.append(f"{name}, rank {rank}, {kind}: {said} said, {found[kind]} found")
+                if abs(said - measured[kind]) > 0.02 * measured[kind]:
+                    wrong.append(
+                        f"{name}, rank {rank}, {kind}: {said} said, {measured[kind]} found"
+                    )
             for phase in of_stage.phases:
-                if phase.name not in found["phases"]:
+                if phase.name not in measured["phases"]:
                     continue  # the reference's pass is the policy's
                 there = (
-                    found["weights"]
-                    + found["gradients"]
-                    + found["optimizer"]
-                    + found["phases"][phase.name]
+                    measured["weights"]
+                    + measured["gradients"]
+                    + measured["optimizer"]
+                    + measured["phases"][phase.name]
                 )
-                own = f"{phase.total / 1e6:.2f} MB said, {found['phases'][phase.name] / 1e6:.2f} found"
-                print(
-                    f"{name}, rank {rank}, {phase.name}: {own}, ratio {phase.total / found['phases'][phase.name]:.3f}"
-                )
+                in_phase = measured["phases"][phase.name]
+                sizes = f"{phase.total / 1e6:.2f} MB said, {in_phase / 1e6:.2f} found"
+                ratio = phase.total / in_phase
+                print(f"{name}, rank {rank}, {phase.name}: {sizes}, ratio {ratio:.3f}")
                 said = of_stage.weights + of_stage.gradients + of_stage.optimizer + phase.total
                 if abs(said - there) > 0.25 * there:
                     wrong.append(f"{name}, rank {rank}, {phase.name}: {said} said, {there} found")
@@ -73,4 +75,5 @@ def test_states_and_peaks(folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_states_and_peaks_of_every_case(ranks, folder, tmp_path):
-    compare([name for name, case in CASES.items() if case.ranks == ranks], folder, tmp_path)
+    names = [name for name, case in CASES.items() if case.ranks == ranks]
+    compare(names, folder, tmp_path)

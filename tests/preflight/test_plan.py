@@ -23,11 +23,12 @@ def overrides(tmp_path_factory):
     return tiny_overrides(tmp_path_factory.mktemp("run"))
 
 
-def plan_of(overrides, *more):
-    cfg = load_config(compose(*overrides, *more))
+def plan_of(overrides, *extra):
+    cfg = load_config(compose(*overrides, *extra))
     layout = layout_of(cfg)
     inputs = read_inputs(cfg)
-    assert layout is not None and inputs.faults == []
+    assert layout is not None
+    assert inputs.faults == []
     return plan_batches(cfg, layout, inputs.datasets)
 
 
@@ -48,14 +49,21 @@ def test_batches_that_do_not_divide(overrides):
     assert plan.generation_calls == 2  # 2 + 1 prompts
     assert plan.forward_micro_batches == 2  # 12 sequences in sevens
     # 12 in fives
-    assert (plan.prompts_of_update, plan.updates, plan.micro_batches) == (Share(5, 3), 1, 3)
-    assert (plan.longest_prompt, plan.longest) == (3, 8)
-    assert (plan.validation, plan.validation_calls) == (3, 2)
+    assert plan.prompts_of_update == Share(5, 3)
+    assert plan.updates == 1
+    assert plan.micro_batches == 3
+    assert plan.longest_prompt == 3
+    assert plan.longest == 8
+    assert plan.validation == 3
+    assert plan.validation_calls == 2
     assert plan.epoch == [5, 3]
 
 
 def test_several_optimizer_steps_on_a_batch(overrides):
-    """4 prompts a step in updates of 2, twice over: the last two of them may all lie on one of the two ranks."""
+    """4 prompts a step in updates of 2, twice over.
+
+    The last two of them may all lie on one of the two ranks.
+    """
     plan = plan_of(
         overrides,
         "trainer.devices=2",
@@ -68,7 +76,8 @@ def test_several_optimizer_steps_on_a_batch(overrides):
         "model.tokens_per_micro_batch=17",
     )
     assert plan.prompts_of_update == Share(2, 2)
-    assert (plan.updates, plan.epoch) == (4, [4, 4])
+    assert plan.updates == 4
+    assert plan.epoch == [4, 4]
     assert plan.micro_batches == 2  # 4 sequences of 8 tokens, two in 17
     assert plan.validation is None
 
@@ -89,7 +98,8 @@ POLICY = Policy(4, Layout(1, 1, 1, 1), 1, "host", None, 0, 1, 64, False, fused_a
 def memory_of(shape=SHAPE, **changes):
     policy = dataclasses.replace(POLICY, **changes)
     micro = Pass(rows=2, positions=5, scored=4)
-    return rank_memory(0, shape, policy, micro, micro, {"generation": Decoding(2, 3, 4, 2, None)})
+    generations = {"generation": Decoding(2, 3, 4, 2, None)}
+    return rank_memory(0, shape, policy, micro, micro, generations)
 
 
 def phase_of(memory, name):
@@ -97,15 +107,23 @@ def phase_of(memory, name):
 
 
 def test_states_by_precision_and_sharing():
-    found = memory_of()
-    assert (found.weights, found.gradients, found.optimizer) == (4000, 4000, 8000)
-    assert (found.reference_on_host, found.reference_on_device) == (4000, 0)
+    memory = memory_of()
+    assert memory.weights == 4000
+    assert memory.gradients == 4000
+    assert memory.optimizer == 8000
+    assert memory.reference_on_host == 4000
+    assert memory.reference_on_device == 0
     narrow = memory_of(weight_bytes=2, optimizer_shards=3, reference="device")
-    assert (narrow.weights, narrow.gradients, narrow.optimizer) == (2000, 4000, 334 * 12)
-    assert (narrow.reference_on_host, narrow.reference_on_device) == (0, 2000)
+    assert narrow.weights == 2000
+    assert narrow.gradients == 4000
+    assert narrow.optimizer == 334 * 12
+    assert narrow.reference_on_host == 0
+    assert narrow.reference_on_device == 2000
     lora = LoraSettings(8, 16.0, ("q_proj",))
     updates = memory_of(dataclasses.replace(SHAPE, trained=100), reference="none", lora=lora)
-    assert (updates.weights, updates.gradients, updates.optimizer) == (4000, 400, 800)
+    assert updates.weights == 4000
+    assert updates.gradients == 400
+    assert updates.optimizer == 800
 
 
 def test_a_sleeping_engine_may_keep_its_weights_in_host_memory():
@@ -155,8 +173,10 @@ def test_what_moves_between_a_gpu_and_its_host():
     assert phase_of(narrow, "generation").moved == -250 * 12 - 4000
     assert narrow.on_host == 2000 + 250 * 12
     on_cpu = memory_of(offload_optimizer=True, gpu=False)
-    assert {phase.moved for phase in on_cpu.phases} == {0}
-    assert "reference log-probs" not in {phase.name for phase in memory_of(reference="none").phases}
+    moved_bytes = {phase.moved for phase in on_cpu.phases}
+    assert moved_bytes == {0}
+    names = {phase.name for phase in memory_of(reference="none").phases}
+    assert "reference log-probs" not in names
 
 
 def test_a_fused_adam_has_no_temporaries():
@@ -168,8 +188,9 @@ def test_a_fused_adam_has_no_temporaries():
 
 
 def test_the_cache_of_a_generation():
-    """Two prompts of four tokens, three samples of two tokens each, a layer's keys and values of one group of four."""
-    assert phase_of(memory_of(), "generation").cache == (2 * 4 + 6 * 2) * 2 * 4 * 4
+    """Two prompts of four tokens, three samples of two tokens each, one layer and one group."""
+    expected = (2 * 4 + 6 * 2) * 2 * 4 * 4
+    assert phase_of(memory_of(), "generation").cache == expected
 
 
 def test_the_grid_of_many_ranks_is_cut():
@@ -182,7 +203,7 @@ def test_the_grid_of_many_ranks_is_cut():
 
 
 def test_what_a_rank_holds_is_all_of_it():
-    """Weights, gradients and moments of fp32, and the reference where it is: 4, 4, 8 and 4 bytes of 1,000 weights."""
+    """fp32 weights, gradients, moments and the reference: 4, 4, 8 and 4 bytes of 1,000 weights."""
     on_device = memory_of(reference="device")
     assert on_device.held == 4000 + 4000 + 8000 + 4000
     assert memory_of(reference="host").held == 4000 + 4000 + 8000
@@ -206,23 +227,25 @@ def test_the_peak_is_what_is_held_and_the_largest_phase(changes):
 
 
 class TestDisk:
-    """What a run writes at most at a time: bytes of 1,000 weights, of which 100 are trained in the second case."""
+    """What a run writes at most at a time.
 
-    def need(self, overrides, *more, parameters=1000, trained=1000, steps=100):
+    The sizes are bytes of 1,000 weights, of which the second case trains 100.
+    """
+
+    def need(self, overrides, *extra, parameters=1000, trained=1000, steps=100):
         keys = (
             "trainer.reinforce.save_interval=10",
             "exp_manager.checkpoint_callback_params.keep_last=2",
-            *more,
+            *extra,
         )
-        return plan.disk_need(
-            load_config(compose(*overrides, *keys)), ModelSize(parameters, trained), steps
-        )
+        cfg = load_config(compose(*overrides, *keys))
+        return plan.disk_need(cfg, ModelSize(parameters, trained), steps)
 
     def test_the_checkpoint_that_is_being_written_is_there_besides_those_that_are_kept(
         self, overrides
     ):
-        found = self.need(overrides)
-        assert found.checkpoints == 2 + 1
+        need = self.need(overrides)
+        assert need.checkpoints == 2 + 1
         best = (
             "exp_manager.checkpoint_callback_params.keep_best=3",
             "trainer.reinforce.val_check_interval=5",
@@ -238,7 +261,8 @@ class TestDisk:
     def test_a_checkpoint_has_weights_main_weights_and_moments(self, overrides):
         """Two moments of 4 bytes; in bf16 a weight has 2 bytes, and 4 more in fp32."""
         assert self.need(overrides).checkpoint == 1000 * (4 + 8)
-        assert self.need(overrides, "trainer.precision=bf16").checkpoint == 1000 * (2 + 4 + 8)
+        expected = 1000 * (2 + 4 + 8)
+        assert self.need(overrides, "trainer.precision=bf16").checkpoint == expected
         assert self.need(overrides, trained=100).checkpoint == 100 * (4 + 8)
 
     def test_the_exported_folder_has_all_weights(self, overrides):

@@ -1,4 +1,4 @@
-"""`preflight=true`: what is printed, what is wrong all in one message, and that nothing is started."""
+"""`preflight=true` prints the plan, reports all faults in one message, and starts nothing."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_the_plan_of_a_right_configuration(files):
         "No fault",
     ):
         assert words in text
-    assert f"server reward_model at localhost:{server.port}" in text and "rloo" in text
+    assert f"server reward_model at localhost:{server.port}" in text
+    assert "rloo" in text
     assert "warning" not in text
     assert not (files / "run").exists()
 
@@ -112,7 +113,8 @@ def test_a_large_model_from_its_config_alone(files, monkeypatch):
         *right(files), f"pretrained_checkpoint.restore_from_path={files / 'large'}", *ON_1024
     )
     assert "1024 ranks: 32 data x 4 pipeline x 1 context x 8 tensor parallel" in text
-    assert "70,553,706,496 parameters" in text and "holds no safetensors" in text
+    assert "70,553,706,496 parameters" in text
+    assert "holds no safetensors" in text
     assert "4.54 GB" in text  # of weights: a last stage's 20 layers and head over 8 ranks, in bf16
 
 
@@ -150,7 +152,8 @@ def test_what_follows_from_prompts_that_cannot_be_read_is_not_known(files, tmp_p
     for overrides, rows in (((train,), 2), (both, 3)):
         out = io.StringIO()
         with pytest.raises(ConfigError):
-            preflight(compose(*right(files), *overrides), Console(file=out, width=200))
+            cfg = compose(*right(files), *overrides)
+            preflight(cfg, Console(file=out, width=200))
         assert out.getvalue().count("not known: the prompts cannot be read") == rows
 
 
@@ -168,15 +171,17 @@ def test_a_disk_that_might_not_hold_all_records_is_no_fault():
     need = plan.DiskNeed(
         ROOT, checkpoint=10, checkpoints=2, export=5, records=1000, held=0, free=100
     )
-    assert need.fault is None and "record_tokens_every" in str(need.warning)
-    assert (
-        replace(need, free=24).fault
-        and replace(need, free=24).warning is replace(need, free=2000).warning is None
-    )
+    assert need.fault is None
+    assert "record_tokens_every" in str(need.warning)
+    assert replace(need, free=24).fault
+    assert replace(need, free=24).warning is replace(need, free=2000).warning is None
 
 
 def test_the_disk_holds_the_records_of_the_samples_too(files, monkeypatch):
-    """100 steps of 8 x 4 responses of at most 32 tokens: 18 bytes a token, 2 without tokens, 20 kB a file."""
+    """100 steps of 8 x 4 responses of at most 32 tokens.
+
+    A token takes 18 bytes, without records 2. A file takes 20 kB.
+    """
     sizes = ("trainer.reinforce.max_steps=100", "trainer.reinforce.max_epochs=1000")
     sizes += (
         "model.reinforce.num_rollout_samples=8",
@@ -189,7 +194,8 @@ def test_the_disk_holds_the_records_of_the_samples_too(files, monkeypatch):
 
 def test_the_real_start_tells_the_same_faults_together(files, tmp_path):
     (tmp_path / "bad.jsonl").write_text("not json\n")
-    config = {**json.loads((files / "model" / "config.json").read_text()), "model_type": "mamba"}
+    config_file = files / "model" / "config.json"
+    config = {**json.loads(config_file.read_text()), "model_type": "mamba"}
     model = shutil.copytree(files / "model", tmp_path / "model")
     (model / "config.json").write_text(json.dumps(config))
     overrides = [
@@ -197,7 +203,8 @@ def test_the_real_start_tells_the_same_faults_together(files, tmp_path):
         f"model.data.data_prefix.train={tmp_path / 'bad.jsonl'}",
     ]
     with pytest.raises(ConfigError) as raised:
-        read_inputs(load_config(compose(*right(files), *overrides))).checked()
+        cfg = load_config(compose(*right(files), *overrides))
+        read_inputs(cfg).checked()
     assert ["mamba" in raised.value.faults[0], "bad.jsonl:1" in raised.value.faults[1]] == [
         True,
         True,
@@ -216,12 +223,12 @@ def test_faults_keep_their_keys_when_they_are_told_together():
 
 
 @pytest.mark.parametrize(
-    ("more", "code"), [([], 0), (["trainer.devices=0"], 1)], ids=["right", "wrong"]
+    ("extra", "code"), [([], 0), (["trainer.devices=0"], 1)], ids=["right", "wrong"]
 )
-def test_the_script_starts_nothing(files, more, code):
+def test_the_script_starts_nothing(files, extra, code):
     """Though two ranks are asked for; and its exit status says whether there is a fault."""
     script = ROOT / "examples" / "train_reinforce_actor.py"
-    command = [sys.executable, str(script), *right(files), "trainer.devices=2", *more]
+    command = [sys.executable, str(script), *right(files), "trainer.devices=2", *extra]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == code, done.stderr
     assert ("Nothing was started" in done.stdout) == (code == 0)

@@ -1,4 +1,7 @@
-"""Attributes from a head of several scores to the client, by name; and a served classifier against transformers."""
+"""Attributes by name from a head of several scores to the client.
+
+A served classifier equals transformers.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,10 @@ class AttributeToy(ToyScorer):
 
     def score_attributes(self, sequences: list[list[int]]) -> AttributeScores:
         rewards = self.score(sequences)
-        rows = [
-            [reward, float(len(s)), float("inf") if TOKEN_ODD_NAN in s else len(s) % 2]
-            for reward, s in zip(rewards, sequences, strict=True)
-        ]
+        rows = []
+        for reward, sequence in zip(rewards, sequences, strict=True):
+            parity = float("inf") if TOKEN_ODD_NAN in sequence else len(sequence) % 2
+            rows.append([reward, float(len(sequence)), parity])
         return AttributeScores(rewards, rows)
 
 
@@ -66,32 +69,33 @@ def arrays_of(sequences: list[list[int]]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_each_request_gets_its_own_attributes(tokenizer, deterministic):
     scorer = RequestScorer(AttributeToy(0.0, 0.0), tokenizer, deterministic=deterministic)
+    sequences = [[1, 2, 3], [4, 5]]
     first, second = scorer(
-        [arrays_of([[1, 2, 3], [4, 5]]), arrays_of([[6], [TOKEN_NAN], [TOKEN_ODD_NAN, 7]])]
+        [arrays_of(sequences), arrays_of([[6], [TOKEN_NAN], [TOKEN_ODD_NAN, 7]])]
     )
     assert first["attributes"].dtype == np.float32
-    np.testing.assert_allclose(
-        first["attributes"], [[toy_score([1, 2, 3]), 3, 1], [toy_score([4, 5]), 2, 0]]
-    )
-    assert second["status"][:, 0].tolist() == [
+    expected = [[toy_score([1, 2, 3]), 3, 1], [toy_score([4, 5]), 2, 0]]
+    np.testing.assert_allclose(first["attributes"], expected)
+    expected = [
         base.STATUS_OK,
         base.STATUS_NOT_FINITE,
         base.STATUS_NOT_FINITE,
     ]
+    assert second["status"][:, 0].tolist() == expected
     np.testing.assert_allclose(second["attributes"][0], [toy_score([6]), 1, 1])
-    assert np.isnan(second["attributes"][1:]).all() and np.isnan(second["rewards"][1:]).all()
+    assert np.isnan(second["attributes"][1:]).all()
+    assert np.isnan(second["rewards"][1:]).all()
 
 
 def test_a_model_that_raises_gives_no_attributes(tokenizer):
-    (found,) = RequestScorer(AttributeToy(0.0, 0.0), tokenizer)([arrays_of([[TOKEN_RAISE]])])
-    assert np.isnan(found["attributes"]).all() and found["status"].tolist() == [
-        [base.STATUS_INTERNAL]
-    ]
+    (answer,) = RequestScorer(AttributeToy(0.0, 0.0), tokenizer)([arrays_of([[TOKEN_RAISE]])])
+    assert np.isnan(answer["attributes"]).all()
+    assert answer["status"].tolist() == [[base.STATUS_INTERNAL]]
 
 
 def test_without_attributes_the_answer_is_as_before(tokenizer):
-    (found,) = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)([arrays_of([[1, 2]])])
-    assert set(found) == {"rewards", "status"}
+    (answer,) = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)([arrays_of([[1, 2]])])
+    assert set(answer) == {"rewards", "status"}
 
 
 def attribute_answer(values: list[float], count: int, columns: int) -> tuple[int, dict]:
@@ -101,19 +105,20 @@ def attribute_answer(values: list[float], count: int, columns: int) -> tuple[int
 
 
 def test_the_client_hands_on_attributes_by_name():
-    with FakeRewardServer([attribute_answer([1.0, 2.0, 3.0, 4.0], 2, 2)]) as fake:
+    answers = [attribute_answer([1.0, 2.0, 3.0, 4.0], 2, 2)]
+    with FakeRewardServer(answers) as fake:
         fake.info = describe(attributes=["kind", "brief"])
         client = RemoteGPTRMClient(port=fake.port, deadline_seconds=20)
-        found = client.infer_rm(request_of([[1], [2]])).result()
+        rewards = client.infer_rm(request_of([[1], [2]])).result()
         client.close()
-    assert list(found.by_source) == ["kind", "brief"]
-    torch.testing.assert_close(
-        found.by_source["brief"], torch.tensor([2.0, torch.nan]), equal_nan=True
-    )
+    assert list(rewards.by_source) == ["kind", "brief"]
+    expected = torch.tensor([2.0, torch.nan])
+    torch.testing.assert_close(rewards.by_source["brief"], expected, equal_nan=True)
 
 
 def test_attributes_of_another_shape_are_no_answer():
-    with FakeRewardServer([attribute_answer([1.0] * 6, 2, 3)]) as fake:
+    answers = [attribute_answer([1.0] * 6, 2, 3)]
+    with FakeRewardServer(answers) as fake:
         fake.info = describe(attributes=["kind", "brief"])
         client = RemoteGPTRMClient(port=fake.port, deadline_seconds=20, first_backoff_seconds=0.02)
         values = ["'attributes'", "float32 [2, 3]", "float32 [2, 2]"]
@@ -134,8 +139,8 @@ def test_several_sources_keep_their_attributes_apart():
             pass
 
     sources = [WeightedSource(name, Source(), 1.0) for name in ("a", "b")]
-    found = CombinedRewards(sources).infer_rm(request_of([[1]])).result()
-    assert set(found.by_source) == {"a", "a/kind", "b", "b/kind"}
+    rewards = CombinedRewards(sources).infer_rm(request_of([[1]])).result()
+    assert set(rewards.by_source) == {"a", "a/kind", "b", "b/kind"}
 
 
 class ServedModel(ToyServer):
@@ -166,15 +171,17 @@ def test_a_served_classifier_equals_transformers(tmp_path):
     try:
         client = RemoteGPTRMClient(port=server.port, deadline_seconds=60)
         info = client.wait_until_ready()
-        found = client.infer_rm(request_of(sequences)).result()
+        rewards = client.infer_rm(request_of(sequences)).result()
         client.close()
     finally:
         server.close()
-    assert tuple(info.attributes) == HELPSTEER == tuple(found.by_source)
-    assert info.details["mean"] == 0.25 and info.details["attribute_weights"]["correctness"] == 0.8
-    for column, values in enumerate(found.by_source.values()):
+    assert tuple(info.attributes) == HELPSTEER == tuple(rewards.by_source)
+    assert info.details["mean"] == 0.25
+    assert info.details["attribute_weights"]["correctness"] == 0.8
+    for column, values in enumerate(rewards.by_source.values()):
         torch.testing.assert_close(values, expected[:, column], atol=1e-5, rtol=0)
-    merged = sum(weight * expected[:, HELPSTEER.index(name)] for name, weight in WEIGHTS.items())
-    torch.testing.assert_close(found.values, (merged - 0.25) / 2, atol=1e-5, rtol=0)
+    columns = {name: expected[:, HELPSTEER.index(name)] for name in WEIGHTS}
+    merged = sum(weight * columns[name] for name, weight in WEIGHTS.items())
+    torch.testing.assert_close(rewards.values, (merged - 0.25) / 2, atol=1e-5, rtol=0)
     assert json.loads(info.to_json())["attributes"] == list(HELPSTEER)
     assert wire.ServerInfo.from_json(info.to_json()) == info

@@ -1,4 +1,4 @@
-"""Preference pairs and rated answers from files, with their faults, their split, and the actor's token format."""
+"""Preference pairs and rated answers: files, faults, split, and the actor's token format."""
 
 from __future__ import annotations
 
@@ -69,9 +69,8 @@ def ratings_of(path: Path, tokenizer, **data: Any):
 
 
 def write_lines(path: Path, *lines: object) -> Path:
-    path.write_text(
-        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-    )
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(text + "\n" for text in texts))
     return path
 
 
@@ -99,9 +98,9 @@ def test_prompts_that_differ_in_case_and_space_are_one(tmp_path, tokenizer):
         {"messages": [{"role": "user", "content": "How are you?"}], "chosen": "e", "rejected": "f"},
     ]
     pairs, skipped, count = pairs_of(write_lines(tmp_path / "pairs.jsonl", *rows), tokenizer)
-    assert (
-        len({pair.prompt_key for pair in pairs}) == 1 and skipped == {} and count == len(pairs) == 3
-    )
+    assert len({pair.prompt_key for pair in pairs}) == 1
+    assert skipped == {}
+    assert count == len(pairs) == 3
 
 
 def test_bad_lines_are_named_and_counted(tmp_path, tokenizer):
@@ -188,8 +187,8 @@ def test_conversations_as_answers_are_the_same_pairs(tmp_path, tokenizer):
     }
     whole = {key: turns + answer for key, answer in answers.items()}
     lines = [{"prompt": prompt, **whole}, {"prompt": turns, **answers}, whole]
-    found = pairs_of(write_lines(tmp_path / "lists.jsonl", *lines), tokenizer)
-    assert found[0] == pairs_of(texts, tokenizer)[0]
+    pairs = pairs_of(write_lines(tmp_path / "lists.jsonl", *lines), tokenizer)
+    assert pairs[0] == pairs_of(texts, tokenizer)[0]
     other = {**whole, "rejected": [{"role": "user", "content": "Who?"}, *answers["rejected"]]}
     unanswered = {**whole, "chosen": turns}
     bad = tmp_path / "bad.jsonl"
@@ -205,8 +204,9 @@ def test_answers_that_a_cut_makes_the_same_are_no_pair(tmp_path, tokenizer):
     other = {"prompt": "ho", "chosen": "abcd", "rejected": "bcde"}
     path = write_lines(tmp_path / "a.jsonl", same, other)
     assert pairs_of(path, tokenizer)[1] == {}
-    found, skipped, _ = pairs_of(path, tokenizer, max_answer_tokens=6)
-    assert (len(found), skipped) == (1, {SKIP_SAME: 1})
+    pairs, skipped, _ = pairs_of(path, tokenizer, max_answer_tokens=6)
+    assert len(pairs) == 1
+    assert skipped == {SKIP_SAME: 1}
 
 
 def test_null_columns_and_messages_as_json(tmp_path, tokenizer):
@@ -232,7 +232,8 @@ def test_columns_of_csv_by_other_names(tmp_path, tokenizer):
     assert pairs == pairs_of(lines, tokenizer)[0]
     (tmp_path / "r.csv").write_text("prompt,response,helpfulness,verbosity\na,b,4,0.5\na,c,,1\n")
     ratings, _, _ = ratings_of(tmp_path / "r.csv", tokenizer)
-    assert ratings[0].ratings == (4.0, 0.5) and math.isnan(ratings[1].ratings[0])
+    assert ratings[0].ratings == (4.0, 0.5)
+    assert math.isnan(ratings[1].ratings[0])
 
 
 @pytest.mark.parametrize("read", [pairs_of, ratings_of])
@@ -254,19 +255,21 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
         {"prompt": "four", "chosen": "yes", "rejected": "no"},
         {"prompt": "five", "chosen": "yes", "rejected": "no"},
     )
-    found, skipped, count = pairs_of(
+    pairs, skipped, count = pairs_of(
         path, tokenizer, max_pairs=2, single_turn_only=True, max_length=30
     )
-    assert (len(found), count) == (2, 6)
+    assert len(pairs) == 2
+    assert count == 6
     too_long = "63 to 63 tokens, above data.max_length=30; data.max_length=63 keeps all"
     assert skipped == {SKIP_SAME: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
-    assert Examples(found, [], [], 6, skipped).skipped_lines == [
+    expected = [
         f"WARNING: 1 of 6 (17%) left out: {SKIP_SAME}",
         f"  1 of 6 (17%) left out: {SKIP_MULTI_TURN}",
         f"WARNING: 1 of 6 (17%) left out: {too_long}",
         f"  1 of 6 (17%) left out: {SKIP_LIMIT}",
     ]
-    few = Examples(found, [], [], 10, {too_long: 1}).skipped_lines
+    assert Examples(pairs, [], [], 6, skipped).skipped_lines == expected
+    few = Examples(pairs, [], [], 10, {too_long: 1}).skipped_lines
     assert few == [f"  1 of 10 (10%) left out: {too_long}"], "no more than a tenth"
     assert len(pairs_of(path, tokenizer, max_length=63)[0]) == 5, "the remedy is one"
     assert too_long not in pairs_of(path, tokenizer, max_answer_tokens=10, max_length=30)[1]
@@ -288,7 +291,8 @@ def test_attributes_in_an_object_or_as_keys_and_missing_ones(tmp_path, tokenizer
     answers, skipped, _ = ratings_of(path, tokenizer)
     first, second = (answer.ratings for answer in answers)
     assert first == (4.0, 1.5)
-    assert second[0] == 0.0 and math.isnan(second[1])
+    assert second[0] == 0.0
+    assert math.isnan(second[1])
     assert skipped == {SKIP_UNRATED: 1}
 
 
@@ -308,12 +312,11 @@ def test_faulty_ratings_are_all_named(tmp_path, tokenizer):
         ratings_of(path, tokenizer)
     text = str(caught.value)
     assert "helpfulness is 'four', expected a finite number" in text
-    assert (
-        "verbosity is True" in text
-        and "attributes is a list" in text
-        and "expected response" in text
-    )
-    assert "helpfulness is inf" in text and "line 1:" not in text
+    assert "verbosity is True" in text
+    assert "attributes is a list" in text
+    assert "expected response" in text
+    assert "helpfulness is inf" in text
+    assert "line 1:" not in text
     assert f"{path}:7: the attribute helpfulness is 1000" in text
 
 
@@ -334,16 +337,15 @@ def test_ratings_that_are_left_out_are_counted(tmp_path, tokenizer):
         {"prompt": "p", "response": "long" * 30, **rated},
         {"messages": turns, "response": "fine", **rated},
     )
-    found, skipped, _ = ratings_of(
+    ratings, skipped, _ = ratings_of(
         path, tokenizer, max_pairs=3, single_turn_only=True, max_length=40
     )
     too_long = "129 to 129 tokens, above data.max_length=40; data.max_length=129 keeps all"
     assert skipped == {SKIP_UNRATED: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
-    assert len(found) == 3
-    prompt = json.loads(found[0].prompt_key)[0][1]
-    assert list(found[0].tokens) == conversation(
-        tokenizer, [{"role": "user", "content": prompt}], "fine"
-    )
+    assert len(ratings) == 3
+    prompt = json.loads(ratings[0].prompt_key)[0][1]
+    expected = conversation(tokenizer, [{"role": "user", "content": prompt}], "fine")
+    assert list(ratings[0].tokens) == expected
     with raises_error("reward_model.data.nothing_left", "7 rated answers"):
         ratings_of(path, tokenizer, max_length=2)
 
@@ -400,9 +402,8 @@ def test_pairs_have_the_roles_of_prompts(tmp_path, chat_tokenizers, role, form):
     if form == "whole conversations":
         line = {"chosen": [*prompt, chosen], "rejected": [*prompt, rejected]}
     (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
-    assert [*pair.prompt, *pair.chosen] == tokenizer.apply_chat_template(
-        [*prompt, chosen], return_dict=False
-    )
+    expected = tokenizer.apply_chat_template([*prompt, chosen], return_dict=False)
+    assert [*pair.prompt, *pair.chosen] == expected
     line = {"prompt": [{**prompt[0], "role": "critic"}, prompt[1]], "chosen": "a", "rejected": "b"}
     values = ("bad.jsonl:1: prompt[0].role is 'critic'", "developer")
     with raises_error("data.message.unknown_role", *values):
@@ -419,7 +420,8 @@ def test_the_rest_of_a_conversation_follows_a_prompt_of_messages(tmp_path, chat_
         "tool_calls": [{"type": "function", "function": function}],
     }
     rest = [asked, {"role": "tool", "content": "sunny"}]
-    chosen, rejected = ({"role": "assistant", "content": text} for text in ("Sunny.", "Rain."))
+    chosen = {"role": "assistant", "content": "Sunny."}
+    rejected = {"role": "assistant", "content": "Rain."}
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     line = {
         "prompt": prompt,
@@ -443,8 +445,8 @@ def test_template_arguments_of_the_data_and_of_a_line(tmp_path, tokenizer):
     template = "{{ mood | default('calm') }}{% for m in messages %}|{{ m.content }}{% endfor %}"
     tokenizer = write_chat_tokenizer(tmp_path / "t", template)
     line = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    own = {**line, "chat_template_kwargs": {"mood": "merry"}}
-    path = write_lines(tmp_path / "pairs.jsonl", line, own)
+    with_mood = {**line, "chat_template_kwargs": {"mood": "merry"}}
+    path = write_lines(tmp_path / "pairs.jsonl", line, with_mood)
     pairs, _, _ = pairs_of(path, tokenizer, chat_template_kwargs={"mood": "sad"})
     assert [tokenizer.decode([*pair.prompt, *pair.chosen]) for pair in pairs] == [
         "sad|p|a",
@@ -475,9 +477,8 @@ def test_the_reward_server_reads_what_training_reads(tmp_path, chat_tokenizers, 
 def test_the_reward_server_gives_the_template_a_records_tools_and_arguments(chat_tokenizers):
     tokenizer = chat_tokenizers["qwen2.5"]
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
-    sample = TextSample(
-        "", "Sunny.", {"tools": [tool], "chat_template_kwargs": {"x": 1}}, tuple(MESSAGES)
-    )
+    record = {"tools": [tool], "chat_template_kwargs": {"x": 1}}
+    sample = TextSample("", "Sunny.", record, tuple(MESSAGES))
     answer = {"role": "assistant", "content": "Sunny."}
     expected = tokenizer.apply_chat_template([*MESSAGES, answer], tools=[tool], return_dict=False)
     assert encode_sample(ChatRenderer(tokenizer), sample) == expected
@@ -540,9 +541,10 @@ def test_no_chat_template_and_refused_messages_are_named(tmp_path):
 def test_smollm2_form():
     tokenizer = load_tokenizer(smollm2_folder())
     ids = conversation(tokenizer, MESSAGES, " Hello. ")
-    assert ids == tokenizer.apply_chat_template(
+    expected = tokenizer.apply_chat_template(
         [*MESSAGES, {"role": "assistant", "content": "Hello."}], return_dict=False
     )
+    assert ids == expected
     assert tokenizer.decode(ids).endswith(
         "user\nhi there<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
     )

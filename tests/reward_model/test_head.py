@@ -48,7 +48,8 @@ def test_cuts_of_one_pass_equal_passes_over_the_cut_sequences(pooling):
     for sequence in sequences:
         for cut in sequence.cuts:
             alone = causal(torch.tensor([sequence.tokens[:cut]]))
-            torch.testing.assert_close(values[row], pool(alone, torch.tensor([cut]), pooling)[0])
+            expected = pool(alone, torch.tensor([cut]), pooling)[0]
+            torch.testing.assert_close(values[row], expected)
             row += 1
     assert row == len(values)
 
@@ -66,7 +67,8 @@ def test_cached_features_are_only_used_for_the_same_data(tmp_path):
     assert load_features(path, "a") is None
     save_features(path, torch.ones(2, 3), "a")
     loaded = load_features(path, "a")
-    assert loaded is not None and torch.equal(loaded, torch.ones(2, 3))
+    assert loaded is not None
+    assert torch.equal(loaded, torch.ones(2, 3))
     assert load_features(path, "b") is None
 
 
@@ -74,15 +76,17 @@ def test_synthetic_negatives_end_early_or_repeat():
     pairs = [EncodedPair(str(i), (9,), (10, 11, 12, 13, 2), (20, 21, 2)) for i in range(40)]
     cuts = CutsConfig(min_tokens=8, max_tokens=12)
     made = synthetic_negatives(pairs, 0.5, cuts, end=(2,), seed=0)
-    early, repeated = (
-        [m.tokens for m in made if (m.tokens[-1] == 2) == is_early] for is_early in (True, False)
-    )
+    early = [m.tokens for m in made if m.tokens[-1] == 2]
+    repeated = [m.tokens for m in made if m.tokens[-1] != 2]
     assert len(early) == len(repeated) == 20
-    assert all(len(tokens) <= 4 and tokens.count(2) == 1 for tokens in early)
+    for tokens in early:
+        assert len(tokens) <= 4
+        assert tokens.count(2) == 1
     assert (2,) in early
-    assert all(
-        8 <= len(tokens) <= 12 and len(set(tokens)) <= 4 and 2 not in tokens for tokens in repeated
-    )
+    for tokens in repeated:
+        assert 8 <= len(tokens) <= 12
+        assert len(set(tokens)) <= 4
+        assert 2 not in tokens
     assert sum(m.better for m in made) == 20
     assert made == synthetic_negatives(pairs, 0.5, cuts, end=(2,), seed=0)
 
@@ -94,9 +98,8 @@ def made_features(
     generator = torch.Generator().manual_seed(seed)
     direction = torch.randn(width, generator=generator, dtype=torch.float64)
     direction /= direction.norm()
-    first, second = (
-        torch.randn(pairs, width, generator=generator, dtype=torch.float64) + 5 for _ in range(2)
-    )
+    first = torch.randn(pairs, width, generator=generator, dtype=torch.float64) + 5
+    second = torch.randn(pairs, width, generator=generator, dtype=torch.float64) + 5
     margin = (first - second) @ direction + noise * torch.randn(
         pairs, generator=generator, dtype=torch.float64
     )
@@ -140,7 +143,8 @@ def test_the_minimum_is_a_minimum():
     features, _ = made_features(100)
     differences = (features.chosen - features.rejected).double()
     w = fit_direction(differences, 0.1).requires_grad_()
-    loss = torch.nn.functional.softplus(-(differences @ w)).mean() + 0.05 * w.dot(w)
+    ranking = torch.nn.functional.softplus(-(differences @ w)).mean()
+    loss = ranking + 0.05 * w.dot(w)
     (gradient,) = torch.autograd.grad(loss, w)
     assert gradient.abs().max() < 1e-6
 
@@ -159,7 +163,8 @@ def test_extra_pairs_are_learnt_but_not_standardised_by():
     features, direction = made_features(400)
     away = torch.zeros(16, dtype=torch.float64)
     away[0] = 1  # a region that no pair shows, and that the preferred direction leans to
-    bad = features.chosen.mean(0) + 20 * (away - direction[0] * direction) + 2 * direction
+    orthogonal = away - direction[0] * direction
+    bad = features.chosen.mean(0) + 20 * orthogonal + 2 * direction
     extra = PairFeatures(features.chosen, bad.expand(400, 16))
     plain = train_head(features, "mean", L2)
     taught = train_head(features, "mean", L2, extra=extra)

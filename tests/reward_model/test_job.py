@@ -1,4 +1,7 @@
-"""Whole runs on tiny models: a head from pairs; all weights, which learn, stop, go on after a kill, and are served."""
+"""Whole runs on tiny models: a head from pairs, and all weights.
+
+Runs of all weights learn, stop, resume after a kill, and are served.
+"""
 
 from __future__ import annotations
 
@@ -102,23 +105,25 @@ def transformers_scores(folder: Path, sequences: list[tuple[int, ...]]) -> torch
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     """Metrics without times."""
     lines = read_metrics(folder / "out/metrics.jsonl")
-    return [
-        {k: v for k, v in line.items() if k != "time" and not k.startswith("timers/")}
-        for line in lines
-    ]
+    timeless = []
+    for line in lines:
+        names = [name for name in line if name != "time" and not name.startswith("timers/")]
+        timeless.append({name: line[name] for name in names})
+    return timeless
 
 
 def test_held_out_pairs_are_learnt(ranked):
     lines = lines_of(ranked)
-    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    expected = list(range(STEPS + 1))
+    assert [line["step"] for line in lines] == expected
     values = {line["step"]: line for line in lines if "val/accuracy" in line}
     assert list(values) == [0, 10, 20, 30]
     assert values[0]["val/accuracy"] < 0.65
     assert values[30]["val/accuracy"] > 0.9 > 0.6 > values[30]["val/accuracy_of_longer_wins"]
     assert values[30]["val/loss"] < 0.3 < values[0]["val/loss"]
-    assert all(
-        line["train/grad_norm"] > 0 and line["train/skipped_step"] == 0 for line in lines[1:]
-    )
+    for line in lines[1:]:
+        assert line["train/grad_norm"] > 0
+        assert line["train/skipped_step"] == 0
 
 
 def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_server(ranked):
@@ -126,27 +131,24 @@ def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_serv
     assert best.step in (10, 20, 30)
     examples, sequences = held_out_groups(ranking_overrides(ranked))
     scores = transformers_scores(ranked / "out/model", sequences)
-    found = Ranking().evaluate(scores.view(-1, 2, 1), examples)
-    assert found.loss == pytest.approx(best.evaluation.loss, rel=1e-4)
+    evaluation = Ranking().evaluate(scores.view(-1, 2, 1), examples)
+    assert evaluation.loss == pytest.approx(best.evaluation.loss, rel=1e-4)
     with parallel_mesh() as mesh:
         served = load_reward_model(ranked / "out/model", None, mesh).score(
             [list(s) for s in sequences]
         )
     torch.testing.assert_close(torch.tensor(served), scores[:, 0], atol=1e-5, rtol=0)
     config = json.loads((ranked / "out/model/config.json").read_text())
-    assert config["architectures"] == ["LlamaForSequenceClassification"] and config["id2label"] == {
-        "0": "reward"
-    }
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert config["id2label"] == {"0": "reward"}
 
 
 def test_the_report_has_the_evaluation(ranked):
     page = (ranked / "out/report.html").read_text()
     best = TypeAdapter(Best).validate_json((ranked / "out" / EVALUATION_FILE).read_bytes())
-    assert (
-        "Calibration" in page
-        and "Predicted and observed" in page
-        and "the longer answer wins" in page
-    )
+    assert "Calibration" in page
+    assert "Predicted and observed" in page
+    assert "the longer answer wins" in page
     assert f"{best.evaluation.loss:.4f}" in page
     (ranked / "out" / EVALUATION_FILE).rename(ranked / "kept.json")
     assert "No evaluation has been made" in write_report(ranked / "out").read_text()
@@ -159,20 +161,22 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
     killed = run_script(DRIVER, "--die-before", "step_00000020", *overrides, cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / "out/checkpoints/step_00000020").exists()
-    assert [line["step"] for line in lines_of(tmp_path)] == list(range(21))
+    steps = [line["step"] for line in lines_of(tmp_path)]
+    assert steps == list(range(21))
     run(*overrides)
     assert lines_of(tmp_path) == lines_of(ranked)
-    weights, others = (load_file(f / "out/model/model.safetensors") for f in (tmp_path, ranked))
-    assert (
-        all(torch.equal(weights[name], others[name]) for name in others)
-        and weights.keys() == others.keys()
-    )
+    weights = load_file(tmp_path / "out/model/model.safetensors")
+    others = load_file(ranked / "out/model/model.safetensors")
+    for name in others:
+        assert torch.equal(weights[name], others[name])
+    assert weights.keys() == others.keys()
     assert (tmp_path / "out" / EVALUATION_FILE).read_text() == (
         ranked / "out" / EVALUATION_FILE
     ).read_text()
 
     again = run(*overrides)  # it is over: nothing is made again
-    assert again.step == STEPS and lines_of(tmp_path) == lines_of(ranked)
+    assert again.step == STEPS
+    assert lines_of(tmp_path) == lines_of(ranked)
     changes = "full.global_batch_size: 32 -> 16; data.max_pairs: null -> 300. "
     with raises_error("reward_model.resume.other_settings", changes):
         run(*overrides, "data.max_pairs=300", "full.global_batch_size=16", "model.optim.lr=1e-5")
@@ -198,7 +202,7 @@ def test_a_run_with_another_split_or_seed_is_refused(tmp_path, change, said):
 
 
 def test_it_stops_early_and_keeps_the_best(tmp_path):
-    """Half of the pairs are turned around, so that what is learnt beyond that is learnt by heart."""
+    """Half of the pairs are turned around, so whatever is learnt beyond that is memorised."""
     overrides = [
         *ranking_overrides(tmp_path, noise=0.5),
         "full.val_check_interval=4",
@@ -211,10 +215,13 @@ def test_it_stops_early_and_keeps_the_best(tmp_path):
         if "val/loss" in line and line["step"]
     }
     best_step = min(losses, key=lambda step: losses[step])
-    assert trainer.best is not None and trainer.best.step == best_step
-    assert trainer.stopped_early and trainer.step == best_step + 8 < 48
+    assert trainer.best is not None
+    assert trainer.best.step == best_step
+    assert trainer.stopped_early
+    assert trainer.step == best_step + 8 < 48
     names = {path.name for path in (tmp_path / "out/checkpoints").glob("step_*")}
-    assert names == {f"step_{best_step:08d}", f"step_{trainer.step:08d}"}
+    expected = {f"step_{best_step:08d}", f"step_{trainer.step:08d}"}
+    assert names == expected
     examples, sequences = held_out_groups(overrides)
     scores = transformers_scores(tmp_path / "out/model", sequences).view(-1, 2, 1)
     assert Ranking().evaluate(scores, examples).loss == pytest.approx(losses[best_step], rel=1e-4)
@@ -237,16 +244,18 @@ def test_regression_recovers_planted_attributes(tmp_path):
     assert trainer.best is not None
     metrics = trainer.best.evaluation.metrics
     for name in NAMES:
-        assert metrics[f"pearson_{name}"] > 0.95 and metrics[f"spearman_{name}"] > 0.9
+        assert metrics[f"pearson_{name}"] > 0.95
+        assert metrics[f"spearman_{name}"] > 0.9
     assert trainer.best.evaluation.loss < 0.1
     examples, sequences = held_out_groups(overrides)
     scores = transformers_scores(tmp_path / "out/model", sequences)
-    found = Regression(NAMES).evaluate(scores.view(len(examples), 1, 2), examples)
-    assert found.loss == pytest.approx(trainer.best.evaluation.loss, rel=1e-3)
+    evaluation = Regression(NAMES).evaluate(scores.view(len(examples), 1, 2), examples)
+    assert evaluation.loss == pytest.approx(trainer.best.evaluation.loss, rel=1e-3)
     with parallel_mesh() as mesh:
         assert load_reward_model(tmp_path / "out/model", None, mesh).attributes == NAMES
     page = (tmp_path / "out/report.html").read_text()
-    assert "Correlation with held-out ratings" in page and "calibrated model" not in page
+    assert "Correlation with held-out ratings" in page
+    assert "calibrated model" not in page
 
 
 DATED = "{{ strftime_now('%d %B') }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -258,12 +267,12 @@ def test_the_date_of_a_template_is_that_of_the_first_start(tmp_path, monkeypatch
     monkeypatch.setattr(job, "parallel_mesh", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(job, "_run_full", lambda cfg, *_: dates.append(cfg.data.chat_template_date))
 
-    def start(day: str, *more: str) -> None:
+    def start(day: str, *extra: str) -> None:
         monkeypatch.setattr(
             "reinforce_rl.config.template.date",
             type("Stopped", (date,), {"today": classmethod(lambda cls: date.fromisoformat(day))}),
         )
-        train_reward_model(tiny_config(*overrides, *more))
+        train_reward_model(tiny_config(*overrides, *extra))
 
     pairs = write_pairs(tmp_path / "pairs.jsonl", 4)
     overrides = [*tiny_overrides(tmp_path), f"data.pairs_path={pairs}"]
@@ -357,7 +366,8 @@ def test_the_script_on_two_ranks(layout, ranked, tmp_path):
     ]
     done = run_script(SCRIPT, *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for line, other in zip(lines_of(tmp_path)[:6], lines_of(ranked)[:6], strict=True):
+    pairs = zip(lines_of(tmp_path)[:6], lines_of(ranked)[:6], strict=True)
+    for line, other in pairs:
         # rounding grows from then on
         for key, value in other.items():
             assert line[key] == pytest.approx(value, rel=1e-2, abs=1e-3), (line["step"], key)
@@ -394,7 +404,8 @@ def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
     with safe_open(tmp_path / "out" / "head.safetensors", framework="pt") as file:
         about = file.metadata()
     assert int(about["train_pairs"]) + int(about["held_out_pairs"]) == 24
-    assert about["data_file"] == "pairs:train" and len(about["data_sha256"]) == 64
+    assert about["data_file"] == "pairs:train"
+    assert len(about["data_sha256"]) == 64
 
 
 def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
@@ -416,7 +427,8 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
     first = run_script(SCRIPT, *overrides, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "24 pairs read, 24 used" in first.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [
         "features.safetensors",
         "out",
         "pairs.jsonl",
@@ -429,7 +441,8 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
         about = file.metadata()
     assert about["trunk"] == "tiny-llama"
     assert int(about["train_pairs"]) + int(about["held_out_pairs"]) == 24
-    assert about["data_file"] == "pairs.jsonl" and about["l2"] == "0.001"
+    assert about["data_file"] == "pairs.jsonl"
+    assert about["l2"] == "0.001"
     # The two kinds of answer share few letters.
     assert evaluation["held_out"]["value"] > 0.9
     assert 0 <= evaluation["longer_wins"]["value"] <= 1

@@ -31,53 +31,59 @@ def doubles(count: int, seed: int) -> torch.Tensor:
 
 
 def test_bradley_terry_is_a_sum_over_pairs():
-    chosen, rejected = 3 * doubles(50, 0), 3 * doubles(50, 1)
-    expected = sum(
-        -math.log(1 / (1 + math.exp(-(c - r))))
-        for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True)
-    )
+    chosen = 3 * doubles(50, 0)
+    rejected = 3 * doubles(50, 1)
+    margins = (chosen - rejected).tolist()
+    expected = sum(-math.log(1 / (1 + math.exp(-margin))) for margin in margins)
     assert float(bradley_terry(chosen, rejected)) == pytest.approx(expected, rel=1e-12)
-    parts = bradley_terry(chosen[:13], rejected[:13]) + bradley_terry(chosen[13:], rejected[13:])
-    assert float(parts) == pytest.approx(expected, rel=1e-12)
+    head = bradley_terry(chosen[:13], rejected[:13])
+    rest = bradley_terry(chosen[13:], rejected[13:])
+    assert float(head + rest) == pytest.approx(expected, rel=1e-12)
     far = bradley_terry(torch.tensor([-800.0]), torch.tensor([800.0]))
     assert float(far) == 1600.0  # no overflow
 
 
 def test_missing_targets_give_neither_loss_nor_gradient():
     predicted = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
-    loss = squared_error(predicted, torch.tensor([[0.5, NAN], [NAN, 7.0]]))
+    targets = torch.tensor([[0.5, NAN], [NAN, 7.0]])
+    loss = squared_error(predicted, targets)
     assert loss.item() == pytest.approx(0.25 + 9)
     (gradient,) = torch.autograd.grad(loss, predicted)
-    assert gradient.tolist() == [[1.0, 0.0], [0.0, -6.0]]
+    expected = [[1.0, 0.0], [0.0, -6.0]]
+    assert gradient.tolist() == expected
 
 
 def test_accuracy_counts_ties_half():
-    accuracy = pair_accuracy(torch.tensor([1.0, 2.0, 3.0, 0.0]), torch.tensor([0.0, 2.0, 1.0, 1.0]))
+    chosen = torch.tensor([1.0, 2.0, 3.0, 0.0])
+    rejected = torch.tensor([0.0, 2.0, 1.0, 1.0])
+    accuracy = pair_accuracy(chosen, rejected)
     assert accuracy.value == pytest.approx(0.625)
     assert accuracy.standard_error == pytest.approx(math.sqrt(0.171875 / 4))
 
 
 def test_calibration_bin_by_bin():
     generator = random.Random(0)
-    pairs = [(generator.gauss(0, 2), generator.gauss(0, 2)) for _ in range(400)] + [(1.0, 1.0)] * 5
+    pairs = [(generator.gauss(0, 2), generator.gauss(0, 2)) for _ in range(400)]
+    pairs += [(1.0, 1.0)] * 5
     found_error, bins = calibration(*(torch.tensor(side) for side in zip(*pairs, strict=True)))
     buckets: dict[int, list[tuple[float, float]]] = {}
     for chosen, rejected in pairs:
         confidence = 1 / (1 + math.exp(-abs(chosen - rejected)))
         right = 1.0 if chosen > rejected else 0.0 if chosen < rejected else 0.5
-        buckets.setdefault(min(int((confidence - 0.5) / 0.5 * NUM_BINS), NUM_BINS - 1), []).append(
-            (confidence, right)
-        )
-    assert [one.count for one in bins] == [len(buckets[i]) for i in sorted(buckets)]
+        number = min(int((confidence - 0.5) / 0.5 * NUM_BINS), NUM_BINS - 1)
+        buckets.setdefault(number, []).append((confidence, right))
+    expected = [len(buckets[i]) for i in sorted(buckets)]
+    assert [confidence_bin.count for confidence_bin in bins] == expected
     error = 0.0
-    for i, one in zip(sorted(buckets), bins, strict=True):
+    for i, confidence_bin in zip(sorted(buckets), bins, strict=True):
         predicted, observed = (
             sum(values) / len(values) for values in zip(*buckets[i], strict=True)
         )
-        assert (one.predicted, one.observed) == pytest.approx((predicted, observed))
-        assert one.low <= one.predicted <= one.high and one.high - one.low == pytest.approx(
-            0.5 / NUM_BINS
+        assert (confidence_bin.predicted, confidence_bin.observed) == pytest.approx(
+            (predicted, observed)
         )
+        assert confidence_bin.low <= confidence_bin.predicted <= confidence_bin.high
+        assert confidence_bin.high - confidence_bin.low == pytest.approx(0.5 / NUM_BINS)
         error += len(buckets[i]) / len(pairs) * abs(predicted - observed)
     assert found_error == pytest.approx(error)
 
@@ -95,30 +101,35 @@ def test_a_calibrated_model_has_little_calibration_error():
 
 def test_ranks_share_ties():
     values = torch.tensor([3.0, 1.0, 3.0, -2.0, 3.0, 1.0])
-    expected = [
-        sum(other < v for other in values) + (sum(other == v for other in values) + 1) / 2
-        for v in values
-    ]
+    expected = []
+    for value in values:
+        smaller = sum(other < value for other in values)
+        equal = sum(other == value for other in values)
+        expected.append(smaller + (equal + 1) / 2)
     assert ranks(values).tolist() == [float(rank) for rank in expected]
 
 
 def test_correlations():
-    x, y = doubles(40, 5), doubles(40, 6)
+    x = doubles(40, 5)
+    y = doubles(40, 6)
     pairs = list(zip(x.tolist(), y.tolist(), strict=True))
-    mean_x, mean_y = sum(a for a, _ in pairs) / 40, sum(b for _, b in pairs) / 40
+    mean_x = sum(a for a, _ in pairs) / 40
+    mean_y = sum(b for _, b in pairs) / 40
     covariance = sum((a - mean_x) * (b - mean_y) for a, b in pairs)
-    spread = math.sqrt(
-        sum((a - mean_x) ** 2 for a, _ in pairs) * sum((b - mean_y) ** 2 for _, b in pairs)
-    )
+    squares_x = sum((a - mean_x) ** 2 for a, _ in pairs)
+    squares_y = sum((b - mean_y) ** 2 for _, b in pairs)
+    spread = math.sqrt(squares_x * squares_y)
     assert correlation(x, y) == pytest.approx(covariance / spread)
     # Without ties Spearman's is 1 - 6 sum d^2 / (n (n^2 - 1)).
-    differences = sum(
-        (a - b) ** 2 for a, b in zip(ranks(x).tolist(), ranks(y).tolist(), strict=True)
-    )
-    fit = attribute_fit(torch.cat((x, torch.ones(2))), torch.cat((y, torch.tensor([NAN, NAN]))))
-    assert fit["spearman"] == pytest.approx(1 - 6 * differences / (40 * (40**2 - 1)))
+    differences = sum(difference**2 for difference in (ranks(x) - ranks(y)).tolist())
+    targets = torch.cat((y, torch.tensor([NAN, NAN])))
+    predicted = torch.cat((x, torch.ones(2)))
+    fit = attribute_fit(predicted, targets)
+    expected = 1 - 6 * differences / (40 * (40**2 - 1))
+    assert fit["spearman"] == pytest.approx(expected)
     assert fit["pearson"] == pytest.approx(covariance / spread)
-    assert fit["mse"] == pytest.approx(sum((a - b) ** 2 for a, b in pairs) / 40)
+    expected = sum((a - b) ** 2 for a, b in pairs) / 40
+    assert fit["mse"] == pytest.approx(expected)
     assert math.isnan(attribute_fit(torch.ones(3), torch.arange(3.0))["pearson"])
     assert math.isnan(attribute_fit(torch.ones(3), torch.full((3,), NAN))["mse"])
 
@@ -127,13 +138,14 @@ def test_the_objectives_agree_with_their_parts():
     examples = [EncodedPair(str(i), (1,), (2,) * (i + 1), (3,) * 2) for i in range(4)]
     scores = torch.tensor([[[1.0], [0.0]], [[0.0], [2.0]], [[1.0], [1.0]], [[3.0], [0.0]]])
     loss, sums = Ranking().loss(scores, examples)
-    found = Ranking().evaluate(scores, examples)
-    assert found.loss == pytest.approx(loss.item() / 4)
-    assert found.metrics["accuracy"] == sums["accuracy"] / 4 == 0.625
-    assert found.metrics["accuracy_of_longer_wins"] == 0.625  # lengths 1, 2, 3, 4 against 2
-    assert found.metrics["margin"] == pytest.approx(sums["margin"] / 4) == 0.5
-    assert sum(one.count for one in found.reliability) == 4
-    assert Ranking().sequences_of(examples[1]) == ((1, 2, 2), (1, 3, 3))
+    evaluation = Ranking().evaluate(scores, examples)
+    assert evaluation.loss == pytest.approx(loss.item() / 4)
+    assert evaluation.metrics["accuracy"] == sums["accuracy"] / 4 == 0.625
+    assert evaluation.metrics["accuracy_of_longer_wins"] == 0.625  # lengths 1, 2, 3, 4 against 2
+    assert evaluation.metrics["margin"] == pytest.approx(sums["margin"] / 4) == 0.5
+    assert sum(confidence_bin.count for confidence_bin in evaluation.reliability) == 4
+    expected = ((1, 2, 2), (1, 3, 3))
+    assert Ranking().sequences_of(examples[1]) == expected
 
     rated = [EncodedRating("", (1,), (0.0, NAN)), EncodedRating("", (1,), (2.0, 1.0))]
     objective = Regression(["a", "b"])

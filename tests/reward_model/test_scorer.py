@@ -32,51 +32,65 @@ def some_sequences(count: int, longest: int = 40) -> list[list[int]]:
 @pytest.mark.parametrize("count", [0, 1, 30])
 def test_every_sequence_is_in_one_pass_unchanged(batching, count):
     sequences = some_sequences(count)
-    found: dict[int, list[int]] = {}
-    for one in batching.plan(sequences):
-        assert one.tokens.dtype == one.lengths.dtype == one.rows.dtype == np.int64
-        assert one.tokens.shape[1] % batching.pad_to_multiple == 0
-        assert one.tokens.shape[1] - one.lengths.max() < batching.pad_to_multiple
+    tokens_of_rows: dict[int, list[int]] = {}
+    for micro_batch in batching.plan(sequences):
+        assert (
+            micro_batch.tokens.dtype
+            == micro_batch.lengths.dtype
+            == micro_batch.rows.dtype
+            == np.int64
+        )
+        assert micro_batch.tokens.shape[1] % batching.pad_to_multiple == 0
+        assert micro_batch.tokens.shape[1] - micro_batch.lengths.max() < batching.pad_to_multiple
         if batching.tokens_per_micro_batch is None:
-            assert len(one.rows) <= batching.micro_batch_size
+            assert len(micro_batch.rows) <= batching.micro_batch_size
         else:
-            assert len(one.rows) == 1 or one.tokens.size <= batching.tokens_per_micro_batch
-        for row, tokens, length in zip(
-            one.rows.tolist(), one.tokens.tolist(), one.lengths.tolist(), strict=True
-        ):
-            assert row not in found
-            found[row] = tokens[:length]
+            assert (
+                len(micro_batch.rows) == 1
+                or micro_batch.tokens.size <= batching.tokens_per_micro_batch
+            )
+        triples = zip(
+            micro_batch.rows.tolist(),
+            micro_batch.tokens.tolist(),
+            micro_batch.lengths.tolist(),
+            strict=True,
+        )
+        for row, tokens, length in triples:
+            assert row not in tokens_of_rows
+            tokens_of_rows[row] = tokens[:length]
             assert not any(tokens[length:])
-    assert [found[row] for row in range(count)] == sequences
+    assert [tokens_of_rows[row] for row in range(count)] == sequences
 
 
 def test_passes_hold_sequences_of_like_length():
     widths = [
-        (one.lengths.min(), one.lengths.max()) for one in Batching(4).plan(some_sequences(30))
+        (micro_batch.lengths.min(), micro_batch.lengths.max())
+        for micro_batch in Batching(4).plan(some_sequences(30))
     ]
-    assert all(this[0] >= following[1] for this, following in itertools.pairwise(widths))
+    for this, following in itertools.pairwise(widths):
+        assert this[0] >= following[1]
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 8])
 def test_passes_are_dealt_once_and_evenly(blocks):
     passes = Batching(8, 64).plan(some_sequences(60))
     dealt = share(passes, blocks)
-    assert sorted(index for own in dealt for index in own) == list(range(len(passes)))
-    loads = [sum(passes[index].tokens.size for index in own) for own in dealt]
-    fair = max(sum(loads) / blocks, max(one.tokens.size for one in passes))
+    expected = list(range(len(passes)))
+    assert sorted(index for local_passes in dealt for index in local_passes) == expected
+    loads = [sum(passes[index].tokens.size for index in local_passes) for local_passes in dealt]
+    fair = max(sum(loads) / blocks, max(micro_batch.tokens.size for micro_batch in passes))
     assert max(loads) <= 4 / 3 * fair
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_scores_do_not_depend_on_the_batching(pooling, tmp_path, mesh: Mesh):
     lm = load_trunk(tiny_llama_folder(tmp_path), mesh)
-    head = RewardHead(
-        torch.randn(32, generator=torch.Generator().manual_seed(0)), torch.tensor(0.5), pooling
-    )
+    weight = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    head = RewardHead(weight, torch.tensor(0.5), pooling)
     sequences = some_sequences(30)
     expected = MegatronRewardModel(lm, head, batching=Batching(1)).score(sequences)
     assert np.std(expected) > 0.1
     for batching in CUTS[1:]:
-        found = MegatronRewardModel(lm, head, batching=batching).score(sequences)
-        np.testing.assert_allclose(found, expected, atol=1e-5)
-        assert MegatronRewardModel(lm, head, batching=batching).score(sequences) == found
+        scores = MegatronRewardModel(lm, head, batching=batching).score(sequences)
+        np.testing.assert_allclose(scores, expected, atol=1e-5)
+        assert MegatronRewardModel(lm, head, batching=batching).score(sequences) == scores

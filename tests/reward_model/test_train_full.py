@@ -1,4 +1,7 @@
-"""The gradient of a reward model's loss: autograd's on transformers' model, however the batch is cut or spread."""
+"""The gradient of a reward model's loss is autograd's on transformers' model.
+
+However the batch is cut or spread.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ def expected(folder, mesh):
 
 
 def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, torch.Tensor]:
-    """Loss and gradient of the exported start by autograd on transformers' model, one sequence at a time."""
+    """Compute loss and gradient of the exported start by autograd on transformers' model.
+
+    One sequence at a time.
+    """
     from transformers import AutoModelForSequenceClassification
 
     objective, pooling = CASES[case]
@@ -66,13 +72,13 @@ def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, to
             if pooling == "last":
                 scores.append(model(torch.tensor([sequence])).logits[0])
             else:
-                scores.append(
-                    model.score(model.model(torch.tensor([sequence])).last_hidden_state[0].mean(0))
-                )
+                hidden = model.model(torch.tensor([sequence])).last_hidden_state[0]
+                scores.append(model.score(hidden.mean(0)))
         rows.append(torch.stack(scores))
     scores = torch.stack(rows)
     if case == "ranking":
-        loss = -torch.log(torch.sigmoid(scores[:, 0, 0] - scores[:, 1, 0])).mean()
+        margins = scores[:, 0, 0] - scores[:, 1, 0]
+        loss = -torch.log(torch.sigmoid(margins)).mean()
     else:
         errors = [
             (scores[i, 0, k] - rating) ** 2
@@ -82,7 +88,8 @@ def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, to
         ]
         loss = torch.stack(errors).mean()
     loss.backward()
-    return loss.item(), flat({name: parameter.grad for name, parameter in model.named_parameters()})
+    tensors = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return loss.item(), flat(tensors)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -97,15 +104,15 @@ def test_equals_autograd_for_every_micro_batch_size(case, folder, mesh, tmp_path
         assert relative_difference(gradient_of(model), gradient) < 1e-5
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(results: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert results.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, float):
-            assert found[name] == pytest.approx(value, rel=1e-5), name
+            assert results[name] == pytest.approx(value, rel=1e-5), name
         elif "gradient" in name:
-            assert relative_difference(found[name], value) <= 1e-5, name
+            assert relative_difference(results[name], value) <= 1e-5, name
         else:
-            torch.testing.assert_close(found[name], value, atol=2e-5, rtol=1e-5, msg=name)
+            torch.testing.assert_close(results[name], value, atol=2e-5, rtol=1e-5, msg=name)
 
 
 def check_layouts(
@@ -114,7 +121,8 @@ def check_layouts(
     run_ranks(SCRIPT, ranks, out, folder, *names, timeout=300)
     for name in names:
         for rank in range(ranks):
-            assert_same(torch.load(out / f"{name}.{rank}"), expected)
+            results = torch.load(out / f"{name}.{rank}")
+            assert_same(results, expected)
 
 
 @pytest.fixture(scope="module", params=ON_TWO_RANKS)
@@ -141,7 +149,8 @@ def test_four_ranks(folder, expected, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_of_two_ranks_goes_on_here(case, on_two_ranks, folder, mesh, expected):
     model = model_of(folder, mesh, case)
-    saved = Checkpoint(on_two_ranks / f"{case}.checkpoints" / "step_00000002", {})
+    checkpoint = on_two_ranks / f"{case}.checkpoints" / "step_00000002"
+    saved = Checkpoint(checkpoint, {})
     Checkpointer(
         saved.folder.parent, mesh, model.ddp, *build_optimizer(model.ddp, **SETTINGS)
     ).restore(saved)
@@ -159,9 +168,9 @@ def test_a_folder_exported_by_two_ranks_scores_as_in_transformers(on_two_ranks, 
     objective, _ = CASES["ranking"]
     sequences = [s for example in examples_of(objective) for s in objective.sequences_of(example)]
     with torch.no_grad():
-        found = torch.cat([model(torch.tensor([sequence])).logits for sequence in sequences])
+        logits = torch.cat([model(torch.tensor([sequence])).logits for sequence in sequences])
     torch.testing.assert_close(
-        found.view(-1, 2, 1), expected["ranking scores after"], atol=2e-5, rtol=1e-5
+        logits.view(-1, 2, 1), expected["ranking scores after"], atol=2e-5, rtol=1e-5
     )
 
 

@@ -99,7 +99,9 @@ def test_a_turn_that_comes_together_with_the_hang_up_is_passed_on():
 
 def test_a_drain_sends_those_that_wait_away_and_keeps_the_others():
     async def run() -> None:
-        admission, order, release = admission_of(1, 5), [], asyncio.Event()
+        admission = admission_of(1, 5)
+        order = []
+        release = asyncio.Event()
         served, waiting = (
             asyncio.create_task(hold(admission, name, order, release)) for name in "ab"
         )

@@ -389,12 +389,10 @@ def rank_of(
     rank._has_ended = False
     rank._is_alone = True
     rank._is_of_job = True
-    rank._groups, rank._inflight, rank._awake, rank._links = (
-        4,
-        inflight,
-        SimpleNamespace(close=lambda: None),
-        Links(),
-    )
+    rank._groups = 4
+    rank._inflight = inflight
+    rank._awake = SimpleNamespace(close=lambda: None)
+    rank._links = Links()
     rank._wake = lambda: None
     rank.results = []
     rank._deliver = lambda result, future: rank.results.append(result)

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("config_docs", ROOT / "tools" / "config_docs.py")
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 config_docs = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(config_docs)
 
@@ -34,11 +35,11 @@ def test_the_json_schema_has_every_key_and_allows_interpolations(name):
     def check(node: Any, group: dict[str, Any]) -> None:
         group = schema["$defs"][group["$ref"].rpartition("/")[2]] if "$ref" in group else group
         for key, value in node.items():
-            own = group["properties"][key]
-            if isinstance(value, dict) and "$ref" in own:
-                check(value, own)
+            key_schema = group["properties"][key]
+            if isinstance(value, dict) and "$ref" in key_schema:
+                check(value, key_schema)
             else:
-                assert own["anyOf"][-1]["pattern"].startswith(r"^(\$\{"), key
+                assert key_schema["anyOf"][-1]["pattern"].startswith(r"^(\$\{"), key
 
     composed = OmegaConf.to_container(compose(name=name))
     assert isinstance(composed, dict)

@@ -1,4 +1,7 @@
-"""The measure of density: each figure on a source whose figures are counted by hand, and the ratchet."""
+"""The measure of density and its ratchet.
+
+Each figure is of a source whose figures are counted by hand.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("density", ROOT / "tools" / "density.py")
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 density = importlib.util.module_from_spec(_spec)
 sys.modules["density"] = density
 _spec.loader.exec_module(density)
@@ -40,7 +44,8 @@ def test_lines_and_code_characters():
 
 def test_lines_of_101_columns_are_wide():
     source = "a = '" + "x" * 94 + "'\n" + "b = '" + "x" * 95 + "'\n"
-    assert [len(line) for line in source.splitlines()] == [100, 101]
+    lengths = [len(line) for line in source.splitlines()]
+    assert lengths == [100, 101]
     assert density.measure_source(source).wide_lines == 1
 
 
@@ -60,7 +65,8 @@ def test_lines_of_101_columns_are_wide():
 )
 def test_values_that_are_assigned_at_once(statement, several, three):
     figures = density.measure_source(statement + "\n")
-    assert (figures.several_assigned, figures.three_assigned) == (several, three)
+    assert figures.several_assigned == several
+    assert figures.three_assigned == three
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The documentation as a site: built without a warning, whole, and without anything from another host."""
+"""The documentation as a site: built without a warning, whole, and from no other host."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def site(tmp_path_factory) -> Path:
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stdout + done.stderr == ""
     return folder
 
 
@@ -52,9 +53,8 @@ def test_every_page_is_built_and_in_the_navigation(site):
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
         assert (site / name).is_file()
-    sections = re.findall(
-        r"^## (.+)$", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    index_file = ROOT / "docs" / "index.md"
+    sections = re.findall(r"^## (.+)$", index_file.read_text(encoding="utf-8"), re.MULTILINE)
     tabs = re.findall(r'<a href="[^"]+" class="md-tabs__link">\s*([^<]+?)\s*<', home)
     assert tabs[1:] == sections
 
@@ -84,9 +84,13 @@ def test_links_out_of_docs_lead_to_the_repositorys_files(site):
 
 
 def test_links_show_titles_and_code_stays_as_it_is():
-    page = "see [x](../README.md#resuming), [security.md](security.md)\n```\n[x](../README.md)\n```\n[a](https://b.c/d.md)"
+    page = (
+        "see [x](../README.md#resuming), [security.md](security.md)\n```\n[x](../README.md)\n```\n"
+        "[a](https://b.c/d.md)"
+    )
     assert docs_site.relinked(page, ROOT / "docs" / "status.md") == (
-        "see [x](repository/README.md#resuming), [Security](security.md)\n```\n[x](../README.md)\n```\n[a](https://b.c/d.md)"
+        "see [x](repository/README.md#resuming), [Security](security.md)\n```\n[x](../README.md)\n"
+        "```\n[a](https://b.c/d.md)"
     )
 
 
@@ -109,7 +113,8 @@ def test_a_drawing_has_each_part_once_and_each_arrow(site):
 
 def test_the_reference_has_signatures_and_docstrings(site):
     page = text(site, "api.html")
-    assert "Start scoring and return at once" in page and "infer_rm" in page
+    assert "Start scoring and return at once" in page
+    assert "infer_rm" in page
     assert ":::" not in page
 
 
@@ -147,7 +152,8 @@ def test_search_finds_a_message_and_no_other_host_is_asked(site):
         assert "troubleshooting.html" in (first.get_attribute("href") or "")
         browser.close()
         server.shutdown()
-    assert said == [] and len(asked) > 5
+    assert said == []
+    assert len(asked) > 5
     assert [url for url in asked if not url.startswith((home, "data:", "blob:"))] == []
 
 

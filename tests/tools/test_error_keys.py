@@ -1,4 +1,4 @@
-"""The list of errors and their keys: what counts as an error without one, and that the list is today's."""
+"""The list of errors and their keys: what counts as an error without one; the list is today's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("error_keys", ROOT / "tools" / "error_keys.py")
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 error_keys = importlib.util.module_from_spec(_spec)
 sys.modules["error_keys"] = error_keys
 _spec.loader.exec_module(error_keys)
@@ -28,13 +29,14 @@ def test_keys_and_sentences_of_a_source():
         (error.place.rpartition(":")[2], error.key, error.is_computed, error.sentence)
         for error in errors
     }
-    assert seen == {
+    expected = {
         ("2", "data.line.not_json", False, "{path}, line {line}: no JSON\n{advice}"),
         ("3", "", False, "no key"),
         ("4", "", True, "{text}"),
         ("5", "config.out_of_range", False, "lr is {lr}"),
         ("5", "", False, "a text alone"),
     }
+    assert seen == expected
     assert error_keys.listing(errors) == (
         "config.out_of_range\tFault\tlr is {lr}\n"
         "data.line.not_json\tDataError\t{path}, line {line}: no JSON\\n{advice}\n"
@@ -86,10 +88,11 @@ settings_fault(cfg, ("model.a", "model.b"), f"at most {most}", key="config.a.abo
 settings_fault(cfg, (name, "placement"), "expected 0")
 """
     errors = list(error_keys.error_calls(source, "reinforce_rl/new/file.py"))
-    assert [(error.key, error.sentence) for error in errors] == [
+    expected = [
         ("config.a.above_b", "model.a is {value} and model.b is {value}; at most {most}"),
         ("", "{name} is {value} and placement is {value}; expected 0"),
     ]
+    assert [(error.key, error.sentence) for error in errors] == expected
     assert error_keys.faults_of(errors) == ["reinforce_rl/new/file.py:3: has no key"]
 
 

@@ -12,7 +12,8 @@ import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "extract_signatures.py"
 spec = importlib.util.spec_from_file_location("extract_signatures", TOOL)
-assert spec is not None and spec.loader is not None
+assert spec is not None
+assert spec.loader is not None
 tool = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tool)
 
@@ -34,9 +35,10 @@ class LLM:
 
 
 def test_functions():
-    found = tool._signature(ast.parse(SOURCE), "LLM.call")
-    assert (found["line"], found["call"]) == (13, "async")
-    assert [(p["name"], p["kind"], p["default"]) for p in found["parameters"]] == [
+    signature = tool._signature(ast.parse(SOURCE), "LLM.call")
+    assert signature["line"] == 13
+    assert signature["call"] == "async"
+    expected = [
         ("a", "POSITIONAL_ONLY", None),
         ("b", "POSITIONAL_OR_KEYWORD", None),
         ("c", "POSITIONAL_OR_KEYWORD", "None"),
@@ -45,16 +47,18 @@ def test_functions():
         ("e", "KEYWORD_ONLY", "'x'"),
         ("kwargs", "VAR_KEYWORD", None),
     ]
+    assert [(p["name"], p["kind"], p["default"]) for p in signature["parameters"]] == expected
     assert tool._signature(ast.parse(SOURCE), "LLM.nothing") is None
 
 
 def test_fields_of_a_class_and_its_bases():
-    found = tool._signature(ast.parse(SOURCE), "Args")["parameters"]
-    assert [(p["name"], p["default"]) for p in found] == [
+    parameters = tool._signature(ast.parse(SOURCE), "Args")["parameters"]
+    expected = [
         ("model", None),
         ("size", "4"),
         ("tags", "list()"),
     ]
+    assert [(p["name"], p["default"]) for p in parameters] == expected
 
 
 ENUMS = """
@@ -95,13 +99,21 @@ def test_a_class_by_its_old_name():
 
 
 def test_a_field_that_must_be_given_has_no_default():
-    source = "class A:\n    x: int = Field(...)\n    y: int = Field(default=...)\n    z: int = Field(None, gt=0)\n"
-    found = tool._signature(ast.parse(source), "A")["parameters"]
-    assert [(p["name"], p["default"]) for p in found] == [("x", None), ("y", None), ("z", "None")]
+    source = (
+        "class A:\n    x: int = Field(...)\n    y: int = Field(default=...)\n"
+        "    z: int = Field(None, gt=0)\n"
+    )
+    parameters = tool._signature(ast.parse(source), "A")["parameters"]
+    expected = [
+        ("x", None),
+        ("y", None),
+        ("z", "None"),
+    ]
+    assert [(p["name"], p["default"]) for p in parameters] == expected
 
 
 def write_tree(folder: Path, version: str, names: dict[str, list[str]]) -> Path:
-    """Write a source tree that has these names in these files, each with the least that stands for it."""
+    """Write a source tree that has these names in these files, each with a minimal body."""
     package = folder / "tensorrt_llm"
     package.mkdir(parents=True)
     (package / "version.py").write_text(f'__version__ = "{version}"\n')
@@ -131,20 +143,21 @@ def files_of(version: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("version", ["1.2.0", "1.3.0rc5", "1.4.0"])
 def test_a_source_tree_is_read_where_its_version_has_the_names(tmp_path, version):
-    found = tool.extract(write_tree(tmp_path, version, files_of(version)))
-    assert found["version"] == version
+    extracted = tool.extract(write_tree(tmp_path, version, files_of(version)))
+    assert extracted["version"] == version
     is_new = version != "1.2.0"
     wanted = {name for names in tool.WANTED.values() for name in names} | (
         {"SleepConfig"} if is_new else set()
     )
-    assert found["signatures"].keys() == wanted
+    assert extracted["signatures"].keys() == wanted
     folder = "executor/ray/gpu_worker.py" if is_new else "executor/ray_gpu_worker.py"
-    assert found["signatures"]["RayGPUWorker.sleep"] == {
+    expected = {
         "file": f"tensorrt_llm/{folder}",
         "line": 1 + 1,
         "call": "plain",
         "parameters": [{"name": "a", "kind": "POSITIONAL_OR_KEYWORD", "default": None}],
     }
+    assert extracted["signatures"]["RayGPUWorker.sleep"] == expected
 
 
 def test_all_that_a_tree_lacks_is_named(tmp_path):
@@ -154,10 +167,11 @@ def test_all_that_a_tree_lacks_is_named(tmp_path):
     with pytest.raises(SystemExit) as caught:
         tool.extract(write_tree(tmp_path, "1.3.0", files))
     package = tmp_path / "tensorrt_llm"
-    assert str(caught.value).splitlines() == [
+    expected = [
         f"{package / 'sampling_params.py'} is not there",
         f"{package / 'llmapi/llm_args.py'} has no SleepConfig",
     ]
+    assert str(caught.value).splitlines() == expected
     (package / "version.py").write_text("version = 1\n")
     with pytest.raises(SystemExit, match="has no __version__"):
         tool.extract(tmp_path)
@@ -168,7 +182,8 @@ def test_the_record_of_a_version():
     assert tool.record_of("1.2.1") == old
     new = tool.record_of("1.3.0rc2")
     assert new["version"] == "1.3"
-    assert new["signatures"].keys() == old["signatures"].keys() | {"SleepConfig"}
+    expected = old["signatures"].keys() | {"SleepConfig"}
+    assert new["signatures"].keys() == expected
     changed = json.loads(tool.CHANGES["1.3"].read_text())["signatures"]
     assert {name: new["signatures"][name] for name in changed} == changed
 

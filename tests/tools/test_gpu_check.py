@@ -1,4 +1,4 @@
-"""`tools/gpu_check.py`: its checks with real numbers on a CPU, faults planted in them, and its processes."""
+"""`tools/gpu_check.py`: its checks with real numbers on a CPU, planted faults, its processes."""
 
 from __future__ import annotations
 
@@ -70,22 +70,22 @@ class TestProgram:
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[-2:] == ["not run: ipc", "gpu_check: PASS"]
         whole = json.loads((tmp_path / "report.json").read_text())
-        assert [(one["name"], one["verdict"]) for one in whole["checks"]] == [
+        expected = [
             ("machine", PASS),
             ("correctness", PASS),
             ("ipc", SKIP),
         ]
+        assert [(check["name"], check["verdict"]) for check in whole["checks"]] == expected
         assert whole["checks"][2]["sentence"] == "needs a GPU"
         page = (tmp_path / "report.md").read_text()
-        assert page.startswith("# gpu_check: PASS") and "| tiny | bfloat16 |" in page
+        assert page.startswith("# gpu_check: PASS")
+        assert "| tiny | bfloat16 |" in page
 
     def test_a_machine_without_a_gpu_is_told_so(self):
         done = program()
         assert done.returncode == 2
-        assert (
-            done.stderr.startswith("error: torch finds no GPU here")
-            and done.stderr.count("\n") == 1
-        )
+        assert done.stderr.startswith("error: torch finds no GPU here")
+        assert done.stderr.count("\n") == 1
 
 
 CHILDREN = """
@@ -107,7 +107,9 @@ class TestRunner:
         (tmp_path / "children.py").write_text(CHILDREN)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-        def run(function: str, left: float = 100.0, seconds: float = 60.0, **more: Any) -> Finding:
+        def run(
+            function: str, left: float = 100.0, seconds: float = 60.0, **options: Any
+        ) -> Finding:
             check = Check(
                 function,
                 "",
@@ -117,42 +119,44 @@ class TestRunner:
                 (CPU,),
                 (),
                 {"HUE": "blue"},
-                **more,
+                **options,
             )
             return runner.run(check, CPU, tmp_path / "out" / function, left)
 
         return run
 
     def test_a_finding_comes_back(self, run):
-        found = run("passes")
-        assert (found.verdict, found.sentence, found.name) == (PASS, "blue", "passes")
-        assert 50 < found.numbers["left"] < 60
+        finding = run("passes")
+        assert finding.verdict == PASS
+        assert finding.sentence == "blue"
+        assert finding.name == "passes"
+        assert 50 < finding.numbers["left"] < 60
 
     def test_a_crash_is_a_fault_of_its_check_alone(self, run):
-        found = run("crashes")
-        assert (found.verdict, found.sentence) == (
-            FAIL,
-            "ended with exit code 1: RuntimeError: no such kernel",
-        )
+        finding = run("crashes")
+        assert finding.verdict == FAIL
+        assert finding.sentence == "ended with exit code 1: RuntimeError: no such kernel"
         assert run("dies").sentence.startswith("ended with exit code -6")
 
     def test_a_hang_ends_at_its_deadline_and_its_children_with_it(self, run, tmp_path):
-        found = run("hangs", seconds=4.0)
-        assert found.verdict == FAIL and found.sentence.startswith("no end within 4 s")
+        finding = run("hangs", seconds=4.0)
+        assert finding.verdict == FAIL
+        assert finding.sentence.startswith("no end within 4 s")
         with contextlib.suppress(psutil.NoSuchProcess):
             child = psutil.Process(int((tmp_path / "out/hangs/child").read_text()))
             # SIGKILL takes a moment to arrive
             assert wait_for(lambda: not is_alive(child), seconds=10)
 
     def test_time_that_is_over_is_no_fault(self, run):
-        assert (run("hangs", left=4.0).verdict, run("passes", left=0.5).verdict) == (SKIP, SKIP)
+        assert run("hangs", left=4.0).verdict == SKIP
+        assert run("passes", left=0.5).verdict == SKIP
 
 
 def test_what_cannot_be_run_is_skipped_and_says_why(tmp_path):
-    found = runner.run(
-        Check("a", "", "a:b", 9, needs=("no_such_module.part",)), CUDA, tmp_path / "a", 99
-    )
-    assert (found.verdict, found.sentence) == (SKIP, "not installed: no_such_module.part")
+    check = Check("a", "", "a:b", 9, needs=("no_such_module.part",))
+    finding = runner.run(check, CUDA, tmp_path / "a", 99)
+    assert finding.verdict == SKIP
+    assert finding.sentence == "not installed: no_such_module.part"
 
 
 def test_verdict():
@@ -184,10 +188,10 @@ class TestCorrectness:
         monkeypatch.setattr(our_side, "fill_ours", planted(fault))
         if fault == "NaN":  # training refuses to make a step of it
             monkeypatch.setattr(our_side.OurSide, "run", lambda *_: None)
-        found = correctness.check(context)
-        assert found.verdict == FAIL
+        finding = correctness.check(context)
+        assert finding.verdict == FAIL
         for name in ("log-probs", "gradient", "worst tensor"):
-            assert f"tiny float32: {name} off by" in found.sentence
+            assert f"tiny float32: {name} off by" in finding.sentence
 
     def test_a_wrong_update_is_found(self, context, monkeypatch):
         monkeypatch.setattr(our_side, "LEARNING_RATE", 1.1 * our_side.LEARNING_RATE)
@@ -212,11 +216,9 @@ class TestAttention:
         whole = attention.masked_attention
         monkeypatch.setattr(attention, "LENGTHS", (64,))
         monkeypatch.setattr(attention, "masked_attention", lambda *args: whole(*args) * math.nan)
-        found = attention.check(context)
-        assert (
-            found.verdict == FAIL
-            and "masked at 64 in float32: output is off by inf" in found.sentence
-        )
+        finding = attention.check(context)
+        assert finding.verdict == FAIL
+        assert "masked at 64 in float32: output is off by inf" in finding.sentence
 
 
 LINES = [
@@ -233,7 +235,8 @@ class TestRuns:
         killed_at = trainer.kill(
             runs.words("killed", 9, saves=True), context.folder / "killed", context
         )
-        assert killed_at is not None and trainer.KILLED_AFTER <= killed_at < 9
+        assert killed_at is not None
+        assert trainer.KILLED_AFTER <= killed_at < 9
         faults: list[str] = []
         resumed = runs.run("killed", 9, saves=True)
         assert (
@@ -242,7 +245,8 @@ class TestRuns:
         )
         resumed[killed_at]["train/grad_norm"] *= 2
         trainer.compared("resumed", straight, resumed, killed_at, faults)
-        assert len(faults) == 1 and "train/grad_norm differs by" in faults[0]
+        assert len(faults) == 1
+        assert "train/grad_norm differs by" in faults[0]
 
     def test_a_run_that_ends_by_itself_was_not_killed(self, context):
         assert trainer.kill(["no.such.key=1"], context.folder, context) is None
@@ -267,13 +271,13 @@ class TestRuns:
 
 
 class TestSwitches:
-    def judged(self, on: dict[str, float], **more: Any) -> dict[str, Any]:
+    def judged(self, on: dict[str, float], **options: Any) -> dict[str, Any]:
         lines = [
             {**line, "timers/step_time": 2.0, "memory/train_time": 5.0, switches.GAP: 0.01}
             for line in LINES
         ]
         return switches.judge(
-            switches.Switch("a", ["b=c"], **more), lines, [{**x, **on} for x in lines], CUDA
+            switches.Switch("a", ["b=c"], **options), lines, [{**x, **on} for x in lines], CUDA
         )
 
     def test_advice(self):
@@ -304,18 +308,21 @@ class TestSwitches:
             def __init__(self, *args: Any):
                 pass
 
-            def run(self, name: str, steps: int, more: Sequence[str] = ()) -> list[dict[str, Any]]:
+            def run(
+                self, name: str, steps: int, overrides: Sequence[str] = ()
+            ) -> list[dict[str, Any]]:
                 runs.append((name, steps))
                 return LINES
 
         monkeypatch.setattr(switches, "Runs", RecordedRuns)
         monkeypatch.setattr(switches, "is_installed", lambda name: False)
-        found = switches.check(Context(FAKE, tmp_path, time.time() + 600))
-        advice = {row["key"]: row["advice"] for row in found.numbers["switches"]}
-        assert found.verdict == PASS
+        finding = switches.check(Context(FAKE, tmp_path, time.time() + 600))
+        advice = {row["key"]: row["advice"] for row in finding.numbers["switches"]}
+        assert finding.verdict == PASS
         assert advice["model.shared_prefix=true"] == "runs"
         assert [name for name, _ in runs if not name.startswith("on_")] == []
-        assert len(runs) == list(advice.values()).count("runs")
+        expected = list(advice.values()).count("runs")
+        assert len(runs) == expected
 
     def test_fake_runs_have_few_sequences(self, tmp_path):
         def words_of(mode: str) -> list[str]:
@@ -336,7 +343,8 @@ class TestSwitches:
         )
         monkeypatch.setattr(switches, "SWITCHES", table)
         rows = switches.check(context).numbers["switches"]
-        assert [row["advice"] for row in rows] == ["not tried", "right"]
+        advices = [row["advice"] for row in rows]
+        assert advices == ["not tried", "right"]
 
 
 def test_counts_of_a_profile():
@@ -373,7 +381,8 @@ class TestIpc:
         fill_ours(lm)
         expected = {name: ipc.summary(value) for name, value in hf_tensors(lm) if value is not None}
         received, buckets = ipc.exchange(lm, adapter)
-        assert buckets > 1 and ipc.differences(received, expected) == []
+        assert buckets > 1
+        assert ipc.differences(received, expected) == []
         name = next(iter(received))
         received[name][2] += 0.5
         del received[list(received)[1]]
@@ -383,8 +392,8 @@ class TestIpc:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_another_process_reads_what_lies_on_the_gpu(tmp_path):
-    found = ipc.check(Context(CUDA, tmp_path, time.time() + 60))
-    assert found.verdict == PASS, found.sentence
+    finding = ipc.check(Context(CUDA, tmp_path, time.time() + 60))
+    assert finding.verdict == PASS, finding.sentence
 
 
 def test_speed_faults():

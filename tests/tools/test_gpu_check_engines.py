@@ -1,4 +1,4 @@
-"""The checks of engines, with the native one and TensorRT-LLM's fake in their place; each has a fault planted."""
+"""The checks of engines, run on the native one and TensorRT-LLM's fake, with planted faults."""
 
 from __future__ import annotations
 
@@ -51,22 +51,25 @@ def fake_tensorrt_llm(folder: Path, monkeypatch):
 
 def test_an_engine_with_log_probs_of_what_it_drew_from(context, monkeypatch):
     with fake_tensorrt_llm(context.folder / "engine", monkeypatch):
-        found = engines.check_tensorrt_llm(context)
-    assert found.verdict == PASS, found.sentence
-    cold = found.numbers["gaps"][1]
-    warm = found.numbers["gaps"][0]
+        finding = engines.check_tensorrt_llm(context)
+    assert finding.verdict == PASS, finding.sentence
+    cold = finding.numbers["gaps"][1]
+    warm = finding.numbers["gaps"][0]
     assert warm["at it"] == warm["at 1"] < 1e-4
     assert cold["at it"] < 1e-4 < 0.1 < cold["at 1"]
 
 
 def test_log_probs_at_temperature_1_are_told_from_others(context, monkeypatch):
-    """As TorchSampler reports them by default (LogprobMode.RAW). Here transformers' two are exchanged instead."""
+    """As TorchSampler reports them by default (LogprobMode.RAW).
+
+    Here transformers' two are exchanged instead.
+    """
     reference = engines.reference_log_probs
     monkeypatch.setattr(engines, "engine_of", native_engine)
     monkeypatch.setattr(engines, "reference_log_probs", lambda *given: reference(*given)[::-1])
-    found = engines.check_tensorrt_llm(context)
-    assert found.verdict == FAIL
-    assert found.sentence == "temperature 0.6: log-probs are those at temperature 1"
+    finding = engines.check_tensorrt_llm(context)
+    assert finding.verdict == FAIL
+    assert finding.sentence == "temperature 0.6: log-probs are those at temperature 1"
 
 
 engine_of = engines.engine_of
@@ -87,11 +90,11 @@ def test_both_runners_are_asked_for_and_compared(context, monkeypatch):
     monkeypatch.setenv(engines.RUNNER, "")
     monkeypatch.setattr(engines, "engine_of", native)
     monkeypatch.setattr(engines, "is_installed", lambda name: True)
-    found = engines.check_vllm(context)
-    assert found.verdict == PASS, found.sentence
+    finding = engines.check_vllm(context)
+    assert finding.verdict == PASS, finding.sentence
     assert runners == ["0", "1"]
-    assert [row["runner"] for row in found.numbers["gaps"]] == [1, 1, 2, 2]
-    assert found.numbers["equal responses of both"] == len(engines.PROMPTS)
+    assert [row["runner"] for row in finding.numbers["gaps"]] == [1, 1, 2, 2]
+    assert finding.numbers["equal responses of both"] == len(engines.PROMPTS)
 
 
 def test_without_vllm_there_is_nothing_to_say(context, monkeypatch):

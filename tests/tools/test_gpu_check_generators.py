@@ -1,4 +1,7 @@
-"""The check that passes weights to a generator; it opens process groups, of which a file's tests have one set."""
+"""The check that passes weights to a generator.
+
+It opens process groups. The tests of one file share one set of them.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ from gpu_checks.base import CPU, FAIL, PASS, Context  # noqa: E402
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_weights_reach_a_generator(tmp_path, monkeypatch, is_right):
-    """Which ranks they have passed through is the group's; a tensor that is lost on the way is named."""
+    """The group's checks say which ranks the weights have passed; a lost tensor is named."""
     if not is_right:
-        monkeypatch.setattr(generators, "load_weights", lambda lm, found: None)
-    found = generators.check(Context(CPU, tmp_path, time.time() + 60))
-    assert found.numbers["buckets"] > 4
-    assert found.verdict == (PASS if is_right else FAIL), found.sentence
-    assert is_right or "arrived otherwise" in found.sentence
+        monkeypatch.setattr(generators, "load_weights", lambda lm, weights: None)
+    context = Context(CPU, tmp_path, time.time() + 60)
+    finding = generators.check(context)
+    assert finding.numbers["buckets"] > 4
+    assert finding.verdict == (PASS if is_right else FAIL), finding.sentence
+    assert is_right or "arrived otherwise" in finding.sentence

@@ -87,7 +87,8 @@ def test_runs_on_a_bare_machine_and_writes_what_it_says(tmp_path):
     assert "tiny generation" in finding["sentence"]
     numbers = finding["numbers"]
     rows = {(row["side"], row["phase"]): row for row in numbers["rows"]}
-    assert set(rows) == {(side, phase) for side, phases in PHASES_OF.items() for phase in phases}
+    expected = {(side, phase) for side, phases in PHASES_OF.items() for phase in phases}
+    assert set(rows) == expected
     for (side, phase), row in rows.items():
         tokens = 2 * 2 * (4 if phase == GENERATION else 10)
         assert row["tokens_per_second"] == pytest.approx(tokens / row["seconds"])
@@ -110,7 +111,8 @@ def test_mfu_is_of_the_operations_that_training_takes():
     peak = PeakRate(1e9, "a test")
     rows = speed.rows_of("tiny", Results(samples), WORKLOAD, TINY, peak)
     (row,) = (row for row in rows if (row["side"], row["phase"]) == (OURS, TRAINING))
-    assert row["mfu"] == pytest.approx(training_flops(TINY, WORKLOAD) / 2.0 / 1e9)
+    expected = training_flops(TINY, WORKLOAD) / 2.0 / 1e9
+    assert row["mfu"] == pytest.approx(expected)
 
 
 def arguments(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[runner.Check]:
@@ -126,7 +128,8 @@ def test_options_of_the_command_line_reach_the_check(monkeypatch):
     options = options_of(CUDA, check.options)
     assert options == replace(SpeedOptions(), shapes=("8b",), prompts=16, repeats=5)
     (check,) = arguments(monkeypatch, "--only", "speed")
-    assert (check.options, check.seconds) == ({}, 240)
+    assert check.options == {}
+    assert check.seconds == 240
     names = [check.name for check in arguments(monkeypatch, *words)]
     assert names == [check.name for check in gpu_check.CHECKS]
 
@@ -164,7 +167,8 @@ def test_deviation_is_over_response_tokens_and_nan_is_infinite():
     log_probs = expected + torch.tensor([[0.5, 0.0, 9.0], [0.0, 0.0, 0.25]])  # 9 is padding
     lengths = torch.tensor([2, 3])
     deviation = deviations.deviation(log_probs, expected, lengths, FP32)
-    assert (deviation.dtype, deviation.largest) == ("float32", 0.5)
+    assert deviation.dtype == "float32"
+    assert deviation.largest == 0.5
     assert deviation.mean == pytest.approx(0.15)
     log_probs[1, 1] = float("nan")
     assert deviations.deviation(log_probs, expected, lengths, FP32).largest == float("inf")
@@ -245,31 +249,35 @@ def test_sides_take_turns():
     results = measure(fakes(log, MemoryError()), 2, CPU)
     built = [f"{name} built" for name in (OURS, PLAIN, PLAIN, OURS)]
     assert [line for line in log if "built" in line] == built
-    assert log[:4] == [
+    expected = [
         f"{OURS} built",
         f"{OURS} generation",
         f"{OURS} generation",
         f"{OURS} training",
     ]
-    assert {key: len(samples) for key, samples in results.samples.items()} == {
-        (name, phase): 2 for name, phases in PHASES_OF.items() for phase in phases
-    }
+    assert log[:4] == expected
+    expected = {(name, phase): 2 for name, phases in PHASES_OF.items() for phase in phases}
+    lengths = {key: len(samples) for key, samples in results.samples.items()}
+    assert lengths == expected
 
 
 def test_what_does_not_fit_is_skipped_and_the_rest_goes_on():
     log: list[str] = []
+    builders = fakes(log, torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB\nmore"), TRAINING)
     results = measure(
-        fakes(log, torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB\nmore"), TRAINING),
+        builders,
         2,
         CPU,
     )
     assert results.skipped == {(OURS, TRAINING): "CUDA out of memory. Tried 2 GiB"}
-    assert {key: len(samples) for key, samples in results.samples.items()} == {
+    expected = {
         (OURS, GENERATION): 2,
         (OURS, STEP): 2,
         (PLAIN, GENERATION): 2,
         (PLAIN, TRAINING): 2,
     }
+    lengths = {key: len(samples) for key, samples in results.samples.items()}
+    assert lengths == expected
     # Anew after the failure, and not tried again in the second round.
     assert log.count(f"{OURS} built") == 3
     assert results.speedup(TRAINING) is None
@@ -285,7 +293,8 @@ def test_other_errors_are_not_taken_for_small_memory():
 
 def test_a_model_larger_than_the_memory_is_not_built():
     log: list[str] = []
-    results = measure(fakes(log, MemoryError(), least=10**15), 1, CPU)
+    builders = fakes(log, MemoryError(), least=10**15)
+    results = measure(builders, 1, CPU)
     assert log == []
     assert results.skipped[PLAIN, GENERATION].startswith("takes 1000000.0 GB at least")
 
@@ -316,7 +325,8 @@ def test_shapes_are_those_of_the_models():
         shape = Architecture.from_hf(SHAPES[name])
         expected = Architecture.from_hf(public)
         assert replace(shape, raw={}) == replace(expected, raw={})
-        assert all(SHAPES[name][key] == public[key] for key in ("rope_theta", "rope_scaling"))
+        for key in ("rope_theta", "rope_scaling"):
+            assert SHAPES[name][key] == public[key]
     smallest = Architecture.from_hf(SHAPES["135m"])
     assert ModelSize.from_architecture(smallest, None).parameters == 134_515_008
 

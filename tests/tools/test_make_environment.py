@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "make_environment.py"
 SHELL = ROOT / "tools" / "make_engine_env.sh"
 spec = importlib.util.spec_from_file_location("make_environment", TOOL)
-assert spec is not None and spec.loader is not None
+assert spec is not None
+assert spec.loader is not None
 tool = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = tool  # for its dataclass
 spec.loader.exec_module(tool)
@@ -37,8 +38,12 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL and vLLM
 def write_wheel(folder: Path, name: str, release: str) -> None:
     files = {
         f"{name}.py": f"RELEASE = {release!r}\n",
-        f"{name}-{release}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n",
-        f"{name}-{release}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{name}-{release}.dist-info/METADATA": (
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n"
+        ),
+        f"{name}-{release}.dist-info/WHEEL": (
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
     }
     digests = {
         path: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())
@@ -69,7 +74,8 @@ def wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tool.Env
 
 def release_in(folder: Path) -> str:
     code = "import small_thing; print(small_thing.RELEASE)"
-    return subprocess.check_output([tool.python_of(folder), "-I", "-c", code], text=True).strip()
+    command = [tool.python_of(folder), "-I", "-c", code]
+    return subprocess.check_output(command, text=True).strip()
 
 
 def test_made_once_and_again_when_a_pin_changes(wanted, tmp_path, monkeypatch):
@@ -106,18 +112,21 @@ def test_a_complete_one_that_came_up_meanwhile_stays(wanted, tmp_path, monkeypat
 def test_the_project_is_borrowed_from_and_cannot_be_imported(wanted, tmp_path):
     tool.make(wanted, tmp_path / "made")
     # The editable install has `reinforce_rl/conf` in its site-packages, a package without modules.
-    code = "import filelock, importlib.util as u; print(filelock.__file__, u.find_spec('reinforce_rl.generation'))"
-    said = subprocess.check_output(
-        [tool.python_of(tmp_path / "made"), "-I", "-c", code], text=True
-    ).split()
-    assert not said[0].startswith(str(tmp_path)) and said[1] == "None"
+    code = (
+        "import filelock, importlib.util as u; print(filelock.__file__, "
+        "u.find_spec('reinforce_rl.generation'))"
+    )
+    command = [tool.python_of(tmp_path / "made"), "-I", "-c", code]
+    said = subprocess.check_output(command, text=True).split()
+    assert not said[0].startswith(str(tmp_path))
+    assert said[1] == "None"
 
 
 def test_an_environment_that_does_not_work_is_not_left(wanted, tmp_path):
     broken = dataclasses.replace(wanted, check="import small_thing, no_such_thing")
-    with pytest.raises(SystemExit) as found:
+    with pytest.raises(SystemExit) as exited:
         tool.make(broken, tmp_path / "made")
-    (line,) = str(found.value).splitlines()
+    (line,) = str(exited.value).splitlines()
     assert "importing a small thing failed (1)" in line
     assert line.endswith("ModuleNotFoundError: No module named 'no_such_thing'")
     assert not (tmp_path / "made").exists()
@@ -200,17 +209,18 @@ class TestInterpreters:
 def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     kept |= {"PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, **environment}
-    return subprocess.run(
-        [SHELL, *map(str, arguments)], text=True, capture_output=True, timeout=60, env=kept
-    )
+    command = [SHELL, *map(str, arguments)]
+    return subprocess.run(command, text=True, capture_output=True, timeout=60, env=kept)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_the_script_names_the_command_and_why_it_failed(kind, tmp_path):
     done = shell(tmp_path / "made", kind, PIP_ARGS="--no-index")
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 1 and not done.stdout
-    assert f"installing vLLM for {kind.upper()}s failed (1): " in line and " --no-index -r " in line
+    assert done.returncode == 1
+    assert not done.stdout
+    assert f"installing vLLM for {kind.upper()}s failed (1): " in line
+    assert " --no-index -r " in line
     assert "ERROR: No matching distribution found for " in line
     assert ("--no-deps" in line) == (kind == "cpu")
     assert not list(tmp_path.iterdir())
@@ -219,26 +229,22 @@ def test_the_script_names_the_command_and_why_it_failed(kind, tmp_path):
 def test_the_script_by_a_python_without_torch(tmp_path):
     venv.create(tmp_path / "bare", with_pip=False)
     done = shell(tmp_path / "made", PYTHON=str(tmp_path / "bare/bin/python"))
-    assert (
-        done.returncode == 1 and f"from {tmp_path}/bare/bin/python, which has none" in done.stderr
-    )
+    assert done.returncode == 1
+    assert f"from {tmp_path}/bare/bin/python, which has none" in done.stderr
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("arguments", [("made", "tpu"), ("made", "cpu", "more")])
 def test_the_script_says_what_it_expects(arguments):
     done = shell(*arguments)
-    assert (
-        done.returncode == 2
-        and f"'{' '.join(arguments)}', expected [FOLDER] [cpu|gpu]" in done.stderr
-    )
+    assert done.returncode == 2
+    assert f"'{' '.join(arguments)}', expected [FOLDER] [cpu|gpu]" in done.stderr
 
 
 def test_the_script_without_a_python(tmp_path):
     done = shell(tmp_path / "made", PYTHON=str(tmp_path / "python"))
-    assert (
-        done.returncode == 1 and f"no Python at {tmp_path}/python; run make install" in done.stderr
-    )
+    assert done.returncode == 1
+    assert f"no Python at {tmp_path}/python; run make install" in done.stderr
 
 
 def requirements(name: str) -> list[Requirement]:
@@ -250,8 +256,10 @@ def requirements(name: str) -> list[Requirement]:
 def test_pins_are_exact_and_each_package_has_one(name):
     pins = requirements(name)
     names = [canonicalize_name(pin.name) for pin in pins]
-    assert pins and len(set(names)) == len(names)
-    assert all(re.fullmatch(r"==[^*,]+", str(pin.specifier)) for pin in pins)
+    assert pins
+    assert len(set(names)) == len(names)
+    for pin in pins:
+        assert re.fullmatch(r"==[^*,]+", str(pin.specifier))
     if tool.ENVIRONMENTS[name].borrows:
         assert not {"torch", "triton", "torchvision", "torchaudio", "numba"} & set(names)
 
@@ -281,9 +289,8 @@ def test_each_pin_is_imported_or_wanted_and_goes_with_the_others():
     pins = [canonicalize_name(pin.name) for pin in requirements("engine-cpu")]
     wanted = tool.ENVIRONMENTS["engine-cpu"]
     code = f"{wanted.check}\nNAMES = {pins}\n{ASK}"
-    said = subprocess.check_output(
-        [engine_environment(), "-I", "-W", "ignore", "-c", code], text=True, timeout=600
-    )
+    command = [engine_environment(), "-I", "-W", "ignore", "-c", code]
+    said = subprocess.check_output(command, text=True, timeout=600)
     releases: dict[str, str] = {"torch": f"{wanted.torch}+cpu"}
     used: set[str] = set()
     lines: list[str] = []

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("mutants", ROOT / "tools" / "mutants.py")
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 mutants = importlib.util.module_from_spec(_spec)
 sys.modules["mutants"] = mutants
 _spec.loader.exec_module(mutants)
@@ -80,10 +81,12 @@ def test_the_share_and_the_survivors_are_in_the_tables():
     assert "| kl | 8 | 7 | 0 |" in text
     assert "| versions | 2 | 1 | 1 |" in text
     assert "| all | 10 | 8 (80%) | 1 |" in text
-    assert "no test can see it" in text and "not explained" in text
+    assert "no test can see it" in text
+    assert "not explained" in text
     assert "x \\| y" in text, "a bar would end a cell"
     rows = mutants.as_json(outcomes)
-    assert [row["verdict"] for row in rows].count("survived") == 1
+    verdicts = [row["verdict"] for row in rows]
+    assert verdicts.count("survived") == 1
     assert rows[0]["tests"] == ("test_a.py",)
 
 

@@ -70,7 +70,10 @@ def compared(
         )
     if max(differences)[0] == 0:
         return "equal to the last digit"
-    return f"off by {difference:.1e} at step {same + 1}, by {differences[-1][0]:.1e} at the last, by {noise:.1e} before"
+    return (
+        f"off by {difference:.1e} at step {same + 1}, by {differences[-1][0]:.1e} at the last, "
+        f"by {noise:.1e} before"
+    )
 
 
 def kill(words: list[str], out: Path, context: Context) -> int | None:
