@@ -27,7 +27,7 @@ class Workload:
     Attributes:
         model: Hugging Face folder.
         prompts: texts of the P prompts of each step.
-        warm_up_steps: the first steps that are made and not counted: the optimizer's moments are made in the first.
+        warm_up_steps: steps that do not count; the first allocates the optimizer's moments.
         group: G.
         prompt_tokens: of each prompt.
         response_tokens: of each response: none may end before, and none goes on.
@@ -122,7 +122,7 @@ def with_other(seconds: float, phases: dict[str, float]) -> dict[str, float]:
 
 
 def peak_resident_bytes(process_ids: Sequence[int]) -> int:
-    """The sum of the highest resident memory of each of these processes so far; one that has ended counts nothing."""
+    """The sum of the peaks of resident memory of these processes; ended processes count nothing."""
     total = 0
     for process_id in process_ids:
         try:
