@@ -55,17 +55,22 @@ def main() -> None:
     curves: dict[str, list[Curve]] = {name: [] for name in COLOURS}
     for seed in args.seeds.split(","):
         settings = [*args.overrides, f"model.seed={seed}"]
-        curves["reinforce_rl"].append(own_side(args.out / f"own_{seed}", settings))
-        curves["TRL"].append(trl_side(args.out / f"trl_{seed}", settings))
+        own_curve = own_side(args.out / f"own_{seed}", settings)
+        trl_curve = trl_side(args.out / f"trl_{seed}", settings)
+        curves["reinforce_rl"].append(own_curve)
+        curves["TRL"].append(trl_curve)
     (args.out / "curves.json").write_text(json.dumps(curves), encoding="utf-8")
-    draw(curves, args.out / "curves.html")
+    page = args.out / "curves.html"
+    draw(curves, page)
     for name, runs in curves.items():
         by_seed = []
         for curve in runs:
             last_steps = curve["rewards_accuracy"][-10:]
-            by_seed.append(f"{statistics.fmean(last_steps):.3f}")
-        print(f"{name}: accuracy of the last steps' samples, by seed: {', '.join(by_seed)}")
-    print(args.out / "curves.html")
+            accuracy = statistics.fmean(last_steps)
+            by_seed.append(f"{accuracy:.3f}")
+        accuracies = ", ".join(by_seed)
+        print(f"{name}: accuracy of the last steps' samples, by seed: {accuracies}")
+    print(page)
 
 
 def own_side(folder: Path, overrides: Sequence[str]) -> Curve:
@@ -98,10 +103,14 @@ def trl_side(folder: Path, overrides: Sequence[str]) -> Curve:
 
 def trl_settings(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the recipe's settings by TRL's names."""
-    cfg = compose(NAME, [f"hydra.searchpath=[file://{CONF_FOLDER}]", *overrides], HERE)
+    search_path = f"hydra.searchpath=[file://{CONF_FOLDER}]"
+    cfg = compose(NAME, [search_path, *overrides], HERE)
     reinforce = cfg.trainer.reinforce
     rollouts = cfg.model.reinforce
+    sampling = rollouts.sampling_params
+    lengths = rollouts.length_params
     optim = cfg.model.optim
+    beta1, beta2 = optim.betas
     group = reinforce.num_rollouts_per_prompt
     samples = rollouts.num_rollout_samples * group
     # a whole batch at once takes TRL 8 GB
@@ -112,41 +121,49 @@ def trl_settings(overrides: Sequence[str]) -> dict[str, Any]:
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": samples // micro_batch,
         "beta": reinforce.initial_policy_kl_penalty,
-        "temperature": rollouts.sampling_params.temperature,
-        "max_completion_length": rollouts.length_params.max_length,
+        "temperature": sampling.temperature,
+        "max_completion_length": lengths.max_length,
         "learning_rate": optim.lr,
         "lr_scheduler_type": "cosine",
         "warmup_steps": optim.sched.warmup_steps,
-        "adam_beta1": optim.betas[0],
-        "adam_beta2": optim.betas[1],
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
         "weight_decay": optim.weight_decay,
         "max_grad_norm": reinforce.gradient_clip_val,
         "seed": cfg.model.seed,
     }
     model = Path(cfg.pretrained_checkpoint.restore_from_path)
     prompts = Path(cfg.model.data.data_prefix.train)
-    return {"model": str(model.resolve()), "prompts": str(prompts.resolve()), "args": args}
+    return {
+        "model": str(model.resolve()),
+        "prompts": str(prompts.resolve()),
+        "args": args,
+    }
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
     """Write a page with a chart for each metric."""
     from plotly.subplots import make_subplots
 
-    figure = make_subplots(rows=1, cols=len(METRICS), subplot_titles=list(METRICS.values()))
+    titles = list(METRICS.values())
+    figure = make_subplots(rows=1, cols=len(titles), subplot_titles=titles)
     for column, metric in enumerate(METRICS, 1):
         for name, runs in curves.items():
             means = []
             upper = []
             lower = []
-            for values in zip(*(curve[metric] for curve in runs), strict=True):
+            series = [curve[metric] for curve in runs]
+            for values in zip(*series, strict=True):
                 mean = statistics.fmean(values)
                 error = 0.0
                 if len(values) > 1:
-                    error = statistics.stdev(values) / len(values) ** 0.5
+                    deviation = statistics.stdev(values)
+                    error = deviation / len(values) ** 0.5
                 means.append(mean)
                 upper.append(mean + error)
                 lower.append(mean - error)
-            steps = list(range(1, len(means) + 1))
+            num_steps = len(means)
+            steps = list(range(1, num_steps + 1))
             colour = COLOURS[name]
             common = {"legendgroup": name, "mode": "lines", "row": 1, "col": column}
             figure.add_scatter(

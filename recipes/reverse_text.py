@@ -50,19 +50,23 @@ def records(seed: int) -> dict[str, list[dict[str, Any]]]:
     words = WORDS.split()
     seen = set()
     while len(seen) < sum(SIZES.values()):
-        seen.add(" ".join(draw.sample(words, draw.randint(3, 6))))
+        length = draw.randint(3, 6)
+        chosen = draw.sample(words, length)
+        seen.add(" ".join(chosen))
     texts = sorted(seen)
     draw.shuffle(texts)
     parts = {}
     for name, size in SIZES.items():
         part = texts[:size]
         texts = texts[size:]
-        parts[name] = [{"messages": _messages(text), "answer": text[::-1]} for text in part]
+        parts[name] = [_record(text) for text in part]
     return parts
 
 
-def _messages(text: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+def _record(text: str) -> dict[str, Any]:
+    system = {"role": "system", "content": SYSTEM}
+    user = {"role": "user", "content": text}
+    return {"messages": [system, user], "answer": text[::-1]}
 
 
 def warm_up(
@@ -86,15 +90,16 @@ def warm_up(
     for step in range(steps):
         rows = []
         for row in range(batch):
-            sample = samples[(step * batch + row) % len(samples)]
+            number = step * batch + row
+            sample = samples[number % len(samples)]
             rows.append(_encoded(tokenizer, sample))
         sequences = [torch.tensor(ids) for ids, _ in rows]
         ids = pad_sequence(sequences, batch_first=True, padding_value=tokenizer.pad_token_id)
         places = torch.arange(ids.shape[1])
-        starts = torch.tensor([start for _, start in rows])[:, None]
-        ends = torch.tensor([len(sequence) for sequence in sequences])[:, None]
-        is_token = places < ends
-        is_answer = is_token & (places >= starts)
+        starts = torch.tensor([start for _, start in rows])
+        ends = torch.tensor([len(sequence) for sequence in sequences])
+        is_token = places < ends[:, None]
+        is_answer = is_token & (places >= starts[:, None])
         labels = ids.where(is_answer, torch.tensor(-100))
         loss = lm(input_ids=ids, attention_mask=is_token.long(), labels=labels).loss
         loss.backward()
@@ -102,8 +107,9 @@ def warm_up(
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if step % 10 == 0 or step == steps - 1:
-            print(f"warm-up step {step + 1}/{steps}  loss {loss.item():.3f}", flush=True)
+        done = step + 1
+        if step % 10 == 0 or done == steps:
+            print(f"warm-up step {done}/{steps}  loss {loss.item():.3f}", flush=True)
     lm.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
@@ -138,14 +144,17 @@ def main() -> None:
 
         args.model = prepare_smollm2()
     parts = records(seed=20)
-    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out
+    out.mkdir(parents=True, exist_ok=True)
     for name in ("train", "validation"):
         lines = [json.dumps(record) + "\n" for record in parts[name]]
-        (args.out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    warm_up(args.model, parts["warm_up"], args.out / "warm", args.steps, args.batch, args.lr)
+        path = out / f"{name}.jsonl"
+        path.write_text("".join(lines), encoding="utf-8")
+    samples = parts["warm_up"]
+    warm_up(args.model, samples, out / "warm", args.steps, args.batch, args.lr)
     train = len(parts["train"])
     held_out = len(parts["validation"])
-    print(f"{args.out}: {train} prompts, {held_out} held out, the model in warm/")
+    print(f"{out}: {train} prompts, {held_out} held out, the model in warm/")
 
 
 if __name__ == "__main__":
