@@ -3,7 +3,7 @@
 python tools/density.py            prints the figures of the package and of the tests
 python tools/density.py --check    exits with 1 if a figure is above its ceiling
 python tools/density.py --lower    lowers the ceilings to today's figures; it raises none
-python tools/density.py FOLDER|FILE ... [--files N]    figures of these, and of their N densest files
+python tools/density.py FOLDER|FILE ... [--files N]    figures of these and their N densest files
 
 The columns:
   code characters   without comments, docstrings, indentation and blank lines
@@ -78,7 +78,7 @@ class Density:
             setattr(self, field.name, total)
 
     def bounded(self) -> dict[str, float]:
-        """Return the figures that have a ceiling. Means are rounded up to the digits that are kept."""
+        """Return the figures that have a ceiling; means are rounded up to the digits kept."""
         return {
             "mean_line": math.ceil(10 * self.mean_line) / 10,
             "nodes_per_line": math.ceil(100 * self.nodes_per_line) / 100,

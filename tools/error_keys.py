@@ -1,11 +1,11 @@
-"""List the stable keys of the package's errors, each with its class and sentence, in tests/error_sentences.txt.
+"""List the stable keys of the package's errors, with class and sentence.
 
-python tools/error_keys.py --write    writes the file
-python tools/error_keys.py --check    exits with 1 if the file is not today's, or an error has no key
+python tools/error_keys.py --write    writes tests/error_sentences.txt
+python tools/error_keys.py --check    exits with 1 if the file is stale, or an error has no key
 
-A sentence is what stands in the source: `{...}` where a value goes. Whoever rewords an error runs --write, and
-the file's diff shows what users will read. A key has at least two parts, such as `data.line.not_json`; the
-first is the folder of the package, or the area that users know.
+A sentence is the text in the source, with `{...}` for a value. Whoever rewords an error runs
+--write, and the file's diff shows what users will read. A key has at least two parts, such as
+`data.line.not_json`; the first is the folder of the package, or the area that users know.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def error_calls(source: str, name: str) -> Iterator[RaisedError]:
 
 
 def _of_own_class(definition: ast.ClassDef, name: str) -> Iterator[RaisedError]:
-    """Yield the error of a class that makes its own sentence: `super().__init__(sentence, key=...)`."""
+    """Yield the error of a class that calls `super().__init__(sentence, key=...)`."""
     for call in ast.walk(definition):
         if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__"):
             continue
@@ -107,7 +107,10 @@ def _error_of(call: ast.Call, name: str, sentence: str) -> RaisedError:
 
 
 def _template_of_settings(call: ast.Call) -> str:
-    """Return "SETTING is {value} and SETTING is {value}; advice" for `settings_fault(cfg, settings, advice)`."""
+    """Return the sentence of `settings_fault(cfg, settings, advice)`.
+
+    It is "SETTING is {value} and SETTING is {value}; advice".
+    """
     settings = call.args[1]
     names = settings.elts if isinstance(settings, ast.Tuple) else [settings]
     values = [f"{_template(name)} is {{value}}" for name in names]
@@ -115,7 +118,7 @@ def _template_of_settings(call: ast.Call) -> str:
 
 
 def _assigned_before_calls(tree: ast.AST) -> dict[ast.Call, ast.expr]:
-    """Return, for each call whose first argument is a local variable, what was assigned to it last."""
+    """For each call whose first argument is a local variable, return its last assigned value."""
     assigned: dict[ast.Call, ast.expr] = {}
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):

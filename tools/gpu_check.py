@@ -1,13 +1,13 @@
-"""Proves this project's GPU path on one machine with one GPU, without a network, in ten minutes.
+"""Check this project's GPU path on one machine with one GPU, without a network, in ten minutes.
 
-python tools/gpu_check.py                  every check, most valuable first; what is left when time is over is skipped
+python tools/gpu_check.py                  every check, most valuable first, until time is over
 python tools/gpu_check.py --only machine attention --out results/gpu_check
-python tools/gpu_check.py --fake           on fake CUDA tensors: does every line run? numbers are not real
-python tools/gpu_check.py --device cpu     real numbers at tiny shapes, to test the checks themselves
+python tools/gpu_check.py --fake           on fake CUDA tensors: runs every line, no real numbers
+python tools/gpu_check.py --device cpu     real numbers at tiny shapes, to test the checks
 python tools/gpu_check.py --only speed --shapes 8b --repeats 5 --minutes 30
 
-The last line is `gpu_check: PASS` or `gpu_check: FAIL (names)`; the exit code is 0, 1, or 2 where nothing can be run.
-See docs/gpu.md.
+The last line is `gpu_check: PASS` or `gpu_check: FAIL (names)`. The exit code is 0, 1, or 2 where
+nothing can be run. See docs/gpu.md.
 """
 
 from __future__ import annotations

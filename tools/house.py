@@ -1,6 +1,6 @@
-"""Draw which folders of the package import which: the picture in docs/architecture.md, made from the code.
+"""Draw which folders of the package import which, for docs/architecture.md.
 
-python tools/house.py            prints it
+python tools/house.py            prints the drawing
 python tools/house.py --write    puts it into docs/architecture.md
 
 An arrow that follows from others is left out.
@@ -57,7 +57,7 @@ def module_of(path: Path) -> str:
 
 
 def imported_names(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number, absolute dotted name) of every import of a file, those inside functions included."""
+    """Yield (line number, absolute dotted name) of every import, inside functions too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)

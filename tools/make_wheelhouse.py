@@ -1,16 +1,19 @@
-"""Make a folder of wheels for a machine without an index: python tools/make_wheelhouse.py FOLDER --python 3.12
+"""Make a folder of wheels for a machine without an index.
 
-Run by the Python of the project's environment, where there is a network; reads PIP_ARGS, as the Makefile's head
-explains it. FOLDER then holds, for Linux on x86_64 and that Python, what the project needs (pyproject.toml's
-`dependencies`) and what that needs in turn, at the versions of constraints/gpu.txt, and a requirements.txt that names
-them. What is given as --without must be on the machine, and neither it nor what only it needs is fetched. Nor is what
---image lists, such as constraints/gpu-image.txt; the folder then has only what that image lacks. There:
+    python tools/make_wheelhouse.py FOLDER --python 3.12
+
+Run it with the Python of the project's environment, where there is a network. It reads PIP_ARGS, as
+the head of the Makefile explains. FOLDER then holds, for Linux on x86_64 and that Python, the
+project's requirements (`dependencies` in pyproject.toml) and theirs, at the versions of
+constraints/gpu.txt, and a requirements.txt with their names. Packages named by --without must be on
+the machine; neither they nor what only they need is fetched. The same holds for packages in the
+file of --image, such as constraints/gpu-image.txt. There:
 
     python -m pip install --no-deps --no-index --find-links FOLDER -r FOLDER/requirements.txt
     PYTHONPATH=/path/to/the/repository python ...
 
-The list is complete, hence --no-deps: with it pip does not refuse what the machine has, such as an ml-dtypes that is
-newer than tritonclient asks for.
+The list is complete, hence --no-deps: pip then does not refuse the machine's packages, such as an
+ml-dtypes that is newer than tritonclient asks for.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ SOURCE_ONLY = {"antlr4-python3-runtime"}
 
 
 def requirements_in(path: Path) -> list[Requirement]:
-    """Those of a file as pip reads it, without options."""
+    """The requirements in a file of pip's format, without options."""
     lines = (
         re.sub(r"(^|\s)#.*", "", line).strip()
         for line in path.read_text(encoding="utf-8").splitlines()
@@ -57,7 +60,10 @@ def holds(requirement: Requirement, python: str, extras: set[str]) -> bool:
 
 
 def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = ()) -> list[str]:
-    """Requirements, sorted: pinned, or as a package asks for them where neither a pin nor an installation is known."""
+    """Requirements, sorted.
+
+    Versions are pinned, or installed here, or else as another package asks for them.
+    """
     pins = {
         canonicalize_name(pin.name): pin
         for pin in requirements_in(PINS)

@@ -1,10 +1,13 @@
-"""Change one line of the package at a time and see whether fast tests notice: python tools/mutants.py
+"""Change one line of the package at a time and see whether fast tests notice.
 
-tools/mutants.toml has the changes (mutants), by file, each with its kind and the tests that must fail. Every mutant
-is applied to a copy of the tree in a temporary folder; this tree is never written to. The tests run on the unchanged
-copy first, where they must pass. A mutant is killed if a test fails, or if the tests take longer than --seconds,
-which is counted apart. One whose tests end by a signal has not been killed: the machine may lack memory.
-Prints a table; --out FOLDER writes it as mutants.json and mutants.md. Ends with 1 if less than 90 % are killed.
+python tools/mutants.py
+
+tools/mutants.toml has the changes (mutants), by file, each with its kind and the tests that must
+fail. Every mutant is applied to a copy of the tree in a temporary folder; this tree is never
+written to. The tests run on the unchanged copy first, where they must pass. A mutant is killed if a
+test fails, or if the tests take longer than --seconds, which is counted separately. A mutant whose
+tests end by a signal is not killed: the machine may lack memory. Prints a table; --out FOLDER
+writes it as mutants.json and mutants.md. Ends with 1 if less than 90 % are killed.
 """
 
 from __future__ import annotations
@@ -104,7 +107,10 @@ def read_table(path: Path = TABLE) -> list[Mutant]:
 
 
 def stale_rows(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
-    """Return a sentence for each row that does not fit the tree: its text is not there once, or a test is missing."""
+    """Return a sentence for each row that does not fit the tree.
+
+    Its text is not there exactly once, or a test is missing.
+    """
     errors: list[str] = []
     texts: dict[str, str] = {}
     for mutant in mutants:

@@ -1,9 +1,10 @@
 """Rehearse a GPU session on a CPU, with exactly the GPU image's packages: python tools/rehearse.py
 
-Makes .venv-image (constraints/gpu-image.txt) and .wheels-image (what the image lacks), installs the wheels without an
-index, and runs there what a GPU machine would run. Prints a table, a row a step, and writes it to OUT/table.md; each
-step's output is in OUT/NAME.log. Ends with 1 if a step failed. Run by the Python of the project's environment. Reads
-PIP_ARGS, TORCH_INDEX_URL and IMAGE_PYTHON, as the Makefile's head explains them. See docs/gpu.md.
+Makes .venv-image (constraints/gpu-image.txt) and .wheels-image (the wheels that the image lacks),
+installs the wheels without an index, and runs the commands of a GPU session. Prints a table with a
+row for each step, and writes it to OUT/table.md; each step's output is in OUT/NAME.log. Ends with 1
+if a step failed. Run it with the Python of the project's environment. It reads PIP_ARGS,
+TORCH_INDEX_URL and IMAGE_PYTHON, as the head of the Makefile explains. See docs/gpu.md.
 """
 
 from __future__ import annotations
