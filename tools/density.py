@@ -190,10 +190,10 @@ def faults(root: Path, ceilings: dict[str, dict[str, float]]) -> list[str]:
     for folder, bounds in ceilings.items():
         figures = measure(root / folder).bounded()
         for name, ceiling in bounds.items():
-            if figures[name] > ceiling:
-                sentences.append(
-                    f"{folder}: {name} is {figures[name]:g}; expected at most {ceiling:g}"
-                )
+            figure = figures[name]
+            if figure > ceiling:
+                sentence = f"{folder}: {name} is {figure:g}; expected at most {ceiling:g}"
+                sentences.append(sentence)
     return sentences
 
 

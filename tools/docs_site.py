@@ -97,7 +97,9 @@ def site_uri(target: Path) -> str:
     if DOCS in target.parents:
         return target.relative_to(DOCS).as_posix()
     name = target.relative_to(ROOT).as_posix()
-    return f"repository/{name}" if target.suffix == ".md" else f"repository/{name}.md"
+    if target.suffix != ".md":
+        name += ".md"
+    return f"repository/{name}"
 
 
 def relinked(markdown: str, source: Path) -> str:
@@ -132,8 +134,11 @@ def content(target: Path) -> str:
     name = target.relative_to(ROOT).as_posix()
     if target.is_dir():
         names = sorted(path.name for path in target.iterdir())
-        lines = [f"- `{file}`\n" for file in names if not file.startswith(("_", "."))]
-        return f"# {name}/\n\n" + "".join(lines)
+        text = f"# {name}/\n\n"
+        for file in names:
+            if not file.startswith(("_", ".")):
+                text += f"- `{file}`\n"
+        return text
     language = LANGUAGES.get(target.suffix, "text")
     text = target.read_text("utf-8")
     return f"# {name}\n\n````{language}\n{text}\n````\n"
@@ -158,8 +163,9 @@ def drawing(source: str, *others: Any, **options: Any) -> str:
         y.update(dict.fromkeys(names, level * 64 + 22))
     arrows = []
     for above, below in edges:
-        path = f"M{x[above]:g} {y[above] + 14:g} L{x[below]:g} {y[below] - 16:g}"
-        arrows.append(f'<path d="{path}" marker-end="url(#tip)"/>')
+        start = f"M{x[above]:g} {y[above] + 14:g}"
+        end = f"L{x[below]:g} {y[below] - 16:g}"
+        arrows.append(f'<path d="{start} {end}" marker-end="url(#tip)"/>')
     boxes = [box(name, x[name], y[name]) for name in columns]
     width = (rightmost - leftmost) * 150 + 132
     height = len(levels) * 64 - 20
@@ -174,10 +180,10 @@ def levels_of(edges: list[tuple[str, str]]) -> list[list[str]]:
     for _ in depth:  # the longest way from the top
         for above, below in edges:
             depth[below] = max(depth[below], depth[above] + 1)
-    levels: list[list[str]] = [[] for _ in range(max(depth.values()) + 1)]
+    levels: dict[int, list[str]] = {level: [] for level in sorted(depth.values())}
     for name, level in depth.items():
         levels[level].append(name)
-    return levels
+    return list(levels.values())
 
 
 def columns_of(levels: list[list[str]], edges: list[tuple[str, str]]) -> dict[str, float]:
@@ -205,7 +211,6 @@ def box(name: str, x: float, y: float) -> str:
     size = 'width="124" height="28" rx="4" fill="var(--md-default-bg-color)"'
     style = 'text-anchor="middle" stroke="none" fill="currentColor"'
     text = html.escape(name)
-    return (
-        f'<rect x="{x - 62:g}" y="{y - 14:g}" {size}/>'
-        f'<text x="{x:g}" y="{y + 5:g}" {style}>{text}</text>'
-    )
+    frame = f'<rect x="{x - 62:g}" y="{y - 14:g}" {size}/>'
+    label = f'<text x="{x:g}" y="{y + 5:g}" {style}>{text}</text>'
+    return frame + label

@@ -109,7 +109,8 @@ def wanted(version: str) -> Iterator[tuple[str, Sequence[str]]]:
 def record_of(version: str) -> dict[str, Any]:
     """Return the record to compare a version with."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    changes = CHANGES.get(".".join(version.split(".")[:2]))
+    release = ".".join(version.split(".")[:2])
+    changes = CHANGES.get(release)
     if changes is None:
         return record
     changed = json.loads(changes.read_text(encoding="utf-8"))
@@ -131,11 +132,13 @@ def differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
     """The changes that a caller would notice: parameters that went, came or changed."""
     texts = []
     for name, entry in expected["signatures"].items():
-        values = actual["signatures"][name].get("values")
-        if entry.get("values") != values:
-            texts.append(f"{name}: the values were {entry.get('values')}, are {values}")
+        actual_entry = actual["signatures"][name]
+        old_values = entry.get("values")
+        values = actual_entry.get("values")
+        if old_values != values:
+            texts.append(f"{name}: the values were {old_values}, are {values}")
         before = {p["name"]: p for p in entry["parameters"]}
-        after = {p["name"]: p for p in actual["signatures"][name]["parameters"]}
+        after = {p["name"]: p for p in actual_entry["parameters"]}
         for parameter, old in before.items():
             new = after.get(parameter)
             if new is None:
@@ -222,7 +225,8 @@ def _fields(owner: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[dict[
 
 def _enum_values(owner: ast.ClassDef) -> dict[str, str]:
     """Return the members of an enum of strings."""
-    if not any(ast.unparse(base).endswith("Enum") for base in owner.bases):
+    bases = [ast.unparse(base) for base in owner.bases]
+    if not any(base.endswith("Enum") for base in bases):
         return {}
     values = {}
     for name, value in _assigned(owner.body):

@@ -173,7 +173,10 @@ def why_not(mode: str) -> str | None:
     # In a process of its own: a CUDA context here would take memory that the checks are to have.
     ask = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
     if mode == CUDA and subprocess.run(ask, stderr=subprocess.DEVNULL, timeout=300).returncode:
-        return "torch finds no GPU here; expected one, or --fake (fake CUDA tensors), or --device cpu (tiny shapes)"
+        return (
+            "torch finds no GPU here; expected one, or --fake (fake CUDA tensors), "
+            "or --device cpu (tiny shapes)"
+        )
     return None
 
 
@@ -201,16 +204,14 @@ def run_all(
     findings: list[Finding] = []
     for number, check in enumerate(checks, 1):
         left = end - time.time()
-        with console.status(
-            f"{number}/{len(checks)} {check.name}: {check.proves} ({left:.0f} s left)"
-        ):
+        progress = f"{number}/{len(checks)} {check.name}: {check.proves}"
+        with console.status(f"{progress} ({left:.0f} s left)"):
             finding = run(check, mode, out / check.name, left)
         findings.append(finding)
         write_report(findings)
         colour = COLOURS[finding.verdict]
-        console.print(
-            f"[{colour}]{finding.verdict}[/] {finding.name} {finding.seconds:.0f} s: ", end=""
-        )
+        verdict = f"[{colour}]{finding.verdict}[/]"
+        console.print(f"{verdict} {finding.name} {finding.seconds:.0f} s: ", end="")
         console.print(finding.sentence, markup=False)
         if check.name in PRINTED_WHOLE:
             for name, value in finding.numbers.items():
@@ -224,9 +225,9 @@ def main() -> int:
     checks = chosen_checks(args)
     if args.list:
         for check in checks:
-            print(
-                f"{check.name:12} {check.proves} ({', '.join(check.modes)}; at most {check.seconds:.0f} s)"
-            )
+            modes = ", ".join(check.modes)
+            limit = f"at most {check.seconds:.0f} s"
+            print(f"{check.name:12} {check.proves} ({modes}; {limit})")
         return 0
     mode = FAKE if args.fake else args.device
     reason = why_not(mode)
@@ -236,16 +237,14 @@ def main() -> int:
     from gpu_checks.report import REPORT, verdict, write
 
     args.out.mkdir(parents=True, exist_ok=True)
-    began = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    now = datetime.datetime.now(datetime.timezone.utc)
+    began = now.isoformat(timespec="seconds")
     started = time.time()
 
     def write_report(findings: list[Finding]) -> Path:
-        about = {
-            "mode": mode,
-            "began": began,
-            "seconds": time.time() - started,
-            "checks run": f"{len(findings)} of {len(checks)}",
-        }
+        seconds = time.time() - started
+        checks_run = f"{len(findings)} of {len(checks)}"
+        about = {"mode": mode, "began": began, "seconds": seconds, "checks run": checks_run}
         return write(args.out, findings, about)
 
     findings = run_all(checks, mode, args.out, 60 * args.minutes, write_report)
@@ -253,8 +252,9 @@ def main() -> int:
     skipped = [finding.name for finding in findings if finding.verdict == SKIP]
     if skipped:
         print(f"not run: {', '.join(skipped)}")
-    print(f"gpu_check: {verdict(findings)}")
-    return 0 if verdict(findings) == "PASS" else 1
+    result = verdict(findings)
+    print(f"gpu_check: {result}")
+    return 0 if result == "PASS" else 1
 
 
 if __name__ == "__main__":

@@ -40,11 +40,12 @@ SOURCE_ONLY = {"antlr4-python3-runtime"}
 
 def requirements_in(path: Path) -> list[Requirement]:
     """The requirements in a file of pip's format, without options."""
-    lines = (
-        re.sub(r"(^|\s)#.*", "", line).strip()
-        for line in path.read_text(encoding="utf-8").splitlines()
-    )
-    return [Requirement(line) for line in lines if line]
+    requirements = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        text = re.sub(r"(^|\s)#.*", "", line).strip()
+        if text:
+            requirements.append(Requirement(text))
+    return requirements
 
 
 def holds(requirement: Requirement, python: str, extras: set[str]) -> bool:
@@ -54,9 +55,9 @@ def holds(requirement: Requirement, python: str, extras: set[str]) -> bool:
         "sys_platform": "linux",
     }
     marker = requirement.marker
-    return marker is None or any(
-        marker.evaluate({**environment, "extra": extra}) for extra in extras or {""}
-    )
+    if marker is None:
+        return True
+    return any(marker.evaluate({**environment, "extra": extra}) for extra in extras or {""})
 
 
 def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = ()) -> list[str]:
@@ -64,11 +65,10 @@ def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = (
 
     Versions are pinned, or installed here, or else as another package asks for them.
     """
-    pins = {
-        canonicalize_name(pin.name): pin
-        for pin in requirements_in(PINS)
-        if holds(pin, python, set())
-    }
+    pins = {}
+    for pin in requirements_in(PINS):
+        if holds(pin, python, set()):
+            pins[canonicalize_name(pin.name)] = pin
     requirements: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     todo = [Requirement(PROJECT), *map(Requirement, also)]
@@ -83,25 +83,27 @@ def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = (
             package = distribution(name)
         except PackageNotFoundError:  # wanted by another Python than this one only
             package = None
+        if name in pins:
+            version = str(pins[name].specifier)
+        elif package:
+            version = f"=={package.version}"
+        else:
+            version = str(wanted.specifier)
         if name != PROJECT:
-            version = (
-                pins[name].specifier
-                if name in pins
-                else f"=={package.version}"
-                if package
-                else wanted.specifier
-            )
             requirements[name] = f"{name}{version}"
-        needed = [Requirement(line) for line in (package.requires or [] if package else [])]
-        todo += [other for other in needed if holds(other, python, set(extras) | {""})]
+        if package is None:
+            continue
+        for line in package.requires or []:
+            needed = Requirement(line)
+            if holds(needed, python, {*extras, ""}):
+                todo.append(needed)
     return [requirements[name] for name in sorted(requirements)]
 
 
 def pip(*arguments: str) -> None:
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
-    subprocess.run(
-        [sys.executable, "-m", "pip", *arguments, "--no-deps", "--quiet", *extra], check=True
-    )
+    command = [sys.executable, "-m", "pip", *arguments, "--no-deps", "--quiet", *extra]
+    subprocess.run(command, check=True)
 
 
 def make(folder: Path, requirements: list[str], python: str) -> None:

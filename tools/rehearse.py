@@ -86,9 +86,9 @@ def count_checks(path: Path) -> Counts:
     """Count gpu_check's verdicts; a check, or a part of one, without time left has failed."""
     checks = json.loads(path.read_text(encoding="utf-8"))["checks"]
     late = [NO_TIME in json.dumps(check) for check in checks]
-    verdicts = [
-        "FAIL" if is_late else check["verdict"] for check, is_late in zip(checks, late, strict=True)
-    ]
+    verdicts = []
+    for check, is_late in zip(checks, late, strict=True):
+        verdicts.append("FAIL" if is_late else check["verdict"])
     return Counts(verdicts.count("PASS"), verdicts.count("FAIL"), verdicts.count("SKIP"))
 
 
@@ -115,9 +115,11 @@ def steps(workers: int) -> list[Step]:
     check = ["tools/gpu_check.py", "--minutes", "30", "--out", "{out}"]
     fake_cuda = pytest_command(workers, "-m", "not slow and not engine", "tests/fake_cuda")
     unit = pytest_command(workers, "-m", IN_PROCESS, *UNIT_TESTS)
+    check_cpu = [*check, "--device", "cpu"]
+    check_fake = [*check, "--fake"]
     return [
-        Step("check-cpu", [*check, "--device", "cpu"], 1800, "report.json", count_checks),
-        Step("check-fake", [*check, "--fake"], 1800, "report.json", count_checks),
+        Step("check-cpu", check_cpu, 1800, "report.json", count_checks),
+        Step("check-fake", check_fake, 1800, "report.json", count_checks),
         Step("fake-cuda", fake_cuda, 2400, "tests.xml", count_tests, is_fake=True),
         Step("unit", unit, 3600, "tests.xml", count_tests),
     ]
@@ -137,12 +139,19 @@ def tree_files(root: Path) -> list[Path]:
 
 def size_row(tree: Sequence[Path], wheels: Sequence[Path], limit_mib: float = LIMIT_MIB) -> Row:
     """Judge the size of what is carried."""
-    tree_mib = sum(path.stat().st_size for path in tree) / MEBIBYTE
-    wheels_mib = sum(path.stat().st_size for path in wheels) / MEBIBYTE
+    tree_mib = mebibytes(tree)
+    wheels_mib = mebibytes(wheels)
     total = tree_mib + wheels_mib
-    summary = f"tree {tree_mib:.1f} MiB, wheels {wheels_mib:.1f} MiB: {total:.1f} of at most {limit_mib:g} MiB"
-    is_small = total < limit_mib
-    return Row("size", summary, passed=int(is_small), failed=int(not is_small))
+    summary = f"tree {tree_mib:.1f} MiB, wheels {wheels_mib:.1f} MiB: "
+    summary += f"{total:.1f} of at most {limit_mib:g} MiB"
+    if total < limit_mib:
+        return Row("size", summary, passed=1)
+    return Row("size", summary, failed=1)
+
+
+def mebibytes(paths: Sequence[Path]) -> float:
+    size = sum(path.stat().st_size for path in paths)
+    return size / MEBIBYTE
 
 
 def versions_there(python: Path) -> dict[str, str]:
@@ -175,7 +184,7 @@ def differences(
 def environment_row(versions: dict[str, str], pins: dict[str, str], seconds: float) -> Row:
     """Name the versions, and say so if they are not the image's."""
     assert IMAGE.python is not None
-    summary = ", ".join(f"{name} {version}" for name, version in versions.items())
+    summary = ", ".join(map(" ".join, versions.items()))
     others = differences(versions, pins, IMAGE.python)
     if others:
         summary += f"; not the image: {', '.join(others)}"
@@ -186,8 +195,9 @@ def make_wheels(python: tuple[int, int]) -> list[Path]:
     """Make the folder of wheels that the image lacks, with Hypothesis for the tests."""
     shutil.rmtree(WHEELS, ignore_errors=True)
     tool = [sys.executable, str(ROOT / "tools/make_wheelhouse.py"), str(WHEELS)]
-    options = ["--python", ".".join(map(str, python)), "--image", str(IMAGE.pins)]
-    subprocess.run([*tool, *options, "--also", "hypothesis"], check=True, timeout=1800)
+    version = ".".join(map(str, python))
+    options = ["--python", version, "--image", str(IMAGE.pins), "--also", "hypothesis"]
+    subprocess.run([*tool, *options], check=True, timeout=1800)
     return sorted(WHEELS.iterdir())
 
 
@@ -255,14 +265,22 @@ def prepare(rows: list[Row]) -> Path:
     interpreter = find_interpreter(IMAGE.python)
     make(IMAGE, ENVIRONMENT)
     python = python_of(ENVIRONMENT)
-    pins = {pin.name: next(iter(pin.specifier)).version for pin in requirements_in(IMAGE.pins)}
-    rows.append(environment_row(versions_there(python), pins, time.monotonic() - started))
+    pins = {}
+    for pin in requirements_in(IMAGE.pins):
+        (specifier,) = pin.specifier
+        pins[pin.name] = specifier.version
+    versions = versions_there(python)
+    seconds = time.monotonic() - started
+    rows.append(environment_row(versions, pins, seconds))
     started = time.monotonic()
     wheels = make_wheels(interpreter.version)
     install_wheels(python)
-    summary = f"{len(wheels) - 1} wheels, installed without an index"
-    rows.append(Row("wheels", summary, passed=1, seconds=time.monotonic() - started))
-    rows.append(size_row(tree_files(ROOT), wheels))
+    seconds = time.monotonic() - started
+    num_wheels = len(wheels) - 1  # beside requirements.txt
+    summary = f"{num_wheels} wheels, installed without an index"
+    rows.append(Row("wheels", summary, passed=1, seconds=seconds))
+    tree = tree_files(ROOT)
+    rows.append(size_row(tree, wheels))
     return python
 
 
@@ -294,9 +312,8 @@ def main() -> int:
     (out / "table.md").write_text(text, encoding="utf-8")
     print(text, end="")
     failed = [row.step for row in rows if row.failed]
-    print(
-        f"rehearse: {out / 'table.md'}: {'FAIL (' + ', '.join(failed) + ')' if failed else 'PASS'}"
-    )
+    verdict = f"FAIL ({', '.join(failed)})" if failed else "PASS"
+    print(f"rehearse: {out / 'table.md'}: {verdict}")
     return 1 if failed else 0
 
 
