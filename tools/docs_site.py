@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
 
 
 def navigation(index: str) -> list[Any]:
-    """Return mkdocs's `nav`: a section for each heading of the index, with the pages it links to."""
+    """Return mkdocs's `nav`: a section for each heading of the index, with its pages."""
     nav: list[Any] = ["index.md"]
     _, *parts = re.split(r"^## ", index, flags=re.MULTILINE)
     for part in parts:

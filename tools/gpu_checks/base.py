@@ -45,7 +45,7 @@ class Context:
 
 @dataclass
 class Finding:
-    """Result of a check: verdict, why, and JSON values by name, of which a list of dicts becomes a table."""
+    """Result of a check: verdict, why, and JSON values by name; a list of dicts becomes a table."""
 
     verdict: str
     sentence: str
