@@ -161,16 +161,19 @@ def drawing(source: str, *others: Any, **options: Any) -> str:
     y = {}
     for level, names in enumerate(levels):
         y.update(dict.fromkeys(names, level * 64 + 22))
-    arrows = []
+    arrows = ""
     for above, below in edges:
-        start = f"M{x[above]:g} {y[above] + 14:g}"
-        end = f"L{x[below]:g} {y[below] - 16:g}"
-        arrows.append(f'<path d="{start} {end}" marker-end="url(#tip)"/>')
-    boxes = [box(name, x[name], y[name]) for name in columns]
+        bottom = y[above] + 14
+        top = y[below] - 16
+        line = f"M{x[above]:g} {bottom:g} L{x[below]:g} {top:g}"
+        arrows += f'<path d="{line}" marker-end="url(#tip)"/>'
+    boxes = ""
+    for name in columns:
+        boxes += box(name, x[name], y[name])
     width = (rightmost - leftmost) * 150 + 132
     height = len(levels) * 64 - 20
     head = f'<svg viewBox="0 0 {width:g} {height:g}" {STYLE}><defs>{TIP}</defs>'
-    return head + "".join(arrows) + "".join(boxes) + "</svg>"
+    return f"{head}{arrows}{boxes}</svg>"
 
 
 def levels_of(edges: list[tuple[str, str]]) -> list[list[str]]:
@@ -198,12 +201,12 @@ def columns_of(levels: list[list[str]], edges: list[tuple[str, str]]) -> dict[st
             above = [columns[upper] for upper, lower in edges if lower == name]
             middle[name] = statistics.fmean(above) if above else i
         names = sorted(names, key=middle.__getitem__)
-        gaps = [middle[right] - middle[left] for left, right in itertools.pairwise(names)]
-        if any(gap < 1 for gap in gaps):
-            first = statistics.fmean(middle.values()) - (len(names) - 1) / 2
-            middle = {name: first + i for i, name in enumerate(names)}
-        for name in names:
-            columns[name] = middle[name]
+        places = [middle[name] for name in names]
+        if any(right - left < 1 for left, right in itertools.pairwise(places)):
+            half_width = (len(names) - 1) / 2
+            first = statistics.fmean(places) - half_width
+            places = [first + i for i in range(len(names))]
+        columns.update(zip(names, places, strict=True))
     return columns
 
 

@@ -114,7 +114,9 @@ def _template_of_settings(call: ast.Call) -> str:
     settings = call.args[1]
     names = settings.elts if isinstance(settings, ast.Tuple) else [settings]
     values = [f"{_template(name)} is {{value}}" for name in names]
-    return f"{' and '.join(values)}; {_template(call.args[2])}"
+    sentence = " and ".join(values)
+    advice = _template(call.args[2])
+    return f"{sentence}; {advice}"
 
 
 def _assigned_before_calls(tree: ast.AST) -> dict[ast.Call, ast.expr]:
@@ -127,11 +129,12 @@ def _assigned_before_calls(tree: ast.AST) -> dict[ast.Call, ast.expr]:
         assignments = [node for node in nodes if isinstance(node, ast.Assign)]
         assignments.sort(key=lambda assignment: assignment.lineno)
         for call in nodes:
-            if not (
-                isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Name)
-            ):
+            if not isinstance(call, ast.Call) or not call.args:
                 continue
-            variable = call.args[0].id
+            argument = call.args[0]
+            if not isinstance(argument, ast.Name):
+                continue
+            variable = argument.id
             for assignment in assignments:
                 target = assignment.targets[0]
                 is_its = isinstance(target, ast.Name) and target.id == variable
@@ -186,7 +189,9 @@ def package_errors() -> list[RaisedError]:
     """Return the errors that the package makes."""
     errors: list[RaisedError] = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        errors.extend(error_calls(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))))
+        source = path.read_text(encoding="utf-8")
+        name = str(path.relative_to(ROOT))
+        errors.extend(error_calls(source, name))
     return errors
 
 

@@ -61,6 +61,7 @@ MOVED = {  # from 1.3 on
     "executor/ray_gpu_worker.py": "executor/ray/gpu_worker.py",
 }
 ADDED = {"llmapi/llm_args.py": ("SleepConfig",)}  # in 1.3
+Parameter = dict[str, str | None]  # name, kind, default
 KINDS = (
     "POSITIONAL_ONLY",
     "POSITIONAL_OR_KEYWORD",
@@ -188,15 +189,16 @@ def _assigned(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
                 yield target.id, node.value
 
 
-def _parameters(args: ast.arguments) -> list[dict[str, str | None]]:
+def _parameters(args: ast.arguments) -> list[Parameter]:
+    kinds = [KINDS[0]] * len(args.posonlyargs) + [KINDS[1]] * len(args.args)
+    positional = args.posonlyargs + args.args
     # Defaults belong to the last of the positional parameters.
-    num_required = len(args.posonlyargs) + len(args.args) - len(args.defaults)
-    defaults = [None] * num_required + list[ast.expr | None](args.defaults)
+    num_required = len(positional) - len(args.defaults)
+    defaults: list[ast.expr | None] = [None] * num_required
+    defaults += args.defaults
     parameters = []
-    for argument in args.posonlyargs:
-        parameters.append(_parameter(argument, KINDS[0], defaults.pop(0)))
-    for argument in args.args:
-        parameters.append(_parameter(argument, KINDS[1], defaults.pop(0)))
+    for argument, kind, default in zip(positional, kinds, defaults, strict=True):
+        parameters.append(_parameter(argument, kind, default))
     if args.vararg:
         parameters.append(_parameter(args.vararg, KINDS[2], None))
     for argument, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
@@ -206,11 +208,12 @@ def _parameters(args: ast.arguments) -> list[dict[str, str | None]]:
     return parameters[1:]  # less self
 
 
-def _fields(owner: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[dict[str, str | None]]:
-    fields: dict[str | None, dict[str, str | None]] = {}
+def _fields(owner: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[Parameter]:
+    fields: dict[str | None, Parameter] = {}
     for base in owner.bases:
         if isinstance(base, ast.Name) and base.id in classes:
-            for inherited in _fields(classes[base.id], classes):
+            parent = classes[base.id]
+            for inherited in _fields(parent, classes):
                 fields[inherited["name"]] = inherited
     for node in owner.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
@@ -249,12 +252,9 @@ def _default_of_field(value: ast.expr | None) -> str | None:
     return None if value is None else ast.unparse(value)
 
 
-def _parameter(argument: ast.arg, kind: str, default: ast.expr | None) -> dict[str, str | None]:
-    return {
-        "name": argument.arg,
-        "kind": kind,
-        "default": None if default is None else ast.unparse(default),
-    }
+def _parameter(argument: ast.arg, kind: str, default: ast.expr | None) -> Parameter:
+    text = None if default is None else ast.unparse(default)
+    return {"name": argument.arg, "kind": kind, "default": text}
 
 
 def main() -> int:

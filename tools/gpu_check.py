@@ -150,7 +150,9 @@ def arguments() -> argparse.Namespace:
 
 def chosen_checks(args: argparse.Namespace) -> list[Check]:
     """Return the checks of the command line, with the options that were given."""
-    checks = [check for check in CHECKS if args.only is None or check.name in args.only]
+    checks = list(CHECKS)
+    if args.only is not None:
+        checks = [check for check in checks if check.name in args.only]
     options = given_options(args)
     if not options:
         return checks

@@ -95,14 +95,15 @@ class Outcome:
 def read_table(path: Path = TABLE) -> list[Mutant]:
     # Python 3.10 has no parser; pytest brings the same one there.
     tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
     mutants: list[Mutant] = []
-    for section in tomllib.loads(path.read_text(encoding="utf-8"))["file"]:
+    for section in table["file"]:
+        file = section["path"]
         for row in section["mutant"]:
             tests = tuple(row.get("tests", section["tests"]))
             survives = row.get("survives", "")
-            mutants.append(
-                Mutant(section["path"], row["kind"], row["old"], row["new"], tests, survives)
-            )
+            mutant = Mutant(file, row["kind"], row["old"], row["new"], tests, survives)
+            mutants.append(mutant)
     return mutants
 
 
@@ -184,7 +185,8 @@ def _run_tests(root: str, tests: Sequence[str], log: str) -> None:
 def _await_tests(root: Path, tests: Sequence[str], seconds: float, log: Path) -> int | None:
     """Return pytest's exit status; None if the tests did not end in time."""
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_run_tests, args=(str(root), list(tests), str(log)))
+    arguments = (str(root), list(tests), str(log))
+    process = context.Process(target=_run_tests, args=arguments)
     process.start()
     process.join(seconds)
     has_ended = process.exitcode is not None
@@ -216,7 +218,8 @@ def check_baseline(tree: Path, mutants: Sequence[Mutant]) -> None:
     log = tree / "baseline.log"
     status = _await_tests(tree, tests, BASELINE_SECONDS, log)
     if status != 0:
-        ending = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        ending = "\n".join(lines[-30:])
         raise SystemExit(
             f"error: on the unchanged tree the tests end with {status}, expected 0:\n{ending}"
         )
@@ -260,40 +263,47 @@ def run_all(
         check_baseline(trees[0], mutants)
         say("the tests pass on the unchanged tree")
 
-        def run_share(job: int) -> list[tuple[int, Outcome]]:
-            outcomes: list[tuple[int, Outcome]] = []
+        def run_share(job: int) -> dict[int, Outcome]:
+            outcomes: dict[int, Outcome] = {}
             for number in range(job, len(mutants), jobs):
-                outcome = run_mutant(trees[job], mutants[number], seconds)
-                outcomes.append((number, outcome))
-                say(f"{outcome.verdict:10} {outcome.seconds:5.1f} s  {describe(outcome.mutant)}")
+                mutant = mutants[number]
+                outcome = run_mutant(trees[job], mutant, seconds)
+                outcomes[number] = outcome
+                say(f"{outcome.verdict:10} {outcome.seconds:5.1f} s  {describe(mutant)}")
             return outcomes
 
+        by_number: dict[int, Outcome] = {}
         with ThreadPoolExecutor(jobs) as pool:
-            by_number = dict(pair for share in pool.map(run_share, range(jobs)) for pair in share)
+            for outcomes in pool.map(run_share, range(jobs)):
+                by_number |= outcomes
     return [by_number[number] for number in range(len(mutants))]
 
 
 def describe(mutant: Mutant) -> str:
     old = " ".join(mutant.old.split())
-    new = " ".join(mutant.new.split())
-    return f"{mutant.kind}: {mutant.file}: {old} -> {new or '(deleted)'}"
+    new = " ".join(mutant.new.split()) or "(deleted)"
+    return f"{mutant.kind}: {mutant.file}: {old} -> {new}"
 
 
 def share_killed(outcomes: Sequence[Outcome]) -> float:
-    return sum(outcome.is_killed for outcome in outcomes) / len(outcomes)
+    num_killed = sum(outcome.is_killed for outcome in outcomes)
+    return num_killed / len(outcomes)
 
 
 def as_markdown(outcomes: Sequence[Outcome]) -> str:
-    kinds = list(dict.fromkeys(outcome.mutant.kind for outcome in outcomes))
-    of_kind = Counter(outcome.mutant.kind for outcome in outcomes)
-    killed = Counter(outcome.mutant.kind for outcome in outcomes if outcome.is_killed)
-    late = Counter(
-        outcome.mutant.kind for outcome in outcomes if outcome.verdict == "killed by the deadline"
-    )
+    of_kind: Counter[str] = Counter()
+    killed: Counter[str] = Counter()
+    late: Counter[str] = Counter()
+    for outcome in outcomes:
+        kind = outcome.mutant.kind
+        of_kind[kind] += 1
+        killed[kind] += outcome.is_killed
+        late[kind] += outcome.verdict == "killed by the deadline"
     lines = ["| kind | mutants | killed | of these by the deadline |", "|---|---|---|---|"]
-    lines += [f"| {kind} | {of_kind[kind]} | {killed[kind]} | {late[kind]} |" for kind in kinds]
-    share = f"{sum(killed.values())} ({share_killed(outcomes):.0%})"
-    lines.append(f"| all | {len(outcomes)} | {share} | {sum(late.values())} |")
+    for kind, count in of_kind.items():
+        lines.append(f"| {kind} | {count} | {killed[kind]} | {late[kind]} |")
+    share = f"{killed.total()} ({share_killed(outcomes):.0%})"
+    lines.append(f"| all | {len(outcomes)} | {share} | {late.total()} |")
     survivors = [outcome.mutant for outcome in outcomes if not outcome.is_killed]
     if survivors:
         lines += ["", "| survivor | why |", "|---|---|"]
@@ -341,10 +351,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = set(options.only)
         mutants = [mutant for mutant in mutants if mutant.kind in wanted or mutant.file in wanted]
         if not mutants:
-            kinds = sorted({mutant.kind for mutant in read_table()})
-            parser.error(
-                f"--only {' '.join(options.only)} selects nothing; kinds are {', '.join(kinds)}"
-            )
+            kinds = ", ".join(sorted({mutant.kind for mutant in read_table()}))
+            selection = " ".join(options.only)
+            parser.error(f"--only {selection} selects nothing; kinds are {kinds}")
     if options.list:
         print("\n".join(map(describe, mutants)))
         return 0
@@ -363,11 +372,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = as_markdown(outcomes)
     print(f"\n{text}", end="")
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "mutants.md").write_text(text, encoding="utf-8")
-        (options.out / "mutants.json").write_text(
-            json.dumps(as_json(outcomes), indent=1) + "\n", encoding="utf-8"
-        )
+        out = options.out
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "mutants.md").write_text(text, encoding="utf-8")
+        content = json.dumps(as_json(outcomes), indent=1) + "\n"
+        (out / "mutants.json").write_text(content, encoding="utf-8")
     return 0 if share_killed(outcomes) >= LEAST_KILLED else 1
 
 

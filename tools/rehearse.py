@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,8 @@ def count_checks(path: Path) -> Counts:
     verdicts = []
     for check, is_late in zip(checks, late, strict=True):
         verdicts.append("FAIL" if is_late else check["verdict"])
-    return Counts(verdicts.count("PASS"), verdicts.count("FAIL"), verdicts.count("SKIP"))
+    counts = Counter(verdicts)
+    return Counts(counts["PASS"], counts["FAIL"], counts["SKIP"])
 
 
 def count_tests(path: Path) -> Counts:
@@ -100,7 +102,8 @@ def count_tests(path: Path) -> Counts:
     skipped = 0
     for suite in suites:
         tests += int(suite.attrib["tests"])
-        failed += int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+        failed += int(suite.attrib["failures"])
+        failed += int(suite.attrib["errors"])
         skipped += int(suite.attrib["skipped"])
     return Counts(tests - failed - skipped, failed, skipped)
 
@@ -133,8 +136,13 @@ def tree_files(root: Path) -> list[Path]:
         check=True,
         capture_output=True,
     ).stdout
-    paths = {root / os.fsdecode(name) for name in listing.split(b"\0") if name}
-    return [path for path in sorted(paths) if path.is_file() and not path.is_symlink()]
+    names = listing.split(b"\0")
+    paths = {root / os.fsdecode(name) for name in names if name}
+    files = []
+    for path in sorted(paths):
+        if path.is_file() and not path.is_symlink():
+            files.append(path)
+    return files
 
 
 def size_row(tree: Sequence[Path], wheels: Sequence[Path], limit_mib: float = LIMIT_MIB) -> Row:
@@ -173,11 +181,16 @@ def differences(
     """Return what is not as in the image; a build's label, such as +cpu, does not count."""
     lines = []
     wanted_python = ".".join(map(str, python))
-    if ".".join(versions["Python"].split(".")[:2]) != wanted_python:
-        lines.append(f"Python {versions['Python']} for {wanted_python}")
+    python_version = versions["Python"]
+    release = python_version.split(".")[:2]
+    if ".".join(release) != wanted_python:
+        lines.append(f"Python {python_version} for {wanted_python}")
     for name in COMPARED:
-        if versions[name].partition("+")[0] != pins[name]:
-            lines.append(f"{name} {versions[name]} for {pins[name]}")
+        version = versions[name]
+        pin = pins[name]
+        without_label, _, _ = version.partition("+")
+        if without_label != pin:
+            lines.append(f"{name} {version} for {pin}")
     return lines
 
 
@@ -240,9 +253,12 @@ def run_step(step: Step, python: Path, out: Path) -> Row:
             end = f"no end within {step.seconds:.0f} s"
     seconds = time.monotonic() - started
     report = folder / step.report
-    counts = step.count(report) if report.is_file() else Counts(0, 0, 0)
+    counts = Counts(0, 0, 0)
+    if report.is_file():
+        counts = step.count(report)
     failed = counts.failed
-    summary = f"`{' '.join(step.command).replace('{out}', 'OUT')}`"
+    command = " ".join(step.command).replace("{out}", "OUT")
+    summary = f"`{command}`"
     if code != 0 and failed == 0:
         failed = 1
         summary += f": {end}"
