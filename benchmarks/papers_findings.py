@@ -66,7 +66,7 @@ from rich.progress import (  # noqa: E402
 
 TUNING_SEEDS = (1, 2, 3)
 FIRST_SEED = 101  # of the evaluation
-# of cells that sleep: for seconds alone, as they learn what those without sleep do
+# Of cells that sleep: they give seconds only, since they learn the same as cells without sleep.
 SLEEPING_SEEDS = 3
 JOB_SECONDS = 300.0
 QUICK_STEPS = 4
@@ -100,7 +100,7 @@ def main() -> int:
     console = Console()
     pretraining_steps = PRETRAINING_STEPS
     if args.quick:
-        # A policy of its own, since it learns next to nothing in so few steps.
+        # A separate policy, since so few steps teach it next to nothing.
         args.out = args.out / "quick"
         pretraining_steps = QUICK_PRETRAINING
     with console.status("pre-training the policy (one or two minutes, once)"):

@@ -138,7 +138,7 @@ def http_call(
 def served(
     trunk: Path, head: Path, folder: Path, micro_batch: int, batch: int
 ) -> Iterator[tuple[int, str, list[psutil.Process]]]:
-    """A server of its own: the front door's port, Triton's socket, and the server's processes."""
+    """Start a server; yields the front door's port, Triton's socket and its processes."""
     port = free_port("127.0.0.1")
     ready = folder / "ready.json"
     command = [sys.executable, str(ROOT / "examples" / "serve_reward_model.py")]

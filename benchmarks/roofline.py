@@ -55,7 +55,7 @@ class MeasuredStep:
     """One step.
 
     Attributes:
-        seconds: of those of `PHASES` that it had.
+        seconds: of each phase of `PHASES` that the step had.
         tokens: that it had to compute.
     """
 

@@ -10,7 +10,7 @@ The columns:
   mean line         characters of a line, indentation included
   wide              lines of more than 100 columns
   several           statements that assign several values at once: `a, b = 1, 2` and `a = b = 0`
-  three             those of three values and more
+  three             statements that assign three values and more
   nodes a line      syntax-tree nodes of a logical line, docstrings apart
   vague             locals and parameters with a name that says nothing, such as `found`
   text * flag       a text or a list that is multiplied by a condition in place of an `if`

@@ -172,7 +172,7 @@ def why_not(mode: str) -> str | None:
         return f"{sys.executable} has no {' and no '.join(missing)}; install what docs/gpu.md lists"
     if mode == FAKE:
         return why_no_fakes()
-    # In a process of its own: a CUDA context here would take memory that the checks are to have.
+    # In a separate process: a CUDA context here would take memory from the checks.
     ask = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
     if mode == CUDA and subprocess.run(ask, stderr=subprocess.DEVNULL, timeout=300).returncode:
         return (

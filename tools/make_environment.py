@@ -37,7 +37,7 @@ class Environment:
     check: str
     """Python code that fails in an environment that does not work."""
     borrows: bool = True
-    """Installs the pins alone; other imports, such as torch, come from the project's environment."""
+    """Installs the pins alone; other imports, such as torch, come from the project's packages."""
     torch: str | None = None
     """The only release of torch that goes with the pins."""
     seconds: int = 480
@@ -234,10 +234,9 @@ def build(wanted: Environment, folder: Path) -> None:
     pip += [*shlex.split(os.getenv("PIP_ARGS", "")), "-r", str(requirements_for(wanted, folder))]
     run(pip, wanted.seconds, f"installing {wanted.title}")
     if wanted.borrows:
-        # A path in a .pth file comes after the folder's site_packages packages, so that the pins win; and the
-        # .pth files behind it are not read, so that the project itself, installed as editable,
-        # cannot be imported here. Written last: pip would take a package that it finds behind the
-        # path for installed.
+        # A path in a .pth file comes after the folder's own packages, so the pins win. The .pth
+        # files behind that path are not read, so the project itself, installed as editable, cannot
+        # be imported here. Written last: pip would take packages behind the path for installed.
         ask = [python, "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
         site_packages = run(ask, CHECK_SECONDS, "starting Python").strip()
         Path(site_packages, "behind.pth").write_text(

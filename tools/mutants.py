@@ -166,7 +166,7 @@ def copy_tree(target: Path) -> None:
 
 
 def _run_tests(root: str, tests: Sequence[str], log: str) -> None:
-    """Run tests in a tree of its own; in a process of its own, whose exit status is pytest's."""
+    """Run tests in a separate tree and process; its exit status is pytest's."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     os.dup2(output, 1)
@@ -254,7 +254,7 @@ def run_mutant(tree: Path, mutant: Mutant, seconds: float) -> Outcome:
 def run_all(
     mutants: Sequence[Mutant], jobs: int, seconds: float, say: Callable[[str], object]
 ) -> list[Outcome]:
-    """Run every mutant, `jobs` at a time, each job in a copy of the tree of its own."""
+    """Run every mutant, `jobs` at a time, each job in its own copy of the tree."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         trees = [Path(scratch) / str(job) for job in range(jobs)]
         for tree in trees:

@@ -114,7 +114,7 @@ def pytest_command(workers: int, *arguments: str) -> list[str]:
 
 
 def steps(workers: int) -> list[Step]:
-    # Each check has a limit of its own; together they may take longer than on a GPU.
+    # Each check has its own limit; together they may take longer than on a GPU.
     check = ["tools/gpu_check.py", "--minutes", "30", "--out", "{out}"]
     fake_cuda = pytest_command(workers, "-m", "not slow and not engine", "tests/fake_cuda")
     unit = pytest_command(workers, "-m", IN_PROCESS, *UNIT_TESTS)

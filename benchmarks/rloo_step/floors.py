@@ -112,7 +112,7 @@ def decoding_seconds(machine: Machine, model: ModelParts, lengths: Sequence[int]
     Args:
         machine: it runs on.
         model: that decodes.
-        lengths: tokens of the responses; those that have ended take no part any more.
+        lengths: tokens of the responses; ended responses take no part any more.
     """
     weights = model.body + model.head
     seconds = 0.0

@@ -1,4 +1,4 @@
-"""Runs a side in a process of its own."""
+"""Run a side in a separate process."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Workload:
         warm_up_steps: steps that do not count; the first allocates the optimizer's moments.
         group: G.
         prompt_tokens: of each prompt.
-        response_tokens: of each response: none may end before, and none goes on.
+        response_tokens: of each response: none ends earlier or later.
         beta: what a nat of KL costs.
         lr: learning rate.
         seed: of the sampling.
@@ -102,7 +102,7 @@ class SideReport:
         threads: of torch.
         parameters: that are trained.
         dtype: of the weights.
-        steps: all, those that do not count included.
+        steps: all, including the steps that do not count.
         peak_bytes: resident memory of its processes, the sum of each one's highest.
     """
 
@@ -116,7 +116,7 @@ class SideReport:
 
 
 def with_other(seconds: float, phases: dict[str, float]) -> dict[str, float]:
-    """All of `PHASES`: those that did not occur took no time, and what no phase has is `OTHER`."""
+    """All of `PHASES`: a missing phase took no time, and the remaining time is `OTHER`."""
     known = {name: phases.get(name, 0.0) for name in PHASES}
     return {**known, OTHER: max(seconds - sum(known.values()), 0.0)}
 

@@ -23,7 +23,7 @@ class Context:
 
     Attributes:
         mode: CUDA, CPU or FAKE.
-        folder: of its own.
+        folder: of this check alone.
         deadline: the `time.time()` at which its process is ended.
         options: of the command line, by name; most checks have none.
     """

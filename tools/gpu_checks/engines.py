@@ -155,7 +155,7 @@ def reference_log_probs(
     tensors = {name: tensor.float() for name, tensor in hf_tensors(actor.lm) if tensor is not None}
     config = LlamaConfig.from_pretrained(actor.tokenizer.name_or_path, trust_remote_code=False)
     model: Any = LlamaForCausalLM(config)
-    model.load_state_dict(tensors, strict=False)  # a tied output layer has no tensor of its own
+    model.load_state_dict(tensors, strict=False)  # a tied output layer has no tensor
     model.tie_weights()
     model.eval().to(device)
     at_temperature = []
@@ -177,7 +177,7 @@ def reference_log_probs(
 
 
 def faults_of(rows: Sequence[dict[str, object]]) -> list[str]:
-    """Say what each row's log-probs are, if they are not those at its temperature."""
+    """Say which log-probs a row has, if not the ones at its temperature."""
     faults = []
     for row in rows:
         at_it, at_one = (float(str(row[key])) for key in ("at it", "at 1"))

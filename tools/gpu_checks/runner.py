@@ -1,4 +1,4 @@
-"""Runs a check in a process of its own with a deadline."""
+"""Run a check in a separate process with a deadline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Check:
         least: with fewer seconds left the process is not started.
         modes: in which it can say something.
         needs: modules that must be there.
-        environment: variables that its process has besides.
+        environment: additional variables of its process.
         options: of the command line, by name.
         enough: seconds after which an unfinished check has failed, rather than run out of time;
             None: `seconds`.
@@ -64,7 +64,7 @@ def run(check: Check, mode: str, folder: Path, left: float) -> Finding:
         return Finding(
             SKIP, f"no time left: {left:.0f} s of at least {check.least:.0f}", name=check.name
         )
-    shutil.rmtree(folder, ignore_errors=True)  # a run would go on from an earlier one's checkpoints
+    shutil.rmtree(folder, ignore_errors=True)  # a run would resume from old checkpoints
     folder.mkdir(parents=True)
     limit = min(check.seconds, left)
     started = time.time()

@@ -23,7 +23,7 @@ LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
 
 def check(context: Context) -> Finding:
     runs = Runs(context, "tiny", 24, 8 if context.mode == FAKE else 40)
-    if context.mode == FAKE:  # metric is saved there has no values that a comparison could be of
+    if context.mode == FAKE:  # there are no values to compare
         lines = [runs.run("straight", steps, saves=True) for steps in (1, 2)]
         return judged([], f"{len(lines[-1])} steps, the second after a restore", {})
     straight = runs.run("straight", STEPS, saves=True)
