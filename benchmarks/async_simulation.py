@@ -253,7 +253,7 @@ def _verl_async(
 # NeMo-RL: docs/about/performance-summary.md, v0.4 (mean sequences 1,060 and 1,129 tokens);
 # async-grpo-llama3.1-8b- instruct-2n8g.yaml has 8 GPUs that generate. verl:
 # docs/advance/one_step_off.md and fully_async.md; the latter's runs have staleness 0.5 and
-# responses that go on under newer weights, and no log-prob pass.
+# responses that continue under newer weights, and no log-prob pass.
 PUBLISHED = [
     Published(
         "NeMo-RL 0.4, 8B, one step off", LLAMA_8B, 16, 8, "in order", 97.7, 74.6, (940, 1009)

@@ -35,57 +35,48 @@ RATIOS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 def bias_table(world: World) -> Table:
-    table = Table(
-        title=f"Bias. G = {SAMPLES}, beta = {BETA}, a policy of {NUM_SEQUENCES} sequences, every pair summed"
-    )
+    title = f"Bias. G = {SAMPLES}, beta = {BETA}, a policy of {NUM_SEQUENCES} sequences"
+    table = Table(title=f"{title}, every pair summed")
     for column in ("option", "relative error", "cosine"):
         table.add_column(column)
-    rows: list[tuple[str, Options]] = [
-        (f"advantage_estimator={name}", Options(advantage_estimator=name))
-        for name in ADVANTAGE_ESTIMATORS
-    ]
-    rows += [
-        (
-            f"advantage_estimator=none advantage_whitening={unit}",
-            Options("none", advantage_whitening=unit),
-        )
-        for unit in ("sequence", "token")
-    ]
-    rows += [
-        (
-            f"credit_assignment=token discount_factor={g}",
-            Options(credit_assignment="token", discount_factor=g),
-        )
-        for g in (1.0, 0.9)
-    ]
-    rows += [
-        (
-            f"kl_estimator={kl} kl_reduction={reduction}",
-            Options(kl_estimator=kl, kl_reduction=reduction),
-        )
-        for kl in KL_ESTIMATORS
-        for reduction in KL_REDUCTIONS
-    ]
-    rows += [
-        (
-            f"kl_placement=loss kl_loss_weights={weights} kl_estimator={kl}",
-            Options(kl_estimator=kl, kl_placement="loss", kl_loss_weights=weights),
-        )
-        for weights in KL_LOSS_WEIGHTS
-        for kl in KL_ESTIMATORS
-    ]
-    rows += [
-        (f"loss_aggregation={name}", Options(loss=LossSettings(name))) for name in LOSS_AGGREGATIONS
-    ]
-    for name, options in rows:
+    true = world.true_gradient
+    for name, options in options_to_measure().items():
         gradient = expected_gradient(world, options, SAMPLES)
-        cosine = float(cosine_similarity(gradient.flatten(), world.true_gradient.flatten(), dim=0))
-        table.add_row(name, f"{relative_error(gradient, world.true_gradient):.1e}", f"{cosine:.3f}")
+        cosine = float(cosine_similarity(gradient.flatten(), true.flatten(), dim=0))
+        error = relative_error(gradient, true)
+        table.add_row(name, f"{error:.1e}", f"{cosine:.3f}")
     return table
 
 
+def options_to_measure() -> dict[str, Options]:
+    """By their names on the command line."""
+    options = {}
+    for name in ADVANTAGE_ESTIMATORS:
+        options[f"advantage_estimator={name}"] = Options(advantage_estimator=name)
+    for unit in ("sequence", "token"):
+        name = f"advantage_estimator=none advantage_whitening={unit}"
+        options[name] = Options("none", advantage_whitening=unit)
+    for discount in (1.0, 0.9):
+        name = f"credit_assignment=token discount_factor={discount}"
+        options[name] = Options(credit_assignment="token", discount_factor=discount)
+    for kl in KL_ESTIMATORS:
+        for reduction in KL_REDUCTIONS:
+            name = f"kl_estimator={kl} kl_reduction={reduction}"
+            options[name] = Options(kl_estimator=kl, kl_reduction=reduction)
+    for weights in KL_LOSS_WEIGHTS:
+        for kl in KL_ESTIMATORS:
+            name = f"kl_placement=loss kl_loss_weights={weights} kl_estimator={kl}"
+            options[name] = Options(kl_estimator=kl, kl_placement="loss", kl_loss_weights=weights)
+    for name in LOSS_AGGREGATIONS:
+        options[f"loss_aggregation={name}"] = Options(loss=LossSettings(name))
+    return options
+
+
 def variance_table() -> Table:
-    """Four samples in all, in one group or several; the rewards less their KL are shifted to a mean over spread."""
+    """The variance with four samples in all, in one group or several.
+
+    Rewards less their KL are shifted to a given mean over spread.
+    """
     table = Table(
         title="Variance of the gradient of four samples, as a share of that without a baseline"
     )

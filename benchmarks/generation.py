@@ -1,12 +1,13 @@
 """Tokens a second of the native engine and of transformers' `generate`, or of vLLM, in turns.
 
-python benchmarks/generation.py                              (SmolLM2-135M, fp32; about 2 minutes on 2 cores)
+python benchmarks/generation.py                 (SmolLM2-135M, fp32; about 2 minutes on 2 cores)
 python benchmarks/generation.py --prompt-tokens 256 --group 8
-python benchmarks/generation.py --vllm .venv-engine/bin/python                   (vLLM in place of transformers)
-python benchmarks/generation.py --short                      (a tiny random model, one pair: does it work at all?)
+python benchmarks/generation.py --vllm .venv-engine/bin/python      (vLLM instead of transformers)
+python benchmarks/generation.py --short         (a tiny random model, one pair)
 
-The same weights, prompts of equal length, samples a prompt and threads; both sample at temperature 1, and no response
-may end before its last token. One call of each does not count. The last line of the output is `speedup: N.NNx`.
+Both sides get the same weights, prompts of equal length, samples a prompt and threads. They sample
+at temperature 1, and no response may end before its last token. The first call of each does not
+count. The last line of the output is `speedup: N.NNx`.
 """
 
 from __future__ import annotations
@@ -219,7 +220,8 @@ def main() -> int:
                 )
             seconds = measure(sides, args)
     count = args.prompts * args.group * args.response_tokens
-    shape = f"{args.prompts} prompts x {args.group}, {args.prompt_tokens} + {args.response_tokens} tokens"
+    shape = f"{args.prompts} prompts x {args.group}, "
+    shape += f"{args.prompt_tokens} + {args.response_tokens} tokens"
     table = Table(title=f"{folder.name}, float32: {shape}, {args.threads} threads")
     for name in ("", "median seconds", "tokens a second"):
         table.add_column(name, justify="right" if name else "left")

@@ -1,10 +1,11 @@
-"""Print memory and time of log-probs through the chunked head and through whole logits, forward and backward.
+"""Print memory and time of log-probs, forward and backward: chunked head against whole logits.
 
 python benchmarks/log_prob_memory.py        (a few minutes; 5 GB of memory)
-python benchmarks/log_prob_memory.py --vocab 49152 --hidden 576 --tokens 256 --chunks 256    (what the entropy costs)
+python benchmarks/log_prob_memory.py --vocab 49152 --hidden 576 --tokens 256 --chunks 256
 
-Memory is the growth of the process over what it held with its inputs, at its peak; every row is a process of its own.
-Times are the best of `--repeats`, and the rows take turns, so that a busy machine slows all of them alike.
+The second command shows what the entropy costs. Memory is the peak growth of the process over its
+size with the inputs; every row is a separate process. Times are the best of `--repeats`, and the
+rows take turns, so that a busy machine slows all of them alike.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Peak memory over the inputs' in bytes, and wall and CPU seconds of a forward and backward pass."""
+    """Of a forward and backward pass; memory is the peak in bytes, less the inputs."""
 
     memory: int
     wall_seconds: float

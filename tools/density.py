@@ -3,14 +3,14 @@
 python tools/density.py            prints the figures of the package and of the tests
 python tools/density.py --check    exits with 1 if a figure is above its ceiling
 python tools/density.py --lower    lowers the ceilings to today's figures; it raises none
-python tools/density.py FOLDER|FILE ... [--files N]    figures of these, and of their N densest files
+python tools/density.py FOLDER|FILE ... [--files N]    figures of these and their N densest files
 
 The columns:
   code characters   without comments, docstrings, indentation and blank lines
   mean line         characters of a line, indentation included
   wide              lines of more than 100 columns
   several           statements that assign several values at once: `a, b = 1, 2` and `a = b = 0`
-  three             those of three values and more
+  three             statements that assign three values and more
   nodes a line      syntax-tree nodes of a logical line, docstrings apart
   vague             locals and parameters with a name that says nothing, such as `found`
   text * flag       a text or a list that is multiplied by a condition in place of an `if`
@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = ROOT / "tools" / "density.json"
 MEASURED = ("reinforce_rl", "tests")
 MAX_COLUMNS = 100
+Ceilings = dict[str, dict[str, float]]  # of each folder, by figure
 VAGUE_NAMES = frozenset({"found", "one", "own", "told", "more", "what", "things"})
 _LAYOUT = frozenset(
     {
@@ -78,7 +79,7 @@ class Density:
             setattr(self, field.name, total)
 
     def bounded(self) -> dict[str, float]:
-        """Return the figures that have a ceiling. Means are rounded up to the digits that are kept."""
+        """Return the figures that have a ceiling; means are rounded up to the digits kept."""
         return {
             "mean_line": math.ceil(10 * self.mean_line) / 10,
             "nodes_per_line": math.ceil(100 * self.nodes_per_line) / 100,
@@ -165,8 +166,9 @@ def _values_at_once(node: ast.Assign) -> int:
         if not isinstance(target, (ast.Tuple, ast.List)):
             continue
         if isinstance(node.value, (ast.Tuple, ast.List)):
-            is_by_value = len(target.elts) == len(node.value.elts)
-            counts.append(len(target.elts) if is_by_value else 1)
+            num_targets = len(target.elts)
+            if num_targets == len(node.value.elts):
+                counts.append(num_targets)
     return max(counts)
 
 
@@ -184,22 +186,22 @@ def _is_condition(node: ast.expr) -> bool:
     return isinstance(node, (ast.Compare, ast.BoolOp))
 
 
-def faults(root: Path, ceilings: dict[str, dict[str, float]]) -> list[str]:
+def faults(root: Path, ceilings: Ceilings) -> list[str]:
     """Return a sentence for each figure that is above its ceiling."""
     sentences: list[str] = []
     for folder, bounds in ceilings.items():
         figures = measure(root / folder).bounded()
         for name, ceiling in bounds.items():
-            if figures[name] > ceiling:
-                sentences.append(
-                    f"{folder}: {name} is {figures[name]:g}; expected at most {ceiling:g}"
-                )
+            figure = figures[name]
+            if figure > ceiling:
+                sentence = f"{folder}: {name} is {figure:g}; expected at most {ceiling:g}"
+                sentences.append(sentence)
     return sentences
 
 
-def lowered(root: Path, ceilings: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the ceilings, those above today's figures lowered to them."""
-    result: dict[str, dict[str, float]] = {}
+def lowered(root: Path, ceilings: Ceilings) -> Ceilings:
+    """Return the ceilings, lowered to today's figures where these are below."""
+    result: Ceilings = {}
     for folder in MEASURED:
         figures = measure(root / folder).bounded()
         bounds = ceilings.get(folder, figures)
@@ -207,19 +209,44 @@ def lowered(root: Path, ceilings: dict[str, dict[str, float]]) -> dict[str, dict
     return result
 
 
-HEADING = (
-    f"{'':32}{'files':>6}{'lines':>8}{'code chars':>12}{'mean line':>11}{'wide':>7}"
-    f"{'several':>9}{'three':>7}{'nodes a line':>14}{'vague':>7}{'text * flag':>13}"
-)
+NAME_WIDTH = 32
+COLUMNS = {  # widths
+    "files": 6,
+    "lines": 8,
+    "code chars": 12,
+    "mean line": 11,
+    "wide": 7,
+    "several": 9,
+    "three": 7,
+    "nodes a line": 14,
+    "vague": 7,
+    "text * flag": 13,
+}
 
 
-def table_row(name: str, density: Density) -> str:
-    return (
-        f"{name[-31:]:32}{density.files:6}{density.lines:8}{density.code_characters:12}"
-        f"{density.mean_line:11.1f}{density.wide_lines:7}{density.several_assigned:9}"
-        f"{density.three_assigned:7}{density.nodes_per_line:14.2f}{density.vague_names:7}"
-        f"{density.text_times_flag:13}"
-    )
+def table_row(name: str, cells: Iterable[object]) -> str:
+    name = name[1 - NAME_WIDTH :]
+    line = name.ljust(NAME_WIDTH)
+    for cell, width in zip(cells, COLUMNS.values(), strict=True):
+        line += str(cell).rjust(width)
+    return line
+
+
+def figures_of(density: Density) -> list[object]:
+    mean_line = f"{density.mean_line:.1f}"
+    nodes_per_line = f"{density.nodes_per_line:.2f}"
+    return [
+        density.files,
+        density.lines,
+        density.code_characters,
+        mean_line,
+        density.wide_lines,
+        density.several_assigned,
+        density.three_assigned,
+        nodes_per_line,
+        density.vague_names,
+        density.text_times_flag,
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -237,7 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--lower", action="store_true", help="lower the ceilings to today's figures"
     )
     options = parser.parse_args(arguments)
-    ceilings = json.loads(CEILINGS.read_text(encoding="utf-8")) if CEILINGS.exists() else {}
+    ceilings: Ceilings = {}
+    if CEILINGS.exists():
+        ceilings = json.loads(CEILINGS.read_text(encoding="utf-8"))
     if options.lower:
         text = json.dumps(lowered(ROOT, ceilings), indent=2)
         CEILINGS.write_text(text + "\n", encoding="utf-8")
@@ -256,13 +285,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         return 1 if sentences else 0
     paths = options.paths or [ROOT / folder for folder in MEASURED]
-    print(HEADING)
+    print(table_row("", COLUMNS))
     for path in paths:
-        print(table_row(str(path), measure(path)))
+        print(table_row(str(path), figures_of(measure(path))))
     by_file = {file: measure(file) for path in paths for file in python_files(path)}
     densest = sorted(by_file, key=lambda file: by_file[file].nodes_per_line, reverse=True)
     for file in densest[: options.files]:
-        print(table_row(str(file), by_file[file]))
+        print(table_row(str(file), figures_of(by_file[file])))
     return 0
 
 

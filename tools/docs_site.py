@@ -1,7 +1,7 @@
 """Hooks of mkdocs.yml: the navigation, links to files outside docs/, and drawings without a CDN.
 
-Pages are written for a reader of the repository: their links lead to files of it. In the site, a file outside docs/
-becomes a page of its own, under repository/, if another page links to it.
+Pages are written for readers of the repository: their links lead to its files. In the site, a file
+outside docs/ becomes a page under repository/ if another page links to it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import html
 import itertools
 import os
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ DOCS = ROOT / "docs"
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 CODE = re.compile(r"^```.*?^```\n", re.DOTALL | re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash", ".txt": "text"}
+STYLE = 'stroke="currentColor" fill="none" font-size="14" style="max-width: 40rem"'
+TIP = (
+    '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" '
+    'markerWidth="8" markerHeight="8" orient="auto">'
+    '<path d="M0 0L8 4L0 8z" fill="currentColor"/></marker>'
+)
 
 
 def on_config(config: Any) -> Any:
@@ -30,13 +37,18 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the files outside docs/ that pages link to, and those that these link to."""
+    """Add the files outside docs/ that pages link to, at any distance."""
     todo = [DOCS / file.src_uri for file in files.documentation_pages()]
     while todo:
-        for target in outside(todo.pop()):
-            if files.get_file_from_path(site_uri(target)) is None:
-                files.append(File.generated(config, site_uri(target), content=content(target)))
-                todo += [target] if target.suffix == ".md" else []
+        source = todo.pop()
+        for target in outside(source):
+            uri = site_uri(target)
+            if files.get_file_from_path(uri) is not None:
+                continue
+            file = File.generated(config, uri, content=content(target))
+            files.append(file)
+            if target.suffix == ".md":
+                todo.append(target)
     return files
 
 
@@ -47,57 +59,72 @@ def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
 
 
 def navigation(index: str) -> list[Any]:
-    """Return mkdocs's `nav`: a section for each heading of the index, with the pages that are linked below it."""
+    """Return mkdocs's `nav`: a section for each heading of the index, with its pages."""
     nav: list[Any] = ["index.md"]
-    for part in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
-        links = [
-            path
-            for _, path, _ in LINK.findall(part)
-            if path.endswith(".md") and not path.startswith("..")
-        ]
-        nav.append({part.splitlines()[0]: list(dict.fromkeys(links))})
+    _, *parts = re.split(r"^## ", index, flags=re.MULTILINE)
+    for part in parts:
+        pages = []
+        for _, path, _ in LINK.findall(part):
+            is_page = path.endswith(".md") and not path.startswith("..")
+            if is_page and path not in pages:
+                pages.append(path)
+        title, *_ = part.splitlines()
+        nav.append({title: pages})
     return nav
 
 
 def outside(source: Path) -> list[Path]:
     """Files and folders of the repository, but not of docs/, that a Markdown file links to."""
-    links = [
-        path
-        for _, path, _ in LINK.findall(CODE.sub("", source.read_text("utf-8")))
-        if ":" not in path
-    ]
-    targets = [Path(os.path.normpath(source.parent / path)) for path in links]
-    return [
-        target
-        for target in targets
-        if DOCS not in target.parents and target != DOCS and target.exists()
-    ]
+    text = CODE.sub("", source.read_text("utf-8"))
+    targets = []
+    for _, path, _ in LINK.findall(text):
+        if ":" in path:
+            continue
+        target = linked(source, path)
+        is_in_docs = target == DOCS or DOCS in target.parents
+        if target.exists() and not is_in_docs:
+            targets.append(target)
+    return targets
+
+
+def linked(source: Path, path: str) -> Path:
+    """The file that a relative link in `source` leads to."""
+    return Path(os.path.normpath(source.parent / path))
 
 
 def site_uri(target: Path) -> str:
-    """Where the site has a file: those of docs/ in their places."""
+    """The file's place in the site; files of docs/ stay in their places."""
     if DOCS in target.parents:
         return target.relative_to(DOCS).as_posix()
     name = target.relative_to(ROOT).as_posix()
-    return f"repository/{name}" if target.suffix == ".md" else f"repository/{name}.md"
+    if target.suffix != ".md":
+        name += ".md"
+    return f"repository/{name}"
 
 
 def relinked(markdown: str, source: Path) -> str:
-    """Turn a file's links into those of its page; one that shows a page's file name shows its title."""
+    """Turn a file's links into links of the site.
+
+    A link whose text is a page's file name shows the page's title instead.
+    """
 
     def link(match: re.Match[str]) -> str:
         text = match[1]
         path = match[2]
         anchor = match[3] or ""
-        target = Path(os.path.normpath(source.parent / path))
+        target = linked(source, path)
         if ":" in path or not target.exists() or ROOT not in target.parents:
             return match[0]
         if text.endswith(".md") and (title := re.match(r"# (.+)", target.read_text("utf-8"))):
             text = title[1]
-        return f"[{text}]({os.path.relpath(site_uri(target), os.path.dirname(site_uri(source)))}{anchor})"
+        folder = os.path.dirname(site_uri(source))
+        uri = os.path.relpath(site_uri(target), folder)
+        return f"[{text}]({uri}{anchor})"
 
-    parts = re.split(f"({CODE.pattern})", markdown, flags=CODE.flags)  # every second one is code
-    return "".join(part if i % 2 else LINK.sub(link, part) for i, part in enumerate(parts))
+    parts = re.split(f"({CODE.pattern})", markdown, flags=CODE.flags)
+    for i in range(0, len(parts), 2):  # every second part is code
+        parts[i] = LINK.sub(link, parts[i])
+    return "".join(parts)
 
 
 def content(target: Path) -> str:
@@ -106,53 +133,87 @@ def content(target: Path) -> str:
         return relinked(target.read_text("utf-8"), target)
     name = target.relative_to(ROOT).as_posix()
     if target.is_dir():
-        files = sorted(
-            path.name for path in target.iterdir() if not path.name.startswith(("_", "."))
-        )
-        return f"# {name}/\n\n" + "\n".join(f"- `{file}`" for file in files) + "\n"
-    return f"# {name}\n\n````{LANGUAGES.get(target.suffix, 'text')}\n{target.read_text('utf-8')}\n````\n"
+        names = sorted(path.name for path in target.iterdir())
+        text = f"# {name}/\n\n"
+        for file in names:
+            if not file.startswith(("_", ".")):
+                text += f"- `{file}`\n"
+        return text
+    language = LANGUAGES.get(target.suffix, "text")
+    text = target.read_text("utf-8")
+    return f"# {name}\n\n````{language}\n{text}\n````\n"
 
 
 def drawing(source: str, *others: Any, **options: Any) -> str:
-    """Draw a mermaid graph whose lines are `a --> b` as SVG: mermaid itself would come from a CDN."""
+    """Draw a mermaid graph whose lines are `a --> b` as SVG.
+
+    Mermaid itself would come from a CDN.
+    """
     edges = re.findall(r"^\s*(\w+) --> (\w+)$", source, re.MULTILINE)
-    if not edges or len(edges) != len(source.strip().splitlines()) - 1:
+    _, *lines = source.strip().splitlines()
+    if not edges or len(edges) != len(lines):
         raise ValueError(f"a drawing has other lines than `a --> b`:\n{source}")
-    depth = dict.fromkeys((name for edge in edges for name in edge), 0)
+    levels = levels_of(edges)
+    columns = columns_of(levels, edges)
+    leftmost = min(columns.values())
+    rightmost = max(columns.values())
+    x = {name: (column - leftmost) * 150 + 66 for name, column in columns.items()}
+    y = {}
+    for level, names in enumerate(levels):
+        y.update(dict.fromkeys(names, level * 64 + 22))
+    arrows = ""
+    for above, below in edges:
+        bottom = y[above] + 14
+        top = y[below] - 16
+        line = f"M{x[above]:g} {bottom:g} L{x[below]:g} {top:g}"
+        arrows += f'<path d="{line}" marker-end="url(#tip)"/>'
+    boxes = ""
+    for name in columns:
+        boxes += box(name, x[name], y[name])
+    width = (rightmost - leftmost) * 150 + 132
+    height = len(levels) * 64 - 20
+    head = f'<svg viewBox="0 0 {width:g} {height:g}" {STYLE}><defs>{TIP}</defs>'
+    return f"{head}{arrows}{boxes}</svg>"
+
+
+def levels_of(edges: list[tuple[str, str]]) -> list[list[str]]:
+    """The names of each level; a name is below everything that leads to it."""
+    names = [name for edge in edges for name in edge]
+    depth = dict.fromkeys(names, 0)
     for _ in depth:  # the longest way from the top
         for above, below in edges:
             depth[below] = max(depth[below], depth[above] + 1)
-    rows = [
-        [name for name, row in depth.items() if row == level]
-        for level in range(max(depth.values()) + 1)
-    ]
-    spot: dict[str, tuple[float, float]] = {}
-    for level, row in enumerate(rows):
-        # each under the middle of those above it, where there is room
-        above = {name: [spot[a][0] for a, b in edges if b == name] for name in row}
-        middle = {
-            name: sum(places) / len(places) if places else i
-            for i, (name, places) in enumerate(above.items())
-        }
-        row.sort(key=middle.__getitem__)
-        if any(middle[right] - middle[left] < 1 for left, right in itertools.pairwise(row)):
-            first = (sum(middle.values()) - len(row) * (len(row) - 1) / 2) / len(row)
-            middle = {name: first + i for i, name in enumerate(row)}
-        spot |= {name: (middle[name], level) for name in row}
-    left, right = min(x for x, _ in spot.values()), max(x for x, _ in spot.values())
-    spot = {name: ((x - left) * 150 + 66, y * 64 + 22) for name, (x, y) in spot.items()}
-    lines = "".join(
-        f'<path d="M{spot[a][0]:g} {spot[a][1] + 14:g} L{spot[b][0]:g} {spot[b][1] - 16:g}" marker-end="url(#tip)"/>'
-        for a, b in edges
-    )
-    written = 'text-anchor="middle" stroke="none" fill="currentColor"'
-    boxes = "".join(
-        f'<rect x="{x - 62:g}" y="{y - 14:g}" width="124" height="28" rx="4" fill="var(--md-default-bg-color)"/>'
-        f'<text x="{x:g}" y="{y + 5:g}" {written}>{html.escape(name)}</text>'
-        for name, (x, y) in spot.items()
-    )
-    tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
-    tip += '<path d="M0 0L8 4L0 8z" fill="currentColor"/></marker>'
-    size = f"0 0 {(right - left) * 150 + 132:g} {len(rows) * 64 - 20:g}"
-    style = 'stroke="currentColor" fill="none" font-size="14" style="max-width: 40rem"'
-    return f'<svg viewBox="{size}" {style}><defs>{tip}</defs>{lines}{boxes}</svg>'
+    levels: dict[int, list[str]] = {level: [] for level in sorted(depth.values())}
+    for name, level in depth.items():
+        levels[level].append(name)
+    return list(levels.values())
+
+
+def columns_of(levels: list[list[str]], edges: list[tuple[str, str]]) -> dict[str, float]:
+    """The horizontal place of each name, at least 1 from its neighbours.
+
+    A name is below the middle of the names above it, where there is room.
+    """
+    columns: dict[str, float] = {}
+    for names in levels:
+        middle: dict[str, float] = {}
+        for i, name in enumerate(names):
+            above = [columns[upper] for upper, lower in edges if lower == name]
+            middle[name] = statistics.fmean(above) if above else i
+        names = sorted(names, key=middle.__getitem__)
+        places = [middle[name] for name in names]
+        if any(right - left < 1 for left, right in itertools.pairwise(places)):
+            half_width = (len(names) - 1) / 2
+            first = statistics.fmean(places) - half_width
+            places = [first + i for i in range(len(names))]
+        columns.update(zip(names, places, strict=True))
+    return columns
+
+
+def box(name: str, x: float, y: float) -> str:
+    size = 'width="124" height="28" rx="4" fill="var(--md-default-bg-color)"'
+    style = 'text-anchor="middle" stroke="none" fill="currentColor"'
+    text = html.escape(name)
+    frame = f'<rect x="{x - 62:g}" y="{y - 14:g}" {size}/>'
+    label = f'<text x="{x:g}" y="{y + 5:g}" {style}>{text}</text>'
+    return frame + label

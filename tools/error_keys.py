@@ -1,11 +1,11 @@
-"""List the stable keys of the package's errors, each with its class and sentence, in tests/error_sentences.txt.
+"""List the stable keys of the package's errors, with class and sentence.
 
-python tools/error_keys.py --write    writes the file
-python tools/error_keys.py --check    exits with 1 if the file is not today's, or an error has no key
+python tools/error_keys.py --write    writes tests/error_sentences.txt
+python tools/error_keys.py --check    exits with 1 if the file is stale, or an error has no key
 
-A sentence is what stands in the source: `{...}` where a value goes. Whoever rewords an error runs --write, and
-the file's diff shows what users will read. A key has at least two parts, such as `data.line.not_json`; the
-first is the folder of the package, or the area that users know.
+A sentence is the text in the source, with `{...}` for a value. Whoever rewords an error runs
+--write, and the file's diff shows what users will read. A key has at least two parts, such as
+`data.line.not_json`; the first is the folder of the package, or the area that users know.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def error_calls(source: str, name: str) -> Iterator[RaisedError]:
 
 
 def _of_own_class(definition: ast.ClassDef, name: str) -> Iterator[RaisedError]:
-    """Yield the error of a class that makes its own sentence: `super().__init__(sentence, key=...)`."""
+    """Yield the error of a class that calls `super().__init__(sentence, key=...)`."""
     for call in ast.walk(definition):
         if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__"):
             continue
@@ -107,15 +107,20 @@ def _error_of(call: ast.Call, name: str, sentence: str) -> RaisedError:
 
 
 def _template_of_settings(call: ast.Call) -> str:
-    """Return "SETTING is {value} and SETTING is {value}; advice" for `settings_fault(cfg, settings, advice)`."""
+    """Return the sentence of `settings_fault(cfg, settings, advice)`.
+
+    It is "SETTING is {value} and SETTING is {value}; advice".
+    """
     settings = call.args[1]
     names = settings.elts if isinstance(settings, ast.Tuple) else [settings]
     values = [f"{_template(name)} is {{value}}" for name in names]
-    return f"{' and '.join(values)}; {_template(call.args[2])}"
+    sentence = " and ".join(values)
+    advice = _template(call.args[2])
+    return f"{sentence}; {advice}"
 
 
 def _assigned_before_calls(tree: ast.AST) -> dict[ast.Call, ast.expr]:
-    """Return, for each call whose first argument is a local variable, what was assigned to it last."""
+    """For each call whose first argument is a local variable, return its last assigned value."""
     assigned: dict[ast.Call, ast.expr] = {}
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -124,11 +129,12 @@ def _assigned_before_calls(tree: ast.AST) -> dict[ast.Call, ast.expr]:
         assignments = [node for node in nodes if isinstance(node, ast.Assign)]
         assignments.sort(key=lambda assignment: assignment.lineno)
         for call in nodes:
-            if not (
-                isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Name)
-            ):
+            if not isinstance(call, ast.Call) or not call.args:
                 continue
-            variable = call.args[0].id
+            argument = call.args[0]
+            if not isinstance(argument, ast.Name):
+                continue
+            variable = argument.id
             for assignment in assignments:
                 target = assignment.targets[0]
                 is_its = isinstance(target, ast.Name) and target.id == variable
@@ -183,7 +189,9 @@ def package_errors() -> list[RaisedError]:
     """Return the errors that the package makes."""
     errors: list[RaisedError] = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        errors.extend(error_calls(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))))
+        source = path.read_text(encoding="utf-8")
+        name = str(path.relative_to(ROOT))
+        errors.extend(error_calls(source, name))
     return errors
 
 

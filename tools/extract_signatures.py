@@ -1,12 +1,13 @@
-"""Write down the signatures of TensorRT-LLM that the adapter depends on, or compare a source tree with them.
+"""Write down the signatures of TensorRT-LLM that the adapter depends on, or compare a source tree.
 
     python tools/extract_signatures.py SOURCE > tests/generation/tensorrt_llm_signatures.json
     python tools/extract_signatures.py SOURCE --check
 
-SOURCE is the folder that holds the package `tensorrt_llm`: a checkout, or a site-packages. Nothing of it is imported.
-A class of fields (a dataclass, a pydantic model) counts as a function with one keyword a field, those of its bases in
-the same file included; of an enum the values count too. `--check` compares 1.3 with the record of 1.2 and what
-`tensorrt_llm_signatures_1.3.json` changes in it.
+SOURCE is the folder that holds the package `tensorrt_llm`: a checkout, or a site-packages. Nothing
+of it is imported. A class of fields (a dataclass, a pydantic model) counts as a function with a
+keyword for each field, fields of its bases in the same file included; an enum counts with its
+values. `--check` compares 1.3 with the record of 1.2 and the changes in
+`tensorrt_llm_signatures_1.3.json`.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ MOVED = {  # from 1.3 on
     "executor/ray_gpu_worker.py": "executor/ray/gpu_worker.py",
 }
 ADDED = {"llmapi/llm_args.py": ("SleepConfig",)}  # in 1.3
+Parameter = dict[str, str | None]  # name, kind, default
 KINDS = (
     "POSITIONAL_ONLY",
     "POSITIONAL_OR_KEYWORD",
@@ -108,7 +110,8 @@ def wanted(version: str) -> Iterator[tuple[str, Sequence[str]]]:
 def record_of(version: str) -> dict[str, Any]:
     """Return the record to compare a version with."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    changes = CHANGES.get(".".join(version.split(".")[:2]))
+    release = ".".join(version.split(".")[:2])
+    changes = CHANGES.get(release)
     if changes is None:
         return record
     changed = json.loads(changes.read_text(encoding="utf-8"))
@@ -127,26 +130,26 @@ def _version_of(package: Path) -> str:
 
 
 def differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
-    """What a caller would notice: parameters that went, came, or changed their kind; not where they lie."""
+    """The changes that a caller would notice: parameters that went, came or changed."""
     texts = []
     for name, entry in expected["signatures"].items():
-        values = actual["signatures"][name].get("values")
-        if entry.get("values") != values:
-            texts.append(f"{name}: the values were {entry.get('values')}, are {values}")
+        actual_entry = actual["signatures"][name]
+        old_values = entry.get("values")
+        values = actual_entry.get("values")
+        if old_values != values:
+            texts.append(f"{name}: the values were {old_values}, are {values}")
         before = {p["name"]: p for p in entry["parameters"]}
-        after = {p["name"]: p for p in actual["signatures"][name]["parameters"]}
-        texts += [f"{name}: {parameter} is gone" for parameter in before.keys() - after.keys()]
-        texts += [
-            f"{name}: {parameter} is new and has no default"
-            for parameter in after.keys() - before.keys()
-            if after[parameter]["default"] is None
-            and not after[parameter]["kind"].startswith("VAR")
-        ]
-        texts += [
-            f"{name}: {parameter} was {before[parameter]}, is {after[parameter]}"
-            for parameter in before.keys() & after.keys()
-            if before[parameter] != after[parameter]
-        ]
+        after = {p["name"]: p for p in actual_entry["parameters"]}
+        for parameter, old in before.items():
+            new = after.get(parameter)
+            if new is None:
+                texts.append(f"{name}: {parameter} is gone")
+            elif old != new:
+                texts.append(f"{name}: {parameter} was {old}, is {new}")
+        for parameter, new in after.items():
+            is_optional = new["default"] is not None or new["kind"].startswith("VAR")
+            if parameter not in before and not is_optional:
+                texts.append(f"{name}: {parameter} is new and has no default")
     return sorted(texts)
 
 
@@ -168,89 +171,90 @@ def _signature(module: ast.Module, name: str) -> dict[str, Any] | None:
 
 
 def _aliased(module: ast.Module, name: str) -> str:
-    """Return the class that the name stands for, as of `Old = New`."""
-    aliases = {
-        target.id: node.value.id
-        for node in module.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    """Return the class that the name stands for, such as New after `Old = New`."""
+    aliases = {}
+    for target, value in _assigned(module.body):
+        if isinstance(value, ast.Name):
+            aliases[target] = value.id
     return aliases.get(name, name)
 
 
-def _parameters(args: ast.arguments) -> list[dict[str, str | None]]:
-    positional = [*args.posonlyargs, *args.args]
-    defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults)) + list(
-        args.defaults
-    )
-    parameters = [
-        _parameter(argument, KINDS[0] if i < len(args.posonlyargs) else KINDS[1], defaults[i])
-        for i, argument in enumerate(positional)
-    ]
+def _assigned(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield each name that is assigned to, with its value."""
+    for node in body:
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                yield target.id, node.value
+
+
+def _parameters(args: ast.arguments) -> list[Parameter]:
+    kinds = [KINDS[0]] * len(args.posonlyargs) + [KINDS[1]] * len(args.args)
+    positional = args.posonlyargs + args.args
+    # Defaults belong to the last of the positional parameters.
+    num_required = len(positional) - len(args.defaults)
+    defaults: list[ast.expr | None] = [None] * num_required
+    defaults += args.defaults
+    parameters = []
+    for argument, kind, default in zip(positional, kinds, defaults, strict=True):
+        parameters.append(_parameter(argument, kind, default))
     if args.vararg:
         parameters.append(_parameter(args.vararg, KINDS[2], None))
-    parameters += [
-        _parameter(a, KINDS[3], d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)
-    ]
+    for argument, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        parameters.append(_parameter(argument, KINDS[3], default))
     if args.kwarg:
         parameters.append(_parameter(args.kwarg, KINDS[4], None))
     return parameters[1:]  # less self
 
 
-def _fields(owner: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[dict[str, str | None]]:
-    fields: dict[str, dict[str, str | None]] = {}
+def _fields(owner: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[Parameter]:
+    fields: dict[str | None, Parameter] = {}
     for base in owner.bases:
         if isinstance(base, ast.Name) and base.id in classes:
-            fields.update({p["name"]: p for p in _fields(classes[base.id], classes) if p["name"]})
+            parent = classes[base.id]
+            for inherited in _fields(parent, classes):
+                fields[inherited["name"]] = inherited
     for node in owner.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            name = node.target.id
-            if not name.startswith("_") and name != "model_config":
-                fields[name] = {
-                    "name": name,
-                    "kind": KINDS[3],
-                    "default": _default_of_field(node.value),
-                }
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        name = node.target.id
+        if name.startswith("_") or name == "model_config":
+            continue
+        default = _default_of_field(node.value)
+        fields[name] = {"name": name, "kind": KINDS[3], "default": default}
     return list(fields.values())
 
 
 def _enum_values(owner: ast.ClassDef) -> dict[str, str]:
     """Return the members of an enum of strings."""
-    if not any(ast.unparse(base).endswith("Enum") for base in owner.bases):
+    bases = [ast.unparse(base) for base in owner.bases]
+    if not any(base.endswith("Enum") for base in bases):
         return {}
-    return {
-        target.id: str(node.value.value)
-        for node in owner.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    values = {}
+    for name, value in _assigned(owner.body):
+        if isinstance(value, ast.Constant):
+            values[name] = str(value.value)
+    return values
 
 
 def _default_of_field(value: ast.expr | None) -> str | None:
-    """`Field(default=x)` and `field(default=x)` have the default x; a Field without one has none."""
-    if (
-        isinstance(value, ast.Call)
-        and isinstance(value.func, ast.Name)
-        and value.func.id in ("Field", "field")
-    ):
-        given = {keyword.arg: keyword.value for keyword in value.keywords}
-        if "default_factory" in given:
-            return f"{ast.unparse(given['default_factory'])}()"
-        first = given.get("default", value.args[0] if value.args else None)
-        if first is None or (isinstance(first, ast.Constant) and first.value is ...):
+    """The default x of `Field(default=x)` and `field(default=x)`; None if there is none."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func) in ("Field", "field"):
+        keywords = {keyword.arg: keyword.value for keyword in value.keywords}
+        factory = keywords.get("default_factory")
+        if factory is not None:
+            return f"{ast.unparse(factory)}()"
+        first = value.args[0] if value.args else None
+        value = keywords.get("default", first)
+        if isinstance(value, ast.Constant) and value.value is ...:
             return None
-        return ast.unparse(first)
     return None if value is None else ast.unparse(value)
 
 
-def _parameter(argument: ast.arg, kind: str, default: ast.expr | None) -> dict[str, str | None]:
-    return {
-        "name": argument.arg,
-        "kind": kind,
-        "default": None if default is None else ast.unparse(default),
-    }
+def _parameter(argument: ast.arg, kind: str, default: ast.expr | None) -> Parameter:
+    text = None if default is None else ast.unparse(default)
+    return {"name": argument.arg, "kind": kind, "default": text}
 
 
 def main() -> int:
@@ -266,10 +270,14 @@ def main() -> int:
     if not arguments.check:
         print(json.dumps(extracted, indent=1))
         return 0
-    expected = record_of(extracted["version"])
+    version = extracted["version"]
+    expected = record_of(version)
     texts = differences(expected, extracted)
-    print("\n".join(texts) or f"{extracted['version']} has the signatures of {expected['version']}")
-    return bool(texts)
+    if texts:
+        print("\n".join(texts))
+        return 1
+    print(f"{version} has the signatures of {expected['version']}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Proves this project's GPU path on one machine with one GPU, without a network, in ten minutes.
+"""Check this project's GPU path on one machine with one GPU, without a network, in ten minutes.
 
-python tools/gpu_check.py                  every check, most valuable first; what is left when time is over is skipped
+python tools/gpu_check.py                  every check, most valuable first, until time is over
 python tools/gpu_check.py --only machine attention --out results/gpu_check
-python tools/gpu_check.py --fake           on fake CUDA tensors: does every line run? numbers are not real
-python tools/gpu_check.py --device cpu     real numbers at tiny shapes, to test the checks themselves
+python tools/gpu_check.py --fake           on fake CUDA tensors: runs every line, no real numbers
+python tools/gpu_check.py --device cpu     real numbers at tiny shapes, to test the checks
 python tools/gpu_check.py --only speed --shapes 8b --repeats 5 --minutes 30
 
-The last line is `gpu_check: PASS` or `gpu_check: FAIL (names)`; the exit code is 0, 1, or 2 where nothing can be run.
-See docs/gpu.md.
+The last line is `gpu_check: PASS` or `gpu_check: FAIL (names)`. The exit code is 0, 1, or 2 where
+nothing can be run. See docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def arguments() -> argparse.Namespace:
 
 def chosen_checks(args: argparse.Namespace) -> list[Check]:
     """Return the checks of the command line, with the options that were given."""
-    checks = [check for check in CHECKS if args.only is None or check.name in args.only]
+    checks = list(CHECKS)
+    if args.only is not None:
+        checks = [check for check in checks if check.name in args.only]
     options = given_options(args)
     if not options:
         return checks
@@ -170,10 +172,13 @@ def why_not(mode: str) -> str | None:
         return f"{sys.executable} has no {' and no '.join(missing)}; install what docs/gpu.md lists"
     if mode == FAKE:
         return why_no_fakes()
-    # In a process of its own: a CUDA context here would take memory that the checks are to have.
+    # In a separate process: a CUDA context here would take memory from the checks.
     ask = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
     if mode == CUDA and subprocess.run(ask, stderr=subprocess.DEVNULL, timeout=300).returncode:
-        return "torch finds no GPU here; expected one, or --fake (fake CUDA tensors), or --device cpu (tiny shapes)"
+        return (
+            "torch finds no GPU here; expected one, or --fake (fake CUDA tensors), "
+            "or --device cpu (tiny shapes)"
+        )
     return None
 
 
@@ -201,16 +206,14 @@ def run_all(
     findings: list[Finding] = []
     for number, check in enumerate(checks, 1):
         left = end - time.time()
-        with console.status(
-            f"{number}/{len(checks)} {check.name}: {check.proves} ({left:.0f} s left)"
-        ):
+        progress = f"{number}/{len(checks)} {check.name}: {check.proves}"
+        with console.status(f"{progress} ({left:.0f} s left)"):
             finding = run(check, mode, out / check.name, left)
         findings.append(finding)
         write_report(findings)
         colour = COLOURS[finding.verdict]
-        console.print(
-            f"[{colour}]{finding.verdict}[/] {finding.name} {finding.seconds:.0f} s: ", end=""
-        )
+        verdict = f"[{colour}]{finding.verdict}[/]"
+        console.print(f"{verdict} {finding.name} {finding.seconds:.0f} s: ", end="")
         console.print(finding.sentence, markup=False)
         if check.name in PRINTED_WHOLE:
             for name, value in finding.numbers.items():
@@ -224,9 +227,9 @@ def main() -> int:
     checks = chosen_checks(args)
     if args.list:
         for check in checks:
-            print(
-                f"{check.name:12} {check.proves} ({', '.join(check.modes)}; at most {check.seconds:.0f} s)"
-            )
+            modes = ", ".join(check.modes)
+            limit = f"at most {check.seconds:.0f} s"
+            print(f"{check.name:12} {check.proves} ({modes}; {limit})")
         return 0
     mode = FAKE if args.fake else args.device
     reason = why_not(mode)
@@ -236,16 +239,14 @@ def main() -> int:
     from gpu_checks.report import REPORT, verdict, write
 
     args.out.mkdir(parents=True, exist_ok=True)
-    began = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    now = datetime.datetime.now(datetime.timezone.utc)
+    began = now.isoformat(timespec="seconds")
     started = time.time()
 
     def write_report(findings: list[Finding]) -> Path:
-        about = {
-            "mode": mode,
-            "began": began,
-            "seconds": time.time() - started,
-            "checks run": f"{len(findings)} of {len(checks)}",
-        }
+        seconds = time.time() - started
+        checks_run = f"{len(findings)} of {len(checks)}"
+        about = {"mode": mode, "began": began, "seconds": seconds, "checks run": checks_run}
         return write(args.out, findings, about)
 
     findings = run_all(checks, mode, args.out, 60 * args.minutes, write_report)
@@ -253,8 +254,9 @@ def main() -> int:
     skipped = [finding.name for finding in findings if finding.verdict == SKIP]
     if skipped:
         print(f"not run: {', '.join(skipped)}")
-    print(f"gpu_check: {verdict(findings)}")
-    return 0 if verdict(findings) == "PASS" else 1
+    result = verdict(findings)
+    print(f"gpu_check: {result}")
+    return 0 if result == "PASS" else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Draw which folders of the package import which: the picture in docs/architecture.md, made from the code.
+"""Draw which folders of the package import which, for docs/architecture.md.
 
-python tools/house.py            prints it
+python tools/house.py            prints the drawing
 python tools/house.py --write    puts it into docs/architecture.md
 
 An arrow that follows from others is left out.
@@ -51,25 +51,31 @@ def source_files(folder: Path) -> list[Path]:
 
 def module_of(path: Path) -> str:
     """The dotted name of a file of the package."""
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
-        ".__init__"
-    )
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    name = ".".join(parts)
+    return name.removesuffix(".__init__")
 
 
 def imported_names(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number, absolute dotted name) of every import of a file, those inside functions included."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+    """Yield (line number, absolute dotted name) of every import, inside functions too."""
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source, str(path))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            for alias in node.names:
+                yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.lineno, node.module
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
 
 
 def floor_of(name: str) -> str | None:
     """The floor of a dotted name; None where it is on none, as the package's root is."""
-    parts = name.split(".")
-    return parts[1] if parts[0] == PACKAGE.name and len(parts) > 1 and parts[1] in FLOORS else None
+    package, *inner = name.split(".")
+    if package != PACKAGE.name or not inner:
+        return None
+    floor = inner[0]
+    return floor if floor in FLOORS else None
 
 
 def floor_imports() -> dict[str, set[str]]:
@@ -77,9 +83,12 @@ def floor_imports() -> dict[str, set[str]]:
     imports: dict[str, set[str]] = {floor: set() for floor in FLOORS}
     for path in source_files(PACKAGE):
         floor = floor_of(module_of(path))
-        if floor is not None:
-            others = {floor_of(name) for _, name in imported_names(path)}
-            imports[floor] |= {other for other in others if other not in (None, floor)}
+        if floor is None:
+            continue
+        for _, name in imported_names(path):
+            other = floor_of(name)
+            if other is not None and other != floor:
+                imports[floor].add(other)
     return imports
 
 
@@ -88,18 +97,19 @@ def drawing() -> str:
     edges = floor_imports()
     below: dict[str, set[str]] = {}  # at any distance
     for floor in FLOORS:
-        below[floor] = edges[floor].union(
-            *(below[other] for other in edges[floor] if other in below)
-        )
-    lines = ["graph TD"]
-    for floor in reversed(FLOORS[1:]):
-        direct = {
-            other
-            for other in edges[floor] - {FLOORS[0]}
-            if not any(other in below[between] for between in edges[floor] - {other})
-        }
-        lines += [f"    {floor} --> {other}" for other in FLOORS if other in direct]
-    return "\n".join(lines) + "\n"
+        below[floor] = set(edges[floor])
+        for other in edges[floor]:
+            below[floor] |= below.get(other, set())
+    text = "graph TD\n"
+    floors = FLOORS[1:]  # all import errors.py
+    for floor in reversed(floors):
+        for other in floors:
+            if other not in edges[floor]:
+                continue
+            is_indirect = any(other in below[between] for between in edges[floor] - {other})
+            if not is_indirect:
+                text += f"    {floor} --> {other}\n"
+    return text
 
 
 def drawn() -> tuple[str, str, str]:

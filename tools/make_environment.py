@@ -1,8 +1,8 @@
-"""Make an environment for another's code: python tools/make_environment.py NAME FOLDER
+"""Make an environment for other projects' code: python tools/make_environment.py NAME FOLDER
 
-NAME is one of ENVIRONMENTS below. Run by the Python of the project's environment. A folder that is already complete is
-left as it is, in milliseconds. Reads PIP_ARGS and, for `image`, TORCH_INDEX_URL and IMAGE_PYTHON, as the Makefile's
-head explains them.
+NAME is one of ENVIRONMENTS below. Run it with the Python of the project's environment. A complete
+folder is left as it is, in milliseconds. It reads PIP_ARGS and, for `image`, TORCH_INDEX_URL and
+IMAGE_PYTHON, as the head of the Makefile explains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Environment:
     check: str
     """Python code that fails in an environment that does not work."""
     borrows: bool = True
-    """Installs the pins alone; what else is imported comes from the project's environment, torch above all."""
+    """Installs the pins alone; other imports, such as torch, come from the project's packages."""
     torch: str | None = None
     """The only release of torch that goes with the pins."""
     seconds: int = 480
@@ -55,7 +55,8 @@ ENVIRONMENTS = {
     "peers": Environment(
         "TRL and verl",
         CONSTRAINTS / "peers-py311.txt",
-        "import trl, verl; from trl import GRPOTrainer, RLOOTrainer; import verl.trainer.ppo.ray_trainer",
+        "import trl, verl; from trl import GRPOTrainer, RLOOTrainer; "
+        "import verl.trainer.ppo.ray_trainer",
     ),
     "engine-cpu": Environment(
         "vLLM for CPUs",
@@ -100,7 +101,7 @@ def candidates(version: tuple[int, int]) -> list[str]:
 
 
 def probe(path: str) -> Interpreter | None:
-    """Start an interpreter; None if it does not run, cannot make environments, or is not supported."""
+    """Start an interpreter; None if it does not run, makes no environments, or is not supported."""
     code = "import sys, venv; print(*sys.version_info[:2])"
     try:
         output = subprocess.check_output(
@@ -193,7 +194,7 @@ def run(command: list[str], seconds: int, purpose: str) -> str:
 
 
 def install_torch(pip: list[str], wanted: Environment, index: str) -> None:
-    """Install the pinned torch from an index of its own, such as one of CPU builds, if it has it."""
+    """Install the pinned torch from another index, such as one of CPU builds, if it is there."""
     pins = wanted.pins.read_text(encoding="utf-8").splitlines()
     (torch,) = [pin for pin in pins if pin.startswith("torch==")]
     command = [*pip, "--no-deps", "--index-url", index, torch]
@@ -233,10 +234,9 @@ def build(wanted: Environment, folder: Path) -> None:
     pip += [*shlex.split(os.getenv("PIP_ARGS", "")), "-r", str(requirements_for(wanted, folder))]
     run(pip, wanted.seconds, f"installing {wanted.title}")
     if wanted.borrows:
-        # A path in a .pth file comes after the folder's site_packages packages, so that the pins win; and the
-        # .pth files behind it are not read, so that the project itself, installed as editable,
-        # cannot be imported here. Written last: pip would take a package that it finds behind the
-        # path for installed.
+        # A path in a .pth file comes after the folder's own packages, so the pins win. The .pth
+        # files behind that path are not read, so the project itself, installed as editable, cannot
+        # be imported here. Written last: pip would take packages behind the path for installed.
         ask = [python, "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
         site_packages = run(ask, CHECK_SECONDS, "starting Python").strip()
         Path(site_packages, "behind.pth").write_text(
@@ -256,12 +256,14 @@ def make(wanted: Environment, folder: Path) -> None:
         return
     if wanted.python is None and sys.version_info < OLDEST_PYTHON:
         raise fail(
-            f"{wanted.title} has no wheel for {sys.executable}, Python {sys.version.split()[0]}; 3.11 and 3.12 do"
+            f"{wanted.title} has no wheel for {sys.executable}, "
+            f"Python {sys.version.split()[0]}; 3.11 and 3.12 do"
         )
     if wanted.torch is not None and borrowed_torch().split("+")[0] != wanted.torch:
         borrowed = f"{sysconfig.get_path('purelib')} has {borrowed_torch()}"
         raise fail(
-            f"{wanted.title} borrows torch and works with {wanted.torch} only, but {borrowed}: install that release"
+            f"{wanted.title} borrows torch and works with {wanted.torch} only, but {borrowed}: "
+            "install that release"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Beside the folder and renamed when complete: two test runs may do this at once, and one may be

@@ -1,16 +1,19 @@
-"""Make a folder of wheels for a machine without an index: python tools/make_wheelhouse.py FOLDER --python 3.12
+"""Make a folder of wheels for a machine without an index.
 
-Run by the Python of the project's environment, where there is a network; reads PIP_ARGS, as the Makefile's head
-explains it. FOLDER then holds, for Linux on x86_64 and that Python, what the project needs (pyproject.toml's
-`dependencies`) and what that needs in turn, at the versions of constraints/gpu.txt, and a requirements.txt that names
-them. What is given as --without must be on the machine, and neither it nor what only it needs is fetched. Nor is what
---image lists, such as constraints/gpu-image.txt; the folder then has only what that image lacks. There:
+    python tools/make_wheelhouse.py FOLDER --python 3.12
+
+Run it with the Python of the project's environment, where there is a network. It reads PIP_ARGS, as
+the head of the Makefile explains. FOLDER then holds, for Linux on x86_64 and that Python, the
+project's requirements (`dependencies` in pyproject.toml) and theirs, at the versions of
+constraints/gpu.txt, and a requirements.txt with their names. Packages named by --without must be on
+the machine; neither they nor what only they need is fetched. The same holds for packages in the
+file of --image, such as constraints/gpu-image.txt. There:
 
     python -m pip install --no-deps --no-index --find-links FOLDER -r FOLDER/requirements.txt
     PYTHONPATH=/path/to/the/repository python ...
 
-The list is complete, hence --no-deps: with it pip does not refuse what the machine has, such as an ml-dtypes that is
-newer than tritonclient asks for.
+The list is complete, hence --no-deps: pip then does not refuse the machine's packages, such as an
+ml-dtypes that is newer than tritonclient asks for.
 """
 
 from __future__ import annotations
@@ -36,12 +39,13 @@ SOURCE_ONLY = {"antlr4-python3-runtime"}
 
 
 def requirements_in(path: Path) -> list[Requirement]:
-    """Those of a file as pip reads it, without options."""
-    lines = (
-        re.sub(r"(^|\s)#.*", "", line).strip()
-        for line in path.read_text(encoding="utf-8").splitlines()
-    )
-    return [Requirement(line) for line in lines if line]
+    """The requirements in a file of pip's format, without options."""
+    requirements = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        text = re.sub(r"(^|\s)#.*", "", line).strip()
+        if text:
+            requirements.append(Requirement(text))
+    return requirements
 
 
 def holds(requirement: Requirement, python: str, extras: set[str]) -> bool:
@@ -51,18 +55,20 @@ def holds(requirement: Requirement, python: str, extras: set[str]) -> bool:
         "sys_platform": "linux",
     }
     marker = requirement.marker
-    return marker is None or any(
-        marker.evaluate({**environment, "extra": extra}) for extra in extras or {""}
-    )
+    if marker is None:
+        return True
+    return any(marker.evaluate({**environment, "extra": extra}) for extra in extras or {""})
 
 
 def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = ()) -> list[str]:
-    """Requirements, sorted: pinned, or as a package asks for them where neither a pin nor an installation is known."""
-    pins = {
-        canonicalize_name(pin.name): pin
-        for pin in requirements_in(PINS)
-        if holds(pin, python, set())
-    }
+    """Requirements, sorted.
+
+    Versions are pinned, or installed here, or else as another package asks for them.
+    """
+    pins = {}
+    for pin in requirements_in(PINS):
+        if holds(pin, python, set()):
+            pins[canonicalize_name(pin.name)] = pin
     requirements: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     todo = [Requirement(PROJECT), *map(Requirement, also)]
@@ -77,25 +83,27 @@ def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = (
             package = distribution(name)
         except PackageNotFoundError:  # wanted by another Python than this one only
             package = None
+        if name in pins:
+            version = str(pins[name].specifier)
+        elif package:
+            version = f"=={package.version}"
+        else:
+            version = str(wanted.specifier)
         if name != PROJECT:
-            version = (
-                pins[name].specifier
-                if name in pins
-                else f"=={package.version}"
-                if package
-                else wanted.specifier
-            )
             requirements[name] = f"{name}{version}"
-        needed = [Requirement(line) for line in (package.requires or [] if package else [])]
-        todo += [other for other in needed if holds(other, python, set(extras) | {""})]
+        if package is None:
+            continue
+        for line in package.requires or []:
+            needed = Requirement(line)
+            if holds(needed, python, {*extras, ""}):
+                todo.append(needed)
     return [requirements[name] for name in sorted(requirements)]
 
 
 def pip(*arguments: str) -> None:
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
-    subprocess.run(
-        [sys.executable, "-m", "pip", *arguments, "--no-deps", "--quiet", *extra], check=True
-    )
+    command = [sys.executable, "-m", "pip", *arguments, "--no-deps", "--quiet", *extra]
+    subprocess.run(command, check=True)
 
 
 def make(folder: Path, requirements: list[str], python: str) -> None:

@@ -1,10 +1,13 @@
-"""Change one line of the package at a time and see whether fast tests notice: python tools/mutants.py
+"""Change one line of the package at a time and see whether fast tests notice.
 
-tools/mutants.toml has the changes (mutants), by file, each with its kind and the tests that must fail. Every mutant
-is applied to a copy of the tree in a temporary folder; this tree is never written to. The tests run on the unchanged
-copy first, where they must pass. A mutant is killed if a test fails, or if the tests take longer than --seconds,
-which is counted apart. One whose tests end by a signal has not been killed: the machine may lack memory.
-Prints a table; --out FOLDER writes it as mutants.json and mutants.md. Ends with 1 if less than 90 % are killed.
+python tools/mutants.py
+
+tools/mutants.toml has the changes (mutants), by file, each with its kind and the tests that must
+fail. Every mutant is applied to a copy of the tree in a temporary folder; this tree is never
+written to. The tests run on the unchanged copy first, where they must pass. A mutant is killed if a
+test fails, or if the tests take longer than --seconds, which is counted separately. A mutant whose
+tests end by a signal is not killed: the machine may lack memory. Prints a table; --out FOLDER
+writes it as mutants.json and mutants.md. Ends with 1 if less than 90 % are killed.
 """
 
 from __future__ import annotations
@@ -92,19 +95,23 @@ class Outcome:
 def read_table(path: Path = TABLE) -> list[Mutant]:
     # Python 3.10 has no parser; pytest brings the same one there.
     tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
     mutants: list[Mutant] = []
-    for section in tomllib.loads(path.read_text(encoding="utf-8"))["file"]:
+    for section in table["file"]:
+        file = section["path"]
         for row in section["mutant"]:
             tests = tuple(row.get("tests", section["tests"]))
             survives = row.get("survives", "")
-            mutants.append(
-                Mutant(section["path"], row["kind"], row["old"], row["new"], tests, survives)
-            )
+            mutant = Mutant(file, row["kind"], row["old"], row["new"], tests, survives)
+            mutants.append(mutant)
     return mutants
 
 
 def stale_rows(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
-    """Return a sentence for each row that does not fit the tree: its text is not there once, or a test is missing."""
+    """Return a sentence for each row that does not fit the tree.
+
+    Its text is not there exactly once, or a test is missing.
+    """
     errors: list[str] = []
     texts: dict[str, str] = {}
     for mutant in mutants:
@@ -159,7 +166,7 @@ def copy_tree(target: Path) -> None:
 
 
 def _run_tests(root: str, tests: Sequence[str], log: str) -> None:
-    """Run tests in a tree of its own; in a process of its own, whose exit status is pytest's."""
+    """Run tests in a separate tree and process; its exit status is pytest's."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     os.dup2(output, 1)
@@ -178,7 +185,8 @@ def _run_tests(root: str, tests: Sequence[str], log: str) -> None:
 def _await_tests(root: Path, tests: Sequence[str], seconds: float, log: Path) -> int | None:
     """Return pytest's exit status; None if the tests did not end in time."""
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_run_tests, args=(str(root), list(tests), str(log)))
+    arguments = (str(root), list(tests), str(log))
+    process = context.Process(target=_run_tests, args=arguments)
     process.start()
     process.join(seconds)
     has_ended = process.exitcode is not None
@@ -210,7 +218,8 @@ def check_baseline(tree: Path, mutants: Sequence[Mutant]) -> None:
     log = tree / "baseline.log"
     status = _await_tests(tree, tests, BASELINE_SECONDS, log)
     if status != 0:
-        ending = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        ending = "\n".join(lines[-30:])
         raise SystemExit(
             f"error: on the unchanged tree the tests end with {status}, expected 0:\n{ending}"
         )
@@ -245,7 +254,7 @@ def run_mutant(tree: Path, mutant: Mutant, seconds: float) -> Outcome:
 def run_all(
     mutants: Sequence[Mutant], jobs: int, seconds: float, say: Callable[[str], object]
 ) -> list[Outcome]:
-    """Run every mutant, `jobs` at a time, each job in a copy of the tree of its own."""
+    """Run every mutant, `jobs` at a time, each job in its own copy of the tree."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         trees = [Path(scratch) / str(job) for job in range(jobs)]
         for tree in trees:
@@ -254,40 +263,47 @@ def run_all(
         check_baseline(trees[0], mutants)
         say("the tests pass on the unchanged tree")
 
-        def run_share(job: int) -> list[tuple[int, Outcome]]:
-            outcomes: list[tuple[int, Outcome]] = []
+        def run_share(job: int) -> dict[int, Outcome]:
+            outcomes: dict[int, Outcome] = {}
             for number in range(job, len(mutants), jobs):
-                outcome = run_mutant(trees[job], mutants[number], seconds)
-                outcomes.append((number, outcome))
-                say(f"{outcome.verdict:10} {outcome.seconds:5.1f} s  {describe(outcome.mutant)}")
+                mutant = mutants[number]
+                outcome = run_mutant(trees[job], mutant, seconds)
+                outcomes[number] = outcome
+                say(f"{outcome.verdict:10} {outcome.seconds:5.1f} s  {describe(mutant)}")
             return outcomes
 
+        by_number: dict[int, Outcome] = {}
         with ThreadPoolExecutor(jobs) as pool:
-            by_number = dict(pair for share in pool.map(run_share, range(jobs)) for pair in share)
+            for outcomes in pool.map(run_share, range(jobs)):
+                by_number |= outcomes
     return [by_number[number] for number in range(len(mutants))]
 
 
 def describe(mutant: Mutant) -> str:
     old = " ".join(mutant.old.split())
-    new = " ".join(mutant.new.split())
-    return f"{mutant.kind}: {mutant.file}: {old} -> {new or '(deleted)'}"
+    new = " ".join(mutant.new.split()) or "(deleted)"
+    return f"{mutant.kind}: {mutant.file}: {old} -> {new}"
 
 
 def share_killed(outcomes: Sequence[Outcome]) -> float:
-    return sum(outcome.is_killed for outcome in outcomes) / len(outcomes)
+    num_killed = sum(outcome.is_killed for outcome in outcomes)
+    return num_killed / len(outcomes)
 
 
 def as_markdown(outcomes: Sequence[Outcome]) -> str:
-    kinds = list(dict.fromkeys(outcome.mutant.kind for outcome in outcomes))
-    of_kind = Counter(outcome.mutant.kind for outcome in outcomes)
-    killed = Counter(outcome.mutant.kind for outcome in outcomes if outcome.is_killed)
-    late = Counter(
-        outcome.mutant.kind for outcome in outcomes if outcome.verdict == "killed by the deadline"
-    )
+    of_kind: Counter[str] = Counter()
+    killed: Counter[str] = Counter()
+    late: Counter[str] = Counter()
+    for outcome in outcomes:
+        kind = outcome.mutant.kind
+        of_kind[kind] += 1
+        killed[kind] += outcome.is_killed
+        late[kind] += outcome.verdict == "killed by the deadline"
     lines = ["| kind | mutants | killed | of these by the deadline |", "|---|---|---|---|"]
-    lines += [f"| {kind} | {of_kind[kind]} | {killed[kind]} | {late[kind]} |" for kind in kinds]
-    share = f"{sum(killed.values())} ({share_killed(outcomes):.0%})"
-    lines.append(f"| all | {len(outcomes)} | {share} | {sum(late.values())} |")
+    for kind, count in of_kind.items():
+        lines.append(f"| {kind} | {count} | {killed[kind]} | {late[kind]} |")
+    share = f"{killed.total()} ({share_killed(outcomes):.0%})"
+    lines.append(f"| all | {len(outcomes)} | {share} | {late.total()} |")
     survivors = [outcome.mutant for outcome in outcomes if not outcome.is_killed]
     if survivors:
         lines += ["", "| survivor | why |", "|---|---|"]
@@ -335,10 +351,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = set(options.only)
         mutants = [mutant for mutant in mutants if mutant.kind in wanted or mutant.file in wanted]
         if not mutants:
-            kinds = sorted({mutant.kind for mutant in read_table()})
-            parser.error(
-                f"--only {' '.join(options.only)} selects nothing; kinds are {', '.join(kinds)}"
-            )
+            kinds = ", ".join(sorted({mutant.kind for mutant in read_table()}))
+            selection = " ".join(options.only)
+            parser.error(f"--only {selection} selects nothing; kinds are {kinds}")
     if options.list:
         print("\n".join(map(describe, mutants)))
         return 0
@@ -357,11 +372,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = as_markdown(outcomes)
     print(f"\n{text}", end="")
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "mutants.md").write_text(text, encoding="utf-8")
-        (options.out / "mutants.json").write_text(
-            json.dumps(as_json(outcomes), indent=1) + "\n", encoding="utf-8"
-        )
+        out = options.out
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "mutants.md").write_text(text, encoding="utf-8")
+        content = json.dumps(as_json(outcomes), indent=1) + "\n"
+        (out / "mutants.json").write_text(content, encoding="utf-8")
     return 0 if share_killed(outcomes) >= LEAST_KILLED else 1
 
 

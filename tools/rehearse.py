@@ -1,9 +1,10 @@
 """Rehearse a GPU session on a CPU, with exactly the GPU image's packages: python tools/rehearse.py
 
-Makes .venv-image (constraints/gpu-image.txt) and .wheels-image (what the image lacks), installs the wheels without an
-index, and runs there what a GPU machine would run. Prints a table, a row a step, and writes it to OUT/table.md; each
-step's output is in OUT/NAME.log. Ends with 1 if a step failed. Run by the Python of the project's environment. Reads
-PIP_ARGS, TORCH_INDEX_URL and IMAGE_PYTHON, as the Makefile's head explains them. See docs/gpu.md.
+Makes .venv-image (constraints/gpu-image.txt) and .wheels-image (the wheels that the image lacks),
+installs the wheels without an index, and runs the commands of a GPU session. Prints a table with a
+row for each step, and writes it to OUT/table.md; each step's output is in OUT/NAME.log. Ends with 1
+if a step failed. Run it with the Python of the project's environment. It reads PIP_ARGS,
+TORCH_INDEX_URL and IMAGE_PYTHON, as the head of the Makefile explains. See docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,10 +87,11 @@ def count_checks(path: Path) -> Counts:
     """Count gpu_check's verdicts; a check, or a part of one, without time left has failed."""
     checks = json.loads(path.read_text(encoding="utf-8"))["checks"]
     late = [NO_TIME in json.dumps(check) for check in checks]
-    verdicts = [
-        "FAIL" if is_late else check["verdict"] for check, is_late in zip(checks, late, strict=True)
-    ]
-    return Counts(verdicts.count("PASS"), verdicts.count("FAIL"), verdicts.count("SKIP"))
+    verdicts = []
+    for check, is_late in zip(checks, late, strict=True):
+        verdicts.append("FAIL" if is_late else check["verdict"])
+    counts = Counter(verdicts)
+    return Counts(counts["PASS"], counts["FAIL"], counts["SKIP"])
 
 
 def count_tests(path: Path) -> Counts:
@@ -99,7 +102,8 @@ def count_tests(path: Path) -> Counts:
     skipped = 0
     for suite in suites:
         tests += int(suite.attrib["tests"])
-        failed += int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+        failed += int(suite.attrib["failures"])
+        failed += int(suite.attrib["errors"])
         skipped += int(suite.attrib["skipped"])
     return Counts(tests - failed - skipped, failed, skipped)
 
@@ -110,13 +114,15 @@ def pytest_command(workers: int, *arguments: str) -> list[str]:
 
 
 def steps(workers: int) -> list[Step]:
-    # Each check has a limit of its own; together they may take longer than on a GPU.
+    # Each check has its own limit; together they may take longer than on a GPU.
     check = ["tools/gpu_check.py", "--minutes", "30", "--out", "{out}"]
     fake_cuda = pytest_command(workers, "-m", "not slow and not engine", "tests/fake_cuda")
     unit = pytest_command(workers, "-m", IN_PROCESS, *UNIT_TESTS)
+    check_cpu = [*check, "--device", "cpu"]
+    check_fake = [*check, "--fake"]
     return [
-        Step("check-cpu", [*check, "--device", "cpu"], 1800, "report.json", count_checks),
-        Step("check-fake", [*check, "--fake"], 1800, "report.json", count_checks),
+        Step("check-cpu", check_cpu, 1800, "report.json", count_checks),
+        Step("check-fake", check_fake, 1800, "report.json", count_checks),
         Step("fake-cuda", fake_cuda, 2400, "tests.xml", count_tests, is_fake=True),
         Step("unit", unit, 3600, "tests.xml", count_tests),
     ]
@@ -130,18 +136,30 @@ def tree_files(root: Path) -> list[Path]:
         check=True,
         capture_output=True,
     ).stdout
-    paths = {root / os.fsdecode(name) for name in listing.split(b"\0") if name}
-    return [path for path in sorted(paths) if path.is_file() and not path.is_symlink()]
+    names = listing.split(b"\0")
+    paths = {root / os.fsdecode(name) for name in names if name}
+    files = []
+    for path in sorted(paths):
+        if path.is_file() and not path.is_symlink():
+            files.append(path)
+    return files
 
 
 def size_row(tree: Sequence[Path], wheels: Sequence[Path], limit_mib: float = LIMIT_MIB) -> Row:
     """Judge the size of what is carried."""
-    tree_mib = sum(path.stat().st_size for path in tree) / MEBIBYTE
-    wheels_mib = sum(path.stat().st_size for path in wheels) / MEBIBYTE
+    tree_mib = mebibytes(tree)
+    wheels_mib = mebibytes(wheels)
     total = tree_mib + wheels_mib
-    summary = f"tree {tree_mib:.1f} MiB, wheels {wheels_mib:.1f} MiB: {total:.1f} of at most {limit_mib:g} MiB"
-    is_small = total < limit_mib
-    return Row("size", summary, passed=int(is_small), failed=int(not is_small))
+    summary = f"tree {tree_mib:.1f} MiB, wheels {wheels_mib:.1f} MiB: "
+    summary += f"{total:.1f} of at most {limit_mib:g} MiB"
+    if total < limit_mib:
+        return Row("size", summary, passed=1)
+    return Row("size", summary, failed=1)
+
+
+def mebibytes(paths: Sequence[Path]) -> float:
+    size = sum(path.stat().st_size for path in paths)
+    return size / MEBIBYTE
 
 
 def versions_there(python: Path) -> dict[str, str]:
@@ -163,18 +181,23 @@ def differences(
     """Return what is not as in the image; a build's label, such as +cpu, does not count."""
     lines = []
     wanted_python = ".".join(map(str, python))
-    if ".".join(versions["Python"].split(".")[:2]) != wanted_python:
-        lines.append(f"Python {versions['Python']} for {wanted_python}")
+    python_version = versions["Python"]
+    release = python_version.split(".")[:2]
+    if ".".join(release) != wanted_python:
+        lines.append(f"Python {python_version} for {wanted_python}")
     for name in COMPARED:
-        if versions[name].partition("+")[0] != pins[name]:
-            lines.append(f"{name} {versions[name]} for {pins[name]}")
+        version = versions[name]
+        pin = pins[name]
+        without_label, _, _ = version.partition("+")
+        if without_label != pin:
+            lines.append(f"{name} {version} for {pin}")
     return lines
 
 
 def environment_row(versions: dict[str, str], pins: dict[str, str], seconds: float) -> Row:
     """Name the versions, and say so if they are not the image's."""
     assert IMAGE.python is not None
-    summary = ", ".join(f"{name} {version}" for name, version in versions.items())
+    summary = ", ".join(map(" ".join, versions.items()))
     others = differences(versions, pins, IMAGE.python)
     if others:
         summary += f"; not the image: {', '.join(others)}"
@@ -185,8 +208,9 @@ def make_wheels(python: tuple[int, int]) -> list[Path]:
     """Make the folder of wheels that the image lacks, with Hypothesis for the tests."""
     shutil.rmtree(WHEELS, ignore_errors=True)
     tool = [sys.executable, str(ROOT / "tools/make_wheelhouse.py"), str(WHEELS)]
-    options = ["--python", ".".join(map(str, python)), "--image", str(IMAGE.pins)]
-    subprocess.run([*tool, *options, "--also", "hypothesis"], check=True, timeout=1800)
+    version = ".".join(map(str, python))
+    options = ["--python", version, "--image", str(IMAGE.pins), "--also", "hypothesis"]
+    subprocess.run([*tool, *options], check=True, timeout=1800)
     return sorted(WHEELS.iterdir())
 
 
@@ -229,9 +253,12 @@ def run_step(step: Step, python: Path, out: Path) -> Row:
             end = f"no end within {step.seconds:.0f} s"
     seconds = time.monotonic() - started
     report = folder / step.report
-    counts = step.count(report) if report.is_file() else Counts(0, 0, 0)
+    counts = Counts(0, 0, 0)
+    if report.is_file():
+        counts = step.count(report)
     failed = counts.failed
-    summary = f"`{' '.join(step.command).replace('{out}', 'OUT')}`"
+    command = " ".join(step.command).replace("{out}", "OUT")
+    summary = f"`{command}`"
     if code != 0 and failed == 0:
         failed = 1
         summary += f": {end}"
@@ -254,14 +281,22 @@ def prepare(rows: list[Row]) -> Path:
     interpreter = find_interpreter(IMAGE.python)
     make(IMAGE, ENVIRONMENT)
     python = python_of(ENVIRONMENT)
-    pins = {pin.name: next(iter(pin.specifier)).version for pin in requirements_in(IMAGE.pins)}
-    rows.append(environment_row(versions_there(python), pins, time.monotonic() - started))
+    pins = {}
+    for pin in requirements_in(IMAGE.pins):
+        (specifier,) = pin.specifier
+        pins[pin.name] = specifier.version
+    versions = versions_there(python)
+    seconds = time.monotonic() - started
+    rows.append(environment_row(versions, pins, seconds))
     started = time.monotonic()
     wheels = make_wheels(interpreter.version)
     install_wheels(python)
-    summary = f"{len(wheels) - 1} wheels, installed without an index"
-    rows.append(Row("wheels", summary, passed=1, seconds=time.monotonic() - started))
-    rows.append(size_row(tree_files(ROOT), wheels))
+    seconds = time.monotonic() - started
+    num_wheels = len(wheels) - 1  # beside requirements.txt
+    summary = f"{num_wheels} wheels, installed without an index"
+    rows.append(Row("wheels", summary, passed=1, seconds=seconds))
+    tree = tree_files(ROOT)
+    rows.append(size_row(tree, wheels))
     return python
 
 
@@ -293,9 +328,8 @@ def main() -> int:
     (out / "table.md").write_text(text, encoding="utf-8")
     print(text, end="")
     failed = [row.step for row in rows if row.failed]
-    print(
-        f"rehearse: {out / 'table.md'}: {'FAIL (' + ', '.join(failed) + ')' if failed else 'PASS'}"
-    )
+    verdict = f"FAIL ({', '.join(failed)})" if failed else "PASS"
+    print(f"rehearse: {out / 'table.md'}: {verdict}")
     return 1 if failed else 0
 
 

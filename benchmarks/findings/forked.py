@@ -1,6 +1,7 @@
-"""A run in processes of its own, forked from one that has loaded the libraries: one, or a trainer and a generator.
+"""A run in forked processes: a single process, or a trainer and a generator.
 
-The one that forks never has process groups: forks of one that had any crash.
+The parent has loaded the libraries and never has process groups: forks of a process that had any
+crash.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A language of small reviews: prompts, a grammar to learn first, and a reward that can be computed.
+"""A language of small reviews: prompts, a grammar to learn first, and a computable reward.
 
-A prompt tells how somebody felt about a thing, `my sister hated the soup .`; a response is a review in two
-clauses, `the look was very bland and the price was nice .`. The feeling decides how good the adjectives are, so the
-first policy's reward differs by the prompt, as in a real task.
+A prompt says how a person felt, `my sister hated the soup .`; a response is a review in two
+clauses, `the look was very bland and the price was nice .`. The feeling decides how good the
+adjectives are, so the first policy's reward differs by the prompt, as in a real task.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 PEOPLE = ["i", "my friend", "my sister", "my uncle", "our boss", "our guide"]
 # chance of a good adjective
 FEELINGS = {"loved": 0.9, "liked": 0.7, "tried": 0.5, "disliked": 0.3, "hated": 0.1}
-THINGS = [
+SUBJECTS = [
     "cafe",
     "hotel",
     "film",
@@ -60,16 +60,16 @@ SCALE = 1.85
 
 def vocabulary() -> list[str]:
     """Every word once."""
-    phrases = [*PEOPLE, *FEELINGS, *THINGS, *ASPECTS, *VALUES, *DEGREES, *JOINTS, "the was ."]
-    return list(dict.fromkeys(word for phrase in phrases for word in phrase.split()))
+    phrases = [*PEOPLE, *FEELINGS, *SUBJECTS, *ASPECTS, *VALUES, *DEGREES, *JOINTS, "the was ."]
+    words = " ".join(phrases).split()
+    return list(dict.fromkeys(words))
 
 
 def all_prompts() -> list[str]:
-    """The 360 prompts, shuffled once and for all."""
-    prompts = [
-        f"{who} {felt} the {subject} ."
-        for who, felt, subject in itertools.product(PEOPLE, FEELINGS, THINGS)
-    ]
+    """The 360 prompts, always in the same random order."""
+    prompts = []
+    for person, feeling, subject in itertools.product(PEOPLE, FEELINGS, SUBJECTS):
+        prompts.append(f"{person} {feeling} the {subject} .")
     random.Random(0).shuffle(prompts)
     return prompts
 
@@ -80,25 +80,27 @@ def write_review(prompt: str, random_source: random.Random) -> str:
     clauses = []
     for _ in range(CLAUSES):
         degree = random_source.choice([*DEGREES, "", "", "", ""])
-        if random_source.random() < 0.2:
-            value = 0.0
-        else:
-            value = random_source.choice([1.0, 1.0, 2.0]) * (
-                1 if random_source.random() < good else -1
-            )
+        value = 0.0
+        if random_source.random() >= 0.2:
+            value = random_source.choice([1.0, 1.0, 2.0])
+            if random_source.random() >= good:
+                value = -value
         adjective = random_source.choice(ADJECTIVES[value])
-        clauses.append(
-            " ".join(f"the {random_source.choice(ASPECTS)} was {degree} {adjective}".split())
-        )
-    return f" {random_source.choice(JOINTS)} ".join(clauses) + " ."
+        aspect = random_source.choice(ASPECTS)
+        words = ["the", aspect, "was", degree, adjective]
+        clauses.append(" ".join(filter(None, words)))
+    joint = random_source.choice(JOINTS)
+    review = f" {joint} ".join(clauses)
+    return f"{review} ."
 
 
 def reward(response: str) -> float:
-    """What a review says, in units of about one standard deviation of the grammar's reviews.
+    """The judgement of a review, in units of about one standard deviation of the grammar's reviews.
 
-    The sum over its first two clauses `the ASPECT was [DEGREE] ADJECTIVE` of the adjective's value times the degree's
-    factor. A clause whose aspect or adjective has come before counts nothing. More clauses gain nothing either: with a
-    reward that grows with the length, a run is a lottery for the first long responses.
+    The sum over its first two clauses `the ASPECT was [DEGREE] ADJECTIVE` of the adjective's value
+    times the degree's factor. A clause that repeats an aspect or adjective counts nothing. Further
+    clauses gain nothing either: with a reward that grows with the length, a run would be a lottery
+    for the first long responses.
     """
     return raw_score(response.split()) / SCALE
 
@@ -110,13 +112,16 @@ def raw_score(words: Sequence[str]) -> float:
     for at, (first, aspect, verb) in enumerate(zip(words, words[1:], words[2:], strict=False)):
         if first != "the" or aspect not in ASPECTS or verb != "was":
             continue
-        rest = words[at + 3 : at + 5]
-        factor = DEGREES.get(rest[0], 1.0) if rest else 1.0
-        adjective = next(iter(rest[1:] if rest and rest[0] in DEGREES else rest), "")
+        rest = list(words[at + 3 : at + 5])
+        factor = 1.0
+        if rest and rest[0] in DEGREES:
+            factor = DEGREES[rest.pop(0)]
+        adjective = rest[0] if rest else ""
         if adjective not in VALUES:
             continue
         clauses += 1
-        if clauses <= CLAUSES and not {aspect, adjective} & seen:
+        pair = {aspect, adjective}
+        if clauses <= CLAUSES and not pair & seen:
             total += factor * VALUES[adjective]
-        seen |= {aspect, adjective}
+        seen |= pair
     return total

@@ -33,7 +33,10 @@ class Worker:
 
     def give(self, job: Job, seconds: float) -> None:
         self.connection.send(job)
-        self.job, self.deadline = job, time.monotonic() + seconds + START_SECONDS * self._fresh
+        self.job = job
+        self.deadline = time.monotonic() + seconds
+        if self._fresh:
+            self.deadline += START_SECONDS
         self._fresh = False
 
     def take(self) -> Outcome | str:
@@ -76,7 +79,8 @@ def run_all(
                 if worker.job is None and waiting:
                     if not worker.process.is_alive():
                         worker.end()
-                        workers[index] = worker = Worker(folder)
+                        worker = Worker(folder)
+                        workers[index] = worker
                     worker.give(waiting.popleft(), seconds)
             ready = wait([worker.connection for worker in workers if worker.job], timeout=1.0)
             for index, worker in enumerate(workers):

@@ -1,4 +1,4 @@
-"""The policy that every run starts from: a Llama of about 1M parameters, trained on reviews of the grammar."""
+"""The policy that every run starts from: a Llama of about 1M parameters, trained on reviews."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]  # ids 0, 1, 2, 3
 
 
 def prepare(folder: Path, steps: int = STEPS) -> Path:
-    """Write the model, `train.jsonl` and `validation.jsonl` to `folder`, unless they are there already.
+    """Write the model, `train.jsonl` and `validation.jsonl` to `folder`, unless they exist.
 
     Returns:
         the Hugging Face folder of the model.
@@ -63,7 +63,10 @@ def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def pretrained(tokenizer: PreTrainedTokenizerFast, steps: int) -> LlamaForCausalLM:
-    """Next-token training on fresh reviews of all prompts; the same weights for the same number of steps."""
+    """Train on the next token of fresh reviews of all prompts.
+
+    The same number of steps gives the same weights.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

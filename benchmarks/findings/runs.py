@@ -50,14 +50,14 @@ class Cell:
         estimator: `trainer.reinforce.advantage_estimator`.
         group: G, samples a prompt; a step has `SAMPLES_PER_STEP` samples in all cells.
         beta: `trainer.reinforce.initial_policy_kl_penalty`.
-        noise: standard deviation of what is added to every reward in training.
-        offset: what is added to every reward in training.
-        spread: standard deviation over prompts of a constant that is added to all rewards of a prompt in training.
-        tuned_as: the cell whose learning rate it takes; empty: it is tuned itself.
-        lr: a learning rate that is given instead; 0: none is.
-        staleness: `max_staleness` of a run with a generator of its own; None: one process does both in turn.
+        noise: standard deviation of the noise added to every reward in training.
+        offset: constant added to every reward in training.
+        spread: deviation over prompts of a constant added to a prompt's rewards in training.
+        tuned_as: the cell whose learning rate it takes; empty: its own is tuned.
+        lr: a fixed learning rate instead; 0: none.
+        staleness: `max_staleness` of a run with a separate generator; None: a colocated run.
         correction: `trainer.reinforce.generator_correction`; empty: the default.
-        sleep: seconds that the generation of a step sleeps besides, and its update too.
+        sleep: seconds that the generation of a step sleeps in addition, and its update too.
         against: cells that it is compared with, seed by seed.
     """
 
@@ -173,9 +173,11 @@ LAGS = (0, 1, 2, 4)
 
 def lagging(lr: float, sleep: float = 0.0) -> list[Cell]:
     """RLOO in one process, and with rollouts that a generator draws k steps ahead."""
-    name, title = (
-        (f"_{lr:g}_sleep", f", lr {lr:g}, sleeping") if sleep else (f"_{lr:g}", f", lr {lr:g}")
-    )
+    name = f"_{lr:g}"
+    title = f", lr {lr:g}"
+    if sleep:
+        name += "_sleep"
+        title += ", sleeping"
     base = Cell(f"colocated{name}", f"colocated{title}", "rloo", 4, lr=lr, sleep=sleep)
     kept = replace(base, against=(base.name,))
     cells = [
@@ -266,7 +268,7 @@ class Outcome:
 
     @property
     def fell(self) -> bool:
-        """It ended by more than half a deviation of the first policy's rewards below where it had been."""
+        """Whether it ended over half a deviation of the first policy's rewards below its best."""
         return max(value for _, value in self.validation) - self.final_reward > 0.5
 
     @property
@@ -284,7 +286,8 @@ class ReviewReward:
     """A reward source with the noise and the constants of a cell."""
 
     def __init__(self, cell: Cell, seed: int):
-        self._cell, self._random = cell, random.Random(seed)
+        self._cell = cell
+        self._random = random.Random(seed)
 
     def infer_rm(self, request: RewardRequest) -> ReadyRewards:
         pairs = zip(request.prompts, request.responses, strict=True)
@@ -332,7 +335,7 @@ class Recorder(SilentMonitor):
 
 
 class NoCheckpoints:
-    """In place of the checkpointer: the trainer saves once at its end, which takes longer than a step."""
+    """A checkpointer that writes nothing: the save at the end takes longer than a step."""
 
     is_writing = False
 
@@ -377,18 +380,28 @@ def run(job: Job, mesh: Mesh, folder: Path, role: RankRole | None = None) -> Out
         )
         trainer.ckpt_callback = NoCheckpoints()  # type: ignore[assignment]
         lengthen_generation(trainer.model, job)
-        trainer.run_training = _after(CELLS[job.cell].sleep, trainer.run_training)  # type: ignore[method-assign]
+        slow_training = _after(CELLS[job.cell].sleep, trainer.run_training)
+        trainer.run_training = slow_training  # type: ignore[method-assign]
         trainer.fit()
     seconds = round(time.perf_counter() - started, 2)
     if not all(map(math.isfinite, [*recorder.kl, *recorder.training])):
         raise FloatingPointError(f"{job} gave a KL or a reward that is not finite")
-    series = recorder.validation, recorder.training, recorder.kl
-    return Outcome(job, *series, seconds, recorder.steps, recorder.moved, recorder.capped)
+    return Outcome(
+        job=job,
+        validation=recorder.validation,
+        training=recorder.training,
+        kl=recorder.kl,
+        seconds=seconds,
+        steps=recorder.steps,
+        moved=recorder.moved,
+        capped=recorder.capped,
+    )
 
 
 def lengthen_generation(model: MegatronGPTReinforceActorModel, job: Job) -> None:
     """Let each generation of a step sleep first, as the cell says."""
-    infer, slow_infer = model.infer, _after(CELLS[job.cell].sleep, model.infer)
+    infer = model.infer
+    slow_infer = _after(CELLS[job.cell].sleep, model.infer)
 
     def infer_at_a_pace(*args: Any, validation: bool = False) -> Any:
         return (infer if validation else slow_infer)(*args, validation=validation)

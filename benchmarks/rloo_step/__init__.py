@@ -1,4 +1,4 @@
-"""One RLOO step on the same inputs in this project's trainer and in TRL's, each in a process of its own.
+"""One RLOO step on the same inputs in this project's trainer and in TRL's, in separate processes.
 
-`workload` and `reward` are imported by both sides, so they need nothing but the standard library.
+Both sides import `workload` and `reward`, so these need nothing but the standard library.
 """

@@ -36,7 +36,8 @@ class Row:
     Attributes:
         name: of the phase.
         ours, peer: medians over all steps that count, in seconds.
-        ratio: the peer's time over ours, the median over pairs; None where a side spends nothing in the phase.
+        ratio: the peer's time over ours, the median over pairs; None where a side spends nothing in
+            the phase.
     """
 
     name: str
@@ -71,7 +72,9 @@ class Comparison:
 
 
 def check_same(workload: Workload, pair: Pair) -> None:
-    """Both sides did what the workload says, with the same model, prompts, token counts, threads and rewards.
+    """Check that both sides did what the workload says.
+
+    Model, prompts, token counts, threads and rewards must agree.
 
     Raises:
         NotTheSame: the text says what differs.
@@ -104,24 +107,28 @@ def check_same(workload: Workload, pair: Pair) -> None:
                     f"{count} of {length}" for length, count in sorted(lengths.items())
                 )
                 raise NotTheSame(
-                    f"{where}: responses have {lengths_text} tokens, expected all of {workload.response_tokens}"
+                    f"{where}: responses have {lengths_text} tokens, "
+                    f"expected all of {workload.response_tokens}"
                 )
             lengths = {len(sample.prompt) for sample in step.samples}
             if lengths != {workload.prompt_tokens}:
                 raise NotTheSame(
-                    f"{where}: prompts have {sorted(lengths)} tokens, expected {workload.prompt_tokens} in each"
+                    f"{where}: prompts have {sorted(lengths)} tokens, "
+                    f"expected {workload.prompt_tokens} in each"
                 )
             for sample in step.samples:
                 expected = vowels("", sample.response, {})
                 # A NaN is a sample that was not scored.
                 if not math.isclose(sample.reward, expected, abs_tol=REWARD_TOLERANCE):
                     raise NotTheSame(
-                        f"{where}: {sample.response!r} has reward {sample.reward}, expected {expected}"
+                        f"{where}: {sample.response!r} has reward {sample.reward}, "
+                        f"expected {expected}"
                     )
         counts = [Counter(tuple(sample.prompt) for sample in step.samples) for step in steps]
         if counts[0] != counts[1]:
             raise NotTheSame(
-                f"step {number}: the sides had different prompts, or not equally many samples of each"
+                f"step {number}: the sides had different prompts, "
+                "or not equally many samples of each"
             )
 
 

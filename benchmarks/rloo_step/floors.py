@@ -1,6 +1,6 @@
-"""The least time that each phase of a step can take, from a machine's memory bandwidth and matrix rate.
+"""The least time of each phase of a step, from a machine's memory bandwidth and matrix rate.
 
-Attention's own products are left out, so a floor is lower than it could be, by little for short sequences.
+Attention's own products are left out, so a floor is a little too low for short sequences.
 
 Notation: P prompts a step, G samples a prompt, N = P * G.
 """
@@ -112,7 +112,7 @@ def decoding_seconds(machine: Machine, model: ModelParts, lengths: Sequence[int]
     Args:
         machine: it runs on.
         model: that decodes.
-        lengths: tokens of the responses; those that have ended take no part any more.
+        lengths: tokens of the responses; ended responses take no part any more.
     """
     weights = model.body + model.head
     seconds = 0.0

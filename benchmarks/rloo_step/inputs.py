@@ -29,8 +29,8 @@ def make_prompts(
     texts = list(dict.fromkeys(_cut(tokenizer, words, steps * prompts, tokens)))
     if len(texts) < steps * prompts:
         raise ValueError(
-            f"{SOURCE.name} has {len(texts)} different prompts of {tokens} tokens, expected {steps * prompts}; "
-            "ask for fewer prompts or steps, or for other lengths"
+            f"{SOURCE.name} has {len(texts)} different prompts of {tokens} tokens, "
+            f"expected {steps * prompts}; ask for fewer prompts or steps, or for other lengths"
         )
     return [texts[start : start + prompts] for start in range(0, len(texts), prompts)]
 
@@ -38,7 +38,7 @@ def make_prompts(
 def _cut(
     tokenizer: PreTrainedTokenizerBase, words: list[str], count: int, tokens: int
 ) -> Iterator[str]:
-    """Texts that are tokenised into exactly so many tokens, and come back unchanged; at most `count`."""
+    """Yield at most `count` texts of exactly `tokens` tokens that survive decoding unchanged."""
     start = 0
     while count and start < len(words):
         # A token is rarely more than a word, and a word rarely more than a few tokens.

@@ -1,4 +1,4 @@
-"""The steps of a workload by this project's trainer: python -m rloo_step.ours WORKLOAD.json REPORT.json"""
+"""Run a workload with this project's trainer: python -m rloo_step.ours WORKLOAD.json REPORT.json"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a side in a process of its own."""
+"""Run a side in a separate process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def run_side(python: Path, module: str, workload: Workload, seconds: float) -> S
             )
         except subprocess.TimeoutExpired as error:
             raise SideFailed(
-                f"{module} did not end within {seconds:.0f} s; ask for less work, or allow more with --deadline"
+                f"{module} did not end within {seconds:.0f} s; "
+                "ask for less work, or allow more with --deadline"
             ) from error
         if done.returncode:
             raise SideFailed(

@@ -27,7 +27,8 @@ def measure(
     """
     torch.set_num_threads(threads)
     rows = max(int(gigabytes * 1e9 / BYTES / READ_COLUMNS), 1)
-    data, vector = torch.ones(rows, READ_COLUMNS), torch.ones(READ_COLUMNS)
+    data = torch.ones(rows, READ_COLUMNS)
+    vector = torch.ones(READ_COLUMNS)
     # A decode step is matrices by a few vectors; a plain sum is there for a BLAS whose such product
     # is slow.
     reading = min(_best(lambda: data @ vector, repeats), _best(data.sum, repeats))

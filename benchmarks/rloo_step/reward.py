@@ -7,5 +7,5 @@ from typing import Any
 
 
 def vowels(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """The share of vowels among the response's characters, 0 for an empty one: cheap, and it differs by sample."""
+    """The share of vowels among the response's characters, 0 for an empty response."""
     return sum(character in "aeiouAEIOU" for character in response) / max(len(response), 1)

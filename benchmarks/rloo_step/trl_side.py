@@ -1,7 +1,7 @@
-"""The steps of a workload by TRL's RLOOTrainer: python -m rloo_step.trl_side WORKLOAD.json REPORT.json
+"""Run a workload with TRL's RLOOTrainer: python -m rloo_step.trl_side WORKLOAD.json REPORT.json
 
-Runs in the environment of `tools/make_environment.py peers`. Every method of TRL runs unmodified; those that make up a
-phase are timed.
+Runs in the environment of `tools/make_environment.py peers`. Every method of TRL runs unmodified;
+the methods of each phase are timed.
 """
 
 from __future__ import annotations

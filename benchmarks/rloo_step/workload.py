@@ -27,10 +27,10 @@ class Workload:
     Attributes:
         model: Hugging Face folder.
         prompts: texts of the P prompts of each step.
-        warm_up_steps: the first steps that are made and not counted: the optimizer's moments are made in the first.
+        warm_up_steps: steps that do not count; the first allocates the optimizer's moments.
         group: G.
         prompt_tokens: of each prompt.
-        response_tokens: of each response: none may end before, and none goes on.
+        response_tokens: of each response: none ends earlier or later.
         beta: what a nat of KL costs.
         lr: learning rate.
         seed: of the sampling.
@@ -102,7 +102,7 @@ class SideReport:
         threads: of torch.
         parameters: that are trained.
         dtype: of the weights.
-        steps: all, those that do not count included.
+        steps: all, including the steps that do not count.
         peak_bytes: resident memory of its processes, the sum of each one's highest.
     """
 
@@ -116,13 +116,13 @@ class SideReport:
 
 
 def with_other(seconds: float, phases: dict[str, float]) -> dict[str, float]:
-    """All of `PHASES`: those that did not occur took no time, and what no phase has is `OTHER`."""
+    """All of `PHASES`: a missing phase took no time, and the remaining time is `OTHER`."""
     known = {name: phases.get(name, 0.0) for name in PHASES}
     return {**known, OTHER: max(seconds - sum(known.values()), 0.0)}
 
 
 def peak_resident_bytes(process_ids: Sequence[int]) -> int:
-    """The sum of the highest resident memory of each of these processes so far; one that has ended counts nothing."""
+    """The sum of the peaks of resident memory of these processes; ended processes count nothing."""
     total = 0
     for process_id in process_ids:
         try:

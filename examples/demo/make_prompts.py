@@ -1,9 +1,10 @@
-"""Writes the demo's prompts: questions about everyday things, each with a form that its answer must have.
+"""Write the demo's prompts: everyday questions, each with a form that the answer must have.
 
 python examples/demo/make_prompts.py [FOLDER]
 
 Training and held-out questions have no topic in common. The reward function
-`reinforce_rl.rewards.functions.instructions` checks the fields `keys`, `min_words`, `max_words` and `keyword`.
+`reinforce_rl.rewards.functions.instructions` checks the fields `keys`, `min_words`, `max_words`
+and `keyword`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ KINDS = [
             "What goes well with {}?",
             "How do I store {}?",
         ],
-        "bread rice cheese soup honey garlic butter pasta salmon spinach chocolate coffee yogurt tofu pepper corn "
-        "cabbage vinegar mustard oatmeal",
+        "bread rice cheese soup honey garlic butter pasta salmon spinach chocolate coffee yogurt "
+        "tofu pepper corn cabbage vinegar mustard oatmeal",
         "tea salad lentils ginger cinnamon broccoli",
     ),
     (
@@ -35,8 +36,8 @@ KINDS = [
             "Why is a {} special?",
             "How can I draw a {}?",
         ],
-        "cat dog horse whale rabbit lion penguin spider goat camel shark frog bat swan bear turtle wolf crab parrot "
-        "fox",
+        "cat dog horse whale rabbit lion penguin spider goat camel shark frog bat swan bear turtle "
+        "wolf crab parrot fox",
         "dolphin tiger hen beaver squirrel eagle",
     ),
     (
@@ -46,8 +47,8 @@ KINDS = [
             "What do I need for {}?",
             "When is the best time for {}?",
         ],
-        "swimming running reading painting gardening knitting hiking cycling singing dancing baking skiing fishing "
-        "sailing writing climbing camping drawing yoga chess",
+        "swimming running reading painting gardening knitting hiking cycling singing dancing "
+        "baking skiing fishing sailing writing climbing camping drawing yoga chess",
         "cooking skating tennis surfing juggling pottery",
     ),
     (
@@ -57,8 +58,8 @@ KINDS = [
             "What should I take to a {}?",
             "Who works at a {}?",
         ],
-        "museum beach library park market farm hospital school zoo theater castle bakery stadium forest lake hotel "
-        "restaurant airport church factory",
+        "museum beach library park market farm hospital school zoo theater castle bakery stadium "
+        "forest lake hotel restaurant airport church factory",
         "garden harbor cinema bank station circus",
     ),
 ]
@@ -81,10 +82,11 @@ def records(seed: int, *, held_out: bool) -> list[dict[str, object]]:
     for questions, training, held in KINDS:
         for topic in (held if held_out else training).split():
             for question in questions:
-                keys, words = draw.choice(KEYS), draw.choice(MAX_WORDS)
+                keys = draw.choice(KEYS)
+                words = draw.choice(MAX_WORDS)
                 form = ", ".join(f'"{key}": "..."' for key in keys)
-                asked = f'{question.format(topic)} Use the word "{topic}" and {MIN_WORDS} to {words} words.'
-                prompt = f"{asked}\nAnswer as JSON: {{{form}}}"
+                limit = f'Use the word "{topic}" and {MIN_WORDS} to {words} words.'
+                prompt = f"{question.format(topic)} {limit}\nAnswer as JSON: {{{form}}}"
                 limits = {"min_words": MIN_WORDS, "max_words": words}
                 rows.append({"prompt": prompt, "keys": keys, **limits, "keyword": topic})
     draw.shuffle(rows)
@@ -95,8 +97,9 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
     for name, held_out in (("train", False), ("validation", True)):
         lines = [json.dumps(record) + "\n" for record in records(20, held_out=held_out)]
-        (folder / f"prompts_{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-        print(f"{folder / f'prompts_{name}.jsonl'}: {len(lines)} prompts")
+        path = folder / f"prompts_{name}.jsonl"
+        path.write_text("".join(lines), encoding="utf-8")
+        print(f"{path}: {len(lines)} prompts")
 
 
 if __name__ == "__main__":

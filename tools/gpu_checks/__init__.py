@@ -1,1 +1,1 @@
-"""What `tools/gpu_check.py` runs: one file a subject, each check in a process of its own."""
+"""The checks of `tools/gpu_check.py`: one file a subject, each check in a separate process."""

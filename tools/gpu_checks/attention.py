@@ -1,6 +1,7 @@
 """Attention's forward and backward pass at many lengths, against the softmax written out in fp32.
 
-cuDNN's masked backward gives NaN where length % 128 == 64 (pytorch#196678), so half of the lengths are such.
+cuDNN's masked backward gives NaN where length % 128 == 64 (pytorch#196678), so half of the lengths
+are of this kind.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def check(context: Context) -> Finding:
     cases = [(kind, length, dtype) for dtype in TOLERANCES for length in lengths for kind in KINDS]
     errors = {case: worst_error(*case, context.device) for case in cases}
     faults = [
-        f"{kind} at {length} in {str(dtype)[6:]}: {name} is off by {error:.2g}, expected {TOLERANCES[dtype]:g} at most"
+        f"{kind} at {length} in {str(dtype)[6:]}: {name} is off by {error:.2g}, "
+        f"expected {TOLERANCES[dtype]:g} at most"
         for (kind, length, dtype), (error, name) in errors.items()
         if not error <= TOLERANCES[dtype]
     ]
@@ -76,7 +78,10 @@ def check(context: Context) -> Finding:
 
 
 def _mask(kind: str, length: int, device: str) -> Tensor:
-    """bool, broadcasts to [b, 1, s, s]: causal, with a window, or with tokens that late ones of a row do not see."""
+    """bool, broadcasts to [b, 1, s, s].
+
+    It is causal, has a window, or hides tokens from the late tokens of a row.
+    """
     at = torch.arange(length, device=device)
     mask = visible(at[:, None], at[None, :], WINDOW if kind == "window" else None).expand(
         BATCH, 1, length, length
@@ -123,7 +128,10 @@ def _with_gradients(attend: Attend, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def worst_error(kind: str, length: int, dtype: torch.dtype, device: str) -> tuple[float, str]:
-    """The largest error of a position in the result and in its three gradients, infinity for NaN, and whose it is."""
+    """The largest error of a position in the result and in its three gradients, and its tensor.
+
+    NaN counts as infinity.
+    """
     inputs = _inputs(length, dtype, device)
     mask = _mask(kind, length, device)
     computed = _with_gradients(_ours(kind, mask), inputs)

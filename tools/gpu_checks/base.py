@@ -23,7 +23,7 @@ class Context:
 
     Attributes:
         mode: CUDA, CPU or FAKE.
-        folder: of its own.
+        folder: of this check alone.
         deadline: the `time.time()` at which its process is ended.
         options: of the command line, by name; most checks have none.
     """
@@ -45,7 +45,7 @@ class Context:
 
 @dataclass
 class Finding:
-    """Result of a check: verdict, why, and JSON values by name, of which a list of dicts becomes a table."""
+    """Result of a check: verdict, why, and JSON values by name; a list of dicts becomes a table."""
 
     verdict: str
     sentence: str

@@ -1,4 +1,7 @@
-"""Log-probs, loss, gradients, an update and greedy tokens on the device, against transformers on the CPU in fp32."""
+"""The device's numbers against transformers on the CPU in fp32.
+
+Compared are log-probs, loss, gradients, an update and greedy tokens.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,8 @@ def check(context: Context) -> Finding:
             if shape == "tiny" or context.left() > SECONDS_OF_LARGE:
                 rows += of_shape(shape, mesh)
     faults = [
-        f"{row['shape']} {row['dtype']}: {name} off by {row[name]:.2g} ({row['tensor']}), expected {limits[number]:g}"
+        f"{row['shape']} {row['dtype']}: {name} off by {row[name]:.2g} ({row['tensor']}), "
+        f"expected {limits[number]:g}"
         for row in rows
         for name, limits in TOLERANCES.items()
         for number in [row["dtype"] != "float32"]
@@ -75,10 +79,10 @@ def of_shape(shape: str, mesh: Mesh) -> list[dict[str, Any]]:
             "log-probs": deviation.largest,
         }
         row |= {"mean log-probs": deviation.mean, "greedy": _greedy_shortfall(side, reference)}
-        own_loss, gradients = side.gradients()
+        own_loss, our_gradients = side.gradients()
         row["loss"] = abs(own_loss - loss) / max(1.0, abs(loss))
-        rows.append(row | _gradient_errors(gradients, gradient))
-        del side, gradients
+        rows.append(row | _gradient_errors(our_gradients, gradient))
+        del side, our_gradients
         free(mesh.device)
     # last: the reference's weights are others afterwards
     side = OurSide(arch, mesh, torch.float32, WORKLOAD)
@@ -110,7 +114,7 @@ def _gradient_errors(
 
 @torch.no_grad()
 def _greedy_shortfall(side: OurSide, reference: PlainSide) -> float:
-    """Nats that the CPU's model gives the greedily drawn tokens less than its likeliest ones, at most.
+    """The largest shortfall, in nats, of the greedily drawn tokens below the CPU model's likeliest.
 
     Whole sequences are not compared: after one near tie they have nothing to do with each other.
     """

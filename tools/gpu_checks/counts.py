@@ -82,7 +82,10 @@ def check(context: Context) -> Finding:
 def compared(
     per: dict[str, Counts], budgets: dict[str, dict[str, float]], slack: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row of each work with its budgets, and what is above them; kernels may be `slack` times as many."""
+    """A row of each work with its budgets, and the counts above them.
+
+    Kernels may be `slack` times as many.
+    """
     rows = []
     faults = []
     for name, counts in per.items():
@@ -120,7 +123,10 @@ def _profiled(work: Callable[[], object]) -> Counts:
 
 
 def of_events(events: Iterable[Any]) -> Counts:
-    """From the profiler's events: kernels and copies on the device; calls of the runtime by name on the host."""
+    """Count the profiler's events.
+
+    Kernels and copies are counted on the device, calls of the runtime by name on the host.
+    """
     events = list(events)
     on_device = [
         event

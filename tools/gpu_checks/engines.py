@@ -1,7 +1,7 @@
 """Engines on this GPU: log-probs of what they draw against transformers, at two temperatures.
 
-Between the two an engine sleeps, wakes and gets other weights. Of vLLM both model runners are tried: on GPUs it takes
-the second, with kernels in Triton, where a CPU has the first.
+Between the two an engine sleeps, wakes and gets other weights. Both model runners of vLLM are
+tried: on GPUs it takes the second, with kernels in Triton; on a CPU it has the first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 
 
 def check_tensorrt_llm(context: Context) -> Finding:
-    """Lifts the refusal of other temperatures than 1 with `generator_correction`, once it has passed on a GPU."""
+    """Once it has passed on a GPU, temperatures other than 1 may go with `generator_correction`."""
     with engine_of(context, "generation=tensorrt_llm") as actor:
         rows = gaps_of(actor, actor.generator, context.device)
     sentence = f"log-probs are within {largest(rows):.2g} nats of transformers' at each temperature"
@@ -75,8 +75,8 @@ def check_vllm(context: Context) -> Finding:
             f"the runners' log-probs of the same tokens differ by {both.mean_gap:.2g} nats"
         )
     sentence = (
-        f"both runners are within {largest(rows):.2g} nats of transformers, and {both.mean_gap:.2g} apart in "
-        f"{both.common_tokens} common tokens"
+        f"both runners are within {largest(rows):.2g} nats of transformers, "
+        f"and {both.mean_gap:.2g} apart in {both.common_tokens} common tokens"
     )
     return judged(faults, sentence, {"gaps": rows, "equal responses of both": both.equal_responses})
 
@@ -107,7 +107,10 @@ def engine_of(context: Context, *overrides: str) -> Iterator[MegatronGPTReinforc
 def gaps_of(
     actor: MegatronGPTReinforceActorModel, generator: Generator, device: str
 ) -> list[dict[str, object]]:
-    """Draw at each temperature, with other weights at each; return how far the log-probs are from transformers'."""
+    """Draw at each temperature, with other weights at each.
+
+    Returns how far the log-probs are from transformers'.
+    """
     gaps: list[dict[str, object]] = []
     for number, temperature in enumerate(TEMPERATURES):
         if number:
@@ -141,7 +144,10 @@ def gaps_of(
 def reference_log_probs(
     actor: MegatronGPTReinforceActorModel, completions: Completions, temperature: float, device: str
 ) -> tuple[Tensor, Tensor]:
-    """Return transformers' log-probs of all response tokens, one after another: at the temperature, and at 1."""
+    """Return transformers' log-probs of all response tokens, at the temperature and at 1.
+
+    Responses follow one another.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from reinforce_rl.megatron.hf_weights import hf_tensors
@@ -149,7 +155,7 @@ def reference_log_probs(
     tensors = {name: tensor.float() for name, tensor in hf_tensors(actor.lm) if tensor is not None}
     config = LlamaConfig.from_pretrained(actor.tokenizer.name_or_path, trust_remote_code=False)
     model: Any = LlamaForCausalLM(config)
-    model.load_state_dict(tensors, strict=False)  # a tied output layer has no tensor of its own
+    model.load_state_dict(tensors, strict=False)  # a tied output layer has no tensor
     model.tie_weights()
     model.eval().to(device)
     at_temperature = []
@@ -171,7 +177,7 @@ def reference_log_probs(
 
 
 def faults_of(rows: Sequence[dict[str, object]]) -> list[str]:
-    """Say what each row's log-probs are, if they are not those at its temperature."""
+    """Say which log-probs a row has, if not the ones at its temperature."""
     faults = []
     for row in rows:
         at_it, at_one = (float(str(row[key])) for key in ("at it", "at 1"))

@@ -1,6 +1,7 @@
-"""Weights on their way to generators: broadcast by NCCL, received on a stream of its own while the device is busy.
+"""Weights on their way to generators: broadcast by NCCL, received on another stream.
 
-NCCL refuses two ranks on one GPU, so the group has one rank, and a second model takes what has passed through it.
+The device is busy meanwhile. NCCL refuses two ranks on one GPU, so the group has a single rank, and
+a second model takes what has passed through it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights on their way to an engine: another process reads them from this one's GPU memory by CUDA IPC.
+"""Weights on their way to an engine: another process reads this one's GPU memory by CUDA IPC.
 
 As the workers' extensions for TensorRT-LLM and vLLM read them.
 """
@@ -88,7 +88,7 @@ def differences(received: dict[str, list[Any]], expected: dict[str, list[Any]]) 
 
 
 def exchange(lm: CausalLM, adapter: EngineAdapter) -> tuple[dict[str, list[Any]], int]:
-    """Send all weights to a process that is started here: what it read, and the number of buckets."""
+    """Send all weights to a new process; return what it read, and the number of buckets."""
     command = [sys.executable, "-c", RECEIVER]
     environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
     receiver = subprocess.Popen(

@@ -41,7 +41,10 @@ SMI_FIELDS = (
 def check(context: Context) -> Finding:
     numbers: dict[str, Any] = {
         "python": platform.python_version(),
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
+        "torch": (
+            f"{torch.__version__}, CUDA {torch.version.cuda}, "
+            f"cuDNN {torch.backends.cudnn.version()}"
+        ),
         "libraries": {name: _version(name) for name in LIBRARIES},
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if context.device == CUDA else None,
@@ -69,7 +72,10 @@ def check(context: Context) -> Finding:
         ", ".join(name for name, version in numbers["libraries"].items() if version is None)
         or "nothing"
     )
-    rates = f"bf16 products at {numbers['bf16 TFLOP/s']:.3g} TFLOP/s, copies at {numbers['copy GB/s']:.3g} GB/s"
+    rates = (
+        f"bf16 products at {numbers['bf16 TFLOP/s']:.3g} TFLOP/s, "
+        f"copies at {numbers['copy GB/s']:.3g} GB/s"
+    )
     return judged(
         faults,
         f"{numbers['gpu'] or platform.machine()}, {rates}; not installed: {missing}",
@@ -100,7 +106,7 @@ def _version(name: str) -> str | None:
 
 
 def _chosen_kernels(device: str) -> dict[str, str]:
-    """What torch's scaled_dot_product_attention takes where it is left to choose; 32 query heads on 8 groups."""
+    """The kernels that torch's scaled_dot_product_attention chooses; 32 query heads on 8 groups."""
     kernels = {}
     for dtype in (torch.bfloat16, torch.float32):
         for masked in (False, True):
@@ -109,7 +115,9 @@ def _chosen_kernels(device: str) -> dict[str, str]:
             )
             mask = torch.ones(512, 512, dtype=torch.bool, device=device).tril() if masked else None
             options = {"attn_mask": mask, "is_causal": not masked, "enable_gqa": True}
-            number = torch._fused_sdp_choice(query.requires_grad_(), keys, keys, **options)  # type: ignore[attr-defined]
+            number = torch._fused_sdp_choice(  # type: ignore[attr-defined]
+                query.requires_grad_(), keys, keys, **options
+            )
             name = f"{str(dtype)[6:]} {'masked' if masked else 'causal'}"
             kernels[name] = torch.nn.attention.SDPBackend(number).name
     return kernels
@@ -130,7 +138,8 @@ def _rates(device: str, faults: list[str]) -> dict[str, Any]:
     sheet = known_teraflops(torch.cuda.get_device_name()) if device == CUDA else None
     if sheet is not None and rate < LEAST_SHARE * sheet:
         faults.append(
-            f"bf16 products reach {rate:.0f} of {sheet:.0f} TFLOP/s, expected at least {LEAST_SHARE:.0%}; another "
+            f"bf16 products reach {rate:.0f} of {sheet:.0f} TFLOP/s, "
+            f"expected at least {LEAST_SHARE:.0%}; another "
             "program uses the GPU, or its clock is held low"
         )
     left, right = (torch.randn(512, 512, device=device) for _ in range(2))

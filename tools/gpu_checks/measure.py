@@ -125,9 +125,9 @@ def _visit(
     results: Results,
     device: torch.device,
 ) -> list[str]:
-    """Run the phases in order; return those that are left when one does not fit.
+    """Run the phases in order; return the remaining phases when one does not fit.
 
-    They need a side made anew.
+    They need a new side.
     """
     phase = phases[0]
     try:

@@ -66,7 +66,8 @@ def check(context: Context) -> Finding:
 def off_plan(rows: list[dict[str, Any]]) -> list[str]:
     """Phases that take other than what is planned for them."""
     return [
-        f"{row['phase']} takes {row['GB']:.2f} GB, {row['planned GB']:.2f} are planned; {TOLERANCE:.0%} are allowed"
+        f"{row['phase']} takes {row['GB']:.2f} GB, {row['planned GB']:.2f} are planned; "
+        f"{TOLERANCE:.0%} are allowed"
         for row in rows
         if not abs(row["ratio"] - 1) <= TOLERANCE
     ]

@@ -44,7 +44,7 @@ def fill_transformers(model: Any, drawn_on: torch.device) -> None:
 
     Args:
         model: on any device.
-        drawn_on: the device that draws: each kind has a generator of its own.
+        drawn_on: the device that draws: each kind of device has its own generator.
     """
     for name, parameter in model.named_parameters():
         parameter.copy_(random_weight(name, tuple(parameter.shape), drawn_on))

@@ -23,7 +23,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def write(folder: Path, findings: Sequence[Finding], about: dict[str, Any]) -> Path:
-    """Write report.json and report.md to a folder, each in one piece, and return the path of the latter.
+    """Write report.json and report.md to a folder, each atomically; return the path of report.md.
 
     Args:
         folder: exists already.

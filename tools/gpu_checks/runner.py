@@ -1,4 +1,4 @@
-"""Runs a check in a process of its own with a deadline."""
+"""Run a check in a separate process with a deadline."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ class Check:
         name: on the command line and in the report.
         proves: in a few words.
         target: MODULE:FUNCTION, from a `Context` to a `Finding`.
-        seconds, least: the process is ended after them; with less than `least` left it is not begun.
+        seconds: the process is ended after them.
+        least: with fewer seconds left the process is not started.
         modes: in which it can say something.
         needs: modules that must be there.
-        environment: variables that its process has besides.
+        environment: additional variables of its process.
         options: of the command line, by name.
-        enough: seconds after which a check that has not ended has failed, not run out of time; None: `seconds`.
+        enough: seconds after which an unfinished check has failed, rather than run out of time;
+            None: `seconds`.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Check:
 
 
 def run(check: Check, mode: str, folder: Path, left: float) -> Finding:
-    """Run a check, unless it cannot be run here, within `left` seconds; `folder` is emptied for it."""
+    """Run a check within `left` seconds, unless it cannot be run here; empties `folder` for it."""
     missing = [name for name in check.needs if not is_installed(name)]
     if mode not in check.modes:
         return Finding(SKIP, WHY_NOT.get(mode, f"not for {mode}"), name=check.name)
@@ -62,7 +64,7 @@ def run(check: Check, mode: str, folder: Path, left: float) -> Finding:
         return Finding(
             SKIP, f"no time left: {left:.0f} s of at least {check.least:.0f}", name=check.name
         )
-    shutil.rmtree(folder, ignore_errors=True)  # a run would go on from an earlier one's checkpoints
+    shutil.rmtree(folder, ignore_errors=True)  # a run would resume from old checkpoints
     folder.mkdir(parents=True)
     limit = min(check.seconds, left)
     started = time.time()
@@ -104,13 +106,16 @@ def is_installed(name: str) -> bool:
 
 
 def python_path() -> str:
-    """Return PYTHONPATH for a process that imports the package, the checks and the tests' helpers."""
+    """Return PYTHONPATH for a process with the package, the checks and the tests' helpers."""
     folders = [*map(str, PATHS), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(filter(None, folders))
 
 
 def _run_process(check: Check, context: Context, limit: float) -> int | None:
-    """The exit code; None where the process was ended after `limit` seconds. Its children end with it."""
+    """The exit code; None where the process was ended after `limit` seconds.
+
+    Its children end with it.
+    """
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",

@@ -1,4 +1,4 @@
-"""Whole runs of the trainer in bf16 on a random model, with a reward function and nothing but this machine."""
+"""Whole runs of the trainer in bf16 on a random model, with a reward function, on this machine."""
 
 from __future__ import annotations
 
@@ -111,7 +111,10 @@ class Runs:
 
 
 def largest_difference(left: Line, right: Line) -> tuple[float, str]:
-    """Return the largest relative difference of two lines' numbers and its name; infinite if their keys differ."""
+    """Return the largest relative difference of two lines' numbers, and its name.
+
+    It is infinite if their keys differ.
+    """
     worst = (0.0, "")
     for name in sorted(left.keys() | right.keys()):
         if left.get(name) != right.get(name) and not name.startswith(OF_CLOCK):

@@ -47,7 +47,7 @@ ON_CPU = SpeedOptions(
 
 
 def options_of(mode: str, given: Mapping[str, Any]) -> SpeedOptions:
-    """Return the mode's options, but for those that were given."""
+    """Return the mode's options, replaced by the given ones."""
     defaults = ON_CPU if mode == CPU else SpeedOptions()
     values = {**asdict(defaults), **given}
     return SpeedOptions(**{**values, "shapes": tuple(values["shapes"])})
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return those that were given, by their names in `SpeedOptions`."""
+    """Return the given options by their names in `SpeedOptions`."""
     values = {field.name: getattr(args, field.name) for field in fields(SpeedOptions)}
     return {name: value for name, value in values.items() if value is not None}
 

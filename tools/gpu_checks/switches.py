@@ -1,6 +1,6 @@
 """What changes kernels or streams on a GPU: each on against off, in whole runs of the trainer.
 
-Most run on 135M. What saves arithmetic runs on 1B, where a step waits for the GPU and not for the host.
+Most run on 135M. What saves arithmetic runs on 1B, where a step waits for the GPU, not the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PADDING = "train/padding_fraction"  # packing is there to change it
 
 
 class RunSize(NamedTuple):
-    """One of `SHAPES`, the most tokens of a prompt and of a response, and the seconds that two runs may take."""
+    """One of `SHAPES`, the most tokens of a prompt and of a response, and seconds for two runs."""
 
     shape: str
     prompt_tokens: int
@@ -44,9 +44,9 @@ class Switch:
     Attributes:
         name: in the report.
         on, off: overrides of the two runs.
-        affects: TRAINING: the first step's metrics must agree. GENERATION: the samples may be others, and the
-            generator's log-probs must be as near to the trainer's as without it.
-        tolerance: of that, relative above 1.
+        affects: TRAINING: the first step's metrics must agree. GENERATION: the samples may differ,
+            and the generator's log-probs must be as near to the trainer's as without it.
+        tolerance: of this comparison, relative above 1.
         needs: a module.
         gpus: of which it makes sense.
         run: the model and the lengths of its two runs, on a GPU.

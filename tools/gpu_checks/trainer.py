@@ -1,4 +1,4 @@
-"""The whole trainer on a tiny random model: a straight run, one that is killed and goes on, offloaded Adam, LoRA."""
+"""The whole trainer on a tiny random model: straight, killed and resumed, offloaded Adam, LoRA."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
 
 def check(context: Context) -> Finding:
     runs = Runs(context, "tiny", 24, 8 if context.mode == FAKE else 40)
-    if context.mode == FAKE:  # metric is saved there has no values that a comparison could be of
+    if context.mode == FAKE:  # there are no values to compare
         lines = [runs.run("straight", steps, saves=True) for steps in (1, 2)]
         return judged([], f"{len(lines[-1])} steps, the second after a restore", {})
     straight = runs.run("straight", STEPS, saves=True)
@@ -35,7 +35,8 @@ def check(context: Context) -> Finding:
     faults += [f"LoRA: {metric} is not finite" for metric in not_finite(lora)]
     if killed_at is None:
         faults.append(
-            f"the run that was to be killed after step {KILLED_AFTER} had no checkpoint, or ended by itself"
+            f"the run that was to be killed after step {KILLED_AFTER} had no checkpoint, "
+            "or ended by itself"
         )
     numbers: dict[str, Any] = {
         "killed at step": killed_at,
@@ -54,8 +55,8 @@ def compared(
 ) -> str:
     """How a run's metrics differ from the straight one's, in words.
 
-    Both make the first `same` steps in the same way: what they differ by there is the noise of the machine's sums. A
-    fault is added where the next step differs by more, or where steps are missing.
+    Both make the first `same` steps in the same way, so their difference there is the noise of the
+    machine's sums. A fault is added where the next step differs by more, or if steps are missing.
     """
     differences = [largest_difference(*pair) for pair in zip(straight, lines, strict=False)]
     noise = max(differences[:same])[0]
@@ -66,18 +67,22 @@ def compared(
     )
     if not difference <= max(TOLERANCE, 10 * noise):
         faults.append(
-            f"{name} run: {metric} differs by {difference:.1e} at step {same + 1}, by {noise:.1e} before"
+            f"{name} run: {metric} differs by {difference:.1e} at step {same + 1}, "
+            f"by {noise:.1e} before"
         )
     if max(differences)[0] == 0:
         return "equal to the last digit"
     return (
-        f"off by {difference:.1e} at step {same + 1}, by {differences[-1][0]:.1e} at the last, "
-        f"by {noise:.1e} before"
+        f"off by {difference:.1e} at step {same + 1}, "
+        f"by {differences[-1][0]:.1e} at the last, by {noise:.1e} before"
     )
 
 
 def kill(words: list[str], out: Path, context: Context) -> int | None:
-    """Start a run and SIGKILL it once it has a checkpoint: the checkpoint's step; None where it ended by itself."""
+    """Start a run and SIGKILL it once it has a checkpoint.
+
+    Returns the checkpoint's step, or None where the run ended by itself.
+    """
 
     def saved() -> int:
         checkpoint = latest_checkpoint(out / "checkpoints")
