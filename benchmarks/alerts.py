@@ -1,22 +1,23 @@
-"""How soon do the alerts fire in a run that goes wrong, and how often in one that does not?
+"""Measure how soon alerts fire in a run that goes wrong, and how often in a healthy one.
 
-python benchmarks/alerts.py            (about half an hour on one core; runs that are there are not made again)
+python benchmarks/alerts.py            (about half an hour on one core)
 
-The task and the trainer are those of `papers_findings.py`. Healthy runs are that benchmark's, with its seeds, and
-so are some that collapse; in others a failure is planted. Every run writes its folder, and the rules read
-metrics.jsonl afterwards, as `reinforce-rl report` does. `--write` puts the tables into results/alerts.md.
+Runs that exist already are not made again. Task and trainer come from `papers_findings.py`. Healthy
+runs repeat that benchmark, with its seeds, and so do some runs that collapse; in others a failure
+is planted. Every run writes its folder, and the rules read metrics.jsonl afterwards, as
+`reinforce-rl report` does. `--write` puts the tables into results/alerts.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import math
 import os
 import random
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,11 @@ FROM_STEP = 13  # the first step with a planted failure of the reward
 RESULTS = HERE / "results" / "alerts.md"
 BEGIN = "<!-- tables -->\n"
 END = "<!-- end -->"
-TABLE = "|---"
+RULE = "|---" * 5 + "|\n"  # below a table's head
+
+
+EVALUATED = range(101, 111)
+PLANTED = range(201, 203)
 
 
 @dataclass(frozen=True)
@@ -61,23 +66,30 @@ class Plan:
     Attributes:
         name: of its folders.
         title: in the table.
+        lr: learning rate.
         cell: of `papers_findings.py`.
         seeds: one run each.
-        lr: learning rate.
-        reward: (step, prompt, response, true reward) to reward; None: the true one.
-        rules: those of which one must speak; empty: none may, or it is not known whether it should.
-        since: the step with which the failure begins.
+        reward: (step, response, true reward) to reward; None: the true one.
+        rules: at least one of these must fire; empty: none may, or it is unknown whether it should.
+        since: the first step with the failure.
+        options: command-line overrides.
     """
 
     name: str
     title: str
-    cell: str
-    seeds: range
     lr: float
+    cell: str = "rloo4"
+    seeds: range = EVALUATED
     reward: Callable[[int, str, float], float] | None = None
     rules: tuple[str, ...] = ()
     since: int = 1
     options: tuple[str, ...] = ()
+
+    def reward_of(self, step: int, response: str) -> float:
+        true = reward(response)
+        if self.reward is None:
+            return true
+        return self.reward(step, response, true)
 
 
 def constant(step: int, response: str, true: float) -> float:
@@ -102,106 +114,92 @@ def by_repetition(step: int, response: str, true: float) -> float:
 
 
 BETA_0 = ("trainer.reinforce.initial_policy_kl_penalty=0.000001",)  # the KL is still measured
-EVALUATED, PLANTED = range(101, 111), range(201, 203)
 PLANS = [
-    Plan("healthy", "healthy: RLOO, G=4, lr 1.5e-4", "rloo4", EVALUATED, 1.5e-4),
+    Plan("healthy", "healthy: RLOO, G=4, lr 1.5e-4", 1.5e-4),
     Plan(
         "constant",
         "the reward is 0.5 for everything",
-        "rloo4",
-        PLANTED,
         1.5e-4,
-        constant,
-        ("constant_reward",),
+        seeds=PLANTED,
+        reward=constant,
+        rules=("constant_reward",),
     ),
     Plan(
         "dead",
         f"from step {FROM_STEP} on the server scores 0",
-        "rloo4",
-        PLANTED,
         1.5e-4,
-        dead,
-        ("changed_scorer", "constant_reward"),
-        FROM_STEP,
+        seeds=PLANTED,
+        reward=dead,
+        rules=("changed_scorer", "constant_reward"),
+        since=FROM_STEP,
     ),
     Plan(
         "scale",
         f"from step {FROM_STEP} on another scorer, 5 r + 10",
-        "rloo4",
-        PLANTED,
         1.5e-4,
-        other_scale,
-        ("changed_scorer",),
-        FROM_STEP,
+        seeds=PLANTED,
+        reward=other_scale,
+        rules=("changed_scorer",),
+        since=FROM_STEP,
     ),
     Plan(
         "length",
         "the reward is the number of words, lr 3e-4",
-        "rloo4",
-        PLANTED,
         3e-4,
-        by_length,
-        ("length", "cut"),
+        seeds=PLANTED,
+        reward=by_length,
+        rules=("length", "cut"),
     ),
     Plan(
         "repetition",
         "the reward is the number of words that occur again, lr 3e-4",
-        "rloo4",
-        PLANTED,
         3e-4,
-        by_repetition,
-        ("repetition", "length", "cut"),
+        seeds=PLANTED,
+        reward=by_repetition,
+        rules=("repetition", "length", "cut"),
     ),
     Plan(
         "huge_lr",
         "learning rate 1e-2: the policy breaks down",
-        "rloo4",
-        PLANTED,
         1e-2,
-        None,
-        ("entropy",),
+        seeds=PLANTED,
+        rules=("entropy",),
     ),
     Plan(
         "kl",
         "no KL penalty, lr 1.2e-3: the KL runs away",
-        "vanilla_plus4",
-        PLANTED,
         1.2e-3,
-        None,
-        ("kl",),
-        1,
-        BETA_0,
+        cell="vanilla_plus4",
+        seeds=PLANTED,
+        rules=("kl",),
+        options=BETA_0,
     ),
-    Plan("plus4", "vanilla, reward + 4, lr 1.2e-3", "vanilla_plus4", EVALUATED, 1.2e-3),
-    Plan("raft", "RAFT, G=4, lr 1.2e-3", "raft4", EVALUATED, 1.2e-3),
-    Plan("beta", "RLOO, G=4, beta 0.001, lr 6e-4", "rloo4_beta0.001", EVALUATED, 6e-4),
-    Plan("noise", "RLOO, G=4, noise 2, lr 6e-4", "rloo4_noise2", EVALUATED, 6e-4),
-    Plan("brink", "RLOO, G=4, lr 6e-4", "rloo4", EVALUATED, 6e-4),
+    Plan("plus4", "vanilla, reward + 4, lr 1.2e-3", 1.2e-3, cell="vanilla_plus4"),
+    Plan("raft", "RAFT, G=4, lr 1.2e-3", 1.2e-3, cell="raft4"),
+    Plan("beta", "RLOO, G=4, beta 0.001, lr 6e-4", 6e-4, cell="rloo4_beta0.001"),
+    Plan("noise", "RLOO, G=4, noise 2, lr 6e-4", 6e-4, cell="rloo4_noise2"),
+    Plan("brink", "RLOO, G=4, lr 6e-4", 6e-4),
 ]
 
 
 class PlannedReward:
-    """A reward source with the noise and the constants of a cell, and the planted failure, in training."""
+    """A reward source with a cell's noise and constants, and the planted failure, in training."""
 
     def __init__(self, plan: Plan, cell: Cell, seed: int):
-        self._plan, self._cell, self._random = plan, cell, random.Random(seed)
+        self._plan = plan
+        self._cell = cell
+        self._random = random.Random(seed)
         self.trainer: Any = None
 
     def infer_rm(self, request: RewardRequest) -> ReadyRewards:
         step = self.trainer.step + 1
-        values = [
-            self._of(step, response)
-            + self._cell.offset
-            + self._cell.noise * self._random.gauss(0.0, 1.0)
-            for response in request.responses
-        ]
-        return ReadyRewards(
-            Rewards(torch.tensor(values), torch.full((len(values),), STATUS_OK, dtype=torch.int32))
-        )
-
-    def _of(self, step: int, response: str) -> float:
-        true = reward(response)
-        return true if self._plan.reward is None else self._plan.reward(step, response, true)
+        values = []
+        for response in request.responses:
+            noise = self._cell.noise * self._random.gauss(0.0, 1.0)
+            planned = self._plan.reward_of(step, response) + self._cell.offset
+            values.append(planned + noise)
+        status = torch.full((len(values),), STATUS_OK, dtype=torch.int32)
+        return ReadyRewards(Rewards(torch.tensor(values), status))
 
     def close(self) -> None:
         pass
@@ -218,9 +216,9 @@ def run(plan: Plan, seed: int, mesh: Mesh, data: Path, folder: Path) -> None:
     metrics = JsonlLogger(unfinished / "metrics.jsonl")
     monitor = RunMonitor(unfinished, Loggers([metrics]), TrainingProgress(STEPS, enabled=False))
     source = PlannedReward(plan, CELLS[plan.cell], seed)
-    trainer = source.trainer = build_trainer(
-        config, mesh, tokenizer, build_datasets(config, tokenizer), source, monitor
-    )
+    datasets = build_datasets(config, tokenizer)
+    trainer = build_trainer(config, mesh, tokenizer, datasets, source, monitor)
+    source.trainer = trainer
     trainer.ckpt_callback = NoCheckpoints()  # type: ignore[assignment]
     trainer.save = lambda **_: None
     trainer.fit()
@@ -228,13 +226,14 @@ def run(plan: Plan, seed: int, mesh: Mesh, data: Path, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one run's metrics.jsonl says.
+class RunAlerts:
+    """The alerts and rewards in one run's metrics.jsonl.
 
     Attributes:
-        low: the step of the first validation from which on all are low: more than 0.5 below the best before, or less
-            than 0.5 above the reward of the first step; None: the run ended well.
-        said: (rule, step) of every alert, in order.
+        low: the step of the first validation from which on all are low: more than 0.5 below the
+            best before, or less than 0.5 above the reward of the first step; None: the run ended
+            well.
+        alerts: (rule, step) of every alert, in order.
     """
 
     plan: Plan
@@ -244,70 +243,96 @@ class Found:
     best: float
     last: float
     low: int | None
-    said: list[tuple[str, int]]
+    alerts: list[tuple[str, int]]
 
     @property
     def caught(self) -> tuple[str, int] | None:
-        """The first alert of the plan's rules from its failure on."""
-        return next(
-            (one for one in self.said if one[1] >= self.plan.since and one[0] in self.plan.rules),
-            None,
-        )
+        """The first alert of the plan's rules after its failure began."""
+        for rule, step in self.alerts:
+            if step >= self.plan.since and rule in self.plan.rules:
+                return rule, step
+        return None
 
 
-def read(plan: Plan, seed: int, folder: Path) -> Found:
+def read(plan: Plan, seed: int, folder: Path) -> RunAlerts:
     run = RunFolder(folder)
     alert_rules = AlertRules()
-    said = [(alert.kind, alert.first) for line in run.lines for alert in alert_rules.look(line)]
-    validated, first = run.series("val/rewards"), run.series("train/rewards")[0][1]
-    tops = itertools.accumulate((value for _, value in validated), max)
+    alerts = []
+    for line in run.lines:
+        alerts += [(alert.kind, alert.first) for alert in alert_rules.look(line)]
+    _, first = run.series("train/rewards")[0]
     low = None
-    for (step, value), top in zip(validated, tops, strict=True):
-        low = (low or step) if value < max(top - 0.5, first + 0.5) else None
+    best = -math.inf
+    last = math.nan
+    for step, last in run.series("val/rewards"):
+        best = max(best, last)
+        is_low = last < max(best - 0.5, first + 0.5)
+        # Step 0 is the validation before training.
+        low = (low or step) if is_low else None
     steps = sum(is_training(line) for line in run.lines)
-    values = [value for _, value in validated]
-    return Found(plan, seed, steps, first, max(values), values[-1], low, said)
+    return RunAlerts(plan, seed, steps, first, best, last, low, alerts)
 
 
-def listed(said: Iterable[tuple[str, int]]) -> str:
-    return ", ".join(f"`{rule}` {step}" for rule, step in said) or "-"
+def listed(alerts: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"`{rule}` {step}" for rule, step in alerts) or "-"
 
 
-def tables(found: list[Found]) -> str:
-    planted = [one for one in found if one.plan.rules]
-    lines = [
-        "| planted failure | seed | caught | steps after it began | all that was said: rule and step |",
-        TABLE * 5,
-    ]
-    for one in planted:
-        rule, step = one.caught or ("", 0)
-        caught = [f"`{rule}`", str(step - one.plan.since + 1)] if rule else ["no", "-"]
-        lines.append(
-            f"| {one.plan.title} | {one.seed} | {' | '.join(caught)} | {listed(one.said)} |"
-        )
-    others = [one for one in found if not one.plan.rules]
-    head = "| runs without a planted failure | ended well | with an alert | alerts in 1,000 steps | of what |"
-    lines += ["", head, TABLE * 5]
-    for plan in dict.fromkeys(one.plan for one in others):
-        well = [one for one in others if one.plan == plan and one.low is None]
-        said = Counter(rule for one in well for rule, _ in one.said)
-        rate = f"{1000 * sum(said.values()) / sum(one.steps for one in well):.1f}" if well else "-"
-        names = ", ".join(f"`{rule}` {count}" for rule, count in said.most_common()) or "-"
-        of = sum(one.plan == plan for one in others)
-        lines.append(
-            f"| {plan.title} | {len(well)} of {of} | {sum(bool(one.said) for one in well)} | {rate} | {names} |"
-        )
-    columns = ["runs that collapsed", "seed", "reward: first, best, last"]
-    columns += ["low from validation of step", "all that was said"]
-    head = f"| {' | '.join(columns)} |"
-    lines += ["", head, TABLE * 5]
-    for one in others:
-        if one.low is not None:
-            rewards = f"{one.first:.2f}, {one.best:.2f}, {one.last:.2f}"
-            lines.append(
-                f"| {one.plan.title} | {one.seed} | {rewards} | {one.low} | {listed(one.said)} |"
-            )
-    return "\n".join(line if line[-1:] in ("|", "") else line + "|" for line in lines) + "\n"
+def line_of(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |\n"
+
+
+def planted_table(runs: Iterable[RunAlerts]) -> str:
+    head = ["planted failure", "seed", "caught", "steps after it began"]
+    text = line_of(*head, "all that was said: rule and step") + RULE
+    for run in runs:
+        caught = "no"
+        steps = "-"
+        if run.caught is not None:
+            rule, step = run.caught
+            caught = f"`{rule}`"
+            steps = str(step - run.plan.since + 1)
+        text += line_of(run.plan.title, run.seed, caught, steps, listed(run.alerts))
+    return text
+
+
+def false_alarm_table(runs: Sequence[RunAlerts]) -> str:
+    head = ["runs without a planted failure", "ended well", "with an alert"]
+    text = line_of(*head, "alerts in 1,000 steps", "of what") + RULE
+    for plan in dict.fromkeys(run.plan for run in runs):
+        of_plan = [run for run in runs if run.plan == plan]
+        well = [run for run in of_plan if run.low is None]
+        alerts = Counter(rule for run in well for rule, _ in run.alerts)
+        rate = "-"
+        if well:
+            steps = sum(run.steps for run in well)
+            rate = f"{1000 * alerts.total() / steps:.1f}"
+        with_alert = sum(bool(run.alerts) for run in well)
+        ended_well = f"{len(well)} of {len(of_plan)}"
+        text += line_of(plan.title, ended_well, with_alert, rate, listed(alerts.most_common()))
+    return text
+
+
+def collapse_table(runs: Iterable[RunAlerts]) -> str:
+    head = ["runs that collapsed", "seed", "reward: first, best, last"]
+    text = line_of(*head, "low from validation of step", "all that was said") + RULE
+    for run in runs:
+        if run.low is None:
+            continue
+        rewards = f"{run.first:.2f}, {run.best:.2f}, {run.last:.2f}"
+        text += line_of(run.plan.title, run.seed, rewards, run.low, listed(run.alerts))
+    return text
+
+
+def tables(runs: Iterable[RunAlerts]) -> str:
+    planted = []
+    others = []
+    for run in runs:
+        if run.plan.rules:
+            planted.append(run)
+        else:
+            others.append(run)
+    parts = [planted_table(planted), false_alarm_table(others), collapse_table(others)]
+    return "\n".join(parts)
 
 
 def arguments() -> argparse.Namespace:
@@ -327,28 +352,32 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     prepare(args.out)
-    # The healthy ones of the first plan, then a seed of each plan after the other.
-    jobs = [
-        (bool(index) * round_, index, plan, seed)
-        for index, plan in enumerate(PLANS)
-        for round_, seed in enumerate(plan.seeds)
-    ]
-    jobs = [
-        (plan, seed, args.out / "runs" / f"{plan.name}_{seed}")
-        for *_, plan, seed in sorted(jobs, key=lambda job: job[:2])
-    ]
-    (args.out / "runs").mkdir(exist_ok=True)
-    missing = [job for job in jobs if not job[2].exists()][: args.runs]
+    runs = args.out / "runs"
+    runs.mkdir(exist_ok=True)
+    jobs = [(plan, seed, runs / f"{plan.name}_{seed}") for plan, seed in ordered_jobs()]
+    missing = [job for job in jobs if not job[2].exists()]
     with parallel_mesh() as mesh:
-        for plan, seed, folder in missing:
+        for plan, seed, folder in missing[: args.runs]:
             run(plan, seed, mesh, args.out, folder)
             print(folder, flush=True)
     text = tables([read(*job) for job in jobs if job[2].exists()])
     print(text)
     if args.write:
         head, _, rest = RESULTS.read_text("utf-8").partition(BEGIN)
-        RESULTS.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
+        _, _, after = rest.partition(END)
+        RESULTS.write_text(f"{head}{BEGIN}\n{text}\n{END}{after}", "utf-8")
     return 0
+
+
+def ordered_jobs() -> list[tuple[Plan, int]]:
+    """All seeds of the first, healthy plan, then one seed of each other plan after the other."""
+    first, *others = PLANS
+    jobs = [(first, seed) for seed in first.seeds]
+    for number in range(max(len(plan.seeds) for plan in others)):
+        for plan in others:
+            if number < len(plan.seeds):
+                jobs.append((plan, plan.seeds[number]))
+    return jobs
 
 
 if __name__ == "__main__":

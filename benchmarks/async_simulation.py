@@ -1,13 +1,14 @@
-"""What generation on GPUs of its own gives: steps simulated from measured phase times.
+"""Simulate steps with generation on separate GPUs, from measured phase times.
 
-python benchmarks/async_simulation.py                                      (16 and 64 GPUs, phases of an 8B model)
-python benchmarks/async_simulation.py --run results/mine --gpus 8 16       (phases and lengths of a run of one's own)
-python benchmarks/async_simulation.py --check                              (beside published asynchronous runs)
+python benchmarks/async_simulation.py                   (16 and 64 GPUs, phases of an 8B model)
+python benchmarks/async_simulation.py --run results/mine --gpus 8 16    (phases of your run)
+python benchmarks/async_simulation.py --check           (beside published asynchronous runs)
 
-Colocated: all GPUs generate, then all train. Apart: some train, the others generate; "in order" is what this project
-does (docs/disaggregated.md), "as finished" takes the first groups that are done, as many as a step has prompts, has at
-most (k + 1) times as many under way, and draws those anew that got older than k. Splits are the best of at most 15.
-docs/disaggregated.md#what-it-gives has the assumptions; `MEASURED` and `PUBLISHED` have their sources.
+Colocated: all GPUs generate, then all train. Apart: some train, the others generate. "In order" is
+this project's schedule (docs/disaggregated.md). "As finished" trains on the first finished groups,
+as many as a step has prompts; at most (k + 1) times as many are in flight, and groups older than k
+are drawn again. The split is the best of at most 15. docs/disaggregated.md#what-it-gives has the
+assumptions; `LLAMA_8B` and `PUBLISHED` have their sources.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from rich.table import Table  # noqa: E402
 from simulated_steps import (  # noqa: E402
     STEPS,
     WARM,
-    Found,
     Job,
+    StepTimes,
     as_finished,
     best_split,
     colocated,
@@ -49,15 +50,18 @@ TAILS: dict[str, Callable[[random.Random], float]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """A colocated step that was measured.
+    """Phases of a measured colocated step.
 
     Attributes:
-        gpus, prompts, group: of it; `group` samples a prompt.
-        generate, training, fixed, refit, reward: seconds of phases; `training` is what more GPUs make shorter, `fixed`
-            is not, `refit` hands over weights, `reward` is waited for.
+        gpus, prompts, group: of the step; `group` samples a prompt.
+        generate: seconds.
+        training, fixed: seconds that more GPUs shorten, and seconds that they do not.
+        refit: seconds to hand the weights over on the same GPUs.
         send: seconds to hand the weights to other GPUs.
-        prompt, response, longest: tokens; mean and bound of responses, before the cut.
+        response, longest: tokens, mean and bound, before the cut.
         balance: rows that take as long in a decode step as reading the weights does.
+        prompt: tokens.
+        reward: seconds of waiting for rewards.
         engine, trainer: GPUs of an engine, and of a copy of the model that trains.
     """
 
@@ -80,20 +84,38 @@ class Measured:
     def job(
         self, lengths: Callable[[int], Sequence[int]] | None = None, tail: str = "exponential"
     ) -> Job:
-        """The step whose phases take these seconds on these GPUs; its lengths are drawn unless given."""
+        """A job whose phases take these seconds on these GPUs.
+
+        Lengths are drawn unless they are given.
+        """
         lengths = lengths or Drawn(self.response, self.longest, self.group, tail)
-        same = {
-            name: getattr(self, name)
-            for name in ("prompt", "fixed", "refit", "reward", "send", "engine", "trainer")
-        }
-        raw = Job(self.prompts, lengths, 1.0, 1 / self.balance, 1.0, **{**same, "fixed": 0.0})
-        steps = range(WARM, STEPS)
-        scale = self.generate / statistics.fmean(
-            generate_seconds(raw, self.gpus, step) for step in steps
+        # One second for a decode step and for a token of training, to be scaled below.
+        unscaled = Job(
+            prompts=self.prompts,
+            lengths=lengths,
+            decode=1.0,
+            row=1 / self.balance,
+            training=1.0,
+            prompt=self.prompt,
+            reward=self.reward,
+            refit=self.refit,
+            send=self.send,
+            engine=self.engine,
+            trainer=self.trainer,
         )
-        whole = statistics.fmean(raw.train_seconds(self.gpus, raw.groups(step)) for step in steps)
-        rates = {"decode": scale, "row": scale / self.balance, "training": self.training / whole}
-        return replace(raw, **rates, fixed=self.fixed)
+        generating = []
+        training = []
+        for step in range(WARM, STEPS):
+            generating.append(generate_seconds(unscaled, self.gpus, step))
+            training.append(unscaled.train_seconds(self.gpus, unscaled.groups(step)))
+        decode = self.generate / statistics.fmean(generating)
+        return replace(
+            unscaled,
+            decode=decode,
+            row=decode / self.balance,
+            training=self.training / statistics.fmean(training),
+            fixed=self.fixed,
+        )
 
 
 class Drawn:
@@ -111,9 +133,13 @@ class Drawn:
 
     def __call__(self, number: int) -> list[int]:
         while len(self._groups) <= number:
-            drawn = [self._mean * self._draw(self._random) for _ in range(self._group)]
-            self._groups.append([max(1, min(self._longest, round(length))) for length in drawn])
+            group = [self._length() for _ in range(self._group)]
+            self._groups.append(group)
         return self._groups[number]
+
+    def _length(self) -> int:
+        length = round(self._mean * self._draw(self._random))
+        return max(1, min(self._longest, length))
 
 
 # Llama 3.1 8B Instruct, GRPO, 2,048 samples of at most 4,096 tokens, 8 H100: generation 58 s,
@@ -122,7 +148,20 @@ class Drawn:
 # with 116). 64 prompts x 32 are its recipe's. Assumed: prompts of 120 tokens; weights go to other
 # GPUs as fast as at the refit. Reading the weights once, 16 GB, takes as long as the caches of 120
 # rows, 131 kB a token at some 1,000 tokens.
-LLAMA_8B = Measured(8, 64, 32, 58.0, 18.0 + 28.0, 3.0, 5.0, 5.0, 795, 3976, 120.0, prompt=120)
+LLAMA_8B = Measured(
+    gpus=8,
+    prompts=64,
+    group=32,
+    generate=58.0,
+    training=18.0 + 28.0,
+    fixed=3.0,
+    refit=5.0,
+    send=5.0,
+    response=795,
+    longest=3976,
+    balance=120.0,
+    prompt=120,
+)
 
 
 def _verl(
@@ -136,29 +175,79 @@ def _verl(
 ) -> Measured:
     """Qwen2.5-Math-7B, DAPO, 16 samples a prompt, H20.
 
-    Assumed, as its documentation does not say: 512 prompts a step in all runs, responses of 3,000 tokens, weights sent
-    in 0.3 s ("under 300 ms"); 30 rows balance, as an H20's products are slow beside its memory.
+    Assumed, as its documentation does not say: 512 prompts a step in all runs, responses of 3,000
+    tokens, weights sent in 0.3 s ("under 300 ms"); 30 rows balance, since an H20's products are
+    slow beside its memory.
     """
-    rest = step - generate - refit - log_probs - update
     return Measured(
-        gpus, 512, 16, generate, log_probs + update, rest, refit, 0.3, 3000, longest, 30.0
+        gpus=gpus,
+        prompts=512,
+        group=16,
+        generate=generate,
+        training=log_probs + update,
+        fixed=step - generate - refit - log_probs - update,
+        refit=refit,
+        send=0.3,
+        response=3000,
+        longest=longest,
+        balance=30.0,
     )
 
 
 @dataclass(frozen=True)
 class Published:
-    """An asynchronous run beside the colocated one, as published; seconds of a step."""
+    """An asynchronous run beside the colocated one, as published.
+
+    Attributes:
+        colocated: phases of the colocated run.
+        gpus, trainers: of the asynchronous run.
+        together, apart: seconds of a step of the colocated and of the asynchronous run.
+        responses: mean tokens of both runs, where they differ from `colocated`.
+        log_probs: seconds of the colocated step that the asynchronous run does without.
+    """
 
     name: str
-    of: Measured
+    colocated: Measured
     gpus: int
     trainers: int
     mode: str
     together: float
     apart: float
-    # mean tokens of both runs, where they differ from `of`
     responses: tuple[float, float] | None = None
-    log_probs: float = 0.0  # seconds of `of` that the asynchronous run does without
+    log_probs: float = 0.0
+
+    @property
+    def generators(self) -> int:
+        return self.gpus - self.trainers
+
+    def jobs(self, tail: str) -> tuple[Job, Job]:
+        """The work of the colocated and of the asynchronous step."""
+        job = self.colocated.job(tail=tail)
+        share = 1 - self.log_probs / self.colocated.training
+        apart = replace(job, training=job.training * share)
+        if self.responses is None:
+            return job, apart
+        lengths = [
+            Drawn(mean, self.colocated.longest, self.colocated.group, tail)
+            for mean in self.responses
+        ]
+        return replace(job, lengths=lengths[0]), replace(apart, lengths=lengths[1])
+
+
+def _verl_async(
+    gpus: int, step: float, generate: float, log_probs: float, update: float, apart: float
+) -> Published:
+    measured = _verl(gpus, step, generate, 0.0, log_probs, update, 28672)
+    return Published(
+        name=f"verl, fully async, {gpus}",
+        colocated=measured,
+        gpus=gpus,
+        trainers=gpus // 2,
+        mode="as finished",
+        together=step,
+        apart=apart,
+        log_probs=log_probs,
+    )
 
 
 # NeMo-RL: docs/about/performance-summary.md, v0.4 (mean sequences 1,060 and 1,129 tokens);
@@ -187,25 +276,9 @@ PUBLISHED = [
         699,
         566,
     ),
-    *(
-        Published(
-            f"verl, fully async, {gpus}",
-            of,
-            gpus,
-            gpus // 2,
-            "as finished",
-            step,
-            apart,
-            None,
-            log_probs,
-        )
-        for gpus, step, generate, log_probs, update, apart in [
-            (32, 790.1, 357.4, 107.7, 313.8, 294.8),
-            (64, 365.3, 150.7, 70.3, 133.4, 189.3),
-            (128, 356.3, 177.9, 53.9, 113.8, 150.6),
-        ]
-        for of in [_verl(gpus, step, generate, 0.0, log_probs, update, 28672)]
-    ),
+    _verl_async(32, 790.1, 357.4, 107.7, 313.8, 294.8),
+    _verl_async(64, 365.3, 150.7, 70.3, 133.4, 189.3),
+    _verl_async(128, 356.3, 177.9, 53.9, 113.8, 150.6),
 ]
 
 
@@ -222,27 +295,19 @@ def check_rows(tail: str) -> Iterator[list[str]]:
         "published",
     ]
     for case in PUBLISHED:
-        of = case.of
-        job = case.of.job(tail=tail)
-        both = [job, job]
-        if case.responses is not None:
-            both = [
-                replace(job, lengths=Drawn(mean, of.longest, of.group, tail))
-                for mean in case.responses
-            ]
-        both[1] = replace(both[1], training=both[1].training * (1 - case.log_probs / of.training))
-        generators = case.gpus - case.trainers
-        found = (
-            colocated(both[0], case.gpus),
-            MODES[case.mode](both[1], case.trainers, generators, 1),
-        )
-        seconds = [found[0].seconds, case.together, found[1].seconds, case.apart]
-        gains = [f"{seconds[0] / seconds[2]:.2f}", f"{seconds[1] / seconds[3]:.2f}"]
+        together_job, apart_job = case.jobs(tail)
+        simulate = MODES[case.mode]
+        together = colocated(together_job, case.gpus).seconds
+        apart = simulate(apart_job, case.trainers, case.generators, 1).seconds
         yield [
             case.name,
-            f"{case.trainers} + {generators}",
-            *(f"{value:.0f}" for value in seconds),
-            *gains,
+            f"{case.trainers} + {case.generators}",
+            f"{together:.0f}",
+            f"{case.together:.0f}",
+            f"{apart:.0f}",
+            f"{case.apart:.0f}",
+            f"{together / apart:.2f}",
+            f"{case.together / case.apart:.2f}",
         ]
 
 
@@ -254,22 +319,38 @@ class Row:
     k: int | None
     trainers: int
     generators: int
-    found: Found
+    step: StepTimes
     gain: float  # colocated seconds over these
+
+    def cells(self) -> list[str]:
+        """As the table shows them, without the columns that a colocated row lacks."""
+        cells = [str(self.gpus), str(self.samples), self.placement]
+        seconds = f"{self.step.seconds:.1f}"
+        gain = f"{self.gain:.2f}"
+        if self.k is None:
+            return [*cells, "", "all", seconds, gain]
+        cells += [str(self.k), f"{self.trainers} + {self.generators}", seconds, gain]
+        cells += [f"{self.step.waiting:.0%}", f"{self.step.age:.2f}", f"{self.step.dropped:.1%}"]
+        return cells
 
 
 def rows_of(job: Job, group: int, gpus: int, lags: Sequence[int]) -> Iterator[Row]:
+    samples = job.prompts * group
     base = colocated(job, gpus)
-    yield Row(gpus, job.prompts * group, "colocated", None, gpus, gpus, base, 1.0)
+    yield Row(gpus, samples, "colocated", None, gpus, gpus, base, 1.0)
     for name, simulate in MODES.items():
         for k in lags:
-            trainers, generators, found = best_split(job, gpus, simulate, k)
-            gain = base.seconds / found.seconds
-            yield Row(gpus, job.prompts * group, name, k, trainers, generators, found, gain)
+            trainers, generators, step = best_split(job, gpus, simulate, k)
+            gain = base.seconds / step.seconds
+            yield Row(gpus, samples, name, k, trainers, generators, step, gain)
 
 
 def read_run(folder: Path, send: float) -> tuple[Measured, Callable[[int], Sequence[int]]]:
-    """Medians of a colocated run's phases after its first step, and the lengths of its groups, again and again."""
+    """Read a colocated run.
+
+    Returns the medians of its phases after the first step, and the lengths of its groups, which
+    repeat.
+    """
     from omegaconf import OmegaConf
 
     from reinforce_rl.config.load import read_config
@@ -282,54 +363,47 @@ def read_run(folder: Path, send: float) -> tuple[Measured, Callable[[int], Seque
             f"{folder}: its ranks have generated apart; expected a run with placement=colocated"
         )
     lines = [line for line in run.lines if "timers/step_time" in line][1:]
-    phases = ("generate", "reward_wait", "logprobs", "init_logprobs", "train_time", "step_time")
-    median = {
-        name: statistics.median(line.get(f"timers/{name}", 0.0) for line in lines)
-        for name in phases
-    }
+
+    def median(phase: str) -> float:
+        return statistics.median(line.get(f"timers/{phase}", 0.0) for line in lines)
+
     groups: dict[tuple[int, int], list[int]] = {}
     for step in run.sample_steps():
         for row in run.samples(step):
-            groups.setdefault((step, row.prompt_id), []).append(row.response_length)
+            group = groups.setdefault((step, row.prompt_id), [])
+            group.append(row.response_length)
     drawn = list(groups.values())
-    rl = cfg.trainer.reinforce
-    block = cfg.model.block_size
-    engine = cfg.engine.tensor_parallel_size or block
     lengths = [length for group in drawn for length in group]
-    training = median["logprobs"] + median["init_logprobs"] + median["train_time"]
-    fixed = max(0.0, median["step_time"] - median["generate"] - median["reward_wait"] - training)
-    sizes = (
-        cfg.trainer.devices * cfg.trainer.num_nodes,
-        cfg.model.reinforce.num_rollout_samples,
-        rl.num_rollouts_per_prompt,
-    )
-    seconds = median["generate"], training, fixed, 0.0, send
-    tokens = statistics.fmean(lengths), max(lengths), LLAMA_8B.balance
+    block = cfg.model.block_size
+    generate = median("generate")
+    reward = median("reward_wait")
+    training = median("logprobs") + median("init_logprobs") + median("train_time")
+    fixed = median("step_time") - generate - reward - training
     measured = Measured(
-        *sizes, *seconds, *tokens, reward=median["reward_wait"], engine=engine, trainer=block
+        gpus=cfg.trainer.devices * cfg.trainer.num_nodes,
+        prompts=cfg.model.reinforce.num_rollout_samples,
+        group=cfg.trainer.reinforce.num_rollouts_per_prompt,
+        generate=generate,
+        training=training,
+        fixed=max(0.0, fixed),
+        refit=0.0,
+        send=send,
+        response=statistics.fmean(lengths),
+        longest=max(lengths),
+        balance=LLAMA_8B.balance,
+        reward=reward,
+        engine=cfg.engine.tensor_parallel_size or block,
+        trainer=block,
     )
     return measured, lambda number: drawn[number % len(drawn)]
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    heads = (
-        "GPUs",
-        "samples",
-        "placement",
-        "k",
-        "train + generate",
-        "step, s",
-        "gain",
-        "trainers wait",
-        "age",
-    )
-    table = Table(*heads, "too old")
+    heads = ["GPUs", "samples", "placement", "k", "train + generate", "step, s", "gain"]
+    heads += ["trainers wait", "age", "too old"]
+    table = Table(*heads)
     for row in rows:
-        first = str(row.gpus), str(row.samples), row.placement
-        apart = ("", "all") if row.k is None else (str(row.k), f"{row.trainers} + {row.generators}")
-        cells = f"{row.found.waiting:.0%}", f"{row.found.age:.2f}", f"{row.found.dropped:.1%}"
-        last = () if row.k is None else cells
-        table.add_row(*first, *apart, f"{row.found.seconds:.1f}", f"{row.gain:.2f}", *last)
+        table.add_row(*row.cells())
     return table
 
 
@@ -357,8 +431,8 @@ def main() -> None:
     if args.check:
         head, *body = check_rows(args.tail)
         table = Table(*head)
-        for cells in body:
-            table.add_row(*cells)
+        for row in body:
+            table.add_row(*row)
         console.print(table)
         return
     measured = LLAMA_8B
@@ -369,11 +443,11 @@ def main() -> None:
     job = measured.job(lengths, args.tail)
     rows = list[Row]()
     for gpus in args.gpus:
-        for times in sorted({1, max(1, gpus // args.gpus[0])}):
-            # the same step, and one that grows with the GPUs
-            rows += rows_of(
-                replace(job, prompts=job.prompts * times), measured.group, gpus, args.lags
-            )
+        growth = max(1, gpus // args.gpus[0])
+        # The same step, and a step that grows with the GPUs.
+        for times in sorted({1, growth}):
+            grown = replace(job, prompts=job.prompts * times)
+            rows += rows_of(grown, measured.group, gpus, args.lags)
     console.print(table_of(rows))
     if args.json is not None:
         content = {

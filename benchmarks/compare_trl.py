@@ -1,14 +1,15 @@
-"""One RLOO step of this project's trainer against one of TRL's RLOOTrainer, on the same machine in the same run.
+"""Compare one RLOO step of this project's trainer with one of TRL's RLOOTrainer.
 
-make bench                                                  (SmolLM2-135M, fp32; about 10 minutes on 2 cores)
+make bench                                   (SmolLM2-135M, fp32; about 10 minutes on 2 cores)
 make bench BENCH_ARGS="--prompt-tokens 256 --group 8"
-python benchmarks/compare_trl.py --short                    (a tiny random model, one pair: does it work at all?)
+python benchmarks/compare_trl.py --short     (a tiny random model, one pair, to see that it works)
 
-TRL gets an environment of its own, .venv-peers. The sides take turns, each in a process of its own: the same model,
-prompts, samples a prompt, response tokens, beta, threads and reward function. Sequences in a pass are each side's own
-setting: all for TRL, unless told, and what is shipped here. The first step of a process does not count: the
-optimizer's moments are made in it. That both did the same is checked; if not, there is no table. The last line of the
-output is `speedup: N.NNx memory: N.NN`.
+TRL gets its own environment, .venv-peers. The sides take turns on the same machine, each in its own
+process, with the same model, prompts, samples a prompt, response tokens, beta, threads and reward
+function. The number of sequences in a pass is each side's setting: all of them for TRL unless
+--batch is given, and the shipped size here. The first step of a process does not count, since it
+allocates the optimizer's moments. The script checks that both sides did the same work, and prints
+no table if they did not. The last line of the output is `speedup: N.NNx memory: N.NN`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from reinforce_rl.errors import ReinforceError  # noqa: E402
 
 WARM_UP_STEPS = 1
 ENVIRONMENT_SECONDS = 1200
+COUNTS = ("prompts", "group", "prompt_tokens", "response_tokens", "pairs", "steps", "threads")
 SHORT = {
     "pairs": 1,
     "prompts": 2,
@@ -113,14 +115,13 @@ def arguments() -> argparse.Namespace:
 
 
 def peers_python(folder: Path) -> Path:
-    """The Python of TRL's environment, which is made where it is missing."""
+    """The Python of TRL's environment; makes the environment if it is missing."""
     command = [sys.executable, ROOT / "tools/make_environment.py", "peers", folder]
     subprocess.run(command, check=True, timeout=ENVIRONMENT_SECONDS)
     return folder / "bin" / "python"
 
 
 def model_folder(model: Path | None, short: bool, scratch: Path) -> Path:
-    """The model that was asked for."""
     if model is not None:
         return model.absolute()
     if short:
@@ -134,13 +135,14 @@ def model_folder(model: Path | None, short: bool, scratch: Path) -> Path:
 
 
 def workload_of(args: argparse.Namespace, model: Path) -> Workload:
-    """Of the first pair."""
+    """The workload of the first pair."""
     from reinforce_rl.data.tokenizer import load_tokenizer
 
     steps = WARM_UP_STEPS + args.steps
+    tokenizer = load_tokenizer(model)
     return Workload(
         model=str(model),
-        prompts=make_prompts(load_tokenizer(model), steps, args.prompts, args.prompt_tokens),
+        prompts=make_prompts(tokenizer, steps, args.prompts, args.prompt_tokens),
         warm_up_steps=WARM_UP_STEPS,
         group=args.group,
         prompt_tokens=args.prompt_tokens,
@@ -158,83 +160,103 @@ def workload_of(args: argparse.Namespace, model: Path) -> Workload:
 def run_pairs(
     workload: Workload, pairs: int, python: Path, seconds: float, console: Console
 ) -> list[Pair]:
-    """The sides in turns; who begins alternates too."""
-    found = []
+    """Run the sides in turns; the side that begins alternates too."""
+    measured = []
     for number in range(pairs):
-        own = replace(workload, seed=workload.seed + number)
+        seeded = replace(workload, seed=workload.seed + number)
         reports = {}
         sides = {OURS: Path(sys.executable), PEER: python}
-        for module in sides if number % 2 == 0 else reversed(sides):
-            reports[module] = run_side(sides[module], module, own, seconds)
-            step = reports[module].steps[-1].seconds
-            told = f"pair {number + 1} of {pairs}: {reports[module].side}, {step:.2f} s a step"
-            console.print(f"{told}, load {os.getloadavg()[0]:.1f}", highlight=False)
+        order = list(sides)
+        if number % 2:
+            order.reverse()
+        for module in order:
+            report = run_side(sides[module], module, seeded, seconds)
+            reports[module] = report
+            step = report.steps[-1].seconds
+            load, _, _ = os.getloadavg()
+            progress = f"pair {number + 1} of {pairs}: {report.side}, {step:.2f} s a step"
+            console.print(f"{progress}, load {load:.1f}", highlight=False)
         pair = Pair(reports[OURS], reports[PEER])
-        check_same(own, pair)
-        found.append(pair)
-    return found
+        check_same(seeded, pair)
+        measured.append(pair)
+    return measured
+
+
+def cpu_model() -> str:
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if line.startswith("model name"):
+            _, _, name = line.partition(":")
+            return name.strip()
+    return platform.machine()
 
 
 def machine() -> dict[str, object]:
-    """What the numbers depend on."""
-    model = next(
-        (
-            line
-            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-            if line.startswith("model name")
-        ),
-        "",
-    )
+    """The parts of the machine's state that the numbers depend on."""
+    now = datetime.datetime.now(datetime.timezone.utc)
     return {
-        "cpu": model.partition(":")[2].strip() or platform.machine(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg(),
         "python": platform.python_version(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "time": now.isoformat(timespec="seconds"),
     }
 
 
-def show(found: Comparison, pair: Pair, workload: Workload, console: Console) -> None:
-    shape = f"{len(workload.prompts[0])} prompts x {workload.group}, {workload.prompt_tokens} + "
-    own = f"{workload.own_batch or 'as shipped'} and {workload.batch}"
-    shape += f"{workload.response_tokens} tokens, {own} in a pass, beta {workload.beta:g}"
-    table = Table(
-        title=f"{Path(workload.model).name}, {pair.ours.dtype}: {shape}, {workload.threads} threads"
-    )
+def title_of(workload: Workload, pair: Pair) -> str:
+    name = Path(workload.model).name
+    prompts = len(workload.prompts[0])
+    own_batch = workload.own_batch or "as shipped"
+    parts = [
+        f"{name}, {pair.ours.dtype}: {prompts} prompts x {workload.group}",
+        f"{workload.prompt_tokens} + {workload.response_tokens} tokens",
+        f"{own_batch} and {workload.batch} in a pass",
+        f"beta {workload.beta:g}",
+        f"{workload.threads} threads",
+    ]
+    return ", ".join(parts)
+
+
+def show(comparison: Comparison, pair: Pair, workload: Workload, console: Console) -> None:
+    table = Table(title=title_of(workload, pair))
     table.add_column("median seconds of a step")
     for name in (pair.ours.side, pair.peer.side, "ratio"):
         table.add_column(name, justify="right")
-    for row in found.rows:
-        if row is found.rows[-1]:
+    for row in comparison.rows:
+        if row is comparison.rows[-1]:
             table.add_section()
         ratio = "-" if row.ratio is None else f"{row.ratio:.2f}x"
         table.add_row(row.name, f"{row.ours:.3f}", f"{row.peer:.3f}", ratio)
     table.add_section()
-    gigabytes = (f"{count / 1e9:.2f}" for count in (found.ours_bytes, found.peer_bytes))
-    table.add_row("peak resident memory, GB", *gigabytes, f"{found.memory:.2f}")
+    ours = f"{comparison.ours_bytes / 1e9:.2f}"
+    peer = f"{comparison.peer_bytes / 1e9:.2f}"
+    table.add_row("peak resident memory, GB", ours, peer, f"{comparison.memory:.2f}")
     console.print(table)
-    console.print(
-        "speedup of each pair: " + " ".join(f"{ratio:.2f}" for ratio in found.pair_speedups),
-        highlight=False,
-    )
+    speedups = " ".join(f"{ratio:.2f}" for ratio in comparison.pair_speedups)
+    console.print(f"speedup of each pair: {speedups}", highlight=False)
+
+
+def fault_of(args: argparse.Namespace) -> str:
+    """The sentence about options that cannot be run; empty if all can."""
+    too_small = []
+    for name in COUNTS:
+        value = getattr(args, name)
+        if value < 1:
+            option = name.replace("_", "-")
+            too_small.append(f"--{option} is {value}")
+    if too_small:
+        return f"{', '.join(too_small)}; expected at least 1"
+    if args.batch and args.prompts * args.group % args.batch:
+        return f"--batch {args.batch} does not divide {args.prompts} x {args.group} sequences"
+    return ""
 
 
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a side is ended too
     args = arguments()
-    counts = ("prompts", "group", "prompt_tokens", "response_tokens", "pairs", "steps", "threads")
-    if wrong := [
-        f"--{name.replace('_', '-')} is {vars(args)[name]}"
-        for name in counts
-        if vars(args)[name] < 1
-    ]:
-        print(f"{', '.join(wrong)}; expected at least 1", file=sys.stderr)
-        return 2
-    if args.batch and args.prompts * args.group % args.batch:
-        print(
-            f"--batch {args.batch} does not divide {args.prompts} x {args.group} sequences",
-            file=sys.stderr,
-        )
+    fault = fault_of(args)
+    if fault:
+        print(fault, file=sys.stderr)
         return 2
     console = Console(width=119)
     progress = Console(stderr=True)
@@ -242,26 +264,31 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as scratch:
             python = peers_python(args.environment)
-            workload = workload_of(args, model_folder(args.model, args.short, Path(scratch)))
+            model = model_folder(args.model, args.short, Path(scratch))
+            workload = workload_of(args, model)
             pairs = run_pairs(workload, args.pairs, python, args.deadline, progress)
     except (NotTheSame, SideFailed, ReinforceError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    found = compare(pairs, workload.warm_up_steps)
+    comparison = compare(pairs, workload.warm_up_steps)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    written = {
+    report = {
         "machine": {"before": before, "after": machine()},
         "workload": asdict(workload),
-        "comparison": {**asdict(found), "speedup": found.speedup, "memory": found.memory},
+        "comparison": {
+            **asdict(comparison),
+            "speedup": comparison.speedup,
+            "memory": comparison.memory,
+        },
         "pairs": [asdict(pair) for pair in pairs],
     }
-    args.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    show(found, pairs[0], workload, console)
+    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    show(comparison, pairs[0], workload, console)
     load = before["load"][0]  # type: ignore[index]
     sentence = f"{before['cpu']}, {before['cores']} cores; load {load:.1f} before"
     console.print(sentence, highlight=False)
     console.print(f"everything: {args.out}", highlight=False)
-    print(f"speedup: {found.speedup:.2f}x memory: {found.memory:.2f}")
+    print(f"speedup: {comparison.speedup:.2f}x memory: {comparison.memory:.2f}")
     return 0
 
 

@@ -1,12 +1,12 @@
-"""How long does the dashboard take to answer about a run of 100,000 steps, and how much memory does it take?
+"""Measure the dashboard's answers about a run of 100,000 steps, and its memory.
 
 python benchmarks/dashboard.py                 (about two minutes on one core; 200 MB of disk)
 python benchmarks/dashboard.py --steps 10000
 
-Writes a run with the metrics of a real one (training, timers, memory, a validation every 50 steps) and a short run
-beside it, starts `reinforce-rl dashboard` on their folder, and measures its answers by HTTP: the first, those until
-all has been read, one after a step more, the list of runs, and those about the short run while the long one is read.
-Memory is the server's largest resident set.
+Writes a run with realistic metrics (training, timers, memory, a validation every 50 steps) and a
+short run beside it, starts `reinforce-rl dashboard` on their folder, and measures its answers by
+HTTP: the first, the ones until everything is read, one after another step, the list of runs, and
+answers about the short run while the long one is read. Memory is the server's largest resident set.
 """
 
 from __future__ import annotations
@@ -118,30 +118,39 @@ def measure(folder: Path, steps: int) -> list[tuple[str, str]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") as server:
         try:
             assert server.stdout is not None
-            url = server.stdout.readline().split("; ")[0].split(" on ")[-1]
+            started, _, _ = server.stdout.readline().partition("; ")
+            _, _, url = started.rpartition(" on ")
             idle = psutil.Process(server.pid).memory_info().rss
             runs = ask(f"{url}/api/runs")
             begin = time.perf_counter()
             first = ask(f"{url}/api/run?name=long")
-            answers = [first]
-            others = []
+            slowest = first.seconds
+            slowest_short = 0.0
+            number_short = 0
             has_all_steps = 0.0
-            while "so far" in answers[-1].content["span"]:
-                others.append(ask(f"{url}/api/run?name=short&stamp={len(others)}"))
+            answer = first
+            while "so far" in answer.content["span"]:
+                short = ask(f"{url}/api/run?name=short&stamp={number_short}")
+                number_short += 1
+                slowest_short = max(slowest_short, short.seconds)
                 time.sleep(POLL)
-                answers.append(ask(f"{url}/api/run?name=long"))
-                if not has_all_steps and "metrics.jsonl" not in answers[-1].content["span"]:
+                answer = ask(f"{url}/api/run?name=long")
+                slowest = max(slowest, answer.seconds)
+                if not has_all_steps and "metrics.jsonl" not in answer.content["span"]:
                     has_all_steps = time.perf_counter() - begin
             complete = time.perf_counter() - begin
-            stamp = answers[-1].content["stamp"]
+            stamp = answer.content["stamp"]
             same = ask(f"{url}/api/run?name=long&stamp={stamp}")
             with (folder / "long" / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(line_of(steps + 1, random.Random(1)))
             later = ask(f"{url}/api/run?name=long&stamp={stamp}")
             reward = later.content["series"]["train/rewards"]
-            assert later.content["axes"][reward["axis"]]["step"][-1] == steps + 1
+            axis = later.content["axes"][reward["axis"]]
+            assert axis["step"][-1] == steps + 1
             status = Path(f"/proc/{server.pid}/status").read_text(encoding="utf-8")
-            peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+            _, _, peak_line = status.partition("VmHWM:")
+            kibibytes, *_ = peak_line.split()
+            peak = int(kibibytes) * 1024
             server.terminate()
             start = time.perf_counter()
             server.wait(WAIT)
@@ -151,11 +160,8 @@ def measure(folder: Path, steps: int) -> list[tuple[str, str]]:
     return [
         ("list of runs", f"{runs.seconds:.2f} s"),
         ("first answer, with what has been read by then", f"{first.seconds:.2f} s"),
-        ("slowest answer until all has been read", f"{max(one.seconds for one in answers):.2f} s"),
-        (
-            "slowest answer about the short run meanwhile",
-            f"{max((one.seconds for one in others), default=0):.2f} s",
-        ),
+        ("slowest answer until all has been read", f"{slowest:.2f} s"),
+        ("slowest answer about the short run meanwhile", f"{slowest_short:.2f} s"),
         ("from the first request until all steps are drawn", f"{has_all_steps:.0f} s"),
         ("from the first request until the alerts of all steps are there", f"{complete:.0f} s"),
         ("answer where nothing is new", f"{same.seconds:.2f} s"),
@@ -182,11 +188,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = measure(folder, options.steps)
     finally:
         shutil.rmtree(folder)
-    title = f"A run of {options.steps:,} steps, {size / 1e6:.0f} MB of metrics.jsonl"
+    megabytes = size / 1e6
+    title = f"A run of {options.steps:,} steps, {megabytes:.0f} MB of metrics.jsonl"
     table = Table("", "measured", title=title, title_justify="left")
-    for name, value in rows:
-        table.add_row(name, value)
-    Console(width=int(os.environ.get("COLUMNS", "100"))).print(table)
+    for row in rows:
+        table.add_row(*row)
+    width = os.environ.get("COLUMNS", "100")
+    Console(width=int(width)).print(table)
 
 
 if __name__ == "__main__":

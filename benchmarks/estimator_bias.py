@@ -78,9 +78,9 @@ def bias_table(world: World) -> Table:
         (f"loss_aggregation={name}", Options(loss=LossSettings(name))) for name in LOSS_AGGREGATIONS
     ]
     for name, options in rows:
-        found = expected_gradient(world, options, SAMPLES)
-        cosine = float(cosine_similarity(found.flatten(), world.true_gradient.flatten(), dim=0))
-        table.add_row(name, f"{relative_error(found, world.true_gradient):.1e}", f"{cosine:.3f}")
+        gradient = expected_gradient(world, options, SAMPLES)
+        cosine = float(cosine_similarity(gradient.flatten(), world.true_gradient.flatten(), dim=0))
+        table.add_row(name, f"{relative_error(gradient, world.true_gradient):.1e}", f"{cosine:.3f}")
     return table
 
 

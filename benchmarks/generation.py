@@ -135,7 +135,7 @@ def peer_side(
     def draw(seed: int) -> Tensor:
         torch.manual_seed(seed)
         with torch.inference_mode():
-            found = model.generate(
+            sequences = model.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
                 do_sample=True,
@@ -146,7 +146,7 @@ def peer_side(
                 min_new_tokens=count,
                 pad_token_id=0,
             )
-        return found[:, tokens.shape[1] :]
+        return sequences[:, tokens.shape[1] :]
 
     return draw
 
@@ -189,11 +189,11 @@ def measure(
     for number in range(args.pairs + 1):
         for name in sides if number % 2 == 0 else reversed(sides):
             started = time.perf_counter()
-            found = sides[name](number)
+            sequences = sides[name](number)
             took = time.perf_counter() - started
-            if found.shape != shape:
+            if sequences.shape != shape:
                 raise ValueError(
-                    f"{name} made tokens of shape {tuple(found.shape)}, expected {shape}"
+                    f"{name} made tokens of shape {tuple(sequences.shape)}, expected {shape}"
                 )
             if number:  # memory is touched and threads are started in the first
                 seconds[name].append(took)

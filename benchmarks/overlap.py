@@ -52,7 +52,7 @@ def main() -> None:
     )
     processes = TrainerProcesses()
     try:
-        for name, ranks, more in [
+        for name, ranks, overrides in [
             ("colocated", 1, []),
             *((f"apart, k = {k}", 2, [*APART, f"max_staleness={k}"]) for k in (0, 1, 2)),
             *(
@@ -62,7 +62,7 @@ def main() -> None:
         ]:
             with tempfile.TemporaryDirectory() as folder:
                 options = {"step_seconds": args.train, "generate_seconds": args.generate}
-                processes.start(Path(folder), *settings, *more, ranks=ranks, **options)
+                processes.start(Path(folder), *settings, *overrides, ranks=ranks, **options)
                 if processes.wait() != 0:
                     sys.exit((Path(folder) / "log").read_text(encoding="utf-8"))
                 # The first steps fill the queue, the last ones have nothing left to generate beside

@@ -148,11 +148,11 @@ def finish(
 
 def read_outcomes(path: Path) -> list[Outcome]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found = []
+    outcomes = []
     for values in map(json.loads, lines):
         validation = [(samples, value) for samples, value in values.pop("validation")]
-        found.append(Outcome(Job(**values.pop("job")), validation, **values))
-    return found
+        outcomes.append(Outcome(Job(**values.pop("job")), validation, **values))
+    return outcomes
 
 
 def write_up(out: Path, tuning: list[Outcome], evaluation: list[Outcome], console: Console) -> None:

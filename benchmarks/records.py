@@ -1,7 +1,9 @@
-"""Size and time of a step's record: Parquet as it is written, against compressed JSON lines of the same content.
+"""Compare a step's record in Parquet with compressed JSON lines of the same content.
 
-python benchmarks/records.py [--samples 512] [--tokens 1024]: a table in Markdown. The values are made up; log-probs
-are drawn, so they compress no better than real ones.
+python benchmarks/records.py [--samples 512] [--tokens 1024]
+
+Prints a table of sizes and times in Markdown. The values are made up; log-probs are random, so they
+compress no better than real ones.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,97 +41,125 @@ def made_up(samples: int, tokens: int, *, with_tokens: bool) -> Samples:
     draw = np.random.default_rng(0)
     texts = {i: f" w{i:x}" for i in range(VOCABULARY)}
     lengths = draw.integers(tokens // 2, tokens + 1, samples)
-    # words as often as in a language
-    ids = (draw.zipf(1.3, lengths.sum()) % VOCABULARY).astype(np.int32)
-    prompts = np.repeat(
-        draw.integers(0, VOCABULARY, (-(-samples // GROUP), PROMPT)), GROUP, axis=0
-    )[:samples]
+    # Word frequencies as in a language.
+    ids = draw.zipf(1.3, lengths.sum()) % VOCABULARY
+    ids = ids.astype(np.int32)
+    num_prompts = math.ceil(samples / GROUP)
+    distinct = draw.integers(0, VOCABULARY, (num_prompts, PROMPT))
+    prompts = np.repeat(distinct, GROUP, axis=0)[:samples]
+
+    def text_of(part: np.ndarray) -> str:
+        return "".join(texts[token] for token in part.tolist())
+
     rows = []
-    end = 0
+    start = 0
     for i, length in enumerate(lengths.tolist()):
-        start = end
-        end = end + length
-        prompt, response = (
-            "".join(map(texts.__getitem__, part.tolist())) for part in (prompts[i], ids[start:end])
-        )
+        response = ids[start : start + length]
+        start += length
         reward, kl, with_kl, baseline, advantage = draw.normal(size=5).tolist()
-        rows.append(
-            RolloutRow(
-                *(1, i // GROUP, i % GROUP, prompt, response, reward, "stop", length),
-                *(kl, with_kl, baseline, advantage),
-            )
+        row = RolloutRow(
+            1,
+            i // GROUP,
+            i % GROUP,
+            text_of(prompts[i]),
+            text_of(response),
+            reward,
+            "stop",
+            length,
+            kl,
+            with_kl,
+            baseline,
+            advantage,
         )
+        rows.append(row)
+    if not with_tokens:
+        return Samples(rows, None)
     policy = -draw.exponential(0.8, len(ids)).astype(np.float32)
-    reference, generator = (
-        policy + draw.normal(0, by, len(ids)).astype(np.float32) for by in (0.02, 0.003)
-    )
+    reference = policy + draw.normal(0, 0.02, len(ids)).astype(np.float32)
+    generator = policy + draw.normal(0, 0.003, len(ids)).astype(np.float32)
     values = {
         "prompt_tokens": prompts.reshape(-1).astype(np.int32),
         "response_tokens": ids,
         "token_kl": policy - reference,
-    }
-    values |= {
         "policy_log_probs": policy,
         "reference_log_probs": reference,
         "generator_log_probs": generator,
     }
-    of_each = TokenColumns({"prompt": np.full(samples, PROMPT), "response": lengths}, values, texts)
-    return Samples(rows, of_each if with_tokens else None)
+    counts = {"prompt": np.full(samples, PROMPT), "response": lengths}
+    return Samples(rows, TokenColumns(counts, values, texts))
 
 
 def as_lines(path: Path, samples: Samples) -> bytes:
     """The content of a written file as JSON lines."""
     tokens = read_tokens(path) or [None] * len(samples.rows)
-    lines = [
-        row.as_json() | (found.as_json() if found else {})
-        for row, found in zip(samples.rows, tokens, strict=True)
-    ]
-    return "\n".join(map(json.dumps, lines)).encode()
+    lines = []
+    for row, row_tokens in zip(samples.rows, tokens, strict=True):
+        record = row.as_json()
+        if row_tokens:
+            record |= row_tokens.as_json()
+        lines.append(json.dumps(record))
+    return "\n".join(lines).encode()
 
 
 def timed(work: Callable[[], object]) -> float:
-    found = []
+    """CPU seconds, the least of five times."""
+    seconds = []
     for _ in range(5):
         start = time.process_time()
         work()
-        found.append(time.process_time() - start)
-    return min(found)
+        seconds.append(time.process_time() - start)
+    return min(seconds)
 
 
-def measure(samples: Samples, folder: Path) -> dict[str, tuple[float, float, float]]:
-    """Megabytes, seconds to write and seconds to read of each form."""
+@dataclass(frozen=True)
+class Cost:
+    """Of a form of the record."""
+
+    size: int  # bytes
+    write: float  # seconds
+    read: float
+
+
+def measure(samples: Samples, folder: Path) -> dict[str, Cost]:
     path = folder / "step_00001.parquet"
+
+    def read_parquet() -> None:
+        read_rows(path)
+        read_tokens(path)
+
     write = timed(lambda: write_records(path, samples))
-    read = timed(lambda: (read_rows(path), read_tokens(path)))
-    found = {"Parquet, zstd": (path.stat().st_size / 1e6, write, read)}
-    lines, codec = as_lines(path, samples), pa.Codec("zstd", compression_level=3)
+    read = timed(read_parquet)
+    costs = {"Parquet, zstd": Cost(path.stat().st_size, write, read)}
+    lines = as_lines(path, samples)
     objects = [json.loads(line) for line in lines.split(b"\n")]
-    dumping = timed(lambda: [json.dumps(one) for one in objects])
-    parsing = timed(lambda: list(map(json.loads, lines.split(b"\n"))))
-    packed = gzip.compress(lines, 6)
-    times = timed(lambda: gzip.compress(lines, 6)), timed(lambda: gzip.decompress(packed))
-    found["JSON lines, gzip"] = len(packed) / 1e6, dumping + times[0], parsing + times[1]
+    dumping = timed(lambda: [json.dumps(record) for record in objects])
+    parsing = timed(lambda: [json.loads(line) for line in lines.split(b"\n")])
+    gzipped = gzip.compress(lines, 6)
+    write = timed(lambda: gzip.compress(lines, 6))
+    read = timed(lambda: gzip.decompress(gzipped))
+    costs["JSON lines, gzip"] = Cost(len(gzipped), dumping + write, parsing + read)
+    codec = pa.Codec("zstd", compression_level=3)
     packed = codec.compress(lines)
-    times = (
-        timed(lambda: codec.compress(lines)),
-        timed(lambda: codec.decompress(packed, len(lines))),
-    )
-    found["JSON lines, zstd"] = len(packed) / 1e6, dumping + times[0], parsing + times[1]
-    found["JSON lines"] = len(lines) / 1e6, dumping, parsing
-    return found
+    write = timed(lambda: codec.compress(lines))
+    read = timed(lambda: codec.decompress(packed, len(lines)))
+    costs["JSON lines, zstd"] = Cost(len(packed), dumping + write, parsing + read)
+    costs["JSON lines"] = Cost(len(lines), dumping, parsing)
+    return costs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024, help="of the longest response")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     print("| form | MB | write, s | read, s |\n|---|---|---|---|")
     for name, with_tokens in (("all", True), ("without tokens", False)):
-        samples = made_up(asked.samples, asked.tokens, with_tokens=with_tokens)
+        samples = made_up(args.samples, args.tokens, with_tokens=with_tokens)
         with tempfile.TemporaryDirectory() as folder:
-            for form, (size, write, read) in measure(samples, Path(folder)).items():
-                print(f"| {form}, {name} | {size:.3f} | {write:.3f} | {read:.3f} |")
+            costs = measure(samples, Path(folder))
+        for form, cost in costs.items():
+            megabytes = cost.size / 1e6
+            print(f"| {form}, {name} | {megabytes:.3f} | {cost.write:.3f} | {cost.read:.3f} |")
 
 
 if __name__ == "__main__":

@@ -69,9 +69,9 @@ class Way:
                 call = self.calls()
                 for _ in range(calls):
                     start = time.perf_counter()
-                    found = call()
+                    rewards = call()
                     self.latencies.append(time.perf_counter() - start)
-                    np.testing.assert_allclose(found, expected, atol=1e-4)
+                    np.testing.assert_allclose(rewards, expected, atol=1e-4)
             except Exception as error:  # a thread's own would be lost
                 failures.append(error)
 
@@ -124,8 +124,8 @@ def http_call(
         if answer.status != 200:
             raise RuntimeError(f"HTTP {answer.status}: {data[:300]!r}")
         length = int(answer.headers[wire.HEADER_LENGTH])
-        found = triton.InferenceServerClient.parse_response_body(data, header_length=length)
-        rewards = found.as_numpy(wire.REWARDS)
+        parsed = triton.InferenceServerClient.parse_response_body(data, header_length=length)
+        rewards = parsed.as_numpy(wire.REWARDS)
         assert rewards is not None
         return rewards[:, 0]
 
@@ -211,7 +211,9 @@ def show(ways: list[Way], batch: int) -> None:
         calls = len(way.latencies)
         p50, p90, p99 = (1000 * np.percentile(way.latencies, q) for q in (50, 90, 99))
         cells = [*(f"{p:.2f}" for p in (p50, p90, p99)), f"{batch * calls / way.seconds:.1f}"]
-        cpu, base_cpu = (1000 * one.cpu_seconds / len(one.latencies) for one in (way, base))
+        cpu, base_cpu = (
+            1000 * measured.cpu_seconds / len(measured.latencies) for measured in (way, base)
+        )
         # The system counts CPU time in ticks of 10 ms; a few small calls may take none.
         of_cpu = f"{cpu / base_cpu:.2f}" if base_cpu else "-"
         ratios = [f"{p50 / 1000 / np.percentile(base.latencies, 50):.2f}", of_cpu]

@@ -91,10 +91,10 @@ def table_rows(
         having = [step for step in steps if phase in step.seconds]
         if not having:
             continue
-        found = [floor_of(phase, machine, model, step.tokens) for step in having]
+        step_floors = [floor_of(phase, machine, model, step.tokens) for step in having]
         floor = floors.Floor(
-            statistics.median(one.shared for one in found),
-            statistics.median(one.repeated for one in found),
+            statistics.median(each.shared for each in step_floors),
+            statistics.median(each.repeated for each in step_floors),
         )
         rows.append(Row(phase, statistics.median(step.seconds[phase] for step in having), floor))
     total = floors.Floor(
@@ -121,10 +121,10 @@ def steps_of_run(folder: Path) -> tuple[Path, list[MeasuredStep]]:
         "generation": "native",
     }
     for key, value in expected.items():
-        found = OmegaConf.select(config, key)
-        if found != value:
+        configured = OmegaConf.select(config, key)
+        if configured != value:
             raise ValueError(
-                f"{folder}: {key} is {found!r}; the floors are those of a run with {value!r}"
+                f"{folder}: {key} is {configured!r}; the floors are those of a run with {value!r}"
             )
     group = int(config.trainer.reinforce.num_rollouts_per_prompt)
     rows_a_batch = int(config.model.reinforce.rollout_micro_batch_size) * group

@@ -1,6 +1,6 @@
-"""Steps of training in simulated time: generation and training in turn, or on GPUs of their own.
+"""Steps of training in simulated time: generation and training in turn, or on separate GPUs.
 
-Any number will do for times, so that tests can be exact.
+Times may be of any numeric type, so that tests can be exact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Job:
         prompts: of a step.
         lengths: of the n-th prompt that is handed out, the response tokens of each sample.
         decode, row: seconds of a decode step of an engine, and what each row in it adds.
-        training: GPU-seconds a token of prompt and response: log-probs, the reference's, the update.
+        training: GPU-seconds for a token of prompt and response, in log-prob passes and update.
         prompt: tokens of a prompt.
         fixed: seconds of the trainers' step however many they are.
         reward: seconds from a response's end to its score, as far as no log-prob pass hides them.
@@ -60,7 +60,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Found:
+class StepTimes:
     """Means over the steps after the first `WARM`."""
 
     seconds: Number  # a step
@@ -73,7 +73,10 @@ class Engine:
     """Continuous batching: all rows get a token a decode step, and those that are too many wait."""
 
     def __init__(self, job: Job):
-        self._job, self._time, self._tokens, self._count = job, 0, 0, itertools.count()
+        self._job = job
+        self._time: Number = 0
+        self._tokens: Number = 0
+        self._count = itertools.count()
         self._active: list[tuple[Number, int, Any]] = []
         self._waiting = deque[tuple[int, Any]]()
 
@@ -84,11 +87,10 @@ class Engine:
     @property
     def end(self) -> Number:
         """When the next row ends; infinite without rows."""
-        return (
-            self._time + (self._active[0][0] - self._tokens) * self._pace
-            if self._active
-            else math.inf
-        )
+        if not self._active:
+            return math.inf
+        last_token, _, _ = self._active[0]
+        return self._time + (last_token - self._tokens) * self._pace
 
     @property
     def _pace(self) -> Number:
@@ -103,8 +105,8 @@ class Engine:
 
     def pop(self) -> Any:
         """Go on until the next row's end; return its tag."""
-        self._time, (self._tokens, _, tag) = self.end, self._active[0]
-        heapq.heappop(self._active)
+        self._time = self.end
+        self._tokens, _, tag = heapq.heappop(self._active)
         self._fill()
         return tag
 
@@ -127,21 +129,27 @@ def call_seconds(job: Job, groups: Sequence[Sequence[int]]) -> Number:
 
 def generate_seconds(job: Job, gpus: int, step: int) -> Number:
     """Of a colocated step: each engine has its share of the prompts."""
-    engines, groups = gpus // job.engine, job.groups(step)
-    return max(call_seconds(job, groups[i::engines]) for i in range(min(engines, len(groups))))
+    engines = gpus // job.engine
+    groups = job.groups(step)
+    busy = min(engines, len(groups))
+    return max(call_seconds(job, groups[i::engines]) for i in range(busy))
 
 
-def colocated(job: Job, gpus: int, steps: int = STEPS) -> Found:
+def colocated(job: Job, gpus: int, steps: int = STEPS) -> StepTimes:
     handed = job.reward + job.refit
-    seconds = [
-        generate_seconds(job, gpus, step) + handed + job.train_seconds(gpus, job.groups(step))
-        for step in range(WARM, steps)
-    ]
-    return Found(sum(seconds) / len(seconds))
+    seconds = []
+    for step in range(WARM, steps):
+        generation = generate_seconds(job, gpus, step)
+        training = job.train_seconds(gpus, job.groups(step))
+        seconds.append(generation + handed + training)
+    return StepTimes(sum(seconds) / len(seconds))
 
 
-def in_order(job: Job, trainers: int, generators: int, k: int, steps: int = STEPS) -> Found:
-    """Step s, from 1, is drawn with version max(0, s - 1 - k); micro-batches go to whoever is free, in order."""
+def in_order(job: Job, trainers: int, generators: int, k: int, steps: int = STEPS) -> StepTimes:
+    """Draw step s, from 1, with version max(0, s - 1 - k).
+
+    The next micro-batch goes to the engine that is free first.
+    """
     engines = generators // job.engine
     size = -(-job.prompts // engines)
     free: list[Number] = [0] * engines
@@ -154,23 +162,26 @@ def in_order(job: Job, trainers: int, generators: int, k: int, steps: int = STEP
         version = max(0, step - 1 - k)
         ready = 0
         for start in range(0, job.prompts, size):
-            end = max(heapq.heappop(free), versions[version]) + call_seconds(
-                job, groups[start : start + size]
-            )
+            begin = max(heapq.heappop(free), versions[version])
+            end = begin + call_seconds(job, groups[start : start + size])
             heapq.heappush(free, end)
             ready = max(ready, end + job.reward)
-        waits.append(max(0, ready - versions[-1]))
+        wait = max(0, ready - versions[-1])
+        waits.append(wait)
         ages.append(step - 1 - version)
-        versions.append(versions[-1] + waits[-1] + job.train_seconds(trainers, groups) + job.send)
+        trained = versions[-1] + wait + job.train_seconds(trainers, groups)
+        versions.append(trained + job.send)
     return _after_warm(versions, waits, ages, 0)
 
 
 def _after_warm(
     versions: list[Number], waits: list[Number], ages: list[Number], dropped: Number
-) -> Found:
+) -> StepTimes:
     count = len(waits) - WARM
     whole = versions[-1] - versions[WARM]
-    return Found(whole / count, sum(waits[WARM:]) / whole, sum(ages[WARM:]) / count, dropped)
+    waiting = sum(waits[WARM:]) / whole
+    age = sum(ages[WARM:]) / count
+    return StepTimes(whole / count, waiting, age, dropped)
 
 
 @dataclass
@@ -187,7 +198,8 @@ class Generators:
     """Engines that are given whole groups, the emptiest first."""
 
     def __init__(self, job: Job, count: int):
-        self._slots, self._engines = job.slots, [Engine(job) for _ in range(count)]
+        self._slots = job.slots
+        self._engines = [Engine(job) for _ in range(count)]
         self._ends: list[tuple[Number, int]] = []  # of engines; some are out of date
 
     @property
@@ -198,25 +210,33 @@ class Generators:
         return self._ends[0][0] if self._ends else math.inf
 
     def give(self, time: Number, group: Group) -> bool:
-        """Whether there is room for it."""
+        """Give a group to the emptiest engine; return whether there was room."""
         at = min(range(len(self._engines)), key=lambda i: self._engines[i].rows)
-        if self._engines[at].rows and self._engines[at].rows + group.running > self._slots:
+        engine = self._engines[at]
+        if engine.rows and engine.rows + group.running > self._slots:
             return False
-        self._engines[at].add(time, group.lengths, group)
-        heapq.heappush(self._ends, (self._engines[at].end, at))
+        engine.add(time, group.lengths, group)
+        heapq.heappush(self._ends, (engine.end, at))
         return True
 
     def pop(self) -> Group:
-        """The group whose row ends next."""
+        """Finish the row that ends next; return its group."""
         _, at = heapq.heappop(self._ends)
-        group = self._engines[at].pop()
-        heapq.heappush(self._ends, (self._engines[at].end, at))
+        engine = self._engines[at]
+        group = engine.pop()
+        heapq.heappush(self._ends, (engine.end, at))
         return group
 
 
-def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = STEPS) -> Found:
-    """Responses that run when the weights change go on; a group is as old as the weights that it began with."""
-    pool, ready, taken = Generators(job, generators // job.engine), deque[Group](), list[Group]()
+def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = STEPS) -> StepTimes:
+    """Train on the first finished groups.
+
+    Responses in flight continue when the weights change. The age of a group is the age of the
+    weights that it began with.
+    """
+    pool = Generators(job, generators // job.engine)
+    ready = deque[Group]()
+    taken: list[Group] = []
     time = 0
     trained = math.inf
     drawn = 0
@@ -231,28 +251,29 @@ def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = S
             lengths = job.lengths(drawn)
             if not pool.give(time, Group(lengths, version, len(lengths))):
                 break
-            drawn = drawn + 1
-            under_way = under_way + 1
-        scored = (
-            ready[job.prompts - 1].scored if not taken and len(ready) >= job.prompts else math.inf
-        )
+            drawn += 1
+            under_way += 1
+        scored = math.inf
+        if not taken and len(ready) >= job.prompts:
+            scored = ready[job.prompts - 1].scored
         if scored <= time:
             taken = [ready.popleft() for _ in range(job.prompts)]
             waits.append(time - versions[-1])
-            ages.append(sum(version - group.version for group in taken) / len(taken))
-            trained = (
-                time + job.train_seconds(trainers, [group.lengths for group in taken]) + job.send
-            )
+            total_age = sum(version - group.version for group in taken)
+            ages.append(total_age / len(taken))
+            lengths = [group.lengths for group in taken]
+            trained = time + job.train_seconds(trainers, lengths) + job.send
             continue
         time = min(trained, scored, pool.end)
         if time == trained:
             versions.append(time)
-            under_way = under_way - len(taken)
+            under_way -= len(taken)
             taken = []
             trained = math.inf
             fresh = deque(group for group in ready if version + 1 - group.version <= k)
-            dropped = dropped + len(ready) - len(fresh)
-            under_way = under_way - len(ready) + len(fresh)
+            too_old = len(ready) - len(fresh)
+            dropped += too_old
+            under_way -= too_old
             ready = fresh
         elif time == pool.end:
             group = pool.pop()
@@ -261,16 +282,19 @@ def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = S
                 group.scored = time + job.reward
                 ready.append(group)
             elif not group.running:
-                dropped = dropped + 1
-                under_way = under_way - 1
+                dropped += 1
+                under_way -= 1
     return _after_warm(versions, waits, ages, dropped / (steps * job.prompts))
 
 
 def best_split(
-    job: Job, gpus: int, simulate: Callable[..., Found], k: int, steps: int = STEPS
-) -> tuple[int, int, Found]:
+    job: Job, gpus: int, simulate: Callable[..., StepTimes], k: int, steps: int = STEPS
+) -> tuple[int, int, StepTimes]:
     """The numbers of trainers and generators, of at most 15 splits, with the shortest step."""
     unit = math.lcm(job.engine, job.trainer, max(1, gpus // 16))
-    splits = [(trainers, gpus - trainers) for trainers in range(unit, gpus, unit)]
-    found = [(*split, simulate(job, *split, k, steps)) for split in splits]
-    return min(found, key=lambda one: one[2].seconds)
+    splits = []
+    for trainers in range(unit, gpus, unit):
+        generators = gpus - trainers
+        step = simulate(job, trainers, generators, k, steps)
+        splits.append((trainers, generators, step))
+    return min(splits, key=lambda split: split[2].seconds)

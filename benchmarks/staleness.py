@@ -1,10 +1,13 @@
-"""What do rollouts that are k optimizer steps old cost RLOO, and how much does each generator_correction repair?
+"""Measure what rollouts that are k steps old cost RLOO, and what each generator_correction repairs.
 
-python benchmarks/staleness.py        (about a minute of one core; rewrites benchmarks/results/staleness.md)
+python benchmarks/staleness.py
 
-Bias and variance of the gradient are exact: every group of G sequences of the enumerable policy of the tests is
-summed. Learning is simulated with Adam, many seeds at once. Advantages and loss are the package's own. Not here: a
-real model, long responses, another engine's rounding, several optimizer steps on a batch.
+Takes about a minute of one core and rewrites benchmarks/results/staleness.md.
+
+Bias and variance of the gradient are exact: the script sums over every group of G sequences of the
+tests' enumerable policy. Learning is simulated with Adam, many seeds at once. Advantages and loss
+are the package's own. Not covered: a real model, long responses, another engine's rounding,
+several optimizer steps on a batch.
 """
 
 from __future__ import annotations
@@ -57,20 +60,28 @@ CORRECTIONS = {
 
 # All groups, as sorted ones with the number of their orders: RLOO does not depend on the order.
 GROUPS = torch.tensor(list(itertools.combinations_with_replacement(range(NUM_SEQUENCES), SAMPLES)))
-ORDERS = torch.tensor(
-    [
-        math.factorial(SAMPLES) / math.prod(map(math.factorial, Counter(row).values()))
-        for row in GROUPS.tolist()
-    ],
-    dtype=torch.float64,
-)
+
+
+def number_of_orders(group: Sequence[int]) -> float:
+    counts = Counter(group).values()
+    return math.factorial(SAMPLES) / math.prod(map(math.factorial, counts))
+
+
+ORDERS = torch.tensor([number_of_orders(row) for row in GROUPS.tolist()], dtype=torch.float64)
 
 Rows = list[list[str]]
+Credit = Callable[[RewardGroups], Tensor]  # what multiplies the score of a response
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Rewards [sequences]; parameters and log-probs [sequences, T] of version 0, which is the reference."""
+    """Rewards, and version 0 of the policy, which is the reference.
+
+    Attributes:
+        parameters: of version 0.
+        reference: log-probs of version 0, [sequences, T].
+        rewards: [sequences].
+    """
 
     parameters: Tensor
     reference: Tensor
@@ -79,40 +90,47 @@ class Problem:
     @classmethod
     def draw(cls, seed: int) -> Problem:
         generator = torch.Generator().manual_seed(seed)
-        parameters = torch.randn(
-            TREE.num_prefixes, VOCABULARY, generator=generator, dtype=torch.float64
-        )
+        shape = (TREE.num_prefixes, VOCABULARY)
+        parameters = torch.randn(shape, generator=generator, dtype=torch.float64)
         rewards = torch.randn(NUM_SEQUENCES, generator=generator, dtype=torch.float64)
-        return cls(parameters, TREE.log_probs(parameters), rewards)
+        reference = TREE.log_probs(parameters)
+        return cls(parameters, reference, rewards)
 
     def objective(self, sequences: Tensor) -> Tensor:
         """E[r] - beta KL, a scalar with gradient, from log-probs [sequences]."""
-        return sequences.exp() @ (self.rewards - BETA * (sequences - self.reference.sum(1)))
+        kl = sequences - self.reference.sum(1)
+        return sequences.exp() @ (self.rewards - BETA * kl)
 
     def optimum(self) -> Tensor:
-        """Log-probs [sequences] of the best policy, the reference's times exp(r / beta)."""
-        return (self.reference.sum(1) + self.rewards / BETA).log_softmax(0)
+        """Log-probs [sequences] of the best policy: the reference times exp(r / beta)."""
+        logits = self.reference.sum(1) + self.rewards / BETA
+        return logits.log_softmax(0)
 
     def gradient(self, parameters: Tensor) -> Tensor:
         leaf = parameters.clone().requires_grad_()
-        return torch.autograd.grad(self.objective(TREE.log_probs(leaf).sum(1)), leaf)[0]
+        sequences = TREE.log_probs(leaf).sum(1)
+        (gradient,) = torch.autograd.grad(self.objective(sequences), leaf)
+        return gradient
 
     def path(self, step_kl: float, versions: int = VERSION) -> list[Tensor]:
-        """Parameters of versions 0 to `versions`: exact gradient ascent, each step `step_kl` nats long."""
-        found = [self.parameters]
+        """Parameters of versions 0 to `versions`: exact gradient ascent, `step_kl` nats a step."""
+        parameters = [self.parameters]
         for _ in range(versions):
-            start = found[-1]
-            direction = self.gradient(found[-1])
+            start = parameters[-1]
+            direction = self.gradient(start)
             low = 0.0
             high = 1.0
             while sequence_divergence(start, start + high * direction) < step_kl:
                 high *= 2.0
             for _ in range(50):
                 middle = (low + high) / 2
-                is_short = sequence_divergence(start, start + middle * direction) < step_kl
-                low, high = (middle, high) if is_short else (low, middle)
-            found.append(start + low * direction)
-        return found
+                divergence = sequence_divergence(start, start + middle * direction)
+                if divergence < step_kl:
+                    low = middle
+                else:
+                    high = middle
+            parameters.append(start + low * direction)
+        return parameters
 
 
 def sequence_divergence(left: Tensor, right: Tensor) -> float:
@@ -142,13 +160,14 @@ def plain_reward(groups: RewardGroups) -> Tensor:
 
 
 class Estimate:
-    """Exact mean and variance (the covariance's trace) of a group's gradient at `now`, sampled with `behaviour`.
+    """Exact mean and variance of a group's gradient at `now`, sampled with `behaviour`.
+
+    The variance is the trace of the covariance.
 
     Args:
         now, behaviour: parameters of both policies.
         scores: `scores_of(now)`.
-        credit: what multiplies the score of a response.
-        kl_of_behaviour: K from the generator's log-probs; the trainer's own otherwise.
+        kl_of_behaviour: take K from the generator's log-probs instead of the trainer's own.
     """
 
     def __init__(
@@ -158,26 +177,30 @@ class Estimate:
         behaviour: Tensor,
         settings: LossSettings,
         scores: Tensor,
-        credit: Callable[[RewardGroups], Tensor] = rloo_advantage,
+        credit: Credit = rloo_advantage,
         kl_of_behaviour: bool = False,
     ):
         log_probs = TREE.log_probs(now)
         drawn_with = TREE.log_probs(behaviour)
-        kl = sequence_kl(drawn_with if kl_of_behaviour else log_probs, problem.reference, TREE.mask)
+        kl_policy = drawn_with if kl_of_behaviour else log_probs
+        kl = sequence_kl(kl_policy, problem.reference, TREE.mask)
         rows = GROUPS.flatten()
         ids = torch.arange(len(GROUPS)).repeat_interleave(SAMPLES)
         leaf = log_probs[rows].requires_grad_()
-        less_kl = (problem.rewards - BETA * kl)[rows]
-        loss = rloo_loss(leaf, drawn_with[rows], less_kl, ids, rows, SAMPLES, settings, credit)
+        less_kl = problem.rewards - BETA * kl
+        loss = rloo_loss(
+            leaf, drawn_with[rows], less_kl[rows], ids, rows, SAMPLES, settings, credit
+        )
         # Each token's term depends on its own log-prob only, so this is every group's gradient by
         # its log-probs.
         (by_token,) = torch.autograd.grad(-loss, leaf)
-        found = torch.einsum(
-            "ngt,ngtd->nd", by_token.view(*GROUPS.shape, MAX_LENGTH), scores[GROUPS]
-        )
-        probability = ORDERS * drawn_with.sum(1)[GROUPS].sum(1).exp()
-        self.mean = probability @ found
-        self.variance = float(probability @ (found - self.mean).square().sum(1))
+        by_token = by_token.view(*GROUPS.shape, MAX_LENGTH)
+        gradients = torch.einsum("ngt,ngtd->nd", by_token, scores[GROUPS])
+        log_probability = drawn_with.sum(1)[GROUPS].sum(1)
+        probability = ORDERS * log_probability.exp()
+        self.mean = probability @ gradients
+        deviations = gradients - self.mean
+        self.variance = float(probability @ deviations.square().sum(1))
 
 
 def rloo_loss(
@@ -188,20 +211,28 @@ def rloo_loss(
     sequences: Tensor,
     samples: int,
     settings: LossSettings,
-    credit: Callable[[RewardGroups], Tensor] = rloo_advantage,
+    credit: Credit = rloo_advantage,
 ) -> Tensor:
-    """The trainer's loss, summed over batches of `samples` samples; N samples in all.
+    """The trainer's loss, summed over batches of `samples` samples.
 
-    Log-probs are [N, T], rewards less beta K, group ids and places in the tree [N].
+    Args:
+        log_probs, generator_log_probs: [N, T], of N samples in all.
+        rewards: [N], less beta K.
+        group_ids: [N].
+        sequences: [N], the places in the tree.
     """
     mask = TREE.mask[sequences]
+    groups = RewardGroups.of(rewards, group_ids)
+    advantages = credit(groups)[:, None]
     inputs = LossInputs(
         mask,
-        credit(RewardGroups.of(rewards, group_ids))[:, None].where(mask, 0.0),
+        advantages.where(mask, 0.0),
         torch.ones(len(mask), dtype=torch.bool),
         generator_log_probs=generator_log_probs,
     )
-    return policy_loss(log_probs, None, inputs, Denominators(float(samples), 0.0, 0.0), settings)[0]
+    denominators = Denominators(float(samples), 0.0, 0.0)
+    loss, _ = policy_loss(log_probs, None, inputs, denominators, settings)
+    return loss
 
 
 @dataclass(frozen=True)
@@ -221,33 +252,38 @@ def measure(
     corrections: dict[str, LossSettings],
     **options,
 ) -> dict[str, Measured]:
-    """Corrections at the last version of `path`, sampled `staleness` versions before; `options` of `Estimate`."""
+    """Measure corrections at the last version of `path`, sampled `staleness` versions before.
+
+    `options` are those of `Estimate`.
+    """
     now = path[-1]
     behaviour = path[-1 - staleness]
     scores = scores_of(now)
     true = problem.gradient(now).flatten()
-    on_policy = Estimate(problem, now, now, LossSettings(), scores).variance
-    found = {}
+    on_policy = Estimate(problem, now, now, LossSettings(), scores)
+    measured = {}
     for name, settings in corrections.items():
         estimate = Estimate(problem, now, behaviour, settings, scores, **options)
-        found[name] = Measured(
-            relative_error(estimate.mean, true),
-            float(cosine_similarity(estimate.mean, true, dim=0)),
-            estimate.variance / on_policy,
-            estimate.variance / float((estimate.mean - true).square().sum()),
+        cosine = cosine_similarity(estimate.mean, true, dim=0)
+        squared_bias = (estimate.mean - true).square().sum()
+        measured[name] = Measured(
+            bias=relative_error(estimate.mean, true),
+            cosine=float(cosine),
+            variance=estimate.variance / on_policy.variance,
+            groups=estimate.variance / float(squared_bias),
         )
-    return found
+    return measured
 
 
 def median(values: Sequence[float]) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
+    tensor = torch.tensor(values, dtype=torch.float64)
+    return float(tensor.quantile(0.5))
 
 
 def gradient_tables() -> dict[str, Rows]:
     """Medians over problems of each field of `Measured`, by step length, k and correction."""
-    tables: dict[str, Rows] = {
-        name: [["KL a step", "k", "KL(sampled with, trained)", *CORRECTIONS]] for name in FORMATS
-    }
+    heads = ["KL a step", "k", "KL(sampled with, trained)", *CORRECTIONS]
+    tables: dict[str, Rows] = {name: [list(heads)] for name in FORMATS}
     tables["bias"][0] += [
         f"{UNCAPPED}, {OLD_KL}",
         "sequence, worst problem",
@@ -258,30 +294,43 @@ def gradient_tables() -> dict[str, Rows]:
     for step_kl in STEP_KLS:
         paths = [problem.path(step_kl) for problem in problems]
         for k in STALENESS:
-            pairs = list(zip(problems, paths, strict=True))
-            found = [measure(*pair, k, CORRECTIONS) for pair in pairs]
-            divergence = median([sequence_divergence(path[-1 - k], path[-1]) for path in paths])
-            for name, rows in tables.items():
-                values = [median([getattr(each[c], name) for each in found]) for c in CORRECTIONS]
-                rows.append(
-                    [f"{step_kl:g}", str(k), f"{divergence:.2g}", *map(FORMATS[name], values)]
-                )
-            old_kl = [
-                measure(*pair, k, {OLD_KL: CORRECTIONS[UNCAPPED]}, kl_of_behaviour=True)[
-                    OLD_KL
-                ].bias
-                for pair in pairs
-            ]
-            capped = [each["sequence"].bias for each in found]
-            less = sum(bias < each["none"].bias for bias, each in zip(capped, found, strict=True))
-            matters = sum(bias > 1e-12 for bias in capped)
-            tables["bias"][-1] += [
-                f"{median(old_kl):.2g}",
-                f"{max(capped):.2g}",
-                f"{matters} of {PROBLEMS}",
-            ]
-            tables["bias"][-1].append(f"{less} of {PROBLEMS}" if k else "")
+            add_gradient_rows(tables, problems, paths, step_kl, k)
     return tables
+
+
+def add_gradient_rows(
+    tables: dict[str, Rows],
+    problems: Sequence[Problem],
+    paths: Sequence[list[Tensor]],
+    step_kl: float,
+    k: int,
+) -> None:
+    pairs = list(zip(problems, paths, strict=True))
+    measured = [measure(*pair, k, CORRECTIONS) for pair in pairs]
+    divergence = median([sequence_divergence(path[-1 - k], path[-1]) for path in paths])
+    first = [f"{step_kl:g}", str(k), f"{divergence:.2g}"]
+    for name, rows in tables.items():
+        row = list(first)
+        for correction in CORRECTIONS:
+            values = [getattr(each[correction], name) for each in measured]
+            row.append(FORMATS[name](median(values)))
+        rows.append(row)
+    # The uncapped correction, with the K of the policy that sampled.
+    uncapped = {OLD_KL: CORRECTIONS[UNCAPPED]}
+    old_kl = []
+    for pair in pairs:
+        by_name = measure(*pair, k, uncapped, kl_of_behaviour=True)
+        old_kl.append(by_name[OLD_KL].bias)
+    capped = [each["sequence"].bias for each in measured]
+    uncorrected = [each["none"].bias for each in measured]
+    less = sum(with_cap < none for with_cap, none in zip(capped, uncorrected, strict=True))
+    matters = sum(bias > 1e-12 for bias in capped)
+    tables["bias"][-1] += [
+        f"{median(old_kl):.2g}",
+        f"{max(capped):.2g}",
+        f"{matters} of {PROBLEMS}",
+        f"{less} of {PROBLEMS}" if k else "",
+    ]
 
 
 FORMATS: dict[str, Callable[[float], str]] = {
@@ -294,14 +343,17 @@ FORMATS: dict[str, Callable[[float], str]] = {
 
 def baseline_table(step_kl: float = 0.01, staleness: int = 4) -> Rows:
     """Does a baseline of other samples of the old policy still leave the gradient's mean alone?"""
-    heads = (
+    heads = [
+        "correction",
+        "baseline's part",
         "rloo",
         "no baseline",
         f"rloo, all rewards + {SHIFT:g}",
         f"no baseline, all rewards + {SHIFT:g}",
-    )
-    columns: dict[str, list[list[float]]] = {name: [] for name in CORRECTIONS}
-    for problem in map(Problem.draw, range(PROBLEMS)):
+    ]
+    numbers: dict[str, list[list[float]]] = {name: [] for name in CORRECTIONS}
+    for seed in range(PROBLEMS):
+        problem = Problem.draw(seed)
         shifted = replace(problem, rewards=problem.rewards + SHIFT)
         path = problem.path(step_kl)
         now = path[-1]
@@ -310,16 +362,16 @@ def baseline_table(step_kl: float = 0.01, staleness: int = 4) -> Rows:
         true = problem.gradient(now).flatten()
         for name, settings in CORRECTIONS.items():
             part = Estimate(problem, now, behaviour, settings, scores, rloo_baseline).mean
-            estimates = [
-                Estimate(where, now, behaviour, settings, scores, credit).mean
-                for where in (problem, shifted)
-                for credit in (rloo_advantage, plain_reward)
-            ]
-            errors = [relative_error(estimate, true) for estimate in estimates]
-            columns[name].append([float(part.norm() / true.norm()), *errors])
-    rows = [["correction", "baseline's part", *heads]]
-    for name, found in columns.items():
-        rows.append([name, *(f"{median(values):.2g}" for values in zip(*found, strict=True))])
+            row = [float(part.norm() / true.norm())]
+            for rewarded in (problem, shifted):
+                for credit in (rloo_advantage, plain_reward):
+                    estimate = Estimate(rewarded, now, behaviour, settings, scores, credit)
+                    row.append(relative_error(estimate.mean, true))
+            numbers[name].append(row)
+    rows = [heads]
+    for name, of_problems in numbers.items():
+        medians = [median(column) for column in zip(*of_problems, strict=True)]
+        rows.append([name, *(f"{value:.2g}" for value in medians)])
     return rows
 
 
@@ -339,20 +391,22 @@ def learn(
     seeds: int = SEEDS,
     steps: int = STEPS,
 ) -> Learnt:
-    """Train `seeds` policies, each on a problem of its own; the same seed meets the same noise in every cell."""
+    """Train `seeds` policies, each on its own problem.
+
+    A seed gets the same noise in every cell.
+    """
     problems = [Problem.draw(FIRST_SEED + seed) for seed in range(seeds)]
-    reference, rewards = (
-        torch.stack([getattr(p, name) for p in problems]) for name in ("reference", "rewards")
-    )
-    parameters = torch.stack([problem.parameters for problem in problems]).requires_grad_()
-    # elementwise, so seeds do not meet
+    reference = torch.stack([problem.reference for problem in problems])
+    rewards = torch.stack([problem.rewards for problem in problems])
+    parameters = torch.stack([problem.parameters for problem in problems])
+    parameters.requires_grad_()
+    # Adam is elementwise, so the seeds do not affect each other.
     optimizer = torch.optim.Adam([parameters], rate, betas=BETAS)
     samples = GROUPS_PER_STEP * SAMPLES
-    noise = torch.rand(
-        steps, seeds, samples, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(steps, seeds, samples, generator=generator, dtype=torch.float64)
     group_ids = torch.arange(seeds * GROUPS_PER_STEP).repeat_interleave(SAMPLES)
-    seed_ids = torch.arange(seeds)[:, None].expand(-1, samples).flatten()
+    seed_ids = torch.arange(seeds).repeat_interleave(samples)
     log_probs_of = torch.vmap(TREE.log_probs)
     # Step s, from 1, samples with version max(0, s - 1 - k): the oldest of the last k + 1.
     versions: deque[Tensor] = deque(maxlen=staleness + 1)
@@ -360,99 +414,114 @@ def learn(
     for uniform in noise:
         log_probs = log_probs_of(parameters)
         if versions:
-            left = versions[-1].sum(2)
-            right = log_probs.detach().sum(2)
-            moved.append(float((left.exp() * (left - right)).sum(1).mean()))
+            before = versions[-1].sum(2)
+            after = log_probs.detach().sum(2)
+            divergences = (before.exp() * (before - after)).sum(1)
+            moved.append(float(divergences.mean()))
         versions.append(log_probs.detach())
-        sequences = torch.searchsorted(versions[0].sum(2).exp().cumsum(1), uniform)
+        behaviour = versions[0]
+        cumulative = behaviour.sum(2).exp().cumsum(1)
+        sequences = torch.searchsorted(cumulative, uniform)
         sequences = sequences.clamp(max=NUM_SEQUENCES - 1).flatten()
-        own = log_probs[seed_ids, sequences]
-        drawn_with = versions[0][seed_ids, sequences]
-        kl = sequence_kl(
-            drawn_with if kl_of_behaviour else own,
-            reference[seed_ids, sequences],
-            TREE.mask[sequences],
-        )
+        policy = log_probs[seed_ids, sequences]
+        drawn_with = behaviour[seed_ids, sequences]
+        kl_policy = drawn_with if kl_of_behaviour else policy
+        kl = sequence_kl(kl_policy, reference[seed_ids, sequences], TREE.mask[sequences])
         less_kl = rewards[seed_ids, sequences] - BETA * kl
-        loss = rloo_loss(own, drawn_with, less_kl, group_ids, sequences, samples, settings)
+        loss = rloo_loss(policy, drawn_with, less_kl, group_ids, sequences, samples, settings)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     shares = []
     entropies = []
-    for problem, at_end in zip(problems, log_probs_of(parameters.detach()).sum(2), strict=True):
+    learnt = log_probs_of(parameters.detach()).sum(2)
+    for problem, at_end in zip(problems, learnt, strict=True):
         best = problem.optimum()
-        start, end, top = map(problem.objective, (problem.reference.sum(1), at_end, best))
+        start = problem.objective(problem.reference.sum(1))
+        end = problem.objective(at_end)
+        top = problem.objective(best)
         shares.append((end - start) / (top - start))
         entropies.append(best.exp() @ best - at_end.exp() @ at_end)
-    return Learnt(torch.stack(shares), torch.stack(entropies), sum(moved) / len(moved))
+    step_kl = sum(moved) / len(moved)
+    return Learnt(torch.stack(shares), torch.stack(entropies), step_kl)
 
 
 def with_error(values: Tensor) -> str:
-    return f"{float(values.mean()):.3f} ± {float(values.std() / math.sqrt(len(values))):.3f}"
+    mean = float(values.mean())
+    error = float(values.std() / math.sqrt(len(values)))
+    return f"{mean:.3f} ± {error:.3f}"
 
 
 def learning_tables() -> tuple[Rows, Rows]:
     """The part of the gain, and the entropy at the end, by learning rate, k and correction."""
-    cells = [(name, False) for name in CORRECTIONS] + [("none", True), ("sequence", True)]
-    names = [f"{name}, {OLD_KL}" if old_kl else name for name, old_kl in cells]
-    heads = ["learning rate", "KL a step", "k", *names]
+    cells = {name: (name, False) for name in CORRECTIONS}
+    for name in ("none", "sequence"):
+        cells[f"{name}, {OLD_KL}"] = (name, True)
+    heads = ["learning rate", "KL a step", "k", *cells]
     shares = [[*heads, "sequence - none", "sequence - k = 0"]]
     entropies = [heads]
     for rate in LEARNING_RATES:
         on_policy = learn(rate, 0, LossSettings())
         for k in STALENESS:
-            # At k = 0 every weight is 1, and so all cells are one.
-            runs = [
-                learn(rate, k, CORRECTIONS[name], kl_of_behaviour=old_kl) if k else on_policy
-                for name, old_kl in cells
-            ]
-            found = dict(zip(names, runs, strict=True))
-            first = [f"{rate:g}", f"{found['none'].step_kl:.1e}", str(k)]
-            others = (found["none"], on_policy) if k else ()
-            differences = [
-                with_error(found["sequence"].share - other.share) for other in others
-            ] or ["", ""]
-            shares.append(
-                [*first, *(with_error(each.share) for each in found.values()), *differences]
-            )
-            entropies.append(
-                [*first, *(f"{float(each.entropy.mean()):.2f}" for each in found.values())]
-            )
+            # At k = 0 every weight is 1, so all cells are the same run.
+            runs = dict.fromkeys(cells, on_policy)
+            if k:
+                for title, (name, old_kl) in cells.items():
+                    runs[title] = learn(rate, k, CORRECTIONS[name], kl_of_behaviour=old_kl)
+            first = [f"{rate:g}", f"{runs['none'].step_kl:.1e}", str(k)]
+            differences = ["", ""]
+            if k:
+                share = runs["sequence"].share
+                differences = [
+                    with_error(share - runs["none"].share),
+                    with_error(share - on_policy.share),
+                ]
+            share_cells = [with_error(run.share) for run in runs.values()]
+            entropy_cells = [f"{float(run.entropy.mean()):.2f}" for run in runs.values()]
+            shares.append([*first, *share_cells, *differences])
+            entropies.append([*first, *entropy_cells])
     return shares, entropies
 
 
 HEAD = f"""# Rollouts that are some steps old
 
-What samples of a policy k optimizer steps back cost RLOO, by `trainer.reinforce.generator_correction`. All numbers are
-of one command, in a clone, which writes this page too;
+What samples of a policy k optimizer steps back cost RLOO, by
+`trainer.reinforce.generator_correction`. All numbers come from one command, in a clone, which
+writes this page too;
 [docs/algorithms.md](../../docs/algorithms.md#rollouts-that-are-some-steps-old) says what they mean.
 
 ```bash
 python benchmarks/staleness.py
 ```
 
-**The gradient** is exact, in float64: every group of G = {SAMPLES} of a policy with {NUM_SEQUENCES} sequences of at
-most {MAX_LENGTH} tokens is summed. β = {BETA:g}, cap {CAP:g}. {PROBLEMS} problems have random rewards and a random
-reference, which is version 0. Exact gradient ascent leads to version {VERSION}, each step as long as gives the stated
-KL, in nats a response, and version {VERSION} - k samples. Numbers are medians over the problems, unless it says
-otherwise. `{UNCAPPED}` must have no bias: it checks the sums. "{OLD_KL}" takes the K of the reward from the
-log-probs of the policy that sampled, all else from the trainer's own.
+**The gradient** is exact, in float64: every group of G = {SAMPLES} of a policy with {NUM_SEQUENCES}
+sequences of at most {MAX_LENGTH} tokens is summed. β = {BETA:g}, cap {CAP:g}. {PROBLEMS} problems
+have random rewards and a random reference, which is version 0. Exact gradient ascent leads to
+version {VERSION}; each step is as long as gives the stated KL, in nats a response, and version
+{VERSION} - k samples. Numbers are medians over the problems, unless it says otherwise. `{UNCAPPED}`
+must have no bias: it checks the sums. "{OLD_KL}" takes the K of the reward from the log-probs of
+the policy that sampled, all else from the trainer's own.
 
-**Learning** is by samples of the same policy: {SEEDS} seeds, each with rewards and a reference of its own, {STEPS}
-steps of {GROUPS_PER_STEP} groups of {SAMPLES}, Adam with betas {BETAS}; step s samples with version max(0, s - 1 - k).
-A seed meets the same noise in every cell. The score is the part of the possible gain in E[r] - β KL that the samples
-brought, by enumeration: 0 is the reference, 1 the optimum. `±` is the standard error over seeds; differences are seed
-by seed.
+**Learning** uses samples of the same policy: {SEEDS} seeds, each with its own rewards and
+reference, {STEPS} steps of {GROUPS_PER_STEP} groups of {SAMPLES}, Adam with betas {BETAS}; step s
+samples with version max(0, s - 1 - k). A seed gets the same noise in every cell. The score is the
+share of the possible gain in E[r] - β KL that the samples brought, by enumeration: 0 is the
+reference, 1 the optimum. `±` is the standard error over seeds; differences are seed by seed.
 """
 
 TITLES = {
     "bias": "Bias: norm of (expected gradient - true gradient) / norm of the true gradient",
     "cosine": "Cosine of expected and true gradient",
     "variance": "Variance: trace of the covariance, as a share of on-policy",
-    "groups": "Groups of G a step at which the squared bias is as large as the variance; - is more than a million",
+    "groups": (
+        "Groups of G a step at which the squared bias is as large as the variance; "
+        "- is more than a million"
+    ),
 }
-BASELINE = "The baseline: its part in the expected gradient, and the bias with and without it; KL 0.01 a step, k = 4"
+BASELINE = (
+    "The baseline: its part in the expected gradient, and the bias with and without it; "
+    "KL 0.01 a step, k = 4"
+)
 LEARNING = (
     f"Learning: part of the possible gain after {STEPS * GROUPS_PER_STEP * SAMPLES:,} samples"
 )
@@ -461,10 +530,9 @@ ENTROPY = "Entropy of responses at the end, less the optimum's, in nats"
 
 def markdown(rows: Rows) -> str:
     head, *body = rows
-    return (
-        "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body])
-        + "\n"
-    )
+    rule = ["---"] * len(head)
+    lines = ["| " + " | ".join(row) + " |\n" for row in [head, rule, *body]]
+    return "".join(lines)
 
 
 def main() -> None:
@@ -483,7 +551,9 @@ def main() -> None:
         for row in rows[1:]:
             table.add_row(*row)
         console.print(table)
-    text = HEAD + "".join(f"\n**{title}**\n\n{markdown(rows)}" for title, rows in tables.items())
+    text = HEAD
+    for title, rows in tables.items():
+        text += f"\n**{title}**\n\n{markdown(rows)}"
     out.write_text(text, encoding="utf-8")
     console.print(f"Written to {out}", highlight=False)
 

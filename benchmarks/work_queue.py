@@ -159,11 +159,11 @@ def main() -> None:
                 for i, value in enumerate(seconds[mesh.dp_rank], mesh.dp_rank * count)
             ]
             least = sum(map(sum, seconds)) / sum(1 / slowness for slowness in options.slowness)
-            found: dict[str, list[list[tuple[float, int]]]] = {"fixed": [], "queue": []}
+            phases_of: dict[str, list[list[tuple[float, int]]]] = {"fixed": [], "queue": []}
             for _ in range(options.repeats):
-                for name, phases in found.items():
+                for name, phases in phases_of.items():
                     phases.append(phase(mesh, share, generate, queue=name == "queue"))
-            for name, phases in found.items():
+            for name, phases in phases_of.items():
                 best = min(phases, key=lambda ranks: max(ranks)[0])
                 taken = " ".join(str(number) for _, number in best)
                 table.add_row(str(count), name, f"{max(best)[0]:.2f}", f"{least:.2f}", taken)

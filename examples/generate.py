@@ -1,7 +1,7 @@
-"""Generate for the trainers of placement=disaggregated generators=separate, until they end. See docs/disaggregated.md.
+"""Register with the trainers of placement=disaggregated and generate for them. See docs/disaggregated.md.
 
 python examples/generate.py pretrained_checkpoint.restore_from_path=SFT model.data.data_prefix.train=prompts.jsonl \
-    placement=disaggregated generators=separate exp_manager.explicit_log_dir=RUN
+    placement=disaggregated exp_manager.explicit_log_dir=RUN
 
 It takes the trainers' keys and finds them by the run's folder.
 """

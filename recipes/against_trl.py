@@ -50,15 +50,15 @@ def main() -> None:
     subprocess.run(make_environment, check=True, timeout=1200)
     if not Path(trl_settings(args.overrides)["model"]).is_dir():
         prepare_smollm2(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
-    found: dict[str, list[Curve]] = {name: [] for name in COLOURS}
+    curves: dict[str, list[Curve]] = {name: [] for name in COLOURS}
     for seed in args.seeds.split(","):
         settings = [*args.overrides, f"model.seed={seed}"]
-        found["reinforce_rl"].append(own_side(args.out / f"own_{seed}", settings))
-        found["TRL"].append(trl_side(args.out / f"trl_{seed}", settings))
-    (args.out / "curves.json").write_text(json.dumps(found), encoding="utf-8")
-    draw(found, args.out / "curves.html")
-    for name, curves in found.items():
-        last = [statistics.fmean(curve["rewards_accuracy"][-10:]) for curve in curves]
+        curves["reinforce_rl"].append(own_side(args.out / f"own_{seed}", settings))
+        curves["TRL"].append(trl_side(args.out / f"trl_{seed}", settings))
+    (args.out / "curves.json").write_text(json.dumps(curves), encoding="utf-8")
+    draw(curves, args.out / "curves.html")
+    for name, runs in curves.items():
+        last = [statistics.fmean(curve["rewards_accuracy"][-10:]) for curve in runs]
         print(
             f"{name}: accuracy of the last steps' samples, by seed: {', '.join(f'{value:.3f}' for value in last)}"
         )
@@ -139,14 +139,14 @@ def trl_settings(overrides: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def draw(found: dict[str, list[Curve]], path: Path) -> None:
+def draw(curves: dict[str, list[Curve]], path: Path) -> None:
     """Write a page with a chart for each metric."""
     from plotly.subplots import make_subplots
 
     figure = make_subplots(rows=1, cols=len(METRICS), subplot_titles=list(METRICS.values()))
     for column, metric in enumerate(METRICS, 1):
-        for name, curves in found.items():
-            by_step = list(zip(*(curve[metric] for curve in curves), strict=True))
+        for name, runs in curves.items():
+            by_step = list(zip(*(curve[metric] for curve in runs), strict=True))
             means = [statistics.fmean(values) for values in by_step]
             errors = [
                 statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0

@@ -34,8 +34,8 @@ SIZES = {"train": 640, "validation": 64, "warm_up": 2000}
 
 def similarity(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     """Compare the text in the response's tags with the record's `answer`, 0 to 1; 0 without tags."""
-    found = re.search(r"<reversed_text>(.*?)</reversed_text>", response, re.DOTALL)
-    return SequenceMatcher(None, found[1].strip(), record["answer"]).ratio() if found else 0.0
+    match = re.search(r"<reversed_text>(.*?)</reversed_text>", response, re.DOTALL)
+    return SequenceMatcher(None, match[1].strip(), record["answer"]).ratio() if match else 0.0
 
 
 def records(seed: int) -> dict[str, list[dict[str, Any]]]:
@@ -47,12 +47,12 @@ def records(seed: int) -> dict[str, list[dict[str, Any]]]:
         seen.add(" ".join(draw.sample(words, draw.randint(3, 6))))
     texts = sorted(seen)
     draw.shuffle(texts)
-    found = {}
+    parts = {}
     for name, size in SIZES.items():
         part = texts[:size]
         texts = texts[size:]
-        found[name] = [{"messages": _messages(text), "answer": text[::-1]} for text in part]
-    return found
+        parts[name] = [{"messages": _messages(text), "answer": text[::-1]} for text in part]
+    return parts
 
 
 def _messages(text: str) -> list[dict[str, str]]:
@@ -125,14 +125,14 @@ def main() -> None:
         from reinforce_rl.launch.smollm2 import prepare_smollm2
 
         args.model = prepare_smollm2()
-    found = records(seed=20)
+    parts = records(seed=20)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in ("train", "validation"):
-        lines = [json.dumps(record) + "\n" for record in found[name]]
+        lines = [json.dumps(record) + "\n" for record in parts[name]]
         (args.out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    warm_up(args.model, found["warm_up"], args.out / "warm", args.steps, args.batch, args.lr)
+    warm_up(args.model, parts["warm_up"], args.out / "warm", args.steps, args.batch, args.lr)
     print(
-        f"{args.out}: {len(found['train'])} prompts, {len(found['validation'])} held out, the model in warm/"
+        f"{args.out}: {len(parts['train'])} prompts, {len(parts['validation'])} held out, the model in warm/"
     )
 
 

@@ -70,9 +70,17 @@ class AlertStop(StoppedEarly):
 
 
 class LostRankError(ReinforceError):
-    """Another rank died, failed or hangs. The message names it, its host and its phase."""
+    """Another rank died, failed or hangs. The message names it, its host and its phase.
+
+    Args:
+        code_of_lost: exit code that the other rank had sent before it ended; None if it sent none.
+    """
 
     exit_code = EXIT_LOST_RANK
+
+    def __init__(self, message: str = "", *, key: str = "", code_of_lost: int | None = None):
+        super().__init__(message, key=key)
+        self.code_of_lost = code_of_lost
 
 
 class DivergedError(ReinforceError):

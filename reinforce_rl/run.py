@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 from reinforce_rl.actor.build import build_actor, configured_mesh
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
-from reinforce_rl.data.batch_iterator import DefaultBatchIterator
-from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
+from reinforce_rl.data.prompts import (
+    DefaultBatchIterator,
+    PromptDataset,
+    PromptLoader,
+    RLHFDatasets,
+    fixed_prompts,
+)
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import (
     Checkpoint,
@@ -38,10 +43,13 @@ from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
 from reinforce_rl.rollout.generator_pool import GeneratorPool
+from reinforce_rl.rollout.generators import Generators
+from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.messages import ResultBounds
 from reinforce_rl.rollout.prompts import build_sampler
-from reinforce_rl.rollout.remote import Generators
+from reinforce_rl.rollout.remote import RemoteRollouts
 from reinforce_rl.rollout.rendezvous import RENDEZVOUS_FILE
+from reinforce_rl.rollout.source import RolloutContext, RolloutSource
 from reinforce_rl.rollout.worker import generate_in_job
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import PhaseTracker
@@ -57,6 +65,7 @@ from reinforce_rl.trainer.step_recorder import StepRecorder
 from reinforce_rl.trainer.updates import total_steps, total_updates
 from reinforce_rl.utils.job_rank import JobRank
 from reinforce_rl.utils.job_time import JobTimes, parse_duration
+from reinforce_rl.utils.slurm_commands import SlurmCallError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,8 +87,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
     limits["hang_seconds"] = cfg.trainer.collective_timeout_seconds
     with control.running(), contextlib.ExitStack() as job:
         role = None
-        is_separate = cfg.generators == "separate"
-        if cfg.placement == "disaggregated" and not is_separate:
+        if cfg.placement == "disaggregated" and not cfg.uses_external_generators:
             place = JobRank.of_process()
             with rendezvous_errors(place.rank, place.size):
                 role = RankRole.of_job(
@@ -123,7 +131,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
             if mesh.is_main:
                 begin_files(cfg, monitor, trainer.step)
             control.has_begun = True
-            with contextlib.closing(trainer.model.generator):
+            with contextlib.closing(trainer.rollouts):
                 trainer.fit()
             control.stop.check(mesh)
             if cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end:
@@ -137,6 +145,20 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                     )
             monitor.note(f"Report: {monitor.report()}")
         return trainer
+
+
+def times_of_job(mesh: Mesh, monitor: RunMonitor) -> JobTimes:
+    """Return when this job began and ends; the first rank, which decides, asks Slurm where it has to."""
+    if not mesh.is_main:
+        return JobTimes.of(os.environ)
+    try:
+        return JobTimes.asked(os.environ)
+    except SlurmCallError as error:
+        monitor.note(
+            f"When this job's time is over is not known ({error}). The run does not end in time by "
+            "itself: give exp_manager.max_time_per_run, or have Slurm send a signal before."
+        )
+        return JobTimes.of(os.environ)
 
 
 def begin_files(cfg: TrainConfig, monitor: RunMonitor, step: int) -> None:
@@ -174,7 +196,7 @@ def open_pool(
     pool = GeneratorPool(cfg, mesh.device, bounds, control, monitor.note, role)
     if role is None:
         file = Path(cfg.exp_manager.explicit_log_dir) / RENDEZVOUS_FILE
-        monitor.note(f"Generators are invited by {file}")
+        monitor.note(f"All ranks train; `reinforce-rl generate` finds them by {file}")
     return pool
 
 
@@ -278,7 +300,7 @@ def build_trainer(
         # an earlier run has measured it
         first_save = control.status.save_seconds
     limit = None if duration is None else parse_duration(duration)
-    timer = RunTimer(limit, JobTimes.of(os.environ), first_save)
+    timer = RunTimer(limit, times_of_job(mesh, monitor), first_save)
 
     def saved(seconds: float) -> None:
         timer.saved(seconds)
@@ -308,10 +330,11 @@ def build_trainer(
         rollout.val_rollout_micro_batch_size,
     )
     stop = control.stop if control else StopRequest()
-    generators = None
+    make_rollout_source: Callable[[RolloutContext], RolloutSource] = LocalRollouts
     if cfg.placement == "disaggregated":
         takes_finished = cfg.rollout_order == "finished"
         generators = Generators(model, pool, make_micro_batches, stop, takes_finished)
+        make_rollout_source = partial(RemoteRollouts, generators=generators)
 
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return (
@@ -352,7 +375,7 @@ def build_trainer(
             phases=phases,
             stop=stop,
             profiler=profiler,
-            generators=generators,
+            make_rollout_source=make_rollout_source,
             max_staleness=cfg.staleness,
             recorder=recorder,
         ),

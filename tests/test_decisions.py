@@ -22,7 +22,7 @@ DECIDED_BY = {
     "beta": set(),
     # `is_off_policy`
     "max_staleness": {SCHEMA},
-    "staleness": {SCHEMA, "rollout/local.py"},
+    "staleness": {SCHEMA, "rollout/source.py"},
     "_staleness": set(),
     # `takes_several_updates`
     "reinforce_epochs": {SCHEMA},
@@ -199,7 +199,7 @@ def test_a_question_which_source_is_asked_is_found(source, expected) -> None:
 
 
 def test_which_reward_source_is_asked_is_decided_by_the_configuration() -> None:
-    """Others ask `reward_class`, `reward_servers` or `reward_functions`."""
+    """Others ask `reward_terms`, `reward_class`, `reward_servers` or `reward_functions`."""
     places = set()
     for path in source_files(PACKAGE):
         if asks_which_source(path.read_text(encoding="utf-8")):
@@ -221,7 +221,7 @@ def test_one_file_reads_the_variables_of_a_launcher() -> None:
 
 
 def test_one_library_asks_over_http() -> None:
-    """Python's own is left around Slurm's tasks, and at Triton's socket in the server."""
+    """Python's own is left around Slurm's tasks."""
     libraries = (
         "aiohttp",
         "http.client",
@@ -240,7 +240,7 @@ def test_one_library_asks_over_http() -> None:
     assert places.pop("aiohttp") - servers == {"rewards/transport.py"}
     # Triton's requests and answers without its connections, and the settings of proxies.
     assert places.pop("tritonclient") == places.pop("urllib") == {"rewards/transport.py"}
-    assert places == {"http": {"launch/slurm/rendezvous.py", "reward_server/triton.py"}}
+    assert places == {"http": {"launch/slurm/rendezvous.py"}}
 
 
 @pytest.mark.parametrize(

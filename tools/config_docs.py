@@ -114,9 +114,9 @@ def yaml_of(section: Section, indent: str, follows: dict[str, str] | None = None
         if "heading" in extra:
             lines.append(f"{indent}# --- {extra['heading']}")
         source = (follows or {}).get(name) or extra.get("follows")
-        own = "" if is_group else f" ${{{source}}}" if source else f" {scalar(value)}"
+        default = "" if is_group else f" ${{{source}}}" if source else f" {scalar(value)}"
         comment = (field.description or "").replace("`", "")
-        line = f"{indent}{name}:{own}" + (f"  # {comment}" if comment else "")
+        line = f"{indent}{name}:{default}" + (f"  # {comment}" if comment else "")
         if len(line) > WIDTH:
             lines += textwrap.wrap(
                 comment,
@@ -125,7 +125,7 @@ def yaml_of(section: Section, indent: str, follows: dict[str, str] | None = None
                 subsequent_indent=f"{indent}# ",
                 break_on_hyphens=False,
             )
-            line = f"{indent}{name}:{own}"
+            line = f"{indent}{name}:{default}"
         lines.append(line)
         if is_group:
             lines.append(
@@ -138,11 +138,11 @@ def page() -> str:
     """docs/configuration.md; a block is `<!-- keys: NAMES -->`, a table, `<!-- end -->`."""
     rows = list(table_rows())
 
-    def block(found: re.Match[str]) -> str:
-        names = found[1].split()
-        own = [row for path, row in rows if path.split(".")[0] in names]
+    def block(marker: re.Match[str]) -> str:
+        names = marker[1].split()
+        section = [row for path, row in rows if path.split(".")[0] in names]
         head = ["| key | type, unit | default | meaning | origin |", "|---|---|---|---|---|"]
-        return "\n".join([f"<!-- keys: {found[1]} -->", "", *head, *own, "", "<!-- end -->"])
+        return "\n".join([f"<!-- keys: {marker[1]} -->", "", *head, *section, "", "<!-- end -->"])
 
     return re.sub(
         r"<!-- keys: ([^>]*) -->.*?<!-- end -->", block, PAGE.read_text("utf-8"), flags=re.DOTALL
@@ -152,14 +152,14 @@ def page() -> str:
 def metrics_page() -> str:
     """docs/metrics.md; a block is `<!-- metrics: PREFIX -->`, a table, `<!-- end -->`."""
 
-    def block(found: re.Match[str]) -> str:
+    def block(marker: re.Match[str]) -> str:
         rows = [
             f"| `{metric.name}` | {metric.unit} | {metric.meaning} | {metric.look} |"
             for metric in METRICS.values()
-            if metric.name.startswith(found[1] + "/")
+            if metric.name.startswith(marker[1] + "/")
         ]
         head = ["| name | unit | meaning | what good and bad look like |", "|---|---|---|---|"]
-        return "\n".join([f"<!-- metrics: {found[1]} -->", "", *head, *rows, "", "<!-- end -->"])
+        return "\n".join([f"<!-- metrics: {marker[1]} -->", "", *head, *rows, "", "<!-- end -->"])
 
     return re.sub(
         r"<!-- metrics: (\w+) -->.*?<!-- end -->",
@@ -184,7 +184,9 @@ def json_schema(model: type[Section]) -> dict[str, Any]:
     """For editors: every key may be an interpolation, and Hydra's own keys are known."""
     schema = model.model_json_schema()
     for group in [schema, *schema["$defs"].values()]:
-        group["properties"] = {name: _property(one) for name, one in group["properties"].items()}
+        group["properties"] = {
+            name: _property(property_) for name, property_ in group["properties"].items()
+        }
     schema["properties"] |= {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 

@@ -85,13 +85,13 @@ def site_uri(target: Path) -> str:
 def relinked(markdown: str, source: Path) -> str:
     """Turn a file's links into those of its page; one that shows a page's file name shows its title."""
 
-    def link(found: re.Match[str]) -> str:
-        text = found[1]
-        path = found[2]
-        anchor = found[3] or ""
+    def link(match: re.Match[str]) -> str:
+        text = match[1]
+        path = match[2]
+        anchor = match[3] or ""
         target = Path(os.path.normpath(source.parent / path))
         if ":" in path or not target.exists() or ROOT not in target.parents:
-            return found[0]
+            return match[0]
         if text.endswith(".md") and (title := re.match(r"# (.+)", target.read_text("utf-8"))):
             text = title[1]
         return f"[{text}]({os.path.relpath(site_uri(target), os.path.dirname(site_uri(source)))}{anchor})"

@@ -77,7 +77,7 @@ def extract(source: Path) -> dict[str, Any]:
     """
     package = source / "tensorrt_llm"
     version = _version_of(package)
-    found: dict[str, Any] = {}
+    signatures: dict[str, Any] = {}
     missing = []
     for file, names in wanted(version):
         path = package / file
@@ -90,10 +90,10 @@ def extract(source: Path) -> dict[str, Any]:
             if entry is None:
                 missing.append(f"{path} has no {name}")
             else:
-                found[name] = {"file": f"tensorrt_llm/{file}", **entry}
+                signatures[name] = {"file": f"tensorrt_llm/{file}", **entry}
     if missing:
         raise SystemExit("\n".join(missing))
-    return {"version": version, "signatures": found}
+    return {"version": version, "signatures": signatures}
 
 
 def wanted(version: str) -> Iterator[tuple[str, Sequence[str]]]:
@@ -126,15 +126,15 @@ def _version_of(package: Path) -> str:
     return version[1]
 
 
-def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
     """What a caller would notice: parameters that went, came, or changed their kind; not where they lie."""
     texts = []
     for name, entry in expected["signatures"].items():
-        values = found["signatures"][name].get("values")
+        values = actual["signatures"][name].get("values")
         if entry.get("values") != values:
             texts.append(f"{name}: the values were {entry.get('values')}, are {values}")
         before = {p["name"]: p for p in entry["parameters"]}
-        after = {p["name"]: p for p in found["signatures"][name]["parameters"]}
+        after = {p["name"]: p for p in actual["signatures"][name]["parameters"]}
         texts += [f"{name}: {parameter} is gone" for parameter in before.keys() - after.keys()]
         texts += [
             f"{name}: {parameter} is new and has no default"
@@ -184,35 +184,35 @@ def _parameters(args: ast.arguments) -> list[dict[str, str | None]]:
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults)) + list(
         args.defaults
     )
-    found = [
+    parameters = [
         _parameter(argument, KINDS[0] if i < len(args.posonlyargs) else KINDS[1], defaults[i])
         for i, argument in enumerate(positional)
     ]
     if args.vararg:
-        found.append(_parameter(args.vararg, KINDS[2], None))
-    found += [
+        parameters.append(_parameter(args.vararg, KINDS[2], None))
+    parameters += [
         _parameter(a, KINDS[3], d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)
     ]
     if args.kwarg:
-        found.append(_parameter(args.kwarg, KINDS[4], None))
-    return found[1:]  # less self
+        parameters.append(_parameter(args.kwarg, KINDS[4], None))
+    return parameters[1:]  # less self
 
 
 def _fields(owner: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[dict[str, str | None]]:
-    found: dict[str, dict[str, str | None]] = {}
+    fields: dict[str, dict[str, str | None]] = {}
     for base in owner.bases:
         if isinstance(base, ast.Name) and base.id in classes:
-            found.update({p["name"]: p for p in _fields(classes[base.id], classes) if p["name"]})
+            fields.update({p["name"]: p for p in _fields(classes[base.id], classes) if p["name"]})
     for node in owner.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
             if not name.startswith("_") and name != "model_config":
-                found[name] = {
+                fields[name] = {
                     "name": name,
                     "kind": KINDS[3],
                     "default": _default_of_field(node.value),
                 }
-    return list(found.values())
+    return list(fields.values())
 
 
 def _enum_values(owner: ast.ClassDef) -> dict[str, str]:
@@ -262,13 +262,13 @@ def main() -> int:
         "--check", action="store_true", help="compare with the record in place of printing"
     )
     arguments = parser.parse_args()
-    found = extract(arguments.source)
+    extracted = extract(arguments.source)
     if not arguments.check:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(extracted, indent=1))
         return 0
-    expected = record_of(found["version"])
-    texts = differences(expected, found)
-    print("\n".join(texts) or f"{found['version']} has the signatures of {expected['version']}")
+    expected = record_of(extracted["version"])
+    texts = differences(expected, extracted)
+    print("\n".join(texts) or f"{extracted['version']} has the signatures of {expected['version']}")
     return bool(texts)
 
 

@@ -250,7 +250,7 @@ def main() -> int:
 
     findings = run_all(checks, mode, args.out, 60 * args.minutes, write_report)
     print(f"report: {args.out / REPORT}")
-    skipped = [found.name for found in findings if found.verdict == SKIP]
+    skipped = [finding.name for finding in findings if finding.verdict == SKIP]
     if skipped:
         print(f"not run: {', '.join(skipped)}")
     print(f"gpu_check: {verdict(findings)}")

@@ -74,13 +74,13 @@ def floor_of(name: str) -> str | None:
 
 def floor_imports() -> dict[str, set[str]]:
     """Which other floors each floor imports from."""
-    found: dict[str, set[str]] = {floor: set() for floor in FLOORS}
+    imports: dict[str, set[str]] = {floor: set() for floor in FLOORS}
     for path in source_files(PACKAGE):
         floor = floor_of(module_of(path))
         if floor is not None:
             others = {floor_of(name) for _, name in imported_names(path)}
-            found[floor] |= {other for other in others if other not in (None, floor)}
-    return found
+            imports[floor] |= {other for other in others if other not in (None, floor)}
+    return imports
 
 
 def drawing() -> str:
@@ -105,8 +105,8 @@ def drawing() -> str:
 def drawn() -> tuple[str, str, str]:
     """The page before the drawing, the drawing, and the page after it."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    found, _, after = rest.partition(END)
-    return before + BEGIN, found, END + after
+    picture, _, after = rest.partition(END)
+    return before + BEGIN, picture, END + after
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ PROBE_SECONDS = 60
 
 @dataclass(frozen=True)
 class Environment:
-    what: str
+    title: str
     pins: Path
     check: str
     """Python code that fails in an environment that does not work."""
@@ -170,7 +170,7 @@ def is_complete(wanted: Environment, folder: Path) -> bool:
     )
 
 
-def run(command: list[str], seconds: int, what: str) -> str:
+def run(command: list[str], seconds: int, purpose: str) -> str:
     try:
         done = subprocess.run(
             command,
@@ -182,11 +182,13 @@ def run(command: list[str], seconds: int, what: str) -> str:
             errors="replace",
         )
     except subprocess.TimeoutExpired as expired:
-        raise fail(f"{what} took more than {seconds} s: {shlex.join(command)}") from expired
+        raise fail(f"{purpose} took more than {seconds} s: {shlex.join(command)}") from expired
     if done.returncode:
         lines = [line for line in done.stdout.splitlines() if line.strip()]
         reason = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
-        raise fail(f"{what} failed ({done.returncode}): {shlex.join(command)}: {' '.join(reason)}")
+        raise fail(
+            f"{purpose} failed ({done.returncode}): {shlex.join(command)}: {' '.join(reason)}"
+        )
     return done.stdout
 
 
@@ -229,19 +231,21 @@ def build(wanted: Environment, folder: Path) -> None:
     if wanted.python is not None and index:
         install_torch(pip, wanted, index)
     pip += [*shlex.split(os.getenv("PIP_ARGS", "")), "-r", str(requirements_for(wanted, folder))]
-    run(pip, wanted.seconds, f"installing {wanted.what}")
+    run(pip, wanted.seconds, f"installing {wanted.title}")
     if wanted.borrows:
-        # A path in a .pth file comes after the folder's own packages, so that the pins win; and the
+        # A path in a .pth file comes after the folder's site_packages packages, so that the pins win; and the
         # .pth files behind it are not read, so that the project itself, installed as editable,
         # cannot be imported here. Written last: pip would take a package that it finds behind the
         # path for installed.
         ask = [python, "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-        own = run(ask, CHECK_SECONDS, "starting Python").strip()
-        Path(own, "behind.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+        site_packages = run(ask, CHECK_SECONDS, "starting Python").strip()
+        Path(site_packages, "behind.pth").write_text(
+            sysconfig.get_path("purelib") + "\n", encoding="utf-8"
+        )
     run(
         [python, "-I", "-W", "ignore", "-c", wanted.check],
         CHECK_SECONDS,
-        f"importing {wanted.what}",
+        f"importing {wanted.title}",
     )
     (folder / STAMP).write_text(wanted_stamp(wanted), encoding="utf-8")
 
@@ -252,12 +256,12 @@ def make(wanted: Environment, folder: Path) -> None:
         return
     if wanted.python is None and sys.version_info < OLDEST_PYTHON:
         raise fail(
-            f"{wanted.what} has no wheel for {sys.executable}, Python {sys.version.split()[0]}; 3.11 and 3.12 do"
+            f"{wanted.title} has no wheel for {sys.executable}, Python {sys.version.split()[0]}; 3.11 and 3.12 do"
         )
     if wanted.torch is not None and borrowed_torch().split("+")[0] != wanted.torch:
-        found = f"{sysconfig.get_path('purelib')} has {borrowed_torch()}"
+        borrowed = f"{sysconfig.get_path('purelib')} has {borrowed_torch()}"
         raise fail(
-            f"{wanted.what} borrows torch and works with {wanted.torch} only, but {found}: install that release"
+            f"{wanted.title} borrows torch and works with {wanted.torch} only, but {borrowed}: install that release"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Beside the folder and renamed when complete: two test runs may do this at once, and one may be

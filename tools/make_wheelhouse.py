@@ -63,7 +63,7 @@ def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = (
         for pin in requirements_in(PINS)
         if holds(pin, python, set())
     }
-    found: dict[str, str] = {}
+    requirements: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     todo = [Requirement(PROJECT), *map(Requirement, also)]
     while todo:
@@ -85,10 +85,10 @@ def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = (
                 if package
                 else wanted.specifier
             )
-            found[name] = f"{name}{version}"
+            requirements[name] = f"{name}{version}"
         needed = [Requirement(line) for line in (package.requires or [] if package else [])]
         todo += [other for other in needed if holds(other, python, set(extras) | {""})]
-    return [found[name] for name in sorted(found)]
+    return [requirements[name] for name in sorted(requirements)]
 
 
 def pip(*arguments: str) -> None:

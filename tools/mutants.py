@@ -300,12 +300,12 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
 def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for outcome in outcomes:
-        more = {
+        result = {
             "verdict": outcome.verdict,
             "seconds": round(outcome.seconds, 1),
             "failed": outcome.failed,
         }
-        rows.append({**asdict(outcome.mutant), **more})
+        rows.append({**asdict(outcome.mutant), **result})
     return rows
 
 

@@ -74,7 +74,7 @@ class Row:
     """A row of the table."""
 
     step: str
-    what: str
+    summary: str
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -139,9 +139,9 @@ def size_row(tree: Sequence[Path], wheels: Sequence[Path], limit_mib: float = LI
     tree_mib = sum(path.stat().st_size for path in tree) / MEBIBYTE
     wheels_mib = sum(path.stat().st_size for path in wheels) / MEBIBYTE
     total = tree_mib + wheels_mib
-    what = f"tree {tree_mib:.1f} MiB, wheels {wheels_mib:.1f} MiB: {total:.1f} of at most {limit_mib:g} MiB"
+    summary = f"tree {tree_mib:.1f} MiB, wheels {wheels_mib:.1f} MiB: {total:.1f} of at most {limit_mib:g} MiB"
     is_small = total < limit_mib
-    return Row("size", what, passed=int(is_small), failed=int(not is_small))
+    return Row("size", summary, passed=int(is_small), failed=int(not is_small))
 
 
 def versions_there(python: Path) -> dict[str, str]:
@@ -174,11 +174,11 @@ def differences(
 def environment_row(versions: dict[str, str], pins: dict[str, str], seconds: float) -> Row:
     """Name the versions, and say so if they are not the image's."""
     assert IMAGE.python is not None
-    what = ", ".join(f"{name} {version}" for name, version in versions.items())
+    summary = ", ".join(f"{name} {version}" for name, version in versions.items())
     others = differences(versions, pins, IMAGE.python)
     if others:
-        what += f"; not the image: {', '.join(others)}"
-    return Row("environment", what, passed=1, seconds=seconds)
+        summary += f"; not the image: {', '.join(others)}"
+    return Row("environment", summary, passed=1, seconds=seconds)
 
 
 def make_wheels(python: tuple[int, int]) -> list[Path]:
@@ -231,11 +231,11 @@ def run_step(step: Step, python: Path, out: Path) -> Row:
     report = folder / step.report
     counts = step.count(report) if report.is_file() else Counts(0, 0, 0)
     failed = counts.failed
-    what = f"`{' '.join(step.command).replace('{out}', 'OUT')}`"
+    summary = f"`{' '.join(step.command).replace('{out}', 'OUT')}`"
     if code != 0 and failed == 0:
         failed = 1
-        what += f": {end}"
-    return Row(step.name, what, counts.passed, failed, counts.skipped, seconds)
+        summary += f": {end}"
+    return Row(step.name, summary, counts.passed, failed, counts.skipped, seconds)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -243,7 +243,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = ["| step | what | passed | failed | skipped | seconds |", "|---|---|---|---|---|---|"]
     for row in rows:
         numbers = f"{row.passed} | {row.failed} | {row.skipped} | {row.seconds:.0f}"
-        lines.append(f"| {row.step} | {row.what} | {numbers} |")
+        lines.append(f"| {row.step} | {row.summary} | {numbers} |")
     return "\n".join(lines) + "\n"
 
 
@@ -259,8 +259,8 @@ def prepare(rows: list[Row]) -> Path:
     started = time.monotonic()
     wheels = make_wheels(interpreter.version)
     install_wheels(python)
-    what = f"{len(wheels) - 1} wheels, installed without an index"
-    rows.append(Row("wheels", what, passed=1, seconds=time.monotonic() - started))
+    summary = f"{len(wheels) - 1} wheels, installed without an index"
+    rows.append(Row("wheels", summary, passed=1, seconds=time.monotonic() - started))
     rows.append(size_row(tree_files(ROOT), wheels))
     return python
 

@@ -15,6 +15,7 @@ LEFT = 52
 RIGHT = 20
 TOP = 34
 BOTTOM = 100
+FLOOR = HEIGHT - BOTTOM  # of the plot
 
 
 @dataclass(frozen=True)
@@ -55,88 +56,120 @@ class Panel:
 def figure(panels: Sequence[Panel]) -> str:
     """All panels in two columns."""
     rows = (len(panels) + 1) // 2
+    width = 2 * WIDTH
+    height = rows * HEIGHT
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {rows * HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="DejaVu Sans, sans-serif" font-size="11" fill="#1b2230">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
     ]
     for index, panel in enumerate(panels):
         x = index % 2 * WIDTH
         y = index // 2 * HEIGHT
-        parts += [f'<g transform="translate({x} {y})">', *_panel(panel), "</g>"]
-    return "\n".join([*parts, "</svg>\n"])
+        parts.append(f'<g transform="translate({x} {y})">')
+        parts += _panel(panel)
+        parts.append("</g>")
+    parts.append("</svg>\n")
+    return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From values to pixels; `start` and `end` are the pixels of `low` and `high`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
 
 
 def _panel(panel: Panel) -> list[str]:
     points = [point for curve in panel.curves for point in curve.points]
-    low, high = min(p.x - p.x_error for p in points), max(p.x + p.x_error for p in points)
+    low = min(point.x - point.x_error for point in points)
+    high = max(point.x + point.x_error for point in points)
     x_ticks = [tick for tick in ticks(low, high) if low <= tick <= high]
-    y_ticks = ticks(min(p.y - p.y_error for p in points), max(p.y + p.y_error for p in points))
-
-    def x(value: float) -> float:
-        return round(LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT), 1)
-
-    def y(value: float) -> float:
-        return round(
-            HEIGHT
-            - BOTTOM
-            - (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM),
-            1,
-        )
-
-    parts = [
-        f'<text x="{LEFT}" y="18" font-size="13" font-weight="600">{escape(panel.title)}</text>'
-    ]
+    bottom = min(point.y - point.y_error for point in points)
+    top = max(point.y + point.y_error for point in points)
+    y_ticks = ticks(bottom, top)
+    x = Axis(low, high, LEFT, WIDTH - RIGHT)
+    y = Axis(y_ticks[0], y_ticks[-1], FLOOR, TOP)
+    title = escape(panel.title)
+    parts = [f'<text x="{LEFT}" y="18" font-size="13" font-weight="600">{title}</text>']
+    y_step = y_ticks[1] - y_ticks[0]
     for tick in y_ticks:
-        parts.append(f'<path d="M{LEFT} {y(tick)}H{WIDTH - RIGHT}" stroke="#e3e6eb"/>')
-        parts.append(
-            f'<text x="{LEFT - 6}" y="{y(tick) + 4}" text-anchor="end">{label(tick, y_ticks[1] - y_ticks[0])}</text>'
-        )
+        height = y(tick)
+        text = label(tick, y_step)
+        parts.append(f'<path d="M{LEFT} {height}H{WIDTH - RIGHT}" stroke="#e3e6eb"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{height + 4}" text-anchor="end">{text}</text>')
     for tick in x_ticks:
         text = label(tick, x_ticks[1] - x_ticks[0])
-        parts.append(
-            f'<text x="{x(tick)}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{text}</text>'
-        )
-    parts.append(
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - BOTTOM + 32}" text-anchor="middle">{escape(panel.x_label)}</text>'
-    )
-    for number, (curve, colour) in enumerate(zip(panel.curves, COLOURS, strict=False)):
-        there = [f"{x(p.x)} {y(p.y + p.y_error)}" for p in curve.points]
-        back = [f"{x(p.x)} {y(p.y - p.y_error)}" for p in reversed(curve.points)]
+        parts.append(f'<text x="{x(tick)}" y="{FLOOR + 15}" text-anchor="middle">{text}</text>')
+    text = escape(panel.x_label)
+    parts.append(f'<text x="{WIDTH / 2}" y="{FLOOR + 32}" text-anchor="middle">{text}</text>')
+    for number, curve in enumerate(panel.curves[: len(COLOURS)]):
+        colour = COLOURS[number]
         if panel.bands:
-            parts.append(
-                f'<path d="M{"L".join([*there, *back])}Z" fill="{colour}" opacity="0.18"/>'
-            )
-        line = "L".join(f"{x(p.x)} {y(p.y)}" for p in curve.points)
-        parts.append(
-            f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="{1.8 if panel.bands else 0.6}"/>'
-        )
-        for p in curve.points if not panel.bands else ():
-            across = f"M{x(p.x - p.x_error)} {y(p.y)}H{x(p.x + p.x_error)}"
-            cross = f"{across}M{x(p.x)} {y(p.y - p.y_error)}V{y(p.y + p.y_error)}"
-            parts.append(f'<path d="{cross}" stroke="{colour}" stroke-width="2.2"/>')
+            parts.append(_band(curve, colour, x, y))
+        stroke = 1.8 if panel.bands else 0.6
+        line = "L".join(f"{x(point.x)} {y(point.y)}" for point in curve.points)
+        path = f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="{stroke}"/>'
+        parts.append(path)
+        if not panel.bands:
+            parts += _crosses(curve, colour, x, y)
         left = LEFT + number % 2 * WIDTH // 2
-        top = HEIGHT - BOTTOM + 42 + 15 * (number // 2)
-        parts.append(f'<rect x="{left}" y="{top}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{left + 15}" y="{top + 9}">{escape(curve.name)}</text>')
+        row = FLOOR + 42 + 15 * (number // 2)
+        name = escape(curve.name)
+        parts.append(f'<rect x="{left}" y="{row}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{left + 15}" y="{row + 9}">{name}</text>')
     return parts
 
 
-def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
-    """Return about `count` round numbers covering [low, high], 1, 2 or 5 times a power of ten apart.
+def _band(curve: Curve, colour: str, x: Axis, y: Axis) -> str:
+    """An area one standard error wide on both sides of the line."""
+    corners = [f"{x(point.x)} {y(point.y + point.y_error)}" for point in curve.points]
+    for point in reversed(curve.points):
+        corners.append(f"{x(point.x)} {y(point.y - point.y_error)}")
+    outline = "L".join(corners)
+    return f'<path d="M{outline}Z" fill="{colour}" opacity="0.18"/>'
 
-    `low` and `high` are finite and in order; `whole` allows no fractions.
+
+def _crosses(curve: Curve, colour: str, x: Axis, y: Axis) -> list[str]:
+    """The standard errors of each point in both directions."""
+    paths = []
+    for point in curve.points:
+        left = x(point.x - point.x_error)
+        right = x(point.x + point.x_error)
+        lower = y(point.y - point.y_error)
+        upper = y(point.y + point.y_error)
+        cross = f"M{left} {y(point.y)}H{right}M{x(point.x)} {lower}V{upper}"
+        paths.append(f'<path d="{cross}" stroke="{colour}" stroke-width="2.2"/>')
+    return paths
+
+
+def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
+    """Return about `count` round numbers that cover [low, high].
+
+    They are 1, 2 or 5 times a power of ten apart. `low` and `high` are finite and in order;
+    `whole` allows no fractions.
     """
     span = high - low
     scale = max(abs(low), abs(high))
     if span <= scale * 1e-9 or span < 1e-30:
-        # one value, or so little between them that labels could not tell
+        # A single value, or values so close that labels could not tell them apart.
         span = scale * 0.2 if scale > 1e-20 else 1.0
-        low, high = (low + high - span) / 2, (low + high + span) / 2
+        both = low + high
+        low = (both - span) / 2
+        high = (both + span) / 2
     raw = span / count
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    step = max(1.0, step) if whole else step
+    steps = [factor * power for factor in (1, 2, 5, 10)]
+    step = next(step for step in steps if step >= raw * 0.999)
+    if whole:
+        step = max(1.0, step)
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, last + 1)]
@@ -148,6 +181,10 @@ def label(value: float, step: float) -> str:
         return "0"
     if abs(value) < 1e-3 or abs(value) >= 1e6:
         mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
+        mantissa = mantissa.rstrip("0").rstrip(".")
+        return f"{mantissa}e{int(exponent)}"
+    decimals = 0
+    if step > 0:
+        magnitude = math.floor(math.log10(step) + 1e-9)
+        decimals = max(0, -magnitude)
     return f"{value:.{decimals}f}"

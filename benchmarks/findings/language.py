@@ -67,8 +67,8 @@ def vocabulary() -> list[str]:
 def all_prompts() -> list[str]:
     """The 360 prompts, shuffled once and for all."""
     prompts = [
-        f"{who} {felt} the {what} ."
-        for who, felt, what in itertools.product(PEOPLE, FEELINGS, THINGS)
+        f"{who} {felt} the {subject} ."
+        for who, felt, subject in itertools.product(PEOPLE, FEELINGS, THINGS)
     ]
     random.Random(0).shuffle(prompts)
     return prompts

@@ -178,17 +178,17 @@ def lagging(lr: float, sleep: float = 0.0) -> list[Cell]:
     )
     base = Cell(f"colocated{name}", f"colocated{title}", "rloo", 4, lr=lr, sleep=sleep)
     kept = replace(base, against=(base.name,))
-    found = [
+    cells = [
         base,
         *(replace(kept, name=f"k{k}{name}", title=f"k = {k}{title}", staleness=k) for k in LAGS),
     ]
     if not sleep:
-        last = found[-1]
+        last = cells[-1]
         uncorrected = replace(
             kept, name=f"k4_none{name}", title=f"k = 4, no correction{title}", staleness=4
         )
-        found.append(replace(uncorrected, correction="none", against=(base.name, last.name)))
-    return found
+        cells.append(replace(uncorrected, correction="none", against=(base.name, last.name)))
+    return cells
 
 
 # RLOO's own rate of the papers' cells and two below. Sleeping takes longer than what is computed,
@@ -255,14 +255,14 @@ class Outcome:
 
     def reward_after(self, seconds: float) -> float:
         """By then, at the pace of the median step, on a line between two validations."""
-        found = self.validation[0]
+        before = self.validation[0]
         for samples, value in self.validation[1:]:
-            missing = seconds - found[0] / SAMPLES_PER_STEP * self.step_seconds
-            whole = (samples - found[0]) / SAMPLES_PER_STEP * self.step_seconds
+            missing = seconds - before[0] / SAMPLES_PER_STEP * self.step_seconds
+            whole = (samples - before[0]) / SAMPLES_PER_STEP * self.step_seconds
             if missing < whole:
-                return found[1] + (value - found[1]) * missing / whole
-            found = samples, value
-        return found[1]
+                return before[1] + (value - before[1]) * missing / whole
+            before = samples, value
+        return before[1]
 
     @property
     def fell(self) -> bool:
@@ -382,8 +382,8 @@ def run(job: Job, mesh: Mesh, folder: Path, role: RankRole | None = None) -> Out
     seconds = round(time.perf_counter() - started, 2)
     if not all(map(math.isfinite, [*recorder.kl, *recorder.training])):
         raise FloatingPointError(f"{job} gave a KL or a reward that is not finite")
-    found = recorder.validation, recorder.training, recorder.kl
-    return Outcome(job, *found, seconds, recorder.steps, recorder.moved, recorder.capped)
+    series = recorder.validation, recorder.training, recorder.kl
+    return Outcome(job, *series, seconds, recorder.steps, recorder.moved, recorder.capped)
 
 
 def lengthen_generation(model: MegatronGPTReinforceActorModel, job: Job) -> None:
@@ -441,14 +441,14 @@ def overrides(job: Job, folder: Path) -> list[str]:
 def _of_generator(cell: Cell) -> list[str]:
     if cell.staleness is None:
         return []
-    found = [
+    options = [
         "trainer.devices=2",
         "placement=disaggregated",
         "generation_ranks=1",
         f"max_staleness={cell.staleness}",
     ]
     if cell.correction:
-        found.append(f"trainer.reinforce.generator_correction={cell.correction}")
+        options.append(f"trainer.reinforce.generator_correction={cell.correction}")
     if cell.correction == "none":
-        found.append("model.reinforce.allow_biased_sampling=true")
-    return found
+        options.append("model.reinforce.allow_biased_sampling=true")
+    return options

@@ -1,4 +1,4 @@
-"""From outcomes to tables and charts: means over seeds with standard errors, and differences seed by seed."""
+"""Tables and charts of outcomes: means over seeds with standard errors, differences by seed."""
 
 from __future__ import annotations
 
@@ -33,151 +33,175 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Estimate:
-        found = list(values)
-        error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
-        return cls(statistics.fmean(found), error, len(found))
+        sample = list(values)
+        count = len(sample)
+        error = math.nan
+        if count > 1:
+            error = statistics.stdev(sample) / math.sqrt(count)
+        return cls(statistics.fmean(sample), error, count)
 
     def __str__(self) -> str:
         return f"{self:.2f}"
 
     def __format__(self, spec: str) -> str:
-        return f"{self.mean:{spec or '.2f'}} ± {self.error:{spec or '.2f'}}"
+        spec = spec or ".2f"
+        return f"{self.mean:{spec}} ± {self.error:{spec}}"
+
+    @property
+    def bar(self) -> float:
+        """The error in a chart: 0 for a single seed."""
+        return 0.0 if math.isnan(self.error) else self.error
 
 
 BROKEN = 0.5  # a reward at the end below this
 SAMPLES_LABEL = "true reward of the validation prompts against samples"
 Outcomes = dict[str, list[Outcome]]  # of each cell, one a seed
+Value = Callable[[Outcome], float]
 
 
-def difference(
-    outcomes: Outcomes, cell: str, other: str, value: Callable[[Outcome], float]
-) -> Estimate | None:
+def final_reward(outcome: Outcome) -> float:
+    return outcome.final_reward
+
+
+def mean_reward(outcome: Outcome) -> float:
+    return outcome.mean_reward
+
+
+def final_kl(outcome: Outcome) -> float:
+    return outcome.final_kl
+
+
+def objective(outcome: Outcome) -> float:
+    return outcome.objective
+
+
+def difference(outcomes: Outcomes, cell: str, other: str, value: Value) -> Estimate | None:
     """`cell` minus `other` over the seeds that both have; None where there is none."""
-    left, right = ({o.job.seed: value(o) for o in outcomes.get(name, [])} for name in (cell, other))
+    left = _by_seed(outcomes, cell, value)
+    right = _by_seed(outcomes, other, value)
     shared = left.keys() & right.keys()
-    return Estimate.of(left[seed] - right[seed] for seed in sorted(shared)) if shared else None
+    if not shared:
+        return None
+    return Estimate.of(left[seed] - right[seed] for seed in sorted(shared))
+
+
+def _by_seed(outcomes: Outcomes, cell: str, value: Value) -> dict[int, float]:
+    return {outcome.job.seed: value(outcome) for outcome in outcomes.get(cell, [])}
+
+
+def objectives_by_rate(outcomes: Sequence[Outcome]) -> dict[str, dict[float, list[float]]]:
+    """The objectives of each cell at each learning rate, one a seed."""
+    objectives: dict[str, dict[float, list[float]]] = {}
+    for outcome in outcomes:
+        job = outcome.job
+        by_rate = objectives.setdefault(job.cell, {})
+        by_rate.setdefault(job.lr, []).append(outcome.objective)
+    return objectives
 
 
 def best_rates(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """For each tuned cell the learning rate with the highest mean objective."""
-    found: dict[str, dict[float, list[float]]] = {}
-    for outcome in outcomes:
-        found.setdefault(outcome.job.cell, {}).setdefault(outcome.job.lr, []).append(
-            outcome.objective
-        )
-    return {
-        cell: max(by_rate, key=lambda rate: statistics.fmean(by_rate[rate]))
-        for cell, by_rate in found.items()
-    }
+    best = {}
+    for cell, by_rate in objectives_by_rate(outcomes).items():
+        means = {rate: statistics.fmean(objectives) for rate, objectives in by_rate.items()}
+        best[cell] = max(means, key=means.__getitem__)
+    return best
 
 
 def tuning_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Head, and for each tuned cell the mean objective and KL at each learning rate."""
-    rates = sorted({o.job.lr for o in outcomes})
+    """Head, and for each tuned cell the mean objective at each learning rate."""
+    rates = sorted({outcome.job.lr for outcome in outcomes})
+    objectives = objectives_by_rate(outcomes)
     rows = [["cell", *(f"lr {rate:g}" for rate in rates), "chosen"]]
     for cell, chosen in best_rates(outcomes).items():
-        means = [
-            Estimate.of(o.objective for o in outcomes if (o.job.cell, o.job.lr) == (cell, rate))
-            for rate in rates
-        ]
-        rows.append([CELLS[cell].title, *map(str, means), f"{chosen:g}"])
+        row = [CELLS[cell].title]
+        for rate in rates:
+            estimate = Estimate.of(objectives[cell][rate])
+            row.append(str(estimate))
+        rows.append([*row, f"{chosen:g}"])
     return rows
 
 
 def cell_rows(outcomes: Outcomes) -> list[list[str]]:
     """Head, and a row a cell; the last column counts the runs that `Outcome.fell`."""
-    rows = [
-        [
-            "cell",
-            "lr",
-            "seeds",
-            "reward at the end",
-            "mean over the run",
-            "KL, nats",
-            "reward - beta KL",
-            "fell",
-        ]
-    ]
+    head = ["cell", "lr", "seeds", "reward at the end", "mean over the run", "KL, nats"]
+    head += ["reward - beta KL", "fell"]
+    rows = [head]
     for name, cell in CELLS.items():
-        if found := outcomes.get(name):
-            values = [
-                Estimate.of(map(value, found))
-                for value in (
-                    lambda o: o.final_reward,
-                    lambda o: o.mean_reward,
-                    lambda o: o.final_kl,
-                    lambda o: o.objective,
-                )
-            ]
-            rows.append(
-                [
-                    cell.title,
-                    f"{found[0].job.lr:g}",
-                    str(len(found)),
-                    *map(str, values),
-                    str(sum(o.fell for o in found)),
-                ]
-            )
+        runs = outcomes.get(name)
+        if not runs:
+            continue
+        row = [cell.title, f"{runs[0].job.lr:g}", str(len(runs))]
+        for value in (final_reward, mean_reward, final_kl, objective):
+            row.append(str(Estimate.of(map(value, runs))))
+        fallen = sum(outcome.fell for outcome in runs)
+        rows.append([*row, str(fallen)])
     return rows
 
 
 def difference_rows(outcomes: Outcomes) -> list[list[str]]:
-    """Head, and a row a comparison; the last column is the difference of rewards at the end in its standard errors."""
-    rows = [
-        [
-            "cell",
-            "minus",
-            "reward at the end",
-            "mean over the run",
-            "reward - beta KL",
-            "end, in errors",
-        ]
-    ]
+    """Head, and a row a comparison.
+
+    The last column is the difference of rewards at the end over its standard error.
+    """
+    head = ["cell", "minus", "reward at the end", "mean over the run", "reward - beta KL"]
+    rows = [[*head, "end, in errors"]]
     for name, cell in CELLS.items():
         for other in cell.against:
-            end = difference(outcomes, name, other, lambda o: o.final_reward)
-            run = difference(outcomes, name, other, lambda o: o.mean_reward)
-            aim = difference(outcomes, name, other, lambda o: o.objective)
-            if end:
-                ratio = f"{end.mean / end.error:+.1f}" if end.error else ""
-                rows.append([cell.title, CELLS[other].title, str(end), str(run), str(aim), ratio])
+            end = difference(outcomes, name, other, final_reward)
+            if not end:
+                continue
+            row = [cell.title, CELLS[other].title, str(end)]
+            for value in (mean_reward, objective):
+                row.append(str(difference(outcomes, name, other, value)))
+            row.append(f"{end.mean / end.error:+.1f}" if end.error else "")
+            rows.append(row)
     return rows
 
 
 def lag_rows(outcomes: Outcomes) -> list[list[str]]:
     """Head, and a row for each cell with rollouts some steps old and for what it is compared with.
 
-    "broke" counts runs that end below `BROKEN`. The last three columns are of the time when half of the colocated
-    steps are done: steps, reward, less colocated.
+    "broke" counts runs that end below `BROKEN`. The last three columns hold at the time when half
+    of the colocated steps are done: steps, reward, difference from colocated.
     """
     head = ["cell", "seeds", "broke", "moved, nats", "capped", "s a step", "of colocated"]
     rows = [[*head, "steps", "reward", "less colocated"]]
-    for base, *cells in LAGGING:
-        if not (of_base := outcomes.get(base.name)):
+    for cells in LAGGING:
+        if outcomes.get(cells[0].name):
+            rows += _rows_beside_the_first(outcomes, cells)
+    return rows
+
+
+def _rows_beside_the_first(outcomes: Outcomes, cells: Sequence[Cell]) -> list[list[str]]:
+    base = cells[0]
+    base_runs = outcomes[base.name]
+    pace = statistics.fmean(outcome.step_seconds for outcome in base_runs)
+    half = pace * len(base_runs[0].training) / 2
+
+    def reward_at_half(outcome: Outcome) -> float:
+        return outcome.reward_after(half)
+
+    rows = []
+    for cell in cells:
+        runs = outcomes.get(cell.name)
+        if not runs:
             continue
-        pace = statistics.fmean(o.step_seconds for o in of_base)
-        half = pace * len(of_base[0].training) / 2
-        for cell in [base, *cells]:
-            if found := outcomes.get(cell.name):
-                seconds = Estimate.of(o.step_seconds for o in found)
-                by_then = Estimate.of(o.reward_after(half) for o in found)
-                less = difference(
-                    outcomes, cell.name, base.name, lambda o, at=half: o.reward_after(at)
-                )
-                drift = ("", "")  # of runs that did not keep it
-                if moved := [nats for o in found for nats in o.moved]:
-                    capped = statistics.fmean(share for o in found for share in o.capped)
-                    drift = f"{statistics.median(moved):.2g}", f"{capped:.1%}"
-                figures = (
-                    f"{seconds:.2f}",
-                    f"{seconds.mean / pace:.2f}",
-                    f"{half / seconds.mean:.0f}",
-                    str(by_then),
-                )
-                counts = str(len(found)), str(sum(o.final_reward < BROKEN for o in found))
-                rows.append(
-                    [cell.title, *counts, *drift, *figures, "" if cell is base else str(less)]
-                )
+        broken = sum(outcome.final_reward < BROKEN for outcome in runs)
+        moved = [nats for outcome in runs for nats in outcome.moved]
+        drift = ["", ""]  # of runs that did not record it
+        if moved:
+            capped = statistics.fmean(share for outcome in runs for share in outcome.capped)
+            drift = [f"{statistics.median(moved):.2g}", f"{capped:.1%}"]
+        seconds = Estimate.of(outcome.step_seconds for outcome in runs)
+        steps_at_half = half / seconds.mean
+        less = ""
+        if cell is not base:
+            less = str(difference(outcomes, cell.name, base.name, reward_at_half))
+        row = [cell.title, str(len(runs)), str(broken), *drift]
+        row += [f"{seconds:.2f}", f"{seconds.mean / pace:.2f}", f"{steps_at_half:.0f}"]
+        row += [str(Estimate.of(map(reward_at_half, runs))), less]
+        rows.append(row)
     return rows
 
 
@@ -190,10 +214,9 @@ def rich_table(rows: Sequence[Sequence[str]], title: str) -> Table:
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     head, *body = rows
-    return (
-        "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body])
-        + "\n"
-    )
+    rule = ["---"] * len(head)
+    lines = ["| " + " | ".join(row) + " |\n" for row in [head, rule, *body]]
+    return "".join(lines)
 
 
 def charts(outcomes: Outcomes) -> str:
@@ -209,49 +232,53 @@ def charts(outcomes: Outcomes) -> str:
     }
     panels = []
     for title, cells in families.items():
-        curves = [_curve(cell, outcomes[cell.name]) for cell in cells if outcomes.get(cell.name)]
+        curves = _curves(outcomes, cells)
         if curves:
             panels.append(Panel(title, SAMPLES_LABEL, curves))
     for cells in LAGGING:
-        there = [cell for cell in cells if outcomes.get(cell.name)]
-        if there:
-            title = f"Rollouts that are k steps old, lr {there[0].lr:g}" + ", sleeping" * bool(
-                there[0].sleep
-            )
-            panels.append(
-                Panel(title, SAMPLES_LABEL, [_curve(cell, outcomes[cell.name]) for cell in there])
-            )
-            paced = [_curve(cell, outcomes[cell.name], of_time=True) for cell in there]
-            panels.append(Panel(title, "the same against seconds of steps", paced))
-    frontier = [
-        Curve(cell.title, [_end(outcomes[cell.name])])
-        for cell in [base, raft, *BETAS]
-        if outcomes.get(cell.name)
-    ]
+        curves = _curves(outcomes, cells)
+        if not curves:
+            continue
+        title = f"Rollouts that are k steps old, lr {cells[0].lr:g}"
+        if cells[0].sleep:
+            title += ", sleeping"
+        panels.append(Panel(title, SAMPLES_LABEL, curves))
+        paced = _curves(outcomes, cells, of_time=True)
+        panels.append(Panel(title, "the same against seconds of steps", paced))
+    frontier = []
+    for cell in [base, raft, *BETAS]:
+        if runs := outcomes.get(cell.name):
+            frontier.append(Curve(cell.title, [_end(runs)]))
     if frontier:
-        panels.append(
-            Panel(
-                "Beta: reward at the end against KL",
-                "KL of training samples, nats a response",
-                frontier,
-                bands=False,
-            )
-        )
+        title = "Beta: reward at the end against KL"
+        x_label = "KL of training samples, nats a response"
+        panels.append(Panel(title, x_label, frontier, bands=False))
     return figure(panels)
 
 
-def _curve(cell: Cell, found: Sequence[Outcome], *, of_time: bool = False) -> Curve:
-    scale = statistics.fmean(o.step_seconds for o in found) / SAMPLES_PER_STEP if of_time else 1.0
+def _curves(outcomes: Outcomes, cells: Sequence[Cell], *, of_time: bool = False) -> list[Curve]:
+    """The curves of the cells that have outcomes."""
+    curves = []
+    for cell in cells:
+        if runs := outcomes.get(cell.name):
+            curves.append(_curve(cell, runs, of_time=of_time))
+    return curves
+
+
+def _curve(cell: Cell, runs: Sequence[Outcome], *, of_time: bool) -> Curve:
+    scale = 1.0
+    if of_time:
+        pace = statistics.fmean(outcome.step_seconds for outcome in runs)
+        scale = pace / SAMPLES_PER_STEP
     points = []
-    for column in zip(*(outcome.validation for outcome in found), strict=True):
+    for column in zip(*(outcome.validation for outcome in runs), strict=True):
         estimate = Estimate.of(value for _, value in column)
-        error = 0.0 if math.isnan(estimate.error) else estimate.error
-        points.append(Point(column[0][0] * scale, estimate.mean, error))
+        samples, _ = column[0]
+        points.append(Point(samples * scale, estimate.mean, estimate.bar))
     return Curve(cell.title, points)
 
 
-def _end(found: Sequence[Outcome]) -> Point:
-    reward, kl = Estimate.of(o.final_reward for o in found), Estimate.of(o.final_kl for o in found)
-    return Point(
-        kl.mean, reward.mean, *(0.0 if math.isnan(e.error) else e.error for e in (reward, kl))
-    )
+def _end(runs: Sequence[Outcome]) -> Point:
+    reward = Estimate.of(map(final_reward, runs))
+    kl = Estimate.of(map(final_kl, runs))
+    return Point(kl.mean, reward.mean, reward.bar, kl.bar)

@@ -77,10 +77,10 @@ def check_same(workload: Workload, pair: Pair) -> None:
         NotTheSame: the text says what differs.
     """
     for name in ("threads", "parameters", "dtype"):
-        found = [getattr(side, name) for side in (pair.ours, pair.peer)]
-        if found[0] != found[1]:
+        values = [getattr(side, name) for side in (pair.ours, pair.peer)]
+        if values[0] != values[1]:
             raise NotTheSame(
-                f"{name}: {pair.ours.side} had {found[0]}, {pair.peer.side} {found[1]}"
+                f"{name}: {pair.ours.side} had {values[0]}, {pair.peer.side} {values[1]}"
             )
     if pair.ours.threads != workload.threads:
         raise NotTheSame(
@@ -100,11 +100,11 @@ def check_same(workload: Workload, pair: Pair) -> None:
                 )
             lengths = Counter(sample.response_tokens for sample in step.samples)
             if set(lengths) != {workload.response_tokens}:
-                told = ", ".join(
+                lengths_text = ", ".join(
                     f"{count} of {length}" for length, count in sorted(lengths.items())
                 )
                 raise NotTheSame(
-                    f"{where}: responses have {told} tokens, expected all of {workload.response_tokens}"
+                    f"{where}: responses have {lengths_text} tokens, expected all of {workload.response_tokens}"
                 )
             lengths = {len(sample.prompt) for sample in step.samples}
             if lengths != {workload.prompt_tokens}:

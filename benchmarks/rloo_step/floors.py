@@ -160,6 +160,6 @@ def pass_floor(
 
 def training_floor(machine: Machine, model: ModelParts, tokens: StepTokens) -> Floor:
     """Forward, backward, and Adam's passes over memory."""
-    found = pass_floor(machine, model, tokens, TRAINING)
+    passes = pass_floor(machine, model, tokens, TRAINING)
     adam = ADAM_TRANSFERS * BYTES * model.all / machine.bandwidth
-    return Floor(found.shared + adam, found.repeated + adam)
+    return Floor(passes.shared + adam, passes.repeated + adam)

@@ -26,13 +26,13 @@ def make_prompts(
         for line in SOURCE.read_text(encoding="utf-8").splitlines()
         for word in json.loads(line)["prompt"].split()
     ]
-    found = list(dict.fromkeys(_cut(tokenizer, words, steps * prompts, tokens)))
-    if len(found) < steps * prompts:
+    texts = list(dict.fromkeys(_cut(tokenizer, words, steps * prompts, tokens)))
+    if len(texts) < steps * prompts:
         raise ValueError(
-            f"{SOURCE.name} has {len(found)} different prompts of {tokens} tokens, expected {steps * prompts}; "
+            f"{SOURCE.name} has {len(texts)} different prompts of {tokens} tokens, expected {steps * prompts}; "
             "ask for fewer prompts or steps, or for other lengths"
         )
-    return [found[start : start + prompts] for start in range(0, len(found), prompts)]
+    return [texts[start : start + prompts] for start in range(0, len(texts), prompts)]
 
 
 def _cut(

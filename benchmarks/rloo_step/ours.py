@@ -133,15 +133,15 @@ def run(workload: w.Workload, folder: Path) -> w.SideReport:
 
             def timed_step():  # type: ignore[no-untyped-def]
                 started = time.perf_counter()
-                found = step()
+                result = step()
                 optimizer_seconds.append(time.perf_counter() - started)
-                return found
+                return result
 
             trainer.optimizer.step = timed_step
             trainer.fit()
-            own = psutil.Process()
+            process = psutil.Process()
             peak = w.peak_resident_bytes(
-                [own.pid, *(child.pid for child in own.children(recursive=True))]
+                [process.pid, *(child.pid for child in process.children(recursive=True))]
             )
         finally:
             rewards.close()

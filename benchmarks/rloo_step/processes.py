@@ -41,9 +41,9 @@ def run_side(python: Path, module: str, workload: Workload, seconds: float) -> S
     }
     with tempfile.TemporaryDirectory() as name:
         asked = Path(name, "workload.json")
-        told = Path(name, "report.json")
+        report = Path(name, "report.json")
         write(asked, workload)
-        command = [str(python), "-W", "ignore", "-m", module, str(asked), str(told)]
+        command = [str(python), "-W", "ignore", "-m", module, str(asked), str(report)]
         try:
             done = subprocess.run(
                 command,
@@ -64,4 +64,4 @@ def run_side(python: Path, module: str, workload: Workload, seconds: float) -> S
             raise SideFailed(
                 f"{module} ended with status {done.returncode}:\n{done.stdout[-4000:]}"
             )
-        return read_report(told)
+        return read_report(report)

@@ -58,9 +58,9 @@ def synchronize(device: torch.device) -> None:
 
 def _best(work: Callable[[], object], repeats: int) -> float:
     work()  # memory is touched and threads are started
-    found = []
+    seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
         work()
-        found.append(time.perf_counter() - started)
-    return min(found)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

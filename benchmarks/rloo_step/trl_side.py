@@ -74,27 +74,32 @@ class MeasuredTrainer(RLOOTrainer):
     def training_step(self, *args: Any, **keys: Any) -> Any:
         before = sum(self.recorder.phases.values())
         started = time.perf_counter()
-        found = super().training_step(*args, **keys)
+        loss = super().training_step(*args, **keys)
         rollout = sum(self.recorder.phases.values()) - before
         phases = self.recorder.phases
         phases[w.TRAINING] = phases.get(w.TRAINING, 0.0) + time.perf_counter() - started - rollout
         self.recorder.trained()
-        return found
+        return loss
 
     def _generate(self, prompts: list[Any]) -> Any:
         with self.recorder.phase(w.GENERATION):
-            found = super()._generate(prompts)
-        self.prompt_ids = found[0]
-        return found
+            generated = super()._generate(prompts)
+        self.prompt_ids = generated[0]
+        return generated
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> Any:
         with self.recorder.phase(w.REWARDS):
-            found = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        columns = self.prompt_ids, map(len, completion_ids_list), completions, found[:, 0].tolist()
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        columns = (
+            self.prompt_ids,
+            map(len, completion_ids_list),
+            completions,
+            rewards[:, 0].tolist(),
+        )
         self.recorder.samples = [w.Sample(*fields) for fields in zip(*columns, strict=True)]
-        return found
+        return rewards
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **keys: Any) -> Any:
         if torch.is_grad_enabled():  # of the loss

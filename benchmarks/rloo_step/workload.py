@@ -137,9 +137,9 @@ def peak_resident_bytes(process_ids: Sequence[int]) -> int:
     return total
 
 
-def write(path: Path, what: Workload | SideReport) -> None:
+def write(path: Path, content: Workload | SideReport) -> None:
     """As JSON."""
-    path.write_text(json.dumps(asdict(what)), encoding="utf-8")
+    path.write_text(json.dumps(asdict(content)), encoding="utf-8")
 
 
 def read_workload(path: Path) -> Workload:
@@ -149,9 +149,9 @@ def read_workload(path: Path) -> Workload:
 
 def read_report(path: Path) -> SideReport:
     """What `write` wrote."""
-    found = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(path.read_text(encoding="utf-8"))
     steps = [
         Step(**{**step, "samples": [Sample(**sample) for sample in step["samples"]]})
-        for step in found["steps"]
+        for step in content["steps"]
     ]
-    return SideReport(**{**found, "steps": steps})
+    return SideReport(**{**content, "steps": steps})

@@ -77,7 +77,7 @@ MAX_WORDS = [12, 15, 20]
 def records(seed: int, *, held_out: bool) -> list[dict[str, object]]:
     """Return one record for each question and topic, in an order of the seed's."""
     draw = random.Random(seed)
-    found = []
+    rows = []
     for questions, training, held in KINDS:
         for topic in (held if held_out else training).split():
             for question in questions:
@@ -86,9 +86,9 @@ def records(seed: int, *, held_out: bool) -> list[dict[str, object]]:
                 asked = f'{question.format(topic)} Use the word "{topic}" and {MIN_WORDS} to {words} words.'
                 prompt = f"{asked}\nAnswer as JSON: {{{form}}}"
                 limits = {"min_words": MIN_WORDS, "max_words": words}
-                found.append({"prompt": prompt, "keys": keys, **limits, "keyword": topic})
-    draw.shuffle(found)
-    return found
+                rows.append({"prompt": prompt, "keys": keys, **limits, "keyword": topic})
+    draw.shuffle(rows)
+    return rows
 
 
 def main() -> None:

@@ -7,15 +7,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import LossSettings
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
 from reinforce_rl.config.end_tokens import read_end_tokens
 from reinforce_rl.config.engines import ENGINES
-from reinforce_rl.config.model import ModelConfig, ParallelConfig, SamplingConfig
+from reinforce_rl.config.model import LengthConfig, ModelConfig, ParallelConfig, SamplingConfig
 from reinforce_rl.data.tokenizer import token_id
 from reinforce_rl.errors import ConfigError, Fault
-from reinforce_rl.generation.base import Elsewhere, Generator, SamplingParams
+from reinforce_rl.generation.base import Generator, RemoteGenerator, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 def configured_mesh(cfg: TrainConfig, role: RankRole | None = None) -> AbstractContextManager[Mesh]:
-    """Return a context in which the process groups of the configured layout exist; see `parallel_mesh`."""
+    """Return a context in which the process groups of the configured layout exist.
+
+    `parallel_mesh` has the details.
+    """
     model = cfg.model
     if role is not None and role.generates:
         return generator_mesh(cfg, role.world)
@@ -47,7 +50,7 @@ def configured_mesh(cfg: TrainConfig, role: RankRole | None = None) -> AbstractC
 
 
 def generator_mesh(cfg: TrainConfig, world: World | None = None) -> AbstractContextManager[Mesh]:
-    """Return that of a generator, by default of all ranks of this program."""
+    """Return the context of a generator's process groups, by default over all ranks of this job."""
     return parallel_mesh(
         cfg.generation_tensor_parallel_size,
         seed=cfg.model.seed,
@@ -68,10 +71,11 @@ def build_actor(
     trains: bool = True,
     with_reference: bool = True,
 ) -> MegatronGPTReinforceActorModel:
-    """Build the policy from `pretrained_checkpoint.restore_from_path`, and the reference if beta is above 0.
+    """Build the policy from `pretrained_checkpoint.restore_from_path`.
 
-    A given `architecture` overrides the folder's; no weights are loaded then. With `trains=False` there are no
-    gradient buffers, without `with_reference` no reference.
+    The reference is built if beta is above 0 and `with_reference` is true. If `architecture` is
+    given, it overrides the folder's and no weights are loaded. With `trains=False` there are no
+    gradient buffers.
 
     Raises ConfigError: this machine or layout cannot run the model.
     """
@@ -97,63 +101,30 @@ def build_actor(
     if lora is not None:
         add_lora(lm, lora)
         identity = lora.identity(weights.fingerprint() if weights else "")
-    has_engine_elsewhere = (
-        trains and cfg.placement == "disaggregated" and cfg.generation != "native"
-    )
+    is_remote = trains and cfg.placement == "disaggregated" and cfg.generation != "native"
+    rollout = cfg.model.reinforce
+    stop_ids = stop_token_ids(folder, tokenizer)
     return MegatronGPTReinforceActorModel(
         lm,
         tokenizer,
-        Elsewhere() if has_engine_elsewhere else build_generator(cfg, lm, tokenizer),
-        actor_settings(cfg, lm, tokenizer),
+        RemoteGenerator() if is_remote else build_generator(cfg, lm, tokenizer),
+        cfg.model,
+        _sampling_params(rollout.sampling_params, rollout.length_params, stop_ids),
+        _sampling_params(rollout.val_sampling_params, rollout.length_params, stop_ids),
+        loss=loss_settings(cfg.trainer.reinforce),
+        pad_to=cfg.trainer.reinforce.rollout_batch_seq_length or 0,
         with_reference=with_reference and cfg.uses_reference,
-        reference_on_device=cfg.model.reference_placement == "device",
         lora=identity,
-        optim=cfg.model.optim,
         trains=trains,
     )
-
-
-def actor_settings(
-    cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase
-) -> ActorSettings:
-    """Read the settings that need no other model."""
-    rollout = cfg.model.reinforce
-    padded = cfg.trainer.reinforce.rollout_batch_seq_length
-    on_cpu = lm.mesh.device.type == "cpu"
-    # On a GPU two equal runs with shared prompts were seen to differ: atomics sum the gradients of
-    # prompts.
-    shares_by_default = on_cpu and cfg.model.context_parallel_size == 1 and padded is None
-    stop_ids = stop_token_ids(cfg.pretrained_checkpoint.restore_from_path, tokenizer)
-    return ActorSettings(
-        sampling=_sampling_params(cfg, rollout.sampling_params, stop_ids),
-        val_sampling=_sampling_params(cfg, rollout.val_sampling_params, stop_ids),
-        micro_batch_size=cfg.model.micro_batch_size,
-        forward_micro_batch_size=rollout.forward_micro_batch_size,
-        seed=cfg.model.seed,
-        tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
-        pad_to=padded or 0,
-        shared_prefix=shares_by_default
-        if cfg.model.shared_prefix is None
-        else cfg.model.shared_prefix,
-        logits_chunk_tokens=logits_chunk_tokens(cfg.model, gpu=not on_cpu),
-        offload_optimizer=rollout.offload_adam_states,
-        loss=loss_settings(cfg.trainer.reinforce),
-        skip_special_tokens=rollout.skip_special_tokens,
-    )
-
-
-def logits_chunk_tokens(model: ModelConfig, *, gpu: bool) -> int:
-    """Return the number of response tokens whose logits exist at a time."""
-    if model.logits_chunk_tokens is not None:
-        return model.logits_chunk_tokens
-    # glibc gives blocks above 32 MiB back at once, and fresh ones have to be cleared page by page.
-    return 1024 if gpu else 128
 
 
 def build_generator(
     cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> Generator:
-    """Build the generator of `generation`, whose dotted names have this function's signature.
+    """Build the generator that `generation` names.
+
+    A dotted name is a class that takes the arguments of this function.
 
     Raises ConfigError: no such name, or this machine cannot run it.
     """
@@ -172,14 +143,14 @@ def build_generator(
         except (ImportError, AttributeError) as error:
             sentence = f"generation is {cfg.generation!r}, which cannot be imported: {error}"
             raise ConfigError([Fault(sentence, key="generation.class.not_importable")]) from error
-        own = kind(cfg, lm, tokenizer)
-        if cfg.rollout_order == "finished" and not hasattr(own, "go_on"):
+        generator = kind(cfg, lm, tokenizer)
+        if cfg.rollout_order == "finished" and not hasattr(generator, "resume"):
             sentence = (
-                f"rollout_order is finished, but {cfg.generation} has no method go_on; expected one "
-                "(reinforce_rl/generation/base.py), or rollout_order=prompts"
+                f"rollout_order is finished, but {cfg.generation} has no method resume; expected "
+                "one (reinforce_rl/generation/base.py), or rollout_order=prompts"
             )
-            raise ConfigError([Fault(sentence, key="generation.class.no_go_on")])
-        return own
+            raise ConfigError([Fault(sentence, key="generation.class.no_resume")])
+        return generator
     from reinforce_rl.generation.engine.generator import EngineGenerator
     from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
     from reinforce_rl.generation.vllm.adapter import VLLM
@@ -208,7 +179,7 @@ def model_options(model: ParallelConfig) -> ModelOptions:
 def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, architecture: Architecture, folder: str | Path
 ) -> None:
-    """Raise ConfigError if the tokenizer of `folder` has tokens that its model has no embedding for."""
+    """Raise ConfigError if the tokenizer of `folder` has tokens that its model cannot embed."""
     size = architecture.vocab_size
     beyond = [(number, token) for token, number in tokenizer.get_vocab().items() if number >= size]
     if beyond:
@@ -223,9 +194,12 @@ def check_vocabulary(
 
 
 def stop_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return every id that ends a response: of generation_config.json, config.json and the tokenizer.
+    """Return every id that ends a response.
 
-    Logs a warning, once, if `generate` of transformers ends at others. Raises as `read_end_tokens`.
+    The ids are of generation_config.json, config.json and the tokenizer.
+
+    Logs a warning once if `generate` of transformers would stop at other ids. Raises the errors of
+    `read_end_tokens`.
     """
     end_tokens = read_end_tokens(folder, token_id(tokenizer.eos_token_id))
     difference = end_tokens.difference(Path(folder))
@@ -235,11 +209,10 @@ def stop_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def _sampling_params(
-    cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple[int, ...]
+    sampling: SamplingConfig, lengths: LengthConfig, stop_ids: tuple[int, ...]
 ) -> SamplingParams:
-    lengths = cfg.model.reinforce.length_params
-    own = {**dict(lengths), **dict(sampling), "end_strings": tuple(sampling.end_strings)}
-    return SamplingParams(**own, stop_token_ids=stop_ids)
+    values = {**dict(lengths), **dict(sampling), "end_strings": tuple(sampling.end_strings)}
+    return SamplingParams(**values, stop_token_ids=stop_ids)
 
 
 def lora_settings(cfg: TrainConfig) -> LoraSettings | None:
@@ -253,9 +226,9 @@ def lora_settings(cfg: TrainConfig) -> LoraSettings | None:
 
 
 def loss_settings(cfg: ReinforceConfig) -> LossSettings:
-    own = {name: getattr(cfg, name) for name in LossSettings.__dataclass_fields__}
+    values = {name: getattr(cfg, name) for name in LossSettings.__dataclass_fields__}
     resolved = {
         "kl_estimator": cfg.kl_estimator_used,
         "generator_correction": cfg.generator_correction or "none",
     }
-    return LossSettings(**{**own, **resolved})
+    return LossSettings(**{**values, **resolved})

@@ -1,4 +1,4 @@
-"""Split sequences into micro-batches. The split changes time and memory, never the gradient."""
+"""Split sequences into micro-batches. The split affects time and memory, never the gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def micro_batches(lengths: Tensor, size: int, max_tokens: int | None = None) -> 
     Args:
         lengths: int64 [N], tokens.
         size: sequences per micro-batch; ignored if `max_tokens` is set.
-        max_tokens: bound on rows times the longest row, padding included. A longer sequence gets its own micro-batch.
+        max_tokens: bound on rows times the longest row, padding included. A longer sequence gets a
+            micro-batch to itself.
     """
     order = torch.sort(lengths, descending=True, stable=True).indices
     if max_tokens is None:
@@ -38,31 +39,33 @@ def packed_micro_batches(
     size: int,
     max_tokens: int | None = None,
 ) -> list[Tensor]:
-    """Return row indices by pass for `PackedGroups`: samples of a prompt stay together where they fit.
+    """Return row indices by pass for `PackedGroups`.
+
+    Samples of a prompt stay together if they fit into a pass.
 
     Args:
         group_ids, prompt_lengths, response_lengths: int64 [N].
         size: sequences per pass; ignored if `max_tokens` is set.
-        max_tokens: tokens per pass, each prompt counted once. A longer sequence gets its own pass.
+        max_tokens: tokens per pass, each prompt counted once. A longer sequence gets a pass to
+            itself.
     """
     groups: dict[int, list[int]] = {}
     for row, group in enumerate(group_ids.tolist()):
         groups.setdefault(group, []).append(row)
-    prompts, responses = prompt_lengths.tolist(), response_lengths.tolist()
+    prompts = prompt_lengths.tolist()
+    responses = response_lengths.tolist()
 
     def cost(rows: list[int]) -> int:
-        return (
-            len(rows)
-            if max_tokens is None
-            else prompts[rows[0]] + sum(responses[row] for row in rows)
-        )
+        if max_tokens is None:
+            return len(rows)
+        return prompts[rows[0]] + sum(responses[row] for row in rows)
 
-    most = size if max_tokens is None else max_tokens
+    limit = size if max_tokens is None else max_tokens
     passes: list[list[int]] = []
-    used = most
+    used = limit
     for rows in sorted(groups.values(), key=cost, reverse=True):
-        for part in _parts(rows, cost, most):
-            if used + cost(part) > most:
+        for part in _parts(rows, cost, limit):
+            if used + cost(part) > limit:
                 passes.append([])
                 used = 0
             passes[-1] += part
@@ -70,10 +73,10 @@ def packed_micro_batches(
     return [torch.tensor(rows, dtype=torch.long) for rows in passes]
 
 
-def _parts(rows: list[int], cost: Callable[[list[int]], int], most: int) -> list[list[int]]:
+def _parts(rows: list[int], cost: Callable[[list[int]], int], limit: int) -> list[list[int]]:
     parts: list[list[int]] = []
     for row in rows:
-        if not parts or cost([*parts[-1], row]) > most:
+        if not parts or cost([*parts[-1], row]) > limit:
             parts.append([])
         parts[-1].append(row)
     return parts
@@ -86,6 +89,9 @@ def packed_tokens(group_ids: Tensor, prompt_lengths: Tensor, response_lengths: T
 
 
 def padding(lengths: Tensor, groups: list[Tensor], pad_to: int = 0) -> tuple[int, int]:
-    """Return the tokens of sequences int64 [N], and of the passes over them with rows padded to at least `pad_to`."""
+    """Return the number of tokens without padding, and with the padding of each pass.
+
+    `lengths` is int64 [N]. Rows are padded to at least `pad_to`.
+    """
     padded = sum(len(rows) * max(int(lengths[rows].max()), pad_to) for rows in groups)
     return int(lengths[torch.cat(groups)].sum()) if groups else 0, padded

@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,7 +24,7 @@ from reinforce_rl.actor.micro_batches import (
     padding,
 )
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
-from reinforce_rl.config.model import OptimConfig
+from reinforce_rl.config.model import ModelConfig
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch, length_mask
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.generation.base import Generator, SamplingParams
@@ -39,11 +39,7 @@ from reinforce_rl.megatron.model.sequences import (
     SequenceLayout,
     to_device,
 )
-from reinforce_rl.megatron.optimizer import (
-    DEFAULT_OPTIM,
-    DistributedDataParallel,
-    wrap_data_parallel,
-)
+from reinforce_rl.megatron.optimizer import DistributedDataParallel, wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
 
 if TYPE_CHECKING:
@@ -51,9 +47,12 @@ if TYPE_CHECKING:
 
 
 class ReferencePolicy:
-    """A frozen copy of a model's current weights, on its device or on the host, from where each pass transfers it.
+    """A frozen copy of a model's current weights, on its device or on the host.
 
-    Create it before restoring a checkpoint: the reference is the policy at step 0, also in a resumed run.
+    Each pass transfers a copy on the host to the device.
+
+    Create it before a checkpoint is restored: the reference is the policy at step 0, also in a
+    resumed run.
     """
 
     def __init__(self, model: torch.nn.Module, *, on_device: bool = False):
@@ -68,50 +67,31 @@ class ReferencePolicy:
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Swap in the reference's weights within the block; no gradient may flow."""
-        own = [
+        policy_weights = [
             (name, parameter, parameter.data) for name, parameter in self._model.named_parameters()
         ]
         try:
-            for name, parameter, _ in own:
-                # Swap pointers only: the optimizer's own buffers keep the actor's weights.
+            for name, parameter, _ in policy_weights:
+                # Swap pointers only: the optimizer's buffers keep the actor's weights.
                 parameter.data = self._weights[name].to(parameter.device, non_blocking=True)
             yield
         finally:
-            for _, parameter, data in own:
+            for _, parameter, data in policy_weights:
                 parameter.data = data
 
 
-LOSS = "loss"  # among a micro-batch's sums
+DEFAULT_LOSS = LossSettings()
+LOSS = "loss"  # key of the loss among a micro-batch's sums
 Part = TypeVar("Part")
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class ActorSettings:
-    """Sampling and micro-batch settings of the actor."""
-
-    # training rollouts; its temperature applies to all log-probs, the reference's too
-    sampling: SamplingParams
-    val_sampling: SamplingParams  # validation rollouts
-    micro_batch_size: int  # sequences per forward and backward pass
-    forward_micro_batch_size: int  # sequences per pass without gradient
-    seed: int  # keys the sampling noise, with step, prompt and sample
-    tokens_per_micro_batch: int | None = None  # padding included; replaces both micro-batch sizes
-    # pad to this many tokens so that shapes are static, cutting none; 0: to the longest
-    pad_to: int = 0
-    # read each prompt once, without padding; not with pad_to or context parallelism
-    shared_prefix: bool = False
-    logits_chunk_tokens: int = 1024  # response tokens whose logits exist at a time
-    offload_optimizer: bool = False  # keep optimizer states on the host during generation
-    loss: LossSettings = field(default_factory=LossSettings)
-    skip_special_tokens: bool = True  # in the texts of responses
-
-
-@dataclass(frozen=True)
 class LossShare:
-    loss: float  # summed over data-parallel ranks: the loss
+    loss: float  # the sum over data-parallel ranks is the loss
     sums: dict[str, float]  # of `policy_loss`, plus tokens with and without padding
-    # float32 [N, T] by the policy; NaN for rows outside of this step, and off-policy
+    # float32 [N, T] under the policy; NaN for rows outside this optimizer step. Off-policy, all are
+    # NaN.
     log_probs: Tensor | None = None
 
 
@@ -119,12 +99,17 @@ class MegatronGPTReinforceActorModel:
     """Policy and reference on one megatron model.
 
     Args:
-        lm: the policy at step 0, which the reference copies. With LoRA only the updates train, and the reference is
-            the model without them.
-        with_reference: False saves the memory of the reference if beta is 0.
-        reference_on_device: see `ReferencePolicy`.
+        lm: the policy at step 0, of which the reference is a copy. With LoRA only the updates
+            train, and the reference is the model without them.
+        settings: the section `model`.
+        sampling: of training rollouts. Its temperature applies to all log-probs, also under the
+            reference.
+        val_sampling: of validation rollouts; None for `sampling`.
+        pad_to: pad rows to this many tokens, so that shapes are static; longer rows are not cut. 0
+            pads to the longest row.
+        with_reference: False saves the reference's memory if beta is 0.
         lora: `LoraSettings.identity`, for checkpoints; None if the whole model trains.
-        trains: False saves the memory of the gradients where the model only generates and scores.
+        trains: False saves the gradients' memory if the model only generates and scores.
     """
 
     def __init__(
@@ -132,26 +117,37 @@ class MegatronGPTReinforceActorModel:
         lm: CausalLM,
         tokenizer: PreTrainedTokenizerBase,
         generator: Generator,
-        settings: ActorSettings,
+        settings: ModelConfig,
+        sampling: SamplingParams,
+        val_sampling: SamplingParams | None = None,
         *,
+        loss: LossSettings = DEFAULT_LOSS,
+        pad_to: int = 0,
         with_reference: bool = True,
-        reference_on_device: bool = False,
         lora: dict[str, Any] | None = None,
-        optim: OptimConfig = DEFAULT_OPTIM,
         trains: bool = True,
     ):
         self.lm = lm
         self.tokenizer = tokenizer
         self.generator = generator
         self.settings = settings
-        self._ddp = wrap_data_parallel(lm, optim) if trains else None
+        self.sampling = sampling
+        self.val_sampling = val_sampling or sampling
+        self.loss = loss
         self.lora = lora
+        on_gpu = lm.mesh.device.type != "cpu"
+        self.chunk_tokens = settings.chunk_tokens(gpu=on_gpu)
+        # Each prompt is then read once, without padding.
+        self.shares_prefix = settings.shares_prefix(gpu=on_gpu, is_padded=pad_to > 0)
+        self._pad_to = pad_to
+        self._ddp = wrap_data_parallel(lm, settings.optim) if trains else None
         self._as_reference: Callable[[], AbstractContextManager[None]] | None = None
         if with_reference and lora_settings_of(lm) is not None:
-            # the frozen weights without their updates
+            # The reference is the frozen weights without the updates.
             self._as_reference = partial(updates_off, lm)
         elif with_reference:
-            self._as_reference = ReferencePolicy(lm, on_device=reference_on_device).swapped_in
+            on_device = settings.reference_placement == "device"
+            self._as_reference = ReferencePolicy(lm, on_device=on_device).swapped_in
 
     @property
     def mesh(self) -> Mesh:
@@ -159,7 +155,7 @@ class MegatronGPTReinforceActorModel:
 
     @property
     def ddp(self) -> DistributedDataParallel:
-        """The policy with its gradient buffers."""
+        """The policy with its gradient buffers. Raises RuntimeError without gradients."""
         if self._ddp is None:
             raise RuntimeError("this actor was built without gradients (trains=False)")
         return self._ddp
@@ -171,10 +167,13 @@ class MegatronGPTReinforceActorModel:
     def infer(
         self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool = False
     ) -> Completions:
-        """Generate `num_samples` responses per prompt, prompt-major, with the training or validation sampling."""
-        params = self.settings.val_sampling if validation else self.settings.sampling
-        found = self.generator.generate(prompts, num_samples, params, seed)
-        return found.within_vocabulary(self.lm.architecture.vocab_size, self.pad_id)
+        """Generate `num_samples` responses per prompt, in prompt-major order.
+
+        Uses the training or the validation sampling.
+        """
+        params = self.val_sampling if validation else self.sampling
+        completions = self.generator.generate(prompts, num_samples, params, seed)
+        return completions.within_vocabulary(self.lm.architecture.vocab_size, self.pad_id)
 
     def get_inference_log_probs(
         self,
@@ -183,29 +182,33 @@ class MegatronGPTReinforceActorModel:
         response_lengths: Tensor,
         group_ids: Tensor | None = None,
     ) -> Tensor:
-        """Compute log-probs of the response tokens under the policy, float32 [N, T] on the CPU; 0 on padding.
+        """Compute log-probs of the response tokens under the policy.
 
         Args:
             sequences: int64 [N, S], right-padded.
             group_ids: int64 [N], equal for equal prompts; None if unknown.
+
+        Returns:
+            float32 [N, T] on the CPU; 0 on padding.
         """
         width = int(response_lengths.max()) if len(response_lengths) else 0
         out = torch.zeros((len(sequences), width))
         samples = _samples(sequences, prompt_lengths, response_lengths, group_ids)
-        cuts = self._make_micro_batches(samples, self.settings.forward_micro_batch_size)
-        if not cuts:
+        size = self.settings.reinforce.forward_micro_batch_size
+        micro_batch_rows = self._make_micro_batches(samples, size)
+        if not micro_batch_rows:
             return out
         self.lm.eval()
-        found = forward_passes(
+        log_probs = forward_passes(
             self.lm,
-            _Made(cuts, lambda rows: self._layout(samples.select(rows))),
+            _Made(micro_batch_rows, lambda rows: self._layout(samples.select(rows))),
             lambda model, layout: layout.hidden(model),
             lambda hidden, layout: self._scores(layout, hidden, width).log_probs,
             lambda layout: layout.stage_shape,
         )
         self.lm.train()
-        if found:  # on the last stage only; one copy from the device for all passes
-            out[torch.cat(cuts)] = torch.cat(found).float().cpu()
+        if log_probs:  # on the last stage only; one copy from the device for all passes
+            out[torch.cat(micro_batch_rows)] = torch.cat(log_probs).float().cpu()
         return self.mesh.from_last_stage(out)
 
     def get_init_policy_logprobs(
@@ -215,7 +218,10 @@ class MegatronGPTReinforceActorModel:
         response_lengths: Tensor,
         group_ids: Tensor | None = None,
     ) -> Tensor:
-        """Compute `get_inference_log_probs` under the reference policy."""
+        """Compute `get_inference_log_probs` under the reference policy.
+
+        Raises RuntimeError without a reference.
+        """
         if self._as_reference is None:
             raise RuntimeError(
                 "this actor was built without a reference policy (with_reference=False)"
@@ -226,12 +232,15 @@ class MegatronGPTReinforceActorModel:
             )
 
     def reference_weights(self) -> Iterator[Tensor]:
-        """Yield the reference's weights on this rank, with LoRA the frozen ones; none without a reference."""
+        """Yield the reference's weights on this rank; with LoRA, the frozen weights.
+
+        Yields nothing without a reference.
+        """
         if self._as_reference is not None:
             with self._as_reference():
-                own = list(self.lm.parameters())
-                frozen = [one for one in own if not one.requires_grad]
-                yield from (one.data for one in frozen or own)
+                parameters = list(self.lm.parameters())
+                frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+                yield from (parameter.data for parameter in frozen or parameters)
 
     def get_loss_and_metrics(
         self,
@@ -246,7 +255,7 @@ class MegatronGPTReinforceActorModel:
 
         Args:
             denominators: over all data-parallel ranks.
-            kl_coefficient: of the KL in the loss; None if it is elsewhere.
+            kl_coefficient: of the KL in the loss; None if the loss has no KL.
             rows: int64 indices of this optimizer step's samples; None for all.
             on_policy: no optimizer step since sampling, so every ratio is exactly 1.
         """
@@ -261,13 +270,13 @@ class MegatronGPTReinforceActorModel:
         )
         samples = _samples(*inputs)
         micro_batch_size = self.settings.micro_batch_size
-        cuts = [
-            trained[cut]
-            for cut in self._make_micro_batches(samples.select(trained), micro_batch_size)
+        micro_batch_rows = [
+            trained[indices]
+            for indices in self._make_micro_batches(samples.select(trained), micro_batch_size)
         ]
-        # A rank without samples still runs an empty pass, or the collectives of the others would
-        # hang.
-        parts: list[Tensor | None] = [*cuts] or [None]
+        # A rank without samples still runs an empty pass: the collectives of the other ranks wait
+        # for it.
+        parts: list[Tensor | None] = [*micro_batch_rows] or [None]
         seen: list[tuple[Tensor, Tensor]] = []  # rows and their log-probs
 
         def layout_of(rows: Tensor | None) -> tuple[Tensor | None, SequenceLayout]:
@@ -299,29 +308,29 @@ class MegatronGPTReinforceActorModel:
             inputs |= {"mask": length_mask(lengths, width), "trains": batch.trains[rows]}
             moved = to_device(list(inputs.values()), scores.log_probs.device)
             moved = LossInputs(**dict(zip(inputs, moved, strict=True)))
-            options = (denominators, self.settings.loss, kl_coefficient)
+            options = (denominators, self.loss, kl_coefficient)
             share, sums = policy_loss(scores.log_probs, scores.entropy, moved, *options)
             return share, {LOSS: share.detach(), **sums}
 
         self.lm.train()
-        found = accumulate_gradients(
+        pass_sums = accumulate_gradients(
             self.ddp,
             _Made(parts, layout_of),
             lambda model, part: part[1].hidden(model),
             loss_of,
             lambda part: part[1].stage_shape,
         )
-        shares = self.mesh.from_last_stage(_as_floats(found))
+        shares = self.mesh.from_last_stage(_as_floats(pass_sums))
         names = dict.fromkeys(name for share in shares for name in share)
         sums = {name: math.fsum(share[name] for share in shares) for name in names}
         loss = sums.pop(LOSS, 0.0)
-        sums["sequence_tokens"], sums["padded_tokens"] = self._tokens_of(samples, cuts)
+        sums["sequence_tokens"], sums["padded_tokens"] = self._tokens_of(samples, micro_batch_rows)
         log_probs = torch.full(rollouts.response_mask.shape, math.nan)
-        if seen:  # one copy from the device, as each waits for it
+        if seen:  # one copy from the device, since each copy waits for the device
             flat = torch.cat([values.flatten() for _, values in seen]).float().cpu()
             sizes = [values.numel() for _, values in seen]
-            for (found_rows, values), own in zip(seen, flat.split(sizes), strict=True):
-                log_probs[found_rows, : values.shape[1]] = own.view(values.shape)
+            for (sample_rows, values), row_log_probs in zip(seen, flat.split(sizes), strict=True):
+                log_probs[sample_rows, : values.shape[1]] = row_log_probs.view(values.shape)
         return LossShare(loss, sums, self.mesh.from_last_stage(log_probs))
 
     def export(self, source: str | Path, out: str | Path, step: int | None = None) -> Path:
@@ -334,48 +343,46 @@ class MegatronGPTReinforceActorModel:
         return export_adapter(self.lm, source, out)
 
     def _layout(self, samples: _Samples) -> SequenceLayout:
-        where = (samples.sequences, samples.prompt_lengths, samples.response_lengths)
-        if self.settings.shared_prefix:
-            return PackedGroups(self.lm, *where, samples.group_ids)
-        return PaddedSequences(self.lm, *where, pad_to=self.settings.pad_to, pad_id=self.pad_id)
+        inputs = (samples.sequences, samples.prompt_lengths, samples.response_lengths)
+        if self.shares_prefix:
+            return PackedGroups(self.lm, *inputs, samples.group_ids)
+        return PaddedSequences(self.lm, *inputs, pad_to=self._pad_to, pad_id=self.pad_id)
 
     def _make_micro_batches(self, samples: _Samples, size: int) -> list[Tensor]:
         most = self.settings.tokens_per_micro_batch
-        if self.settings.shared_prefix:
+        if self.shares_prefix:
             _, prompts, responses, group_ids = samples
             return packed_micro_batches(group_ids, prompts, responses, size, most)
-        return micro_batches(samples.lengths.clamp(min=self.settings.pad_to), size, most)
+        return micro_batches(samples.lengths.clamp(min=self._pad_to), size, most)
 
-    def _tokens_of(self, samples: _Samples, cuts: list[Tensor]) -> tuple[int, int]:
-        """Return the tokens that passes read, without and with padding."""
-        if self.settings.shared_prefix:
-            parts = [samples.select(rows) for rows in cuts]
+    def _tokens_of(self, samples: _Samples, micro_batch_rows: list[Tensor]) -> tuple[int, int]:
+        """Return the number of tokens that the passes read, without and with padding."""
+        if self.shares_prefix:
+            parts = [samples.select(rows) for rows in micro_batch_rows]
             tokens = sum(
                 packed_tokens(p.group_ids, p.prompt_lengths, p.response_lengths) for p in parts
             )
             return tokens, tokens
-        return padding(samples.lengths, cuts, self.settings.pad_to)
+        return padding(samples.lengths, micro_batch_rows, self._pad_to)
 
     def _scores(
         self, layout: SequenceLayout, hidden: Tensor, width: int, with_entropy: bool = False
     ) -> TokenScores:
-        temperature = self.settings.sampling.temperature
-        chunk = self.settings.logits_chunk_tokens
         return response_scores(
             layout,
             hidden,
             self.lm,
-            temperature,
+            self.sampling.temperature,
             width,
-            chunk_tokens=chunk,
+            chunk_tokens=self.chunk_tokens,
             with_entropy=with_entropy,
         )
 
 
-def _as_floats(found: list[dict[str, Tensor]]) -> list[dict[str, float]]:
-    scalars = [scalar.double() for part in found for scalar in part.values()]
+def _as_floats(sums_by_pass: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    scalars = [scalar.double() for part in sums_by_pass for scalar in part.values()]
     numbers = iter(torch.stack(scalars).tolist() if scalars else [])
-    return [{name: next(numbers) for name in part} for part in found]
+    return [{name: next(numbers) for name in part} for part in sums_by_pass]
 
 
 class _Made(Sequence[Made]):
@@ -409,7 +416,7 @@ class _Samples(NamedTuple):
 def _samples(
     sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None
 ) -> _Samples:
-    alone = torch.arange(len(sequences))  # no two share a prompt
-    return _Samples(
-        sequences, prompt_lengths, response_lengths, alone if group_ids is None else group_ids
-    )
+    if group_ids is None:
+        # No two samples share a prompt.
+        group_ids = torch.arange(len(sequences))
+    return _Samples(sequences, prompt_lengths, response_lengths, group_ids)

@@ -1,10 +1,12 @@
 """Baselines, advantages and their credit to tokens, chosen by name in the configuration.
 
-Notation: N samples, T response tokens; the samples of a group answer one prompt. r = reward of a sequence, less the KL
-where it is part of the reward. Everything is detached. Invalid samples are excluded; their rewards may be NaN.
+Notation: N samples, T response tokens; the samples of a group answer one prompt. r = reward of a
+sequence, less the KL where it is part of the reward. Everything is detached. Invalid samples are
+excluded; their rewards may be NaN.
 
-To add an estimator, decorate a function of a `RewardGroups` with `@estimator` (CONTRIBUTING.md). The configuration is
-checked against `ADVANTAGE_ESTIMATORS` before torch is loaded, so functions here only use tensor methods.
+To add an estimator, decorate a function of a `RewardGroups` with `@estimator` (CONTRIBUTING.md).
+The configuration is checked against `ADVANTAGE_ESTIMATORS` before torch is loaded, so functions
+here only use tensor methods.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_REWARD = 1e6  # beyond it float32 cannot resolve differences within a group
+MAX_REWARD = 1e6  # above it float32 cannot resolve differences within a group
 # GRPO's epsilon, as in TRL; it swamps the deviation of about 1e-7 that rounding gives.
 EPSILON = 1e-4
-# Of a variance, as in verl and OpenRLHF: equal advantages stay at zero.
+# Added to a variance, as in verl and OpenRLHF, so that equal advantages stay at zero.
 VARIANCE_EPSILON = 1e-8
 
 
@@ -36,10 +38,11 @@ class RewardGroups:
     def of(
         cls, rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None, past_mean: float = 0.0
     ) -> RewardGroups:
-        """Check and detach the inputs; `valid` None means all are.
+        """Check and detach the inputs. All samples are valid if `valid` is None.
 
         Raises:
-            ValueError: shapes differ, ids are not integers, or a valid reward is not finite or beyond `MAX_REWARD`.
+            ValueError: shapes differ, ids are not integers, or a valid reward is not finite or
+                larger in size than `MAX_REWARD`.
         """
         import torch
 
@@ -49,15 +52,18 @@ class RewardGroups:
         valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
         shapes = {"rewards": rewards.shape, "group_ids": group_ids.shape, "valid": valid.shape}
         if len(set(shapes.values())) > 1 or rewards.dim() != 1:
-            found = ", ".join(f"{name} of {tuple(shape)}" for name, shape in shapes.items())
-            raise ValueError(f"expected 1-D tensors of one length, found {found}")
+            shapes_by_name = ", ".join(
+                f"{name} of {tuple(shape)}" for name, shape in shapes.items()
+            )
+            raise ValueError(f"expected 1-D tensors of one length, found {shapes_by_name}")
         if group_ids.is_floating_point():
             raise ValueError(f"group_ids must be integers, found {group_ids.dtype}")
         if valid.dtype != torch.bool:
             raise ValueError(f"valid must be a bool mask, found {valid.dtype}")
         if not bool((rewards[valid].abs() <= MAX_REWARD).all()):
             raise ValueError(
-                f"a valid reward is not finite or beyond {MAX_REWARD:g} in size; scale or clip rewards"
+                f"a valid reward is not finite or beyond {MAX_REWARD:g} in size; "
+                "scale or clip rewards"
             )
         return cls(rewards.where(valid, 0.0), group_ids, valid, past_mean)
 
@@ -88,7 +94,10 @@ class RewardGroups:
         return mean + (self.rewards - mean).where(self.valid, 0.0).sum() / count
 
     def advantages(self, baseline: Tensor | float, scale: Tensor | float = 1.0) -> Advantages:
-        """Return (reward - baseline) * scale for the valid samples, all of which train; both are [N] or scalar."""
+        """Return (reward - baseline) * scale for the valid samples, all of which train.
+
+        `baseline` and `scale` are [N] or scalars.
+        """
         values = ((self.rewards - baseline) * scale).where(self.valid, 0.0)
         baselines = (self.rewards.new_zeros(self.rewards.shape) + baseline).where(self.valid, 0.0)
         return Advantages(values, baselines, self.valid)
@@ -120,7 +129,10 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorEntry] = {}
 def estimator(
     *names: str, compares_samples: bool, only_subtracts: bool = True
 ) -> Callable[[Estimator], Estimator]:
-    """Register a function under values of `trainer.reinforce.advantage_estimator`; see `EstimatorEntry`."""
+    """Register a function under values of `trainer.reinforce.advantage_estimator`.
+
+    `EstimatorEntry` describes the two flags.
+    """
 
     def enter(function: Estimator) -> Estimator:
         ADVANTAGE_ESTIMATORS.update(
@@ -150,21 +162,25 @@ def past_mean(groups: RewardGroups) -> Advantages:
 
 @estimator("batch_mean", compares_samples=False)
 def batch_mean(groups: RewardGroups) -> Advantages:
-    """A = r - batch mean, itself included: the expected gradient is (N-1)/N of the true one."""
+    """A = r - batch mean, itself included: in expectation (N-1)/N of the true gradient."""
     return groups.advantages(groups.mean())
 
 
 @estimator("prompt_mean", compares_samples=True)
 def prompt_mean(groups: RewardGroups) -> Advantages:
-    """A = r - group mean, itself included: (G-1)/G of RLOO (Dr. GRPO, Liu et al. 2025, 2503.20783)."""
+    """A = r - group mean, itself included: (G-1)/G of RLOO.
+
+    Source: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783.
+    """
     return groups.advantages(groups.mean_by_group())
 
 
 @estimator("rloo", compares_samples=True)
 def leave_one_out(groups: RewardGroups) -> Advantages:
-    """RLOO: A = r - mean of the group's other samples = G/(G-1) (r - mean). Unbiased; A = 0 for a lone valid sample.
+    """RLOO: A = r - mean of the group's other samples = G/(G-1) (r - mean).
 
-    Source: Kool et al. (2019), "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; arXiv:2402.14740, equation 8.
+    Unbiased; A = 0 for a lone valid sample. Source: Kool et al. (2019), "Buy 4 REINFORCE Samples,
+    Get a Baseline for Free!"; arXiv:2402.14740, equation 8.
     """
     means = groups.mean_by_group()
     # mean of the others = mean + (mean - r) / (G - 1), without cancellation of large sums.
@@ -174,10 +190,11 @@ def leave_one_out(groups: RewardGroups) -> Advantages:
 
 @estimator("grpo", compares_samples=True, only_subtracts=False)
 def group_normalised(groups: RewardGroups) -> Advantages:
-    """GRPO: A = (r - group mean) / (group standard deviation + 1e-4) (Shao et al. 2024, 2402.03300).
+    """GRPO: A = (r - group mean) / (group standard deviation + 1e-4).
 
-    The deviation divides by G-1, as in TRL and verl. Biased: groups with small differences weigh as much as others.
-    A group of one, or of equal rewards, has A = 0.
+    Source: Shao et al. 2024, arXiv:2402.03300. The deviation divides by G-1, as in TRL and verl.
+    Biased: groups with small differences weigh as much as others. A group of one, or of equal
+    rewards, has A = 0.
     """
     means = groups.mean_by_group()
     degrees = (groups.count_by_group() - 1).clamp(min=1)
@@ -187,7 +204,10 @@ def group_normalised(groups: RewardGroups) -> Advantages:
 
 @estimator("raft", compares_samples=True, only_subtracts=False)
 def best_of_group(groups: RewardGroups) -> Advantages:
-    """RAFT: the best of each group, of ties the first, trains alone, with A = 1 (Dong et al. 2023, 2304.06767)."""
+    """RAFT: the best sample of each group trains alone, with A = 1 (Dong et al. 2023, 2304.06767).
+
+    The first of equal best samples is taken.
+    """
     import torch
 
     index = groups.group_index()
@@ -205,15 +225,19 @@ def best_of_group(groups: RewardGroups) -> Advantages:
 
 
 def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Compute `leave_one_out` advantages [N] from plain tensors, as for `RewardGroups.of`; 0 where invalid."""
+    """Compute `leave_one_out` advantages [N] from plain tensors; 0 where invalid.
+
+    Takes the arguments and raises the errors of `RewardGroups.of`.
+    """
     return leave_one_out(RewardGroups.of(rewards, group_ids, valid)).values
 
 
 def returns_to_go(token_rewards: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor:
-    """Compute sum_{s >= t} discount^(s - t) reward_s: [N, T], 0 outside the mask, from [N, T] and bool [N, T].
+    """Compute sum_{s >= t} discount^(s - t) reward_s: [N, T], 0 outside the mask.
 
-    A token cannot change earlier rewards, so omitting them is unbiased if discount is 1 (Williams 1992; Schulman et
-    al. 2015, arXiv:1506.02438); below 1 it is biased. Response tokens come first; other rewards are ignored.
+    `token_rewards` is [N, T], `mask` bool [N, T]. A token cannot change earlier rewards, so
+    omitting them is unbiased if discount is 1 (Williams 1992; Schulman et al. 2015,
+    arXiv:1506.02438); below 1 it is biased. Response tokens come first; other rewards are ignored.
     """
     rewards = token_rewards.where(mask, 0.0)
     if discount == 1.0:
@@ -232,8 +256,8 @@ def token_credit(
 ) -> Tensor:
     """Compute return-to-go of reward and KL less a baseline: [N, T], 0 outside the mask.
 
-    `terminal` [N] is the reward of the last token, `baseline` [N] is subtracted at every token, undiscounted, and
-    `token_penalty` [N, T] is beta times each token's KL.
+    `terminal` [N] is the reward of the last token, `baseline` [N] is subtracted at every token,
+    undiscounted, and `token_penalty` [N, T] is beta times each token's KL.
     """
     is_last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
     rewards = terminal[:, None].where(is_last, 0.0) - token_penalty.where(mask, 0.0)
@@ -241,7 +265,7 @@ def token_credit(
 
 
 def assign_credit(
-    found: Advantages,
+    advantages: Advantages,
     rewards: Tensor,
     kl: Tensor,
     token_kl: Tensor,
@@ -255,21 +279,26 @@ def assign_credit(
     """Return the advantage of each token: [N, T], 0 outside the mask.
 
     Args:
-        found: advantages of the rewards, less beta times the KL if `kl_placement` is `reward`.
+        advantages: of the rewards, less beta times the KL if `kl_placement` is `reward`.
         rewards, kl: [N]; the rewards shaped, without the KL.
-        token_kl, mask: [N, T] and bool [N, T]; the KL is 0 outside the mask. With `loss` it enters no advantage.
+        token_kl, mask: [N, T] and bool [N, T]; the KL is 0 outside the mask. With `loss` it enters
+            no advantage.
         discount: gamma of `returns_to_go`; only with `token`.
     """
     if assignment == "sequence":
-        values = found.values - beta * kl if kl_placement == "advantage" else found.values
+        values = advantages.values - beta * kl if kl_placement == "advantage" else advantages.values
         return values[:, None].where(mask, 0.0)
     charged = 0.0 * token_kl if kl_placement == "loss" else beta * token_kl
     if kl_placement == "reward":
-        # The estimator has the KL of whole responses in it; here each token is charged its own, so
-        # only the baseline is taken from it.
-        return token_credit(rewards, found.baseline, charged, mask, discount)
+        # The estimator already includes the KL of whole responses. Here each token is charged its
+        # own KL, so only the baseline is taken from the estimator.
+        return token_credit(rewards, advantages.baseline, charged, mask, discount)
     return token_credit(
-        found.values, found.values.new_zeros(len(found.values)), charged, mask, discount
+        advantages.values,
+        advantages.values.new_zeros(len(advantages.values)),
+        charged,
+        mask,
+        discount,
     )
 
 
@@ -282,13 +311,15 @@ def whiten(
 ) -> Tensor:
     """Return (A - mean) / sqrt(variance + 1e-8) over the batch: REINFORCE++ (Hu 2025, 2501.03262).
 
-    By token, each of weight 1, as in verl and OpenRLHF, or by `sequence`, each of weight 1 shared by its tokens.
-    Biased: the scale depends on the samples. From [N, T] and bool [N, T] to [N, T], 0 outside the mask; all 0 with
-    fewer than two units or without variance. `total` sums a float64 tensor over the ranks that hold the batch.
+    By token, each of weight 1, as in verl and OpenRLHF, or by `sequence`, each of weight 1 shared
+    by its tokens. Biased: the scale depends on the samples. From [N, T] and bool [N, T] to [N, T],
+    0 outside the mask; all 0 with fewer than two units or without variance. `total` sums a float64
+    tensor over the ranks that hold the batch.
     """
     import torch
 
-    weights = units = mask.double()
+    units = mask.double()
+    weights = units
     if unit == "sequence":
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)
         units = mask.any(-1).double()
@@ -297,7 +328,7 @@ def whiten(
     mean = sum_of_values / count.clamp(min=1)
     (squares,) = total((weights * (exact - mean) ** 2).sum()[None]).cpu()
     variance = squares / (count - 1).clamp(min=1)
-    # A single response has nothing to compare with, even if its tokens differ.
+    # A single response cannot be compared with others, even if its tokens differ.
     counted = mask & (count.item() > 1)
     return torch.where(counted, (exact - mean) * (variance + VARIANCE_EPSILON).rsqrt(), 0.0).to(
         values.dtype

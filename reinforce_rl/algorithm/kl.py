@@ -1,6 +1,9 @@
-"""Estimates of the KL from the reference policy on sampled tokens (J. Schulman, "Approximating KL Divergence", 2020).
+"""Estimates of the KL from the reference policy on sampled tokens.
 
-Notation: N sequences, T response tokens. l = log pi(token), l_ref = log pi_ref(token); the tokens were drawn from pi.
+Source: J. Schulman, "Approximating KL Divergence", 2020.
+
+Notation: N sequences, T response tokens. l = log pi(token), l_ref = log pi_ref(token); the tokens
+were drawn from pi.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from torch import Tensor
 
 
 def k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return l - l_ref: unbiased, of either sign. [N, T] to [N, T], as the others."""
+    """Return l - l_ref: unbiased, of either sign. Shapes of all estimators: [N, T] to [N, T]."""
     return log_probs - reference_log_probs
 
 
@@ -36,14 +39,20 @@ def k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
 def token_kl(
     log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, estimator: str = "k1"
 ) -> Tensor:
-    """Return the estimate per token [N, T], 0 outside the mask, where inputs may hold anything, infinity included."""
+    """Return the estimate per token [N, T], 0 outside the mask.
+
+    Inputs may hold anything outside the mask, infinity included.
+    """
     safe = torch.where(mask, log_probs, 0.0)
     safe_reference = torch.where(mask, reference_log_probs, 0.0)
     return torch.where(mask, globals()[estimator](safe, safe_reference), 0.0)
 
 
 def reduce_over_tokens(values: Tensor, mask: Tensor, reduction: str = "sum") -> Tensor:
-    """Reduce tokens by `sum` or `mean` (NeMo-Aligner, biased for a KL): [N, T], 0 outside the mask, to [N]."""
+    """Reduce values per token to values per sequence: [N, T], 0 outside the mask, to [N].
+
+    `reduction` is `sum` or `mean`; NeMo-Aligner uses the mean, which is biased for a KL.
+    """
     total = values.sum(dim=-1)
     return total if reduction == "sum" else total / mask.sum(dim=-1).clamp(min=1)
 
@@ -67,22 +76,28 @@ def kl_loss_terms(
     estimator: str = "k3",
     weights: str = "prefix",
 ) -> Tensor:
-    """Return the KL as a loss term per token, [N, T]: the estimate as value, with the gradient that `weights` selects.
+    """Return the KL as a loss term per token, [N, T].
 
-    Tokens were sampled from the policy, so the gradient of the expected estimate is the estimate's own plus a
-    score-function part; `weights` selects what is kept of the latter:
+    The value is the estimate; `weights` selects the gradient.
 
-        none: nothing (GRPO, TRL, verl). Biased; for k1 zero in expectation, so the KL is not constrained at all.
+    Tokens were sampled from the policy, so the gradient of the expected estimate is the estimate's
+    own gradient plus a score-function part. `weights` selects how much of that part is kept:
+
+        none: nothing (GRPO, TRL, verl). Biased; for k1 it is zero in expectation, so the KL is not
+            constrained at all.
         token: the token's own, sg(k_t) l_t. Biased: ignores the divergence of later tokens.
-        prefix: sg(k_t) sum_{s <= t} l_s, the gradient of the expected sum of estimates; exact for k1 and k3.
+        prefix: sg(k_t) sum_{s <= t} l_s, the gradient of the expected sum of estimates; exact for
+            k1 and k3.
 
-    `log_probs` [N, T] have a gradient and are of the policy that sampled the tokens; the result is 0 outside the mask.
+    `log_probs` [N, T] have a gradient and are of the policy that sampled the tokens. The result is
+    0 outside the mask.
     """
     terms = token_kl(log_probs, reference_log_probs.detach(), mask, estimator=estimator)
     if weights == "none":
         return terms
-    own = torch.where(mask, log_probs, 0.0)
-    score = own - own.detach()  # zero in value, carries the score-function gradient
+    masked_log_probs = torch.where(mask, log_probs, 0.0)
+    # Zero in value; it carries the score-function gradient.
+    score = masked_log_probs - masked_log_probs.detach()
     if weights == "prefix":
         score = score.cumsum(dim=-1)
     return terms + torch.where(mask, terms.detach() * score, 0.0)
@@ -90,11 +105,15 @@ def kl_loss_terms(
 
 @dataclass
 class KLCoefficient:
-    """Beta, constant or adapted to a target KL (Ziegler et al. 2019, arXiv:1909.08593, section 2.2)."""
+    """Beta, constant or adapted to a target KL.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
 
     value: float
     target: float | None = None  # nats per response; None keeps beta constant
-    # responses in which an error of at least 20 % changes beta by 20 %, a step's maximum
+    # Number of responses over which an error of at least 20 % changes beta by 20 %, the most per
+    # step.
     horizon: float = 10_000.0
 
     def update(self, measured: float, responses: float) -> None:

@@ -1,7 +1,8 @@
 """The policy-gradient loss of a micro-batch.
 
-Notation: N sequences, T response tokens, l = log pi(token), A = advantage. pi_old is the policy before the first
-optimizer step on a rollout batch, pi_gen what the generator sampled with.
+Notation: N sequences, T response tokens, l = log pi(token), A = advantage. pi_old is the policy
+before the first optimizer step on a rollout batch, pi_gen the policy that the generator sampled
+with.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class LossSettings:
     ratio_clip_low: float = 0.2  # ratio >= 1 - this
     ratio_clip_high: float = 0.2  # ratio <= 1 + this
     generator_correction: str = "none"  # see `generator_weights`
-    # Generator weights are truncated here; masks drop those above it and below 1 / it.
+    # Upper bound of generator weights. Masks drop weights above it and below 1 / it.
     generator_ratio_cap: float = 2.0
     kl_estimator: str = "k1"  # of a KL in the loss
     kl_loss_weights: str = "prefix"  # see `kl_loss_terms`
@@ -38,7 +39,7 @@ class LossSettings:
 class Denominators:
     """Counts over the global batch of an optimizer step that normalise the loss."""
 
-    sequences: float  # that train
+    sequences: float  # number of sequences that train
     tokens: float  # response tokens of those sequences
     fixed_length: float  # constant of Dr. GRPO, the run's max_length
 
@@ -62,16 +63,18 @@ def token_weights(
     aggregation: str,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the weight of each token's loss term, [N, T], 0 where it does not count, from bool [N, T] and [N].
+    """Return the weight of each token's loss term, [N, T]; 0 where it does not count.
 
-    Denominators of the global batch make the gradient independent of the split into micro-batches and ranks; zeros
-    give a loss of 0. `aggregation` is a value of the key `loss_aggregation`:
+    `mask` is bool [N, T], `trains` bool [N]. Denominators of the global batch make the gradient
+    independent of the split into micro-batches and ranks; zeros give a loss of 0. `aggregation` is
+    a value of the key `loss_aggregation`:
 
-        sequence_sum: sum over tokens, mean over sequences (RLOO, Ahmadian et al. 2024, arXiv:2402.14740, equation 6).
-            Unbiased: the response is one action.
-        sequence_mean: mean over tokens, then sequences (GRPO, arXiv:2402.03300). Biased against long responses.
-        token_mean: mean over the batch's tokens (DAPO, arXiv:2503.14476). The direction of sequence_sum; the scale
-            depends on the sampled lengths.
+        sequence_sum: sum over tokens, mean over sequences (RLOO, Ahmadian et al. 2024,
+            arXiv:2402.14740, equation 6). Unbiased: the response is one action.
+        sequence_mean: mean over tokens, then sequences (GRPO, arXiv:2402.03300). Biased against
+            long responses.
+        token_mean: mean over the batch's tokens (DAPO, arXiv:2503.14476). The direction of
+            sequence_sum; the scale depends on the sampled lengths.
         fixed_length: sequence_sum divided by max_length (Dr. GRPO, arXiv:2503.20783).
     """
     kept = (mask & trains[:, None]).to(dtype)
@@ -94,20 +97,23 @@ def policy_terms(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the policy-gradient term of each token. At pi = pi_old all ratios give the gradient of `none`.
+    """Return the policy-gradient term of each token.
 
-    All are [N, T]: log-probs are 0 outside the mask, the first with gradient; advantages are constant within a
-    response for the sequence ratios. `ratio` is a value of the key `importance_ratio`:
+    At pi = pi_old all ratios give the gradient of `none`. All tensors are [N, T]: log-probs are 0
+    outside the mask, `log_probs` has a gradient, and advantages are constant within a response for
+    the sequence ratios. `ratio` is a value of the key `importance_ratio`:
 
         none: -A l, REINFORCE; on-policy only.
         token: -min(rho A, clip(rho) A), rho = pi / pi_old per token (PPO, arXiv:1707.06347; GRPO).
-        sequence: the same with rho of the whole response, as TRL's RLOO.
+        sequence: the same with rho of the whole response, as in TRL's RLOO.
         sequence_geometric: rho to the power of 1 / length (GSPO, arXiv:2507.18071).
 
-    clip(rho) is within 1 - clip_low .. 1 + clip_high, and any rho is capped at exp(`MAX_LOG_RATIO`).
+    clip(rho) is within 1 - clip_low .. 1 + clip_high, and any rho is capped at
+    exp(`MAX_LOG_RATIO`).
 
     Returns:
-        terms [N, T] with gradient, rho [N, T] detached, and bool [N, T] where clipping stopped the gradient.
+        terms [N, T] with gradient, rho [N, T] detached, and bool [N, T] where clipping stopped the
+        gradient.
     """
     if ratio == "none":
         return -advantages * log_probs, torch.ones_like(log_probs), torch.zeros_like(mask)
@@ -133,15 +139,16 @@ def policy_terms(
 def generator_weights(
     old_log_probs: Tensor, generator_log_probs: Tensor, mask: Tensor, *, correction: str, cap: float
 ) -> Tensor:
-    """Return detached importance weights, [N, T], from log-probs and mask [N, T]; r = pi_old / pi_gen.
+    """Return detached importance weights [N, T] from log-probs and mask [N, T].
 
-    They correct for another engine, other kernels or older weights, by each token's own r or the response's, which is
-    unbiased but for the cap. That bounds the variance and adds bias.
+    The weights correct for another engine, other kernels or older weights. r = pi_old / pi_gen of
+    each token, or of the response, which is unbiased but for the cap. The cap bounds the variance
+    and adds bias.
 
-        token, sequence: min(r, cap) (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-            Off-Policy RL Training")
-        token_mask, sequence_mask: r within 1 / cap .. cap, else 0 (IcePop, arXiv:2510.18855; Liu et al. 2025, "When
-            Speed Kills Stability", with the upper bound only)
+        token, sequence: min(r, cap) (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework
+            Secretly Brings You Off-Policy RL Training")
+        token_mask, sequence_mask: r within 1 / cap .. cap, else 0 (IcePop, arXiv:2510.18855; Liu et
+            al. 2025, "When Speed Kills Stability", with the upper bound only)
     """
     if correction == "none":
         return torch.ones_like(old_log_probs)
@@ -166,12 +173,12 @@ def policy_loss(
 
     With the default settings it is REINFORCE: -1/M sum_i A_i sum_t l_it over M sequences.
 
-    `log_probs` and `entropy`, None if not computed, are [N, T] with gradient, and anything outside the mask.
-    `kl_coefficient` is None where the loss has no KL.
+    `log_probs` and `entropy` are [N, T] with gradient, and anything outside the mask. `entropy` is
+    None if it was not computed, `kl_coefficient` is None if the loss has no KL.
 
     Returns:
-        the scalar share, and float64 sums over training tokens, additive over micro-batches and ranks, for
-        `monitoring.metrics.update_metrics`.
+        The scalar share, and float64 sums over training tokens for
+        `monitoring.metrics.update_metrics`, additive over micro-batches and ranks.
     """
     kept = inputs.mask & inputs.trains[:, None]
 
@@ -179,17 +186,20 @@ def policy_loss(
         # torch.where, since 0 * inf is NaN, in the gradient too.
         return torch.where(kept, values, 0.0)
 
-    own = clean(log_probs)
-    # Exactly 1 on the first pass: recomputed log-probs differ by rounding, which adds up over a
-    # long response and would clip on-policy samples.
-    old = own.detach() if inputs.old_log_probs is None else clean(inputs.old_log_probs)
+    masked_log_probs = clean(log_probs)
+    # The ratio is exactly 1 on the first pass: recomputed log-probs differ by rounding, which adds
+    # up over a long response and would clip on-policy samples.
+    old = masked_log_probs.detach() if inputs.old_log_probs is None else clean(inputs.old_log_probs)
     weights = token_weights(
-        inputs.mask, inputs.trains, denominators, settings.loss_aggregation, own.dtype
+        inputs.mask, inputs.trains, denominators, settings.loss_aggregation, masked_log_probs.dtype
     )
     advantages = clean(inputs.advantages.detach())
     clip = settings.ratio_clip_low, settings.ratio_clip_high
-    terms, rho, clipped = policy_terms(own, old, advantages, kept, settings.importance_ratio, *clip)
-    ones = correction = torch.ones_like(old)
+    terms, rho, clipped = policy_terms(
+        masked_log_probs, old, advantages, kept, settings.importance_ratio, *clip
+    )
+    ones = torch.ones_like(old)
+    correction = ones
     generator = None if inputs.generator_log_probs is None else clean(inputs.generator_log_probs)
     cap = settings.generator_ratio_cap
     if generator is not None:
@@ -198,9 +208,9 @@ def policy_loss(
         )
     terms = terms * correction
     if kl_coefficient is not None and inputs.reference_log_probs is not None:
-        how = {"estimator": settings.kl_estimator, "weights": settings.kl_loss_weights}
+        kl_options = {"estimator": settings.kl_estimator, "weights": settings.kl_loss_weights}
         terms = terms + kl_coefficient * kl_loss_terms(
-            own, clean(inputs.reference_log_probs), kept, **how
+            masked_log_probs, clean(inputs.reference_log_probs), kept, **kl_options
         )
     if settings.entropy_bonus and entropy is not None:
         terms = terms - settings.entropy_bonus * clean(entropy)

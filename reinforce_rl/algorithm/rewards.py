@@ -1,9 +1,13 @@
-"""Reward shaping before advantages: standardise, scale, clip, penalise. N sequences of the global batch."""
+"""Reward shaping before advantages: standardise, scale, clip, penalise.
+
+Notation: N sequences of the global batch.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -54,32 +58,26 @@ class RunningMoments:
         self.merge(RunningMoments.of(values))
 
 
-@dataclass(frozen=True)
-class RewardShaping:
-    """Reward shaping, applied in the order of the fields."""
+class RewardShaping(Protocol):
+    """The keys of `trainer.reinforce.reward_shaping`, in the order in which they are applied."""
 
     # none; given: (r - mean) / deviation; running: with moments of past steps
-    standardisation: str = "none"
-    mean: float = 0.0  # of given
-    deviation: float = 1.0  # of given
-    scale: float = 1.0
-    clip: float | None = None  # bound on the absolute value; None for no bound
-    length_penalty: float = 0.0  # per response token
-    truncation_penalty: float = 0.0  # for a response cut at max_length
-    # last tokens with a linear penalty, ended responses too (2503.14476, equation 13)
-    overlong_buffer: int = 0
-    max_length: int = 1  # response tokens
+    standardisation: Literal["none", "given", "running"]
+    mean: float  # of given
+    deviation: float  # of given
+    scale: float
+    clip: float | None  # bound on the absolute value; None for no bound
+    length_penalty: float  # per response token
 
 
 def shape_rewards(
     rewards: Tensor,
     valid: Tensor,
     response_lengths: Tensor,
-    is_end: Tensor,
     shaping: RewardShaping,
     past: RunningMoments,
 ) -> Tensor:
-    """Return the shaped rewards [N]; invalid ones are arbitrary. `is_end` is False if cut at max_length.
+    """Return the shaped rewards [N]; invalid samples have arbitrary values.
 
     `past` are the moments of past steps' raw rewards; the first step uses its own.
     """
@@ -96,12 +94,29 @@ def shape_rewards(
     shaped = shaped * shaping.scale
     if shaping.clip is not None:
         shaped = shaped.clamp(-shaping.clip, shaping.clip)
-    shaped = shaped - shaping.length_penalty * response_lengths
-    overlong = (~is_end).to(shaped.dtype)
-    if shaping.overlong_buffer > 0:
-        into = response_lengths - (shaping.max_length - shaping.overlong_buffer)
-        overlong = (into / shaping.overlong_buffer).clamp(0.0, 1.0).where(is_end, 1.0)
-    return shaped - shaping.truncation_penalty * overlong
+    return shaped - shaping.length_penalty * response_lengths
+
+
+def subtract_truncation_penalty(
+    rewards: Tensor,
+    response_lengths: Tensor,
+    is_end: Tensor,
+    *,
+    penalty: float,
+    buffer: int,
+    max_length: int,
+) -> Tensor:
+    """Return rewards [N] less `penalty` where a response was cut at `max_length` tokens.
+
+    Responses that ended within the last `buffer` tokens have a linear part of it.
+
+    Source: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13.
+    """
+    overlong = (~is_end).to(rewards.dtype)
+    if buffer > 0:
+        into = response_lengths - (max_length - buffer)
+        overlong = (into / buffer).clamp(0.0, 1.0).where(is_end, 1.0)
+    return rewards - penalty * overlong
 
 
 def subtract_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: int) -> Tensor:
@@ -116,19 +131,19 @@ def subtract_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: i
             f"log-probs of the responses of step {step} are not finite",
             key="algorithm.log_probs.not_finite",
         )
-    found = rewards - beta * kl
-    beyond = (valid & ~(found.abs() <= MAX_REWARD)).nonzero()[:, 0].tolist()
+    penalised = rewards - beta * kl
+    beyond = (valid & ~(penalised.abs() <= MAX_REWARD)).nonzero()[:, 0].tolist()
     if beyond:
         raise RewardServerError(
-            f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite, or are larger "
-            f"than {MAX_REWARD:g} in size. The first of them is made of a shaped reward of "
+            f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite, or are "
+            f"larger than {MAX_REWARD:g} in size. The first of them is made of a shaped reward of "
             f"{float(rewards[beyond[0]]):g}, less beta = {beta:g} times a KL of "
             f"{float(kl[beyond[0]]):g} nats. Scale or clip the rewards "
             "(trainer.reinforce.reward_shaping), or lower "
             "trainer.reinforce.initial_policy_kl_penalty",
             key="algorithm.reward.out_of_range",
         )
-    return found
+    return penalised
 
 
 def has_reward_variance(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ from reinforce_rl.config.rewards import (
     RemoteRMConfig,
     RewardFunctionConfig,
     RewardServerConfig,
+    RewardTerm,
+    name_in_metrics,
 )
 
 REWARDS = ("server", "function")  # values of `reward` that are no class
@@ -323,7 +325,6 @@ COLOCATED = {
     "generation_ranks": 0,
     "generation_tensor_parallel_size": 1,
     "rollout_order": "prompts",
-    "generators": "joined",
     "max_staleness": None,
     "inflight_updates": "none",
 }
@@ -342,15 +343,14 @@ class TrainConfig(Section):
         more="; see [disaggregated.md](disaggregated.md)",
     )
     generation_ranks: Natural = key(
-        0, "of placement=disaggregated: the last ranks of the job, which generate", "ranks"
+        0,
+        "of placement=disaggregated: the last ranks of the job generate, which fail with it; 0: "
+        "generators register instead, each started by `reinforce-rl generate`, and may join or "
+        "leave mid-run",
+        "ranks",
     )
     generation_tensor_parallel_size: Count = key(
         1, "of placement=disaggregated: ranks that share each weight matrix of a generator", "ranks"
-    )
-    generators: Literal["joined", "separate"] = key(
-        "joined",
-        "of placement=disaggregated: joined, generation_ranks of this job, which fail with it; separate, programs of "
-        "their own, each started by `reinforce-rl generate`, which may come and go",
     )
     generator_host: Host | None = key(
         None,
@@ -359,7 +359,8 @@ class TrainConfig(Section):
     )
     generator_timeout_seconds: Positive = key(
         600.0,
-        "of generators=separate: how long trainers wait where there is no generator, and it for them",
+        "of placement=disaggregated without generation_ranks: how long trainers wait where no "
+        "generator has registered, and a generator for them",
         "s",
     )
     max_staleness: Natural | None = key(
@@ -436,6 +437,11 @@ class TrainConfig(Section):
         return self.trainer.world_size - self.generation_ranks
 
     @property
+    def uses_external_generators(self) -> bool:
+        """Whether generators are other programs, which register, and no ranks of this job."""
+        return self.placement == "disaggregated" and self.generation_ranks == 0
+
+    @property
     def staleness(self) -> int:
         """`max_staleness`, resolved."""
         if self.max_staleness is not None:
@@ -461,6 +467,29 @@ class TrainConfig(Section):
     def reward_functions(self) -> dict[str, RewardFunctionConfig | MoreFunctionConfig]:
         """Sections of the reward functions that are called, by their dotted names."""
         return self.reward_function.functions(with_own=self.reward == "function")
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether the server of `remote_rm.reward_model` is asked."""
+        return "remote_rm.reward_model" in self.reward_servers
+
+    @property
+    def reward_terms(self) -> list[RewardTerm]:
+        """All that is asked for rewards, in the order in which it is logged."""
+        terms: list[RewardTerm] = []
+        if self.reward_class is not None:
+            class_name = self.reward_class.rpartition(".")[2]
+            terms.append(RewardTerm("reward", class_name, 1.0))
+        for setting, section in {**self.reward_functions, **self.reward_servers}.items():
+            name = name_in_metrics(setting, section)
+            terms.append(RewardTerm(setting, name, section.weight))
+        return terms
+
+    @property
+    def logs_reward_terms(self) -> bool:
+        """Whether terms are logged; the scores of a single source of weight 1 are the reward."""
+        terms = self.reward_terms
+        return len(terms) > 1 or terms[0].weight != 1.0
 
     @property
     def prompts_under_way(self) -> int | None:

@@ -1,6 +1,7 @@
 """Base of the configuration schemas: pydantic sections whose fields carry their documentation.
 
-`tools/config_docs.py` generates the comments of conf/*.yaml, docs/configuration.md and the JSON schemas from them.
+`tools/config_docs.py` generates the comments of conf/*.yaml, docs/configuration.md and the JSON
+schemas from them.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ HOST = "a host name or an address, without port and zone, such as node7, 10.0.0.
 
 
 class Section(BaseModel):
-    """A group of keys. Types are strict; an int may stand for a float, and every float is finite."""
+    """A group of keys.
+
+    Types are strict; an int may stand for a float, and every float is finite.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     def all_faults(self, found: list[str]) -> Iterable[str]:
-        """Return the errors `found` in single keys that matter, and those across keys; of a program's whole schema."""
+        """Return the errors `found` in single keys that matter, and those across keys; of a
+        program's whole schema.
+        """
         return found
 
 
@@ -92,7 +98,9 @@ def settings_fault(cfg: Section, settings: Sequence[str], advice: str, *, key: s
 
 
 def _as_text(value: Any) -> Any:
-    """Turn a whole number, or the names of a group, into texts: YAML and Hydra read 32 as a number."""
+    """Turn a whole number, or the names of a group, into texts: YAML and Hydra read 32 as a
+    number.
+    """
     if isinstance(value, dict):
         return {str(name): item for name, item in value.items()}
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -33,17 +33,22 @@ _SYNTAX = re.compile(r"""['"\\\[\]{}(),$]""")  # characters with a meaning in Hy
 
 
 def compose(name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> DictConfig:
-    """Compose FOLDER/NAME.yaml with overrides, as the programs do. ConfigError has Hydra's text or a better one."""
+    """Compose FOLDER/NAME.yaml with overrides, as the programs do.
+
+    ConfigError has Hydra's text or a better one.
+    """
     return _compose(name, overrides, folder, is_whole=True)
 
 
 def compose_stored(tree: Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
-    """Compose a training run's settings with overrides, as `compose` does a file, but not in the run's folder."""
+    """Compose a training run's settings with overrides, as `compose` does a file, but not in the
+    run's folder.
+    """
     name = "train_reinforce_actor"
     with tempfile.TemporaryDirectory() as folder:
         # `defaults` would have Hydra read other files, and `hydra` is its own section.
-        own = {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
-        OmegaConf.save(OmegaConf.create(own), Path(folder, f"{name}.yaml"))
+        keys = {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
+        OmegaConf.save(OmegaConf.create(keys), Path(folder, f"{name}.yaml"))
         return compose(name, overrides, Path(folder))
 
 
@@ -56,7 +61,8 @@ def _compose(name: str, overrides: Sequence[str], folder: Path, is_whole: bool) 
 
 
 def with_quotes(override: str) -> str:
-    """Quote a value that Hydra's grammar cannot read bare, such as a path with `~`, `=` or non-ASCII characters.
+    """Quote a value that Hydra's grammar cannot read bare, such as a path with `~`, `=` or
+    non-ASCII characters.
 
     A value with Hydra's own syntax (quotes, brackets, commas, `$`) is returned unchanged.
     """
@@ -78,18 +84,20 @@ def explained(
 
     Hydra stops at the first, so this tries again without it until none is left.
 
-    Then the keys that were given with a plus, and the values, are judged too, so that one message has all.
+    Then the keys that were given with a plus, and the values, are judged too, so that one message
+    has all.
 
     Args:
-        is_whole: the shipped file and the overrides are all that is composed, so that rules across keys can be judged.
+        is_whole: the shipped file and the overrides are all that is composed, so that rules across
+            keys can be judged.
     """
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        group, _, found = error.missing_cfg_file.rpartition("/")
-        sentence = f"{group} is {found!r}; expected one of {', '.join(error.options)}"
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        sentence = f"{group} is {choice!r}; expected one of {', '.join(error.options)}"
         return ConfigError([Fault(sentence, key="config.group.not_a_choice")])
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        found = error.missing_cfg_file.removesuffix(".yaml")
-        sentence = f"there is no {found}.yaml in the folder of --config-dir, nor in {folder}"
+        stem = error.missing_cfg_file.removesuffix(".yaml")
+        sentence = f"there is no {stem}.yaml in the folder of --config-dir, nor in {folder}"
         return ConfigError([Fault(sentence, key="config.file.missing")])
     text = str(error).partition("\nConfig search path:")[0].strip()
     # Hydra takes a bare comma for a sweep over several runs.
@@ -137,7 +145,9 @@ def _bare_comma(key: str, value: str) -> Fault:
 def _faults_of_the_rest(
     composed: DictConfig, name: str, overrides: Sequence[str], is_whole: bool
 ) -> list[str]:
-    """Return the faults of what is composed; of keys that overrides give alone, if others may be in another file."""
+    """Return the faults of what is composed; of keys that overrides give alone, if others may be in
+    another file.
+    """
     if name not in PROGRAMS:
         return []
     given = [override.partition("=")[0].lstrip("+~") for override in overrides]
@@ -162,15 +172,17 @@ def _value_of(key: str, overrides: Sequence[str]) -> object:
 
 
 def unknown_keys(keys: Iterable[str], name: str) -> list[Fault]:
-    """Return a sentence for each key that conf/NAME.yaml has not, nor as a group with entries of one's own names."""
+    """Return a sentence for each key that conf/NAME.yaml has not, nor as a group with entries of
+    one's own names.
+    """
     file = CONF_FOLDER / f"{name}.yaml"
     known = [f"{key}." for key in _dotted_keys(OmegaConf.to_container(OmegaConf.load(file)))]
-    own = [
+    unknown = [
         key
         for key in keys
-        if not any(f"{key}.".startswith(one) or one.startswith(f"{key}.") for one in known)
+        if not any(f"{key}.".startswith(prefix) or prefix.startswith(f"{key}.") for prefix in known)
     ]
-    return [_unknown_key(key, file) for key in own]
+    return [_unknown_key(key, file) for key in unknown]
 
 
 def _unknown_key(wanted: str, config_file: Path, value: object = NOT_SET) -> Fault:

@@ -83,8 +83,8 @@ def scalar(value: Any) -> str:
     if value == NOT_SET:
         return "???"
     if isinstance(value, float):
-        mantissa, found, exponent = repr(value).partition("e")
-        return f"{float(mantissa)}e{int(exponent)}" if found else mantissa
+        mantissa, has_exponent, exponent = repr(value).partition("e")
+        return f"{float(mantissa)}e{int(exponent)}" if has_exponent else mantissa
     if isinstance(value, list):
         return f"[{', '.join(map(scalar, value))}]"
     return yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("...").strip()
@@ -93,7 +93,9 @@ def scalar(value: Any) -> str:
 def _type_of(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(
-            dict.fromkeys(_type_of(one) for one in schema["anyOf"] if one.get("type") != "null")
+            dict.fromkeys(
+                _type_of(option) for option in schema["anyOf"] if option.get("type") != "null"
+            )
         )
     if schema.get("type") == "array":
         return f"list of {_type_of(schema['items'])}s"
@@ -108,8 +110,8 @@ def expected_of(schema: type[Section], name: str, *, is_of_value: bool = True) -
     options = properties.get("anyOf", [properties])
     choices = [
         choice
-        for one in options
-        for choice in one.get("enum", [one["const"]] if "const" in one else [])
+        for option in options
+        for choice in option.get("enum", [option["const"]] if "const" in option else [])
     ]
     if choices:
         return (

@@ -44,9 +44,9 @@ class EndTokens:
             f"{_listed(tokens)} ({place})" for place, tokens in self.by_place.items() if tokens
         ]
         return (
-            f"the model in {folder} names several end tokens: {', '.join(places)}. Each of {_listed(self.ids)} ends a "
-            f"response here, while `generate` of transformers ends at {_listed(self.of_generate)}. To have the same, "
-            f"write {EOS} in {GENERATION_CONFIG}"
+            f"the model in {folder} names several end tokens: {', '.join(places)}. Each of "
+            f"{_listed(self.ids)} ends a response here, while `generate` of transformers ends at "
+            f"{_listed(self.of_generate)}. To have the same, write {EOS} in {GENERATION_CONFIG}"
         )
 
 

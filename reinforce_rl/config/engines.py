@@ -38,7 +38,8 @@ class VLLMConfig(Section):
     cpu_cache_gigabytes: Count = key(1, "of an engine on a CPU, for its cache", "GiB")
     load_adapters: bool = key(
         True,
-        "of LoRA, send the updates alone after the first time; false: merged into the weights, all of them each time",
+        "of LoRA, send the updates alone after the first time; false: merged into the weights, "
+        "all of them each time",
     )
     enforce_eager: bool = key(
         False, "on GPUs: no CUDA graphs and no compilation; a quicker start, slower tokens"
@@ -51,8 +52,8 @@ class TensorRTLLMConfig(Section):
         "on the GPUs that train",
         more="; nothing else is built",
         expected=(
-            "colocated. TensorRT-LLM's worker takes weights through CUDA IPC only, from a process on the same GPU, so "
-            "engines on GPUs of their own are not built"
+            "colocated. TensorRT-LLM's worker takes weights through CUDA IPC only, from a process "
+            "on the same GPU, so engines on GPUs of their own are not built"
         ),
     )
     free_gpu_memory_fraction: float = key(
@@ -63,5 +64,6 @@ class TensorRTLLMConfig(Section):
     )
     check_weights: bool = key(
         True,
-        "after each update compare what the engine's layers hold with what was sent; a difference ends the run",
+        "after each update compare what the engine's layers hold with what was sent; a difference "
+        "ends the run",
     )

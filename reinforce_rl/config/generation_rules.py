@@ -57,22 +57,14 @@ def _disaggregated(cfg: TrainConfig) -> Iterator[Fault]:
     rl = cfg.trainer.reinforce
     tensor = cfg.generation_tensor_parallel_size
     ranks = cfg.trainer.world_size
-    if cfg.generators == "separate":
-        if cfg.generation_ranks:
-            yield settings_fault(
-                cfg,
-                ("generation_ranks", "generators"),
-                "no rank of this job generates then: expected 0; start `reinforce-rl generate`",
-                key="config.generation_ranks.conflicts_with_generators_separate",
-            )
-    elif not 1 <= cfg.generation_ranks < ranks or cfg.generation_ranks % tensor:
-        least = "at least 1"
+    if cfg.generation_ranks >= ranks or cfg.generation_ranks % tensor:
+        expected = f"fewer than the {ranks} ranks of this job"
         if tensor > 1:
-            least = f"a multiple of {tensor} (generation_tensor_parallel_size), at least {tensor}"
+            expected = f"a multiple of {tensor} (generation_tensor_parallel_size), {expected}"
         yield settings_fault(
             cfg,
             ("generation_ranks",),
-            f"expected {least} and fewer than the {ranks} ranks of this job",
+            f"expected {expected}, or 0 for generators that register",
             key="config.generation_ranks.out_of_range",
         )
     size = model_values(cfg.pretrained_checkpoint.restore_from_path).get("intermediate_size")

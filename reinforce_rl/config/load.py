@@ -51,16 +51,19 @@ def load_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> T:  # type: i
     return config
 
 
-def read_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> tuple[T, list[str]]:  # type: ignore[assignment]
+def read_config(
+    cfg: DictConfig,
+    schema: type[T] = TrainConfig,  # type: ignore[assignment]
+) -> tuple[T, list[str]]:
     """Like `load_config`, but return the errors with the configuration; see `read`."""
-    config, found = read(schema, cfg)
+    config, read_faults = read(schema, cfg)
     # of a key that is wrong by itself, rules say nothing new
-    told = {fault.split(" ")[0] for fault in found}
+    named = {fault.split(" ")[0] for fault in read_faults}
     every = [
-        *config.all_faults(found),
+        *config.all_faults(read_faults),
         *(find_faults(config) if isinstance(config, TrainConfig) else ()),
     ]
-    faults = [fault for fault in every if fault in found or fault.split(" ")[0] not in told]
+    faults = [fault for fault in every if fault in read_faults or fault.split(" ")[0] not in named]
     if isinstance(config, TrainConfig | TrainRewardModelConfig):
         # The deep preflight is of a run on GPUs, wherever it is made.
         resolve_defaults(
@@ -70,7 +73,9 @@ def read_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> tuple[T, list
 
 
 def renamed(key: str, schema: type[Section] = TrainConfig, value: object = NOT_SET) -> Fault | None:
-    """Describe the replacement of a NeMo-Aligner key that a program lacks; None for any other key."""
+    """Describe the replacement of a NeMo-Aligner key that a program lacks; None for any other
+    key.
+    """
     advice = advice_for(key, schema, value)
     if advice is None:
         return None
@@ -97,7 +102,9 @@ def advice_for(
 
 
 def has_gpu() -> bool:
-    """Return True if torch finds a GPU; imports torch, which takes seconds, only if there is a driver."""
+    """Return True if torch finds a GPU; imports torch, which takes seconds, only if there is a
+    driver.
+    """
     if "torch" not in sys.modules and not any(map(os.path.exists, _GPU_DRIVERS)):
         return False
     import torch
@@ -113,7 +120,9 @@ def precision_here(precision: str, gpu: Callable[[], bool] = has_gpu) -> str:
 def resolve_defaults(
     config: TrainConfig | TrainRewardModelConfig, gpu: Callable[[], bool] = has_gpu
 ) -> None:
-    """Replace `auto` and null where they depend on other keys or a GPU, which is looked for only then."""
+    """Replace `auto` and null where they depend on other keys or a GPU, which is looked for only
+    then.
+    """
     trainer = config.trainer
     model = config.model
     optim = config.model.optim
@@ -134,13 +143,13 @@ def read(schema: type[T], node: DictConfig, path: str = "") -> tuple[T, list[str
     """Fill a schema from a config node; `path` precedes its keys in messages.
 
     Returns:
-        the configuration and one message per invalid key. Values of a wrong type fall back to the default and values
-        out of bounds are kept, so that later rules find more errors.
+        the configuration and one message per invalid key. Values of a wrong type fall back to the
+        default and values out of bounds are kept, so that later rules find more errors.
     """
     config = schema()
     faults = list(_fill(config, node, path, schema))
-    told = {path + fault.removeprefix(path).split(" ")[0] for fault in faults}
-    return config, [*faults, *_missing(config, path, told)]
+    named = {path + fault.removeprefix(path).split(" ")[0] for fault in faults}
+    return config, [*faults, *_missing(config, path, named)]
 
 
 def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) -> Iterator[str]:
@@ -188,7 +197,8 @@ def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) 
         ):
             setattr(section, name, {})
             for entry in value:
-                getattr(section, name)[str(entry)] = group = entries[-1]()
+                group = entries[-1]()
+                getattr(section, name)[str(entry)] = group
                 yield from _fill_group(group, value[entry], f"{key}.{entry}", schema)
         else:
             yield from _set(section, name, value, key)
@@ -233,19 +243,19 @@ def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
     try:
         section.__pydantic_validator__.validate_assignment(section, name, value)
     except ValidationError as error:
-        found = next((one for one in error.errors() if one["type"] in _OF_VALUE), None)
-        if found is not None:
-            value = found["input"] if len(found["loc"]) == 1 else value
-            bounds = list(found.get("ctx", {}).values())
+        first = next((detail for detail in error.errors() if detail["type"] in _OF_VALUE), None)
+        if first is not None:
+            value = first["input"] if len(first["loc"]) == 1 else value
+            bounds = list(first.get("ctx", {}).values())
             value = (
                 float(value)
                 if type(value) is int and bounds and type(bounds[0]) is float
                 else value
             )
-            if isinstance(value, str) or found["type"] != "literal_error":
+            if isinstance(value, str) or first["type"] != "literal_error":
                 setattr(section, name, value)
-        expected = expected_of(type(section), name, is_of_value=found is not None)
-        kind = "" if found is None else found["type"]
+        expected = expected_of(type(section), name, is_of_value=first is not None)
+        kind = "" if first is None else first["type"]
         if kind == _NOT_FINITE and "finite" not in expected:
             expected += ", and finite"
         yield _fault_of_value(key, value, expected, kind)
@@ -267,9 +277,9 @@ def _fault_of_value(key: str, value: Any, expected: str, kind: str) -> Fault:
     return Fault(sentence, key="config.value.no_host")
 
 
-def _missing(section: Section, path: str, told: set[str]) -> Iterator[str]:
+def _missing(section: Section, path: str, named: set[str]) -> Iterator[str]:
     for name, value in section:
-        if path + name in told:
+        if path + name in named:
             continue
         if value == NOT_SET:
             yield Fault(
@@ -281,4 +291,4 @@ def _missing(section: Section, path: str, told: set[str]) -> Iterator[str]:
         )
         for group_name, group in groups.items():
             if isinstance(group, Section):
-                yield from _missing(group, f"{path}{group_name}.", told)
+                yield from _missing(group, f"{path}{group_name}.", named)

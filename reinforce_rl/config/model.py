@@ -75,8 +75,8 @@ class RolloutConfig(Section):
     )
     generation_cache_tokens: int | None = key(
         None,
-        "capacity of the native engine's KV cache on a rank; further sequences wait for room. At least "
-        "encoder_seq_length; null: no bound",
+        "capacity of the native engine's KV cache on a rank; further sequences wait for room. At "
+        "least encoder_seq_length; null: no bound",
         "tokens",
         more=", all sequences of a call at once. No number changes",
     )
@@ -84,21 +84,24 @@ class RolloutConfig(Section):
         True,
         "native engine: decode without megatron's bookkeeping, on a CPU from packed weights",
         more=(
-            ", which take the weights' memory once more during generation. False: megatron's own layers. No number "
-            "changes but for rounding"
+            ", which take the weights' memory once more during generation. False: megatron's own "
+            "layers. No number changes but for rounding"
         ),
     )
     static_decoding: bool | None = key(
         None,
-        "native engine: decode steps of a static shape; needs `lean_decoding`; null: on a GPU in bf16",
+        "native engine: decode steps of a static shape; needs `lean_decoding`; null: on a GPU in "
+        "bf16",
         more=(
-            ", where no sliding window binds. They read the cache by flash attention and check every eighth step "
-            "which responses have ended; pipeline stages decode at the same time. On other devices it is ignored"
+            ", where no sliding window binds. They read the cache by flash attention and check "
+            "every eighth step which responses have ended; pipeline stages decode at the same "
+            "time. On other devices it is ignored"
         ),
     )
     cuda_graphs: bool | None = key(
         None,
-        "replay these steps as CUDA graphs, one for each number of rows; null: with one pipeline stage",
+        "replay these steps as CUDA graphs, one for each number of rows; null: with one pipeline "
+        "stage",
         more=". Needs `static_decoding` and no pipeline stages",
     )
     num_val_samples: Count | None = key(
@@ -106,7 +109,8 @@ class RolloutConfig(Section):
     )
     offload_adam_states: bool = key(
         False,
-        "on a GPU: Adam's moments and fp32 weights in host memory, gradients freed, during generation",
+        "on a GPU: Adam's moments and fp32 weights in host memory, gradients freed, during "
+        "generation",
     )
     overlap_offload: bool = key(
         False,
@@ -116,8 +120,8 @@ class RolloutConfig(Section):
     sampling_params: SamplingConfig = SamplingConfig()
     allow_biased_sampling: bool = key(
         False,
-        "permit top_k, top_p, a repetition penalty or min_length in training; the samples are then not the "
-        "policy's, and the gradient is biased",
+        "permit top_k, top_p, a repetition penalty or min_length in training; the samples are "
+        "then not the policy's, and the gradient is biased",
     )
     val_sampling_params: SamplingConfig = key(
         SamplingConfig(use_greedy=True),
@@ -127,10 +131,11 @@ class RolloutConfig(Section):
     length_params: LengthConfig = LengthConfig()
     skip_special_tokens: bool = key(
         True,
-        "leave the tokenizer's special tokens out of the texts of responses, which rewards and records have",
+        "leave the tokenizer's special tokens out of the texts of responses, which rewards and "
+        "records have",
         more=(
-            "; false where a reward looks for one, such as a `<think>` that was added as a special token. The token "
-            "that ends a response is never in the text of a reward"
+            "; false where a reward looks for one, such as a `<think>` that was added as a "
+            "special token. The token that ends a response is never in the text of a reward"
         ),
     )
 
@@ -158,14 +163,14 @@ class OptimConfig(Section):
         True,
         "torch's fused Adam, which goes over memory once",
         more=(
-            "; false: its plain one, which on a GPU takes 4 bytes a parameter more. Where Transformer Engine or "
-            "Apex is installed, megatron takes theirs"
+            "; false: its plain one, which on a GPU takes 4 bytes a parameter more. Where "
+            "Transformer Engine or Apex is installed, megatron takes theirs"
         ),
     )
     distributed: bool | None = key(
         None,
-        "ranks share Adam's moments and fp32 weights (ZeRO stage 1); null: on GPUs with several data- or "
-        "context-parallel ranks",
+        "ranks share Adam's moments and fp32 weights (ZeRO stage 1); null: on GPUs with several "
+        "data- or context-parallel ranks",
     )
     overlap_grad_sync: bool | None = key(
         None, "sum gradients over ranks during the last backward pass; null: as for `distributed`"
@@ -174,8 +179,8 @@ class OptimConfig(Section):
         True,
         "on a CPU in fp32: backward passes add to megatron's gradient buffers in place",
         more=(
-            ". False: each gradient is made anew in every micro-batch and added afterwards. No number changes but "
-            "for rounding"
+            ". False: each gradient is made anew in every micro-batch and added afterwards. No "
+            "number changes but for rounding"
         ),
     )
     sched: ScheduleConfig = ScheduleConfig()
@@ -193,16 +198,18 @@ class OptimConfig(Section):
 class DataPrefixConfig(Section):
     train: Text | list[float | str] = key(
         NOT_SET,
-        "prompts: a file of JSONL, JSON, CSV or Parquet, a folder, hf:OWNER/NAME, or a list of them",
+        "prompts: a file of JSONL, JSON, CSV or Parquet, a folder, hf:OWNER/NAME, or a list of "
+        "them",
         kind="path or list",
         more=(
-            "; see [data.md](data.md). `[a, b]`: every prompt once an epoch; `[0.3, a, 0.7, b]`: [blended by "
-            "weight](#blending-files-by-weight)"
+            "; see [data.md](data.md). `[a, b]`: every prompt once an epoch; `[0.3, a, 0.7, b]`: "
+            "[blended by weight](#blending-files-by-weight)"
         ),
     )
     validation: Text | list[Text] | dict[str, Text | list[Text]] | None = key(
         None,
-        "as train, without weights; {NAME: path or list, ...} for several sets; null for no validation",
+        "as train, without weights; {NAME: path or list, ...} for several sets; null for no "
+        "validation",
         kind="path, list or sets",
         more=". See [evaluation.md](evaluation.md#validation-sets-with-names)",
     )
@@ -217,22 +224,24 @@ class DataPrefixConfig(Section):
 class FieldsConfig(Section):
     prompt: Text | None = key(
         None,
-        "column of the prompts, texts or lists of messages; null: prompt, text, messages or conversations",
+        "column of the prompts, texts or lists of messages; null: prompt, text, messages or "
+        "conversations",
     )
     system: Text | None = key(None, "column of system messages, put before the prompts")
     rename: Fields = key(
         {},
-        "names for other columns, as a reward function sees them: +model.data.fields.rename.NAME=COLUMN",
+        "names for other columns, as a reward function sees them: "
+        "+model.data.fields.rename.NAME=COLUMN",
         more=". A dotted column leads into objects, for instance `reward_model.ground_truth`",
     )
 
     @property
     def columns(self) -> dict[str, str]:
         """Return the column of each name that is given one."""
-        own = {"prompt": self.prompt, "system": self.system}
+        columns = {"prompt": self.prompt, "system": self.system}
         return {
             **self.rename,
-            **{name: column for name, column in own.items() if column is not None},
+            **{name: column for name, column in columns.items() if column is not None},
         }
 
     def faults(self) -> Iterator[Fault]:
@@ -256,7 +265,8 @@ class DataConfig(TemplateConfig):
     )
     add_bos: bool | None = key(
         None,
-        "put the begin-of-sequence token before a prompt that no template rendered; null: where the tokenizer does so",
+        "put the begin-of-sequence token before a prompt that no template rendered; null: where "
+        "the tokenizer does so",
         more=" by itself, `tokenizer(text)`. There is never a second one",
     )
     too_long: Literal["refuse", "skip"] = key(
@@ -293,7 +303,8 @@ class ParallelConfig(Section):
         1,
         "ranks that share each weight matrix",
         "ranks",
-        heading="Ranks = tensor x pipeline x context x data; see docs/parallelism.md for what to choose.",
+        heading="Ranks = tensor x pipeline x context x data; see docs/parallelism.md for what to "
+        "choose.",
         more="; see [parallelism.md](parallelism.md)",
     )
     pipeline_model_parallel_size: Count = key(1, "stages that share the layers", "ranks")
@@ -344,8 +355,8 @@ class ModelConfig(ParallelConfig):
     micro_batch_size: Count = key(4, "sequences in one forward and backward pass", "sequences")
     tokens_per_micro_batch: int | None = key(
         None,
-        "tokens in a pass, padding included, instead of `micro_batch_size` and `forward_micro_batch_size`; at least"
-        " `encoder_seq_length`",
+        "tokens in a pass, padding included, instead of `micro_batch_size` and "
+        "`forward_micro_batch_size`; at least `encoder_seq_length`",
         "tokens",
     )
     logits_chunk_tokens: Count | None = key(
@@ -356,7 +367,8 @@ class ModelConfig(ParallelConfig):
     )
     shared_prefix: bool | None = key(
         None,
-        "log-prob passes and updates read a group's prompt once, without padding; null: on a CPU, where possible",
+        "log-prob passes and updates read a group's prompt once, without padding; null: on a CPU, "
+        "where possible",
         more=(
             ". No number changes but for rounding. Needs `context_parallel_size=1` and no "
             "`rollout_batch_seq_length`. See [performance.md](performance.md#shared-prefix)"
@@ -369,13 +381,30 @@ class ModelConfig(ParallelConfig):
     )
     reference_placement: Literal["host", "device"] = key(
         "host",
-        "where the reference's weights lie: host (transferred for each pass) or device (no transfer)",
+        "where the reference's weights lie: host (transferred for each pass) or device (no "
+        "transfer)",
         more=". With LoRA there is no copy",
     )
     peft: PeftConfig = PeftConfig()
     reinforce: RolloutConfig = RolloutConfig()
     optim: OptimConfig = OptimConfig()
     data: DataConfig = DataConfig()
+
+    def chunk_tokens(self, *, gpu: bool) -> int:
+        """`logits_chunk_tokens`, resolved."""
+        if self.logits_chunk_tokens is not None:
+            return self.logits_chunk_tokens
+        # glibc gives blocks above 32 MiB back at once, and fresh ones have to be cleared page by
+        # page.
+        return 1024 if gpu else 128
+
+    def shares_prefix(self, *, gpu: bool, is_padded: bool) -> bool:
+        """`shared_prefix`, resolved; `is_padded` if every row has a fixed length."""
+        if self.shared_prefix is not None:
+            return self.shared_prefix
+        # On a GPU two equal runs with shared prompts were seen to differ: atomics sum the gradients
+        # of prompts.
+        return not gpu and self.context_parallel_size == 1 and not is_padded
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -1,4 +1,6 @@
-"""A model's Hugging Face folder: its `config.json`, and what is said of a path that is no such folder. Torch-free."""
+"""A model's Hugging Face folder: its `config.json`, and what is said of a path that is no such
+folder. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ MERGE_ADAPTER = (
 
 
 def model_values(folder: str) -> dict[str, Any]:
-    """Return the content of a model's `config.json`; empty if unreadable, which the weights' rules report."""
+    """Return the content of a model's `config.json`; empty if unreadable, which the weights' rules
+    report.
+    """
     try:
         values = read_model_json(Path(folder) / "config.json")
     except (OSError, ValueError):
@@ -28,22 +32,32 @@ def model_values(folder: str) -> dict[str, Any]:
 
 
 def no_model(path: str | Path) -> str:
-    """Return what a path without a model's `config.json` is, and what to do, to be put after its name."""
+    """Return what a path without a model's `config.json` is, and what to do, to be put after its
+    name.
+    """
     folder = Path(path)
     expected = "expected a Hugging Face model folder"
     if (folder / "hf" / "config.json").is_file():
         return f"is the folder of a run; did you mean {folder / 'hf'}?"
     if (folder / "checkpoints" / "latest").is_file():
-        return f"is a run without an exported model, {folder / 'hf'}; write it: {export_command(folder)}"
+        exported = folder / "hf"
+        return f"is a run without an exported model, {exported}; write it: {export_command(folder)}"
     if (folder / "status.json").is_file():
-        return "is a run that ended before its first checkpoint, so it has no model; start its command again"
+        return (
+            "is a run that ended before its first checkpoint, so it has no model; start its "
+            "command again"
+        )
     if (folder / ADAPTER_FILE).is_file():
         base = _adapter_base(folder)
-        return f"is an adapter of PEFT, made for the model {base}, and no model by itself. {MERGE_ADAPTER}"
+        return (
+            f"is an adapter of PEFT, made for the model {base}, and no model by itself. "
+            f"{MERGE_ADAPTER}"
+        )
     if folder.is_dir():
         return f"has no config.json that can be read; {expected}"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not folder.parent.is_dir():
-        expected += f"; from the Hugging Face hub: `hf download {path} --local-dir FOLDER`, then give FOLDER"
+        download = f"hf download {path} --local-dir FOLDER"
+        expected += f"; from the Hugging Face hub: `{download}`, then give FOLDER"
     return f"does not exist; {expected}"
 
 

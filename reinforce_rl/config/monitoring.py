@@ -1,4 +1,6 @@
-"""Schema of what a run keeps and tells: folder, checkpoints, loggers, and alerts (docs/alerts.md)."""
+"""Schema of what a run keeps and tells: folder, checkpoints, loggers, and alerts
+(docs/alerts.md).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ LOGGERS = ("tensorboard", "wandb", "swanlab", "mlflow")  # also the extras that 
 class WandbConfig(Section):
     project: Text | None = key(
         None,
-        "project in wandb and swanlab; null: WANDB_PROJECT, or SWANLAB_PROJ_NAME, else reinforce_rl",
+        "project in wandb and swanlab; null: WANDB_PROJECT, or SWANLAB_PROJ_NAME, else "
+        "reinforce_rl",
     )
     name: Text = key("reinforce", "the run's name in them", follows="exp_manager.name")
     mode: Literal["online", "offline"] | None = key(
@@ -25,12 +28,13 @@ class WandbConfig(Section):
 class MlflowConfig(Section):
     experiment_name: Text | None = key(
         None,
-        "MLflow's experiment; null: MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, else reinforce_rl",
+        "MLflow's experiment; null: MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, else "
+        "reinforce_rl",
     )
     tracking_uri: Text | None = key(
         None,
-        "address of MLflow's server, such as http://host:5000; null: MLFLOW_TRACKING_URI, else files in "
-        "explicit_log_dir/mlruns",
+        "address of MLflow's server, such as http://host:5000; null: MLFLOW_TRACKING_URI, else "
+        "files in explicit_log_dir/mlruns",
     )
 
 
@@ -74,11 +78,13 @@ class ExpManagerConfig(Section):
     )
     max_time_per_run: Text | None = key(
         None,
-        "DD:HH:MM:SS from the allocation's start, else the process's; saved by then; null: no bound",
+        "DD:HH:MM:SS from the allocation's start, else the process's; saved by then; null: no "
+        "bound",
         kind="`DD:HH:MM:SS`",
         more=(
-            ". The allocation's start is `SLURM_JOB_START_TIME`. The run validates, saves and ends with exit code "
-            "75; see [operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
+            ". The allocation's start is `SLURM_JOB_START_TIME`. The run validates, saves and "
+            "ends with exit code 75; see "
+            "[operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
         ),
     )
     record: Record = key(
@@ -91,7 +97,8 @@ class ExpManagerConfig(Section):
     )
     record_tokens_every: Natural = key(
         1,
-        "steps between those whose samples are recorded with token ids and values per token; 0 for never",
+        "steps between those whose samples are recorded with token ids and values per token; 0 "
+        "for never",
         "steps",
         more=". See [records.md](records.md)",
     )

@@ -1,7 +1,9 @@
-"""NeMo-Aligner's keys that this project lacks, with what stands in their place. Data alone; `load.py` reads it.
+"""NeMo-Aligner's keys that this project lacks, with what stands in their place. Data alone;
+`load.py` reads it.
 
-By examples/nlp/gpt/conf (gpt_reinforce_actor.yaml, inference_rm.yaml, training_rm.yaml), docs/user-guide and
-tests/functional of NVIDIA/NeMo-Aligner. An advice counts for a key and all keys below it; the longest key decides.
+By examples/nlp/gpt/conf (gpt_reinforce_actor.yaml, inference_rm.yaml, training_rm.yaml),
+docs/user-guide and tests/functional of NVIDIA/NeMo-Aligner. An advice counts for a key and all keys
+below it; the longest key decides.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ RENAMED = {
 ACTOR = {key: f"set {ours}" for key, ours in RENAMED.items()} | {
     "trainer.reinforce.trt_llm": _OF_TRT_LLM,
     "trainer.reinforce.trt_llm.enable": "set generation=tensorrt_llm",
-    "trainer.reinforce.trt_llm.max_input_len": "leave it out: model.encoder_seq_length bounds prompt and response",
+    "trainer.reinforce.trt_llm.max_input_len": "leave it out: model.encoder_seq_length bounds "
+    "prompt and response",
     "trainer.reinforce.trt_llm.seed": "set model.seed, from which generation follows too",
-    "trainer.reinforce.batch_iterator": "set trainer.reinforce.generation_work_queue; it needs no server and no port",
-    "trainer.reinforce.flask_server": "set trainer.reinforce.generation_work_queue; it needs no server and no port",
+    "trainer.reinforce.batch_iterator": "set trainer.reinforce.generation_work_queue; it needs no "
+    "server and no port",
+    "trainer.reinforce.flask_server": "set trainer.reinforce.generation_work_queue; it needs no "
+    "server and no port",
     "trainer.reinforce.model_gbs": "set model.global_batch_size",
     "trainer.reinforce.model_mbs": "set model.micro_batch_size",
     "trainer.max_epochs": "set trainer.reinforce.max_epochs",
@@ -39,9 +44,11 @@ ACTOR = {key: f"set {ours}" for key, ours in RENAMED.items()} | {
     "trainer.ppo": "REINFORCE has trainer.reinforce",
     "model.ppo": "REINFORCE has model.reinforce",
     "model.reinforce.ratio_eps": (
-        "set trainer.reinforce.ratio_clip_low and trainer.reinforce.ratio_clip_high, with an importance_ratio"
+        "set trainer.reinforce.ratio_clip_low and trainer.reinforce.ratio_clip_high, with an "
+        "importance_ratio"
     ),
-    "combine_rm_and_critic_server": "leave it out: there is no critic; the reward server is remote_rm.reward_model",
+    "combine_rm_and_critic_server": "leave it out: there is no critic; the reward server is "
+    "remote_rm.reward_model",
     "remote_critic_rm": "there is no critic; the reward server is remote_rm.reward_model",
     "exp_manager.resume_from_checkpoint": "write the checkpoint's name into checkpoints/latest",
     f"{_SAVING}.save_top_k": f"set {_SAVING}.keep_best, and keep_last for the newest",
@@ -68,7 +75,8 @@ SERVER = {
     "trainer.devices": "set devices",
     "trainer.precision": "set reward_model.precision",
     "inference.model_name": "set inference.name",
-    "inference.max_queue_delay_microseconds": "set inference.max_queue_delay_ms, a thousandth of the value",
+    "inference.max_queue_delay_microseconds": "set inference.max_queue_delay_ms, a thousandth of "
+    "the value",
     "inference.inference_micro_batch_size": "set inference.preferred_batch_sizes, a list",
     "inference.strip_sequence_length_to_multiple": "set inference.pad_to_multiple; null there is 1",
     "rm_model_file": "set reward_model.restore_from_path, a Hugging Face folder",
@@ -90,7 +98,8 @@ SERVER = {
     "model.regression": "set reward_model.attribute_weights, by name",
     "model.regression.num_attributes": "leave it out: the folder's head says how many there are",
     "model.regression.merge_attributes": (
-        "leave it out: the reward is always merged, by reward_model.attribute_weights, with the attributes beside it"
+        "leave it out: the reward is always merged, by reward_model.attribute_weights, with the "
+        "attributes beside it"
     ),
 }
 
@@ -100,9 +109,11 @@ REWARD_MODEL = {
     "trainer.rm.max_epochs": "set full.max_epochs, with mode=full",
     "trainer.rm.max_steps": "set full.max_steps, with mode=full",
     "trainer.rm.val_check_interval": "set full.val_check_interval, with mode=full",
-    "trainer.rm.save_interval": "leave it out: a checkpoint follows each evaluation, full.val_check_interval",
+    "trainer.rm.save_interval": "leave it out: a checkpoint follows each evaluation, "
+    "full.val_check_interval",
     "trainer.rm.gradient_clip_val": "set full.gradient_clip_val, with mode=full",
-    "trainer.rm.limit_val_batches": "leave it out: all held-out examples count; see data.held_out_fraction",
+    "trainer.rm.limit_val_batches": "leave it out: all held-out examples count; see "
+    "data.held_out_fraction",
     "trainer.rm.train_random_sampler": "leave it out: the order is drawn by seed",
     "trainer.rm.val_random_sampler": _NOTHING,
     "trainer.max_epochs": "set full.max_epochs, with mode=full",
@@ -115,8 +126,10 @@ REWARD_MODEL = {
     f"{_SAVING}.save_top_k": "set full.keep_last; the best one is kept besides",
     "model.reward_model_type": "set full.objective: binary_ranking is ranking",
     "model.regression": "set full.attributes, by name, with full.objective=regression",
-    "model.regression.loss_mask_val": "leave it out: an attribute that nobody rated is null or missing",
-    "model.regression.loss_func": "set full.objective: regression, or ranking in place of regular_bt",
+    "model.regression.loss_mask_val": "leave it out: an attribute that nobody rated is null or "
+    "missing",
+    "model.regression.loss_func": "set full.objective: regression, or ranking in place of "
+    "regular_bt",
     "model.use_avg_pool": "set full.pooling: mean in place of True, last in place of False",
     "model.output_sequence": _NOTHING,
     "model.force_head_dtype": _NOTHING,
@@ -131,19 +144,23 @@ REWARD_MODEL = {
     "model.megatron_amp_O2": "set trainer.precision; bf16 keeps fp32 main weights",
     "model.data": "leave it out; see data.*",
     "model.data.data_prefix": (
-        "set data.pairs_path or data.ratings_path; reinforce-rl prepare --form pairs or ratings converts its files"
+        "set data.pairs_path or data.ratings_path; reinforce-rl prepare --form pairs or ratings "
+        "converts its files"
     ),
 }
 
 # With a value of false or null.
 IF_OFF = {
-    "trainer.reinforce.trt_llm.enable": "leave it out: generation=native, the default, runs without TensorRT-LLM",
+    "trainer.reinforce.trt_llm.enable": "leave it out: generation=native, the default, runs "
+    "without TensorRT-LLM",
     "trainer.reinforce.batch_iterator.use_flask": "leave it out: the work queue is off by default",
     "trainer.reinforce.flask_server.enable": "leave it out: the work queue is off by default",
-    "model.reward_standardization.enable": "leave it out: there is none by default, but for what the head's file says",
+    "model.reward_standardization.enable": "leave it out: there is none by default, but for what "
+    "the head's file says",
     "model.reward_standardization.mean": "leave it out: null, the default, is the head's own",
     "model.reward_standardization.std": "leave it out: null, the default, is the head's own",
-    "model.regression.attribute_weights": "leave it out: null, the default, is the mean of the attributes",
+    "model.regression.attribute_weights": "leave it out: null, the default, is the mean of the "
+    "attributes",
     "rm_model_file": "set reward_model.restore_from_path, a Hugging Face folder",
 }
 

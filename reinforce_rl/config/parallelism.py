@@ -1,4 +1,7 @@
-"""Parallel layout, and its rules on configurations. Torch-free, so that it can be checked at config time."""
+"""Parallel layout, and its rules on configurations.
+
+Torch-free, so that it can be checked at config time.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,8 @@ class Layout:
         sizes = (self.tensor, self.context, self.data, self.pipeline)
         shared = " with sequence parallelism" if self.sequence_parallel else ""
         lines = [
-            f"{self.ranks} ranks: {self.data} data x {self.pipeline} pipeline x {self.context} context x "
-            f"{self.tensor} tensor parallel{shared}"
+            f"{self.ranks} ranks: {self.data} data x {self.pipeline} pipeline x {self.context} "
+            f"context x {self.tensor} tensor parallel{shared}"
         ]
         for dp in range(min(self.data, _LINES_OF_GRID)):
             stages = []
@@ -63,7 +66,8 @@ class Layout:
 
 
 def rank_at(tp: int, cp: int, dp: int, pp: int, sizes: tuple[int, int, int, int]) -> int:
-    """Return the rank at these coordinates. Tensor-parallel ranks are adjacent, stages farthest apart.
+    """Return the rank at these coordinates. Tensor-parallel ranks are adjacent, stages farthest
+    apart.
 
     `sizes` are tensor, context, data, pipeline.
     """
@@ -80,7 +84,9 @@ def layout_faults(
     ranks: str,
     section: str = "model",
 ) -> Iterator[Fault]:
-    """Check sizes of at least 1; `ranks` is the expression for the number `world`, `section` that of the keys."""
+    """Check sizes of at least 1; `ranks` is the expression for the number `world`, `section` that
+    of the keys.
+    """
     sizes = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
     block = tensor * pipeline * context
     if world % block:
@@ -105,7 +111,8 @@ def layout_faults(
 def ranks_faults(
     model: Any, num_nodes: int, devices: int, prefix: str, section: str = "model", others: int = 0
 ) -> Iterator[Fault]:
-    """Check the layout of a section with parallel sizes, and the started ranks; `prefix` is that of `num_nodes`.
+    """Check the layout of a section with parallel sizes, and the started ranks; `prefix` is that of
+    `num_nodes`.
 
     `others` of the ranks have another layout.
     """
@@ -114,8 +121,8 @@ def ranks_faults(
     context = getattr(model, "context_parallel_size", 1)
     sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, context)
     if min(*sizes, world - others) >= 1:
-        own = f"{ranks}, less {others} (generation_ranks)" if others else ranks
-        yield from layout_faults(*sizes, model.sequence_parallel, world - others, own, section)
+        counted = f"{ranks}, less {others} (generation_ranks)" if others else ranks
+        yield from layout_faults(*sizes, model.sequence_parallel, world - others, counted, section)
     started = ranks_started()
     if started is not None and started != str(world):
         yield Fault(
@@ -155,7 +162,9 @@ def model_faults(
     length_key: str = "",
     length: int | None = None,
 ) -> Iterator[Fault]:
-    """Check a length and the feed-forward size against `config.json`; heads, groups and vocabulary are padded."""
+    """Check a length and the feed-forward size against `config.json`; heads, groups and vocabulary
+    are padded.
+    """
     values = model_values(folder)
     place = Path(folder) / "config.json"
     limit = values.get("max_position_embeddings")

@@ -47,7 +47,8 @@ class FullConfig(Section):
     attributes: list[Text] = key(_HELPSTEER, "of regression, one score each")
     pooling: Literal["mean", "last"] = key(
         "last",
-        "last: hidden state of the last token, as in transformers; mean, which transformers does not know",
+        "last: hidden state of the last token, as in transformers; mean, which transformers does "
+        "not know",
     )
     global_batch_size: Count = key(64, "pairs, or rated answers, of an optimizer step", "examples")
     max_epochs: Count = key(1, "passes over the training examples", "epochs")
@@ -83,12 +84,14 @@ class PairsConfig(TemplateConfig):
     fields: PairFieldsConfig = PairFieldsConfig()
     pairs_path: PathText | None = key(
         None,
-        'JSONL, CSV, Parquet, ... of {"prompt", "chosen", "rejected"}; prompt: HH form, plain text, or messages',
+        'JSONL, CSV, Parquet, ... of {"prompt", "chosen", "rejected"}; prompt: HH form, plain '
+        "text, or messages",
         kind="path",
     )
     ratings_path: PathText | None = key(
         None,
-        'of regression: {"prompt", "response", "attributes": {NAME: number}}, in any of these forms',
+        'of regression: {"prompt", "response", "attributes": {NAME: number}}, in any of these '
+        "forms",
         kind="path",
     )
     max_length: int | None = key(
@@ -130,15 +133,16 @@ class HeadConfig(Section):
     pooling: Literal["mean", "last"] = key("mean", "of the last layer's hidden states")
     l2: Positive = key(
         1e-3,
-        "strength of the L2 penalty. Features are scaled so that chosen minus rejected has mean squared length 1: "
-        "strengths are comparable between trunks and poolings",
+        "strength of the L2 penalty. Features are scaled so that chosen minus rejected has mean "
+        "squared length 1: strengths are comparable between trunks and poolings",
     )
 
 
 class TrainRewardModelConfig(Section):
     mode: Literal["head", "full"] = key(
         "head",
-        "head: a convex fit on a frozen trunk, in one process; full: all weights, on any layout of ranks",
+        "head: a convex fit on a frozen trunk, in one process; full: all weights, on any layout "
+        "of ranks",
     )
     trainer: RanksConfig = key(RanksConfig(), "of mode=full")
     model: TrunkConfig = key(TrunkConfig(), "all but restore_from_path is of mode=full")
@@ -146,13 +150,15 @@ class TrainRewardModelConfig(Section):
     data: PairsConfig = PairsConfig()
     cuts: CutsConfig = key(
         CutsConfig(),
-        "of mode=head: beginnings of the answers that are trained on besides the whole answers, so that the head can "
-        "judge an answer that an actor's max_length has cut. They cost no forward pass: the trunk is causal",
+        "of mode=head: beginnings of the answers that are trained on besides the whole answers, "
+        "so that the head can judge an answer that an actor's max_length has cut. They cost no "
+        "forward pass: the trunk is causal",
     )
     degenerate: DegenerateConfig = key(
         DegenerateConfig(),
-        "of mode=head: answers that end at once or repeat a phrase, made from the pairs' own words. Preference data "
-        "has none, and a policy in search of reward finds them; the head learns that the pair's answers are better",
+        "of mode=head: answers that end at once or repeat a phrase, made from the pairs' own "
+        "words. Preference data has none, and a policy in search of reward finds them; the head "
+        "learns that the pair's answers are better",
     )
     head: HeadConfig = key(HeadConfig(), "of mode=head")
     micro_batch_size: Count = key(8, "sequences in a forward pass", "sequences")

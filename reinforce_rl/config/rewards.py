@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -57,8 +58,9 @@ class RewardServerConfig(Section):
     )
     input: Literal["auto", "tokens", "text"] = key(
         "auto",
-        "what it is sent: tokens, text, or auto: conversations as text, for the reward model's own template, and "
-        "plain prompts as tokens where both tokenizers are the same, else as text",
+        "what it is sent: tokens, text, or auto: conversations as text, for the reward model's "
+        "own template, and plain prompts as tokens where both tokenizers are the same, else as "
+        "text",
         more="; see [reward-server.md](reward-server.md#tokens-or-text)",
     )
 
@@ -74,8 +76,8 @@ class RemoteRMConfig(Section):
     reward_model: RewardServerConfig = RewardServerConfig()
     more_reward_models: dict[str, RewardServerConfig] = key(
         {},
-        "further servers, NAME: {name, ip, port, ...} each, as +remote_rm.more_reward_models.NAME.port=5556; "
-        "rewards are the weighted sum",
+        "further servers, NAME: {name, ip, port, ...} each, as "
+        "+remote_rm.more_reward_models.NAME.port=5556; rewards are the weighted sum",
         kind="groups",
     )
     pad_to_length: Count | None = key(
@@ -139,14 +141,17 @@ class RewardFunctionConfig(Section):
     )
     more_functions: dict[str, MoreFunctionConfig] = key(
         {},
-        "further functions, NAME: {name, kwargs, weight} each; rewards are the weighted sum, servers' included",
+        "further functions, NAME: {name, kwargs, weight} each; rewards are the weighted sum, "
+        "servers' included",
         kind="groups",
     )
 
     def functions(
         self, *, with_own: bool = True
     ) -> dict[str, RewardFunctionConfig | MoreFunctionConfig]:
-        """Return the sections of all functions, by their dotted names; this one's if it is asked."""
+        """Return the sections of all functions, by their dotted names; this one's if it is
+        asked.
+        """
         functions: dict[str, RewardFunctionConfig | MoreFunctionConfig] = {}
         if with_own:
             functions["reward_function"] = self
@@ -171,6 +176,15 @@ def name_in_metrics(
     return setting.rpartition(".")[2]
 
 
+@dataclass(frozen=True)
+class RewardTerm:
+    """A source that is asked for rewards, as a term of their weighted sum."""
+
+    setting: str  # dotted name of its section, or of the key that names a class
+    name: str  # under which its scores are logged
+    weight: float
+
+
 class ServedModelConfig(TemplateConfig):
     restore_from_path: PathText = key(
         NOT_SET,
@@ -179,13 +193,14 @@ class ServedModelConfig(TemplateConfig):
     )
     head_path: PathText | None = key(
         None,
-        "safetensors file of the head, from `reinforce-rl train-rm`, or another with head_name; null: the folder's",
+        "safetensors file of the head, from `reinforce-rl train-rm`, or another with head_name; "
+        "null: the folder's",
         kind="path",
     )
     head_name: Text | None = key(
         None,
-        "tensor or module of the head, such as value_head.weight, in the folder or in head_path; null: score.weight, "
-        "or the module that config.json names",
+        "tensor or module of the head, such as value_head.weight, in the folder or in head_path; "
+        "null: score.weight, or the module that config.json names",
         more=" ([details](reward-server.md#heads-of-other-frameworks))",
     )
     head_activation: Literal["relu", "gelu", "silu", "tanh"] | None = key(
@@ -193,7 +208,8 @@ class ServedModelConfig(TemplateConfig):
     )
     attribute_weights: dict[str, float] | None = key(
         None,
-        "{NAME: WEIGHT} of a head with several scores, others 0; null: their mean, if they have names",
+        "{NAME: WEIGHT} of a head with several scores, others 0; null: their mean, if they have "
+        "names",
     )
     mean: float | None = key(
         None, "the reward is (merged score - mean) / deviation; null: the head's own, else 0"
@@ -288,7 +304,8 @@ class ServeRewardModelConfig(Section):
     reward_model: ServedModelConfig = ServedModelConfig()
     reward_function: RewardFunctionConfig = key(
         RewardFunctionConfig(),
-        "served instead of reward_model where it has a name, more_functions beside it; see docs/reward-functions.md",
+        "served instead of reward_model where it has a name, more_functions beside it; see "
+        "docs/reward-functions.md",
     )
     inference: InferenceConfig = InferenceConfig()
     devices: Count = key(

@@ -1,4 +1,7 @@
-"""Rules across keys of the actor's configuration, without torch. Each yields one message per error."""
+"""Rules across keys of the actor's configuration, without torch.
+
+Each yields one message per error.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.model_folder import MODEL, model_values, no_model
 from reinforce_rl.config.monitoring import LOGGERS
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
-from reinforce_rl.config.rewards import RewardServerConfig, name_in_metrics
+from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.utils.files import folder_faults
@@ -307,19 +310,13 @@ def _rewards(cfg: TrainConfig) -> Iterator[Fault]:
 
 def _reward_names(cfg: TrainConfig) -> Iterator[Fault]:
     """Check the names under which the scores of reward sources are logged."""
-    sections = {**cfg.reward_servers, **cfg.reward_functions}
-    named = [(setting, name_in_metrics(setting, section)) for setting, section in sections.items()]
-    weights = [section.weight for section in sections.values()]
-    if cfg.reward_class is not None:
-        named.insert(0, ("reward", cfg.reward_class.rpartition(".")[2]))
-        weights.append(1.0)
-    names = [name for _, name in named]
-    # The scores of a single source are the reward itself.
-    is_logged = len(named) > 1 or weights[0] != 1.0
-    for setting, name in named if is_logged else []:
+    terms = cfg.reward_terms
+    names = [term.name for term in terms]
+    for term in terms if cfg.logs_reward_terms else []:
+        name = term.name
         if name and f"rewards_{name}" in REWARD_METRICS:
             yield Fault(
-                f"{setting} is named {name!r}, and its scores are logged as rewards_{name}, "
+                f"{term.setting} is named {name!r}, and its scores are logged as rewards_{name}, "
                 "which is a metric already; give it another name",
                 key="config.reward_sources.named_as_metric",
             )

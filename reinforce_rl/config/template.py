@@ -12,27 +12,34 @@ from reinforce_rl.data.rendering import TemplateOptions, reads_date
 class TemplateConfig(Section):
     chat_template_kwargs: Fields = key(
         {},
-        "arguments of the chat template, such as enable_thinking: false; a record's column of this name wins",
+        "arguments of the chat template, such as enable_thinking: false; a record's column of "
+        "this name wins",
         more=". See [data.md](data.md#what-the-chat-template-gets)",
     )
     chat_template_date: Text | None = key(
         None,
-        "what a template with today's date reads, YYYY-MM-DD; null: the day of the first start, which is recorded",
+        "what a template with today's date reads, YYYY-MM-DD; null: the day of the first start, "
+        "which is recorded",
         more=". See [data.md](data.md#todays-date-in-a-template)",
     )
     sanitize_control_tokens: bool = key(
         False,
-        "read control tokens within messages as text, as transformers does with this argument of apply_chat_template",
+        "read control tokens within messages as text, as transformers does with this argument of "
+        "apply_chat_template",
         more=". See [data.md](data.md#control-tokens-in-messages)",
     )
 
     def freeze_date(self, tokenizer_folder: str | Path, recorded: str | None = None) -> None:
-        """Set the template date to the recorded one, else to today, if the template reads a date and none is set."""
+        """Set the template date to the recorded one, else to today, if the template reads a date
+        and none is set.
+        """
         if self.chat_template_date is None and reads_date(tokenizer_folder):
             self.chat_template_date = recorded or date.today().isoformat()
 
     def template_options(self, section: str) -> TemplateOptions:
-        """Return the options; messages name them with the prefix `section`, such as "model.data."."""
+        """Return the options; messages name them with the prefix `section`, such as
+        "model.data.".
+        """
         return TemplateOptions(
             kwargs=self.chat_template_kwargs,
             date=self.chat_template_date,

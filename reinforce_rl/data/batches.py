@@ -1,8 +1,8 @@
 """Batches passed between the parts of a step, as frozen dataclasses.
 
-Shapes: P prompts on this data-parallel rank, G samples per prompt (`num_rollouts_per_prompt`), N = P * G sequences in
-prompt-major order (rows i*G .. (i+1)*G-1 belong to prompt i), T response tokens, S prompt plus response tokens; T and
-S are right-padded.
+Shapes: P prompts on this data-parallel rank, G samples per prompt (`num_rollouts_per_prompt`),
+N = P * G sequences in prompt-major order (rows i*G .. (i+1)*G-1 belong to prompt i), T response
+tokens, S prompt plus response tokens; T and S are right-padded.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch.nn.utils.rnn import pad_sequence
 
 from reinforce_rl.data.finish_reasons import FINISH_OUTSIDE, FINISH_STOP
 
-# Tensors of a `RolloutBatch`: of shape [N]; of shape [N, T], or None.
+# Fields of a `RolloutBatch`: tensors of shape [N], and tensors of shape [N, T] or None.
 _PER_SAMPLE = ("prompt_lengths", "response_lengths", "group_ids", "sample_ids", "rewards", "valid")
 _PER_TOKEN = ("generator_log_probs", "weight_versions", "log_probs", "init_log_probs")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    # Index in the data set; keys the sampling noise and is the group id of its samples. With
-    # weighted blending, plus the size of the data set for each earlier pass over its file.
+    # Index in the data set. It is a key of the sampling noise and the group id of its samples. With
+    # weighted blending, the size of the data set is added for each earlier pass over its file.
     id: int
     text: str  # as given to the tokenizer, chat template applied
     tokens: tuple[int, ...]  # without padding
-    metadata: dict[str, Any] = field(default_factory=dict)  # every other field of its JSON line
+    metadata: dict[str, Any] = field(default_factory=dict)  # all other fields of the record
     # The conversation that the chat template rendered; empty for plain text.
     messages: tuple[dict[str, Any], ...] = ()
-    set_name: str = ""  # of its validation set, where those have names
+    set_name: str = ""  # of its validation set; "" if the sets have no names
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,10 @@ class Completions:
     tokens: Tensor  # int64 [N, T], right-padded; includes the stop token if one was produced
     lengths: Tensor  # int64 [N]; 0 is allowed
     finish_reasons: tuple[str, ...]  # N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`
-    # float32 [N, T] at the sampling temperature, 0 on padding; None if the engine does not report
-    # them.
+    # float32 [N, T] at the sampling temperature, 0 on padding; None if the engine reports none.
     log_probs: Tensor | None = None
-    # int64 [N, T], steps that the weights had been trained for that drew each token; None: the
-    # trainer's own.
+    # int64 [N, T], the training step of the weights that drew each token; None if they are the
+    # trainer's current weights.
     weight_versions: Tensor | None = None
 
     def repeat_to_samples(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -56,7 +55,10 @@ class Completions:
         return [prompt for prompt in prompts for _ in range(samples)]
 
     def within_vocabulary(self, size: int, pad_id: int) -> Completions:
-        """Replace ids >= `size`, which padded engines may draw, by `pad_id`; mark their responses `FINISH_OUTSIDE`."""
+        """Replace ids >= `size`, which padded engines may draw, by `pad_id`.
+
+        Their responses are marked `FINISH_OUTSIDE`.
+        """
         outside = (self.tokens < 0) | (self.tokens >= size)
         if not bool(outside.any()):
             return self
@@ -82,11 +84,11 @@ class RolloutBatch:
     group_ids: Tensor
     sample_ids: Tensor  # int64 [N], 0 .. G-1 within a group
     finish_reasons: tuple[str, ...]  # N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`
-    rewards: Tensor  # float32 [N] from the reward source; NaN where scoring failed
-    # bool [N]; False excludes a sample from all sums and counts (scoring failed, dropped, empty,
-    # outside vocabulary).
+    rewards: Tensor  # float32 [N] from the reward source; NaN if scoring failed
+    # bool [N]; False excludes a sample from all sums and counts: scoring failed, dropped, empty, or
+    # outside the vocabulary.
     valid: Tensor
-    # float32 [N, T] as the generator reported them, or None.
+    # float32 [N, T] as reported by the generator, or None.
     generator_log_probs: Tensor | None = None
     weight_versions: Tensor | None = None  # int64 [N, T], as in `Completions`
     # float32 [N, T] under the actor at the sampling temperature, before any optimizer step on this
@@ -95,7 +97,7 @@ class RolloutBatch:
     init_log_probs: Tensor | None = None  # the same under the reference policy
     # float32 [N] by name of the reward source, if there are several.
     source_rewards: dict[str, Tensor] = field(default_factory=dict)
-    # N times why scoring failed, or None; () before scoring
+    # For each of N samples why scoring failed, or None; () before scoring.
     score_faults: tuple[str | None, ...] = ()
 
     @property
@@ -116,7 +118,10 @@ class RolloutBatch:
         return int(self.response_lengths.max()) if len(self.response_lengths) else 0
 
     def select(self, rows: Tensor) -> RolloutBatch:
-        """Return the samples of these rows (int64 indices) in their order, without padding that no row needs."""
+        """Return the samples of these rows (int64 indices) in their order.
+
+        Padding that no row needs is removed.
+        """
         width = int(self.response_lengths[rows].max()) if len(rows) else 0
         used = int((self.prompt_lengths + self.response_lengths)[rows].max()) if len(rows) else 0
         tables: dict[str, Any] = {name: getattr(self, name) for name in _PER_TOKEN}
@@ -149,7 +154,7 @@ class ReinforceBatch:
     # float32 [N, T], detached; 0 on padding and for samples that do not train. Constant over a
     # response unless credit is assigned per token.
     advantages: Tensor
-    # bool [N], samples that the loss averages over: the valid ones, or fewer (RAFT, masking).
+    # bool [N], samples that the loss averages over: all valid samples, or fewer (RAFT, masking).
     trains: Tensor
     shaped_rewards: Tensor | None = None  # float32 [N], without the KL; for the record
 
@@ -172,7 +177,10 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
 def join_prompts_and_responses(
     prompts: Sequence[Prompt], completions: Completions, pad_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Append each response to its row's prompt; return sequences int64 [N, S] and prompt_lengths int64 [N]."""
+    """Append each response to its row's prompt.
+
+    Returns sequences int64 [N, S] and prompt lengths int64 [N].
+    """
     prompt_lengths = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.long)
     rows = zip(prompts, completions.tokens, completions.lengths.tolist(), strict=True)
     joined = [
@@ -186,7 +194,10 @@ def join_prompts_and_responses(
 
 
 def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
-    """Concatenate completions of several prompt batches, padded to the widest; no parts give an empty one."""
+    """Concatenate completions of several prompt batches, padded to the widest.
+
+    Without parts the result is empty.
+    """
     if not parts:
         return Completions(
             torch.zeros((0, 0), dtype=torch.long), torch.zeros(0, dtype=torch.long), ()
@@ -235,6 +246,6 @@ def _widen(tensor: Tensor, columns: int, value: float = 0.0) -> Tensor:
 
 
 def _join_or_none(values: Sequence[Tensor | None], columns: int) -> Tensor | None:
-    """Return None if a part lacks them."""
+    """Concatenate along the rows, padded to `columns`; None if a part is None."""
     known = [_widen(value, columns) for value in values if value is not None]
     return torch.cat(known) if len(known) == len(values) else None

@@ -12,9 +12,9 @@ from reinforce_rl.errors import DataError, Fault
 
 TOOLS_KEY = "tools"
 KWARGS_KEY = "chat_template_kwargs"
-DATE_FUNCTION = "strftime_now"  # what templates call for today's date
+DATE_FUNCTION = "strftime_now"  # the function by which templates get today's date
 
-# Parameters of `apply_chat_template` that say what is rendered and what is returned.
+# Parameters of `apply_chat_template` that determine what it renders and returns.
 _RESERVED = (
     "conversation",
     "messages",
@@ -37,7 +37,7 @@ _RESERVED = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template renders, in the form of OpenAI and transformers."""
+    """The input of a chat template, in the form of OpenAI and transformers."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -47,14 +47,20 @@ class Conversation:
     def of_record(
         cls, messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any]
     ) -> Conversation:
-        """Add the tools and template arguments of a record; raises DataError, which names the column."""
+        """Add the tools and template arguments of a record.
+
+        Raises DataError, which names the column.
+        """
         return cls(
             tuple(messages), read_tools(record.get(TOOLS_KEY)), read_kwargs(record.get(KWARGS_KEY))
         )
 
 
 def read_tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Return tools in OpenAI's form: a list of objects, or JSON of one; null and an empty text are none."""
+    """Return tools in OpenAI's form, from a list of objects or its JSON.
+
+    Null and an empty text mean no tools.
+    """
     tools = _parsed(value, TOOLS_KEY)
     if tools is None:
         return ()
@@ -77,7 +83,10 @@ def read_tools(value: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def read_kwargs(value: object) -> dict[str, Any]:
-    """Return template arguments: an object, or JSON of one; null is none, and so is an argument that is null."""
+    """Return template arguments, from an object or its JSON.
+
+    Null means no arguments, and arguments that are null are left out.
+    """
     kwargs = _parsed(value, KWARGS_KEY)
     if kwargs is None:
         return {}
@@ -95,7 +104,7 @@ def read_kwargs(value: object) -> dict[str, Any]:
 
 
 def kwargs_faults(kwargs: Mapping[str, Any], key: str) -> list[Fault]:
-    """Return a sentence for each argument that a template cannot get."""
+    """Return a sentence for each argument that cannot be passed to a template."""
     faults: list[Fault] = []
     for name, argument in kwargs.items():
         if name in _RESERVED:
@@ -117,7 +126,7 @@ def _is_json(value: object) -> bool:
 
 
 def _parsed(value: object, key: str) -> Any:
-    """Parse the JSON that CSV, Parquet and `datasets` hold for nested values."""
+    """Parse the JSON in which CSV, Parquet and `datasets` store nested values."""
     if not isinstance(value, str):
         return value
     if not value.strip():

@@ -1,4 +1,7 @@
-"""`model.data.data_prefix`: the files of each split, sets by name, and weights. Torch-free, to run at config time."""
+"""Reads `model.data.data_prefix`: the files of each split, sets by name, and weights.
+
+Torch-free, to run at config time.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,14 @@ EXPECTED = "JSONL, JSON, CSV, TSV or Parquet, a folder of such files, or hf:OWNE
 def resolve_data_prefix(
     data_prefix: Mapping[str, Any],
 ) -> tuple[dict[str, Sets], tuple[float, ...] | None]:
-    """Return the files of each split, see `sets_of`, and the weight of each train file if there are weights.
+    """Return the files of each split, and the weight of each train file if there are weights.
 
-    Cheap, so that it runs before a model is loaded. Types are checked by the configuration's schema.
+    `sets_of` describes the files. Cheap, so that it can run before a model is loaded. The schema of
+    the configuration checks the types.
 
     Raises:
-        ConfigError: no train file, wrong weights, wrong names of sets, files that cannot be read; all together.
+        ConfigError: no train file, wrong weights, wrong names of sets, or files that cannot be
+            read; all faults together.
     """
     key = "model.data.data_prefix"
     sets = data_prefix.get("validation")
@@ -41,8 +46,8 @@ def resolve_data_prefix(
     if isinstance(sets, Mapping):
         faults += _faults_of_names(sets)
     no_path = Fault("'' is no path", key="data.path.empty")
-    for split, found in files.items():
-        for entry in itertools.chain(*found.values()):
+    for split, sets_of_split in files.items():
+        for entry in itertools.chain(*sets_of_split.values()):
             fault = source_fault(entry, split) if str(entry) else no_path
             if fault:
                 sentence = f"{key}.{split}: {fault}; expected {EXPECTED}"
@@ -68,7 +73,10 @@ def _faults_of_names(sets: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def sets_of(value: Any) -> Sets:
-    """Return the paths of each set of prompts by name; a path, a list of paths, or None is one set without a name."""
+    """Return the paths of each set of prompts by name.
+
+    A path, a list of paths, or None is one set without a name.
+    """
     sets = value if isinstance(value, Mapping) else {"": [] if value is None else value}
     return {
         name: [paths] if isinstance(paths, (str, Path)) else list(paths)

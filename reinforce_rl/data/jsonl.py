@@ -1,7 +1,7 @@
 """Records of prompts: check their values, read the HH form, and write them as JSONL.
 
-HH form is one string: "\\n\\nHuman: ...\\n\\nAssistant: ...\\n\\nHuman: ...\\n\\nAssistant:". Torch-free, to run at
-config time.
+HH form is one string: "\\n\\nHuman: ...\\n\\nAssistant: ...\\n\\nHuman: ...\\n\\nAssistant:".
+Torch-free, to run at config time.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ HH_NAMES = {role: name for name, role in _HH_ROLES.items()}
 
 @dataclass(frozen=True)
 class Record:
-    where: str  # "FILE:LINE", or "FILE, row N" where rows are no lines; from 1
+    where: str  # "FILE:LINE", or "FILE, row N" if rows are not lines; from 1
     value: dict[str, Any]
 
 
 class LineFaults(list[Fault]):
     """Faulty lines or rows, reported together in one `DataError`."""
 
-    columns = 0  # those that lack a column, as all of their file do: no line is to correct
+    # Faults of records without a column, which all records of the file lack: no line can be
+    # corrected.
+    columns = 0
 
     def add(self, where: str, reason: DataError | Fault) -> None:
         self.append(Fault(f"  {where}: {reason}", key=reason.key))
@@ -59,20 +61,23 @@ class LineFaults(list[Fault]):
         """
         if not self:
             return
-        more = (
+        unlisted = (
             [f"  ... and {len(self) - MAX_LISTED_FAULTS} more"]
             if len(self) > MAX_LISTED_FAULTS
             else []
         )
         head = f"{len(self)} line{'s' if len(self) != 1 else ''} of the data cannot be used:"
-        lines = [head, *self[:MAX_LISTED_FAULTS], *more]
+        lines = [head, *self[:MAX_LISTED_FAULTS], *unlisted]
         if len(self) > self.columns:
             lines.append(advice)
         raise DataError("\n".join(lines), key=self[0].key)
 
 
 def write_jsonl(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
-    """Write JSONL files; none takes its place before all are on disk. Raises DataError if one cannot be written."""
+    """Write JSONL files. None replaces an existing file before all are on disk.
+
+    Raises DataError if one cannot be written.
+    """
     ready = {path: path.with_name(f".{path.name}.new") for path in files}
     path = Path()
     try:
@@ -90,7 +95,7 @@ def write_jsonl(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
                 new.unlink()
 
 
-# Values of a line; their errors name the key alone
+# Values of a line. Their errors name the key only.
 
 
 def describe_type(value: object) -> str:
@@ -106,7 +111,7 @@ def describe_type(value: object) -> str:
 
 
 def check_text(value: object, key: str) -> str:
-    """Return a string that UTF-8 can encode; else raise a `DataError`."""
+    """Return the value, a string that UTF-8 can encode; raise a `DataError` for any other."""
     if not isinstance(value, str):
         raise DataError(
             f"{key} is {describe_type(value)}; expected a string",
@@ -123,7 +128,9 @@ def check_text(value: object, key: str) -> str:
 
 
 def messages_of_json(value: object, key: str) -> object:
-    """Return the messages that a text holds as JSON, as CSV and some Parquet files do; any other value unchanged.
+    """Return the messages that a text holds as JSON; any other value unchanged.
+
+    CSV and some Parquet files hold messages this way.
 
     Raises a `DataError` for Python's form of a list, which pandas writes into CSV.
     """
@@ -173,10 +180,12 @@ def check_messages(
     *,
     texts_only: bool = True,
 ) -> list[dict[str, Any]]:
-    """Return a list of `{"role", "content"}`, also made of ShareGPT's `{"from", "value"}`; raise a `DataError` for
-    anything else, or if it is empty.
+    """Return a list of `{"role", "content"}`, also from ShareGPT's `{"from", "value"}`.
 
-    Without `texts_only`, a content may be a list of text parts, or null beside `tool_calls`, as in OpenAI's form.
+    Raises a `DataError` for anything else, or if the list is empty.
+
+    Without `texts_only`, a content may be a list of text parts, or null beside `tool_calls`, as in
+    OpenAI's form.
     """
     if not isinstance(value, list):
         raise DataError(
@@ -244,7 +253,10 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
 
 
 def _check_tool_calls(calls: object, where: str) -> None:
-    """Check calls of OpenAI's form; arguments are an object or its JSON, and `function` may be left out."""
+    """Check tool calls in OpenAI's form.
+
+    Arguments are an object or its JSON, and `function` may be left out.
+    """
     if calls is None:
         return
     if not isinstance(calls, list):
@@ -278,7 +290,7 @@ def _check_tool_calls(calls: object, where: str) -> None:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return a message's text; of several parts one a line, as vLLM joins them, and none of null."""
+    """Return a message's text; parts are joined by line ends, as in vLLM, and null is empty."""
     content = message.get("content")
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
@@ -286,7 +298,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def check_prompt(messages: Sequence[Mapping[str, Any]], key: str) -> None:
-    """Raise a `DataError` if nothing is asked at the end of a conversation."""
+    """Raise a `DataError` if a conversation does not end with a question."""
     if messages and messages[-1]["role"] == "assistant":
         raise DataError(
             f"{key} ends with an assistant message; expected a prompt, which ends where the "
@@ -303,7 +315,8 @@ def check_prompt(messages: Sequence[Mapping[str, Any]], key: str) -> None:
 def parse_hh_conversation(text: str) -> list[Message]:
     """Split an HH conversation into messages with roles "user" and "assistant", contents stripped.
 
-    An open "Assistant:" at the end gives no message. Repeated roles and empty turns stay as they are.
+    An open "Assistant:" at the end gives no message. Repeated roles and empty turns stay as they
+    are.
 
     Raises:
         DataError: the text does not begin with "Human:" or "Assistant:".
@@ -330,11 +343,14 @@ def messages_of_text(text: str) -> list[Message]:
 
 
 def render_hh_prompt(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Inverse of `parse_hh_conversation` for a prompt; ends with the open "Assistant:"."""
+    """Render a prompt in HH form, the inverse of `parse_hh_conversation`.
+
+    The text ends with the open "Assistant:".
+    """
     turns = [f"\n\n{HH_NAMES[message['role']]}: {text_of(message)}" for message in messages]
     return "".join(turns) + "\n\nAssistant:"
 
 
 def prompt_key(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a key that ignores case and white space."""
+    """Return a key of a prompt that ignores case and white space."""
     return json.dumps([(m["role"], " ".join(text_of(m).casefold().split())) for m in messages])

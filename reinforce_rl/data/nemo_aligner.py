@@ -1,7 +1,9 @@
-"""NeMo-Aligner's data: conversations as one text or by speaker, made into messages, pairs and rated answers.
+"""Reads NeMo-Aligner's data: conversations as one text or by speaker.
 
-A text is `<extra_id_0>System\\n...\\n<extra_id_1>User\\n...\\n<extra_id_1>Assistant\\n...`, perhaps with
-`<extra_id_1>` or `<extra_id_2>` at its end. A chat record has `system`, `conversations` of
+Converts them into messages, pairs and rated answers.
+
+A text is `<extra_id_0>System\\n...\\n<extra_id_1>User\\n...\\n<extra_id_1>Assistant\\n...`, perhaps
+with `<extra_id_1>` or `<extra_id_2>` at its end. A chat record has `system`, `conversations` of
 `{"from", "value", "label"}`, and `mask`, the name of the speaker who is not trained: the user.
 """
 
@@ -29,8 +31,9 @@ from reinforce_rl.data.jsonl import (
 from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, files_of, read_records
 from reinforce_rl.errors import DataError, Fault
 
-UNRATED = -100  # a label's value where nobody rated
-# The order of `label` in its own data, by examples/nlp/data/steerlm/common.py.
+UNRATED = -100  # value of a label without a rating
+# The order of the numbers of `label` in NeMo-Aligner's own data, from
+# examples/nlp/data/steerlm/common.py.
 STEERLM_ATTRIBUTES = (
     "quality",
     "toxicity",
@@ -56,10 +59,13 @@ def is_nemo_text(value: object) -> bool:
 
 
 def parse_nemo_text(text: str) -> list[Message]:
-    """Split a text into messages, contents stripped; an empty system turn and an open answer give none.
+    """Split a text into messages with stripped contents.
+
+    An empty system turn and an open answer give no message.
 
     Raises:
-        DataError: a speaker has another name, or the text holds SteerLM's labels, which a message has no place for.
+        DataError: a speaker has another name, or the text holds SteerLM's labels, for which a
+            message has no place.
     """
     markers = list(_MARKER.finditer(text))
     ends = [*(marker.start() for marker in markers[1:]), len(text)]
@@ -73,7 +79,7 @@ def parse_nemo_text(text: str) -> list[Message]:
                 f"holds SteerLM's labels (<extra_id_2>{labels}), which a message has no place for",
                 key="data.nemo.labels",
             )
-        if not name.strip() and not content:  # the mark of an end
+        if not name.strip() and not content:  # an end marker
             continue
         role = _ROLES.get(name.strip())
         if role is None:
@@ -90,7 +96,10 @@ def parse_nemo_text(text: str) -> list[Message]:
 
 
 def messages_of_chat(value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a record with `conversations` and `mask`; their labels stay, `system` is not read."""
+    """Return the messages of a record with `conversations` and `mask`, with their labels.
+
+    `system` is not read.
+    """
     turns = value["conversations"]
     mask = value["mask"]
     if not isinstance(turns, list):
@@ -127,14 +136,14 @@ def messages_of_chat(value: Mapping[str, Any]) -> list[dict[str, Any]]:
 def prepare_pairs(
     inputs: Iterable[str | Path], output: str | Path, columns: Columns = AS_NAMED
 ) -> str:
-    """Write `pairs.jsonl`, which `train-rm` reads, and return what was done, in words.
+    """Write `pairs.jsonl` for `train-rm`, and return a sentence with the counts.
 
-    Read are lines of `text`, the chosen and then the rejected conversation of each prompt; or `prompt` with
-    `chosen_response` and `rejected_response`.
+    Reads lines of `text`, the chosen and then the rejected conversation of each prompt, or lines of
+    `prompt` with `chosen_response` and `rejected_response`.
 
     Raises:
-        DataError: a file cannot be read or written, lines are invalid (all counted, the first listed), or chosen and
-            rejected do not take turns.
+        DataError: a file cannot be read or written, lines are invalid (all are counted, the first
+            are listed), or chosen and rejected do not take turns.
     """
     faults = LineFaults()
     rows: list[dict[str, Any]] = []
@@ -145,7 +154,7 @@ def prepare_pairs(
         count += len(parsed)
         rows += [pair for _, pair in parsed if "chosen" in pair]
         halves = [(where, half["messages"]) for where, half in parsed if "chosen" not in half]
-        if len(faults) == before:  # a line that was left out would move all that follow
+        if len(faults) == before:  # a missing line would shift all pairs after it
             rows += _joined(file, halves, faults)
     faults.raise_if_any(_ADVICE)
     write_jsonl({Path(output) / "pairs.jsonl": rows})
@@ -158,16 +167,17 @@ def prepare_ratings(
     attributes: Sequence[str] = (),
     columns: Columns = AS_NAMED,
 ) -> str:
-    """Write `ratings.jsonl`, which `train-rm` reads, and return what was done, in words.
+    """Write `ratings.jsonl` for `train-rm`, and return a sentence with the counts.
 
-    Read are lines of `text` and `label`, a list of numbers; or chat records, each answer with a label such as
-    `quality:4,toxicity:0`.
+    Reads lines of `text` and `label`, a list of numbers, or chat records with a label such as
+    `quality:4,toxicity:0` at each answer.
 
     Args:
         attributes: names of the numbers of `label`, in order.
 
     Raises:
-        DataError: a file cannot be read or written, or lines are invalid (all counted, the first listed).
+        DataError: a file cannot be read or written, or lines are invalid (all are counted, the
+            first are listed).
     """
     twice = [name for name, count in Counter(attributes).items() if count > 1]
     if twice:
@@ -195,7 +205,10 @@ def prepare_ratings(
 
 
 def with_system(messages: list[dict[str, Any]], system: object) -> list[dict[str, Any]]:
-    """Return the messages behind a system message; DataError if they have another one."""
+    """Return the messages after a system message.
+
+    Raises DataError if they begin with another system message.
+    """
     if system is None or (isinstance(system, str) and not system.strip()):
         return messages
     content = check_text(system, "system").strip()
@@ -221,7 +234,7 @@ def _files(inputs: Iterable[str | Path], output: str | Path, name: str) -> Itera
 
 
 def _half_or_pair(record: Record) -> tuple[str, dict[str, Any]]:
-    """Return a line's place with its pair, or with the conversation that is one half of a pair."""
+    """Return a line's location with its pair, or with the conversation that is half of a pair."""
     value = record.value
     if "chosen_response" in value and "rejected_response" in value and "prompt" in value:
         prompt = _conversation(value["prompt"], "prompt")
@@ -240,7 +253,7 @@ def _half_or_pair(record: Record) -> tuple[str, dict[str, Any]]:
 def _joined(
     file: Path, halves: Sequence[tuple[str, list[Message]]], faults: LineFaults
 ) -> Iterator[dict[str, Any]]:
-    """Join every two conversations to a pair; stop where they answer different prompts."""
+    """Join every two conversations to a pair, up to the first two that answer different prompts."""
     for (where, chosen), (_, rejected) in zip(halves[::2], halves[1::2], strict=False):
         if chosen[:-1] != rejected[:-1]:
             sentence = (
@@ -301,7 +314,8 @@ def _listed_labels(label: object, attributes: Sequence[str]) -> dict[str, float]
             else "none is named"
         )
         raise DataError(
-            f"label has {len(label)} numbers, but {given}; name each in order: --attributes a,b,c{hint}",
+            f"label has {len(label)} numbers, but {given}; "
+            f"name each in order: --attributes a,b,c{hint}",
             key="data.label.wrong_number",
         )
     for number in label:
@@ -354,7 +368,10 @@ def _answered(value: Mapping[str, Any]) -> list[Message]:
 
 
 def _conversation(value: object, key: str, *, is_whole: bool = False) -> list[Message]:
-    """Return messages of a list or of a text; a whole conversation is no text of one user."""
+    """Return the messages of a list or of a text.
+
+    A text in no known form is one user message, unless `is_whole` asks for a whole conversation.
+    """
     if isinstance(value, list):
         messages = check_messages(value, key, ("system", "user", "assistant"))
         return [

@@ -46,12 +46,12 @@ _PROMPT_KEYS = ("prompt", "text", "messages", "conversations", "chosen", "reject
 class PrepareOptions:
     # "messages" writes `{"messages": [...]}`, "prompt" writes `{"prompt": ...}` in the HH form.
     form: Literal["messages", "prompt"] = "messages"
-    num_validation: int | None = None  # at least 1; None takes `validation_fraction` instead
+    num_validation: int | None = None  # at least 1; None uses `validation_fraction` instead
     validation_fraction: float = 0.1  # of the kept prompts; at least one prompt
-    seed: int = 0  # draws the validation prompts, and those that `limit` keeps
+    seed: int = 0  # of the draw of validation prompts, and of the prompts that `limit` keeps
     max_turns: int | None = None  # user turns of a prompt
     max_characters: int | None = None  # of a prompt, over all its turns
-    limit: int | None = None  # prompts to keep in all, drawn by the seed
+    limit: int | None = None  # prompts to keep in total, drawn by the seed
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class PrepareCounts:
 
     def __str__(self) -> str:
         lines = [
-            f"read {self.read}, kept {self.train + self.validation}, skipped {sum(self.skipped.values())}"
+            f"read {self.read}, kept {self.train + self.validation}, "
+            f"skipped {sum(self.skipped.values())}"
         ]
         lines += [f"  skipped {count}: {reason}" for reason, count in self.skipped.items()]
         return "\n".join([*lines, f"  train {self.train}, validation {self.validation}"])
@@ -79,19 +80,19 @@ def prepare_prompts(
 ) -> PrepareCounts:
     """Read pairs or conversations and write `train.jsonl` and `validation.jsonl` into `output`.
 
-    A record holds `prompt` or `text`, or `messages` or `conversations`, or `chosen` and `rejected`; a value is an HH
-    string, NeMo-Aligner's text, or a list of messages, and a prompt may be any other string, taken as one user
-    message. The last assistant turn of all but a prompt is the answer and is dropped. `system` beside `conversations`,
-    or by a name of `columns`, becomes a system message. Other fields are kept. Of prompts that are equal up to case
-    and white space, the first is kept.
+    A record holds `prompt` or `text`, or `messages` or `conversations`, or `chosen` and `rejected`.
+    A value is an HH string, NeMo-Aligner's text, or a list of messages; a prompt may be any other
+    string, which becomes one user message. Except in a prompt, the last assistant turn is the
+    answer and is dropped. `system` beside `conversations`, or named by `columns`, becomes a system
+    message. Other fields are kept. Of prompts that are equal up to case and white space, the first
+    is kept.
 
     Raises:
-        DataError: a file cannot be read or written, invalid lines (all counted, the first listed), or too few prompts.
+        DataError: a file cannot be read or written, lines are invalid (all are counted, the first
+            are listed), or there are too few prompts.
     """
-    paths, targets = (
-        list(map(Path, inputs)),
-        [Path(output) / f"{name}.jsonl" for name in SPLITS[:2]],
-    )
+    paths = list(map(Path, inputs))
+    targets = [Path(output) / f"{name}.jsonl" for name in SPLITS[:2]]
     for file in (file for path in paths for file in files_of(path)):
         if file.resolve() in [target.resolve() for target in targets]:
             raise DataError(
@@ -104,7 +105,7 @@ def prepare_prompts(
     def keep(line: Record) -> None:
         messages, reason = _prompt_of(line.value, columns)
         reason = reason or _unfit(messages, options)
-        # The chat template writes these too.
+        # A chat template renders these too, so prompts that differ in them are not equal.
         others = [message.get("tool_calls") for message in messages]
         others += [line.value.get(name) for name in (TOOLS_KEY, KWARGS_KEY)]
         key = prompt_key(messages) + json.dumps(others, default=str)
@@ -136,7 +137,7 @@ def prepare_prompts(
 
 
 def _prompt_of(value: dict[str, Any], columns: Columns) -> tuple[_Messages, str]:
-    """Return the messages up to the answer, and the reason to skip them or ""."""
+    """Return the messages up to the answer, and the reason to skip them; "" to keep them."""
     messages, reason = _messages_of(value)
     if _has_system(value, columns):
         messages = with_system(messages, value.get("system"))
@@ -149,17 +150,20 @@ def _has_system(value: dict[str, Any], columns: Columns) -> bool:
 
 
 def _messages_of(record: dict[str, Any]) -> tuple[_Messages, str]:
-    # Null is no prompt: data sets that were joined have every column in every record.
+    # Null means no prompt: data sets that were joined have every column in every record.
     value = {
         key: item for key, item in record.items() if item is not None or key not in _PROMPT_KEYS
     }
     for key in ("prompt", "text"):
         if key in value:
             if key == "prompt":
-                advice = "messages are read with --field messages=prompt, a plain text with --field text=prompt"
+                advice = (
+                    "messages are read with --field messages=prompt, "
+                    "a plain text with --field text=prompt"
+                )
                 refuse_messages_as_text(value[key], key, advice)
             messages = _conversation(value[key], key, messages_of_text)
-            if is_nemo_text(value[key]):  # its `text` may be a prompt, or a whole conversation
+            if is_nemo_text(value[key]):  # `text` may be a prompt, or a whole conversation
                 messages = _without_answer(messages)
             return messages, _turns_fault(value[key], messages)
     for key in ("messages", "conversations"):
@@ -201,7 +205,7 @@ def _conversation(value: object, key: str, read_text: Callable[[str], Sequence[A
 
 
 def _stripped(message: dict[str, Any]) -> dict[str, Any]:
-    """Drop white space around a text; parts, and null beside calls of tools, stay as they are."""
+    """Drop white space around a text. Lists of parts, and null beside tool calls, are kept."""
     content = message.get("content")
     return {**message, "content": content.strip()} if isinstance(content, str) else message
 
@@ -211,7 +215,10 @@ def _without_answer(messages: _Messages) -> _Messages:
 
 
 def _turns_fault(value: object, messages: _Messages) -> str:
-    """Say what is wrong with turns that come from one text, whose markers may be a part of what was said."""
+    """Describe what is wrong with turns that come from one text; "" if nothing is.
+
+    The markers of turns may be a part of what was said.
+    """
     roles = [message["role"] for message in messages if message["role"] != "system"]
     if isinstance(value, str) and any(
         role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)
@@ -229,8 +236,8 @@ def _unfit(messages: _Messages, options: PrepareOptions) -> str:
     ):
         return "turns other than Human and Assistant, which --form messages keeps"
     for message in messages:
-        # An assistant's turn may be a call alone, a tool may return nothing, and a system message
-        # is empty on purpose.
+        # An assistant's turn may be only a call, a tool may return nothing, and an empty system
+        # message is intended.
         may_be_empty = message["role"] in ("system", "tool") or message.get("tool_calls")
         if not text_of(message).strip() and not may_be_empty:
             return "a turn is empty"
@@ -245,7 +252,7 @@ def _unfit(messages: _Messages, options: PrepareOptions) -> str:
 
 
 def _split(rows: list[_Row], options: PrepareOptions) -> tuple[list[_Row], list[_Row]]:
-    """Return the rows of training and of validation, in order."""
+    """Return the rows of training and of validation, each in the order of `rows`."""
     order = list(range(len(rows)))
     random.Random(options.seed).shuffle(order)
     order = order[: options.limit]

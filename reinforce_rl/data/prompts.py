@@ -1,4 +1,4 @@
-"""Prompt data sets, tokenised at load, and each rank's batches of them."""
+"""Prompt data sets, tokenised when they are loaded, and each rank's batches of prompts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 TooLong = Literal["refuse", "skip"]
 PROMPT_KEYS = ("prompt", "text", "messages")
-SHAREGPT_KEY = "conversations"  # where there is none of the above
+SHAREGPT_KEY = "conversations"  # used if a record has none of `PROMPT_KEYS`
 ROLES = jsonl.ROLES
 TOKENISE_AT_ONCE = 1024  # prompts; bounds the memory of a batch in the tokenizer
 
@@ -42,7 +42,7 @@ class PromptDataset(Dataset[Prompt]):
     """Prompts in file and line order; `dataset[i].id == i`.
 
     Args:
-        skipped: number of over-long prompts left out at load.
+        skipped: number of over-long prompts that were left out when loading.
         blend: draws of each file per epoch; None draws each prompt once.
 
     Raises:
@@ -76,24 +76,24 @@ class PromptDataset(Dataset[Prompt]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 (hex) of the texts in order; detects a resume on other data."""
+        """sha256 (hex) of the texts in order, to detect a resume on other data."""
         digest = hashlib.sha256()
         for prompt in self._prompts:
             text = prompt.text.encode("utf-8")
-            # the length makes joined texts unambiguous
+            # The length makes joined texts unambiguous.
             digest.update(len(text).to_bytes(8, "big") + text)
         return digest.hexdigest()
 
     @classmethod
     def of_sets(cls, sets: Mapping[str, PromptDataset]) -> PromptDataset:
-        """Join data sets; each prompt has its set's name, and a number over all sets."""
-        every = [
+        """Join data sets. Each prompt gets its set's name, and a number over all sets."""
+        prompts = [
             replace(prompt, set_name=name)
-            for name, found in sets.items()
-            for prompt in found._prompts
+            for name, dataset in sets.items()
+            for prompt in dataset._prompts
         ]
-        numbered = [replace(prompt, id=number) for number, prompt in enumerate(every)]
-        return cls(numbered, skipped=sum(found.skipped for found in sets.values()))
+        numbered = [replace(prompt, id=number) for number, prompt in enumerate(prompts)]
+        return cls(numbered, skipped=sum(dataset.skipped for dataset in sets.values()))
 
     @classmethod
     def from_files(
@@ -111,28 +111,32 @@ class PromptDataset(Dataset[Prompt]):
         split: str = "train",
         template: TemplateOptions = DEFAULT_OPTIONS,
     ) -> PromptDataset:
-        """Load prompts from anything that `readers` reads.
+        """Load prompts from any source that `readers` reads.
 
-        A record holds exactly one of `prompt`, `text` and `messages`, or else `conversations`: a string, or a list of
-        `{"role", "content"}` that does not end with an assistant's, rendered by the chat template with its generation
-        prompt and the record's `tools` and `chat_template_kwargs`. All other fields become the prompt's metadata.
-        Blank lines are ignored.
+        A record holds exactly one of `prompt`, `text` and `messages`, or else `conversations`: a
+        string, or a list of `{"role", "content"}` that does not end with an assistant's message.
+        The chat template renders a list with its generation prompt and the record's `tools` and
+        `chat_template_kwargs`. All other fields become the prompt's metadata. Blank lines are
+        ignored.
 
         Args:
             max_prompt_tokens: None for no limit.
-            too_long: "refuse" raises for a longer prompt, "skip" drops it and counts it in `skipped`; none is cut.
+            too_long: "refuse" raises for a longer prompt, "skip" drops it and counts it in
+                `skipped`. No prompt is cut.
             apply_chat_template: render a string as a single user message.
-            add_bos: prepend the begin-of-sequence id to prompts that no chat template rendered, in `tokens` only; None
-                as the tokenizer does by itself.
-            weights: one per entry of `files`, see `Blend`; None draws each prompt once per epoch.
-            columns: a column `prompt` is then the prompt, whatever else there is; `system` is a system message.
-            system_prompt: of conversations without a system message.
-            split: of an entry that has several.
+            add_bos: prepend the begin-of-sequence id to prompts that no chat template rendered, in
+                `tokens` only. None does what the tokenizer does by itself.
+            weights: one per entry of `files`, as in `Blend`; None draws each prompt once per epoch.
+            columns: a column `prompt` is the prompt, whatever else a record holds; `system` is a
+                system message.
+            system_prompt: for conversations without a system message.
+            split: of an entry that has several splits.
             template: options of the chat template.
 
         Raises:
             ConfigError: the tokenizer lacks what an option needs, or `weights` cannot be met.
-            DataError: a file cannot be read, invalid lines (all counted, the first listed), or no prompt is left.
+            DataError: a file cannot be read, lines are invalid (all are counted, the first are
+                listed), or no prompt is left.
         """
         if add_bos and tokenizer.bos_token_id is None:
             sentence = "add_bos is true, but the tokenizer has no begin-of-sequence token; omit it"
@@ -165,20 +169,23 @@ class PromptDataset(Dataset[Prompt]):
                     )
                     faults.add(where, Fault(sentence, key="data.prompt.too_long"))
                     advice = (
-                        "Correct or remove these lines. For over-long prompts, raise model.encoder_seq_length, lower "
-                        "model.reinforce.length_params.max_length, or set model.data.too_long=skip to leave them out."
+                        "Correct or remove these lines. For over-long prompts, raise "
+                        "model.encoder_seq_length, lower "
+                        "model.reinforce.length_params.max_length, or set "
+                        "model.data.too_long=skip to leave them out."
                     )
             sizes.append(len(prompts) - before)
         faults.raise_if_any(advice)
         for name, count in unread.items():
             logger.warning(
-                f"{KWARGS_KEY}.{name} of {count} records has no effect: the chat template does not read it"
+                f"{KWARGS_KEY}.{name} of {count} records has no effect: "
+                "the chat template does not read it"
             )
         if skipped:
             where, length = skipped[0]
             logger.warning(
-                f"skipped {len(skipped)} of {len(prompts) + len(skipped)} prompts, longer than {max_prompt_tokens} "
-                f"tokens; the first is {where} with {length} tokens"
+                f"skipped {len(skipped)} of {len(prompts) + len(skipped)} prompts, "
+                f"longer than {max_prompt_tokens} tokens; the first is {where} with {length} tokens"
             )
         if not prompts and not skipped:
             raise DataError(
@@ -191,7 +198,10 @@ class PromptDataset(Dataset[Prompt]):
 
 @dataclass(eq=False)
 class PromptLoader:
-    """Yield this rank's share of the sampler's batches, possibly empty. Sampler states agree on all ranks."""
+    """Yields this rank's share of the sampler's batches, possibly empty.
+
+    Sampler states agree on all ranks.
+    """
 
     dataset: PromptDataset
     sampler: PromptSampler
@@ -201,7 +211,7 @@ class PromptLoader:
 
     @property
     def prompts_per_step(self) -> int:
-        """Over all ranks; the last batch of an epoch may have fewer."""
+        """Prompts of a batch over all ranks; the last batch of an epoch may have fewer."""
         return self.sampler.prompts_per_step
 
     def __len__(self) -> int:
@@ -219,12 +229,14 @@ class PromptLoader:
 
     def share(self, numbers: Sequence[int]) -> Any:
         """Return this rank's share of the prompts with these ids."""
-        own = shard(numbers, self.dp_rank, self.dp_size)
-        # Another number than the prompt's own is of a later pass of a blend.
-        return self.collate_fn([replace(self.dataset[n % len(self.dataset)], id=n) for n in own])
+        local_numbers = shard(numbers, self.dp_rank, self.dp_size)
+        # A number beyond the data set belongs to a later pass of a blend over a file.
+        return self.collate_fn(
+            [replace(self.dataset[n % len(self.dataset)], id=n) for n in local_numbers]
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's state and the data's fingerprint; the same on every rank."""
+        """Return the sampler's state and the data's fingerprint, equal on every rank."""
         return {**self.sampler.state_dict(), "fingerprint": self.dataset.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -233,16 +245,37 @@ class PromptLoader:
         Raises:
             CheckpointError: the state belongs to other data, or the sampler refuses it.
         """
-        found = str(state.get("fingerprint"))
-        own = self.dataset.fingerprint
-        if state.get("num_prompts") == len(self.dataset) and found != own:
+        saved_fingerprint = str(state.get("fingerprint"))
+        fingerprint = self.dataset.fingerprint
+        if state.get("num_prompts") == len(self.dataset) and saved_fingerprint != fingerprint:
             raise CheckpointError(
-                f"the checkpoint was saved on other prompts: fingerprint {found[:12]} there, "
-                f"{own[:12]} here. Give the same files and chat template as before, or start a new "
-                "run in another folder",
+                "the checkpoint was saved on other prompts: fingerprint "
+                f"{saved_fingerprint[:12]} there, {fingerprint[:12]} here. Give the same files and "
+                "chat template as before, or start a new run in another folder",
                 key="checkpoint.data.other_prompts",
             )
         self.sampler.load_state_dict(state)
+
+
+class DefaultBatchIterator:
+    """Yields consecutive prompts in batches of `micro_batch_size`.
+
+    In a validation the batches have `val_micro_batch_size` prompts.
+    """
+
+    def __init__(
+        self,
+        micro_batch_size: int,
+        val_micro_batch_size: int,
+        prompts: Sequence[Prompt],
+        validation: bool,
+    ):
+        self._prompts = prompts
+        self._size = val_micro_batch_size if validation else micro_batch_size
+
+    def __iter__(self) -> Iterator[Sequence[Prompt]]:
+        for start in range(0, len(self._prompts), self._size):
+            yield self._prompts[start : start + self._size]
 
 
 def fixed_prompts(
@@ -252,10 +285,12 @@ def fixed_prompts(
     dp_size: int = 1,
     collate_fn: Callable[[list[Prompt]], Any] = list,
 ) -> list[Any]:
-    """Return this rank's share, possibly empty, of the first `num_val_samples` prompts of each set, as one batch.
+    """Return one batch: this rank's share of the first `num_val_samples` prompts of each set.
+
+    The share may be empty.
 
     Raises:
-        ConfigError: more prompts than a set has.
+        ConfigError: `num_val_samples` is larger than a set.
     """
     sets: dict[str, list[Prompt]] = {}
     for index in range(len(dataset)):
@@ -293,15 +328,16 @@ def build_train_valid_test_rlhf_datasets(
     """Load the train, validation and test prompts.
 
     Args:
-        data_prefix: a path or list of paths for train, validation and test; the last two are optional. Train may have
-            a weight before each path, validation a name for each of several sets.
-        splits: to load; without train, validation stands in its place.
-        options: see `PromptDataset.from_files`.
+        data_prefix: a path or list of paths for train, validation and test; the last two are
+            optional. Train may have a weight before each path, validation a name for each of
+            several sets.
+        splits: the splits to load; without train, validation takes its place.
+        options: of `PromptDataset.from_files`.
 
     Raises:
-        ConfigError: weights, names of sets or files are wrong; all faults together, before any file is read. Keys
-            and types are the configuration's to check.
-        DataError: as `PromptDataset.from_files`, for all splits together.
+        ConfigError: weights, names of sets or files are wrong; all faults together, before any file
+            is read. Keys and types are checked by the configuration.
+        DataError: the errors of `PromptDataset.from_files`, for all splits together.
     """
     files, weights = resolve_data_prefix(data_prefix)
     datasets: dict[str, PromptDataset] = {}
@@ -311,12 +347,12 @@ def build_train_valid_test_rlhf_datasets(
             continue
         load = partial(PromptDataset.from_files, tokenizer, split=split, **options)
         try:
-            found = {
+            loaded = {
                 name: load(paths, weights=weights if split == "train" else None)
                 for name, paths in sets.items()
             }
-            datasets[split] = found[""] if "" in found else PromptDataset.of_sets(found)
-        except DataError as error:  # the next split may have faults of its own
+            datasets[split] = loaded[""] if "" in loaded else PromptDataset.of_sets(loaded)
+        except DataError as error:  # go on: the next split may have faults of its own
             errors.append(error)
     if errors:
         raise DataError("\n".join(map(str, errors)), key=errors[0].key)
@@ -332,7 +368,9 @@ def _render(
     unread: Counter[str],
     record: Record,
 ) -> tuple[str, Prompt]:
-    """Return where a prompt stands, and the prompt without id, and without tokens unless they differ from its text's.
+    """Return the location of a prompt, and the prompt without an id.
+
+    It has tokens only if they differ from the tokens of its text.
 
     `unread` counts the template arguments of records that have no effect.
     """
@@ -342,7 +380,10 @@ def _render(
     if key == "prompt":
         column = columns.names.get(key, key)
         rename = f"+{columns.key}rename"
-        advice = f"messages are read with {rename}.messages={column}, a plain text with {rename}.text={column}"
+        advice = (
+            f"messages are read with {rename}.messages={column}, "
+            f"a plain text with {rename}.text={column}"
+        )
         jsonl.refuse_messages_as_text(content, key, advice)
     elif key != "text":
         content = jsonl.messages_of_json(content, key)
@@ -389,7 +430,7 @@ def _render(
 def _prompt_key(value: Mapping[str, Any], columns: Columns) -> str:
     """Return the column that holds a record's prompt.
 
-    Null is no prompt: data sets that were joined have every column in every record.
+    Null means no prompt: data sets that were joined have every column in every record.
     """
     if "prompt" in columns.names:
         return "prompt"
@@ -419,7 +460,7 @@ def _prompt_key(value: Mapping[str, Any], columns: Columns) -> str:
 def _tokenise(
     rendered: Iterator[tuple[str, Prompt]], renderer: ChatRenderer, add_bos: bool | None
 ) -> Iterator[tuple[str, Prompt]]:
-    """Tokenise the prompts that have no tokens yet, many at a time."""
+    """Tokenise prompts without tokens, `TOKENISE_AT_ONCE` at a time."""
     while items := list(islice(rendered, TOKENISE_AT_ONCE)):
         prompts = [prompt for _, prompt in items]
         plain = [row for row, prompt in enumerate(prompts) if not prompt.messages]

@@ -1,6 +1,7 @@
-"""Read records from JSONL, JSON, CSV and Parquet, plain or compressed, from folders and from Hugging Face data sets.
+"""Read records from JSONL, JSON, CSV and Parquet, plain or compressed.
 
-A file's first bytes say what it is, and its name where they leave a choice. Torch-free, to run at config time.
+Sources are files, folders and Hugging Face data sets. The first bytes of a file determine its form,
+and its name where they leave a choice. Torch-free, to run at config time.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from reinforce_rl.utils.files import MAX_LINE_BYTES, bounded_lines
 from reinforce_rl.utils.untrusted_files import UnreadableFileError, open_regular
 
 T = TypeVar("T")
-# the place in the file, ":LINE" or ", row N", and what `_record_of` takes
+# Location in the file, ":LINE" or ", row N", and the argument of `_record_of`.
 Rows = Iterator[tuple[str, Any]]
 
-HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT], as FOLDER[/CONFIGURATION][:SPLIT]
+HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT], like FOLDER[/CONFIGURATION][:SPLIT]
 _START_BYTES = 4096
 _AT_ONCE = 1024
-_MAX_WHOLE_BYTES = 4 << 30  # of a file that cannot be read piece by piece
+_MAX_WHOLE_BYTES = 4 << 30  # of a file that cannot be read in pieces
 _TOO_LONG = f"expected at most {MAX_LINE_BYTES} bytes in a line or row, found more"
 _BOM = b"\xef\xbb\xbf"
 _OPENERS: dict[bytes, Callable[[Path], Any]] = {
@@ -48,7 +49,7 @@ _OPENERS: dict[bytes, Callable[[Path], Any]] = {
     b"\xfd7zXZ\x00": lzma.open,
     b"\x28\xb5\x2f\xfd": lambda path: _zstd(path),
 }
-# What cannot be read, by how a file begins, with what to do about it.
+# Forms that cannot be read: how the file begins, what it is, and what to do.
 _UNUSABLE = (
     (
         rb"ARROW1|\xff\xff\xff\xff",
@@ -70,12 +71,12 @@ _UNUSABLE = (
     ),
 )
 _CSV = rb'("[^"\n]+"|[\w .-]+)([,;\t]("[^"\n]+"|[\w .-]+))+\r?\n'
-# Usual names of a column of prompts, for a hint.
+# Common names of a column of prompts, for a hint.
 _LIKELY = ("question", "instruction", "query", "problem", "input", "user", "prompts", "content")
 
 
 class WrongForm(DataError):
-    """A record has another form than the one that is read, as probably all of its file."""
+    """A record has an unexpected form, as have probably all records of its file."""
 
 
 class ColumnMissing(WrongForm):
@@ -83,7 +84,7 @@ class ColumnMissing(WrongForm):
 
     Args:
         value: the record.
-        expected: the columns that it may have instead.
+        expected: the columns that the record may have instead.
         option: the setting or argument that names the column.
     """
 
@@ -93,19 +94,22 @@ class ColumnMissing(WrongForm):
             likely = [column for column in _LIKELY if column in value and option.endswith("prompt")]
             column = likely[0] if likely else "COLUMN"
             hint = f", or the name of its column in {option}={column}"
-        found = ", ".join(value) or "no key"
-        super().__init__(f"found {found}; expected {expected}{hint}", key="data.column.missing")
+        columns = ", ".join(value) or "no key"
+        super().__init__(f"found {columns}; expected {expected}{hint}", key="data.column.missing")
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of the data by the name that they get; a dotted one leads into objects: `reward_model.ground_truth`."""
+    """Columns of the data by their new names.
+
+    A dotted column leads into objects: `reward_model.ground_truth`.
+    """
 
     names: Mapping[str, str] = field(default_factory=dict)
-    key: str = "model.data.fields."  # before a name, where a person gives its column
+    key: str = "model.data.fields."  # configuration prefix of a name, for messages
 
     def of(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Return a record with its columns renamed. Raises ColumnMissing."""
+        """Return a record with its columns renamed. Raises ColumnMissing if it lacks one."""
         renamed: dict[str, Any] = {}
         for name, column in self.names.items():
             try:
@@ -130,10 +134,12 @@ def read_records(
     columns: Columns = AS_NAMED,
     split: str | None = None,
 ) -> Iterator[T]:
-    """Parse the records of a source in order; `faults` gets those that cannot be used. `split` is for `files_of`.
+    """Parse the records of a source in order.
+
+    Faults of records that cannot be used are added to `faults`. `split` is for `files_of`.
 
     Raises:
-        DataError: a file cannot be read, or is none of the known forms.
+        DataError: a file cannot be read, or has none of the known forms.
     """
     for path in files_of(source, split):
         with _naming(path):
@@ -148,16 +154,16 @@ def read_records(
 
 
 def is_hub_name(source: object) -> bool:
-    """Tell whether a source is the name of a data set of the hub, `hf:` and what follows; any other is a path."""
+    """Tell whether a source names a data set of the hub, `hf:...`; any other source is a path."""
     return str(source).startswith(HUB)
 
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put the file's name before errors of its reading; they keep their keys."""
+    """Put the file's name before the errors of reading it. They keep their keys."""
     try:
         yield
-    except UnreadableFileError:  # it names the file
+    except UnreadableFileError:  # its message names the file
         raise
     except DataError as error:
         raise DataError(f"{path} {error}", key=error.key) from error
@@ -171,13 +177,13 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def files_of(source: str | Path, split: str | None = None) -> list[Path]:
-    """Return the files of a source in order; a data set of `datasets` stays one path.
+    """Return the files of a source in order. A data set of `datasets` stays one path.
 
-    A folder gives the files of one split of one configuration: FOLDER[/CONFIGURATION][:SPLIT]. Where the source names
-    no split and there are several, `split` is taken. A pattern gives what it matches.
+    A folder gives the files of one split of one configuration: FOLDER[/CONFIGURATION][:SPLIT]. If
+    the source names no split and there are several, `split` is used. A pattern gives its matches.
 
     Raises:
-        DataError: there is nothing to read, or something is to be chosen first.
+        DataError: there is nothing to read, or a configuration or split has to be chosen.
     """
     if is_hub_name(source):
         return [Path(source)]
@@ -194,12 +200,15 @@ def files_of(source: str | Path, split: str | None = None) -> list[Path]:
 
 
 def _not_of_hub(path: Path) -> Path:
-    """Return a path that does not look like a name of the hub, as `./hf:x` does once `Path` has dropped the `./`."""
+    """Return a path that is not mistaken for a name of the hub.
+
+    `Path` turns `./hf:x` into `hf:x`.
+    """
     return path.absolute() if is_hub_name(path) else path
 
 
 def _matches(pattern: Path, split: str | None) -> list[Path]:
-    """Return the files that a pattern matches; [] if it is none, or matches nothing."""
+    """Return the files that a pattern matches; [] if it is no pattern or matches nothing."""
     matches = sorted(map(Path, glob.glob(str(pattern))))
     root = next(folder for folder in pattern.parents if not glob.has_magic(str(folder)))
     files = one_split((path for path in matches if not path.is_dir()), root)
@@ -223,7 +232,7 @@ def _chosen(path: Path, default: str | None) -> list[Path]:
 
 
 def source_fault(source: str | Path, split: str | None = None) -> Fault | None:
-    """Say why nothing can be read there, from the first bytes of its files; None if it may be."""
+    """Describe why a source cannot be read, from the first bytes of its files; None if it can."""
     try:
         for path in files_of(source, split):
             with _naming(path):
@@ -246,7 +255,7 @@ def _rows_of(path: Path, split: str | None) -> Rows:
 
 
 def _open(path: Path) -> io.BufferedReader:
-    """Open a file for its text or Parquet: unpacked, behind a byte order mark."""
+    """Open a file for its text or Parquet, decompressed and after any byte order mark."""
     with open_regular(path) as file:
         start = file.read(8)
     opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
@@ -261,7 +270,7 @@ def _zstd(path: Path) -> Any:
 
 
 def _form_of(path: Path, start: bytes) -> Callable[[io.BufferedReader], Rows]:
-    """Choose by a file's first bytes, unpacked, and by its name."""
+    """Return the reader of a file, by its first decompressed bytes and its name."""
     suffix = suffix_of(path.name)
     if not start:
         raise DataError("is empty", key="data.file.empty")
@@ -290,7 +299,7 @@ def _form_of(path: Path, start: bytes) -> Callable[[io.BufferedReader], Rows]:
 
 
 def _lines(file: io.BufferedReader) -> Rows:
-    # Bytes: a line that is not UTF-8 must not hide the others.
+    # Read bytes: a line that is not UTF-8 must not hide the others.
     for number, raw in enumerate(bounded_lines(file), 1):
         if len(raw) > MAX_LINE_BYTES:
             yield f":{number}", DataError(_TOO_LONG, key="data.line.too_long")
@@ -300,7 +309,7 @@ def _lines(file: io.BufferedReader) -> Rows:
 
 
 def _record_of(value: Any) -> dict[str, Any]:
-    """Return a row as a record; raise its DataError if it is none."""
+    """Return a row as a record. Raises DataError if it is not one, or is an error itself."""
     if isinstance(value, bytes):
         try:
             value = json.loads(_decoded(value), object_pairs_hook=_object_of)
@@ -320,16 +329,19 @@ def _record_of(value: Any) -> dict[str, Any]:
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise DataError for a duplicate key, as Arrow does, where Python keeps the last value."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return a JSON object.
+
+    Raises DataError for a duplicate key, like Arrow; Python would keep the last value.
+    """
+    value = dict(pairs)
+    if len(value) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = ", ".join(repr(name) for name, count in counts.items() if count > 1)
         raise DataError(
             f"not usable JSON (an object has {twice} more than once; keep one of them)",
             key="data.json.repeated_key",
         )
-    return found
+    return value
 
 
 def _decoded(raw: bytes, of: str = "line") -> str:
@@ -366,12 +378,15 @@ def _list(file: io.BufferedReader) -> Rows:
 
 
 def _separated(file: io.BufferedReader) -> Rows:
-    """Read CSV, separated by comma, semicolon or tab, with names in its first line. Every value is a text."""
+    """Read CSV with column names in its first line. Every value is a text.
+
+    The separator is a comma, a semicolon or a tab.
+    """
     csv.field_size_limit(MAX_LINE_BYTES)
     first = file.peek(_START_BYTES).partition(b"\n")[0].decode(errors="replace")
     lines = _CsvLines(file)
     rows = csv.reader(map(_decoded, lines), delimiter=max(",;\t", key=first.count), strict=True)
-    # the line where the row begins
+    # `line` is the number of the line in which the row begins.
     header = list[str]()
     line = 1
     try:
@@ -386,13 +401,13 @@ def _separated(file: io.BufferedReader) -> Rows:
                     yield f":{line}", fault
                     return
             elif row:
-                found: Any = dict(zip(header, row, strict=False))
+                record: Any = dict(zip(header, row, strict=False))
                 if len(row) != len(header):
-                    found = DataError(
+                    record = DataError(
                         f"{len(row)} values; expected {len(header)}, of {', '.join(header)}",
                         key="data.csv.wrong_number_of_values",
                     )
-                yield f":{line}", found
+                yield f":{line}", record
             line = rows.line_num + 1
             lines.row_bytes = 0
     except csv.Error as error:
@@ -402,7 +417,7 @@ def _separated(file: io.BufferedReader) -> Rows:
 
 
 def _csv_fault(reason: str, last_line: int) -> DataError:
-    """Say by the csv module's reason what is wrong in a row that ends in `last_line`."""
+    """Describe what is wrong in a row that ends in `last_line`, by the csv module's reason."""
     if "unexpected end" in reason:
         return DataError("a quote opens here and is never closed", key="data.csv.open_quote")
     if "expected after" in reason:
@@ -415,10 +430,10 @@ def _csv_fault(reason: str, last_line: int) -> DataError:
 
 
 class _CsvLines:
-    """Lines of a file, of which a row with quotes may take several."""
+    """Lines of a CSV file. A row with quotes may take several lines."""
 
     def __init__(self, file: io.BufferedReader):
-        self.row_bytes = 0  # of the row so far; its reader sets it to 0
+        self.row_bytes = 0  # of the row so far; the reader resets it
         self._lines = bounded_lines(file)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -457,9 +472,12 @@ def _of_batches(batches: Iterable[Any]) -> Rows:
 
 
 def _plain(value: Any, arrow_type: Any) -> Any:
-    """Return what JSON can say: times and decimals as texts, bytes as text where they are UTF-8, else as null."""
+    """Return a JSON value: times and decimals as texts, bytes as text.
+
+    Bytes that are not UTF-8 become null.
+    """
     if isinstance(value, dict):
-        # Arrow gives each message of a column the keys of all.
+        # In Arrow each message of a column has the keys of all messages.
         return {
             key: _plain(item, _type_within(arrow_type, key))
             for key, item in value.items()
@@ -473,13 +491,13 @@ def _plain(value: Any, arrow_type: Any) -> Any:
         except UnicodeDecodeError:
             return None
     if isinstance(value, float) and str(arrow_type) in ("float", "halffloat"):
-        # The shortest float32 form: 0.1, not 0.10000000149011612.
+        # Use the shortest float32 form: 0.1, not 0.10000000149011612.
         return float(str(arrow_type.to_pandas_dtype()(value)))
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _type_within(arrow_type: Any, key: str = "") -> Any:
-    """Return the type of a struct's field or of a list's items; None of other types."""
+    """Return the type of a struct's field or of a list's items; None for other types."""
     if key and hasattr(arrow_type, "field"):
         return arrow_type.field(key).type
     return getattr(arrow_type, "value_type", None)
@@ -501,7 +519,7 @@ def _datasets() -> Any:
 
 
 def _data_set(path: Path, split: str | None) -> Rows:
-    """Read a data set of `datasets`: of the Hugging Face hub, or a `save_to_disk` folder."""
+    """Read a data set of `datasets`, from the Hugging Face hub or a `save_to_disk` folder."""
     datasets = _datasets()
     place, _, part = str(path).removeprefix(HUB).partition(":")
     owner, name, configuration = [*place.split("/", 2), "", ""][:3]
@@ -511,7 +529,7 @@ def _data_set(path: Path, split: str | None) -> Rows:
         else:
             repository = f"{owner}/{name}".rstrip("/")
             data_set = datasets.load_dataset(repository, configuration or None, split=part or None)
-    except Exception as error:  # of the library, of the hub's client, of its HTTP client
+    except Exception as error:  # errors of the library, the hub's client and its HTTP client
         advice = ""
         if is_hub_name(path):
             advice = "; without a network, save it elsewhere (save_to_disk) and give that folder"
@@ -527,7 +545,7 @@ def _data_set(path: Path, split: str | None) -> Rows:
         ) from error
     if isinstance(data_set, dict):  # a DatasetDict
         data_set = _split_of_dict(data_set, f"{HUB}{place}", split)
-    # As stored: images and sounds are not decoded.
+    # In Arrow's format images and sounds are not decoded.
     yield from _of_batches(data_set.with_format("arrow").iter(batch_size=_AT_ONCE))
 
 

@@ -1,6 +1,8 @@
-"""Renders conversations with a tokenizer's chat template, the same for policy, reward model, evaluation and chat.
+"""Renders conversations with a tokenizer's chat template.
 
-The result is what `tokenizer.apply_chat_template` makes of the same messages, tools and arguments.
+Policy, reward model, evaluation and chat use the same rendering.
+
+The result equals `tokenizer.apply_chat_template` of the same messages, tools and arguments.
 """
 
 from __future__ import annotations
@@ -44,17 +46,17 @@ _ADVICE_OF_ROLE = {
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """How a run renders conversations."""
+    """Options of a run for rendering conversations."""
 
-    # template arguments; those of a record win
+    # Template arguments. A record's arguments override them.
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    date: str | None = None  # YYYY-MM-DD that templates read as today's; None: the day of the call
+    date: str | None = None  # YYYY-MM-DD, today's date for templates; None: the day of the call
     sanitize_control_tokens: bool = False  # as in transformers: control tokens in content are text
     section: str = "model.data."  # configuration prefix of these options, for messages
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The options that are set, by the names of their keys."""
+        """The options with a value, by the names of their keys."""
         options = {
             KWARGS_KEY: dict(self.kwargs),
             "chat_template_date": self.date,
@@ -70,7 +72,8 @@ class ChatRenderer:
     """A tokenizer's chat template with a run's options.
 
     Raises:
-        ConfigError: this transformers cannot do what an option asks for, or the template does not read an argument.
+        ConfigError: this version of transformers does not support an option, or the template does
+            not read an argument.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class ChatRenderer:
     # Texts
 
     def prompt_text(self, conversation: Conversation) -> str:
-        """Render a conversation up to where the assistant's answer begins.
+        """Render a conversation up to the beginning of the assistant's answer.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
@@ -120,12 +123,15 @@ class ChatRenderer:
     def answered_text(
         self, conversation: Conversation, answer: Mapping[str, Any], *, is_finished: bool = True
     ) -> str:
-        """Render a conversation with the assistant's answer; one that was cut has no end of turn. Raises likewise."""
+        """Render a conversation with the assistant's answer. Raises the errors of `prompt_text`.
+
+        An answer that is not finished, as it was truncated, has no end of turn.
+        """
         text = self._render(_with_answer(conversation, answer))
         return text if is_finished else text.removesuffix(self.end_of_turn(conversation))
 
     def end_of_turn(self, conversation: Conversation) -> str:
-        """Return what the template writes behind the last answer, such as `<|im_end|>` and a line end."""
+        """Return the text that the template writes after the last answer, such as `<|im_end|>`."""
         probe = {"role": "assistant", "content": _PROBE}
         _, is_there, end = self._render(_with_answer(conversation, probe)).rpartition(_PROBE)
         return end if is_there else ""
@@ -151,7 +157,7 @@ class ChatRenderer:
         return ids[: -len(end)] if end and ids[-len(end) :] == end else ids
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise rendered text, which holds its special tokens already."""
+        """Tokenise rendered text, which already holds its special tokens."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
@@ -160,7 +166,7 @@ class ChatRenderer:
     def _sanitized(
         self, conversation: Conversation, *, add_generation_prompt: bool = False
     ) -> list[int]:
-        # raises if a message is left out
+        # For its check: it raises if the template leaves out a message.
         self._render(conversation, add_generation_prompt=add_generation_prompt)
         ids = self._apply(
             conversation,
@@ -175,9 +181,10 @@ class ChatRenderer:
     # The template
 
     def _render(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
-        """Render a conversation; DataError if the template leaves out a message, as Qwen's leave out a developer's.
+        """Render a conversation.
 
-        Answers are not checked: templates leave out the reasoning of earlier ones.
+        Raises DataError if the template leaves out a message, as Qwen's templates leave out a
+        developer's. Answers are not checked: templates leave out the reasoning of earlier answers.
         """
         as_text = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
         text = self._apply(conversation, **as_text)
@@ -186,8 +193,8 @@ class ChatRenderer:
             content = jsonl.text_of(message)
             if role == "assistant" or content.strip() in text:
                 continue
-            # The template may write it in another form: Llama's writes a tool's as JSON, and
-            # SmolLM3's takes "/no_think" for an argument.
+            # The template may write the content in another form: Llama's template writes a tool's
+            # content as JSON, and SmolLM3's reads "/no_think" as an argument.
             probed = list(conversation.messages)
             probed[index] = {**message, "content": f"{content}\n{_PROBE}"}
             if _PROBE not in self._apply(replace(conversation, messages=tuple(probed)), **as_text):
@@ -210,7 +217,8 @@ class ChatRenderer:
             )
         refusals: list[DataError] = []
         # Most templates want arguments as objects, as vLLM passes them, and no content beside
-        # calls, as transformers does; DeepSeek-V3's joins arguments as texts, and a content.
+        # calls, as transformers passes them. DeepSeek-V3's joins arguments as texts, and needs a
+        # content.
         for content in (None, ""):
             for is_object in (True, False):
                 form = [_with_calls(message, content, is_object) for message in messages]
@@ -266,14 +274,14 @@ class ChatRenderer:
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
-                # An empty list makes Llama's template write its introduction of tools.
+                # With an empty list, Llama's template would write its introduction of tools.
                 tools=[dict(tool) for tool in conversation.tools] or None,
                 chat_template=template,
                 **{**self.options.kwargs, **conversation.kwargs},
                 **options,
             )
         except TemplateBoundError as error:
-            # Not of one conversation alone: the next one would take as long.
+            # A ConfigError, since the next conversation would take as long.
             sentence = (
                 f"the chat template of {self.tokenizer.name_or_path} {error} for a conversation of "
                 f"{len(messages)} messages; it is damaged or hostile: take another model's folder, "
@@ -282,29 +290,32 @@ class ChatRenderer:
             fault = Fault(sentence, key="chat_template.bound.exceeded")
             raise ConfigError([fault]) from error
         except Exception as error:
-            # such as roles that do not alternate; a template may raise anything
-            reason = quoted(error)  # of any length
+            # Such as for roles that do not alternate. A template may raise anything.
+            reason = quoted(error)  # the message may have any length
             raise DataError(
                 f"the chat template refuses these messages: {reason}",
                 key="chat_template.messages.refused",
             ) from error
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message in the form that templates read."""
-        # Parquet and `datasets` give every message the keys of all, with null.
+        """Return a message in the form that the template reads."""
+        # In Parquet and `datasets` every message has the keys of all messages, with null values.
         given = {name: value for name, value in message.items() if value is not None}
         content = given.get("content")
         if isinstance(content, list) and self._content_form == "text":
             given["content"] = jsonl.text_of(given)
         elif isinstance(content, str) and self._content_form == "parts":
             given["content"] = [{"type": "text", "text": content}]
-        if not given.get("tool_calls", True):  # an empty list is no call
+        if not given.get("tool_calls", True):  # an empty list has no calls
             del given["tool_calls"]
         return given
 
     @cached_property
     def _content_form(self) -> Literal["text", "parts", "both"]:
-        """The form of content that the template reads; models with images read lists of parts, some nothing else."""
+        """The form of content that the template reads.
+
+        Templates of models with images read lists of parts; some read nothing else.
+        """
         by_text = self._probed(_PROBE)
         by_parts = self._probed([{"type": "text", "text": _PROBE}])
         if _PROBE not in by_text and _PROBE in by_parts:
@@ -312,7 +323,7 @@ class ChatRenderer:
         return "both" if by_text == by_parts else "text"
 
     def _probed(self, content: Any) -> str:
-        """Render a user message of this content; "" if the template refuses it."""
+        """Render a user message with this content; "" if the template refuses it."""
         template = self._template(Conversation(()))
         try:
             return self._call(
@@ -323,7 +334,7 @@ class ChatRenderer:
 
 
 def reads_date(folder: str | Path) -> bool:
-    """Tell whether a chat template of a Hugging Face folder writes today's date."""
+    """Tell whether a chat template of a Hugging Face folder contains today's date."""
     folder = Path(folder)
     files = [
         folder / "tokenizer_config.json",
@@ -345,9 +356,9 @@ def _can_sanitize(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _date_macro(options: TemplateOptions) -> str:
-    """Return a macro that stands before a template and hides transformers' global `strftime_now`.
+    """Return a macro to put before a template, which hides transformers' global `strftime_now`.
 
-    transformers takes no function as a template argument, and has no other way to set the date.
+    transformers accepts no function as a template argument, and has no other way to set the date.
     """
     if options.date is None:
         return ""
@@ -357,7 +368,7 @@ def _date_macro(options: TemplateOptions) -> str:
         key = f"{options.section}chat_template_date"
         sentence = f"{key} is {options.date!r}; expected a date such as 2026-01-31"
         raise ConfigError([Fault(sentence, key="chat_template.date.invalid")]) from error
-    # "%%" first: what it stands for must not begin another directive.
+    # Replace "%%" first: the "%" that it stands for must not begin another directive.
     filters = ['replace("%%", "\\0")']
     for letter in string.ascii_letters:
         padded = day.strftime(f"%{letter}")
@@ -372,7 +383,10 @@ def _date_macro(options: TemplateOptions) -> str:
 
 
 def _with_calls(message: dict[str, Any], content: str | None, is_object: bool) -> dict[str, Any]:
-    """Return a message with the arguments of its calls as objects or as JSON, and a content for null."""
+    """Return a message with the arguments of its calls as objects or as JSON.
+
+    `content` is its content if it has none.
+    """
     if "tool_calls" not in message:
         return message
     calls = [_with_arguments(call, is_object) for call in message["tool_calls"]]
@@ -381,7 +395,7 @@ def _with_calls(message: dict[str, Any], content: str | None, is_object: bool) -
 
 
 def _with_arguments(call: Mapping[str, Any], is_object: bool) -> dict[str, Any]:
-    if "function" in call:  # it may be left out, as in Hermes' form
+    if "function" in call:  # in Hermes' form it is left out
         return {**call, "function": _with_arguments(call["function"], is_object)}
     given = call.get("arguments") or {}
     if isinstance(given, str) and is_object:
@@ -392,7 +406,7 @@ def _with_arguments(call: Mapping[str, Any], is_object: bool) -> dict[str, Any]:
 
 
 def _has_python_form(text: str, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether the template has written an object of arguments as Python would: {'city': 'Rome'}."""
+    """Tell whether a text holds an object of arguments in Python's form: {'city': 'Rome'}."""
     calls = [
         call.get("function", call) for message in messages for call in message.get("tool_calls", ())
     ]

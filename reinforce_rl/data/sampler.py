@@ -1,4 +1,4 @@
-"""Order of prompts over epochs, uniform or blended by file weights, in global batches, and their split over ranks."""
+"""Order of prompts over epochs, uniform or blended by file weights, and their split over ranks."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ import numpy as np
 from reinforce_rl.errors import CheckpointError, ConfigError, Fault
 
 T = TypeVar("T")
-# More than the steps of a run, so that two seeds never have a step's seed in common.
+# More than the steps of a run, so that the step seeds of two seeds never coincide.
 _SEED_STRIDE = 1_000_003
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return the seed of what is drawn at random in a step, such as the noise of its samples.
+    """Return the seed of a step's random draws, such as the noise of its samples.
 
-    All validations are of step 0, since only the weights differ between them.
+    All validations use step 0, so that only the weights differ between them.
     """
     return seed * _SEED_STRIDE + step
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Weighted blending of files: how many of an epoch's draws each file gives.
+    """Weighted blending of files: the number of draws of each file in an epoch.
 
-    An epoch has as many draws as the files have prompts. Each file is walked through in its own shuffled order and
-    reshuffled when exhausted, across epochs. Draws interleave evenly, so that every batch has each file's share. A
-    repeated prompt gets the number `index + pass * prompts`, so that its samples form two groups even within a batch.
+    An epoch has as many draws as the files have prompts. Each file is drawn from in its own
+    shuffled order and reshuffled when exhausted, across epochs. Draws interleave evenly, so that
+    every batch has each file's share. A repeated prompt gets the number `index + pass * prompts`,
+    so that its samples form two groups even within a batch.
 
     Raises:
-        ConfigError: a weight is too small for a single draw; a file without prompts.
+        ConfigError: a weight is too small for a single draw, or a file has no prompts.
     """
 
     sizes: tuple[int, ...]  # prompts of each file, in the data set's order
@@ -75,7 +76,10 @@ class Blend:
         return tuple(counts)
 
     def epoch(self, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
-        """Return the numbers of an epoch (from 0) in order; `number % num_prompts` is the index in the data set."""
+        """Return the numbers of an epoch (from 0) in order.
+
+        `number % num_prompts` is the index in the data set.
+        """
         draws = self.draws
         numbers = []
         places = []
@@ -104,11 +108,11 @@ class Blend:
 
 @dataclass(eq=False)
 class PromptSampler:
-    """Draw every prompt once per epoch, in global batches that are the same on all data-parallel ranks.
+    """Draw every prompt once per epoch, in global batches that are the same on all ranks.
 
-    An epoch's permutation depends only on (seed, epoch). With a blend, an epoch has as many draws, split by weight;
-    see `Blend`, also for the numbers of repeated prompts. The last batch of an epoch may be smaller and is never
-    filled up.
+    An epoch's permutation depends only on (seed, epoch). With a blend, an epoch has as many draws,
+    split by weight; `Blend` describes the numbers of repeated prompts. The last batch of an epoch
+    may be smaller and is never filled up.
     """
 
     num_prompts: int
@@ -118,8 +122,8 @@ class PromptSampler:
     shuffle: bool = True
     max_epochs: int | None = None  # None never ends
     blend: Blend | None = None
-    epoch: int = 0  # of the next batch; so is `position`, in the epoch
-    position: int = 0
+    epoch: int = 0  # of the next batch
+    position: int = 0  # of the next batch in the epoch
     consumed_prompts: int = 0  # since the first step, over all epochs and resumes
     _order: tuple[int, list[int]] | None = None  # (epoch, permutation), made when first needed
 
@@ -165,7 +169,7 @@ class PromptSampler:
         return np.random.default_rng([self.seed, self.epoch]).permutation(self.num_prompts).tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what it is a position in, as JSON-ready values."""
+        """Return the position and the settings that give it a meaning, as JSON-ready values."""
         position = {
             "epoch": self.epoch,
             "position": self.position,
@@ -182,16 +186,19 @@ class PromptSampler:
         return {**state, "file_sizes": list(self.blend.sizes), "weights": list(self.blend.weights)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved position. `prompts_per_step` may have changed, as positions count prompts.
+        """Resume from a saved position.
+
+        `prompts_per_step` may have changed, as positions count prompts.
 
         Raises:
-            CheckpointError: another data set size, seed, order or blend, or no sampler state.
+            CheckpointError: the state has another data set size, seed, order or blend, or is not
+                the state of a sampler.
         """
         names = ("epoch", "position", "consumed_prompts")
-        now = {"file_sizes": None, "weights": None, **self.state_dict()}
+        current = {"file_sizes": None, "weights": None, **self.state_dict()}
         differences = [
             f"{key} was {state.get(key)}, now is {value}"
-            for key, value in now.items()
+            for key, value in current.items()
             if key not in names and state.get(key) != value
         ]
         if differences:
@@ -201,18 +208,21 @@ class PromptSampler:
                 "were, or start a new run in another folder",
                 key="checkpoint.sampler.other_run",
             )
-        found = {name: state.get(name) for name in names}
-        whole = [value for value in found.values() if isinstance(value, int) and value >= 0]
+        position = {name: state.get(name) for name in names}
+        whole = [value for value in position.values() if isinstance(value, int) and value >= 0]
         if len(whole) < len(names) or whole[1] >= self.num_prompts:
             raise CheckpointError(
-                f"the saved sampler state has {found}; expected whole numbers from 0, position below "
-                f"{self.num_prompts}. Go on from another checkpoint, or start a new run",
+                f"the saved sampler state has {position}; expected whole numbers from 0, position "
+                f"below {self.num_prompts}. Go on from another checkpoint, or start a new run",
                 key="checkpoint.sampler.invalid",
             )
         self.epoch, self.position, self.consumed_prompts = whole
 
 
 def shard(indices: Sequence[T], rank: int, world_size: int) -> list[T]:
-    """Return a rank's contiguous part of a global batch; sizes differ by at most one and may be 0."""
+    """Return a rank's contiguous part of a global batch.
+
+    Sizes differ by at most one and may be 0.
+    """
     count = len(indices)
     return list(indices[count * rank // world_size : count * (rank + 1) // world_size])

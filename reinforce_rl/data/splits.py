@@ -1,7 +1,9 @@
-"""Find the configurations and splits in a folder of data files, by the rules of `datasets`. Torch-free.
+"""Find the configurations and splits in a folder of data files, by the rules of `datasets`.
 
-A data set's card (`README.md`, `configs:`) comes first, then `save_to_disk`, then names of files and folders:
-https://huggingface.co/docs/hub/datasets-data-files-configuration
+Torch-free.
+
+A data set's card (`README.md`, `configs:`) comes first, then `save_to_disk`, then names of files
+and folders: https://huggingface.co/docs/hub/datasets-data-files-configuration
 """
 
 from __future__ import annotations
@@ -39,19 +41,22 @@ _KEYWORDS = {
     "eval": "test",
     "evaluation": "test",
 }
-# between the characters that `datasets` takes for separators
+# A keyword stands between the characters that `datasets` treats as separators.
 _KEYWORD = re.compile(rf"(?:^|[-._ 0-9])({'|'.join(_KEYWORDS)})(?=[-._ 0-9]|$)", re.IGNORECASE)
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 _MAX_CARD_BYTES = 16 << 20
 _MAX_CARD_VALUES = 200_000  # keys and values of its YAML
-# White space of one line: "\s*" would go over lines, and over many of them in quadratic time.
+# White space of one line: "\s*" would match across lines, and take quadratic time for many lines.
 _CARD = re.compile(r"---[^\S\n]*\n(.*?)\n---[^\S\n]*(?:\n|$)", re.DOTALL)
 _JSON_FORMS = (".jsonl", ".ndjson", ".json")
 _MANY = 6  # names in a message
 
 
 def suffix_of(name: str) -> str:
-    """Return the suffix that tells a file's form, in lower case and without a compression's; "" if none does."""
+    """Return the suffix that tells a file's form, in lower case; "" if none does.
+
+    The suffix of a compression is left out.
+    """
     return SUFFIX.findall(name)[0].lower()
 
 
@@ -60,7 +65,7 @@ class Part:
     """The files of one split of one configuration."""
 
     configuration: str  # "" in a folder of one
-    split: str  # "" where no name tells one
+    split: str  # "" if no name tells one
     files: tuple[Path, ...]
 
 
@@ -70,11 +75,13 @@ def choose_files(
     """Return the files of one split of one configuration.
 
     Args:
-        configuration: "" for the only one, or for the card's default.
-        split: "" for `default` if there are several, which is None where nothing names a split.
+        configuration: "" for the only configuration, or for the card's default.
+        split: "" for `default` if there are several splits. `default` is None if nothing names a
+            split.
 
     Raises:
-        DataError: there are several and none was chosen, or what was chosen is not there.
+        DataError: there are several configurations or splits and none was chosen, or the chosen one
+            does not exist.
     """
     parts, preferred = _parts_of(folder)
     if not parts:
@@ -112,7 +119,10 @@ def choose_files(
 
 
 def _refuse_copies(files: Iterable[Path]) -> None:
-    """Raise DataError if files hold a split in several forms, which may be the same records twice."""
+    """Raise DataError if files hold a split in several forms.
+
+    These may be the same records twice.
+    """
     by_form: dict[str, Path] = {}
     by_stem: dict[Path, Path] = {}
     for path in files:
@@ -161,7 +171,10 @@ def _of_split(
 
 
 def one_split(paths: Iterable[Path], root: Path) -> list[Path]:
-    """Return the files that a pattern matched; DataError if their names tell several splits."""
+    """Return the files that a pattern matched.
+
+    Raises DataError if their names tell several splits.
+    """
     files = list(paths)
     by_split = {_split_of(path.relative_to(root)): path for path in files}
     by_split.pop("", None)
@@ -180,7 +193,7 @@ def card_configurations(folder: Path) -> list[str]:
 
 
 def _parts_of(folder: Path) -> tuple[list[Part], str]:
-    """Return what is in a folder, and the configuration that its card prefers, or else ""."""
+    """Return the parts of a folder, and the configuration that its card prefers; "" for none."""
     configs = _card(folder)
     if configs:
         preferred = [
@@ -194,7 +207,7 @@ def _parts_of(folder: Path) -> tuple[list[Part], str]:
 
 
 def _parts_by_name(folder: Path) -> list[Part]:
-    """Return the parts that the names of files and folders say."""
+    """Return the parts by the names of files and folders."""
     groups: dict[tuple[str, str], list[Path]] = {}
     for path in _data_files(folder):
         relative = path.relative_to(folder)
@@ -233,9 +246,9 @@ def _card(folder: Path) -> list[dict[str, Any]]:
 
 
 def _parse_card(text: str) -> Any:
-    # A card lists each of its files, and some have thousands: a loader in C where there is one.
+    # A card lists each of its files, and some list thousands, so use the loader in C if it exists.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    first_line = "\n"  # so that lines are counted as in the file
+    first_line = "\n"  # so that line numbers are those of the file
     return parse_yaml(
         first_line + text, max_depth=MAX_JSON_DEPTH, max_values=_MAX_CARD_VALUES, loader=loader
     )
@@ -265,12 +278,13 @@ def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
         files: dict[Path, None] = {}
         for pattern in globs:
             _below(base, pattern.lstrip("/"), name)
-            # For `datasets`, "**" at the end means files too.
+            # `datasets` lets "**" at the end match files too.
             wanted = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern.lstrip("/"))
-            # Each takes every folder below every folder that the one before it took.
+            # Each "**" matches every folder below every match of the "**" before it.
             if wanted.count("**") > _MAX_RECURSIVE:
                 raise DataError(
-                    f"has a README.md that names {pattern[:100]}; expected at most {_MAX_RECURSIVE} **",
+                    f"has a README.md that names {pattern[:100]}; "
+                    f"expected at most {_MAX_RECURSIVE} **",
                     key="data.card.wide_pattern",
                 )
             matches = sorted(
@@ -286,7 +300,10 @@ def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _below(folder: Path, relative: str, name: str) -> Path:
-    """Return a path that a README.md gives for a configuration; DataError if it could leave the folder."""
+    """Return a path that a README.md gives for a configuration.
+
+    Raises DataError if it could leave the folder.
+    """
     if Path(relative).is_absolute() or ".." in Path(relative).parts:
         raise DataError(
             f"has a README.md that names {relative} for {name}; expected files of this folder",
@@ -296,13 +313,16 @@ def _below(folder: Path, relative: str, name: str) -> Path:
 
 
 def _is_hidden(path: Path, base: Path) -> bool:
-    """Tell whether `datasets` ignores a file: hidden, or in a folder whose name begins with "." or "__"."""
+    """Tell whether `datasets` ignores a file.
+
+    It ignores hidden files and folders whose name begins with "." or "__".
+    """
     folders = path.relative_to(base).parts[:-1]
     return path.name.startswith(".") or any(name.startswith((".", "__")) for name in folders)
 
 
 def _data_files(folder: Path) -> Iterator[Path]:
-    """Yield files of known forms and `save_to_disk` folders, by path, from the folder and below."""
+    """Yield files of known forms and `save_to_disk` folders, in a folder and below, by path."""
     if (folder / "state.json").exists():  # by `Dataset.save_to_disk`
         yield folder
         return
@@ -312,7 +332,7 @@ def _data_files(folder: Path) -> Iterator[Path]:
         if path.name.startswith((".", "_", "dataset_info", "dataset_dict.json")):
             continue
         if path.is_dir():
-            # A link may lead back to a folder above.
+            # A link may lead back to a parent folder.
             if not os.path.islink(path) or (path / "state.json").exists():
                 yield from _data_files(path)
         elif suffix_of(path.name) and not is_dict:
@@ -320,7 +340,7 @@ def _data_files(folder: Path) -> Iterator[Path]:
 
 
 def _configuration_of(relative: PurePath) -> str:
-    """Return the folders of a file that are neither `data` nor of a split, joined by "/"."""
+    """Return a file's folders joined by "/", without `data` and the names of splits."""
     folders = relative.parts[:-1]
     return "/".join(name for name in folders if name != "data" and not _keyword(name))
 
@@ -329,9 +349,9 @@ def _split_of(relative: PurePath) -> str:
     of_folders = [split for name in relative.parts[:-1] if (split := _keyword(name))]
     shard = _SHARD.match(relative.name)
     if shard and (_keyword(shard[1]) or not of_folders):
-        # train_sft, but not part in train/part-00000-of-00001
+        # Matches train_sft, but not the "part" of train/part-00000-of-00001.
         return _KEYWORDS.get(shard[1].lower(), shard[1])
-    if not suffix_of(relative.name):  # a folder of `save_to_disk`, which has its split's name
+    if not suffix_of(relative.name):  # a folder of `save_to_disk`, named after its split
         return _KEYWORDS.get(relative.name, relative.name)
     return of_folders[-1] if of_folders else _keyword(relative.name)
 
@@ -342,6 +362,6 @@ def _keyword(name: str) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - _MANY} more" if len(every) > _MANY else ""
-    return ", ".join(every[:_MANY]) + more
+    all_names = list(names)
+    rest = f" and {len(all_names) - _MANY} more" if len(all_names) > _MANY else ""
+    return ", ".join(all_names[:_MANY]) + rest

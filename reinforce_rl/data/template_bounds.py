@@ -1,7 +1,8 @@
-"""Bounds on the work and the size of a rendered chat template, which comes with a model and may be anybody's.
+"""Bounds on the work and the size of a rendered chat template, which is untrusted.
 
-Jinja's sandbox keeps a template from the rest of the program, but not from running for ever or filling the memory.
-Steps are counted, so that every rank and every machine refuses the same templates; a clock is the second bound.
+A template comes with a model. Jinja's sandbox separates it from the rest of the program, but does
+not keep it from running forever or filling the memory. Steps are counted, so that all ranks and
+machines refuse the same templates; a clock is the second bound.
 """
 
 from __future__ import annotations
@@ -26,29 +27,30 @@ from reinforce_rl.data.conversation import DATE_FUNCTION
 
 logger = logging.getLogger(__name__)
 
-MAX_SOURCE_CHARS = 1 << 17  # of a template; the longest of known models have some 30,000
-MAX_STEPS = 1_000_000  # of one rendering; and one more a character of the input
+MAX_SOURCE_CHARS = 1 << 17  # of a template; the longest of known models have about 30,000
+MAX_STEPS = 1_000_000  # of one rendering, plus one for each character of the input
 MAX_SECONDS = 30.0
-MIN_CHARS = 16 << 20  # that a text may always have
-CHARS_RATIO = 8  # and for a longer input, this many times the input
-# that a list may always hold, with those of the lists in it; and one a character of the input
+MIN_CHARS = 16 << 20  # characters that a text may always have
+CHARS_RATIO = 8  # for a longer input, a text may be this many times as long
+# Elements that a list may always hold, including the elements of inner lists. For a longer input,
+# as many as it has characters.
 MIN_ELEMENTS = 1 << 20
 _MAX_BITS = 10_000  # of an integer
 _MAX_DEPTH = 100  # of lists in lists
 _MAX_DATE_FORMAT = 1000  # characters
-_STEPS_BETWEEN_CLOCKS = 8  # a step may be a search in a long text
+_STEPS_BETWEEN_CLOCKS = 8  # few, as a step may be a search in a long text
 _CHARS_PER_STEP = 256
 _SPLIT_CHARS_PER_STEP = 16
 _ELEMENTS_PER_STEP = 16
-_STEPS_PER_CALL = 10  # an iteration of a loop is one
+_STEPS_PER_CALL = 10  # an iteration of a loop is one step
 # Methods and filters of lists and objects that do not look into their elements.
 _WITHOUT_TEXT = frozenset(
     {"items", "get", "keys", "values", "length", "count", "default", "first", "last", "list"}
 )
-_FILLING = frozenset({"batch", "slice"})  # to a given number of elements
-# into at most as many parts as there are characters
+_FILLING = frozenset({"batch", "slice"})  # they pad to a given number of elements
+# Methods that split a text into at most as many parts as it has characters.
 _SPLITTING = frozenset({"split", "rsplit", "splitlines"})
-# Methods and filters that make nothing larger than what they are given.
+# Methods and filters whose result is never larger than their input.
 _NEVER_LARGER = frozenset(
     {
         *("trim", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "lower"),
@@ -68,12 +70,12 @@ _NEVER_LARGER = frozenset(
         ),
     }
 )
-# They take time that grows faster than the text; chat templates have no use for them.
+# Their time grows faster than the text; chat templates have no use for them.
 _UNBOUNDED_FILTERS = ("urlize", "wordwrap", "pprint", "xmlattr")
-# make a list of a text's characters
+# Filters that turn a text into a list of its characters.
 _LISTING = frozenset({"list", "sort", "unique", "batch", "slice"})
 _ENCODINGS = frozenset({"utf-8", "utf8", "ascii", "latin-1", "utf-16", "utf-32"})
-# Tests that compare their value with another.
+# Tests that compare their value with another value.
 _COMPARING_TESTS = frozenset(
     {
         "eq",
@@ -97,17 +99,17 @@ _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS = (list, tuple, dict, set, frozenset, *_VIEWS)
 _LONG_LITERAL = 256  # characters; shorter ones are bounded by the steps
 _WIDE_FIELD = re.compile(r"[0-9]{7}")
-# Width and precision of a %-field; a key in brackets stands before them, and may hold brackets.
+# Width and precision of a %-field, after a key in brackets, which may itself hold brackets.
 _PERCENT_FIELD = re.compile(r"[%)][-+ #0]*([0-9]*)(?:\.([0-9]*))?")
 _MAX_WIDTH_DIGITS = 6
 
 
 class TemplateBoundError(Exception):
-    """A chat template exceeds a bound. The message says which."""
+    """A chat template exceeds a bound. The message names the bound."""
 
 
 class _Budget:
-    """What one rendering may still do."""
+    """The remaining steps, characters and time of one rendering."""
 
     def __init__(self, inputs: Any = None):
         self._inputs = inputs
@@ -129,7 +131,7 @@ class _Budget:
             raise TemplateBoundError(f"takes longer than {MAX_SECONDS:.0f} s")
 
     def write(self, chars: int) -> None:
-        """Count what is written; also within macros and blocks, whose text may be written again."""
+        """Count characters of output, also of macros and blocks, which may be written again."""
         self._chars += chars
         if self._chars > MIN_CHARS:
             self.check_size(self._chars)
@@ -147,7 +149,7 @@ class _Budget:
         return _size_of(self._inputs)
 
     def check(self, value: Any) -> None:
-        """Check the size of a value that was computed."""
+        """Check the size of a computed value."""
         if isinstance(value, str | bytes):
             self.step(len(value) // _CHARS_PER_STEP)
             self.check_size(len(value))
@@ -159,21 +161,24 @@ class _Budget:
             self.check_elements(len(value))
 
     def check_result(self, value: Any) -> None:
-        """Check a value that was made of others, with all that it holds, since comparing and hashing visit all."""
+        """Check a value made of other values, with all its contents.
+
+        Comparing and hashing visit all of them.
+        """
         if isinstance(value, (*_CONTAINERS, Namespace)):
-            # Its texts are not copied, so they are no steps.
+            # Its texts are not copied, so they cost no steps.
             _size_of(value, self)
         else:
             self.check(value)
 
     def charge(self, text: Any, name: str) -> None:
-        """Count, before it is made, what a method or filter of `_NEVER_LARGER` makes of a text."""
+        """Count the work of a method or filter of `_NEVER_LARGER` on a text, before the call."""
         if isinstance(text, str | bytes):
             chars_per_step = _SPLIT_CHARS_PER_STEP if name in _SPLITTING else _CHARS_PER_STEP
             self.step(len(text) // chars_per_step)
 
     def check_written(self, value: Any) -> int:
-        """Return how many characters a value takes at least as text, and check it.
+        """Return the minimum number of characters of a value as text, and check it.
 
         A list that holds one other list twice, and so on, is small in memory and large as text.
         """
@@ -204,7 +209,8 @@ def _size_of(value: Any, budget: _Budget | None = None) -> int:
         elif isinstance(current, _CONTAINERS):
             stack.extend((child, depth + 1) for child in current)
         elif isinstance(current, Namespace):
-            # A namespace prints its attributes. It looks names up among them, but for this way.
+            # A namespace prints its attributes. Ordinary attribute access would look names up
+            # among them.
             fields = object.__getattribute__(current, "__dict__")
             stack.extend((attributes, depth + 1) for attributes in fields.values())
     return size
@@ -235,7 +241,10 @@ class _Counted:
 
 @pass_context
 def _finalize(context: Any, value: Any) -> Any:
-    """Count a value that is written. As a function of the context, it is not applied at compile time."""
+    """Count a value of the output.
+
+    As it takes the context, Jinja does not apply it at compile time.
+    """
     budget = _current()
     if type(value) is str:
         budget.write(len(value))
@@ -261,13 +270,13 @@ def _joined(values: Iterable[Any]) -> str:
 
 
 def _checked_literal(value: Any) -> Any:
-    """Check a list, tuple or dictionary that the template writes."""
+    """Check a list, tuple or dictionary written in the template."""
     _current().check_result(value)
     return value
 
 
 def _compared(value: Any) -> Any:
-    """Count a comparison by what is compared."""
+    """Count a comparison, by the size of the value that is compared."""
     budget = _current()
     budget.step()
     if isinstance(value, _CONTAINERS):
@@ -308,7 +317,10 @@ class _Template(Template):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which one rendering has bounds. Raises TemplateBoundError while it renders or compiles."""
+    """Jinja's sandbox with bounds on each rendering.
+
+    Raises TemplateBoundError while it renders or compiles.
+    """
 
     intercepted_binops = frozenset(("+", "*", "**", "%", "//"))
     template_class = _Template
@@ -322,7 +334,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._bounded_filters: set[str] = set()
 
     def compile(self, source: Any, *args: Any, **kwargs: Any) -> Any:
-        # Parsing takes a second and 100 MiB for ten thousand expressions, and has no steps to
+        # Parsing ten thousand expressions takes a second and 100 MiB, and has no steps to
         # count.
         if isinstance(source, str) and len(source) > MAX_SOURCE_CHARS:
             raise TemplateBoundError(f"has {len(source)} characters, more than {MAX_SOURCE_CHARS},")
@@ -360,7 +372,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if __obj.__name__ in _NEVER_LARGER:
                 budget.charge(__obj.__self__, __obj.__name__)
                 return super().call(__context, __obj, *args, **kwargs)
-            # Jinja passes the variables of loops and blocks this way.
+            # Jinja passes the variables of loops and blocks as these keyword arguments.
             given = {
                 name: value
                 for name, value in kwargs.items()
@@ -422,7 +434,7 @@ def _counted_literal(node: nodes.Expr) -> nodes.Expr:
 
 
 def _replace_makers(node: nodes.Node) -> None:
-    """Let `a ~ b`, lists and what is compared below a node be filters, which check sizes."""
+    """Wrap `a ~ b`, lists and compared values below a node in filters that check sizes."""
     for name, value in node.iter_fields():
         children = value if isinstance(value, list) else [value]
         for place, child in enumerate(children):
@@ -446,7 +458,10 @@ def _replace_makers(node: nodes.Node) -> None:
 
 
 def _holds_values(node: nodes.Node) -> bool:
-    """Tell whether a node is a list, tuple or dictionary of more than constants; not the target of an assignment."""
+    """Tell whether a node is a list, tuple or dictionary of more than constants.
+
+    The target of an assignment is not.
+    """
     if isinstance(node, nodes.Tuple) and node.ctx != "load":
         return False
     if isinstance(node, nodes.Dict):
@@ -502,7 +517,7 @@ def _counted_generator(values: Iterator[Any]) -> Iterator[Any]:
 def _check_method(
     budget: _Budget, subject: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Check, before it is made, the size of what a method or filter makes of a text or list."""
+    """Check the size of the result of a method or filter of a text or list, before the call."""
     if isinstance(subject, str | bytes | int | float) or kwargs or name in _FILLING:
         for value in (*args, *kwargs.values()):
             if type(value) is int:
@@ -526,21 +541,24 @@ def _check_method(
 
 
 def _check_encoding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check the name of an encoding, as punycode and idna take quadratic time."""
+    """Check the name of an encoding: punycode and idna take quadratic time."""
     for name in (*args[:1], kwargs.get("encoding", "utf-8")):
         if str(name).lower().replace("_", "-") not in _ENCODINGS:
             raise TemplateBoundError(f"uses the encoding {str(name)[:40]!r}")
 
 
 def _check_date_format(args: tuple[Any, ...]) -> None:
-    """Check a format of strftime, which takes up to 256 bytes a character where a field is wide."""
+    """Check a format of strftime, where a wide field takes up to 256 bytes a character."""
     for text in args:
         if isinstance(text, str) and len(text) > _MAX_DATE_FORMAT:
             raise TemplateBoundError(f"formats a date by a text of {len(text)} characters")
 
 
 def _json_spaces(value: Any, options: list[Any]) -> int:
-    """Return how many characters JSON has between the values at most, by its options `indent` and `separators`."""
+    """Return the maximum number of characters that JSON has between values.
+
+    They depend on its options `indent` and `separators`.
+    """
     indents = [option for option in options if type(option) is int]
     indents += [len(option) for option in options if isinstance(option, str)]
     separators = [option for option in options if isinstance(option, list | tuple)]
@@ -590,7 +608,10 @@ def _size_made(
 
 
 def _with_listed(subject: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the arguments of a join with a generator turned into a list, so that its size can be checked first."""
+    """Return the subject and arguments of a join, with a generator turned into a list.
+
+    The size of a list can be checked before the join.
+    """
     if name != "join":
         return subject, args
     if isinstance(subject, Iterator):
@@ -636,7 +657,10 @@ def _check_product(budget: _Budget, operator: str, left: Any, right: Any) -> Non
 
 
 def bound_chat_templates() -> None:
-    """Let transformers render chat templates in a `BoundedEnvironment`; it has no argument for that."""
+    """Let transformers render chat templates in a `BoundedEnvironment`.
+
+    transformers has no argument for its environment, so its class is replaced.
+    """
     from transformers.utils import chat_template_utils
 
     if not hasattr(chat_template_utils, "ImmutableSandboxedEnvironment"):
@@ -645,4 +669,5 @@ def bound_chat_templates() -> None:
         logger.warning(
             "chat templates have no bounds under transformers %s", transformers.__version__
         )
-    setattr(chat_template_utils, "ImmutableSandboxedEnvironment", BoundedEnvironment)  # noqa: B010 (not exported)
+    # setattr, as transformers does not export the name.
+    setattr(chat_template_utils, "ImmutableSandboxedEnvironment", BoundedEnvironment)  # noqa: B010

@@ -21,14 +21,14 @@ from reinforce_rl.utils.untrusted_files import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_NEEDS_CODE = "trust_remote_code"  # stands in transformers' messages on a folder that has code
-# A panic of the tokenizers library, which is written in Rust; it is no Exception.
+_NEEDS_CODE = "trust_remote_code"  # part of transformers' messages about a folder with code
+# A panic of the tokenizers library, which is written in Rust. It is not an Exception.
 _PANIC = "PanicException"
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """Fingerprint of a tokenizer; token ids may only be exchanged between equal ones."""
+    """Fingerprint of a tokenizer. Token ids may be exchanged only between equal tokenizers."""
 
     vocab_size: int  # added tokens included
     vocab_sha256: str  # over all (token, id) pairs
@@ -57,8 +57,10 @@ class TokenizerInfo:
             ("vocabulary hash", self.vocab_sha256, other.vocab_sha256),
             ("end-of-sequence id", self.eos_id, other.eos_id),
         )
-        different = [(name, str(own), str(theirs)) for name, own, theirs in values if own != theirs]
-        return [f"{name} {own[:12]} here, {theirs[:12]} there" for name, own, theirs in different]
+        different = [
+            (name, str(ours), str(theirs)) for name, ours, theirs in values if ours != theirs
+        ]
+        return [f"{name} {ours[:12]} here, {theirs[:12]} there" for name, ours, theirs in different]
 
 
 def token_id(value: object) -> int | None:
@@ -72,11 +74,12 @@ def decode_all(
     *,
     skip_special_tokens: bool = False,
 ) -> list[str]:
-    """Return the text of each row of token ids, with every space as the tokens have it.
+    """Return the text of each row of token ids, with every space of the tokens.
 
-    A folder's `clean_up_tokenization_spaces`, made for WordPiece and set by Llama 3, would turn "x != y" into "x!= y".
+    A folder's `clean_up_tokenization_spaces`, which is made for WordPiece and set by Llama 3, would
+    turn "x != y" into "x!= y".
     """
-    if not rows:  # of which transformers makes one text
+    if not rows:  # transformers would return one text
         return []
     texts = tokenizer.batch_decode(
         [list(row) for row in rows],
@@ -88,7 +91,7 @@ def decode_all(
 
 def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Tokenise texts and add no special tokens."""
-    # Not verbose: transformers would warn about its own length limit; callers check theirs.
+    # With `verbose`, transformers would warn about its own length limit. Callers check theirs.
     encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)
     return cast("list[list[int]]", encoded["input_ids"])
 
@@ -96,11 +99,12 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list
 def encode_plain(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_bos: bool | None = None
 ) -> list[list[int]]:
-    """Tokenise prompts that no chat template rendered.
+    """Tokenise prompts that were not rendered by a chat template.
 
     Args:
-        add_bos: begin with the begin-of-sequence token; None: what the tokenizer does by itself, `tokenizer(text)`.
-            There is never a second one, and no end-of-sequence token, behind which nothing would follow.
+        add_bos: begin with the begin-of-sequence token. None does what `tokenizer(text)` does.
+            There is never a second begin-of-sequence token, and no end-of-sequence token, since
+            nothing would follow it.
     """
     rows = encode_all(tokenizer, texts)
     prefix = _prefix(tokenizer) if add_bos is None else []
@@ -110,7 +114,7 @@ def encode_plain(
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that a tokenizer puts before every text."""
+    """Return the ids that a tokenizer adds before every text."""
     encoded = tokenizer("a", return_special_tokens_mask=True, verbose=False)
     ids = cast("list[int]", encoded["input_ids"])
     mask = cast("list[int]", encoded["special_tokens_mask"])
@@ -124,14 +128,17 @@ def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a local Hugging Face folder, never from a hub, and never with code of the folder.
+    """Load a tokenizer from a local Hugging Face folder.
+
+    It is never loaded from a hub, and code in the folder is never run.
 
     Raises:
-        ConfigError: the folder is missing, holds no tokenizer, a file that is no regular one of this folder, a
-            tokenizer that needs code of its own, or one that makes a text many times as long.
+        ConfigError: the folder is missing or holds no tokenizer, a file of it is not a regular file
+            of this folder, or the tokenizer needs code of its own or makes a text many times as
+            long.
     """
     folder = Path(folder)
-    if not os.path.isdir(folder):  # Path.is_dir would raise where the path may not be read
+    if not os.path.isdir(folder):  # Path.is_dir would raise if the path may not be read
         sentence = f"tokenizer folder {folder} does not exist; expected a Hugging Face model folder"
         raise ConfigError([Fault(sentence, key="tokenizer.folder.missing")])
     try:
@@ -172,7 +179,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _loading_fault(folder: Path, reason: str) -> Fault:
-    """Say by transformers' reason why it cannot load a tokenizer."""
+    """Describe why transformers cannot load a tokenizer, from the message of its error."""
     if _NEEDS_CODE in reason:
         return Fault(
             f"{folder} holds a tokenizer that needs code of its own (auto_map), which is not run; "
@@ -186,9 +193,9 @@ def _loading_fault(folder: Path, reason: str) -> Fault:
 
 
 def _names_of_config(folder: Path) -> dict[str, str]:
-    """Return the names in config.json that choose a tokenizer's class; none without the file.
+    """Return the names in config.json that choose a tokenizer's class; empty without the file.
 
-    Raises OSError or ValueError if it cannot be read.
+    Raises OSError or ValueError if the file cannot be read.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -203,8 +210,8 @@ def _names_of_config(folder: Path) -> dict[str, str]:
 def _from_pretrained(folder: Path, names: dict[str, str]) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # AutoTokenizer would read config.json, follow it to another file, and make lists as long as
-    # it says. Version 4 still does so after this, if tokenizer_config.json names no class.
+    # AutoTokenizer would read config.json, follow it to another file, and make lists as long as the
+    # file says. Version 4 still does so afterwards if tokenizer_config.json names no class.
     config = _config_class(names.get("model_type", ""))(name_or_path=str(folder), **names)
     try:
         return AutoTokenizer.from_pretrained(
@@ -214,7 +221,7 @@ def _from_pretrained(folder: Path, names: dict[str, str]) -> PreTrainedTokenizer
             trust_remote_code=False,
         )
     except ValueError as error:
-        if "TokenizersBackend" not in str(error):  # version 5's name for the class below
+        if "TokenizersBackend" not in str(error):  # the name of the class below in version 5
             raise
         return PreTrainedTokenizerFast.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -222,10 +229,10 @@ def _from_pretrained(folder: Path, names: dict[str, str]) -> PreTrainedTokenizer
 
 
 def _config_class(model_type: str) -> Any:
-    """Return the class of configuration by which AutoTokenizer chooses the tokenizer's class."""
+    """Return the configuration class by which AutoTokenizer chooses the tokenizer's class."""
     from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING, PretrainedConfig
 
-    # Not `get`, which the mapping has from a dictionary that stays empty.
+    # `get` would read the mapping's base dictionary, which stays empty.
     if model_type not in CONFIG_MAPPING:
         return PretrainedConfig
     config_class = CONFIG_MAPPING[model_type]

@@ -1,7 +1,7 @@
-"""Bounds on what a tokenizer may make of a text; its file comes with a model and may be anybody's.
+"""Bounds on the output of a tokenizer, whose file comes with a model and is untrusted.
 
-The `tokenizers` library follows the rules of tokenizer.json without bounds of its own: thirty rules that each write a
-character twice make a billion characters of one.
+The `tokenizers` library applies the rules of tokenizer.json without bounds of its own: thirty rules
+that each write a character twice turn one character into a billion.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from reinforce_rl.utils.untrusted_files import leads_out, link_root, parse_json,
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MAX_GROWTH = 100  # times, of a text's characters
+MAX_GROWTH = 100  # factor by which rules may lengthen a text, in characters
 MAX_ADDED_TOKENS = 100  # around a text
-MAX_RULES = 1000  # of a part; each takes a pass over every text
+MAX_RULES = 1000  # per part; each takes a pass over every text
 MAX_TOKEN_LENGTH = 10_000  # characters
 _MAX_BYTES = 256 << 20
 _FILE = "tokenizer.json"
-# transformers loads one of the files that this key of tokenizer_config.json names, by its own
-# version.
+# transformers loads one of the files that this key of tokenizer_config.json names, chosen by its
+# own version.
 _FILES = "fast_tokenizer_files"
-# Keys of tokenizer_config.json whose paths transformers opens, wherever they lead, if there is no
-# tokenizer.json.
+# Keys of tokenizer_config.json whose paths transformers opens, even outside the folder, if there is
+# no tokenizer.json.
 _PATHS = ("vocab_file", "merges_file", "vocab", "merges", "gguf_file")
 # Longest lists and objects. Loading takes 0.2 ms for each token of the first two, and quadratic
 # time in the length of the last two.
@@ -40,35 +40,36 @@ _LONGEST = {
     "extra_special_tokens": 10_000,
     "additional_special_tokens": 10_000,
 }
-_MAX_KEYS = 10_000  # of a file; each may name a special token
+_MAX_KEYS = 10_000  # per file; each may name a special token
 _ADDED_TOKENS_FILE = "added_tokens.json"  # its keys are tokens
 _CLASS = "tokenizer_class"
-# transformers takes any of its names as a tokenizer's class, and so would build a model, or ask
-# whether to run code of the folder. Of the names of this form only these two are no tokenizers:
-# they load others. Its backends SentencePiece and MistralCommon are not of the tokenizers library.
+# transformers accepts any of its class names as a tokenizer's class, so it could build a model or
+# ask whether to run code of the folder. Of the names of this form only Auto and Rag are not
+# tokenizers: they load others. Its backends SentencePiece and MistralCommon are not of the
+# tokenizers library.
 _CLASS_NAME = re.compile(
     r"(?!(?:Auto|Rag)Tokenizer)\w*Tokenizer(?:Fast)?"
     r"|(?:Tokenizers|Python)Backend"
 )
-_COMPOSED = "rag"  # the model_type whose class is the second one
+_COMPOSED = "rag"  # the model_type of RagTokenizer
 _PARTS = ("normalizer", "pre_tokenizer", "decoder", "post_processor")
 _LISTS = ("normalizers", "pretokenizers", "decoders", "processors")  # rules of a sequence
-# They make several characters of some; a second one would do it again.
+# These turn some characters into several, and a second rule would do it again.
 _ONCE = ("ByteLevel", "BertNormalizer", "Precompiled")
 _ADD_A_CHARACTER = ("Metaspace", "WordPiece")  # to each piece, which may be one character
-# tokens that a rule adds to a pair of texts
+# Tokens that a rule adds to a pair of texts.
 _AROUND = {"BertProcessing": 3, "RobertaProcessing": 4}
 _SHOWN = 200  # characters of a value in a message
 _MAX_REPLACEMENT_BYTES = 100  # of a Precompiled rule; U+FDFA, the longest of NFKC, becomes 33 bytes
 
 
 def tokenizer_fault(folder: Path) -> Fault | None:
-    """Say which tokenizer file of a model's folder makes too much of a text, or leads elsewhere; None if none does.
+    """Describe a tokenizer file of a model's folder that exceeds a bound or leads elsewhere.
 
-    Raises OSError or ValueError if one cannot be read.
+    Returns None without one. Raises OSError or ValueError if a file cannot be read.
     """
     for path in sorted([*folder.glob("*token*.json"), folder / "config.json"]):
-        if not path.exists():  # a link to nothing
+        if not path.exists():  # a broken link
             continue
         values = parse_json(read_bounded(path, max_bytes=_MAX_BYTES, within=link_root(folder)))
         if not isinstance(values, dict):
@@ -82,7 +83,7 @@ def tokenizer_fault(folder: Path) -> Fault | None:
 
 
 def loaded_fault(tokenizer: Tokenizer) -> Fault | None:
-    """Say what a loaded tokenizer makes too much of; None if it does not.
+    """Describe a bound that a loaded tokenizer exceeds; None if it exceeds none.
 
     Its rules may come from a file of another form, such as a SentencePiece model.
     """
@@ -118,7 +119,7 @@ def _fault_of_class(values: dict[str, Any]) -> Fault | None:
 
 
 def _fault_of_names(values: dict[str, Any], path: Path) -> Fault | None:
-    """Return the fault if a tokenizer's file redirects to an unchecked file or has too many keys or tokens.
+    """Describe a tokenizer file that names an unchecked file or has too many keys or tokens.
 
     Args:
         values: parsed JSON of `path`.
@@ -131,8 +132,8 @@ def _fault_of_names(values: dict[str, Any], path: Path) -> Fault | None:
     others = [str(name) for name in _list(values.get(_FILES)) if name != _FILE]
     if others:
         return Fault(
-            f"{_FILES} names {others[0][:_SHOWN]}, which transformers may read in place of {_FILE}; "
-            "take this key away, or put that file in place of the other",
+            f"{_FILES} names {others[0][:_SHOWN]}, which transformers may read in place of "
+            f"{_FILE}; take this key away, or put that file in place of the other",
             key="tokenizer.file.not_the_checked_one",
         )
     for key in _PATHS:
@@ -162,7 +163,7 @@ def _is_outside(name: str, folder: Path) -> bool:
     try:
         return (folder / name).exists() and leads_out(folder / name, link_root(folder))
     except (OSError, ValueError, RuntimeError):
-        # no path, or a loop of links: nothing can be opened there
+        # Not a path, or a loop of links: nothing can be opened there.
         return False
 
 
@@ -183,7 +184,7 @@ def _fault_of_part(rules: list[dict[str, Any]]) -> Fault | None:
     added_tokens = 0
     counts = Counter(str(rule.get("type")) for rule in rules)
     for rule in rules:
-        # The library would guess the type by the other keys.
+        # Without a type, the library would guess it from the other keys.
         if not isinstance(rule.get("type"), str):
             return Fault("has a rule without a type", key="tokenizer.rules.no_type")
         if rule["type"] == "Precompiled" and _longest_replacement(rule) > _MAX_REPLACEMENT_BYTES:
@@ -213,7 +214,7 @@ def _fault_of_part(rules: list[dict[str, Any]]) -> Fault | None:
 
 
 def _rules_of(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield a part of a tokenizer, and the rules of its sequences."""
+    """Yield a part of a tokenizer, and the rules of its sequences at any depth."""
     if not isinstance(part, dict):
         return
     yield part
@@ -223,7 +224,7 @@ def _rules_of(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(rule: dict[str, Any]) -> float:
-    """Return how many times as long a rule may make a text."""
+    """Return the factor by which a rule may lengthen a text."""
     if rule["type"] == "Prepend":
         return 1 + len(str(rule.get("prepend", "")))
     if rule["type"] in _ADD_A_CHARACTER:
@@ -235,12 +236,15 @@ def _growth(rule: dict[str, Any]) -> float:
     text = pattern.get("String") if isinstance(pattern, dict) else None
     if isinstance(text, str) and text:
         return max(1.0, content / len(text))
-    # It may match before each character and at the end.
+    # A regular expression may match before each character and at the end.
     return 1 + 2 * content
 
 
 def _longest_replacement(rule: dict[str, Any]) -> int:
-    """Return the bytes of the longest text of a SentencePiece table: size of its trie, trie, texts that end in NUL."""
+    """Return the number of bytes of the longest replacement in a SentencePiece table.
+
+    The table holds the size of its trie, the trie, and texts that end in NUL.
+    """
     table = base64.b64decode(str(rule.get("precompiled_charsmap", "")), validate=True)
     if len(table) < 4:
         return 0

@@ -1,1 +1,1 @@
-"""Recorded steps explained: made again, given other settings, and where two runs part."""
+"""Recorded steps: repeated, recomputed with other settings, and compared between two runs."""

@@ -1,4 +1,7 @@
-"""`reinforce-rl diff`: where two runs part, by step, phase, prompt and token, and what their validations say of it."""
+"""`reinforce-rl diff`: the first difference of two runs, by step, phase, prompt and token.
+
+Validation results are compared too.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +61,10 @@ class Parting:
 class RunDiff:
     first: str
     second: str
-    settings: dict[str, str]  # by key, both values; of the first step that has both
+    settings: dict[str, str]  # by key, both values in the first step of both runs
     facts: list[str]  # versions, machine, layout, data, reward functions
     steps: list[int]  # compared
-    # of weights and update: steps in which all that belongs to them could be compared
+    # by phase (weights, update): number of steps in which all its values could be compared
     of_phases: dict[str, int]
     exact: dict[str, Parting]  # by phase, in order
     beyond_rounding: dict[str, Parting]
@@ -73,29 +76,38 @@ class RunDiff:
 
     @property
     def exit_code(self) -> int:
-        """0: all is the same bit for bit; 1: something is not; 2: what was compared is, but not all could be."""
+        """Return 0 for equal bits, 1 for a difference.
+
+        2 if the compared values are equal, but not all could be compared.
+        """
         return 1 if self.parts else int(min(self.of_phases.values()) < len(self.steps)) * 2
 
     @property
     def sentence(self) -> str:
         if not self.exact:
-            text = f"The two runs are the same bit for bit in all {len(self.steps)} steps that both have"
+            text = (
+                f"The two runs are the same bit for bit in all {len(self.steps)} steps that both "
+                "have"
+            )
             if self.exit_code == 0:
                 return f"{text}."
             counts = " and ".join(f"{phase} in {count}" for phase, count in self.of_phases.items())
             why = "both need a record of the step (exp_manager.record=full), and tensors one layout"
-            return f"{text}, as far as they were compared: samples in all, {counts} of these steps ({why})."
-        one = _earliest(self.exact)
-        text = f"They part at step {one.step}, in {one.phase}: {one.difference}"
+            return (
+                f"{text}, as far as they were compared: samples in all, {counts} of these steps "
+                f"({why})."
+            )
+        earliest = _earliest(self.exact)
+        text = f"They part at step {earliest.step}, in {earliest.phase}: {earliest.difference}"
         if not self.beyond_rounding:
             return f"{text}. All differences are within rounding ({ROUNDING.absolute:g})."
         other = _earliest(self.beyond_rounding)
-        more = f". Beyond rounding at step {other.step}, in {other.phase}: {other.difference}"
-        return text if other == one else text + more
+        beyond = f". Beyond rounding at step {other.step}, in {other.phase}: {other.difference}"
+        return text if other == earliest else text + beyond
 
     def rows(self) -> list[list[str]]:
-        """A row a phase: where it first differs, in bits and beyond rounding."""
-        found = []
+        """Return a row for each phase: its first difference in bits, and beyond rounding."""
+        rows = []
         for phase in PHASES:
             count = self.of_phases.get(phase, len(self.steps))
             same = (
@@ -104,11 +116,13 @@ class RunDiff:
                 else f"same in {count} of {len(self.steps)} steps"
             )
             sides = self.exact.get(phase), self.beyond_rounding.get(phase)
-            texts = [str(one) if one else same if count else "not compared" for one in sides]
+            texts = [
+                str(parting) if parting else same if count else "not compared" for parting in sides
+            ]
             if phase == "weights" and sides[0]:
                 texts[1] = "-"  # checksums know no rounding
-            found.append([phase, *texts])
-        return found
+            rows.append([phase, *texts])
+        return rows
 
     def table(self) -> RenderableType:
         head = [f"{self.first} and {self.second}, {len(self.steps)} steps of both compared"]
@@ -125,9 +139,10 @@ _COLUMNS = ("phase", "first different bits", "first beyond rounding")
 
 
 def diff(first: str | Path, second: str | Path) -> RunDiff:
-    """Compare what two runs recorded of the steps that both have, in order.
+    """Compare the records of two runs in the steps that both have, in order.
 
-    Raises DataError: a folder holds no run, the two share no recorded step, or a file cannot be read.
+    Raises DataError: a folder holds no run, the two share no recorded step, or a file cannot be
+    read.
     """
     runs = open_run(first), open_run(second)
     steps = sorted(set(runs[0].sample_steps()) & set(runs[1].sample_steps()))
@@ -174,27 +189,31 @@ def diff(first: str | Path, second: str | Path) -> RunDiff:
 
 
 def write(
-    found: RunDiff, first: str | Path, second: str | Path, json_file: Path | None, html: Path | None
+    run_diff: RunDiff,
+    first: str | Path,
+    second: str | Path,
+    json_file: Path | None,
+    html: Path | None,
 ) -> None:
-    """Write the findings as JSON, and a page that overlays the curves with the tables of differences below."""
+    """Write the differences as JSON, and a page of both runs' curves and the differences."""
     if json_file is not None:
-        more = {"sentence": found.sentence, "exit_code": found.exit_code}
-        write_json(json_file, {"version": 1, **asdict(found), **more})
+        summary = {"sentence": run_diff.sentence, "exit_code": run_diff.exit_code}
+        write_json(json_file, {"version": 1, **asdict(run_diff), **summary})
     if html is not None:
-        runs = {found.first: open_run(first), found.second: open_run(second)}
+        runs = {run_diff.first: open_run(first), run_diff.second: open_run(second)}
         parting = {
             "title": "Where they part",
-            "note": found.sentence,
+            "note": run_diff.sentence,
             "columns": list(_COLUMNS),
-            "rows": found.rows(),
+            "rows": run_diff.rows(),
         }
         shown = {name: (run, overview(run)) for name, run in runs.items()}
-        write_atomically(html, frozen_page(shown, [parting, *found.tables]))
+        write_atomically(html, frozen_page(shown, [parting, *run_diff.tables]))
 
 
 def _settings(runs: Sequence[RunFolder], steps: Sequence[int]) -> dict[str, str]:
-    """Return the settings that differ in any step, with both values there."""
-    found = dict[str, str]()
+    """Return the settings that differ in any step, with the values of both runs in it."""
+    changes = dict[str, str]()
     known = set[tuple[str, ...]]()
     for step in steps:
         before, now = (settings_of(run.path, step)[0] for run in runs)
@@ -204,12 +223,12 @@ def _settings(runs: Sequence[RunFolder], steps: Sequence[int]) -> dict[str, str]
         since = "" if step == steps[0] else f", from step {step} on"
         for key, values in compare(before, now).items():
             if key not in _PLACES:
-                found.setdefault(key, values + since)
-    return found
+                changes.setdefault(key, values + since)
+    return changes
 
 
-def _have_same_tensors(one: StepRecord, other: StepRecord) -> bool:
-    return one.layout == other.layout and len(one.ranks) == len(other.ranks) > 0
+def _have_same_tensors(first: StepRecord, second: StepRecord) -> bool:
+    return first.layout == second.layout and len(first.ranks) == len(second.ranks) > 0
 
 
 def _differences(
@@ -224,31 +243,34 @@ def _differences(
         return
     for bounds in (EQUAL_BITS, ROUNDING):
         for phase, columns in COLUMNS.items():
-            if found := sample_differences(first, second, columns, bounds):
-                yield phase, bounds, found[0]
+            if differences := sample_differences(first, second, columns, bounds):
+                yield phase, bounds, differences[0]
     if records is not None:
         yield from _of_records(*records)
 
 
 def _of_records(
-    one: StepRecord, other: StepRecord
+    first: StepRecord, second: StepRecord
 ) -> Iterator[tuple[str, Bounds, FirstDifference]]:
     for bounds in (EQUAL_BITS, ROUNDING):
-        if found := update_differences(one, other, bounds):
-            yield "update", bounds, found[0]
-    if _have_same_tensors(one, other):
+        if differences := update_differences(first, second, bounds):
+            yield "update", bounds, differences[0]
+    if _have_same_tensors(first, second):
         for phase, kind in (("weights", "before"), ("update", "after"), ("update", "optimizer")):
-            if found := tensor_differences(one.ranks, other.ranks, kind):
-                yield phase, EQUAL_BITS, found[0]
+            if differences := tensor_differences(first.ranks, second.ranks, kind):
+                yield phase, EQUAL_BITS, differences[0]
 
 
 def _sorted(table: pa.Table) -> pa.Table:
-    """Other numbers of ranks write the samples in another order."""
+    """Sort by prompt and sample: the recorded order depends on the number of ranks."""
     return table.sort_by([("prompt_id", "ascending"), ("sample_id", "ascending")])
 
 
 def _with_weight_versions(table: pa.Table, step: int) -> pa.Table:
-    """Fill in `weight_versions`, which a run leaves out if the ranks that train generate: step - 1 for each token."""
+    """Fill in missing `weight_versions` with step - 1 for each token.
+
+    A run does not record them if its training ranks generate.
+    """
     responses = table["response_tokens"].to_pylist()
     has_versions = "weight_versions" in table.column_names
     recorded = table["weight_versions"].to_pylist() if has_versions else [None] * len(responses)
@@ -262,8 +284,8 @@ def _with_weight_versions(table: pa.Table, step: int) -> pa.Table:
     return table.append_column("weight_versions", pa.array(versions, pa.list_(pa.int32())))
 
 
-def _earliest(found: dict[str, Parting]) -> Parting:
-    return min(found.values(), key=lambda one: (one.step, PHASES.index(one.phase)))
+def _earliest(partings: dict[str, Parting]) -> Parting:
+    return min(partings.values(), key=lambda parting: (parting.step, PHASES.index(parting.phase)))
 
 
 def _names(runs: tuple[RunFolder, RunFolder]) -> tuple[str, str]:

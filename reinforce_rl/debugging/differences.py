@@ -1,4 +1,4 @@
-"""Where two records of a step part: the first prompt, sample, token, tensor or number, by phase."""
+"""The first difference of two records of a step: a prompt, sample, token, tensor or number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.monitoring.step_record import RankState, StepRecord
 from reinforce_rl.runtime.settings import flatten
 
-# Columns of samples by the phase that makes them, in order.
+# Columns of the samples, by the phase that computes them, in order.
 COLUMNS = {
     "prompts": ("prompt", "prompt_tokens", "record"),
     "generate": (
@@ -38,7 +38,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest differences that are rounding; all 0 for equal bits."""
+    """Largest differences that count as rounding; all 0 for equal bits."""
 
     absolute: float = 0.0
     relative: float = 0.0
@@ -48,17 +48,17 @@ class Bounds:
             return "bit for bit"
         return f"within {self.absolute:g} or {self.relative:.2%}, which is rounding"
 
-    def allow(self, one: float, other: float) -> bool:
-        if one == other or (math.isnan(one) and math.isnan(other)):
+    def allow(self, first: float, second: float) -> bool:
+        if first == second or (math.isnan(first) and math.isnan(second)):
             return True
-        return abs(one - other) <= self.absolute + self.relative * max(abs(one), abs(other))
+        return abs(first - second) <= self.absolute + self.relative * max(abs(first), abs(second))
 
 
 EQUAL_BITS = Bounds()
-# Sums in another order: of layouts, devices or numbers of threads.
+# Layouts, devices and numbers of threads change the order of sums.
 ROUNDING = Bounds(absolute=1e-4, relative=1e-4)  # float32
 BF16 = Bounds(absolute=0.05, relative=0.02)
-_OF_CUTS = ("sum_sequence_tokens", "sum_padded_tokens")  # numbers that another layout has otherwise
+_OF_CUTS = ("sum_sequence_tokens", "sum_padded_tokens")  # these depend on the layout
 
 
 @dataclass(frozen=True)
@@ -77,50 +77,53 @@ class FirstDifference:
 
     @property
     def place(self) -> str:
-        """Such as `prompt 3, sample 0, token 12`; empty for a tensor or number."""
+        """Return a text such as `prompt 3, sample 0, token 12`; empty for a tensor or number."""
         parts = {"prompt": self.prompt_id, "sample": self.sample_id, "token": self.token}
         return ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
 
     def __str__(self) -> str:
-        one, other = _shown_apart(self.first, self.second)
-        found = f"{self.what}: {one} and {other}"
+        first, second = _shown_apart(self.first, self.second)
+        values = f"{self.what}: {first} and {second}"
         where = f" at {self.place}" if self.place else ""
         size = "" if math.isnan(self.size) else f", by {self.size:.2g} at most"
-        return f"{found}{where}; {self.count} of {self.total} differ{size}"
+        return f"{values}{where}; {self.count} of {self.total} differ{size}"
 
 
 def sample_differences(
     first: pa.Table, second: pa.Table, columns: Sequence[str], bounds: Bounds = EQUAL_BITS
 ) -> list[FirstDifference]:
-    """Compare columns of two tables of the same samples in the same order; one that both lack is equal."""
+    """Compare columns of two tables of the same samples in the same order.
+
+    A column that both tables lack is equal.
+    """
     ids = list(zip(first["prompt_id"].to_pylist(), first["sample_id"].to_pylist(), strict=True))
-    found = []
+    differences = []
     for name in columns:
         pair = [
             table[name].to_pylist() if name in table.column_names else [None] * len(ids)
             for table in (first, second)
         ]
         places = [
-            (row, _first_token(one, other, bounds))
-            for row, (one, other) in enumerate(zip(*pair, strict=True))
-            if not _equal(one, other, bounds)
+            (row, _first_token(left, right, bounds))
+            for row, (left, right) in enumerate(zip(*pair, strict=True))
+            if not _equal(left, right, bounds)
         ]
         if places:
             row, token = places[0]
-            one, other = (_at(column[row], token) for column in pair)
+            left, right = (_at(column[row], token) for column in pair)
             sizes = [_size(pair[0][r], pair[1][r]) for r, _ in places]
             prompt, sample = ids[row]
             size = max((size for size in sizes if not math.isnan(size)), default=math.nan)
-            found.append(
+            differences.append(
                 FirstDifference(
-                    name, one, other, len(places), len(ids), prompt, sample, token, size
+                    name, left, right, len(places), len(ids), prompt, sample, token, size
                 )
             )
-    return found
+    return differences
 
 
 def missing_samples(first: pa.Table, second: pa.Table) -> FirstDifference | None:
-    """Return the first sample that one of the tables lacks, or that stands elsewhere in it; None if there is none."""
+    """Return the first row in which the tables have different samples; None if all are the same."""
     columns = [
         list(zip(t["prompt_id"].to_pylist(), t["sample_id"].to_pylist(), strict=True))
         for t in (first, second)
@@ -134,9 +137,9 @@ def missing_samples(first: pa.Table, second: pa.Table) -> FirstDifference | None
         pairs = [column[row] if row < len(column) else None for column in columns]
         if pairs[0] != pairs[1]:
             break
-    one, other = ("none" if one is None else f"prompt {one[0]}, sample {one[1]}" for one in pairs)
+    texts = ["none" if pair is None else f"prompt {pair[0]}, sample {pair[1]}" for pair in pairs]
     count = len(set(columns[0]) ^ set(columns[1])) or 1
-    return FirstDifference(f"sample {row} of the step", one, other, count, total)
+    return FirstDifference(f"sample {row} of the step", texts[0], texts[1], count, total)
 
 
 def number_differences(
@@ -146,9 +149,9 @@ def number_differences(
     names = dict.fromkeys((*first, *second))
     pairs = {name: (first.get(name), second.get(name)) for name in names}
     return [
-        FirstDifference(name, one, other, 1, 1, size=_size(one, other))
-        for name, (one, other) in pairs.items()
-        if not _equal(one, other, bounds)
+        FirstDifference(name, left, right, 1, 1, size=_size(left, right))
+        for name, (left, right) in pairs.items()
+        if not _equal(left, right, bounds)
     ]
 
 
@@ -159,32 +162,37 @@ def update_differences(
     counts = len(first.updates), len(second.updates)
     if counts[0] != counts[1]:
         return [FirstDifference("optimizer steps", counts[0], counts[1], 1, 1)]
-    found = []
-    for number, (one, other) in enumerate(zip(first.updates, second.updates, strict=True)):
+    differences = []
+    for number, (left, right) in enumerate(zip(first.updates, second.updates, strict=True)):
         prefix = f"optimizer step {number + 1}, " if len(first.updates) > 1 else ""
-        differences = number_differences(one, other, bounds)
+        of_update = number_differences(left, right, bounds)
         if bounds != EQUAL_BITS:
-            differences = [each for each in differences if each.what not in _OF_CUTS]
-        found += [replace(each, what=prefix + each.what) for each in differences]
-    return found
+            of_update = [difference for difference in of_update if difference.what not in _OF_CUTS]
+        differences += [
+            replace(difference, what=prefix + difference.what) for difference in of_update
+        ]
+    return differences
 
 
 def tensor_differences(
     first: Sequence[RankState], second: Sequence[RankState], kind: str
 ) -> list[FirstDifference]:
-    """Compare checksums of the `RankState` field `kind`; the first tensor of each rank that differs."""
-    found = []
-    for one, other in zip(first, second, strict=True):
-        sums: tuple[dict[str, str], dict[str, str]] = (getattr(one, kind), getattr(other, kind))
+    """Compare the checksums of the `RankState` field `kind`.
+
+    Returns the first different tensor of each rank.
+    """
+    differences = []
+    for left, right in zip(first, second, strict=True):
+        sums: tuple[dict[str, str], dict[str, str]] = (getattr(left, kind), getattr(right, kind))
         names = [
             name
             for name in dict.fromkeys((*sums[0], *sums[1]))
             if sums[0].get(name) != sums[1].get(name)
         ]
         if names:
-            rank = f"rank {one.rank}: " if len(first) > 1 else ""
+            rank = f"rank {left.rank}: " if len(first) > 1 else ""
             values = sums[0].get(names[0], "absent"), sums[1].get(names[0], "absent")
-            found.append(
+            differences.append(
                 FirstDifference(
                     f"{rank}tensor {names[0]}",
                     values[0],
@@ -193,12 +201,12 @@ def tensor_differences(
                     max(map(len, sums)),
                 )
             )
-    return found
+    return differences
 
 
 def fact_differences(first: StepRecord, second: StepRecord) -> list[str]:
-    """Say what differs between the code, machine, settings, data and reward source of two records."""
-    found = []
+    """Describe differences in code, machine, layout, settings, data and reward source."""
+    facts = []
     defaults = dict(flatten(TrainConfig().model_dump()))
     for title, name in {
         "": "software",
@@ -206,7 +214,7 @@ def fact_differences(first: StepRecord, second: StepRecord) -> list[str]:
         "layout: ": "layout",
         "setting ": "settings",
     }.items():
-        sides: list[Mapping[str, Any]] = [getattr(one, name) for one in (first, second)]
+        sides: list[Mapping[str, Any]] = [getattr(record, name) for record in (first, second)]
         keys = [
             key
             for key in dict.fromkeys((*sides[0], *sides[1]))
@@ -215,48 +223,54 @@ def fact_differences(first: StepRecord, second: StepRecord) -> list[str]:
         keys = [key for key in keys if not key.startswith(("exp_manager.", "resume_with_changes"))]
         default = defaults if name == "settings" else {}
         pairs = [[_shown(side.get(key, default.get(key))) for side in sides] for key in keys]
-        found += [
-            f"{title}{key}: {one} -> {other}" for key, (one, other) in zip(keys, pairs, strict=True)
+        facts += [
+            f"{title}{key}: {left} -> {right}"
+            for key, (left, right) in zip(keys, pairs, strict=True)
         ]
     for name in dict.fromkeys((*first.files, *second.files)):
         digests = first.files.get(name), second.files.get(name)
         if None not in digests and digests[0] != digests[1]:
-            found.append(f"the file of the reward function {name} is another one")
+            facts.append(f"the file of the reward function {name} is another one")
     if first.data.get("fingerprint") != second.data.get("fingerprint"):
-        found.append("the prompts of the training data are others")
+        facts.append("the prompts of the training data are others")
     if None not in (first.scorer, second.scorer) and first.scorer != second.scorer:
-        found.append(
+        facts.append(
             f"the reward source is another one: {_shown(first.scorer)} -> {_shown(second.scorer)}"
         )
     if None not in (first.reference, second.reference) and first.reference != second.reference:
-        found.append("the reference policy's weights are others")
-    return found
+        facts.append("the reference policy's weights are others")
+    return facts
 
 
-def _equal(one: Any, other: Any, bounds: Bounds) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        if len(one) != len(other):
+def _equal(first: Any, second: Any, bounds: Bounds) -> bool:
+    if isinstance(first, list) and isinstance(second, list):
+        if len(first) != len(second):
             return False
-        if one and isinstance(one[0], float) and bounds != EQUAL_BITS:
-            a, b = np.array(one, dtype=float), np.array(other, dtype=float)
+        if first and isinstance(first[0], float) and bounds != EQUAL_BITS:
+            a = np.array(first, dtype=float)
+            b = np.array(second, dtype=float)
             return bool(
                 np.allclose(a, b, rtol=bounds.relative, atol=bounds.absolute, equal_nan=True)
             )
-        return one == other or all(_equal(a, b, bounds) for a, b in zip(one, other, strict=True))
-    if isinstance(one, tuple) and isinstance(other, tuple):  # name and value of a map
-        return len(one) == len(other) and all(
-            _equal(a, b, bounds) for a, b in zip(one, other, strict=True)
+        return first == second or all(
+            _equal(a, b, bounds) for a, b in zip(first, second, strict=True)
         )
-    if isinstance(one, float) and isinstance(other, int | float):
-        return bounds.allow(one, float(other))
-    return one == other
+    if isinstance(first, tuple) and isinstance(second, tuple):  # name and value of a map
+        return len(first) == len(second) and all(
+            _equal(a, b, bounds) for a, b in zip(first, second, strict=True)
+        )
+    if isinstance(first, float) and isinstance(second, int | float):
+        return bounds.allow(first, float(second))
+    return first == second
 
 
-def _first_token(one: Any, other: Any, bounds: Bounds) -> int | None:
-    if not (isinstance(one, list) and isinstance(other, list)):
+def _first_token(first: Any, second: Any, bounds: Bounds) -> int | None:
+    if not (isinstance(first, list) and isinstance(second, list)):
         return None
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if not _equal(a, b, bounds)), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next(
+        (i for i, (a, b) in pairs if not _equal(a, b, bounds)), min(len(first), len(second))
+    )
 
 
 def _at(value: Any, token: int | None) -> Any:
@@ -265,27 +279,30 @@ def _at(value: Any, token: int | None) -> Any:
     return value[token] if token < len(value) else None
 
 
-def _size(one: Any, other: Any) -> float:
-    if isinstance(one, list) and isinstance(other, list):
-        return max((_size(a, b) for a, b in zip(one, other, strict=False)), default=math.nan)
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other)
+def _size(first: Any, second: Any) -> float:
+    if isinstance(first, list) and isinstance(second, list):
+        return max((_size(a, b) for a, b in zip(first, second, strict=False)), default=math.nan)
+    if isinstance(first, float) and isinstance(second, float):
+        return abs(first - second)
     return math.nan
 
 
-def _shown_apart(one: Any, other: Any) -> tuple[str, str]:
-    """Of long texts, show where they part."""
-    if not (isinstance(one, str) and isinstance(other, str)) or max(len(one), len(other)) <= 80:
-        return _shown(one), _shown(other)
+def _shown_apart(first: Any, second: Any) -> tuple[str, str]:
+    """Return both values as text, of long texts the part around their first difference."""
+    if (
+        not (isinstance(first, str) and isinstance(second, str))
+        or max(len(first), len(second)) <= 80
+    ):
+        return _shown(first), _shown(second)
     place = next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
     )
     start = max(0, place - 30)
-    parts = (json.dumps(text[start : start + 60], ensure_ascii=False) for text in (one, other))
+    parts = (json.dumps(text[start : start + 60], ensure_ascii=False) for text in (first, second))
     dots = "..." if start > 0 else ""
-    first, second = (f"{dots}{part}" for part in parts)
-    return first, f"{second}, from character {place}"
+    first_part, second_part = (f"{dots}{part}" for part in parts)
+    return first_part, f"{second_part}, from character {place}"
 
 
 def _shown(value: Any) -> str:

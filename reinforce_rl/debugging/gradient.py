@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,13 +25,13 @@ from reinforce_rl.trainer.updates import denominators_of
 @dataclass(frozen=True)
 class StepGradient:
     values: Tensor  # float32, of all trained weights
-    capped: float  # share of tokens whose weight against the generator is beyond the cap
+    capped: float  # share of tokens with a weight against the generator beyond the cap
 
 
 @dataclass(frozen=True)
 class Gradients:
     actor: MegatronGPTReinforceActorModel
-    step: int  # that trained the weights last; 0: those of the start
+    step: int  # the last one that trained the weights; 0 for the initial weights
 
     def of(
         self,
@@ -39,11 +39,11 @@ class Gradients:
         cfg: ReinforceConfig,
         kl_coefficient: float | None,
     ) -> StepGradient:
-        """Return the gradient of the whole step's loss by the policy before its first update."""
+        """Return the gradient of the whole step's loss, of the policy before its first update."""
         actor = self.actor
-        actor.settings = replace(actor.settings, loss=loss_settings(cfg))
+        actor.loss = loss_settings(cfg)
         rows = torch.arange(len(batch.trains))
-        max_length = actor.settings.sampling.max_length
+        max_length = actor.sampling.max_length
         share = actor.get_loss_and_metrics(
             batch,
             denominators_of(batch, rows, max_length, actor.mesh.sum_over_dp),
@@ -60,14 +60,14 @@ class Gradients:
 
 @contextlib.contextmanager
 def gradients_before(run: Path, cfg: TrainConfig, step: int, mesh: Mesh) -> Iterator[Gradients]:
-    """Load the newest weights from before a step on one rank in float32.
+    """Load the newest weights from before a step, on one rank in float32.
 
-    They are those of a checkpoint, or of the start where there is none.
+    Without a checkpoint these are the initial weights.
     """
     cfg = _on_one_rank(cfg)
     checkpoint = checkpoint_up_to(run / "checkpoints", step - 1)
     tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
-    # The log-probs of the reference are stored.
+    # The record has the log-probs of the reference.
     actor = build_actor(cfg, mesh, tokenizer, with_reference=False)
     with contextlib.closing(actor.generator):
         if checkpoint is None:

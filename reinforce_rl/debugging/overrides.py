@@ -1,4 +1,4 @@
-"""KEY=VALUE on top of a recorded run's settings: their check, and what each of them can change."""
+"""Check overrides, KEY=VALUE, of a recorded run's settings, by what each key can change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reinforce_rl.rewards.function_pool import function_faults
 from reinforce_rl.runtime.settings import flatten
 from reinforce_rl.runtime.trust import require_trust
 
-# Keys of `trainer.reinforce` that a step's rollouts do not depend on, but its advantages do.
+# Keys of `trainer.reinforce` that change a step's advantages, but not its rollouts.
 _OF_ADVANTAGES = re.compile(
     r"trainer\.reinforce\.(initial_policy_kl_penalty|use_absolute_kl"
     r"|kl_(estimator|reduction|placement|target|horizon)|advantage_(estimator|whitening)"
@@ -30,7 +30,7 @@ _OF_REWARDS = re.compile(
     r"reward$|reward_function\.(name|kwargs|weight|more_functions)(\.|$)"
     r"|remote_rm\.(more_reward_models|reward_model\.(name|weight|input))(\.|$)"
 )
-# Where files and servers are now, and how sources are asked.
+# Places of files and servers, and settings of requests to reward sources.
 _OF_PLACES = re.compile(
     r"pretrained_checkpoint\.restore_from_path$|model\.data\.data_prefix\."
     r"|reward_function\.|remote_rm\."
@@ -46,7 +46,7 @@ def with_overrides(
     recorded: TrainConfig,
     overrides: Sequence[str],
 ) -> tuple[TrainConfig, list[str]]:
-    """Return a configuration with KEY=VALUE on top, and all that is wrong with it."""
+    """Return a configuration with KEY=VALUE on top, and its faults."""
     return read_config(compose_stored(recorded.model_dump(), overrides))
 
 
@@ -59,7 +59,7 @@ def changed_settings(recorded: TrainConfig, asked: TrainConfig) -> dict[str, tup
 
 
 def changes_results(recorded: TrainConfig, overrides: Sequence[str]) -> bool:
-    """Tell whether overrides change what is computed of rollouts, not only how or where."""
+    """Return whether overrides change what is computed of rollouts, not only how or where."""
     asked, _ = with_overrides(recorded, overrides)
     keys = changed_settings(recorded, asked)
     return any(pattern.match(key) for key in keys for pattern in _OF_RESULTS)
@@ -70,15 +70,15 @@ class OverriddenSettings:
 
     Args:
         run: its folder.
-        recorded: the run's own, of a step.
-        own_faults: what is wrong with `recorded` on this machine, such as a model that is
-            elsewhere. They are no fault of the overrides and are ignored.
+        recorded: the run's settings in a step.
+        own_faults: faults of `recorded` on this machine, such as a model in another folder. They
+            are not caused by the overrides and are ignored.
         with_loss: whether settings of the loss have an effect.
-        trust, say: of rewards that only the folder names; see `runtime.trust.require_trust`.
+        trust, say: for rewards that only the folder names; see `runtime.trust.require_trust`.
 
     Raises:
-        ConfigError: overrides are unknown, wrong, or without effect on stored rollouts; all in
-            one message.
+        ConfigError: overrides are unknown, wrong, or without effect on stored rollouts. Has all
+            faults in one message.
     """
 
     def __init__(

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithm.rewards import shape_rewards
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.debugging.gradient import Gradients, gradients_before
@@ -36,10 +35,9 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.monitoring.metrics import group_spread
 from reinforce_rl.monitoring.report import overview
 from reinforce_rl.monitoring.view import frozen_page
-from reinforce_rl.rollout.reward_requests import with_valid
-from reinforce_rl.trainer.advantages import reinforce_batch
+from reinforce_rl.rollout.scoring import with_valid
+from reinforce_rl.trainer.advantages import reinforce_batch, shaped_rewards
 from reinforce_rl.trainer.state import RunningBaselines, depends_on_past
-from reinforce_rl.trainer.updates import reward_shaping
 from reinforce_rl.utils.files import write_atomically
 
 TOLERANCE = 1e-6  # of recomputed advantages: rounding
@@ -63,14 +61,14 @@ def recompute(
         overrides: KEY=VALUE of `train`, on top of the run's settings.
         phase: `update` also compares the gradients, on the newest checkpoint before the first of
             these steps; so does `all` where an override is a setting of the loss.
-        trust: use functions, addresses and the like that only the folder names, where rewards are
-            asked for again.
+        trust: use functions, addresses and the like that only the folder names, if an override
+            changes rewards.
         say: called with each of them before it is used.
 
     Raises:
-        ConfigError: an override is wrong, or changes nothing on stored rollouts; all in one
-            message.
-        DataError: the record lacks a step or what is needed of it, or does not give the recorded
+        ConfigError: overrides are wrong, or change nothing on stored rollouts. Has all faults in
+            one message.
+        DataError: the record lacks a step or values of it, or does not give the recorded
             advantages.
     """
     if phase not in PHASES:
@@ -140,9 +138,9 @@ def write_page(recomputation: Recomputation, run: str | Path, html: Path) -> Non
 
 
 def is_recomputed(run: str | Path, steps: str | None, overrides: Sequence[str]) -> bool:
-    """Tell whether a replay only recomputes stored rollouts: several steps, or other settings.
+    """Return whether a replay only recomputes stored rollouts: several steps, or other settings.
 
-    Raises as `recompute`.
+    Raises the errors of `recompute`.
     """
     if steps is not None and ":" in steps:
         return True
@@ -154,7 +152,10 @@ def is_recomputed(run: str | Path, steps: str | None, overrides: Sequence[str]) 
 
 
 class _SettingsBySteps:
-    """The settings of each step, which may change at a resume; steps with equal ones share an object."""
+    """The settings of each step, which may change at a resume.
+
+    Steps with equal settings share an object.
+    """
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class _SettingsBySteps:
 
 
 class _Side:
-    """One of the two sets of settings, with the state that its earlier steps left behind."""
+    """One of the two sets of settings, with the running statistics of its earlier steps."""
 
     past: RunningBaselines
     _cfg: ReinforceConfig | None = None
@@ -199,7 +200,7 @@ class _Side:
         if cfg is not self._cfg:
             past = RunningBaselines(cfg)
             if self._cfg is not None:
-                # As a resume with other settings does.
+                # A resume with other settings loads this state too.
                 past.load_state_dict(self.past.state_dict())
             self.past = past
             self._cfg = cfg
@@ -212,14 +213,15 @@ class _Side:
     def clipped_share(self, data: ReinforceBatch, cfg: ReinforceConfig, max_length: int) -> float:
         """Return the share of valid samples whose shaped reward `reward_shaping.clip` changes."""
         batch = data.rollouts
-        without_clip = replace(reward_shaping(cfg, max_length), clip=None)
-        unclipped = shape_rewards(
+        shaping = cfg.reward_shaping.model_copy(update={"clip": None})
+        unclipped = shaped_rewards(
             batch.rewards,
             batch.valid,
             batch.response_lengths,
             batch.is_end,
-            without_clip,
+            cfg.model_copy(update={"reward_shaping": shaping}),
             self.past.scores,
+            max_length=max_length,
         )
         assert data.shaped_rewards is not None
         return _mean((unclipped != data.shaped_rewards)[batch.valid])
@@ -243,7 +245,8 @@ def _chosen_steps(stored: StoredRun, steps: str | None) -> range:
     recorded = stored.run.sample_steps()
     if not recorded:
         raise DataError(
-            f"{stored.path} has no record of a training step; expected files in {stored.path / 'rollouts'}",
+            f"{stored.path} has no record of a training step; expected files in "
+            f"{stored.path / 'rollouts'}",
             key="replay.run.no_steps",
         )
     text = str(recorded[-1]) if steps is None else steps
@@ -281,7 +284,7 @@ def _check_all_before(stored: StoredRun, first: int, whose: str) -> None:
 def _check_recorded(step: StoredStep, data: ReinforceBatch) -> float:
     """Return the largest difference from the recorded advantages.
 
-    Raises DataError if it is more than rounding.
+    Raises DataError if it is larger than rounding.
     """
     recorded = torch.tensor([row.advantage for row in step.rows], dtype=torch.float64)
     differences = (data.sequence_advantages.double() - recorded).abs().nan_to_num(math.inf)
@@ -293,9 +296,10 @@ def _check_recorded(step: StoredStep, data: ReinforceBatch) -> float:
         advantage = float(data.sequence_advantages[worst])
         raise DataError(
             f"step {step.step}: the run's own settings give prompt {row.prompt_id}, sample "
-            f"{row.sample_id} the advantage {advantage:.6g}, but its record has {row.advantage:.6g}; "
-            f"expected the same within {TOLERANCE * scale:.0e}. The record or config.yaml was "
-            "changed, or another reinforce_rl, which computed otherwise, made them: take that one",
+            f"{row.sample_id} the advantage {advantage:.6g}, but its record has "
+            f"{row.advantage:.6g}; expected the same within {TOLERANCE * scale:.0e}. The record or "
+            "config.yaml was changed, or another reinforce_rl, which computed otherwise, made "
+            "them: take that one",
             key="replay.advantages.differ",
         )
     return float(differences[worst])
@@ -346,7 +350,7 @@ def _change_of_step(
 
 @dataclass(frozen=True)
 class _SideOfStep:
-    """What one set of settings makes of a step; [N] over its samples, the others means."""
+    """Results of one set of settings for a step: [N] over its samples, and means."""
 
     valid: Tensor
     rewards: Tensor

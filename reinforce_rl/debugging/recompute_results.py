@@ -1,4 +1,4 @@
-"""What other settings change on stored rollouts, as a table, as JSON and as figures."""
+"""Effects of other settings on stored rollouts, as a table, as JSON and as figures."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class StepChange:
     group_spread: Pair
     groups_without_spread: Pair  # share
     without_advantage: Pair  # share of samples
-    clipped: Pair  # share of valid samples whose reward is bounded by reward_shaping.clip
-    # Share of tokens whose weight against the generator is beyond generator_ratio_cap.
+    clipped: Pair  # share of valid samples with a reward beyond reward_shaping.clip
+    # Share of tokens with a weight against the generator beyond generator_ratio_cap.
     capped: Pair | None = None
     cosine: float | None = None  # between the gradients
 
@@ -57,10 +57,11 @@ class StepChange:
 @dataclass(frozen=True)
 class Recomputation:
     run: str
-    settings: dict[str, tuple[Any, Any]]  # that differ: as recorded, and with the overrides
+    # the settings that differ, by key: as recorded, and with the overrides
+    settings: dict[str, tuple[Any, Any]]
     steps: list[StepChange]
-    checkpoint: int | None = None  # step of the weights that the gradients were taken on
-    # Between recorded advantages and those recomputed with the run's own settings.
+    checkpoint: int | None = None  # step of the weights for the gradients
+    # Between recorded and recomputed advantages, with the run's own settings.
     largest_difference: float = 0.0
     notes: list[str] = field(default_factory=list)
 
@@ -72,14 +73,13 @@ class Recomputation:
         return [sample for step in self.steps for sample in step.samples]
 
     def as_json(self) -> dict[str, Any]:
-        """Return all numbers."""
         content = {"version": VERSION, **vars(self)}
         content["steps"] = [_without_samples(step) for step in self.steps]
         content["samples"] = [_of_sample(sample) for sample in self.samples]
         return content
 
     def table(self) -> RenderableType:
-        """Return a row a step, the samples whose advantages changed most, and what differs."""
+        """Return a row for each step, and the samples whose advantages changed most."""
         head: list[str] = []
         for key, (before, after) in self.settings.items():
             head.append(f"{key}: {json.dumps(before)} -> {json.dumps(after)}")
@@ -134,7 +134,7 @@ class Recomputation:
         return table
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return figures for `monitoring.view`: advantages in order of size, and numbers by step."""
+        """Return figures for `monitoring.view`: sorted advantages, and numbers by step."""
         count = len(self.samples)
         before = sorted(sample.advantage[0] for sample in self.samples)
         after = sorted(sample.advantage[1] for sample in self.samples)
@@ -177,7 +177,7 @@ class Recomputation:
 
 
 def correlation(before: Tensor, after: Tensor) -> float:
-    """Return Pearson's correlation of two [N]; NaN without a spread, or with less than two values."""
+    """Return Pearson's correlation of two [N]; NaN without a spread or with fewer than 2 values."""
     if len(before) < 2:
         return math.nan
     if float(before.double().std()) <= ZERO or float(after.double().std()) <= ZERO:

@@ -1,6 +1,7 @@
-"""`reinforce-rl replay`: make a recorded step again by the trainer's own functions, and find where it parts.
+"""`reinforce-rl replay`: repeat a recorded step, and find its first difference from the record.
 
-Each phase is given what was recorded of the phases before it, so that each is judged by itself.
+The trainer's own functions repeat it. The input of each phase is the record of the phases before,
+so that an earlier difference does not reach it.
 """
 
 from __future__ import annotations
@@ -54,14 +55,19 @@ from reinforce_rl.monitoring.records import (
 )
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
+from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.prompts import build_datasets, build_sampler
+from reinforce_rl.rollout.scoring import RolloutScorer
 from reinforce_rl.run import build_trainer
 from reinforce_rl.runtime.settings import LENGTH, compare, set_keys, settings_of
 from reinforce_rl.runtime.trust import require_trust, untrusted_settings
 
-# The record of a larger machine may ask for more threads than there are cores here.
+# A larger machine may have recorded more threads than this one has cores.
 _MOST_THREADS = max(4 * (os.cpu_count() or 1), 256)
-_STORED = "the recorded scores are taken (--reward stored); --reward restart --trust asks the run's own source"
+_STORED = (
+    "the recorded scores are taken (--reward stored); --reward restart --trust asks the run's own "
+    "source"
+)
 PHASES = ("generate", "score", "logprobs", "advantages", "update")
 
 
@@ -76,23 +82,26 @@ def replay(
     start: Callable[[int, int], None] = lambda devices, nodes: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Replay:
-    """Make a recorded training step again and compare it phase by phase.
+    """Repeat a recorded training step and compare it phase by phase.
 
     Args:
-        step: None for the last one recorded.
+        step: None for the last recorded step.
         phase: one of `PHASES`, or all.
-        reward: where scores come from: `restart` asks the run's own reward source, `stored` takes the recorded ones,
-            an address or a function's name asks that one. None: `restart` for functions that are trusted, `stored` for
-            others and for servers.
-        overrides: KEY=VALUE of `train` on top of the run's settings, such as another layout or where the model is now.
-        trust: use functions, addresses and the like that only the folder names; `say` is told each of them first.
-        start: called with devices and nodes once the settings were checked.
-        say: told on the first rank what is about to be done, and how long the run took for it.
+        reward: source of the scores: `restart` for the run's own reward source, `stored` for the
+            recorded scores, or the address of a server or name of a function. None: `restart` for
+            trusted functions, `stored` for others and for servers.
+        overrides: KEY=VALUE of `train` on top of the run's settings, such as another layout or the
+            model's folder on this machine.
+        trust: use functions, addresses and the like that only the folder names; `say` is called
+            with each of them first.
+        start: called with devices and nodes after the settings were checked.
+        say: called on the first rank with a text about the steps that will be repeated, and the
+            time that the run took for them.
 
     Raises:
         ConfigError: an override, or the run's settings on this machine, are wrong.
-        DataError: the run has no record of the step, or lacks tokens of the steps since the checkpoint, or these had
-            other settings.
+        DataError: the run has no record of the step. Or the steps since the checkpoint lack tokens
+            or had other settings.
     """
     if phase not in (*PHASES, "all"):
         sentence = f"--phase is {phase!r}; expected one of {', '.join(PHASES)}, all"
@@ -100,21 +109,21 @@ def replay(
     stored = StoredRun(run)
     step = max(record_files(stored.path), default=0) if step is None else step
     recorded = read_record(stored.path, step)
-    asked = (
+    reward_options = (
         [] if reward in (None, "stored", "restart") else reward_overrides([reward], has_base=True)
     )
-    given = [*asked, *overrides]
-    cfg, faults = with_overrides(stored.settings(step)[0], given)
+    all_overrides = [*reward_options, *overrides]
+    cfg, faults = with_overrides(stored.settings(step)[0], all_overrides)
     if faults:
         raise ConfigError(faults)
     if reward is None:
         has_servers = bool(cfg.reward_servers)
-        is_trusted = trust or not untrusted_settings(cfg, given, generation=False)
+        is_trusted = trust or not untrusted_settings(cfg, all_overrides, generation=False)
         reward = "restart" if is_trusted and not has_servers else "stored"
     asks_rewards = reward != "stored"
     require_trust(
         cfg,
-        given,
+        all_overrides,
         stored.path,
         trust=trust,
         rewards=asks_rewards,
@@ -129,12 +138,13 @@ def replay(
         checkpoint = checkpoint_up_to(stored.path / "checkpoints", step - 1)
         first = 0 if checkpoint is None else checkpoint.trainer_state["step"]
         steps = {number: stored.step(number) for number in range(first + 1, step + 1)}
-        for number, one in steps.items():
-            one.needs_tokens("a replay reads them")
+        for number, stored_step in steps.items():
+            stored_step.needs_tokens("a replay reads them")
             if changed := _matters(stored, number, step):
                 raise DataError(
-                    f"step {number} was made with other settings than step {step}, and there is no checkpoint between "
-                    f"them: {changed}. Expected the same settings since step {first}; replay a step before the change",
+                    f"step {number} was made with other settings than step {step}, and there is no "
+                    f"checkpoint between them: {changed}. Expected the same settings since step "
+                    f"{first}; replay a step before the change",
                     key="replay.settings.changed_since_checkpoint",
                 )
         with configured_mesh(isolated) as mesh, contextlib.ExitStack() as stack:
@@ -176,10 +186,10 @@ def _threads(recorded: StepRecord) -> int:
     return threads
 
 
-def _matters(stored: StoredRun, one: int, other: int) -> str:
+def _matters(stored: StoredRun, first: int, second: int) -> str:
     """Return the changes between the settings of two steps that may change an update."""
-    cfg = stored.settings(other)[0]
-    before, now = (settings_of(stored.path, number)[0] for number in (one, other))
+    cfg = stored.settings(second)[0]
+    before, now = (settings_of(stored.path, number)[0] for number in (first, second))
     harmless = re.compile(r"exp_manager\.|trainer\.reinforce\.(val_check|save)_interval$")
     has_schedule = cfg.model.optim.sched.name != "constant"
     return "; ".join(
@@ -199,11 +209,14 @@ def _plan(stored: StoredRun, first: int, step: int) -> str:
         else "the initial model, as there is no checkpoint before it"
     )
     updates = "1 update" if step - first == 1 else f"{step - first} updates"
-    return f"Step {step} of {stored.path}: {updates} from {begin}; the run took {seconds:.0f} s for these"
+    return (
+        f"Step {step} of {stored.path}: {updates} from {begin}; the run took {seconds:.0f} s for "
+        "these"
+    )
 
 
 def _isolated(cfg: TrainConfig, scratch: str) -> TrainConfig:
-    """Return the settings for ranks that all train and generate, and that write into `scratch` alone."""
+    """Return the settings for ranks that all train and generate; they write into `scratch`."""
     cfg = cfg.colocated()
     cfg.generation = "native"
     cfg.exp_manager.explicit_log_dir = scratch
@@ -213,7 +226,10 @@ def _isolated(cfg: TrainConfig, scratch: str) -> TrainConfig:
 
 
 class _Replayer:
-    """A trainer that stands after the checkpoint's step; all ranks call it alike, and the first one compares."""
+    """A trainer in the state after the checkpoint's step.
+
+    All ranks make the same calls, and the first rank compares.
+    """
 
     def __init__(
         self,
@@ -235,8 +251,8 @@ class _Replayer:
         if checkpoint is not None:
             state = checkpoint.trainer_state
             self._start = state["step"]
-            # The loader is not used. Changed prompts are reported one by one; the trainer would
-            # refuse to resume.
+            # The loader is not used. A replay reports each changed prompt; the trainer would refuse
+            # to resume.
             data = {
                 **build_sampler(cfg, self._data).state_dict(),
                 "fingerprint": self._data.fingerprint,
@@ -251,7 +267,10 @@ class _Replayer:
         )
         stack.enter_context(contextlib.closing(self._trainer.model.generator))
         # Log-probs of older weights are not the trainer's own.
-        self._trainer.rollouts = replace(self._trainer.rollouts, staleness=asked.staleness)
+        context = replace(self._trainer.rollout_context, staleness=asked.staleness)
+        self._trainer.rollout_context = context
+        self._rollouts = LocalRollouts(context)
+        self._scorer = RolloutScorer(context)
         recorder = self._trainer.recorder
         assert recorder is not None
         self._recorder = recorder
@@ -273,7 +292,8 @@ class _Replayer:
         again = replace(
             self._recorder.record_of(step, {}, trainer.train_dataloader.state_dict()),
             settings={
-                one.key: one.value for one in set_keys(self._asked.model_dump(), TrainConfig)
+                setting.key: setting.value
+                for setting in set_keys(self._asked.model_dump(), TrainConfig)
             },
             scorer=None if self._rescorer is None else self._rescorer.identity,
         )
@@ -290,69 +310,74 @@ class _Replayer:
         ) -> None:
             table = self._table(step, batch, data)
             if table is not None:
-                # A record without versions is of weights of the step before; what is older is not
-                # generated.
+                # A record without versions is of the weights of the step before. Responses of older
+                # weights are not generated again.
                 columns = [column for column in COLUMNS[name] if column != "weight_versions"]
                 missing = missing_samples(then, table)
-                found = [missing] if missing else sample_differences(then, table, columns, bounds)
-                results[name] = PhaseResult.of(name, found)
+                differences = (
+                    [missing] if missing else sample_differences(then, table, columns, bounds)
+                )
+                results[name] = PhaseResult.of(name, differences)
 
         if "generate" in phases:
-            why = self._keeps_from_generating(batch, step, same_layout)
-            if why:
-                results["generate"] = PhaseResult("generate", "not replayed", note=why)
+            reason = self._keeps_from_generating(batch, step, same_layout)
+            if reason:
+                results["generate"] = PhaseResult("generate", "not replayed", note=reason)
             else:
                 samples = self._cfg.trainer.reinforce.num_rollouts_per_prompt
-                compare_samples(
-                    "generate", trainer.rollouts.sample(self._prompts(batch), samples, step).batch
-                )
+                pending = self._rollouts.sample(self._prompts(batch), samples, step)
+                compare_samples("generate", pending.batch)
         if "score" in phases:
             results["score"] = self._score(steps[step], then, bounds)
-        found = replace(batch, log_probs=None, init_log_probs=None)
+        recomputed = replace(batch, log_probs=None, init_log_probs=None)
         if "logprobs" in phases:
-            found = trainer.rollouts.with_log_probs(found)
+            recomputed = self._scorer.with_log_probs(recomputed)
         if "advantages" in phases:
             compare_samples("advantages", batch, data)
-        # Those of the update's pass were recorded where no other pass was needed.
-        of_update = found.log_probs is None or found.log_probs is found.generator_log_probs
+        # The update's pass computes the recorded log-probs if no other pass was needed.
+        of_update = (
+            recomputed.log_probs is None or recomputed.log_probs is recomputed.generator_log_probs
+        )
         if "update" in phases or ("logprobs" in phases and of_update):
             self._update(data)
             self._recorder.finish()
-            found = replace(found, log_probs=trainer.policy_log_probs) if of_update else found
+            recomputed = (
+                replace(recomputed, log_probs=trainer.policy_log_probs) if of_update else recomputed
+            )
         if "logprobs" in phases:
-            compare_samples("logprobs", found)
+            compare_samples("logprobs", recomputed)
         if not mesh.is_main:
             return Replay(stored.run.name, step, self._start, [], [], bounds)
-        before = [
+        earlier_results = [
             self._compare_prompts(stored, steps),
-            *[one for one in earlier if one.differences][:1],
+            *[result for result in earlier if result.differences][:1],
         ]
-        before.append(self._compare_weights(stored, recorded, now, bounds))
+        earlier_results.append(self._compare_weights(stored, recorded, now, bounds))
         if "update" in phases:
             made = read_record(self._cfg.exp_manager.explicit_log_dir, step)
             results["update"] = _compare_update(recorded, made, bounds)
         order = [results[name] for name in PHASES if name in results]
         facts = fact_differences(recorded, again)
-        return Replay(stored.run.name, step, self._start, [*before, *order], facts, bounds)
+        return Replay(stored.run.name, step, self._start, [*earlier_results, *order], facts, bounds)
 
-    def _again(self, stored: StoredRun, one: StoredStep, step: int) -> PhaseResult:
-        """Make the update of an earlier step again; compare its advantages."""
-        batch, data = self._of_step(one, step)
+    def _again(self, stored: StoredRun, stored_step: StoredStep, step: int) -> PhaseResult:
+        """Repeat the update of an earlier step; compare its advantages."""
+        batch, data = self._of_step(stored_step, step)
         table = self._table(step, batch, data)
         self._update(data)
-        found = []
+        differences = []
         if table is not None:
-            found = sample_differences(
+            differences = sample_differences(
                 read_table(rollout_files(stored.path)[step]), table, COLUMNS["advantages"], ROUNDING
             )
-        return PhaseResult.of(f"advantages of step {step}", found)
+        return PhaseResult.of(f"advantages of step {step}", differences)
 
     def _of_step(self, stored: StoredStep, step: int) -> tuple[RolloutBatch, ReinforceBatch]:
-        """Return this rank's share of a step's rollouts, and what the loss takes of it."""
+        """Return this rank's share of a step's rollouts, and the loss's inputs for them."""
         ids = list(dict.fromkeys(stored.batch.group_ids.tolist()))
         mesh = self._mesh
-        own = torch.tensor(shard(ids, mesh.dp_rank, mesh.dp_size), dtype=torch.long)
-        batch = stored.batch.select(torch.isin(stored.batch.group_ids, own).nonzero()[:, 0])
+        local_ids = torch.tensor(shard(ids, mesh.dp_rank, mesh.dp_size), dtype=torch.long)
+        batch = stored.batch.select(torch.isin(stored.batch.group_ids, local_ids).nonzero()[:, 0])
         if not self._cfg.uses_reference:
             batch = replace(batch, init_log_probs=None)
         self._trainer.step = step - 1
@@ -363,9 +388,9 @@ class _Replayer:
         self._trainer.step += 1
 
     def _prompts(self, batch: RolloutBatch) -> list[Prompt]:
-        """Return the prompts of a batch as the data has them now."""
+        """Return the prompts of a batch from the current data."""
         ids = dict.fromkeys(batch.group_ids.tolist())
-        return [replace(self._data[one % len(self._data)], id=one) for one in ids]
+        return [replace(self._data[prompt_id % len(self._data)], id=prompt_id) for prompt_id in ids]
 
     def _keeps_from_generating(self, batch: RolloutBatch, step: int, same_layout: bool) -> str:
         versions = batch.weight_versions
@@ -403,7 +428,7 @@ class _Replayer:
     def _table(
         self, step: int, batch: RolloutBatch, data: ReinforceBatch | None
     ) -> pa.Table | None:
-        """Return the samples of all ranks as they are recorded; None on all ranks but the first."""
+        """Return the samples of all ranks as a record's table; None except on the first rank."""
         cfg = self._cfg.trainer.reinforce
         parts = []
         if self._mesh.is_model_parallel_rank_0:
@@ -416,25 +441,30 @@ class _Replayer:
         return samples_table(join_samples(parts, self._tokenizer)) if self._mesh.is_main else None
 
     def _compare_prompts(self, stored: StoredRun, steps: dict[int, StoredStep]) -> PhaseResult:
-        for step, one in steps.items():
+        for step, stored_step in steps.items():
             then = read_table(rollout_files(stored.path)[step])
-            now = {p.id: p for p in self._prompts(one.batch)}
-            own = [now[number] for number in then["prompt_id"].to_pylist()]
+            now = {p.id: p for p in self._prompts(stored_step.batch)}
+            prompts = [now[number] for number in then["prompt_id"].to_pylist()]
             columns = {"prompt_id": then["prompt_id"], "sample_id": then["sample_id"]}
             columns |= {
-                "prompt": [p.text for p in own],
-                "prompt_tokens": [list(p.tokens) for p in own],
+                "prompt": [p.text for p in prompts],
+                "prompt_tokens": [list(p.tokens) for p in prompts],
             }
-            columns |= {"record": [json.dumps(dict(p.metadata), ensure_ascii=False) for p in own]}
-            if found := sample_differences(then, pa.table(columns), COLUMNS["prompts"]):
-                return PhaseResult.of("prompts", found, f"in step {step}")
+            columns |= {
+                "record": [json.dumps(dict(p.metadata), ensure_ascii=False) for p in prompts]
+            }
+            if differences := sample_differences(then, pa.table(columns), COLUMNS["prompts"]):
+                return PhaseResult.of("prompts", differences, f"in step {step}")
         return PhaseResult.of("prompts", [])
 
     def _compare_weights(
         self, stored: StoredRun, recorded: StepRecord, now: list[RankState], bounds: Bounds
     ) -> PhaseResult:
         if bounds != EQUAL_BITS:
-            why = "checksums are compared bit for bit only; the log-probs show what the weights compute"
+            why = (
+                "checksums are compared bit for bit only; the log-probs show what the weights "
+                "compute"
+            )
             return PhaseResult("weights", "not replayed", note=why)
         scratch = self._cfg.exp_manager.explicit_log_dir
         known = record_files(stored.path).keys() & record_files(scratch).keys()
@@ -443,22 +473,24 @@ class _Replayer:
             for step in known
         }
         sides[recorded.step] = recorded.ranks, now
-        for step in sorted(one for one in sides if one <= recorded.step):
-            if found := tensor_differences(*sides[step], "before"):
+        for step in sorted(step_number for step_number in sides if step_number <= recorded.step):
+            if differences := tensor_differences(*sides[step], "before"):
                 note = (
                     "as they were read"
                     if step == self._start + 1
                     else f"since the update of step {step - 1}"
                 )
-                return PhaseResult.of("weights", found, note)
+                return PhaseResult.of("weights", differences, note)
         return PhaseResult.of("weights", [])
 
 
 def _compare_update(recorded: StepRecord, made: StepRecord, bounds: Bounds) -> PhaseResult:
-    found = update_differences(recorded, made, bounds)
+    differences = update_differences(recorded, made, bounds)
     if bounds != EQUAL_BITS:
         return PhaseResult.of(
-            "update", found, "numbers only: checksums of the weights are compared bit for bit"
+            "update", differences, "numbers only: checksums of the weights are compared bit for bit"
         )
-    found += tensor_differences(recorded.ranks, made.ranks, "optimizer")
-    return PhaseResult.of("update", found + tensor_differences(recorded.ranks, made.ranks, "after"))
+    differences += tensor_differences(recorded.ranks, made.ranks, "optimizer")
+    return PhaseResult.of(
+        "update", differences + tensor_differences(recorded.ranks, made.ranks, "after")
+    )

@@ -1,4 +1,4 @@
-"""What a replay found, by phase: as a table, a sentence with the likely cause, and JSON."""
+"""Results of a replay by phase: as a table, a sentence with the likely cause, and JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ Verdict = Literal["same", "differs", "not replayed"]
 _UNKNOWN = "No difference of code, data, settings, reward source or machine was found"
 _CAUSES = {
     "prompts": "the record was changed",
-    "weights": "the checkpoint or the initial model was changed, or an earlier step does not give the same twice",
-    "score": "the reward depends on time, chance or a service besides its inputs, or the record was changed",
+    "weights": (
+        "the checkpoint or the initial model was changed, or an earlier step does not give the "
+        "same twice"
+    ),
+    "score": (
+        "the reward depends on time, chance or a service besides its inputs, or the record was "
+        "changed"
+    ),
     "advantages": "the record was changed",
 }
 _OF_KERNELS = "the record was changed, or a kernel does not give the same twice"
@@ -38,9 +44,9 @@ class PhaseResult:
 class Replay:
     run: str
     step: int
-    start: int  # step of the checkpoint that it began from; 0: the initial model
-    phases: list[PhaseResult]  # empty on all ranks but the first
-    # what else is not as it was recorded: code, machine, settings, data, reward source
+    start: int  # step of the checkpoint at the start; 0 for the initial model
+    phases: list[PhaseResult]  # empty except on the first rank
+    # differences of code, machine, settings, data and reward source from the record
     facts: list[str]
     bounds: Bounds
 
@@ -50,15 +56,18 @@ class Replay:
 
     @property
     def exit_code(self) -> int:
-        """0: nothing differs; 1: something does; 2: nothing does, but not every phase was replayed."""
-        verdicts = {one.verdict for one in self.phases}
+        """Return 0 for no difference, 1 for a difference.
+
+        2 if nothing differs, but not every phase was replayed.
+        """
+        verdicts = {phase.verdict for phase in self.phases}
         return 1 if "differs" in verdicts else 2 if "not replayed" in verdicts else 0
 
     @property
     def sentence(self) -> str:
-        """Say what differs first, and the likely cause."""
-        skipped = ", ".join(one.name for one in self.phases if one.verdict == "not replayed")
-        phase = next((one for one in self.phases if one.differences), None)
+        """Describe the first difference and its likely cause."""
+        skipped = ", ".join(phase.name for phase in self.phases if phase.verdict == "not replayed")
+        phase = next((phase for phase in self.phases if phase.differences), None)
         if phase is None:
             return "Nothing differs" + (f"; not replayed: {skipped}." if skipped else ".")
         text = f"The first difference is in {phase.name}, recorded and now: {phase.differences[0]}"
@@ -70,11 +79,11 @@ class Replay:
 
     def table(self) -> RenderableType:
         table = Table("phase", "verdict", "", box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for one in self.phases:
+        for phase in self.phases:
             table.add_row(
-                one.name,
-                one.verdict,
-                Text("\n".join([*map(str, one.differences), one.note]).strip()),
+                phase.name,
+                phase.verdict,
+                Text("\n".join([*map(str, phase.differences), phase.note]).strip()),
             )
         begin = f"the checkpoint of step {self.start}" if self.start else "the initial model"
         head = f"Step {self.step} of {self.run}, from {begin}; compared {self.bounds}"

@@ -1,4 +1,4 @@
-"""Other rewards for stored rollouts, asked for as the trainer does."""
+"""Score stored rollouts again, by the trainer's own requests."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.rollout.prompts import build_datasets
-from reinforce_rl.rollout.reward_requests import faults_of, request_about, scores_of
+from reinforce_rl.rollout.scoring import faults_of, request_about, scores_of
 
 logger = logging.getLogger(__name__)
 
 
 class Rescorer:
-    """The configured reward functions and servers, for stored rollouts; close it at the end.
+    """The configured reward functions and servers, for stored rollouts.
 
-    Raises as `connect_to_reward_servers`.
+    The caller closes it. Raises the errors of `connect_to_reward_servers`.
     """
 
     def __init__(self, cfg: TrainConfig, mesh: Mesh):
@@ -41,7 +41,7 @@ class Rescorer:
             cfg.model.reinforce.rollout_micro_batch_size
             * cfg.trainer.reinforce.num_rollouts_per_prompt
         )
-        self._data: list[Prompt] = []  # for the messages, which are not recorded
+        self._data: list[Prompt] = []  # has the messages, which a record lacks
         try:
             train = build_datasets(cfg, self._tokenizer, splits=["train"]).train
             self._data = [train[i] for i in range(len(train))]
@@ -55,7 +55,10 @@ class Rescorer:
         )
 
     def __call__(self, stored: StoredStep) -> RolloutBatch:
-        """Return a step's rollouts with these rewards. Raises RewardServerError if no answer comes in time."""
+        """Return a step's rollouts with new rewards.
+
+        Raises RewardServerError if a server does not answer in time.
+        """
         stored.needs_tokens("a reward source reads them")
         answers = [scores_of(*asked) for asked in list(self._asked(stored))]
         return replace(
@@ -70,7 +73,7 @@ class Rescorer:
 
     @property
     def identity(self) -> Any:
-        """What the source says of itself; None if it says nothing."""
+        """The reward source's description of its version; None without one."""
         return getattr(self._source, "identity", None)
 
     def close(self) -> None:
@@ -78,7 +81,7 @@ class Rescorer:
             self._source.close()
 
     def _asked(self, stored: StoredStep) -> Iterator[tuple]:
-        """Ask for all samples, as many at a time as the trainer does."""
+        """Request scores for all samples, in requests of the trainer's size."""
         batch = stored.batch
         for rows in torch.arange(len(stored.rows)).split(self._size):
             part = batch.select(rows)
@@ -90,7 +93,8 @@ class Rescorer:
             for i, (_, response) in enumerate(cut):
                 tokens[i, : len(response)] = torch.tensor(response, dtype=torch.long)
             prompts = [
-                self._prompt(stored, i, own) for i, (own, _) in zip(rows.tolist(), cut, strict=True)
+                self._prompt(stored, i, prompt_tokens)
+                for i, (prompt_tokens, _) in zip(rows.tolist(), cut, strict=True)
             ]
             completions = Completions(tokens, part.response_lengths, part.finish_reasons)
             request = request_about(
@@ -103,9 +107,13 @@ class Rescorer:
             yield self._source.infer_rm(request), len(rows)
 
     def _prompt(self, stored: StoredStep, row: int, tokens: list[int]) -> Prompt:
-        of = stored.rows[row]
-        known = self._data[of.prompt_id % len(self._data)] if self._data else None
-        messages = known.messages if known is not None and known.text == of.prompt else ()
+        sample = stored.rows[row]
+        known = self._data[sample.prompt_id % len(self._data)] if self._data else None
+        messages = known.messages if known is not None and known.text == sample.prompt else ()
         return Prompt(
-            of.prompt_id, of.prompt, tuple(tokens), json.loads(of.record or "{}"), messages
+            sample.prompt_id,
+            sample.prompt,
+            tuple(tokens),
+            json.loads(sample.record or "{}"),
+            messages,
         )

@@ -1,4 +1,4 @@
-"""Rollouts as a run recorded them, rebuilt for the trainer's functions, and the settings of each step."""
+"""Recorded rollouts, rebuilt for the trainer's functions, and the settings of each step."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from reinforce_rl.trainer.advantages import response_kl
 class StoredStep:
     step: int
     rows: list[RolloutRow]
-    # without tokens, where they were not recorded; log-probs as the KL was taken from
+    # Without tokens if they were not recorded. The recorded KL was taken from its log-probs.
     batch: RolloutBatch
 
     def needs(self, cfg: ReinforceConfig) -> None:
-        """Raise DataError if the record lacks what these settings' KL is computed from."""
+        """Raise DataError if the record lacks the log-probs for the KL of these settings."""
         if not cfg.uses_reference or self.batch.init_log_probs is not None:
             return
         if not self.batch.sequences.numel():
             self.needs_tokens("the KL is computed from them")
         raise DataError(
             f"step {self.step}: its record has no log-probs of the reference, as the run had "
-            "trainer.reinforce.initial_policy_kl_penalty=0, but a KL was asked for; set that key to 0, or "
-            "take a run that had a KL",
+            "trainer.reinforce.initial_policy_kl_penalty=0, but a KL was asked for; set that key "
+            "to 0, or take a run that had a KL",
             key="samples.tokens.no_reference_log_probs",
         )
 
     def needs_tokens(self, why: str) -> None:
         if not self.batch.sequences.numel():
             raise DataError(
-                f"step {self.step}: its samples were recorded without tokens, but {why}; expected a step that "
-                "exp_manager.record_tokens_every divides, of a run of this version",
+                f"step {self.step}: its samples were recorded without tokens, but {why}; expected "
+                "a step that exp_manager.record_tokens_every divides, of a run of this version",
                 key="samples.tokens.not_recorded",
             )
 
@@ -56,7 +56,9 @@ class StoredStep:
 class StoredRun:
     """A run's recorded training steps.
 
-    Raises DataError if the folder holds no run; its methods, if a file is absent, damaged or of another version.
+    Raises:
+        DataError: the folder holds no run. Methods raise it for a file that is missing, damaged or
+            of another version.
     """
 
     def __init__(self, folder: str | Path):
@@ -66,12 +68,15 @@ class StoredRun:
         remove_from_import_path(self.path)
 
     def settings(self, step: int) -> tuple[TrainConfig, list[str]]:
-        """Return the settings of a step, the same object for all with the same, and what is wrong with them here."""
+        """Return the settings of a step, and their faults on this machine.
+
+        Steps with the same settings share an object.
+        """
         text, _ = settings_of(self.path, step)
         if not text:
             raise DataError(
-                f"{self.path} has no {CONFIG_FILE}; expected the settings that its steps were made with. "
-                "Copy it from where the run was",
+                f"{self.path} has no {CONFIG_FILE}; expected the settings that its steps were made "
+                "with. Copy it from where the run was",
                 key="run.config.missing",
             )
         if text not in self._settings:
@@ -80,29 +85,30 @@ class StoredRun:
         return self._settings[text]
 
     def step(self, step: int) -> StoredStep:
-        """Rebuild the rollouts of a step, in their order over all ranks."""
+        """Rebuild the rollouts of a step, in the recorded order of all ranks."""
         cfg = self.settings(step)[0]
         rows = self.run.samples(step)
         tokens = read_tokens(rollout_files(self.path)[step])
         has_tokens = len(tokens) == len(rows) and len(rows) > 0
 
         def table(name: str) -> Tensor | None:
-            found = [getattr(one, name) for one in tokens] if has_tokens else [None]
-            return (
-                None if None in found else pad_sequence([torch.tensor(one) for one in found], True)
-            )
+            columns = [getattr(sample, name) for sample in tokens] if has_tokens else [None]
+            if None in columns:
+                return None
+            return pad_sequence([torch.tensor(values) for values in columns], True)
 
         _check(rows, tokens, rollout_files(self.path)[step])
-        prompts = [one.prompt_tokens or [] for one in tokens] if has_tokens else [[] for _ in rows]
-        responses = (
-            [one.response_tokens or [] for one in tokens] if has_tokens else [[] for _ in rows]
-        )
+        prompts: list[list[int]] = [[] for _ in rows]
+        responses: list[list[int]] = [[] for _ in rows]
+        if has_tokens:
+            prompts = [sample.prompt_tokens or [] for sample in tokens]
+            responses = [sample.response_tokens or [] for sample in tokens]
         joined = [
             torch.tensor(p + r, dtype=torch.long) for p, r in zip(prompts, responses, strict=True)
         ]
         source_rewards: dict[str, Tensor] = {}
         for source in dict.fromkeys(name for row in rows for name in row.source_rewards):
-            # Ranks may have had scores of other sources.
+            # Ranks may have recorded different sources.
             scores = [row.source_rewards.get(source, math.nan) for row in rows]
             source_rewards[source] = torch.tensor(scores)
         versions = table("weight_versions")
@@ -110,7 +116,7 @@ class StoredRun:
             sequences=pad_sequence(joined, True)
             if joined
             else torch.zeros((0, 0), dtype=torch.long),
-            prompt_lengths=torch.tensor([len(one) for one in prompts]),
+            prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
             response_lengths=torch.tensor([row.response_length for row in rows]),
             group_ids=torch.tensor([row.prompt_id for row in rows]),
             sample_ids=torch.tensor([row.sample_id for row in rows]),
@@ -128,13 +134,14 @@ class StoredRun:
 
 
 def _check(rows: Sequence[RolloutRow], tokens: Sequence[SampleTokens], file: Path) -> None:
-    """Raise DataError if the samples of a prompt have other prompts."""
+    """Raise DataError if the samples of a prompt have different prompt tokens."""
     known = dict[int, list[int] | None]()
-    for row, one in zip(rows, tokens, strict=False):
-        if known.setdefault(row.prompt_id, one.prompt_tokens) != one.prompt_tokens:
+    for row, sample in zip(rows, tokens, strict=False):
+        if known.setdefault(row.prompt_id, sample.prompt_tokens) != sample.prompt_tokens:
             raise DataError(
-                f"{file}: prompt {row.prompt_id}, sample {row.sample_id} has other prompt_tokens than the first "
-                "sample of its prompt; the file was changed or damaged since the run wrote it. Restore it",
+                f"{file}: prompt {row.prompt_id}, sample {row.sample_id} has other prompt_tokens "
+                "than the first sample of its prompt; the file was changed or damaged since the "
+                "run wrote it. Restore it",
                 key="samples.tokens.prompts_differ",
             )
 
@@ -142,14 +149,16 @@ def _check(rows: Sequence[RolloutRow], tokens: Sequence[SampleTokens], file: Pat
 def _with_log_probs_of_kl(
     batch: RolloutBatch, cfg: ReinforceConfig, rows: list[RolloutRow]
 ) -> RolloutBatch:
-    """Choose between the trainer's log-probs and the generator's: the recorded KL was taken from one of them."""
+    """Set the log-probs of the recorded KL: the trainer's or the generator's."""
     if batch.init_log_probs is None:
         return batch
     recorded = torch.tensor([row.kl for row in rows], dtype=torch.float64)
-    found = []
+    candidates = []
     for log_probs in (batch.log_probs, batch.generator_log_probs):
         if log_probs is not None:
-            one = replace(batch, log_probs=log_probs)
-            gaps = (response_kl(one, cfg)[0].double() - recorded)[batch.valid].nan_to_num(torch.inf)
-            found.append((float(gaps.abs().max()) if len(gaps) else 0.0, one))
-    return min(found, key=lambda pair: pair[0])[1] if found else batch
+            candidate = replace(batch, log_probs=log_probs)
+            gaps = (response_kl(candidate, cfg)[0].double() - recorded)[batch.valid].nan_to_num(
+                torch.inf
+            )
+            candidates.append((float(gaps.abs().max()) if len(gaps) else 0.0, candidate))
+    return min(candidates, key=lambda pair: pair[0])[1] if candidates else batch

@@ -1,1 +1,1 @@
-"""Models outside of training: `eval`, `chat` and the trainer's validation generate and score on one path."""
+"""Models outside of training: `eval` and `chat`, on the path of the trainer's validation."""

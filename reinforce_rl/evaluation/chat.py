@@ -1,4 +1,7 @@
-"""`reinforce-rl chat`: talk with a model, or with two side by side; answers are streamed, and scored if asked for."""
+"""`reinforce-rl chat`: talk with a model, or with two side by side.
+
+Answers are streamed, and scored on request.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import STATUS_OK, STATUS_TEXT, RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
-from reinforce_rl.rollout.reward_requests import reward_request
+from reinforce_rl.rollout.scoring import reward_request
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.control_characters import show_control_characters
 from reinforce_rl.utils.files import write_json_lines
@@ -60,10 +63,10 @@ class Speaker:
         self.renderer = ChatRenderer(self.actor.tokenizer, self.template)
 
     def prompt(self, number: int, longest: int) -> tuple[Prompt, int]:
-        """Return the conversation as a prompt, and the tokens that an answer of at most `longest` may have.
+        """Return the conversation as a prompt, and the number of tokens left for an answer.
 
-        The oldest turns give way until a quarter of the context, or `longest`, is free. Without a chat template the
-        last message is the prompt, as it stands.
+        The answer has at most `longest` tokens. The oldest turns are dropped until a quarter of
+        the context, or `longest`, is free. Without a chat template the last message is the prompt.
 
         Raises:
             DataError: the last question alone fills the context.
@@ -87,8 +90,8 @@ class Speaker:
             del messages[first : first + 2]
         if room < 1:
             raise DataError(
-                f"this question needs {len(tokens)} tokens, but the context of {self.name} has only "
-                f"{limit}; ask a shorter one",
+                f"this question needs {len(tokens)} tokens, but the context of {self.name} has "
+                f"only {limit}; ask a shorter one",
                 key="chat.question.too_long",
             )
         return Prompt(number, text, tuple(tokens), {}, tuple(messages) if is_chat else ()), min(
@@ -98,7 +101,11 @@ class Speaker:
     def answer(
         self, prompt: Prompt, params: SamplingParams, seed: int, show: Callable[[str], None]
     ) -> Completions:
-        """Generate a response; `show` gets its text in pieces, or whole from an engine, and what it raises ends it."""
+        """Generate a response.
+
+        `show` is called with pieces of the text, or with all of it if an engine generates. An
+        exception that `show` raises ends the generation.
+        """
         generator = self.actor.generator
         shown = 0
 
@@ -109,17 +116,17 @@ class Speaker:
                 if tokens[0][-1:] and tokens[0][-1] in params.stop_token_ids
                 else tokens[0]
             )
-            skips = self.actor.settings.skip_special_tokens
+            skips = self.actor.settings.reinforce.skip_special_tokens
             text = decode_all(self.actor.tokenizer, [ids], skip_special_tokens=skips)[0]
             # a character may be spread over tokens
             text = text if is_whole else text.rstrip("\ufffd")
             show(text[shown:])
             shown = max(shown, len(text))
 
-        own = {"watch": watch} if isinstance(generator, NativeGenerator) else {}
-        found = generator.generate([prompt], 1, params, seed, **own)
-        watch(found.tokens.tolist(), True)
-        return found
+        options = {"watch": watch} if isinstance(generator, NativeGenerator) else {}
+        completions = generator.generate([prompt], 1, params, seed, **options)
+        watch(completions.tokens.tolist(), True)
+        return completions
 
 
 @dataclass
@@ -128,10 +135,10 @@ class Chat:
     params: SamplingParams
     seed: int = 0
     system: str = ""
-    # says what an answer is worth; None: nothing
+    # Returns the sentence about an answer's reward; None: answers are not scored.
     score: Callable[[Speaker, Prompt, Completions], str] | None = None
     console: Console = field(default_factory=lambda: Console(highlight=False))
-    _answered: int = 0  # keys the noise, so that the same question is not answered alike
+    _answered: int = 0  # keys the sampling noise: a repeated question gets another answer
     _stop: bool = False  # Ctrl-C was typed during this answer
 
     def __post_init__(self) -> None:
@@ -153,7 +160,8 @@ class Chat:
             except (ReinforceError, OSError, KeyboardInterrupt) as error:
                 self._write(f"({error or 'stopped'})\n")
                 for speaker, messages in zip(self.speakers, before, strict=True):
-                    speaker.messages = messages  # a question without an answer would spoil the next
+                    # A question without an answer would be part of the next prompt.
+                    speaker.messages = messages
 
     def _obey(self, command: str, value: str) -> None:
         if command in ("/reset", "/system"):
@@ -185,7 +193,7 @@ class Chat:
         columns.add_row(*texts)
         screen = contextlib.nullcontext()
         if several and console.is_terminal and console.width >= MIN_COLUMNS:
-            # its thread would read half of a text
+            # A refreshing thread could read half of a text.
             screen = Live(columns, console=console, auto_refresh=False)
         with self._stoppable(), screen as live:
             for speaker, text in zip(self.speakers, texts, strict=True):
@@ -202,14 +210,14 @@ class Chat:
                         text.append(show_control_characters(piece))
                         live.refresh()
 
-                notes = self._one(speaker, show)
+                notes = self._answer_of(speaker, show)
                 speaker.messages.append({"role": "assistant", "content": "".join(pieces)})
                 show("".join(f"\n({note})" for note in notes))
                 if live is None:
                     self._write("\n")
 
-    def _one(self, speaker: Speaker, show: Callable[[str], None]) -> list[str]:
-        """Stream an answer, and return what is to be said of it."""
+    def _answer_of(self, speaker: Speaker, show: Callable[[str], None]) -> list[str]:
+        """Stream an answer, and return notes about it."""
 
         def show_or_stop(piece: str) -> None:
             show(piece)
@@ -224,25 +232,26 @@ class Chat:
             else []
         )
         try:
-            found = speaker.answer(
+            completions = speaker.answer(
                 prompt, replace(self.params, max_length=room), self.seed, show_or_stop
             )
         except KeyboardInterrupt:
             return [*notes, "stopped"]
-        if found.finish_reasons[0] == FINISH_LENGTH:
+        if completions.finish_reasons[0] == FINISH_LENGTH:
             notes.append(f"cut at {room} tokens")
-        return notes if self.score is None else [*notes, self.score(speaker, prompt, found)]
+        return notes if self.score is None else [*notes, self.score(speaker, prompt, completions)]
 
     @contextlib.contextmanager
     def _stoppable(self) -> Iterator[None]:
-        """Have Ctrl-C end an answer at its next token, not in the middle of a computation; a second one, at once."""
+        """Have Ctrl-C end an answer at its next token, and a second Ctrl-C at once."""
 
         def stop(*_: object) -> None:
             if self._stop:
                 raise KeyboardInterrupt
             self._stop = True
 
-        self._stop, before = False, signal.signal(signal.SIGINT, stop)
+        self._stop = False
+        before = signal.signal(signal.SIGINT, stop)
         try:
             yield
         finally:
@@ -266,18 +275,20 @@ def chat(
     overrides: Sequence[str] = (),
     lines: Iterator[str] | None = None,
 ) -> None:
-    """Talk with a model, and with another one beside it; questions come from the terminal or from standard input.
+    """Talk with a model, or with two side by side.
 
     Args:
         model, compare: Hugging Face folders, or folders of runs that have exported one.
-        rewards: as of `evaluate`; while a server is down, each answer shows an error in place of its reward.
+        rewards: see `evaluate`; while a server is down, each answer shows an error in place of its
+            reward.
         temperature: 0 for greedy answers.
         overrides: KEY=VALUE of `train`.
+        lines: questions and commands; None for the terminal or standard input.
 
     Raises:
         ConfigError: a model, a reward function or a setting cannot be used.
     """
-    folders = [Path(one) for one in (model, compare) if one is not None]
+    folders = [Path(path) for path in (model, compare) if path is not None]
     # The length of answers is set below; a small context must not be refused for the default one.
     options = [
         "model.reinforce.length_params.max_length=1",
@@ -305,18 +316,18 @@ def chat(
                 contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, silent))
             )
 
-        def score(speaker: Speaker, prompt: Prompt, found: Completions) -> str:
+        def score(speaker: Speaker, prompt: Prompt, completions: Completions) -> str:
             try:
-                given = (
+                scored = (
                     connect(speaker.name)
-                    .infer_rm(reward_request(speaker.actor, [prompt], found))
+                    .infer_rm(reward_request(speaker.actor, [prompt], completions))
                     .result()
                 )
             except RewardServerError as error:
                 return f"no reward: {error}"
-            if (status := int(given.status[0])) == STATUS_OK:
-                return f"reward {float(given.values[0]):.3f}"
-            fault = given.faults.get(0, STATUS_TEXT[status])
+            if (status := int(scored.status[0])) == STATUS_OK:
+                return f"reward {float(scored.values[0]):.3f}"
+            fault = scored.faults.get(0, STATUS_TEXT[status])
             why = (
                 "; the record of a chat has no columns of a data file, only messages"
                 if "KeyError" in fault
@@ -325,7 +336,7 @@ def chat(
             return f"no reward: {fault}{why}"
 
         for name in cfgs if rewards else ():
-            # no such function: an error; no server yet: it may come up
+            # An unknown function is an error. A server may still start.
             with contextlib.suppress(RewardServerError):
                 connect(name)
         speakers = []
@@ -345,7 +356,7 @@ def chat(
             stack.enter_context(contextlib.closing(speakers[-1].actor.generator))
             stack.enter_context(speakers[-1].actor.generator.awake())
         params = replace(
-            speakers[0].actor.settings.val_sampling,
+            speakers[0].actor.val_sampling,
             max_length=max_tokens,
             use_greedy=temperature == 0,
             temperature=temperature or 1.0,
@@ -356,7 +367,10 @@ def chat(
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield the lines of standard input; on a terminal with a prompt and a history, and not ended by Ctrl-C."""
+    """Yield the lines of standard input.
+
+    A terminal gets a prompt and a history, and Ctrl-C does not end the lines.
+    """
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

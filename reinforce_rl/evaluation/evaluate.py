@@ -1,7 +1,8 @@
-"""`reinforce-rl eval`: models answer the same prompts and are scored; each is compared with the first.
+"""`reinforce-rl eval`: score models on the same prompts, and compare each with the first.
 
-Every model goes through the trainer's own validation (`RolloutMaker.answer`), so the same settings give the same mean
-reward. One model is in memory at a time; the reference comes last and reads what the others wrote.
+Every model goes through the trainer's own validation (`LocalRollouts.evaluate`), so the same
+settings give the same mean reward. One model is in memory at a time. The reference comes last, and
+computes the log-probs of all responses.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from reinforce_rl.actor.build import configured_mesh
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.data.batch_iterator import DefaultBatchIterator
 from reinforce_rl.data.batches import Prompt, RolloutBatch
-from reinforce_rl.data.prompts import PromptLoader, RLHFDatasets, fixed_prompts
+from reinforce_rl.data.prompts import (
+    DefaultBatchIterator,
+    PromptLoader,
+    RLHFDatasets,
+    fixed_prompts,
+)
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.evaluation.model import inference_config, load_actor
@@ -36,8 +41,9 @@ from reinforce_rl.monitoring.records import RolloutRow, Samples, sample_rows
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.rewards.judge import Judge, preferences, question_of
 from reinforce_rl.rewards.sources import connect_to_reward_servers
-from reinforce_rl.rollout.local import RolloutMaker
+from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.prompts import build_datasets, build_sampler
+from reinforce_rl.rollout.source import RolloutContext
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import StepClock
 from reinforce_rl.runtime.status import RESULTS_FILE
@@ -51,10 +57,10 @@ from reinforce_rl.utils.statistics import WinRate
 class _Answers:
     name: str
     model: str
-    prompts: dict[int, Prompt]  # of all ranks, as the rest
+    prompts: dict[int, Prompt]  # by id, of all ranks
     rows: list[RolloutRow]
     metrics: dict[str, float]
-    own: RolloutBatch  # of this rank
+    local_batch: RolloutBatch  # of this rank
 
 
 def evaluate(
@@ -79,17 +85,18 @@ def evaluate(
         models: Hugging Face folders, or folders of runs that have exported one.
         data: file of prompts; None for the validation set of `overrides` or `like`.
         rewards: names of functions (`gsm8k`, `my_rewards.cites`) and addresses of reward servers
-            (`http://HOST:PORT/NAME`). Without any, also in `overrides` and `like`, nothing is scored.
-        reference: model from which the KL of each one is estimated.
-        judge: says which of two responses is better.
-        samples: of each prompt; several are drawn, one is greedy.
-        temperature: of drawn samples, 0 for greedy; None for the configuration's.
+            (`http://HOST:PORT/NAME`). Without any, also in `overrides` and `like`, nothing is
+            scored.
+        reference: model for an estimate of the KL of each model from it.
+        judge: compares two responses.
+        samples: samples of each prompt; several are drawn, one is greedy.
+        temperature: temperature of drawn samples, 0 for greedy; None for the configuration's.
         out: folder for results.json and, in a folder a model, its samples and metrics.
-        like: a run, whose settings take the place of the defaults.
+        like: a run; its settings replace the defaults.
         overrides: KEY=VALUE of `train`.
         trust: use functions, addresses, interpreters and the like that only `like` names.
-        say: told each of them first.
-        start: called with devices and nodes once the configuration was checked.
+        say: called with a text about each of them before it is used.
+        start: called with devices and nodes after the configuration was checked.
 
     Raises:
         ConfigError: a model, the data or a setting cannot be used.
@@ -113,7 +120,7 @@ def evaluate(
         raise ConfigError([Fault(f"judge: {error}", key="eval.judge.invalid")]) from error
     options = [*reward_overrides(rewards, has_base=like is not None), *overrides]
     is_scored = like is not None or any(
-        one.lstrip("+~").startswith(("reward", "remote_rm")) for one in options
+        option.lstrip("+~").startswith(("reward", "remote_rm")) for option in options
     )
 
     def config(model: str | Path, name: str) -> TrainConfig:
@@ -122,7 +129,7 @@ def evaluate(
             model, options, data=data, like=like, folder=folder, trust=trust, say=say
         )
         if not any("max_failed_fraction" in option for option in options):
-            cfg.trainer.reinforce.max_failed_fraction = 1.0  # they are counted apart
+            cfg.trainer.reinforce.max_failed_fraction = 1.0  # the results count failed scores
         _set_sampling(cfg, samples, temperature)
         return cfg
 
@@ -144,27 +151,27 @@ def evaluate(
         configured_mesh(first) as mesh,
         control.watching(mesh, silence_seconds=silence, hang_seconds=hang),
     ):
-        found = [
+        answers = [
             _answers(
                 name,
                 cfg,
-                given,
+                prompts,
                 mesh,
                 control,
                 samples,
                 is_scored=is_scored,
                 with_log_probs=last is not None,
             )
-            for (name, cfg), given in zip(cfgs.items(), datasets, strict=True)
+            for (name, cfg), prompts in zip(cfgs.items(), datasets, strict=True)
         ]
         if last is not None:
-            _add_kl(found, last, mesh, control)
+            _add_kl(answers, last, mesh, control)
         results = Results([], [])
         with mesh.raise_on_all_ranks():
             if mesh.is_main:
-                results = _results(found, judge, is_scored=is_scored)
+                results = _results(answers, judge, is_scored=is_scored)
                 if out is not None:
-                    _write(Path(out), results, found)
+                    _write(Path(out), results, answers)
     return results
 
 
@@ -180,24 +187,25 @@ def short_names(models: Sequence[Path]) -> list[str]:
 
 
 def reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
-    """Return the overrides that functions' names and servers' addresses stand for."""
+    """Return the overrides for names of reward functions and addresses of reward servers."""
     if not rewards:
         return []
     servers = [reward for reward in rewards if "://" in reward]
     functions = [reward for reward in rewards if "://" not in reward]
-    found = [f"++reward={'function' if functions else 'server'}"]
-    if has_base:  # or a run's own rewards would be added to these
-        found += [
+    overrides = [f"++reward={'function' if functions else 'server'}"]
+    if has_base:
+        # The run's own rewards would be added to these.
+        overrides += [
             "~reward_function.kwargs",
             "~reward_function.more_functions",
             "~remote_rm.more_reward_models",
         ]
-        found += [] if functions else ["++reward_function.name=null"]
+        overrides += [] if functions else ["++reward_function.name=null"]
     for i, name in enumerate(functions):
         dotted = "judge.llm_judge" if name == "llm_judge" else f"functions.{name}"
         dotted = name if "." in name else f"reinforce_rl.rewards.{dotted}"
-        more = f".more_functions.{dotted.rpartition('.')[2]}" if i else ""
-        found.append(f"++reward_function{more}.name={dotted}")
+        section = f".more_functions.{dotted.rpartition('.')[2]}" if i else ""
+        overrides.append(f"++reward_function{section}.name={dotted}")
     for i, url in enumerate(servers):
         place, _, model = url.partition("://")[2].rstrip("/").partition("/")
         try:
@@ -208,12 +216,12 @@ def reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
             )
             raise ConfigError([Fault(sentence, key="eval.reward.no_address")]) from error
         key = f"more_reward_models.{model or 'reward_model'}" if functions or i else "reward_model"
-        found += [
+        overrides += [
             f"++remote_rm.{key}.ip='{address.host}'",
             f"++remote_rm.{key}.port={address.port}",
         ]
-        found.append(f"++remote_rm.{key}.name='{model or 'reward_model'}'")
-    return found
+        overrides.append(f"++remote_rm.{key}.name='{model or 'reward_model'}'")
+    return overrides
 
 
 def _set_sampling(cfg: TrainConfig, samples: int, temperature: float | None) -> None:
@@ -225,16 +233,21 @@ def _set_sampling(cfg: TrainConfig, samples: int, temperature: float | None) -> 
         sampling.use_greedy = False
     if samples > 1 and sampling.use_greedy:
         sentence = (
-            f"samples is {samples}, but greedy samples of a prompt are all alike; ask for one sample, "
-            "or set a temperature"
+            f"samples is {samples}, but greedy samples of a prompt are all alike; ask for one "
+            "sample, or set a temperature"
         )
         raise ConfigError([Fault(sentence, key="eval.samples.all_alike")])
-    cfg.model.reinforce.sampling_params.temperature = sampling.temperature  # that of the log-probs
+    # Log-probs are computed at the temperature of the training samples.
+    cfg.model.reinforce.sampling_params.temperature = sampling.temperature
 
 
 def _read_prompts(cfgs: Sequence[TrainConfig], reference: TrainConfig | None) -> list[RLHFDatasets]:
-    """Read each model's prompts, and check that all answer the same ones and read the reference's tokens."""
-    found = []
+    """Read the prompts with each model's tokenizer.
+
+    Raises ConfigError if a model skips a prompt that another one answers, or if its tokenizer is
+    not the reference's.
+    """
+    datasets = []
     faults = []
     info = None
     if reference is not None:
@@ -244,7 +257,7 @@ def _read_prompts(cfgs: Sequence[TrainConfig], reference: TrainConfig | None) ->
     for cfg in cfgs:
         model = cfg.pretrained_checkpoint.restore_from_path
         tokenizer = load_tokenizer(model)
-        found.append(build_datasets(cfg, tokenizer, splits=["validation"]))
+        datasets.append(build_datasets(cfg, tokenizer, splits=["validation"]))
         if info is not None and (
             differences := TokenizerInfo.from_tokenizer(tokenizer).differences(info)
         ):
@@ -253,16 +266,16 @@ def _read_prompts(cfgs: Sequence[TrainConfig], reference: TrainConfig | None) ->
                 f"tokenizer for both: {differences[0]}"
             )
             faults.append(Fault(sentence, key="eval.reference.tokenizer_differs"))
-        if found[-1].train.skipped and len(cfgs) > 1:
+        if datasets[-1].train.skipped and len(cfgs) > 1:
             sentence = (
-                f"{model} has no room for {found[-1].train.skipped} of the prompts "
+                f"{model} has no room for {datasets[-1].train.skipped} of the prompts "
                 "(model.data.too_long=skip), but all models must answer the same prompts; raise "
                 "model.encoder_seq_length, or take those prompts out of the data"
             )
             faults.append(Fault(sentence, key="eval.prompts.no_room"))
     if faults:
         raise ConfigError(faults)
-    return found
+    return datasets
 
 
 def _answers(
@@ -295,7 +308,7 @@ def _answers(
                 )
             )
         actor = stack.enter_context(_loaded(cfg, mesh, control, name))
-        maker = RolloutMaker(
+        context = RolloutContext(
             cfg.trainer.reinforce,
             actor,
             rm,
@@ -310,10 +323,11 @@ def _answers(
             StepClock(control.phases, mesh.device),
             control.stop,
         )
-        batch = maker.answer("evaluation", 0, prompts, control.phases, samples)
+        rollouts = LocalRollouts(context)
+        batch = rollouts.evaluate("evaluation", 0, prompts, control.phases, samples)
         if with_log_probs:
             batch = replace(batch, log_probs=actor.get_inference_log_probs(*_where(batch)))
-    skips = actor.settings.skip_special_tokens
+    skips = actor.settings.reinforce.skip_special_tokens
     rows = sample_rows(
         0, prompts, batch, actor.tokenizer, set_name="validation", skip_special_tokens=skips
     )
@@ -323,7 +337,7 @@ def _answers(
         prompts={prompt.id: prompt for prompt in mesh.join_over_dp(list(prompts))},
         rows=mesh.join_over_dp(rows),
         metrics=reduce_metrics(validation_means(batch, prompts), mesh.gather_over_dp),
-        own=batch,
+        local_batch=batch,
     )
 
 
@@ -332,7 +346,7 @@ def _loaded(
     cfg: TrainConfig, mesh: Mesh, control: RunControl, name: str
 ) -> Iterator[MegatronGPTReinforceActorModel]:
     control.phases.begin(f"loading {name}")
-    gc.collect()  # the model before
+    gc.collect()  # frees the model before
     actor = load_actor(cfg, mesh)
     with contextlib.closing(actor.generator):
         yield actor
@@ -342,10 +356,12 @@ def _where(batch: RolloutBatch) -> tuple[torch.Tensor, ...]:
     return batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids
 
 
-def _add_kl(found: Sequence[_Answers], cfg: TrainConfig, mesh: Mesh, control: RunControl) -> None:
+def _add_kl(
+    all_answers: Sequence[_Answers], cfg: TrainConfig, mesh: Mesh, control: RunControl
+) -> None:
     with _loaded(cfg, mesh, control, "the reference") as actor:
-        for answers in found:
-            batch = answers.own
+        for answers in all_answers:
+            batch = answers.local_batch
             assert batch.log_probs is not None
             reference = actor.get_inference_log_probs(*_where(batch))
             kl = mesh.join_over_dp(
@@ -356,43 +372,51 @@ def _add_kl(found: Sequence[_Answers], cfg: TrainConfig, mesh: Mesh, control: Ru
             ]
 
 
-def _results(found: Sequence[_Answers], judge: Judge | None, *, is_scored: bool) -> Results:
+def _results(all_answers: Sequence[_Answers], judge: Judge | None, *, is_scored: bool) -> Results:
     comparisons = []
-    for one in found[1:]:
+    for answers in all_answers[1:]:
         if is_scored:
             comparisons.append(
-                Comparison.by_reward(one.name, one.rows, found[0].name, found[0].rows)
+                Comparison.by_reward(
+                    answers.name, answers.rows, all_answers[0].name, all_answers[0].rows
+                )
             )
         if judge is not None:
-            comparisons.append(_judged(one, found[0], judge))
-    models = [ModelResult.of(one.name, one.model, one.rows, one.metrics) for one in found]
+            comparisons.append(_judged(answers, all_answers[0], judge))
+    models = [
+        ModelResult.of(answers.name, answers.model, answers.rows, answers.metrics)
+        for answers in all_answers
+    ]
     return Results(models, comparisons)
 
 
-def _judged(one: _Answers, first: _Answers, judge: Judge) -> Comparison:
-    """Ask which response is better, of the first sample of each prompt."""
-    own, other = (
+def _judged(answers: _Answers, baseline: _Answers, judge: Judge) -> Comparison:
+    """Have the judge compare the first samples of each prompt."""
+    responses, baseline_responses = (
         {row.prompt_id: row.response for row in side.rows if row.sample_id == 0}
-        for side in (one, first)
+        for side in (answers, baseline)
     )
-    asked = {
+    questions = {
         id: question_of(prompt.text, {"messages": prompt.messages})
-        for id, prompt in one.prompts.items()
+        for id, prompt in answers.prompts.items()
     }
-    answers = preferences(judge, [(asked[id], own[id], other[id]) for id in own])
-    kept = [answer for answer in answers if not isinstance(answer, str)]
-    wins = WinRate.of(kept, failed=len(answers) - len(kept))
-    judgements = dict(zip(own, answers, strict=True))
-    return Comparison(one.name, first.name, f"judge {judge.model}", wins, judgements=judgements)
+    pairs = [(questions[id], responses[id], baseline_responses[id]) for id in responses]
+    judged = preferences(judge, pairs)
+    kept = [preference for preference in judged if not isinstance(preference, str)]
+    wins = WinRate.of(kept, failed=len(judged) - len(kept))
+    judgements = dict(zip(responses, judged, strict=True))
+    return Comparison(
+        answers.name, baseline.name, f"judge {judge.model}", wins, judgements=judgements
+    )
 
 
-def _write(out: Path, results: Results, found: Sequence[_Answers]) -> None:
-    """Write the numbers, and samples and metrics of each model as a run's validation before its first step."""
-    for one in found:
-        folder = out / one.name
+def _write(out: Path, results: Results, all_answers: Sequence[_Answers]) -> None:
+    """Write the results, and each model's samples and metrics in the files of a validation."""
+    for answers in all_answers:
+        folder = out / answers.name
         logger = JsonlLogger(folder / "metrics.jsonl", resume_step=0)
         monitor = RunMonitor(folder, Loggers([logger]), TrainingProgress(0, enabled=False))
-        monitor.log_validation(0, one.metrics, Samples(one.rows))
+        monitor.log_validation(0, answers.metrics, Samples(answers.rows))
         monitor.commit(0)
     write_atomically(
         out / RESULTS_FILE, json.dumps(results.as_json(), indent=2, allow_nan=False) + "\n"

@@ -1,4 +1,4 @@
-"""One model for inference, on the trainer's own path: its configuration, and the actor without gradients.
+"""One model for inference: its configuration, and the trainer's actor without gradients.
 
 cfg = inference_config("results/demo")
 with configured_mesh(cfg) as mesh, contextlib.closing(load_actor(cfg, mesh).generator): ...
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 PROGRAM = "train_reinforce_actor"
 DATA = "model.data.data_prefix"
 LENGTH = "model.encoder_seq_length"
-# Of training alone; taken back to their defaults.
+# Settings of training alone; inference resets them to their defaults.
 OF_TRAINING = (
     "model.peft",
     "model.global_batch_size",
@@ -54,10 +54,12 @@ OF_TRAINING += ("exp_manager.checkpoint_callback_params",)
 
 
 def model_folder(path: str | Path) -> Path:
-    """Return the Hugging Face folder of a model: the folder itself, or what a run has exported to `hf/`.
+    """Return the Hugging Face folder of a model: the folder itself, or the export `hf/` of a run.
 
-    Raises ConfigError if there is none; for a run that was not exported, with the command that does it. Raises
-    UnreadableFileError if the run's model is a link out of the run's folder.
+    Raises:
+        ConfigError: there is no such folder. For a run without an export, the error has the
+            command that writes it.
+        UnreadableFileError: the run's export is a link out of the run's folder.
     """
     folder = Path(path)
     if (folder / "config.json").is_file():
@@ -70,9 +72,9 @@ def model_folder(path: str | Path) -> Path:
 
 
 def _warn_if_outdated(folder: Path) -> None:
-    """Say so if a run has gone on since it exported this folder."""
+    """Warn if the run has a newer checkpoint than this export."""
     newest = None
-    with contextlib.suppress(CheckpointError):  # a damaged one does not matter here
+    with contextlib.suppress(CheckpointError):  # a damaged checkpoint does not matter here
         newest = latest_checkpoint(folder.parent / "checkpoints") if folder.name == "hf" else None
     if newest is None:
         return
@@ -86,8 +88,8 @@ def _warn_if_outdated(folder: Path) -> None:
     if is_older:
         of = "an earlier step" if exported is None else f"step {exported}"
         logger.warning(
-            f"{folder} is the model of {of}, and the run's newest checkpoint is of step {step}; to take that one, "
-            f"write it first: {export_command(folder.parent)}"
+            f"{folder} is the model of {of}, and the run's newest checkpoint is of step {step}; to "
+            f"take that one, write it first: {export_command(folder.parent)}"
         )
 
 
@@ -101,17 +103,19 @@ def inference_config(
     trust: bool = False,
     say: Callable[[str], object] = lambda text: None,
 ) -> TrainConfig:
-    """Compose and check the trainer's configuration for a model that generates and scores, and is not trained.
+    """Compose and check the trainer's configuration for a model that generates and is not trained.
 
     Args:
         model: see `model_folder`.
-        overrides: KEY=VALUE of `conf/train_reinforce_actor.yaml`; the model-parallel layout is among them.
-        data: prompts; None for the validation set of `overrides` or `like`, or none at all.
-        like: a run, whose settings take the place of the defaults.
-        folder: of what is written.
-        trust, say: of functions, addresses and the like that only `like` names; see `runtime.trust.require_trust`.
+        overrides: KEY=VALUE of `conf/train_reinforce_actor.yaml`, model parallelism included.
+        data: file of prompts; None for the validation set of `overrides` or `like`, if any.
+        like: a run; its settings replace the defaults.
+        folder: output folder.
+        trust, say: for functions, addresses and the like that only `like` names; see
+            `runtime.trust.require_trust`.
 
-    Raises ConfigError with all faults in one message.
+    Raises:
+        ConfigError: has all faults in one message.
     """
     path = model_folder(model)
     remove_from_import_path(model)
@@ -142,7 +146,9 @@ def inference_config(
     if folder is not None:
         values["exp_manager.explicit_log_dir"] = str(folder)
     longest = model_values(str(path)).get("max_position_embeddings")
-    if isinstance(longest, int) and not any(one.startswith(f"{LENGTH}=") for one in overrides):
+    if isinstance(longest, int) and not any(
+        override.startswith(f"{LENGTH}=") for override in overrides
+    ):
         values[LENGTH] = min(longest, OmegaConf.select(cfg, LENGTH))
     for key, value in values.items():
         OmegaConf.update(cfg, key, value, force_add=True)
@@ -150,16 +156,20 @@ def inference_config(
     if like is not None:
         uses_data = data is None
         require_trust(config, overrides, like, trust=trust, data=uses_data, ranks=True, say=say)
-    ours = DATA if prompts is None else f"{DATA}.train"  # nobody has given these
-    faults = [fault for fault in faults if not fault.startswith(ours)]
+    # The user has not set these keys.
+    ignored = DATA if prompts is None else f"{DATA}.train"
+    faults = [fault for fault in faults if not fault.startswith(ignored)]
     return with_functions(config, faults)
 
 
 def load_actor(cfg: TrainConfig, mesh: Mesh) -> MegatronGPTReinforceActorModel:
-    """Load tokenizer, weights and generator of a model for inference: no optimizer, no gradients, no reference.
+    """Load a model's tokenizer, weights and generator for inference.
 
-    Close its `generator` at the end. Warns if a run's newest checkpoint is of a later step. Raises ConfigError if
-    tokenizer, weights, machine and layout do not fit.
+    The actor has no optimizer, gradients or reference. The caller closes its `generator`. Warns if
+    the run has a newer checkpoint.
+
+    Raises:
+        ConfigError: tokenizer, weights, machine and layout do not fit together.
     """
     folder = Path(cfg.pretrained_checkpoint.restore_from_path)
     if mesh.is_main:

@@ -1,4 +1,4 @@
-"""What an evaluation found: numbers of each model and comparisons of two, as a table and as JSON."""
+"""Results of an evaluation: each model's numbers and comparisons, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ModelResult:
     # reward, reward/SOURCE, pass@K, KL (nats a response), length (tokens), ended (share)
     numbers: dict[str, Estimate]
     failures: dict[str, int]  # samples without a reward, by reason
-    metrics: dict[str, float]  # as of the trainer's validation
+    metrics: dict[str, float]  # the trainer's metrics of a validation
 
     @classmethod
     def of(
@@ -41,9 +41,9 @@ class ModelResult:
         for source in dict.fromkeys(source for row in rows for source in row.source_rewards):
             columns[f"reward/{source}"] = [row.source_rewards.get(source, math.nan) for row in rows]
         sets = dict.fromkeys(row.set_name for row in rows)
-        for one in sets if len(sets) > 1 else ():
-            columns[f"reward of {one}"] = [
-                row.reward if row.set_name == one else math.nan for row in rows
+        for set_name in sets if len(sets) > 1 else ():
+            columns[f"reward of {set_name}"] = [
+                row.reward if row.set_name == set_name else math.nan for row in rows
             ]
         columns |= {
             KL: [row.kl for row in rows],
@@ -56,8 +56,8 @@ class ModelResult:
         for column, values in columns.items():
             for row, value in zip(rows, values, strict=True):
                 groups[column][row.prompt_id].append(value)
-        numbers = {column: estimate(found) for column, found in groups.items()}
-        # summed as in training
+        numbers = {column: estimate(by_prompt_id) for column, by_prompt_id in groups.items()}
+        # The trainer sums in another order; its mean keeps the digits equal.
         numbers["reward"] = replace(numbers["reward"], mean=metrics["rewards"])
         if set(filter(math.isfinite, columns["reward"])) <= {0.0, 1.0}:
             most = max(map(len, groups["reward"].values()), default=1)
@@ -71,39 +71,51 @@ class ModelResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model against the first one, over the prompts that both have a reward, or the pair a judgement, for."""
+    """A model against the first model.
+
+    It counts the prompts with a reward of both models, or with judged responses.
+    """
 
     model: str
     baseline: str
     by: str  # "reward", or "judge NAME"
     wins: WinRate
     difference: Difference | None = None  # of the mean rewards, paired by prompt
-    # by prompt: 1, 0.5 or 0, or why there is none
+    # by prompt: 1, 0.5 or 0, or the reason of a failure
     judgements: Mapping[int, float | str] = field(default_factory=dict)
 
     @classmethod
     def by_reward(
         cls, name: str, rows: Sequence[RolloutRow], baseline: str, first: Sequence[RolloutRow]
     ) -> Comparison:
-        own = by_prompt(rows)
-        other = by_prompt(first)
+        means = by_prompt(rows)
+        baseline_means = by_prompt(first)
         shared = [
-            prompt for prompt in own if math.isfinite(own[prompt] - other.get(prompt, math.nan))
+            prompt
+            for prompt in means
+            if math.isfinite(means[prompt] - baseline_means.get(prompt, math.nan))
         ]
-        preferences = [0.5 + 0.5 * ((own[p] > other[p]) - (own[p] < other[p])) for p in shared]
+        preferences = [
+            0.5 + 0.5 * ((means[p] > baseline_means[p]) - (means[p] < baseline_means[p]))
+            for p in shared
+        ]
         return cls(
             name,
             baseline,
             "reward",
-            WinRate.of(preferences, len(own) - len(shared)),
-            paired(other, own),
+            WinRate.of(preferences, len(means) - len(shared)),
+            paired(baseline_means, means),
         )
 
     def __str__(self) -> str:
-        wins, (low, high) = self.wins, self.wins.interval
+        wins = self.wins
+        low, high = wins.interval
         text = f"{self.model} against {self.baseline}, by {self.by}: "
         if wins.count:
-            text += f"wins {wins.rate:.1%} ({low:.1%} to {high:.1%}), {wins.wins}:{wins.losses} and {wins.ties} ties"
+            text += (
+                f"wins {wins.rate:.1%} ({low:.1%} to {high:.1%}), "
+                f"{wins.wins}:{wins.losses} and {wins.ties} ties"
+            )
         if self.difference is not None:
             return f"{text}; reward {self.difference.sentence()}"
         if wins.count:
@@ -121,30 +133,30 @@ class Results:
     comparisons: list[Comparison]
 
     def as_json(self) -> dict[str, Any]:
-        """Return all numbers; what is unknown is null."""
+        """Return all numbers; unknown numbers are null."""
         comparisons = [
             {
-                **asdict(one),
-                "win_rate": one.wins.rate,
-                "interval_95": one.wins.interval,
-                **_tested(one.difference),
+                **asdict(comparison),
+                "win_rate": comparison.wins.rate,
+                "interval_95": comparison.wins.interval,
+                **_tested(comparison.difference),
             }
-            for one in self.comparisons
+            for comparison in self.comparisons
         ]
-        found = {"version": VERSION, "models": self.models, "comparisons": comparisons}
-        return json.loads(to_json(found, inf_nan_mode="null"))
+        results = {"version": VERSION, "models": self.models, "comparisons": comparisons}
+        return json.loads(to_json(results, inf_nan_mode="null"))
 
     def table(self) -> RenderableType:
-        """Return a table of the models and a line for each comparison and each reason of a failure."""
-        names = list(dict.fromkeys(name for one in self.models for name in one.numbers))
+        """Return a table of the models, and a line for each comparison and each kind of failure."""
+        names = list(dict.fromkeys(name for model in self.models for name in model.numbers))
         columns = (Column(name, justify="right", no_wrap=True) for name in names)
         table = Table("model", *columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for one in self.models:
-            table.add_row(one.name, *(_shown(name, one.numbers.get(name)) for name in names))
+        for model in self.models:
+            table.add_row(model.name, *(_shown(name, model.numbers.get(name)) for name in names))
         failed = [
-            f"{one.name}: {n} not scored: {text}"
-            for one in self.models
-            for text, n in one.failures.items()
+            f"{model.name}: {n} not scored: {text}"
+            for model in self.models
+            for text, n in model.failures.items()
         ]
         return Group(
             table,
@@ -153,23 +165,27 @@ class Results:
         )
 
 
-def _tested(found: Difference | None) -> dict[str, Any]:
-    if found is None:
+def _tested(difference: Difference | None) -> dict[str, Any]:
+    if difference is None:
         return {"difference": None, "standard_error": None}
-    tested = {name: getattr(found, name) for name in ("standard_error", "p", "smallest_gain")}
+    tested = {name: getattr(difference, name) for name in ("standard_error", "p", "smallest_gain")}
     of_all = {
-        "difference": found.mean_difference,
-        "difference_interval_95": found.interval,
-        "prompts": found.n,
+        "difference": difference.mean_difference,
+        "difference_interval_95": difference.interval,
+        "prompts": difference.n,
     }
-    return {**of_all, **tested, "sentence": found.sentence()}
+    return {**of_all, **tested, "sentence": difference.sentence()}
 
 
-def _shown(name: str, found: Estimate | None) -> str:
-    if found is None or not math.isfinite(found.mean):
+def _shown(name: str, estimated: Estimate | None) -> str:
+    if estimated is None or not math.isfinite(estimated.mean):
         return "-"
     if name == ENDED:
-        return f"{found.mean:.1%}"
+        return f"{estimated.mean:.1%}"
     digits = 1 if name == LENGTH else 3
-    error = f" ± {found.standard_error:.{digits}f}" if math.isfinite(found.standard_error) else ""
-    return f"{found.mean:.{digits}f}{error}"
+    error = (
+        f" ± {estimated.standard_error:.{digits}f}"
+        if math.isfinite(estimated.standard_error)
+        else ""
+    )
+    return f"{estimated.mean:.{digits}f}{error}"

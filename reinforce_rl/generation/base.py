@@ -1,4 +1,4 @@
-"""The `Generator` protocol, its sampling parameters, and responses that go on under newer weights."""
+"""The `Generator` protocol, sampling parameters, and responses resumed with newer weights."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PartialResponse:
-    """A response that a later call may go on with; one entry a token."""
+    """A response that further calls may extend; lists have one entry per token."""
 
     prompt: Prompt
-    key: int  # of its noise, uint64: `sample_seeds` of (seed, prompt, sample)
+    key: int  # noise key, uint64: `sample_seeds` of (seed, prompt, sample)
     tokens: tuple[int, ...] = ()
-    # at the sampling temperature, by the weights that drew the token
+    # at the sampling temperature, under the weights that drew the token
     log_probs: tuple[float, ...] = ()
-    versions: tuple[int, ...] = ()  # of those weights
-    finish_reason: str | None = None  # None: it is not at its end
+    versions: tuple[int, ...] = ()  # versions of those weights
+    finish_reason: str | None = None  # None: unfinished
 
 
 class WeightUpdates(Protocol):
-    """Newer weights that come while responses are drawn. All ranks of a block call these alike."""
+    """Weights that arrive while responses are drawn. All ranks of a block make the same calls."""
 
     @property
     def version(self) -> int:
@@ -50,14 +50,15 @@ class WeightUpdates(Protocol):
         ...
 
     def next_action(self, unfinished: int) -> Literal["go on", "load", "stop"]:
-        """Return what is to be done before the next token; `unfinished` responses run or wait for room.
+        """Return the action before the next token; `unfinished` responses run or wait for room.
 
-        "load": call `load` and go on, with the cache that there is; "stop": return what there is.
+        "load": call `load` and continue with the present cache. "stop": return the responses as
+        they are.
         """
         ...
 
     def load(self) -> None:
-        """Put the newer weights into the model, whose tensors stay where they are."""
+        """Load the newer weights into the model. Its tensors keep their addresses."""
         ...
 
 
@@ -70,7 +71,7 @@ class Generator(Protocol):
         ...
 
     def awake(self) -> AbstractContextManager[None]:
-        """Context in which `generate` may run; outside it an engine releases memory of its own."""
+        """Context in which `generate` may run; outside it an engine releases its memory."""
         ...
 
     def generate(
@@ -85,13 +86,13 @@ class Generator(Protocol):
         """
         ...
 
-    def go_on(
+    def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
-        """Generate on, until each response is at its end or `updates` stops the call; return all, in their order.
+        """Extend responses until all have ended or `updates` stops the call; return all in order.
 
-        Call within `awake`; raises as `generate`. The noise of a response does not depend on where calls begin and
-        end, if the generator's own noise is used.
+        Call within `awake`; raises as `generate`. With the generator's noise, a response does not
+        depend on where calls begin and end.
         """
         ...
 
@@ -102,8 +103,8 @@ class Generator(Protocol):
         """Stop the engine. May be called in any state, on one rank alone."""
 
 
-class Elsewhere:
-    """In place of an engine on ranks that train, where others generate."""
+class RemoteGenerator:
+    """Stands for an engine on ranks that train while other processes generate."""
 
     is_exact = False
 
@@ -115,7 +116,7 @@ class Elsewhere:
     ) -> Completions:
         raise RuntimeError("this rank only trains; others generate")
 
-    def go_on(
+    def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
         raise RuntimeError("this rank only trains; others generate")
@@ -128,7 +129,10 @@ class Elsewhere:
 
 
 def check_lengths(prompts: Sequence[Prompt], params: SamplingParams, limit: int, name: str) -> None:
-    """Raise a `DataError` if a prompt and its response may exceed `limit` tokens; `name` describes the limit."""
+    """Raise a `DataError` if a prompt and its response may exceed `limit` tokens.
+
+    `name` describes the limit.
+    """
     longest = max((len(prompt.tokens) for prompt in prompts), default=0)
     if longest + params.max_length > limit:
         raise DataError(

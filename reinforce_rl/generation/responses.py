@@ -1,4 +1,4 @@
-"""Responses one by one, for calls of a generator that may end before they do."""
+"""Unfinished responses: made of prompts, and joined into `Completions`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.native.sampling import sample_seeds
 
 
-def unbegun(prompts: Sequence[Prompt], num_samples: int, seed: int) -> list[PartialResponse]:
-    """Return the responses to draw for these prompts, prompt-major."""
+def new_responses(prompts: Sequence[Prompt], num_samples: int, seed: int) -> list[PartialResponse]:
+    """Return empty responses, `num_samples` per prompt, prompt-major."""
     ids = np.repeat([prompt.id for prompt in prompts], num_samples)
     keys = (
         sample_seeds(seed, ids, np.tile(np.arange(num_samples), len(prompts))).tolist()
@@ -27,17 +27,20 @@ def unbegun(prompts: Sequence[Prompt], num_samples: int, seed: int) -> list[Part
 
 
 def completions_of(responses: Sequence[PartialResponse], pad_id: int) -> Completions:
-    """Join responses; padding has the newest version of any token, so that a minimum is of tokens alone."""
-    newest = max((version for one in responses for version in one.versions), default=0)
+    """Join responses.
+
+    Padding has the newest weight version of any token, so a minimum over versions ignores it.
+    """
+    newest = max((version for response in responses for version in response.versions), default=0)
 
     def padded(name: str, dtype: torch.dtype, value: float) -> torch.Tensor:
-        rows = [torch.tensor(getattr(one, name), dtype=dtype) for one in responses]
+        rows = [torch.tensor(getattr(response, name), dtype=dtype) for response in responses]
         return pad_sequence(rows, batch_first=True, padding_value=value)
 
     return Completions(
         tokens=padded("tokens", torch.long, pad_id),
-        lengths=torch.tensor([len(one.tokens) for one in responses]),
-        finish_reasons=tuple(one.finish_reason or FINISH_LENGTH for one in responses),
+        lengths=torch.tensor([len(response.tokens) for response in responses]),
+        finish_reasons=tuple(response.finish_reason or FINISH_LENGTH for response in responses),
         log_probs=padded("log_probs", torch.float32, 0.0),
         weight_versions=padded("versions", torch.long, newest),
     )

@@ -22,16 +22,16 @@ from reinforce_rl.utils.job_rank import JobRank, is_first_rank
 Prompts = str | Path | Iterable[str | Mapping[str, Any]]
 
 
-COPIED_REWARD = "copied_reward"  # how a module begins that a function was copied into
+COPIED_REWARD = "copied_reward"  # prefix of the modules of copied functions
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind."""
+    """The result of a run."""
 
     folder: Path
-    metrics: list[dict[str, Any]]  # a step each, as in metrics.jsonl
-    model: Path | None  # Hugging Face folder of the trained policy; None where it was not exported
+    metrics: list[dict[str, Any]]  # one per step, as in metrics.jsonl
+    model: Path | None  # Hugging Face folder of the trained policy; None if not exported
 
 
 def train(
@@ -43,15 +43,16 @@ def train(
     validation: Prompts | None = None,
     **settings: Any,
 ) -> Run:
-    """Train a model, or go on with the run in `output`; the same as `reinforce-rl train`, in this process.
+    """Train a model in this process, as `reinforce-rl train` does; resume the run in `output`.
 
     Args:
         model: Hugging Face folder.
-        prompts: file of prompts, or the prompts: texts, or dicts as in a line of such a file.
-        reward: function of (prompt, response, record) or its dotted name; a `functools.partial` gives it keyword
-            arguments. None asks the reward server of `remote_rm.reward_model`.
+        prompts: file of prompts, or the prompts: texts, or dicts like the lines of such a file.
+        reward: function of (prompt, response, record) or its dotted name. A `functools.partial`
+            gives it keyword arguments. None asks the reward server of `remote_rm.reward_model`.
         output: folder of the run.
-        settings: configuration keys, such as `**{"trainer.reinforce.max_steps": 20}`, and `algorithm`.
+        settings: configuration keys, such as `**{"trainer.reinforce.max_steps": 20}`, and
+            `algorithm`.
 
     Raises:
         ReinforceError: see its subclasses.
@@ -61,10 +62,11 @@ def train(
         == "reinforce_rl.rewards.function_host"
     ):
         raise ReinforceError(
-            "train(...) runs whenever this file is imported; put it under if __name__ == '__main__':",
+            "train(...) runs whenever this file is imported; put it under if __name__ == "
+            "'__main__':",
             key="api.script.no_guard",
         )
-    # idle OpenMP threads that spin cost a busy CPU tenfold
+    # Idle OpenMP threads that spin can slow a busy CPU tenfold.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     from omegaconf import OmegaConf
 
@@ -75,7 +77,7 @@ def train(
 
     algorithm = settings.pop("algorithm", None)
     cfg = compose("train_reinforce_actor", [f"algorithm={algorithm}"] if algorithm else [])
-    OmegaConf.set_struct(cfg, False)  # for entries of one's own names
+    OmegaConf.set_struct(cfg, False)  # mappings take new names
     folder = Path(output)
     files = dict[Path, str]()
     values = {
@@ -99,8 +101,8 @@ def train(
     for key, value in (values | settings).items():
         OmegaConf.update(cfg, key, str(value) if isinstance(value, Path) else value)
     config, faults = read_config(cfg)
-    # Keys first: a misplaced one gets the nearest of all; files of prompts are written once all is
-    # checked.
+    # Unknown keys come first: their faults suggest the nearest key. Files of prompts are written
+    # only after all checks.
     faults = [fault for fault in faults if not _is_of_a_file_to_come(fault, files)]
     if faults := unknown_keys(settings, "train_reinforce_actor") or faults:
         raise ConfigError(faults)
@@ -137,7 +139,7 @@ def _is_of_a_file_to_come(fault: str, files: Iterable[Path]) -> bool:
 
 
 def _file(prompts: Prompts, path: Path, files: dict[Path, str]) -> str:
-    """The file of prompts, added to `files` if they are not in one."""
+    """Return the path of the file of prompts; prompts in memory are added to `files`."""
     if isinstance(prompts, str | Path):
         return str(prompts)
     rows = ({"prompt": row} if isinstance(row, str) else row for row in prompts)
@@ -147,7 +149,10 @@ def _file(prompts: Prompts, path: Path, files: dict[Path, str]) -> str:
 
 
 def _add(path: Path, text: str, files: dict[Path, str]) -> Path:
-    """Add a file to be written, with a digest in its name: another text is another setting, and replaces nothing."""
+    """Add a file to write, with a digest in its name.
+
+    So another text is another setting, and overwrites nothing.
+    """
     path = path.with_stem(f"{path.stem}_{hashlib.sha256(encode(text)).hexdigest()[:8]}")
     files[path] = text
     return path
@@ -156,13 +161,15 @@ def _add(path: Path, text: str, files: dict[Path, str]) -> Path:
 def _by_name(
     function: Callable[..., Any], folder: Path, files: dict[Path, str]
 ) -> tuple[str, dict[str, Any]]:
-    """(dotted name, kwargs) by which other processes import a function.
+    """Return the dotted name and kwargs by which other processes import a function.
 
-    What stands in a notebook or a script, and uses nothing from there but modules, goes to a file in `folder`.
+    A function of a notebook or script, if it uses only modules from there, is copied to a file in
+    `folder`.
     """
     kwargs: dict[str, Any] = {}
     if isinstance(function, functools.partial) and not function.args:
-        function, kwargs = function.func, function.keywords
+        kwargs = function.keywords
+        function = function.func
     module = getattr(function, "__module__", "")
     name = getattr(function, "__qualname__", repr(function))
     is_plain = inspect.isfunction(function) and name.isidentifier()
@@ -173,7 +180,9 @@ def _by_name(
     if inspect.isfunction(function) and function.__name__.isidentifier():
         used = inspect.getclosurevars(function)
         modules = {
-            own: value.__name__ for own, value in used.globals.items() if inspect.ismodule(value)
+            alias: value.__name__
+            for alias, value in used.globals.items()
+            if inspect.ismodule(value)
         }
         others = sorted({*used.globals, *used.nonlocals} - {*modules, name})
         if not others:
@@ -192,7 +201,7 @@ def _by_name(
 def _copied(function: Any, modules: Mapping[str, str], folder: Path, files: dict[Path, str]) -> str:
     lines = [
         "from __future__ import annotations",
-        *(f"import {name} as {own}" for own, name in modules.items()),
+        *(f"import {name} as {alias}" for alias, name in modules.items()),
     ]
     try:
         lines.append(textwrap.dedent(inspect.getsource(function)))

@@ -18,7 +18,7 @@ from reinforce_rl.launch.check_engine import check_engine
 check = typer.Typer(help="Check this machine, a reward server, or a generation engine.")
 check.command("engine")(check_engine)
 
-# What a run of some kind needs, by package.
+# Packages, with their uses.
 _PACKAGES = {
     "torch": "everything",
     "megatron-core": "everything",
@@ -101,7 +101,7 @@ def _gpus() -> list[str]:
         try:
             free, total = torch.cuda.mem_get_info(index)
             memory = f"{_gigabytes(free)} of {_gigabytes(total)} free"
-        except RuntimeError as error:  # it is full, or another process has it to itself
+        except RuntimeError as error:  # full, or in exclusive use by another process
             memory = f"cannot be used: {str(error).splitlines()[0]}"
         lines.append(f"GPU {index}: {properties.name}, compute capability {capability}, {memory}")
     return lines

@@ -1,4 +1,7 @@
-"""Compares an engine's greedy responses and log-probs with the native engine's, before and after a weight update."""
+"""Compare an engine's greedy responses and log-probs with the native engine's.
+
+A weight update lies between two comparisons.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +59,16 @@ def check_engine(
         bool, typer.Option("--layers", help="compare each layer even where log-probs agree")
     ] = False,
 ) -> None:
-    """Compare an engine's greedy responses and log-probs with the native engine's, before and after a weight update.
+    """Compare an engine's greedy responses and log-probs with the native engine's, before and after
+    a weight update.
 
-    On one GPU, or with `torchrun --nproc-per-node 2 -m reinforce_rl check engine MODEL --tensor-parallel 2` on two
-    that share the model.
+    On one GPU, or with `torchrun --nproc-per-node 2 -m reinforce_rl check engine MODEL
+    --tensor-parallel 2` on two that share the model.
 
-    The update scales all weights, so that an engine that kept the old ones shows. It ends with code 1 where the
-    log-probs of common tokens differ by more than the tolerance on average, or where the update changed nothing. Where
-    they differ, a table names the first layer that does, if the engine shows its layers.
+    The update scales all weights, so that an engine that kept the old ones shows. It ends with code
+    1 where the log-probs of common tokens differ by more than the tolerance on average, or where
+    the update changed nothing. Where they differ, a table names the first layer that does, if the
+    engine shows its layers.
     """
     import torch
 
@@ -93,7 +98,7 @@ def check_engine(
         "engine.weight_bucket_megabytes": bucket_megabytes,
         "engine.max_batch_size": len(asked),
         LENGTH: max(len(prompt.tokens) for prompt in asked) + max_length,
-        # Patient: nobody can raise these here, and the first start of an engine may compile.
+        # Long limits: no option raises them, and the first start of an engine may compile.
         "engine.start_timeout_seconds": 900,
         "engine.update_timeout_seconds": 300,
         "engine.request_timeout_seconds": 600,
@@ -104,10 +109,10 @@ def check_engine(
     )
     with configured_mesh(cfg) as mesh:
         actor = load_actor(cfg, mesh)
-        # the simplest path, on a GPU too
+        # The plain decoder, even on a GPU.
         native = NativeGenerator(actor.lm, actor.tokenizer, is_static=False)
-        params = replace(actor.settings.sampling, use_greedy=True)
-        found = []
+        params = replace(actor.sampling, use_greedy=True)
+        comparisons = []
         log_probs = []
         with contextlib.closing(actor.generator) as other:
             for scale in (1.0, SCALE):
@@ -115,13 +120,13 @@ def check_engine(
                     for parameter in actor.lm.parameters():
                         parameter.mul_(scale)
                 log_probs.append(native.generate(asked, 1, params, seed=0).log_probs)
-                # The engine's time counts after the update; before it, most is its start.
-                one = compare(native, other, asked, params)
-                found.append(one)
+                # Before the update, most of the engine's time is its start.
+                comparison = compare(native, other, asked, params)
+                comparisons.append(comparison)
                 outputs = getattr(other, "layer_outputs", None)
-                if outputs is not None and (layers or not one.mean_gap <= tolerance):
+                if outputs is not None and (layers or not comparison.mean_gap <= tolerance):
                     with other.awake():
-                        both = layer_outputs(actor.lm, one.worst), outputs(one.worst)
+                        both = layer_outputs(actor.lm, comparison.worst), outputs(comparison.worst)
                     if mesh.is_main:
                         hidden = (
                             "the engine shows no layers; vLLM does with vllm.enforce_eager=true"
@@ -129,13 +134,14 @@ def check_engine(
                         print(layer_table(*both, ROUNDING[precision]) if both[1] else hidden)
         changed = not torch.equal(*log_probs)
         if mesh.is_main:
-            print(f"native and {engine}, before the update: {found[0]}")
-            print(f"native and {engine}, after it:          {found[1]}")
+            print(f"native and {engine}, before the update: {comparisons[0]}")
+            print(f"native and {engine}, after it:          {comparisons[1]}")
             if not changed:
                 print(
-                    "the update changed nothing of the native engine's responses, so this shows nothing"
+                    "the update changed nothing of the native engine's responses, so this shows "
+                    "nothing"
                 )
-    if not (changed and all(one.mean_gap <= tolerance for one in found)):
+    if not (changed and all(comparison.mean_gap <= tolerance for comparison in comparisons)):
         raise typer.Exit(1)
 
 
@@ -147,39 +153,44 @@ class Comparison:
     common_tokens: int  # before the first difference
     # absolute log-prob difference of common tokens, nats; NaN if a generator reports none
     mean_gap: float
-    largest_gap: float  # same
-    worst: tuple[int, ...]  # the prompt with the largest gap, and its response before a difference
+    largest_gap: float  # as mean_gap
+    # tokens of the prompt with the largest gap, and of its response before the first difference
+    worst: tuple[int, ...]
     seconds: tuple[float, ...] = ()  # per generator
 
     def __str__(self) -> str:
         return (
-            f"{self.equal_responses} of {self.responses} responses equal, {self.common_tokens} of {self.tokens} "
-            f"tokens before a difference; log-probs there differ by {self.mean_gap:.2g} on average, "
-            f"{self.largest_gap:.2g} at most; {self.seconds[0]:.2f} s and {self.seconds[1]:.2f} s"
+            f"{self.equal_responses} of {self.responses} responses equal, {self.common_tokens} of "
+            f"{self.tokens} tokens before a difference; log-probs there differ by "
+            f"{self.mean_gap:.2g} on average, {self.largest_gap:.2g} at most; "
+            f"{self.seconds[0]:.2f} s and {self.seconds[1]:.2f} s"
         )
 
 
 def compare(
     first: Generator, second: Generator, prompts: Sequence[Prompt], params: SamplingParams
 ) -> Comparison:
-    """Generate one response per prompt with both and compare; waking them counts towards their time.
+    """Generate one response per prompt with both generators, and compare.
 
-    `params` should be greedy, otherwise the noise makes them differ.
+    `Comparison.seconds` includes waking up. `params` should be greedy, because noise makes
+    responses differ.
     """
-    found = []
+    completions = []
     seconds = []
     for generator in (first, second):
         start = time.perf_counter()
         with generator.awake():
-            found.append(generator.generate(prompts, 1, params, seed=0))
+            completions.append(generator.generate(prompts, 1, params, seed=0))
         seconds.append(time.perf_counter() - start)
-    return replace(compare_responses(found[0], found[1], prompts), seconds=tuple(seconds))
+    return replace(
+        compare_responses(completions[0], completions[1], prompts), seconds=tuple(seconds)
+    )
 
 
 def compare_responses(
     left: Completions, right: Completions, prompts: Sequence[Prompt]
 ) -> Comparison:
-    """Compare one response per prompt of each."""
+    """Compare the responses of two generators, one per prompt."""
     import torch
 
     common = []
@@ -196,7 +207,9 @@ def compare_responses(
     largest = math.nan
     if left.log_probs is not None and right.log_probs is not None:
         pairs = zip(left.log_probs, right.log_probs, common, strict=True)
-        each = [(one[:count] - other[:count]).abs() for one, other, count in pairs]
+        each = [
+            (left_row[:count] - right_row[:count]).abs() for left_row, right_row, count in pairs
+        ]
         gaps = torch.cat(each)
         row = max(range(len(each)), key=lambda i: float(each[i].sum()))
         if len(gaps):

@@ -1,4 +1,4 @@
-"""Inspects a reward server for a person: whether it is up, what it serves, how fast, and what is wrong."""
+"""Inspect a reward server: its state, its model, its speed, and its faults."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _TOKEN_REFUSED = ("reward_server.token.not_sent", "reward_server.token.unknown")
 
 
 def check_server(url: str, token: str | None, say: Callable[[str], None]) -> None:
-    """Inspect the server at `url`, http://HOST:PORT or HOST:PORT; `say` is called with one line at a time.
+    """Inspect the server at `url`, http://HOST:PORT or HOST:PORT; `say` gets one line at a time.
 
-    Raises ReinforceError if it is down, not a reward server, not ready, not healthy, or refuses this client.
+    Raises ReinforceError if it is down, not a reward server, not ready, not healthy, or refuses
+    this client.
     """
     server = _address_of(url)
     health = _health(server)
@@ -35,9 +36,16 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
     say(f"queue: {health['in_flight']} requests with the model, {health['queued']} waiting")
     if health["state"] != "ready":
         remedies = {
-            "starting": "it is starting; ask again in a minute, and look at its log if that does not change",
-            "draining": "it was told to stop, and ends. Start it again on the same port; clients retry meanwhile",
-            "failed": f"it has failed and is ending: {health['text']}. Its log has more; start it again",
+            "starting": (
+                "it is starting; ask again in a minute, and look at its log if that does not change"
+            ),
+            "draining": (
+                "it was told to stop, and ends. Start it again on the same port; clients retry "
+                "meanwhile"
+            ),
+            "failed": (
+                f"it has failed and is ending: {health['text']}. Its log has more; start it again"
+            ),
         }
         remedy = remedies.get(str(health["state"]), health["text"])
         raise ReinforceError(
@@ -63,7 +71,7 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
             key="check_server.server.no_description",
         ) from error
     length = info.max_length
-    own = info.tokenizer
+    tokenizer = info.tokenizer
     say(
         f"serves: '{info.name}'"
         + "".join(f", {key} {value}" for key, value in info.details.items())
@@ -72,10 +80,12 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
         "" if length is None else f", {length} tokens a sample, token ids below {info.vocab_size}"
     )
     say(f"limits: {info.max_batch_size} samples a request{of_tokens}")
-    what = (
-        f"{own.vocab_size} tokens, hash {own.vocab_sha256[:12]}" if own else "none; it reads texts"
+    tokenizer_text = (
+        f"{tokenizer.vocab_size} tokens, hash {tokenizer.vocab_sha256[:12]}"
+        if tokenizer
+        else "none; it reads texts"
     )
-    say(f"tokenizer: {what}")
+    say(f"tokenizer: {tokenizer_text}")
     apart = "by itself (deterministic)" if info.deterministic else "together with others"
     added = "added" if info.add_special_tokens else "not added"
     say(f"options: each request is scored {apart}; special tokens are {added} to text")
@@ -84,12 +94,15 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
         return
     single = [_seconds(model, 1, min(8, length)) for _ in range(REPEATS)]
     say(
-        f"speed: one short sample takes {1000 * statistics.median(single):.1f} ms (median of {REPEATS})"
+        f"speed: one short sample takes {1000 * statistics.median(single):.1f} ms (median of "
+        f"{REPEATS})"
     )
-    samples, length = min(BATCH_SAMPLES, info.max_batch_size), min(BATCH_LENGTH, length)
+    samples = min(BATCH_SAMPLES, info.max_batch_size)
+    length = min(BATCH_LENGTH, length)
     batch = min(_seconds(model, samples, length) for _ in range(2))
     say(
-        f"speed: {samples} samples of {length} tokens take {batch:.2f} s, {samples / batch:.1f} samples/s"
+        f"speed: {samples} samples of {length} tokens take {batch:.2f} s, "
+        f"{samples / batch:.1f} samples/s"
     )
 
 
@@ -115,13 +128,13 @@ def _health(server: Address) -> dict[str, Any]:
         answer = transport.wait_for(
             transport.exchange(transport.url_of(server, "/health"), HEALTH_SECONDS)
         )
-        found = f"HTTP {answer.code} without a reward server's answer"
+        reply = f"HTTP {answer.code} without a reward server's answer"
         with contextlib.suppress(ValueError, AttributeError):
             values = parse_json(answer.body)
             if {"state", "healthy", "text", "model", "in_flight", "queued"} <= values.keys():
                 return values
     except NoHttp:
-        found = "no HTTP"
+        reply = "no HTTP"
     except FailedAttempt as error:
         if "connection refused" in str(error):
             raise ReinforceError(
@@ -137,8 +150,9 @@ def _health(server: Address) -> dict[str, Any]:
             key="check_server.server.unreachable",
         ) from error
     raise ReinforceError(
-        f"another program listens on http://{server} (/health gave {found}): check the port "
-        "against the server's line 'ready at http://...'; on that machine, ss -ltnp names the program",
+        f"another program listens on http://{server} (/health gave {reply}): check the port "
+        "against the server's line 'ready at http://...'; on that machine, ss -ltnp names the "
+        "program",
         key="check_server.server.other_program",
     )
 

@@ -1,4 +1,7 @@
-"""The command `convert`: Hugging Face folder to megatron checkpoint and back, at any tensor-parallel size."""
+"""The command `convert`: a Hugging Face folder to a megatron checkpoint and back.
+
+It works at any tensor-parallel size.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def to_hf(
 
 
 def _convert(how: str, source: Path, out: Path, tp: int, dtype: str | None, **options: Any) -> None:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
+    os.environ["HF_HUB_OFFLINE"] = "1"  # set before any library reads it
     start_ranks(tp, 1)
     import torch
     from rich.progress import track
@@ -78,4 +81,4 @@ def _convert(how: str, source: Path, out: Path, tp: int, dtype: str | None, **op
     except ReinforceError:
         if is_first_rank():
             raise
-        sys.exit(1)  # rank 0 says it
+        sys.exit(1)  # rank 0 reports it

@@ -1,4 +1,7 @@
-"""The demo: SmolLM2-135M-Instruct learns to answer in an asked form on this machine's CPU; a real server scores it."""
+"""The demo trains SmolLM2-135M-Instruct on this machine's CPU, with a real reward server.
+
+The model learns to answer in a requested form.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ def demo(
     overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
     out: Annotated[Path, typer.Option(help="the run's folder; an old one goes")] = OUT,
 ) -> None:
-    """Teach SmolLM2-135M-Instruct to answer in an asked form, on this machine's CPU against a real reward server.
+    """Teach SmolLM2-135M-Instruct to answer in an asked form, on this machine's CPU against a real
+    reward server.
 
     DEMO_STEPS=N in the environment makes it shorter or longer.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
+    os.environ["HF_HUB_OFFLINE"] = "1"  # set before any library reads it
     from reinforce_rl.launch.local import launch, make_plan
     from reinforce_rl.launch.smollm2 import DEFAULT_FOLDER, prepare_smollm2
     from reinforce_rl.monitoring.report import run_summary
@@ -42,7 +46,8 @@ def demo(
         raise ConfigError(
             [
                 Fault(
-                    f"--out is {out}, which is not empty and holds no earlier run; name another folder",
+                    f"--out is {out}, which is not empty and holds no earlier run; name another "
+                    "folder",
                     key="demo.folder.not_a_run",
                 )
             ]
@@ -82,7 +87,10 @@ def demo(
 
 
 def print_answers(out: Path, asked: Path) -> None:
-    """Print how many held-out prompts were answered as asked, before and after, and the answers to three of them."""
+    """Print how many held-out prompts were answered exactly as asked, and three examples.
+
+    Both compare answers before and after training.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -103,13 +111,13 @@ def print_answers(out: Path, asked: Path) -> None:
         for record in records
         if row.prompt_id in last and record["prompt"] in row.prompt
     ]
-    if not answers:  # other prompts were given
+    if not answers:  # the run had other prompts
         return
     marks = [
         [instructions("", text, record, partial=False) == 1.0 for text in pair]
         for record, *pair in answers
     ]
-    before, after = (dict(enumerate(map(float, found))) for found in zip(*marks, strict=True))
+    before, after = (dict(enumerate(map(float, column))) for column in zip(*marks, strict=True))
     print(f"Held-out prompts answered exactly as asked: {paired(before, after).sentence('.1%')}.")
     table = Table("asked", "before", "after", title="The first three of them", show_lines=True)
     for (record, *pair), good in list(zip(answers, marks, strict=True))[:3]:
@@ -121,7 +129,10 @@ def print_answers(out: Path, asked: Path) -> None:
 
 
 def steps_override(text: str) -> list[str]:
-    """Return the overrides that DEMO_STEPS stands for, none if it is empty; ConfigError if it is no count above 0."""
+    """Return the overrides for DEMO_STEPS; none if it is empty.
+
+    Raises ConfigError if it is not a whole number above 0.
+    """
     if not text:
         return []
     if not text.isdecimal() or int(text) == 0:

@@ -1,4 +1,4 @@
-"""What `--help` of a Hydra program says: each key with its sentence, type, bound and default, from the schema."""
+"""Print `--help` of a Hydra program: each key with sentence, type, bound and default."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ from reinforce_rl.utils.console import Console
 
 HEAD = """Usage: {program} [OPTION ...] KEY=VALUE ...
 
-  --help [GROUP or WORD]       all keys, those of a group (--help model.optim), or those about something (--help kl)
+  --help [GROUP or WORD]       all keys, those of a group (--help model.optim), or those about
+                               something (--help kl)
   --config-dir DIR --config-name NAME
-                               DIR/NAME.yaml of your own, which begins with: defaults: [{name}, _self_]
+                               DIR/NAME.yaml of your own, which begins with:
+                               defaults: [{name}, _self_]
   --cfg job                    print the configuration, and start nothing
-  -m                           a run for each combination of KEY=1,2 and OTHER=3,4, one after the other
+  -m                           a run for each combination of KEY=1,2 and OTHER=3,4, one
+                               after the other
   --hydra-help                 Hydra's other options
 """
 
 
 def show_help(name: str, words: Sequence[str], console: Console | None = None) -> None:
-    """Print the keys of conf/NAME.yaml that the words ask for, without any all of them.
+    """Print the keys of conf/NAME.yaml that match the words; all keys if there are no words.
 
-    ReinforceError if there is none.
+    Raises ReinforceError if no key matches.
     """
     console = console or Console(highlight=False)
     keys = [
         Key(*(text.replace("`", "") for text in astuple(key))) for key in keys_of(PROGRAMS[name]())
     ]
-    found = _asked_for(keys, words)
+    selected = _asked_for(keys, words)
     if not words:
         console.print(HEAD.format(program=program_name(), name=name), soft_wrap=True)
         if name == "train_reinforce_actor":
@@ -45,11 +48,11 @@ def show_help(name: str, words: Sequence[str], console: Console | None = None) -
             )
             console.print(f"algorithm=NAME sets many of them at once: {presets}\n", soft_wrap=True)
     if not console.is_terminal:
-        for key in found:
+        for key in selected:
             default = key.default if key.default == "required" else f"default {key.default}"
             console.print(f"{key.path}  ({_kind(key)}; {default})  {key.meaning}", soft_wrap=True)
         return
-    for group, members in itertools.groupby(found, lambda key: key.path.rpartition(".")[0]):
+    for group, members in itertools.groupby(selected, lambda key: key.path.rpartition(".")[0]):
         title = Text(group or "keys without a group", style="bold")
         columns = (
             Column(style="cyan", no_wrap=True),
@@ -66,14 +69,14 @@ def show_help(name: str, words: Sequence[str], console: Console | None = None) -
 
 
 def _asked_for(keys: Sequence[Key], words: Sequence[str]) -> list[Key]:
-    found = [key for key in keys if all(f"{key.path}.".startswith(f"{word}.") for word in words)]
-    if not found:
-        found = [
+    selected = [key for key in keys if all(f"{key.path}.".startswith(f"{word}.") for word in words)]
+    if not selected:
+        selected = [
             key
             for key in keys
             if all(word.lower() in f"{key.path} {key.meaning}".lower() for word in words)
         ]
-    if not found:
+    if not selected:
         parts = [key.path.split(".") for key in keys]
         names = {".".join(path[:end]) for path in parts for end in range(1, len(path) + 1)}.union(
             *parts
@@ -83,10 +86,11 @@ def _asked_for(keys: Sequence[Key], words: Sequence[str]) -> list[Key]:
             f"did you mean {' or '.join(close)}?" if close else "--help alone shows all of them"
         )
         raise ReinforceError(
-            f"--help {' '.join(words)}: no key has this name, or this text in its sentence; {advice}",
+            f"--help {' '.join(words)}: no key has this name, or this text in its sentence; "
+            f"{advice}",
             key="help.word.unknown",
         )
-    return found
+    return selected
 
 
 def _kind(key: Key) -> str:

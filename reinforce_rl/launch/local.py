@@ -1,4 +1,4 @@
-"""Runs reward server and actor on one machine: starts them in order, stops both, leaves nothing behind."""
+"""Run a reward server and an actor on one machine: start them in order, and stop both."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def make_plan(
     actor: Sequence[str] = TRAIN,
     **seconds: float,
 ) -> LaunchPlan:
-    """Choose the port and pass it to both programs as Hydra overrides, unless the caller has set them.
+    """Choose the port and pass it to both programs as Hydra overrides, unless the caller did.
 
-    The server's `inference.host=ADDRESS` and `inference.port=N` fix where it is asked, and
-    `inference.name=NAME` the model's name; its `inference.token_file=FILE` goes to the actor too.
+    The server's `inference.host=ADDRESS` and `inference.port=N` fix its address, and
+    `inference.name=NAME` the model's name; the actor also gets its `inference.token_file=FILE`.
     `seconds` are limits of the LaunchPlan.
     """
     given_host = (override_of(server_args, "inference.host") or LOOPBACK).strip("'\"")
@@ -87,25 +87,24 @@ def make_plan(
     if token_file not in (None, "", "null"):
         for_actor["token_file"] = token_file
     for_actor = {f"remote_rm.reward_model.{key}": value for key, value in for_actor.items()}
-    chosen = [f"inference.port={port}"] if text == "0" else []  # Hydra takes the last one
+    chosen = [f"inference.port={port}"] if text == "0" else []  # Hydra uses the last value
     of_server = (sys.executable, *server, *with_missing(server_args, for_server), *chosen)
     of_actor = (sys.executable, *actor, *with_missing(actor_args, for_actor))
     return LaunchPlan(of_server, of_actor, run_dir / "logs" / "server.log", address, **seconds)
 
 
 def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
-    """Run both and return the exit code: the actor's, or 1 if the server failed first. Call on the main thread.
+    """Run both and return the actor's exit code, or 1 if the server failed first.
 
-    SIGINT, SIGTERM and SIGUSR1 go to the actor, which saves and ends; then the server is stopped. If this process is
-    killed, a reaper ends both.
+    Call on the main thread. SIGINT, SIGTERM and SIGUSR1 go to the actor, which saves and ends; then
+    the server is stopped. If this process is killed, a reaper ends both.
     """
     handled = {
         number: signal.getsignal(number) for number in (signal.SIGINT, *active_stop_signals())
     }
     stop = StopSignal(tuple(handled))
     try:
-        # Otherwise another run's server on this port would be mistaken for ours until ours fails to
-        # bind.
+        # Otherwise another run's server on this port would pass for ours until ours fails to bind.
         check_port(plan.address.host, plan.address.port)
         plan.server_log.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -128,7 +127,8 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
         text = error.with_keys() if isinstance(error, ReinforceError) else str(error)
         say(f"error: {text}")
         return 1
-    finally:  # `demo` goes on in this process, and Ctrl-C must end it
+    finally:
+        # `demo` continues in this process, and Ctrl-C must end it.
         for number, handler in handled.items():
             signal.signal(number, handler)
 
@@ -201,7 +201,7 @@ def _server_ended(plan: LaunchPlan, server: Child, when: str) -> RewardServerErr
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the launcher's own arguments, those after `--server-args` and those after `--actor-args`."""
+    """Return the launcher's arguments, the server's and the actor's."""
     parts: dict[str, list[str]] = {"": [], "--server-args": [], "--actor-args": []}
     current = ""
     for argument in argv:

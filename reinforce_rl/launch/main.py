@@ -37,6 +37,8 @@ from reinforce_rl.utils.process import PACKAGE_PARENT, limit_memory
 _WITH_OWN_CODE = frozenset(
     {"train", "generate", "serve", "train-rm", "preflight", "launch", "submit"}
 )
+# Commands whose processes may be ranks, and which a step of Slurm may start.
+_WITH_RANKS = frozenset({"train", "generate", "serve", "train-rm"})
 # How arguments begin by which the other commands are asked to.
 _ASKS_FOR_OWN_CODE = ("--reward", "--trust", "reward", "generation=")
 # Commands that only read runs' folders, which may be somebody else's, and hold no model.
@@ -172,6 +174,11 @@ def _prepare(words: list[str]) -> None:
     # idle OpenMP threads that spin cost a busy CPU tenfold
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not _WITH_RANKS.isdisjoint(words[:1]):
+        from reinforce_rl.launch.slurm.rendezvous import meet_ranks_of_step
+
+        with plain_errors():
+            os.environ.update(meet_ranks_of_step(os.environ))
 
 
 def _version(asked: bool) -> None:
@@ -202,7 +209,8 @@ def _hydra_program(name: str, sentence: str) -> None:
 
 _hydra_program("train", "Train an actor with REINFORCE or RLOO.")
 _hydra_program(
-    "generate", "Generate for the trainers of generators=separate, with their keys, until they end."
+    "generate",
+    "Register with trainers of placement=disaggregated, with their keys, and generate for them.",
 )
 _hydra_program("serve", "Serve a reward model or a reward function over HTTP.")
 _hydra_program("train-rm", "Train a reward model: a head on a frozen trunk, or all weights.")

@@ -1,4 +1,7 @@
-"""Convert a YAML of the REINFORCE actor of NeMo-Aligner. The head of the new file says what was left out, and why."""
+"""Convert a YAML of NeMo-Aligner's REINFORCE actor.
+
+The new file begins with comments on what was left out, and why.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,22 @@ from reinforce_rl.utils.files import write_atomically
 PROGRAM = "train_reinforce_actor"
 PRESET = "nemo_aligner"
 _GONE = "there is nothing to choose"
-_LEFT_OUT = {  # of the same name, where the value means something else
-    "pretrained_checkpoint.restore_from_path": "set it to a folder in Hugging Face form in place of the .nemo file",
+# Keys of the same name whose values have another meaning.
+_LEFT_OUT = {
+    "pretrained_checkpoint.restore_from_path": (
+        "set it to a folder in Hugging Face form in place of the .nemo file"
+    ),
     "remote_rm.pad_to_length": "padding changes no score and costs time",
-    "model.global_batch_size": "null here, one optimizer step a rollout batch: smaller ones need an importance_ratio",
+    "model.global_batch_size": (
+        "null here, one optimizer step a rollout batch: smaller ones need an importance_ratio"
+    ),
     "model.reinforce.num_val_samples": "null here, the whole validation set",
-    "model.reinforce.length_params.min_length": "above 0 it biases the gradient; an empty response does not count",
+    "model.reinforce.length_params.min_length": (
+        "above 0 it biases the gradient; an empty response does not count"
+    ),
 } | dict.fromkeys(("trainer.max_epochs", "trainer.max_steps", "model.data.num_workers"), _GONE)
-_VALUES = {  # of keys whose choices are other ones; all others have no counterpart
+# Counterparts of values, for keys with other choices. A value that is not here has none.
+_VALUES = {
     "trainer.precision": {"bf16": "bf16", "bf16-mixed": "bf16", "32": "32"},
     "model.peft.peft_scheme": {"lora": "lora", "none": None},
     "model.optim.name": {
@@ -66,7 +77,10 @@ def convert_file(path: Path, out: Path | None) -> None:
 
 
 def converted(path: str | Path) -> str:
-    """Return the YAML of a run here; ConfigError if the file cannot be read, or is of another program."""
+    """Return the YAML of a run of this package.
+
+    Raises ConfigError if the file cannot be read or belongs to another program.
+    """
     cfg, unresolved = read_nemo_file(Path(path))
     given = dict(_leaves(cfg))
     if not any(key.startswith(("trainer.reinforce.", "model.reinforce.")) for key in given):
@@ -101,15 +115,16 @@ def converted(path: str | Path) -> str:
     wrap = functools.partial(
         textwrap.fill, width=119, initial_indent="# ", subsequent_indent="#   "
     )
-    # A line separator of the file's would end the comment.
+    # A line separator from the file would end the comment.
     shown = map(show_control_characters, notes)
     head = "\n".join(wrap(note, break_long_words=False, break_on_hyphens=False) for note in shown)
     defaults = [PROGRAM, {"override algorithm": PRESET}, "_self_"]
-    return f"{head}\n\n{yaml.safe_dump({'defaults': defaults}, sort_keys=False)}\n{OmegaConf.to_yaml(new)}"
+    defaults_list = yaml.safe_dump({"defaults": defaults}, sort_keys=False)
+    return f"{head}\n\n{defaults_list}\n{OmegaConf.to_yaml(new)}"
 
 
 def _leaves(node: DictConfig, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys with their values, None for missing ones."""
+    """Yield dotted keys with their values; None for a missing value."""
     for name in (name for name in node if path or name not in ("defaults", "hydra")):
         key = f"{path}{name}"
         value = None if OmegaConf.is_missing(node, name) else node[name]
@@ -125,7 +140,7 @@ def _leaves(node: DictConfig, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _reason(key: str, value: Any, given: dict[str, Any]) -> str:
-    """Say why a key or its value has no counterpart; empty if it has one."""
+    """Return why a key or its value has no counterpart; empty if it has a counterpart."""
     if key.startswith("model.peft.lora_tuning.") and given.get("model.peft.peft_scheme") != "lora":
         return _GONE
     if key in _VALUES and str(value) not in _VALUES[key]:
@@ -136,8 +151,8 @@ def _reason(key: str, value: Any, given: dict[str, Any]) -> str:
 def _unknown(key: str, value: Any) -> str:
     if advice := advice_for(key, value=value):
         return advice.removeprefix("leave it out: ")
-    own = "; a field of megatron-core's TransformerConfig is +model.megatron_overrides.NAME"
-    return "no such key here" + (own if key.startswith("model.") else "")
+    override = "; a field of megatron-core's TransformerConfig is +model.megatron_overrides.NAME"
+    return "no such key here" + (override if key.startswith("model.") else "")
 
 
 def _value(name: str, value: Any) -> Any:

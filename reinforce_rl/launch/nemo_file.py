@@ -1,7 +1,7 @@
-"""Read a YAML of NeMo-Aligner, which may be somebody else's: within bounds, and with no interpolation that reads more.
+"""Read a YAML of NeMo-Aligner, which may be another person's, within bounds.
 
-An interpolation may name other keys of the file and call three functions of numbers. All others, such as
-`${oc.env:HOME}`, could bring the environment of whoever converts the file into the new one.
+An interpolation may name other keys of the file and call three functions of numbers. All others,
+such as `${oc.env:HOME}`, could copy the environment of whoever converts the file into the new file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded
 
 _MAX_BYTES = 1 << 20
-_MAX_CHARS = 1000  # of a text with interpolations, and of what comes of it
+_MAX_CHARS = 1000  # of a text with interpolations, and of its value
 _MAX_STARTS = 8  # interpolations in one text
-_MAX_INTERPOLATIONS = 200  # texts with one
-_MAX_ROUNDS = 16  # of a value that leads to a value, and so on
+_MAX_INTERPOLATIONS = 200  # texts with interpolations
+_MAX_ROUNDS = 16  # length of a chain of interpolations
 _MAX_NUMBER = 1e15
-_MISSING = "???"  # OmegaConf's mark of a value that is not there
+_MISSING = "???"  # OmegaConf's mark of a missing value
 _START = "${"
 # Matches the start of another key's name or of a call of an allowed function. The arguments of a
 # call are matched in turn.
@@ -50,9 +50,9 @@ _FUNCTIONS = {
 
 
 def read_nemo_file(path: Path) -> tuple[DictConfig, dict[str, str]]:
-    """Return the values of a file, and its keys that have none here, each with the reason.
+    """Return the values of a file, and a reason for each key without a value here.
 
-    Raises ConfigError if the file cannot be read or is no YAML.
+    Raises ConfigError if the file cannot be read or is not YAML.
     """
     try:
         data = read_bounded(path, max_bytes=_MAX_BYTES)
@@ -96,13 +96,16 @@ def _put(tree: Any, place: Place, value: Any) -> None:
 
 
 def _resolve(cfg: DictConfig, texts: dict[Place, str]) -> dict[str, str]:
-    """Put values in the places of texts with interpolations; return the keys of the others, with the reason.
+    """Replace texts with interpolations by their values; return a reason for each key without one.
 
     Each round computes the values whose inputs are already known, so every value is computed once.
     """
     reasons = {place: _refused(text) for place, text in texts.items()}
     if len(texts) > _MAX_INTERPOLATIONS:
-        reason = f"the file has {len(texts)} values with ${{...}}; expected at most {_MAX_INTERPOLATIONS}"
+        reason = (
+            f"the file has {len(texts)} values with ${{...}}; expected at most "
+            f"{_MAX_INTERPOLATIONS}"
+        )
         reasons = dict.fromkeys(texts, reason)
     waiting = [place for place, reason in reasons.items() if not reason]
     for _ in range(_MAX_ROUNDS):
@@ -125,7 +128,7 @@ def _resolve(cfg: DictConfig, texts: dict[Place, str]) -> dict[str, str]:
 
 
 def _refused(text: str) -> str:
-    """Say why a text with interpolations is not computed; empty if it may be."""
+    """Return why a text with interpolations is not computed; empty if it is computed."""
     if len(text) > _MAX_CHARS:
         return f"a text of {len(text)} characters with ${{...}}; expected at most {_MAX_CHARS}"
     starts = [match.start() for match in re.finditer(re.escape(_START), text)]
@@ -133,13 +136,17 @@ def _refused(text: str) -> str:
         return f"{text} has {len(starts)} interpolations; expected at most {_MAX_STARTS}"
     if all(_ALLOWED_START.match(text, start) for start in starts):
         return ""
-    return f"{text} is not computed, since it could read more than this file; write the value in its place"
+    return (
+        f"{text} is not computed, since it could read more than this file; write the value in its "
+        "place"
+    )
 
 
 def _value_of(cfg: DictConfig, place: Place, text: str) -> Any:
-    """Return what a text with interpolations stands for, and leave its place as it was.
+    """Return the value of a text with interpolations, and leave its place as it was.
 
-    Raises InterpolationToMissingValueError if it names a value that is not finished, ValueError if it has none.
+    Raises InterpolationToMissingValueError if it names a value that is not yet computed, ValueError
+    if it has no value.
     """
     parent: Any = cfg
     for part in place[:-1]:
@@ -166,7 +173,7 @@ def _value_of(cfg: DictConfig, place: Place, text: str) -> Any:
 
 
 def _leave_out(cfg: DictConfig, place: Place) -> str:
-    """Leave a value out, with the whole list that it is in, and return the dotted key of what is left out."""
+    """Remove a value, or the whole list that has it; return the dotted key of what was removed."""
     is_index = [isinstance(part, _Index) for part in place]
     if True not in is_index:
         return ".".join(map(str, place))

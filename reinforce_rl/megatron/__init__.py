@@ -5,8 +5,8 @@ Importing this package patches megatron for machines without CUDA (`cpu`).
 
 import os
 
-# Kernels then start in launch order, so collectives overlap with matmuls; megatron requires it
-# before Blackwell. Set before CUDA starts.
+# With one connection kernels start in launch order, so collectives overlap with matmuls. megatron
+# requires it before Blackwell. It must be set before CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 from reinforce_rl.megatron.cpu import enable_cpu_support

@@ -1,4 +1,4 @@
-"""Shape of a dense decoder, read from a Hugging Face `config.json`, and its padding for tensor parallelism."""
+"""Sizes of a dense decoder from a Hugging Face `config.json`, and their padding for TP."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class _Family:
     """Differences of a family from a decoder with RMSNorm, SwiGLU, RoPE and no biases."""
 
     defaults: dict[str, Any]  # transformers' values for keys missing in config.json
-    # `attention_bias` adds biases to q, k, v and the output projection
+    # Key `attention_bias` adds biases to q, k, v and the output projection.
     has_attention_bias_key: bool = False
     qkv_bias: bool = False  # q, k and v always have biases
     qk_norm: bool = False  # RMSNorm over each head's query and key
-    # layers with `sliding_window`; None: not read
+    # Layers with `sliding_window`; None: the key is not read.
     windows: Literal["all", "layer_types"] | None = None
 
 
-# The supported families by `model_type`. To add one, add a row; see CONTRIBUTING.md.
+# The supported families by `model_type`. To add a family, add a row; see CONTRIBUTING.md.
 _FAMILIES = {
     "llama": _Family({"max_position_embeddings": 2048}, has_attention_bias_key=True),
     "mistral": _Family(
@@ -40,8 +40,7 @@ _FAMILIES = {
     ),
 }
 
-# Further keys that change what a model of these families computes, with the values under which it
-# does not.
+# Further keys that change the computation of these families, with the values without an effect.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),  # two names of one function
     "mlp_bias": (False, None),
@@ -50,7 +49,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "dual_chunk_attention_config": (None,),
     "partial_rotary_factor": (1, None),
 }
-# Keys of quantised folders, with those inside that name the method; `quantization` is MLX's.
+# Keys of quantised folders, with inner keys that name the method; `quantization` is MLX's.
 _QUANTISED = {
     "quantization_config": ("quant_method", "quant_algo"),
     "compression_config": ("quant_method", "format"),
@@ -65,9 +64,9 @@ _REQUIRED = (
     "intermediate_size",
 )
 _COUNTS = (*_REQUIRED, "max_position_embeddings")
-# transformers makes lists of as many layers and labels.
+# Bounds, as transformers makes lists with these lengths.
 _MOST = {"num_hidden_layers": 1000, "num_labels": 10_000}
-# transformers and engines would read one of the files that this key names in place of config.json.
+# transformers and engines may read one of the files that this key names in place of config.json.
 _OTHER_FILES = "configuration_files"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -95,7 +94,7 @@ class Architecture:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Architecture:
-        """Read `config.json` of a Hugging Face folder. Raises ConfigError: all faults together."""
+        """Read `config.json` of a Hugging Face folder. Raises ConfigError with all faults."""
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise ConfigError([Fault(f"{folder} {no_model(folder)}", key="model.folder.no_model")])
@@ -114,7 +113,7 @@ class Architecture:
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], source: str = "config") -> Architecture:
-        """Read the values of a Hugging Face config; see `from_folder`."""
+        """Read the values of a Hugging Face config, like `from_folder`."""
         family = _FAMILIES.get(str(raw.get("model_type")), _Family({}))
         values = {**family.defaults, **raw}
         faults = _faults(values, family)
@@ -141,14 +140,15 @@ class Architecture:
         )
 
     def as_classifier(self, num_labels: int) -> Architecture:
-        """Return the same decoder with a linear head of `num_labels` scores in place of the output layer."""
+        """Return the same decoder with `num_labels` scores in place of the output layer."""
         return replace(self, num_labels=num_labels, tied_embeddings=False)
 
     def padded(self, tp_size: int) -> PaddedSizes:
-        """Round heads, groups and vocabulary up to multiples that `tp_size` ranks can share; `ffn_size` must be one.
+        """Round heads, groups and vocabulary up to multiples that `tp_size` ranks can share.
 
-        Padded groups have zero weights and biases, so outputs and gradients are exact: SmolLM2's 9 heads in 3 groups
-        run at TP=2 as 12 in 4. Padded vocabulary rows are zero, with logits at -inf.
+        `ffn_size` must be such a multiple, else ConfigError. Padded groups have zero weights and
+        biases, so outputs and gradients are exact: SmolLM2's 9 heads in 3 groups run at TP=2 as 12
+        heads in 4 groups. Padded vocabulary rows are zero, with logits at -inf.
         """
         if self.ffn_size % tp_size:
             sentence = (
@@ -205,22 +205,22 @@ def _faults(values: dict[str, Any], family: _Family) -> list[Fault]:
         sentence = f"rope_scaling or rope_parameters is {given!r}; expected an object"
         faults.append(Fault(sentence, key="model.config.rope_no_object"))
         rope = {}
-    found = {
+    effective = {
         **values,
         "partial_rotary_factor": rope.get(
             "partial_rotary_factor", values.get("partial_rotary_factor")
         ),
     }
     for key, allowed in _WITHOUT_EFFECT.items():
-        if key in found and found[key] not in allowed:
-            sentence = f"{key} is {found[key]!r}; only {allowed[0]!r} is supported"
+        if key in effective and effective[key] not in allowed:
+            sentence = f"{key} is {effective[key]!r}; only {allowed[0]!r} is supported"
             faults.append(Fault(sentence, key="model.config.not_supported"))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPE_TYPES:
         sentence = f"rope_type is {kind!r}; supported: {', '.join(_ROPE_TYPES)}"
         faults.append(Fault(sentence, key="model.config.other_rope_type"))
     if wrong:
-        return faults  # what follows computes with them
+        return faults  # the checks below compute with these values
     heads = values.get("num_attention_heads", 1)
     groups = values.get("num_key_value_heads") or heads
     if heads % groups:
@@ -270,7 +270,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _rope_of(values: dict[str, Any]) -> dict[str, Any] | None:
-    """Return RoPE's settings; None if they are no object. transformers takes the older key where there are both."""
+    """Return RoPE's settings; None if they are not an object.
+
+    transformers uses the older key if both exist.
+    """
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     return rope if isinstance(rope, dict) else None
 
@@ -288,12 +291,15 @@ def _quantisation_faults(values: dict[str, Any]) -> list[Fault]:
         by = f"with {method} ({key})" if method else f"({key})"
         sentence = f"the weights are quantised {by}, and training needs them whole; {UNQUANTISED}"
         faults.append(Fault(sentence, key="model.weights.quantised"))
-        break  # some folders say it twice
+        break  # some folders have two of the keys
     return faults
 
 
 def _windows(values: dict[str, Any], family: _Family) -> set[int | None]:
-    """Return the layers' windows; None for no window, or one as long as the longest sequence."""
+    """Return the windows of the layers.
+
+    None stands for no window, or a window as long as the longest sequence.
+    """
     window = values.get("sliding_window")
     if window is None or window >= values.get("max_position_embeddings", 0):
         return {None}
@@ -313,9 +319,9 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def with_old_rope_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Add RoPE's keys for transformers 4, which silently ignores version 5's `rope_parameters`."""
+    """Add RoPE's keys for transformers 4, which silently ignores `rope_parameters` of version 5."""
     rope = values.get("rope_parameters")
-    if not rope or values.get("rope_scaling"):  # version 5 takes the older key where there are both
+    if not rope or values.get("rope_scaling"):  # version 5 uses the older key if both exist
         return values
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}

@@ -1,9 +1,10 @@
-"""Files of a checkpoint: megatron's, written in separate steps, and a manifest that detects truncated or altered ones.
+"""Files of a checkpoint: megatron's, written in steps, and a manifest of sizes and checksums.
 
-`dist_checkpointing.save` hangs the other ranks if one cannot write, and forks writers that outlive a killed run. Here
-each step reports its failure per rank, and writing happens in this process, possibly in the background.
+`dist_checkpointing.save` lets the other ranks hang if one cannot write, and forks writers that
+outlive a killed run. Here each step reports its failure per rank, and this process writes, possibly
+in the background. The manifest detects truncated or altered files.
 
-manifest.json               {"files": {"model/__0_0.distcp": {"bytes": 1234, "crc32": "0badcafe"}, ...}}
+manifest.json      {"files": {"model/__0_0.distcp": {"bytes": 1234, "crc32": "0badcafe"}, ...}}
 """
 
 from __future__ import annotations
@@ -63,21 +64,26 @@ def write_manifest(folder: Path, records: Records) -> None:
 
 
 def check_files(folder: Path, rank: int, world_size: int) -> None:
-    """Check all sizes, and the contents of this rank's share of files, against the manifest; raise CheckpointError."""
+    """Check all sizes, and the contents of this rank's share of files, against the manifest.
+
+    Raises CheckpointError.
+    """
     path = folder / MANIFEST_FILE
     try:
         files = read_json(path, within=folder)["files"]
         records = sorted((name, record["bytes"], record["crc32"]) for name, record in files.items())
         for number, (name, size, checksum) in enumerate(records):
             path = folder / name
-            if (found := path.stat().st_size) != size:
+            if (stored_size := path.stat().st_size) != size:
                 raise CheckpointError(
-                    f"{path} has {found} bytes; expected the {size} that were written",
+                    f"{path} has {stored_size} bytes; expected the {size} that were written",
                     key="checkpoint.file.other_size",
                 )
-            if number % world_size == rank and (found := _crc32(path, within=folder)) != checksum:
+            if number % world_size != rank:
+                continue
+            if (stored_checksum := _crc32(path, within=folder)) != checksum:
                 raise CheckpointError(
-                    f"{path} is damaged: its checksum is {found}; expected {checksum}",
+                    f"{path} is damaged: its checksum is {stored_checksum}; expected {checksum}",
                     key="checkpoint.file.damaged",
                 )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -95,15 +101,15 @@ def _crc32(path: Path, *, within: Path | None = None) -> str:
     return f"{checksum:08x}"
 
 
-# megatron's writer makes a queue of results in a manager process, which outlives a killed run and
-# needs an importable main module. As of megatron-core 0.16 no argument turns the process off. The
-# queue stays empty here, so that it may be one of this process.
+# megatron's writer creates a queue of results in a manager process, which outlives a killed run and
+# needs an importable main module. No argument of megatron-core 0.16 turns the process off. The
+# queue stays empty here, so it can be a queue of this process.
 _manager = SimpleNamespace(Queue=queue.Queue)
 _context = SimpleNamespace(Manager=lambda: _manager)
 
 
 def _context_of(method: str) -> Any:
-    """Return the context of the manager process, which is asked for by "spawn", or torch's."""
+    """Return the context that replaces the manager process, requested by "spawn", or torch's."""
     return _context if method == "spawn" else multiprocessing.get_context(method)
 
 
@@ -111,14 +117,17 @@ filesystem_async.mp = SimpleNamespace(get_context=_context_of)  # type: ignore[a
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """megatron's strategy, returning the plan instead of functions that run it."""
+    """megatron's strategy, which returns the plan instead of functions that execute it."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
         return writer, save_state_dict_ret[1]
 
 
 class ShardedWriter:
-    """One save of a sharded state to an empty folder, by its methods in order; the rest is alike on every rank."""
+    """One save of a sharded state to an empty folder.
+
+    Every rank calls the methods in order, except that only the first rank calls `finish`.
+    """
 
     def __init__(self, state: dict[str, Any], folder: Path):
         self._folder = folder
@@ -127,7 +136,7 @@ class ShardedWriter:
         self._sharded, self._common = save_preprocess(state)
 
     def write_common(self) -> None:
-        """Write the unsharded entries, on the first rank; OSError if they cannot be written."""
+        """Write the unsharded entries; only the first rank writes. Raises OSError."""
         try:
             serialization.get_default_save_common_strategy().save_common(
                 self._common, str(self._folder)
@@ -136,7 +145,7 @@ class ShardedWriter:
             raise OSError(f"{self._folder / 'common.pt'}: {error}") from error
 
     def plan(self, *, copy: bool) -> None:
-        """Assign writes to ranks and copy this rank's to host memory; a collective call."""
+        """Assign writes to ranks and copy this rank's tensors to host memory; a collective call."""
         plan: Any = _Strategy("torch_dist", 1).async_save(self._sharded, self._folder)
         self._writer, self._metadata = plan
         self._buckets = [
@@ -147,7 +156,10 @@ class ShardedWriter:
         self._common = None
 
     def write(self) -> tuple[list[Any], list[Path]]:
-        """Write this rank's share, on any thread; return results for `finish`, and files. OSErrors name the file."""
+        """Write this rank's share, on any thread.
+
+        Returns results for `finish`, and the files. Raises OSError, which names the file.
+        """
         results: list[Any] = []
         transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
         for number, bucket in enumerate(self._buckets):
@@ -177,10 +189,10 @@ def _on_host(tensor: Any, copy: bool) -> Any:
 def allow_other_padding(
     lm: CausalLM, model: dict[str, Any], folder: Path, optimizer: dict[str, Any] | None = None
 ) -> None:
-    """Let megatron cut or zero-pad what another tensor-parallel size padded differently (Adam's moments are 0 there).
+    """Let megatron cut or zero-pad tensors that another tensor-parallel size padded differently.
 
-    `model` and `optimizer` are the sharded states about to be loaded. Raises CheckpointError: lists all differences,
-    if the checkpoint is another model's.
+    Adam's moments are 0 in the padding. `model` and `optimizer` are the sharded states about to be
+    loaded. Raises CheckpointError: the checkpoint is another model's; all differences are listed.
     """
     stored: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     splits = {
@@ -200,17 +212,19 @@ def allow_other_padding(
             faults.append(f"{tensor.key} is missing; expected shape {expected}")
             continue
         dtypes[stored[tensor.key].dtype] = tensor.dtype
-        found = tuple(stored[tensor.key].global_shape)
-        if found != expected and not _differ_in_padding(found, expected, split, tensor):
-            faults.append(f"{tensor.key} has shape {found}; expected {expected}")
-        padded[tensor.key] = tensor.allow_shape_mismatch = found != expected
-    if optimizer is not None:  # Adam updates fp32 weights: the model's or separate ones
+        shape = tuple(stored[tensor.key].global_shape)
+        if shape != expected and not _differ_in_padding(shape, expected, split, tensor):
+            faults.append(f"{tensor.key} has shape {shape}; expected {expected}")
+        padded[tensor.key] = shape != expected
+        tensor.allow_shape_mismatch = shape != expected
+    if optimizer is not None:  # Adam updates fp32 weights: the model's own or copies of them
         faults += [
-            f"its weights are {there}, those of this run {here}; trainer.precision must be as it was"
+            f"its weights are {there}, those of this run {here}; "
+            "trainer.precision must be as it was"
             for there, here in dtypes.items()
             if there != here
         ]
-    if faults:  # megatron uses one key for all layers
+    if faults:  # they repeat, as megatron uses one key for all layers
         lines = "\n  ".join(dict.fromkeys(faults))
         raise CheckpointError(
             f"it is another model's:\n  {lines}",
@@ -222,7 +236,7 @@ def allow_other_padding(
 
 
 def load_sharded(lm: CausalLM, state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Fill the model, and the tensors of the optimizer if `state` has one; return what was loaded."""
+    """Fill the model, and the optimizer's tensors if `state` has one. Returns the loaded state."""
     check_stored_metadata(folder)
     allow_other_padding(lm, state["model"], folder, state.get("optimizer"))
     loaded: Any = dist_checkpointing.load(state, str(folder))
@@ -239,12 +253,12 @@ def _sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
 
 
 def _differ_in_padding(
-    found: tuple[int, ...], expected: tuple[int, ...], split: Split | None, tensor: ShardedTensor
+    shape: tuple[int, ...], expected: tuple[int, ...], split: Split | None, tensor: ShardedTensor
 ) -> bool:
-    if split is None or len(found) != len(expected):
+    if split is None or len(shape) != len(expected):
         return False
     axis = len(expected) - len(tensor.local_shape) + split.axis  # megatron prepends the layer axis
-    rest = [size for i, size in enumerate(found) if i != axis] == [
+    rest = [size for i, size in enumerate(shape) if i != axis] == [
         s for i, s in enumerate(expected) if i != axis
     ]
-    return rest and found[axis] >= split.units * split.width and found[axis] % split.width == 0
+    return rest and shape[axis] >= split.units * split.width and shape[axis] % split.width == 0

@@ -1,4 +1,6 @@
-"""Checkpoints with megatron's `dist_checkpointing`: whole or absent, the newest named by a file that moves last.
+"""Complete checkpoints with megatron's `dist_checkpointing`, the newest named by a file.
+
+The file is written last, so it never names an incomplete checkpoint.
 
 checkpoints/
   latest                      the name of the newest complete checkpoint
@@ -6,7 +8,7 @@ checkpoints/
     model/                    sharded weights, optimizer and schedule
     rng/rank_00000.pt         random state of each rank; sampling has keys of its own
     trainer_state.json        step, epoch, sampler position, ...
-    rollouts.pt               with generation on ranks of its own: rollouts of the next steps
+    rollouts.pt               rollouts of the next steps, if generation has its own ranks
     manifest.json             size and checksum of all these files
 """
 
@@ -56,7 +58,7 @@ CHECKPOINTS = "checkpoints"  # in the folder of a run
 _CHECKPOINT_NAME = re.compile(r"step_[0-9]{8}")
 _MAX_NAME_BYTES = 4096
 _MAX_MORE_BYTES = 1 << 30
-# The last three are raised by torch's writer when a file cannot be written.
+# torch's writer raises the last three when a file cannot be written.
 _NO_SPACE = re.compile(
     r"No space left|quota exceeded|File too large|unexpected pos|failed writing|iostream error"
 )
@@ -68,7 +70,7 @@ class Checkpoint:
     trainer_state: dict[str, Any]
 
     def more(self, name: str) -> bytes:
-        """Return the content of a file that was saved as one of `more`; nothing if there is none."""
+        """Return the content of a file that was saved as one of `more`; empty if there is none."""
         path = self.folder / name
         return (
             read_bounded(path, max_bytes=_MAX_MORE_BYTES, within=self.folder)
@@ -80,7 +82,8 @@ class Checkpoint:
 def _latest_name(folder: Path) -> str:
     """Return the name of the newest complete checkpoint; "" if there is none."""
     pointer = folder / LATEST_FILE
-    # A link to a folder or to nothing is a fault, not "no checkpoint": a run would begin again.
+    # A link to a folder, or a broken link, is a fault, not "no checkpoint": a run would start
+    # again.
     if not pointer.exists() and not pointer.is_symlink():
         return ""
     try:
@@ -95,7 +98,10 @@ def _latest_name(folder: Path) -> str:
 
 
 def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint in a folder, or None; CheckpointError if it or its state is missing."""
+    """Return the newest complete checkpoint in a folder, or None.
+
+    Raises CheckpointError if it or its state is missing.
+    """
     folder = Path(folder)
     _check_checkpoints(folder)
     name = _latest_name(folder)
@@ -103,8 +109,9 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
         return None
     if not _CHECKPOINT_NAME.fullmatch(name):
         raise CheckpointError(
-            f"{folder / LATEST_FILE} names {name[:100]!r}; expected the name of a checkpoint beside "
-            f"it, such as {folder_name(10)}. Write one into it, or delete it to begin again at step 0",
+            f"{folder / LATEST_FILE} names {name[:100]!r}; expected the name of a checkpoint "
+            f"beside it, such as {folder_name(10)}. Write one into it, "
+            "or delete it to begin again at step 0",
             key="checkpoint.latest.no_name",
         )
     checkpoint = folder / name
@@ -137,21 +144,24 @@ def _state_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def checkpoint_up_to(folder: str | Path, step: int) -> Checkpoint | None:
-    """Return the newest complete checkpoint of this step or an earlier one, or None; CheckpointError if damaged."""
+    """Return the newest complete checkpoint of this step or an earlier one, or None.
+
+    Raises CheckpointError if it is damaged.
+    """
     _check_checkpoints(Path(folder))
     paths = _complete_checkpoints(Path(folder)) if Path(folder).is_dir() else []
-    found = [
+    candidates = [
         path for path in paths if path.name <= folder_name(step) and (path / STATE_FILE).is_file()
     ]
-    if not found:
+    if not candidates:
         return None
-    file = found[-1] / STATE_FILE
+    file = candidates[-1] / STATE_FILE
     try:
-        check_folder(found[-1])
-        return Checkpoint(found[-1], _state_of(found[-1]))
+        check_folder(candidates[-1])
+        return Checkpoint(candidates[-1], _state_of(candidates[-1]))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{file} cannot be read: {error}. Restore it, or move {found[-1]} away",
+            f"{file} cannot be read: {error}. Restore it, or move {candidates[-1]} away",
             key=key_of(error, "checkpoint.state.not_readable"),
         ) from error
 
@@ -160,11 +170,14 @@ def _way_out(damaged: Path) -> str:
     pointer = damaged.parent / LATEST_FILE
     others = [path.name for path in _complete_checkpoints(damaged.parent) if path != damaged]
     if not others:
-        return f"There is no other checkpoint in {damaged.parent}; delete {pointer} to begin again at step 0"
+        return (
+            f"There is no other checkpoint in {damaged.parent}; "
+            f"delete {pointer} to begin again at step 0"
+        )
     older = [name for name in others if name < damaged.name] or others
     return (
-        f"Other checkpoints there: {', '.join(others)}. To go on from one of them, write its name into {pointer}, "
-        f"such as `echo {older[-1]} > {pointer}`"
+        f"Other checkpoints there: {', '.join(others)}. To go on from one of them, "
+        f"write its name into {pointer}, such as `echo {older[-1]} > {pointer}`"
     )
 
 
@@ -173,7 +186,7 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def state_bytes(ddp: DistributedDataParallel, mesh: Mesh) -> int:
-    """Estimate a checkpoint's size: weights, Adam's two moments, and fp32 main weights if separate."""
+    """Estimate a checkpoint's bytes: weights, Adam's two moments, and separate fp32 weights."""
     sizes = [(p.numel(), p.element_size()) for p in ddp.module.parameters() if p.requires_grad]
     return (
         mesh.tp_size * mesh.pp_size * sum(n * (size + (12 if size < 4 else 8)) for n, size in sizes)
@@ -189,25 +202,25 @@ class _Save:
     """A save in progress."""
 
     final: Path  # destination folder
-    part: Path  # until it is complete
+    part: Path  # folder until the checkpoint is complete
     trainer_state: dict[str, Any]  # written last
     keep: set[str]  # older checkpoints to retain
     writer: files.ShardedWriter
-    random_state: dict[str, Any]  # this rank's
-    more: Mapping[str, bytes]  # other files' contents by name, on the first rank
+    random_state: dict[str, Any]  # of this rank
+    other_files: Mapping[str, bytes]  # contents by name, on the first rank
     preparing: float  # seconds that training was blocked before the background write
     thread: threading.Thread = field(init=False)
-    # this rank's part of the index, and of the manifest
+    # This rank's part of the index, and of the manifest.
     written: tuple[list[Any], files.Records] = [], {}
     writing: float = 0.0  # seconds this rank spent writing
-    error: BaseException | None = None  # why writing failed
+    error: BaseException | None = None  # raised while writing
 
     def write(self, rank: int) -> None:
         """Write this rank's files; may run on any thread."""
         began = time.monotonic()
         rng = self.part / "rng" / f"rank_{rank:05d}.pt"
         try:
-            # written directly, a full disk would surface as an assertion in torch
+            # If torch wrote the file itself, a full disk would be an assertion error.
             content = io.BytesIO()
             torch.save(self.random_state, content)
             with naming(rng):
@@ -220,13 +233,13 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves and restores a run; the trainer's `ckpt_callback`.
+    """Saves and restores the state of a run; the trainer's `ckpt_callback`.
 
     Args:
         keep_last: complete checkpoints to retain, at least 1.
         asynchronous: write in the background; see `poll`.
-        on_saved: called on the first rank with the seconds that a complete save blocked training, plus, in the
-            background, the slowest rank's writing.
+        on_saved: called on the first rank with the seconds that a complete save blocked training,
+            plus, for a background save, the slowest rank's seconds of writing.
     """
 
     def __init__(
@@ -259,20 +272,22 @@ class Checkpointer:
         more: Mapping[str, bytes] = MappingProxyType({}),
         waited: float = 0.0,
     ) -> Path:
-        """Write a checkpoint; a collective call. `latest` moves only when everything is on disk.
+        """Write a checkpoint; a collective call. `latest` changes when all files are on disk.
 
-        An asynchronous save, of the state at this call, completes in `finish` or `poll`; a running one ends first.
+        An asynchronous save, of the state at this call, completes in `finish` or `poll`. A save in
+        progress is finished first.
 
         Args:
-            step: the state is the one after this step.
+            step: the number of steps that the state includes.
             trainer_state: JSON-serializable.
-            keep: steps whose checkpoints are retained besides the newest.
-            more: contents of other files by name, of which the first rank's are written; none for an empty one.
-            waited: seconds that training has been blocked for the save before this call.
+            keep: steps of checkpoints to retain besides the newest.
+            more: contents of other files by name. The first rank writes them, except empty ones.
+            waited: seconds for which the save blocked training before this call.
 
         Raises:
-            CheckpointError: on every rank, if one could not write; the previous checkpoint is unchanged.
-            DivergedError: on every rank, if weights of one are not finite.
+            CheckpointError: on every rank, if one could not write. The previous checkpoint is
+                unchanged.
+            DivergedError: on every rank, if weights of a rank are not finite.
         """
         self.finish()
         began = time.monotonic()
@@ -302,8 +317,8 @@ class Checkpointer:
         state = random_state(self._mesh)
         waited += time.monotonic() - began
         save = _Save(final, part, trainer_state, keep_names, writer, state, more, waited)
-        # Off the main thread, where a Ctrl-C in torch's C++ writer can abort the process; a daemon
-        # for failing runs.
+        # Not on the main thread, where a Ctrl-C in torch's C++ writer can abort the process. A
+        # daemon thread does not keep a failing run alive.
         save.thread = threading.Thread(
             target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True
         )
@@ -314,13 +329,19 @@ class Checkpointer:
         return final
 
     def poll(self) -> None:
-        """Complete the background save if all ranks have written; a collective call. Raises as `save`."""
+        """Complete the background save if all ranks have written; a collective call.
+
+        Raises the errors of `save`.
+        """
         # Whether a save runs is the same on all ranks.
         if self._running is not None and not self._mesh.any_rank(self._running.thread.is_alive()):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the background save, if any, and complete it; a collective call. Raises as `save`."""
+        """Wait for the background save, if any, and complete it; a collective call.
+
+        Raises the errors of `save`.
+        """
         save = self._running
         self._running = None
         if save is None:
@@ -342,7 +363,7 @@ class Checkpointer:
         part = save.part
         save.writer.finish([results for results, *_ in parts])
         write_atomically(part / STATE_FILE, json.dumps(save.trainer_state, indent=2))
-        for name, content in save.more.items():
+        for name, content in save.other_files.items():
             if content:
                 with naming(part / name):
                     (part / name).write_bytes(content)
@@ -357,7 +378,7 @@ class Checkpointer:
 
     @property
     def is_writing(self) -> bool:
-        """Return True while a background save runs; the same on all ranks."""
+        """True while a background save runs, on all ranks alike."""
         return self._running is not None
 
     def holds(self, step: int) -> bool:
@@ -365,7 +386,10 @@ class Checkpointer:
         return (self.folder / folder_name(step)).is_dir()
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Load a state saved from any layout; a collective call. Raises CheckpointError if it does not fit."""
+        """Load a state that was saved from any layout; a collective call.
+
+        Raises CheckpointError if the state does not fit.
+        """
         folder = checkpoint.folder
         mesh = self._mesh
 
@@ -383,13 +407,13 @@ class Checkpointer:
     def _load(self, folder: Path) -> None:
         lm: Any = self._ddp.module
         loaded = files.load_sharded(lm, self._sharded_state(), folder / "model")
-        # Tensors are filled in place; hyperparameters come from the configuration, so changes take
+        # Tensors are filled in place. Hyperparameters come from the configuration, so changes take
         # effect.
         set_adam_step(self._optimizer, loaded["optimizer"][STEP])
-        self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to it
+        self._scheduler.num_steps = 0  # megatron adds the checkpoint's steps to this
         self._scheduler.load_state_dict(loaded["scheduler"])
         rng = folder / "rng" / f"rank_{self._mesh.rank:05d}.pt"
-        if rng.is_file():  # absent if resumed with more ranks
+        if rng.is_file():  # absent if the run is resumed with more ranks
             check_torch_file(rng, within=folder)
             set_random_state(torch.load(rng, weights_only=True), self._mesh)
 
@@ -401,8 +425,8 @@ class Checkpointer:
 
     def _remove_old(self, newest: Path, keep: set[str]) -> None:
         complete = _complete_checkpoints(self.folder)
-        # Steps after the newest are left over from before resuming at an older one; delete them
-        # first.
+        # Steps after the newest are leftovers from before the run was resumed at an older step.
+        # Delete them first.
         complete.sort(key=lambda p: (p.name <= newest.name, p.name))
         for folder in complete[: -self._keep_last]:
             if folder.name not in keep:
@@ -418,7 +442,10 @@ class Checkpointer:
             name = _latest_name(self.folder)
             previous = "There is no checkpoint before it"
             if name:
-                previous = f"The previous checkpoint, {name}, is untouched, and the next start resumes from it"
+                previous = (
+                    f"The previous checkpoint, {name}, is untouched, "
+                    "and the next start resumes from it"
+                )
             rank = self._mesh.rank
             if _NO_SPACE.search(reason):
                 space = space_left(part, getattr(error, "errno", None))
@@ -437,14 +464,18 @@ class Checkpointer:
             with self._mesh.raise_on_all_ranks(failed):
                 yield
         except CheckpointError:
-            # No rank writes any more: each has come to the end of the block.
+            # No rank writes any more: each has reached the end of the block.
             if self._mesh.is_main:
                 shutil.rmtree(part, ignore_errors=True)
             raise
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the underlying errors of torch's exception, whose own text is the tracebacks of all ranks."""
+    """Return the message of an error.
+
+    The text of torch's CheckpointException is the tracebacks of all ranks, so its underlying errors
+    are returned.
+    """
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {inner[0]}" for rank, inner in error.failures.items())
     if isinstance(error, OSError) and error.filename is not None:
@@ -453,23 +484,26 @@ def reason_of(error: BaseException) -> str:
 
 
 def _raise_interrupt(error: BaseException) -> None:
-    """Re-raise a Ctrl-C that torch wrapped, or that made it fail while closing a file."""
+    """Re-raise a Ctrl-C that torch wrapped, or that made torch fail while closing a file."""
     causes = [error]
-    for one in causes:  # grows while iterating
-        if isinstance(one, KeyboardInterrupt):
+    for cause in causes:  # grows while iterating
+        if isinstance(cause, KeyboardInterrupt):
             raise KeyboardInterrupt from None
         of_ranks = (
-            [inner for inner, _ in one.failures.values()]
-            if isinstance(one, CheckpointException)
+            [inner for inner, _ in cause.failures.values()]
+            if isinstance(cause, CheckpointException)
             else []
         )
         causes += [
-            below for below in (one.__cause__, one.__context__, *of_ranks) if below is not None
+            below for below in (cause.__cause__, cause.__context__, *of_ranks) if below is not None
         ]
 
 
 def random_state(mesh: Mesh) -> dict[str, Any]:
-    """Return the state of Python, NumPy, torch, this rank's GPU and megatron's tracker, in `weights_only` types."""
+    """Return the random state of Python, NumPy, torch, this rank's GPU and megatron's tracker.
+
+    All values have types that `torch.load` reads with `weights_only`.
+    """
     name, keys, position, has_gauss, cached = np.random.get_state()
     tracker: Any = get_cuda_rng_tracker()
     state = {
@@ -491,7 +525,7 @@ def random_state(mesh: Mesh) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], mesh: Mesh) -> None:
-    """Restore `random_state`; a state of another layout is ignored."""
+    """Restore the result of `random_state`. The state of another layout is ignored."""
     if state["layout"] != _layout(mesh):
         return
     torch.set_rng_state(state["torch"])

@@ -1,6 +1,9 @@
-"""Converts between Hugging Face folders and `dist_checkpointing` checkpoints, at any tensor-parallel size.
+"""Converts between Hugging Face folders and `dist_checkpointing` checkpoints.
 
-`to_megatron` writes `model/` (sharded weights, as in a run's checkpoint) beside copied config and tokenizer files.
+Tensor-parallel sizes may differ.
+
+`to_megatron` writes `model/` (sharded weights, as in a run's checkpoint) beside copied config and
+tokenizer files.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from reinforce_rl.utils.files import replace_folder
 from reinforce_rl.utils.untrusted_files import read_json
 
 MODEL = "model"
-_MOST_TIMES = 4  # the size of a checkpoint, for a model that is built to read it
+_MOST_TIMES = 4  # a model may be this many times as large as the checkpoint to be read into it
 
 
 def to_megatron(
@@ -61,14 +64,16 @@ def to_megatron(
 ) -> Path:
     """Write a Hugging Face folder's weights as a checkpoint, atomically; a collective call.
 
-    `out` is replaced if it exists. `dtype` None is the folder's; of several, the one that holds the others' values.
+    `out` is replaced if it exists. `dtype` is by default the dtype of the folder; of several, a
+    dtype that holds the values of all.
 
-    Raises ConfigError: the model is not supported; CheckpointError: the folder cannot be read or the checkpoint cannot
-    be written.
+    Raises ConfigError: the model is not supported; CheckpointError: the folder cannot be read or
+    the checkpoint cannot be written.
     """
     source = Path(source)
     out = Path(out)
-    architecture, weights = Architecture.from_folder(source), HFFolder(source)
+    architecture = Architecture.from_folder(source)
+    weights = HFFolder(source)
     check_headers(architecture, weights)
     stored = weights.common_dtype(row.hf for row in weight_map(architecture, 1))
     lm = CausalLM(architecture, mesh, dtype or stored)
@@ -103,12 +108,14 @@ def to_hf(
     """Write a checkpoint's weights as a Hugging Face folder, atomically; a collective call.
 
     Args:
-        checkpoint: from `to_megatron` or a run, of any number of ranks, or a run's folder, whose newest is taken.
-        model: folder with config and tokenizer, the base model of a LoRA run; None if the checkpoint has them.
+        checkpoint: from `to_megatron` or a run, of any number of ranks, or a run's folder, of which
+            the newest checkpoint is used.
+        model: folder with config and tokenizer; for a LoRA run, the folder of the base model. None
+            if the checkpoint has them.
         options: `dtype`, `max_shard_bytes` and `track` of `export_hf_folder`.
 
-    Raises ConfigError: no config.json, or the model is not supported; CheckpointError: the checkpoint cannot be read
-    or is another model's, or the folder cannot be written.
+    Raises ConfigError: no config.json, or the model is not supported; CheckpointError: the
+    checkpoint cannot be read or is another model's, or the folder cannot be written.
     """
     checkpoint = _checkpoint_in(Path(checkpoint))
     source = checkpoint if model is None else Path(model)
@@ -122,7 +129,7 @@ def to_hf(
     state = checkpoint / STATE_FILE
     trainer_state = _trainer_state(state) if state.is_file() else {}
     dtype = _dtype_of(checkpoint)
-    # Before a model of config.json's size takes memory.
+    # Check the size before a model of config.json's size takes memory.
     if trainer_state.get("lora") is None:
         _check_size(architecture, source, checkpoint)
     else:
@@ -166,14 +173,17 @@ def _trainer_state(path: Path) -> dict[str, Any]:
 
 
 def load_weights(lm: CausalLM, checkpoint: Path) -> None:
-    """Fill the model from a checkpoint of any number of ranks; a collective call. Raises CheckpointError on all."""
+    """Fill the model from a checkpoint of any number of ranks; a collective call.
+
+    Raises CheckpointError on all ranks.
+    """
 
     def failed(error: BaseException) -> CheckpointError:
         sentence = f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}"
         return CheckpointError(sentence, key=key_of(error, "checkpoint.folder.not_loaded"))
 
     with lm.mesh.raise_on_all_ranks(failed):
-        if (checkpoint / MANIFEST_FILE).is_file():  # only a run's checkpoints have one
+        if (checkpoint / MANIFEST_FILE).is_file():  # only checkpoints of a run have one
             check_files(checkpoint, lm.mesh.rank, lm.mesh.world_size)
         load_sharded(lm, {"model": trained_state(lm)}, checkpoint / MODEL)
 
@@ -181,7 +191,10 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
 def _add_lora_of(
     checkpoint: Path, trainer_state: dict[str, Any], lm: CausalLM, source: Path
 ) -> MergedWeights | None:
-    """Load the base of a checkpoint of LoRA updates; return the merged weights, to be read once those are loaded."""
+    """Load the base model of a checkpoint of LoRA updates, and add the updates.
+
+    Returns the merged weights, to be read once the updates are loaded; None without LoRA.
+    """
     lora: dict[str, Any] | None = trainer_state.get("lora")
     if lora is None:
         return None
@@ -194,7 +207,7 @@ def _add_lora_of(
 
 
 def _checkpoint_in(folder: Path) -> Path:
-    """Return the folder if it is a checkpoint, else a run's newest one."""
+    """Return the folder if it is a checkpoint, else the newest checkpoint of a run."""
     for candidate in (folder, folder / CHECKPOINTS):
         if (candidate / MODEL / FORMAT_FILE).is_file():
             return candidate

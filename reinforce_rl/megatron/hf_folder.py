@@ -1,4 +1,4 @@
-"""A Hugging Face folder's tensors by their names; only the files' headers are read at first."""
+"""Reads a Hugging Face folder's tensors by name. At first only the files' headers are read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class _Entry(NamedTuple):
 
 
 class HFFolder:
-    """Weights of a Hugging Face folder; the constructor reads only the files' headers. Faults are CheckpointErrors."""
+    """Weights of a Hugging Face folder.
+
+    The constructor reads only the files' headers. Faults are CheckpointErrors.
+    """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -52,7 +55,7 @@ class HFFolder:
                     if self.files.file_of.get(name, path) != path:
                         self._stored_again.append((name, path))
                         continue
-                    if name in self._entries:  # the index does not name it, and two shards hold it
+                    if name in self._entries:  # not in the index, and two shards hold it
                         self._stored_again.append((name, path))
                         continue
                     header = file.get_slice(name)
@@ -60,8 +63,8 @@ class HFFolder:
                         path, name, tuple(header.get_shape()), header.get_dtype()
                     )
         if EMBEDDING.removeprefix(_DECODER) in self._entries:
-            # Saved from transformers' bare decoder, such as LlamaModel; it loads such a folder by
-            # these names too.
+            # The folder was saved from transformers' bare decoder, such as LlamaModel. transformers
+            # loads it by these names too.
             self._entries = {_with_prefix(name): entry for name, entry in self._entries.items()}
             self._stored_again = [(_with_prefix(name), path) for name, path in self._stored_again]
 
@@ -76,7 +79,7 @@ class HFFolder:
         return self._entries[name].shape
 
     def common_dtype(self, names: Iterable[str]) -> torch.dtype:
-        """Return a dtype that holds all of these tensors' values."""
+        """Return a dtype that can hold the values of all these tensors."""
         dtypes = {self._entries[name].dtype for name in names if name in self._entries}
         return functools.reduce(torch.promote_types, (DTYPES[dtype] for dtype in sorted(dtypes)))
 
@@ -88,7 +91,9 @@ class HFFolder:
             return file.get_slice(entry.stored_name)[(slice(None),) * axis + (slice(start, end),)]
 
     def fingerprint(self) -> str:
-        """Return a digest of every tensor's name, shape, dtype and first row, to tell two folders' weights apart.
+        """Return a digest that distinguishes the weights of two folders.
+
+        It is of every tensor's name, shape, dtype and first row.
 
         Training changes every row of a matrix, except embeddings of tokens that never occur.
         """
@@ -102,14 +107,17 @@ class HFFolder:
         return digest.hexdigest()[:16]
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
-        """Compare the headers with the model's shapes; CheckpointError lists all faults but `ignored` names."""
+        """Compare the headers with the model's shapes.
+
+        Raises CheckpointError, which lists all faults except in `ignored` names.
+        """
         quantised = [
             name for name in self._entries.keys() - expected.keys() if _OF_QUANTISED.search(name)
         ]
         if quantised:
             raise CheckpointError(
-                f"the weights in {self.folder} are quantised (it holds {min(quantised)}), and training needs them "
-                f"whole; {UNQUANTISED}",
+                f"the weights in {self.folder} are quantised (it holds {min(quantised)}), "
+                f"and training needs them whole; {UNQUANTISED}",
                 key="model.weights.quantised",
             )
         self._refuse_wrapped(expected)
@@ -127,7 +135,8 @@ class HFFolder:
             elif entry.shape != shape:
                 add(
                     name,
-                    f"shape {entry.shape} in {entry.file.name}; by config.json it should be {shape}",
+                    f"shape {entry.shape} in {entry.file.name}; "
+                    f"by config.json it should be {shape}",
                 )
             elif entry.dtype not in DTYPES:
                 add(
@@ -138,21 +147,22 @@ class HFFolder:
             if name in expected and entry is not None and not self._is_equal_in(name, other):
                 add(
                     name,
-                    f"stored in {entry.file.name} and, with other values, in {other.name}; keep one of them",
+                    f"stored in {entry.file.name} and, with other values, in {other.name}; "
+                    "keep one of them",
                 )
         for name in sorted(self._entries.keys() - expected.keys()):
             if not ignored.search(name):
                 entry = self._entries[name]
                 add(
                     name,
-                    f"shape {entry.shape} in {entry.file.name}; a model of this config.json has no such tensor",
+                    f"shape {entry.shape} in {entry.file.name}; "
+                    "a model of this config.json has no such tensor",
                 )
         lines: list[str] = []
         for (name, text), layers in faults.items():
             several = f", N = {', '.join(sorted(layers, key=int))}" if len(layers) > 1 else ""
-            lines.append(
-                f"  {name if several else name.replace('.N.', '.'.join(['', *layers, '']))}{several}: {text}"
-            )
+            listed_name = name if several else name.replace(".N.", ".".join(["", *layers, ""]))
+            lines.append(f"  {listed_name}{several}: {text}")
         if faults:
             listed = "\n".join(lines)
             raise CheckpointError(
@@ -161,15 +171,16 @@ class HFFolder:
             )
 
     def _refuse_wrapped(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError if the tensor names have the prefix of a wrapper, such as DDP or PEFT."""
+        """Raise CheckpointError if tensor names have the prefix of a wrapper, for example DDP."""
         ending = "." + EMBEDDING.removeprefix(_DECODER)
         others = [name for name in self.names if name.endswith(ending)]
         if EMBEDDING not in expected or EMBEDDING in self._entries or not others:
             return
         raise CheckpointError(
-            f"{self.folder} holds {others[0]} where a model of its config.json has {EMBEDDING}: the model was saved "
-            "inside a wrapper. Call save_pretrained on the model itself: `.module` for DDP, `._orig_mod` for "
-            "torch.compile, the result of merge_and_unload() for PEFT, the language model for a model with images",
+            f"{self.folder} holds {others[0]} where a model of its config.json has {EMBEDDING}: "
+            "the model was saved inside a wrapper. Call save_pretrained on the model itself: "
+            "`.module` for DDP, `._orig_mod` for torch.compile, the result of merge_and_unload() "
+            "for PEFT, the language model for a model with images",
             key="model.weights.wrapped",
         )
 

@@ -1,6 +1,7 @@
 """Reads, checks and writes the weights of Hugging Face folders, by the table in `weight_map`.
 
-Each rank reads only its slices; on export rank 0 holds at most one weight file and the parameter being gathered.
+Each rank reads only its slices. On export rank 0 holds at most one weight file and the parameter
+that is being gathered.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from reinforce_rl.utils.untrusted_files import check_regular, link_root, read_js
 T = TypeVar("T")
 Track = Callable[[Sequence[T]], Iterable[T]]  # iterates like `iter`; may show progress
 
-# RoPE frequencies, stored in older folders; the model computes them.
+# RoPE frequencies, which older folders store and the model computes.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _NOT_OF_A_CLASSIFIER = re.compile(rf"{_COMPUTED.pattern}|^lm_head\.weight$")
 SCORE = SCORE_LAYER.removesuffix(".weight")  # module of a classifier's head
@@ -60,18 +61,20 @@ _CARRIED_OVER += ("chat_template*", "additional_chat_templates/*.jinja", "*.mode
 def load_hf_weights(
     lm: CausalLM, folder: HFFolder, *, track: Track = iter, heads: Sequence[str] = ()
 ) -> None:
-    """Fill this rank's slice of the model, or all but a head that the folder lacks; faults as in `check_headers`.
+    """Fill this rank's slice of the model, except a head that the folder lacks.
 
-    `heads` are modules of heads that the folder may hold besides the model; the first is the one that is used.
+    `heads` are modules of heads that the folder may hold besides the model; the first is used.
+    Raises the errors of `check_headers`.
     """
     arch = lm.architecture
     rank = lm.mesh.tp_rank
-    rows, own = weight_map(arch, lm.mesh.tp_size), parameters_of(lm)
+    rows = weight_map(arch, lm.mesh.tp_size)
+    unfilled = parameters_of(lm)
     check_headers(arch, folder, heads)
     if _lacks_head(arch, folder, heads):
         rows = [row for row in rows if row.hf != SCORE_LAYER]
-        own.pop(SCORE_LAYER, None)
-    if arch.tied_embeddings and OUTPUT_PARAMETER in own:
+        unfilled.pop(SCORE_LAYER, None)
+    if arch.tied_embeddings and OUTPUT_PARAMETER in unfilled:
         # With tied weights, the pipeline's last stage has a copy of the embedding.
         rows = [
             *rows,
@@ -79,9 +82,9 @@ def load_hf_weights(
         ]
     with torch.no_grad():
         for name, parts in track(_by_parameter(rows)):
-            if name not in own:
+            if name not in unfilled:
                 continue  # on another stage
-            parameter = own.pop(name).zero_()  # padding stays zero
+            parameter = unfilled.pop(name).zero_()  # padding stays zero
             for row in parts:
                 start, end = row.part(rank)
                 if start < end:
@@ -89,12 +92,15 @@ def load_hf_weights(
                     row.place(parameter, rank).copy_(row.like_place(part))
                     if row.hf == EMBEDDING and _holds_tied_output(arch, folder):
                         _check_tied(folder, part, start, end)
-    if own:
-        raise RuntimeError(f"the weight map does not fill {', '.join(sorted(own))}")
+    if unfilled:
+        raise RuntimeError(f"the weight map does not fill {', '.join(sorted(unfilled))}")
 
 
 def check_headers(arch: Architecture, folder: HFFolder, heads: Sequence[str] = ()) -> None:
-    """Check names, shapes and dtypes of a folder's tensors without reading them; CheckpointError lists differences."""
+    """Check names, shapes and dtypes of a folder's tensors without reading the tensors.
+
+    Raises CheckpointError, which lists the differences.
+    """
     shapes = {row.hf: row.shape for row in weight_map(arch, 1)}
     if _lacks_head(arch, folder, heads):
         del shapes[SCORE_LAYER]
@@ -125,7 +131,7 @@ def parameters_of(lm: CausalLM) -> dict[str, Tensor]:
     numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(layers)}
     return {
         re.sub(
-            r"^(decoder\.layers\.)(\d+)", lambda found: found[1] + str(numbers[found[2]]), name
+            r"^(decoder\.layers\.)(\d+)", lambda match: match[1] + str(numbers[match[2]]), name
         ): parameter
         for name, parameter in lm.named_parameters()
     }
@@ -140,24 +146,26 @@ def hf_tensors(
     device: torch.device | str = "cpu",
     track: Track = iter,
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield (name, tensor) of the model in Hugging Face layout; a collective call that every rank must exhaust.
+    """Yield (name, tensor) of the model in Hugging Face layout.
 
-    The tensor, with its own memory, is on the first tensor-parallel rank of the first stage; elsewhere it is None.
+    A collective call that every rank must exhaust. The tensor, with its own memory, is on the first
+    tensor-parallel rank of the first stage; elsewhere it is None.
 
-    Gradients, say, are mapped as `values` keyed as in `parameters_of`, a part of `weight_map` as `rows`.
+    `values`, such as gradients, are mapped in place of the weights, keyed as in `parameters_of`.
+    `rows` are a part of `weight_map`.
     """
     mesh = lm.mesh
-    own = parameters_of(lm) if values is None else values
-    # frozen: no gradient
-    dtype = dtype or next(value.dtype for value in own.values() if value is not None)
-    stages = mesh.gather_over_pp(set(own))
+    local_values = parameters_of(lm) if values is None else values
+    # A frozen parameter has no gradient.
+    dtype = dtype or next(value.dtype for value in local_values.values() if value is not None)
+    stages = mesh.gather_over_pp(set(local_values))
     rows = weight_map(lm.architecture, mesh.tp_size) if rows is None else rows
     for name, of_parameter in track(_by_parameter(rows)):
         stage = next(i for i, names in enumerate(stages) if name in names)
         parts = None
         if stage == mesh.pp_rank:
             parts = _on_first_rank(
-                own[name].detach().to(dtype), mesh, of_parameter[0].split is not None
+                local_values[name].detach().to(dtype), mesh, of_parameter[0].split is not None
             )
         for row in of_parameter:
             whole = None
@@ -223,17 +231,20 @@ def export_hf_folder(
     step: int | None = None,
     config_values: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a Hugging Face folder (weights, config, tokenizer) atomically; a collective call, the first rank writes.
+    """Write a Hugging Face folder (weights, config, tokenizer) atomically.
+
+    A collective call; the first rank writes.
 
     Args:
         source: folder whose config and tokenizer files are copied.
-        values: written instead of the weights, keyed as in `parameters_of`.
-        dtype: None for the model's.
-        max_shard_bytes: per weight file, also what the first rank buffers. A larger tensor gets its own file.
-        step: of training, for config.json; None if unknown.
+        values: to write instead of the weights, keyed as in `parameters_of`.
+        dtype: of the files; None for the model's dtype.
+        max_shard_bytes: per weight file, which the first rank holds in memory. A larger tensor gets
+            a file to itself.
+        step: number of training steps, for config.json; None if unknown.
         config_values: overrides for config.json.
 
-    Raises CheckpointError: on every rank, if it cannot be written.
+    Raises CheckpointError on every rank if the folder cannot be written.
     """
     source = Path(source)
     out = Path(out)
@@ -243,7 +254,7 @@ def export_hf_folder(
     files = shard_files(weight_map(lm.architecture, mesh.tp_size), dtype, max_shard_bytes)
 
     def failed(error: BaseException) -> CheckpointError:
-        space = space_note(error, part)  # before the files are gone
+        space = space_note(error, part)  # before the files are deleted
         shutil.rmtree(part, ignore_errors=True)
         sentence = f"cannot write the Hugging Face folder {out}: {error}{space}"
         return CheckpointError(sentence, key=key_of(error, "model.folder.not_written"))
@@ -261,12 +272,12 @@ def export_hf_folder(
                 file_of = {name: file for file, names in files.items() for name in names}
                 index = {"metadata": {"total_size": total}, "weight_map": file_of}
                 (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    # Other data- and context-parallel ranks hold the same weights; they only wait at the end of
+    # Other data- and context-parallel ranks hold the same weights. They only wait at the end of
     # each file.
     first_copy = mesh.dp_rank == mesh.cp_rank == 0
     tensors = hf_tensors(lm, values, dtype=dtype, track=track) if first_copy else iter(())
     for file, names in files.items():
-        # tensors on the main rank, None elsewhere
+        # Tensors on the main rank, None on the others.
         shard: Any = dict(itertools.islice(tensors, len(names)))
         with mesh.raise_on_all_ranks(failed):
             if mesh.is_main:
@@ -296,7 +307,7 @@ def shard_files(rows: list[Row], dtype: torch.dtype, max_bytes: int) -> dict[str
 
 def carry_over(source: Path, out: Path) -> None:
     for path in sorted({path for pattern in _CARRIED_OVER for path in source.glob(pattern)}):
-        if path.is_file():  # a folder may have such a name too
+        if path.is_file():  # the name of a folder may match too
             check_regular(path, within=link_root(source))
             copy = out / path.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
@@ -312,7 +323,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _keep_end_tokens(folder: Path) -> None:
-    """Make `generate` of transformers end at every token that ended the responses of training."""
+    """Make `generate` of transformers stop at every token that ended responses in training."""
     tokenizer_eos = None
     if (folder / "tokenizer_config.json").is_file():
         tokenizer_eos = token_id(load_tokenizer(folder).eos_token_id)
@@ -326,7 +337,7 @@ def _keep_end_tokens(folder: Path) -> None:
 
 def _set_config(config: Path, dtype: torch.dtype, others: Mapping[str, Any]) -> None:
     values = read_json(config)
-    # "torch_dtype" before transformers 5, which reads both, "dtype" first.
+    # The key is "torch_dtype" before transformers 5, which reads both keys, "dtype" first.
     keys = [key for key in ("torch_dtype", "dtype") if key in values] or ["dtype"]
     values |= dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(others)
     if values[STEP] is None:

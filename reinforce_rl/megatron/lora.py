@@ -1,11 +1,13 @@
 """LoRA (arXiv:2106.09685): trained low-rank updates of frozen weights.
 
-`alpha / r * B A` is added to a frozen W [out, in], with A [r, in] and B [out, r]. A column-parallel weight and its B
-are split along `out`; a row-parallel one and its A along `in`. The other matrix is replicated, and needs no gradient
-sum: megatron's region functions act on the r numbers between A and B (with sequence parallelism it sums as for norms).
+`alpha / r * B A` is added to a frozen W [out, in], with A [r, in] and B [out, r]. A column-parallel
+weight and its B are split along `out`; a row-parallel weight and its A along `in`. The other matrix
+is replicated, and its gradient needs no sum: megatron's region functions act on the r numbers
+between A and B. With sequence parallelism megatron sums the gradient as it does for norms.
 
-An update is a submodule of megatron's layer and adds to its output by a forward hook, which keeps parameter names.
-Each Hugging Face projection has its own update, at its rows of a fused output.
+An update is a submodule of megatron's layer and adds to its output by a forward hook, which
+preserves parameter names. Each Hugging Face projection has its own update, at its rows of a fused
+output.
 
 Notation: s sequence, b batch, r rank of the update.
 """
@@ -40,7 +42,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 SUBMODULE = "lora"  # name of the updates in a megatron layer
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
-PREFIX = "base_model.model."  # PEFT's names start at its wrapper of the model
+PREFIX = "base_model.model."  # of PEFT's names, which start at its wrapper of the model
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class LoraSettings:
     rank: int
     alpha: float  # updates are scaled by alpha / rank
     targets: tuple[str, ...]  # Hugging Face projection names, in the order of `PROJECTIONS`
-    seed: int = 0  # initializes A
+    seed: int = 0  # of the initial A
 
     @classmethod
     def from_names(
@@ -63,9 +65,12 @@ class LoraSettings:
         return self.alpha / self.rank
 
     def identity(self, base_weights: str) -> dict[str, Any]:
-        """Return what tells updates in a checkpoint apart; `base_weights` is the frozen `HFFolder.fingerprint`."""
-        own = {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
-        return {**own, "base_weights": base_weights}
+        """Return the values that identify updates in a checkpoint.
+
+        `base_weights` is the `HFFolder.fingerprint` of the frozen weights.
+        """
+        settings = {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
+        return {**settings, "base_weights": base_weights}
 
 
 class LoraRow(NamedTuple):
@@ -77,20 +82,20 @@ class LoraRow(NamedTuple):
 
 def lora_map(arch: Architecture, tp_size: int, settings: LoraSettings) -> list[LoraRow]:
     """Return every update of a model, layer by layer, in the order of `weight_map`."""
-    found = []
+    rows = []
     for base in weight_map(arch, tp_size):
         projection = base.hf.split(".")[-2]
         if projection in settings.targets and base.hf.endswith(".weight"):
-            found.append(_lora_row(base, projection, settings.rank))
-    return found
+            rows.append(_lora_row(base, projection, settings.rank))
+    return rows
 
 
 def _lora_row(base: Row, projection: str, rank: int) -> LoraRow:
     split: Any = base.split
-    # Each projection has rows of its own here, and does not share them with the others of a fused
-    # weight.
-    own: Split = replace(split, width=split.size, offset=0)
-    (out_size, in_size), layer = base.shape, base.megatron.removesuffix(".weight")
+    # Here each projection has rows of its own, not rows of a fused weight.
+    own_split: Split = replace(split, width=split.size, offset=0)
+    out_size, in_size = base.shape
+    layer = base.megatron.removesuffix(".weight")
 
     def matrix(name: str, shape: tuple[int, int], cut: bool) -> Row:
         hf = f"{base.hf.removesuffix('.weight')}.{name}.weight"
@@ -99,7 +104,7 @@ def _lora_row(base: Row, projection: str, rank: int) -> LoraRow:
             f"{layer}.{SUBMODULE}.{projection}.{name}",
             shape,
             base.tp_size,
-            own if cut else None,
+            own_split if cut else None,
         )
 
     a = matrix("lora_A", (rank, in_size), split.axis == 1)
@@ -108,7 +113,10 @@ def _lora_row(base: Row, projection: str, rank: int) -> LoraRow:
 
 
 class LowRank(torch.nn.Module):
-    """A and B of one projection; `sequence_parallel` marks replicated matrices for megatron's gradient sum."""
+    """A and B of one projection.
+
+    `sequence_parallel` marks replicated matrices for megatron's sum of gradients.
+    """
 
     def __init__(
         self,
@@ -121,12 +129,13 @@ class LowRank(torch.nn.Module):
         super().__init__()
         values = initial_a(row.a, settings.seed), torch.zeros(row.b.shape)
         for name, matrix, whole in zip(("lora_A", "lora_B"), (row.a, row.b), values, strict=True):
-            own = torch.zeros(matrix.local_shape)  # padding stays zero
-            matrix.place(own, tp_rank).copy_(matrix.part_in(whole, tp_rank))
-            parameter: Any = torch.nn.Parameter(own.to(like.device, like.dtype))
+            local_part = torch.zeros(matrix.local_shape)  # padding stays zero
+            matrix.place(local_part, tp_rank).copy_(matrix.part_in(whole, tp_rank))
+            parameter: Any = torch.nn.Parameter(local_part.to(like.device, like.dtype))
             if matrix.split is None:
                 parameter.sequence_parallel = sequence_parallel
-            else:  # else the gradient norm would count the first rank's share only
+            else:
+                # Without this the gradient norm would count only the first rank's share.
                 tensor_parallel.set_tensor_model_parallel_attributes(
                     parameter, True, matrix.split.axis, 1
                 )
@@ -134,7 +143,7 @@ class LowRank(torch.nn.Module):
 
 
 def initial_a(row: Row, seed: int) -> Tensor:
-    """Draw A as PEFT does (Kaiming uniform, a = sqrt(5)): float32 [r, in], the same for any layout."""
+    """Draw A like PEFT (Kaiming uniform, a = sqrt(5)): float32 [r, in], equal for every layout."""
     key = hashlib.sha256(f"{seed}:{row.hf}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
     whole = torch.empty(row.shape)
@@ -143,7 +152,10 @@ def initial_a(row: Row, seed: int) -> Tensor:
 
 
 class LayerUpdates(torch.nn.Module):
-    """The updates of one megatron layer; `blocks` are all projections in its weight, in row order."""
+    """The updates of one megatron layer.
+
+    `blocks` are all projections in its weight, in row order.
+    """
 
     def __init__(
         self,
@@ -172,16 +184,17 @@ class LayerUpdates(torch.nn.Module):
         if not self.enabled:
             return outputs
         output, bias = outputs
-        update = self._of_rows if self._blocks[0].split.axis else self._of_columns  # type: ignore[union-attr]
+        split: Any = self._blocks[0].split
+        update = self._of_rows if split.axis else self._of_columns
         return output + update(inputs[0], layer.sequence_parallel), bias
 
     def _of_columns(self, x: Tensor, sequence_parallel: bool) -> Tensor:
-        """Map [s, b, in], or the rank's part of s, to the rank's columns [s, b, out / tp]."""
+        """Map [s, b, in], or this rank's part of s, to this rank's columns [s, b, out / tp]."""
         low = (
             torch.cat([F.linear(x, self.pair(row).lora_A) for row in self._rows], dim=-1)
             * self.settings.scale
         )
-        # Sums each rank's part of the gradient of `low`, for both A and x.
+        # The backward pass sums each rank's part of the gradient of `low`, for both A and x.
         if sequence_parallel:
             low = tensor_parallel.gather_from_sequence_parallel_region(low, group=self._group)
         else:
@@ -197,7 +210,7 @@ class LayerUpdates(torch.nn.Module):
         return torch.cat(blocks, dim=-1).flatten(-2)
 
     def _of_rows(self, x: Tensor, sequence_parallel: bool) -> Tensor:
-        """Map the rank's columns [s, b, in / tp] to [s, b, out], or the rank's part of s."""
+        """Map this rank's columns [s, b, in / tp] to [s, b, out], or to this rank's part of s."""
         (row,) = self._rows
         pair = self.pair(row)
         low = F.linear(x, pair.lora_A) * self.settings.scale
@@ -229,7 +242,10 @@ class LayerUpdates(torch.nn.Module):
 
 
 def add_lora(lm: CausalLM, settings: LoraSettings) -> None:
-    """Freeze the model and attach updates (B = 0); call after loading weights and before `wrap_data_parallel`."""
+    """Freeze the model and attach updates with B = 0.
+
+    Call after loading weights and before `wrap_data_parallel`.
+    """
     lm.requires_grad_(False)
     arch = lm.architecture
     mesh = lm.mesh
@@ -243,17 +259,17 @@ def add_lora(lm: CausalLM, settings: LoraSettings) -> None:
         ):
             layer: Any = module.get_submodule(name.removeprefix(prefix).removesuffix(".weight"))
             trained = [row for row in updates if row.base.megatron == name]
-            own = LayerUpdates(
+            layer_updates = LayerUpdates(
                 layer, trained, [row for row in blocks if row.megatron == name], settings, mesh
             )
-            layer.add_module(SUBMODULE, own)
-            layer.register_forward_hook(own.hook)
+            layer.add_module(SUBMODULE, layer_updates)
+            layer.register_forward_hook(layer_updates.hook)
     if lm.pre_process:
         lm.embedding.register_forward_hook(_keep_gradients)
 
 
 def _keep_gradients(embedding: Any, inputs: Any, output: Tensor) -> None:
-    # Recomputed layers need an input that requires grad, but the embedding is frozen.
+    # Recomputed layers need an input that requires a gradient, but the embedding is frozen.
     if torch.is_grad_enabled() and embedding.config.recompute_granularity == "full":
         output.requires_grad_()
 
@@ -265,25 +281,28 @@ def updates_of(lm: CausalLM) -> list[LayerUpdates]:
 
 def lora_settings_of(lm: CausalLM) -> LoraSettings | None:
     """Return the model's LoRA settings; None without LoRA."""
-    found = updates_of(lm)
-    return found[0].settings if found else None
+    updates = updates_of(lm)
+    return updates[0].settings if updates else None
 
 
 @contextlib.contextmanager
 def updates_off(lm: CausalLM) -> Iterator[None]:
-    """Disable the updates inside the block, leaving the frozen base."""
-    found = [updates for updates in updates_of(lm) if updates.enabled]
-    for updates in found:
+    """Disable the updates inside the block, which leaves the frozen base."""
+    enabled = [updates for updates in updates_of(lm) if updates.enabled]
+    for updates in enabled:
         updates.enabled = False
     try:
         yield
     finally:
-        for updates in found:
+        for updates in enabled:
             updates.enabled = True
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """This rank's weights with updates added, keyed as in `parameters_of`; each is computed when read."""
+    """This rank's weights with updates added, keyed as in `parameters_of`.
+
+    Each weight is computed when it is read.
+    """
 
     def __init__(self, lm: CausalLM):
         self._own = parameters_of(lm)
@@ -313,24 +332,27 @@ def adapter_rows(lm: CausalLM) -> list[Row]:
 
 
 def trained_state(lm: CausalLM) -> dict[str, Any]:
-    """Return the sharded state to save: all weights, or the updates alone under PEFT's names."""
+    """Return the sharded state to save: all weights, or only the updates under PEFT's names."""
     rows = {row.megatron: row for row in adapter_rows(lm)}
     if not rows:
         return lm.sharded_state_dict()
-    own = parameters_of(lm)
+    parameters = parameters_of(lm)
     local_names = {id(parameter): name for name, parameter in lm.named_parameters()}
-    found = {}
+    state = {}
     for name, row in rows.items():
-        if name not in own:
+        if name not in parameters:
             continue  # on another stage
         axes = {} if row.split is None else {row.hf: row.split.axis}
-        sharded = make_sharded_tensors_for_checkpoint({row.hf: own[name]}, "", axes)
-        found[local_names[id(own[name])]] = sharded[row.hf]
-    return found
+        sharded = make_sharded_tensors_for_checkpoint({row.hf: parameters[name]}, "", axes)
+        state[local_names[id(parameters[name])]] = sharded[row.hf]
+    return state
 
 
 def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
-    """Write PEFT's folder for the base model `source` atomically; a collective call. Raises CheckpointError."""
+    """Write PEFT's folder for the base model `source` atomically; a collective call.
+
+    Raises CheckpointError if it cannot be written.
+    """
     out = Path(out)
     mesh = lm.mesh
     settings = lora_settings_of(lm)
@@ -360,7 +382,7 @@ def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
 def write_adapter(
     tensors: dict[str, Tensor], settings: LoraSettings, source: str | Path, out: Path
 ) -> None:
-    """Write PEFT's files of whole updates, named as PEFT does, into a new folder."""
+    """Write unsharded updates with PEFT's names, and PEFT's configuration, into a new folder."""
     out.mkdir(parents=True)
     save_tensors(tensors, out / WEIGHTS_FILE)
     config = json.dumps(peft_config(settings, source), indent=2)
@@ -383,17 +405,21 @@ def peft_config(settings: LoraSettings, source: str | Path) -> dict[str, Any]:
 def check_lora_identity(
     mine: dict[str, Any] | None, checkpoint: str | Path, trainer_state: dict[str, Any]
 ) -> None:
-    """Reject a checkpoint whose weights do not belong to this run, whose `LoraSettings.identity` is `mine`."""
+    """Raise CheckpointError if a checkpoint's weights do not belong to this run.
+
+    `mine` is this run's `LoraSettings.identity`; None without LoRA.
+    """
     stored: dict[str, Any] | None = trainer_state.get("lora")
     if stored == mine:
         return
     if stored is None or mine is None:
         kinds = ("all weights", "LoRA updates only")
-        found = kinds[stored is not None]
-        expected = kinds[mine is not None]
+        stored_kind = kinds[stored is not None]
+        expected_kind = kinds[mine is not None]
         raise CheckpointError(
-            f"checkpoint {checkpoint} holds {found}, but this run has {expected} (model.peft.peft_scheme); "
-            "go on with the run's own configuration, or choose another exp_manager.explicit_log_dir",
+            f"checkpoint {checkpoint} holds {stored_kind}, but this run has {expected_kind} "
+            "(model.peft.peft_scheme); go on with the run's own configuration, "
+            "or choose another exp_manager.explicit_log_dir",
             key="lora.checkpoint.another_scheme",
         )
     tuning = "model.peft.lora_tuning"

@@ -1,4 +1,6 @@
-"""Process groups and this rank's place in them; the only file that reads megatron's global `parallel_state`.
+"""Process groups and this rank's place in them.
+
+This is the only module that reads megatron's global `parallel_state`.
 
 A block is the tensor x context x pipeline ranks that share one model copy and work on the same
 prompts. Its first rank is called model-parallel rank 0.
@@ -39,8 +41,8 @@ from reinforce_rl.errors import (
 from reinforce_rl.utils.job_rank import JobRank
 from reinforce_rl.utils.ranks import STORE_VARIABLE
 
-_SIGNAL_SECONDS = 0.2  # until a signal is handled
-# Errors re-raised on the other ranks as the same type, by name.
+_SIGNAL_SECONDS = 0.2  # maximum delay before a signal is handled
+# Errors that are re-raised with the same type on the other ranks, by name.
 _KINDS = (
     CheckpointError,
     DataError,
@@ -54,21 +56,21 @@ _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that have process groups in common: all of a job, or those of one role."""
+    """The ranks that share process groups: all ranks of a job, or the ranks of one role."""
 
     rank: int
     size: int
-    store: Any = None  # torch's, where they meet; None: torchrun's
+    store: Any = None  # torch's store for the rendezvous; None: torchrun's
 
 
 @dataclass(frozen=True)
 class Mesh:
     rank: int  # global
     world_size: int
-    # data parallel, without context parallel: ranks of one dp_rank hold the same prompts
+    # data parallel, without context parallel: ranks with one dp_rank hold the same prompts
     dp_rank: int
     dp_size: int
-    tp_rank: int  # tensor parallel: ranks of one tp_rank hold the same slice of each weight
+    tp_rank: int  # tensor parallel: ranks with one tp_rank hold the same slice of each weight
     tp_size: int
     pp_rank: int  # pipeline parallel: a stage of the model's layers
     pp_size: int
@@ -77,17 +79,17 @@ class Mesh:
     sequence_parallel: bool  # tensor-parallel ranks also split positions outside their matrices
     device: torch.device
     block_group: dist.ProcessGroup  # the ranks of this rank's block
-    # torch's, for counters; None in process groups that were there before
+    # torch's store, for counters; None if the process groups existed before.
     store: Any = None
 
     @property
     def is_main(self) -> bool:
-        """Return True on the rank that writes files and prints."""
+        """True on the rank that writes files and prints."""
         return self.rank == 0
 
     @property
     def is_model_parallel_rank_0(self) -> bool:
-        """Return True on the rank of each block that asks for rewards and gathers weights."""
+        """True on the rank of each block that requests rewards and gathers weights."""
         return self.tp_rank == self.pp_rank == self.cp_rank == 0
 
     @property
@@ -127,19 +129,28 @@ class Mesh:
         return _gathered(value, self.dp_group)
 
     def join_over_dp(self, values: list[Any]) -> list[Any]:
-        """Concatenate the data-parallel ranks' lists of picklable values, in rank order, on every rank."""
+        """Concatenate the data-parallel ranks' lists of picklable values on every rank.
+
+        The lists are in rank order.
+        """
         return [value for part in self.gather_over_dp(values) for value in part]
 
     def gather_over_dp_on_first(self, value: Any) -> list[Any]:
-        """Return each data-parallel rank's picklable value in rank order on the first; an empty list on the others."""
+        """Return each data-parallel rank's picklable value, in rank order, on the first rank.
+
+        The others get an empty list.
+        """
         return _on_first(value, self.dp_group)
 
     def gather_on_main(self, value: Any) -> list[Any]:
-        """Return each rank's picklable value in rank order on the first rank; an empty list on the others."""
+        """Return each rank's picklable value, in rank order, on the first rank.
+
+        The others get an empty list.
+        """
         return _on_first(value, dist.group.WORLD)
 
     def gather_over_cp(self, value: Any) -> list[Any]:
-        """Return each context-parallel rank's picklable value, in rank order, on every rank of the group."""
+        """Return each context-parallel rank's picklable value, in rank order, on all of them."""
         return _gathered(value, self.cp_group)
 
     def gather_over_pp(self, value: Any) -> list[Any]:
@@ -157,7 +168,7 @@ class Mesh:
     def gather_on_model_parallel_rank_0(self, value: Any) -> list[Any]:
         """Return the block's picklable values, in rank order, on its model-parallel rank 0.
 
-        An empty list on the others.
+        The others get an empty list.
         """
         return _on_first(value, self.block_group)
 
@@ -174,12 +185,18 @@ class Mesh:
         return value if self.pp_size == 1 else _from_rank(value, self.pp_size - 1, self.pp_group)
 
     def copy_from_last_stage(self, tensor: Tensor) -> None:
-        """Broadcast the last stage's tensor into `tensor`, of the same shape and dtype, on all stages."""
+        """Broadcast the last stage's tensor into `tensor` on all stages.
+
+        Both have the same shape and dtype.
+        """
         if self.pp_size > 1:
             dist.broadcast(tensor, group=self.pp_group, group_src=self.pp_size - 1)
 
     def send_to_stage(self, tensor: Tensor, stage: int) -> None:
-        """Send a contiguous tensor to another stage, which calls `receive_from_stage`; blocks."""
+        """Send a contiguous tensor to another stage; blocks.
+
+        The other stage calls `receive_from_stage`.
+        """
         dist.send(tensor, group=self.pp_group, group_dst=stage)
 
     def receive_from_stage(self, tensor: Tensor, stage: int) -> None:
@@ -193,11 +210,15 @@ class Mesh:
         return bool(votes.item())
 
     def raise_if_any(self, error: Exception | None) -> None:
-        """Raise on every rank if one failed: its own error there, elsewhere one of that kind naming the first."""
-        own_failure = None
+        """Raise on every rank if one failed.
+
+        A rank that failed raises its own error. The others raise an error of the first failed
+        rank's type, which names that rank.
+        """
+        local_failure = None
         if error is not None:
-            own_failure = (type(error).__name__, str(error), key_of(error))
-        failures = _gathered(own_failure, None)
+            local_failure = (type(error).__name__, str(error), key_of(error))
+        failures = _gathered(local_failure, None)
         if error is not None:
             raise error
         for rank, failure in enumerate(failures):
@@ -212,13 +233,13 @@ class Mesh:
     ) -> Iterator[None]:
         """Raise on every rank if the block raised on one; a collective call.
 
-        `failure_of` makes the error to raise from what the block raised; None raises that itself.
+        `failure_of` makes the error to raise from the block's error; None raises the block's error.
         """
         failure: Any = None
         try:
             yield
         except (Exception, CheckpointException) as error:
-            # torch's CheckpointException is a BaseException
+            # torch's CheckpointException is not an Exception.
             failure = error
             if failure_of is not None:
                 failure = failure_of(error)
@@ -226,7 +247,7 @@ class Mesh:
         self.raise_if_any(failure)
 
     def reset_count(self, name: str) -> None:
-        """Reset a counter; call on one rank, while none counts."""
+        """Reset a counter. Call it on one rank while no rank counts."""
         assert self.store is not None, "these process groups are another's"
         self.store.delete_key(name)
 
@@ -236,7 +257,7 @@ class Mesh:
         return self.store.add(name, by)
 
     def count_by_block(self, name: str) -> int:
-        """Add 1 for the whole block and return the new value on its ranks, which call this together."""
+        """Add 1 for the whole block and return the new value on its ranks; a collective call."""
         value = self.count(name) if self.is_model_parallel_rank_0 else 0
         return value if self.dp_size == self.world_size else self.from_model_parallel_rank_0(value)
 
@@ -257,11 +278,12 @@ def parallel_mesh(
 ) -> Iterator[Mesh]:
     """Initialize process groups and megatron's parallel state, and destroy both on exit.
 
-    An existing default process group is used and left open. A collective waits `timeout_seconds` for a rank. `world`
-    is by default all of the job's.
+    An existing default process group is used and left open. A collective waits `timeout_seconds`
+    for a rank. `world` is by default all ranks of the job.
 
     Raises:
-        ConfigError: the ranks cannot be laid out this way, as the product of the sizes must divide their number.
+        ConfigError: the product of the sizes does not divide the number of ranks, or the layout is
+            impossible in another way.
         LostRankError: a rank did not join, or left.
     """
     job = JobRank.of_process()
@@ -282,9 +304,13 @@ def parallel_mesh(
         with rendezvous_errors(rank, world_size):
             if not dist.is_initialized():
                 if store is None:
-                    store = dist.HashStore() if world_size == 1 else job_store(world_size)  # type: ignore[attr-defined]
-                # NCCL waits spin on the GPU, so objects, votes and barriers, which may wait long,
-                # use gloo.
+                    store = (
+                        dist.HashStore()  # type: ignore[attr-defined]
+                        if world_size == 1
+                        else job_store(world_size)
+                    )
+                # NCCL spins on the GPU while it waits, so objects, votes and barriers, which may
+                # wait long, use gloo.
                 backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
                 store = _in_thread(lambda: _join(backend, rank, world_size, store, timeout))
                 stack.callback(dist.destroy_process_group)
@@ -296,6 +322,9 @@ def parallel_mesh(
             block_group = _block_group(rank, (tp, cp, world_size // (tp * pp * cp), pp), timeout)
             stack.callback(dist.destroy_process_group, block_group)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        prefix_store: Any = None
+        if store is not None:
+            prefix_store = dist.PrefixStore("mesh", store)  # type: ignore[attr-defined]
         yield Mesh(
             rank=rank,
             world_size=world_size,
@@ -310,12 +339,12 @@ def parallel_mesh(
             sequence_parallel=sequence_parallel,
             device=device,
             block_group=block_group,
-            store=None if store is None else dist.PrefixStore("mesh", store),  # type: ignore[attr-defined]
+            store=prefix_store,
         )
 
 
 def _join(backend: str, rank: int, world_size: int, store: Any, timeout: timedelta) -> Any:
-    """Make the default process group; return its store, by default torchrun's."""
+    """Create the default process group. Return its store, by default torchrun's."""
     if store is None:
         store, *_ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
@@ -323,12 +352,10 @@ def _join(backend: str, rank: int, world_size: int, store: Any, timeout: timedel
 
 
 def _in_thread(action: Callable[[], Any]) -> Any:
-    """Call `action` in a thread, so that this one handles signals while torch waits for ranks.
+    """Call `action` in a thread, so that this thread handles signals while torch waits for ranks.
 
-    Returns what the action returns.
-
-    Raises what the action raises, or at once what a signal's handler does. The thread then waits
-    on, so the program must end.
+    Returns the result of the action, or raises its error. If a signal's handler raises, this does
+    too, at once. The thread then waits on, so the program must end.
     """
     results: list[Any] = []
     errors: list[BaseException] = []
@@ -349,14 +376,17 @@ def _in_thread(action: Callable[[], Any]) -> Any:
 
 
 def job_store(world_size: int) -> Any:
-    """Return the store in which the ranks of one machine meet; None where it is torchrun's."""
+    """Return the store for the rendezvous of ranks on one machine; None if it is torchrun's."""
     path = os.environ.get(STORE_VARIABLE)
     return None if path is None else dist.FileStore(path, world_size)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def rendezvous_errors(rank: int, world_size: int) -> Iterator[None]:
-    """Convert torch's connection errors, before the watchdog runs, to a LostRankError with this rank and host."""
+    """Convert torch's connection errors to a LostRankError with this rank and host.
+
+    For the time before the watchdog runs.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -364,22 +394,23 @@ def rendezvous_errors(rank: int, world_size: int) -> Iterator[None]:
             raise
         address = JobRank.of_process().meeting
         raise LostRankError(
-            f"rank {rank} (host {socket.gethostname()}) has not found the other {world_size - 1} of this job at "
-            f"{address} in phase start: {str(error).strip()}. Look for a rank that did not start or has ended, and "
-            "whether that address can be reached from every host. The same command goes on from the last checkpoint",
+            f"rank {rank} (host {socket.gethostname()}) has not found the other {world_size - 1} "
+            f"of this job at {address} in phase start: {str(error).strip()}. "
+            "Look for a rank that did not start or has ended, and whether that address can be "
+            "reached from every host. The same command goes on from the last checkpoint",
             key="ranks.rendezvous.failed",
         ) from error
 
 
 def _leave_groups() -> None:
-    # As of megatron-core 0.16 `destroy_model_parallel` forgets its groups, and their threads and
-    # sockets stay.
+    # `destroy_model_parallel` of megatron-core 0.16 forgets its groups without destroying them, and
+    # their threads and sockets stay.
     groups = {
         group for group in vars(parallel_state).values() if isinstance(group, dist.ProcessGroup)
     }
     parallel_state.destroy_model_parallel()
     for group in groups - {dist.group.WORLD}:
-        with contextlib.suppress(ValueError):  # megatron destroyed some already
+        with contextlib.suppress(ValueError):  # megatron has destroyed some already
             dist.destroy_process_group(group)
 
 
@@ -389,9 +420,10 @@ def _block_group(
     tp_size, cp_size, dp_size, pp_size = sizes
     places = list(itertools.product(range(pp_size), range(cp_size), range(tp_size)))
     blocks = [[rank_at(tp, cp, dp, pp, sizes) for pp, cp, tp in places] for dp in range(dp_size)]
-    # Every rank takes part in making every group, in the same order.
+    # All ranks take part in creating each group, in the same order.
     groups = [dist.new_group(block, timeout=timeout) for block in blocks]
-    return next(group for group, block in zip(groups, blocks, strict=True) if rank in block)  # type: ignore
+    local_groups = (group for group, block in zip(groups, blocks, strict=True) if rank in block)
+    return next(local_groups)  # type: ignore
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

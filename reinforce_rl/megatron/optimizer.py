@@ -1,8 +1,10 @@
-"""megatron's data-parallel wrapper, optimizer and learning-rate schedule; Adam's state on the host and in checkpoints.
+"""megatron's data-parallel wrapper, optimizer and learning-rate schedule, and Adam's state.
 
-Checkpoints are independent of the distributed optimizer: each rank writes its part as rectangles of whole tensors.
-megatron's own format gathers 12 bytes a parameter on each rank, and with torch's Adam fails before the first step
-and loads one step count for all parameters.
+Adam's state can move to the host, and is saved in checkpoints.
+
+Checkpoints do not depend on the distributed optimizer: each rank writes its part as rectangles of
+whole tensors. megatron's own format gathers 12 bytes a parameter on each rank. With torch's Adam it
+fails before the first step, and loads one step count for all parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ DEFAULT_OPTIM = OptimConfig()
 
 
 def wrap_data_parallel(lm: CausalLM, optim: OptimConfig = DEFAULT_OPTIM) -> DistributedDataParallel:
-    """Wrap the model; gradients accumulate in fp32 and are summed, not averaged, over data and context parallelism."""
+    """Wrap the model for data parallelism.
+
+    Gradients accumulate in fp32 and are summed, not averaged, over data and context parallelism.
+    """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=bool(optim.distributed),
@@ -58,9 +63,10 @@ def wrap_data_parallel(lm: CausalLM, optim: OptimConfig = DEFAULT_OPTIM) -> Dist
 def build_optimizer(
     ddp: DistributedDataParallel, optim: OptimConfig, *, clip_grad: float, total_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Build Adam, with decoupled weight decay on matrices, and its schedule over `total_steps` optimizer steps.
+    """Build Adam, with decoupled weight decay on matrices, and its learning-rate schedule.
 
-    It is stepped before each optimizer step, so a warm-up's first rate is not 0. `clip_grad` 0 disables clipping.
+    The schedule is over `total_steps` optimizer steps. It is stepped before each optimizer step, so
+    the first rate of a warm-up is not 0. `clip_grad` 0 disables clipping.
     """
     schedule = optim.sched
     warmup = optim.sched.warmup_steps
@@ -79,8 +85,8 @@ def build_optimizer(
     )
     optimizer = get_megatron_optimizer(config, [ddp])
     for group in chain(*(inner.param_groups for inner in inner_optimizers(optimizer))):
-        # megatron passes no such option on. The Adams of Apex and Transformer Engine are fused,
-        # without the key.
+        # megatron has no option for it. The Adams of Apex and Transformer Engine are fused, and do
+        # not have this key.
         if "fused" in group:
             group["fused"] = optim.fused
     scheduler = OptimizerParamScheduler(
@@ -96,11 +102,11 @@ def build_optimizer(
         end_wd=optim.weight_decay,
         wd_incr_steps=max(total_steps, 1),
         wd_incr_style="constant",
-        # A resumed run takes only the step count from its checkpoint.
+        # A resumed run uses only the step count of its checkpoint.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-    # The loss carries its global denominator, so skip megatron's division by token count.
+    # The loss has its global denominator, so skip megatron's division by the number of tokens.
     ddp.config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: megatron_finalize(
         model, None, **kwargs
     )
@@ -113,7 +119,7 @@ def build_optimizer(
 class OptimizerUpdate:
     grad_norm: float  # over all parameters and ranks, before clipping
     lr: float
-    skipped: bool  # the gradient was not finite; nothing changed
+    skipped: bool  # the gradient was not finite; no weight changed
     weights_lost: bool = False  # skipped, and this rank's weights are not finite either
 
 
@@ -122,7 +128,8 @@ class ActorOptimizer:
 
     Args:
         ddp: gradient buffers that `offloaded` also frees; None keeps them.
-        overlap_restore: leave `offloaded` before the states are back; the next step waits for them.
+        overlap_restore: leave `offloaded` before the states are restored; the next step waits for
+            them.
     """
 
     def __init__(
@@ -137,14 +144,14 @@ class ActorOptimizer:
         self._scheduler = scheduler
         self._ddp = ddp
         self._parts = _parts_of(optimizer)
-        self._on_gpu = torch.cuda.is_available()  # then the whole model is
+        self._on_gpu = torch.cuda.is_available()  # the whole model is then on the GPU
         self._host = HostCopies(pin=self._on_gpu, overlap_restore=overlap_restore)
         setattr(optimizer, _COPIES, self._host)
 
     def allocate_moments(self) -> None:
-        """Take the memory of Adam's moments now rather than at the first step; zeros, as Adam begins with.
+        """Allocate Adam's moments now, as zeros, rather than at the first step.
 
-        For an engine on the same GPU, which takes a share of what is free as it starts.
+        For an engine on the same GPU, which takes a share of the free memory when it starts.
         """
         for main in _main_parameters(self._optimizer):
             for name in MOMENTS:
@@ -152,14 +159,17 @@ class ActorOptimizer:
 
     @contextlib.contextmanager
     def offloaded(self) -> Iterator[None]:
-        """Move moments and fp32 main weights to host memory inside the block, and drop gradients; no-op on a CPU."""
+        """Move moments and fp32 main weights to host memory inside the block, and drop gradients.
+
+        No-op on a CPU.
+        """
         if not self._on_gpu:
             yield
             return
         self._host.take(large_states(self._optimizer))
         if self._ddp is not None:
             self._ddp.offload_grad_buffers(synchronize=False, empty_cache=False)
-        torch.cuda.empty_cache()  # an engine in another process needs it
+        torch.cuda.empty_cache()  # an engine in another process needs the memory
         try:
             yield
         finally:
@@ -168,11 +178,11 @@ class ActorOptimizer:
             self._host.give_back()
 
     def step(self) -> OptimizerUpdate:
-        """Step the schedule and the optimizer, with clipping; a collective call."""
+        """Step the schedule and the optimizer, with gradient clipping; a collective call."""
         self._host.wait()
         self._scheduler.step(1)
         lr = float(self._optimizer.param_groups[0]["lr"])
-        # A NaN would corrupt weights and moments. The norm is global, so all ranks skip together.
+        # A NaN would corrupt weights and moments. The norm is global, so all ranks skip the step.
         self._optimizer.prepare_grads()
         norm = float(self._foreach_norm() if self._on_gpu else self._optimizer.get_grad_norm())
         if not math.isfinite(norm):
@@ -186,9 +196,12 @@ class ActorOptimizer:
         return OptimizerUpdate(norm, lr, skipped=False)
 
     def _foreach_norm(self) -> float:
-        """Compute megatron's `get_grad_norm` by foreach kernels: one GPU sync, not one per parameter."""
+        """Compute megatron's `get_grad_norm` with foreach kernels.
+
+        They need one GPU sync, not one per parameter.
+        """
         grads = [grad for part in self._parts for grad in part.get_main_grads_for_grad_norm()]
-        # Of an empty shard it is a 0 on the host.
+        # The norm of an empty shard is a 0 on the host.
         squares = (
             get_total_norm(grads, foreach=True).square().to(self._optimizer.get_loss_scale().device)
         )
@@ -207,7 +220,7 @@ class ActorOptimizer:
             clip_grads_with_norm_(parameters, bound, total_norm, foreach=True)
 
 
-# torch rounds pinned allocations up to a power of two, so blocks of that size are filled
+# torch rounds pinned allocations up to a power of two, so blocks of this size waste no memory.
 BLOCK_BYTES = 2**28
 _COPIES = "reinforce_rl_host_copies"
 PREFIX = "optimizer.state."  # followed by the kind of state and the parameter's key
@@ -217,10 +230,10 @@ STEP = "step"
 
 
 class HostCopies:
-    """Moves tensors to host memory and back, reusing the host buffers since pinning is slow.
+    """Moves tensors to host memory and back, and reuses the host buffers, as pinning is slow.
 
-    Storage is resized to zero and back, as in FSDP, so tensors and views stay the same. With `overlap_restore`, call
-    `wait` before using the tensors.
+    Storage is resized to zero and back, as in FSDP, so tensors and views stay the same objects.
+    With `overlap_restore`, call `wait` before using the tensors.
     """
 
     def __init__(self, *, pin: bool, overlap_restore: bool = False, block_bytes: int = BLOCK_BYTES):
@@ -233,7 +246,10 @@ class HostCopies:
         self._event: Any = None
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Copy contiguous tensors, each with its own storage, to the host and free their memory; else ValueError."""
+        """Copy contiguous tensors, each with its own storage, to the host and free their memory.
+
+        Raises ValueError for other tensors.
+        """
         self.wait()
         away = list(tensors)
         for tensor in away:
@@ -260,7 +276,7 @@ class HostCopies:
         overlaps = self._overlap and self._pin
         if overlaps:
             self._stream = self._stream or torch.cuda.Stream()
-            # Kernels launched earlier may still use this memory.
+            # Kernels that were launched before may still use this memory.
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream) if overlaps else contextlib.nullcontext():
             for host, part in self._pieces(tensors):
@@ -296,15 +312,15 @@ class HostCopies:
 def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str, Any]:
     """Return the sharded Adam state for `dist_checkpointing`; loading writes in place.
 
-    Contains the step count, both moments, and fp32 weights where the dtype of `model`, the sharded parameters, is
-    lower. Missing state is created as of step 0.
+    The state holds the step count, both moments, and fp32 weights if the dtype of `model`, the
+    sharded parameters, is lower. Missing state is created with its values at step 0.
     """
     if (copies := getattr(optimizer, _COPIES, None)) is not None:
-        copies.wait()  # for states still being restored
+        copies.wait()  # states may still be in transfer from the host
     sharded = {
         id(entry.data): (name, entry) for name, entry in model.items() if hasattr(entry, "data")
     }
-    found: dict[str, Any] = {STEP: _step_of(optimizer)}
+    state: dict[str, Any] = {STEP: _step_of(optimizer)}
     for main in _main_parameters(optimizer):
         name, entry = sharded[id(main.parameter)]
         tensors = {key: main.moment(key) for key in MOMENTS}
@@ -312,15 +328,15 @@ def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str,
             tensors[MAIN] = main.tensor.detach()
         for kind, tensor in tensors.items():
             parts = _parts(entry, f"{PREFIX}{kind}.", tensor.view(-1), main)
-            found |= {f"{kind}.{name}.{number}": part for number, part in enumerate(parts)}
-    return found
+            state |= {f"{kind}.{name}.{number}": part for number, part in enumerate(parts)}
+    return state
 
 
 def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
-    """Set every parameter's step count; call after a load, which fills the tensors."""
+    """Set every parameter's step count. Call it after loading, which fills the tensors."""
     for inner in inner_optimizers(optimizer):
         if _counts_by_parameter(inner):
-            for state in inner.state.values():  # not shared: each is incremented in place
+            for state in inner.state.values():  # not one tensor: each is incremented in place
                 state[STEP] = _step_count(inner, state[MOMENTS[0]], step)
         else:
             for group in inner.param_groups:
@@ -329,8 +345,8 @@ def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
 
 @dataclass(frozen=True)
 class _Main:
-    parameter: Tensor  # the model's
-    # what Adam updates here: the parameter, its fp32 copy, or a flat range of either
+    parameter: Tensor  # of the model
+    # The tensor that Adam updates: the parameter, its fp32 copy, or a flat range of either.
     tensor: Tensor
     start: int  # offset of the range in the flattened parameter
     shared: bool  # sharded over data- and context-parallel ranks
@@ -382,7 +398,7 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def _counts_by_parameter(inner: Any) -> bool:
-    # Apex's and Transformer Engine's fused Adams, preferred by megatron, keep the step in the
+    # Apex's and Transformer Engine's fused Adams, which megatron prefers, keep the step in the
     # group.
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
@@ -401,17 +417,17 @@ def large_states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def states_by_weight(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield the model's parameters with this rank's `large_states` of each."""
+    """Yield each parameter of the model with its `large_states` on this rank."""
     for main in _main_parameters(optimizer):
         state = main.inner.state.get(main.tensor, {})
-        found = {
+        states = {
             kind: value
             for kind, value in state.items()
             if isinstance(value, Tensor) and value.dim() > 0
         }
         if main.tensor.dtype != main.parameter.dtype:
-            found[MAIN] = main.tensor
-        yield main.parameter, found
+            states[MAIN] = main.tensor
+        yield main.parameter, states
 
 
 def _step_of(optimizer: MegatronOptimizer) -> float:
@@ -427,7 +443,10 @@ def _step_of(optimizer: MegatronOptimizer) -> float:
 def _parts(
     entry: ShardedTensor | ShardedTensorFactory, prefix: str, flat: Tensor, main: _Main
 ) -> Iterator[ShardedTensor]:
-    """Cut a parameter-shaped tensor, or its flat range, into rectangles (views) of whole tensors."""
+    """Cut a parameter-shaped tensor, or a flat range of it, into rectangles of whole tensors.
+
+    The rectangles are views.
+    """
     pieces: Any = [entry]
     if isinstance(entry, ShardedTensorFactory):  # several tensors, concatenated
         pieces = entry.build_fn(entry.key, entry.data, entry.replica_id, None)
@@ -435,9 +454,9 @@ def _parts(
     before = 0
     for piece in pieces:
         size = math.prod(piece.local_shape)
-        own = max(main.start - before, 0), min(end - before, size)
+        element_range = max(main.start - before, 0), min(end - before, size)
         axes = piece.prepend_axis_num
-        for offset, shape in rectangles(piece.local_shape, *own):
+        for offset, shape in rectangles(piece.local_shape, *element_range):
             first = before + int(np.ravel_multi_index(offset, piece.local_shape)) - main.start
             yield replace(
                 piece,
@@ -450,7 +469,7 @@ def _parts(
                 ),
                 axis_fragmentations=None,  # not a regular grid
                 prepend_axis_num=0,
-                # The last number is the data- and context-parallel rank; each writes its own range.
+                # The last number is the data- and context-parallel rank. Each writes its own range.
                 replica_id=(*piece.replica_id[:-1], 0) if main.shared else piece.replica_id,
             )
         before += size
@@ -459,11 +478,11 @@ def _parts(
 def rectangles(
     shape: Sequence[int], start: int, end: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return (offset, shape) of rectangles that cover elements start .. end-1 of a flattened tensor, in order."""
+    """Return (offset, shape) of rectangles that cover elements start .. end-1 of a flat tensor."""
     if len(shape) == 1:
         return [((start,), (end - start,))] if start < end else []
     row = math.prod(shape[1:])
-    # whole rows
+    # Range of whole rows.
     first = -(-start // row)
     last = end // row
 

@@ -1,10 +1,11 @@
-"""Bounds the work of unpickling bytes that somebody else may have made, before they are unpickled.
+"""Bounds the work of unpickling untrusted bytes, before they are unpickled.
 
-A pickle of a hundred bytes can hold a tuple that names another one twice, which names a third one twice, and so on
-forty times. Computing its hash would not end, and nothing can interrupt it.
+A pickle of a hundred bytes can hold a tuple that refers to another one twice, which refers to a
+third one twice, and so on forty times. Computing its hash would not end, and nothing can interrupt
+it.
 
-Keys of a dictionary that have equal hashes are all compared with one another. Hashes of texts are
-random in each process; many numbers or tuples can be prepared whose hashes are equal.
+Keys of a dictionary with equal hashes are all compared with one another. Hashes of texts are random
+in each process, but many numbers or tuples with equal hashes can be prepared.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 from reinforce_rl.errors import CheckpointError
 
-# Values that a pickle may count for each of its instructions. A value counts with all that it
-# holds, in each value that holds it; a checkpoint's description has about ten levels.
+# Values that may be counted for each instruction of a pickle. A value counts with all its contents
+# in each value that holds it; a checkpoint's description has about ten levels.
 WORK_PER_OPCODE = 50
 _MIN_WORK = 100_000
-_MAX_BITS = 64  # of an integer; the hashes of longer ones can be costly, and can all be equal
+_MAX_BITS = 64  # of an integer; hashes of longer integers can be costly, and can all be equal
 _MAX_NUMBER_KEYS = 1 << 15  # in all dictionaries and sets
 _TEXTS = (pickletools.pyunicode, pickletools.pybytes_or_str, pickletools.pybytes)
 _NUMBERS = (
@@ -32,19 +33,19 @@ _ORDERED = "collections OrderedDict"
 _GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
 _PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
 _GLOBALS = frozenset({"GLOBAL", "STACK_GLOBAL"})
-# They change the value below what they take, and leave it on the stack.
+# They change the value below their arguments, and leave it on the stack.
 _ADDS = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"})
-# A pickle of acyclic values needs none of them, and CPython's POP removes a mark or a value.
+# A pickle of acyclic values needs none of these. CPython's POP removes a mark or a value.
 _UNUSED = frozenset({"POP", "POP_MARK", "DUP"})
 
 
 def check_pickle_size(data: bytes, *, key_classes: Collection[str] = ()) -> None:
-    """Raise CheckpointError if a pickle is damaged, or if reading it could take far too much time or memory.
+    """Raise CheckpointError if a pickle is damaged, or takes far too much time or memory to read.
 
     Args:
         data: a pickle of any protocol, which is not executed.
         key_classes: classes, as "module name", whose instances may be keys, besides texts and whole
-            numbers. The caller checks their hashes.
+            numbers. The caller has to check their hashes.
     """
     try:
         _check(data, key_classes)
@@ -66,9 +67,9 @@ class _Value:
         may_change: bool,
     ):
         self.kind = kind
-        self.name = name  # "module name" of a class and of its instances; of a text, the text
+        self.name = name  # "module name" of a class and of its instances; the text of a text
         self.size = size  # 1 and the sizes of all values that it holds
-        # until another value holds it; a class or function of the program never
+        # True until another value holds it. Always False for a class or function of the program.
         self.may_change = may_change
 
 
@@ -182,7 +183,7 @@ def _check_calls(opcode: str, changed: _Value | None, taken: Sequence[_Value]) -
 def _take(
     stack: list[_Value], marks: list[int], before: Iterable[pickletools.StackObject]
 ) -> list[_Value]:
-    """Remove from the stack what an instruction takes, and return it."""
+    """Remove the arguments of an instruction from the stack, and return them."""
     kinds = list(before)
     if pickletools.markobject in kinds:
         height = marks.pop() - kinds.index(pickletools.markobject)

@@ -1,4 +1,4 @@
-"""Forward and backward passes over micro-batches by megatron's schedules, with or without a pipeline."""
+"""Forward and backward passes over micro-batches, with or without a pipeline, by megatron."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def forward_passes(
     result_of: Callable[[Tensor, Any], Result],
     shape_of: ShapeOf | None = None,
 ) -> list[Result]:
-    """Run every micro-batch without gradient; return results in order on the last stage, [] on the others.
+    """Run every micro-batch without gradient.
 
-    The micro-batches are the same on every rank of a block. `shape_of` may be None without a pipeline.
+    Returns the results in order on the last stage, [] on the others. The micro-batches are the same
+    on every rank of a block. `shape_of` may be None without a pipeline.
     """
 
     def loss_of(hidden: Tensor, micro_batch: Any) -> tuple[Tensor, Result]:
@@ -47,14 +48,17 @@ def accumulate_gradients(
     loss_of: Callable[[Tensor, Any], tuple[Tensor, Result]],
     shape_of: ShapeOf | None = None,
 ) -> list[Result]:
-    """Zero the gradient buffers, then sum all micro-batches' gradients over data- and context-parallel ranks.
+    """Zero the gradient buffers, then sum the gradients of all micro-batches into them.
 
-    Each rank needs a micro-batch, or collectives would mismatch. On the last stage `loss_of` returns a micro-batch's
-    share of the global loss and a result; these are returned in order there, [] on the others.
+    The sum is over data- and context-parallel ranks too.
+
+    Each rank needs a micro-batch, or collectives would mismatch. On the last stage `loss_of`
+    returns a micro-batch's share of the global loss and a result. The results are returned in order
+    on the last stage, [] on the others.
     """
     ddp.zero_grad_buffer()
     for parameter in ddp.parameters():
-        # The fp32 optimizer leaves the buffer as `.grad`: autograd and megatron's hook would both
+        # The fp32 optimizer leaves the buffer as `.grad`. Autograd and megatron's hook would both
         # add to it.
         parameter.grad = None
     return _run(ddp, micro_batches, hidden_of, loss_of, shape_of, False)
@@ -74,7 +78,7 @@ def _run(
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             loss, result = loss_of(hidden, micro_batch)
-            # 0 tokens: no division
+            # 0 tokens: megatron does not divide.
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
         return hidden, finish
@@ -104,12 +108,12 @@ def _run(
 
 
 class _Ahead:
-    """Iterates over micro-batches, and yields the shapes sent between stages, in their order."""
+    """Iterates over micro-batches, and gives the shapes sent between stages, in their order."""
 
     def __init__(self, micro_batches: Iterator[Any], shape_of: ShapeOf):
         self._micro_batches = micro_batches
         self._shape_of = shape_of
-        self._next: deque[Any] = deque()  # fetched for its shape, not run yet; at most one
+        self._next: deque[Any] = deque()  # at most one, fetched for its shape and not run yet
         self._unanswered: deque[tuple[int, ...]] = deque()  # shapes of pending gradients
 
     def __iter__(self) -> _Ahead:
@@ -129,7 +133,10 @@ class _Ahead:
 
 
 class _KnownShapes(P2PCommunicator):
-    """megatron's pipeline communicator with shapes that each stage computes: exchanging them would sync the GPU."""
+    """megatron's pipeline communicator with shapes that each stage computes.
+
+    Exchanging the shapes would sync the GPU.
+    """
 
     def __init__(self, group: Any, config: Any, ahead: _Ahead):
         super().__init__(group, config)

@@ -1,7 +1,7 @@
-"""Checks a checkpoint's description before megatron and torch read it, since torch unpickles it.
+"""Checks a checkpoint's description before megatron and torch read it: torch unpickles it.
 
-A checkpoint may come from somebody else. So its description may use the classes of torch's own metadata and nothing
-else, name files of its own folder alone, and describe no more than these files hold.
+A checkpoint may be untrusted. So its description may only use the classes of torch's metadata, name
+files of its own folder, and describe no more data than these files hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_folder
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
-# What the checkpoints of this program and of megatron's converter say; other formats have other
+# Format of the checkpoints of this program and of megatron's converter. Other formats have other
 # readers.
 FORMAT = {"sharded_backend": "torch_dist", "common_backend": "torch"}
 MAX_METADATA_BYTES = 1 << 30
@@ -38,7 +38,7 @@ _MAX_DIMENSIONS = 16
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _INDEX = f"{_METADATA} MetadataIndex"
-# Not BytesStorageMetadata, whose entries torch unpickles too.
+# BytesStorageMetadata is not allowed, as torch unpickles its entries too.
 _ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -58,10 +58,10 @@ _ALLOWED = {
 
 
 class _Index(MetadataIndex):
-    """Stands for torch's class, whose instances are keys, while the description is checked."""
+    """Replaces torch's class, whose instances are keys, while the description is checked."""
 
     def __hash__(self) -> int:
-        # With a text, whose hash is another one in each process, equal hashes cannot be prepared.
+        # The hash of a text differs in each process, so equal hashes cannot be prepared.
         if type(self.fqn) is not str:
             raise CheckpointError(
                 f"the name of a tensor is a {type(self.fqn).__name__}; expected a text",
@@ -136,7 +136,7 @@ def _read(path: Path) -> Metadata:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:  # a damaged pickle may raise any type
         raise CheckpointError(
             f"{path.name} cannot be read ({error})",
             key="checkpoint.description.not_readable",
@@ -153,7 +153,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
     names: set[str] = set()
     for info in (metadata.storage_data or {}).values():
         name = info.relative_path
-        # Other values could have equal hashes.
+        # Values of other types could have equal hashes.
         if not isinstance(name, str):
             raise CheckpointError(
                 f"it names a file by {str(name)[:100]!r}; expected a text",
@@ -199,7 +199,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
 
 
 def _check_archives(folder: Path, metadata: Metadata) -> None:
-    """Check what torch reads with `torch.load`: common.pt, and each part of a tensor."""
+    """Check the files that torch reads with `torch.load`: common.pt, and each part of a tensor."""
     common = folder / COMMON_FILE
     if common.exists() or common.is_symlink():
         check_torch_file(common, within=folder)

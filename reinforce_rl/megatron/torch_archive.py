@@ -1,7 +1,7 @@
-"""Checks what `torch.save` wrote before `torch.load` reads it, for files that somebody else may have made.
+"""Checks untrusted files of `torch.save` before `torch.load` reads them.
 
-With `weights_only`, torch executes no code of a file. But it decompresses an entry to any size, calls constructors
-that allocate memory, and computes the hash of any key of a dictionary.
+With `weights_only`, torch executes no code of a file. But it decompresses an entry to any size,
+calls constructors that allocate memory, and computes the hash of any key of a dictionary.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from reinforce_rl.megatron.pickle_size import check_pickle_size
 from reinforce_rl.utils.untrusted_files import open_regular
 
 _MAX_PICKLE_BYTES = 64 << 20
-_END = struct.Struct("<4s4H2IH")  # of an archive
+_END = struct.Struct("<4s4H2IH")  # end record of an archive
 _ZIP64_END = struct.Struct("<4sQ2H2I4Q")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
 _LOCAL_HEADER = struct.Struct("<4s22s2H")  # of an entry; it ends with two lengths
 _DESCRIPTOR = b"PK\7\x08"
 _ZIP64_BOUND = 0xFFFFFFFF  # an offset or size of four bytes from which ZIP64 is used
 _ENTRY_NAME = re.compile(r"[^/]+/[\w./-]+", re.ASCII)
-# With it, torch unpickles whatever a file names unless the caller passes `weights_only`; megatron
-# does not pass it.
+# If it is set, torch unpickles any class that a file names unless the caller passes `weights_only`,
+# which megatron does not.
 _FORCE_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _FORCE_VALUES = ("1", "y", "yes", "true")
-# What the pickle of tensors, numbers and texts names. torch also allows bytearray(N) and the like.
+# Names in a pickle of tensors, numbers and texts. torch also allows bytearray(N) and the like.
 _ALLOWED = frozenset({"torch._utils _rebuild_tensor_v2", "collections OrderedDict", "torch Size"})
 
 
 def check_torch_file(path: Path, *, within: Path | None = None) -> None:
-    """Raise CheckpointError if a file may take more memory than its size, or is not as `torch.save` writes it.
+    """Raise CheckpointError if a file may take more memory than its size, or has an unknown form.
 
-    `open_regular` has further errors, and the meaning of `within`.
+    Raises the errors of `open_regular` too, which explains `within`.
     """
     with open_regular(path, within=within) as file:
         length = file.seek(0, io.SEEK_END)
@@ -49,7 +49,7 @@ def check_torch_file(path: Path, *, within: Path | None = None) -> None:
 
 
 def check_torch_archive(file: BinaryIO, start: int, length: int) -> None:
-    """Check `length` bytes of a file from `start` on, as `check_torch_file` does."""
+    """Check `length` bytes of a file from `start` on, like `check_torch_file`."""
     check_weights_only()
     part = io.BufferedReader(_Part(file, start, length))
     try:
@@ -84,9 +84,9 @@ def check_weights_only() -> None:
 
 
 def _check_directory(part: BinaryIO, length: int) -> None:
-    """Check that the archive has one directory, directly before its end records, with nothing behind them.
+    """Check that the archive has one directory, directly before its end records at the file's end.
 
-    Else Python's reader and torch's could read different entries.
+    Otherwise Python's reader and torch's could read different entries.
     """
     end = length - _END.size
     part.seek(end)
@@ -112,14 +112,14 @@ def _check_entries(entries: list[zipfile.ZipInfo]) -> None:
             key="checkpoint.archive.compressed",
         )
     for entry in entries:
-        # torch keeps tensors by their names, which a pickle could give as tuples of equal hashes.
+        # torch keeps tensors by their names, which a pickle could give as tuples with equal hashes.
         if not _ENTRY_NAME.fullmatch(entry.orig_filename):
             name = entry.orig_filename[:100]
             raise CheckpointError(
                 f"an entry is named {name!r}; torch.save never writes such a name",
                 key="checkpoint.archive.other_name",
             )
-    # torch finds an entry whatever the case of its name.
+    # torch ignores the case of an entry's name.
     names = {entry.filename.lower() for entry in entries}
     if len(names) < len(entries):
         raise CheckpointError(
@@ -129,16 +129,16 @@ def _check_entries(entries: list[zipfile.ZipInfo]) -> None:
 
 
 def _check_offsets(part: BinaryIO, archive: zipfile.ZipFile) -> None:
-    """Check that entries lie end to end from the first byte on, and that the directory follows the last.
+    """Check that entries lie end to end from the first byte on, followed by the directory.
 
-    Otherwise entries could share bytes, or the file could begin with torch's old format: torch chooses
-    the format by the first bytes, and Python finds an archive by its last ones.
+    Otherwise entries could share bytes, or the file could begin with torch's old format: torch
+    chooses the format by the first bytes, and Python finds an archive by its last bytes.
     """
     entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
     end = 0
     for entry in entries:
         name = entry.filename[:100]
-        # Of two extra fields that give an offset, Python and torch could take different ones.
+        # If two extra fields give an offset, Python and torch could use different ones.
         if len(entry.extra) not in (0, 4 + int.from_bytes(entry.extra[2:4], "little")):
             raise CheckpointError(
                 f"{name!r} has more than one field of sizes; expected at most one",
@@ -166,7 +166,7 @@ def _check_offsets(part: BinaryIO, archive: zipfile.ZipFile) -> None:
 
 
 def _descriptor_bytes(part: BinaryIO, entry: zipfile.ZipInfo, data_end: int) -> int:
-    """Return the size of the data descriptor that torch writes after an entry's data; 0 if there is none."""
+    """Return the size of the data descriptor that follows an entry's data; 0 without one."""
     part.seek(data_end)
     if part.read(len(_DESCRIPTOR)) != _DESCRIPTOR:
         return 0
@@ -208,7 +208,7 @@ def _is_allowed(name: str) -> bool:
 
 
 class _Part(io.RawIOBase):
-    """Bytes of a file, as a file of their own."""
+    """A range of bytes of a file, as a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int):
         self._file = file

@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face folder hold its weights: the files that transformers loads, or an error."""
+"""Finds the files of a Hugging Face folder that transformers loads as its weights."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from reinforce_rl.utils.untrusted_files import (
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 INDEX_ENDING = ".safetensors.index.json"
-NAMED_FILE = "transformers_weights"  # key of config.json: the file to load in place of these two
+NAMED_FILE = "transformers_weights"  # key of config.json: a file to load in place of these two
 
-# Weights in other forms, with what to do about them; files of no weights end in .bin too, as
-# training_args.bin does.
+# Weights in other forms, with advice. Other files may end in .bin too, such as training_args.bin.
 _OTHER_FORMS = {
-    "pytorch_model*.bin": "is pickled, which is not read, because unpickling can run any code. Where you trust it, "
-    "load it with transformers and write it with save_pretrained",
-    "consolidated*": "is of the model's author's own format, whose tensors have other names. Take the folder that "
-    "has model.safetensors too, or convert it with the script of transformers for this family",
+    "pytorch_model*.bin": "is pickled, which is not read, because unpickling can run any code. "
+    "Where you trust it, load it with transformers and write it with save_pretrained",
+    "consolidated*": "is of the model's author's own format, whose tensors have other names. "
+    "Take the folder that has model.safetensors too, "
+    "or convert it with the script of transformers for this family",
     "*.gguf": "is a file of llama.cpp. Take the folder that it was made from",
-    "model.*.safetensors": "is a variant, which transformers loads only when it is asked for by name. Rename the "
+    "model.*.safetensors": "is a variant, which transformers loads only when it is asked for by "
+    "name. Rename the "
     f"variant that you want to {SINGLE_FILE}, or its index to {INDEX_FILE}",
 }
 
@@ -48,8 +49,8 @@ class WeightFiles:
 def find_weight_files(folder: Path) -> WeightFiles:
     """Find the weights in transformers' order: the single file, then the index.
 
-    Logs a warning, once, where the folder holds both. Raises CheckpointError: there are no weights, they have another
-    form, or an adapter lies beside them.
+    Logs a warning once if the folder holds both. Raises CheckpointError: there are no weights, they
+    have another form, or an adapter lies beside them.
     """
     try:
         if folder.is_dir():
@@ -60,9 +61,9 @@ def find_weight_files(folder: Path) -> WeightFiles:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} {no_model(folder)}", key="model.folder.no_model")
         raise CheckpointError(
-            f"{folder} holds {ADAPTER_FILE}, an adapter of PEFT. transformers loads it on top of the weights where "
-            f"peft is installed, and the weights alone where it is not. {MERGE_ADAPTER}, or move the adapter's files "
-            "away for the weights alone",
+            f"{folder} holds {ADAPTER_FILE}, an adapter of PEFT. transformers loads it on top of "
+            "the weights where peft is installed, and the weights alone where it is not. "
+            f"{MERGE_ADAPTER}, or move the adapter's files away for the weights alone",
             key="model.folder.adapter",
         )
     listing = _listing(folder)
@@ -83,16 +84,17 @@ def _listing(folder: Path) -> Path:
             and path.name.endswith((".safetensors", INDEX_ENDING))
         ):
             raise CheckpointError(
-                f"{folder / 'config.json'}: {NAMED_FILE} is {named!r}; expected a file of this folder that ends in "
-                f".safetensors or {INDEX_ENDING}",
+                f"{folder / 'config.json'}: {NAMED_FILE} is {named!r}; expected a file of this "
+                f"folder that ends in .safetensors or {INDEX_ENDING}",
                 key="model.config.other_weights",
             )
         return path
     if single.is_file():
         if index.is_file():
             warn_once(
-                f"{folder} holds weights twice: {SINGLE_FILE}, which is read, as transformers does, and {INDEX_FILE} "
-                "with its shards, which are not. Delete the ones that are out of date"
+                f"{folder} holds weights twice: {SINGLE_FILE}, which is read, as transformers "
+                f"does, and {INDEX_FILE} with its shards, which are not. "
+                "Delete the ones that are out of date"
             )
         return single
     if index.is_file():

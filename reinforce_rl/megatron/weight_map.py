@@ -1,7 +1,8 @@
-"""Table of how Hugging Face tensors lie in megatron-core's parameters, for both directions.
+"""Maps Hugging Face tensors to places in megatron-core's parameters, in both directions.
 
-megatron fuses q, k and v, interleaved by group (q heads of group 0, k of group 0, v of group 0, q heads of group 1,
-...), and gate and up projections, gate first on each rank. Padding: see `Architecture.padded`. No process groups.
+megatron fuses q, k and v, interleaved by group (q heads of group 0, k of group 0, v of group 0, q
+heads of group 1, ...), and the gate and up projections, gate first on each rank.
+`Architecture.padded` describes the padding. No process groups are used.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture
 
-# the second is megatron's name
+# The second is megatron's name of the first.
 OUTPUT_LAYER = "lm_head.weight"
 OUTPUT_PARAMETER = "output_layer.weight"
 EMBEDDING = "model.embed_tokens.weight"
-SCORE_LAYER = "score.weight"  # a classifier's head; same name in both
+SCORE_LAYER = "score.weight"  # a classifier's head, which has one name
 
 
 @dataclass(frozen=True)
 class Split:
     """Mapping of one axis of a Hugging Face tensor into megatron's parameter.
 
-    The parameter's axis, over all tensor-parallel ranks, is `padded_units` units of `width` rows; the tensor's `units`
-    units of `size` rows lie at `offset` within them.
+    The parameter's axis, over all tensor-parallel ranks, is `padded_units` units of `width` rows.
+    The tensor has `units` units of `size` rows, which lie at `offset` within the parameter's units.
     """
 
     axis: int  # 0 or 1
     units: int  # in the tensor
-    padded_units: int  # in the parameter; a multiple of the ranks
+    padded_units: int  # in the parameter; a multiple of the number of ranks
     width: int  # rows per unit in the parameter
     offset: int  # of the tensor's rows in the unit
     size: int  # rows per unit in the tensor
@@ -65,10 +66,11 @@ class Row:
         return first * self.split.size, end * self.split.size
 
     def place(self, parameter: Tensor, tp_rank: int) -> Tensor:
-        """Return the view of a rank's parameter that holds `part`, with one extra axis if there is a split."""
+        """Return the view of a rank's parameter that holds `part`; a split adds one axis."""
         if self.split is None:
             return parameter
-        (first, end), axis = self._units(tp_rank), self.axis
+        first, end = self._units(tp_rank)
+        axis = self.axis
         units = parameter.unflatten(axis, (-1, self.split.width)).narrow(axis, 0, end - first)
         return units.narrow(axis + 1, self.split.offset, self.split.size)
 
@@ -90,7 +92,10 @@ class Row:
 
 
 def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
-    """Return all tensors of a model, layer by layer; those that share a parameter are neighbours."""
+    """Return all tensors of a model, layer by layer.
+
+    Tensors that share a parameter are neighbours.
+    """
     sizes = arch.padded(tp_size)
     hidden = arch.hidden_size
     head = arch.head_size
@@ -109,7 +114,7 @@ def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
     up = Split(0, *ranks, 2 * ffn, ffn, ffn)
     down = Split(1, *ranks, ffn, 0, ffn)
 
-    # (Hugging Face name, megatron name, size of the unsplit axis, split of the other)
+    # (Hugging Face name, megatron name, size of the unsplit axis, split of the other axis, present)
     qkv = "self_attention.linear_qkv.weight"
     biases = arch.qkv_bias
     layer: list[tuple[str, str, int | None, Split | None, bool]] = [

@@ -1,1 +1,1 @@
-"""Loggers, rollout samples, live display and report of a run; `run.py` is the trainer's door to them."""
+"""Loggers, rollout samples, live display and report of a run; `run.py` is their facade."""

@@ -1,6 +1,7 @@
-"""Alerts: rules that watch the steps of a run, or read them afterwards; docs/alerts.md has the thresholds.
+"""Alerts: rules on the metrics of a run's steps; docs/alerts.md has the thresholds.
 
-Every rule compares with the run's own past, so that it needs neither the scale of a reward nor the length of a task.
+Every rule compares with the run's own past, so that it needs neither the scale of a reward nor the
+length of a task.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from reinforce_rl.monitoring.stragglers import Slowest
 STRAGGLER_FACTOR: float = TrainConfig().trainer.straggler_factor  # the default
 # nats a token
 GAP_LIMITS = {"generator_gap": 0.05, "generator_gap_p99": 0.5, "generator_gap_max": 5.0}
-WINDOW = 50  # steps that are remembered
-FEWEST = 8  # earlier steps that a comparison with the past needs
-QUIET = 5  # steps without it after which a rule may speak again
+WINDOW = 50  # steps of history
+FEWEST = 8  # minimum of earlier steps for a comparison with the past
+QUIET = 5  # steps without a fault after which its rule may fire again
 _PAGE = "docs/alerts.md"
 
 
 @dataclass(frozen=True)
 class Alert:
-    """What a person should look at; `count` steps of `first` .. `last` have it."""
+    """A fault that a person should look at; `count` steps of `first` .. `last` have it."""
 
-    kind: str  # a rule's name, or a run's state
+    kind: str  # name of the rule, or a run's state
     first: int
     last: int
     count: int
@@ -38,12 +39,12 @@ class Alert:
 
 
 class History:
-    """The last `WINDOW` training steps, the first values of each metric, and the last validations."""
+    """The last `WINDOW` training steps, first values of each metric, and last validations."""
 
     def __init__(self, straggler_factor: float):
         self.straggler_factor = straggler_factor
         self.lines: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
-        # reward of validation, of training
+        # (validation reward, training reward)
         self.validations: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._first: dict[str, list[float]] = {}
 
@@ -66,24 +67,27 @@ class History:
         return [value for value in values if math.isfinite(value)]
 
     def past(self, key: str, count: int = WINDOW) -> list[float]:
-        """Return the finite values of the `count` steps before this one; none if there are fewer than `FEWEST`."""
+        """Return the finite values of the `count` steps before this one.
+
+        Empty if there are fewer than `FEWEST`.
+        """
         values = (number(line.get(key)) for line in list(self.lines)[-count - 1 : -1])
-        found = [value for value in values if math.isfinite(value)]
-        return found if len(found) >= FEWEST else []
+        finite = [value for value in values if math.isfinite(value)]
+        return finite if len(finite) >= FEWEST else []
 
     def middle(self, key: str, count: int = 3) -> float:
         return statistics.median(self.last(key, count) or [math.nan])
 
     def first(self, key: str) -> float:
-        """Return the median of the run's first three values; NaN before."""
-        found = self._first.get(key, [])
-        return statistics.median(found) if len(found) == 3 else math.nan
+        """Return the median of the run's first three values; NaN with fewer."""
+        values = self._first.get(key, [])
+        return statistics.median(values) if len(values) == 3 else math.nan
 
     def initial(self, key: str) -> float:
         return next(iter(self._first.get(key, ())), math.nan)
 
 
-See = Callable[[History], str | None]  # what is wrong in the last step; None: nothing
+See = Callable[[History], str | None]  # returns the fault of the last step; None without one
 
 
 @dataclass(frozen=True)
@@ -92,14 +96,14 @@ class Rule:
     see: See
     why: str
     advice: str
-    steps: int  # in a row that have it before the rule speaks
+    steps: int  # consecutive steps with the fault before the rule fires
 
 
 RULES: list[Rule] = []
 
 
 def rule(why: str, advice: str, *, steps: int = 1) -> Callable[[See], See]:
-    """Register a function of the history, under its name, as a rule."""
+    """Register a function of the history as a rule with its name."""
 
     def register(see: See) -> See:
         RULES.append(Rule(see.__name__, see, why, advice, steps))
@@ -109,9 +113,12 @@ def rule(why: str, advice: str, *, steps: int = 1) -> Callable[[See], See]:
 
 
 class AlertRules:
-    """Is fed the lines of metrics.jsonl in order; speaks once of a fault, until it has been gone for `QUIET` steps.
+    """The rules, and their state. `look` takes the lines of metrics.jsonl in order.
 
-    `rules` is what `alerts.rules` says, by name; a rule that is missing warns.
+    A rule fires once for a fault, and again only after `QUIET` steps without it.
+
+    Args:
+        rules: actions of `alerts.rules` by name; a missing rule warns.
     """
 
     def __init__(
@@ -123,11 +130,11 @@ class AlertRules:
         self._stopping = {name for name, action in rules.items() if action == "stop"}
         self._history = History(straggler_factor)
         self._held = Counter[str]()  # steps in a row
-        self._spoken: dict[str, Alert] = {}
-        self._over: deque[Alert] = deque(maxlen=1000)
+        self._firing: dict[str, Alert] = {}
+        self._ended: deque[Alert] = deque(maxlen=1000)
 
     def look(self, line: Mapping[str, Any]) -> list[Alert]:
-        """Return what has to be said of a line now, and was not said before."""
+        """Return the alerts that start at this line."""
         self._history.add(line)
         if not is_training(line):
             return []
@@ -136,14 +143,14 @@ class AlertRules:
         for rule in self._rules:
             seen = rule.see(self._history)
             self._held[rule.name] = self._held[rule.name] + 1 if seen else 0
-            past = self._spoken.get(rule.name)
+            past = self._firing.get(rule.name)
             if seen and (past or self._held[rule.name] >= rule.steps):
                 text = f"{seen}: {rule.why}; {rule.advice}; {_PAGE}#{rule.name}"
                 past = past or Alert(rule.name, step, step, 0, "")
-                self._spoken[rule.name] = replace(past, last=step, count=past.count + 1, text=text)
-                new += [self._spoken[rule.name]] if past.count == 0 else []
+                self._firing[rule.name] = replace(past, last=step, count=past.count + 1, text=text)
+                new += [self._firing[rule.name]] if past.count == 0 else []
             elif past and step - past.last >= QUIET:
-                self._over.append(self._spoken.pop(rule.name))
+                self._ended.append(self._firing.pop(rule.name))
         return new
 
     def stops(self, alert: Alert) -> bool:
@@ -151,15 +158,15 @@ class AlertRules:
 
     @property
     def now(self) -> list[Alert]:
-        """Return what the last step has."""
+        """The alerts of the last step."""
         lines = self._history.lines
         return [
-            alert for alert in self._spoken.values() if lines and alert.last == lines[-1]["step"]
+            alert for alert in self._firing.values() if lines and alert.last == lines[-1]["step"]
         ]
 
     @property
     def alerts(self) -> list[Alert]:
-        return [*self._over, *self._spoken.values()]
+        return [*self._ended, *self._firing.values()]
 
 
 def is_training(line: Mapping[str, Any]) -> bool:
@@ -167,7 +174,7 @@ def is_training(line: Mapping[str, Any]) -> bool:
 
 
 def number(value: float | None) -> float:
-    """Return a metric's value; null and absence are NaN."""
+    """Return a metric's value; NaN for null or a missing value."""
     return math.nan if value is None else float(value)
 
 
@@ -212,7 +219,8 @@ def unscored_length(run: History) -> str | None:
         or statistics.median(longer) < 0.8
     ):
         return None
-    return f"a sample without a score is longer than one with it in {statistics.median(longer):.0%} of the pairs"
+    share = statistics.median(longer)
+    return f"a sample without a score is longer than one with it in {share:.0%} of the pairs"
 
 
 @rule(
@@ -231,7 +239,8 @@ def constant_reward(run: History) -> str | None:
 
 def equal_groups(run: History) -> str | None:
     equal = run.now("train/fraction_of_groups_without_spread")
-    text = f"in {equal:.0%} of the groups all rewards are equal, {run.now('train/rewards'):.3f} on average"
+    reward = run.now("train/rewards")
+    text = f"in {equal:.0%} of the groups all rewards are equal, {reward:.3f} on average"
     return text if equal >= 0.9 else None
 
 
@@ -275,7 +284,8 @@ def changed_scorer(run: History) -> str | None:
     deviations = run.past("train/reward_deviation", 20)
     distance = run.now("train/init_policy_kl")
     before = max(run.past("train/init_policy_kl", 10), default=math.nan)
-    if not rewards or not any(deviations) or distance > 1.5 * before + 1:  # then it was the policy
+    # A jump of the KL means that the policy changed, not the scorer.
+    if not rewards or not any(deviations) or distance > 1.5 * before + 1:
         return None
     now = run.now("train/reward_deviation")
     moves = [new - old for old, new in itertools.pairwise(rewards)]
@@ -296,7 +306,7 @@ def kl(run: History) -> str | None:
     past = run.last("train/init_policy_kl", 13)[:-3]
     now = run.middle("train/init_policy_kl")
     usual = statistics.median(past) if len(past) >= 3 else math.nan
-    # Early in a run it grows with the square of the steps: not 5 times.
+    # Early in a run the KL grows with the square of the steps, by less than 5 times.
     return (
         f"the KL is {now:.3g} nats, {usual:.3g} in the steps before"
         if now > max(5 * usual, usual + 10)
@@ -368,7 +378,8 @@ def repetition(run: History) -> str | None:
 
 @rule("the gradient is biased", "see reinforce-rl check engine MODEL, or set generator_correction")
 def generator_gap(run: History) -> str | None:
-    if run.now("train/staleness") > 0:  # then they differ by the weights, too
+    # Stale rollouts have a gap because of the other weights.
+    if run.now("train/staleness") > 0:
         return None
     gaps = {name: run.now(f"train/{name}") for name in GAP_LIMITS}
     over = [
@@ -376,7 +387,7 @@ def generator_gap(run: History) -> str | None:
     ]
     now = run.middle("train/generator_gap")
     first = run.first("train/generator_gap")
-    # Within the first three steps there is nothing that a gap could have grown from.
+    # Growth is relative to the first three steps.
     if not over and math.isfinite(first) and now > max(0.01, 5 * first):
         over = [f"generator_gap is {now:.3g}, {first:.3g} at first, and grows"]
     return (
@@ -396,7 +407,10 @@ def gradient_spikes(run: History) -> str | None:
     spikes = [value for value in last if value > limit]
     if len(spikes) < 4:
         return None
-    return f"the gradient's norm was {max(spikes):.3g}, {usual:.3g} as a rule, in {len(spikes)} of the last 10 steps"
+    return (
+        f"the gradient's norm was {max(spikes):.3g}, {usual:.3g} as a rule, in {len(spikes)} of "
+        "the last 10 steps"
+    )
 
 
 @rule(
@@ -410,7 +424,10 @@ def overfitting(run: History) -> str | None:
     (before, _), (last, now) = list(run.validations)[-2:]
     margin = 0.25 * run.middle("train/reward_deviation", WINDOW)
     if max(before, last) < best - margin and now > then + margin:
-        return f"validation fell from {best:.3f} to {last:.3f}, while training rose from {then:.3f} to {now:.3f}"
+        return (
+            f"validation fell from {best:.3f} to {last:.3f}, while training rose from {then:.3f} "
+            f"to {now:.3f}"
+        )
     return None
 
 
@@ -427,7 +444,7 @@ def prompts_repeated(run: History) -> str | None:
 @rule("all ranks wait for it", "look at that machine (docs/operations.md#stragglers)")
 def straggler(run: History) -> str | None:
     line = run.lines[-1]
-    found = []
+    slow_phases = []
     for phase in [
         key.split("/")[1] for key in line if key.startswith("timing/") and key.endswith("/rank")
     ]:
@@ -437,7 +454,7 @@ def straggler(run: History) -> str | None:
         if Slowest(phase, 0, "", most, median).stands_out(
             run.straggler_factor, run.now("timers/step_time")
         ):
-            found.append(
+            slow_phases.append(
                 f"{phase} took {most:.1f} s on rank {rank:.0f}, {median:.1f} s on the median rank"
             )
-    return "; ".join(found) or None
+    return "; ".join(slow_phases) or None

@@ -1,4 +1,7 @@
-"""Back ends of metrics besides `metrics.jsonl`: TensorBoard, wandb, SwanLab, MLflow; imported when used."""
+"""Back ends of metrics besides `metrics.jsonl`: TensorBoard, wandb, SwanLab and MLflow.
+
+Their libraries are imported when they are used.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.monitoring.loggers import SUCCESS, Detached, Level, MetricLogger
 from reinforce_rl.utils.files import plain_number
 
-# of a wandb run, the latter below `CLOSE_SECONDS` of its thread
+# Timeouts of a wandb run; `FINISH_SECONDS` is below `CLOSE_SECONDS` of its thread.
 START_SECONDS = 60
 FINISH_SECONDS = 50
 PROJECT = "reinforce_rl"
-# Variables of a library by its argument: they count where the configuration is silent.
+# Environment variables of a library by its argument. They count if the configuration has no value.
 _OF_WANDB = {
     "project": ("WANDB_PROJECT",),
     "name": ("WANDB_NAME",),
@@ -41,9 +44,12 @@ _OF_SWANLAB = {
 def start_loggers(
     cfg: TrainConfig, run_id: str, resume_step: int | None, tell: Callable[[str], None]
 ) -> list[Detached]:
-    """Start the back ends of `exp_manager.loggers`, each in a thread of its own; `tell` shows a message.
+    """Start the back ends of `exp_manager.loggers`, each in a separate thread.
 
-    The same `run_id` goes on with the same run, after `resume_step`.
+    Args:
+        run_id: identifies the run: a back end continues the run of the same id.
+        resume_step: step after which it is continued.
+        tell: shows a message.
     """
     starts: dict[str, Callable[[], MetricLogger]] = {
         "tensorboard": lambda: TensorboardLogger(
@@ -57,12 +63,15 @@ def start_loggers(
 
 
 class TensorboardLogger(MetricLogger):
-    """Writes an event file into `folder`; that of a resumed run hides what came after `resume_step`, for 0 all."""
+    """Writes an event file into `folder`.
+
+    The file of a resumed run hides earlier events after `resume_step`; all for 0.
+    """
 
     def __init__(self, folder: str | Path, resume_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
-        # A run that begins again validates at step 0 again.
+        # A run that starts again from 0 repeats the validation of step 0.
         self._writer = SummaryWriter(str(folder), purge_step=resume_step and resume_step + 1)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
@@ -77,7 +86,7 @@ class TensorboardLogger(MetricLogger):
         self._writer.add_text("alerts", f"**{level}, {title}**: {text}", step)
 
     def commit(self, step: int) -> None:
-        """Flush to the operating system, so that TensorBoard shows it and a kill does not lose it."""
+        """Flush to the operating system: TensorBoard shows the step, and it survives a kill."""
         self._writer.flush()
 
     def finalize(self, status: str = SUCCESS) -> None:
@@ -89,7 +98,7 @@ def _as_markdown(row: Mapping[str, Any]) -> str:
         f"{name} {value}" for name, value in row.items() if not isinstance(value, str)
     )
     texts = [(name, value) for name, value in row.items() if isinstance(value, str)]
-    # Indented, so that a sample's own Markdown and HTML are shown as they are.
+    # Indented, so that a sample's Markdown and HTML are shown as text.
     blocks = [
         f"{name}:\n\n" + textwrap.indent(value, "    ", lambda line: True) for name, value in texts
     ]
@@ -97,29 +106,30 @@ def _as_markdown(row: Mapping[str, Any]) -> str:
 
 
 class WandbLogger(MetricLogger):
-    """A wandb run, as `exp_manager.wandb_logger_kwargs` says.
+    """A wandb run, with the settings of `exp_manager.wandb_logger_kwargs`.
 
-    wandb rejects steps below its last one: those that a killed run logged after its last checkpoint keep their values
-    (on one process they are the same). Mode "offline" keeps everything in the run's folder, for `wandb sync`.
+    wandb rejects steps below its last one: steps of a killed run after its last checkpoint keep
+    their values (on one process they are the same). Mode "offline" keeps everything in the run's
+    folder, for `wandb sync`.
     """
 
     def __init__(self, cfg: TrainConfig, run_id: str):
-        # At exit its telemetry waits up to a minute for a server that hangs.
+        # At exit, wandb's telemetry waits up to a minute for a server that hangs.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        ours = {
+        defaults = {
             "init_timeout": START_SECONDS,
             "finish_timeout": FINISH_SECONDS,
             "finish_timeout_raises": True,
-            # its capture of stdout and the live progress display would tear each other
+            # wandb's capture of stdout and the live progress display disturb each other.
             "console": "off",
             "silent": True,
         }
         settings = wandb.Settings(
             **{
                 name: value
-                for name, value in ours.items()
+                for name, value in defaults.items()
                 if not os.environ.get(f"WANDB_{name.upper()}")
             }
         )
@@ -148,13 +158,13 @@ class WandbLogger(MetricLogger):
         except TimeoutError:
             import wandb
 
-            # waits for the server in this thread, which may be left behind, not in an exit handler
+            # Wait for the server in this thread, which may be left behind, not in an exit handler.
             wandb.teardown()
             raise
 
 
 class SwanlabLogger(WandbLogger):
-    """A SwanLab run, as the same keys say; "offline" is for a later `swanlab sync`. Alerts are texts."""
+    """A SwanLab run, with the same settings; "offline" is for `swanlab sync`. Alerts are texts."""
 
     def __init__(self, cfg: TrainConfig, run_id: str):
         import swanlab
@@ -164,8 +174,7 @@ class SwanlabLogger(WandbLogger):
             "terminal": {"proxy_type": "none"},
             "probe": {"requirements": False},
         }
-        # The settings of `swanlab.Settings` beat the variables, such as
-        # SWANLAB_TERMINAL_PROXY_TYPE.
+        # `swanlab.Settings` takes precedence over variables such as SWANLAB_TERMINAL_PROXY_TYPE.
         given = tuple(
             name
             for name in quiet
@@ -192,25 +201,26 @@ class SwanlabLogger(WandbLogger):
 class MlflowLogger(MetricLogger):
     """An MLflow run: numbers as metrics, configuration, tables and alerts as artifacts.
 
-    It is continued by its tag `reinforce_rl.run_id`. Steps that a killed run logged after its last checkpoint appear
-    twice.
+    The tag `reinforce_rl.run_id` identifies a run that is continued. Steps of a killed run after
+    its last checkpoint appear twice.
     """
 
     def __init__(self, cfg: TrainConfig, run_id: str):
-        # maintained no more, but all that mlflow-skinny has
+        # The file store is not maintained any more, but mlflow-skinny has no other.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         from mlflow import MlflowClient
         from mlflow.entities import Metric
 
-        given = cfg.exp_manager.mlflow_logger_kwargs
+        options = cfg.exp_manager.mlflow_logger_kwargs
         folder = Path(cfg.exp_manager.explicit_log_dir)
         self._metric = Metric
         self._pending = dict[str, float]()
-        address = given.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        self._client = client = MlflowClient(address or (folder / "mlruns").absolute().as_uri())
-        place = self._experiment(given.experiment_name)
+        address = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        client = MlflowClient(address or (folder / "mlruns").absolute().as_uri())
+        self._client = client
+        place = self._experiment(options.experiment_name)
         past = client.search_runs([place], filter_string=f"tags.`reinforce_rl.run_id` = '{run_id}'")
         tags = {"reinforce_rl.run_id": run_id}
         self._id = os.environ.get("MLFLOW_RUN_ID") or (past[0].info.run_id if past else "")
@@ -222,7 +232,7 @@ class MlflowLogger(MetricLogger):
         client.log_dict(self._id, cfg.model_dump(), "config.yaml")
 
     def _experiment(self, name: str | None) -> str:
-        """Return the id of the experiment, which is created if it has a name and does not exist."""
+        """Return the id of the experiment; create a named experiment that does not exist."""
         number = os.environ.get("MLFLOW_EXPERIMENT_ID")
         name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
         if name is None and number:
@@ -232,7 +242,7 @@ class MlflowLogger(MetricLogger):
         return experiment.experiment_id if experiment else self._client.create_experiment(name)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
-        """Hold numbers until `commit`, which sends them at once."""
+        """Hold numbers; `commit` sends them in one request."""
         self._pending |= _finite(metrics, prefix)
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
@@ -258,10 +268,13 @@ class MlflowLogger(MetricLogger):
 def _arguments(
     cfg: TrainConfig, run_id: str, variables: Mapping[str, Sequence[str]], **folder: str
 ) -> dict[str, Any]:
-    """Return the arguments of `init`: what was configured, and ours where no variable of the library has a value."""
+    """Return the arguments of `init`.
+
+    They are the configured values, and defaults for arguments without an environment variable.
+    """
     section = cfg.exp_manager.wandb_logger_kwargs
     configured = {"project": section.project, "mode": section.mode, "config": cfg.model_dump()}
-    ours = {
+    defaults = {
         "project": PROJECT,
         "mode": "online",
         "name": section.name,
@@ -272,13 +285,13 @@ def _arguments(
     if section.name != type(section).model_fields["name"].default:
         configured["name"] = section.name
     arguments = {name: value for name, value in configured.items() if value is not None}
-    for name, value in ours.items():
+    for name, value in defaults.items():
         if not any(os.environ.get(variable) for variable in variables[name]):
             arguments.setdefault(name, value)
     return arguments
 
 
 def _finite(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Return the numbers that a chart can show, by full name."""
+    """Return the finite numbers, by full name."""
     numbers = {prefix + name: plain_number(value) for name, value in metrics.items()}
     return {name: number for name, number in numbers.items() if number is not None}

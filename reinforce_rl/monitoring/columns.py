@@ -1,4 +1,4 @@
-"""Metrics by column: 12 bytes a value, where the lines of metrics.jsonl as dictionaries take more than 100."""
+"""Metrics by column: 12 bytes a value. Lines of metrics.jsonl as dictionaries take over 100."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SHOWN = 40  # characters of a value in a message
 
 
 class MetricColumns:
-    """The lines of a metrics.jsonl, which are added in the order of the file; their number is `len`."""
+    """The lines of a metrics.jsonl, in the order of the file; `len` is their number."""
 
     def __init__(self) -> None:
         self.num_values = 0
         self.num_training = 0  # lines of training steps
         self._steps = array("q")
-        self._known_steps: np.ndarray | None = None  # as of the last line
+        self._known_steps: np.ndarray | None = None  # of all lines; None after an added line
         self._rows: dict[str, array[int]] = {}
         self._values: dict[str, array[float]] = {}
         self._is_ascending = True
@@ -30,7 +30,7 @@ class MetricColumns:
         return len(self._steps)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a line that `checked_line` has returned."""
+        """Add a line of `checked_line`."""
         row = len(self._steps)
         if row and step < self._steps[-1]:
             self._is_ascending = False
@@ -39,7 +39,8 @@ class MetricColumns:
         for key, value in values.items():
             rows = self._rows.get(key)
             if rows is None:
-                rows = self._rows[key] = array("I")
+                rows = array("I")
+                self._rows[key] = rows
                 self._values[key] = array("d")
             rows.append(row)
             self._values[key].append(value)
@@ -56,29 +57,32 @@ class MetricColumns:
 
     def steps(self) -> np.ndarray:
         """Return the step of each line, in the order of the file: int64 [len]."""
-        # Asked for each metric, so that a copy each time would take lines times metrics.
+        # Called for each metric: a copy per call would take time for lines times metrics.
         if self._known_steps is None:
             self._known_steps = np.array(self._steps, np.int64)
         return self._known_steps
 
     def dense(self, key: str) -> np.ndarray:
-        """Return a metric of each line, in the order of the file: float64 [len], NaN where a line lacks it."""
+        """Return a metric of each line, in the order of the file: float64 [len].
+
+        NaN for a line without the metric.
+        """
         values = np.full(len(self), math.nan)
         if key in self._rows:
             values[np.array(self._rows[key])] = np.array(self._values[key])
         return values
 
     def order(self) -> np.ndarray | None:
-        """Return the lines by ascending step: int64 [len]; None if that is their order in the file."""
+        """Return the indices of the lines by ascending step: int64 [len]; None if in order."""
         return None if self._is_ascending else np.argsort(self.steps(), kind="stable")
 
     def rows_of(self, key: str) -> np.ndarray:
-        """Return the lines that have a metric, by ascending step: int64 [n]."""
+        """Return the indices of the lines with a metric, by ascending step: int64 [n]."""
         rows = np.array(self._rows.get(key, ()), np.int64)
         return rows if self._is_ascending else rows[np.argsort(self.steps()[rows], kind="stable")]
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps, ascending, and the values of the lines that have a metric: int64 [n], float64 [n]."""
+        """Return ascending steps and values of the lines with a metric: int64 and float64 [n]."""
         rows = np.array(self._rows.get(key, ()), np.int64)
         steps = self.steps()[rows]
         values = np.array(self._values.get(key, ()), np.float64)
@@ -99,9 +103,11 @@ class MetricColumns:
 
 
 def checked_line(line: Any) -> tuple[int, dict[str, float]]:
-    """Return the step and the metrics of a line of metrics.jsonl; null is NaN. The step is removed from `line` itself.
+    """Return the step and the metrics of a line of metrics.jsonl; null is NaN.
 
-    Raises ValueError, which says what was found, if it is no object of numbers with a step.
+    Modifies `line`: the step is removed.
+
+    Raises ValueError, with the unexpected value, if it is no object of numbers with a step.
     """
     if not isinstance(line, dict):
         raise ValueError(f"found a JSON {type(line).__name__}, expected an object")
@@ -130,7 +136,7 @@ def _float_of(key: str, value: Any) -> float:
 
 
 def shown_value(value: Any) -> str:
-    """Return a value for a message; a nested one by its type, as its text can be without bound."""
+    """Return a value for a message; a list or object by its type, as its text has no bound."""
     if isinstance(value, list | dict):
         return f"a JSON {type(value).__name__}"
     if isinstance(value, str):

@@ -1,17 +1,22 @@
-"""`reinforce-rl dashboard FOLDER`: the runs below a folder on a local page that follows them.
+"""`reinforce-rl dashboard FOLDER`: a local page of the runs below a folder, kept up to date.
 
-    GET /                                   the page; /dashboard.js, /dashboard.css and /plotly.js belong to it
-    GET /api/runs                           {folder, runs: [{name, state, step, max_steps, time, reward}, ...]}
-    GET /api/run?name=N[&stamp=S]           `report.overview` and {stamp}; 204 if it still is that stamp
-    GET /api/samples?name=N&kind=K&step=I   {rows: [...], total, columns}: columns of tokens, if recorded
-    GET /api/tokens?name=N&kind=K&step=I&prompt=I    {tokens: {"PROMPT SAMPLE": {column: [...]}}}
-    GET /api/prompt?name=N&kind=K&prompt=I  {rows: [...]}: samples of one prompt, by ascending step
-    GET /api/tables?name=N&name=M[&...]     {tables: [...]}: the comparison of runs
+    GET /                           the page, with /dashboard.js, /dashboard.css and /plotly.js
+    GET /api/runs                   {folder, runs: [{name, state, step, max_steps, time, reward}]}
+    GET /api/run?name=N[&stamp=S]   `report.overview` and {stamp}; 204 for an unchanged stamp
+    GET /api/samples?name=N&kind=K&step=I
+                                    {rows: [...], total, columns}: columns of tokens, if recorded
+    GET /api/tokens?name=N&kind=K&step=I&prompt=I
+                                    {tokens: {"PROMPT SAMPLE": {column: [...]}}}
+    GET /api/prompt?name=N&kind=K&prompt=I
+                                    {rows: [...]}: samples of one prompt, by ascending step
+    GET /api/tables?name=N&name=M[&...]
+                                    {tables: [...]}: the comparison of runs
 
-A fault is answered with {error: text}. Names are those of /api/runs; no path is taken from a request.
+The answer to a fault is {error: text}. Requests have the names of /api/runs, and no paths.
 
-Each run has a lock and, while there is something to read, a thread that reads a little at a time: an answer holds what
-has been read so far, and the next one more. A run that cannot be read, or is slow, delays no other.
+Each run has a lock. While there is something to read, it also has a thread that reads in short
+slices: an answer has everything that was read so far. A run that is slow or cannot be read delays
+no other.
 """
 
 from __future__ import annotations
@@ -48,20 +53,23 @@ from reinforce_rl.utils.files import plain_number
 from reinforce_rl.utils.net import Address, listen
 from reinforce_rl.utils.untrusted_files import leads_out, open_regular
 
-_OPEN_RUNS = 32  # whose metrics are held in memory
-_OPEN_VALUES = 30_000_000  # of all of them together, 12 bytes each
-_RUN_VALUES = 20_000_000  # of one
-_SLICE_SECONDS = 0.05  # that a run's reader holds its lock
-_WAIT_SECONDS = 0.3  # for the reader, before an answer with what has been read
+_OPEN_RUNS = 32  # runs with metrics in memory
+_OPEN_VALUES = 30_000_000  # values of all these runs, 12 bytes each
+_RUN_VALUES = 20_000_000  # values of a run
+_SLICE_SECONDS = 0.05  # a run's reader holds its lock this long
+_WAIT_SECONDS = 0.3  # an answer waits this long for the reader
 _ANSWER_SECONDS = 20.0
-_PARALLEL = 16  # answers that are made at once
-_SCAN_SECONDS = 1.0  # between looks for runs
-_TAIL = 1 << 16  # bytes at the end of metrics.jsonl in which the list looks for the last reward
-_PROMPT_STEPS = 60  # step files in which one prompt is looked for
+_PARALLEL = 16  # answers at a time
+_SCAN_SECONDS = 1.0  # between searches for runs
+_TAIL = 1 << 16  # bytes at the end of metrics.jsonl; the list takes the last reward from them
+_PROMPT_STEPS = 60  # step files that are searched for a prompt
 _HEADERS = {
     # Plotly writes its styles into the document.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-    "connect-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+        "connect-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'; "
+        "base-uri 'none'; form-action 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -70,7 +78,7 @@ _HEADERS = {
 
 
 class DashboardRun:
-    """A run whose files are read in a thread of its own; `opened` gives access to what has been read."""
+    """A run with a reader thread; `opened` gives access to everything that was read."""
 
     def __init__(self, path: Path, within: Path):
         self._run = RunFolder(path, within=within, max_values=_RUN_VALUES)
@@ -84,15 +92,15 @@ class DashboardRun:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[RunFolder]:
-        """Read what is new, as far as that is quick, and yield the run, which nothing else uses meanwhile.
+        """Wait briefly for new lines, and yield the run for exclusive use.
 
-        Raises DataError, also of the reader, and if the run is not free in time.
+        Raises DataError if the run is not free in time, and also the errors of the reader.
         """
         with self._held():
             if self._reader is None:
                 self._fault = None
-                # A daemon, like all threads of the dashboard: a disk that hangs must not keep it
-                # from ending.
+                # All threads of the dashboard are daemons: a disk that hangs must not keep the
+                # dashboard from ending.
                 self._reader = threading.Thread(target=self._read, daemon=True)
                 self._reader.start()
             reader = self._reader
@@ -121,7 +129,7 @@ class DashboardRun:
                 while not is_done:
                     with self._lock:
                         is_done = advance(_SLICE_SECONDS)
-                    time.sleep(_SLICE_SECONDS / 10)  # whoever waits for the lock gets it
+                    time.sleep(_SLICE_SECONDS / 10)  # another thread may take the lock
         except Exception as error:
             self._fault = error
         finally:
@@ -130,14 +138,15 @@ class DashboardRun:
 
 
 class Dashboard:
-    """The aiohttp application; `host` is the name that it may be asked by, besides localhost and addresses."""
+    """The aiohttp application; requests name `host`, localhost or an address as its host."""
 
     def __init__(self, folder: str | Path, host: str = "127.0.0.1"):
         self._folder = Path(folder)
         self._host = host
         if not self._folder.is_dir():
             raise DataError(
-                f"{folder}: no such folder; expected the folder of a run, or a folder of several runs",
+                f"{folder}: no such folder; expected the folder of a run, or a folder of several "
+                "runs",
                 key="dashboard.folder.missing",
             )
         self._scanned: tuple[float, dict[str, Path]] = (-math.inf, {})
@@ -158,13 +167,13 @@ class Dashboard:
             app.router.add_get(
                 f"/{name}", self._handler(f"text/{kind}", lambda _, read=read: read())
             )
-        asked = {
+        answers = {
             "runs": self._runs,
             "run": self._run,
             "samples": self._samples,
             "tokens": self._tokens,
         }
-        for name, answer in {**asked, "prompt": self._prompt, "tables": self._tables}.items():
+        for name, answer in {**answers, "prompt": self._prompt, "tables": self._tables}.items():
             app.router.add_get(f"/api/{name}", self._handler("application/json", answer))
         return app
 
@@ -172,7 +181,10 @@ class Dashboard:
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if not self._is_ours(request.host):
-                advice = "ask by localhost or an address, or start the dashboard with --host and that name"
+                advice = (
+                    "ask by localhost or an address, or start the dashboard with --host and that "
+                    "name"
+                )
                 raise web.HTTPMisdirectedRequest(
                     text=f"this dashboard is not {request.host}; {advice}"
                 )
@@ -183,26 +195,26 @@ class Dashboard:
             text = f"no answer within {_ANSWER_SECONDS:.0f} s; other runs are not affected"
             response = web.json_response({"error": text}, status=503)
         except Exception as error:
-            # whatever a file may hold; also a file of a run that is being deleted
+            # A file may hold anything, and a run may be deleted at any time.
             key = key_of(error)
             response = web.json_response({"error": _sentence(error), "key": key}, status=404)
         response.headers.update(_HEADERS)
         return response
 
     def _is_ours(self, host: str) -> bool:
-        """Refuse names that a foreign page could have pointed here (DNS rebinding)."""
+        """Return False for a name that a foreign page may have pointed here (DNS rebinding)."""
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         with contextlib.suppress(ValueError):
             return bool(ipaddress.ip_address(name.strip("[]")))
         return name.lower() in ("localhost", self._host.lower())
 
     def _handler(self, kind: str, answer: Callable[[web.Request], Any]) -> Handler:
-        """Handle a request by text or values that become JSON, or by 204 for None."""
+        """Return a handler that answers with text, with values as JSON, or with 204 for None."""
 
         def encoded(request: web.Request) -> bytes | None:
-            found = answer(request)
-            # ASCII, as texts of a run may hold lone surrogates.
-            text = found if isinstance(found, str | None) else json.dumps(found, allow_nan=False)
+            values = answer(request)
+            # JSON in ASCII: texts of a run may hold lone surrogates.
+            text = values if isinstance(values, str | None) else json.dumps(values, allow_nan=False)
             return text if text is None else text.encode()
 
         async def answered(request: web.Request) -> bytes | None:
@@ -219,27 +231,27 @@ class Dashboard:
 
         return handle
 
-    def _found(self) -> dict[str, Path]:
-        """Return the runs' folders by the names that the page has for them."""
+    def _folders(self) -> dict[str, Path]:
+        """Return the runs' folders by their names on the page."""
         with self._scanning:
-            scanned, found = self._scanned
+            scanned, folders = self._scanned
             if time.monotonic() > scanned + _SCAN_SECONDS:
                 root = self._folder
-                found = {}
+                folders = {}
                 for path in runs_below(root):
                     name = (
                         path.relative_to(root).as_posix() if path != root else root.resolve().name
                     )
                     # Names need not be UTF-8.
                     name = os.fsencode(name).decode("utf-8", "backslashreplace")
-                    while name in found:
+                    while name in folders:
                         name += "'"
-                    found[name] = path
-                self._scanned = (time.monotonic(), found)
-            return found
+                    folders[name] = path
+                self._scanned = (time.monotonic(), folders)
+            return folders
 
     def _opened(self, name: str) -> DashboardRun:
-        path = self._found().get(name)
+        path = self._folders().get(name)
         if path is None:
             raise DataError(
                 f"there is no run {name!r} below {self._folder}",
@@ -267,21 +279,21 @@ class Dashboard:
             )
 
     def _runs(self, request: web.Request) -> dict[str, Any]:
-        found = []
-        for name, path in self._found().items():
+        entries = []
+        for name, path in self._folders().items():
             try:
                 self._check_inside(path)
                 entry = _entry(path, self._folder)
             except FileNotFoundError:  # deleted meanwhile
                 continue
-            except Exception as error:  # whatever a file may hold: the other runs are shown
+            except Exception as error:  # a file may hold anything; the other runs are shown
                 entry = _fault_entry(path, _sentence(error))
-            found.append({"name": name, **entry})
+            entries.append({"name": name, **entry})
         folder = os.fsencode(self._folder).decode("utf-8", "backslashreplace")
-        return {"folder": folder, "runs": sorted(found, key=lambda run: -run["time"])}
+        return {"folder": folder, "runs": sorted(entries, key=lambda run: -run["time"])}
 
     def _run(self, request: web.Request) -> dict[str, Any] | None:
-        name = _asked(request, "name")
+        name = _parameter(request, "name")
         with self._opened(name).opened() as run:
             stamp = _stamp(run)
             if request.query.get("stamp") == stamp:
@@ -322,8 +334,8 @@ class Dashboard:
 
     @contextlib.contextmanager
     def _recorded(self, request: web.Request) -> Iterator[tuple[RunFolder, Kind, list[int]]]:
-        wanted = _asked(request, "kind")
-        with self._opened(_asked(request, "name")).opened() as run:
+        wanted = _parameter(request, "kind")
+        with self._opened(_parameter(request, "name")).opened() as run:
             for kind, steps in run.kinds().items():
                 if kind == wanted:
                     yield run, kind, steps
@@ -336,7 +348,7 @@ class Dashboard:
     def _tables(self, request: web.Request) -> dict[str, Any]:
         names = list(dict.fromkeys(request.query.getall("name", [])))[:_OPEN_RUNS]
         with contextlib.ExitStack() as stack:
-            # In one order for all requests: two of them must not wait for each other's runs.
+            # All requests lock runs in the same order, so that two of them cannot deadlock.
             runs = {
                 name: stack.enter_context(self._opened(name).opened()) for name in sorted(names)
             }
@@ -345,7 +357,7 @@ class Dashboard:
 
 
 def serve(folder: str | Path, host: str = "127.0.0.1", port: int = 6060) -> None:
-    """Serve the dashboard until Ctrl-C; port 0 takes a free one.
+    """Serve the dashboard until Ctrl-C; port 0 takes a free port.
 
     Raises:
         DataError: there is no such folder.
@@ -370,21 +382,21 @@ def serve(folder: str | Path, host: str = "127.0.0.1", port: int = 6060) -> None
         web.run_app(app, sock=listener, print=None, access_log=None, shutdown_timeout=1.0)
 
 
-def _asked(request: web.Request, name: str) -> str:
+def _parameter(request: web.Request, name: str) -> str:
     if name not in request.query:
         raise web.HTTPBadRequest(text=f"the request lacks {name!r}")
     return request.query[name]
 
 
 def _number(request: web.Request, name: str) -> int:
-    text = _asked(request, name)
+    text = _parameter(request, name)
     if not text.isascii() or not text.isdecimal():
         raise web.HTTPBadRequest(text=f"{name} is {text!r}; expected a number")
     return int(text)
 
 
 async def _in_thread(answer: Callable[[], bytes | None]) -> bytes | None:
-    """Call `answer` in a daemon thread: unlike those of an executor, nothing waits for it when the program ends."""
+    """Call `answer` in a daemon thread. An executor's threads would delay the program's end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[bytes | None] = loop.create_future()
 
@@ -411,13 +423,13 @@ async def _in_thread(answer: Callable[[], bytes | None]) -> bytes | None:
 
 
 def _sentence(error: Exception) -> str:
-    """Return what is wrong with a run, as a text that can be shown."""
+    """Return an error of a run as a printable text."""
     text = (
         str(error)
         if isinstance(error, DataError | OSError)
         else f"it cannot be read ({type(error).__name__})"
     )
-    # The names in it need not be UTF-8.
+    # Names of files in it need not be UTF-8.
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -465,7 +477,10 @@ def _fault_entry(path: Path, fault: str) -> dict[str, Any]:
 
 @functools.lru_cache(1024)
 def _end_of(metrics: Path, within: Path, _changed: int, size: int) -> tuple[int, float | None, str]:
-    """Return the last step and training reward near the end of a metrics.jsonl, and what is wrong there."""
+    """Return the last step and training reward near the end of a metrics.jsonl, and a fault there.
+
+    The fault is "" for none.
+    """
     step = 0
     reward = None
     fault = ""
@@ -488,5 +503,5 @@ def _end_of(metrics: Path, within: Path, _changed: int, size: int) -> tuple[int,
 def _stamp(run: RunFolder) -> str:
     places = [run.path / name for name in (METRICS_FILE, STATUS_FILE, HISTORY_FILE, *run.kinds())]
     stats = [(place.stat() if place.exists() else None) for place in places]
-    changed = [(found.st_mtime_ns, found.st_size) if found else 0 for found in stats]
+    changed = [(stat.st_mtime_ns, stat.st_size) if stat else 0 for stat in stats]
     return f"{hash((run.state().state, run.stamp, *changed)):x}"

@@ -1,6 +1,6 @@
-"""What the metrics of `metrics.jsonl` mean: `METRICS` by full name, and `metric_of` for the name in a file. No torch.
+"""Meaning of the metrics in `metrics.jsonl`: `METRICS` by full name, `metric_of` for a file's name.
 
-`tools/config_docs.py --write` makes the tables of docs/metrics.md from it.
+`tools/config_docs.py --write` makes the tables of docs/metrics.md from it. No torch.
 """
 
 from __future__ import annotations
@@ -11,89 +11,126 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    name: str  # with its prefix; words in capitals stand for any name
+    name: str  # with its prefix; a word in capitals stands for any name
     unit: str  # empty for a plain number
     meaning: str
-    look: str  # what good and bad look like
+    look: str  # signs of good and bad values
 
 
-# Prefixes, then a line per metric: name | unit | meaning | what good and bad look like; indented
-# lines go on.
+# Prefixes, then a line per metric: name | unit | meaning | signs of good and bad values. An
+# indented line continues the line before.
 _GROUPS = {
     "train val test": """
-rewards | reward | mean over the scored samples, as the source returned it | rises; flat: nothing to learn from (see
-  train/reward_group_deviation) or lr too low; rises while val/rewards falls: it overfits
-rewards_SOURCE | reward | the same of one of several sources, before its weight | one that falls is paid for by others
-reward_deviation | reward | standard deviation over all scored samples | 0: the reward tells nothing apart
-response_lengths | tokens | mean, with the end token | drifts slowly; to max_length or to a few: the reward pays for it
+rewards | reward | mean over the scored samples, as the source returned it | rises; flat: nothing to
+  learn from (see train/reward_group_deviation) or lr too low; rises while val/rewards falls: it
+  overfits
+rewards_SOURCE | reward | the same of one of several sources, before its weight | one that falls is
+  paid for by others
+reward_deviation | reward | standard deviation over all scored samples | 0: the reward tells nothing
+  apart
+response_lengths | tokens | mean, with the end token | drifts slowly; to max_length or to a few: the
+  reward pays for it
 prompt_lengths | tokens | mean length of a prompt | follows from the data
-fraction_of_samples_properly_ended | share | not cut at max_length | near 1; else raise it, or see truncated_samples
-fraction_of_samples_scored | share | samples that the reward source scored | 1; less: its log says why
-fraction_of_samples_valid | share | scored, not empty, not dropped | 1, less what truncated_samples=drop leaves out""",
+fraction_of_samples_properly_ended | share | not cut at max_length | near 1; else raise it, or see
+  truncated_samples
+fraction_of_samples_scored | share | samples that the reward source scored | 1; less: its log says
+  why
+fraction_of_samples_valid | share | scored, not empty, not dropped | 1, less what
+  truncated_samples=drop leaves out""",
     "train": """
-rewards_with_kl | reward | shaped reward - beta * KL, which is maximised | rises; falls as rewards rise: KL costs more
-reward_group_deviation | reward | mean standard deviation within a prompt's samples | above 0; at 0 nothing is learnt
-fraction_of_groups_without_spread | share | prompts whose samples all earn the same | low; else see dynamic_filtering
-init_policy_kl | nats a response | KL from the initial policy, by kl_estimator and kl_reduction | rises slowly; a jump,
-  or tens of nats: lower lr or raise initial_policy_kl_penalty; read samples
-kl_k1 | nats a response | unbiased estimate of that KL, summed over tokens | as init_policy_kl; below 0 it is noise
-kl_absolute_k1 | nats a response | sum of the sizes of the log-ratios | an upper sign of drift; biased
+rewards_with_kl | reward | shaped reward - beta * KL, which is maximised | rises; falls as rewards
+  rise: KL costs more
+reward_group_deviation | reward | mean standard deviation within a prompt's samples | above 0; at 0
+  nothing is learnt
+fraction_of_groups_without_spread | share | prompts whose samples all earn the same | low; else see
+  dynamic_filtering
+init_policy_kl | nats a response | KL from the initial policy, by kl_estimator and kl_reduction |
+  rises slowly; a jump, or tens of nats: lower lr or raise initial_policy_kl_penalty; read samples
+kl_k1 | nats a response | unbiased estimate of that KL, summed over tokens | as init_policy_kl;
+  below 0 it is noise
+kl_absolute_k1 | nats a response | sum of the sizes of the log-ratios | an upper sign of drift;
+  biased
 kl_k2 | nats a response | half the sum of squared log-ratios | as kl_k1 while that is small; biased
-kl_k3 | nats a response | estimate that is never below 0 | as kl_k1; far above it: a few tokens moved far
+kl_k3 | nats a response | estimate that is never below 0 | as kl_k1; far above it: a few tokens
+  moved far
 kl_coefficient | reward per nat | beta of this step | constant, unless kl_target steers it
 baseline | reward | mean baseline of valid samples | follows rewards_with_kl
-advantage_mean | reward | mean over the samples that train | near 0 where the baseline is the group's
-advantage_deviation | reward | standard deviation over the samples that train | as reward_group_deviation; 0: no signal
+advantage_mean | reward | mean over the samples that train | near 0 where the baseline is the
+  group's
+advantage_deviation | reward | standard deviation over the samples that train | as
+  reward_group_deviation; 0: no signal
 advantage_magnitude | reward | mean size over valid samples | as advantage_deviation
-fraction_of_samples_trained | share | samples that are in the loss | near 1; low: filtered, truncated or unscored
-actor_loss | | the loss that is minimised, mean of the optimizer steps | no measure of progress; it must be finite
-grad_norm | | norm of the gradient before clipping, mean of the steps | steady; spikes: lower lr; 0: no signal
+fraction_of_samples_trained | share | samples that are in the loss | near 1; low: filtered,
+  truncated or unscored
+actor_loss | | the loss that is minimised, mean of the optimizer steps | no measure of progress; it
+  must be finite
+grad_norm | | norm of the gradient before clipping, mean of the steps | steady; spikes: lower lr; 0:
+  no signal
 lr | | learning rate of the last optimizer step | as model.optim.sched says
-skipped_step | 0 or 1 | an optimizer step was left out since its gradient was not finite | 0; 1 now and then in bf16 is
-  harmless; max_skipped_steps in a row end the run
+skipped_step | 0 or 1 | an optimizer step was left out since its gradient was not finite | 0; 1 now
+  and then in bf16 is harmless; max_skipped_steps in a row end the run
 optimizer_steps | steps | optimizer steps on this rollout batch | constant
-clip_fraction | share | response tokens whose gradient the ratio's clipping stopped | 0 on-policy; below 0.1 to 0.2
-effective_sample_size | share | how many tokens the importance weights leave, of all | 1 on-policy; below 0.5: too far
-  off-policy, fewer reinforce_epochs or larger global_batch_size
-entropy | nats a token | of the policy's distribution, with entropy_bonus | falls slowly; towards 0: it has collapsed
-entropy_sampled | nats a token | mean of -log p of the sampled tokens, an estimate of entropy | as entropy
-repetition | share | three words in a row that their response had before, in up to 128 responses | low; rises with
-  the reward: it pays for repetition
-compression | share | size of these responses, each compressed by zlib | steady; short ones may exceed 1; falls: they
-  repeat themselves
-length_reward_correlation | correlation | of a response's length and its reward, within groups | near 0; towards 1: the
-  reward pays for length
+clip_fraction | share | response tokens whose gradient the ratio's clipping stopped | 0 on-policy;
+  below 0.1 to 0.2
+effective_sample_size | share | how many tokens the importance weights leave, of all | 1 on-policy;
+  below 0.5: too far off-policy, fewer reinforce_epochs or larger global_batch_size
+entropy | nats a token | of the policy's distribution, with entropy_bonus | falls slowly; towards 0:
+  it has collapsed
+entropy_sampled | nats a token | mean of -log p of the sampled tokens, an estimate of entropy | as
+  entropy
+repetition | share | three words in a row that their response had before, in up to 128 responses |
+  low; rises with the reward: it pays for repetition
+compression | share | size of these responses, each compressed by zlib | steady; short ones may
+  exceed 1; falls: they repeat themselves
+length_reward_correlation | correlation | of a response's length and its reward, within groups |
+  near 0; towards 1: the reward pays for length
 prompts_repeated | share | prompts on several lines of the data, or in validation | 0
-unscored_longer | share | pairs of a sample without a score and one with it in which the first is longer | near 0.5;
-  near 1: long responses fail
-generator_gap | nats a token | mean size of the difference between the trainer's and its log-probs | below 0.05;
-  else other weights, precision or sampling
-generator_gap_median | nats a token | the same, of the median token | far below generator_gap: few tokens make it
+unscored_longer | share | pairs of a sample without a score and one with it in which the first is
+  longer | near 0.5; near 1: long responses fail
+generator_gap | nats a token | mean size of the difference between the trainer's and its log-probs |
+  below 0.05; else other weights, precision or sampling
+generator_gap_median | nats a token | the same, of the median token | far below generator_gap: few
+  tokens make it
 generator_gap_p99 | nats a token | the same, which 1 of 100 tokens exceeds | below 0.5
-generator_gap_max | nats a token | the same, of the worst token | below 5; the report shows that token
-generator_gap_age_STEPS | nats a token | generator_gap of tokens drawn by weights this many steps old | grows with age
+generator_gap_max | nats a token | the same, of the worst token | below 5; the report shows that
+  token
+generator_gap_age_STEPS | nats a token | generator_gap of tokens drawn by weights this many steps
+  old | grows with age
 generator_kl | nats a token | k3 estimate of KL(generator, policy) | below 0.001; see generator_gap
-generator_capped | share | tokens whose weight against the generator reached generator_ratio_cap | near 0
-staleness | steps | mean age of the weights that drew the tokens (max_staleness) | at most max_staleness
-dropped_groups | prompts | drawn again, as their rollouts were too old (rollout_order) | few; else generators are slow
-generator_masked | share | tokens that a generator_correction of _mask left out | near 0; else see generator_gap
-padding_fraction | share | padding in the update's micro-batches | low; else model.tokens_per_micro_batch
+generator_capped | share | tokens whose weight against the generator reached generator_ratio_cap |
+  near 0
+staleness | steps | mean age of the weights that drew the tokens (max_staleness) | at most
+  max_staleness
+dropped_groups | prompts | drawn again, as their rollouts were too old (rollout_order) | few; else
+  generators are slow
+generator_masked | share | tokens that a generator_correction of _mask left out | near 0; else see
+  generator_gap
+padding_fraction | share | padding in the update's micro-batches | low; else
+  model.tokens_per_micro_batch
 groups_drawn | prompts | drawn by dynamic_filtering | num_rollout_samples, or some rounds of it
-groups_without_spread | prompts | of these, thrown away since all samples earned the same | few of groups_drawn
-groups_trained | prompts | of these, kept | num_rollout_samples; fewer: max_resampling_rounds was reached
-resampling_rounds | rounds | rollout batches drawn besides the first | 0 or 1; more: each step costs that much more
+groups_without_spread | prompts | of these, thrown away since all samples earned the same | few of
+  groups_drawn
+groups_trained | prompts | of these, kept | num_rollout_samples; fewer: max_resampling_rounds was
+  reached
+resampling_rounds | rounds | rollout batches drawn besides the first | 0 or 1; more: each step costs
+  that much more
 epoch | epochs | passes over the training prompts so far | rises
 consumed_prompts | prompts | drawn so far | rises
 loss | | reward model: of its objective, on this batch | falls; far below val/loss: it overfits
 accuracy | share | reward model: pairs ordered rightly, ties half | rises from 0.5
 margin | score | reward model: mean of chosen - rejected | rises""",
     "val": """
-loss | | reward model: of its objective, on held-out data | falls; a rise ends by patience, and the best is kept
-accuracy | share | reward model: held-out pairs ordered rightly, ties half | above accuracy_of_longer_wins
-accuracy_standard_error | share | of accuracy, over pairs | two models closer than twice this are alike
-accuracy_of_longer_wins | share | pairs that "the longer answer wins" orders rightly | what accuracy must beat
+loss | | reward model: of its objective, on held-out data | falls; a rise ends by patience, and the
+  best is kept
+accuracy | share | reward model: held-out pairs ordered rightly, ties half | above
+  accuracy_of_longer_wins
+accuracy_standard_error | share | of accuracy, over pairs | two models closer than twice this are
+  alike
+accuracy_of_longer_wins | share | pairs that "the longer answer wins" orders rightly | what accuracy
+  must beat
 calibration_error | share | expected difference of predicted and observed preference | below 0.05
-margin | score | mean of chosen - rejected, held out | rises; much above train/margin's growth: not calibrated
+margin | score | mean of chosen - rejected, held out | rises; much above train/margin's growth: not
+  calibrated
 score_mean | score | mean of all held-out scores | any
 score_deviation | score | their standard deviation | above 0
 mse_ATTRIBUTE | rating squared | reward model from ratings: mean squared error | falls
@@ -103,13 +140,17 @@ spearman_ATTRIBUTE | correlation | of their ranks | towards 1""",
 generate | s | rank 0 samples responses | steady; grows with the longest response
 logprobs | s | log-probs under the policy | 0 where the generator's own are taken
 init_logprobs | s | log-probs under the reference | about a third of train_time
-reward_wait | s | waits for scores when its own work is done | near 0; much: the reward is the bottleneck
+reward_wait | s | waits for scores when its own work is done | near 0; much: the reward is the
+  bottleneck
 train_time | s | the update | steady; steps with long responses take longer
-send_weights | s | sends the new weights to generators on other ranks | steady; much: is the network the slow one?
+send_weights | s | sends the new weights to generators on other ranks | steady; much: is the network
+  the slow one?
 record | s | what record=full adds to the critical path | far below 1 % of step_time
-step_time | s | the whole step, without validation and checkpoint | steady; grows with response_lengths""",
+step_time | s | the whole step, without validation and checkpoint | steady; grows with
+  response_lengths""",
     "memory": """
-PHASE | 10^9 bytes | peak on rank 0, of the device or the resident set | steady; high: model.tokens_per_micro_batch""",
+PHASE | 10^9 bytes | peak on rank 0, of the device or the resident set | steady; high:
+  model.tokens_per_micro_batch""",
     "timing": """
 PHASE/max | s | own work of the slowest rank, without waits for others | near the median
 PHASE/median | s | own work of the median rank | steady
@@ -129,7 +170,7 @@ def _read(prefixes: str, text: str) -> dict[str, Metric]:
 
 
 METRICS: dict[str, Metric] = {
-    name: found for group in _GROUPS.items() for name, found in _read(*group).items()
+    name: metric for group in _GROUPS.items() for name, metric in _read(*group).items()
 }
 _PHASE = "(generate|logprobs|init_logprobs|reward_wait|train_time|send_weights)"
 _WORD = r"[\w.-]+"
@@ -143,13 +184,16 @@ _PATTERNS = {
 
 
 def metric_of(name: str) -> Metric | None:
-    """Return the entry of a name in `metrics.jsonl`, such as `val/NAME/rewards` of a named set; None for no metric."""
+    """Return the entry of a name in `metrics.jsonl`; None for an unknown name.
+
+    `val/NAME/rewards` is the name of a metric of a named validation set.
+    """
     if name in METRICS:
         return METRICS[name]
-    found = next(
+    metric = next(
         (METRICS[key] for key, pattern in _PATTERNS.items() if pattern.fullmatch(name)), None
     )
     prefix, _, rest = name.partition("/")
-    return found or (
+    return metric or (
         metric_of(f"val/{rest.partition('/')[2]}") if prefix == "val" and "/" in rest else None
     )

@@ -1,4 +1,7 @@
-"""Metric loggers: `metrics.jsonl`, several as one, and one in a thread of its own; `backends.py` has the others."""
+"""Metric loggers: `metrics.jsonl`, several loggers as one, and a logger in a separate thread.
+
+`backends.py` has the loggers of other libraries.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,19 @@ SUCCESS = "success"
 FAILED = "failed"
 Level = Literal["INFO", "WARN", "ERROR"]
 
-QUEUED_CALLS = 1000  # that may wait for a back end; later ones are dropped
-CALL_SECONDS = 120.0  # after which a call counts as hanging
-CLOSE_SECONDS = 60.0  # for what still waits when the run ends
+QUEUED_CALLS = 1000  # maximum of calls that wait for a back end; later calls are dropped
+CALL_SECONDS = 120.0  # a longer call counts as hanging
+CLOSE_SECONDS = 60.0  # for the waiting calls at the end of the run
 
 
 class MetricLogger:
-    """A back end of metrics, called on rank 0 only, with non-decreasing steps; overrides what it stores."""
+    """A back end of metrics, called on rank 0 only, with non-decreasing steps.
+
+    A subclass overrides the methods of everything that it stores.
+    """
 
     def begin(self) -> None:
-        """Make ready for the first step of this start, which is not refused any more."""
+        """Prepare for the first step, after all checks of a start have passed."""
         self._pass_on("begin")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
@@ -47,18 +53,18 @@ class MetricLogger:
         self._pass_on("log_table", key, rows, step)
 
     def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
-        """Tell a person who is not looking, where the back end can."""
+        """Notify a person, if the back end can."""
         self._pass_on("alert", title, text, step, level)
 
     def commit(self, step: int) -> None:
-        """Store `step`, which is complete, so that it survives a kill."""
+        """Store the complete `step`, so that it survives a kill."""
         self._pass_on("commit", step)
 
     def finalize(self, status: str = SUCCESS) -> None:
-        """Store what is left and close. `status` is "success" or "failed"."""
+        """Store everything that is pending, and close. `status` is "success" or "failed"."""
 
     def _pass_on(self, method: str, *args: Any) -> None:
-        """Take a call that is not overridden; a back end ignores it."""
+        """Handle a call that is not overridden; a back end ignores it."""
 
 
 class Loggers(MetricLogger):
@@ -77,13 +83,14 @@ class Loggers(MetricLogger):
 
 
 class Detached(MetricLogger):
-    """Run a back end in its own thread, so that it can neither stop nor delay a run; report its first failure only.
+    """Run a back end in a separate thread, so that it can neither stop nor delay a run.
 
-    Calls go through a bounded queue. A back end that failed is asked again; one that could not be started is not.
+    Calls go through a bounded queue. A back end is called again after a failed call, but not after
+    a failed start. Only the first failure is reported.
 
     Args:
-        name: of the back end, in the message.
-        start: makes it, in the thread.
+        name: name of the back end in the message.
+        start: makes the back end, in the thread.
         tell: shows the message.
     """
 
@@ -93,12 +100,12 @@ class Detached(MetricLogger):
         self._tell = tell
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUED_CALLS)
         self._busy_since: float | None = time.monotonic()  # None between calls
-        self._told = False
+        self._has_reported = False
         self._thread = threading.Thread(target=self._work, name=f"{name} logger", daemon=True)
         self._thread.start()
 
     def finalize(self, status: str = SUCCESS) -> None:
-        """Close within `CLOSE_SECONDS`; a back end that hangs is left behind."""
+        """Close within `CLOSE_SECONDS`, or leave a hanging back end behind."""
         deadline = time.monotonic() + CLOSE_SECONDS
         with contextlib.suppress(queue.Full):
             if self._thread.is_alive():
@@ -131,16 +138,17 @@ class Detached(MetricLogger):
                 method, args = self._calls.get()
                 self._busy_since = time.monotonic()
                 getattr(logger, method)(*args)
-            except BaseException as error:  # libraries end a thread by SystemExit too
+            except BaseException as error:  # libraries may raise SystemExit
                 self._fail(f"failed ({type(error).__name__}: {str(error).strip()})")
                 if logger is None:
                     return
 
-    def _fail(self, what: str) -> None:
-        if not self._told:
-            self._told = True
+    def _fail(self, failure: str) -> None:
+        if not self._has_reported:
+            self._has_reported = True
             self._tell(
-                f"logger {self._name}: {what}. The run goes on; metrics.jsonl has everything. Not said again"
+                f"logger {self._name}: {failure}. The run goes on; metrics.jsonl has everything. "
+                "Not said again"
             )
 
 
@@ -150,7 +158,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     An incomplete last line (a killed or running process) is skipped.
 
     Raises:
-        DataError: the file is absent, or a complete line is not a JSON object with an integer `step`.
+        DataError: the file is missing, or a complete line is not a JSON object with an integer
+            `step`.
     """
     path = Path(path)
     try:
@@ -174,11 +183,12 @@ class JsonlLogger(MetricLogger):
     """Merges all metrics of a step into one line, plus `time` (unix seconds), appended at `commit`.
 
     Args:
-        resume_step: of the checkpoint to resume from, 0 to restart from scratch: later lines and a torn last line are
-            dropped. None for a new run.
+        resume_step: step of the checkpoint to resume from, 0 to restart from scratch: later lines
+            and a partial last line are dropped. None for a new run.
 
     Raises:
-        DataError: `resume_step` is None and the file already holds metrics, or a line of it cannot be read.
+        DataError: `resume_step` is None and the file already holds metrics, or a line of it cannot
+            be read.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None = None):
@@ -188,18 +198,18 @@ class JsonlLogger(MetricLogger):
         records = read_metrics(self.path) if self.path.exists() else []
         if records and resume_step is None:
             raise DataError(
-                f"{self.path} already holds metrics up to step {records[-1]['step']}, and this is a new run; "
-                "choose another run folder, or resume that run",
+                f"{self.path} already holds metrics up to step {records[-1]['step']}, and this is "
+                "a new run; choose another run folder, or resume that run",
                 key="metrics.file.of_another_run",
             )
-        # The file is cut when the first step is written: a start that is refused changes nothing.
+        # The file is cut when the first step is written: a refused start changes nothing.
         self._kept: list[dict[str, Any]] | None = None
         if self.path.exists():
             self._kept = [record for record in records if record["step"] <= (resume_step or 0)]
             self._last_step = max((record["step"] for record in self._kept), default=-1)
 
     def begin(self) -> None:
-        """Make the file ready for the next step; `commit` does it by itself."""
+        """Drop lines of later steps; `commit` does the same."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = self._kept
         self._kept = None
@@ -226,6 +236,6 @@ class JsonlLogger(MetricLogger):
         self._last_step = step
 
     def finalize(self, status: str = SUCCESS) -> None:
-        """Write steps that were not committed: after an error they show how far the run came."""
+        """Write steps that were not committed: after an error they show the run's last steps."""
         for step in sorted(self._pending):
             self.commit(step)

@@ -1,6 +1,6 @@
-"""Metrics of a step over data-parallel ranks, and its slowest ranks. Names are NeMo-Aligner's where it has one.
+"""Metrics of a step over data-parallel ranks. Names are NeMo-Aligner's where it has one.
 
-Rewards are averaged over scored samples only: a failed one does not count as 0.
+Rewards are averaged over scored samples only: a failed sample does not count as 0.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def rollout_means(batch: RolloutBatch) -> Statistics:
 
 
 def validation_means(batch: RolloutBatch, prompts: Sequence[Prompt]) -> Statistics:
-    """Return the statistics of a scored batch, and as NAME/... those of each validation set with a name."""
-    found = rollout_means(batch)
+    """Return the statistics of a scored batch, and of each named validation set as NAME/... ."""
+    means = rollout_means(batch)
     for name in dict.fromkeys(prompt.set_name for prompt in prompts if prompt.set_name):
         ids = torch.tensor([prompt.id for prompt in prompts if prompt.set_name == name])
         part = batch.select(torch.isin(batch.group_ids, ids).nonzero()[:, 0])
-        found |= {f"{name}/{key}": value for key, value in rollout_means(part).items()}
-    return found
+        means |= {f"{name}/{key}": value for key, value in rollout_means(part).items()}
+    return means
 
 
 def reinforce_means(batch: ReinforceBatch) -> Statistics:
@@ -108,22 +108,25 @@ def group_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Ten
 
 
 def reduce_metrics(statistics: Statistics, gather_over_ranks: GatherOverRanks) -> dict[str, float]:
-    """Reduce to means and deviations over all ranks; NaN where nothing was counted. Ranks may lack some statistics."""
+    """Reduce to means and deviations over all ranks; NaN for a count of 0.
+
+    Ranks may lack some statistics.
+    """
     parts: list[Statistics] = gather_over_ranks(statistics)
-    taken = {}
+    reduced = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        found = [part[name] for part in parts if name in part]
+        of_ranks = [part[name] for part in parts if name in part]
         moments = RunningMoments()
-        for one in found:
-            if isinstance(one, RunningMoments):
-                moments.merge(one)
-        means = [one for one in found if isinstance(one, Mean)]
-        count = sum(one.count for one in means)
+        for statistic in of_ranks:
+            if isinstance(statistic, RunningMoments):
+                moments.merge(statistic)
+        means = [statistic for statistic in of_ranks if isinstance(statistic, Mean)]
+        count = sum(statistic.count for statistic in means)
         if count:
-            taken[name] = sum(one.total for one in means) / count
+            reduced[name] = sum(statistic.total for statistic in means) / count
         else:
-            taken[name] = moments.deviation if moments.count else float("nan")
-    return taken
+            reduced[name] = moments.deviation if moments.count else float("nan")
+    return reduced
 
 
 def update_metrics(
@@ -150,7 +153,7 @@ def update_metrics(
     tokens = total.get("tokens", 0.0)
     if tokens:
         metrics["clip_fraction"] = total["clipped"] / tokens
-        # Weights that all underflow to 0 leave nothing to learn from.
+        # If all weights underflow to 0, nothing can be learned.
         squares = total["squares"]
         metrics["effective_sample_size"] = (
             total["weights"] ** 2 / (tokens * squares) if squares else 0.0
@@ -175,7 +178,8 @@ def trained_token_metrics(
 
     Args:
         log_probs: float32 [N, T] by the policy before the update; NaN where no pass computed them.
-        version: of the policy's weights, for the gaps by age; None if no rollouts are of older ones.
+        version: version of the policy's weights, for the gaps by age; None if all rollouts are of
+            the current weights.
     """
     rollouts = batch.rollouts
     gaps = generator_gaps(batch, log_probs)
@@ -183,7 +187,7 @@ def trained_token_metrics(
     has_versions = rollouts.weight_versions is not None
     if version is not None and has_versions and rollouts.generator_log_probs is not None:
         statistics |= gap_by_age(gaps, weight_ages(batch, version))
-    # One reduction of all statistics: a rank without samples has no ages, and must not skip it.
+    # One reduction for all statistics: a rank without samples has no ages, but must take part.
     return {
         **gap_quantiles(gaps, sum_over_ranks),
         **reduce_metrics(statistics, gather_over_ranks),
@@ -191,7 +195,7 @@ def trained_token_metrics(
 
 
 def generator_gaps(batch: ReinforceBatch, log_probs: Tensor) -> Tensor:
-    """Return `log_probs` [N, T] less the generator's, of the trained tokens, float32 [tokens].
+    """Return `log_probs` [N, T] minus the generator's for the trained tokens, float32 [tokens].
 
     Empty if the generator reports no log-probs.
     """
@@ -204,9 +208,9 @@ def generator_gaps(batch: ReinforceBatch, log_probs: Tensor) -> Tensor:
 
 
 def weight_ages(batch: ReinforceBatch, version: int) -> Tensor:
-    """Return by how many steps the weights that drew the trained tokens lag behind `version`.
+    """Return the age in steps, at `version`, of the weights that drew the trained tokens.
 
-    int64 [tokens]. Raises ValueError: the batch has no versions.
+    int64 [tokens]. Raises ValueError if the batch has no versions.
     """
     rollouts = batch.rollouts
     if rollouts.weight_versions is None:
@@ -215,24 +219,27 @@ def weight_ages(batch: ReinforceBatch, version: int) -> Tensor:
 
 
 def gap_quantiles(gaps: Tensor, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Return quantiles of the sizes of `gaps`, float32 [tokens], over all ranks; nothing without any.
+    """Return quantiles of the absolute `gaps`, float32 [tokens], over all ranks; {} without tokens.
 
-    Of n tokens, that of share q is the ceil(q n)-th smallest: exact, whatever the layout. `total` sums over ranks.
-    Nothing is gathered: sizes are ordered as their bits, which are found from the highest on.
+    The quantile q of n tokens is the ceil(q n)-th smallest, exact for any layout. `total` sums over
+    ranks. Nothing is gathered: absolute floats have the order of their bits, and a binary search
+    finds the bits from the highest to the lowest.
     """
     bits = gaps.float().view(torch.int32) & 0x7FFFFFFF  # without the sign
     count = int(total(torch.tensor(len(bits))))
     places = torch.tensor([math.ceil(share * count) for share in GAP_SHARES.values()])
-    found = torch.zeros(len(places), dtype=torch.int32)
+    quantiles = torch.zeros(len(places), dtype=torch.int32)
     for bit in range(30, -1, -1):
-        larger = found | 1 << bit
-        smaller = total(torch.stack([(bits < one).sum() for one in larger]))
-        found = torch.where(smaller < places, larger, found)
-    return dict(zip(GAP_SHARES, found.view(torch.float32).tolist(), strict=True)) if count else {}
+        larger = quantiles | 1 << bit
+        smaller = total(torch.stack([(bits < candidate).sum() for candidate in larger]))
+        quantiles = torch.where(smaller < places, larger, quantiles)
+    return (
+        dict(zip(GAP_SHARES, quantiles.view(torch.float32).tolist(), strict=True)) if count else {}
+    )
 
 
 def gap_by_age(gaps: Tensor, ages: Tensor) -> Statistics:
-    """Return the mean size of the gaps [tokens] for each age of the weights that drew the tokens, int64 [tokens]."""
+    """Return the mean absolute gap for each age of the weights; `ages` are int64 [tokens]."""
     return {
         f"generator_gap_age_{age}": Mean.of(gaps[ages == age].abs())
         for age in ages.unique().tolist()
@@ -240,5 +247,5 @@ def gap_by_age(gaps: Tensor, ages: Tensor) -> Statistics:
 
 
 def sampled_entropy(log_probs: Tensor) -> Statistics:
-    """Return the mean of -log p of sampled tokens, float32 [tokens], which estimates the entropy; NaN is left out."""
+    """Estimate the entropy: the mean of -log p of sampled tokens, float32 [tokens], without NaN."""
     return {"entropy_sampled": Mean.of(-log_probs, torch.isfinite(log_probs))}

@@ -1,4 +1,4 @@
-"""A run's metrics.jsonl, read as it grows and held by column."""
+"""Read a growing metrics.jsonl into columns."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.columns import MetricColumns, checked_line
 from reinforce_rl.utils.untrusted_files import open_regular, parse_json
 
-# bytes before the end of what was read that must be unchanged; each line holds its time
+# Bytes before the end of the read part that must be unchanged. Each line has its time.
 _TAIL = 4096
-_CHUNK = 1 << 18  # bytes that are read at once
+_CHUNK = 1 << 18  # bytes of one read
 _MAX_LINE = 1 << 20  # bytes
 _MAX_LINE_DEPTH = 20
-_KEY_VALUES = 100  # values that take as much memory as a metric's name
-_MAX_NAMES = 4096  # of metrics; a run with many rewards and validation sets has some hundreds
+_KEY_VALUES = 100  # memory of a metric's name, in values
+_MAX_NAMES = 4096  # metrics; a run with many rewards and validation sets has some hundreds
 
 
 class MetricsFile:
-    """What has been read of a metrics.jsonl; absent, it has no lines.
+    """The read part of a metrics.jsonl; no lines if the file is missing.
 
     Args:
-        path: of the file.
         within: the folder that a link may not leave.
-        max_values: that are held in memory; None for no bound. A value takes 12 bytes.
+        max_values: most values in memory; None for no bound. A value takes 12 bytes.
     """
 
     def __init__(self, path: Path, within: Path, max_values: int | None = None):
@@ -38,18 +37,19 @@ class MetricsFile:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget what was read."""
-        self.columns = MetricColumns()  # another object whenever reading starts anew
+        """Drop everything that was read."""
+        self.columns = MetricColumns()  # a new object each time that reading starts again
         self.is_read = False
         self._inode = -1
-        self._size = 0  # of the file when it was last read
-        self._end = 0  # bytes that were read
+        self._size = 0  # bytes of the file at the last read
+        self._end = 0  # bytes read so far
         self._checksum = 0
 
     def refresh(self, seconds: float = math.inf) -> bool:
-        """Read what was added since the last call; all of it if the file was rewritten since.
+        """Read the lines since the last call, or all lines if the file was rewritten.
 
-        Returns False if there is more to read after `seconds`. Raises DataError, with the line, if it cannot be read.
+        Returns False if there is more to read after `seconds`. Raises DataError, with the line, if
+        the file cannot be read.
         """
         deadline = time.monotonic() + seconds
         try:
@@ -59,7 +59,7 @@ class MetricsFile:
             return True
         with file:
             about = os.fstat(file.fileno())
-            # A resumed run drops later lines, and may write others of the same size.
+            # A resumed run drops later lines, and may write new ones of the same size.
             if about.st_ino != self._inode or _checksum(file, self._end) != self._checksum:
                 self._begin()
                 self._inode = about.st_ino
@@ -83,7 +83,8 @@ class MetricsFile:
         number = len(self.columns)
         if not size and len(data) >= _MAX_LINE:
             raise DataError(
-                f"{self._path}, line {number + 1} has more than {_MAX_LINE} bytes; take the line away",
+                f"{self._path}, line {number + 1} has more than {_MAX_LINE} bytes; take the line "
+                "away",
                 key="metrics.line.too_long",
             )
         lines = []
@@ -108,7 +109,7 @@ class MetricsFile:
     def _check_values(self) -> None:
         names = self.columns.num_names
         if names > _MAX_NAMES:
-            # A page, a table and a comparison take time and space for each of them.
+            # Pages, tables and comparisons take time and space for each metric.
             raise DataError(
                 f"{self._path} has {names} different metrics; expected at most {_MAX_NAMES}",
                 key="metrics.names.too_many",
@@ -116,19 +117,19 @@ class MetricsFile:
         taken = self.columns.num_values + len(self.columns) + _KEY_VALUES * names
         if self._max_values is not None and taken > self._max_values:
             raise DataError(
-                f"{self._path} has more than the {self._max_values} values that the dashboard holds of a run; "
-                "`reinforce-rl report` has no such bound",
+                f"{self._path} has more than the {self._max_values} values that the dashboard "
+                "holds of a run; `reinforce-rl report` has no such bound",
                 key="metrics.values.too_many",
             )
 
     @property
     def stamp(self) -> tuple[int, int]:
-        """Return what changes as more is read."""
+        """A value that changes with each read."""
         return self._inode, self._end
 
     @property
     def share_read(self) -> float:
-        """Return how much has been read, from 0 to 1; 1 also while less than a line may be missing."""
+        """The read share of the file, from 0 to 1; 1 also if less than a line may be missing."""
         return self._end / self._size if self._size > self._end + _MAX_LINE else 1.0
 
 
@@ -141,6 +142,9 @@ def parse_line(line: bytes) -> Any:
 
 
 def _checksum(file: BinaryIO, end: int) -> int:
-    """Return a checksum of the bytes before `end`: a resumed run rewrites its file, perhaps to the same size."""
+    """Return a checksum of the bytes before `end`.
+
+    A resumed run rewrites its file, perhaps to the same size.
+    """
     file.seek(max(0, end - _TAIL))
     return zlib.crc32(file.read(min(end, _TAIL)))

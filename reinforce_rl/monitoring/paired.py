@@ -1,4 +1,4 @@
-"""Two validations compared by prompt."""
+"""Comparison of two validations by prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads Parquet of somebody else within bounds: a small file can repeat one long text, or one number, endlessly."""
+"""Read untrusted Parquet within bounds: a small file can repeat a value endlessly."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ if TYPE_CHECKING:
     from pyarrow.parquet import FileMetaData
 
 MAX_ROWS = 1 << 18  # samples of a step
-MIN_BYTES = 256 << 20  # that the values may always take in memory
-BYTES_RATIO = 200  # and of a larger file, this many times its size
-_MAX_FOOTER_BYTES = 64 << 10  # that of the 27 columns of a step has 8 KiB
+MIN_BYTES = 256 << 20  # memory that the values may take of any file
+BYTES_RATIO = 200  # times a file's size: memory that its values may take if that is more
+_MAX_FOOTER_BYTES = 64 << 10  # the footer of a step's 27 columns has 8 KiB
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 12}  # bytes of a value; else 8
 _TEXT = "BYTE_ARRAY"
 NOT_PARQUET = "not a readable Parquet file ({}); restore it or take it away"
 
 
 def read_bounded_file(path: str | Path, columns: Sequence[str] | None, filters: Any) -> pa.Table:
-    """Read a file as `read_bounded_table`; raise DataError also if it is damaged.
+    """Read a file by `read_bounded_table`; raise DataError also if it is damaged.
 
-    On some damaged files Arrow ends the process: `parquet_process` reads those of others.
+    On some damaged files Arrow ends the process: `parquet_process` reads untrusted files.
     """
     from pyarrow import ArrowException, OSFile
 
     try:
-        # By the name's bytes, as Arrow cannot encode every name where the locale is not UTF-8. Not
-        # a file object of Python's: Arrow's threads would wait for it at the program's end, and
-        # abort the program.
+        # Arrow cannot encode every name if the locale is not UTF-8, so it gets bytes. It gets no
+        # Python file object: its threads would wait for it at the program's end, and abort.
         with OSFile(os.fsencode(path)) as file:
             return read_bounded_table(file, columns, filters)
     except (ArrowException, OSError, ValueError, RecursionError) as error:
@@ -42,10 +41,11 @@ def read_bounded_file(path: str | Path, columns: Sequence[str] | None, filters: 
 def read_bounded_table(
     file: pa.NativeFile, columns: Sequence[str] | None, filters: Any
 ) -> pa.Table:
-    """Read a Parquet file as `pyarrow.parquet.read_table` does, but skip columns that the file lacks.
+    """Read a Parquet file by `pyarrow.parquet.read_table`, without columns that the file lacks.
 
     Raises:
-        DataError: it has more than `MAX_ROWS` rows, or its values take far more memory than the file is large.
+        DataError: the file has more than `MAX_ROWS` rows, or its values take far more memory than
+            its size.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -55,12 +55,12 @@ def read_bounded_table(
     limit = max(MIN_BYTES, BYTES_RATIO * file.size())
     _check_metadata(metadata, columns, limit)
     leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
-    # As the file stores them: a text once, however often it occurs.
+    # Dictionaries store a repeated text once.
     texts = [leaf.path for leaf in leaves if leaf.physical_type == _TEXT]
     plain = pq.read_schema(file)
     known = None if columns is None else [name for name in columns if name in plain.names]
     table = pq.read_table(file, columns=known, filters=filters, read_dictionary=texts)
-    # Arrow checks neither UTF-8 nor offsets when it reads, and what uses them then may crash.
+    # Arrow checks neither UTF-8 nor offsets when it reads; later code may crash on them.
     table.validate(full=True)
     _check_bytes(sum(map(_text_bytes, table.columns)), limit)
     types = pa.schema(
@@ -70,8 +70,7 @@ def read_bounded_table(
 
 
 def _check_footer(file: pa.NativeFile) -> None:
-    # Arrow crashes on a schema of thousands of nested groups. The footer also bounds the row
-    # groups.
+    # Arrow crashes on a schema of thousands of nested groups. This also bounds the row groups.
     size = file.size()
     file.seek(max(0, size - 8))
     end = file.read(8)
@@ -91,7 +90,7 @@ def _check_metadata(metadata: FileMetaData, columns: Sequence[str] | None, limit
             key="parquet.rows.too_many",
         )
     size = 0
-    stored = 0  # bytes of the columns once they are decompressed
+    stored = 0  # bytes of the decompressed columns
     for group in range(metadata.num_row_groups):
         for column in range(metadata.num_columns):
             chunk = metadata.row_group(group).column(column)
@@ -112,7 +111,7 @@ def _check_bytes(size: int, limit: int) -> None:
 
 
 def _text_bytes(column: pa.ChunkedArray) -> int:
-    """Return how many bytes the texts of a column take when each is stored by itself."""
+    """Return the bytes of a column's texts if each is stored separately."""
     return sum(_bytes_of(leaf) for chunk in column.chunks for leaf in _leaves(chunk))
 
 
@@ -143,6 +142,6 @@ def _bytes_of(array: pa.Array) -> int:
     ):
         return array.nbytes
     if not isinstance(array, pa.DictionaryArray):
-        return 0  # counted by its metadata
+        return 0  # `_check_metadata` counts it
     lengths = pc.call_function("binary_length", [array.dictionary]).cast(pa.int64())
     return pc.call_function("sum", [lengths.take(array.indices)]).as_py() or 0

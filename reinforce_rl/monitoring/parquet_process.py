@@ -1,4 +1,4 @@
-"""Reads Parquet of somebody else in child processes: on some damaged files Arrow ends the process that reads them."""
+"""Read untrusted Parquet in child processes: on some damaged files Arrow ends the process."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 READ_SECONDS = 120  # for one file
-_MEMORY_SHARE = 0.25  # of the machine's memory, which a reader may take
+_MEMORY_SHARE = 0.25  # of the machine's memory; the limit of a reader
 _KEPT = 4  # readers that wait for the next file
-_MAX_FAULT = 500  # characters of what Arrow says, which may repeat the file
+_MAX_FAULT = 500  # characters of Arrow's message, as it may repeat the file
 
 _waiting: list[ModuleChild] = []
 os.register_at_fork(after_in_child=_waiting.clear)  # a fork shares the connections
 
 
 def read_in_child(path: str | Path, columns: Sequence[str] | None, filters: Any) -> pa.Table:
-    """Read a file as `read_bounded_file`, in another process, which may die of it.
+    """Read a file by `read_bounded_file` in a child process.
 
     Raises DataError also if that process dies, or has not read the file in `READ_SECONDS`.
     """
     import pyarrow as pa
 
     reader = _take()
-    is_free = False  # else what it still writes would be the answer to the next question
+    # A reader with a pending answer must not get the next question.
+    is_free = False
     try:
         question = {
-            "path": str(Path(path).absolute()),  # a kept reader stays in the folder of its start
+            "path": str(Path(path).absolute()),  # a reader keeps the working folder of its start
             "shown": str(path),
             "columns": columns,
             "filters": filters,
@@ -72,7 +73,7 @@ def read_in_child(path: str | Path, columns: Sequence[str] | None, filters: Any)
 
 
 def _take() -> ModuleChild:
-    """Return a reader that nobody else uses."""
+    """Return a reader that is not in use."""
     while _waiting:
         with contextlib.suppress(IndexError):  # another thread took the last one
             reader = _waiting.pop()
@@ -95,7 +96,7 @@ def _end(reader: ModuleChild) -> None:
 
 
 def _why_it_ended(reader: ModuleChild) -> Fault:
-    """Say why a reader has ended."""
+    """Return the reason of a reader's end."""
     code = reader.wait(KILL_SECONDS)
     if code == -signal.SIGALRM:
         return Fault(f"it was not read in {READ_SECONDS} s", key="parquet.file.takes_too_long")
@@ -107,15 +108,14 @@ def _why_it_ended(reader: ModuleChild) -> Fault:
 
 def main() -> None:
     """Read the files that the parent names, until it closes the connection."""
-    # The thread that started this process may end before it, so the end of the connection is the
-    # sign.
+    # The end of the connection ends this process, not the end of the thread that started it.
     connection = connect_to_parent(death_signal=None)
-    import pyarrow.parquet  # noqa: F401  # before the time of a file begins
+    import pyarrow.parquet  # noqa: F401  # not counted in the time of a file
 
     limit_memory(_MEMORY_SHARE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while (message := receive(connection)) is not None:
-        # Ends this process also while it is in Arrow.
+        # SIGALRM ends this process even inside of Arrow.
         signal.alarm(message["seconds"])
         data, fault = _read(message)
         signal.alarm(0)
@@ -127,10 +127,10 @@ def main() -> None:
 
 
 def _read(message: dict[str, Any]) -> tuple[Any, str]:
-    """Return a table as Arrow's stream, or why it cannot be read."""
+    """Return a table as Arrow's stream, or the reason of a failure."""
     import pyarrow as pa
 
-    # JSON has no tuples, by which Arrow tells a condition from a list of them.
+    # Arrow takes a tuple as a condition and a list as several. JSON has no tuples.
     filters = message["filters"] and [tuple(condition) for condition in message["filters"]]
     try:
         table = read_bounded_file(message["path"], message["columns"], filters)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,10 @@ from rich.text import Text
 
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.control_characters import show_control_characters
+from reinforce_rl.utils.statistics import finite_mean
 
 PHASES = ("generate", "logprobs", "init_logprobs", "reward_wait", "train_time")
-# A metric's name, its name in the panel and in a log's line, and the form of its number.
+# A metric's name, its name in the panel, its name in a line of the log, and its number's format.
 Shown = tuple[str, str, str, str]
 _SHOWN: tuple[Shown, ...] = (
     ("rewards", "reward", "reward", ".3f"),
@@ -36,8 +36,12 @@ _RECENT = 20  # window of steps for the time left and the middle column
 class TrainingProgress:
     """Context manager that shows progress and restores the terminal on exit.
 
-    On a terminal: a live panel. Elsewhere (a Slurm log, a pipe): one plain line per step, flushed, never wrapped.
-    `start_step` steps were done before resuming; `enabled` is False on every rank but 0.
+    On a terminal: a live panel. Elsewhere (a Slurm log, a pipe): one plain line per step, flushed,
+    never wrapped.
+
+    Args:
+        start_step: number of steps before the resume.
+        enabled: False on every rank but 0.
     """
 
     def __init__(
@@ -60,7 +64,8 @@ class TrainingProgress:
         self._step = start_step
         self._skipped = 0
         self._phase = ""
-        self._phase_start = self._last_update = time.monotonic()
+        self._phase_start = time.monotonic()
+        self._last_update = self._phase_start
         self._waiting = ""
         self._next_wait = 0.0
         self._durations: deque[float] = deque(maxlen=_RECENT)
@@ -95,12 +100,17 @@ class TrainingProgress:
         self._next_wait = 0.0
 
     def note(self, text: str, transient: bool = False) -> None:
-        """Show a message; a transient one until the next or the phase's end, in a log file at growing intervals."""
+        """Show a message.
+
+        A transient message is shown until the next one or the phase's end, and in a log file at
+        growing intervals.
+        """
         now = time.monotonic()
         if not self.enabled or (transient and self._live is None and now < self._next_wait):
             return
         if transient:
-            self._waiting, self._next_wait = text, now + 2 * (now - self._phase_start)
+            self._waiting = text
+            self._next_wait = now + 2 * (now - self._phase_start)
         if self._live is None:
             self._print(text)
         elif not transient:
@@ -111,7 +121,8 @@ class TrainingProgress:
 
         Args:
             metrics: NeMo-Aligner's names, without prefix; missing ones show as "-".
-            timings: seconds of `generate`, `logprobs`, `init_logprobs`, `reward_wait`, `train_time`, `step_time`.
+            timings: seconds of `generate`, `logprobs`, `init_logprobs`, `reward_wait`,
+                `train_time`, `step_time`.
         """
         now = time.monotonic()
         self._durations.append(now - self._last_update)  # includes validation and checkpoints
@@ -129,8 +140,8 @@ class TrainingProgress:
             self._print(self._line())
 
     def validation(self, step: int, metrics: Mapping[str, float], kind: str = "validation") -> None:
-        """Report a finished validation or test; metric names as in `update`."""
-        found = [
+        """Report a finished validation or test; for the metrics' names see `update`."""
+        numbers = [
             (short, formatted(form, metrics[name]))
             for name, _, short, form in self._shown
             if name in metrics
@@ -140,8 +151,8 @@ class TrainingProgress:
             for name, value in metrics.items()
             if name.endswith("/rewards")
         }
-        found += [(name, formatted(".3f", value)) for name, value in sets.items()]
-        self.note("  ".join([f"{kind} after step {step}:", *map(" ".join, found)]))
+        numbers += [(name, formatted(".3f", value)) for name, value in sets.items()]
+        self.note("  ".join([f"{kind} after step {step}:", *map(" ".join, numbers)]))
 
     @property
     def seconds_left(self) -> float:
@@ -151,8 +162,9 @@ class TrainingProgress:
         return max(0, self.total_steps - self._step) * sum(self._durations) / len(self._durations)
 
     def _print(self, text: str) -> None:
-        # Not console.print: that wraps at 80 columns where there is no terminal.
-        with contextlib.suppress(OSError):  # terminal gone or log full: the files have everything
+        # console.print would wrap at 80 columns without a terminal. The terminal may be gone or the
+        # log full; the files have everything.
+        with contextlib.suppress(OSError):
             print(show_control_characters(text), file=self.console.file, flush=True)
 
     def _seconds_a_step(self) -> float:
@@ -190,8 +202,7 @@ class TrainingProgress:
             f"{self._phase} … {time.monotonic() - self._phase_start:.0f} s" if self._phase else " "
         )
         now = Text(self._waiting, style="yellow") if self._waiting else Text(phase, style="cyan")
-        # The panel's lines are fixed in number, so that the display does not jump while a step
-        # runs.
+        # The panel has a fixed number of lines, so that the display does not jump during a step.
         lines = Group(head, self._numbers(), Text("seconds: " + "  ".join(times), style="dim"), now)
         return Panel(lines, title=Text(self._title), expand=False)
 
@@ -201,11 +212,10 @@ class TrainingProgress:
         for title in ("now", f"mean, last {_RECENT}", "first"):
             table.add_column(title, justify="right", min_width=10)
         for name, title, _, form in self._shown:
-            finite = [value for value in self._history[name] if math.isfinite(value)]
             now = self._history[name][-1] if self._history[name] else math.nan
             values = (
                 now,
-                statistics.fmean(finite) if finite else math.nan,
+                finite_mean(self._history[name]),
                 self._first.get(name, math.nan),
             )
             table.add_row(title, *[formatted(form, value) for value in values])

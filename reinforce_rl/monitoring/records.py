@@ -1,6 +1,7 @@
-"""Records of a run's samples: `rollouts/step_00012.parquet`, `validation/...` and `test/...`, typed and versioned.
+"""Records of a run's samples: Parquet files such as `rollouts/step_00012.parquet`.
 
-docs/records.md has their columns and shows how to read them.
+The folders are `rollouts/`, `validation/` and `test/`. docs/records.md has the columns and examples
+of reading them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from reinforce_rl.monitoring.parquet_process import read_in_child
 from reinforce_rl.utils.files import encode, plain_number, write_atomically
 from reinforce_rl.utils.untrusted_files import check_regular, parse_json
 
-# No torch: the dashboard reads records, and torch alone takes 200 MB.
+# No torch: the dashboard reads records, and torch takes 200 MB of memory.
 if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor
@@ -46,15 +47,15 @@ _STEP_FILE = re.compile(r"step_([0-9]{1,15})\.parquet")
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """One scored sample; NaN is null in the file, here and in `SampleTokens`."""
+    """One scored sample. The file has null for NaN, also in `SampleTokens`."""
 
     step: int  # sampled before this optimizer step, or validated after it
-    # the prompt's index in the data set; with weighted blending modulo the set's size
+    # the prompt's index in the data set; with weighted blending, modulo the set's size
     prompt_id: int
     sample_id: int  # 0 .. G-1 within the prompt
     prompt: str  # as given to the tokenizer, chat template applied
     response: str  # without special tokens
-    # as the reward source returned it, or the weighted sum of sources; NaN: not scored
+    # of the reward source, or the weighted sum of several; NaN without a score
     reward: float
     # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/finish_reasons.py`
     finish_reason: str
@@ -62,14 +63,14 @@ class RolloutRow:
     # nats, of the whole response, by kl_estimator and kl_reduction; NaN in validation
     kl: float = math.nan
     reward_with_kl: float = math.nan  # shaped reward, less beta * kl if the KL is in the reward
-    baseline: float = math.nan  # subtracted from it
+    baseline: float = math.nan  # subtracted from `reward_with_kl`
     advantage: float = math.nan  # weight of the log-probs in the loss; mean over the tokens
     valid: bool = True  # False if left out of the loss
     # after reward_shaping and truncation_penalty, without the KL; NaN if not valid
     shaped_reward: float = math.nan
     # before weights; empty with one source
     source_rewards: Mapping[str, float] = field(default_factory=dict)
-    score_fault: str | None = None  # why scoring failed; None if it did not
+    score_fault: str | None = None  # reason of a failure; None for a scored sample
     set_name: str = ""  # train, validation or test, or the name of a validation set
     record: str | None = None  # the other fields of the prompt's line, as JSON
 
@@ -84,7 +85,7 @@ class RolloutRow:
 
 @dataclass(frozen=True)
 class SampleTokens:
-    """The tokens of one sample; None for what was not recorded."""
+    """The tokens of one sample; None for values that were not recorded."""
 
     prompt_tokens: list[int] | None  # ids
     response_tokens: list[int] | None  # ids, with the stop token
@@ -92,12 +93,12 @@ class SampleTokens:
     # by the trainer before the update, at the sampling temperature
     policy_log_probs: list[float] | None
     reference_log_probs: list[float] | None
-    generator_log_probs: list[float] | None  # as the generation engine reported them
+    generator_log_probs: list[float] | None  # from the generation engine
     token_kl: list[float] | None  # nats, by kl_estimator
-    # with credit_assignment=token; else they all are `advantage`
+    # with credit_assignment=token; otherwise each is `advantage`
     token_advantages: list[float] | None
-    # Steps that the weights had been trained for that drew each; None: generated on the ranks that
-    # train, step - 1.
+    # Version of the weights, in steps, for each token; None for step - 1, if the training ranks
+    # generate.
     weight_versions: list[int] | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -110,7 +111,7 @@ SAMPLE_COLUMNS = tuple(column.name for column in fields(RolloutRow))
 TOKEN_COLUMNS = tuple(column.name for column in fields(SampleTokens))
 
 
-# pyarrow is imported where a file is read or written: a run's start does without its libraries.
+# pyarrow is imported when a file is read or written: a run starts without its libraries.
 @functools.cache
 def column_types(row: type[RolloutRow] | type[SampleTokens]) -> dict[str, pa.DataType]:
     """Return Arrow's type of each column by name."""
@@ -132,7 +133,7 @@ def column_types(row: type[RolloutRow] | type[SampleTokens]) -> dict[str, pa.Dat
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """Values of each token of N samples, flat; a column that was not computed is absent."""
+    """Values of each token of N samples, flat, without columns that were not computed."""
 
     lengths: dict[str, np.ndarray]  # int64 [N] each, of "prompt" and "response"
     values: dict[str, np.ndarray]  # by the names of `TOKEN_COLUMNS`
@@ -157,7 +158,7 @@ def sample_rows(
     *,
     skip_special_tokens: bool = True,
 ) -> list[RolloutRow]:
-    """Return one row per sample; `prompts` are in the batch's order, `data` is None in validation."""
+    """Return one row per sample; `prompts` are those of the batch, `data` is None in validation."""
     prompt_of = {prompt.id: prompt for prompt in prompts}
     starts = batch.prompt_lengths.tolist()
     lengths = batch.response_lengths.tolist()
@@ -196,9 +197,11 @@ def sample_rows(
 def token_columns(
     batch: RolloutBatch, *, kl_estimator: str = "", advantages: Tensor | None = None
 ) -> TokenColumns:
-    """Flatten what is known of each token; computes no log-probs.
+    """Flatten the known values of each token; computes no log-probs.
 
-    `kl_estimator` is "" where there is no KL; `advantages` [N, T] are given if they differ within a response.
+    Args:
+        kl_estimator: "" for no KL.
+        advantages: [N, T], if they differ within a response.
     """
     import torch
 
@@ -219,8 +222,8 @@ def token_columns(
         known["token_kl"] = token_kl(
             batch.log_probs, batch.init_log_probs, mask, estimator=kl_estimator
         )
-    computed = {name: found for name, found in known.items() if found is not None}
-    values = {name: found[:, : mask.shape[1]][mask].cpu() for name, found in computed.items()}
+    computed = {name: column for name, column in known.items() if column is not None}
+    values = {name: column[:, : mask.shape[1]][mask].cpu() for name, column in computed.items()}
     values = {
         name: (v.int() if name == "weight_versions" else v.float()).numpy()
         for name, v in values.items()
@@ -235,21 +238,28 @@ def token_columns(
 def join_samples(parts: Sequence[Samples], tokenizer: PreTrainedTokenizerBase) -> Samples:
     """Concatenate the ranks' samples, and add the texts of their tokens."""
     rows = [row for part in parts for row in part.rows]
-    found = [part.tokens for part in parts if part.tokens is not None and part.rows]
-    if not found:
+    tokens_of_parts = [part.tokens for part in parts if part.tokens is not None and part.rows]
+    if not tokens_of_parts:
         return Samples(rows)
-    # A rank without samples knows no log-probs; of the others all do, or none.
-    names = [name for name in found[0].values if all(name in part.values for part in found)]
+    # A rank without samples has no log-probs. The other ranks all have them, or none has.
+    names = [
+        name
+        for name in tokens_of_parts[0].values
+        if all(name in part.values for part in tokens_of_parts)
+    ]
     lengths = {
-        kind: np.concatenate([part.lengths[kind] for part in found]) for kind in found[0].lengths
+        kind: np.concatenate([part.lengths[kind] for part in tokens_of_parts])
+        for kind in tokens_of_parts[0].lengths
     }
-    values = {name: np.concatenate([part.values[name] for part in found]) for name in names}
+    values = {
+        name: np.concatenate([part.values[name] for part in tokens_of_parts]) for name in names
+    }
     texts = _texts(tokenizer, np.unique(values["response_tokens"]).tolist())
     return Samples(rows, TokenColumns(lengths, values, texts))
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict[int, str]:
-    texts = decode_all(tokenizer, [[one] for one in ids])
+    texts = decode_all(tokenizer, [[token_id] for token_id in ids])
     pieces = tokenizer.convert_ids_to_tokens(ids)
     # SentencePiece leaves the first token's space out.
     pairs = zip(map(str, pieces), texts, strict=True)
@@ -261,12 +271,12 @@ def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict[int, str]
 
 
 def drop_later_samples(folder: str | Path, resume_step: int) -> None:
-    """Remove a run's samples of steps after the checkpoint's, and what a kill left half-written."""
+    """Remove a run's samples of steps after the checkpoint's, and partly written files."""
     for path in Path(folder).glob("*/*step_*"):
-        found = _STEP_FILE.fullmatch(path.name)
-        is_torn = path.name.startswith(".step_")  # a kill before its move
+        match = _STEP_FILE.fullmatch(path.name)
+        is_partial = path.name.startswith(".step_")  # killed before the move
         if path.parent.name in get_args(Kind) and (
-            is_torn or (found and int(found[1]) > resume_step)
+            is_partial or (match and int(match[1]) > resume_step)
         ):
             path.unlink()
 
@@ -287,7 +297,8 @@ def write_records(path: Path, samples: Samples) -> None:
     others = [f"{name}.list.element" for name, kind in token_types.items() if kind != float_list]
     encodings: dict[str, Any] = {
         "use_dictionary": ["prompt", "finish_reason", "score_fault", "set_name", "record", *others],
-        "use_byte_stream_split": floats,  # a third smaller: exponents and mantissas apart
+        # A third smaller: exponents and mantissas are stored separately.
+        "use_byte_stream_split": floats,
     }
     file = io.BytesIO()
     pq.write_table(
@@ -297,7 +308,7 @@ def write_records(path: Path, samples: Samples) -> None:
 
 
 def samples_table(samples: Samples) -> pa.Table:
-    """Return the samples as they are written: all columns, null for what is not known."""
+    """Return the table that is written: all columns, with null for unknown values."""
     import pyarrow as pa
 
     rows = samples.rows
@@ -308,7 +319,7 @@ def samples_table(samples: Samples) -> pa.Table:
         if kind == pa.float64():
             values = [plain_number(value) for value in values]
         elif kind == pa.string():
-            # no lone surrogates
+            # Arrow refuses lone surrogates.
             values = [None if value is None else encode(value).decode() for value in values]
         elif name == "source_rewards":
             values = [
@@ -317,20 +328,20 @@ def samples_table(samples: Samples) -> pa.Table:
             ]
         arrays[name] = pa.array(values, kind)
     for name, kind in column_types(SampleTokens).items():
-        found = None
+        flat_values = None
         if tokens is not None and name == "token_texts":
             ids, places = np.unique(tokens.values["response_tokens"], return_inverse=True)
-            found = pa.array(
-                [encode(tokens.texts[one]).decode() for one in ids.tolist()], pa.string()
+            flat_values = pa.array(
+                [encode(tokens.texts[token_id]).decode() for token_id in ids.tolist()], pa.string()
             ).take(places)
         elif tokens is not None and name in tokens.values:
-            found = pa.array(tokens.values[name], kind.value_type)
-        if tokens is None or found is None:
+            flat_values = pa.array(tokens.values[name], kind.value_type)
+        if tokens is None or flat_values is None:
             arrays[name] = pa.nulls(len(rows), kind)
         else:
             ends = tokens.lengths["prompt" if name == "prompt_tokens" else "response"].cumsum()
             arrays[name] = pa.ListArray.from_arrays(
-                pa.array([0, *ends.tolist()], pa.int32()), found
+                pa.array([0, *ends.tolist()], pa.int32()), flat_values
             )
     return pa.table(arrays).replace_schema_metadata({FORMAT: json.dumps({"version": VERSION})})
 
@@ -352,12 +363,17 @@ def read_table(
     *,
     is_own: bool = False,
 ) -> pa.Table:
-    """Read columns of a file of `write_records`, all for None; `filters` are those of `pyarrow.parquet.read_table`.
+    """Read columns of a file of `write_records`.
 
-    `is_own` is for a file of this process's own run, which is read without a process of its own.
+    Args:
+        columns: names; None for all.
+        filters: see `pyarrow.parquet.read_table`.
+        is_own: whether the file belongs to this process's run; other files are read in a child
+            process.
 
     Raises:
-        DataError: the file is absent, damaged, not of this version, or takes far more memory than its size.
+        DataError: the file is missing, damaged, of another version, or takes far more memory than
+            its size.
     """
     try:
         check_regular(Path(path), within=Path(path).absolute().parents[1])
@@ -378,14 +394,15 @@ def _check_version(metadata: Mapping[bytes, bytes]) -> None:
         version = parse_json(metadata[FORMAT.encode()])["version"]
     if version != VERSION:
         raise DataError(
-            f"its records have version {version!r:.40}; this reinforce_rl reads version {VERSION}. Read them "
-            "with the reinforce_rl that wrote them, or as they are with pyarrow.parquet.read_table",
+            f"its records have version {version!r:.40}; this reinforce_rl reads version {VERSION}. "
+            "Read them with the reinforce_rl that wrote them, or as they are with "
+            "pyarrow.parquet.read_table",
             key="samples.file.other_version",
         )
 
 
 def _check_columns(table: pa.Table, expected: Sequence[str]) -> None:
-    """Raise DataError if columns are absent, or hold what `write_records` does not write."""
+    """Raise DataError if columns are missing, or have values that `write_records` never writes."""
     missing = [name for name in expected if name not in table.column_names]
     if missing:
         raise DataError(
@@ -411,7 +428,7 @@ def _check_columns(table: pa.Table, expected: Sequence[str]) -> None:
 
 
 def _fault_within(name: str, values: pa.ChunkedArray) -> str:
-    """Say what a column of samples or tokens must not hold; "" if it holds nothing of that."""
+    """Describe an invalid value of a column of samples or tokens; "" without one."""
     import pyarrow.compute as pc
 
     hint = _row_hints().get(name)
@@ -434,16 +451,16 @@ def _check_lengths(table: pa.Table) -> None:
     for name in TOKEN_COLUMNS:
         if name == "prompt_tokens" or name not in table.column_names:
             continue
-        found = pc.call_function("list_value_length", [table.column(name)])
-        lengths = found if lengths is None else lengths
-        # Null where one of the two was not recorded.
-        is_equal = pc.call_function("equal", [lengths, found])
+        lengths_of_column = pc.call_function("list_value_length", [table.column(name)])
+        lengths = lengths_of_column if lengths is None else lengths
+        # Null if one of the two was not recorded.
+        is_equal = pc.call_function("equal", [lengths, lengths_of_column])
         if pc.call_function("all", [is_equal]).as_py() is False:
             raise DataError(
                 f"the lists of {name} do not have one value for each token. Restore the file",
                 key="samples.tokens.lengths_differ",
             )
-        lengths = pc.call_function("coalesce", [lengths, found])
+        lengths = pc.call_function("coalesce", [lengths, lengths_of_column])
 
 
 @functools.cache
@@ -452,10 +469,10 @@ def _row_hints() -> dict[str, Any]:
 
 
 def read_rows(path: str | Path, *, is_own: bool = False) -> list[RolloutRow]:
-    """Read a step's samples without their tokens; `is_own` as of `read_table`.
+    """Read a step's samples without their tokens; for `is_own` see `read_table`.
 
     Raises:
-        DataError: the file is absent, damaged or of another version.
+        DataError: the file is missing, damaged or of another version.
     """
     path = Path(path)
     if not path.exists():
@@ -481,11 +498,12 @@ def _nan_if_null(value: float | None) -> float:
 def worst_tokens(
     path: Path, count: int = 5, above: float = 0.0, *, is_own: bool = False
 ) -> list[tuple[int, int, int, str, str, float, float]]:
-    """Return tokens of valid samples whose log-probs by trainer and generator differ by more than `above` nats.
+    """Return tokens of valid samples with the largest gaps between trainer and generator.
 
-    They are the `count` with the largest gaps, largest first, each as (prompt id, sample id, position in the response
-    from 0, text, text before it, log-prob by the trainer, by the generator); the texts are quoted. Empty if the
-    log-probs were not recorded.
+    They are at most `count` tokens whose log-probs differ by more than `above` nats, largest first.
+    Each is (prompt id, sample id, position in the response from 0, text, text before it, log-prob
+    of the trainer, log-prob of the generator). The texts are quoted. Empty if the log-probs were
+    not recorded.
     """
     both = ["policy_log_probs", "generator_log_probs"]
     table = read_table(
@@ -496,26 +514,37 @@ def worst_tokens(
         return []
     policy, generator = (np.concatenate(table[name].to_numpy()) for name in both)
     gaps = np.nan_to_num(np.abs(policy - generator), nan=-1.0, posinf=np.inf)
-    found = []
+    worst = []
     starts = np.cumsum([0, *(len(row) for row in table[both[0]].to_numpy())])
     for place in np.argsort(-gaps, kind="stable")[:count].tolist():
         if gaps[place] > above:
             row = int(np.searchsorted(starts, place, side="right")) - 1
-            *ids, prompt, _, texts, own, other = table.slice(row, 1).to_pylist()[0].values()
+            *ids, prompt, _, texts, trainer_log_probs, generator_log_probs = (
+                table.slice(row, 1).to_pylist()[0].values()
+            )
             at = place - int(starts[row])
             before = (prompt + "".join(texts[:at]))[-_CONTEXT:]
-            found.append((*ids, at, repr(texts[at]), repr(before), own[at], other[at]))
-    return found
+            worst.append(
+                (
+                    *ids,
+                    at,
+                    repr(texts[at]),
+                    repr(before),
+                    trainer_log_probs[at],
+                    generator_log_probs[at],
+                )
+            )
+    return worst
 
 
 def read_tokens(path: Path, filters: Any = None, *, is_own: bool = False) -> list[SampleTokens]:
-    """Read the tokens of the samples that pass; none if they were not recorded."""
+    """Read the tokens of the samples that pass `filters`; empty if they were not recorded."""
     rows = read_table(path, TOKEN_COLUMNS, filters, is_own=is_own).to_pylist()
     recorded = [row for row in rows if row["response_tokens"] is not None]
     if recorded and len(recorded) < len(rows):
         raise DataError(
-            f"{path} has the tokens of {len(recorded)} of {len(rows)} samples; expected those of all or "
-            "of none. Restore the file",
+            f"{path} has the tokens of {len(recorded)} of {len(rows)} samples; expected those of "
+            "all or of none. Restore the file",
             key="samples.tokens.of_some",
         )
     return [SampleTokens(**row) for row in recorded]

@@ -1,4 +1,4 @@
-"""What a run changed: `run_summary` as text, and `report.html`, the dashboard's page in one file."""
+"""Summary of a run's changes as text, and `report.html`, the dashboard's page in one file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from reinforce_rl.monitoring.alerts import GAP_LIMITS
 from reinforce_rl.monitoring.paired import REWARD, compare_validation
 from reinforce_rl.monitoring.progress import clock, formatted
 from reinforce_rl.monitoring.records import worst_tokens
-from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
+from reinforce_rl.monitoring.run_folder import RunFolder, open_run
 from reinforce_rl.monitoring.view import curves, frozen_page
 from reinforce_rl.utils.files import plain_number, write_atomically
-from reinforce_rl.utils.statistics import LEVEL, Difference, chance
+from reinforce_rl.utils.statistics import LEVEL, Difference, chance, finite_mean
 from reinforce_rl.utils.untrusted_files import check_regular, read_json
 
-EVALUATION_FILE = "evaluation.json"  # the best one of reward-model training
+EVALUATION_FILE = "evaluation.json"  # the best evaluation of reward-model training
 _ENDED = "fraction_of_samples_properly_ended"
 _QUANTITIES = (  # name, metric, form
     ("Reward", "rewards", ".3f"),
@@ -33,13 +33,13 @@ _QUANTITIES = (  # name, metric, form
 )
 _MAX_TABLE_BYTES = 16 << 20  # of an evaluation or a profile's table
 _MAX_TIME = 253_370_764_800  # unix seconds of the year 9999
-_MAX_SOURCES = 50  # of a reward, that are compared
-# the last profiled steps that the page shows, and their operations
-_PROFILES = 3
-_OPERATIONS = 12
+_MAX_SOURCES = 50  # compared sources of a reward
+_PROFILES = 3  # the last profiled steps, on the page
+_OPERATIONS = 12  # of a profiled step, on the page
 _CALIBRATION = (
-    "Pairs by the predicted probability that the answer with the higher score is the preferred one, sigmoid of the "
-    "difference of their scores; and how often it is. A calibrated model has both alike."
+    "Pairs by the predicted probability that the answer with the higher score is the preferred "
+    "one, sigmoid of the difference of their scores; and how often it is. A calibrated model has "
+    "both alike."
 )
 
 
@@ -60,7 +60,8 @@ def comparison(run: RunFolder, key: str = "rewards") -> Difference | None:
 def summarize(run: RunFolder) -> list[list[str]]:
     """Return quantities before and after, from validations and the first and last training steps.
 
-    Each is a name with its unit, before, after, the change with its standard error and p, and what it was measured on.
+    Each row has a name with its unit, the value before, the value after, the change with its
+    standard error and p, and the data of the measurement.
     """
     rows: list[list[str]] = []
 
@@ -80,15 +81,15 @@ def summarize(run: RunFolder) -> list[list[str]]:
         *_QUANTITIES[1:],
     ):
         validated = run.values(f"val/{key}").tolist()
-        if (found := comparison(run, key)) is not None and found.n:
-            change = found.change(form)
-            if found.p >= 0:
-                change += f", {chance(found.p)}"
+        if (difference := comparison(run, key)) is not None and difference.n:
+            change = difference.change(form)
+            if difference.p >= 0:
+                change += f", {chance(difference.p)}"
             add(
                 name,
-                f"validation, the same {found.n} prompts",
-                found.mean_before,
-                found.mean_after,
+                f"validation, the same {difference.n} prompts",
+                difference.mean_before,
+                difference.mean_after,
                 form,
                 change,
             )
@@ -97,10 +98,11 @@ def summarize(run: RunFolder) -> list[list[str]]:
         values = run.values(f"train/{key}").tolist() if key not in sources else []
         window = min(10, len(values) // 2)  # the first and the last steps must not overlap
         if window:
-            basis = f"training, first and last {f'{window} steps' if window > 1 else 'step'}, not paired"
-            add(name, basis, mean(values[:window]), mean(values[-window:]), form)
+            steps = f"{window} steps" if window > 1 else "step"
+            basis = f"training, first and last {steps}, not paired"
+            add(name, basis, finite_mean(values[:window]), finite_mean(values[-window:]), form)
         else:
-            add(name, "training, one step", mean(values), math.nan, form)
+            add(name, "training, one step", finite_mean(values), math.nan, form)
     if left_out > 0:
         rows.append(
             [
@@ -116,21 +118,25 @@ def summarize(run: RunFolder) -> list[list[str]]:
 
 def verdict(run: RunFolder) -> str:
     """Describe the change of the validation reward in one sentence."""
-    found = comparison(run)
-    if found is None:
+    difference = comparison(run)
+    if difference is None:
         return "The reward has not been compared: that needs a validation before and one after."
-    return f"Validation reward, first and last: {found.sentence()}."
+    return f"Validation reward, first and last: {difference.sentence()}."
 
 
 def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = None) -> str:
-    """Return a script's last lines: what changed, and paths. `places` adds paths, e.g. {"checkpoint": path}."""
+    """Return a script's last lines: the changes, and paths.
+
+    `places` adds paths, e.g. {"checkpoint": path}.
+    """
     run = RunFolder(run_dir)
     rows = summarize(run)
     lines = [verdict(run)]
     name_width, change_width = (max((len(row[i]) for row in rows), default=0) for i in (0, 3))
     for name, before, after, change, basis in rows:
         lines.append(
-            f"  {name:<{name_width}}  {before:>8} -> {after:>8}  {change:<{change_width}}  ({basis})"
+            f"  {name:<{name_width}}  {before:>8} -> {after:>8}  {change:<{change_width}}  "
+            f"({basis})"
         )
     named = {"run folder": run_dir, **(places or {})}
     place_width = max(len(name) for name in named)
@@ -139,8 +145,11 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
 
 
 def overview(run: RunFolder, seconds: float = math.inf) -> dict[str, Any]:
-    """Return what the page shows of a run, all but its samples; the rules of the alerts may take `seconds`."""
-    found = comparison(run)
+    """Return the page's content for a run, without its samples.
+
+    The rules of the alerts may take `seconds`.
+    """
+    difference = comparison(run)
     state = run.state()
     config = run.configuration()
     columns = ["", "before", "after", "change", "measured on"]
@@ -149,11 +158,11 @@ def overview(run: RunFolder, seconds: float = math.inf) -> dict[str, Any]:
         "name": run.name,
         "state": {name: getattr(state, name) for name in ("state", "reason", "step", "max_steps")},
         "span": _span(run),
-        "verdict": verdict(run) if found or "train/rewards" in run.metric_names() else "",
+        "verdict": verdict(run) if difference or "train/rewards" in run.metric_names() else "",
         "tone": ""
-        if found is None or not found.p < LEVEL
+        if difference is None or not difference.p < LEVEL
         else "good"
-        if found.mean_difference > 0
+        if difference.mean_difference > 0
         else "bad",
         "tables": [summary, *_gap_tables(run), *_profile_tables(run)],
         "alerts": [asdict(alert) for alert in run.alerts(seconds)],
@@ -161,11 +170,12 @@ def overview(run: RunFolder, seconds: float = math.inf) -> dict[str, Any]:
             "text": config.text,
             "changes": config.changes,
             "settings": [
-                [one.key, json.dumps(one.value), json.dumps(one.default)] for one in config.settings
+                [setting.key, json.dumps(setting.value), json.dumps(setting.default)]
+                for setting in config.settings
             ],
         },
         "kinds": run.kinds(),
-        **curves(run, found.n if found else 0),
+        **curves(run, difference.n if difference else 0),
     }
     return shown | (_of_reward_model(run) if "train/loss" in run.metric_names() else {})
 
@@ -177,19 +187,21 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
         return {"verdict": "No evaluation has been made since the first step."}
     try:
         best = _read_table(run, path)
-        found = best["evaluation"]
+        evaluation = best["evaluation"]
         bins = best["evaluation"]["reliability"]
         metrics = best["evaluation"]["metrics"]
         before = next((loss for _, loss in run.series("val/loss") if math.isfinite(loss)), math.nan)
-        said = (
-            f"The held-out loss went from {before:.4f} to {found['loss']:.4f} (step {best['step']})"
+        sentence = (
+            f"The held-out loss went from {before:.4f} to {evaluation['loss']:.4f} (step "
+            f"{best['step']})"
         )
         if "accuracy" in metrics:
-            said += (
-                f"; of the held-out pairs {metrics['accuracy']:.1%} ± {metrics['accuracy_standard_error']:.1%} are "
-                f"ordered rightly, where 'the longer answer wins' has {metrics['accuracy_of_longer_wins']:.1%}"
+            sentence += (
+                f"; of the held-out pairs {metrics['accuracy']:.1%} ± "
+                f"{metrics['accuracy_standard_error']:.1%} are ordered rightly, where 'the longer "
+                f"answer wins' has {metrics['accuracy_of_longer_wins']:.1%}"
             )
-        values = {"loss": found["loss"], **metrics}
+        values = {"loss": evaluation["loss"], **metrics}
         both = ("predicted", "observed")
         of_best = {
             "title": "The best model on held-out data",
@@ -233,11 +245,11 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
         if bins
         else {"tables": [of_best], "figures": []}
     )
-    return {"verdict": f"{said}.", **shown}
+    return {"verdict": f"{sentence}.", **shown}
 
 
 def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the tokens of the last step that trainer and generator see most differently."""
+    """Return the last step's tokens with the largest gaps between trainer and generator."""
     step, path = max(run.files().items(), default=(0, Path()))
     if step:
         check_regular(path, within=run.within)
@@ -246,7 +258,9 @@ def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
         tokens = worst_tokens(path, above=GAP_LIMITS["generator_gap"], is_own=run.is_own)
     shown = {
         "title": f"Step {step}: tokens with the largest gap",
-        "note": "Their log-probs by trainer and generator: see docs/algorithms.md#engine-and-trainer",
+        "note": (
+            "Their log-probs by trainer and generator: see docs/algorithms.md#engine-and-trainer"
+        ),
         "columns": [
             "prompt",
             "sample",
@@ -257,8 +271,8 @@ def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
             "by the generator",
         ],
         "rows": [
-            [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in one]
-            for one in tokens
+            [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in token]
+            for token in tokens
         ],
     }
     return [shown] if tokens else []
@@ -276,17 +290,19 @@ def _profile_tables(run: RunFolder) -> list[dict[str, Any]]:
     try:
         return [
             {
-                "title": f"Step {step['step']}: top operations of rank {step['rank']}, {step['device']}",
+                "title": (
+                    f"Step {step['step']}: top operations of rank {step['rank']}, {step['device']}"
+                ),
                 "note": f"{step['seconds']:.2f} s in all; the trace is profile/{step['trace']}",
                 "columns": ["operation", "calls", "own seconds", "share"],
                 "rows": [
                     [
-                        one["name"],
-                        str(one["calls"]),
-                        f"{one['self_seconds']:.3f}",
-                        f"{one['share']:.1%}",
+                        operation["name"],
+                        str(operation["calls"]),
+                        f"{operation['self_seconds']:.3f}",
+                        f"{operation['share']:.1%}",
                     ]
-                    for one in step["operations"][:_OPERATIONS]
+                    for operation in step["operations"][:_OPERATIONS]
                 ],
             }
             for step in _read_table(run, path)["steps"][-_PROFILES:]
@@ -299,13 +315,14 @@ def _profile_tables(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def write_report(run_dir: str | Path, *, has_ended: bool = False) -> Path:
-    """Write `report.html` from the files of `run_dir` that exist; return its path.
+    """Write `report.html` from the existing files of `run_dir`; return its path.
 
     Args:
-        has_ended: the run's own last work, before its status says that it is finished.
+        has_ended: whether the run itself calls this at its end, before its status is `finished`.
 
     Raises:
-        DataError: `run_dir` holds no run, a file of it cannot be read, or the folder may not be written.
+        DataError: `run_dir` holds no run, a file of it cannot be read, or the folder cannot be
+            written to.
     """
     run = open_run(run_dir, is_own=has_ended)
     path = run.path / "report.html"
@@ -325,11 +342,11 @@ def write_report(run_dir: str | Path, *, has_ended: bool = False) -> Path:
 
 def _span(run: RunFolder) -> str:
     _, times = run.metrics.series("time")
-    # A year of four digits is the most that a date can show.
+    # Dates have years of four digits.
     times = times[(times >= 0) & (times < _MAX_TIME)]
     if not len(times):
         return "No step has been logged yet."
-    # The first line was written at the end of its step.
+    # The first line was written at the end of a step.
     first_step = run.metrics.lines(0, 1)[0].get("timers/step_time") or 0.0
     start = max(0.0, times.min() - first_step)
     end = float(times.max())

@@ -11,21 +11,24 @@ from collections.abc import Iterable, Sequence
 from reinforce_rl.monitoring.records import RolloutRow
 
 WORDS = 3  # of an n-gram
-# read per step, per response
-MOST_RESPONSES = 128
-MOST_CHARACTERS = 8192
+MOST_RESPONSES = 128  # read per step
+MOST_CHARACTERS = 8192  # read per response
 
 
 def repeated_texts(train: Iterable[str], held_out: Iterable[str]) -> frozenset[str]:
-    """Return the texts of training prompts that are on several lines of the data, or held out for validation."""
-    lines, held = Counter(train), set(held_out)
-    return frozenset(text for text, count in lines.items() if count > 1 or text in held)
+    """Return training prompts that are on several lines of the data, or in validation."""
+    lines = Counter(train)
+    validation = set(held_out)
+    return frozenset(text for text, count in lines.items() if count > 1 or text in validation)
 
 
 def sample_metrics(
     rows: Sequence[RolloutRow], repeated: frozenset[str] = frozenset()
 ) -> dict[str, float]:
-    """Return the metrics of a training step; the same whatever the order of the rows. `repeated` are prompts."""
+    """Return the metrics of a training step, independent of the order of the rows.
+
+    For `repeated` see `repeated_texts`.
+    """
     if not rows:
         return {}
     texts = [
@@ -33,24 +36,25 @@ def sample_metrics(
         for row in sorted(rows, key=lambda row: (row.prompt_id, row.sample_id))
     ]
     prompts = {(row.prompt_id, row.prompt) for row in rows}
-    found = text_metrics(texts[:MOST_RESPONSES])
-    found["prompts_repeated"] = sum(text in repeated for _, text in prompts) / len(prompts)
-    found["length_reward_correlation"] = length_reward_correlation(rows)
-    found["unscored_longer"] = longer_if_unscored(rows)
-    return {name: value for name, value in found.items() if not math.isnan(value)}
+    metrics = text_metrics(texts[:MOST_RESPONSES])
+    metrics["prompts_repeated"] = sum(text in repeated for _, text in prompts) / len(prompts)
+    metrics["length_reward_correlation"] = length_reward_correlation(rows)
+    metrics["unscored_longer"] = longer_if_unscored(rows)
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def text_metrics(texts: Sequence[str]) -> dict[str, float]:
-    """Return the share of n-grams of words that their response had before, and its size once compressed."""
+    """Return the share of n-grams that repeat within a response, and the compression ratio."""
     grams = 0
     repeated = 0
     size = 0
     compressed = 0
     for text in texts:
-        words, data = text.split(), text.encode(errors="replace")
-        found = list(zip(*(words[start:] for start in range(WORDS)), strict=False))
-        grams = grams + len(found)
-        repeated = repeated + len(found) - len(set(found))
+        words = text.split()
+        data = text.encode(errors="replace")
+        ngrams = list(zip(*(words[start:] for start in range(WORDS)), strict=False))
+        grams = grams + len(ngrams)
+        repeated = repeated + len(ngrams) - len(set(ngrams))
         size = size + len(data)
         compressed = compressed + len(zlib.compress(data, 1))
     ratio = compressed / size if size else math.nan
@@ -58,7 +62,10 @@ def text_metrics(texts: Sequence[str]) -> dict[str, float]:
 
 
 def longer_if_unscored(rows: Sequence[RolloutRow]) -> float:
-    """Return how likely a sample without a score is longer than one with it, ties half; NaN without either."""
+    """Return the probability that a sample without a score is longer than one with a score.
+
+    Ties count half. NaN if there are no samples of one kind.
+    """
     scored = sorted(row.response_length for row in rows if math.isfinite(row.reward))
     others = [row.response_length for row in rows if not math.isfinite(row.reward)]
     if not scored or not others:
@@ -68,7 +75,10 @@ def longer_if_unscored(rows: Sequence[RolloutRow]) -> float:
 
 
 def length_reward_correlation(rows: Sequence[RolloutRow]) -> float:
-    """Return the correlation of length and reward within the groups; NaN if either is the same throughout them."""
+    """Return the correlation of length and reward within groups.
+
+    NaN if one of them is constant within each group.
+    """
     groups = defaultdict[int, list[tuple[float, float]]](list)
     for row in rows:
         if math.isfinite(row.reward):

@@ -24,9 +24,9 @@ from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.stragglers import RankSeconds, slowest_of_phases, timing_metrics
 from reinforce_rl.runtime.status import StatusFile
 
-TABLE_ROWS = 16  # samples sent to back ends that show tables
+TABLE_ROWS = 16  # samples for back ends with tables
 _TOKEN = "prompt {} sample {} token {} {} after {}: {:.2f} by the trainer, {:.2f} by the generator"
-REPEAT_STEPS = 10  # what stays wrong is said again after this many steps
+REPEAT_STEPS = 10  # steps between two notes about the same problem
 
 
 @dataclass(eq=False)
@@ -42,13 +42,13 @@ class RunMonitor:
     table_interval: int = 0  # steps between tables of training samples for the loggers; 0 for none
     tokens_every: int = 0  # `exp_manager.record_tokens_every`
     alert_rules: AlertRules = field(default_factory=AlertRules)
-    repeated: frozenset[str] = frozenset()  # training prompts that are in the data more than once
+    repeated: frozenset[str] = frozenset()  # training prompts; see `responses.repeated_texts`
     records_samples: bool = True  # False writes no files of samples
-    verdict: str | None = None  # why an alert stops the run; on the first rank
+    verdict: str | None = None  # reason of an alert that stops the run; on the first rank
     _step: int = field(default=0, init=False)
     # metrics of the step, as in metrics.jsonl
     _line: dict[str, float] = field(default_factory=dict, init=False)
-    _said: dict[str, int] = field(default_factory=dict, init=False)  # last step by what was wrong
+    _noted: dict[str, int] = field(default_factory=dict, init=False)  # last step by problem
 
     def phase(self, name: str) -> None:
         self.progress.phase(name)
@@ -64,7 +64,7 @@ class RunMonitor:
         samples: Samples,
         memory: Mapping[str, float],
     ) -> None:
-        """Log metrics, samples, seconds and peak gigabytes per phase; `commit` stores the metrics."""
+        """Log metrics, samples, seconds and peak gigabytes per phase; `commit` stores metrics."""
         metrics = {**metrics, **sample_metrics(samples.rows, self.repeated)}
         self._log(metrics, step, "train/")
         self._log(timings, step, "timers/")
@@ -75,17 +75,23 @@ class RunMonitor:
         self.progress.update(step, metrics, timings)
 
     def log_ranks(self, step: int, ranks: Sequence[RankSeconds], step_seconds: float) -> None:
-        """Log the slowest ranks of a training step, and tell those that stand out; `ranks` may be empty."""
-        found = slowest_of_phases(ranks)
-        self._log(timing_metrics(found), step, "timing/")
-        slow = [one for one in found if one.stands_out(self.straggler_factor, step_seconds)]
+        """Log the slowest ranks of a training step, and note stragglers; `ranks` may be empty."""
+        of_phases = slowest_of_phases(ranks)
+        self._log(timing_metrics(of_phases), step, "timing/")
+        stragglers = [
+            slowest
+            for slowest in of_phases
+            if slowest.stands_out(self.straggler_factor, step_seconds)
+        ]
         if new := [
-            str(one) for one in slow if self._is_due(f"{one.phase} on rank {one.rank}", step)
+            str(straggler)
+            for straggler in stragglers
+            if self._is_due(f"{straggler.phase} on rank {straggler.rank}", step)
         ]:
             self.note("straggler: " + "; ".join(new))
 
     def records_tokens(self, step: int) -> bool:
-        """Return whether the samples of `step` are recorded with their tokens; the same on every rank."""
+        """Return whether samples of `step` are recorded with tokens; the same on every rank."""
         return self.tokens_every > 0 and step % self.tokens_every == 0
 
     def log_validation(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
@@ -93,9 +99,11 @@ class RunMonitor:
         self._write(step, samples, "validation")
         self._log_table("validation", samples, step)
         self.progress.validation(step, metrics)
-        found = comparison(RunFolder(self.folder, is_own=True)) if self.progress.enabled else None
-        if found is not None and found.n:
-            self.note(f"reward since the first validation: {found.sentence()}")
+        difference = (
+            comparison(RunFolder(self.folder, is_own=True)) if self.progress.enabled else None
+        )
+        if difference is not None and difference.n:
+            self.note(f"reward since the first validation: {difference.sentence()}")
 
     def log_test(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
         self.metrics.log_metrics(metrics, step, "test/")
@@ -103,31 +111,30 @@ class RunMonitor:
         self.progress.validation(step, metrics, "test")
 
     def commit(self, step: int) -> None:
-        """Force everything of this step, which is complete, to disk; say which alerts fire in it."""
+        """Force everything of this complete step to disk; report the alerts that fire in it."""
         for alert in self.alert_rules.look({"step": step, **self._line}):
             text = alert.text
             path = rollout_files(self.folder).get(step) if alert.kind == "generator_gap" else None
             if path is not None and self.progress.enabled:
-                text = "; ".join(
-                    [text, *(_TOKEN.format(*one) for one in worst_tokens(path, 3, is_own=True))]
-                )
+                tokens = worst_tokens(path, 3, is_own=True)
+                text = "; ".join([text, *(_TOKEN.format(*token) for token in tokens)])
             self.note(f"warning: step {step}: {text}")
             self.metrics.alert(alert.kind, text, step)
             if self.alert_rules.stops(alert):
                 self.verdict = f"stopped by the alert {alert.kind} ({text})"
-        found = self.alert_rules.now
-        if found and is_training(self._line):
-            self.metrics.log_metrics({alert.kind: 1.0 for alert in found}, step, "alerts/")
+        alerts = self.alert_rules.now
+        if alerts and is_training(self._line):
+            self.metrics.log_metrics({alert.kind: 1.0 for alert in alerts}, step, "alerts/")
         self._line = {}
         self.metrics.commit(step)
         if self.status is not None:
-            texts = {alert.kind: alert.text for alert in found}
+            texts = {alert.kind: alert.text for alert in alerts}
             self.status.progress(step, self.progress.total_steps, texts)
 
-    def _is_due(self, what: str, step: int) -> bool:
-        is_due = step >= self._said.get(what, -REPEAT_STEPS) + REPEAT_STEPS
+    def _is_due(self, problem: str, step: int) -> bool:
+        is_due = step >= self._noted.get(problem, -REPEAT_STEPS) + REPEAT_STEPS
         if is_due:
-            self._said[what] = step
+            self._noted[problem] = step
         return is_due
 
     def report(self) -> Path:
@@ -171,7 +178,7 @@ class RunMonitor:
 
 
 class SilentMonitor(RunMonitor):
-    """Monitor of every rank but the first: writes nothing, and shows at most `notes`."""
+    """Monitor of all ranks but the first: writes nothing, and shows at most `notes`."""
 
     def __init__(self, folder: str | Path, tokens_every: int = 0, *, notes: bool = False):
         progress = TrainingProgress(0, enabled=notes)

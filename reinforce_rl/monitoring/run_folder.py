@@ -1,13 +1,12 @@
-"""The one reading of a run's folder, also while the run writes to it: a page that follows a run calls `refresh`."""
+"""Read a run's folder, also while the run writes to it; `refresh` reads new lines."""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
-import statistics
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -41,29 +40,32 @@ from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
 from reinforce_rl.utils.files import json_line
 from reinforce_rl.utils.untrusted_files import check_regular, leads_out
 
-_NAMED_RUNS = 3  # in a message
+_NAMED_RUNS = 3  # runs that a message names
 _KEPT_SAMPLES = 8  # sample files held in memory
-_JUDGED_LINES = 64  # that the rules read between two looks at the clock
-_SETTLED_SECONDS = 2.0  # after which a folder's time of change tells of every later change
+_JUDGED_LINES = 64  # lines that the rules read between two checks of the time
+_SETTLED_SECONDS = 2.0  # after these, every change of a folder also changes its mtime
 
 
 @dataclass(frozen=True)
 class Configuration:
     text: str  # YAML; "" if the run has no config.yaml
-    settings: list[Setting]  # that differ from the schema's defaults
-    changes: list[str]  # made at resumes, a sentence each
+    settings: list[Setting]  # settings that differ from the schema's defaults
+    changes: list[str]  # changes at resumes, a sentence each
 
 
 class RunFolder:
-    """A run of the actor or of full reward-model training; each file may be absent.
+    """A run of the actor or of full reward-model training; each file may be missing.
 
     Args:
-        path: of the folder.
-        within: the folder that links may not leave; None for the run's own.
-        max_values: of metrics.jsonl that are held in memory; None for no bound. A value takes 12 bytes.
-        is_own: it is this process's own run, whose samples are read without a process of their own.
+        path: the run's folder.
+        within: the folder that links may not leave; None for the run's folder.
+        max_values: most values of metrics.jsonl in memory; None for no bound. A value takes 12
+            bytes.
+        is_own: whether this process writes the run; samples of other runs are read in a child
+            process.
 
-    Raises DataError if there is no such folder; its methods, if a file cannot be read.
+    Raises:
+        DataError: there is no such folder. Methods raise it if a file cannot be read.
     """
 
     def __init__(
@@ -98,11 +100,11 @@ class RunFolder:
 
     @property
     def metrics(self) -> MetricColumns:
-        """Return the metrics as of the last `refresh`."""
+        """The metrics at the last `refresh`."""
         return self._file.columns
 
     def refresh(self, seconds: float = math.inf) -> bool:
-        """Read what was added to metrics.jsonl, as `MetricsFile.refresh`."""
+        """Read new lines of metrics.jsonl; see `MetricsFile.refresh`."""
         before = self.metrics
         try:
             return self._file.refresh(seconds)
@@ -112,12 +114,12 @@ class RunFolder:
 
     @property
     def stamp(self) -> tuple[int, ...]:
-        """Return what changes as more of metrics.jsonl is read, or read by the rules of the alerts."""
+        """A value that changes when metrics.jsonl, or the rules of the alerts, are read further."""
         return *self._file.stamp, self._judged
 
     @property
     def progress(self) -> str:
-        """Say what is still to be read; "" for nothing."""
+        """A sentence about lines that are not read yet; "" for none."""
         if self._file.share_read < 1.0:
             return f"{self._file.share_read:.0%} of {METRICS_FILE} has been read so far"
         if self._judged < len(self.metrics):
@@ -126,9 +128,9 @@ class RunFolder:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl as of the last `refresh`, by ascending step; null is NaN or infinity.
+        """The lines of metrics.jsonl at the last `refresh`, by ascending step.
 
-        They take ten times the memory of `metrics`.
+        NaN and infinity are None. The lines take ten times the memory of `metrics`.
         """
         self._read_once()
         return sorted(self.metrics.lines(0, len(self.metrics)), key=lambda line: line["step"])
@@ -138,12 +140,11 @@ class RunFolder:
             self.refresh()
 
     def metric_names(self) -> list[str]:
-        """Return the names of the metrics."""
         self._read_once()
         return self.metrics.names()
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """Return (step, value) of the lines that have `key`, by ascending step; null is NaN."""
+        """Return (step, value) of the lines with `key`, by ascending step; null is NaN."""
         self._read_once()
         steps, values = self.metrics.series(key)
         return list(zip(steps.tolist(), values.tolist(), strict=True))
@@ -155,7 +156,7 @@ class RunFolder:
 
     @property
     def last_step(self) -> int:
-        """Return the largest step of metrics.jsonl; 0 without one."""
+        """The largest step of metrics.jsonl; 0 without lines."""
         self._read_once()
         return int(self.metrics.steps().max(initial=0))
 
@@ -164,11 +165,12 @@ class RunFolder:
         return list(self.files(kind))
 
     def files(self, kind: Kind = "rollouts") -> dict[int, Path]:
-        """Return the sample files by step, ascending; the folder is listed again only if it has changed."""
+        """Return the sample files by step, ascending; the folder is listed only after a change."""
         folder = self.path / kind
         if leads_out(folder, self.within):
             raise DataError(
-                f"{folder} is a link that leads out of {self.within}; expected a folder inside of it",
+                f"{folder} is a link that leads out of {self.within}; expected a folder inside of "
+                "it",
                 key="samples.folder.leads_out",
             )
         try:
@@ -184,14 +186,16 @@ class RunFolder:
         return files
 
     def kinds(self) -> dict[Kind, list[int]]:
-        """Return the steps of each kind of samples that there are."""
-        found: dict[Kind, list[int]] = {kind: self.sample_steps(kind) for kind in get_args(Kind)}
-        return {kind: steps for kind, steps in found.items() if steps}
+        """Return the steps of each existing kind of samples."""
+        all_kinds: dict[Kind, list[int]] = {
+            kind: self.sample_steps(kind) for kind in get_args(Kind)
+        }
+        return {kind: steps for kind, steps in all_kinds.items() if steps}
 
     def samples(self, step: int, kind: Kind = "rollouts") -> list[RolloutRow]:
         """Return the samples of a step.
 
-        Raises DataError, with the steps that there are, if it has none.
+        Raises DataError, with the recorded steps, if the step has none.
         """
         files = self.files(kind)
         if step not in files:
@@ -211,28 +215,32 @@ class RunFolder:
     def tokens(
         self, step: int, prompts: Collection[int], kind: Kind = "rollouts"
     ) -> dict[tuple[int, int], SampleTokens]:
-        """Return the tokens of the samples of some prompts, by prompt and sample; none if they were not recorded."""
+        """Return the tokens of some prompts' samples, by prompt and sample.
+
+        Empty if they were not recorded.
+        """
         rows = [row for row in self.samples(step, kind) if row.prompt_id in prompts]
         chosen = [("prompt_id", "in", list(prompts))]
-        found = read_tokens(self.files(kind)[step], chosen, is_own=self.is_own)
+        recorded = read_tokens(self.files(kind)[step], chosen, is_own=self.is_own)
         return {
-            (row.prompt_id, row.sample_id): tokens for row, tokens in zip(rows, found, strict=False)
+            (row.prompt_id, row.sample_id): tokens
+            for row, tokens in zip(rows, recorded, strict=False)
         }
 
     def sample_lines(
         self, step: int | None = None, kind: Kind = "rollouts", *, tokens: bool = False
     ) -> Iterator[str]:
-        """Yield a step's samples as lines of JSON; None for the last step recorded."""
+        """Yield a step's samples as lines of JSON; None for the last recorded step."""
         files = self.files(kind)
         step = max(files, default=0) if step is None else step
         rows = self.samples(step, kind)
-        found = (tokens and read_tokens(files[step], is_own=self.is_own)) or [None] * len(rows)
-        if len(found) != len(rows):
+        recorded = (tokens and read_tokens(files[step], is_own=self.is_own)) or [None] * len(rows)
+        if len(recorded) != len(rows):
             raise DataError(
                 f"{files[step]} was changed while it was read; try again",
                 key="samples.file.changed_meanwhile",
             )
-        for row, of_row in zip(rows, found, strict=True):
+        for row, of_row in zip(rows, recorded, strict=True):
             yield json_line(row.as_json() | (of_row.as_json() if of_row else {}))
 
     @property
@@ -244,7 +252,7 @@ class RunFolder:
         return self.samples(steps[0], "validation"), self.samples(steps[-1], "validation")
 
     def state(self) -> Status:
-        """Return the run's status, of the last line of metrics.jsonl where there is no status.json."""
+        """Return the run's status; without status.json, the step is from metrics.jsonl."""
         status = run_status(self.path, within=self.within)
         return (
             replace(status, step=self.last_step or status.step)
@@ -254,7 +262,7 @@ class RunFolder:
 
     def configuration(self) -> Configuration:
         """Return the configuration of the last step."""
-        # A page asks many times a second while it reads, and a long history takes a minute.
+        # A page calls this many times a second, and reading a long history takes a minute.
         stamp = (
             self.last_step,
             *(_stamp(self.path / name) for name in (HISTORY_FILE, CONFIG_FILE)),
@@ -278,20 +286,21 @@ class RunFolder:
         return Configuration(text, set_keys(tree, schema), changes)
 
     def judge(self, seconds: float = math.inf) -> bool:
-        """Have the rules read the lines that they have not read. Returns False if there are more after `seconds`."""
+        """Have the rules read new lines. Returns False if there are more after `seconds`."""
         self._read_once()
         deadline = time.monotonic() + seconds
         settings = {setting.key: setting.value for setting in self.configuration().settings}
         rules = {
-            key.rpartition(".")[2]: found
-            for key, found in settings.items()
+            key.rpartition(".")[2]: action
+            for key, action in settings.items()
             if key.startswith("alerts.rules.")
         }
         factor = settings.get("trainer.straggler_factor", STRAGGLER_FACTOR)
         if type(factor) not in (int, float):
-            found = shown_value(factor)
+            shown_factor = shown_value(factor)
             raise DataError(
-                f"{self.path / CONFIG_FILE}: trainer.straggler_factor is {found}; expected a number. Restore the file",
+                f"{self.path / CONFIG_FILE}: trainer.straggler_factor is {shown_factor}; expected "
+                "a number. Restore the file",
                 key="run.config.straggler_factor_no_number",
             )
         if self._rules != (rules, factor):
@@ -305,21 +314,21 @@ class RunFolder:
         return True
 
     def alerts(self, seconds: float = math.inf) -> list[Alert]:
-        """Return the alerts of the run's lines, the latest first, and why the run failed.
+        """Return the alerts of the run's lines, the latest first, and the reason of a failure.
 
-        It may take `seconds` to read lines that it has not read.
+        It may take `seconds` to read new lines.
         """
         self.judge(seconds)
-        found = self._alert_rules.alerts
+        alerts = self._alert_rules.alerts
         state = self.state()
         if state.state in ("failed", "lost"):
             text = state.reason or "the run's process is gone and has left no reason; see its log"
-            found.append(Alert(state.state, state.step, state.step, 1, text))
-        return sorted(found, key=lambda alert: (-alert.last, alert.kind))
+            alerts.append(Alert(state.state, state.step, state.step, 1, text))
+        return sorted(alerts, key=lambda alert: (-alert.last, alert.kind))
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return what changes when a file is written again; () without one."""
+    """Return a value that changes when a file is written; () for a missing file."""
     try:
         about = path.stat()
     except OSError:
@@ -328,7 +337,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def open_run(path: str | Path, *, is_own: bool = False) -> RunFolder:
-    """Return the run in a folder; `is_own` as of `RunFolder`.
+    """Return the run in a folder; for `is_own` see `RunFolder`.
 
     Raises DataError, with the runs below, if the folder itself holds none.
     """
@@ -344,7 +353,7 @@ def open_run(path: str | Path, *, is_own: bool = False) -> RunFolder:
 
 
 def runs_below(folder: str | Path, depth: int = 3) -> list[Path]:
-    """Return the folders of runs in `folder`, itself included, at most `depth` levels down, by path.
+    """Return the folders of runs at most `depth` levels below `folder`, itself included, by path.
 
     A link that leads out of `folder` is returned and not followed.
     """
@@ -354,7 +363,7 @@ def runs_below(folder: str | Path, depth: int = 3) -> list[Path]:
 def _runs_below(folder: Path, depth: int, root: Path) -> list[Path]:
     if folder.is_symlink() and leads_out(folder, root):
         return [folder]
-    # Not is_file: the reader says what is wrong with a file of another kind.
+    # Not is_file: the reader reports files of another kind.
     if os.path.lexists(folder / METRICS_FILE) or os.path.lexists(folder / STATUS_FILE):
         return [folder]
     try:
@@ -364,9 +373,3 @@ def _runs_below(folder: Path, depth: int, root: Path) -> list[Path]:
     except OSError:
         return []
     return [run for path in below for run in _runs_below(path, depth - 1, root)] if depth else []
-
-
-def mean(values: Iterable[float]) -> float:
-    """Return the mean of the finite values; NaN without any."""
-    finite = [float(value) for value in values if math.isfinite(value)]
-    return statistics.fmean(finite) if finite else math.nan

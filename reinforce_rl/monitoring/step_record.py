@@ -1,4 +1,7 @@
-"""What a training step took and gave besides its samples: `record/step_00012.json`; docs/records.md has the fields."""
+"""Inputs and results of a training step besides its samples: `record/step_00012.json`.
+
+docs/records.md has the fields.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _FILE = re.compile(r"step_(\d+)\.json")
 
 @dataclass(frozen=True)
 class RankState:
-    """Checksums of what one rank holds, hexadecimal, by name; of ranks that hold copies, one sum over all."""
+    """Hexadecimal checksums of a rank's tensors, by name; ranks with copies share one sum."""
 
     rank: int
     before: dict[str, str]  # of the trained weights, before the step's first update
@@ -37,12 +40,12 @@ class StepRecord:
     software: dict[str, str]  # versions by package
     machine: dict[str, Any]  # device and threads of the first rank
     layout: dict[str, int]
-    settings: dict[str, Any]  # that differ from the schema's defaults
+    settings: dict[str, Any]  # settings that differ from the schema's defaults
     files: dict[str, str | None]  # SHA-256 of the file of each reward function
     data: dict[str, Any]  # fingerprint of the prompts, and the position after this step
-    scorer: Any  # what the reward source says of itself; None if unknown
+    scorer: Any  # the reward source's description of its version; None if unknown
     reference: str | None  # checksum over the reference's weights; None without one
-    past: dict[str, Any]  # beta and statistics of earlier rewards that this step's advantages took
+    past: dict[str, Any]  # beta and statistics of earlier rewards, for this step's advantages
     # of each optimizer step: loss, gradient norm, learning rate, sums of the loss
     updates: list[dict[str, float]]
     ranks: list[RankState] = field(default_factory=list)
@@ -50,7 +53,7 @@ class StepRecord:
     def write(self, run: str | Path) -> None:
         values = dataclasses.asdict(self)
         values["updates"] = [
-            {name: plain_number(value) for name, value in one.items()} for one in self.updates
+            {name: plain_number(value) for name, value in update.items()} for update in self.updates
         ]
         text = json.dumps({"version": VERSION, **values}, ensure_ascii=False)
         write_atomically(Path(run) / FOLDER / f"step_{self.step:05d}.json", text + "\n")
@@ -58,21 +61,21 @@ class StepRecord:
 
 def record_files(run: str | Path) -> dict[int, Path]:
     """Return the files of recorded steps, in ascending order."""
-    found = (
+    matches = (
         (_FILE.fullmatch(path.name), path) for path in (Path(run) / FOLDER).glob("step_*.json")
     )
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def drop_records(run: str | Path, *, after: int | None = None, up_to: int = 0) -> None:
-    """Remove the records of steps later than `after`, and of those up to `up_to`."""
+    """Remove the records of steps later than `after`, and of steps up to `up_to`."""
     for step, path in record_files(run).items():
         if step <= up_to or (after is not None and step > after):
             path.unlink(missing_ok=True)
 
 
 def read_record(run: str | Path, step: int) -> StepRecord:
-    """Raises DataError: no such step was recorded, or the file is damaged or of another version."""
+    """Raises DataError if the step has no record, or one that is damaged or of another version."""
     files = record_files(run)
     if step not in files:
         steps = (
@@ -81,8 +84,8 @@ def read_record(run: str | Path, step: int) -> StepRecord:
             else "any step"
         )
         raise DataError(
-            f"{Path(run) / FOLDER} has no record of {steps}. A run with exp_manager.record=full keeps those of "
-            "its last exp_manager.record_keep steps",
+            f"{Path(run) / FOLDER} has no record of {steps}. A run with exp_manager.record=full "
+            "keeps those of its last exp_manager.record_keep steps",
             key="record.step.missing",
         )
     path = files[step]
@@ -93,12 +96,12 @@ def read_record(run: str | Path, step: int) -> StepRecord:
         version = values.pop("version", None)
         if version != VERSION:
             raise DataError(
-                f"{path} has version {version}; this reinforce_rl reads version {VERSION}. Take the "
-                "reinforce_rl that wrote it",
+                f"{path} has version {version}; this reinforce_rl reads version {VERSION}. Take "
+                "the reinforce_rl that wrote it",
                 key="record.file.other_version",
             )
-        values["updates"] = [_as_floats(one) for one in values["updates"]]
-        values["ranks"] = [RankState(**one) for one in values["ranks"]]
+        values["updates"] = [_as_floats(update) for update in values["updates"]]
+        values["ranks"] = [RankState(**state) for state in values["ranks"]]
         if values["step"] != step:
             raise ValueError(f"it holds step {values['step']}")
         for name in ("software", "machine", "layout", "settings", "files", "data", "past"):

@@ -19,7 +19,7 @@ class RankSeconds:
 
 
 def of_this_rank(seconds: Mapping[str, float], *, asks_for_rewards: bool) -> RankSeconds:
-    """Collect this rank's seconds; drop `reward_wait` if other ranks ask for rewards."""
+    """Collect this rank's seconds, without `reward_wait` if other ranks request rewards."""
     taken = {
         name: value for name, value in seconds.items() if asks_for_rewards or name != "reward_wait"
     }
@@ -39,9 +39,9 @@ class Slowest:
     node_seconds: float = 0.0  # that mean
 
     def stands_out(self, factor: float, step_seconds: float) -> bool:
-        """Return True if it took at least `factor` times the median and the excess is above noise."""
-        more = self.seconds - self.median
-        return self.seconds >= factor * self.median and more >= max(
+        """Return whether the rank took `factor` times the median, and its excess is above noise."""
+        excess = self.seconds - self.median
+        return self.seconds >= factor * self.median and excess >= max(
             LEAST_SECONDS, LEAST_SHARE * step_seconds
         )
 
@@ -58,7 +58,7 @@ class Slowest:
 
 def slowest_of_phases(ranks: Sequence[RankSeconds]) -> list[Slowest]:
     """Find the slowest rank of each phase among its participants; `ranks` is in rank order."""
-    found = []
+    of_phases = []
     for phase in dict.fromkeys(name for rank in ranks for name in rank.seconds):
         taken = {
             number: rank.seconds[phase]
@@ -73,16 +73,20 @@ def slowest_of_phases(ranks: Sequence[RankSeconds]) -> list[Slowest]:
         node = max(means, key=lambda host: means[host]) if len(means) > 1 else None
         median = statistics.median_low(taken.values())
         of_node = means[node] if node else 0.0
-        found.append(
+        of_phases.append(
             Slowest(phase, slowest, ranks[slowest].host, taken[slowest], median, node, of_node)
         )
-    return found
+    return of_phases
 
 
-def timing_metrics(found: Sequence[Slowest]) -> dict[str, float]:
+def timing_metrics(of_phases: Sequence[Slowest]) -> dict[str, float]:
     """Return each phase's slowest and median seconds, and the slowest rank."""
     return {
-        f"{one.phase}/{name}": value
-        for one in found
-        for name, value in (("max", one.seconds), ("median", one.median), ("rank", one.rank))
+        f"{slowest.phase}/{name}": value
+        for slowest in of_phases
+        for name, value in (
+            ("max", slowest.seconds),
+            ("median", slowest.median),
+            ("rank", slowest.rank),
+        )
     }

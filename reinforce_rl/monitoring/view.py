@@ -1,6 +1,7 @@
-"""What the page shows of a run, as plain values that become JSON, and the page itself (`page/`).
+"""The page of a run (`page/`), and its content as JSON values.
 
-The size does not grow with the run: long curves are averaged in bins, and samples come step by step.
+The size does not grow with the run: long curves are averaged in bins, and samples are loaded by
+step.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.utils.files import plain_number
 
 PAGE = Path(__file__).parent / "page"
-MAX_POINTS = 600  # of a line; more are averaged in bins, all but the last
-MAX_ROWS = 2000  # samples of a step that are sent
-# In a page without a server: of each kind of samples, and of the last step of each.
+MAX_POINTS = 600  # of a line; more points are averaged in bins, except for the last
+MAX_ROWS = 2000  # samples of a step on the page
+# Limits of a page without a server, for each kind of samples.
 _FROZEN_STEPS = 5
 _FROZEN_ROWS = 96
-_FROZEN_TOKENS = 4000
+_FROZEN_TOKENS = 4000  # of the last step
 _IDS = ("prompt_tokens", "response_tokens")
 
 
 @dataclass(frozen=True)
 class Chart:
     title: str
-    lines: Mapping[str, str]  # name -> metric; in a pattern, * is the name
+    lines: Mapping[str, str]  # name -> metric; the * of a pattern stands for the name
     unit: str = ""
     form: str = ""  # "percent" or "stacked"
-    peaks: bool = False  # bins keep their largest value, so that no spike is averaged away
+    peaks: bool = False  # bins keep their largest value, so that spikes stay visible
 
 
 _ENDED = "fraction_of_samples_properly_ended"
@@ -100,10 +101,11 @@ def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:
         validated: prompts of a validation, for the error of its reward; 0 for no error.
 
     Returns:
-        `axes`: [{step, time}, ...]; `series`: {metric: {axis: index, y: values}}, where METRIC_error is a standard
-        error; `about`: {metric: what it means}; `charts`: [{title, unit, form, lines: [[name, metric], ...]}, ...].
+        `axes`: [{step, time}, ...]; `series`: {metric: {axis: index, y: values}}, where
+        METRIC_error is a standard error; `about`: {metric: its meaning}; `charts`: [{title, unit,
+        form, lines: [[name, metric], ...]}, ...].
     """
-    run.metric_names()  # reads what was never read
+    run.metric_names()  # reads the file if it was never read
     with np.errstate(all="ignore"):
         derived = {**_rest(run), **_errors(run, _samples_per_step(run), validated)}
     metrics = run.metrics
@@ -138,9 +140,9 @@ def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:
         "axes": [{"step": axis[0], "time": axis[1]} for axis in axes],
         "series": series,
         "about": {
-            key: f"{found.meaning}. Look: {found.look}."
+            key: f"{metric.meaning}. Look: {metric.look}."
             for key in series
-            if (found := metric_of(key))
+            if (metric := metric_of(key))
         },
         "charts": [
             {"title": c.title, "unit": c.unit, "form": c.form, "lines": lines}
@@ -151,7 +153,7 @@ def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:
 
 
 def _samples_per_step(run: RunFolder) -> tuple[int, int]:
-    """Return the prompts of a step and the responses to each; zeros if the run does not say."""
+    """Return the prompts of a step and the responses to each; zeros if they are unknown."""
     steps = run.sample_steps()
     rows = run.samples(steps[-1]) if steps else []
     prompts = len({row.prompt_id for row in rows})
@@ -159,7 +161,7 @@ def _samples_per_step(run: RunFolder) -> tuple[int, int]:
 
 
 def _rest(run: RunFolder) -> dict[str, np.ndarray]:
-    """Return the seconds of each line's step outside of its phases; NaN without a time of the step."""
+    """Return the seconds of each line's step outside of its phases; NaN if unknown."""
     known = sum(np.nan_to_num(run.metrics.dense(f"timers/{name}")) for name in PHASES)
     left = run.metrics.dense("timers/step_time") - known
     return {"timers/rest of the step": np.maximum(left, 0.0)} if np.isfinite(left).any() else {}
@@ -168,12 +170,11 @@ def _rest(run: RunFolder) -> dict[str, np.ndarray]:
 def _errors(
     run: RunFolder, samples_per_step: tuple[int, int], validated: int
 ) -> dict[str, np.ndarray]:
-    """Return the standard error of each line's mean reward; NaN where it is not known."""
+    """Return the standard error of each line's mean reward; NaN if unknown."""
     errors = {}
     prompts, responses = samples_per_step
     if prompts:
-        # The mean of prompts drawn at random: the variance between prompts counts once for each
-        # prompt.
+        # Prompts are drawn at random: the variance between prompts counts once for each prompt.
         variance = run.metrics.dense("train/reward_deviation") ** 2
         within = run.metrics.dense("train/reward_group_deviation") ** 2
         inside = np.where(np.isfinite(within), within, variance)
@@ -187,21 +188,22 @@ def _errors(
 
 
 def _lines(chart: Chart, names: Sequence[str], finite: Collection[str]) -> list[tuple[str, str]]:
-    """Return (name, metric) of the lines that have a finite point."""
-    found = []
+    """Return (name, metric) of the lines with a finite point."""
+    lines = []
     for name, pattern in chart.lines.items():
         begin, _, end = pattern.partition("*")
         for key in sorted(key for key in names if key in finite and fnmatch(key, pattern)):
             is_other = "*" in pattern and key.endswith(("_with_kl", "_error"))
             if not is_other:
-                found.append((name.replace("*", key[len(begin) : len(key) - len(end)]), key))
-    return found
+                lines.append((name.replace("*", key[len(begin) : len(key) - len(end)]), key))
+    return lines
 
 
 def _thinned(values: np.ndarray, reduce: np.ufunc) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last place of each bin, and its mean, or what `reduce` gives, of finite values; NaN without any.
+    """Return the last index of each bin, and the bin's value.
 
-    The last value is a bin of its own, so that the curve ends with what the run has now.
+    It is the mean, or another reduction, of the finite values; NaN without any. The last value has
+    a separate bin, so that the curve ends with the run's current value.
     """
     num_values = len(values)
     if num_values <= MAX_POINTS:
@@ -226,7 +228,10 @@ def _short(value: float) -> float | None:
 def token_values(
     run: RunFolder, step: int, kind: Kind, prompts: Sequence[int]
 ) -> dict[str, dict[str, list[Any]]]:
-    """Return {"PROMPT SAMPLE": {column: values}} of the samples of these prompts, where tokens were recorded."""
+    """Return {"PROMPT SAMPLE": {column: values}} of these prompts' samples.
+
+    Empty if tokens were not recorded.
+    """
     return {
         f"{prompt_id} {sample_id}": {
             name: [_short(value) if isinstance(value, float) else value for value in values]
@@ -240,16 +245,16 @@ def token_values(
 def frozen_page(
     runs: Mapping[str, tuple[RunFolder, Mapping[str, Any]]], tables: Sequence[Any] = ()
 ) -> str:
-    """Return the page in one file: by name, runs with their overviews; `tables` compare them."""
-    found: dict[str, Any] = {"runs": {}, "samples": {}, "tokens": {}, "tables": tables}
+    """Return the page in one file; `runs` has runs and their overviews by name."""
+    data: dict[str, Any] = {"runs": {}, "samples": {}, "tokens": {}, "tables": tables}
     for name, (run, shown) in runs.items():
-        found["runs"][name] = shown
-        found["samples"][name], found["tokens"][name] = _frozen_samples(run)
-    return render(found)
+        data["runs"][name] = shown
+        data["samples"][name], data["tokens"][name] = _frozen_samples(run)
+    return render(data)
 
 
 def _frozen_samples(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the samples of the first, the last and a few steps between, and the tokens of some of the last.
+    """Return samples of the first, the last and a few other steps, and some tokens of the last.
 
     Both are {kind: {step: ...}}.
     """
@@ -272,7 +277,7 @@ def _frozen_samples(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def render(data: Mapping[str, Any] | None = None) -> str:
-    """Return the page with `data` inside (see `dashboard.js`), or the one that asks the server for it."""
+    """Return the page with `data` inside (see `dashboard.js`), or a page that loads it."""
     environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True)
     # No "<" inside a script element: a response could close it.
     text = (
@@ -286,7 +291,7 @@ def render(data: Mapping[str, Any] | None = None) -> str:
 
 
 def plotly() -> str:
-    """Return plotly.js, which comes with the Python package."""
+    """Return the plotly.js of the Python package."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()

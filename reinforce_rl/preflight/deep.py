@@ -1,6 +1,6 @@
-"""`preflight=deep`: single ranks of the run on fake GPUs.
+"""`preflight=deep`: run single ranks on fake GPUs.
 
-Does it crash, does it fit, and how long does a step take at least.
+It finds crashes, peaks of memory, and a lower bound of a step's time.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class DeepFault(ReinforceError):
 
 
 def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
-    """Print the lower bound of a step and what to change, also to `preflight.json`.
+    """Print the lower bound of a step and useful changes; write both to `preflight.json`.
 
-    Returns the faults that would end the run. Raises ConfigError: `preflight_machine` is wrong.
+    Returns the faults that would end the run. Raises ConfigError if `preflight_machine` is wrong.
     """
     job = job_of(cfg, inputs, load_machine(cfg.preflight_machine))
     status = console.status("fake GPU")
@@ -86,9 +86,9 @@ def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
 
 
 def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> Job:
-    """Build the job, whose model and layout can be read.
+    """Build the job from inputs with a model and a layout.
 
-    Raises ConfigError: the layers do not divide.
+    Raises ConfigError if the layers do not divide.
     """
     layout = layout_of(cfg)
     architecture = inputs.architecture
@@ -103,7 +103,7 @@ def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> Job:
     if inputs.datasets is not None:
         prompts = inputs.datasets.train
         prompt = int(statistics.fmean(len(prompts[i].tokens) for i in range(len(prompts))))
-    # Ranks pad the positions of a pass to a multiple, which a bound must not count.
+    # A bound must not count the padding of a pass's positions to a multiple.
     prompt = max(1, prompt - (prompt + response - 1) % layout.sequence_multiple)
     return Job(
         cfg=cfg,
@@ -120,29 +120,29 @@ def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> Job:
 class Worker:
     """The process that runs single ranks on fake GPUs, as a context manager.
 
-    `tell` gets a line per measurement.
+    `tell` is called with a line per measurement.
     """
 
     def __init__(self, tell: Callable[[str], object]):
         self._tell = tell
 
     def __enter__(self) -> Worker:
-        self._said = tempfile.TemporaryFile("w+", encoding="utf-8")
+        self._output = tempfile.TemporaryFile("w+", encoding="utf-8")
         self._child = ModuleChild(
             "reinforce_rl.preflight.rank",
-            stdout=self._said,
-            stderr=self._said,
+            stdout=self._output,
+            stderr=self._output,
         )
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._child.kill()
-        self._said.close()
+        self._output.close()
 
     def measure(self, job: Job) -> list[Role]:
         """Return the costs of the representative ranks at full depth.
 
-        Raises DeepFault: one of them failed.
+        Raises DeepFault if one of them failed.
         """
         roles = []
         for stage in _stages(job):
@@ -164,16 +164,17 @@ class Worker:
         return answer
 
     def ask(self, case: Case) -> Phases | str:
-        """Return the phases of a case, or phase and lines of what failed.
+        """Return the phases of a case, or the phase and source lines of an error.
 
-        Raises DeepFault: the process ended.
+        Raises DeepFault if the process ended.
         """
         try:
             self._child.connection.send(case)
             return self._child.connection.recv()
         except (EOFError, OSError) as error:
-            self._said.seek(0)
-            said = " | ".join(self._said.read().strip().splitlines()[-3:]) or "it said nothing"
+            self._output.seek(0)
+            lines = self._output.read().strip().splitlines()[-3:]
+            said = " | ".join(lines) or "it said nothing"
             raise DeepFault(
                 f"the process with the fake GPU ended: {said}",
                 key="preflight.deep.process_ended",
@@ -192,7 +193,7 @@ def case_of(job: Job, stage: int, depth: int, lengths: Lengths) -> Case:
         "generation": "native",
         "preflight": False,
         "model.megatron_overrides": overrides,
-        # Decode steps are counted by calls of the model, which a replayed graph does not make.
+        # Calls of the model count decode steps. A replayed graph makes none.
         "model.reinforce.cuda_graphs": False,
     }
     if model.activations_checkpoint_method == "block":
@@ -226,7 +227,8 @@ def _at_depth(job: Job, stage: int, full: Sequence[Phases], mean: Sequence[Phase
         costs[name] = total([(1 - share, cost), (share, mean[-1][name][0])])
     peaks = {"resident": 0.0, "away": 0.0}
     for name, (_, peak) in full[0].items():
-        if not name.endswith(" each"):  # measured with one more micro-batch than there may be
+        # The peak of "each" may be of more micro-batches than the run has.
+        if not name.endswith(" each"):
             title = "generation" if name in ("prefill", "decode") else name.removesuffix(" once")
             peaks[title] = max(
                 peaks.get(title, 0.0),
@@ -247,7 +249,7 @@ def _stages(job: Job) -> list[int]:
 
 
 def depths_of(cfg: TrainConfig, layers: int) -> tuple[int, ...]:
-    """Return the layers per stage to measure: two depths for a linear fit, or all if they are few."""
+    """Return the layers per stage to measure: two depths for a linear fit, or all of a few."""
     # Recomputed layers keep their share of a stage.
     number = cfg.model.activations_checkpoint_num_layers or 1
     unit = 1
@@ -260,7 +262,7 @@ def depths_of(cfg: TrainConfig, layers: int) -> tuple[int, ...]:
 
 
 def _try(worker: Worker, job: Job, inputs: Inputs, step: StepBound) -> list[Tried]:
-    # Measure changes without a fault, likeliest to help first.
+    # Measure changes without a fault, the most promising first.
     tried: list[Tried] = []
     for applies, change in _faster(job, step) if step.fits else _smaller(job):
         if len(tried) == MOST_TRIED:
@@ -303,7 +305,7 @@ def _smaller(job: Job) -> list[tuple[bool, Change]]:
 
 
 def _faster(job: Job, step: StepBound) -> list[tuple[bool, Change]]:
-    # What changes FLOPs or bytes; what hides or groups the same ones is not seen by a bound.
+    # Changes of FLOPs or bytes. A bound does not see changes that hide or group them.
     model = job.cfg.model
     layout = job.layout
     size = model.reinforce.rollout_micro_batch_size

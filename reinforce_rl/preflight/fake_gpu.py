@@ -1,6 +1,6 @@
-"""Fake GPUs for the deep preflight: a test double of the clone, which an installed wheel lacks.
+"""Fake GPUs for the deep preflight: a test double in a clone. An installed wheel lacks it.
 
-No other module of the package knows where it lies.
+No other module of the package knows its place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_clone() -> None:
 def install() -> Machine:
     """Make this process a machine with fake GPUs, for good, before anything imports torch.
 
-    Raises `helpers.fake_cuda.machine.FakeCudaError`: there is no compiler, or torch is imported.
+    Raises `helpers.fake_cuda.machine.FakeCudaError` without a compiler, or if torch is imported.
     """
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))
@@ -42,5 +42,5 @@ def install() -> Machine:
 
 
 def is_of_fake(file: str) -> bool:
-    """Whether a line of the fake is meant, rather than of what runs on it."""
+    """Return whether a source file belongs to the fake GPU, not to the code that runs on it."""
     return FAKE_CUDA in file

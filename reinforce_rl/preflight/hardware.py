@@ -20,7 +20,7 @@ WHOLE_TENSOR = ("all_reduce", "broadcast", "send", "recv")
 class Hardware(Section):
     """A GPU, its node and its network. Bandwidths are in bytes/s, one direction, per GPU.
 
-    Rates are those of the data sheets: no share of them that software reaches is in here.
+    Rates are from the data sheets. Software reaches only a share of them.
     """
 
     name: Text = key(NOT_SET)  # of the GPU
@@ -44,7 +44,7 @@ class Hardware(Section):
     def memory_seconds(self, moved: float, passes: float) -> float:
         """Least time to read or write `moved` bytes in `passes` passes over them.
 
-        Of each pass the cache may hold as many bytes as it has.
+        The cache may hold its size of each pass's bytes.
         """
         return max(0.0, moved - passes * self.cache) / self.hbm
 
@@ -56,22 +56,22 @@ class Hardware(Section):
         Args:
             kind: such as "all_reduce".
             moved: bytes of the whole tensor, such as an all-gather's output.
-            ranks: of the group.
-            nodes: that they lie on. Each rank has a network card.
+            ranks: ranks of the group.
+            nodes: nodes of these ranks. Each rank has a network card.
         """
         if ranks <= 1:
             return 0.0
         bandwidth = self.nvlink
         parts = ranks
         if nodes > 1:
-            # Only what other nodes have crosses the network, by the cards of the group's ranks.
+            # Only bytes of other nodes cross the network, by the cards of the group's ranks.
             bandwidth = self.network * ranks / nodes
             parts = nodes
         volume = 1.0 if kind in WHOLE_TENSOR else (parts - 1) / parts
         return volume * moved / bandwidth
 
     def wire_seconds(self, cost: Cost) -> float:
-        """Least time of all collectives; those of objects have no bytes."""
+        """Least time of all collectives. Collectives of objects have no bytes."""
         return sum(self.traffic_seconds(cost, traffic) for traffic in cost.sent)
 
     def traffic_seconds(self, cost: Cost, traffic: Traffic) -> float:
@@ -128,7 +128,8 @@ def load_machine(value: str) -> Hardware:
 
     The file has `Hardware`'s fields, or some of them with a known `base`.
 
-    Raises ConfigError: unknown name, or all faults of the file together.
+    Raises:
+        ConfigError: unknown name, or faults of the file, all in one message.
     """
     where = f"preflight_machine={value}"
     known = ", ".join(MACHINES)

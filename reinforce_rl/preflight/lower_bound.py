@@ -1,4 +1,4 @@
-"""The least time that a step of the whole job takes on a named machine, by FLOPs and bytes.
+"""Lower bound of a step's time on a named machine, by FLOPs and bytes.
 
 A phase takes at least as long as the busiest rank's matrix products at the GPU's peak rate, as the
 bytes that it must read from memory at the full bandwidth, and as its collectives at the links'
@@ -50,7 +50,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Role:
-    """A rank that stands for others like it, at full depth."""
+    """A rank that represents all ranks of its stage, at full depth."""
 
     stage: int  # its pipeline stage
     # By phase, at the mean lengths. Passes have a fixed part ("once") and one per micro-batch
@@ -106,8 +106,8 @@ class Job:
     layers: tuple[int, ...]  # per stage
     batches: BatchPlan
     machine: Hardware
-    full: Lengths  # the longest prompt and `max_length`, which memory is needed for
-    mean: Lengths  # which the time is of
+    full: Lengths  # the longest prompt and `max_length`, for the memory
+    mean: Lengths  # for the time
 
     @property
     def has_engine(self) -> bool:
@@ -119,7 +119,7 @@ class Job:
 
     @property
     def shapes(self) -> list[StageShape]:
-        """The base model's, without LoRA's updates."""
+        """The base model's shapes, without LoRA's updates."""
         return stage_shapes(self.architecture, self.layout.tensor, self.layers, None)
 
     @property
@@ -156,7 +156,7 @@ class Job:
         return sequences * min(self.mean.whole / tokens, 1.0)
 
     def read_by_pass(self, shape: StageShape) -> int:
-        """Return the bytes of weights that a pass reads; of an embedding it reads few rows."""
+        """Return the bytes of weights that a pass reads: all but an embedding's, of few rows."""
         is_output_layer = shape.last and self.architecture.tied_embeddings
         embedding = 0
         if shape.first and not is_output_layer:
@@ -178,11 +178,11 @@ def lower_bound(job: Job, roles: Sequence[Role]) -> StepBound:
     else:
         phases = [_native_generation(job, roles)]
     if away:
-        # On a stream of its own the way back may take no time.
+        # On a separate stream the way back may be hidden entirely.
         ways = 1 if cfg.model.reinforce.overlap_offload else 2
         phases.append(PhaseBound("offload and back", {PCIE: ways * away / machine.pcie}))
     several_updates = cfg.takes_several_updates
-    # Follows `RolloutMaker`: where the generator's own log-probs are known, no pass computes them.
+    # As in `RolloutScorer`, no pass computes log-probs that the generator returns.
     is_exact = cfg.generation == "native" and cfg.trainer.precision != "bf16"
     is_known = is_exact and rl.generator_log_probs
     if several_updates or (cfg.uses_reference and not is_known):
@@ -208,9 +208,9 @@ def _phase(
     """Bound a phase by its busiest rank, resource by resource.
 
     Args:
-        costs: of each rank.
-        memory: least seconds of each rank to read what it must.
-        pcie: least seconds of what crosses PCIe.
+        costs: cost of each rank.
+        memory: least seconds of each rank for its reads and writes of memory.
+        pcie: least seconds of transfers over PCIe.
     """
     machine = job.machine
     parts = {
@@ -233,11 +233,11 @@ def _passes(
     size: int,
     pcie: float = 0.0,
 ) -> PhaseBound:
-    """Bound passes over micro-batches, each of which reads the weights at least once.
+    """Bound passes over micro-batches. Each pass reads the weights at least once.
 
     Args:
-        sequences: of the rank, in all calls.
-        calls: what a pass costs once, it costs in each of them.
+        sequences: sequences of a rank in all calls.
+        calls: calls of a rank. Each has the fixed cost of its passes.
         rows: sequences of a measured micro-batch.
         size: most sequences of a micro-batch.
     """
@@ -298,7 +298,7 @@ def _native_generation(job: Job, roles: Sequence[Role]) -> PhaseBound:
     # Context-parallel ranks share the prompts.
     sequences = job.sequences / job.layout.context
     prompts = sequences / job.batches.samples
-    steps = job.mean.response - 1  # of a response: its first token comes of the prompt
+    steps = job.mean.response - 1  # of a response: the prefill gives its first token
     tokens = sequences * steps
     costs = []
     memory = []
@@ -317,9 +317,9 @@ def _native_generation(job: Job, roles: Sequence[Role]) -> PhaseBound:
 
 
 def _cached_reads(prompt: int, steps: int, prompts: float, sequences: float) -> float:
-    """Return how often a token's keys and values are read.
+    """Return the number of reads of a token's keys and values.
 
-    Samples that decode together may read those of their prompt once.
+    Samples that decode together may read their prompt's once.
     """
     return prompts * steps * prompt + sequences * steps**2 / 2
 
@@ -367,11 +367,12 @@ def _engine_weights(job: Job) -> float:
 
 
 def _memory_beside_engine(job: Job, resident: float) -> float:
-    """Return a GPU's bytes while its engine generates beside what stays of the training states."""
+    """Return a GPU's bytes while its engine generates beside the resident training states."""
     cfg = job.cfg
     machine = job.machine
     weights = _engine_weights(job)
-    if cfg.generation == "vllm":  # its share is of the whole GPU, and has the weights in it
+    # vLLM's share is of the whole GPU, weights included.
+    if cfg.generation == "vllm":
         room = machine.memory * cfg.vllm.gpu_memory_utilization - weights
     else:
         free = max(0.0, machine.memory - machine.reserved - resident - weights)

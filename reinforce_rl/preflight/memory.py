@@ -1,4 +1,4 @@
-"""Estimate what a rank holds of a model and how many bytes it needs; arithmetic only."""
+"""Estimate a rank's part of a model and its bytes, by arithmetic only."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ LORA_FC1 = {"gate_proj", "up_proj"}
 
 @dataclass(frozen=True)
 class StageShape:
-    """A rank's part of the model: its stage's layers and its tensor-parallel slices, with padding."""
+    """A rank's part of the model: its stage's layers and tensor-parallel slices, padded."""
 
     layers: int  # of the stage
     first: bool  # has the embedding
     last: bool  # has the output layer
-    # heads, groups, feed-forward size and vocabulary are those on the rank, with padding
+    # heads, groups, feed-forward size and vocabulary on the rank, with padding
     slices: Architecture
     parameters: int  # on the rank, with a tied embedding's copy
     trained: int  # all of them without LoRA
@@ -42,7 +42,7 @@ class StageShape:
 class Pass:
     rows: int  # sequences
     positions: int  # per sequence, on this context-parallel rank
-    scored: int  # response tokens on this rank, whose logits are computed
+    scored: int  # response tokens on this rank, for which logits are computed
     in_flight: int = 1  # micro-batches in flight on this stage
 
     @property
@@ -76,8 +76,8 @@ class Policy:
     lora: LoraSettings | None
     recompute: int  # layers of a stage that are recomputed, at most
     recompute_group: int  # recomputed layers per saved input
-    chunk_tokens: int  # response tokens whose logits are alive at a time
-    # during generation optimizer states go to the host and gradients are freed
+    chunk_tokens: int  # response tokens with logits in memory at a time
+    # during generation, optimizer states are moved to the host and gradients are freed
     offload_optimizer: bool
     fused_adam: bool  # one kernel without temporaries
     gpu: bool  # device and host memory are separate; on a CPU nothing is moved
@@ -86,13 +86,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Phase:
-    """Peak bytes of a phase, without those held throughout."""
+    """Peak bytes of a phase, without the bytes held throughout."""
 
     name: str
     activations: int = 0  # of layers, and temporaries of backward and optimizer step
-    logits: int = 0  # and what is computed from them
+    logits: int = 0  # and tensors computed from them
     cache: int = 0  # keys and values
-    moved: int = 0  # above 0: weights copied to the device; below 0: what is offloaded or freed
+    moved: int = 0  # above 0: weights copied to the device; below 0: states offloaded or freed
 
     @property
     def total(self) -> int:
@@ -101,7 +101,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes held throughout, the reference's on the device or the host, and those of phases."""
+    """Bytes held throughout, with the reference on the device or the host, and by phase."""
 
     stage: int
     shape: StageShape
@@ -169,7 +169,7 @@ def rank_memory(
 
 
 def _kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
-    """Return the bytes that one layer saves for its backward pass of a micro-batch, its input included."""
+    """Return the bytes that a layer saves for backward of a micro-batch, its input included."""
     kept = policy.weight_bytes
     lora = policy.lora
     arch = shape.slices
@@ -250,7 +250,7 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
     if shape.first:
         moments.append(Phase("training", waiting + table * kept + border))
     if shape.last:
-        # in the norm
+        # In the norm.
         moments.append(
             Phase("training", saved + waiting + 6 * FP32 * t * arch.hidden_size // shared)
         )
@@ -268,7 +268,7 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
 
 def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
     if policy.gpu:
-        # plain Adam takes the root of all second moments at once; fused Adam has no temporaries
+        # Plain Adam takes the root of all second moments at once; fused Adam has no temporaries.
         roots = 0 if policy.fused_adam else -(-shape.trained // policy.optimizer_shards) * FP32
         return Phase("optimizer step", activations=roots)
     # On a CPU Adam goes parameter by parameter; with fused Adam only the gradient norm has a
@@ -362,8 +362,8 @@ def stage_shapes(
         first = stage == 0
         last = stage == len(layers) - 1
         numbers = range(first_layer, first_layer + count)
-        own = [row for row in rows if _is_on(row, numbers, first, last)]
-        weights = list(_numbers(own).values())
+        stage_rows = [row for row in rows if _is_on(row, numbers, first, last)]
+        weights = list(_numbers(stage_rows).values())
         if last and not first and arch.tied_embeddings:
             weights += table.values()
         low_rank = list(

@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 gigabytes = partial(filesize.decimal, precision=2)  # of bytes, or in a smaller or larger unit
-# Of a response token in a record, the texts and the other columns (benchmarks/records.py: 18 in
-# all), and of a file.
+# Bytes of a response token in a record: of its texts, and of the other columns
+# (benchmarks/records.py: 18 in all).
 RECORD_BYTES = (2, 16)
-RECORD_FILE_BYTES = 20_000
+RECORD_FILE_BYTES = 20_000  # of a file, besides its tokens
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a run; None for what could not be read."""
+    """Inputs of a run; None if one could not be read."""
 
     architecture: Architecture | None
     layers: list[int] | None  # of each pipeline stage
     tokenizer: PreTrainedTokenizerBase | None
     datasets: RLHFDatasets | None
     disk: DiskNeed | None
-    errors: tuple[ReinforceError, ...]  # why an input could not be read or cannot be used
+    errors: tuple[ReinforceError, ...]  # of inputs that could not be read or cannot be used
 
     @property
     def faults(self) -> list[str]:
@@ -70,7 +70,7 @@ class Inputs:
 
 
 def read_inputs(cfg: TrainConfig) -> Inputs:
-    """Check what needs no GPU, other rank or weights, and what `load_config` does not check already."""
+    """Check the inputs that need no GPU, other rank or weights, beyond `load_config`."""
     errors: list[ReinforceError] = []
 
     def attempt(action: Callable[[], T]) -> T | None:
@@ -88,14 +88,13 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
     disk = None
     if (folder / "config.json").is_file():
         architecture = attempt(lambda: Architecture.from_folder(folder))
-    layout, said = (
-        layout_of(cfg),
-        any("_model_parallel_size" in fault for fault in shape_faults(cfg)),
-    )
+    layout = layout_of(cfg)
+    # `load_config` reports sizes that the architecture does not allow.
+    has_faulty_sizes = any("_model_parallel_size" in fault for fault in shape_faults(cfg))
     if (
         architecture is not None
         and layout is not None
-        and not said
+        and not has_faulty_sizes
         and cfg.trainer.precision in build.DTYPES
     ):
         layers = attempt(lambda: stage_layers(cfg, architecture, layout))
@@ -124,7 +123,7 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
 
 
 def layout_of(cfg: TrainConfig) -> Layout | None:
-    """Return the configured layout; None if the ranks do not divide, which `load_config` reports."""
+    """Return the configured layout; None if the ranks do not divide (see `load_config`)."""
     model = cfg.model
     world = cfg.training_ranks
     sizes = (
@@ -166,18 +165,21 @@ class Share:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a step's batch divides. Micro-batches and calls are those of the rank with most, at full length."""
+    """Division of a step's batch.
+
+    Micro-batches and calls are counted on the rank with most, at full length.
+    """
 
     prompts: int  # per step, over all ranks
     samples: int  # per prompt
     prompts_of_rank: Share  # per step
     generation_calls: int  # per step
     forward_micro_batches: int  # per step
-    # per optimizer step: over all ranks, and the most that one rank may have
+    # per optimizer step: over all ranks, and the most of a single rank
     prompts_of_update: Share
     updates: int  # optimizer steps on a full rollout batch
     micro_batches: int  # per optimizer step
-    # tokens, of the training prompts; the allowed maximum if they cannot be read
+    # tokens of the longest training prompt; the allowed maximum if they cannot be read
     longest_prompt: int
     longest: int  # tokens of the longest sequence, prompt and response
     validation: int | None  # prompts over all ranks, None for no validation
@@ -187,14 +189,14 @@ class BatchPlan:
 
 
 def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None) -> BatchPlan:
-    """Plan the batches of a valid configuration; `datasets` is None if they cannot be read."""
+    """Plan the batches of a valid configuration; `datasets` is None if it cannot be read."""
     rl = cfg.trainer.reinforce
     rollout = cfg.model.reinforce
     samples = rl.num_rollouts_per_prompt
     response = rollout.length_params.max_length
     share = Share.split(rollout.num_rollout_samples, layout.data)
     of_update = cfg.prompts_per_update or rollout.num_rollout_samples
-    # Prompts of an optimizer step are drawn from the whole batch, whichever rank holds them.
+    # Prompts of an optimizer step are drawn from the whole batch: one rank may hold all of them.
     most = share.most if cfg.prompts_per_update is None else min(share.most, of_update)
     train = None if datasets is None else datasets.train
     longest_prompt = cfg.model.max_prompt_tokens if train is None else _longest_of(train)
@@ -240,7 +242,10 @@ def _make_micro_batches(
 def plan_memory(
     cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bool
 ) -> list[memory.RankMemory]:
-    """Compute the memory of a rank of each stage at full length; empty if model or layout cannot be read."""
+    """Compute the memory of a rank of each stage at full length.
+
+    Empty if model or layout cannot be read.
+    """
     layout = layout_of(cfg)
     data = inputs.datasets
     if inputs.architecture is None or inputs.layers is None or layout is None:
@@ -270,13 +275,11 @@ def plan_memory(
         )
     }
     if batches.validation is not None and data is not None and data.validation is not None:
-        most, longest = (
-            Share.split(batches.validation, layout.data).most,
-            _longest_of(data.validation),
-        )
+        most = Share.split(batches.validation, layout.data).most
+        longest = _longest_of(data.validation)
         generations["validation"] = call(most, rollout.val_rollout_micro_batch_size, 1, longest)
     forward = micro_batch(of_rank * samples, rollout.forward_micro_batch_size, 1)
-    found = []
+    ranks = []
     for stage, shape in enumerate(
         memory.stage_shapes(inputs.architecture, layout.tensor, inputs.layers, used.lora)
     ):
@@ -285,8 +288,8 @@ def plan_memory(
         train = micro_batch(
             batches.prompts_of_update.most * samples, cfg.model.micro_batch_size, in_flight
         )
-        found.append(memory.rank_memory(stage, shape, used, train, forward, generations))
-    return found
+        ranks.append(memory.rank_memory(stage, shape, used, train, forward, generations))
+    return ranks
 
 
 def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> memory.Policy:
@@ -304,7 +307,7 @@ def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> memory.Policy:
         lora=lora,
         recompute=0 if not full else 10**9 if uniform else number,
         recompute_group=number if full and uniform else 1,
-        chunk_tokens=build.logits_chunk_tokens(model, gpu=gpu),
+        chunk_tokens=model.chunk_tokens(gpu=gpu),
         offload_optimizer=model.reinforce.offload_adam_states,
         fused_adam=model.optim.fused,
         gpu=gpu,
@@ -313,35 +316,39 @@ def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> memory.Policy:
 
 
 def _engine_copies(cfg: TrainConfig, *, has_lora: bool) -> bool:
-    """Whether the engine moves its weights to host memory while it sleeps."""
+    """Return whether the engine moves its weights to host memory while it sleeps."""
     if cfg.placement != "colocated":
         return False
     if cfg.generation == "tensorrt_llm":
-        return True  # 1.2 does; 1.3 drops them, and which it is shows at the start only
-    # the frozen weights, sent once
+        # Version 1.2 does; 1.3 drops them. The version is known only at the start.
+        return True
+    # The frozen weights are sent once, so the engine keeps them.
     return cfg.generation == "vllm" and has_lora and cfg.vllm.load_adapters
 
 
 @dataclass(frozen=True)
 class DiskNeed:
     folder: Path  # of the run
-    # One checkpoint: weights, fp32 main weights if separate, Adam's moments; with LoRA of its
+    # Bytes of a checkpoint: weights, separate fp32 main weights, Adam's moments; with LoRA of its
     # parameters only.
     checkpoint: int
     checkpoints: int  # at a time, including the one being written
-    export: int  # of the Hugging Face folder at the end
-    records: int  # of the steps' samples that are still to come, every response at full length
-    held: int  # by checkpoints already in the folder, which the new ones replace
-    free: int  # on the disk
+    export: int  # bytes of the Hugging Face folder at the end
+    records: int  # bytes of the samples of the remaining steps, every response at full length
+    held: int  # bytes of checkpoints in the folder, to be replaced by new ones
+    free: int  # bytes on the disk
 
     @property
     def needed(self) -> int:
-        """Bytes besides those already held."""
+        """Bytes besides the bytes already held."""
         return max(self.checkpoint * self.checkpoints - self.held, 0) + self.export + self.records
 
     @property
     def fault(self) -> str | None:
-        """Why the run must not start; `records` alone is no reason, since few runs come near that bound."""
+        """The reason not to start the run, if any.
+
+        `records` alone is no reason: few runs come near this bound.
+        """
         if self.needed - self.records <= self.free:
             return None
         parts = f"at most {self.checkpoints} x {gigabytes(self.checkpoint)} for checkpoints"
@@ -349,10 +356,10 @@ class DiskNeed:
         parts += f", {gigabytes(self.export)} for the Hugging Face folder" if self.export else ""
         parts += f", and {gigabytes(self.records)} for the samples' records"
         return Fault(
-            f"exp_manager.explicit_log_dir is {self.folder}, where {gigabytes(self.free)} are free; the run "
-            f"needs {gigabytes(self.needed)}: {parts}. Free some space, choose another disk, or lower "
-            "exp_manager.checkpoint_callback_params.keep_last or keep_best; "
-            "exp_manager.record_tokens_every=0 makes the records smaller",
+            f"exp_manager.explicit_log_dir is {self.folder}, where {gigabytes(self.free)} are "
+            f"free; the run needs {gigabytes(self.needed)}: {parts}. Free some space, choose "
+            "another disk, or lower exp_manager.checkpoint_callback_params.keep_last or "
+            "keep_best; exp_manager.record_tokens_every=0 makes the records smaller",
             key="preflight.disk.too_little_space",
         )
 
@@ -361,8 +368,9 @@ class DiskNeed:
         if self.fault is not None or self.needed <= self.free:
             return None
         return (
-            f"{self.folder} has {gigabytes(self.free)} free, and the samples' records take {gigabytes(self.records)} "
-            "if every response is of full length; exp_manager.record_tokens_every=0 shrinks them"
+            f"{self.folder} has {gigabytes(self.free)} free, and the samples' records take "
+            f"{gigabytes(self.records)} if every response is of full length; "
+            "exp_manager.record_tokens_every=0 shrinks them"
         )
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # No torch import at module level: the device guard must be loaded first.
 
-DECODE_STEPS = 3  # the first may set things up and is not counted
+DECODE_STEPS = 3  # the first may have a setup cost and is not counted
 
 
 class Traffic(NamedTuple):
@@ -39,13 +39,14 @@ class Traffic(NamedTuple):
     nodes: int
 
     def __str__(self) -> str:
-        return f"{self.kind} of {self.ranks} ranks ({self.group}) on {self.nodes} node{'s' if self.nodes > 1 else ''}"
+        nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
+        return f"{self.kind} of {self.ranks} ranks ({self.group}) on {nodes}"
 
 
 @dataclass(frozen=True)
 class Cost:
-    # Kernels, launches by the host, waits of the host ("syncs"), and FLOPs of matrix products,
-    # those in fp32 once more. Of a decoded token also its share of a pass over the rows ("passes").
+    # Kernels, launches by the host, waits of the host ("syncs"), and FLOPs of matrix products, in
+    # all and in fp32. For a decoded token also its share of a pass over the rows ("passes").
     counts: dict[str, float] = field(default_factory=dict)
     calls: dict[Traffic, float] = field(default_factory=dict)  # calls of each collective
     sent: dict[Traffic, float] = field(default_factory=dict)  # bytes of its tensors
@@ -91,22 +92,23 @@ def main() -> None:
 
 
 def answer(case: Case) -> Phases | str:
-    """Return the costs and peaks of a case, or phase and lines of what failed."""
+    """Return the costs and peaks of a case, or the phase and source lines of an error."""
     rank = RankRun(case)
     try:
         return rank.measure(install())
     except Exception as error:
-        return f"{rank.phase}: {_told(error)}"
+        return f"{rank.phase}: {_summary(error)}"
 
 
-def _told(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_of_fake(f.filename)]
     frames = [f for f in frames if "/reinforce_rl/" in f.filename or "/megatron/" in f.filename]
     where = " < ".join(
         f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in reversed(frames[-4:])
     )
     notes = " ".join(getattr(error, "__notes__", []))
-    return f"{type(error).__name__}: {' '.join(f'{error} {notes}'.split())[:400]}; at {where or 'an unknown line'}"
+    message = " ".join(f"{error} {notes}".split())[:400]
+    return f"{type(error).__name__}: {message}; at {where or 'an unknown line'}"
 
 
 class _Enough(Exception):
@@ -115,7 +117,8 @@ class _Enough(Exception):
 
 class RankRun:
     def __init__(self, case: Case):
-        self._case, self._found = case, Phases()
+        self._case = case
+        self._phases = Phases()
         self.phase = "start"
 
     def measure(self, fake: Machine) -> Phases:
@@ -171,12 +174,12 @@ class RankRun:
             self._passes("training", case.in_flight, lambda count: self._train(actor, count))
             self.phase = "optimizer"
             self._put(self.phase, optimizer.step)
-        return self._found
+        return self._phases
 
     def _put(self, name: str, action: Callable[[], Any]) -> Any:
         with self._gpu.counting() as ledger:
             done = action()
-        self._found[name] = self._cost(ledger), ledger.peak
+        self._phases[name] = self._cost(ledger), ledger.peak
         return done
 
     def _passes(self, name: str, first: int, run: Callable[[int], object]) -> None:
@@ -185,11 +188,11 @@ class RankRun:
         for count in (first, first + 1):
             self._put(f"{name} {count}", functools.partial(run, count))
         (low, peak), (high, _) = (
-            self._found.pop(f"{name} {count}") for count in (first, first + 1)
+            self._phases.pop(f"{name} {count}") for count in (first, first + 1)
         )
         each = total([(1, high), (-1, low)])
-        self._found[f"{name} once"] = total([(1, low), (-first, each)]), peak
-        self._found[f"{name} each"] = each, peak
+        self._phases[f"{name} once"] = total([(1, low), (-first, each)]), peak
+        self._phases[f"{name} each"] = each, peak
 
     def _cost(self, ledger: Ledger) -> Cost:
         fp32_flops = 0.0
@@ -217,7 +220,7 @@ class RankRun:
         layout = self._mesh.layout
         step = 1
         for name in ("tensor", "context", "data", "pipeline"):
-            # `step`: rank distance of neighbours
+            # `step` is the distance between the ranks of neighbours.
             size = getattr(layout, name)
             if len(ranks) <= size and abs(ranks[1] - ranks[0]) == step:
                 return name
@@ -232,9 +235,9 @@ class RankRun:
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
         with optimizer.offloaded() if offloads else contextlib.nullcontext():
             resident = self._gpu.memory.bytes
-            self._found["resident"] = Cost(), resident
-            # gradients are freed
-            self._found["away"] = Cost(), before - resident - gradients if offloads else 0
+            self._phases["resident"] = Cost(), resident
+            # Gradients are freed instead of moved.
+            self._phases["away"] = Cost(), before - resident - gradients if offloads else 0
             if self._case.prompts:
                 self._generate(actor)
 
@@ -246,7 +249,7 @@ class RankRun:
         case = self._case
         self.phase = "generation"
         prompts = [Prompt(i, "", (3,) * case.prompt_tokens) for i in range(case.prompts)]
-        params = dataclasses.replace(actor.settings.sampling, max_length=case.response_tokens)
+        params = dataclasses.replace(actor.sampling, max_length=case.response_tokens)
         schedule = Decoding(
             case.prompts,
             case.samples,
@@ -254,7 +257,7 @@ class RankRun:
             case.response_tokens,
             case.config.model.reinforce.generation_cache_tokens,
         ).schedule()
-        steps: list[Cost] = []  # before each decode step, all that came before
+        steps: list[Cost] = []  # cumulative cost before each decode step
         rows = 1  # of a decode step, padding included
 
         def before(module: Any, args: tuple[Any, ...]) -> None:
@@ -279,12 +282,17 @@ class RankRun:
         tokens = rows * max(len(steps) - 2, 1)
         decode = total([(1 / tokens, steps[-1]), (-1 / tokens, first)])
         decode.counts["passes"] = 1 / rows
-        self._found["prefill"] = total([(1 / schedule.slots, steps[0])]), ledger.peak
-        self._found["decode"] = decode, ledger.peak
+        self._phases["prefill"] = total([(1 / schedule.slots, steps[0])]), ledger.peak
+        self._phases["decode"] = decode, ledger.peak
 
     def _log_probs(self, passes: Callable[..., Any], count: int) -> None:
-        found = self._rollouts(count * self._case.forward_rows)
-        passes(found.sequences, found.prompt_lengths, found.response_lengths, found.group_ids)
+        rollouts = self._rollouts(count * self._case.forward_rows)
+        passes(
+            rollouts.sequences,
+            rollouts.prompt_lengths,
+            rollouts.response_lengths,
+            rollouts.group_ids,
+        )
 
     def _train(self, actor: MegatronGPTReinforceActorModel, count: int) -> None:
         from reinforce_rl.algorithm.loss import Denominators
@@ -322,5 +330,5 @@ class RankRun:
 
 
 if __name__ == "__main__":
-    # Not this copy, `__main__`: the parent must find the classes that it is sent.
+    # The parent unpickles classes of this module, not of `__main__`.
     importlib.import_module("reinforce_rl.preflight.rank").main()

@@ -20,8 +20,8 @@ from reinforce_rl.trainer.updates import total_steps, total_updates
 from reinforce_rl.utils.console import Console
 
 Tried = tuple[dict[str, Any], StepBound]  # a change as values by key, and the bound with it
-LEAST_SHARE = 0.02  # parts of a phase below this share of it are not printed
-LEAST_BYTES = 1e6  # nor are smaller collectives
+LEAST_SHARE = 0.02  # of a phase's time; smaller parts are not printed
+LEAST_BYTES = 1e6  # smaller collectives are not printed
 
 
 def print_plan(
@@ -40,13 +40,10 @@ def print_plan(
     console.print(Text("\nRanks", style="bold"), Text(layout.grid()), sep="\n")
     if cfg.placement == "disaggregated":
         each = f"{cfg.generation_tensor_parallel_size} with each copy of the model"
-        more = f"{cfg.generation_ranks} more ranks"
-        more = (
-            "Programs of their own (reinforce-rl generate)"
-            if cfg.generators == "separate"
-            else more
-        )
-        console.print(Text(f"{more} generate, {each}; their memory is not in this plan"))
+        generators = f"{cfg.generation_ranks} more ranks"
+        if cfg.uses_external_generators:
+            generators = "Programs that register (reinforce-rl generate)"
+        console.print(Text(f"{generators} generate, {each}; their memory is not in this plan"))
     print_rows(console, "Batches", _batches(cfg, batches))
     _print_memory(console, memory, layout, size, gpu=gpu)
     if disk is not None:
@@ -94,11 +91,13 @@ def _batches(cfg: TrainConfig, plan: BatchPlan) -> list[tuple[str, str]]:
         last = _count(plan.epoch[-1], "prompt")
         epoch = f"{sum(plan.epoch)} prompts = {steps}, the last of {last}"
         updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, plan.epoch)
-        run = f"{_count(total_steps(cfg.trainer.reinforce, len(plan.epoch)), 'step')} = {updates} optimizer steps"
+        run_steps = _count(total_steps(cfg.trainer.reinforce, len(plan.epoch)), "step")
+        run = f"{run_steps} = {updates} optimizer steps"
     return [
         (
             "a step",
-            f"{plan.prompts} prompts x {g} samples = {plan.prompts * g} sequences, all ranks together",
+            f"{plan.prompts} prompts x {g} samples = {plan.prompts * g} sequences, all ranks "
+            "together",
         ),
         (
             "a data-parallel rank",
@@ -158,7 +157,8 @@ def _print_memory(
     trained = "" if size.trained == size.parameters else f", {size.trained:,} trained"
     copy = largest.reference_on_host or largest.reference_on_device
     on_host = " in host memory" if gpu and largest.reference_on_host else ""
-    title = f"Memory of a rank{which}, {'on the GPU' if gpu else 'in host memory'}, every sequence at full length"
+    where = "on the GPU" if gpu else "in host memory"
+    title = f"Memory of a rank{which}, {where}, every sequence at full length"
     rows = [
         ("model", f"{size.parameters:,} parameters{trained}"),
         ("a rank", f"{shape.parameters:,} parameters on {shape.layers} layers"),
@@ -184,12 +184,16 @@ def _print_memory(
         end += f", and {gigabytes(largest.on_host)} of host memory a rank"
     if layout.ranks > 1:
         every = sum(rank.peak_phase.total + resident(rank, gpu=gpu) for rank in memory)
-        end += f"; all {layout.ranks} ranks together {gigabytes(every * (layout.ranks // layout.pipeline))}"
+        in_all = gigabytes(every * (layout.ranks // layout.pipeline))
+        end += f"; all {layout.ranks} ranks together {in_all}"
     console.print(Text(end))
 
 
 def resident(rank: RankMemory, *, gpu: bool) -> int:
-    """Return the bytes held throughout in the planned memory, which on a CPU includes the host's."""
+    """Return the bytes held throughout in the planned memory.
+
+    On a CPU they include the reference in host memory.
+    """
     return rank.held + (0 if gpu else rank.reference_on_host)
 
 
@@ -285,7 +289,7 @@ def _overrides(change: dict[str, Any]) -> str:
 
 
 def as_json(job: Job, step: StepBound, better: Sequence[Tried]) -> dict[str, Any]:
-    """Return everything printed as plain values, in seconds, bytes and FLOPs."""
+    """Return all printed numbers, in seconds, bytes and FLOPs."""
     phases = []
     for phase in step.phases:
         collectives = []

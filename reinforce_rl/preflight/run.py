@@ -39,22 +39,26 @@ SERVER_SECONDS = 3.0
 
 
 def preflight(cfg: DictConfig, console: Console | None = None) -> None:
-    """Print the plan, unless the configuration itself has faults, and the warnings; under torchrun on rank 0 only.
+    """Print the plan and the warnings; under torchrun on rank 0 only.
 
-    Raises ConfigError: all faults in one message, or that a deep preflight needs a clone.
+    Nothing is printed for a configuration that has faults itself.
+
+    Raises:
+        ConfigError: has all faults in one message, or a deep preflight runs outside of a clone.
     """
     if not is_first_rank():
         return
     if cfg.preflight == DEEP:
         check_clone()
     console = console or wide_console()
-    found = examine(cfg, console)
-    if cfg.preflight == DEEP and found.memory:  # even with other faults, such as a full disk
+    examination = examine(cfg, console)
+    # A deep preflight runs even with other faults, such as a full disk.
+    if cfg.preflight == DEEP and examination.memory:
         from reinforce_rl.preflight.deep import deep
 
-        found.faults.extend(deep(found.config, found.inputs, console))
-    if found.faults:
-        raise ConfigError(found.faults)
+        examination.faults.extend(deep(examination.config, examination.inputs, console))
+    if examination.faults:
+        raise ConfigError(examination.faults)
     console.print("\nNo fault was found. Nothing was started.")
 
 
@@ -67,7 +71,11 @@ class Examination:
 
 
 def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examination:
-    """Find all faults; print the plan if the configuration has none. Without `here` machine and server are skipped."""
+    """Find all faults; print the plan if the configuration has none.
+
+    `here` is False if the run starts on another machine: neither this machine nor the reward server
+    of the run is checked.
+    """
     config, faults = read_config(cfg)
     inputs = read_inputs(config)
     memory: list[RankMemory] = []
@@ -89,7 +97,7 @@ def wide_console() -> Console:
 
 
 def planned_for_gpu(cfg: TrainConfig) -> bool:
-    """Return True with a GPU here, or with bf16, which is not used on a CPU."""
+    """Return whether the run uses GPUs: this machine has one, or the precision is bf16."""
     return torch.cuda.is_available() or cfg.trainer.precision == "bf16"
 
 
@@ -99,9 +107,12 @@ def _warnings(
     if inputs.disk is not None and inputs.disk.warning is not None:
         yield inputs.disk.warning
     if not _has_weights(cfg):
-        yield f"{cfg.pretrained_checkpoint.restore_from_path} holds no safetensors: a run could not load its weights"
+        yield (
+            f"{cfg.pretrained_checkpoint.restore_from_path} holds no safetensors: a run could not "
+            "load its weights"
+        )
     for setting, server in cfg.reward_servers.items():
-        # A job starts its own reward server, which is not there yet.
+        # A job starts its own reward server later.
         if here or setting != "remote_rm.reward_model":
             yield from _server_warnings(server)
     if here and memory:
@@ -136,7 +147,7 @@ def _has_weights(cfg: TrainConfig) -> bool:
 
 def _weight_faults(cfg: TrainConfig, inputs: Inputs) -> Iterator[str]:
     if inputs.architecture is not None and _has_weights(cfg):
-        # a model may be planned without weights
+        # A plan needs no weights.
         try:
             check_headers(
                 inputs.architecture, HFFolder(cfg.pretrained_checkpoint.restore_from_path)
@@ -159,7 +170,7 @@ def _too_much_memory(cfg: TrainConfig, memory: Sequence[RankMemory]) -> Iterator
         if needed > there:
             yield f"a rank needs {gigabytes(needed)}, and this machine's GPU has {gigabytes(there)}"
     elif planned_for_gpu(cfg):
-        return  # a GPU elsewhere is unknown
+        return  # the GPUs of another machine are unknown
     on_host = host_memory_of_node(cfg, memory)
     there = psutil.virtual_memory().total
     if on_host > there:

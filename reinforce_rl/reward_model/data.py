@@ -1,8 +1,10 @@
-"""Preference pairs and rated answers (HelpSteer, arXiv:2311.09528): read, tokenise, split by prompt.
+"""Read, tokenise and split preference pairs and rated answers (HelpSteer, arXiv:2311.09528).
 
-A reward model reads what the chat template makes of the whole conversation, the answer as its last message, as in
-transformers and TRL: `apply_chat_template([*prompt, {"role": "assistant", "content": answer}])`. An answer that was
-cut, as by an actor's `max_length`, has no end of turn. `encode_sample` does the same for the reward server.
+As in transformers and TRL, a reward model reads the chat template's text of the whole conversation,
+with the answer as its last message:
+`apply_chat_template([*prompt, {"role": "assistant", "content": answer}])`. An answer that was cut,
+for example by an actor's `max_length`, has no end of turn. `encode_sample` does the same for the
+reward server.
 """
 
 from __future__ import annotations
@@ -43,12 +45,13 @@ _AS_LIST = (
 )
 
 _PAIR_ADVICE = (
-    'Correct or remove these lines; a line is {"prompt": text or messages, "chosen": text, "rejected": text}, or has '
-    "whole conversations in chosen and rejected."
+    'Correct or remove these lines; a line is {"prompt": text or messages, "chosen": text, '
+    '"rejected": text}, or has whole conversations in chosen and rejected.'
 )
 _RATING_ADVICE = (
-    'Correct or remove these lines; a line is {"prompt": text or messages, "response": text, "attributes": '
-    "{NAME: number, ...}}, or has the names as keys of its own; an attribute may be null or missing."
+    'Correct or remove these lines; a line is {"prompt": text or messages, "response": text, '
+    '"attributes": {NAME: number, ...}}, or has the names as keys of its own; an attribute may be '
+    "null or missing."
 )
 
 
@@ -57,8 +60,8 @@ class EncodedPair:
     """A tokenised pair. Its repr is part of a checkpoint's `data_digest`."""
 
     prompt_key: str  # see `prompt_key()`
-    prompt: tuple[int, ...]  # up to where the answers begin
-    # includes the end of the turn unless the answer was cut; so does `rejected`
+    prompt: tuple[int, ...]  # tokens that both answers share at the start
+    # `chosen` and `rejected` include the end of the turn unless the answer was cut.
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
 
@@ -102,20 +105,22 @@ class Examples(Generic[Example]):
 
     @property
     def skipped_lines(self) -> list[str]:
-        """One line per reason; a warning if many lines are skipped for a reason that no config key asks for."""
+        """One line per reason.
+
+        It is a warning if many lines are skipped for a reason that no config key sets.
+        """
         lines = []
         total = self.num_lines
         for reason, count in self.skipped.items():
             much = count > _WARN_ABOVE * total and reason not in (SKIP_LIMIT, SKIP_MULTI_TURN)
-            lines.append(
-                f"{'WARNING:' if much else ' '} {count} of {total} ({count / total:.0%}) left out: {reason}"
-            )
+            prefix = "WARNING:" if much else " "
+            lines.append(f"{prefix} {count} of {total} ({count / total:.0%}) left out: {reason}")
         return lines
 
 
 def longest_example(cfg: TrainRewardModelConfig) -> int:
     """Return `data.max_length`, or the trunk's maximum sequence length."""
-    # takes seconds, and a reward server needs the rest
+    # This import takes seconds; a reward server needs only the rest of this module.
     from reinforce_rl.megatron.architecture import Architecture
 
     return (
@@ -128,7 +133,7 @@ def load_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> Examples
 
     Raises:
         ConfigError: the tokenizer has no chat template.
-        DataError: as `read_examples`, or too few prompts to split.
+        DataError: see `read_examples`, or there are too few prompts to split.
     """
     used, skipped, num_lines = read_examples(cfg, tokenizer)
     split = split_by_prompt(
@@ -140,19 +145,20 @@ def load_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> Examples
 def read_examples(
     cfg: TrainRewardModelConfig, tokenizer: Tokenizer
 ) -> tuple[list[Any], dict[str, int], int]:
-    """Return the examples to use, the number of skipped lines by reason, and the number of all lines.
+    """Return the examples to use, the number of skipped lines by reason, and of all lines.
 
-    Pairs are lines of `{"prompt", "chosen", "rejected"}`; `prompt`, alias `messages`, is a list of messages, a text in
-    HH form ("\\n\\nHuman: ...\\n\\nAssistant:"), or any other text, which becomes one user message. Ratings are
-    `{"prompt", "response", "attributes": {...}}`; attributes may also be top-level keys. `tools` and
-    `chat_template_kwargs` are for the chat template. Other keys are ignored.
+    Pairs are lines of `{"prompt", "chosen", "rejected"}`. `prompt`, alias `messages`, is a list of
+    messages, a text in HH form ("\\n\\nHuman: ...\\n\\nAssistant:"), or any other text. Other texts
+    become one user message. Ratings are `{"prompt", "response", "attributes": {...}}`; attributes
+    may also be top-level keys. `tools` and `chat_template_kwargs` are for the chat template. Other
+    keys are ignored.
 
-    `data.max_answer_tokens` cuts answers; then examples above `longest_example` are skipped (of a pair, the longer
-    answer counts), and `data.max_pairs` are drawn with the seed.
+    `data.max_answer_tokens` cuts answers. Then examples above `longest_example` are skipped (of a
+    pair, the longer answer counts), and `data.max_pairs` are drawn with the seed.
 
     Raises:
-        DataError: the file cannot be read, lines are malformed (all counted, the first ten listed), an attribute is
-            never rated, or no example is left.
+        DataError: the file cannot be read, lines are malformed (all counted, the first ten listed),
+            an attribute is never rated, or no example is left.
     """
     data = cfg.data
     names = cfg.full.attributes
@@ -168,15 +174,17 @@ def read_examples(
         noun = "pairs"
         advice = _PAIR_ADVICE
         encode = _pair_of
-    assert path is not None  # checked
+    assert path is not None  # the configuration's rules check it
     faults = LineFaults()
     columns = Columns(
         {name: column for name, column in vars(data.fields).items() if column}, "data.fields."
     )
     renderer = ChatRenderer(tokenizer, data.template_options("data."))
-    found = list(read_records(path, partial(encode, renderer=renderer, data=data), faults, columns))
+    examples = list(
+        read_records(path, partial(encode, renderer=renderer, data=data), faults, columns)
+    )
     faults.raise_if_any(advice)
-    if not found:
+    if not examples:
         raise DataError(
             f"{path} holds no line; expected {noun}. {advice}",
             key="reward_model.data.empty",
@@ -184,12 +192,13 @@ def read_examples(
     unrated = [name for name in names if name not in rated]
     if noun == "rated answers" and unrated:
         raise DataError(
-            f"no line of {path} rates {', '.join(unrated)}; set full.attributes to names that it has",
+            f"no line of {path} rates {', '.join(unrated)}; set full.attributes to names that it "
+            "has",
             key="reward_model.data.attribute_not_rated",
         )
 
-    skipped = dict(Counter(reason for reason in found if isinstance(reason, str)))
-    encoded = [example for example in found if not isinstance(example, str)]
+    skipped = dict(Counter(reason for reason in examples if isinstance(reason, str)))
+    encoded = [example for example in examples if not isinstance(example, str)]
     used = [example for example in encoded if example.num_tokens <= max_length]
     if too_long := [example.num_tokens for example in encoded if example.num_tokens > max_length]:
         reason = f"{min(too_long)} to {max(too_long)} tokens, above data.max_length={max_length}"
@@ -203,17 +212,17 @@ def read_examples(
     if not used:
         reasons = "; ".join(f"{count}: {reason}" for reason, count in skipped.items())
         raise DataError(
-            f"none of {len(found)} {noun} can be used ({reasons}); loosen the limits",
+            f"none of {len(examples)} {noun} can be used ({reasons}); loosen the limits",
             key="reward_model.data.nothing_left",
         )
-    return used, skipped, len(found)
+    return used, skipped, len(examples)
 
 
 def split_by_prompt(keys: Sequence[str], fraction: float, seed: int) -> tuple[list[int], list[int]]:
     """Return the indices of the training and of the held-out examples; equal keys stay on one side.
 
-    `fraction`, in (0, 1), is the share of prompts to hold out. The side is a hash of key and seed: adding lines to the
-    file never moves a held-out prompt into training.
+    `fraction`, in (0, 1), is the share of prompts to hold out. The side depends on a hash of key
+    and seed: adding lines to the file never moves a held-out prompt into training.
 
     Raises:
         DataError: one side would be empty.
@@ -264,7 +273,7 @@ def _pair_of(line: Record, renderer: ChatRenderer, data: PairsConfig) -> Encoded
 def _rating_of(
     line: Record, renderer: ChatRenderer, data: PairsConfig, names: Sequence[str], rated: set[str]
 ) -> EncodedRating | str:
-    """Like `_pair_of`; the attributes that the line rates are added to `rated`."""
+    """Return a line's example, or the reason to skip it; add its rated attributes to `rated`."""
     _refuse_nemo_form(line.value, "ratings")
     ratings = _ratings_of(line.value, names)
     messages = _prompt_of(line.value)
@@ -281,7 +290,7 @@ def _rating_of(
 
 
 def _refuse_nemo_form(value: dict[str, Any], form: str) -> None:
-    """Raise a WrongForm for a record of NeMo-Aligner's, which would be read as a text that holds its markers."""
+    """Raise WrongForm for a record in NeMo-Aligner's form: its markers would be read as text."""
     of_nemo = [key for key in ("prompt", "text") if is_nemo_text(value.get(key))]
     if "chosen" not in value and "response" not in value:
         of_nemo += [key for key in ("chosen_response", "label", "mask") if key in value]
@@ -295,9 +304,9 @@ def _refuse_nemo_form(value: dict[str, Any], form: str) -> None:
 
 
 def _without_conversations(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a pair whose answers are texts or single messages, and whose prompt is apart.
+    """Return a pair with texts or single messages as answers, and a separate prompt.
 
-    In TRL and UltraFeedback answers are whole conversations, or the messages that follow a list `prompt`.
+    In TRL and UltraFeedback answers are whole conversations, or the messages after a list `prompt`.
     """
     if not isinstance(value.get("chosen"), list):
         return value
@@ -348,7 +357,7 @@ def _prompt_of(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _answer_of(value: dict[str, Any], key: str) -> Mapping[str, Any]:
-    """Return an answer as a message. White space around a text is dropped, as around HH's turns."""
+    """Return an answer as a message. White space around a text is removed, as in HH's turns."""
     answer = _given(value, key)
     if isinstance(answer, dict):
         message = {"role": "assistant", **answer}
@@ -375,7 +384,7 @@ def _ratings_of(value: dict[str, Any], names: Sequence[str]) -> tuple[float, ...
 
 
 def _rating(name: str, value: object) -> float:
-    """Return a number or, as in CSV, its text; NaN for null or an empty text."""
+    """Parse a number or, as in CSV, its text; NaN for null or an empty text."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return math.nan
     with contextlib.suppress(ValueError, OverflowError):
@@ -400,9 +409,10 @@ def encode_conversation(
     answer: Mapping[str, Any],
     max_answer_tokens: int | None = None,
 ) -> list[int]:
-    """Tokenise a conversation and its answer; one of more than `max_answer_tokens` is cut, and has no end of turn.
+    """Tokenise a conversation and its answer.
 
-    The end of turn counts as one token, because an actor stops at its first token.
+    An answer of more than `max_answer_tokens` is cut and has no end of turn. The end of turn counts
+    as one token, because an actor stops at its first token.
     """
     whole = renderer.answered(conversation, answer)
     if max_answer_tokens is None:
@@ -413,7 +423,10 @@ def encode_conversation(
 
 
 def _before_answer(renderer: ChatRenderer, conversation: Conversation) -> list[int]:
-    """Tokenise what stands before an answer, which need not be the generation prompt: Qwen3's has no think block."""
+    """Tokenise the text before an answer.
+
+    It may differ from the generation prompt: Qwen3's has no think block.
+    """
     return renderer.answered(conversation, {"role": "assistant", "content": ""}, is_finished=False)
 
 
@@ -424,7 +437,7 @@ def _shared_length(*rows: Sequence[int]) -> int:
 
 
 def end_of_turn_ids(renderer: ChatRenderer) -> list[int]:
-    """Tokenise what the chat template writes behind an answer."""
+    """Tokenise the chat template's text after an answer."""
     return renderer.encode(renderer.end_of_turn(Conversation(({"role": "user", "content": "hi"},))))
 
 

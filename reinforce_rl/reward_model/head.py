@@ -1,8 +1,9 @@
 """A reward head on a frozen trunk: features of whole, cut and synthetic answers, and its fit.
 
-A decoder is causal: one pass over the whole answer also gives the states of each of its prefixes. The loss of P pairs
-is the mean of -log sigmoid(s_chosen - s_rejected), plus l2 / 2 * |w|^2. It is convex and the data fit in memory, so it
-is minimised to convergence in float64: the result depends on neither seed nor batch order.
+A decoder is causal: one pass over the whole answer also gives the states of each of its prefixes.
+The loss of P pairs is the mean of -log sigmoid(s_chosen - s_rejected), plus l2 / 2 * |w|^2. It is
+convex and the data fit in memory, so it is minimised to convergence in float64: the result depends
+on neither seed nor batch order.
 
 Notation: N sequences, C cuts of all sequences together, S tokens, P pairs, h hidden.
 """
@@ -33,7 +34,7 @@ from reinforce_rl.utils.untrusted_files import check_regular, open_regular
 
 MAX_EARLY_TOKENS = 3
 MAX_PHRASE_TOKENS = 4
-# Views of an answer; those cut for training follow.
+# Views of an answer; the views that are cut for training follow.
 WHOLE = 0
 CUT = 1  # for evaluation
 _FEATURES = "features"  # the tensor in the file
@@ -49,7 +50,7 @@ class CutSequence:
 
 
 def cut_sequences(pairs: Sequence[EncodedPair], cuts: CutsConfig, seed: int) -> list[CutSequence]:
-    """Cut chosen and rejected of each pair, pair-major, both at the same `2 + cuts.per_pair` lengths."""
+    """Cut chosen and rejected answers, pair-major, both at the same `2 + cuts.per_pair` lengths."""
     rng = random.Random(seed)
     sequences = []
     for pair in pairs:
@@ -77,14 +78,14 @@ def synthetic_negatives(
     end: Sequence[int],
     seed: int,
 ) -> list[SyntheticNegative]:
-    """Make two negatives for a share of the pairs: one that ends early and one that repeats a phrase.
+    """Make two negatives for a share of the pairs: an early end and a repeated phrase.
 
-    Preference data lacks such answers, and a policy that optimises the reward finds them: a head trained on the data
-    alone may score them above sensible answers. Chosen and rejected alternate as the better answer, which keeps their
-    order unaffected.
+    Preference data lacks such answers, and a policy that optimises the reward finds them: a head
+    trained on the data alone may score them above sensible answers. Chosen and rejected alternate
+    as the better answer, so that their order is not affected.
 
-    `fraction` (0 to 1, rounded) is the share of pairs. A repetition has `cuts.min_tokens` to `cuts.max_tokens` tokens,
-    drawn uniformly, and no end of the turn (the tokens `end`).
+    `fraction` (0 to 1, rounded) is the share of pairs. A repetition has `cuts.min_tokens` to
+    `cuts.max_tokens` tokens, drawn uniformly, and no end of the turn (the tokens `end`).
     """
     rng = random.Random(seed)
     drawn = sorted(rng.sample(range(len(pairs)), round(fraction * len(pairs))))
@@ -93,7 +94,7 @@ def synthetic_negatives(
         answers = [
             _without_end(answer, end) for answer in (pairs[index].chosen, pairs[index].rejected)
         ]
-        # kept is 0 in two of five draws: the end of the turn alone, which a policy finds first.
+        # `kept` is 0 in two of five draws: a policy first finds the end of the turn alone.
         kept = max(0, rng.randint(-1, MAX_EARLY_TOKENS))
         early = (*rng.choice(answers)[:kept], *end)
         made.append(SyntheticNegative(index, early, number % 2))
@@ -157,7 +158,7 @@ def sha256_of_file(path: str | Path) -> str:
     """Return the sha256 (hex) of a file, as `sha256sum` prints it.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     digest = hashlib.sha256()
     try:
@@ -173,7 +174,7 @@ def sha256_of_file(path: str | Path) -> str:
 
 
 def sha256_of_trunk(folder: Path) -> str:
-    """Return the sha256 (hex) over the names and hashes of the weights that are loaded, and of config.json."""
+    """Return the sha256 (hex) over names and hashes of the loaded weight files and config.json."""
     paths = sorted(
         [*find_weight_files(folder).paths, folder / "config.json"], key=lambda path: path.name
     )
@@ -183,7 +184,7 @@ def sha256_of_trunk(folder: Path) -> str:
 
 
 def features_fingerprint(trunk_sha256: str, sequences: Sequence[CutSequence], pooling: str) -> str:
-    """Return the sha256 (hex) over all inputs of the features, to validate a cached file."""
+    """Return the sha256 (hex) over all inputs of the features, the check of a cached file."""
     digest = hashlib.sha256(json.dumps([trunk_sha256, pooling]).encode())
     for sequence in sequences:
         digest.update(json.dumps([sequence.tokens, sequence.cuts]).encode())
@@ -191,7 +192,7 @@ def features_fingerprint(trunk_sha256: str, sequences: Sequence[CutSequence], po
 
 
 def save_features(path: str | Path, features: Tensor, fingerprint: str) -> None:
-    """Write features as safetensors, atomically; CheckpointError if that fails."""
+    """Write features as safetensors, atomically. Raises CheckpointError if that fails."""
     from safetensors.torch import save_file
 
     with replaced(Path(path)) as part:
@@ -199,10 +200,10 @@ def save_features(path: str | Path, features: Tensor, fingerprint: str) -> None:
 
 
 def load_features(path: str | Path, fingerprint: str) -> Tensor | None:
-    """Read a file of `save_features`; None if absent or of another fingerprint.
+    """Read a file of `save_features`; None if it is missing or has another fingerprint.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the file is damaged.
     """
     from safetensors import safe_open
 
@@ -214,16 +215,17 @@ def load_features(path: str | Path, fingerprint: str) -> Tensor | None:
             if (file.metadata() or {}).get("fingerprint") != fingerprint:
                 return None
             return file.get_tensor(_FEATURES)
-    except Exception as error:  # safetensors raises its own, undocumented type for a damaged file
+    except Exception as error:  # safetensors raises an undocumented type for a damaged file
         raise CheckpointError(
-            f"the file of features {path} cannot be read: {error}; remove it, and a new one is made",
+            f"the file of features {path} cannot be read: {error}; remove it, and a new one is "
+            "made",
             key=key_of(error, "reward_model.features.not_readable"),
         ) from error
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a file to write, which then takes the place of `path`."""
+    """Yield a temporary file to write; then move it to `path`."""
     part = path.with_name(f".{path.name}.tmp")
     try:
         with naming(path):
@@ -255,8 +257,8 @@ class HeadData:
     """Features of all pairs in all views of their answers, and of the synthetic negatives.
 
     Args:
-        features: [C, h], of `cut_sequences`, then one row per synthetic negative.
-        num_pairs: pairs that were cut.
+        features: [C, h], rows of `cut_sequences`, then a row per synthetic negative.
+        num_pairs: number of pairs in `cut_sequences`.
     """
 
     def __init__(self, features: Tensor, num_pairs: int, negatives: Sequence[SyntheticNegative]):
@@ -306,9 +308,10 @@ def head_accuracy(head: RewardHead, features: PairFeatures) -> Accuracy:
 
 
 def fit_direction(differences: Tensor, l2: float) -> Tensor:
-    """Return the w, float64 [h], that minimises mean(softplus(-differences @ w)) + l2 / 2 * |w|^2.
+    """Return the minimiser w, float64 [h], of mean(softplus(-differences @ w)) + l2 / 2 * |w|^2.
 
-    `differences` [P, h] are chosen minus rejected features; `l2` is above 0, so that the minimum is unique.
+    `differences` [P, h] are chosen minus rejected features; `l2` is above 0, so that the minimum is
+    unique.
     """
     x = differences.double()
     w = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
@@ -340,13 +343,13 @@ def train_head(
     then comparable between trunks and poolings.
 
     Args:
-        extra: pairs to fit on only, not used in scaling or standardising.
+        extra: pairs for the fit alone, not for scaling or standardising.
 
     Raises:
         DataError: chosen and rejected have the same features throughout.
     """
-    pairs, more, size = _scaled_differences(features, extra)
-    w = fit_direction(torch.cat((pairs, more)), l2) / size
+    pairs, extra_pairs, size = _scaled_differences(features, extra)
+    w = fit_direction(torch.cat((pairs, extra_pairs)), l2) / size
     raw = torch.cat((features.chosen, features.rejected)).double() @ w
     mean = float(raw.mean())
     std = float(raw.std())
@@ -363,13 +366,13 @@ def train_head(
 def _scaled_differences(
     features: PairFeatures, extra: PairFeatures | None
 ) -> tuple[Tensor, Tensor, float]:
-    """Return chosen minus rejected in float64, of both, and the scale that they were divided by."""
+    """Return chosen minus rejected of both in float64, divided by a scale, and the scale."""
     pairs = features.chosen.double() - features.rejected.double()
-    more = pairs[:0] if extra is None else extra.chosen.double() - extra.rejected.double()
+    extra_pairs = pairs[:0] if extra is None else extra.chosen.double() - extra.rejected.double()
     size = float(pairs.square().sum(1).mean().sqrt())
     if not size > 0:
         raise DataError(
             "chosen and rejected have the same features in every pair",
             key="reward_model.features.all_the_same",
         )
-    return pairs / size, more / size, size
+    return pairs / size, extra_pairs / size, size

@@ -1,10 +1,10 @@
 """The job of `reinforce-rl train-rm`: data and a model folder in, a trained reward model out.
 
-output_dir/ of mode=head                of mode=full
-  head.safetensors                        model/           the best so far, a ...ForSequenceClassification folder
-  head_evaluation.json                    evaluation.json  its held-out evaluation
-                                          checkpoints/     as in the actor's runs
-                                          metrics.jsonl  report.html  config.yaml
+output_dir/ of mode=head     of mode=full
+  head.safetensors             model/           the best ...ForSequenceClassification folder so far
+  head_evaluation.json         evaluation.json  its held-out evaluation
+                               checkpoints/     as in the actor's runs
+                               metrics.jsonl  report.html  config.yaml
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ LINE_EVERY_SECONDS = 30.0
 HEAD_FILE = "head.safetensors"
 HEAD_EVALUATION_FILE = "head_evaluation.json"
 MODEL_FOLDER = "model"
-# With another value of one of these, the steps before and after it belong to different runs.
+# A resumed run must keep the values of these keys.
 MEANING = re.compile(
-    r"model\.restore_from_path$|data\.|full\.(objective|attributes|pooling|global_batch_size)$|seed$"
+    r"model\.restore_from_path$|data\.|full\.(objective|attributes|pooling|global_batch_size)$"
+    r"|seed$"
 )
 
 
@@ -153,7 +154,7 @@ def _run_head(cfg: TrainRewardModelConfig, console: Console) -> heads.TrainedHea
     path = Path(cfg.output_dir) / HEAD_FILE
     with heads.replaced(path) as part:
         trained.head.save(part, about)
-        make_readable(part)  # safetensors makes files that only their owner can read
+        make_readable(part)  # safetensors' files are readable by their owner only
         evaluation = {name: dataclasses.asdict(accuracy) for name, accuracy in accuracies.items()}
         text = json.dumps(evaluation, indent=2) + "\n"
         write_atomically(path.with_name(HEAD_EVALUATION_FILE), text)
@@ -173,7 +174,7 @@ def _accuracies(
     features: heads.HeadData,
     trained: heads.TrainedHead,
 ) -> dict[str, Accuracy]:
-    """Return the head's accuracies, and those of the rule that the longer answer is the better one."""
+    """Return the head's accuracies, and the accuracies of choosing the longer answer."""
     cut = cfg.cuts.evaluate_at
     lengths = torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in data.held_out])
     cut_lengths = lengths.clamp(max=cut)
@@ -223,7 +224,7 @@ def _features(
 
 @contextmanager
 def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, else print a line every `LINE_EVERY_SECONDS`."""
+    """Show a bar on a terminal; otherwise print a line every `LINE_EVERY_SECONDS`."""
     columns = (
         *Progress.get_default_columns()[:3],
         TimeElapsedColumn(),
@@ -232,7 +233,8 @@ def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[int
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         number = bar.add_task(name, total=total)
-        task, start = bar.tasks[0], time.monotonic()
+        task = bar.tasks[0]
+        start = time.monotonic()
         last = start
 
         def advance(amount: int) -> None:
@@ -286,8 +288,9 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh) -> FullTrainer:
             and pad_id == token_id(tokenizer.eos_token_id)
         ):
             monitor.note(
-                "The tokenizer's padding token is its end-of-sequence token. transformers takes the last token that "
-                "is no padding, so the score is read from the token before the end; full.pooling=mean reads all."
+                "The tokenizer's padding token is its end-of-sequence token. transformers takes "
+                "the last token that is no padding, so the score is read from the token before "
+                "the end; full.pooling=mean reads all."
             )
         check_vocabulary(tokenizer, Architecture.from_folder(source), source)
         monitor.phase("loading the model")
@@ -322,7 +325,8 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh) -> FullTrainer:
         if trainer.stopped_early and trainer.best is not None:
             since = trainer.best.step
             monitor.note(
-                f"Ended after step {trainer.step} of {steps}: no lower held-out loss since step {since}."
+                f"Ended after step {trainer.step} of {steps}: no lower held-out loss since step "
+                f"{since}."
             )
         if mesh.is_main:
             monitor.note(f"Report: {monitor.report()}")
@@ -334,7 +338,10 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh) -> FullTrainer:
 
 
 def _serve_options(model: Path, best: Best, names: Sequence[str]) -> str:
-    """Return the arguments of `reinforce-rl serve` for this model; `names` is empty for one score."""
+    """Return the arguments of `reinforce-rl serve` for this model.
+
+    `names` is empty for a single score.
+    """
     path = f"reward_model.restore_from_path={shlex.quote(str(model))}"
     if names:
         weights = ", ".join(f"{name}: 1.0" for name in names)
@@ -345,7 +352,7 @@ def _serve_options(model: Path, best: Best, names: Sequence[str]) -> str:
 
 
 def _refuse_changes(folder: Path, settings: str) -> None:
-    """Raise ConfigError if the run to resume had other values of the keys in `MEANING`."""
+    """Raise ConfigError if the run to resume has other values of the keys in `MEANING`."""
     file = folder / CONFIG_FILE
     changes = compare(read_stored(file), settings, TrainRewardModelConfig) if file.is_file() else {}
     refused = "; ".join(f"{key}: {values}" for key, values in changes.items() if MEANING.match(key))
@@ -362,7 +369,7 @@ def _refuse_changes(folder: Path, settings: str) -> None:
 
 
 def _sha256_of_data(cfg: TrainRewardModelConfig, data: Examples[EncodedPair]) -> str:
-    """Return the hash of the file of pairs; of the tokenised pairs, where they come from no single file."""
+    """Return the hash of the file of pairs; of the tokenised pairs if there are several files."""
     files = files_of(cfg.data.pairs_path or "")
     if len(files) == 1 and files[0].is_file():
         return heads.sha256_of_file(files[0])

@@ -1,8 +1,10 @@
 """Reward-model objectives, ranking pairs or predicting ratings, and their held-out metrics.
 
-Losses are sums, to be divided by counts over the global batch: they then add up over ranks and micro-batches.
+Losses are sums, so that they add up over ranks and micro-batches. The caller divides them by counts
+over the global batch.
 
-Notation: P pairs, N sequences, E examples of a micro-batch, G sequences of an example, K scores of a sequence.
+Notation: P pairs, N sequences, E examples of a micro-batch, G sequences of an example, K scores of
+a sequence.
 """
 
 from __future__ import annotations
@@ -62,7 +64,10 @@ class Ranking:
     def loss(
         self, scores: Tensor, examples: Sequence[EncodedPair]
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the summed loss of E examples with scores [E, G, K], with gradient, and sums of metrics."""
+        """Return the summed loss of E examples with scores [E, G, K], and sums of metrics.
+
+        The loss has a gradient.
+        """
         chosen = scores[:, 0, 0]
         rejected = scores[:, 1, 0]
         margin = float((chosen - rejected).detach().sum())
@@ -75,7 +80,8 @@ class Ranking:
         """Evaluate all held-out examples, scores [E, G, K]."""
         chosen = scores[:, 0, 0].double()
         rejected = scores[:, 1, 0].double()
-        accuracy, (error, bins) = pair_accuracy(chosen, rejected), calibration(chosen, rejected)
+        accuracy = pair_accuracy(chosen, rejected)
+        error, bins = calibration(chosen, rejected)
         longer = pair_accuracy(
             *torch.tensor([[len(e.chosen), len(e.rejected)] for e in examples]).t()
         )
@@ -92,7 +98,10 @@ class Ranking:
 
 
 class Regression:
-    """Mean squared error over the ratings that are present; `names` are in their order. Methods as of `Ranking`."""
+    """Mean squared error over the present ratings; `names` are in their order.
+
+    For the methods see `Ranking`.
+    """
 
     def __init__(self, names: Sequence[str]):
         self.names = tuple(names)
@@ -125,12 +134,18 @@ Objective = Ranking | Regression
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Return the sum of -log sigmoid(s_chosen - s_rejected), in nats (Bradley and Terry, 1952); scores are [P]."""
+    """Return the sum of -log sigmoid(s_chosen - s_rejected), in nats (Bradley and Terry, 1952).
+
+    Scores are [P].
+    """
     return F.softplus(rejected - chosen).sum()
 
 
 def squared_error(predicted: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of (predicted - target)^2, [N, K]; NaN targets are ignored and give no gradient."""
+    """Return the sum of (predicted - target)^2 over [N, K].
+
+    NaN targets are ignored and give no gradient.
+    """
     given = ~targets.isnan()
     difference = torch.where(given, predicted - targets.nan_to_num(), 0.0)
     return difference.square().sum()
@@ -157,8 +172,9 @@ def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Accuracy:
 def calibration(chosen: Tensor, rejected: Tensor) -> tuple[float, tuple[ReliabilityBin, ...]]:
     """Compare predicted and observed preferences in equal-width bins from 0.5 to 1.
 
-    The prediction is the sigmoid of the absolute difference of the scores [P]. Returns the expected calibration error
-    (arXiv:1706.04599), mean |predicted - observed| weighted by the bins' pairs, and the bins that are not empty.
+    The prediction is the sigmoid of the absolute difference of the scores [P]. Returns the expected
+    calibration error (arXiv:1706.04599), mean |predicted - observed| weighted by the bins' pairs,
+    and the bins that are not empty.
     """
     predicted = torch.sigmoid((chosen.double() - rejected.double()).abs())
     hits = _hits(chosen, rejected)
@@ -177,9 +193,10 @@ def calibration(chosen: Tensor, rejected: Tensor) -> tuple[float, tuple[Reliabil
 
 
 def attribute_fit(predicted: Tensor, targets: Tensor) -> dict[str, float]:
-    """Return `mse`, `pearson` and `spearman` of one attribute, from predicted and target [N]; unrated targets are NaN.
+    """Return `mse`, `pearson` and `spearman` of an attribute, from predicted and target [N].
 
-    `mse` is NaN without a rating; the correlations are NaN if one side is constant.
+    Missing targets are NaN. `mse` is NaN without a rating; the correlations are NaN if one side is
+    constant.
     """
     given = ~targets.isnan()
     x = predicted[given].double()

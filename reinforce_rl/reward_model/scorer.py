@@ -1,6 +1,7 @@
-"""Score sequences with a reward model: the actor's model class as trunk, a linear head on a pooled hidden state.
+"""Score sequences with a reward model: the actor's model class and a head on a pooled hidden state.
 
-A call is split into micro-batches over the copies of the model; a head's scores are merged into one reward.
+A call is split into micro-batches over the copies of the model. A head's scores are merged into one
+reward.
 
 Notation: N sequences, S tokens, h hidden, K attributes.
 """
@@ -31,7 +32,7 @@ from reinforce_rl.megatron.model.stored_head import head_modules
 from reinforce_rl.megatron.schedule import forward_passes
 from reinforce_rl.rewards.base import AttributeScores
 
-_UNNAMED = re.compile(r"LABEL_\d+")  # what transformers calls a label without a name
+_UNNAMED = re.compile(r"LABEL_\d+")  # transformers' name of a label without a name
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,12 @@ class Merging:
     ) -> Merging:
         """Build from user settings.
 
-        `names` is empty for a single score. Missing weights are 0; `weights=None` weights each of K attributes 1 / K.
+        `names` is empty for a single score. Missing weights are 0. `weights=None` gives each of K
+        attributes the weight 1 / K.
 
         Raises:
-            ConfigError: unknown names, several scores without names or weights, weights that are all 0, or moments of
-                a head's file that are of no use.
+            ConfigError: unknown names, several scores without names or weights, weights that are
+                all 0, or an invalid mean or deviation in a head's file.
         """
         if not (math.isfinite(mean) and 0 < deviation < math.inf):
             raise ConfigError(
@@ -131,10 +133,13 @@ class Batching:
     pad_to_multiple: int = 1  # in tokens, to limit the number of shapes
 
     def plan(self, sequences: Sequence[Sequence[int]]) -> list[MicroBatch]:
-        """Group sequences (none empty) of similar length, longest first. Depends only on the list's content."""
+        """Group sequences (none empty) of similar length, longest first.
+
+        The groups depend only on the list's content.
+        """
         lengths = np.array([len(sequence) for sequence in sequences], np.int64)
         padded = -(-lengths // self.pad_to_multiple) * self.pad_to_multiple
-        found = []
+        passes = []
         for group in micro_batches(
             torch.from_numpy(padded), self.micro_batch_size, self.tokens_per_micro_batch
         ):
@@ -142,15 +147,17 @@ class Batching:
             tokens = np.zeros((len(rows), padded[rows].max()), np.int64)
             for row, source in enumerate(rows.tolist()):
                 tokens[row, : lengths[source]] = sequences[source]
-            found.append(MicroBatch(rows, tokens, lengths[rows]))
-        return found
+            passes.append(MicroBatch(rows, tokens, lengths[rows]))
+        return passes
 
 
 def share(passes: Sequence[MicroBatch], blocks: int) -> list[list[int]]:
-    """Distribute passes over `blocks` copies of the model, balanced by tokens; return each block's pass indices.
+    """Distribute passes over `blocks` copies of the model, balanced by tokens.
 
-    Greedy, largest first: at most 4/3 of the optimal makespan (Graham, "Bounds on Multiprocessing Timing Anomalies",
-    1969). A pass is never split, so that scores do not depend on `blocks`.
+    Greedy, largest first: at most 4/3 of the optimal makespan (Graham, "Bounds on Multiprocessing
+    Timing Anomalies", 1969). A pass is never split, so that scores do not depend on `blocks`.
+
+    Returns the indices of each block's passes.
     """
     dealt: list[list[int]] = [[] for _ in range(blocks)]
     load = [0] * blocks
@@ -162,9 +169,10 @@ def share(passes: Sequence[MicroBatch], blocks: int) -> list[list[int]]:
 
 
 class MegatronRewardModel:
-    """This rank's part of a reward model: an `AttributeScorer` to be called by every rank with the same sequences.
+    """This rank's part of a reward model, an `AttributeScorer`.
 
-    A server on several ranks calls `score_micro_batches` with this rank's share.
+    Every rank calls it with the same sequences. A server on several ranks calls
+    `score_micro_batches` with this rank's share.
 
     Args:
         max_length: maximum tokens of a sequence; None for the trunk's maximum.
@@ -187,8 +195,8 @@ class MegatronRewardModel:
             raise ConfigError(
                 [
                     Fault(
-                        f"the reward head has shape {shape}, but its trunk has hidden size {width}; "
-                        "give the head that was trained on this trunk",
+                        f"the reward head has shape {shape}, but its trunk has hidden size "
+                        f"{width}; give the head that was trained on this trunk",
                         key="reward_model.head.other_width",
                     )
                 ]
@@ -209,30 +217,33 @@ class MegatronRewardModel:
         self.max_length = min(max_length or most, most)
 
     def score(self, sequences: list[list[int]]) -> list[float]:
-        """Return one reward per sequence, in order. Micro-batches depend only on the list's content."""
+        """Return one reward per sequence, in order."""
         return self.merging(self._scores(sequences)).tolist()
 
     def score_attributes(self, sequences: list[list[int]]) -> AttributeScores:
-        """Return the rewards and the scores they are merged from."""
+        """Return the rewards, and the scores before merging."""
         scores = self._scores(sequences)
         return AttributeScores(self.merging(scores).tolist(), scores.tolist())
 
     def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
-        """Return the head's scores of all n sequences in order, float64 [n, K]; [0, K] before the last stage."""
+        """Return the head's scores of all n sequences in order, float64 [n, K].
+
+        [0, K] before the last pipeline stage.
+        """
         device = self._lm.mesh.device
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # the server's thread starts on device 0
+            torch.cuda.set_device(device)  # a new thread of the server uses device 0
         try:
-            found = forward_passes(
+            scores = forward_passes(
                 self._lm,
                 micro_batches,
-                lambda lm, one: lm(torch.from_numpy(one.tokens).to(device)),
+                lambda lm, micro_batch: lm(torch.from_numpy(micro_batch.tokens).to(device)),
                 self._head_scores,
-                lambda one: self._lm.stage_shape(*one.tokens.shape),
+                lambda micro_batch: self._lm.stage_shape(*micro_batch.tokens.shape),
             )
-            return torch.cat(found).numpy() if found else np.zeros((0, len(self._weight)))
+            return torch.cat(scores).numpy() if scores else np.zeros((0, len(self._weight)))
         finally:
-            # Pending collectives must not match those of the next call.
+            # Pending collectives must not mix with the next call's.
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
@@ -241,15 +252,16 @@ class MegatronRewardModel:
         out = torch.zeros((len(sequences), len(self._weight)), dtype=torch.float64)
         passes = self.batching.plan(sequences)
         if passes:
-            found = self._lm.mesh.from_last_stage(self.score_micro_batches(passes))
-            out[np.concatenate([one.rows for one in passes])] = torch.from_numpy(found)
+            scores = self._lm.mesh.from_last_stage(self.score_micro_batches(passes))
+            rows = np.concatenate([micro_batch.rows for micro_batch in passes])
+            out[rows] = torch.from_numpy(scores)
         return out
 
-    def _head_scores(self, hidden: Tensor, one: MicroBatch) -> Tensor:
+    def _head_scores(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         head = self._head
         device = hidden.device
-        tokens = torch.from_numpy(one.tokens).to(device)
-        lengths = torch.from_numpy(one.lengths).to(device)
+        tokens = torch.from_numpy(micro_batch.tokens).to(device)
+        lengths = torch.from_numpy(micro_batch.lengths).to(device)
         counted = counted_lengths(tokens, lengths, head.pad_id)
         scores = head_scores(
             hidden, self._lm, self._weight, counted, tokens.shape[1], head.pooling, head.hidden
@@ -265,12 +277,16 @@ def load_trunk(
     dtype: torch.dtype = torch.float32,
     heads: Sequence[str] = (),
 ) -> CausalLM:
-    """Load a trunk, with the score layer of a classifier if it has `num_scores`; for `heads` see `load_hf_weights`."""
+    """Load a trunk; `num_scores` adds a classifier's score layer.
+
+    For `heads` see `load_hf_weights`.
+    """
     architecture = Architecture.from_folder(folder)
     weights = HFFolder(folder)
     if num_scores is not None:
         architecture = architecture.as_classifier(num_scores)
-    check_headers(architecture, weights, heads)  # before a model of config.json's size takes memory
+    # Check first: a model of config.json's size takes memory.
+    check_headers(architecture, weights, heads)
     lm = CausalLM(architecture, mesh, dtype)
     load_hf_weights(lm, weights, heads=heads)
     return lm
@@ -282,11 +298,11 @@ def load_head(
     head_name: str | None = None,
     head_activation: str | None = None,
 ) -> RewardHead:
-    """Load the head of `reinforce-rl train-rm`'s file, of another framework's, or of the trunk's folder.
+    """Load a head of `reinforce-rl train-rm`, of another framework, or of the trunk's folder.
 
     `head_name` is its module in the file or folder; see `RewardHead.from_classifier`.
 
-    Raises CheckpointError: there is no such head.
+    Raises CheckpointError if there is no such head.
     """
     if head_file is None:
         return RewardHead.from_classifier(HFFolder(trunk_folder), head_name, head_activation)
@@ -305,18 +321,20 @@ def load_reward_model(
     head_activation: str | None = None,
     **options: Any,
 ) -> MegatronRewardModel:
-    """Load this rank's part of a reward model; see `load_head`, and `MegatronRewardModel` for the options.
+    """Load this rank's part of a reward model.
 
-    `dtype` is the trunk's. Pooling, head and merging always run in fp32 or better.
+    For the head see `load_head`, for the options `MegatronRewardModel`. `dtype` is the trunk's;
+    pooling, head and merging always run in fp32 or float64.
     """
-    # First: fail on a missing file before loading the trunk.
+    # A missing file must fail before the trunk is loaded.
     head = load_head(folder, head_file, head_name, head_activation)
     num_scores = len(head.rows) if head_file is None else None
     heads = []
     if head_file is None:
         heads.append(head.name)
     if head_name is not None:
-        heads += head_modules(HFFolder(folder))  # the choice is made, so the others do not matter
+        # The user has chosen one; the folder may have further heads.
+        heads += head_modules(HFFolder(folder))
     lm = load_trunk(folder, mesh, num_scores=num_scores, dtype=dtype, heads=heads)
     return MegatronRewardModel(lm, head, **options)
 
@@ -326,7 +344,7 @@ def reward_model_identity(
 ) -> dict[str, Any]:
     """Return the model's identity for the server's description.
 
-    Content-based, so that clients accept a server restarted from another path or node.
+    It depends on content alone: clients accept a server that restarts from another path or node.
     """
     if head_file is None:
         head = {"weights": HFFolder(trunk_folder).fingerprint()}

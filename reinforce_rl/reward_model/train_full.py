@@ -1,7 +1,8 @@
 """Full-parameter reward-model training on any parallel layout.
 
-The loss is a mean over the global batch, independent of ranks and micro-batches. The model is evaluated on a held-out
-part at intervals, exported at each new lowest loss, and training stops early when patience runs out.
+The loss is a mean over the global batch, independent of ranks and micro-batches. The model is
+evaluated on held-out data at intervals and exported at each new lowest loss. Training stops early
+when patience runs out.
 
 Notation: E examples of G sequences each, S tokens, K scores of a sequence.
 """
@@ -56,7 +57,7 @@ MicroBatch = tuple[list[int], list[Group]]
 """The indices of its examples, and their sequences."""
 
 STATE_VERSION = 1
-SCORE_NAME = "reward"  # of the only score, in an exported folder
+SCORE_NAME = "reward"  # name of a single score in an exported folder
 SHOWN: tuple[Shown, ...] = (
     ("loss", "loss", "loss", ".4f"),
     ("accuracy", "accuracy", "accuracy", ".3f"),
@@ -67,10 +68,11 @@ SHOWN: tuple[Shown, ...] = (
 
 
 class RewardModelMonitor(RunMonitor):
-    """Writes the terminal display and `metrics.jsonl` on the first rank; `enabled` is False on the others.
+    """Writes the terminal display and `metrics.jsonl` on the first rank.
 
     Args:
-        start_step: of the checkpoint to resume from; 0 for none.
+        start_step: step of the checkpoint to resume from; 0 for none.
+        enabled: False on the other ranks.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class RewardModelMonitor(RunMonitor):
         enabled: bool,
     ):
         hidden = ("accuracy", "calibration_error") if isinstance(objective, Regression) else ()
-        shown = [one for one in SHOWN if one[0] not in hidden]
+        shown = [metric for metric in SHOWN if metric[0] not in hidden]
         phases = ("train_time",)
         progress = TrainingProgress(
             total_steps, start_step, enabled, title="reward model", shown=shown, phases=phases
@@ -115,10 +117,10 @@ class RewardModelMonitor(RunMonitor):
 
 
 class FullTrainer:
-    """Runs passes, optimizer steps, evaluations and checkpoints, on every rank alike.
+    """Runs passes, optimizer steps, evaluations and checkpoints; every rank makes the same calls.
 
     Args:
-        data: the same on every rank.
+        data: all examples, the same on every rank.
         sampler: order of the training examples; its batches are global.
         export: writes the model at each new best evaluation; a collective call.
         settings: evaluation interval and patience.
@@ -158,7 +160,7 @@ class FullTrainer:
 
     def fit(self) -> None:
         if self.step == 0:
-            self._monitor.log_evaluation(0, self._evaluate())  # the start, never exported
+            self._monitor.log_evaluation(0, self._evaluate())  # initial weights, never exported
             self._monitor.commit(0)
         while self.step < self._total_steps and not self.stopped_early:
             start = time.monotonic()
@@ -178,7 +180,7 @@ class FullTrainer:
 
     @property
     def stopped_early(self) -> bool:
-        """True after `patience` evaluations in a row without a lower loss."""
+        """Whether `patience` evaluations in a row had no lower loss."""
         patience = self._settings.patience
         return patience is not None and self._evaluations_since_best >= patience
 
@@ -196,8 +198,12 @@ class FullTrainer:
             [objective.sequences_of(example) for example in mine], loss_of
         )
         update = self._optimizer.step()
-        every = [one for part in mesh.gather_over_dp(sums) for one in part]
-        return {name: sum(one[name] for one in every) / count for name in every[0]}, update
+        gathered = [sums_of_pass for part in mesh.gather_over_dp(sums) for sums_of_pass in part]
+        means = {
+            name: sum(sums_of_pass[name] for sums_of_pass in gathered) / count
+            for name in gathered[0]
+        }
+        return means, update
 
     def _evaluate(self) -> Evaluation:
         mesh = self._model.mesh
@@ -206,7 +212,8 @@ class FullTrainer:
         every = torch.cat([part for part in mesh.gather_over_dp(scores) if len(part)])
         if not every.isfinite().all():
             raise DataError(
-                f"the model's scores of held-out data are not finite after step {self.step}; lower model.optim.lr",
+                f"the model's scores of held-out data are not finite after step {self.step}; lower "
+                "model.optim.lr",
                 key="reward_model.scores.not_finite",
             )
         return self._objective.evaluate(every, self._held_out)
@@ -236,7 +243,7 @@ class FullTrainer:
         """Resume from a checkpoint of this run; a collective call.
 
         Raises:
-            CheckpointError: it has other data or another version, or is damaged.
+            CheckpointError: the checkpoint has other data or another version, or is damaged.
         """
         state = checkpoint.trainer_state
         if state.get("version") != STATE_VERSION or "evaluations_since_best" not in state:
@@ -286,9 +293,12 @@ class TrainableRewardModel:
     ) -> list[T]:
         """Zero the gradient buffers and accumulate a loss's gradient into them; a collective call.
 
-        `loss_of` maps scores [E', G, K] and the indices of a micro-batch's E' examples to their share of the global
-        loss, with gradient, and an extra result; the extra results are returned. `groups`, this data-parallel rank's,
-        may be empty.
+        Args:
+            groups: examples of this data-parallel rank; may be empty.
+            loss_of: maps scores [E', G, K] and the indices of a micro-batch's E' examples to their
+                share of the global loss, with gradient, and an extra result.
+
+        Returns the extra results.
         """
 
         def loss(hidden: Tensor, part: MicroBatch) -> tuple[Tensor, list[T]]:
@@ -301,16 +311,21 @@ class TrainableRewardModel:
         self.lm.train()
         # A rank without examples still runs one pass: the passes are collective.
         parts = self._micro_batches(groups) or [([], [[[0]]])]
-        found = accumulate_gradients(self.ddp, parts, self._hidden, loss, self._stage_shape)
-        return [result for results in self.mesh.from_last_stage(found) for result in results]
+        local_results = accumulate_gradients(self.ddp, parts, self._hidden, loss, self._stage_shape)
+        return [
+            result for results in self.mesh.from_last_stage(local_results) for result in results
+        ]
 
     def scores(self, groups: Sequence[Group]) -> Tensor:
-        """Return float32 [E, G, K] on the CPU of every rank of the block, without gradient; a collective call."""
+        """Return scores without gradient, float32 [E, G, K], on the CPU; a collective call.
+
+        All ranks of a block get them.
+        """
         if not groups:
             return torch.zeros((0, 1, 1))
         self.lm.eval()
         parts = self._micro_batches(groups)
-        found = self.mesh.from_last_stage(
+        by_part = self.mesh.from_last_stage(
             forward_passes(
                 self.lm,
                 parts,
@@ -319,20 +334,21 @@ class TrainableRewardModel:
                 self._stage_shape,
             )
         )
-        out = torch.zeros((len(groups), *found[0].shape[1:]))
-        for (rows, _), scores in zip(parts, found, strict=True):
+        out = torch.zeros((len(groups), *by_part[0].shape[1:]))
+        for (rows, _), scores in zip(parts, by_part, strict=True):
             out[rows] = scores
         return out
 
     def export(
         self, source: str | Path, out: str | Path, names: Sequence[str], pad_id: int | None
     ) -> Path:
-        """Write a Hugging Face `...ForSequenceClassification` folder, replacing `out`; a collective call.
+        """Write a Hugging Face `...ForSequenceClassification` folder; a collective call.
 
         Args:
-            source: the folder that the run started from.
-            names: of the K scores; empty for a single one.
-            pad_id: the tokenizer's padding token, which transformers needs.
+            source: the run's initial model folder.
+            out: output folder, replaced if it exists.
+            names: names of the K scores; empty for a single score.
+            pad_id: the tokenizer's padding token, for transformers.
         """
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -392,8 +408,8 @@ def load_trainable(
 ) -> CausalLM:
     """Load a Hugging Face folder as a classifier; a language model gets a new head.
 
-    `names` is empty for a single score. A new head's weights are drawn with `seed`, normal with variance
-    1 / (hidden size + 1) (as in arXiv:2203.02155).
+    `names` is empty for a single score. A new head's weights are drawn with `seed`, normal with
+    variance 1 / (hidden size + 1) (as in arXiv:2203.02155).
 
     Raises:
         ConfigError: the folder's head has other scores, or the model is not supported.
@@ -402,9 +418,12 @@ def load_trainable(
     architecture = Architecture.from_folder(folder)
     weights = HFFolder(folder)
     if SCORE_LAYER in weights:
-        found = RewardHead.from_classifier(weights).attributes
-        if found != tuple(names):
-            has, wanted = (", ".join(one) or "one reward" for one in (found, names))
+        attributes = RewardHead.from_classifier(weights).attributes
+        if attributes != tuple(names):
+            has, wanted = (
+                ", ".join(names_of_scores) or "one reward"
+                for names_of_scores in (attributes, names)
+            )
             raise ConfigError(
                 [
                     Fault(
@@ -416,7 +435,8 @@ def load_trainable(
                 ]
             )
     architecture = architecture.as_classifier(max(len(names), 1))
-    check_headers(architecture, weights)  # before a model of config.json's size takes memory
+    # Check first: a model of config.json's size takes memory.
+    check_headers(architecture, weights)
     lm = CausalLM(architecture, mesh, dtype, options)
     if mesh.is_last_stage:
         generator = torch.Generator().manual_seed(seed)

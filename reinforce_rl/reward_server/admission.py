@@ -1,4 +1,6 @@
-"""What the front door lets in: its settings, and bounds on requests in flight, queued and in memory."""
+"""What the front door lets in: its settings, and bounds on requests in flight, queued and in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ class FrontSettings(Section):
     token: str | None = None  # required of every client
     backend: str = ""  # Triton's Unix socket
     canary: str = ""  # JSON inputs that the model can always score
+    description: str = ""  # a ServerInfo in JSON
     input_forms: tuple[str, ...] = (TOKENS_FORM,)
     # until a complete header, or between two pieces of a body; then the connection closes
     idle_seconds: float = 60.0
@@ -45,8 +48,12 @@ class Refusal(Exception):
 def check_length(length: int | None, settings: FrontSettings) -> None:
     """Raise Refusal (413) if a body is, or claims to be, too long."""
     if length is not None and length > settings.max_request_bytes:
-        most = f"{settings.max_request_bytes} (inference.max_request_bytes); send fewer samples at a time"
-        raise Refusal(413, f"the request has {length} bytes, this server takes at most {most}")
+        limit = f"{settings.max_request_bytes} (inference.max_request_bytes)"
+        raise Refusal(
+            413,
+            f"the request has {length} bytes, this server takes at most {limit}; send fewer "
+            "samples at a time",
+        )
 
 
 class Admission:
@@ -85,7 +92,9 @@ class Admission:
             raise self._busy(f"{most} requests are here already")
 
     def hold(self, count: int) -> None:
-        """Reserve memory for `count` bytes of a body; raise Refusal (503) if the bodies in memory fill their share."""
+        """Reserve memory for `count` bytes of a body; raise Refusal (503) if the bodies in memory
+        fill their share.
+        """
         if self._bytes + count > self._max_bytes:
             raise self._busy("the requests that wait fill the memory set apart for them")
         self._bytes += count
@@ -95,7 +104,9 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait in order for a slot at Triton; raise Refusal (503) if the server is full or stops meanwhile."""
+        """Wait in order for a slot at Triton; raise Refusal (503) if the server is full or stops
+        meanwhile.
+        """
         self.check_room()
         self._inside += 1
         try:

@@ -1,7 +1,8 @@
-"""HTTP front door of the reward server: authorization, admission and validation; then it forwards to Triton.
+"""HTTP front door of the reward server: authorization, admission and validation; then it forwards
+to Triton.
 
-Speaks KServe v2 for the few served paths, and adds /health and /metrics. It is a process of its own, so that it
-answers even while the model is busy or stuck.
+Speaks KServe v2 for the few served paths, and adds /health and /metrics. It is a process of its
+own, so that it answers even while the model is busy or stuck.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, hdrs, web
@@ -31,7 +31,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from reinforce_rl.reward_server.admission import Admission, FrontSettings, Refusal, check_length
-from reinforce_rl.reward_server.health import FrontMetrics, Health, Progress, Verdict
+from reinforce_rl.reward_server.health import FrontMetrics, Health, ProgressReader, Verdict
 from reinforce_rl.reward_server.request import TritonRequest, json_length, read_request
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
@@ -47,7 +47,7 @@ FAILED = "failed"
 
 BODY_SECONDS = 120.0  # for a client to send its request
 QUICK_JSON_BYTES = 1 << 18  # up to this size, parsed on the event loop
-QUESTION_SECONDS = 10.0  # for Triton's answer to anything but an inference
+QUESTION_SECONDS = 10.0  # for Triton's answer to anything but an inference, and for a question
 QUESTION_BYTES = 1 << 16
 START_RETRY_SECONDS = 5
 PASSED_HEADERS = (HEADER_LENGTH, "Content-Type")
@@ -56,7 +56,13 @@ TRUSTED_ID = re.compile(r"[\w.:/+@-]{1,128}", re.ASCII)
 END_SECONDS = 3.0
 OPEN_FILES = 1 << 16
 ADDRESS_CONNECTIONS = 512  # concurrent, per client address
-TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\n"
+    b"Retry-After: 5\r\n"
+    b"Connection: close\r\n"
+    b"Content-Length: 0\r\n"
+    b"\r\n"
+)
 READ_BYTES = 1 << 18  # body bytes per read; the default of 64 KiB costs four times the wake-ups
 LOG_LINE = "event=request id=%s path=%s code=%d bytes=%d samples=%d seconds=%.4f client=%s"
 
@@ -78,11 +84,12 @@ _RECORD: web.RequestKey[_Record] = web.RequestKey("record", _Record)
 class Front:
     """The aiohttp application and its state."""
 
-    def __init__(self, settings: FrontSettings, progress: Progress):
+    def __init__(self, settings: FrontSettings, progress: ProgressReader):
         self._settings = settings
         self._model = f"/v2/models/{settings.inference.name}"
         self._admission = Admission(settings)
-        self._metrics = FrontMetrics(self._admission, progress)
+        self._progress = progress
+        self._metrics = FrontMetrics(self._admission)
         self._answers = 0
         self._health = Health(self._ask_model, lambda: self._answers, progress, settings)
         self._state = STARTING
@@ -100,14 +107,15 @@ class Front:
         router.add_get("/v2/health/ready", self._answer_ready)
         for path in ("/v2", "/v2/"):
             router.add_get(path, self._pass_question)
-        for model, infer in (
-            (self._model, self._infer),
-            (f"/v2/models/{wire.INFO_MODEL}", self._describe),
-        ):
-            for base in (model, rf"{model}/versions/{{version:\d{{1,6}}}}"):
-                for leaf in ("", "/ready", "/config"):
-                    router.add_get(base + leaf, self._pass_question)
-                router.add_post(base + "/infer", infer, expect_handler=_promise_nothing)
+        version = r"/versions/{version:\d{1,6}}"
+        for model in (self._model, self._model + version):
+            for leaf in ("", "/ready", "/config"):
+                router.add_get(model + leaf, self._pass_question)
+            router.add_post(f"{model}/infer", self._infer, expect_handler=_promise_nothing)
+        description = f"/v2/models/{wire.INFO_MODEL}"
+        for model in (description, description + version):
+            router.add_get(f"{model}/ready", self._answer_description_ready)
+            router.add_post(f"{model}/infer", self._describe, expect_handler=_promise_nothing)
         return app
 
     async def _with_session(self, app: web.Application):
@@ -136,9 +144,8 @@ class Front:
     @web.middleware
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get(REQUEST_ID, "")
-        record = request[_RECORD] = _Record(
-            given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8)
-        )
+        record = _Record(given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8))
+        request[_RECORD] = record
         started = time.monotonic()
         code = CLIENT_GONE
         try:
@@ -163,11 +170,12 @@ class Front:
 
     def _authorise(self, request: web.Request) -> None:
         if not wire.is_authorised(request.headers.get(wire.TOKEN_HEADER), self._settings.token):
-            advice = "this reward server asks for an access token; send it as 'Authorization: Bearer TOKEN'"
-            where = (
-                f"a run has it from remote_rm.reward_model.token_file or from {wire.TOKEN_VARIABLE}"
+            raise Refusal(
+                401,
+                "this reward server asks for an access token; send it as 'Authorization: Bearer "
+                "TOKEN' (a run has it from remote_rm.reward_model.token_file or from "
+                f"{wire.TOKEN_VARIABLE})",
             )
-            raise Refusal(401, f"{advice} ({where})")
 
     def _check_ready(self) -> None:
         if self._state == STARTING:
@@ -216,7 +224,9 @@ class Front:
     async def _read(
         self, request: web.Request, body: bytes, input_forms: Sequence[str]
     ) -> TritonRequest:
-        """Parse long JSON in a thread, one at a time, since it needs tens of times its size in memory."""
+        """Parse long JSON in a thread, one at a time, since it needs tens of times its size in
+        memory.
+        """
         header = request.headers.get(HEADER_LENGTH)
         read = partial(read_request, body, header, self._settings, input_forms)
         if json_length(header, len(body)) <= QUICK_JSON_BYTES:
@@ -224,7 +234,9 @@ class Front:
         return await asyncio.get_running_loop().run_in_executor(self._parser, read)
 
     async def _describe(self, request: web.Request) -> web.Response:
-        """Answer with the server's description, bypassing the queue."""
+        """Answer with the server's description, as a model of KServe v2 would; no other process is
+        asked.
+        """
         self._check(request)
         body = b""
         async for part in _parts_of(request, QUESTION_SECONDS, QUESTION_SECONDS):
@@ -233,7 +245,22 @@ class Front:
                 raise Refusal(
                     413, f"expected at most {QUESTION_BYTES} bytes for the server's description"
                 )
-        return await self._pass_on(request, await self._read(request, body, ()), QUESTION_SECONDS)
+        question = json.loads((await self._read(request, body, ())).body)
+        output = {
+            "name": wire.INFO_OUTPUT,
+            "datatype": "BYTES",
+            "shape": [1],
+            "data": [self._settings.description],
+        }
+        answer = {"model_name": wire.INFO_MODEL, "model_version": "1", "outputs": [output]}
+        if "id" in question:
+            answer["id"] = question["id"]
+        return web.json_response(answer)
+
+    async def _answer_description_ready(self, request: web.Request) -> web.Response:
+        self._authorise(request)
+        self._check_ready()
+        return web.Response()
 
     async def _pass_question(self, request: web.Request) -> web.Response:
         self._authorise(request)
@@ -245,7 +272,7 @@ class Front:
     ) -> web.Response:
         headers = {HEADER_LENGTH: str(wanted.json_length)} if wanted else {}
         try:
-            code, found, answer = await self._ask(
+            code, headers_back, answer = await self._ask(
                 request.path, wanted and wanted.body, headers, seconds
             )
         except (asyncio.TimeoutError, TimeoutError):
@@ -257,7 +284,7 @@ class Front:
             if b"Traceback" not in answer:  # the scorer logs what the model raised
                 logger.error("event=backend_fault code=%d answer=%.200r", code, answer)
             raise Refusal(code, "the model's side failed; the reward server's log says why")
-        kept = {name: found[name] for name in PASSED_HEADERS if name in found}
+        kept = {name: headers_back[name] for name in PASSED_HEADERS if name in headers_back}
         return web.Response(status=code, body=answer, headers=kept)
 
     async def _ask(self, path: str, body: bytes | None, headers: dict[str, str], seconds: float):
@@ -275,9 +302,6 @@ class Front:
         seconds = 2 * self._settings.inference.canary_seconds
         try:
             code, _, answer = await self._ask(f"{self._model}/infer", body, headers, seconds)
-            if code == 200:  # the description's own Triton process may hang too
-                path = f"/v2/models/{wire.INFO_MODEL}/infer"
-                code, _, _ = await self._ask(path, b'{"inputs": []}', headers, QUESTION_SECONDS)
         except ClientError as error:
             raise ConnectionError(type(error).__name__) from error
         return code, answer
@@ -304,16 +328,21 @@ class Front:
 
     async def _answer_metrics(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        text = self._metrics.text(ready=self._state == READY)
+        scored = await self._progress.read()
+        text = self._metrics.text(scored, ready=self._state == READY)
         return web.Response(body=text, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE_LATEST})
 
 
 async def _promise_nothing(request: web.Request) -> None:
-    """Leave the answer to `Expect: 100-continue`, which curl sends before a large body, to `_parts_of`."""
+    """Leave the answer to `Expect: 100-continue`, which curl sends before a large body, to
+    `_parts_of`.
+    """
 
 
 async def _parts_of(request: web.Request, seconds: float, pause: float):
-    """Yield the body as it arrives; raise Refusal (408) if it is not complete in `seconds` or stalls for `pause`."""
+    """Yield the body as it arrives; raise Refusal (408) if it is not complete in `seconds` or
+    stalls for `pause`.
+    """
     if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # of the answer itself
@@ -397,7 +426,8 @@ async def _run(connection: Connection) -> None:
     # Its log of a malformed request would quote the request.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     settings = FrontSettings.model_validate_json(start["settings"])
-    front = Front(settings, Progress(Path(start["progress"])))
+    progress = ProgressReader(partial(send, connection, {"event": "progress"}))
+    front = Front(settings, progress)
     options: dict[str, Any] = {
         "access_log": None,
         "auto_decompress": False,
@@ -422,6 +452,8 @@ async def _run(connection: Connection) -> None:
         if message is None:
             loop.remove_reader(connection.fileno())
             ended.set()
+        elif "progress" in message:
+            progress.answer(message["progress"])
         else:
             front.set_state(message["state"], message["reason"])
 
@@ -442,7 +474,9 @@ async def _report_empty(connection: Connection, front: Front) -> None:
 
 
 async def _report_health(connection: Connection, front: Front, seconds: float) -> None:
-    """Report the health of the whole path to the model, or at least of this process, about every `seconds`."""
+    """Report the health of the whole path to the model, or at least of this process, about every
+    `seconds`.
+    """
     while True:
         event = "alive"
         text = ""

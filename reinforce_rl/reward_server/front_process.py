@@ -1,6 +1,7 @@
 """The server's handle of the front door's process.
 
-One connection carries settings and states to it, and reports of its own and the model's health back.
+One connection carries settings, states and the scorer's progress to it, and questions for the
+latter and reports of its own and the model's health back.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from pathlib import Path
+from dataclasses import asdict
 
 from reinforce_rl.errors import Fault, RewardServerError
 from reinforce_rl.reward_server.admission import FrontSettings
 from reinforce_rl.reward_server.front import DRAINING, END_SECONDS
+from reinforce_rl.reward_server.health import Progress
 from reinforce_rl.utils.process import Message, ModuleChild, Silence
 
 MODULE = "reinforce_rl.reward_server.front"
@@ -20,19 +22,26 @@ START_SECONDS = 60.0  # a busy machine imports slowly
 
 
 class FrontProcess(ModuleChild):
-    """The server's handle of the front-door process; `listener` is handed over to it, and closed here."""
+    """The server's handle of the front-door process; `listener` is handed over to it, and closed
+    here.
+    """
 
-    def __init__(self, listener: socket.socket, settings: FrontSettings, progress_path: Path):
-        self._up, self._empty = threading.Event(), threading.Event()
+    def __init__(self, listener: socket.socket, settings: FrontSettings, progress: Progress):
+        self._progress = progress
+        self._up = threading.Event()
+        self._empty = threading.Event()
         self._unhealthy = Silence()
         self._text = "a small sample has had no answer"
         with listener:
             super().__init__(MODULE, self._on_message, pass_fds=[listener.fileno()])
             # The token goes through the connection: a command line and an environment can be read
             # by others.
-            start = {"listener": listener.fileno(), "progress": str(progress_path)}
-            log_level = logging.getLogger().getEffectiveLevel()
-            self.send({**start, "log_level": log_level, "settings": settings.model_dump_json()})
+            start = {
+                "listener": listener.fileno(),
+                "log_level": logging.getLogger().getEffectiveLevel(),
+                "settings": settings.model_dump_json(),
+            }
+            self.send(start)
 
     def wait_until_up(self) -> None:
         """Wait until it answers; raise RewardServerError if it does not start."""
@@ -48,7 +57,9 @@ class FrontProcess(ModuleChild):
         self.send({"state": state, "reason": reason})
 
     def fault(self, seconds: float) -> Fault | None:
-        """Return why the server must end: the front door died or hangs, or health was red for `seconds`; else None."""
+        """Return why the server must end: the front door died or hangs, or health was red for
+        `seconds`; else None.
+        """
         if (fault := super().fault(seconds)) is not None:
             self.kill()  # one that hangs would not end by itself
             return Fault(f"the front door {fault}", key="serve.front_door.lost")
@@ -75,7 +86,9 @@ class FrontProcess(ModuleChild):
             self._up.set()
         if event in ("empty", "ended"):
             self._empty.set()
-        if event == "healthy":
+        if event == "progress":
+            self.send({"progress": asdict(self._progress.read())})
+        elif event == "healthy":
             self._unhealthy.reset()
         elif event == "unhealthy" and message:
             self._text = message["text"]

@@ -1,20 +1,23 @@
-"""The scorer's progress in a shared file, and what /health and /metrics make of it.
+"""The scorer's progress in the server's process, and what /health and /metrics of the front door
+make of it.
 
-The file holds float64 numbers, mapped by one writer and any readers. Aligned, so that reads never see half a number.
+The front door asks for it over the connection of the two processes, one question for each check of
+health and each page of metrics, and none for a request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -46,12 +49,7 @@ STATUS_LABELS = {  # "ok", "empty", ...
     for name, code in vars(base).items()
     if name.startswith("STATUS_") and isinstance(code, int)
 }
-_COUNTS = ("busy", "beat", "batches", "requests", "tokens", "seconds")
-_ARRAYS = (
-    ("by_status", np.float64, len(base.STATUS_TEXT)),
-    ("buckets", np.float64, len(SECONDS_BOUNDS) + 1),
-)
-_LAYOUT = np.dtype([*((name, np.float64) for name in _COUNTS), *_ARRAYS])
+ANSWER_SECONDS = 1.0  # for the server's process to say how far its scorer is
 
 
 # Sends a JSON body to the model, past the queue; returns HTTP status and body.
@@ -62,14 +60,21 @@ Ask = Callable[[bytes], Awaitable[tuple[int, bytes]]]
 class Snapshot:
     """Counts since the start, including the server's own one-token samples."""
 
-    busy: float  # batches that are being scored
-    quiet_seconds: float  # since the last begin, beat or end
-    batches: float
-    requests: float
-    tokens: float
-    seconds: float  # spent in the scorer
-    by_status: list[float]  # samples, indexed by STATUS_ constant
-    buckets: list[float]  # batches per bin of SECONDS_BOUNDS, plus overflow; not cumulative
+    busy: int = 0  # batches that are being scored
+    # when a batch last began, went on or ended, on the clock that a machine's processes share
+    beat: float = field(default_factory=time.monotonic)
+    batches: int = 0
+    requests: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # spent in the scorer
+    # samples, indexed by STATUS_ constant
+    by_status: list[int] = field(default_factory=lambda: [0] * len(base.STATUS_TEXT))
+    # batches per bin of SECONDS_BOUNDS, plus overflow; not cumulative
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(SECONDS_BOUNDS) + 1))
+
+    @property
+    def quiet_seconds(self) -> float:
+        return max(0.0, time.monotonic() - self.beat)
 
     @property
     def samples(self) -> float:
@@ -82,58 +87,87 @@ class Snapshot:
 
     def why_stuck(self, seconds: float) -> str | None:
         """Return an error text if one call has lasted longer than `seconds`, else None."""
-        if not self.busy or self.quiet_seconds <= seconds:
+        quiet = self.quiet_seconds
+        if not self.busy or quiet <= seconds:
             return None
         setting = f"inference.stuck_seconds is {seconds:g}"
-        return f"the model has been in one call for {self.quiet_seconds:.0f} s ({setting})"
+        return f"the model has been in one call for {quiet:.0f} s ({setting})"
 
 
 class Progress:
-    """The scorer's counters in a file, written by the process that sets `create`; without a path, for itself only."""
+    """Counts what the scorer does; any thread may count and read."""
 
-    def __init__(self, path: Path | None = None, *, create: bool = False):
-        self._writing = threading.Lock()
-        mode = "w+" if create else "r"
-        self._values = (
-            np.zeros(1, _LAYOUT) if path is None else np.memmap(path, _LAYOUT, mode, shape=(1,))
-        )
-        if create or path is None:
-            self.beat()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = Snapshot()
 
     def begin(self) -> None:
-        self.beat()
-        with self._writing:
-            self._values["busy"] += 1
+        with self._lock:
+            self._now = replace(self._now, busy=self._now.busy + 1, beat=time.monotonic())
 
     def beat(self) -> None:
         """Mark that part of a batch was finished."""
-        self._values["beat"] = time.monotonic()  # one clock for all processes of a machine
+        with self._lock:
+            self._now = replace(self._now, beat=time.monotonic())
 
     def count(
         self, requests: int, by_status: Mapping[int, int], tokens: int, seconds: float
     ) -> None:
-        """Count a scored batch; `by_status` are samples by STATUS_ constant, `tokens` those that the model saw."""
-        values = self._values
-        with self._writing:
-            for name, amount in {
-                "batches": 1,
-                "requests": requests,
-                "tokens": tokens,
-                "seconds": seconds,
-            }.items():
-                values[name] += amount
+        """Count a scored batch; `by_status` are samples by STATUS_ constant, `tokens` those that
+        the model saw.
+        """
+        with self._lock:
+            before = self._now
+            statuses = list(before.by_status)
             for status, samples in by_status.items():
-                values["by_status"][0, status] += samples
-            values["buckets"][0, np.searchsorted(SECONDS_BOUNDS, seconds)] += 1
+                statuses[status] += samples
+            buckets = list(before.buckets)
+            buckets[bisect_left(SECONDS_BOUNDS, seconds)] += 1
+            self._now = replace(
+                before,
+                batches=before.batches + 1,
+                requests=before.requests + requests,
+                tokens=before.tokens + tokens,
+                seconds=before.seconds + seconds,
+                by_status=statuses,
+                buckets=buckets,
+            )
 
     def end(self) -> None:
-        self.beat()
-        with self._writing:
-            self._values["busy"] -= 1
+        with self._lock:
+            self._now = replace(self._now, busy=self._now.busy - 1, beat=time.monotonic())
 
     def read(self) -> Snapshot:
-        busy, beat, *counts = (self._values[name][0].tolist() for name in _LAYOUT.names or ())
-        return Snapshot(busy, max(0.0, time.monotonic() - beat), *counts)
+        return self._now
+
+
+class ProgressReader:
+    """The scorer's progress as the front door knows it.
+
+    Args:
+        ask: sends the question to the server's process; its answer is given to `answer`.
+    """
+
+    def __init__(self, ask: Callable[[], None]):
+        self._ask = ask
+        self._last = Snapshot()
+        self._answered: asyncio.Event | None = None
+
+    async def read(self) -> Snapshot:
+        """Ask, and return the last answer: an older one if none came within ANSWER_SECONDS."""
+        # Callers share a question: unread ones of a process that hangs would fill the connection.
+        if self._answered is None or self._answered.is_set():
+            self._answered = asyncio.Event()
+            self._ask()
+        with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+            await asyncio.wait_for(self._answered.wait(), ANSWER_SECONDS)
+        return self._last
+
+    def answer(self, values: Mapping[str, Any]) -> None:
+        """Take the fields of a Snapshot, as they were sent."""
+        self._last = Snapshot(**values)
+        if self._answered is not None:
+            self._answered.set()
 
 
 @dataclass(frozen=True)
@@ -150,7 +184,11 @@ class Health:
     """
 
     def __init__(
-        self, ask: Ask, answers: Callable[[], int], progress: Progress, settings: FrontSettings
+        self,
+        ask: Ask,
+        answers: Callable[[], int],
+        progress: ProgressReader,
+        settings: FrontSettings,
     ):
         self._ask = ask
         self._answers = answers
@@ -176,7 +214,7 @@ class Health:
         return Verdict(not fault, text, self._canary_seconds)
 
     async def _look(self) -> tuple[bool, str]:
-        before = self._progress.read()
+        before = await self._progress.read()
         if before.busy:
             return self._judge_busy(before)
         started = time.monotonic()
@@ -184,7 +222,7 @@ class Health:
         try:
             code, body = await asyncio.wait_for(self._ask(self._canary), self._limit)
         except (asyncio.TimeoutError, TimeoutError):
-            now = self._progress.read()
+            now = await self._progress.read()
             if now.busy:
                 return self._judge_busy(now)
             if self._answers() > answers:  # not `now.batches`, which also counts the canary itself
@@ -197,10 +235,10 @@ class Health:
         self._canary_seconds = time.monotonic() - started
         return False, "a small sample was scored"
 
-    def _judge_busy(self, found: Snapshot) -> tuple[bool, str]:
-        if (why := found.why_stuck(self._stuck_seconds)) is not None:
+    def _judge_busy(self, scored: Snapshot) -> tuple[bool, str]:
+        if (why := scored.why_stuck(self._stuck_seconds)) is not None:
             return True, f"stuck: {why}"
-        return False, f"busy: the model has been in a call for {found.quiet_seconds:.1f} s"
+        return False, f"busy: the model has been in a call for {scored.quiet_seconds:.1f} s"
 
 
 def fault_of(code: int, body: bytes, sample: str = "a small sample") -> str | None:
@@ -222,32 +260,33 @@ def fault_of(code: int, body: bytes, sample: str = "a small sample") -> str | No
 class FrontMetrics(Collector):
     """Counts of requests, and the scorer's own counts, which include health's one-token samples."""
 
-    def __init__(self, admission: Admission, progress: Progress):
-        self._progress = progress
-        own = self._registry = CollectorRegistry()
+    def __init__(self, admission: Admission):
+        self._scored = Snapshot()
+        registry = CollectorRegistry()
+        self._registry = registry
         self._requests = Counter(
-            "reward_server_requests", "Answered requests for scores", ["code"], registry=own
+            "reward_server_requests", "Answered requests for scores", ["code"], registry=registry
         )
         about = "From a request's headers to its answer, for those with scores"
         self._seconds = Histogram(
-            "reward_server_request_seconds", about, buckets=SECONDS_BOUNDS, registry=own
+            "reward_server_request_seconds", about, buckets=SECONDS_BOUNDS, registry=registry
         )
         self._samples = Counter(
-            "reward_server_samples", "Samples of answered requests", registry=own
+            "reward_server_samples", "Samples of answered requests", registry=registry
         )
         self._bytes = Counter(
-            "reward_server_request_bytes", "Bytes of request bodies", registry=own
+            "reward_server_request_bytes", "Bytes of request bodies", registry=registry
         )
         in_flight = Gauge(
-            "reward_server_in_flight", "Requests that the model's side has", registry=own
+            "reward_server_in_flight", "Requests that the model's side has", registry=registry
         )
         in_flight.set_function(lambda: admission.in_flight)
-        queued = Gauge("reward_server_queue_length", "Requests that wait for it", registry=own)
+        queued = Gauge("reward_server_queue_length", "Requests that wait for it", registry=registry)
         queued.set_function(lambda: admission.queued)
         self._ready = Gauge(
-            "reward_server_ready", "1 while the server takes requests", registry=own
+            "reward_server_ready", "1 while the server takes requests", registry=registry
         )
-        own.register(self)
+        registry.register(self)
 
     def count(self, code: int, samples: int, size: int, seconds: float) -> None:
         self._requests.labels(str(code)).inc()
@@ -256,13 +295,14 @@ class FrontMetrics(Collector):
             self._samples.inc(samples)
             self._seconds.observe(seconds)
 
-    def text(self, *, ready: bool) -> bytes:
+    def text(self, scored: Snapshot, *, ready: bool) -> bytes:
         """Return the metrics in Prometheus' text format."""
+        self._scored = scored
         self._ready.set(ready)
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        now = self._progress.read()
+        now = self._scored
         yield CounterMetricFamily(
             "reward_server_model_batches", "Batches that the model scored", value=now.batches
         )

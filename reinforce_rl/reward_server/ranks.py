@@ -1,7 +1,9 @@
-"""A reward model on several ranks: rank 0 deals out the micro-batches of a call and gathers the scores.
+"""A reward model on several ranks: rank 0 deals out the micro-batches of a call and gathers the
+scores.
 
-The ranks that share one copy of the model are a block; there is one block per data-parallel rank. Per call, one rank
-of each block, on the last pipeline stage, returns the scores and the others report completion, so none runs ahead.
+The ranks that share one copy of the model are a block; there is one block per data-parallel rank.
+Per call, one rank of each block, on the last pipeline stage, returns the scores and the others
+report completion, so none runs ahead.
 """
 
 from __future__ import annotations
@@ -84,16 +86,17 @@ class _Call:
 
 
 class DistributedScorer:
-    """An `AttributeScorer` on rank 0 that computes on all ranks. Leaving its `with` block ends the other ranks.
+    """An `AttributeScorer` on rank 0 that computes on all ranks. Leaving its `with` block ends the
+    other ranks.
 
-    If a rank was lost, leaving the block ends this process with exit code 76, since its threads may wait in a
-    collective for the lost rank for ever.
+    If a rank was lost, leaving the block ends this process with exit code 76, since its threads may
+    wait in a collective for the lost rank for ever.
 
-    A rank is lost after `rank_timeout` seconds of silence, or `call_timeout` seconds without the scores of a call.
-    The others are watched during `load` too.
+    A rank is lost after `rank_timeout` seconds of silence, or `call_timeout` seconds without the
+    scores of a call. The others are watched during `load` too.
 
-    Raises RankLostError if a rank died or hung before all were ready, RewardServerError if the model cannot score a
-    single token.
+    Raises RankLostError if a rank died or hung before all were ready, RewardServerError if the
+    model cannot score a single token.
     """
 
     def __init__(
@@ -119,7 +122,8 @@ class DistributedScorer:
         self._one_at_a_time = threading.Lock()
         self._watch = LinkThread(links, rank_timeout, self._on_message, self._on_lost)
         self.model = load()
-        self.max_length, self.vocab_size = self.model.max_length, self.model.vocab_size
+        self.max_length = self.model.max_length
+        self.vocab_size = self.model.vocab_size
         self.attributes = self.model.attributes
         with self._changed:
             self._changed.wait_for(lambda: not self._loading or self._lost is not None)
@@ -135,10 +139,11 @@ class DistributedScorer:
         self._run({block: self.model.batching.plan([[0]]) for block in range(self._num_blocks)})
 
     def score(self, sequences: list[list[int]]) -> list[float]:
-        """Return one reward per sequence, in order. Micro-batches depend on the list's content only, not on the ranks.
+        """Return one reward per sequence, in order. Micro-batches depend on the list's content
+        only, not on the ranks.
 
-        Raises RankLostError if a rank is gone, so no call can succeed any more, and RewardServerError if the model
-        raised on a rank.
+        Raises RankLostError if a rank is gone, so no call can succeed any more, and
+        RewardServerError if the model raised on a rank.
         """
         return self.score_attributes(sequences).rewards
 
@@ -147,12 +152,16 @@ class DistributedScorer:
         micro_batches = self.model.batching.plan(sequences)
         with self._one_at_a_time:
             dealt = share(micro_batches, self._num_blocks)
-            found = self._run(
-                {b: [micro_batches[i] for i in own] for b, own in enumerate(dealt) if own}
+            dealt_scores = self._run(
+                {
+                    b: [micro_batches[i] for i in numbers]
+                    for b, numbers in enumerate(dealt)
+                    if numbers
+                }
             )
-        rows = np.concatenate([micro_batches[i].rows for own in dealt for i in own])
-        scores = np.empty_like(found)
-        scores[rows] = found
+        rows = np.concatenate([micro_batches[i].rows for numbers in dealt for i in numbers])
+        scores = np.empty_like(dealt_scores)
+        scores[rows] = dealt_scores
         return AttributeScores(
             self.model.merging(torch.from_numpy(scores)).tolist(), scores.tolist()
         )
@@ -170,13 +179,14 @@ class DistributedScorer:
             self._number += 1
             due = time.monotonic() + self._call_timeout
             asked = [member.rank for member in self._members.values() if member.block in jobs]
-            call = self._call = _Call(self._number, dict.fromkeys(asked, due))
+            call = _Call(self._number, dict.fromkeys(asked, due))
+            self._call = call
         for rank in asked:
-            own = jobs[self._members[rank].block]
+            job = jobs[self._members[rank].block]
             if rank == 0:
-                self._jobs.put((call.number, own))
+                self._jobs.put((call.number, job))
             else:
-                self._links.send(rank, SCORE, *_pack(call.number, own))
+                self._links.send(rank, SCORE, *_pack(call.number, job))
         with self._changed:
             while call.due and self._lost is None:
                 left = min(call.due.values()) - time.monotonic()
@@ -188,12 +198,12 @@ class DistributedScorer:
         self.check()
         if call.failures:
             raise RewardServerError(self._failures_of(call), key="serve.rank.failed")
-        for block, own in jobs.items():
-            found = len(call.scores[block])
-            count = sum(len(one.lengths) for one in own)
-            if found != count:
+        for block, job in jobs.items():
+            received = len(call.scores[block])
+            count = sum(len(micro_batch.lengths) for micro_batch in job)
+            if received != count:
                 raise RewardServerError(
-                    f"block {block} gave {found} scores for {count} sequences",
+                    f"block {block} gave {received} scores for {count} sequences",
                     key="serve.rank.wrong_number_of_scores",
                 )
         return np.concatenate([call.scores[block] for block in jobs])
@@ -205,7 +215,8 @@ class DistributedScorer:
         )
         if call.failures:
             return Fault(
-                f"{self._failures_of(call)}, and since then {late} waits for it in vain: the ranks are out of step",
+                f"{self._failures_of(call)}, and since then {late} waits for it in vain: the "
+                "ranks are out of step",
                 key="serve.ranks.out_of_step",
             )
         return Fault(
@@ -295,7 +306,8 @@ def follow(
 ) -> None:
     """Compute for rank 0, the `leader`, until it sends STOP.
 
-    After `rank_timeout` seconds of silence rank 0 is lost: then `end` ends the process, called on another thread.
+    After `rank_timeout` seconds of silence rank 0 is lost: then `end` ends the process, called on
+    another thread.
     """
     inbox: queue.SimpleQueue[Sequence[Buffer]] = queue.SimpleQueue()
 
@@ -332,7 +344,10 @@ def lead_ranks(
 
 
 def follow_rank_0(mesh: Mesh, load: Load, *, rank_timeout: float) -> None:
-    """Compute on another rank until rank 0 sends STOP; the process ends if rank 0 is lost. A collective call."""
+    """Compute on another rank until rank 0 sends STOP; the process ends if rank 0 is lost.
+
+    A collective call.
+    """
     _remove_folder_of_torchrun()
     invitation, leader = mesh.from_main(None)
     # torchrun and terminals send them to every rank, and rank 0 needs the others until the last
@@ -344,12 +359,15 @@ def follow_rank_0(mesh: Mesh, load: Load, *, rank_timeout: float) -> None:
 
 
 def accept(links: Links, count: int, seconds: float) -> list[Member]:
-    """Wait on rank 0 for `count` other ranks; raise RewardServerError if not all connect in time."""
+    """Wait on rank 0 for `count` other ranks; raise RewardServerError if not all connect in
+    time.
+    """
     hellos = links.accept(range(1, count + 1), seconds)
     if len(hellos) < count:
         links.close()
         raise RewardServerError(
-            f"only {len(hellos)} of {count} ranks connected to rank 0 within {seconds:.0f} s: {sorted(hellos)}",
+            f"only {len(hellos)} of {count} ranks connected to rank 0 within {seconds:.0f} s: "
+            f"{sorted(hellos)}",
             key="serve.ranks.missing",
         )
     return [Member(**json.loads(hellos[rank])) for rank in sorted(hellos)]
@@ -372,7 +390,9 @@ def end_process(reason: str, code: int = EXIT_LOST_RANK) -> NoReturn:
 
 
 def _remove_folder_of_torchrun() -> None:
-    """Remove torchrun's temporary folder for error reports, which nothing writes here and torchrun never removes."""
+    """Remove torchrun's temporary folder for error reports, which nothing writes here and torchrun
+    never removes.
+    """
     report = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if report and JobRank.of_process().local_rank == 0:
         for folder in Path(report).parents:
@@ -402,8 +422,14 @@ def _score(
 
 
 def _pack(number: int, micro_batches: Sequence[MicroBatch]) -> list[Buffer]:
-    """Encode a call as parts of a message: its number, then lengths and tokens of each micro-batch."""
-    arrays = [array for one in micro_batches for array in (one.lengths, one.tokens)]
+    """Encode a call as parts of a message: its number, then lengths and tokens of each
+    micro-batch.
+    """
+    arrays = [
+        array
+        for micro_batch in micro_batches
+        for array in (micro_batch.lengths, micro_batch.tokens)
+    ]
     return [
         json.dumps({"call": number}).encode(),
         *(np.ascontiguousarray(array, np.int64).data for array in arrays),

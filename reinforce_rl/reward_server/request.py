@@ -1,7 +1,7 @@
 """Validates a client's request and rewrites it for Triton.
 
-Triton merges requests before it reads their tensors, so an unreadable one fails its neighbours, and it allocates what
-a shape claims. So only values that were parsed here are passed on.
+Triton merges requests before it reads their tensors, so an unreadable one fails its neighbours, and
+it allocates what a shape claims. So only values that were parsed here are passed on.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def read_request(
     """Read a KServe v2 inference request; raise Refusal (400 or 413) if it is invalid.
 
     `body` is a JSON object, followed by binary tensors if there is a header
-    Inference-Header-Content-Length (`header_length`). `input_forms` lists the forms of input that the
-    model accepts; it is empty for a model without inputs.
+    Inference-Header-Content-Length (`header_length`). `input_forms` lists the forms of input that
+    the model accepts; it is empty for a model without inputs.
     """
     position = json_length(header_length, len(body))
     request = _parse(body[:position])
@@ -56,7 +56,8 @@ def read_request(
         datatype, width = wire.INPUTS[name]
         if tensor.get("datatype") != datatype:
             raise Refusal(400, f"the datatype of '{name}' is not {datatype}")
-        shapes[name] = shape = _shape(tensor, width, settings)
+        shape = _shape(tensor, width, settings)
+        shapes[name] = shape
         size = _parameters(tensor).get(BINARY_SIZE)
         if size is None:
             part = _written(tensor, shape)
@@ -64,7 +65,8 @@ def read_request(
             if type(size) is not int or size < 0 or "data" in tensor:
                 raise Refusal(
                     400,
-                    f"{BINARY_SIZE} of '{name}' is no number of 0 or more, or there is 'data' besides",
+                    f"{BINARY_SIZE} of '{name}' is no number of 0 or more, or there is 'data' "
+                    "besides",
                 )
             part = memoryview(body)[position : position + size]
             position += size
@@ -81,7 +83,8 @@ def read_request(
         difference = abs(position - len(body))
         raise Refusal(
             400,
-            f"the sum of {BINARY_SIZE} differs from the bytes after the JSON object by {difference}",
+            f"the sum of {BINARY_SIZE} differs from the bytes after the JSON object by "
+            f"{difference}",
         )
     counts = {shape[0] for shape in shapes.values()}
     if len(counts) > 1:
@@ -114,10 +117,10 @@ def _wanted(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flag(entry: dict[str, Any], key: str) -> dict[str, bool]:
-    found = {name: value for name, value in _parameters(entry).items() if name == key}
-    if not all(type(value) is bool for value in found.values()):
+    flags = {name: value for name, value in _parameters(entry).items() if name == key}
+    if not all(type(value) is bool for value in flags.values()):
         raise Refusal(400, f"{key} is neither true nor false")
-    return found
+    return flags
 
 
 def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +128,9 @@ def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_length(header: str | None, body_length: int) -> int:
-    """Return the bytes of a request's JSON; raise Refusal if the header is invalid or they are too many."""
+    """Return the bytes of a request's JSON; raise Refusal if the header is invalid or they are too
+    many.
+    """
     length = body_length
     if header is not None:
         is_number = header.isascii() and header.isdigit() and len(header) < 16
@@ -138,7 +143,8 @@ def json_length(header: str | None, body_length: int) -> int:
     if length > MAX_JSON_BYTES:
         raise Refusal(
             413,
-            f"the JSON has {length} bytes; expected at most {MAX_JSON_BYTES}: send tensors in binary",
+            f"the JSON has {length} bytes; expected at most {MAX_JSON_BYTES}: send tensors in "
+            "binary",
         )
     return length
 
@@ -155,9 +161,9 @@ def _parse(text: bytes) -> dict[str, Any]:
     return _object(request, "the request")
 
 
-def _object(value: Any, what: str) -> dict[str, Any]:
+def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise Refusal(400, f"{what} is no JSON object")
+        raise Refusal(400, f"{name} is no JSON object")
     return value
 
 
@@ -192,7 +198,8 @@ def _shape(tensor: dict[str, Any], width: int, settings: FrontSettings) -> list[
     if shape[0] > samples:
         raise Refusal(
             400,
-            f"the request claims {shape[0]} samples; batch size must be <= {samples} for this server",
+            f"the request claims {shape[0]} samples; batch size must be <= {samples} for this "
+            "server",
         )
     if shape[1] > tokens:
         most = f"this server takes at most {tokens} (inference.max_sequence_length)"

@@ -42,13 +42,15 @@ class Samples:
 class RequestScorer:
     """Scores the requests that were merged into one batch.
 
-    A bad sample gets a status and NaN without affecting its neighbours: a failed call is retried in halves, down to
-    single samples. Raises only if no request of a batch could be answered.
+    A bad sample gets a status and NaN without affecting its neighbours: a failed call is retried in
+    halves, down to single samples. Raises only if no request of a batch could be answered.
 
     Args:
         tokenizer: for `sentences`, and, with its chat template, for requests of texts.
-        deterministic: one call per request, so that concurrent ones do not change its last bits; else one per batch.
-        add_special_tokens: to `sentences`; False for text with the chat template applied, which holds them already.
+        deterministic: one call per request, so that concurrent ones do not change its last bits;
+            else one per batch.
+        add_special_tokens: to `sentences`; False for text with the chat template applied, which
+            holds them already.
         template: options of the chat template.
     """
 
@@ -68,7 +70,7 @@ class RequestScorer:
         self._renderer = None if tokenizer is None else ChatRenderer(tokenizer, template)
         self._deterministic = deterministic
         self._add_special_tokens = add_special_tokens
-        self.progress = Progress()  # replaced by the server with one that other processes read
+        self.progress = Progress()
 
     @property
     def input_forms(self) -> tuple[str, ...]:
@@ -87,9 +89,11 @@ class RequestScorer:
         ]
 
     def __call__(self, requests: Sequence[Request]) -> list[Answer]:
-        """Return `rewards` float32 [N, 1], `status` int32 [N, 1] and any `attributes` float32 [N, K] of each request.
+        """Return `rewards` float32 [N, 1], `status` int32 [N, 1] and any `attributes` float32 [N,
+        K] of each request.
 
-        Raises RankLostError, as no call can succeed any more, and ValueError if no request's inputs make a form.
+        Raises RankLostError, as no call can succeed any more, and ValueError if no request's inputs
+        make a form.
         """
         self.progress.begin()
         start = time.monotonic()
@@ -101,7 +105,9 @@ class RequestScorer:
             self.progress.end()
 
     def _answer(self, requests: Sequence[Request]) -> tuple[list[Samples], list[Answer]]:
-        """Score requests together, or one by one if that fails; raise if none succeeds: clients try another server."""
+        """Score requests together, or one by one if that fails; raise if none succeeds: clients try
+        another server.
+        """
         try:
             samples = [self._read(request) for request in requests]
             return samples, self._score_requests(samples)
@@ -150,7 +156,9 @@ class RequestScorer:
         )
 
     def _read_each(self, rows: Iterable[Any], read: Callable[[Any], Any], fault: int) -> Samples:
-        """Apply `read` per row; if it raises, the row gets status `fault`, or STATUS_BAD_TEXT for bad UTF-8."""
+        """Apply `read` per row; if it raises, the row gets status `fault`, or STATUS_BAD_TEXT for
+        bad UTF-8.
+        """
         sequences = []
         status = []
         for row in rows:
@@ -182,10 +190,10 @@ class RequestScorer:
 
     def _score_requests(self, samples: list[Samples]) -> list[Answer]:
         if self._deterministic or len(samples) == 1:
-            return [self._score(one) for one in samples]
-        sequences = [sequence for one in samples for sequence in one.sequences]
-        merged = self._score(Samples(sequences, np.concatenate([one.status for one in samples])))
-        cuts = np.cumsum([len(one.status) for one in samples])[:-1]
+            return [self._score(part) for part in samples]
+        sequences = [sequence for part in samples for sequence in part.sequences]
+        merged = self._score(Samples(sequences, np.concatenate([part.status for part in samples])))
+        cuts = np.cumsum([len(part.status) for part in samples])[:-1]
         parts = {key: np.split(value, cuts) for key, value in merged.items()}
         return [{key: values[row] for key, values in parts.items()} for row in range(len(samples))]
 
@@ -209,7 +217,10 @@ class RequestScorer:
     def _call_in_parts(
         self, sequences: list[list[int]], level: int = logging.ERROR
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return status [n] and scores [n, 1 + K]. If the model raises, retry each half by itself."""
+        """Return status [n] and scores [n, 1 + K].
+
+        If the model raises, retry each half by itself.
+        """
         self.progress.beat()
         try:
             return np.zeros(len(sequences), np.int32), self._call_model(sequences)
@@ -238,9 +249,9 @@ class RequestScorer:
         count = len(sequences)
         if not self._attributes:
             return np.asarray(self._scorer.score(sequences), np.float64).reshape(count, 1)
-        found = cast(base.AttributeScorer, self._scorer).score_attributes(sequences)
-        attributes = np.asarray(found.attributes, np.float64).reshape(count, len(self._attributes))
-        return np.column_stack([np.asarray(found.rewards, np.float64).reshape(count), attributes])
+        scored = cast(base.AttributeScorer, self._scorer).score_attributes(sequences)
+        attributes = np.asarray(scored.attributes, np.float64).reshape(count, len(self._attributes))
+        return np.column_stack([np.asarray(scored.rewards, np.float64).reshape(count), attributes])
 
     def _count(self, samples: list[Samples], answers: list[Answer], seconds: float) -> None:
         by_status = Counter(
@@ -249,7 +260,7 @@ class RequestScorer:
         failed = {
             base.STATUS_TEXT[code]: n for code, n in by_status.items() if code != base.STATUS_OK
         }
-        tokens = sum(len(sequence) for one in samples for sequence in one.sequences)
+        tokens = sum(len(sequence) for part in samples for sequence in part.sequences)
         text = "event=scored requests=%d samples=%d tokens=%d seconds=%.3f failed=%s"
         level = logging.WARNING if failed else logging.DEBUG
         logger.log(level, text, len(samples), by_status.total(), tokens, seconds, failed)
@@ -258,7 +269,9 @@ class RequestScorer:
 
 @dataclass(frozen=True)
 class FunctionScorer:
-    """Functions, with or without a reward model beside them, in the place of a reward model in a `RewardServer`."""
+    """Functions, with or without a reward model beside them, in the place of a reward model in a
+    `RewardServer`.
+    """
 
     pool: FunctionPool  # already started
     weights: Mapping[str, float]  # of the functions, by their names in the pool
@@ -273,7 +286,8 @@ class FunctionScorer:
 
 
 class FunctionRequestScorer(RequestScorer):
-    """Scores requests of texts with functions, all requests of a merged batch concurrently, while any model runs.
+    """Scores requests of texts with functions, all requests of a merged batch concurrently, while
+    any model runs.
 
     With several scores the reward is their weighted sum, and each is an attribute.
     """
@@ -303,7 +317,9 @@ class FunctionRequestScorer(RequestScorer):
         return (wire.TEXT_FORM,)
 
     def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
-        """Return a sample that a worker answers without calling the function, which may reject made-up ones."""
+        """Return a sample that a worker answers without calling the function, which may reject
+        made-up ones.
+        """
         texts = {wire.PROMPTS: "", wire.RESPONSES: "", wire.METADATA: json.dumps(self._canary)}
         return [
             {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]}
@@ -318,7 +334,7 @@ class FunctionRequestScorer(RequestScorer):
         return Samples([], status, texts)
 
     def _score_requests(self, samples: list[Samples]) -> list[Answer]:
-        pending = [self._submit(one) for one in samples]
+        pending = [self._submit(part) for part in samples]
         answers = (
             [{} for _ in samples]
             if self._functions.model is None
@@ -326,11 +342,11 @@ class FunctionRequestScorer(RequestScorer):
         )
         return [self._sum(*parts) for parts in zip(samples, answers, pending, strict=True)]
 
-    def _submit(self, one: Samples) -> dict[str, PendingScores]:
-        good = one.status == base.STATUS_OK
+    def _submit(self, part: Samples) -> dict[str, PendingScores]:
+        good = part.status == base.STATUS_OK
         texts = [
             text
-            for text, is_good in zip(one.texts, good, strict=True)
+            for text, is_good in zip(part.texts, good, strict=True)
             if text is not None and is_good
         ]
         is_canary = all(dict(text.record) == self._canary for text in texts)
@@ -340,25 +356,30 @@ class FunctionRequestScorer(RequestScorer):
             for name in self._functions.weights
         }
 
-    def _sum(self, one: Samples, answer: Answer, pending: Mapping[str, PendingScores]) -> Answer:
-        """Add the functions' scores to any answer of the model; a sample has the status of the first that failed."""
-        own = self._functions
-        good = one.status == base.STATUS_OK
-        status = answer[wire.STATUS][:, 0] if answer else one.status.copy()
+    def _sum(self, part: Samples, answer: Answer, pending: Mapping[str, PendingScores]) -> Answer:
+        """Add the functions' scores to any answer of the model; a sample has the status of the
+        first that failed.
+        """
+        functions = self._functions
+        good = part.status == base.STATUS_OK
+        status = answer[wire.STATUS][:, 0] if answer else part.status.copy()
         columns = [answer[key] for key in (wire.REWARDS, wire.ATTRIBUTES) if key in answer]
         rewards = (
-            own.model_weight * columns[0][:, 0] if answer else np.zeros(len(status), np.float32)
+            functions.model_weight * columns[0][:, 0]
+            if answer
+            else np.zeros(len(status), np.float32)
         )
         for name, scores in pending.items():
             values = np.full(len(status), np.nan, np.float32)
-            found = status.copy()
+            of_function = status.copy()
             result = scores.result()
             if result.faults:
                 faults = dict(Counter(result.faults.values()))
                 logger.warning("event=function_failed function=%s faults=%s", name, faults)
-            values[good], found[good] = result.values, result.status
-            status = np.where(status == base.STATUS_OK, found, status)
-            rewards = rewards + np.float32(own.weights[name]) * values
+            values[good] = result.values
+            of_function[good] = result.status
+            status = np.where(status == base.STATUS_OK, of_function, status)
+            rewards = rewards + np.float32(functions.weights[name]) * values
             columns.append(values[:, None])
         failed = status != base.STATUS_OK
         taken = {wire.REWARDS: rewards[:, None].astype(np.float32), wire.STATUS: status[:, None]}

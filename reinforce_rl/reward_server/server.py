@@ -1,7 +1,9 @@
-"""The reward server: a reward model behind PyTriton, with a front door before it, as a program of its own.
+"""The reward server: a reward model behind PyTriton, with a front door before it, as a program of
+its own.
 
-PyTriton runs tritonserver as a child on a Unix socket and calls the model back in this process; clients talk to the
-front door, another child (`front.py`). This file orders start and stop. See `docs/reward-server.md`.
+PyTriton runs tritonserver as a child on a Unix socket and calls the model back in this process;
+clients talk to the front door, another child (`front.py`). This file orders start and stop. See
+`docs/reward-server.md`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from reinforce_rl.errors import ConfigError, Fault, ModelStuckError, RewardServe
 from reinforce_rl.reward_server.admission import FrontSettings
 from reinforce_rl.reward_server.front import FAILED, READY
 from reinforce_rl.reward_server.front_process import FrontProcess
-from reinforce_rl.reward_server.health import Progress, fault_of
+from reinforce_rl.reward_server.health import fault_of
 from reinforce_rl.reward_server.scoring import FunctionRequestScorer, FunctionScorer, RequestScorer
 from reinforce_rl.reward_server.triton import (
     SHARED_MEMORY_PREFIX,
@@ -123,14 +125,16 @@ class RewardServer:
             max_request_bytes=self._settings.max_request_bytes,
             **kind,
         )
+        self._settings.description = self.info.to_json()
         if faults := _faults(self.info):
             raise ConfigError(faults)
 
     def serve(self) -> None:
         """Serve until SIGTERM or SIGINT, then stop and return. Call it from the main thread.
 
-        Raises ConfigError if the port is busy, RewardServerError if the server did not become ready or lost a process,
-        ModelStuckError if the model was in one call for too long; its thread still exists.
+        Raises ConfigError if the port is busy, RewardServerError if the server did not become ready
+        or lost a process, ModelStuckError if the model was in one call for too long; its thread
+        still exists.
         """
         listener = open_port(self._inference.host, self._inference.port)
         port = listener.getsockname()[1]  # which the kernel has chosen if the configured one is 0
@@ -151,9 +155,8 @@ class RewardServer:
             reaper.remove(path)
         reaper.watch_process(os.getpid())
         reaper.remove_shared_memory(f"{SHARED_MEMORY_PREFIX}{os.getpid()}-")
-        self._requests.progress = Progress(home / "progress", create=True)
         self._settings.backend = str(home / TRITON_SOCKET)
-        front = FrontProcess(listener, self._settings, home / "progress")
+        front = FrontProcess(listener, self._settings, self._requests.progress)
         try:
             reaper.watch_process(front.pid)
             self._serve_behind(
@@ -268,9 +271,10 @@ class RewardServer:
                 p.pid for p in processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE
             ]
             if dead or not triton.is_alive():
-                died = f"tritonserver on {here} died (process {dead or 'unknown'}); its last lines are above"
                 raise RewardServerError(
-                    f"{died}. {again} on the same port", key="serve.triton.died"
+                    f"tritonserver on {here} died (process {dead or 'unknown'}); its last lines "
+                    f"are above. {again} on the same port",
+                    key="serve.triton.died",
                 )
             if (fault := front.fault(patience)) is not None:
                 raise RewardServerError(
@@ -289,7 +293,9 @@ class RewardServer:
 
     @contextlib.contextmanager
     def _signals_raise(self) -> Iterator[None]:
-        """Raise `_StopRequested` in the main thread on SIGTERM and SIGINT; ignore them while stopping."""
+        """Raise `_StopRequested` in the main thread on SIGTERM and SIGINT; ignore them while
+        stopping.
+        """
 
         def request_stop(number: int, frame: FrameType | None) -> None:
             if self._stop_signal is None and not self._stopping:
@@ -308,7 +314,10 @@ class RewardServer:
 
 
 class _StopRequested(SystemExit):
-    """A signal asked for the end. A SystemExit, so that it passes through libraries such as gevent's event loop."""
+    """A signal asked for the end.
+
+    A SystemExit, so that it passes through libraries such as gevent's event loop.
+    """
 
 
 def token_of(inference: InferenceConfig) -> str | None:
@@ -319,10 +328,13 @@ def token_of(inference: InferenceConfig) -> str | None:
     token = wire.read_token(inference.token_file, "inference.token_file")
     if token is not None or inference.allow_no_token or is_loopback(inference.host):
         return token
-    found = f"inference.host is {inference.host}, so other machines can reach the server, and it has no access token"
-    advice = f"Give it one with inference.token_file=FILE or the environment variable {wire.TOKEN_VARIABLE}, or say "
-    open_to_all = "inference.allow_no_token=true where everyone who can reach the port may use it"
-    raise ConfigError([Fault(f"{found}. {advice}{open_to_all}", key="serve.token.not_given")])
+    sentence = (
+        f"inference.host is {inference.host}, so other machines can reach the server, and it has "
+        "no access token. Give it one with inference.token_file=FILE or the environment variable "
+        f"{wire.TOKEN_VARIABLE}, or say inference.allow_no_token=true where everyone who can reach "
+        "the port may use it"
+    )
+    raise ConfigError([Fault(sentence, key="serve.token.not_given")])
 
 
 def _faults(info: ServerInfo) -> list[Fault]:
@@ -332,7 +344,8 @@ def _faults(info: ServerInfo) -> list[Fault]:
     if info.name == wire.INFO_MODEL:
         faults.append(
             Fault(
-                f"inference.name is '{info.name}', which is the server's own description; choose another",
+                f"inference.name is '{info.name}', which is the server's own description; choose "
+                "another",
                 key="serve.name.reserved",
             )
         )
@@ -347,7 +360,8 @@ def _faults(info: ServerInfo) -> list[Fault]:
     if int(np.__version__.split(".")[0]) >= 2:
         faults.append(
             Fault(
-                f"PyTriton 0.7 breaks with numpy {np.__version__}; install numpy below 2 in its environment",
+                f"PyTriton 0.7 breaks with numpy {np.__version__}; install numpy below 2 in its "
+                "environment",
                 key="serve.numpy.too_new",
             )
         )

@@ -1,19 +1,18 @@
 """PyTriton behind the front door: on a Unix socket in a private folder, without model control.
 
-By default PyTriton listens on TCP and loads models over HTTP, with a token on tritonserver's command line, which every
-local user can read; whoever has it can load a model, that is, run Python code.
+By default PyTriton listens on TCP and loads models over HTTP, with a token on tritonserver's
+command line, which every local user can read; whoever has it can load a model, that is, run Python
+code.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import logging
 import os
 import secrets
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -21,9 +20,8 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -32,11 +30,12 @@ from reinforce_rl.config.rewards import MODEL_NAME, InferenceConfig
 from reinforce_rl.errors import ConfigError, Fault, RewardServerError
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.rewards import wire
+from reinforce_rl.rewards.transport import FailedAttempt, exchange, url_of, wait_for
 from reinforce_rl.rewards.wire import ServerInfo
+from reinforce_rl.utils.net import Address
 from reinforce_rl.utils.process import Child, without_secrets
 
 if TYPE_CHECKING:
-    from pytriton.model_config import ModelConfig, Tensor
     from pytriton.models.model import Model
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ NOISE = (b"CudaDriverHelper has not been initialized", b"NODELAY NOT SUPPORTED")
 
 
 class PrivateTriton:
-    """tritonserver with PyTriton's models: the reward model and its description.
+    """tritonserver with the reward model, as PyTriton starts it.
 
     Only processes of this user reach it: its Unix socket TRITON_SOCKET is in `home`, a folder from
     `make_home`. Raises ConfigError without PyTriton.
@@ -80,10 +79,7 @@ class PrivateTriton:
         self._socket_path = home / TRITON_SOCKET
         self._exit_seconds = max(1, round(inference.stop_timeout_seconds))
         self._workspace = Workspace(home / WORKSPACE)
-        self._models = [
-            self._reward_model(info, requests, inference),
-            self._description_model(info),
-        ]
+        self._model = self._reward_model(info, requests, inference)
         self._server: Child | None = None
         self._printer = threading.Thread(
             target=self._print_output, daemon=True, name="tritonserver's output"
@@ -92,7 +88,9 @@ class PrivateTriton:
     def _reward_model(
         self, info: ServerInfo, requests: RequestScorer, inference: InferenceConfig
     ) -> Model:
+        from pytriton.decorators import TritonContext
         from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
+        from pytriton.models.model import Model
 
         inputs = [
             Tensor(
@@ -116,36 +114,10 @@ class PrivateTriton:
             preferred_batch_size=inference.preferred_batch_sizes or None,
         )
         config = ModelConfig(max_batch_size=info.max_batch_size, batcher=batcher)
-        return self._model(info.name, requests.__call__, inputs, outputs, config)
-
-    def _description_model(self, info: ServerInfo) -> Model:
-        from pytriton.model_config import ModelConfig, Tensor
-
-        description = np.array([info.to_json().encode()])
-
-        def describe(requests: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-            return [{wire.INFO_OUTPUT: description} for _ in requests]
-
-        # Triton requires an input; this one is never read.
-        inputs = [Tensor(name="unused", dtype=np.bytes_, shape=(1,), optional=True)]
-        outputs = [Tensor(name=wire.INFO_OUTPUT, dtype=np.bytes_, shape=(1,))]
-        return self._model(wire.INFO_MODEL, describe, inputs, outputs, ModelConfig(batching=False))
-
-    def _model(
-        self,
-        name: str,
-        infer: Callable[[Sequence[Any]], list[Any]],
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        config: ModelConfig,
-    ) -> Model:
-        from pytriton.decorators import TritonContext
-        from pytriton.models.model import Model
-
         model = Model(
-            model_name=name,
+            model_name=info.name,
             model_version=1,
-            inference_fn=infer,
+            inference_fn=requests.__call__,
             inputs=inputs,
             outputs=outputs,
             config=config,
@@ -157,7 +129,10 @@ class PrivateTriton:
         return model
 
     def run(self) -> list[psutil.Process]:
-        """Start tritonserver; return it and its children. Raises RewardServerError if it does not become ready."""
+        """Start tritonserver; return it and its children.
+
+        Raises RewardServerError if it does not become ready.
+        """
         # PyTriton's own `Triton` listens on TCP, and asks there whether it is ready. Its output is
         # not to be filtered, nor its environment: it logs the whole of it at log_level=debug.
         self._server = Child(
@@ -169,8 +144,7 @@ class PrivateTriton:
         )
         self._printer.start()
         self._wait_until_ready(self._server)
-        for model in self._models:
-            model.setup()
+        self._model.setup()
         process = psutil.Process(self._server.pid)
         return [process, *process.children(recursive=True)]
 
@@ -223,27 +197,26 @@ class PrivateTriton:
         return environment
 
     def is_alive(self) -> bool:
-        """Return False once tritonserver, or a thread that calls a model, has ended."""
+        """Return False once tritonserver, or the thread that calls the model, has ended."""
         if self._server is None or self._server.exit_code is not None:
             return False
-        return all(model.is_alive() for model in self._models)
+        return self._model.is_alive()
 
     def ask(self, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
-        """Send a GET, or a POST of `body`; return the answer's code and body. RewardServerError if none is in time."""
+        """Send a GET, or a POST of `body`; return the answer's code and body.
+
+        RewardServerError if none is in time.
+        """
+        url = url_of(Address("localhost", 80), path)
+        work = exchange(url, seconds, body=body, socket_path=self._socket_path)
         try:
-            with contextlib.closing(http.client.HTTPConnection("localhost")) as connection:
-                connection.sock = socket.socket(socket.AF_UNIX)
-                connection.sock.settimeout(seconds)
-                connection.sock.connect(str(self._socket_path))
-                connection.request("GET" if body is None else "POST", path, body)
-                answer = connection.getresponse()
-                return answer.status, answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            why = str(error) or type(error).__name__
+            answer = wait_for(work)
+        except FailedAttempt as error:
             raise RewardServerError(
-                f"tritonserver gave no answer to {path} ({why})",
+                f"tritonserver, asked for {path}, {error}",
                 key="serve.triton.no_answer",
             ) from error
+        return answer.code, answer.body
 
     def stop(self, in_order: bool) -> None:
         """End tritonserver, at once unless `in_order`; the server's reaper removes what is left."""
@@ -254,14 +227,13 @@ class PrivateTriton:
             self._server.kill()
             self._printer.join(PRINT_SECONDS)
         # It waits for a stuck model.
-        cleaner = threading.Thread(target=self._clean_models, daemon=True, name="clean-models")
+        cleaner = threading.Thread(target=self._clean_model, daemon=True, name="clean-model")
         cleaner.start()
         cleaner.join(STOP_SECONDS if in_order else 1.0)
 
-    def _clean_models(self) -> None:
+    def _clean_model(self) -> None:
         try:
-            for model in self._models:
-                model.clean()
+            self._model.clean()
         except Exception:  # it is ending either way, and the reaper cleans up
             logger.exception("event=stop_failed")
 
@@ -282,12 +254,15 @@ class PrivateTriton:
                 )
             if time.monotonic() > deadline:
                 raise RewardServerError(
-                    f"tritonserver was not ready within {START_SECONDS:.0f} s; its last lines are above",
+                    f"tritonserver was not ready within {START_SECONDS:.0f} s; its last lines are "
+                    "above",
                     key="serve.triton.not_ready",
                 )
 
     def _hide_shared_memory(self) -> None:
-        """Make this user's segments in /dev/shm private; Triton creates them world-readable, whatever the umask."""
+        """Make this user's segments in /dev/shm private; Triton creates them world-readable,
+        whatever the umask.
+        """
         for segment in Path("/dev/shm").glob(f"{SHARED_MEMORY_PREFIX}{os.getpid()}-*"):
             with contextlib.suppress(OSError):
                 keep_private(segment)
@@ -301,25 +276,27 @@ class PrivateTriton:
 
 
 def keep_private(path: Path) -> None:
-    """Restrict a regular file to its owner; never follows links, which anyone can put into /dev/shm."""
+    """Restrict a regular file to its owner; never follows links, which anyone can put into
+    /dev/shm.
+    """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        found = os.fstat(file.fileno())
-        if stat.S_ISREG(found.st_mode) and (found.st_uid, found.st_nlink) == (os.geteuid(), 1):
+        status = os.fstat(file.fileno())
+        if stat.S_ISREG(status.st_mode) and (status.st_uid, status.st_nlink) == (os.geteuid(), 1):
             os.fchmod(file.fileno(), 0o600)
 
 
 def make_home(name: str) -> Path:
     """Create a folder for PyTriton's files, with a path short enough for the Unix sockets in it.
 
-    Falls back to /tmp, since a batch system's TMPDIR is often too long; raises ConfigError if `name` is too long, or
-    cannot be a file's.
+    Falls back to /tmp, since a batch system's TMPDIR is often too long; raises ConfigError if
+    `name` is too long, or cannot be a file's.
     """
     if not MODEL_NAME.fullmatch(name):
         sentence = (
             f"the model's name is {name!r}; expected letters, digits, dots, underscores and hyphens"
         )
         raise ConfigError([Fault(sentence, key="serve.name.characters")])
-    longest = max(name, wire.INFO_MODEL, key=len) + "_0_0-server.sock"
+    longest = f"{name}_0_0-server.sock"
     for parent in (tempfile.gettempdir(), "/tmp"):
         room = SOCKET_PATH_LIMIT - len(
             f"{parent}/{HOME_PREFIX}12345678/{WORKSPACE}/{longest}".encode()

@@ -1,4 +1,6 @@
-"""Types shared by reward sources: requests, futures, scores, and the scorer protocol of the server's reward models."""
+"""Types shared by reward sources: requests, futures, scores, and the scorer protocol of the
+server's reward models.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ STATUS_TEXT = {
     STATUS_NOT_FINITE: "the score was not finite",
     STATUS_INTERNAL: "the reward model or function raised an error",
     STATUS_TIMED_OUT: "the reward function exceeded its time limit",
-    STATUS_BAD_PROMPT: "messages or metadata that cannot be read, or that the chat template refuses",
+    STATUS_BAD_PROMPT: "messages or metadata that cannot be read, or that the chat template "
+    "refuses",
 }
 
 
@@ -114,7 +117,9 @@ class RewardFuture(Protocol):
     """Scores that are being computed elsewhere."""
 
     def result(self) -> Rewards:
-        """Wait for the scores; raise RewardServerError if none come within the source's own deadline."""
+        """Wait for the scores; raise RewardServerError if none come within the source's own
+        deadline.
+        """
         ...
 
 
@@ -159,7 +164,9 @@ class FunctionSpec:
 
 
 def checked_by(check: Callable[..., None]) -> Callable[[F], F]:
-    """Attach a check of a function's kwargs, run when a pool starts; it raises ValueError if they cannot work."""
+    """Attach a check of a function's kwargs, run when a pool starts; it raises ValueError if they
+    cannot work.
+    """
 
     def mark(function: F) -> F:
         function.check = check  # type: ignore[attr-defined]

@@ -73,16 +73,21 @@ class RemoteGPTRMClient:
 
     Args:
         host, port, name: the server's address, and the reward model's name there.
-        replicas: further servers of the same model. Each part of a request goes to the one with the fewest outstanding
-            samples; one that fails is set aside until it answers again.
+        replicas: further servers of the same model. Each part of a request goes to the one with the
+            fewest outstanding samples; one that fails is set aside until it answers again.
         token: the access token, if the servers require one.
-        caller: prefix of request ids, such as a run's name and a rank; letters, digits, '.', '_' and '-'.
+        caller: prefix of request ids, such as a run's name and a rank; letters, digits, '.', '_'
+            and '-'.
         deadline_seconds: for a whole request, from `infer_rm` on, including all attempts.
-        attempt_timeout_seconds: for one attempt, up to the answer's last byte. Doubles after each one that times out.
-        pad_to_length, pad_id: pad rows to this many tokens, since Triton merges only requests of equal width.
-        on_wait: called with a sentence on a wait, from any thread, every `wait_report_seconds` or later.
+        attempt_timeout_seconds: for one attempt, up to the answer's last byte. Doubles after each
+            one that times out.
+        pad_to_length, pad_id: pad rows to this many tokens, since Triton merges only requests of
+            equal width.
+        on_wait: called with a sentence on a wait, from any thread, every `wait_report_seconds` or
+            later.
         max_in_flight: parts of requests in flight per server; more are queued.
-        first_backoff_seconds, max_backoff_seconds: the pause between attempts grows from one to the other.
+        first_backoff_seconds, max_backoff_seconds: the pause between attempts grows from one to the
+            other.
     """
 
     def __init__(
@@ -126,7 +131,8 @@ class RemoteGPTRMClient:
     def infer_rm(self, request: RewardRequest) -> RemoteRewardFuture:
         """Start scoring and return at once.
 
-        Raises ValueError if the request's shapes do not match, RewardServerError if the client was closed.
+        Raises ValueError if the request's shapes do not match, RewardServerError if the client was
+        closed.
         """
         tokens = request.tokens.shape
         lengths = request.lengths.shape
@@ -142,15 +148,19 @@ class RemoteGPTRMClient:
         return RemoteRewardFuture(future, call, self._replicas, self._report_seconds)
 
     def wait_until_ready(self, deadline_seconds: float | None = None) -> ServerInfo:
-        """Probe every server, wait for one to be up (default: the client's own deadline), return its description.
+        """Probe every server, wait for one to be up (default: the client's own deadline), return
+        its description.
 
-        Raises RewardServerError if the deadline passed, another program is on a port, or another model is served.
+        Raises RewardServerError if the deadline passed, another program is on a port, or another
+        model is served.
         """
         return self._describe(deadline_seconds, all_probed=True)[0]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The server's description of its model; waits for a server if none was up yet, and raises as it does."""
+        """The server's description of its model; waits for a server if none was up yet, and raises
+        as it does.
+        """
         info = self._describe()[0]
         return {"name": info.name, "attributes": info.attributes, **info.details}
 
@@ -161,10 +171,12 @@ class RemoteGPTRMClient:
     def check_compatible(
         self, tokenizer_info: TokenizerInfo, vocab_size: int, form: str = wire.AUTO_FORM
     ) -> str:
-        """Choose and return the form to send, `tokens` or `text`, as `choose_form` does for the server's info.
+        """Choose and return the form to send, `tokens` or `text`, as `choose_form` does for the
+        server's info.
 
-        With `form=auto`, samples with messages go as texts even so, if the server reads them: a reward model reads its
-        own template's rendering, of which the policy's tokens are only the beginning. Waits for a server if necessary.
+        With `form=auto`, samples with messages go as texts even so, if the server reads them: a
+        reward model reads its own template's rendering, of which the policy's tokens are only the
+        beginning. Waits for a server if necessary.
         """
         info, model = self._describe()
         self._form = choose_form(info, str(model.place), tokenizer_info, vocab_size, form)
@@ -297,10 +309,12 @@ class _Replica:
 class Replicas:
     """Probes each server in the background until it is up, and routes requests to those that are.
 
-    A request goes to the server with the fewest outstanding samples. One that fails is set aside for a growing pause
-    and probed again; its description must equal its former one and those of the others.
+    A request goes to the server with the fewest outstanding samples. One that fails is set aside
+    for a growing pause and probed again; its description must equal its former one and those of the
+    others.
 
-    Coroutines and state changes belong to one event loop; the arguments are those of `RemoteGPTRMClient`.
+    Coroutines and state changes belong to one event loop; the arguments are those of
+    `RemoteGPTRMClient`.
     """
 
     def __init__(
@@ -334,7 +348,9 @@ class Replicas:
         self.title = f"{self._kind} {self._places}"  # for messages
 
     def troubles(self) -> list[str]:
-        """Return what is wrong with each failing server, prefixed by its address if there are several."""
+        """Return what is wrong with each failing server, prefixed by its address if there are
+        several.
+        """
         failing = [
             (replica.model.place, replica.trouble)
             for replica in self._replicas
@@ -343,7 +359,9 @@ class Replicas:
         return [f"{place} {trouble}" if self._several else trouble for place, trouble in failing]
 
     def report(self, call: Call, *, without_trouble: bool = False) -> None:
-        """Report what is wrong, or after a while also that nothing is, at most every `wait_report_seconds`."""
+        """Report what is wrong, or after a while also that nothing is, at most every
+        `wait_report_seconds`.
+        """
         troubles = self.troubles()
         if not troubles and (
             not without_trouble or call.elapsed < QUIET_REPORTS * self._report_seconds
@@ -386,10 +404,11 @@ class Replicas:
         model = self._replicas[0].model
         last = "; ".join(self.troubles()) or "it has not answered"
         return RewardServerError(
-            f"no answer of the {self._kind} at {self._places} (model '{model.name}') within {call.seconds:.0f} s; the "
-            f"last error: {last}. Check that it runs (curl http://{model.place}/v2/health/ready), that its log shows "
-            "no error, and that this machine can reach that host and port; the request's id there and here is "
-            f"{call.id}. Start it again on the same port and continue the run.",
+            f"no answer of the {self._kind} at {self._places} (model '{model.name}') within "
+            f"{call.seconds:.0f} s; the last error: {last}. Check that it runs (curl "
+            f"http://{model.place}/v2/health/ready), that its log shows no error, and that this "
+            f"machine can reach that host and port; the request's id there and here is {call.id}. "
+            "Start it again on the same port and continue the run.",
             key="reward_server.server.no_answer",
         )
 
@@ -398,8 +417,9 @@ class Replicas:
     ) -> tuple[ServerInfo, ModelAddress]:
         """Wait until one server is up; return its description and address.
 
-        `all_probed` probes every server first, and raises if any cannot be used at all. Raises RewardServerError if
-        the deadline passed, no server can be used, or two serve different models.
+        `all_probed` probes every server first, and raises if any cannot be used at all. Raises
+        RewardServerError if the deadline passed, no server can be used, or two serve different
+        models.
         """
 
         def inspect() -> tuple[ServerInfo, ModelAddress] | None:
@@ -421,7 +441,8 @@ class Replicas:
     async def lease(self, samples: int, call: Call) -> AsyncIterator[ModelAddress]:
         """Wait for and lend the least busy server; raises as `describe` does.
 
-        A FailedAttempt that leaves the block sets the server aside; a normal exit marks it as healthy.
+        A FailedAttempt that leaves the block sets the server aside; a normal exit marks it as
+        healthy.
         """
 
         def choose() -> _Replica | None:
@@ -533,8 +554,9 @@ class Replicas:
             differences := replica.info.differences(info, "before", "now")
         ):
             self._difference = Fault(
-                f"the reward server at {replica.model.place} was replaced by another one during the run "
-                f"({'; '.join(differences)}). Start the one from before, or start the run again.",
+                f"the reward server at {replica.model.place} was replaced by another one during "
+                f"the run ({'; '.join(differences)}). Start the one from before, or start the run "
+                "again.",
                 key="reward_server.server.replaced",
             )
         elif differences := known.differences(info, f"at {by.place}", f"at {replica.model.place}"):
@@ -556,9 +578,11 @@ def choose_form(
     Args:
         place: HOST:PORT, for messages.
         tokenizer: the actor's, which can produce ids 0 .. vocab_size-1.
-        form: tokens, text, or auto, which prefers tokens if they mean the same on both sides, else texts.
+        form: tokens, text, or auto, which prefers tokens if they mean the same on both sides, else
+            texts.
 
-    Raises ConfigError if the server does not read this form, or reads other tokens; names every difference.
+    Raises ConfigError if the server does not read this form, or reads other tokens; names every
+    difference.
     """
     reads_text = wire.TEXT_FORM in info.input_forms
     if form != wire.AUTO_FORM and form not in info.input_forms:
@@ -571,7 +595,8 @@ def choose_form(
     errors = [] if info.tokenizer is None else tokenizer.differences(info.tokenizer)
     if info.vocab_size is not None and vocab_size > info.vocab_size:
         errors.append(
-            f"the actor can produce {vocab_size} token ids, the reward model knows {info.vocab_size}"
+            f"the actor can produce {vocab_size} token ids, the reward model knows "
+            f"{info.vocab_size}"
         )
     if not errors:
         return wire.TOKENS_FORM
@@ -579,7 +604,10 @@ def choose_form(
         return wire.TEXT_FORM
     template = "give the reward model's tokenizer a chat template, so that texts can be sent"
     texts = "set input=auto, so that texts are sent" if reads_text else template
-    advice = f"Serve a reward model of the actor's tokenizer, load the actor that belongs to it, or {texts}"
+    advice = (
+        "Serve a reward model of the actor's tokenizer, load the actor that belongs to it, or "
+        f"{texts}"
+    )
     head = f"the reward server at {place} reads other tokens than the actor writes"
     faults: list[Fault] = []
     for error in errors:
@@ -590,26 +618,35 @@ def choose_form(
 def check_lengths(
     info: ServerInfo, place: str, form: str, *, shortest: int, longest: int
 ) -> str | None:
-    """Return a warning if a sample can be longer than the server reads, which refuses such samples; else None.
+    """Return a warning if a sample can be longer than the server reads, which refuses such samples;
+    else None.
 
     Args:
         place: HOST:PORT, for messages.
-        form: in which samples are sent. Texts are counted in the reward model's tokens, so a warning is a guess.
+        form: in which samples are sent. Texts are counted in the reward model's tokens, so a
+            warning is a guess.
         shortest, longest: tokens of a sequence, by the actor's tokenizer.
 
     Raises ConfigError if no sample can be short enough.
     """
     if info.max_length is None or longest <= info.max_length:
         return None
-    limit = f"the reward server at {place} reads at most {info.max_length} tokens (reward_model.max_length of serve)"
-    advice = f"set model.encoder_seq_length to {info.max_length} at most, or serve a reward model that reads more"
+    limit = (
+        f"the reward server at {place} reads at most {info.max_length} tokens "
+        "(reward_model.max_length of serve)"
+    )
+    advice = (
+        f"set model.encoder_seq_length to {info.max_length} at most, or serve a reward model that "
+        "reads more"
+    )
     if form == wire.TOKENS_FORM and shortest > info.max_length:
         least = "model.reinforce.length_params.min_length and a prompt of one token"
         sentence = f"{limit}, but a sequence has at least {shortest} ({least}); {advice}"
         raise ConfigError([Fault(sentence, key="reward_server.length.too_short")])
     counted = "" if form == wire.TOKENS_FORM else ", here in tokens of the policy,"
     return (
-        f"{limit}, and prompt and response together{counted} may have {longest} (model.encoder_seq_length). "
-        "A sample that is longer is not cut: it has no reward and is not trained on, and above the share "
-        f"trainer.reinforce.max_failed_fraction the run ends. To avoid that, {advice}"
+        f"{limit}, and prompt and response together{counted} may have {longest} "
+        "(model.encoder_seq_length). A sample that is longer is not cut: it has no reward and is "
+        "not trained on, and above the share trainer.reinforce.max_failed_fraction the run ends. "
+        f"To avoid that, {advice}"
     )

@@ -1,10 +1,11 @@
 """Host process that forks for each sample: `python -m reinforce_rl.rewards.function_host`.
 
-The trainer and the server have threads, torch and CUDA and cannot fork, so this process imports the functions instead.
-A fork per sample isolates its side effects from the others. When the owner's connection ends, so do all processes.
+The trainer and the server have threads, torch and CUDA and cannot fork, so this process imports the
+functions instead. A fork per sample isolates its side effects from the others. When the owner's
+connection ends, so do all processes.
 
-Receives: `FunctionPool`'s settings, then (ID, JSON {"function", "prompt", "response", "record"}) per sample; {} pings
-Sends:    JSON: {"faults": [[SENTENCE, KEY], ...], "sources": {NAME: sha256}},
+Receives: `FunctionPool`'s settings, then (ID, JSON {"function", "prompt", "response", "record"})
+per sample; {} pings Sends:    JSON: {"faults": [[SENTENCE, KEY], ...], "sources": {NAME: sha256}},
           then {"id", "status", "value", "fault", "message"}
 """
 
@@ -58,7 +59,10 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 class LoadFault(Exception):
-    """Raised when a function cannot be used. The message is one sentence; `key` goes into its `Fault`."""
+    """Raised when a function cannot be used.
+
+    The message is one sentence; `key` goes into its `Fault`.
+    """
 
     def __init__(self, message: str, *, key: str):
         super().__init__(message)
@@ -66,12 +70,14 @@ class LoadFault(Exception):
 
 
 def load_function(spec: FunctionSpec) -> partial[Any]:
-    """Return the function with its kwargs bound; raise LoadFault if it cannot be loaded or they do not fit."""
+    """Return the function with its kwargs bound; raise LoadFault if it cannot be loaded or they do
+    not fit.
+    """
     module_name, _, name = spec.name.rpartition(".")
-    found = f"{spec.key}.name is {spec.name!r}"
+    setting = f"{spec.key}.name is {spec.name!r}"
     if not module_name:
         raise LoadFault(
-            f"{found}; expected a dotted name, such as {PROVIDED}.gsm8k",
+            f"{setting}; expected a dotted name, such as {PROVIDED}.gsm8k",
             key="reward_function.name.not_dotted",
         )
     try:
@@ -80,34 +86,34 @@ def load_function(spec: FunctionSpec) -> partial[Any]:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(f"{missing}."):
             raise LoadFault(
-                f"{found}, but {module_name} imports '{missing}', which is not installed",
+                f"{setting}, but {module_name} imports '{missing}', which is not installed",
                 key="reward_function.module.needs_package",
             ) from error
         raise LoadFault(
-            f"{found}, but there is no module '{missing}'{_module_advice(missing)}",
+            f"{setting}, but there is no module '{missing}'{_module_advice(missing)}",
             key="reward_function.module.missing",
         ) from error
     except BaseException as error:  # a user's file may raise anything, SystemExit included
         raise LoadFault(
-            f"{found}, but the import of {module_name} raised {type(error).__name__}: {error}",
+            f"{setting}, but the import of {module_name} raised {type(error).__name__}: {error}",
             key="reward_function.module.import_failed",
         ) from error
     function = getattr(module, name, None)
     if function is None:
         functions = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
-        own = [
+        defined_here = [
             n
             for n, value in functions.items()
             if value.__module__ == module.__name__ and not n.startswith("_")
         ]
-        advice = _advice(name, own, module_name)
+        advice = _advice(name, defined_here, module_name)
         raise LoadFault(
-            f"{found}, but {module_name} has no '{name}'{advice}",
+            f"{setting}, but {module_name} has no '{name}'{advice}",
             key="reward_function.name.unknown",
         )
     if not callable(function):
         raise LoadFault(
-            f"{found}, which is no function; expected the name of a function",
+            f"{setting}, which is no function; expected the name of a function",
             key="reward_function.name.no_function",
         )
     _check_kwargs(function, spec)
@@ -141,8 +147,9 @@ def _check_kwargs(function: Callable[..., Any], spec: FunctionSpec) -> None:
     takes_lists = "completions" in list(kinds)[:3]
     if takes_lists or (len(kinds) < 3 and inspect.Parameter.VAR_POSITIONAL not in kinds.values()):
         raise LoadFault(
-            f"{spec.key}.name is {called}; expected NAME(prompt, response, record, **kwargs), called once for each "
-            'sample; wrap a function of TRL, which takes lists, as the page "Coming from TRL" shows',
+            f"{spec.key}.name is {called}; expected NAME(prompt, response, record, **kwargs), "
+            "called once for each sample; wrap a function of TRL, which takes lists, as the page "
+            '"Coming from TRL" shows',
             key="reward_function.arguments.wrong",
         )
     try:
@@ -217,12 +224,15 @@ class _Host:
             if event:
                 self._start(*self._connection.recv())
             for fd in ready:
-                sample, chunk = self._running[fd], os.read(fd, ANSWER_BYTES)
+                sample = self._running[fd]
+                chunk = os.read(fd, ANSWER_BYTES)
                 sample.answer += chunk
                 if not chunk or b"\n" in chunk or len(sample.answer) > ANSWER_BYTES:
                     self._finish(sample)
             now = time.monotonic()
-            for sample in [one for one in self._running.values() if one.deadline <= now]:
+            for sample in [
+                running for running in self._running.values() if running.deadline <= now
+            ]:
                 late = Outcome(
                     base.STATUS_TIMED_OUT,
                     fault="exceeded the time limit",
@@ -260,11 +270,11 @@ class _Host:
         del self._running[sample.answer_fd]
         os.close(sample.answer_fd)
         # Reap what samples left behind; in a sandbox this is process 1, which inherits it.
-        own = {sample.pid for sample in self._running.values()}
+        pids = {sample.pid for sample in self._running.values()}
         with contextlib.suppress(ChildProcessError):
             while (
                 ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            ) and ended.si_pid not in own:
+            ) and ended.si_pid not in pids:
                 os.waitpid(ended.si_pid, 0)
         self._send(sample.id, outcome or _outcome_of(sample, code))
 
@@ -281,7 +291,9 @@ def _end(pid: int) -> int:
 
 
 def _use_of(pid: int) -> str:
-    """Return what a process has used, which tells a slow function from one that waits, or a busy machine."""
+    """Return what a process has used, which tells a slow function from one that waits, or a busy
+    machine.
+    """
     with contextlib.suppress(OSError):
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
         fields = line.rpartition(")")[2].split()  # man 5 proc, from the third
@@ -313,7 +325,9 @@ def _outcome_of(sample: _Sample, code: int) -> Outcome:
 
 
 def _work(functions: Functions, request: bytes, answer_fd: int, parent: int, secret: bytes) -> None:
-    """Score one sample in the forked process, write its `Outcome` as a line of JSON behind the secret, and exit."""
+    """Score one sample in the forked process, write its `Outcome` as a line of JSON behind the
+    secret, and exit.
+    """
     os.setpgid(0, 0)  # so that killpg also ends what the function starts
     die_with_parent(parent)
     with contextlib.suppress(OSError):  # reopened, so that flags such as O_NONBLOCK are not shared
@@ -344,10 +358,10 @@ def _score(functions: Functions, request: bytes) -> Outcome:
         number = float(value)
     except BaseException as error:  # KeyboardInterrupt and SystemExit too
         # what an error says about itself without any text of the sample
-        told = getattr(error, "public", "")
-        told = told[:MESSAGE_LETTERS] if isinstance(told, str) else ""
-        fault = f"{type(error).__name__}{told and f': {told}'}{_place(error)}"
-        message = str(error)[:MESSAGE_LETTERS].removeprefix(told).removeprefix(": ")
+        public = getattr(error, "public", "")
+        public = public[:MESSAGE_LETTERS] if isinstance(public, str) else ""
+        fault = f"{type(error).__name__}{public and f': {public}'}{_place(error)}"
+        message = str(error)[:MESSAGE_LETTERS].removeprefix(public).removeprefix(": ")
         return Outcome(base.STATUS_INTERNAL, fault=fault, message=message)
     if not math.isfinite(number):
         return Outcome(base.STATUS_NOT_FINITE, fault=f"returned {number}{defined}")
@@ -357,8 +371,8 @@ def _score(functions: Functions, request: bytes) -> Outcome:
 def _place(error: BaseException) -> str:
     """Return the last line of the function's own file in the error's traceback, if any."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    frames_there = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" at {frames_there[-1].filename}:{frames_there[-1].lineno}" if frames_there else ""
 
 
 def _definition(function: Callable[..., Any]) -> str:
@@ -384,9 +398,9 @@ def main() -> None:
         for path in sorted(_open_files() - before):
             faults.append(
                 Fault(
-                    f"{spec.key}.name is {spec.name!r}, whose module keeps {path} open. All samples "
-                    "would share the place where it is read next: read it whole at the module's level, "
-                    "or open it in the function",
+                    f"{spec.key}.name is {spec.name!r}, whose module keeps {path} open. All "
+                    "samples would share the place where it is read next: read it whole at the "
+                    "module's level, or open it in the function",
                     key="reward_function.module.keeps_file_open",
                 )
             )
@@ -410,13 +424,13 @@ def _source_sha256(function: Callable[..., Any]) -> str | None:
 
 def _open_files() -> set[str]:
     """Return the regular files that this process has open for reading."""
-    found = set()
+    targets = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             is_read = fcntl.fcntl(int(fd), fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
             if is_read and stat.S_ISREG(os.fstat(int(fd)).st_mode):
-                found.add(os.readlink(f"/proc/self/fd/{fd}"))
-    return found
+                targets.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return targets
 
 
 def _limit(memory: int) -> None:

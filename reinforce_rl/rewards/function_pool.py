@@ -1,4 +1,6 @@
-"""Scores each sample with a reward function in a process of its own; `function_host.py` is the other side."""
+"""Scores each sample with a reward function in a process of its own; `function_host.py` is the
+other side.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ class Scores:
 
 @dataclass
 class PendingScores:
-    """Samples submitted together. Once they are with a host, only its reader thread changes the scores."""
+    """Samples submitted together.
+
+    Once they are with a host, only its reader thread changes the scores.
+    """
 
     function: str  # for messages
     scores: Scores
@@ -102,15 +107,18 @@ class PendingScores:
             self.future.set_result(scores)
 
     def result(self) -> Scores:
-        """Wait for the scores; raise RewardServerError if the processes ended or exceeded the time limit."""
+        """Wait for the scores; raise RewardServerError if the processes ended or exceeded the time
+        limit.
+        """
         try:
             return self.future.result(max(0.0, self.deadline - time.monotonic()))
         except FutureTimeoutError:
             if self.host is not None:
                 self.host.kill()
             raise RewardServerError(
-                "the processes of the reward function have not answered within the time that all of its samples may "
-                "take together; is this machine overloaded, or was a process stopped?",
+                "the processes of the reward function have not answered within the time that all "
+                "of its samples may take together; is this machine overloaded, or was a process "
+                "stopped?",
                 key="reward_function.processes.no_answer",
             ) from None
 
@@ -138,17 +146,19 @@ class _Host(ModuleChild):
             self.connection.send(settings)
         if not self.connection.poll(START_SECONDS):
             self.kill()
-        found = receive(self.connection)
-        if found is None:
+        answer = receive(self.connection)
+        if answer is None:
             self.wait()
             output.join(STOP_SECONDS)
         else:
             threading.Thread(target=self._write, daemon=True).start()
             self.listen(self._on_message)
-        return found
+        return answer
 
     def add(self, batch: PendingScores, requests: Sequence[tuple[int, bytes]]) -> int:
-        """Queue these rows' samples and return the number in flight; raise RewardServerError if the host has ended."""
+        """Queue these rows' samples and return the number in flight; raise RewardServerError if the
+        host has ended.
+        """
         with self._lock:
             if self.ended:
                 raise RewardServerError(
@@ -189,8 +199,8 @@ class _Host(ModuleChild):
         self._waiting.put(None)
         for batch in batches.values():
             error = RewardServerError(
-                f"the processes of the reward function ended with {batch.left} samples under way (exit code {code}); "
-                "see the log, and whether the machine ran out of memory",
+                f"the processes of the reward function ended with {batch.left} samples under way "
+                f"(exit code {code}); see the log, and whether the machine ran out of memory",
                 key="reward_function.processes.ended_under_way",
             )
             batch.future.set_exception(error)
@@ -208,9 +218,11 @@ class _Host(ModuleChild):
 
 
 class FunctionPool:
-    """Scores samples with functions, by names of the caller's choice, each sample in a process of its own.
+    """Scores samples with functions, by names of the caller's choice, each sample in a process of
+    its own.
 
-    The host process gets the environment variables in `VARIABLES` and `config.environment`, and no others.
+    The host process gets the environment variables in `VARIABLES` and `config.environment`, and no
+    others.
     """
 
     def __init__(self, functions: Mapping[str, FunctionSpec], config: RewardFunctionConfig):
@@ -223,10 +235,11 @@ class FunctionPool:
         self.sources: dict[str, str | None] = {}
 
     def start(self) -> None:
-        """Start the processes and load the functions; fills `sources` with the SHA-256 of each function's file.
+        """Start the processes and load the functions; fills `sources` with the SHA-256 of each
+        function's file.
 
-        Raises ConfigError if a function cannot be loaded or its kwargs do not fit, RewardServerError if no process
-        could be started.
+        Raises ConfigError if a function cannot be loaded or its kwargs do not fit,
+        RewardServerError if no process could be started.
         """
         with self._lock:
             if self._host is None:
@@ -238,10 +251,11 @@ class FunctionPool:
         samples: Sequence[TextSample],
         on_sample: Callable[[], object] = lambda: None,
     ) -> PendingScores:
-        """Start scoring and return at once; restarts the processes if they ended (if that fails, `result` raises).
+        """Start scoring and return at once; restarts the processes if they ended (if that fails,
+        `result` raises).
 
-        `function` is a name in the pool, or `PING`, which only asks for an answer; `on_sample` is called after each
-        sample, on any thread.
+        `function` is a name in the pool, or `PING`, which only asks for an answer; `on_sample` is
+        called after each sample, on any thread.
         """
         count = len(samples)
         scores = Scores(np.full(count, np.nan, np.float32), np.zeros(count, np.int32))
@@ -314,19 +328,20 @@ class FunctionPool:
         limits = self._config.model_dump(
             include={"num_workers", "sample_timeout_seconds", "sample_memory_mb"}
         )
-        found = host.load({"functions": self._functions, **limits})
-        if found is None:
+        answer = host.load({"functions": self._functions, **limits})
+        if answer is None:
             raise RewardServerError(
-                f"the process of the reward function ended before it was ready (exit code {host.exit_code}; it is "
-                f"killed after {START_SECONDS:.0f} s); what it said is above. Does the import of "
+                "the process of the reward function ended before it was ready (exit code "
+                f"{host.exit_code}; it is killed after {START_SECONDS:.0f} s); what it said is "
+                "above. Does the import of "
                 f"{', '.join(spec.name for spec in self._functions.values())} end?",
                 key="reward_function.processes.not_ready",
             )
-        if found["faults"]:
+        if answer["faults"]:
             host.stop(STOP_SECONDS)
-            faults = [Fault(sentence, key=key) for sentence, key in found["faults"]]
+            faults = [Fault(sentence, key=key) for sentence, key in answer["faults"]]
             raise ConfigError(faults)
-        self.sources = found["sources"]
+        self.sources = answer["sources"]
         return host
 
 
@@ -348,27 +363,30 @@ def named_functions(
 
 
 def with_functions(cfg: TrainConfig, faults: Sequence[str]) -> TrainConfig:
-    """Return the configuration; raise ConfigError if it has faults or its reward functions cannot be loaded."""
+    """Return the configuration; raise ConfigError if it has faults or its reward functions cannot
+    be loaded.
+    """
     if faults := [*faults, *function_faults(cfg)]:
         raise ConfigError(faults)
     return cfg
 
 
 def function_faults(cfg: TrainConfig, *, here: bool = True) -> list[str]:
-    """Load the functions on rank 0 in a process of their own, and a class of one's own here; return why not.
+    """Load the functions on rank 0 in a process of their own, and a class of one's own here; return
+    why not.
 
     The functions are loaded in the sandbox if they run `here`.
     """
     if not is_first_rank():
         return []
     faults = source_class_faults(cfg)
-    own = cfg.reward_function
+    section = cfg.reward_function
     named = named_functions(cfg.reward_functions).items()
     specs = {name: spec for name, (spec, _) in named if spec.name != NOT_SET}
     if not specs:
         return faults
     # The limits are those of samples, and may be wrong themselves.
-    config = RewardFunctionConfig(environment=own.environment, sandbox=own.sandbox and here)
+    config = RewardFunctionConfig(environment=section.environment, sandbox=section.sandbox and here)
     try:
         with contextlib.closing(FunctionPool(specs, config)) as pool:
             pool.start()
@@ -398,10 +416,11 @@ def _covers_private(folder: str) -> bool:
 def bubblewrap(folders: Sequence[str]) -> list[str]:
     """Return the prefix of a command without network, other processes or write access to files.
 
-    It can read Python's own folders, the current one and `folders`; /tmp and /dev/shm are private tmpfs.
+    It can read Python's own folders, the current one and `folders`; /tmp and /dev/shm are private
+    tmpfs.
 
-    Raises ConfigError if bubblewrap is not installed or cannot work here, or if one of `folders` is /, /dev, /proc or
-    /tmp. A current folder that is one of these is not shown.
+    Raises ConfigError if bubblewrap is not installed or cannot work here, or if one of `folders` is
+    /, /dev, /proc or /tmp. A current folder that is one of these is not shown.
     """
     program = shutil.which("bwrap")
     if program is None:
@@ -411,8 +430,9 @@ def bubblewrap(folders: Sequence[str]) -> list[str]:
     readable = {*SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, *folders, *filter(None, libraries)}
     if too_wide := sorted(filter(_covers_private, readable)):
         sentence = (
-            f"{SANDBOX} is true, but functions would be shown the whole of {too_wide[0]}, which is on "
-            "sys.path or LD_LIBRARY_PATH; start elsewhere, and keep the code in a folder of its own"
+            f"{SANDBOX} is true, but functions would be shown the whole of {too_wide[0]}, which "
+            "is on sys.path or LD_LIBRARY_PATH; start elsewhere, and keep the code in a folder "
+            "of its own"
         )
         raise ConfigError([Fault(sentence, key="reward_function.sandbox.folder_too_wide")])
     if not _covers_private(os.getcwd()):

@@ -1,4 +1,5 @@
-"""Built-in reward functions; `docs/reward-functions.md` has their signature and says how to write your own.
+"""Built-in reward functions; `docs/reward-functions.md` has their signature and says how to write
+your own.
 
 Functions run in processes without torch, so nothing here imports it.
 """
@@ -27,12 +28,14 @@ def gsm8k(
     wrong: float = 0.0,
     last_number: bool = True,
 ) -> float:
-    """Score whether the response ends in the right number, as in GSM8K (Cobbe et al. 2021, arXiv:2110.14168).
+    """Score whether the response ends in the right number, as in GSM8K (Cobbe et al. 2021,
+    arXiv:2110.14168).
 
-    Numbers are compared exactly: 5, 5.00 and 10/2 are equal. The last `#### 72`, `\\boxed{72}` or "the answer is
-    72" counts; if no answer is marked, `last_number` takes the last number of the response. The record's
-    `answer_key` holds the right answer, as a number, a text or a solution that ends in `#### 72`; raises KeyError
-    without it, ValueError if it holds no number, or several.
+    Numbers are compared exactly: 5, 5.00 and 10/2 are equal. The last `#### 72`, `\\boxed{72}` or
+    "the answer is 72" counts; if no answer is marked, `last_number` takes the last number of the
+    response. The record's `answer_key` holds the right answer, as a number, a text or a solution
+    that ends in `#### 72`; raises KeyError without it, ValueError if it holds no number, or
+    several.
     """
     try:
         expected = expected_number(record[answer_key])
@@ -62,12 +65,13 @@ def matches(
 ) -> float:
     """Score whether the response matches a regular expression, white space around it included.
 
-    A pattern that backtracks for ever exceeds the time limit, and its sample fails. `whole` asks for a match of the
-    whole response rather than any part; `(?s)` at the pattern's beginning lets a dot match line breaks.
+    A pattern that backtracks for ever exceeds the time limit, and its sample fails. `whole` asks
+    for a match of the whole response rather than any part; `(?s)` at the pattern's beginning lets a
+    dot match line breaks.
     """
     compiled = re.compile(pattern)
-    found = compiled.fullmatch(response) if whole else compiled.search(response)
-    return unmatched if found is None else matched
+    match = compiled.fullmatch(response) if whole else compiled.search(response)
+    return unmatched if match is None else matched
 
 
 def _check_length(*, target: int, tolerance: float, unit: str = "words") -> None:
@@ -89,7 +93,9 @@ def length(
     tolerance: float,
     unit: str = "words",
 ) -> float:
-    """Return max(0, 1 - |length - target| / tolerance), with the length in `unit`: `words` or `characters`."""
+    """Return max(0, 1 - |length - target| / tolerance), with the length in `unit`: `words` or
+    `characters`.
+    """
     count = len(response.split()) if unit == "words" else len(response)
     return max(0.0, 1.0 - abs(count - target) / tolerance)
 
@@ -97,14 +103,16 @@ def length(
 def instructions(
     prompt: str, response: str, record: Mapping[str, Any], *, partial: bool = True
 ) -> float:
-    """Score how far a response follows the instructions of its record, 0 to 1; without `partial` 1 for all, else 0.
+    """Score how far a response follows the instructions of its record, 0 to 1; without `partial` 1
+    for all, else 0.
 
-    The record's fields, at least one: `keys` asks for one JSON object with exactly these keys and a text for each, no
-    two alike; `max_words` and `min_words` bound the number of words and of distinct words; `keyword` asks for this
-    word or its plural. Words are those of the texts where there is such an object, else of the whole response.
+    The record's fields, at least one: `keys` asks for one JSON object with exactly these keys and a
+    text for each, no two alike; `max_words` and `min_words` bound the number of words and of
+    distinct words; `keyword` asks for this word or its plural. Words are those of the texts where
+    there is such an object, else of the whole response.
 
-    The score is the mean of what was reached. The keys count three times: the response opens with a brace, names the
-    keys, is the object. Raises KeyError if the record asks for nothing.
+    The score is the mean of what was reached. The keys count three times: the response opens with a
+    brace, names the keys, is the object. Raises KeyError if the record asks for nothing.
     """
     text = response.strip()
     scores = []
@@ -135,12 +143,12 @@ def instructions(
 def _texts_by_key(text: str, keys: Iterable[str]) -> list[str] | None:
     """Return the values of a JSON object that has exactly these keys and texts, no two alike."""
     try:
-        found = json.loads(text)
+        answer = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.keys() != set(keys):
+    if not isinstance(answer, dict) or answer.keys() != set(keys):
         return None
-    texts = [text.strip().lower() if isinstance(text, str) else "" for text in found.values()]
+    texts = [text.strip().lower() if isinstance(text, str) else "" for text in answer.values()]
     return texts if all(texts) and len(set(texts)) == len(texts) else None
 
 
@@ -157,8 +165,10 @@ def _analyzer() -> Any:
 
 @checked_by(_analyzer)
 def vader(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """Return VADER's compound sentiment of an English response, -1 (negative) to 1 (positive); 0 if it is empty.
+    """Return VADER's compound sentiment of an English response, -1 (negative) to 1 (positive); 0 if
+    it is empty.
 
-    Hutto and Gilbert 2014, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text".
+    Hutto and Gilbert 2014, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social
+    Media Text".
     """
     return float(_analyzer().polarity_scores(response)["compound"])

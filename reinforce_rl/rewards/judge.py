@@ -1,6 +1,8 @@
-"""A language model as judge, over the OpenAI protocol: a score as a reward function, and the better of two answers.
+"""A language model as judge, over the OpenAI protocol: a score as a reward function, and the better
+of two answers.
 
-Any server of `POST /v1/chat/completions` will do, such as vLLM. docs/evaluation.md has the commands.
+Any server of `POST /v1/chat/completions` will do, such as vLLM. docs/evaluation.md has the
+commands.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 8.0  # even where the judge asks for more
 CONCURRENCY = 16  # requests of `preferences` in flight
 MAX_ANSWER_BYTES = 4 << 20  # a hundred times a long answer
-SCORE_TEMPLATE = """Rate the answer to the question for how correct, helpful and clear it is, $low (worst) to $high
+SCORE_TEMPLATE = """\
+Rate the answer to the question for how correct, helpful and clear it is, $low (worst) to $high
 (best). Say why in at most two sentences, then end with a line of this form: Score: NUMBER
 
 [Question]
@@ -39,8 +42,10 @@ $prompt
 [Answer]
 $response
 """
-PAIR_TEMPLATE = """Which answer to the question is better: more correct, helpful, clear? Order and length do not count.
-Say why in at most two sentences, then end with [[A]] or [[B]], or with [[C]] if they are equally good.
+PAIR_TEMPLATE = """\
+Which answer to the question is better: more correct, helpful, clear? Order and length do not count.
+Say why in at most two sentences, then end with [[A]] or [[B]], or with [[C]] if they are equally \
+good.
 
 [Question]
 $prompt
@@ -60,8 +65,8 @@ _VERDICT = re.compile(r"\[\[([ABC])\]\]")
 class JudgeError(Exception):
     """The judge gave no judgement. `public` says why, without any text of the sample."""
 
-    def __init__(self, public: str, more: str = ""):
-        super().__init__(f"{public}: {quoted(more, 600)}" if more else public)
+    def __init__(self, public: str, details: str = ""):
+        super().__init__(f"{public}: {quoted(details, 600)}" if details else public)
         self.public = public
 
 
@@ -82,13 +87,15 @@ class Judge:
         url = URL(self.url)
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError(
-                f"url is {self.url!r}; expected the base of an OpenAI API, such as http://HOST:8000/v1"
+                f"url is {self.url!r}; expected the base of an OpenAI API, such as "
+                "http://HOST:8000/v1"
             )
         if not self.model:
             raise ValueError("model is empty; expected the model's name at the server")
         if not (self.timeout > 0 and self.retries >= 0):
             raise ValueError(
-                f"timeout is {self.timeout} and retries {self.retries}; expected above 0, and at least 0"
+                f"timeout is {self.timeout} and retries {self.retries}; expected above 0, and at "
+                "least 0"
             )
         if self.api_key_variable and not os.environ.get(self.api_key_variable):
             advice = (
@@ -109,7 +116,9 @@ class Judge:
         )
 
     async def ask(self, text: str) -> str:
-        """Return the answer to one user message; raise JudgeError if there is none within the attempts."""
+        """Return the answer to one user message; raise JudgeError if there is none within the
+        attempts.
+        """
         defaults = {"temperature": 0.0, "max_tokens": 512}
         options = {
             key: value for key, value in {**defaults, **self.options}.items() if value is not None
@@ -170,11 +179,13 @@ def _text_in(body: bytes, place: str) -> str:
 
 
 def score_in(answer: str, low: float, high: float) -> float:
-    """Return the last "Score: 7" of an answer, or the number that it is; JudgeError if none, or not low .. high."""
-    found = _SCORE.findall(answer) or _NUMBER_ALONE.findall(answer)
-    if not found:
+    """Return the last "Score: 7" of an answer, or the number that it is; JudgeError if none, or not
+    low .. high.
+    """
+    numbers = _SCORE.findall(answer) or _NUMBER_ALONE.findall(answer)
+    if not numbers:
         raise JudgeError("the judge's answer holds no score", answer)
-    score = float(found[-1])
+    score = float(numbers[-1])
     if not low <= score <= high:
         raise JudgeError(f"the judge's score is outside {low:g} .. {high:g}", answer)
     return score
@@ -239,8 +250,8 @@ def llm_judge(
 ) -> float:
     """Return the score, `low` .. `high`, that a language model gives the response.
 
-    The template may hold any field of the prompt's line, such as $answer. `settings` are `Judge`'s. A judge that
-    fails, or gives no such score, fails the sample.
+    The template may hold any field of the prompt's line, such as $answer. `settings` are `Judge`'s.
+    A judge that fails, or gives no such score, fails the sample.
     """
     values = {
         **record,
@@ -258,7 +269,8 @@ def llm_judge(
 
 
 def preferences(judge: Judge, pairs: Sequence[tuple[str, str, str]]) -> list[float | str]:
-    """Return which answer the judge prefers of each (question, first, second), or why there is no preference.
+    """Return which answer the judge prefers of each (question, first, second), or why there is no
+    preference.
 
     1 for the first answer in both orders, 0 for the second in both, else 0.5.
     """

@@ -1,7 +1,7 @@
 """Reads the number that an answer states, exactly.
 
-`math-verify` reads the same forms, and the tests hold its verdicts. It is not used here, because it reads 1e-05 as 1
-and compares six decimals, so that 0.00000025 equals 0.00000026.
+`math-verify` reads the same forms, and the tests hold its verdicts. It is not used here, because it
+reads 1e-05 as 1 and compares six decimals, so that 0.00000025 equals 0.00000026.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _LIST_NUMBER = re.compile(r"[.)]\s+\w")
 
 # What makes another value of the number before it: an operator, a root, a variable, a factorial.
 _GOES_ON = re.compile(
-    r"\s*(?:[-+*/\u00d7\u00b7\u00f7^:]\s*[\d(\\{$.]|[\u221a\u03c0^]|\\[a-zA-Z])|!\s*\$|[abdijknpqruvwxyz](?![a-zA-Z])"
+    r"\s*(?:[-+*/\u00d7\u00b7\u00f7^:]\s*[\d(\\{$.]|[\u221a\u03c0^]|\\[a-zA-Z])"
+    r"|!\s*\$|[abdijknpqruvwxyz](?![a-zA-Z])"
 )
 # What makes another value of the number after it: a command of LaTeX, a root, a power, a division.
 _BEGINS_BEFORE = re.compile(r"\\[a-zA-Z]|\u221a|(?:sqrt\s*\(|[\^/]\s*[({]?)\s*\Z")
@@ -117,7 +118,8 @@ class Number:
 
 
 def expected_number(answer: object) -> Number:
-    """Return the number of a record's answer: a number, a text with one number, or a solution that ends in `#### 72`.
+    """Return the number of a record's answer: a number, a text with one number, or a solution that
+    ends in `#### 72`.
 
     Raises ValueError if it holds none, or several.
     """
@@ -135,7 +137,8 @@ def expected_number(answer: object) -> Number:
     if isinstance(number, Number):
         return number
     raise ValueError(
-        f"holds no number, or several: {answer[-80:]!r}; expected one, such as 72, 1.5e-3 or #### 72"
+        f"holds no number, or several: {answer[-80:]!r}; expected one, such as 72, 1.5e-3 or #### "
+        "72"
     )
 
 
@@ -152,9 +155,10 @@ def _kind(answer: object) -> str:
 def final_number(text: str, *, last_number: bool = True) -> Number | None:
     """Return the number that a worked solution gives as its answer, or None.
 
-    Takes the last marker with a number: `#### 72`, `\\boxed{72}`, "the answer is 72", "Answer: 72". In "the answer is
-    5 + 3 = 8" the number after the last equals sign counts. An answer that is marked and is no number, such as
-    `\\boxed{2\\sqrt{3}}`, gives None. `last_number` falls back to the last number of the text.
+    Takes the last marker with a number: `#### 72`, `\\boxed{72}`, "the answer is 72", "Answer: 72".
+    In "the answer is 5 + 3 = 8" the number after the last equals sign counts. An answer that is
+    marked and is no number, such as `\\boxed{2\\sqrt{3}}`, gives None. `last_number` falls back to
+    the last number of the text.
     """
     end = len(text)
     for match in reversed(list(_MARKED.finditer(text))):
@@ -195,7 +199,10 @@ def _read_mark(text: str, match: re.Match[str], end: int) -> Number | _Other | N
 
 
 def _is_heading(line: str, below: str) -> bool:
-    """Tell whether what follows `####` is a heading of Markdown: "Step 3", or "2. Add them" with text below."""
+    """Tell whether what follows `####` is a heading of Markdown: "Step 3", or "2.
+
+    Add them" with text below.
+    """
     match = _NUMBER.search(_after_equals(line))
     if match is None:
         return False
@@ -327,7 +334,9 @@ def _decimal(text: str) -> Fraction | None:
 
 
 def _power(base: Fraction, text: str) -> Fraction | None:
-    """Return a base to an integer power as it is written, `^{-5}` or `**2`; None where it is too large."""
+    """Return a base to an integer power as it is written, `^{-5}` or `**2`; None where it is too
+    large.
+    """
     exponent = _bounded_exponent(re.sub(r"[\s^*{}()]", "", text))
     if exponent is None or (base == 0 and exponent < 0):
         return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.rewards import RewardServerConfig, name_in_metrics
+from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.data.tokenizer import TokenizerInfo, pad_id_of
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.megatron.architecture import Architecture
@@ -51,7 +51,9 @@ class _Later:
 
 @dataclass(frozen=True)
 class CombinedRewards:
-    """A reward source that returns the weighted sum of others, whose names differ by the configuration's rules."""
+    """A reward source that returns the weighted sum of others, whose names differ by the
+    configuration's rules.
+    """
 
     sources: Sequence[WeightedSource]
 
@@ -61,7 +63,9 @@ class CombinedRewards:
         )
 
     def _sum(self, futures: Sequence[RewardFuture]) -> Rewards:
-        """Return the weighted sum; a failed sample has the status of the first source that failed it."""
+        """Return the weighted sum; a failed sample has the status of the first source that failed
+        it.
+        """
         answers = [future.result() for future in futures]
         values = torch.zeros_like(answers[0].values)
         status = torch.full_like(answers[0].status, base.STATUS_OK)
@@ -82,7 +86,7 @@ class CombinedRewards:
     @property
     def identity(self) -> dict[str, Any]:
         """What each source says of itself, by name."""
-        return {one.name: getattr(one.source, "identity", None) for one in self.sources}
+        return {source.name: getattr(source.source, "identity", None) for source in self.sources}
 
     def close(self) -> None:
         """Close every source, even if one raises; its exception is raised at the end."""
@@ -93,7 +97,10 @@ class CombinedRewards:
 
 @dataclass(frozen=True)
 class FunctionRewards:
-    """A reward source that calls one function of a started pool. Sources may share it; the first closes it."""
+    """A reward source that calls one function of a started pool.
+
+    Sources may share it; the first closes it.
+    """
 
     pool: FunctionPool
     function: str
@@ -125,36 +132,36 @@ class FunctionRewards:
 def connect_to_reward_servers(
     cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
 ) -> RewardSource:
-    """Start the reward functions, wait for every server and check compatibility, before a model is loaded.
+    """Start the reward functions, wait for every server and check compatibility, before a model is
+    loaded.
 
-    Raises RewardServerError if one is not ready within `remote_rm.ready_timeout_seconds`, ConfigError if tokenizer or
-    vocabulary differ and the server reads no texts, or a function cannot be used.
+    Raises RewardServerError if one is not ready within `remote_rm.ready_timeout_seconds`,
+    ConfigError if tokenizer or vocabulary differ and the server reads no texts, or a function
+    cannot be used.
     """
-    servers = configured_servers(cfg)
     functions = configured_functions(cfg)
     pool = FunctionPool({name: spec for name, (spec, _) in functions.items()}, cfg.reward_function)
-    sources = [
-        WeightedSource(name, FunctionRewards(pool, name), weight)
-        for name, (_, weight) in functions.items()
-    ]
+    sources: list[WeightedSource] = []
     with ExitStack() as on_failure:
         on_failure.callback(CombinedRewards(sources).close)
         if functions:
+            on_failure.callback(pool.close)
             with mesh.raise_on_all_ranks():
                 if mesh.is_model_parallel_rank_0:  # only these ranks ask for rewards
                     pool.start()
-        if cfg.reward_class is not None:
+        for term in cfg.reward_terms:
             with mesh.raise_on_all_ranks():
-                source = make_source(cfg.reward_class, cfg, tokenizer)
-                name = cfg.reward_class.rpartition(".")[2]
-                sources.insert(0, WeightedSource(name, source, 1.0))
-        for name, server in servers.items():
-            with mesh.raise_on_all_ranks():
-                source = _connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
-                sources.append(WeightedSource(name, source, server.weight))
+                source: RewardSource
+                if term.setting in cfg.reward_servers:
+                    server = cfg.reward_servers[term.setting]
+                    source = _connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
+                elif term.setting in cfg.reward_functions:
+                    source = FunctionRewards(pool, term.name)
+                else:
+                    source = make_source(cfg.reward, cfg, tokenizer)
+                sources.append(WeightedSource(term.name, source, term.weight))
         on_failure.pop_all()
-        is_sum = _is_sum([source.weight for source in sources])
-        return CombinedRewards(sources) if is_sum else sources[0].source
+        return CombinedRewards(sources) if cfg.logs_reward_terms else sources[0].source
 
 
 def configured_functions(cfg: TrainConfig) -> dict[str, tuple[FunctionSpec, float]]:
@@ -162,38 +169,21 @@ def configured_functions(cfg: TrainConfig) -> dict[str, tuple[FunctionSpec, floa
     return named_functions(cfg.reward_functions)
 
 
-def configured_servers(cfg: TrainConfig) -> dict[str, RewardServerConfig]:
-    """Return the configured reward servers, by the name of their model."""
-    sections = cfg.reward_servers.items()
-    return {name_in_metrics(setting, section): section for setting, section in sections}
-
-
 def names_of_scores(cfg: TrainConfig) -> tuple[str, ...] | None:
     """Return the names in `Rewards.by_source`, without the attributes of servers.
 
     None for a server or a class alone, whose attributes, by their names, are all that there is.
     """
-    functions = configured_functions(cfg)
-    servers = configured_servers(cfg)
-    weights = [weight for _, weight in functions.values()]
-    weights += [server.weight for server in servers.values()]
-    classes: list[str] = []
-    if cfg.reward_class is not None:
-        classes.append(cfg.reward_class.rpartition(".")[2])
-        weights.append(1.0)
-    if _is_sum(weights):
-        return (*classes, *functions, *servers)
-    return None if servers or classes else ()
-
-
-def _is_sum(weights: Sequence[float]) -> bool:
-    return len(weights) != 1 or weights[0] != 1.0
+    if cfg.logs_reward_terms:
+        return tuple(term.name for term in cfg.reward_terms)
+    return () if cfg.reward_functions else None
 
 
 def published_addresses(files: Sequence[str], deadline: float) -> list[Address]:
     """Wait until reward servers have written their ready files, and return the addresses in them.
 
-    Raises RewardServerError if a file is missing at the deadline (`time.monotonic`), or names no address.
+    Raises RewardServerError if a file is missing at the deadline (`time.monotonic`), or names no
+    address.
     """
     addresses: list[Address] = []
     for file in files:

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
@@ -65,7 +66,9 @@ def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the shared event loop and return its result; a signal during the wait cancels it."""
+    """Run a coroutine on the shared event loop and return its result; a signal during the wait
+    cancels it.
+    """
     future = submit(work)
     try:
         return future.result()
@@ -166,12 +169,12 @@ class HttpAnswer:
 
     def check_digest(self, body: bytes) -> None:
         """Raise FailedAttempt unless this answers a request with this body."""
-        found = self.headers.get(wire.REQUEST_DIGEST)
+        digest = self.headers.get(wire.REQUEST_DIGEST)
         sent = hashlib.sha256(body).hexdigest()
-        if found != sent:
+        if digest != sent:
             text = "it bears no digest"
-            if found:
-                text = f"it is to another request (digest {quoted(found, 12)}, asked {sent[:12]})"
+            if digest:
+                text = f"it is to another request (digest {quoted(digest, 12)}, asked {sent[:12]})"
             raise FailedAttempt(
                 f"gave a wrong answer: {text} ({wire.REQUEST_DIGEST})", bad_answer=True
             )
@@ -182,7 +185,8 @@ def url_of(place: Address, path: str) -> URL:
 
 
 def proxy_of(url: URL) -> str | None:
-    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY name for a server; None for this machine.
+    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY name for a server; None
+    for this machine.
 
     Raises ValueError if it is no HTTP proxy.
     """
@@ -203,8 +207,8 @@ def proxy_of(url: URL) -> str | None:
         variable = f"{kind.upper()}_PROXY"
         # What follows the scheme may hold a password.
         raise ValueError(
-            f"{variable} names a proxy of the kind {scheme}://, for {host}; expected http://HOST:PORT. "
-            f"Set it so, or name {host} in NO_PROXY"
+            f"{variable} names a proxy of the kind {scheme}://, for {host}; expected "
+            f"http://HOST:PORT. Set it so, or name {host} in NO_PROXY"
         )
     return proxy
 
@@ -216,33 +220,42 @@ async def exchange(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
     proxy: str | None = None,
+    socket_path: Path | None = None,
     max_bytes: int = MAX_ANSWER_BYTES,
 ) -> HttpAnswer:
     """Send a GET, or a POST if there is a body, over a new connection, without redirects.
 
-    Variables such as HTTP_PROXY do not count: reward servers are in the cluster. `proxy_of` reads them.
+    Variables such as HTTP_PROXY do not count: reward servers are in the cluster. `proxy_of` reads
+    them. With `socket_path` the connection goes to that Unix socket, whatever the URL's host.
 
     Raises FailedAttempt if no complete answer came within `seconds`, counted from connecting, or
     its body has more than `max_bytes`.
     """
+    connector: aiohttp.BaseConnector = aiohttp.TCPConnector(force_close=True)
+    if socket_path is not None:
+        connector = aiohttp.UnixConnector(str(socket_path), force_close=True)
     try:
-        async with aiohttp.request(
-            "GET" if body is None else "POST",
-            url,
-            data=None
-            if body is None
-            else io.BytesIO(body),  # in pieces, between which the loop goes on
-            headers={"Accept-Encoding": "identity", **(headers or {})},
-            allow_redirects=False,
-            proxy=proxy,
-            timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
-        ) as answer:
-            found = bytearray()
+        async with (
+            connector,
+            aiohttp.request(
+                "GET" if body is None else "POST",
+                url,
+                data=None
+                if body is None
+                else io.BytesIO(body),  # in pieces, between which the loop goes on
+                headers={"Accept-Encoding": "identity", **(headers or {})},
+                allow_redirects=False,
+                proxy=proxy,
+                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
+                connector=connector,
+            ) as answer,
+        ):
+            received = bytearray()
             async for part in answer.content.iter_any():
-                found += part
-                if len(found) > max_bytes:
+                received += part
+                if len(received) > max_bytes:
                     raise FailedAttempt(f"does not answer (it sends more than {max_bytes} bytes)")
-            return HttpAnswer(answer.status, answer.headers, bytes(found))
+            return HttpAnswer(answer.status, answer.headers, bytes(received))
     except (asyncio.TimeoutError, TimeoutError) as error:
         raise FailedAttempt("does not answer (timed out)", timed_out=True) from error
     except aiohttp.ClientResponseError as error:
@@ -256,10 +269,11 @@ async def exchange(
 
 
 async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
-    """Ask a server once for its description, and whether the reward model is ready; `timeout` is for each request.
+    """Ask a server once for its description, and whether the reward model is ready; `timeout` is
+    for each request.
 
-    Raises FailedAttempt if a retry may succeed, RewardServerError if it cannot: another program is on the port, it
-    serves another model or protocol version, or it wants another token.
+    Raises FailedAttempt if a retry may succeed, RewardServerError if it cannot: another program is
+    on the port, it serves another model or protocol version, or it wants another token.
     """
     question = json.dumps({"id": uuid.uuid4().hex, "inputs": []}).encode()
     answer = await _ask(model, f"/v2/models/{wire.INFO_MODEL}/infer", timeout, question)
@@ -272,9 +286,9 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
         answer = await _ask(model, "/v2", timeout)
         if answer.code != 200 or b'"extensions"' not in answer.body:  # it is no Triton
             raise _foreign(model.place, f"HTTP {code}")
-        what = f"is a Triton server without '{wire.INFO_MODEL}' (HTTP {code})"
+        program = f"is a Triton server without '{wire.INFO_MODEL}' (HTTP {code})"
         raise FailedAttempt(
-            f"{what}: a reward server that starts, or none of this project; check host and port"
+            f"{program}: a reward server that starts, or none of this project; check host and port"
         )
     try:
         info = ServerInfo.from_json(parse_json(answer.body)["outputs"][0]["data"][0])
@@ -290,8 +304,9 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
     if info.name != model.name:
         name = quoted(info.name, 100)
         raise RewardServerError(
-            f"the reward server at {model.place} serves the model '{name}', but '{model.name}' was asked "
-            f"for. Set remote_rm.reward_model.name={name}, or the port to the other server's.",
+            f"the reward server at {model.place} serves the model '{name}', but '{model.name}' "
+            f"was asked for. Set remote_rm.reward_model.name={name}, or the port to the other "
+            "server's.",
             key="reward_server.model.other_name",
         )
     answer = await _ask(model, f"/v2/models/{model.name}/ready", timeout)
@@ -305,7 +320,8 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
 def infer_json(
     model: ModelAddress, inputs: list[dict[str, Any]], timeout: float
 ) -> dict[str, list[Any]]:
-    """Make one KServe v2 inference in JSON, as `curl` would; return each output's flat data by name.
+    """Make one KServe v2 inference in JSON, as `curl` would; return each output's flat data by
+    name.
 
     Raises RewardServerError for anything but a proper answer.
     """
@@ -339,8 +355,8 @@ async def infer(
         timeout: seconds until the answer must be complete.
         request_id: appears in the request, the server's log and messages.
 
-    Raises FailedAttempt if a retry, perhaps at another server, may succeed, RewardServerError if the server refuses
-    this request, as any other of the same model would.
+    Raises FailedAttempt if a retry, perhaps at another server, may succeed, RewardServerError if
+    the server refuses this request, as any other of the same model would.
     """
     # tritonclient encodes and decodes the bodies. It has no deadline for a whole answer, so
     # `exchange` sends them.
@@ -370,14 +386,14 @@ async def infer(
     answer.check_digest(body)
     try:
         json_length = answer.headers.get(wire.HEADER_LENGTH)
-        found = client.parse_response_body(
+        parsed = client.parse_response_body(
             answer.body, header_length=int(json_length) if json_length else None
         )
-        if (found_id := found.get_response().get("id")) != request_id:
-            other = quoted(found_id, 100)
+        if (answered_id := parsed.get_response().get("id")) != request_id:
+            other = quoted(answered_id, 100)
             raise ValueError(f"it is to the request with the id '{other}', not {request_id!r}")
-        wire.check_json_numbers(found.get_response())
-        return wire.check_answer(found.as_numpy, count, attributes)
+        wire.check_json_numbers(parsed.get_response())
+        return wire.check_answer(parsed.as_numpy, count, attributes)
     except Exception as error:  # tritonclient may raise anything on malformed bytes
         if not any(name in answer.headers for name in ("Content-Length", "Transfer-Encoding")):
             # Without its length, a truncated answer looks complete.
@@ -424,22 +440,23 @@ async def _ask(
 
 def _token_refused(model: ModelAddress) -> RewardServerError:
     if model.token is None:
-        found = Fault("no token was sent", key="reward_server.token.not_sent")
+        fault = Fault("no token was sent", key="reward_server.token.not_sent")
     else:
-        found = Fault(
+        fault = Fault(
             "it does not know the token that was sent",
             key="reward_server.token.unknown",
         )
     return RewardServerError(
-        f"the reward server at {model.place} asks for an access token, and {found}. Give the server's token by "
-        f"remote_rm.reward_model.token_file=FILE or by the environment variable {wire.TOKEN_VARIABLE}.",
-        key=found.key,
+        f"the reward server at {model.place} asks for an access token, and {fault}. Give the "
+        "server's token by remote_rm.reward_model.token_file=FILE or by the environment variable "
+        f"{wire.TOKEN_VARIABLE}.",
+        key=fault.key,
     )
 
 
-def _foreign(place: Address, found: str) -> RewardServerError:
+def _foreign(place: Address, answered: str) -> RewardServerError:
     return RewardServerError(
-        f"another program listens on {place}: expected a reward server, got {found}. "
+        f"another program listens on {place}: expected a reward server, got {answered}. "
         "Check host and port against the server's line 'ready at http://...'.",
         key="reward_server.port.other_program",
     )

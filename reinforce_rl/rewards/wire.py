@@ -1,8 +1,10 @@
-"""Wire format shared by reward server and client, KServe v2 over HTTP; docs/reward-server.md lists what travels.
+"""Wire format shared by reward server and client, KServe v2 over HTTP; docs/reward-server.md lists
+what travels.
 
-Neither side's code is imported here. An answer bears the digest of its request in REQUEST_DIGEST, so that one to
-another or a corrupted request is never accepted. The server's description is the answer of a second model, INFO_MODEL:
-its fixed name lets the server correct a client that asks for a wrong reward model.
+Neither side's code is imported here. An answer bears the digest of its request in REQUEST_DIGEST,
+so that one to another or a corrupted request is never accepted. The server's description is the
+answer of a second model, INFO_MODEL: its fixed name lets the server correct a client that asks for
+a wrong reward model.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ class ServerInfo:
     def from_json(cls, text: str | bytes) -> ServerInfo:
         """Inverse of `to_json`; ignores unknown keys, which a later release may send.
 
-        Raises ValueError if it is no description, OtherVersion if it is one in another version of the protocol.
+        Raises ValueError if it is no description, OtherVersion if it is one in another version of
+        the protocol.
         """
         values = parse_json(text)
         if not isinstance(values, dict) or "protocol" not in values:
@@ -140,7 +143,9 @@ class ServerInfo:
             raise ValueError(f"{wrong}: {count} attributes, expected at most {MAX_ATTRIBUTES}")
 
     def differences(self, other: ServerInfo, here: str, there: str) -> list[str]:
-        """Return one sentence per differing field; `here` and `there` say where or when each was seen."""
+        """Return one sentence per differing field; `here` and `there` say where or when each was
+        seen.
+        """
         mine = asdict(self)
         theirs = asdict(other)
         return [
@@ -158,9 +163,9 @@ def _description() -> TypeAdapter[ServerInfo]:
 def unlike(first: Address, second: Address, differences: Sequence[str]) -> Fault:
     """Return the error for two servers that should serve the same model and do not."""
     return Fault(
-        f"the reward servers at {first} and {second} do not serve the same model with the same limits "
-        f"({'; '.join(differences)}). Replicas must be alike: start one of them anew, or take it out of "
-        "remote_rm.reward_model.replicas.",
+        f"the reward servers at {first} and {second} do not serve the same model with the same "
+        f"limits ({'; '.join(differences)}). Replicas must be alike: start one of them anew, or "
+        "take it out of remote_rm.reward_model.replicas.",
         key="reward_server.replicas.differ",
     )
 
@@ -171,7 +176,9 @@ def unlike(first: Address, second: Address, differences: Sequence[str]) -> Fault
 def request_arrays(
     request: RewardRequest, form: str, pad_to_length: int | None, pad_id: int
 ) -> dict[str, np.ndarray]:
-    """Encode N samples as inputs [N, ...] by name, with tokens padded with `pad_id` to `pad_to_length`, if given."""
+    """Encode N samples as inputs [N, ...] by name, with tokens padded with `pad_id` to
+    `pad_to_length`, if given.
+    """
     if form == TEXT_FORM:
         return text_arrays(request.samples)
     tokens = request.tokens.detach().cpu().numpy().astype(np.int64, copy=True)
@@ -182,7 +189,9 @@ def request_arrays(
 
 
 def text_arrays(samples: Sequence[TextSample]) -> dict[str, np.ndarray]:
-    """Encode samples as texts, each input [N, 1]; always the same inputs, so that Triton can merge requests."""
+    """Encode samples as texts, each input [N, 1]; always the same inputs, so that Triton can merge
+    requests.
+    """
     columns = {
         PROMPTS: [sample.prompt for sample in samples],
         RESPONSES: [sample.response for sample in samples],
@@ -207,8 +216,9 @@ def text_arrays(samples: Sequence[TextSample]) -> dict[str, np.ndarray]:
 def split(arrays: Mapping[str, np.ndarray], info: ServerInfo) -> list[dict[str, np.ndarray]]:
     """Split inputs [N, ...] in order into parts within the server's limits.
 
-    The parts depend on samples and limits only, not on which servers are up: the last bit of a score may depend on
-    which samples share a request. A sample above the limit is sent alone, and the server refuses it.
+    The parts depend on samples and limits only, not on which servers are up: the last bit of a
+    score may depend on which samples share a request. A sample above the limit is sent alone, and
+    the server refuses it.
     """
     sizes = sum(_sample_bytes(array) for array in arrays.values())
     room = None if info.max_request_bytes is None else info.max_request_bytes - ENVELOPE_BYTES
@@ -241,7 +251,8 @@ def check_inputs(names: set[str], input_forms: Sequence[str]) -> None:
     if form not in input_forms and (names or input_forms):
         read = " or ".join(input_forms) or "no input"
         raise ValueError(
-            f"this model reads {read}; this request holds {sorted(names)}, see docs/reward-server.md"
+            f"this model reads {read}; this request holds {sorted(names)}, see "
+            "docs/reward-server.md"
         )
 
 
@@ -310,7 +321,8 @@ class Scores(NamedTuple):
 
 
 def check_answer(output: Callable[[str], np.ndarray | None], count: int, attributes: int) -> Scores:
-    """Return the scores in an answer about N = `count` samples, with K = `attributes`, whose outputs `output` gives.
+    """Return the scores in an answer about N = `count` samples, with K = `attributes`, whose
+    outputs `output` gives.
 
     Raises ValueError if the answer breaks the protocol.
     """
@@ -351,8 +363,8 @@ def _checked(
 ) -> np.ndarray:
     array = output(key)
     if array is None or array.dtype != dtype or array.shape != shape:
-        found = "missing" if array is None else f"{array.dtype} {list(array.shape)}"
-        raise ValueError(f"'{key}' is {found}; expected {np.dtype(dtype).name} {list(shape)}")
+        given = "missing" if array is None else f"{array.dtype} {list(array.shape)}"
+        raise ValueError(f"'{key}' is {given}; expected {np.dtype(dtype).name} {list(shape)}")
     return array
 
 
@@ -362,8 +374,8 @@ def _checked(
 def read_token(token_file: str | Path | None, key: str) -> str | None:
     """Read the token from a file, or else from the environment variable REINFORCE_REWARD_TOKEN.
 
-    `key` is the configuration key, for messages. Raises ConfigError if the file is missing, others may read it, or its
-    content cannot be a token.
+    `key` is the configuration key, for messages. Raises ConfigError if the file is missing, others
+    may read it, or its content cannot be a token.
     """
     if token_file is None:
         where = f"the environment variable {TOKEN_VARIABLE}"

@@ -37,19 +37,19 @@ from reinforce_rl.rollout.message_codec import BadMessageError, decode, encode
 from reinforce_rl.rollout.messages import (
     HELLO,
     Abandoned,
-    Arrival,
     Dismissed,
     EndReceived,
+    GenerationRequest,
+    GenerationRequests,
+    GenerationResult,
     GeneratorFailed,
     Message,
     NewWeights,
     Received,
-    Result,
+    Register,
+    RequestCredit,
     ResultBounds,
     RunEnded,
-    Work,
-    WorkRequest,
-    Works,
     fault_of_result,
 )
 from reinforce_rl.rollout.rendezvous import (
@@ -72,7 +72,7 @@ _POLL_SECONDS = 0.2
 _MAX_JSON_BYTES = 64 << 20  # of a message; memory for its values is many times that
 _END_SECONDS = 10.0  # for generators to read that the run has ended
 _MAX_SOURCES = 2048  # in all results: the dashboard leaves out a run of more than 4096 metrics
-_MAX_REQUESTED = 1 << 16  # works that a generator can have asked for
+_MAX_REQUESTED = 1 << 16  # requests that a generator can have asked for
 _MAX_NOTES = 1000  # that wait to be printed
 _MAX_RECEIVE_FAILURES = 3  # in a row, after which a generator is dismissed
 _MAX_NAME_LENGTH = 200
@@ -90,8 +90,8 @@ class _Generator:
     version: int = -1  # of the newest weights that it has
     since: int = -1  # version of the first ones
     failures: int = 0  # to receive weights, since the last success
-    lacks_scores: bool = False  # it got none for the last work that it answered
-    under_way: dict[int, Work] = field(default_factory=dict)
+    lacks_scores: bool = False  # it got none for the last request that it answered
+    under_way: dict[int, GenerationRequest] = field(default_factory=dict)
 
     @property
     def leader(self) -> int:
@@ -155,12 +155,12 @@ class GeneratorPool:
         self._source_names = set(bounds.sources or ())  # in all results so far
         self._changed = threading.Condition()
         self._generators: dict[int, _Generator] = {}
-        self._idle: deque[int] = deque()  # numbers of generators that have asked for work
-        self._waiting: deque[Work] = deque()
-        self._given: dict[int, Work] = {}  # and not forgotten
+        self._idle: deque[int] = deque()  # numbers of generators that have asked for requests
+        self._waiting: deque[GenerationRequest] = deque()
+        self._given: dict[int, GenerationRequest] = {}  # and not forgotten
         self._given_again = set[int]()  # as their rollouts were too old
-        self._results: dict[int, Result] = {}
-        # Since the last `take`: works that were given again before.
+        self._results: dict[int, GenerationResult] = {}
+        # Since the last `take`: requests that were given again before.
         self._again: set[int] | None = None
         self._dropped = 0  # since then
         self._failure: Exception | None = None  # that ends the run
@@ -173,7 +173,7 @@ class GeneratorPool:
         self._epoch = 0
         self._notes: deque[str] = deque(maxlen=_MAX_NOTES)
         self._dismissed = set[int]()  # ranks
-        self._unscored = set[int]()  # works for which a generator got no scores
+        self._unscored = set[int]()  # requests for which a generator got no scores
         self._lost_versions = set[int]()  # that no generator has any more, and that were noted
         self._last_loss = ""
         self._alone_since: float | None = None  # while the trainers wait and there is no generator
@@ -224,9 +224,9 @@ class GeneratorPool:
 
     # The queue
 
-    def submit(self, work: Iterable[Work]) -> None:
+    def submit(self, request: Iterable[GenerationRequest]) -> None:
         with self._changed:
-            self._waiting.extend(work)
+            self._waiting.extend(request)
             self._assign()
 
     def await_results(
@@ -259,7 +259,7 @@ class GeneratorPool:
         with self._waiting_phase(), self._changed:
             while not is_there():
                 self._print_notes()
-                is_alone = not any(one.is_ready for one in self._generators.values())
+                is_alone = not any(generator.is_ready for generator in self._generators.values())
                 self._look_for_anybody(is_alone)
                 if self._lacking():
                     return True
@@ -278,7 +278,7 @@ class GeneratorPool:
             return contextlib.nullcontext()
         return self._phases.having_deadline()
 
-    def results(self, numbers: Sequence[int]) -> list[Result] | None:
+    def results(self, numbers: Sequence[int]) -> list[GenerationResult] | None:
         """Return results after `await_results`; None if a stop came before them."""
         with self._changed:
             if all(number in self._results for number in numbers):
@@ -288,8 +288,8 @@ class GeneratorPool:
 
     def take(
         self, shares: Sequence[tuple[Sequence[int], int]], oldest: int
-    ) -> tuple[list[Result], int] | None:
-        """Return the works of each share, (numbers, count), that are finished first.
+    ) -> tuple[list[GenerationResult], int] | None:
+        """Return the requests of each share, (numbers, count), that are finished first.
 
         A result with a token of weights older than version `oldest` is dropped and its prompt
         answered again before the others; the next call waits for it, so that long responses get
@@ -299,30 +299,30 @@ class GeneratorPool:
             The results, and how many were dropped; None if a stop came before them.
         """
         with self._changed:
-            found = self._to_take(shares, oldest)
-            if found is None:
+            results = self._to_take(shares, oldest)
+            if results is None:
                 self._check()
                 return None
             dropped = self._dropped
             self._dropped = 0
             self._again = None
-            return found, dropped
+            return results, dropped
 
     def _to_take(
         self, shares: Sequence[tuple[Sequence[int], int]], oldest: int
-    ) -> list[Result] | None:
+    ) -> list[GenerationResult] | None:
         """Return what `take` does, once it is there."""
         self._again = set(self._given_again) if self._again is None else self._again
         self._give_again(oldest)
-        found = list[Result]()
+        results = list[GenerationResult]()
         prompts = set[tuple[int, ...]]()
         for numbers, count in shares:
-            own = self._first(numbers, count, self._again, prompts)
-            if own is None:
+            first = self._first(numbers, count, self._again, prompts)
+            if first is None:
                 return None
-            found += own
-            prompts |= {result.prompt_ids for result in own}
-        return found
+            results += first
+            prompts |= {result.prompt_ids for result in first}
+        return results
 
     def _give_again(self, oldest: int) -> None:
         late = [number for number, result in self._results.items() if _age(result, oldest) < oldest]
@@ -335,19 +335,19 @@ class GeneratorPool:
 
     def _first(
         self, numbers: Sequence[int], count: int, again: set[int], prompts: set[tuple[int, ...]]
-    ) -> list[Result] | None:
+    ) -> list[GenerationResult] | None:
         """Return the results to take, those given `again` among them, but no others of `prompts`.
 
         Where a share has no more to come, a prompt of two epochs is taken twice rather than left at
         the run's end. None: they are not there yet.
         """
-        own = set(numbers)
+        share = set(numbers)
         count = min(count, len(numbers))
-        missing = own - self._results.keys()
-        there = own & again - missing
+        missing = share - self._results.keys()
+        there = share & again - missing
         if missing & again and len(there) < count:
             return None
-        order = sorted(there) + [number for number in self._results if number in own - again]
+        order = sorted(there) + [number for number in self._results if number in share - again]
         chosen = list[int]()
         known = set(prompts)
         for number in order:
@@ -369,18 +369,18 @@ class GeneratorPool:
                 self._given.pop(number, None)
                 self._given_again.discard(number)
 
-    def readmit(self, work: Work, result: Result) -> None:
-        """Take a result from a checkpoint as the answer to this work."""
+    def readmit(self, request: GenerationRequest, result: GenerationResult) -> None:
+        """Take a result from a checkpoint as the answer to this request."""
         with self._changed:
-            self._given[work.number] = work
-            self._results[work.number] = result
+            self._given[request.number] = request
+            self._results[request.number] = result
 
-    def finished(self) -> list[Result]:
+    def finished(self) -> list[GenerationResult]:
         """Return the results to take that are there, without failures."""
         with self._changed:
-            found = [result for result in self._results.values() if is_sound(result)]
+            sound = [result for result in self._results.values() if is_sound(result)]
             # not a validation's
-            return [result for result in found if self._given[result.number].or_newer]
+            return [result for result in sound if self._given[result.number].allow_newer]
 
     # Weights
 
@@ -410,7 +410,8 @@ class GeneratorPool:
     def _await_models(self) -> None:
         with self._changed:
             while any(
-                self._is_of_job(one) and not one.is_ready for one in self._generators.values()
+                self._is_of_job(generator) and not generator.is_ready
+                for generator in self._generators.values()
             ):
                 self._check()
                 wait_for_role(self._changed, _POLL_SECONDS)
@@ -446,46 +447,46 @@ class GeneratorPool:
         with self._changed:
             while set(ranks) & self._ranks() - self._answers.keys() and time.monotonic() < deadline:
                 wait_for_role(self._changed, _POLL_SECONDS)
-            for one in list(self._generators.values()):
-                if one.ranks & set(ranks):
-                    self._take_answers(one, offer.version)
+            for generator in list(self._generators.values()):
+                if generator.ranks & set(ranks):
+                    self._take_answers(generator, offer.version)
             if self.group.fault or any(answer.fault for answer in self._answers.values()):
                 self._members = ()
 
-    def _take_answers(self, one: _Generator, version: int) -> None:
+    def _take_answers(self, generator: _Generator, version: int) -> None:
         """Record whether a generator has received the weights of the last transfer."""
-        answers = [self._answers.get(rank) for rank in one.ranks]
+        answers = [self._answers.get(rank) for rank in generator.ranks]
         faults = [answer.fault for answer in answers if answer is not None and answer.fault]
         if None in answers:
             why = f"said nothing of new weights for {self._silence_seconds:.0f} s"
-            self._drop(one, why, dismiss=True)
+            self._drop(generator, why, dismiss=True)
         elif not faults:
-            one.version = version
-            one.failures = 0
-            if one.since < 0:
-                one.since = version
-        elif one.failures + 1 == _MAX_RECEIVE_FAILURES:
+            generator.version = version
+            generator.failures = 0
+            if generator.since < 0:
+                generator.since = version
+        elif generator.failures + 1 == _MAX_RECEIVE_FAILURES:
             times = f"could not receive weights {_MAX_RECEIVE_FAILURES} times"
-            self._drop(one, f"{times}: {quoted(faults[0])}", dismiss=True)
+            self._drop(generator, f"{times}: {quoted(faults[0])}", dismiss=True)
         else:
-            one.failures += 1
+            generator.failures += 1
 
     def _has_newest(self) -> bool:
-        return any(one.version == self._newest for one in self._generators.values())
+        return any(generator.version == self._newest for generator in self._generators.values())
 
     def _are_there(self, ranks: set[int]) -> bool:
         with self._changed:
             return ranks <= self._ranks()
 
     def _ranks(self) -> set[int]:
-        return {rank for one in self._generators.values() for rank in one.ranks}
+        return {rank for generator in self._generators.values() for rank in generator.ranks}
 
     def _lacking(self) -> list[int]:
         """Return the ranks that have to get the newest weights."""
         lacking = (
-            one.ranks
-            for one in self._generators.values()
-            if one.is_ready and one.version < self._newest
+            generator.ranks
+            for generator in self._generators.values()
+            if generator.is_ready and generator.version < self._newest
         )
         return sorted(chain.from_iterable(lacking))
 
@@ -499,15 +500,20 @@ class GeneratorPool:
         """End the run by an error, at the next call that waits; the first one counts."""
         self._failure = self._failure or error
 
-    def _is_of_job(self, one: _Generator) -> bool:
-        return one.leader in self._ranks_of_job()
+    def _is_of_job(self, generator: _Generator) -> bool:
+        return generator.leader in self._ranks_of_job()
 
     def _look_for_anybody(self, is_alone: bool) -> None:
         if self._role is not None:  # the loss of a generator of the job ends the run by itself
             return
         if is_alone == (self._alone_since is None):
             self._alone_since = time.monotonic() if is_alone else None
-            text = f"Waiting for a generator, up to {self._wait_seconds:.0f} s" if is_alone else ""
+            text = ""
+            if is_alone:
+                text = (
+                    "Waiting for a generator to register (`reinforce-rl generate`), up to "
+                    f"{self._wait_seconds:.0f} s"
+                )
             self._status.waiting(text)
             self._note(text or "The wait for a generator is over")
         elif (
@@ -529,67 +535,74 @@ class GeneratorPool:
             self._note(self._notes.popleft())
 
     def _assign(self) -> None:
-        """Give the work that comes first to a free generator that has its weights."""
-        able = [one for one in self._generators.values() if one.is_ready and one.version >= 0]
-        left: deque[Work] = deque()
-        for work in self._waiting:
-            work = self._with_version_of(able, work)
+        """Send the first request of the queue to a free generator that has its weights."""
+        able = [
+            generator
+            for generator in self._generators.values()
+            if generator.is_ready and generator.version >= 0
+        ]
+        left: deque[GenerationRequest] = deque()
+        for request in self._waiting:
+            request = self._with_version_of(able, request)
             free = (
                 number
                 for number in dict.fromkeys(self._idle)  # each once
-                if self._can_do(self._generators[number], work)
+                if self._can_do(self._generators[number], request)
             )
             chosen = min(free, key=lambda n: len(self._generators[n].under_way), default=None)
             if chosen is None:
-                left.append(work)
+                left.append(request)
                 continue
             self._idle.remove(chosen)
-            self._given[work.number] = work
-            self._generators[chosen].under_way[work.number] = work
-            self._links.send(self._generators[chosen].leader, *encode(Works((work,))))
+            self._given[request.number] = request
+            self._generators[chosen].under_way[request.number] = request
+            self._links.send(
+                self._generators[chosen].leader, *encode(GenerationRequests((request,)))
+            )
         self._waiting = left
 
-    def _with_version_of(self, able: Sequence[_Generator], work: Work) -> Work:
-        """Return a work with weights that a generator still has: its own, or the oldest."""
-        oldest = min((self._oldest_of(one) for one in able), default=0)
-        if not able or work.or_newer or work.version >= oldest:
-            return work
-        if work.version not in self._lost_versions:
-            self._lost_versions.add(work.version)
+    def _with_version_of(
+        self, able: Sequence[_Generator], request: GenerationRequest
+    ) -> GenerationRequest:
+        """Return a request with weights that a generator still has: its own, or the oldest."""
+        oldest = min((self._oldest_of(generator) for generator in able), default=0)
+        if not able or request.allow_newer or request.version >= oldest:
+            return request
+        if request.version not in self._lost_versions:
+            self._lost_versions.add(request.version)
             self._notes.append(
-                f"No generator has the weights after step {work.version} any more: prompts of step "
-                f"{work.step} are answered with those after {oldest}"
+                f"No generator has the weights after step {request.version} any more: prompts of "
+                f"step {request.step} are answered with those after {oldest}"
             )
-        return replace(work, version=oldest)
+        return replace(request, version=oldest)
 
-    def _oldest_of(self, one: _Generator) -> int:
+    def _oldest_of(self, generator: _Generator) -> int:
         """Return the oldest version that a generator still has."""
-        return max(one.since, one.version - self._staleness)
+        return max(generator.since, generator.version - self._staleness)
 
-    def _can_do(self, one: _Generator, work: Work) -> bool:
-        has_older = work.or_newer or self._oldest_of(one) <= work.version
-        return has_older and work.version <= one.version
+    def _can_do(self, generator: _Generator, request: GenerationRequest) -> bool:
+        has_older = request.allow_newer or self._oldest_of(generator) <= request.version
+        return has_older and request.version <= generator.version
 
-    def _drop(self, one: _Generator, why: str, *, dismiss: bool = False) -> None:
-        """Forget a generator and re-queue its work. If it is of the job, that ends the run."""
-        self._generators.pop(one.number, None)
-        self._idle = deque(number for number in self._idle if number != one.number)
-        if one.ranks & set(self._members):
-            self.group.abandon(self._epoch, f"{one.name} was lost")
-        for rank in set(self._members) - one.ranks:
-            self._links.send(rank, *encode(Abandoned(self._epoch, f"{one.name} was lost")))
-        self._waiting = deque(
-            sorted([*self._waiting, *one.under_way.values()], key=lambda work: work.number)
-        )
-        if self._role is not None and self._is_of_job(one):
-            rank = self._role.job_rank(one.leader)
+    def _drop(self, generator: _Generator, why: str, *, dismiss: bool = False) -> None:
+        """Forget a generator and re-queue its requests. If it is of the job, that ends the run."""
+        self._generators.pop(generator.number, None)
+        self._idle = deque(number for number in self._idle if number != generator.number)
+        if generator.ranks & set(self._members):
+            self.group.abandon(self._epoch, f"{generator.name} was lost")
+        for rank in set(self._members) - generator.ranks:
+            self._links.send(rank, *encode(Abandoned(self._epoch, f"{generator.name} was lost")))
+        unanswered = [*self._waiting, *generator.under_way.values()]
+        self._waiting = deque(sorted(unanswered, key=lambda request: request.number))
+        if self._role is not None and self._is_of_job(generator):
+            rank = self._role.job_rank(generator.leader)
             self._fail(ConnectionError(f"rank {rank}, which generates, {why}"))
         else:
-            self._last_loss = f"{one.name} {why}"
-            count = len(one.under_way)
+            self._last_loss = f"{generator.name} {why}"
+            count = len(generator.under_way)
             again = f"; {count} of its micro-batches go to others" if count else ""
             self._notes.append(f"Generator {self._last_loss}{again}")
-            for rank in one.ranks if dismiss else ():
+            for rank in generator.ranks if dismiss else ():
                 self._dismiss(rank, why)
         self._assign()
         self._changed.notify_all()
@@ -630,68 +643,68 @@ class GeneratorPool:
             self._dismiss(rank, why)
 
     def _take_message(self, rank: int, message: Message) -> None:
-        one = self._generators.get(rank // RANKS)
-        if isinstance(message, Arrival):
-            self._arrive(rank, message)
+        generator = self._generators.get(rank // RANKS)
+        if isinstance(message, Register):
+            self._register(rank, message)
         elif isinstance(message, EndReceived):
             self._informed_of_end.add(rank)
-        elif one is None:
+        elif generator is None:
             self._dismiss(rank, "the trainers have taken it for lost")
-        elif isinstance(message, WorkRequest):
-            self._take_request(one, message.count)
+        elif isinstance(message, RequestCredit):
+            self._take_credit(generator, message.count)
         elif isinstance(message, Received):
             if message.epoch == self._epoch:
                 self._answers[rank] = message
-        elif isinstance(message, Result):
-            self._take_result(one, message)
+        elif isinstance(message, GenerationResult):
+            self._take_result(generator, message)
         elif isinstance(message, GeneratorFailed):
-            if self._is_of_job(one):
+            if self._is_of_job(generator):
                 self._fail(message.failure)
             else:
-                self._drop(one, f"cannot go on: {quoted(message.failure)}")
+                self._drop(generator, f"cannot go on: {quoted(message.failure)}")
         else:
             raise BadMessageError(f"{type(message).__name__} is of the trainers")
 
-    def _take_request(self, one: _Generator, count: int) -> None:
-        if abs(count) > _MAX_REQUESTED - self._idle.count(one.number):
+    def _take_credit(self, generator: _Generator, count: int) -> None:
+        if abs(count) > _MAX_REQUESTED - self._idle.count(generator.number):
             raise BadMessageError(
-                f"it asks for {count} works, expected at most {_MAX_REQUESTED} in all"
+                f"it asks for {count} requests, expected at most {_MAX_REQUESTED} in all"
             )
-        one.is_ready = one.is_ready or len(one.ranks) == one.size
-        self._idle.extend([one.number] * count)
-        for _ in range(min(-count, self._idle.count(one.number))):
-            self._idle.remove(one.number)
+        generator.is_ready = generator.is_ready or len(generator.ranks) == generator.size
+        self._idle.extend([generator.number] * count)
+        for _ in range(min(-count, self._idle.count(generator.number))):
+            self._idle.remove(generator.number)
         self._assign()
 
-    def _take_result(self, one: _Generator, result: Result) -> None:
-        work = one.under_way.get(result.number)
-        if work is None:
+    def _take_result(self, generator: _Generator, result: GenerationResult) -> None:
+        request = generator.under_way.get(result.number)
+        if request is None:
             raise BadMessageError(
-                f"it answers work {result.number}, which it was not given or has answered"
+                f"it answers request {result.number}, which it was not given or has answered"
             )
-        result = self._checked(work, result)
-        one.lacks_scores = result.failure is not None
-        if result.failure is not None and self._may_be_scored_by_another(one, work):
-            self._unscored.add(work.number)
-            self._drop(one, f"gave no scores: {quoted(result.failure)}", dismiss=True)
+        result = self._checked(request, result)
+        generator.lacks_scores = result.failure is not None
+        if result.failure is not None and self._may_be_scored_by_another(generator, request):
+            self._unscored.add(request.number)
+            self._drop(generator, f"gave no scores: {quoted(result.failure)}", dismiss=True)
             return
-        del one.under_way[result.number]
-        if work.number in self._given:  # else nobody waits for it any more
+        del generator.under_way[result.number]
+        if request.number in self._given:  # else nobody waits for it any more
             self._results[result.number] = result
 
-    def _may_be_scored_by_another(self, one: _Generator, work: Work) -> bool:
+    def _may_be_scored_by_another(self, generator: _Generator, request: GenerationRequest) -> bool:
         """Return False where the reward server itself has failed, which ends the run."""
-        if self._is_of_job(one) or work.number in self._unscored:
+        if self._is_of_job(generator) or request.number in self._unscored:
             return False
         return any(other.is_ready and not other.lacks_scores for other in self._generators.values())
 
-    def _checked(self, work: Work, result: Result) -> Result:
+    def _checked(self, request: GenerationRequest, result: GenerationResult) -> GenerationResult:
         """Return a result, without scores of more sources than a run can have.
 
         Only a reward server knows the names of its attributes, so those of a wrong generator must
-        not have the others sent away. Raises BadMessageError: it cannot be the answer to the work.
+        not have the others sent away. Raises BadMessageError: it cannot be the answer.
         """
-        fault = fault_of_result(work, result, newest=self._newest, bounds=self._bounds)
+        fault = fault_of_result(request, result, newest=self._newest, bounds=self._bounds)
         if fault:
             raise BadMessageError(fault)
         if result.rewards is None:
@@ -704,55 +717,57 @@ class GeneratorPool:
                 kept[name] = values
         return replace(result, rewards=replace(result.rewards, by_source=kept))
 
-    def _arrive(self, rank: int, arrival: Arrival) -> None:
+    def _register(self, rank: int, registration: Register) -> None:
         if rank in self._dismissed:
             return
         number = rank // RANKS
-        name = quoted(arrival.name, _MAX_NAME_LENGTH)
-        if not rank % RANKS < arrival.size <= RANKS:
+        name = quoted(registration.name, _MAX_NAME_LENGTH)
+        if not rank % RANKS < registration.size <= RANKS:
             raise BadMessageError(
-                f"rank {rank % RANKS} of {arrival.size} ranks has come, expected up to {RANKS}"
+                f"rank {rank % RANKS} of {registration.size} ranks has come, expected up to {RANKS}"
             )
-        if difference := self._difference(arrival):
+        if difference := self._difference(registration):
             if rank in self._ranks_of_job():
                 raise BadMessageError(difference)
             self._notes.append(f"Generator {name} was refused: {difference}")
             self._dismiss(rank, f"{difference}: give it the trainers' keys")
             return
-        one = self._generators.setdefault(number, _Generator(number, arrival.size, name))
-        if rank in one.ranks or arrival.size != one.size:
+        generator = self._generators.setdefault(number, _Generator(number, registration.size, name))
+        if rank in generator.ranks or registration.size != generator.size:
             raise BadMessageError(
                 f"rank {rank % RANKS} has come twice, or with another number of ranks"
             )
-        one.ranks.add(rank)
-        if len(one.ranks) == one.size and not self._is_of_job(one):
-            self._notes.append(f"Generator {one.name} has come")
+        generator.ranks.add(rank)
+        if len(generator.ranks) == generator.size and not self._is_of_job(generator):
+            self._notes.append(f"Generator {generator.name} has come")
 
-    def _difference(self, arrival: Arrival) -> str:
+    def _difference(self, registration: Register) -> str:
         """Say which setting of a generator is not the trainers'; empty if all are."""
-        keys = self._settings.keys() | arrival.settings.keys()
-        wrong = sorted(key for key in keys if self._settings.get(key) != arrival.settings.get(key))
+        keys = self._settings.keys() | registration.settings.keys()
+        wrong = sorted(
+            key for key in keys if self._settings.get(key) != registration.settings.get(key)
+        )
         if not wrong:
             return ""
         key = quoted(wrong[0], _MAX_NAME_LENGTH)
         # Another program may have nested it deeper than `repr` can show.
-        given = quoted(reprlib.repr(arrival.settings.get(wrong[0])))
+        given = quoted(reprlib.repr(registration.settings.get(wrong[0])))
         return f"{key} is {given}, the trainers' {self._settings.get(wrong[0])!r}"
 
     def _on_lost(self, rank: int, reason: str) -> None:
         with self._changed:
-            if (one := self._generators.get(rank // RANKS)) is not None:
-                self._drop(one, reason, dismiss=True)
+            if (generator := self._generators.get(rank // RANKS)) is not None:
+                self._drop(generator, reason, dismiss=True)
 
 
-def is_sound(result: Result) -> bool:
+def is_sound(result: GenerationResult) -> bool:
     """Return False after a failure, of scores too, which a run that goes on may be spared."""
     return result.failure is None and (
         result.rewards is None or bool((result.rewards.status == STATUS_OK).all())
     )
 
 
-def _age(result: Result, unknown: int) -> int:
+def _age(result: GenerationResult, unknown: int) -> int:
     """Return the version of the oldest weights that drew a token."""
     versions = result.completions.weight_versions
     return unknown if versions is None or not versions.numel() else int(versions.min())

@@ -25,27 +25,27 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Completions
 from reinforce_rl.errors import EXIT_LOST_RANK, GenerationError, LostRankError, ReinforceError
 from reinforce_rl.generation.base import PartialResponse
-from reinforce_rl.generation.responses import completions_of, unbegun
+from reinforce_rl.generation.responses import completions_of, new_responses
 from reinforce_rl.rewards.base import RewardFuture, RewardSource
 from reinforce_rl.rollout.message_codec import BadMessageError, decode, encode
 from reinforce_rl.rollout.messages import (
     HELLO,
     Abandoned,
-    Arrival,
     Dismissed,
     EndReceived,
+    GenerationRequest,
+    GenerationRequests,
+    GenerationResult,
     GeneratorFailed,
     Message,
     NewWeights,
     Received,
-    Result,
+    Register,
+    RequestCredit,
     RunEnded,
-    Work,
-    WorkRequest,
-    Works,
 )
 from reinforce_rl.rollout.rendezvous import RendezvousInfo
-from reinforce_rl.rollout.reward_requests import reward_request
+from reinforce_rl.rollout.scoring import reward_request
 from reinforce_rl.rollout.weights import exchange_weights, load_weights, receive_weights
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.links import Links, LinkThread
@@ -66,7 +66,7 @@ class GeneratorRank:
     Args:
         link_rank: names this rank; see `runtime.roles.RANKS`.
         info: how to reach rank 0.
-        arrival: how this rank registers.
+        registration: how this rank registers.
         device: of the weights.
         control: whose stop request a generator of its own program obeys.
         is_of_job: this is a rank of the trainers' job and ends with them: they handle signals, and
@@ -80,7 +80,7 @@ class GeneratorRank:
         self,
         link_rank: int,
         info: RendezvousInfo,
-        arrival: Arrival,
+        registration: Register,
         device: torch.device,
         cfg: TrainConfig,
         control: RunControl,
@@ -100,8 +100,8 @@ class GeneratorRank:
         self._hang_seconds = cfg.trainer.collective_timeout_seconds
         self._stack = StackWatcher(threading.get_ident())
         self._changed = threading.Condition()
-        self._inbox: deque[Work] = deque()
-        self._asked = 0  # works that are to come
+        self._inbox: deque[GenerationRequest] = deque()
+        self._asked = 0  # requests that are to come
         self._offers: deque[NewWeights] = deque()
         self._newest_received = -1  # version
         self._staged: dict[int, dict[str, Tensor]] = {}  # received and not in use
@@ -119,7 +119,7 @@ class GeneratorRank:
             connecting.pop_all()
         if not is_of_job:
             self._links.set_beat(self._links.beat_seconds, self._beat)
-        self._links.send(0, *encode(arrival))
+        self._links.send(0, *encode(registration))
 
     def close(self) -> None:
         self._thread.close()
@@ -169,8 +169,8 @@ class GeneratorRank:
         self._scoring = ThreadPoolExecutor(_MAX_UNSCORED, "rewards")
         try:
             if self._groups is None:
-                while (works := self._take(1, 1)) is not None:
-                    self._respond(works[0])
+                while (requests := self._take(1, 1)) is not None:
+                    self._respond(requests[0])
             else:
                 self._answer_groups(self._groups)
             self._sleep()
@@ -180,17 +180,17 @@ class GeneratorRank:
             # closing `rm` ends those that wait for scores
             self._scoring.shutdown(wait=False, cancel_futures=True)
 
-    def _take(self, count: int, room: int, *, waits: bool = True) -> list[Work] | None:
-        """Request up to `count` works and return the ones received so far, the same on all ranks.
+    def _take(self, count: int, room: int, *, waits: bool = True) -> list[GenerationRequest] | None:
+        """Ask for up to `count` requests and return those received so far, the same on all ranks.
 
         Args:
-            room: limit on the works of rollout_order=finished; a validation needs no room.
-            waits: block until at least one work has been received.
+            room: limit on the requests of rollout_order=finished; a validation needs no room.
+            waits: block until at least one request has been received.
 
         Returns:
-            The works, none for a count of 0; None once the trainers have ended.
+            The requests, none for a count of 0; None once the trainers have ended.
         """
-        works: list[Work] | None = None
+        requests: list[GenerationRequest] | None = None
         if self._is_leader:
             if waits:
                 self._phases.begin("waiting for prompts")
@@ -206,101 +206,106 @@ class GeneratorRank:
                         lambda: len(self._inbox) >= count or self._has_ended,
                     )
                 if not self._has_ended:
-                    works = []
-                    for work in list(self._inbox) if count else []:
-                        if not work.or_newer or room > 0:
-                            room -= work.or_newer
-                            works.append(work)
-                            self._inbox.remove(work)
+                    requests = []
+                    for request in list(self._inbox) if count else []:
+                        if not request.allow_newer or room > 0:
+                            room -= request.allow_newer
+                            requests.append(request)
+                            self._inbox.remove(request)
         elif waits:
             self._phases.begin("waiting for prompts")
-        return self._model.mesh.from_model_parallel_rank_0(works)
+        return self._model.mesh.from_model_parallel_rank_0(requests)
 
     def _ask(self, count: int) -> None:
         if self._leaves:
             self._inbox.clear()  # others answer these
             return
-        more = count - self._asked - len(self._inbox)
-        if more > 0:
-            self._asked += more
-            self._links.send(0, *encode(WorkRequest(more)))
+        lacking = count - self._asked - len(self._inbox)
+        if lacking > 0:
+            self._asked += lacking
+            self._links.send(0, *encode(RequestCredit(lacking)))
 
     def _withdraw(self) -> None:
-        """Withdraw pending requests, so that other generators get the works.
+        """Withdraw what it has asked for, so that other generators get the requests.
 
-        Works that are already on their way are taken later.
+        GenerationRequests that are already on their way are taken later.
         """
         with self._changed:
             asked = self._asked
             self._asked = 0
         if asked:
-            self._links.send(0, *encode(WorkRequest(-asked)))
+            self._links.send(0, *encode(RequestCredit(-asked)))
 
-    def _respond(self, work: Work) -> None:
-        """Answer a work with the weights that it asks for."""
-        self._phases.step = work.step
-        if work.version != self.version:
+    def _respond(self, request: GenerationRequest) -> None:
+        """Answer a request with the weights that it asks for."""
+        self._phases.step = request.step
+        if request.version != self.version:
             self._phases.begin("waiting for weights")
-            self._advance(work.version)
+            self._advance(request.version)
         self._phases.begin("generate")
-        self._deliver(*self._answer(work))
+        self._deliver(*self._answer(request))
 
     def _answer_groups(self, count: int) -> None:
         """Answer prompts as they come, this many at once, until the trainers end."""
-        groups: dict[int, tuple[Work, list[PartialResponse]]] = {}
+        groups: dict[int, tuple[GenerationRequest, list[PartialResponse]]] = {}
         while True:
-            rows = [one for _, responses in groups.values() for one in responses]
-            running = sum(one.finish_reason is None for one in rows)
+            rows = [response for _, responses in groups.values() for response in responses]
+            running = sum(response.finish_reason is None for response in rows)
             # all groups have as many samples
             room = count - -(-running * len(groups) // max(len(rows), 1))
-            # Without updates in flight, the responses under way keep their version, and other works
-            # wait.
+            # Without updates in flight, the responses under way keep their version, and other
+            # requests wait.
             is_free = self._inflight is not None or not running
             # One besides, without which a validation would never come.
-            works = self._take(max(room, 1) if is_free else 0, room, waits=not groups)
-            if works is None:
+            requests = self._take(max(room, 1) if is_free else 0, room, waits=not groups)
+            if requests is None:
                 return
-            for work in works:
-                if not work.or_newer:  # a validation
-                    self._respond(work)
+            for request in requests:
+                if not request.allow_newer:  # a validation
+                    self._respond(request)
                     continue
-                groups[work.number] = work, unbegun(work.prompts, work.num_samples, work.seed)
-                if work.version > self.version:
-                    self._advance(work.version)
+                groups[request.number] = (
+                    request,
+                    new_responses(request.prompts, request.num_samples, request.seed),
+                )
+                if request.version > self.version:
+                    self._advance(request.version)
             if (newest := self._newest()) > self.version and is_free:
                 self._advance(newest)
             if groups:
-                self._phases.step = max(work.step for work, _ in groups.values())
+                self._phases.step = max(request.step for request, _ in groups.values())
                 self._phases.begin("generate")
-                self._lengthen(groups, count)
+                self._resume_groups(groups, count)
 
-    def _lengthen(self, groups: dict[int, tuple[Work, list[PartialResponse]]], count: int) -> None:
-        """Lengthen the responses of all groups until their end or an interruption.
+    def _resume_groups(
+        self, groups: dict[int, tuple[GenerationRequest, list[PartialResponse]]], count: int
+    ) -> None:
+        """Resume the responses of all groups until their end or an interruption.
 
         Finished groups are removed. There is room for `count` groups.
         """
-        begun = [one for _, responses in groups.values() for one in responses]
+        begun = [response for _, responses in groups.values() for response in responses]
         if self._inflight is None and self._is_leader:
             # nothing new is begun before these are at their end
             self._withdraw()
-        few = sum(one.finish_reason is None for one in begun) // 2
+        few = sum(response.finish_reason is None for response in begun) // 2
         samples = len(begun) // len(groups)
         updates = InFlight(self, few, with_room=(count - 1) * samples)
         with self._waking():
-            found = iter(self._model.generator.go_on(begun, self._model.settings.sampling, updates))
-        for number, (work, responses) in list(groups.items()):
-            responses = [next(found) for _ in responses]
-            groups[number] = work, responses
-            if all(one.finish_reason is not None for one in responses):
+            sampling = self._model.sampling
+            resumed = iter(self._model.generator.resume(begun, sampling, updates))
+        for number, (request, responses) in list(groups.items()):
+            responses = [next(resumed) for _ in responses]
+            groups[number] = request, responses
+            if all(response.finish_reason is not None for response in responses):
                 del groups[number]
                 lm = self._model.lm
                 pad_id = self._model.pad_id
-                whole = completions_of(responses, pad_id).within_vocabulary(
+                completions = completions_of(responses, pad_id).within_vocabulary(
                     lm.architecture.vocab_size, pad_id
                 )
-                self._deliver(
-                    Result(number, (work.prompts[0].id,), whole), self._ask_for_scores(work, whole)
-                )
+                result = GenerationResult(number, (request.prompts[0].id,), completions)
+                self._deliver(result, self._ask_for_scores(request, completions))
 
     def next_action(
         self, unfinished: int, few: int, with_room: int
@@ -322,7 +327,10 @@ class GeneratorRank:
                 elif self._inflight is not None:
                     if any(version > self.version for version in self._staged):
                         action = "load" if self._inflight == "keep" else "stop"
-                    elif any(not work.or_newer or unfinished <= with_room for work in self._inbox):
+                    elif any(
+                        not request.allow_newer or unfinished <= with_room
+                        for request in self._inbox
+                    ):
                         action = "stop"
             if unfinished <= few:
                 action = "stop"
@@ -359,7 +367,8 @@ class GeneratorRank:
         exchange_weights(self._model.lm, received)
         with self._changed:
             if self.version >= 0:
-                self._staged[self.version] = received  # those of before, for works of their version
+                # those of before, for requests of their version
+                self._staged[self.version] = received
             self.version = version
             self._forget_old()
 
@@ -404,34 +413,34 @@ class GeneratorRank:
             self._awake = None
             awake.close()
 
-    def _answer(self, work: Work) -> tuple[Result, RewardFuture | None]:
+    def _answer(self, request: GenerationRequest) -> tuple[GenerationResult, RewardFuture | None]:
         with self._waking():
             completions = self._model.infer(
-                work.prompts, work.num_samples, work.seed, validation=work.validation
+                request.prompts, request.num_samples, request.seed, validation=request.validation
             )
         versions = torch.full_like(completions.tokens, self.version)
-        result = Result(
-            work.number,
-            tuple(prompt.id for prompt in work.prompts),
+        result = GenerationResult(
+            request.number,
+            tuple(prompt.id for prompt in request.prompts),
             replace(completions, weight_versions=versions),
         )
-        return result, self._ask_for_scores(work, completions)
+        return result, self._ask_for_scores(request, completions)
 
-    def _ask_for_scores(self, work: Work, found: Completions) -> RewardFuture | None:
-        return (
-            self._rm.infer_rm(reward_request(self._model, work.prompts, found))
-            if self._is_leader
-            else None
-        )
+    def _ask_for_scores(
+        self, request: GenerationRequest, completions: Completions
+    ) -> RewardFuture | None:
+        if not self._is_leader:
+            return None
+        return self._rm.infer_rm(reward_request(self._model, request.prompts, completions))
 
-    def _deliver(self, result: Result, future: RewardFuture | None) -> None:
+    def _deliver(self, result: GenerationResult, future: RewardFuture | None) -> None:
         """Give a result to the trainers once it has its scores."""
         if self._is_leader:
             with self._changed:
                 self._unscored += 1
             self._scoring.submit(self._send, result, future)
 
-    def _send(self, result: Result, future: RewardFuture | None) -> None:
+    def _send(self, result: GenerationResult, future: RewardFuture | None) -> None:
         try:
             try:
                 result = result if future is None else replace(result, rewards=future.result())
@@ -481,7 +490,7 @@ class GeneratorRank:
     def _kept(self) -> int:
         """Number of versions to keep besides the newest."""
         if self._groups is None:
-            return self._staleness  # a work may ask for any of them
+            return self._staleness  # a request may ask for any of them
         # Ranks of one generator receive at different times, and use the newest that all have.
         return 0 if self._is_alone else sys.maxsize
 
@@ -532,9 +541,9 @@ class GeneratorRank:
                 self._links.send(0, *encode(EndReceived()))
             elif isinstance(message, NewWeights):
                 self._offers.append(message)
-            elif isinstance(message, Works):
-                self._inbox.extend(message.works)
-                self._asked = max(self._asked - len(message.works), 0)
+            elif isinstance(message, GenerationRequests):
+                self._inbox.extend(message.requests)
+                self._asked = max(self._asked - len(message.requests), 0)
             elif isinstance(message, Dismissed):
                 failure = LostRankError(
                     f"the trainers sent this generator away: {message.why}",

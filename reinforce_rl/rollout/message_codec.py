@@ -1,8 +1,8 @@
 """Encodes messages as JSON and tensors, and checks every field of what it decodes.
 
-Nothing is unpickled, so a program that joins a run can send data and nothing else. A message has two parts,
-`[JSON, tensors]`: `{"kind": NAME, ...fields}` of a dataclass in `messages`, and its tensors in the safetensors format
-(https://github.com/huggingface/safetensors), or nothing.
+Nothing is unpickled, so a program that joins a run can send data and nothing else. A message has
+two parts, `[JSON, tensors]`: `{"kind": NAME, ...fields}` of a dataclass in `messages`, and its
+tensors in the safetensors format (https://github.com/huggingface/safetensors), or nothing.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from reinforce_rl.errors import ReinforceError, key_of
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.rollout.messages import (
     Abandoned,
-    Arrival,
     Dismissed,
     EndReceived,
+    GenerationRequests,
+    GenerationResult,
     GeneratorFailed,
     Message,
     NewWeights,
     Received,
-    Result,
+    Register,
+    RequestCredit,
     RunEnded,
-    WorkRequest,
-    Works,
 )
 
 _MAX_QUOTED = 300  # characters of a fault that a message has
@@ -71,7 +71,7 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _ResultFields:
-    """A `Result` without its tensors."""
+    """A `GenerationResult` without its tensors."""
 
     number: int
     prompt_ids: tuple[int, ...]
@@ -87,18 +87,18 @@ class _FailedFields:
 
 
 _PLAIN = (
-    Arrival,
-    WorkRequest,
+    Register,
+    RequestCredit,
     Received,
     EndReceived,
-    Works,
+    GenerationRequests,
     RunEnded,
     NewWeights,
     Abandoned,
     Dismissed,
 )
 _FIELDS: dict[str, type] = {kind.__name__: kind for kind in _PLAIN}
-_FIELDS |= {Result.__name__: _ResultFields, GeneratorFailed.__name__: _FailedFields}
+_FIELDS |= {GenerationResult.__name__: _ResultFields, GeneratorFailed.__name__: _FailedFields}
 
 # Errors that can be made from their text; any other arrives as a `ReinforceError` with the same
 # text.
@@ -131,7 +131,7 @@ _BY_SOURCE = "rewards.by_source."
 def encode(message: Message) -> list[bytes]:
     """Return the parts of a message."""
     tensors: dict[str, Tensor] = {}
-    if isinstance(message, Result):
+    if isinstance(message, GenerationResult):
         fields = asdict(_fields_of(message))
         tensors = _tensors_of(message)
     elif isinstance(message, GeneratorFailed):
@@ -175,7 +175,7 @@ def _adapter(kind: str) -> TypeAdapter[Any]:
     return TypeAdapter(_FIELDS[kind])
 
 
-def _fields_of(result: Result) -> _ResultFields:
+def _fields_of(result: GenerationResult) -> _ResultFields:
     rewards = result.rewards
     return _ResultFields(
         number=result.number,
@@ -187,7 +187,7 @@ def _fields_of(result: Result) -> _ResultFields:
     )
 
 
-def _tensors_of(result: Result) -> dict[str, Tensor]:
+def _tensors_of(result: GenerationResult) -> dict[str, Tensor]:
     tensors: dict[str, Tensor | None] = {
         f"completions.{name}": getattr(result.completions, name) for name in _COMPLETIONS
     }
@@ -213,7 +213,7 @@ def _read_tensors(data: bytes) -> dict[str, Tensor]:
         raise BadMessageError(f"tensors: {str(error)[:_MAX_QUOTED]}") from error
 
 
-def _result_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> Result:
+def _result_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> GenerationResult:
     _check_texts(fields)
     completions = _completions_of(fields.finish_reasons, tensors)
     rewards = None
@@ -221,9 +221,9 @@ def _result_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> Result:
         rewards = _rewards_of(fields, tensors)
         _check_shape("rewards.values", rewards.values, completions.lengths.shape)
     if tensors:
-        raise BadMessageError(f"Result has no tensor {min(tensors)[:_MAX_QUOTED]!r}")
+        raise BadMessageError(f"GenerationResult has no tensor {min(tensors)[:_MAX_QUOTED]!r}")
     failure = None if fields.failure is None else _error_of(fields.failure)
-    return Result(fields.number, fields.prompt_ids, completions, rewards, failure)
+    return GenerationResult(fields.number, fields.prompt_ids, completions, rewards, failure)
 
 
 def _check_texts(fields: _ResultFields) -> None:
@@ -288,7 +288,7 @@ def _take_needed(
 ) -> Tensor:
     tensor = _take(tensors, name, dtype, dimensions)
     if tensor is None:
-        raise BadMessageError(f"Result has no tensor {name}")
+        raise BadMessageError(f"GenerationResult has no tensor {name}")
     return tensor
 
 

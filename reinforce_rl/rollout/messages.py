@@ -20,7 +20,7 @@ _MAX_LOG_PROB = 1e-3  # rounding may leave a little above 0
 
 
 @dataclass(frozen=True)
-class Arrival:
+class Register:
     """A rank of a generator has come."""
 
     size: int  # ranks of this generator
@@ -29,15 +29,15 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class WorkRequest:
-    """A generator asks for works."""
+class RequestCredit:
+    """A generator asks for requests."""
 
     count: int  # a negative count withdraws earlier requests
 
 
 @dataclass(frozen=True)
-class Result:
-    """The answer to a `Work`."""
+class GenerationResult:
+    """The answer to a `GenerationRequest`."""
 
     number: int
     prompt_ids: tuple[int, ...]
@@ -71,7 +71,7 @@ class EndReceived:
 
 
 @dataclass(frozen=True)
-class Work:
+class GenerationRequest:
     """A micro-batch of prompts to answer."""
 
     number: int
@@ -80,7 +80,9 @@ class Work:
     prompts: tuple[Prompt, ...]
     num_samples: int
     seed: int
-    or_newer: bool = False  # of weights of this version or, rather, newer ones; then of one prompt
+    allow_newer: bool = (
+        False  # of weights of this version or, rather, newer ones; then of one prompt
+    )
 
     @property
     def validation(self) -> bool:
@@ -88,8 +90,8 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Works:
-    works: tuple[Work, ...]
+class GenerationRequests:
+    requests: tuple[GenerationRequest, ...]
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,13 @@ class Dismissed:
 
 
 Message = (
-    Arrival
-    | WorkRequest
-    | Result
+    Register
+    | RequestCredit
+    | GenerationResult
     | GeneratorFailed
     | Received
     | EndReceived
-    | Works
+    | GenerationRequests
     | RunEnded
     | NewWeights
     | Abandoned
@@ -149,16 +151,18 @@ class ResultBounds:
     needs_log_probs: bool = False  # of an engine that always reports them
 
 
-def fault_of_result(work: Work, result: Result, *, newest: int, bounds: ResultBounds) -> str:
-    """Say why a result cannot be the answer to this work; empty if it can.
+def fault_of_result(
+    request: GenerationRequest, result: GenerationResult, *, newest: int, bounds: ResultBounds
+) -> str:
+    """Say why a result cannot be the answer to this request; empty if it can.
 
     Args:
         newest: version of the weights that generators may have.
     """
-    if result.prompt_ids != tuple(prompt.id for prompt in work.prompts):
-        return f"its prompts are {result.prompt_ids}, expected those of work {work.number}"
+    if result.prompt_ids != tuple(prompt.id for prompt in request.prompts):
+        return f"its prompts are {result.prompt_ids}, expected those of request {request.number}"
     completions = result.completions
-    count = len(work.prompts) * work.num_samples
+    count = len(request.prompts) * request.num_samples
     if len(completions.lengths) != count:
         return f"it has {len(completions.lengths)} responses, expected {count}"
     if result.rewards is None and result.failure is None:
@@ -166,7 +170,7 @@ def fault_of_result(work: Work, result: Result, *, newest: int, bounds: ResultBo
     return (
         _fault_of_tokens(completions, bounds)
         or _fault_of_log_probs(completions, bounds)
-        or _fault_of_versions(completions, work, newest)
+        or _fault_of_versions(completions, request, newest)
         or _fault_of_sources(result.rewards, bounds.sources)
     )
 
@@ -193,7 +197,7 @@ def _fault_of_log_probs(completions: Completions, bounds: ResultBounds) -> str:
     return ""
 
 
-def _fault_of_versions(completions: Completions, work: Work, newest: int) -> str:
+def _fault_of_versions(completions: Completions, request: GenerationRequest, newest: int) -> str:
     versions = completions.weight_versions
     if versions is None:
         return "it does not say which weights drew its tokens"
@@ -202,8 +206,8 @@ def _fault_of_versions(completions: Completions, work: Work, newest: int) -> str
         return ""
     first = int(versions[is_token].min())
     last = int(versions[is_token].max())
-    oldest = 0 if work.or_newer else work.version
-    latest = newest if work.or_newer else work.version
+    oldest = 0 if request.allow_newer else request.version
+    latest = newest if request.allow_newer else request.version
     if first < oldest or last > latest:
         return (
             f"weights of versions {first} to {last} drew its tokens, expected {oldest} to {latest}"

@@ -1,302 +1,215 @@
-"""Remote generators, as every trainer sees them: tickets for prompts, rollouts, new weights."""
+"""Rollouts of other processes: prompts are queued ahead of their step, and lost ones re-queued."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, count
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
 
-import torch
-
-from reinforce_rl.data.batches import Completions, Prompt
-from reinforce_rl.errors import ReinforceError, StoppedEarly
-from reinforce_rl.megatron.torch_archive import check_torch_archive
-from reinforce_rl.rewards.base import Rewards
-from reinforce_rl.rollout.generator_pool import GeneratorPool, is_sound
-from reinforce_rl.rollout.messages import Result, Work
-from reinforce_rl.rollout.weights import send_weights
-from reinforce_rl.runtime.stop import StopRequest
-
-if TYPE_CHECKING:
-    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
-    from reinforce_rl.megatron.mesh import Mesh
-
-T = TypeVar("T")
-_TENSORS = ("tokens", "lengths", "log_probs", "weight_versions")  # of `Completions`
+from reinforce_rl.data.batches import Prompt, RolloutBatch, join_completions
+from reinforce_rl.data.sampler import step_seed
+from reinforce_rl.rewards.base import CompletedRewards
+from reinforce_rl.rollout.filtering import draw_until_rewards_differ
+from reinforce_rl.rollout.generators import Generators
+from reinforce_rl.rollout.messages import GenerationResult
+from reinforce_rl.rollout.scoring import PendingRollouts, RolloutScorer, unscored_batch
+from reinforce_rl.rollout.source import (
+    PromptBatch,
+    RolloutContext,
+    RolloutHandle,
+    StepRollouts,
+    prompts_under_way,
+)
+from reinforce_rl.runtime.phases import PhaseTracker
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """The prompts of a step, or of a validation, that were submitted together."""
+class RemoteRollouts:
+    """A `RolloutSource` whose responses remote generators draw and have scored.
 
-    numbers: list[list[int]]  # of each data-parallel rank's micro-batches, in order
-    version: int
-    # by prompt, all ranks' results from a checkpoint
-    stored: dict[int, dict[str, Any]] | None = None
-
-
-class Generators:
-    """What every trainer knows of the generators. All trainers call its methods together.
-
-    Args:
-        pool: on rank 0, else None.
-        make_micro_batches: called with (prompts, validation); yields prompts to generate together.
-        takes_finished: see rollout_order.
+    The prompts of the next `staleness` steps are submitted ahead of the step that trains on them,
+    each with its version of the weights; see `GeneratorPool`.
     """
 
-    def __init__(
-        self,
-        model: MegatronGPTReinforceActorModel,
-        pool: GeneratorPool | None,
-        make_micro_batches: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
-        stop: StopRequest,
-        takes_finished: bool = False,
-    ):
-        self.takes_finished = takes_finished
-        self._model = model
-        self._pool = pool
-        self._make_micro_batches = make_micro_batches
-        self._stop = stop
-        self._numbers = count()
-        # by prompt, rollouts of a checkpoint that may be trained on
-        self._stored: dict[int, dict[str, Any]] = {}
-        self.version = 0  # of the newest weights that the generators were sent
-        self._oldest = 0  # that they may still be asked for
+    def __init__(self, context: RolloutContext, generators: Generators):
+        self._context = context
+        self._model = context.model
+        self._generators = generators
+        self._scorer = RolloutScorer(context)
+        self._ahead = deque[PromptBatch]()  # of `_next_step` and the steps after it
+        self._next_step = 1
+        # with `takes_finished`, by number of the request
+        self._under_way: dict[int, Prompt] = {}
 
     @property
-    def _mesh(self) -> Mesh:
-        return self._model.mesh
+    def is_over(self) -> bool:
+        return self._context.loader.finished and not self._ahead
 
-    def submit(
-        self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int
-    ) -> Ticket:
-        """Queue this rank's share of the prompts of a step, 0 for a validation, behind all submitted before."""
-        or_newer = self.takes_finished and step > 0
-        parts: list[tuple[Prompt, ...]]
-        if or_newer:
-            parts = [(prompt,) for prompt in prompts]
-        else:
-            parts = [tuple(part) for part in self._make_micro_batches(prompts, step == 0)]
-        shares = self._mesh.gather_over_dp(parts)
-        version = self._oldest if or_newer else max(version, self._oldest)
-        numbered = [[(next(self._numbers), part) for part in share] for share in shares]
-        # Ends of shares may be smaller; taking them last shortens the final wait.
-        order = sorted(
-            (i, owner) for owner, share in enumerate(numbered) for i in range(len(share))
-        )
-        if self._pool is not None:
-            ordered = (numbered[owner][i] for i, owner in order)
-            self._give(
-                [Work(n, step, version, part, num_samples, seed, or_newer) for n, part in ordered],
-                self._pool,
+    def next_batch(self, step: int) -> StepRollouts:
+        self._next_step = step
+        if self._context.cfg.dynamic_filtering:
+            return draw_until_rewards_differ(
+                self._context,
+                self._scorer,
+                step,
+                self._next_prompts,
+                lambda prompts: self._answer_anew(prompts, step),
+                lambda: self.is_over,
             )
-        return Ticket([[number for number, _ in share] for share in numbered], version)
+        self._draw_ahead()
+        if self._generators.takes_finished:
+            drawn, pending, dropped = self._take_finished(len(self._ahead[0].prompts))
+            counts = {"dropped_groups": dropped}
+        else:
+            drawn = self._ahead[0]
+            pending = self._collect(drawn)
+            counts = {}
+        batch = self._scorer.finish_step(pending, step)
+        # Not before: a run that is stopped saves what was generated for this step.
+        self._ahead.popleft()
+        self._next_step += 1
+        self._forget(drawn)
+        metrics = self._scorer.means(batch, step)
+        return StepRollouts(drawn.prompts, drawn.position, batch, {**metrics, **counts})
 
-    def _give(self, works: Sequence[Work], pool: GeneratorPool) -> None:
-        new = []
-        for work in works:
-            stored = self._stored.pop(work.prompts[0].id, None) if work.or_newer else None
-            if stored is None:
-                new.append(work)
-            else:
-                pool.readmit(work, _unpacked(work.prompts[0].id, stored, work.number))
-        pool.submit(new)
+    def _draw_ahead(self) -> None:
+        """Draw and submit the prompts of the next step and of `staleness` steps after it."""
+        loader = self._context.loader
+        while (
+            len(self._ahead) <= self._context.staleness
+            and self._next_step + len(self._ahead) <= self._context.max_steps
+            and not loader.finished
+        ):
+            self._append(PromptBatch(next(loader), loader.state_dict()))
 
-    def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
-        """Wait for the work of a ticket; return the results of `prompts`, this rank's share.
+    def _append(self, drawn: PromptBatch) -> None:
+        """Submit the prompts of the step after those drawn; filtering submits its own."""
+        if not self._context.cfg.dynamic_filtering:
+            step = self._next_step + len(self._ahead)
+            version = max(0, step - 1 - self._context.staleness)
+            handle = self._submit(drawn.prompts, step, version)
+            drawn = replace(drawn, handle=handle)
+            if self._generators.takes_finished:
+                numbers = handle.numbers[self._model.mesh.dp_rank]
+                self._under_way.update(zip(numbers, drawn.prompts, strict=True))
+        self._ahead.append(drawn)
 
-        Raises:
-            StoppedEarly: some rank was asked to stop; on all ranks.
-            ReinforceError, ConnectionError: see `GeneratorPool.await_results`.
-        """
-        # A resumed run has stored rollouts: later ones may need the weights that this step trains
-        # away.
-        self._await([ticket], self._stop, anybody=ticket.stored is not None)
-        if ticket.stored is not None:
-            return [_unpacked(prompt.id, ticket.stored[prompt.id]) for prompt in prompts]
-        found = None
-        with self._mesh.raise_on_all_ranks():
-            if self._pool is not None:
-                found = self._pool.results(list(chain.from_iterable(ticket.numbers)))
-        by_number = {result.number: result for result in self._unless_stopped(found)}
-        return [by_number[number] for number in ticket.numbers[self._mesh.dp_rank]]
+    def _submit(self, prompts: Sequence[Prompt], step: int, version: int) -> RolloutHandle:
+        samples = self._context.cfg.num_rollouts_per_prompt
+        seed = step_seed(self._model.settings.seed, step)
+        return self._generators.submit(prompts, samples, seed, step, version)
 
-    def collect_first(
-        self, numbers: Sequence[int], count: int, oldest: int
-    ) -> tuple[list[Result], int]:
-        """Wait for the first of this rank's works to finish, this many; see `GeneratorPool.take`.
+    def _next_prompts(self) -> PromptBatch:
+        # First those that an earlier start of the run had under way.
+        if self._ahead:
+            return self._ahead.popleft()
+        loader = self._context.loader
+        return PromptBatch(next(loader), loader.state_dict())
 
-        Raises as `collect`.
+    def _collect(self, drawn: PromptBatch) -> PendingRollouts:
+        assert drawn.handle is not None
+        with self._context.generating():
+            results = self._generators.collect(drawn.handle, drawn.prompts)
+            return self._pending(drawn.prompts, results)
 
-        Returns:
-            This rank's results, in the order of their numbers, and how many were dropped on all ranks.
-        """
-        shares = self._mesh.gather_over_dp((list(numbers), count))
-        self._send_until(lambda pool: not pool.await_first(shares, oldest, self._stop))
-        found = None
-        with self._mesh.raise_on_all_ranks():
-            if self._pool is not None:
-                found = self._pool.take(shares, oldest)
-        results, dropped = self._unless_stopped(found)
-        own = set(numbers)
-        return [result for result in results if result.number in own], dropped
-
-    def _unless_stopped(self, found: T | None) -> T:
-        """Return on all ranks what the first one has found."""
-        found = self._mesh.from_main(found)
-        if found is None:
-            who = self._stop.reason or "a signal to another rank"
-            raise StoppedEarly(f"stopped by {who}", key="run.stop.by_signal")
-        return found
-
-    def forget(self, ticket: Ticket) -> None:
-        self.forget_numbers(chain.from_iterable(ticket.numbers))
-
-    def forget_numbers(self, numbers: Iterable[int]) -> None:
-        """Drop the results of these works; rank 0 knows all ranks'."""
-        if self._pool is not None:
-            self._pool.forget(numbers)
-
-    def state(self, tickets: Mapping[int, Ticket]) -> bytes:
-        """Return the rollouts of the tickets, by step, for `restore`, after waiting for them.
-
-        A collective call; ranks other than 0 return nothing. Rollouts of the newest weights are left
-        out, as a resumed run makes the same ones. So are a step with a failure and all after it, and
-        rollouts that no generator is there to make. With `takes_finished`, all works that are
-        finished are returned too, by prompt.
-        """
-        waited = [
-            ticket
-            for ticket in tickets.values()
-            if ticket.stored is None and ticket.version != self.version
+    def _take_finished(self, count: int) -> tuple[PromptBatch, PendingRollouts, int]:
+        """Wait for rollouts of this many of this rank's prompts, whichever are finished first."""
+        mesh = self._model.mesh
+        oldest = self._next_step - 1 - self._context.staleness
+        with self._context.generating():
+            results, dropped = self._generators.collect_first(list(self._under_way), count, oldest)
+            prompts = [self._under_way[result.number] for result in results]
+            pending = self._pending(prompts, results)
+        taken = mesh.gather_over_dp([result.number for result in results])
+        left = [
+            prompt.id
+            for number, prompt in self._under_way.items()
+            if number not in set(taken[mesh.dp_rank])
         ]
-        # An error that ends the run. After the loss of a rank of the job nothing is saved: a
-        # resumed run goes on from the checkpoint before, with the same rollouts.
-        with contextlib.suppress(ReinforceError):
-            self._await(waited)
-        steps = []
-        pool = self._pool
-        if pool is None:
-            return b""
-        for step, ticket in tickets.items():
-            if ticket.version == self.version:
-                break
-            stored = ticket.stored
-            if stored is None:
-                try:
-                    results = pool.results(list(chain.from_iterable(ticket.numbers)))
-                except ReinforceError:  # the one that ends the run, which is saved without these
-                    break
-                if results is None or not all(map(is_sound, results)):
-                    break
-                stored = {
-                    prompt: packed
-                    for result in results
-                    for prompt, packed in _packed(result).items()
-                }
-            steps.append({"step": step, "version": ticket.version, "stored": stored})
-        if self.takes_finished:
-            stored = {
-                prompt: packed
-                for result in pool.finished()
-                for prompt, packed in _packed(result).items()
-            }
-            steps += [{"step": 0, "version": 0, "stored": stored}] if stored else []
-        content = io.BytesIO()
-        torch.save(steps, content)
-        return content.getvalue() if steps else b""
-
-    def restore(self, content: bytes) -> dict[int, Ticket]:
-        """Return the tickets of a `state`, by step."""
-        if content:
-            check_torch_archive(io.BytesIO(content), 0, len(content))
-        steps = torch.load(io.BytesIO(content), weights_only=True) if content else []
-        self._stored = {
-            prompt: packed
-            for one in steps
-            if not one["step"]
-            for prompt, packed in one["stored"].items()
+        position = {
+            **self._context.loader.state_dict(),
+            "under_way": [*chain.from_iterable(mesh.gather_over_dp(left))],
         }
-        return {
-            one["step"]: Ticket([], one["version"], one["stored"]) for one in steps if one["step"]
-        }
+        return PromptBatch(prompts, position, RolloutHandle(taken, 0)), pending, dropped
 
-    def publish(self, version: int, *, as_oldest: bool = False) -> None:
-        """Send the policy's weights as this version.
+    def _forget(self, drawn: PromptBatch) -> None:
+        assert drawn.handle is not None
+        self._generators.forget(drawn.handle)
+        if self._generators.takes_finished:
+            for number in drawn.handle.numbers[self._model.mesh.dp_rank]:
+                self._under_way.pop(number, None)
 
-        With `as_oldest` the generators are to have no earlier one.
-        """
-        self.version = version
-        if as_oldest:
-            self._oldest = version
-        self._send()
+    def _answer_anew(self, prompts: Sequence[Prompt], step: int) -> PendingRollouts:
+        """Submit prompts and wait for their rollouts, of the newest weights."""
+        with self._context.generating():
+            handle = self._submit(prompts, step, self._generators.version)
+            return self._collect_once(handle, prompts)
 
-    def _await(
-        self, tickets: Iterable[Ticket], stop: StopRequest | None = None, anybody: bool = False
-    ) -> None:
-        numbers = [number for ticket in tickets for number in chain.from_iterable(ticket.numbers)]
-        self._send_until(lambda pool: not pool.await_results(numbers, stop, anybody))
+    def _collect_once(self, handle: RolloutHandle, prompts: Sequence[Prompt]) -> PendingRollouts:
+        pending = self._pending(prompts, self._generators.collect(handle, prompts))
+        self._generators.forget(handle)
+        return pending
 
-    def _send_until(self, is_over: Callable[[GeneratorPool], bool]) -> None:
-        """Send weights to generators that lack them, at each interruption of a wait, until its end."""
-        while True:
-            is_wanted = False
-            with self._mesh.raise_on_all_ranks():
-                if self._pool is not None:
-                    is_wanted = not is_over(self._pool)
-            if not self._mesh.from_main(is_wanted):
-                return
-            self._send()
+    def _pending(
+        self, prompts: Sequence[Prompt], results: Sequence[GenerationResult]
+    ) -> PendingRollouts:
+        """Return what generators made, as if it had been made here."""
+        pad_id = self._model.pad_id
+        parts = [result.completions for result in results]
+        futures = ()
+        if self._model.mesh.is_model_parallel_rank_0:
+            futures = tuple(
+                (CompletedRewards(result.rewards, result.failure), len(part.lengths))
+                for result, part in zip(results, parts, strict=True)
+            )
+        completions = join_completions(parts, pad_id)
+        return PendingRollouts(unscored_batch(prompts, completions, pad_id), futures)
 
-    def _send(self) -> None:
-        """Send the newest weights to all generators that lack them; a collective call."""
-        while True:
-            group = None
-            with self._mesh.raise_on_all_ranks():
-                if self._pool is not None:
-                    group = self._pool.group_for(self.version)
-            if not self._mesh.from_main(group is not None):
-                return
-            if self._mesh.dp_rank == 0:
-                send_weights(self._model.lm, group)
+    def evaluate(
+        self,
+        name: str,
+        step: int,
+        prompts: Sequence[Prompt],
+        phases: PhaseTracker,
+        num_samples: int = 1,
+    ) -> RolloutBatch:
+        """See `RolloutSource.evaluate`; it is queued behind the rollouts that are under way."""
+        generators = self._generators
 
+        def sample() -> PendingRollouts:
+            seed = step_seed(self._model.settings.seed, 0)
+            handle = generators.submit(prompts, num_samples, seed, 0, generators.version)
+            return self._collect_once(handle, prompts)
 
-def _packed(result: Result) -> dict[int, dict[str, Any]]:
-    """Return the rollouts of each prompt, by its id, as plain values and tensors."""
-    completions = result.completions
-    rewards = result.rewards
-    samples = len(completions.lengths) // len(result.prompt_ids)
-    found = {}
-    for at, prompt in enumerate(result.prompt_ids):
-        own = slice(at * samples, (at + 1) * samples)
-        tensors = {name: getattr(completions, name) for name in _TENSORS}
-        tensors = {
-            name: None if value is None else value[own].clone() for name, value in tensors.items()
-        }
-        scores = None
-        if rewards is not None:
-            by_source = {name: values[own].clone() for name, values in rewards.by_source.items()}
-            faults = {
-                row - own.start: text
-                for row, text in rewards.faults.items()
-                if own.start <= row < own.stop
-            }
-            values = rewards.values[own].clone()
-            status = rewards.status[own].clone()
-            scores = {"values": values, "status": status, "by_source": by_source, "faults": faults}
-        found[prompt] = {
-            **tensors,
-            "finish_reasons": list(completions.finish_reasons[own]),
-            "scores": scores,
-        }
-    return found
+        return self._scorer.evaluate(name, step, phases, sample)
 
+    def publish_weights(self, version: int) -> None:
+        with self._context.clock.phase("send_weights"):
+            self._generators.publish(version)
 
-def _unpacked(prompt: int, stored: dict[str, Any], number: int = -1) -> Result:
-    tensors = {name: stored[name] for name in _TENSORS}
-    completions = Completions(**tensors, finish_reasons=tuple(stored["finish_reasons"]))
-    rewards = None if stored["scores"] is None else Rewards(**stored["scores"])
-    return Result(number, (prompt,), completions, rewards)
+    def state_dict(self) -> dict[str, Any]:
+        handles = {}
+        if not self._generators.takes_finished:
+            for step, drawn in enumerate(self._ahead, self._next_step):
+                if drawn.handle is not None:
+                    handles[step] = drawn.handle
+        return {"rollouts": self._generators.state(handles)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self._context.clock.phase("send_weights"):
+            self._generators.publish(state["step"], as_oldest=True)
+        self._next_step = state["step"] + 1
+        handles = self._generators.restore(state["rollouts"])
+        loader = self._context.loader
+        for drawn in prompts_under_way(loader, state["under_way"]):
+            self._append(drawn)
+        # The prompts under way were asked for anew.
+        for step in sorted(handles)[len(self._ahead) :]:
+            if loader.finished:
+                return  # of fewer epochs than before
+            self._ahead.append(PromptBatch(next(loader), loader.state_dict(), handles[step]))
+
+    def close(self) -> None:
+        """Close the trainer's own generator; who opened the connections closes them."""
+        self._model.generator.close()

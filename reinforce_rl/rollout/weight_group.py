@@ -1,4 +1,4 @@
-"""A weight group whose members change: each epoch is a process group of its own, which the loss of a rank ends."""
+"""A weight group whose members change: each epoch is a process group, which ends at a loss."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 class ElasticWeightGroup:
     """The first trainer, which sends weights, and the generators' ranks of an epoch.
 
-    On a generator an error is a RuntimeError. On the trainer, whose other ranks take part in what it
-    sends, it becomes `fault`, and nothing more is sent: gloo raises at once where a peer is gone, and
-    after `timeout` where one stands still. NCCL does neither, so its transfers are polled and
-    aborted.
+    On a generator an error is a RuntimeError. On the trainer, whose other ranks take part in what
+    it sends, it becomes `fault`, and nothing more is sent: gloo raises at once where a peer is
+    gone, and after `timeout` where one stands still. NCCL does neither, so its transfers are
+    polled and aborted.
 
     Args:
         store: torch's, shared by all that may ever be in the group.
@@ -54,8 +54,8 @@ class ElasticWeightGroup:
         """Meet the epoch's other ranks; the first one gives it up once `is_wanted` is false.
 
         Raises:
-            RuntimeError: it was given up, a rank did not come within the timeout, or no interface of
-                this machine has the address `host`.
+            RuntimeError: it was given up, a rank did not come within the timeout, or no interface
+                of this machine has the address `host`.
         """
         self.close()
         store = PrefixStore(f"weights {epoch}", self._store)
@@ -69,7 +69,8 @@ class ElasticWeightGroup:
             if store.get("all") != b"here":
                 raise RuntimeError("the trainers gave the group up, as somebody in it was lost")
         if self._device.type == "cuda":
-            # By default the loss of a peer ends this process too; NCCL reads this as a group is made.
+            # By default the loss of a peer ends this process too; NCCL reads this as a group is
+            # made.
             with _environment_variable(_NCCL_ERRORS, "0"):
                 nccl: Any = dist.ProcessGroupNCCL
                 self._backend = nccl(store, rank, size, self._timeout)
@@ -85,7 +86,10 @@ class ElasticWeightGroup:
         self.fault = ""
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Send a contiguous tensor from the first rank, or receive into it; `wait` for the result."""
+        """Send a contiguous tensor from the first rank, or receive into it.
+
+        `wait` for the result.
+        """
         return _Transfer(
             self, self._attempt(lambda: self._backend.broadcast([tensor], self._options))
         )
@@ -95,7 +99,10 @@ class ElasticWeightGroup:
         self._attempt(lambda: self._poll(work) if self._device.type == "cuda" else work.wait())
 
     def abandon(self, epoch: int, why: str) -> None:
-        """Let no transfer of this epoch go on; from any thread. A transfer of gloo ends by itself."""
+        """Let no transfer of this epoch go on; from any thread.
+
+        A transfer of gloo ends by itself.
+        """
         if epoch == self.epoch:
             self.fault = self.fault or why
 

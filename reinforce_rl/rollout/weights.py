@@ -1,9 +1,9 @@
-"""New weights for generators on ranks of their own: broadcast by the trainers in buckets, under Hugging Face names.
+"""New weights for remote generators: broadcast by the trainers in buckets, by Hugging Face names.
 
-A bucket is gathered over the trainers' tensor-parallel ranks and stages on their first rank while the one before it is
-on its way, and each generator takes its own slices, so the two need not have the same layout. With LoRA the updates
-alone are sent. Neither side ever has more than two buckets besides its own weights, and on a generator what has come
-but is not used yet.
+A bucket is gathered over the trainers' tensor-parallel ranks and stages on their first rank while
+the one before it is on its way, and each generator takes its own slices, so the two need not have
+the same layout. With LoRA the updates alone are sent. Besides its own weights neither side ever has
+more than two buckets, and a generator what it has received and does not use yet.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def _buffers(lm: CausalLM, buckets: list[list[Row]], count: int) -> list[Tensor]
 def send_weights(
     lm: CausalLM, group: ElasticWeightGroup | None, max_bytes: int = BUCKET_BYTES
 ) -> int:
-    """Send the weights that are trained; return the bytes. A collective call of the first block of trainers.
+    """Send the weights that are trained; return the number of bytes.
 
-    `group` is None on all but its first rank. `receive_weights` on each generator has the same `max_bytes`.
+    A collective call of the first block of trainers. `group` is None on all but its first rank.
+    `receive_weights` on each generator has the same `max_bytes`.
     """
     buckets = _plan(lm, max_bytes)
     buffers = _buffers(lm, buckets, 2)
@@ -65,28 +66,36 @@ def send_weights(
 def receive_weights(
     lm: CausalLM, group: ElasticWeightGroup, max_bytes: int = BUCKET_BYTES
 ) -> dict[str, Tensor]:
-    """Receive one `send_weights`; return this rank's slices, for `load_weights`. May run beside generation."""
-    own = parameters_of(lm)
+    """Receive one `send_weights`; return this rank's slices, for `load_weights`.
+
+    May run beside generation.
+    """
+    parameters = parameters_of(lm)
     rank = lm.mesh.tp_rank
     buckets = _plan(lm, max_bytes)
-    found = dict[str, Tensor]()
+    received = dict[str, Tensor]()
     with _beside_generation(lm.mesh.device):
         (buffer,) = _buffers(lm, buckets, 1)
         for bucket in buckets:
             wait_for_ranks(group.broadcast(buffer[: elements_of(bucket)]))
             tensors = views_of(buffer, bucket)
             for row in bucket:
-                if row.megatron not in found:
-                    found[row.megatron] = torch.zeros_like(own[row.megatron])  # padding stays zero
+                if row.megatron not in received:
+                    # padding stays zero
+                    received[row.megatron] = torch.zeros_like(parameters[row.megatron])
                 start, end = row.part(rank)
                 if start < end:
-                    row.place(found[row.megatron], rank).copy_(row.part_in(tensors[row.hf], rank))
-    return found
+                    place = row.place(received[row.megatron], rank)
+                    place.copy_(row.part_in(tensors[row.hf], rank))
+    return received
 
 
 @contextlib.contextmanager
 def _beside_generation(device: torch.device) -> Iterator[None]:
-    """On a GPU, a stream of its own, for which generation need not wait; the block's work is done at its end."""
+    """On a GPU, a stream of its own, for which generation need not wait.
+
+    At the end of the block its work is done.
+    """
     if device.type != "cuda":
         yield
         return
@@ -97,21 +106,21 @@ def _beside_generation(device: torch.device) -> Iterator[None]:
 
 
 @torch.no_grad()
-def load_weights(lm: CausalLM, found: Mapping[str, Tensor]) -> None:
+def load_weights(lm: CausalLM, received: Mapping[str, Tensor]) -> None:
     """Use what `receive_weights` returned, between two calls of the generator."""
-    own = parameters_of(lm)
-    for name, tensor in found.items():
-        own[name].copy_(tensor)  # in place: a CUDA graph holds the addresses
+    parameters = parameters_of(lm)
+    for name, tensor in received.items():
+        parameters[name].copy_(tensor)  # in place: a CUDA graph holds the addresses
     _wait_for_copies(lm)
 
 
 @torch.no_grad()
-def exchange_weights(lm: CausalLM, found: Mapping[str, Tensor]) -> None:
-    """Use what `receive_weights` returned, as `load_weights`, and leave the weights so far in its place."""
-    own = parameters_of(lm)
-    for name, tensor in found.items():
-        before = own[name].clone()
-        own[name].copy_(tensor)
+def exchange_weights(lm: CausalLM, received: Mapping[str, Tensor]) -> None:
+    """Use what `receive_weights` returned, and leave the weights so far in its place."""
+    parameters = parameters_of(lm)
+    for name, tensor in received.items():
+        before = parameters[name].clone()
+        parameters[name].copy_(tensor)
         tensor.copy_(before)
     _wait_for_copies(lm)
 

@@ -1,4 +1,4 @@
-"""Micro-batches of prompts, shared out or handed out one by one to whichever data-parallel rank is free."""
+"""Micro-batches of prompts, shared out, or handed out one by one to whichever rank is free."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ COUNTER = "reinforce_rl/micro_batches_taken"
 
 
 class WorkQueue:
-    """Micro-batches of one generation phase, created by all ranks together; iterating yields this block's.
+    """Micro-batches of one generation phase, created by all ranks together.
 
-    Each block takes its own share, or with `shared` all take from one queue, first come, first served. Micro-batches
-    are cut as without a queue, so that each gives the same numbers wherever it is generated. `share` is the same on
-    all ranks of a block.
+    Iterating yields this block's: its own share, or with `shared` what it takes from one queue of
+    all, first come, first served. Micro-batches are cut as without a queue, so that each gives the
+    same numbers wherever it is generated. `share` is the same on all ranks of a block.
     """
 
     def __init__(self, mesh: Mesh, share: Sequence[MicroBatch], *, shared: bool):
@@ -54,20 +54,21 @@ class WorkQueue:
             yield self._micro_batches[number]
 
     def close(self) -> None:
-        """Stop taking micro-batches: advance the counter past the end, so that other blocks take no more either."""
+        """Stop taking micro-batches, on the other blocks too: advance the counter past the end."""
         if self._shared and self._mesh.is_model_parallel_rank_0:
             self._mesh.count(COUNTER, len(self._micro_batches))
 
     def to_owners(self, results: Sequence[T]) -> list[T]:
         """Return the results of this rank's own share, in order, wherever they were generated.
 
-        A collective call over the data-parallel ranks, after every micro-batch was taken. `results` are picklable, one
-        per micro-batch that this block took, in order; only those that another rank owns are sent.
+        A collective call over the data-parallel ranks, after every micro-batch was taken. `results`
+        are picklable, one per micro-batch that this block took, in order; only those that another
+        rank owns are sent.
         """
         if not self._shared:
             return list(results)
-        found = dict(zip(self._taken, results, strict=True))
-        moved = {number: result for number, result in found.items() if number not in self._own}
+        by_number = dict(zip(self._taken, results, strict=True))
+        moved = {number: result for number, result in by_number.items() if number not in self._own}
         for part in self._mesh.gather_over_dp(moved):
-            found |= part
-        return [found[number] for number in self._own]
+            by_number |= part
+        return [by_number[number] for number in self._own]

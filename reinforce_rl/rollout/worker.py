@@ -24,7 +24,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.rollout.generator_rank import GeneratorRank
-from reinforce_rl.rollout.messages import Arrival
+from reinforce_rl.rollout.messages import Register
 from reinforce_rl.rollout.rendezvous import RENDEZVOUS, RENDEZVOUS_FILE, RendezvousInfo
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.roles import RANKS, RankRole
@@ -128,9 +128,9 @@ def _answer_trainers(
         rank.run(model, rm)
 
 
-def _registration(cfg: TrainConfig, mesh: Mesh) -> Arrival:
+def _registration(cfg: TrainConfig, mesh: Mesh) -> Register:
     name = f"{gethostname()}, process {os.getpid()}"
-    return Arrival(mesh.world_size, name, shared_settings(cfg))
+    return Register(mesh.world_size, name, shared_settings(cfg))
 
 
 def _join_trainers(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> GeneratorRank:
@@ -180,7 +180,7 @@ def _first_connection(
             raise GenerationError(
                 f"the trainers could not be reached by {folder / RENDEZVOUS_FILE} within "
                 f"{seconds:.0f} s (generator_timeout_seconds): {why}; start `reinforce-rl "
-                "train` with generators=separate and the same run's folder",
+                "train` with placement=disaggregated, generation_ranks=0 and the same run's folder",
                 key="generators.trainers.missing",
             )
         time.sleep(_RETRY_SECONDS)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from reinforce_rl.errors import (
 from reinforce_rl.runtime.links import Invitation, Links
 from reinforce_rl.runtime.phases import PhaseTracker, StackWatcher
 from reinforce_rl.runtime.run_lock import run_lock
+from reinforce_rl.runtime.starts import count_start
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, saved_step
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 from reinforce_rl.utils.files import UNWRITABLE, write_fault
@@ -77,11 +78,13 @@ class Verdict:
     exit_code: int = LostRankError.exit_code  # of the ranks that end because of it
     of_first: bool = False  # rank 0 is lost, which writes the run's status
     key: str = ""  # of the error that the other ranks end with
+    code_of_lost: int | None = None  # exit code that the lost rank had sent
 
     def error(self) -> ReinforceError:
         """Return the error that a rank ends with because of it."""
-        kind = StoppedEarly if self.exit_code == StoppedEarly.exit_code else LostRankError
-        return kind(self.text, key=self.key)
+        if self.exit_code == StoppedEarly.exit_code:
+            return StoppedEarly(self.text, key=self.key)
+        return LostRankError(self.text, key=self.key, code_of_lost=self.code_of_lost)
 
 
 @dataclass
@@ -314,7 +317,8 @@ def failed(report: Report, exit_code: int, text: str, key: str = "") -> Verdict:
     if exit_code == StoppedEarly.exit_code:
         return Verdict(text, exit_code, key=key)
     cause = text.strip() or f"exit code {exit_code}"
-    return _verdict([report], "failed in", Fault(f": {cause}", key="ranks.rank.failed"))
+    verdict = _verdict([report], "failed in", Fault(f": {cause}", key="ranks.rank.failed"))
+    return replace(verdict, code_of_lost=exit_code)
 
 
 def hung(reports: Sequence[Report], limit: float) -> Verdict | None:
@@ -382,9 +386,13 @@ class RunControl:
         """Keep `status.json` up to date during the block, which is the whole run.
 
         Raises StoppedEarly if a signal came before there was anything to save, and ConfigError if another process, on
-        this machine or on another one, works in this run's folder.
+        this machine or on another one, works in this run's folder, or if a Slurm job starts again and again at the
+        same checkpoint.
         """
-        with run_lock(self.status.path.parent) if self.status.enabled else contextlib.nullcontext():
+        folder = self.status.path.parent
+        with run_lock(folder) if self.status.enabled else contextlib.nullcontext():
+            if self.status.enabled:
+                count_start(folder, saved_step(folder), os.environ)
             self.status.begin()
             try:
                 yield
@@ -410,7 +418,7 @@ class RunControl:
                 if not self.has_begun and isinstance(error, _REFUSALS):
                     self.status.refuse(*_outcome(error))
                 else:
-                    self.status.end(*_outcome(error))
+                    self.status.end(*_outcome_of_run(error))
                 raise
             self.status.end(EXIT_FINISHED)
 
@@ -482,12 +490,13 @@ class RunControl:
         """Exit from the watchdog's thread while the main thread is stuck."""
         if verdict.of_first:
             self.status.take_over_reporting()
-        self.status.end(verdict.exit_code, verdict.text)
+        error = verdict.error()
+        self.status.end(*_outcome_of_run(error))
         with contextlib.suppress(OSError, ValueError):
             if sys.stderr.isatty():
                 os.write(2, b"\x1b[?25h")  # show the cursor, hidden by the live display
             kind = "" if verdict.exit_code == StoppedEarly.exit_code else "error: "
-            print(f"{kind}{verdict.error().with_keys()}", file=sys.stderr, flush=True)
+            print(f"{kind}{error.with_keys()}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         os._exit(verdict.exit_code)
 
@@ -507,6 +516,17 @@ def _key_of_error(error: BaseException) -> str:
     if isinstance(error, StopNow):
         return _STOPPED_BEFORE_FIRST_STEP
     return key_of(error)
+
+
+def _outcome_of_run(error: BaseException) -> tuple[int, str]:
+    """Return what `status.json` says of the end: as `_outcome`, with the code of the rank that failed first.
+
+    The other ranks themselves end with `EXIT_LOST_RANK`, by which they are told from the first.
+    """
+    code, text = _outcome(error)
+    if isinstance(error, LostRankError) and error.code_of_lost is not None:
+        code = error.code_of_lost
+    return code, text
 
 
 def _outcome(error: BaseException) -> tuple[int, str]:

@@ -1,7 +1,8 @@
 """Encrypted, authenticated ZeroMQ connections between rank 0 and the other ranks of the job.
 
-Not collectives, which do not name the rank they wait for, and cannot be abandoned. A process that ends closes its
-connection; one that stands still sends no heartbeats (ZMTP's own would close the connection too, as a death does).
+Collectives cannot do this: they do not name the rank they wait for, and cannot be abandoned. A
+process that ends closes its connection; a process that hangs sends no heartbeats. Heartbeats of
+ZMTP are not used, because they would close the connection of a hanging process, too.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ OnMessage = Callable[[int, list[memoryview]], object]
 
 BEATS_A_TIMEOUT = 5  # heartbeats per timeout
 _KEYS = ("server_key", "public_key", "secret_key")
-_RANK = re.compile(rb"rank ([1-9][0-9]{0,18})")  # how a peer names itself
-MAX_PART_BYTES = 1 << 30  # of a message; ZeroMQ closes the connection of a peer that sends more
+_RANK = re.compile(rb"rank ([1-9][0-9]{0,18})")  # routing id of a peer
+MAX_PART_BYTES = 1 << 30  # per part of a message; ZeroMQ disconnects a peer that sends more
 LINGER_SECONDS = 2.0  # to send queued messages on close
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """Address of rank 0 and the keys of both ends. Whoever holds it is let in: share it among the ranks only."""
+    """Address of rank 0 and the keys of both ends.
+
+    It grants access: share it only among the ranks.
+    """
 
     host: str
     port: int
@@ -46,7 +50,7 @@ class Invitation:
     secret_key: bytes  # shared by all other ranks
 
     def to_values(self) -> dict[str, Any]:
-        """Return the fields as JSON can hold them."""
+        """Return the fields as values for JSON."""
         values = dict(vars(self))
         for name in _KEYS:
             values[name] = values[name].decode()
@@ -54,7 +58,10 @@ class Invitation:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Invitation:
-        """Return the invitation of `to_values`; raise TypeError, KeyError or AttributeError for anything else."""
+        """Return the invitation of `to_values`.
+
+        Raises TypeError, KeyError or AttributeError for other values.
+        """
         keys = {name: values[name].encode() for name in _KEYS}
         return cls(**{**values, **keys})
 
@@ -75,7 +82,11 @@ class Peer:
 
 
 class Links:
-    """Rank 0's connections to the others (`listen`, then `accept`), or another rank's to rank 0 (`connect`)."""
+    """Connections of a rank.
+
+    Rank 0 has connections to the other ranks (`listen`, then `accept`). Another rank has one to
+    rank 0 (`connect`).
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], rank: int):
         self.peers: dict[int, Peer] = {}  # by rank
@@ -93,14 +104,16 @@ class Links:
         self._poller = zmq.Poller()
         for source in (socket, self._monitor, self._wakes):
             self._poller.register(source, zmq.POLLIN)
-        self._next_beat = self._last_poll = time.monotonic()
+        self._last_poll = time.monotonic()
+        self._next_beat = self._last_poll
         self._authenticator: ThreadAuthenticator | None = None
 
     @classmethod
     def listen(cls, host: str) -> tuple[Links, Invitation]:
-        """Listen on rank 0, which the other ranks see as `host`; return its end and the invitation for `connect`.
+        """Listen on rank 0; return its links and the invitation for `connect`.
 
-        Listens on all addresses, unless it is the loopback: a name may resolve to another address here than there.
+        The other ranks know this rank as `host`. It listens on all addresses unless `host` is the
+        loopback, because a name may resolve to another address on this machine than on others.
         """
         server_key, server_secret = zmq.curve_keypair()
         public_key, secret_key = zmq.curve_keypair()
@@ -125,9 +138,9 @@ class Links:
 
     @classmethod
     def connect(cls, invitation: Invitation, rank: int, hello: bytes, seconds: float) -> Links:
-        """Connect another rank to rank 0, where `accept` returns the `hello`.
+        """Connect another rank to rank 0; there `accept` returns the `hello`.
 
-        Raises ConnectionError, which names the address, if rank 0 is not there, or refused this rank.
+        Raises ConnectionError with the address if rank 0 does not answer or refuses this rank.
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         dealer = context.socket(zmq.DEALER)
@@ -155,7 +168,7 @@ class Links:
         return links
 
     def accept(self, ranks: Collection[int], seconds: float) -> dict[int, bytes]:
-        """Return the hellos of these ranks by rank; without those that did not come within `seconds`."""
+        """Return the hellos that arrive from these ranks within `seconds`, by rank."""
         hellos: dict[int, bytes] = {}
         deadline = time.monotonic() + seconds
         while len(hellos) < len(ranks) and (left := deadline - time.monotonic()) > 0:
@@ -169,13 +182,19 @@ class Links:
         return hellos
 
     def set_beat(self, seconds: float, beat: Callable[[], Sequence[Buffer]] | None = None) -> None:
-        """Send the result of `beat` at this interval from now on; by default an empty message, which `poll` drops."""
+        """Send the result of `beat` at this interval from now on.
+
+        By default it is an empty message, which `poll` drops.
+        """
         self.beat_seconds = seconds
         self._beat = beat or self._beat
         self._next_beat = time.monotonic()
 
     def send(self, rank: int, *parts: Buffer) -> None:
-        """Queue a message for `poll` to send; from any thread. Messages to a lost peer are dropped."""
+        """Queue a message for `poll` to send; from any thread.
+
+        Messages to a lost peer are dropped.
+        """
         self._outbox.append((rank, parts))
         self.wake()
 
@@ -189,7 +208,10 @@ class Links:
             self._wake.send(b"\0")
 
     def poll(self, seconds: float) -> list[Message]:
-        """Send queued messages; return received ones as soon as there are any. Always call on the same thread."""
+        """Send queued messages; return received messages as soon as there are any.
+
+        Always call it on the same thread.
+        """
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + self.beat_seconds
@@ -201,7 +223,7 @@ class Links:
         if self._wakes.fileno() in ready:
             self._wakes.recv(1 << 16)
             self._flush()
-        # read before the messages: a peer's last ones arrive before its disconnect
+        # Read the monitor first: a peer's last messages arrive before its disconnect.
         ended = self._read_monitor()
         messages = [*self._early, *self._receive()]
         self._early = []
@@ -211,14 +233,14 @@ class Links:
         before = self._last_poll
         self._last_poll = now
         for peer in self.peers.values():
-            # more means that this process was suspended
+            # A longer time means that this process was suspended.
             peer.silence += min(now - before, 2 * self.beat_seconds)
         for rank, _ in messages:
             self.peers[rank].silence = 0.0
         return [(rank, parts) for rank, parts in messages if parts[0] != b""]
 
     def close(self) -> None:
-        """Close all connections after sending what is queued; `poll` must have ended. Safe to call twice."""
+        """Send queued messages, and close all connections. `poll` must have ended; idempotent."""
         if self._socket.context.closed:
             return
         self._flush()
@@ -246,7 +268,7 @@ class Links:
             rank = 0
             if self._rank == 0:
                 name = _RANK.fullmatch(frames.pop(0).bytes)
-                if name is None:  # no program of ours
+                if name is None:  # not our program
                     continue
                 rank = int(name[1])
                 self.peers.setdefault(rank, Peer(rank))
@@ -277,9 +299,10 @@ class Links:
 class LinkThread:
     """Sends and receives on its own thread, and detects lost and silent peers.
 
-    After `timeout` seconds of silence a peer counts as lost. Called on the thread: `on_message` with the sender's rank
-    and the message's parts, `on_lost`, once per lost peer, with its rank and the reason. With `is_open` peers may come
-    later, and a lost one is forgotten; else the thread ends with the last peer.
+    After `timeout` seconds of silence a peer counts as lost. The thread calls `on_message` with the
+    sender's rank and the message's parts, and `on_lost` once per lost peer with its rank and the
+    reason. With `is_open` peers may join later, and a lost peer is forgotten; otherwise the thread
+    ends with the last peer.
     """
 
     def __init__(
@@ -291,7 +314,7 @@ class LinkThread:
         *,
         is_open: bool = False,
     ):
-        self.stopping = threading.Event()  # set when a peer's end is no loss any more
+        self.stopping = threading.Event()  # set when a peer's end is no longer a loss
         self._links = links
         self._timeout = timeout
         self._on_message = on_message
@@ -303,7 +326,7 @@ class LinkThread:
         self._thread.start()
 
     def wait_closed(self, seconds: float) -> list[int]:
-        """Return the ranks that have not closed their connection within `seconds`."""
+        """Return the ranks whose connections are still open after `seconds`."""
         self._thread.join(seconds)
         return [peer.rank for peer in list(self._links.peers.values()) if not peer.closed]
 

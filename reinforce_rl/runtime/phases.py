@@ -21,7 +21,8 @@ from reinforce_rl.runtime.profiling import StepProfiler
 
 PACKAGE = Path(__file__).parents[1]
 SAMPLE_SECONDS = 0.02  # between two samples of a `WaitMeter`
-CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
 RESET_PEAK = "5"  # written to clear_refs: forget the peak of the resident set (man 5 proc)
 # Files in which an innermost frame means waiting for other ranks.
 _COLLECTIVES = (
@@ -39,9 +40,9 @@ _FRAMES_LOCK = threading.Lock()
 class Phase:
     name: str
     step: int  # current step, from 1; 0 before the first
-    number: int  # phases so far; every rank goes through the same ones in the same order
+    number: int  # phases so far; all ranks have the same phases in the same order
     since: float  # `time.monotonic` of its start
-    has_deadline: bool = False  # it waits for another program, with its own timeout
+    has_deadline: bool = False  # it waits for another program, and has a timeout for this
 
 
 class PhaseTracker:
@@ -64,7 +65,7 @@ class PhaseTracker:
 
     @contextlib.contextmanager
     def having_deadline(self) -> Iterator[None]:
-        """Let the current phase have a deadline during the block."""
+        """Give the current phase a deadline during the block."""
         before = self.phase
         self.phase = replace(self.phase, has_deadline=True)
         try:
@@ -74,9 +75,10 @@ class PhaseTracker:
 
 
 class StepClock:
-    """Measures seconds and peak memory of each phase of the current step, and `among_ranks` the waits for others.
+    """Measures seconds and peak memory of each phase of the current step.
 
-    `profiler` is started and stopped with each step.
+    With `among_ranks` it measures waits for other ranks, too. `profiler` is started and stopped
+    with each step.
     """
 
     def __init__(
@@ -112,9 +114,9 @@ class StepClock:
         with named, self._waits.measuring() if self._waits else nothing:
             yield
         seconds = time.perf_counter() - started
-        own = seconds - (self._waits.seconds if self._waits else 0.0)
+        busy = seconds - (self._waits.seconds if self._waits else 0.0)
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        self.own_seconds[name] = self.own_seconds.get(name, 0.0) + max(own, 0.0)
+        self.own_seconds[name] = self.own_seconds.get(name, 0.0) + max(busy, 0.0)
         self.gigabytes[name] = max(self.gigabytes.get(name, 0.0), self._memory.gigabytes())
 
     def stop(self) -> None:
@@ -135,7 +137,7 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        # Not Linux, or not permitted: the peak is then the whole run's.
+        # If not on Linux or not permitted, the peak is the whole run's.
         with contextlib.suppress(OSError):
             CLEAR_REFS.write_text(RESET_PEAK, encoding="utf-8")
 
@@ -157,9 +159,9 @@ class PeakMemory:
 @dataclass(frozen=True)
 class StackLocation:
     line: str  # innermost file and line in this package; empty if none
-    in_collective: bool  # it waits for other ranks
+    in_collective: bool  # the thread waits for other ranks
     still_since: float  # `time.monotonic` of the first sample with the same stack
-    of_role: bool = False  # it waits for ranks of another role
+    of_role: bool = False  # the thread waits for ranks of another role
 
 
 class StackWatcher:
@@ -189,9 +191,10 @@ class StackWatcher:
 
 @dataclass
 class WaitMeter:
-    """Measures how long a thread waits for other ranks, by sampling its stack every `SAMPLE_SECONDS`.
+    """Measures how long a thread waits for other ranks.
 
-    Does not see collectives that return before they are done, such as NCCL's.
+    It samples the stack every `SAMPLE_SECONDS`, and does not see collectives that return before
+    they are done, such as NCCL's.
     """
 
     thread: int  # its `threading.get_ident`
@@ -228,7 +231,7 @@ def wait_for_role(
     seconds: float,
     condition: Callable[[], bool] | None = None,
 ) -> None:
-    """Wait for `changed` to be notified, or for `condition`: for ranks of another role."""
+    """Wait for ranks of another role: until `changed` is notified, or `condition` holds."""
     if condition is None:
         changed.wait(seconds)
     else:
@@ -236,11 +239,11 @@ def wait_for_role(
 
 
 def wait_for_ranks(work: Any) -> None:
-    """Wait for torch's `Work`: for other ranks."""
+    """Wait for other ranks: until torch's `Work` is done."""
     work.wait()
 
 
-# A stack shows these functions, so that no thread has to keep a record of its waits.
+# A stack shows these functions, so a thread need not record its waits.
 _ROLE_WAIT = wait_for_role.__code__
 _RANKS_WAIT = wait_for_ranks.__code__
 
@@ -259,7 +262,7 @@ def _frame_of(thread: int) -> FrameType | None:
 
 
 def _waits_for_role(codes: Sequence[CodeType]) -> bool:
-    """Whether a thread with this stack, innermost first, waits for ranks of another role."""
+    """Return True if a thread with this stack, innermost first, waits for another role."""
     return next(filter(_is_of_package, codes), None) is _ROLE_WAIT
 
 

@@ -1,4 +1,7 @@
-"""Profiles of chosen steps: a trace a rank, memory on CUDA, the top operations; docs/profiling.md has the files."""
+"""Profile chosen steps: a trace per rank, memory on CUDA, and the top operations.
+
+docs/profiling.md describes the files.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ if TYPE_CHECKING:
     from reinforce_rl.config.actor import ProfileConfig
 
 TOP_OPERATIONS = 30
-# above it nothing is written: reading them takes minutes, and no viewer opens them
+# A larger trace is not written: reading it takes minutes, and no viewer opens it.
 MAX_EVENTS = 1_000_000
-LARGE_BYTES = 200e6  # of a trace
+LARGE_BYTES = 200e6  # size of a trace that viewers may refuse
 ALLOCATIONS = 100_000
 
 
 class StepProfiler:
-    """Profiles the chosen steps of this rank; one that fails is given up, and the run goes on.
+    """Profiles the chosen steps of this rank; profiling ends after a failure, the run does not.
 
     Args:
         folder: `profile/` of the run.
@@ -53,7 +56,7 @@ class StepProfiler:
             tell(f"profile: {needs} need CUDA; none are made on a {device.type.upper()}")
 
     def start(self, step: int) -> None:
-        """Start the profile of a step; nothing if it is not a chosen one."""
+        """Start the profile of a step, if it is chosen."""
         cfg = self._cfg
         self._step = step
         self._is_open = step in cfg.steps and (cfg.ranks is None or self._rank in cfg.ranks)
@@ -63,14 +66,14 @@ class StepProfiler:
             if cfg.tool == "torch":
                 kinds = torch.profiler.ProfilerActivity
                 wanted = {kinds.CPU, kinds.CUDA} if self._is_on_cuda else {kinds.CPU}
-                # Asked for CUDA, a torch without it complains at every operation.
+                # A torch without CUDA would warn at every operation.
                 activities = wanted & torch.profiler.supported_activities()
                 self._trace = torch.profiler.profile(
                     activities=activities, record_shapes=cfg.shapes, with_stack=cfg.stacks
                 )
                 self._trace.start()
                 if self._is_on_cuda and cfg.memory:
-                    # What torch documents for this has no name without an underscore, as of 2.13.
+                    # torch 2.13 documents this function, and has no public name for it.
                     torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
             elif self._is_on_cuda:
                 torch.cuda.profiler.start()  # nsys --capture-range=cudaProfilerApi
@@ -81,7 +84,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name a phase in the trace, or for nsys."""
+        """Name a phase in the trace or for nsys."""
         by_nsys = self._is_open and self._trace is None and self._is_on_cuda
         trace = (
             torch.profiler.record_function(f"phase: {name}")
@@ -106,7 +109,7 @@ class StepProfiler:
         start = self._folder / f"step_{self._step:05d}" / f"rank_{self._rank}"
         start.parent.mkdir(parents=True, exist_ok=True)
         if self._is_on_cuda and self._cfg.memory:
-            # As in `start`.
+            # See `start` for the underscores.
             torch.cuda.memory._dump_snapshot(f"{start}.memory.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
         assert trace.profiler is not None and trace.profiler.kineto_results is not None
@@ -114,7 +117,8 @@ class StepProfiler:
         if events > MAX_EVENTS:
             advice = "profile a run with fewer or shorter responses"
             self._tell(
-                f"profile: step {self._step} has {events:,} events, too many to be written; {advice}"
+                f"profile: step {self._step} has {events:,} events, too many to be written; "
+                f"{advice}"
             )
             return
         path = Path(f"{start}.trace.json.gz")
@@ -128,30 +132,39 @@ class StepProfiler:
         table = averages.table(sort_by=key, row_limit=TOP_OPERATIONS, max_name_column_width=80)
         write_atomically(Path(f"{start}.txt"), table)
         if self._rank == min(self._cfg.ranks or [0]):
-            seconds = [(getattr(one, key) / 1e6, one.key, one.count) for one in averages]
-            total = sum(own for own, *_ in seconds)
+            by_operation = [
+                (getattr(average, key) / 1e6, average.key, average.count) for average in averages
+            ]
+            total = sum(seconds for seconds, *_ in by_operation)
             operations = [
                 {
                     "name": name,
                     "calls": calls,
-                    "self_seconds": own,
-                    "share": own / total if total else 0.0,
+                    "self_seconds": seconds,
+                    "share": seconds / total if total else 0.0,
                 }
-                for own, name, calls in sorted(seconds, reverse=True)[:TOP_OPERATIONS]
+                for seconds, name, calls in sorted(by_operation, reverse=True)[:TOP_OPERATIONS]
             ]
             device = "cuda" if self._is_on_cuda else "cpu"
-            found = {"step": self._step, "rank": self._rank, "device": device, "seconds": total}
             self._add(
-                {**found, "trace": f"{start.parent.name}/{path.name}", "operations": operations}
+                {
+                    "step": self._step,
+                    "rank": self._rank,
+                    "device": device,
+                    "seconds": total,
+                    "trace": f"{start.parent.name}/{path.name}",
+                    "operations": operations,
+                }
             )
             self._tell(f"profile: step {self._step} is in {start.parent}")
 
     def _add(self, step: dict[str, Any]) -> None:
         path = self._folder / "top_operations.json"
         past = read_json(path)["steps"] if path.is_file() else []
-        steps = [*(one for one in past if one["step"] != step["step"]), step]
+        steps = [*(entry for entry in past if entry["step"] != step["step"]), step]
         write_atomically(
-            path, json.dumps({"steps": sorted(steps, key=lambda one: one["step"])}, indent=1) + "\n"
+            path,
+            json.dumps({"steps": sorted(steps, key=lambda entry: entry["step"])}, indent=1) + "\n",
         )
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""A lock on a run's folder, so that no second run writes into it, on this machine or on another one.
+"""Lock a run's folder, so that no second run writes into it, on this machine or another.
 
-It is a POSIX record lock (fcntl(2)), which NFS, Lustre and GPFS keep for all hosts, and which ends with its process,
-however that ends: what a killed run leaves is no lock.
+The lock is a POSIX record lock (fcntl(2)). NFS, Lustre and GPFS keep it for all hosts, and it ends
+with its process in every case, so a killed run leaves no lock.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from reinforce_rl.runtime.status import is_alive, read_status
 from reinforce_rl.utils.untrusted_files import leads_out
 
 LOCK_FILE = "run.lock"
-# whoever can read the file could take a shared lock, and keep the run from starting
+# A reader of the file could take a shared lock, and so prevent the start of the run.
 _OWNER_ONLY = 0o600
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-LEASE_SECONDS = 100.0  # NFS's servers give a lock up after 90 s without a sign of its host
+LEASE_SECONDS = 100.0  # NFS servers release a lock 90 s after its host's last sign of life
 POLL_SECONDS = 1.0
-_SHOWN = 100  # characters of what a file says of its owner
+_SHOWN = 100  # characters of a value of the status file in a message
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run's folder during the block.
 
-    Raises ConfigError, which names the process and its host, if another process holds it.
+    Raises ConfigError, with the process and its host, if another process holds it.
     """
     _refuse_by_status(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def refuse_second_run(folder: Path) -> None:
-    """Raise ConfigError if a run is going on in a folder; makes no file."""
+    """Raise ConfigError if a folder has an active run; creates no file."""
     _refuse_by_status(folder)
     with contextlib.suppress(FileNotFoundError):
         handle = _open(folder)
@@ -63,7 +63,7 @@ def refuse_second_run(folder: Path) -> None:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raise ConfigError if a folder of the run leads out of it: a run deletes what is too new there."""
+    """Raise ConfigError for links out of the run's folder: a run deletes newer files there."""
     paths = list(folder.iterdir())
     checkpoints = folder / "checkpoints"
     if not leads_out(checkpoints, folder):
@@ -80,11 +80,11 @@ def _refuse_links(folder: Path) -> None:
         raise ConfigError(faults)
 
 
-def _open(folder: Path, more: int = 0) -> int:
-    """Open the lock's file: not a link, which could lead to any file, nor a pipe, which would be waited for."""
+def _open(folder: Path, creation: int = 0) -> int:
+    """Open the lock's file; refuse links, which may lead to any file, and pipes, which block."""
     path = folder / LOCK_FILE
     try:
-        handle = os.open(path, _FLAGS | more, _OWNER_ONLY)
+        handle = os.open(path, _FLAGS | creation, _OWNER_ONLY)
     except PermissionError as error:
         raise ConfigError([_not_permitted(path, str(error.strerror))]) from error
     except OSError as error:
@@ -96,7 +96,7 @@ def _open(folder: Path, more: int = 0) -> int:
         os.close(handle)
         raise ConfigError([_no_regular_file(path)])
     if stat.S_IMODE(mode) != _OWNER_ONLY:
-        # Some mounts say themselves who may read there.
+        # Some mounts fix the permissions themselves.
         with contextlib.suppress(OSError):
             os.fchmod(handle, _OWNER_ONLY)
     return handle
@@ -122,33 +122,38 @@ def _not_permitted(path: Path, reason: str) -> Fault:
 
 
 def _acquire(handle: int, folder: Path) -> None:
-    """Take the lock; wait for one of another host, as a file server notices only after a while that a host is down."""
+    """Take the lock.
+
+    Waits for a lock of another host: a file server notices late that a host is down.
+    """
     deadline = time.monotonic() + LEASE_SECONDS
-    has_told = False
+    has_printed = False
     while True:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except OSError as error:
             if error.errno not in _HELD_BY_ANOTHER:
-                # Some file systems have no locks. A run on this machine is still refused, by its
-                # status.
+                # Some file systems have no locks. The status still reveals a run on this machine.
                 logger.warning("event=no_run_lock folder=%s error=%s", folder, error)
                 return
         host, process = _owner(folder)
         if host == socket.gethostname() or time.monotonic() > deadline:
             where = "this machine" if host == socket.gethostname() else host
             raise ConfigError([_still_going_on(folder, f"process {process} of {where}")])
-        if not has_told:
-            has_told = True
+        if not has_printed:
+            has_printed = True
             who = f"process {process} of {host}"
-            told = f"waiting up to {LEASE_SECONDS:.0f} s for {who}, which works in {folder} or has died with its host"
-            print(told, file=sys.stderr, flush=True)
+            message = (
+                f"waiting up to {LEASE_SECONDS:.0f} s for {who}, which works in {folder} or has "
+                "died with its host"
+            )
+            print(message, file=sys.stderr, flush=True)
         time.sleep(POLL_SECONDS)
 
 
 def _owner(folder: Path) -> tuple[str, str]:
-    """Return the host and the process that the run's status names; the lock's file says nothing."""
+    """Return host and process from the run's status; the lock's file is empty."""
     status = read_status(folder)
     if status is None or status.state != "running":
         return "another machine", "of an unknown number"

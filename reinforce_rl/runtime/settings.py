@@ -1,9 +1,9 @@
 """History of a run's configuration, compared with the settings of a resume. Torch-free.
 
-config_history.jsonl has a line for the first start and for each later start with changes: number of steps done by
-then, the configuration from there on, as YAML, and a digest of the file of each reward function.
-Where it would become too long to be read, the oldest lines but the first are dropped, and the
-first says of which steps they were.
+config_history.jsonl has a line for the first start and for each later start with changes: number of
+steps done by then, the configuration from there on, as YAML, and a digest of the file of each
+reward function. If it became too long to read, the oldest lines but the first are dropped, and the
+first line records their steps.
 """
 
 from __future__ import annotations
@@ -37,18 +37,23 @@ from reinforce_rl.utils.untrusted_files import read_bounded
 HISTORY_FILE = "config_history.jsonl"
 CONFIG_FILE = "config.yaml"
 _MAX_HISTORY_BYTES = 16 << 20
-_MAX_HISTORY_LINES = 1000  # starts with other settings
-_DROPPED_BYTES = 100  # of the two keys below, in the first line
-_DROPPED_FROM = "dropped_from"  # step after which the first line that was dropped began
-_DROPPED_UP_TO = "dropped_up_to"  # last step of which the line was dropped
+_MAX_HISTORY_LINES = 1000  # starts with changed settings
+_DROPPED_BYTES = 100  # room for the two keys below, in the first line
+_DROPPED_FROM = "dropped_from"  # step after which the first dropped line began
+_DROPPED_UP_TO = "dropped_up_to"  # last step of a dropped line
 DATE_KEY = "model.data.chat_template_date"
 # Keys that change the meaning of a run: refused on resume without resume_with_changes.
 MEANING = re.compile(
-    r"trainer\.reinforce\.(?!(max_epochs|max_steps|val_check_interval|save_interval|gradient_clip_val"
-    r"|max_failed_fraction|max_skipped_steps|generation_work_queue|generator_log_probs|rollout_batch_seq_length)$)"
-    r"|pretrained_checkpoint\.|model\.(data|peft)\.|model\.(seed|global_batch_size|encoder_seq_length)$"
-    r"|model\.reinforce\.(num_rollout_samples$|skip_special_tokens$|sampling_params\.|length_params\.)"
-    r"|max_staleness$|rollout_order$|inflight_updates$|reward$|reward_function\.(name|kwargs|weight|more_functions)$"
+    r"trainer\.reinforce\."
+    r"(?!(max_epochs|max_steps|val_check_interval|save_interval|gradient_clip_val"
+    r"|max_failed_fraction|max_skipped_steps|generation_work_queue|generator_log_probs"
+    r"|rollout_batch_seq_length)$)"
+    r"|pretrained_checkpoint\.|model\.(data|peft)\."
+    r"|model\.(seed|global_batch_size|encoder_seq_length)$"
+    r"|model\.reinforce\."
+    r"(num_rollout_samples$|skip_special_tokens$|sampling_params\.|length_params\.)"
+    r"|max_staleness$|rollout_order$|inflight_updates$"
+    r"|reward$|reward_function\.(name|kwargs|weight|more_functions)$"
     r"|remote_rm\.(reward_model\.weight|more_reward_models)$"
 )
 LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")
@@ -60,14 +65,17 @@ SILENT = re.compile(
 
 
 def compare(before: str, now: str, schema: type[Section] = TrainConfig) -> dict[str, str]:
-    """Return keys that differ between two YAML texts, with both values; a missing key has its default."""
+    """Return the keys that differ between two YAML texts, with both values.
+
+    A missing key has its default.
+    """
     trees = [read_tree(text) for text in (before, now)]
-    found = {}
+    differing = {}
     for key, default in flatten(schema().model_dump()):
         old, new = (_value(tree, key, default) for tree in trees)
         if old != new and not SILENT.match(key):
-            found[key] = f"{json.dumps(old)} -> {json.dumps(new)}"
-    return found
+            differing[key] = f"{json.dumps(old)} -> {json.dumps(new)}"
+    return differing
 
 
 @dataclass(frozen=True)
@@ -80,18 +88,21 @@ class Setting:
 
 
 def set_keys(tree: Any, schema: type[Section]) -> list[Setting]:
-    """Return the settings of a configuration that differ from the defaults; keys without one differ always."""
+    """Return the settings of a configuration that differ from the defaults.
+
+    A key without a default always differs.
+    """
     defaults = dict(flatten(schema().model_dump()))
     settings = [
         Setting(key, _value(tree, key, default), default) for key, default in defaults.items()
     ]
     known = tuple(f"{key}." for key in defaults)
-    more = [
-        Setting(k, v, None)
-        for k, v in flatten(tree)
-        if k and k not in defaults and not k.startswith(known)
+    undeclared = [
+        Setting(key, value, None)
+        for key, value in flatten(tree)
+        if key and key not in defaults and not key.startswith(known)
     ]
-    return [setting for setting in (*settings, *more) if setting.value != setting.default]
+    return [setting for setting in (*settings, *undeclared) if setting.value != setting.default]
 
 
 def flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
@@ -117,14 +128,14 @@ def _value(tree: Any, key: str, default: Any) -> Any:
 
 
 def _weight(server: Any) -> Any:
-    """Return the weight of a reward server's settings; what a file holds in their place is compared as it is."""
+    """Return the weight in a reward server's settings; other values are returned unchanged."""
     return server.get("weight", 1.0) if isinstance(server, dict) else server
 
 
 def freeze_template_date(cfg: TrainConfig, *, joins: bool = False) -> None:
-    """Have chat templates with today's date read the date of the run's first start, as its folder has recorded it.
+    """Give chat templates, in place of today's date, the recorded date of the run's first start.
 
-    `joins` is for a program that works on a run which others have started.
+    `joins` is for a program that joins a run of other processes.
     """
     folder, step = _place(cfg)
     file = folder / CONFIG_FILE
@@ -140,16 +151,16 @@ def freeze_template_date(cfg: TrainConfig, *, joins: bool = False) -> None:
 
 
 def check_changes(cfg: TrainConfig) -> dict[str, str]:
-    """Return changes since the settings of the last step before this start; the same before and after `record`.
+    """Return changes since the settings of the last step before this start.
 
-    Raises ConfigError on a change of the run's meaning without `resume_with_changes`, and if a
-    setting could not be read again at the next start.
+    The result is equal before and after `record`. Raises ConfigError on a change of the run's
+    meaning without `resume_with_changes`, and if the next start could not read a setting.
     """
     folder, step = _place(cfg)
     line = _line(cfg, step)
     past = _history(folder, step)
-    found = _differences(past[-1], line) if past else {}
-    refused = "; ".join(f"{key}: {values}" for key, values in found.items() if MEANING.match(key))
+    changes = _differences(past[-1], line) if past else {}
+    refused = "; ".join(f"{key}: {values}" for key, values in changes.items() if MEANING.match(key))
     if refused and not cfg.resume_with_changes:
         sentence = (
             f"{folder} goes on after step {step}, and its steps so far had other settings: "
@@ -157,22 +168,22 @@ def check_changes(cfg: TrainConfig) -> dict[str, str]:
             "run, or go on with the new ones by resume_with_changes=true"
         )
         raise ConfigError([Fault(sentence, key="run.resume.other_settings")])
-    return found
+    return changes
 
 
 def shared_settings(cfg: TrainConfig) -> dict[str, Any]:
-    """Return what programs that work on one run must have in common, by key."""
-    own = {key: value for key, value in flatten(cfg.model_dump()) if MEANING.match(key)}
-    return {**own, "trainer.precision": cfg.trainer.precision}
+    """Return the settings, by key, that all programs of a run must share."""
+    shared = {key: value for key, value in flatten(cfg.model_dump()) if MEANING.match(key)}
+    return {**shared, "trainer.precision": cfg.trainer.precision}
 
 
 def record(cfg: TrainConfig) -> None:
-    """Write the configuration of this start to the run's folder; on rank 0."""
+    """Write the configuration of this start to the run's folder; call on rank 0."""
     folder, step = _place(cfg)
     line = _line(cfg, step)
     lines = _history(folder, step)
     if lines and lines[0].get(_DROPPED_UP_TO, 0) > step:
-        # The steps after an older checkpoint are made anew.
+        # The run repeats the steps after an older checkpoint.
         lines[0][_DROPPED_UP_TO] = step
     if not lines or _differences(lines[-1], line):
         lines.append(line)
@@ -183,8 +194,8 @@ def record(cfg: TrainConfig) -> None:
 def _within_bounds(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Drop the oldest lines but the first until `_history` can read them.
 
-    The first line keeps the steps of those dropped. It and the last one always fit, since
-    `config_text` bounds what they hold.
+    The first line records the steps of the dropped lines. The first and the last line always fit,
+    because `config_text` bounds their size.
     """
     first = lines[0]
     sizes = [len(encode(json_line(line))) for line in lines]
@@ -206,7 +217,7 @@ def _within_bounds(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def settings_of(folder: Path, step: int, *, within: Path | None = None) -> tuple[str, list[str]]:
     """Return the configuration of a step as YAML, and a sentence for each change before it.
 
-    Links of its files may not leave the folder `within`, if it is given. Raises DataError if the
+    Its files may not be links that leave the folder `within`, if given. Raises DataError if the
     line of this step was dropped from the history.
     """
     lines = _history(folder, max(step, 1), within)
@@ -228,8 +239,9 @@ def settings_of(folder: Path, step: int, *, within: Path | None = None) -> tuple
 
 
 def may_start(cfg: TrainConfig) -> bool:
-    """Check as `check_changes` does; return False, and print so, if the run has finished."""
-    changes, (folder, step) = check_changes(cfg), _place(cfg)
+    """Run `check_changes`; return False, with a message, if the run has finished."""
+    changes = check_changes(cfg)
+    folder, step = _place(cfg)
     status = read_status(folder)
     limit = cfg.trainer.reinforce.max_steps
     is_exported = (
@@ -250,8 +262,11 @@ def may_start(cfg: TrainConfig) -> bool:
         others = "; ".join(
             f"{key}: {values}" for key, values in changes.items() if not LENGTH.match(key)
         )
-        told = f"the run in {folder} has finished, at step {step}; raise trainer.reinforce.max_steps to go on"
-        print(f"{told}, with {others}" if others else told)
+        message = (
+            f"the run in {folder} has finished, at step {step}; raise trainer.reinforce.max_steps "
+            "to go on"
+        )
+        print(f"{message}, with {others}" if others else message)
     return False
 
 
@@ -262,7 +277,7 @@ def _place(cfg: TrainConfig) -> tuple[Path, int]:
 
 
 def _line(cfg: TrainConfig, step: int) -> dict[str, Any]:
-    """Return a start as a line of the history."""
+    """Return the history's line of this start."""
     return {"step": step, "config": config_text(cfg.model_dump()), "files": files_of_functions(cfg)}
 
 
@@ -274,7 +289,7 @@ def files_of_functions(cfg: TrainConfig) -> dict[str, str | None]:
 
 
 def _file_digest(function: str) -> str | None:
-    """Return a digest of the file of a function, which is not imported; None if there is none."""
+    """Return a digest of a function's file without importing it; None if there is no file."""
     module = function.split(".")[:-1]
     places = [Path(folder, *module) for folder in sys.path if module]
     files = [
@@ -317,8 +332,8 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
         place = path if path == config else f"{path}, line {number}"
         if not (type(line.get("step")) is int and isinstance(line.get("config"), str)):
             raise DataError(
-                f"{place}: found the keys {sorted(line)[:10]}; expected step, a number, and config, a "
-                "text; restore the file",
+                f"{place}: found the keys {sorted(line)[:10]}; expected step, a number, and "
+                "config, a text; restore the file",
                 key="history.line.no_settings",
             )
         if not all(type(line.get(key, 0)) is int for key in (_DROPPED_FROM, _DROPPED_UP_TO)):
@@ -343,5 +358,5 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
 
 @functools.lru_cache(32)
 def read_tree(text: str, where: str = "the run's configuration") -> dict[str, Any]:
-    """Read a configuration, as `parse_stored` does; the caller does not change what it gets."""
+    """Read a configuration by `parse_stored`; callers must not change the result."""
     return parse_stored(text, where)

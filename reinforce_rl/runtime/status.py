@@ -43,7 +43,8 @@ class Status:
     reason: str = ""  # why it was stopped or failed, or what it waits for
     step: int = 0  # last complete one
     max_steps: int = 0  # 0 until known
-    exit_code: int | None = None  # None while it runs
+    # None while it runs; of the rank that failed first, if it sent one before it ended
+    exit_code: int | None = None
     save_seconds: float | None = None  # of the last save, also of the run it resumes; None before
     alerts: dict[str, str] = field(default_factory=dict)  # what the last step has, by rule
     time: float = field(default_factory=time.time)  # unix seconds of this entry

@@ -1,4 +1,7 @@
-"""When a run stops: SIGTERM and SIGUSR1 request it, or its time is used up; all ranks stop at the same point."""
+"""Stop a run on SIGTERM, on SIGUSR1, or if its time is used up.
+
+All ranks stop at the same point.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Reserved before the allocation's end for the launcher to stop the reward server and requeue the
-# job.
+# Reserved before the allocation's end: the launcher stops the reward server and requeues the job.
 LAUNCHER_SECONDS = 60.0
 # Margin on forecasts, and for shutdown after the save.
 MARGIN_SHARE = 0.1
@@ -37,34 +39,40 @@ FIXED_SECONDS = 5.0
 
 
 class StopNow(BaseException):
-    """Raised by a signal while there is nothing to save. A BaseException, so `except Exception` does not catch it."""
+    """Raised by a signal while there is nothing to save.
+
+    A BaseException: `except Exception` must not catch it.
+    """
 
 
 def ignore_stop_signals() -> None:
-    """Ignore them while this process ends; from the main thread."""
+    """Ignore `STOP_SIGNALS` while this process ends; call on the main thread."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 class StopRequest:
-    """Whether this rank was asked to stop; never, unless created by `on_signals`."""
+    """Whether this rank was asked to stop; only `on_signals` makes one that listens."""
 
     def __init__(self) -> None:
-        self.reason: str | None = None  # who asked; None if nobody has
+        self.reason: str | None = None  # source of the request; None without a request
         self._listens = False
         self._raises = False
         self._relayed: str | None = None
 
     @classmethod
     def on_signals(cls) -> StopRequest:
-        """Listen to `STOP_SIGNALS`, from the main thread; a signal raises `StopNow` until `wait_for_checks`."""
+        """Listen to `STOP_SIGNALS`; call on the main thread.
+
+        A signal raises `StopNow` until `wait_for_checks`.
+        """
         request = cls()
         request._listens = True
         request._raises = True
         for number in active_stop_signals():
             signal.signal(number, request._on_signal)
-        # Python restores default handlers during shutdown: a late signal would then change a saved
-        # run's exit code.
+        # Python restores default handlers during shutdown, and a late signal would then change the
+        # exit code of a saved run.
         atexit.register(ignore_stop_signals)
         return request
 
@@ -78,7 +86,7 @@ class StopRequest:
         """Pass on a request made to another rank; from any thread."""
         if self._listens and self.reason is None:
             self._relayed = reason
-            # interrupt the main thread as its own signal would
+            # Interrupt the main thread, as a signal to this process would.
             os.kill(os.getpid(), signal.SIGUSR1)
 
     def wait_for_checks(self) -> None:
@@ -86,7 +94,10 @@ class StopRequest:
         self._raises = False
 
     def run_interruptible(self, action: Callable[[], T]) -> T | None:
-        """Return the result of `action`; None if this rank is asked to stop before it or during it (interrupts it)."""
+        """Return the result of `action`; None if this rank is asked to stop.
+
+        A request during `action` interrupts it.
+        """
         try:
             self._raises = self._listens
             return None if self.reason is not None else action()
@@ -96,14 +107,14 @@ class StopRequest:
             self._raises = False
 
     def asked_of_block(self, mesh: Mesh) -> bool:
-        """Return whether this block's first rank was asked; called by, and equal on, all ranks of the block."""
+        """Return, on all ranks of the block, whether its first rank was asked; collective."""
         asked = self.reason is not None
         return asked if mesh.dp_size == mesh.world_size else mesh.from_model_parallel_rank_0(asked)
 
     def check(self, mesh: Mesh, verdict: str | None = None) -> None:
-        """Raise StoppedEarly, naming the signal, on all ranks if one was asked; collective.
+        """Raise StoppedEarly, with the signal, on all ranks if a rank was asked; collective.
 
-        `verdict` says on the first rank which alert stops the run; AlertStop is raised for it.
+        `verdict`, on the first rank, describes the alert that stops the run; it raises AlertStop.
         """
         if mesh.any_rank(self.reason is not None or verdict is not None):
             verdict = mesh.from_main(verdict)
@@ -115,17 +126,18 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """What fits into the time that is left to a run."""
+    """Whether further work fits into a run's remaining time."""
 
-    shortage: str | None = None  # why no other step fits; None if one does
+    shortage: str | None = None  # why no further step fits; None if it fits
     validates: bool = True  # a validation and the save after it fit
 
 
 class RunTimer:
-    """Decides when a run must end so that its state is saved in time.
+    """Decides when a run must end to save its state in time.
 
-    `max_seconds` count from the allocation's start if known, else from this process's; None for no bound. The
-    allocation's end is a bound too. `save_seconds` is the estimate until a save was measured.
+    `max_seconds` count from the allocation's start if known, otherwise from this process's start;
+    None for no bound. The allocation's end is a bound, too. `save_seconds` is an estimate until a
+    save was measured.
     """
 
     def __init__(
@@ -175,7 +187,7 @@ class RunTimer:
         save: bool = False,  # due before that step
         running_save: bool = False,  # one is being written in the background
     ) -> TimeBudget:
-        """Return whether another step and the save after it fit.
+        """Return whether a further step and the save after it fit.
 
         A step takes as long as the longest of the last `RECENT_STEPS`. The first step of a process
         begins whenever a save fits.
@@ -202,9 +214,10 @@ class RunTimer:
         parts.append(f"a save {save_seconds:.1f} s")
         shortage = (
             f"the time of this run is used up ({max(left, 0.0):.1f} s are left by {self._bound}; "
-            f"{', '.join(parts)}, and with a margin all that is to come {with_margin(needed):.1f} s)"
+            f"{', '.join(parts)}, and with a margin all that is to come "
+            f"{with_margin(needed):.1f} s)"
         )
-        # A validation that was not measured counts as a step, whose time may not be known either.
+        # An unmeasured validation counts as a step, whose time may be unknown, too.
         is_known = self._validation_seconds is not None or bool(self._steps)
         end_seconds = validation_seconds + (1 + running_save) * save_seconds
         return TimeBudget(shortage, validates=is_known and with_margin(end_seconds) <= left)
@@ -215,5 +228,5 @@ def with_margin(seconds: float) -> float:
 
 
 def first_save_seconds(num_bytes: float) -> float:
-    """Return a conservative estimate of the first save's duration from its bytes."""
+    """Return a conservative estimate of the first save's seconds from its bytes."""
     return FIXED_SECONDS + num_bytes / BYTES_A_SECOND

@@ -1,6 +1,6 @@
-"""Reads the configuration in a run's folder, maybe somebody else's: within bounds, as values.
+"""Read the configuration in a run's folder, maybe another person's, as values within bounds.
 
-What a run writes there is held to the same bounds, so that its next start can read it.
+The same bounds apply to the configuration that a run writes, so its next start can read it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from reinforce_rl.utils.files import encode
 from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded
 
 MAX_CONFIG_BYTES = 1 << 20
-MAX_CONFIG_VALUES = 100_000  # keys, values and lists, all together
+MAX_CONFIG_VALUES = 100_000  # keys, values and lists together
 INTERPOLATION = "${"
-# characters of a key and of those above it: each of their values is named by all of them
+# characters of a dotted key, which has the names of all keys above it
 _MAX_KEY = 500
 _SHOWN = 200  # characters of a value in a message
 _ADVICE = "A run writes none such: restore the file, or take it away"
 
 
 def config_text(settings: Mapping[str, Any]) -> str:
-    """Return settings as the YAML that a run keeps in its folder; a path becomes its text.
+    """Return settings as the YAML in a run's folder; a path becomes its text.
 
-    Raises ConfigError, which names the setting, for what the next start could not read.
+    Raises ConfigError with the setting that the next start could not read.
     """
     tree = _without_paths(settings)
     text = OmegaConf.to_yaml(OmegaConf.create(tree))
@@ -55,7 +55,7 @@ def _without_paths(value: Any) -> Any:
 
 
 def _quick_yaml(tree: Any) -> str:
-    """Return settings as YAML, faster than OmegaConf; nothing if only that can write one."""
+    """Return settings as YAML, faster than OmegaConf; empty if only OmegaConf can write them."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     try:
         return yaml.dump(tree, Dumper=dumper, allow_unicode=True)
@@ -63,9 +63,9 @@ def _quick_yaml(tree: Any) -> str:
         return ""
 
 
-@functools.lru_cache(8)  # a start asks several times
+@functools.lru_cache(8)  # a start calls it several times with the same text
 def _fault(text: str) -> str | None:
-    """Return why `parse_stored` refuses a text; None if it does not."""
+    """Return why `parse_stored` refuses a text; None if it accepts the text."""
     if len(encode(text)) > MAX_CONFIG_BYTES:
         return f"more than {MAX_CONFIG_BYTES} bytes as YAML"
     try:
@@ -76,7 +76,7 @@ def _fault(text: str) -> str | None:
 
 
 def _faulty_setting(tree: Any, reason: str) -> tuple[str, str]:
-    """Return the innermost setting that is refused by itself, and why; of several, the first."""
+    """Return the first innermost setting that `_fault` refuses, and the reason."""
     path: list[str] = []
     name = "the configuration"
     while isinstance(tree, dict) and len(name) <= _SHOWN:
@@ -97,7 +97,10 @@ def _faulty_setting(tree: Any, reason: str) -> tuple[str, str]:
 
 
 def read_stored(path: Path) -> str:
-    """Read a configuration that lies in a folder. Raises DataError if it is too large, no file or not UTF-8."""
+    """Read a stored configuration.
+
+    Raises DataError if it is too large, not a file, or not UTF-8.
+    """
     try:
         data = read_bounded(path, max_bytes=MAX_CONFIG_BYTES, within=path.parent)
     except FileNotFoundError as error:
@@ -113,9 +116,9 @@ def read_stored(path: Path) -> str:
 
 
 def parse_stored(text: str, where: str) -> dict[str, Any]:
-    """Parse a configuration that lies in a folder; interpolations are kept as texts.
+    """Parse a stored configuration; interpolations remain texts.
 
-    Raises DataError, which begins with `where`, for what is no mapping or exceeds the bounds of `yaml_fault`.
+    Raises DataError, beginning with `where`, if it is not a mapping or exceeds the bounds.
     """
     if len(text) > MAX_CONFIG_BYTES:
         raise DataError(
@@ -129,8 +132,8 @@ def parse_stored(text: str, where: str) -> dict[str, Any]:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Parse a configuration; ValueError for what is none, or exceeds the bounds."""
-    # Not by OmegaConf.create, which parses interpolations and takes hours for some.
+    """Parse a configuration; raise ValueError if it is not a mapping or exceeds the bounds."""
+    # Not OmegaConf.create: it parses interpolations, and takes hours for some.
     tree = parse_yaml(text, max_values=MAX_CONFIG_VALUES)
     if tree is None:  # an empty file
         return {}
@@ -157,7 +160,7 @@ def _longest_key(value: Any) -> int:
 
 
 def _has_null_key(value: Any) -> bool:
-    """Tell whether a mapping below a value has the key null, which OmegaConf does not take."""
+    """Return True if a mapping below a value has the key null, which OmegaConf refuses."""
     if isinstance(value, dict):
         return None in value or any(_has_null_key(child) for child in value.values())
     if isinstance(value, list):
@@ -166,14 +169,14 @@ def _has_null_key(value: Any) -> bool:
 
 
 def parse_values(text: str, where: str) -> dict[str, Any]:
-    """Parse as `parse_stored`, for settings that are to be used; raise DataError for an interpolation too."""
+    """Parse settings for use, by `parse_stored`; an interpolation raises DataError, too."""
     tree = parse_stored(text, where)
     for key, value in _texts_below(tree):
         if INTERPOLATION in value:
             raise DataError(
-                f"{where}: {key} is {value[:_SHOWN]!r}; expected a value. An interpolation could read "
-                "the environment of whoever opens the folder, and a run writes none; write the value "
-                "in its place",
+                f"{where}: {key} is {value[:_SHOWN]!r}; expected a value. An interpolation could "
+                "read the environment of whoever opens the folder, and a run writes none; write "
+                "the value in its place",
                 key="run.config.interpolation",
             )
     return tree

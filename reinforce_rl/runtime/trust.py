@@ -1,9 +1,10 @@
-"""What is taken from a run's folder: values, never authority.
+"""Take values from a run's folder, but no authority.
 
-Whoever opens a folder trusts their own command line, and not what the folder says is to be run, asked, read or sent.
-So its own files are never on the import path, and no function, address, token, interpreter or class that the folder
-alone names is used, unless --trust allows it, after all of them have been listed. Nor are many
-more processes started than the machine has cores. Its configuration is read by `stored_config`.
+Users trust their command line. They need not trust a folder that they open, which may name programs
+to run, files to read, and addresses to ask and to send data to. So the folder's files are never on
+the import path. A function, address, token, interpreter or class that only the folder names is used
+only with --trust, which lists all of them first. The number of processes that a folder can start is
+bounded by the machine's cores. `stored_config` reads the configuration.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from reinforce_rl.utils.process import PACKAGE_PARENT
 
 _SHOWN = 200  # characters of a value in a message
 _CORES = os.cpu_count() or 1
-# Processes that a folder may ask for, on a machine of few cores as well.
+# Bounds on the processes that a folder may request; a machine of few cores allows several, too.
 MOST_RANKS = max(_CORES, 8)
 MOST_WORKERS = max(_CORES, 64)
 
 
 @dataclass(frozen=True)
 class Authority:
-    """A setting that says what is run, asked, read or sent, or that starts many processes."""
+    """A setting that decides what is run, asked, read or sent, or that starts many processes."""
 
     key: str
     value: Any
@@ -45,7 +46,10 @@ class Authority:
 
 
 def without_custom_generator(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with the native generator in place of a custom class, whose name alone imports its packages."""
+    """Return settings with the native generator in place of a custom class.
+
+    Even the name of a custom class would import its packages.
+    """
     return (
         tree
         if tree.get("generation", "native") in GENERATIONS
@@ -54,9 +58,10 @@ def without_custom_generator(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def remove_from_import_path(folder: str | Path) -> None:
-    """Remove a folder and everything in it from `sys.path`, which has it if the command was started there.
+    """Remove a folder and everything in it from `sys.path`.
 
-    Hydra then finds no plugins in it, and child processes do not get it as PYTHONPATH.
+    A command that was started there has the folder on its path. Without it, Hydra finds no plugins
+    in it, and child processes do not get it as PYTHONPATH.
     """
     root = Path(os.path.realpath(folder))
     # This program and its environment are trusted, even if they lie in the folder.
@@ -80,22 +85,22 @@ def authorities(
     data: bool = False,
     ranks: bool = False,
 ) -> list[Authority]:
-    """Return the settings that are authority in the parts of a configuration that are used."""
-    found: list[Authority] = []
+    """Return the authorities in the used parts of a configuration."""
+    settings: list[Authority] = []
     if ranks:
-        found += _of_ranks(cfg)
+        settings += _of_ranks(cfg)
     if data:
-        found += _of_data(cfg)
+        settings += _of_data(cfg)
     if rewards:
-        found += _of_functions(cfg)
-        found += _of_servers(cfg)
+        settings += _of_functions(cfg)
+        settings += _of_servers(cfg)
     if generation and cfg.generation not in GENERATIONS:
-        found.append(
+        settings.append(
             Authority("generation", cfg.generation, "a class that is imported and generates")
         )
     if generation and cfg.generation in ENGINES and cfg.engine.python is not None:
-        found.append(Authority("engine.python", cfg.engine.python, "a program that is started"))
-    return found
+        settings.append(Authority("engine.python", cfg.engine.python, "a program that is started"))
+    return settings
 
 
 def _of_ranks(cfg: TrainConfig) -> Iterator[Authority]:
@@ -171,11 +176,11 @@ def untrusted_settings(
     data: bool = False,
     ranks: bool = False,
 ) -> list[Authority]:
-    """Return the authorities that come from the folder's configuration alone, since no override names them."""
+    """Return the authorities of the folder's configuration that no override sets."""
     given = set()
     for override in overrides:
         key, _, value = override.partition("=")
-        # Hydra merges a mapping into the folder's own, which stays in force below the key.
+        # Hydra merges a mapping into the folder's mapping, whose other keys stay in force.
         if not value.lstrip().startswith("{"):
             given.add(key.lstrip("+~"))
     named = authorities(cfg, rewards=rewards, generation=generation, data=data, ranks=ranks)
@@ -194,21 +199,21 @@ def require_trust(
     ranks: bool = False,
     say: Callable[[str], object] = lambda text: None,
 ) -> None:
-    """Check that a configuration, made of a folder's and of overrides, may be used.
+    """Check that a folder's configuration, with overrides, may be used.
 
-    With `trust`, `say` lists what the folder alone names, and the folder is appended to `sys.path`, since
-    `reinforce_rl.train` copies reward functions into it.
+    With `trust`, `say` lists the untrusted settings, and the folder is appended to `sys.path`,
+    because `reinforce_rl.train` copies reward functions into it.
 
-    Raises ConfigError: without `trust`, the folder alone names what is run, asked, read or sent, or
-    starts more processes than are expected on this machine.
+    Raises ConfigError: without `trust`, only the folder decides what is run, asked, read or sent,
+    or it starts more processes than are expected on this machine.
     """
     used = {"rewards": rewards, "generation": generation, "data": data, "ranks": ranks}
-    found = untrusted_settings(cfg, overrides, **used)
-    if not trust and found:
-        raise ConfigError([_not_trusted(authority, folder) for authority in found])
+    untrusted = untrusted_settings(cfg, overrides, **used)
+    if not trust and untrusted:
+        raise ConfigError([_not_trusted(authority, folder) for authority in untrusted])
     if trust:
-        for one in found:
-            say(f"Trusted, as {folder} has it: {one}")
+        for authority in untrusted:
+            say(f"Trusted, as {folder} has it: {authority}")
         sys.path.append(os.path.abspath(folder))
 
 

@@ -18,9 +18,13 @@ from reinforce_rl.algorithm.advantages import (
     whiten,
 )
 from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
-from reinforce_rl.algorithm.rewards import shape_rewards, subtract_kl
+from reinforce_rl.algorithm.rewards import (
+    RunningMoments,
+    shape_rewards,
+    subtract_kl,
+    subtract_truncation_penalty,
+)
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
-from reinforce_rl.trainer.updates import reward_shaping
 
 if TYPE_CHECKING:
     from reinforce_rl.config.actor import ReinforceConfig
@@ -36,6 +40,28 @@ def response_kl(batch: RolloutBatch, cfg: ReinforceConfig) -> tuple[Tensor, Tens
             batch.log_probs, batch.init_log_probs, mask, estimator=cfg.kl_estimator_used
         )
     return reduce_over_tokens(kl_tokens, mask, cfg.kl_reduction), kl_tokens
+
+
+def shaped_rewards(
+    rewards: Tensor,
+    valid: Tensor,
+    response_lengths: Tensor,
+    is_end: Tensor,
+    cfg: ReinforceConfig,
+    past: RunningMoments,
+    *,
+    max_length: int,
+) -> Tensor:
+    """Return rewards [N] after `reward_shaping` and `truncation_penalty`; invalid ones are arbitrary."""
+    shaped = shape_rewards(rewards, valid, response_lengths, cfg.reward_shaping, past)
+    return subtract_truncation_penalty(
+        shaped,
+        response_lengths,
+        is_end,
+        penalty=cfg.truncation_penalty,
+        buffer=cfg.overlong_buffer,
+        max_length=max_length,
+    )
 
 
 def reinforce_batch(
@@ -71,8 +97,9 @@ def reinforce_batch(
     )
 
     # Of the global batch.
-    shaping = reward_shaping(cfg, max_length)
-    rewards = shape_rewards(scores, valid, lengths, is_end, shaping, past.scores)
+    rewards = shaped_rewards(
+        scores, valid, lengths, is_end, cfg, past.scores, max_length=max_length
+    )
     reward_beta = past.beta.value if cfg.kl_placement == "reward" else 0.0
     rewards_with_kl = subtract_kl(rewards, all_kl, reward_beta, valid, step)
     past_mean = past.reward_mean(cfg.advantage_estimator)
@@ -80,7 +107,7 @@ def reinforce_batch(
     all_advantages = ADVANTAGE_ESTIMATORS[cfg.advantage_estimator].function(groups)
 
     # Of this rank.
-    shaped_rewards = rewards[local_rows]
+    local_rewards = rewards[local_rows]
     advantages = all_advantages.select(local_rows)
     trains = advantages.trains
     if cfg.truncated_samples == "mask":
@@ -88,7 +115,7 @@ def reinforce_batch(
     trained_tokens = batch.response_mask & trains[:, None]
     token_advantages = assign_credit(
         advantages,
-        shaped_rewards,
+        local_rewards,
         kl,
         kl_tokens,
         trained_tokens,
@@ -111,5 +138,5 @@ def reinforce_batch(
         baseline=advantages.baseline,
         advantages=token_advantages,
         trains=trains,
-        shaped_rewards=shaped_rewards,
+        shaped_rewards=local_rewards,
     )

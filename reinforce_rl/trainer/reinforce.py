@@ -31,15 +31,19 @@ from reinforce_rl.monitoring.metrics import (
 from reinforce_rl.monitoring.records import Samples
 from reinforce_rl.monitoring.stragglers import of_this_rank
 from reinforce_rl.rewards.base import RewardSource
-from reinforce_rl.rollout.local import RolloutMaker
+from reinforce_rl.rollout.source import RolloutContext, RolloutSource
 from reinforce_rl.runtime.phases import StepClock
 from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.advantages import reinforce_batch
-from reinforce_rl.trainer.policy_update import PolicyUpdate
 from reinforce_rl.trainer.samples import gather_samples
 from reinforce_rl.trainer.services import TrainerServices
 from reinforce_rl.trainer.state import NonFiniteGuard, RunningBaselines
-from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_steps
+from reinforce_rl.trainer.updates import (
+    PolicyUpdate,
+    denominators_of,
+    mini_batches,
+    total_steps,
+)
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
@@ -72,7 +76,8 @@ class ReinforceTrainer:
     Attributes:
         step: rollout batches trained on.
         max_steps: rollout batches of the whole run; dynamic filtering may end it sooner.
-        rollouts: samples and scores the prompts of a step.
+        rollouts: samples and scores the prompts of a step, on this rank or elsewhere.
+        rollout_context: what `rollouts` was made of.
         policy_log_probs: float32 [N, T] of the last batch that was trained on, by the policy before
             its update; NaN where no pass has computed them.
         non_finite_guard: ends a run whose gradients or weights are not finite.
@@ -136,8 +141,8 @@ class ReinforceTrainer:
             profiler=services.profiler,
         )
         # Frees GPU memory for the generator.
-        offloads = model.settings.offload_optimizer
-        self.rollouts = RolloutMaker(
+        offloads = model.settings.reinforce.offload_adam_states
+        self.rollout_context = RolloutContext(
             cfg,
             model,
             rm,
@@ -147,10 +152,10 @@ class ReinforceTrainer:
             self._stop,
             has_ratios=cfg.takes_several_updates(services.prompts_per_update),
             while_generating=optimizer.offloaded if offloads else contextlib.nullcontext,
-            generators=services.generators,
             staleness=services.max_staleness,
             max_steps=self.max_steps,
         )
+        self.rollouts: RolloutSource = services.make_rollout_source(self.rollout_context)
 
     def fit(self) -> None:
         """Train until steps, epochs or time run out, validating and saving at intervals.
@@ -186,10 +191,10 @@ class ReinforceTrainer:
 
         Returns this rank's samples, means over all ranks, and this rank's seconds per phase.
         """
-        made = self.rollouts.make(self.step + 1)
-        self._prompts = made.prompts
-        self._drawn_position = made.position
-        return made.batch, made.metrics, self._clock.seconds
+        rollouts = self.rollouts.next_batch(self.step + 1)
+        self._prompts = rollouts.prompts
+        self._drawn_position = rollouts.position
+        return rollouts.batch, rollouts.metrics, self._clock.seconds
 
     def generate_reinforce_data(
         self,
@@ -202,7 +207,7 @@ class ReinforceTrainer:
             self.cfg,
             self._baselines,
             step=self.step + 1,
-            max_length=self.model.settings.sampling.max_length,
+            max_length=self.model.sampling.max_length,
             gather_over_ranks=mesh.gather_over_dp,
             rank=mesh.dp_rank,
             sum_over_ranks=mesh.sum_over_dp,
@@ -227,7 +232,7 @@ class ReinforceTrainer:
             **trained_token_metrics(
                 batch,
                 update.log_probs,
-                version=self.step if self.rollouts.is_off_policy else None,
+                version=self.step if self.rollout_context.is_off_policy else None,
                 sum_over_ranks=mesh.sum_over_dp,
                 gather_over_ranks=mesh.gather_over_dp,
             ),
@@ -247,15 +252,14 @@ class ReinforceTrainer:
     def _update_policy(self, batch: ReinforceBatch) -> PolicyUpdate:
         """Make the optimizer steps on a rollout batch; a collective call."""
         mesh = self.model.mesh
-        settings = self.model.settings
-        max_length = settings.sampling.max_length
+        max_length = self.model.sampling.max_length
         update = PolicyUpdate.on(batch.rollouts)
         mini_batch_rows = mini_batches(
             mesh.gather_over_dp(batch.rollouts.group_ids),
             mesh.dp_rank,
             self._prompts_per_update,
             self.cfg.reinforce_epochs,
-            step_seed(settings.seed, self.step),
+            step_seed(self.model.settings.seed, self.step),
         )
         for rows in mini_batch_rows:
             denominators = denominators_of(batch, rows, max_length, mesh.sum_over_dp)
@@ -272,7 +276,7 @@ class ReinforceTrainer:
 
     def publish_weights(self) -> None:
         """Give the generator the updated weights, whose version is the step that trained them."""
-        self.rollouts.refit(self.step + 1)
+        self.rollouts.publish_weights(self.step + 1)
 
     def _complete_step(self) -> None:
         # From here on a run that is stopped resumes after this step.
@@ -416,7 +420,7 @@ class ReinforceTrainer:
     ) -> tuple[Metrics, Samples]:
         """Return means over all ranks and, on the first rank, the samples of all."""
         prompts = [prompt for batch in prompt_batches for prompt in batch]
-        rollouts = self.rollouts.answer(name, self.step, prompts, self._phases)
+        rollouts = self.rollouts.evaluate(name, self.step, prompts, self._phases)
         means = validation_means(rollouts, prompts)
         metrics = reduce_metrics(means, self.model.mesh.gather_over_dp)
         samples = gather_samples(
@@ -450,7 +454,7 @@ class ReinforceTrainer:
     def _write_checkpoint(self) -> None:
         self._phases.begin("checkpoint")
         began = time.monotonic()
-        later_rollouts = self.rollouts.state(self.step)
+        later_rollouts = self.rollouts.state_dict()["rollouts"]
         waited = time.monotonic() - began
         self.ckpt_callback.save(
             self.step,
@@ -515,9 +519,12 @@ class ReinforceTrainer:
         self._baselines.load_state_dict(state)
         self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
         self._validation_is_due = state["validation_is_due"]
-        self.rollouts.refit(self.step, as_oldest=True)
-        rollouts = more.get(ROLLOUTS_FILE, b"")
-        self.rollouts.load_state(self.step, rollouts, state["data"].get("under_way", ()))
+        rollouts = {
+            "step": self.step,
+            "under_way": state["data"].get("under_way", ()),
+            "rollouts": more.get(ROLLOUTS_FILE, b""),
+        }
+        self.rollouts.load_state_dict(rollouts)
 
 
 def _check_state(state: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ def gather_samples(
             model.tokenizer,
             batch,
             set_name,
-            skip_special_tokens=model.settings.skip_special_tokens,
+            skip_special_tokens=model.settings.reinforce.skip_special_tokens,
         )
         tokens = None
         if with_tokens:

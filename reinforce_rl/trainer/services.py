@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from reinforce_rl.data.batches import Prompt
-from reinforce_rl.rollout.remote import Generators
+from reinforce_rl.rollout.local import LocalRollouts
+from reinforce_rl.rollout.source import RolloutContext, RolloutSource
 from reinforce_rl.runtime.phases import PhaseTracker
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.stop import StopRequest
@@ -30,8 +31,8 @@ class TrainerServices:
     stop: StopRequest = field(default_factory=StopRequest)
     # Traces chosen steps; None traces none.
     profiler: StepProfiler | None = None
-    # Generators on other ranks; None: the trainer's model generates.
-    generators: Generators | None = None
+    # Called once, by the trainer; by default the trainer's own model generates.
+    make_rollout_source: Callable[[RolloutContext], RolloutSource] = LocalRollouts
     # Steps by which the weights that generated a rollout may lag behind the trainer's.
     max_staleness: int = 0
     # Records what each step took and gave, for `reinforce-rl replay`; None records samples only.

@@ -26,10 +26,10 @@ from reinforce_rl.megatron.optimizer import MegatronOptimizer, states_by_weight
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, drop_records
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.settings import files_of_functions, set_keys
+from reinforce_rl.trainer.updates import LOSS, SUM
 
 if TYPE_CHECKING:
-    from reinforce_rl.actor.policy import LossShare, MegatronGPTReinforceActorModel
-    from reinforce_rl.megatron.optimizer import OptimizerUpdate
+    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 
 _WIDTH = 4096
 _MIX = 0x1E3779B97F4A7C15
@@ -39,15 +39,6 @@ Sums = dict[str, Tensor]
 Numbers = Mapping[str, float]
 # A record without its checksums, what computes them, and this rank's numbers of each update.
 PendingRecord = tuple[StepRecord, Future[RankState] | Callable[[], RankState], list[Numbers]]
-# The number, and the prefix of the numbers, that are added over ranks.
-LOSS = "loss"
-SUM = "sum_"
-
-
-def update_numbers(share: LossShare, update: OptimizerUpdate) -> dict[str, float]:
-    """Return this rank's numbers of an optimizer step, for `StepRecorder.after_update`."""
-    sums = {SUM + name: value for name, value in share.sums.items()}
-    return {LOSS: share.loss, **vars(update), **sums}
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -1,19 +1,27 @@
-"""Split a rollout batch into optimizer steps, and count a run's steps."""
+"""Split a rollout batch into optimizer steps, add up what they give, and count a run's steps."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from reinforce_rl.algorithm.loss import Denominators
-from reinforce_rl.algorithm.rewards import RewardShaping
-from reinforce_rl.data.batches import ReinforceBatch
+from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 
 if TYPE_CHECKING:
+    from reinforce_rl.actor.policy import LossShare
     from reinforce_rl.config.actor import ReinforceConfig
+    from reinforce_rl.megatron.optimizer import OptimizerUpdate
+
+# The number, and the prefix of the numbers, that are added over ranks.
+LOSS = "loss"
+SUM = "sum_"
 
 
 def mini_batches(
@@ -60,6 +68,42 @@ def denominators_of(
     return Denominators(*counts, fixed_length=float(max_length))
 
 
+@dataclass
+class PolicyUpdate:
+    """The optimizer steps on one rollout batch of N sequences with T response tokens."""
+
+    # float32 [N, T] by the policy before the first step; NaN where no pass has computed them.
+    log_probs: Tensor
+    optimizer_steps: list[OptimizerUpdate] = field(default_factory=list)
+    # This rank's loss and sums of `policy_loss`, over all steps; for `update_metrics`.
+    loss_sums: Counter[str] = field(default_factory=Counter)
+    # This rank's numbers of each step, for the `StepRecorder`.
+    records: list[dict[str, float]] = field(default_factory=list)
+
+    @classmethod
+    def on(cls, rollouts: RolloutBatch) -> PolicyUpdate:
+        """Return the update of a batch before its first optimizer step."""
+        if rollouts.log_probs is None:
+            return cls(torch.full(rollouts.response_mask.shape, math.nan))
+        return cls(rollouts.log_probs[:, : rollouts.width])
+
+    def add(self, share: LossShare, optimizer_step: OptimizerUpdate) -> None:
+        """Add an optimizer step and this rank's share of its loss."""
+        self.optimizer_steps.append(optimizer_step)
+        self.records.append(update_numbers(share, optimizer_step))
+        self.loss_sums.update({"loss": share.loss, **share.sums})
+        if share.log_probs is not None:
+            # A step has those of its own rows, and only if it is on-policy.
+            is_unknown = share.log_probs.isnan()
+            self.log_probs = torch.where(is_unknown, self.log_probs, share.log_probs)
+
+
+def update_numbers(share: LossShare, update: OptimizerUpdate) -> dict[str, float]:
+    """Return this rank's numbers of an optimizer step, for `StepRecorder.after_update`."""
+    sums = {SUM + name: value for name, value in share.sums.items()}
+    return {LOSS: share.loss, **vars(update), **sums}
+
+
 def total_steps(cfg: ReinforceConfig, steps_per_epoch: int) -> int:
     """Return the run's rollout batches, resumes included; dynamic filtering may end it sooner."""
     by_epochs = cfg.max_epochs * steps_per_epoch
@@ -81,14 +125,3 @@ def total_updates(
         updates = [-(-size // prompts_per_update) for size in batch_sizes]
     epochs, rest = divmod(total_steps(cfg, len(batch_sizes)), len(batch_sizes))
     return cfg.reinforce_epochs * (epochs * sum(updates) + sum(updates[:rest]))
-
-
-def reward_shaping(cfg: ReinforceConfig, max_length: int) -> RewardShaping:
-    """Read the reward shaping; `max_length` is a response's maximum tokens."""
-    penalise = cfg.truncated_samples == "penalise"
-    return RewardShaping(
-        **vars(cfg.reward_shaping),
-        truncation_penalty=cfg.truncation_penalty if penalise else 0.0,
-        overlong_buffer=cfg.overlong_buffer if penalise else 0,
-        max_length=max_length,
-    )

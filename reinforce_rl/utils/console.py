@@ -1,4 +1,4 @@
-"""A console for tables, and warnings that are said once."""
+"""A console for tables, and warnings that are logged once."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 class Console(rich.console.Console):
-    """rich's console for texts of others, which it prints as they are.
+    """rich's console for texts of unknown origin, which are printed as they are.
 
-    Control characters are shown, and `[red]`, `[/]` or `:smile:` are no markup. Our own styles are those of a `Text`.
+    Control characters are shown, and `[red]`, `[/]` or `:smile:` are not markup. A `Text` carries
+    the package's own styles.
     """
 
     def __init__(self, **options: Any):
         super().__init__(markup=False, emoji=False, **options)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
-        # rich takes a plain text for markup here, whatever the console says.
+        # rich reads a plain text as markup here, whatever the console's options are.
         return super().status(Text(status) if isinstance(status, str) else status, **options)
 
     def render(
@@ -46,19 +47,25 @@ class Console(rich.console.Console):
 
 
 def table_console(**options: Any) -> Console:
-    """Return one as wide as COLUMNS says, else as the terminal, and 160 columns wide where there is none."""
+    """Return a console as wide as COLUMNS says, else as the terminal.
+
+    It is 160 columns wide without a terminal.
+    """
     width = chosen_width() or max(80, shutil.get_terminal_size((160, 0)).columns)
     return Console(width=width, **options)
 
 
 def chosen_width() -> int | None:
-    """Return the width that COLUMNS asks for; None if it says nothing, or 0, as terminals of no known width do."""
+    """Return the width that COLUMNS asks for.
+
+    None if it is unset or 0; terminals of unknown width set it to 0.
+    """
     columns = os.environ.get("COLUMNS", "")
     return int(columns) or None if columns.isdecimal() else None
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning on rank 0, the first time that this process is given the text."""
+    """Log a warning on rank 0, once per text and process."""
     if is_first_rank():
         logger.warning(text)

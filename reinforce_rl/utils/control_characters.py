@@ -1,4 +1,4 @@
-"""Shows control characters of texts that go to a terminal, which would obey them."""
+"""Shows control characters of texts that go to a terminal, which would otherwise obey them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-# C0 but line feed and tab, DEL, C1, line separators, marks and overrides of the writing direction,
-# lone surrogates.
+# C0 except line feed and tab, DEL, C1, line separators, marks and overrides of the writing
+# direction, lone surrogates.
 _CONTROL = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029"
+    "\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
@@ -24,8 +25,12 @@ def show_control_characters(text: str) -> str:
 
 
 def quoted(text: object, most: int = 300) -> str:
-    """Return what another program said as a part of a sentence: one line, control characters shown, not too long."""
-    start = str(text)[: 4 * most]  # white space may go
+    """Return the output of another program for use in a sentence.
+
+    The result is one line of at most `most` characters and an ellipsis, with control characters
+    shown.
+    """
+    start = str(text)[: 4 * most]  # some of it may be white space, which is collapsed
     line = show_control_characters(" ".join(start.split()))
     if len(line) > most or len(start) < len(str(text)):
         return f"{line[:most]} ..."
@@ -38,9 +43,10 @@ def _escape(match: re.Match[str]) -> str:
 
 
 class ShownStream:
-    """A text stream whose writers' control characters are shown.
+    """A text stream that shows the control characters written to it.
 
-    rich writes to the stream itself, as its colours are escape sequences; `utils.console.Console` shows its texts.
+    rich writes to the underlying stream, as its colours are escape sequences;
+    `utils.console.Console` shows the control characters of its texts.
     """
 
     def __init__(self, stream: TextIO):
@@ -49,8 +55,8 @@ class ShownStream:
         self._line_is_redrawn = False
 
     def write(self, text: str) -> int:
-        # A progress bar begins each drawing with a carriage return. It may hide its own earlier
-        # drawings, and nothing that somebody else wrote to the line.
+        # A progress bar begins each drawing with a carriage return. It may overwrite its own
+        # earlier drawings, but nothing that somebody else wrote to the line.
         may_redraw = self._line_is_empty or self._line_is_redrawn
         start = "\r" if text.startswith("\r") and "\n" not in text and may_redraw else ""
         if "\n" in text:
@@ -71,13 +77,16 @@ class ShownStream:
 
 
 def shown(stream: TextIO) -> TextIO:
-    """Return a stream that shows control characters and writes to this one."""
+    """Return a stream that shows control characters and writes to `stream`."""
     return stream if isinstance(stream, ShownStream) else cast(TextIO, ShownStream(stream))
 
 
 @contextlib.contextmanager
 def shown_streams() -> Iterator[None]:
-    """Let standard output and standard error show control characters: of prints, logs and tracebacks."""
+    """Let standard output and standard error show control characters within the block.
+
+    Prints, logs and tracebacks are covered.
+    """
     with (
         contextlib.redirect_stdout(shown(sys.stdout)),
         contextlib.redirect_stderr(shown(sys.stderr)),

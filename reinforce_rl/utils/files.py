@@ -19,16 +19,19 @@ from typing import Any, BinaryIO
 from reinforce_rl.errors import DataError, Fault
 from reinforce_rl.utils.untrusted_files import open_regular, parse_json
 
-# A disk, a quota or the limit of a file's size is used up.
+# The disk is full, the quota is used up, or the file has reached its size limit.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE = (*NO_SPACE, errno.EROFS)
 
 _MAX_LINES_BYTES = 4 << 30  # of a file of JSON lines
-MAX_LINE_BYTES = 64 << 20  # of JSON
+MAX_LINE_BYTES = 64 << 20  # of a line of JSON
 
 
 def plain_number(value: Any) -> int | float | None:
-    """Convert a number, NumPy scalar or one-element tensor to a Python number; None if NaN or infinite."""
+    """Convert a number, NumPy scalar or one-element tensor to a Python number.
+
+    None if it is NaN or infinite.
+    """
     if isinstance(value, int):  # also bool, which becomes 0 or 1
         return int(value)
     number = float(value)
@@ -36,20 +39,27 @@ def plain_number(value: Any) -> int | float | None:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """Return `record` as a line of JSON. Floats round-trip exactly; top-level NaN and infinity become null."""
+    """Return `record` as a line of JSON.
+
+    Floats round-trip exactly; top-level NaN and infinity become null.
+    """
     cleaned = {k: plain_number(v) if isinstance(v, float) else v for k, v in record.items()}
     return json.dumps(cleaned, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def encode(text: str) -> bytes:
-    """Encode as UTF-8; lone surrogates, which JSON can hold and UTF-8 cannot, become question marks."""
+    """Encode as UTF-8.
+
+    Lone surrogates, which JSON can hold and UTF-8 cannot, become question marks.
+    """
     return text.encode("utf-8", errors="replace")
 
 
 def write_atomically(path: Path, text: str | bytes, mode: int = 0o666) -> None:
-    """Write `text` to `path`; readers see either the old file or the complete new one, even after a kill.
+    """Write `text` to `path` atomically.
 
-    The umask takes bits of `mode` away, as for every new file.
+    Readers see either the old file or the complete new one, even after a kill. The umask clears
+    bits of `mode`, as for every new file.
     """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,14 +77,17 @@ def write_atomically(path: Path, text: str | bytes, mode: int = 0o666) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append to a file, which may be no link, and fsync; after an error the file is as it was."""
+    """Append to a file and fsync it. After an error the file has its previous contents.
+
+    Raises OSError, also if `path` is a link.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with naming(path), os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
             rest = memoryview(data)
             while rest:
-                rest = rest[file.write(rest) :]  # less than all of it where the disk becomes full
+                rest = rest[file.write(rest) :]  # a write is partial when the disk becomes full
             os.fsync(file.fileno())
         except OSError:
             file.truncate(size)
@@ -83,17 +96,17 @@ def append(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give the errors of writing a file its name, which `write` and `fsync` do not know.
+    """Add the name of a file to the errors of writing it, which `write` and `fsync` leave out.
 
-    An error of the system that safetensors has wrapped becomes an OSError.
+    A system error that safetensors has wrapped becomes an OSError.
     """
     try:
         yield
     except OSError as error:
-        # str(error) shows the name beside a number alone.
+        # str(error) shows the name only if there is an errno.
         if error.errno is not None:
             error.filename = str(path)
-            if error.filename2 is not None:  # of a rename; None would be shown
+            if error.filename2 is not None:  # set by a rename; None would be shown
                 del error.filename2
         raise
     except Exception as error:
@@ -105,7 +118,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def space_left(path: Path, number: int | None = None) -> str:
-    """Say how much can still be written where `path` lies; `number` is of the error of its writing, if it has one."""
+    """Describe how much can still be written in the folder of `path`.
+
+    `number` is the errno of the failed write, if there was one.
+    """
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     mount = next(place for place in (folder, *folder.parents) if place.is_mount())
     if number == errno.EROFS:
@@ -122,19 +138,22 @@ def space_left(path: Path, number: int | None = None) -> str:
 
 
 def space_note(error: BaseException, path: Path) -> str:
-    """Return `space_left` in brackets for an error of `UNWRITABLE`, else nothing."""
+    """Return `space_left` in brackets for an error of `UNWRITABLE`, else an empty string."""
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         return f" ({space_left(path, error.errno)})"
     return ""
 
 
 def not_written(path: Path, error: OSError) -> str:
-    """Say that a file cannot be written, why, and how much space is left."""
+    """Return a sentence: the file cannot be written, why, and how much space is left."""
     return f"{path} cannot be written: {error.strerror or error}{space_note(error, path)}"
 
 
 def write_fault(error: OSError) -> str:
-    """Say which file could not be written and why, and how to go on; for the errors of `UNWRITABLE`."""
+    """Return a sentence: which file could not be written, why, and what to do.
+
+    For the errors of `UNWRITABLE`.
+    """
     if error.filename is None:
         text = f"a file cannot be written: {error.strerror or error}"
     else:
@@ -149,12 +168,14 @@ def write_fault(error: OSError) -> str:
 
 
 def make_readable(file: Path) -> None:
-    """Give a file that a library has made for its owner alone the mode of other new files, by the umask.
+    """Give a file that a library created with mode 0600 the mode of other new files, by the umask.
 
-    Buckets mounted by gcsfuse or Mountpoint, and some shares, refuse it: the mount says who may read there.
+    Buckets mounted by gcsfuse or Mountpoint, and some network shares, refuse chmod; there the mount
+    decides who may read. That is not an error.
     """
     with contextlib.suppress(OSError):
-        # Read by setting it. A file that a thread makes meanwhile is its owner's alone.
+        # The umask can only be read by setting it. A file that another thread creates in between is
+        # readable by its owner only.
         umask = os.umask(0o077)
         os.umask(umask)
         os.chmod(file, 0o666 & ~umask)
@@ -162,18 +183,22 @@ def make_readable(file: Path) -> None:
 
 def write_json(path: Path, values: Any) -> None:
     """Write `values` atomically as JSON; NaN and infinity become null."""
-    from pydantic_core import to_json  # not at hand where a Slurm job is only supervised
+    from pydantic_core import to_json  # not installed where a Slurm job is only supervised
 
     write_atomically(path, to_json(values, indent=2, inf_nan_mode="null") + b"\n")
 
 
 def folder_faults(key: str, folder: str) -> Iterator[Fault]:
-    """Yield an error if a folder cannot be made or written to; makes none, but tests the nearest existing parent."""
-    out = existing = Path(folder).absolute()
+    """Yield an error if a folder cannot be created or written to.
+
+    No folder is created; the nearest existing parent is tested.
+    """
+    out = Path(folder).absolute()
+    existing = out
     try:
         existing = next(p for p in (out, *out.parents) if p.exists())
         with tempfile.TemporaryDirectory(dir=existing):
-            # not os.access, which root passes even on /proc
+            # os.access would succeed for root, even on /proc.
             pass
     except OSError as error:
         reason = error.strerror or str(error)
@@ -192,7 +217,10 @@ def output_faults(key: str, path: Path) -> Iterator[Fault]:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Move a complete folder to its place; the previous one is deleted only after the new one is in place."""
+    """Move a complete folder to its place.
+
+    The previous folder is deleted only after the new one is in place.
+    """
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -212,18 +240,20 @@ def write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield a file's lines with their ends, and of a longer line only the first `MAX_LINE_BYTES` + 1 bytes.
+    """Yield a file's lines with their ends; a longer line is cut to `MAX_LINE_BYTES` + 1 bytes.
 
-    A small compressed or sparse file can hold one line that is larger than the memory. Only "\\n" ends a line, as
-    U+2028 and the like may stand in a response.
+    A small compressed or sparse file can hold one line that is larger than the memory. Only "\\n"
+    ends a line, as a response may contain U+2028 and similar separators.
     """
     return iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
 
 
 def read_json_lines(path: Path, *, within: Path | None = None) -> list[dict[str, Any]]:
-    """Read one JSON object per line; an unterminated last line, as a killed writer leaves, is dropped.
+    """Read one JSON object per line.
 
-    Raises DataError if a complete line is not a JSON object, or the file is none that `open_regular` opens.
+    An unterminated last line, as a killed writer leaves, is dropped.
+
+    Raises DataError if a complete line is not a JSON object, or if `open_regular` refuses the file.
     """
     with open_regular(path, within=within) as file:
         size = os.fstat(file.fileno()).st_size
@@ -251,8 +281,8 @@ def parse_json_lines(path: Path, file: BinaryIO) -> list[dict[str, Any]]:
             record = parse_json(line)
         except ValueError as error:
             raise DataError(
-                f"{path}, line {number}: not valid JSON ({error}); every line must be one JSON object. "
-                "Restore the file, or delete that line to go on without it",
+                f"{path}, line {number}: not valid JSON ({error}); every line must be one JSON "
+                "object. Restore the file, or delete that line to go on without it",
                 key="json_lines.line.not_json",
             ) from error
         if not isinstance(record, dict):

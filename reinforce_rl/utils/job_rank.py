@@ -1,33 +1,43 @@
-"""This process's place among the ranks of its job, as torchrun or srun gives it by the environment.
+"""This process's place among the ranks of its job, from the environment of torchrun or srun.
 
-Nothing else of the package reads these variables.
+No other module reads these variables.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from socket import gethostname
 
 from reinforce_rl.utils.net import LOOPBACK
 
 RANKS_VARIABLE = "WORLD_SIZE"
+# What Slurm sets for each task of a step: its number, that on its node, and the step's tasks and
+# nodes.
+_STEP_VARIABLES = (
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NUM_NODES",
+)
 
 
 @dataclass(frozen=True)
 class JobRank:
-    """A rank of a job. A plain `python` is the only one of its job."""
+    """A rank of a job. A plain `python` is the only rank of its job."""
 
     rank: int = 0
     size: int = 1  # ranks of the job
-    local_rank: int = 0  # among those on its machine
+    local_rank: int = 0  # among the ranks on its machine
     local_size: int | None = 1  # ranks on its machine; None if unknown
-    host: str | None = None  # where the ranks look for each other
-    port: str | None = None  # a text, as a cluster may give the variable to a service of its own
+    host: str | None = None  # of the ranks' rendezvous
+    # A string: a cluster may set the variable to something else for a service of its own.
+    port: str | None = None
 
     @classmethod
     def of_process(cls) -> JobRank:
-        """Return the place of this process."""
+        """Read the place of this process."""
         variables = os.environ
         started = ranks_started()
         local_size = variables.get("LOCAL_WORLD_SIZE", "1" if started is None else None)
@@ -40,8 +50,21 @@ class JobRank:
             port=variables.get("MASTER_PORT"),
         )
 
+    @classmethod
+    def of_step(cls, environment: Mapping[str, str]) -> JobRank | None:
+        """Return the place of a task in its step of Slurm, without where the ranks meet.
+
+        None outside of a step, or if a launcher within the step has made this process a rank.
+        """
+        if RANKS_VARIABLE in environment or "RANK" in environment:
+            return None
+        if any(name not in environment for name in _STEP_VARIABLES):
+            return None
+        rank, local_rank, size, nodes = (int(environment[name]) for name in _STEP_VARIABLES)
+        return cls(rank=rank, size=size, local_rank=local_rank, local_size=size // nodes)
+
     def variables(self) -> dict[str, str]:
-        """Return the environment in which `of_process` returns this place, as torchrun sets it."""
+        """Return the environment variables that `of_process` reads, as torchrun sets them."""
         values = {
             "RANK": self.rank,
             RANKS_VARIABLE: self.size,
@@ -54,20 +77,20 @@ class JobRank:
 
     @property
     def meeting(self) -> str:
-        """HOST:PORT where the ranks look for each other."""
+        """HOST:PORT of the ranks' rendezvous."""
         return f"{self.host}:{self.port}"
 
     @property
     def host_of_first(self) -> str:
-        """Where rank 0 is reached; the loopback if all ranks share a machine."""
+        """Host of rank 0; the loopback if all ranks share a machine."""
         return LOOPBACK if self.local_size == self.size else self.host or gethostname()
 
 
 def is_first_rank() -> bool:
-    """Return True on rank 0, which alone speaks and writes what all ranks know."""
+    """Return True on rank 0, which alone prints and writes what all ranks know."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def ranks_started() -> str | None:
-    """Return the number of ranks that a launcher says it has started; None in a plain `python`."""
+    """Return the number of ranks that the launcher started; None in a plain `python`."""
     return os.environ.get(RANKS_VARIABLE)

@@ -1,4 +1,4 @@
-"""How long a job may take: durations in NeMo's form, and Slurm's times."""
+"""Time limits of a job: durations in NeMo's form, and Slurm's start and end times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reinforce_rl.errors import ConfigError, Fault
+from reinforce_rl.utils.slurm_commands import job_times
 
+ASK_SECONDS = 10.0  # for squeue, while other ranks wait
 START_VARIABLE = "SLURM_JOB_START_TIME"
 END_VARIABLE = "SLURM_JOB_END_TIME"
 _UNITS = (1, 60, 3600, 86400)  # seconds, minutes, hours, days
@@ -38,7 +40,7 @@ class JobTimes:
     def of(cls, environment: Mapping[str, str]) -> JobTimes:
         """Read Slurm's variables.
 
-        Raises ConfigError: one is no time, or the end is not after the start.
+        Raises ConfigError: one is not a time, or the end is not after the start.
         """
         times: dict[str, float | None] = {}
         faults = []
@@ -49,7 +51,8 @@ class JobTimes:
             if text and not is_time:
                 faults.append(
                     Fault(
-                        f"the environment variable {name} is {text!r}; expected unix seconds, or unset it",
+                        f"the environment variable {name} is {text!r}; expected unix "
+                        "seconds, or unset it",
                         key="slurm.job_time.not_unix_seconds",
                     )
                 )
@@ -65,4 +68,24 @@ class JobTimes:
             )
         if faults:
             raise ConfigError(faults)
+        return cls(start, end)
+
+    @classmethod
+    def asked(cls, environment: Mapping[str, str]) -> JobTimes:
+        """As `of`, but ask Slurm where it has not set the end, as its release 22.05 does not.
+
+        Raises ConfigError as `of`, and SlurmCallError where Slurm does not say it.
+        """
+        times = cls.of(environment)
+        job_id = environment.get("SLURM_JOB_ID")
+        if times.end is not None or not job_id:
+            return times
+        components = [
+            environment[name]
+            for name in sorted(environment)
+            if name.startswith("SLURM_JOB_ID_HET_GROUP_") and environment[name] != job_id
+        ]
+        start, end = job_times(job_id, *components, seconds=ASK_SECONDS)
+        if times.start is not None:
+            start = times.start
         return cls(start, end)

@@ -20,14 +20,14 @@ from reinforce_rl.errors import ConfigError, Fault, ReinforceError
 
 PORT_WAIT_SECONDS = 3.0  # a server that was just killed frees its port within a moment
 BACKLOG = 1024  # a whole cluster may connect at once
-# Of claims, below the ephemeral range (net.ipv4.ip_local_port_range).
+# Range of ports that are claimed, below the ephemeral range (net.ipv4.ip_local_port_range).
 FIRST_CLAIMED_PORT = 20000
 CLAIMED_PORTS = 10000
 
 EVERY_ADDRESS = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 LOOPBACK = "127.0.0.1"
-ANYWHERE = "192.0.2.1"  # no machine's (RFC 5737): packets to it take the default route
-# Where the host itself is asked, by the address of all addresses.
+ANYWHERE = "192.0.2.1"  # belongs to no machine (RFC 5737): packets take the default route
+# Where this machine reaches a server of its own, by the wildcard address that it listens on.
 LOOPBACKS = {"0.0.0.0": LOOPBACK, "::": "::1"}
 
 
@@ -50,7 +50,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse HOST:PORT, the inverse of `str`; raise ValueError if it is none, with a port of 1 to 65535."""
+        """Parse HOST:PORT, the inverse of `str`.
+
+        Raises ValueError if it is none, or if the port is not within 1 to 65535.
+        """
         try:
             parts = urlsplit(f"//{text}")
             host = checked_host(parts.hostname or "")
@@ -70,9 +73,10 @@ class Address:
 
 
 def checked_host(text: str) -> str:
-    """Return a host name, or an address in its usual form: `::1` of `[::1]` and of `0:0:0:0:0:0:0:1`.
+    """Return a host name, or an address in its usual form: `::1` for `[::1]` and `0:0:0:0:0:0:0:1`.
 
-    Raises ValueError if it is none, or has a port or a zone: `%eth0` means something on one machine alone.
+    Raises ValueError if it is neither, or has a port or a zone: `%eth0` has a meaning on one
+    machine only.
     """
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if not host or re.search(r"[\s/@%\[\]?#]", host):
@@ -83,16 +87,16 @@ def checked_host(text: str) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the first address of a host that this machine has. Raises OSError.
+    """Return a socket that listens on the first address of a host that this machine has.
 
-    `::` takes IPv4 too.
+    `::` accepts IPv4 too. Raises OSError.
     """
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for number, (family, kind, protocol, _, address) in enumerate(addresses, 1):
         with contextlib.ExitStack() as stack:
             try:
                 listener = stack.enter_context(socket.socket(family, kind, protocol))
-                # With SO_REUSEADDR two sockets may be bound, but only one listens.
+                # With SO_REUSEADDR two sockets can be bound, but only one can listen.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if host == "::":
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -110,7 +114,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Return a listening socket, whose connections the kernel accepts from now on; ConfigError if it cannot be had."""
+    """Return a listening socket; the kernel accepts connections from now on.
+
+    Raises ConfigError if the port is not available within `PORT_WAIT_SECONDS`.
+    """
     deadline = time.monotonic() + PORT_WAIT_SECONDS
     while True:
         try:
@@ -122,15 +129,15 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise ConfigError if the port cannot be listened on. Cheap, so run it before anything slow."""
+    """Raise ConfigError if the port cannot be listened on. Cheap; call it before slow work."""
     open_port(host, port).close()
 
 
 def free_port(host: str) -> int:
     """Return a TCP port that nothing listens on now.
 
-    It is below the kernel's ephemeral range: the server binds it only after loading its libraries, and until then any
-    outgoing connection could take an ephemeral port.
+    It is below the kernel's ephemeral range. The server binds it only after it has loaded its
+    libraries, and until then any outgoing connection could take an ephemeral port.
     """
     try:
         first_outgoing = int(
@@ -155,10 +162,9 @@ def free_port(host: str) -> int:
 def claim_ports(count: int, key: str) -> Iterator[list[int]]:
     """Hold `count` ports, neither in use nor claimed by others, during the block.
 
-    Searches from the hash of `key`, so that jobs seldom collide. A claim is an abstract Unix
-    socket: as a port, it is of a network and all its users, and ends with its process.
-
-    Raises ReinforceError: there are too few.
+    The search starts at the hash of `key`, so that jobs seldom collide. A claim is an abstract Unix
+    socket: like a port, it belongs to a network namespace, is shared by all its users, and ends
+    with its process. Raises ReinforceError: there are fewer free ports.
     """
     ports: list[int] = []
     start = zlib.crc32(key.encode()) % CLAIMED_PORTS
@@ -189,17 +195,18 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def own_address(peers: Sequence[str]) -> str:
-    """Return an address by which `peers`, other nodes of the job, reach this node.
+def own_address(peers: Sequence[str] = (ANYWHERE,)) -> str:
+    """Return an address by which `peers`, such as other nodes of the job, reach this node.
 
-    Raises ReinforceError: it has none.
+    By default that is any other machine. Raises ReinforceError: it has none.
     """
     name = socket.gethostname()
     address = _address_of(name)
     if address is not None and not is_loopback(address):
         return address
-    # Debian maps a machine's own name to 127.0.1.1, useless to other machines: take the source
-    # address of packets to them. If all nodes are one machine, each has a loopback address.
+    # Debian maps a machine's own name to 127.0.1.1, which other machines cannot use. Take the
+    # source address of packets to the peers. If all nodes are one machine, a loopback address
+    # works.
     for other in map(_address_of, peers):
         if other is not None and not is_loopback(other):
             with contextlib.suppress(OSError):
@@ -216,12 +223,11 @@ def published_address(address: Address) -> Address:
     """Return where other machines reach a server that listens at `address`."""
     if address.host not in LOOPBACKS:
         return address
-    host = _address_of(socket.gethostname())
-    if host is None or is_loopback(host):
-        # Debian maps a machine's own name to 127.0.1.1.
-        with contextlib.suppress(OSError):
-            host = address_towards(ANYWHERE)
-    return Address(host or address.local.host, address.port)
+    try:
+        host = own_address()
+    except ReinforceError:  # no other machine can reach this one
+        host = address.local.host
+    return Address(host, address.port)
 
 
 def interface_of(host: str) -> str:
@@ -229,11 +235,11 @@ def interface_of(host: str) -> str:
 
     Raises OSError: none has it, or the name has no address.
     """
-    import psutil  # not in the environment of a job's supervisor, which imports this file too
+    import psutil  # not installed for the supervisor of a job, which imports this module too
 
     addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     if any(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
-        # All of 127.0.0.0/8 is the loopback's, which lists one of them.
+        # All of 127.0.0.0/8 belongs to the loopback interface, which lists one address only.
         addresses.add(LOOPBACK)
     for interface, entries in psutil.net_if_addrs().items():
         if any(entry.address in addresses for entry in entries):
@@ -242,7 +248,7 @@ def interface_of(host: str) -> str:
 
 
 def _address_of(name: str) -> str | None:
-    """Return the IPv4 address of a name; its IPv6 address if it has no other."""
+    """Return the IPv4 address of a name, else its IPv6 address; None if it has neither."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):
             for *_, address in socket.getaddrinfo(name, None, family, socket.SOCK_STREAM):
@@ -264,7 +270,10 @@ def is_loopback(host: str) -> bool:
 
 
 def names_this_machine(host: str) -> bool:
-    """Return True for an address of this machine, for `localhost` and for its own name; asks no name server."""
+    """Return True for an address of this machine, for `localhost` and for its own name.
+
+    No name server is asked.
+    """
     name = host.lower().rstrip(".")
     own_name = socket.gethostname().lower()
     if name in ("localhost", own_name, own_name.partition(".")[0]) or name.endswith(".localhost"):

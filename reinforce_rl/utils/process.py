@@ -1,6 +1,6 @@
-"""Child processes: start, messages both ways, signs of life, stop ladder, death with the parent.
+"""Child processes: start, messages in both directions, heartbeats, stop ladder, parent death.
 
-Standard library and Python 3.9 only, since the supervisor of a Slurm job uses this too.
+Uses the standard library and Python 3.9 only: the supervisor of a Slurm job imports it too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_INTERVAL = 2.0
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 RUN_MODULE = str(Path(__file__).resolve().with_name("run_module.py"))
 MAX_MESSAGE_BYTES = 1 << 24
-# of prctl(2)
+# Operations of prctl(2).
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
@@ -42,20 +42,23 @@ Message = dict[str, Any]
 
 
 def import_path() -> str:
-    """Return this process's import path, as PYTHONPATH of a child that is to find the same modules."""
+    """Return this process's import path as PYTHONPATH, so that a child imports the same modules."""
     folders = [entry or os.getcwd() for entry in sys.path]
     return os.pathsep.join([PACKAGE_PARENT, *folders])
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a program of others, without variables whose names say that they are secret."""
+    """Return the environment without variables whose names say that they are secret.
+
+    For a third-party program.
+    """
     return {name: value for name, value in environment.items() if not _SECRET.search(name)}
 
 
 def limit_memory(fraction: float) -> None:
-    """Limit this process to a fraction of the machine's memory; beyond, Python raises MemoryError.
+    """Limit this process to a fraction of the machine's memory; above it Python raises MemoryError.
 
-    Counts writable private memory (RLIMIT_DATA), not mapped files. A lower limit stays.
+    Writable private memory counts (RLIMIT_DATA), mapped files do not. A lower limit is kept.
     """
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = int(machine * fraction)
@@ -65,14 +68,17 @@ def limit_memory(fraction: float) -> None:
 
 
 def active_stop_signals() -> list[signal.Signals]:
-    """Return STOP_SIGNALS without those ignored since the start of this process, as SIGHUP is under `nohup`."""
+    """Return the stop signals that this process does not ignore.
+
+    Under `nohup`, SIGHUP is ignored from the start.
+    """
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when the thread that started it ends; works even if this process hangs.
+    """Have the kernel signal this process when the thread that started it ends.
 
-    Exits at once if the process `parent` is already gone.
+    This works even if the process hangs. Exits at once if the process `parent` is already gone.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
@@ -81,10 +87,10 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def hide_from_other_processes() -> None:
-    """Keep other processes of this user, forks excepted, from tracing this one and opening its files in /proc.
+    """Keep this user's other processes from tracing this one and opening its files in /proc.
 
-    Root's can all the same, unless they have no capabilities, as in a sandbox. A program that this one starts is not
-    hidden.
+    Forks of this process still can, and so can root unless it has no capabilities, as in a sandbox.
+    A program that this process starts is not hidden.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -96,14 +102,16 @@ def adopt_orphans() -> None:
 
 
 class Child:
-    """A child process; `kill` ends it with its process group.
+    """A child process. `kill` ends it with its process group.
 
     Args:
-        own_session: start a new session and process group, which `kill` reaches whole, and Ctrl-C here does not.
-        death_signal: sent by the kernel when the starting thread ends, even by SIGKILL. None if the child notices by
-            itself, or if the starting thread may end before it.
+        own_session: start a new session and process group. `kill` reaches all of it, and Ctrl-C in
+            this process does not.
+        death_signal: sent by the kernel when the starting thread ends, even by SIGKILL. None if the
+            child notices by itself, or if the starting thread may end before the child.
         ignored_signals: ignored by the child from the start.
-        popen: further arguments of `subprocess.Popen`, which raises OSError if it cannot be started.
+        popen: further arguments of `subprocess.Popen`, which raises OSError if the child cannot be
+            started.
     """
 
     def __init__(
@@ -127,7 +135,7 @@ class Child:
             list(command),
             stdin=subprocess.DEVNULL,
             start_new_session=own_session,
-            # Only if needed: it forces a fork of this process, which may have threads and much
+            # Only if needed: it makes Popen fork this process, which may have threads and much
             # memory.
             preexec_fn=in_child if death_signal is not None or ignored_signals else None,
             **popen,
@@ -137,7 +145,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code; None while it runs, -N if killed by signal N."""
+        """Exit code; None while the child runs, -N if signal N killed it."""
         return self.process.poll()
 
     def send_signal(self, number: int) -> None:
@@ -146,7 +154,7 @@ class Child:
             self.process.send_signal(number)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait for its end; return the exit code, or None if it still runs after `seconds`."""
+        """Wait for the child's end. Return the exit code; None if it still runs after `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(None if seconds is None else max(0.0, seconds))
         return None
@@ -159,7 +167,10 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL to it and its group, including survivors of an ended child, and wait for its end."""
+        """Send SIGKILL to the child and its process group, and wait for the child's end.
+
+        The group may have survivors when the child itself has ended.
+        """
         if self._has_group:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -168,15 +179,17 @@ class Child:
 
 
 class ModuleChild(Child):
-    """Runs the module with arguments FD and PARENT, and a JSON connection; it must first call `connect_to_parent`.
+    """A child that runs a module and exchanges JSON messages with this process.
 
-    The child ends when the connection does, so it never outlives this process. Without `on_message` the caller may use
-    `connection` directly.
+    The module gets the arguments FD and PARENT and must first call `connect_to_parent`. The child
+    ends when the connection does, so it never outlives this process. Without `on_message` the
+    caller may use `connection` directly.
 
     Args:
-        on_message: called on a thread with each message, then with None at the end of the connection.
-        prefix: command to run it in.
-        env: None for this process's, with this package on PYTHONPATH.
+        on_message: called on a thread with each message, and with None at the end of the
+            connection.
+        prefix: command that runs the interpreter.
+        env: None for the environment of this process, with this package on PYTHONPATH.
     """
 
     def __init__(
@@ -197,22 +210,27 @@ class ModuleChild(Child):
         with theirs:
             command = [*prefix, python, RUN_MODULE, module, str(theirs.fileno()), str(os.getpid())]
             super().__init__(command, env=env, pass_fds=[theirs.fileno(), *pass_fds], **popen)
+        self._sending = threading.Lock()
         self._silence = Silence()
         if on_message is not None:
             self.listen(on_message)
 
     def listen(self, on_message: Callable[[Message | None], None]) -> None:
-        """Call `on_message` on a thread with each message from now on."""
+        """Call `on_message` on a thread with each further message."""
         threading.Thread(
             target=self._read, args=(on_message,), daemon=True, name=f"messages of {self.pid}"
         ).start()
 
     def send(self, message: Message) -> None:
-        """Send a message; no error if the child has ended, see `fault`."""
-        send(self.connection, message)
+        """Send a message from any thread; no error if the child has ended, see `fault`."""
+        with self._sending:
+            send(self.connection, message)
 
     def fault(self, seconds: float) -> str | None:
-        """Return what is wrong (to follow the child's name) if it has ended or was silent for `seconds`, else None."""
+        """Return what is wrong with the child, to follow its name in a sentence.
+
+        None if it runs and its last message is at most `seconds` old.
+        """
         if self.exit_code is not None:
             return f"died (process {self.pid}, exit code {self.exit_code})"
         silent = self._silence.seconds()
@@ -223,9 +241,12 @@ class ModuleChild(Child):
         )
 
     def stop(self, seconds: float) -> None:
-        """Close the connection, wait up to `seconds` for the child's end, then kill it. Safe to call twice."""
-        # shutdown, not close: a thread may be reading from it, and a fork of this process may hold
-        # a copy.
+        """Close the connection, wait up to `seconds` for the child's end, then kill the child.
+
+        Safe to call twice.
+        """
+        # shutdown, not close: a thread may be reading from the connection, and a fork of this
+        # process may hold a copy of it.
         with (
             contextlib.suppress(OSError),
             socket.socket(fileno=os.dup(self.connection.fileno())) as end,
@@ -252,7 +273,10 @@ def connect_to_parent(death_signal: int | None = signal.SIGKILL) -> Connection:
 
 
 def receive(connection: Connection) -> Message | None:
-    """Wait for a JSON message; None at the end of the connection or for a message that is not JSON."""
+    """Wait for a JSON message.
+
+    None at the end of the connection, or for a message that is not JSON.
+    """
     try:
         return json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
     except (EOFError, OSError, ValueError, RecursionError):
@@ -266,7 +290,10 @@ def send(connection: Connection, message: Message) -> None:
 
 
 class Silence:
-    """Seconds since the last sign of life, not counting time in which this process itself was suspended."""
+    """Seconds since the last sign of life.
+
+    The time during which this process itself was suspended does not count.
+    """
 
     def __init__(self) -> None:
         self._was_reset = True

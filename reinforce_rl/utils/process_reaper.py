@@ -1,4 +1,4 @@
-"""A helper process that outlives its owner, kills the processes that it leaves behind and deletes its files."""
+"""A helper process that outlives its owner, kills its processes and deletes its files."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ SHM_FOLDER = Path("/dev/shm")
 
 
 class ProcessReaper:
-    """The owner's end of a reaper process, started first, since a process killed by SIGKILL cannot clean up.
+    """The owner's end of a reaper process, which cleans up even if SIGKILL ends the owner.
 
-    When their connection closes, the reaper kills the watched processes and deletes the watched files. An owner that
-    stops normally closes the reaper and waits for it, so that the cleanup path is always the same.
+    Start it before the processes that it watches. When the connection closes, the reaper kills the
+    watched processes and deletes the watched files. An owner that stops normally closes the reaper
+    and waits for it, so that cleanup always takes the same path.
 
-    `grace_seconds` are between SIGTERM and SIGKILL of a watched process once the owner is gone; 0 kills at once.
+    `grace_seconds` are between SIGTERM and SIGKILL of a watched process once the owner is gone; 0
+    kills at once.
     """
 
     def __init__(self, *, grace_seconds: float = 0.0):
@@ -49,9 +51,10 @@ class ProcessReaper:
         self._send({"grace_seconds": grace_seconds})
 
     def watch_process(self, pid: int, *, whole_session: bool = False) -> None:
-        """Kill this process and its descendants when the owner is gone; pass the owner's pid to watch its descendants.
+        """Kill this process and its descendants when the owner is gone.
 
-        `whole_session` also kills every process of the session that it leads.
+        Pass the owner's pid to watch the owner's descendants. `whole_session` also kills every
+        process of the session that the process leads.
         """
         self._send({"pid": pid, "whole_session": whole_session})
 
@@ -63,11 +66,17 @@ class ProcessReaper:
         self._send({"shm_prefix": prefix})
 
     def expect(self, seconds: float, setting: str) -> None:
-        """Kill the owner unless this is called again within `seconds`; `setting` names their config key."""
+        """Kill the owner unless this is called again within `seconds`.
+
+        `setting` names the key of that time in the configuration.
+        """
         self._child.send({"expect": seconds, "setting": setting})
 
     def check(self, seconds: float = 60.0) -> None:
-        """Replace a reaper that died or was silent for `seconds`; call at least every MAX_INTERVAL seconds."""
+        """Replace a reaper that died or was silent for `seconds`.
+
+        Call it at least every MAX_INTERVAL seconds.
+        """
         fault = self._child.fault(seconds)
         if fault is not None:
             logger.error(
@@ -79,7 +88,7 @@ class ProcessReaper:
                 self._child.send(message)
 
     def close(self) -> None:
-        """Clean up now and wait for it. Safe to call twice."""
+        """Clean up now and wait until it is done. Safe to call twice."""
         self.check()
         self._child.stop(self._grace_seconds + 2 * KILL_SECONDS)
 
@@ -89,7 +98,7 @@ class ProcessReaper:
 
 
 def _ignore(message: Message | None) -> None:
-    """Take a sign of life."""
+    """Receive a sign of life, which `ModuleChild` has already noted."""
 
 
 @dataclass
@@ -125,7 +134,7 @@ class _Watch:
             self.refresh()
 
     def refresh(self) -> None:
-        """Record descendants and their shared memory while they can be seen."""
+        """Record descendants and their shared memory while they are alive."""
         for root in self.roots:
             with contextlib.suppress(psutil.Error):
                 self.processes.update([root, *root.children(recursive=True)])
@@ -134,7 +143,7 @@ class _Watch:
                 with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
                     if os.getsid(process.pid) in self.sessions:
                         self.processes.add(process)
-        # Spare other reapers: they have cleanup left, and end by themselves.
+        # Spare other reapers: they still have to clean up, and end by themselves.
         self.processes = {p for p in self.processes if p.is_running() and not _is_reaper(p)}
         if self.shm_prefixes:
             for process in self.processes:
@@ -153,8 +162,11 @@ class _Watch:
         silent = self.silence.seconds()
         if silent <= self.expected_seconds:
             return False
-        found = f"the main process (process {self.owner}) hangs: no sign of life for {silent:.0f} s ({self.setting})"
-        print(f"error: {found}. Its reaper ends it; start it again", file=sys.stderr, flush=True)
+        reason = (
+            f"the main process (process {self.owner}) hangs: no sign of life for {silent:.0f} s "
+            f"({self.setting})"
+        )
+        print(f"error: {reason}. Its reaper ends it; start it again", file=sys.stderr, flush=True)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.owner, signal.SIGKILL)
         return True
@@ -163,7 +175,7 @@ class _Watch:
         self.refresh()
         if self.grace_seconds > 0:
             roots = [process for process in self.roots if process.pid != self.owner]
-            for process in roots:  # SIGTERM roots only: they end their children in order
+            for process in roots:  # SIGTERM for roots only: they end their children in order
                 with contextlib.suppress(psutil.Error):
                     process.terminate()
             _wait_until_gone(roots, self.grace_seconds)
@@ -178,11 +190,11 @@ class _Watch:
         for prefix in self.shm_prefixes:
             self.paths.update(SHM_FOLDER.glob(prefix + "*"))
         for path in self.paths:
-            shutil.rmtree(path, ignore_errors=True)  # for a folder; unlink below is for a file
+            shutil.rmtree(path, ignore_errors=True)  # if it is a folder; unlink is for a file
             with contextlib.suppress(OSError):
                 path.unlink()
-        # Triton's Python backend creates an empty folder at startup, identifiable only by its time;
-        # rmdir spares non-empty ones.
+        # Triton's Python backend creates an empty folder at startup, which only its time
+        # identifies. rmdir spares folders that are not empty.
         for folder in Path("/tmp").glob("python_env_??????"):
             with contextlib.suppress(OSError):
                 made = folder.stat().st_mtime
@@ -191,19 +203,25 @@ class _Watch:
 
 
 def name_stopped() -> str:
-    """Describe descendants of this process that a signal or debugger has stopped; empty if there are none."""
-    found = []
+    """Describe descendants of this process that a signal or debugger has stopped.
+
+    The text is empty if there are none.
+    """
+    descriptions = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                found.append(
+                descriptions.append(
                     f"; process {process.pid} ({' '.join(process.cmdline()[:3])}) is stopped"
                 )
-    return "".join(found)
+    return "".join(descriptions)
 
 
 def _wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
-    """Wait for their end; zombies count as ended, since their parent may never reap them."""
+    """Wait until the processes have ended.
+
+    Zombies count as ended, since their parent may never reap them.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(_is_alive(process) for process in processes):
         time.sleep(0.05)
@@ -223,7 +241,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Slurm signals every process; the reaper still has to clean up
+        # Slurm signals every process, but the reaper still has to clean up.
         signal.signal(number, signal.SIG_IGN)
     connection = connect_to_parent(death_signal=None)
     watch = _Watch(owner=int(sys.argv[2]))

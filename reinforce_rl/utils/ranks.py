@@ -1,8 +1,8 @@
-"""torchrun, but stop signals reach the ranks, the exit code is a rank's, and one machine's rendezvous is private.
+"""torchrun with stop signals for the ranks, a rank's exit code, and a private rendezvous.
 
-torchrun itself exits with 1 whenever a rank fails. It forwards SIGTERM but kills the ranks 30 s later, even during a
-save; SIGUSR1 ends it and orphans the ranks. On one machine it listens on all addresses, without authentication, and
-unpickles what it receives.
+torchrun itself exits with 1 whenever a rank fails. It forwards SIGTERM but kills the ranks 30 s
+later, even during a save; SIGUSR1 ends it and orphans the ranks. On one machine it listens on all
+addresses without authentication, and unpickles what it receives.
 
 Usage: python -m reinforce_rl.utils.ranks TORCHRUN_OPTION... SCRIPT ARGUMENT...
 """
@@ -30,8 +30,8 @@ STORE_VARIABLE = "REINFORCE_STORE"  # path of the ranks' rendezvous file on one 
 def run(arguments: list[str]) -> int:
     """Start the ranks, wait for them, and return the exit code of the first rank to fail.
 
-    It is `EXIT_LOST_RANK` if a signal killed it, or `EXIT_STOPPED` if that signal was forwarded by this process before
-    the rank could handle it.
+    The code is `EXIT_LOST_RANK` if a signal killed the rank, or `EXIT_STOPPED` if this process
+    forwarded that signal before the rank could handle it.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -72,7 +72,10 @@ def run(arguments: list[str]) -> int:
 
 
 def _meet_on_this_machine() -> None:
-    """Register the rendezvous backend ONE_MACHINE: ranks meet in a file and talk over the loopback."""
+    """Register the rendezvous backend ONE_MACHINE.
+
+    Its ranks meet in a file and communicate over the loopback.
+    """
     from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.elastic import rendezvous
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous

@@ -1,18 +1,25 @@
-"""Means with their errors, Student's t-tests over prompts or seeds, pass@k and win rates. Numbers in, numbers out."""
+"""Means with their errors, Student's t-tests over prompts or seeds, pass@k and win rates.
+
+Functions take and return numbers. scipy is imported where it is used: a run starts without it.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# scipy is imported where it is used: a run starts without it.
-
 LEVEL = 0.05  # of significance
 POWER = 0.8
-_ROUNDING = 1e-6  # of the values: differences that spread less are equal
+_ROUNDING = 1e-6  # relative to the values; differences that spread less are equal
+
+
+def finite_mean(values: Iterable[float]) -> float:
+    """Return the mean of the finite values; NaN without any."""
+    finite = [float(value) for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else math.nan
 
 
 @dataclass(frozen=True)
@@ -23,10 +30,10 @@ class Estimate:
 
 
 def estimate(groups: Mapping[int, Sequence[float]]) -> Estimate:
-    """Return the mean over all finite values, with its standard error where only groups are independent.
+    """Return the mean over all finite values, with its standard error over independent groups.
 
-    The values of a group, such as samples of one prompt, may depend on each other in any way. With one
-    value in each group the error is the usual deviation / sqrt(n).
+    The values of a group, such as samples of one prompt, may depend on each other in any way. With
+    one value in each group the error is the usual deviation / sqrt(n).
     """
     finite_groups = []
     for group in groups.values():
@@ -46,10 +53,11 @@ def estimate(groups: Mapping[int, Sequence[float]]) -> Estimate:
 
 
 def pass_at_k(groups: Mapping[int, Sequence[float]], k: int) -> Estimate:
-    """Return the chance that one of k samples of a prompt is right, from n >= k scored samples of 0 or 1.
+    """Return the probability that one of k samples of a prompt is right.
 
-    Unbiased: 1 - C(n - c, k) / C(n, k) with c right ones (Chen et al. 2021, arXiv:2107.03374). Prompts
-    with fewer than k scored samples are left out.
+    Each prompt needs n >= k scored samples of 0 or 1; prompts with fewer are left out.
+
+    Unbiased: 1 - C(n - c, k) / C(n, k) with c right samples (Chen et al. 2021, arXiv:2107.03374).
     """
     chances = {}
     for prompt, group in groups.items():
@@ -78,7 +86,7 @@ class WinRate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of the rate. Ties make the true one narrower.
+        """Wilson's 95 % interval of the rate. With ties the true interval is narrower.
 
         Wilson 1927, Journal of the American Statistical Association 22(158), 209-212.
         """
@@ -105,9 +113,9 @@ class WinRate:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two sides' means over units, prompts or seeds; what is unknown is NaN."""
+    """Means of two sides over units, which are prompts or seeds; unknown values are NaN."""
 
-    n: int  # units: pairs, or those of the first side
+    n: int  # units: pairs, or the units of the first side
     mean_before: float
     mean_after: float
     standard_error: float = math.nan  # of mean_difference; 0 if all differences are equal
@@ -137,7 +145,7 @@ class Difference:
 
     @property
     def smallest_gain(self) -> float:
-        """Return the true difference that the test finds with a chance of about `POWER`.
+        """The true difference that the test detects with a probability of about `POWER`.
 
         (t_0.975 + t_0.8) x standard error: Bloom 1995, Evaluation Review 19(5), 547-556.
         """
@@ -145,14 +153,14 @@ class Difference:
 
     @property
     def needed(self) -> float:
-        """Return for how many units, of both sides together, this difference would be the smallest gain."""
+        """How many units, of both sides together, would make this difference the smallest gain."""
         size = self.mean_difference / self._error
         if not size:
             return math.inf
         factor = 1.0
         for _ in range(30):
-            # `factor` times the units have 1 / sqrt(factor) of the error; the outer root keeps the
-            # steps from swinging.
+            # `factor` times the units have 1 / sqrt(factor) of the error. The outer root keeps the
+            # steps from oscillating.
             degrees = factor * (self.degrees + 1) - 1
             factor = max(1.0, math.sqrt(factor) * abs(_multiplier(degrees) / size))
         return (self.n + self.unpaired) * factor
@@ -166,7 +174,7 @@ class Difference:
         return change
 
     def sentence(self, form: str = ".3f") -> str:
-        """Say what changed, on what, whether that is noise, and what this many units can show."""
+        """Describe the change, its units, whether it is noise, and what so many units can show."""
         unit = self.unit
         if not self.n:
             return f"no {unit} was scored on both sides"
@@ -181,7 +189,8 @@ class Difference:
         can_detect = f"this many {unit}s can detect gains of {self.smallest_gain:{form}} or more"
         if self.p < LEVEL:
             kind = "gain" if self.mean_difference > 0 else "loss"
-            return f"{change} ({chance(self.p)}): a real {kind} at the 5 % level; {can_detect}{left_out}"
+            verdict = f"a real {kind} at the 5 % level"
+            return f"{change} ({chance(self.p)}): {verdict}; {can_detect}{left_out}"
         needed = "more than a million"
         if self.needed < 1e6:
             needed = f"about {float(f'{math.ceil(self.needed):.2g}'):,.0f}"
@@ -205,7 +214,7 @@ def chance(p: float) -> str:
 def paired(
     before: Mapping[Any, float], after: Mapping[Any, float], unit: str = "prompt"
 ) -> Difference:
-    """Compare the units that have a finite value on both sides, by Student's t-test of the differences."""
+    """Compare units with a finite value on both sides, by Student's t-test of the differences."""
     pairs = []
     for name, value in before.items():
         if math.isfinite(value - after.get(name, math.nan)):
@@ -231,7 +240,7 @@ def paired(
 
 
 def unpaired(before: Sequence[float], after: Sequence[float], unit: str = "seed") -> Difference:
-    """Compare sides whose units are no pairs, by Welch's t-test; values that are not finite are left out."""
+    """Compare sides whose units are not pairs, by Welch's t-test; finite values only."""
     first = [value for value in before if math.isfinite(value)]
     last = [value for value in after if math.isfinite(value)]
     left_out = len(before) + len(after) - len(first) - len(last)
@@ -263,14 +272,14 @@ def _squared_error(values: Sequence[float]) -> float:
 
 
 def two_sided_p(t: float, degrees: float) -> float:
-    """Return the chance that Student's T is at least as far from 0 as `t`."""
+    """Return the probability that Student's T is at least as far from 0 as `t`."""
     from scipy.special import stdtr
 
     return 2 * float(stdtr(degrees, -abs(t)))
 
 
 def quantile(share: float, degrees: float) -> float:
-    """Return the t below which Student's T stays with a chance of `share`."""
+    """Return the `share` quantile of Student's T."""
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, share))

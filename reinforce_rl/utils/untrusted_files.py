@@ -1,4 +1,4 @@
-"""Reads files that somebody else may have made: regular files only, links within a folder only, within bounds."""
+"""Reads untrusted files: regular files only, links within a folder only, within size bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_YAML_VALUES = 10_000  # keys, values and lists of a configuration, all toget
 _MAX_DIGITS = 40  # of an integer
 _LONG_NUMBER = re.compile(rf"[0-9]{{{_MAX_DIGITS + 1}}}")
 _YAML_NUMBER = re.compile(r"[-+]?0[bx][0-9a-fA-F_]+|[-+]?[0-9.][0-9_.:]*(?:[eE][-+]?[0-9]+)?")
-# As OmegaConf's: PyYAML's own float needs a point, and a sign in the exponent.
+# The form of OmegaConf. PyYAML's own float needs a point, and a sign in the exponent.
 _YAML_FLOAT = re.compile(
     r"""^(?:
         [-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
@@ -34,7 +34,7 @@ _YAML_FLOAT = re.compile(
     re.VERBOSE,
 )
 _YAML_DIRECTIVE = re.compile("(?:^|[\n\r\x85\u2028\u2029])%")
-_SHOWN = 200  # characters of what was found, in a message
+_SHOWN = 200  # characters of a value in a message
 _KINDS = {
     stat.S_IFIFO: "a fifo",
     stat.S_IFSOCK: "a socket",
@@ -45,7 +45,10 @@ _KINDS = {
 
 
 class UnreadableFileError(DataError, OSError):
-    """A path cannot be read safely. The message is a sentence: the path, what it is, and what was expected."""
+    """A path cannot be read safely.
+
+    The message is a sentence: the path, what it is, and what was expected.
+    """
 
 
 def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
@@ -58,7 +61,7 @@ def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
         UnreadableFileError: it is no regular file, leads out of `within`, or may not be read.
     """
     try:
-        # Opening a device can have effects of its own, so it is recognised before.
+        # Opening a device can have side effects, so it is refused before it is opened.
         _check(path, path.stat().st_mode, within)
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -69,7 +72,7 @@ def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
         _refuse(path, error)
     file = os.fdopen(handle, "rb")
     try:
-        # The path may have been replaced since.
+        # The path may have been replaced since the first check.
         _check(path, os.fstat(handle).st_mode, None)
         if within is not None:
             _check_inside(path, Path(os.readlink(f"/proc/self/fd/{handle}")), within)
@@ -80,19 +83,19 @@ def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
 
 
 def check_regular(path: Path, *, within: Path | None = None) -> None:
-    """Raise what `open_regular` would raise, for a file that a library opens by its path."""
+    """Raise the errors of `open_regular`, for a file that a library opens by its path."""
     open_regular(path, within=within).close()
 
 
 def check_entries(folder: Path, *, within: Path | None = None) -> None:
-    """Raise UnreadableFileError if a file of a folder is none that `open_regular` opens; folders below are not read.
+    """Raise UnreadableFileError if `open_regular` would refuse a file of a folder.
 
-    For a library that opens some of the files by itself.
+    Folders below are not read. For a library that opens some of the files by itself.
     """
     try:
         entries = sorted(folder.iterdir())
         for entry in entries:
-            # A link to nothing is a missing file to every reader.
+            # A broken link is a missing file to every reader.
             if entry.exists() and not entry.is_dir():
                 _check(entry, entry.stat().st_mode, within)
     except UnreadableFileError:
@@ -102,7 +105,7 @@ def check_entries(folder: Path, *, within: Path | None = None) -> None:
 
 
 def read_bounded(path: Path, *, max_bytes: int, within: Path | None = None) -> bytes:
-    """Read a file as `open_regular`; UnreadableFileError also if it holds more than `max_bytes`."""
+    """Read a file with `open_regular`. Raises UnreadableFileError also if it is too long."""
     with open_regular(path, within=within) as file:
         try:
             data = file.read(max_bytes + 1)
@@ -116,17 +119,17 @@ def read_bounded(path: Path, *, max_bytes: int, within: Path | None = None) -> b
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES, within: Path | None = None) -> Any:
-    """Read a JSON file; `read_bounded` and `parse_json` have the errors."""
+    """Read a JSON file. Raises the errors of `read_bounded` and `parse_json`."""
     return parse_json(read_bounded(path, max_bytes=max_bytes, within=within))
 
 
 def read_published(path: Path) -> Any:
-    """Return the JSON value of a file that a program on another node writes.
+    """Return the JSON value of a file that a program on another node writes; None before it exists.
 
-    None until it is there. Raises as `read_json`.
+    Raises the errors of `read_json`.
     """
-    # List the folder: NFS may cache a missing file for half a minute, but revalidates an opened
-    # folder.
+    # List the folder: NFS may cache a missing file for half a minute, but revalidates a folder that
+    # is opened.
     if not path.parent.is_dir() or path.name not in os.listdir(path.parent):
         return None
     return read_json(path, within=path.parent)
@@ -136,12 +139,12 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     """Parse JSON in UTF-8.
 
     Raises:
-        ValueError: it is not JSON, is nested deeper than `max_depth`, or has an integer of more digits than a
-            computation can use.
+        ValueError: it is not JSON, is nested deeper than `max_depth`, or has an integer of too many
+            digits to compute with.
     """
     decoded = text.decode("utf-8") if isinstance(text, bytes) else text
     too_deep = f"nested more than {max_depth} levels deep"
-    # The hook costs a call an integer; responses may hold long numbers as text.
+    # The hook costs a call per integer. Responses may hold long numbers as text.
     parse_int = _bounded_int if _LONG_NUMBER.search(decoded) else None
     try:
         value = json.loads(decoded, parse_int=parse_int)
@@ -163,13 +166,13 @@ def parse_yaml(
 
     Args:
         max_depth: levels of keys and lists.
-        max_values: keys, values and lists, all together.
+        max_values: keys, values and lists in total.
         loader: one of PyYAML's safe loaders; by default `config_loader`.
 
     Raises:
-        ValueError: it is no YAML, or `yaml_fault` finds a fault in it. The message is one line.
+        ValueError: it is not YAML, or `yaml_fault` finds a fault in it. The message is one line.
     """
-    import yaml  # a benchmark on a bare GPU machine needs the rest without it
+    import yaml  # not installed on a bare GPU machine, where a benchmark imports this module
 
     try:
         fault = yaml_fault(text, max_depth=max_depth, max_values=max_values)
@@ -177,8 +180,8 @@ def parse_yaml(
             return yaml.load(text, Loader=loader or config_loader())
     except (yaml.YAMLError, RecursionError, OverflowError, ValueError) as error:
         raise ValueError(f"not valid YAML: {' '.join(str(error).split())[:_SHOWN]}") from error
-    line, what = fault
-    raise ValueError(f"line {line}: {what}")
+    line, reason = fault
+    raise ValueError(f"line {line}: {reason}")
 
 
 @functools.cache
@@ -187,7 +190,7 @@ def config_loader() -> Any:
 
     1e-5 is a number, a date is a text, and no key comes twice.
     """
-    import yaml  # a benchmark on a bare GPU machine needs the rest without it
+    import yaml  # not installed on a bare GPU machine, where a benchmark imports this module
 
     class ConfigLoader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -215,12 +218,13 @@ def config_loader() -> Any:
 
 
 def yaml_fault(text: str, *, max_depth: int, max_values: int) -> tuple[int, str] | None:
-    """Return the line and the fault of YAML that could become large or deep; None if it can be loaded.
+    """Return the line and the fault of YAML that could become large or deep; None without a fault.
 
-    An alias can make a small text large beyond all bounds, a tag makes objects or fails in ways of its own, and
-    libraries take quadratic time for long numbers and for many directives. Raises yaml.YAMLError for what is no YAML.
+    An alias can make a small text large without bound, a tag creates objects or fails in ways of
+    its own, and libraries take quadratic time for long numbers and for many directives. Raises
+    yaml.YAMLError if the text is not YAML.
     """
-    import yaml  # a benchmark on a bare GPU machine needs the rest without it
+    import yaml  # not installed on a bare GPU machine, where a benchmark imports this module
 
     directive = _directive_line(text, max_depth) if _YAML_DIRECTIVE.search(text) else 0
     if directive:
@@ -242,7 +246,7 @@ def yaml_fault(text: str, *, max_depth: int, max_values: int) -> tuple[int, str]
         values += is_start or is_scalar
         if values > max_values:
             return line, f"more than {max_values} keys and values"
-        if not isinstance(event, yaml.ScalarEvent) or event.style:  # no value, or one in quotes
+        if not isinstance(event, yaml.ScalarEvent) or event.style:  # not a value, or quoted
             continue
         if len(event.value) > _MAX_DIGITS and _YAML_NUMBER.fullmatch(event.value):
             expected = f"expected at most {_MAX_DIGITS}, or quotes around a text"
@@ -252,7 +256,7 @@ def yaml_fault(text: str, *, max_depth: int, max_values: int) -> tuple[int, str]
 
 def _directive_line(text: str, max_depth: int) -> int:
     """Return the line of the first directive; 0 if `yaml_fault` need not look for it."""
-    import yaml  # a benchmark on a bare GPU machine needs the rest without it
+    import yaml  # not installed on a bare GPU machine, where a benchmark imports this module
 
     starts = (
         yaml.BlockMappingStartToken,
@@ -266,16 +270,17 @@ def _directive_line(text: str, max_depth: int) -> int:
         if isinstance(token, yaml.DirectiveToken):
             return token.start_mark.line + 1
         depth += isinstance(token, starts) - isinstance(token, ends)
-        # The time for a token grows with the depth.
+        # The time per token grows with the depth.
         if depth > max_depth:
             return 0
     return 0
 
 
 def link_root(folder: Path) -> Path:
-    """Return the folder that links of a model's folder may not leave.
+    """Return the folder that the links in a model's folder may not leave.
 
-    It is the folder itself; in the Hugging Face cache, whose snapshots are links to ../../blobs, the model's cache.
+    This is the folder itself. In the Hugging Face cache, whose snapshots are links to ../../blobs,
+    it is the cache folder of the model.
     """
     snapshots = folder.resolve().parent
     is_cache = snapshots.name == "snapshots" and (snapshots.parent / "blobs").is_dir()
@@ -283,12 +288,12 @@ def link_root(folder: Path) -> Path:
 
 
 def read_model_json(path: Path) -> Any:
-    """Read a JSON file of a model's folder; OSError or ValueError if that cannot be done."""
+    """Read a JSON file of a model's folder. Raises OSError or ValueError."""
     return read_json(path, within=link_root(path.parent))
 
 
 def check_model_files(folder: Path) -> None:
-    """Raise UnreadableFileError if a file of a model's folder is no regular file, or a link that leaves the folder."""
+    """Raise UnreadableFileError for a file that is not regular or a link that leaves the folder."""
     for part in (folder, folder / "additional_chat_templates"):
         if part.is_dir():
             check_entries(part, within=link_root(folder))
@@ -311,7 +316,7 @@ def _depth_exceeds(value: Any, max_depth: int) -> bool:
 
 
 def _children(value: Any) -> Iterator[Any]:
-    """Yield the lists and objects in a list or an object."""
+    """Yield the lists and objects directly inside a list or an object."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return (child for child in inner if isinstance(child, dict | list))
 
@@ -345,8 +350,8 @@ def check_folder(path: Path) -> None:
 def _check_inside(path: Path, target: Path, within: Path) -> None:
     if not target.is_relative_to(within.resolve()):
         raise UnreadableFileError(
-            f"{path} is a link to {target}, outside of {within}; expected a file of this folder. If "
-            "you trust it, put the file itself in its place",
+            f"{path} is a link to {target}, outside of {within}; expected a file of this folder. "
+            "If you trust it, put the file itself in its place",
             key="file.link.leads_out",
         )
 

@@ -117,9 +117,8 @@ def test_the_first_pass_clips_no_sample(shared_prefix, folder, mesh):
     """
     sizes = {"micro_batch_size": 3, "forward_micro_batch_size": 3, "shared_prefix": shared_prefix}
     actor = actor_of(folder, mesh, dtype=BF16, **sizes)
-    actor.settings = replace(
-        actor.settings,
-        loss=LossSettings(importance_ratio="sequence", ratio_clip_low=1e-6, ratio_clip_high=1e-6),
+    actor.loss = LossSettings(
+        importance_ratio="sequence", ratio_clip_low=1e-6, ratio_clip_high=1e-6
     )
     batch = whole_batch()
     trains = torch.ones(len(batch.trains), dtype=torch.bool)

@@ -16,7 +16,6 @@ from helpers.tiny_run import tiny_config
 from reinforce_rl.actor.build import (
     build_actor,
     check_vocabulary,
-    logits_chunk_tokens,
     stop_token_ids,
 )
 from reinforce_rl.config.actor import TrainConfig
@@ -33,20 +32,17 @@ def actor_of(cfg: TrainConfig, mesh):
 def test_the_logits_of_fewer_tokens_at_a_time_on_a_cpu(tmp_path):
     model = tiny_config(tmp_path).model
     assert model.logits_chunk_tokens is None, "as shipped"
-    assert logits_chunk_tokens(model, gpu=False) == 128
-    assert logits_chunk_tokens(model, gpu=True) == 1024
-    changed = model.model_copy(update={"logits_chunk_tokens": 7})
-    assert {logits_chunk_tokens(changed, gpu=gpu) for gpu in (False, True)} == {7}
+    assert (model.chunk_tokens(gpu=False), model.chunk_tokens(gpu=True)) == (
+        128,
+        1024,
+    )
+    own = model.model_copy(update={"logits_chunk_tokens": 7})
+    assert {own.chunk_tokens(gpu=gpu) for gpu in (False, True)} == {7}
 
 
 def test_the_actor_has_them(tmp_path, mesh):
-    assert actor_of(tiny_config(tmp_path), mesh).settings.logits_chunk_tokens == 128
-    assert (
-        actor_of(
-            tiny_config(tmp_path, "model.logits_chunk_tokens=7"), mesh
-        ).settings.logits_chunk_tokens
-        == 7
-    )
+    assert actor_of(tiny_config(tmp_path), mesh).chunk_tokens == 128
+    assert actor_of(tiny_config(tmp_path, "model.logits_chunk_tokens=7"), mesh).chunk_tokens == 7
 
 
 def test_a_model_that_its_weights_do_not_bear_out_is_not_built(tmp_path, mesh):
@@ -74,7 +70,7 @@ def test_transformer_engine_wants_a_gpu(tmp_path, mesh):
     ],
 )
 def test_groups_share_their_prompt_unless_rows_are_padded(tmp_path, mesh, overrides, shared):
-    assert actor_of(tiny_config(tmp_path, *overrides), mesh).settings.shared_prefix is shared
+    assert actor_of(tiny_config(tmp_path, *overrides), mesh).shares_prefix is shared
 
 
 @pytest.mark.parametrize(("beta", "has_reference"), [(0.0, False), (0.05, True)])
@@ -100,11 +96,10 @@ def test_every_end_of_the_folder_ends_a_response_and_a_difference_is_said_once(
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 9}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [11, 12]}))
     with caplog.at_level(logging.WARNING):
-        settings = actor_of(cfg, mesh).settings
+        actor = actor_of(cfg, mesh)
         assert stop_token_ids(folder, load_tokenizer(folder)) == (2, 9, 11, 12)
-    assert (
-        settings.sampling.stop_token_ids == settings.val_sampling.stop_token_ids == (2, 9, 11, 12)
-    )
+    assert actor.sampling.stop_token_ids == (2, 9, 11, 12)
+    assert actor.val_sampling.stop_token_ids == (2, 9, 11, 12)
     assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
 
 

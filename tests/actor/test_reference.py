@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 FORMS = {
     "host": {},
-    "device": {"reference_on_device": True},
+    "device": {"reference_placement": "device"},
     "lora": {"updates": LoraSettings(rank=4, alpha=8.0, targets=PROJECTIONS)},
 }
 

@@ -19,54 +19,60 @@ from torch import Tensor
 from reinforce_rl.algorithm.advantages import MAX_REWARD, RewardGroups
 from reinforce_rl.algorithm.rewards import (
     TOLERANCE,
-    RewardShaping,
     RunningMoments,
     has_reward_variance,
     shape_rewards,
     subtract_kl,
+    subtract_truncation_penalty,
 )
+from reinforce_rl.config.actor import RewardShapingConfig
 from reinforce_rl.errors import DivergedError, RewardServerError
 
 NOTHING_PAST = RunningMoments()
+NO_SHAPING = RewardShapingConfig()
+RUNNING = RewardShapingConfig(standardisation="running")
 
 
 def shaped(
     rewards: list[float],
-    shaping: RewardShaping,
+    shaping: RewardShapingConfig = NO_SHAPING,
     *,
     lengths: list[int] | None = None,
     ended: list[bool] | None = None,
     valid: list[bool] | None = None,
     past: RunningMoments = NOTHING_PAST,
+    penalty: float = 0.0,
+    buffer: int = 0,
+    max_length: int = 1,
 ) -> list[float]:
     values = torch.tensor(rewards, dtype=torch.float64)
     everything = [True] * len(rewards)
     response_lengths = torch.tensor(lengths or [1] * len(rewards))
-    is_end = torch.tensor(everything if ended is None else ended)
-    return shape_rewards(
-        values,
-        torch.tensor(valid or everything),
+    return subtract_truncation_penalty(
+        shape_rewards(values, torch.tensor(valid or everything), response_lengths, shaping, past),
         response_lengths,
-        is_end,
-        shaping,
-        past,
+        torch.tensor(everything if ended is None else ended),
+        penalty=penalty,
+        buffer=buffer,
+        max_length=max_length,
     ).tolist()
 
 
 def test_by_default_nothing_is_done():
-    rewards = shaped([1.5, -2.0], RewardShaping(), lengths=[3, 7], ended=[True, False])
-    assert rewards == [1.5, -2.0]
+    assert shaped([1.5, -2.0], lengths=[3, 7], ended=[True, False]) == [1.5, -2.0]
 
 
 class TestStandardisation:
     def test_given(self):
-        assert shaped([3.0, -1.0], RewardShaping("given", mean=1.0, deviation=4.0)) == [0.5, -0.5]
+        assert shaped(
+            [3.0, -1.0], RewardShapingConfig(standardisation="given", mean=1.0, deviation=4.0)
+        ) == [0.5, -0.5]
 
     @pytest.mark.parametrize("seen", [[], [5.0]])
     def test_the_first_step_takes_its_own_moments(self, seen):
         """A single number seen has no deviation yet."""
         past = RunningMoments.of(torch.tensor(seen, dtype=torch.float64))
-        standardised = shaped([1.0, 2.0, 6.0], RewardShaping("running"), past=past)
+        standardised = shaped([1.0, 2.0, 6.0], RUNNING, past=past)
         deviation = math.sqrt((4 + 1 + 9) / 2)
         expected = [-2 / deviation, -1 / deviation, 3 / deviation]
         assert standardised == pytest.approx(expected)
@@ -74,37 +80,34 @@ class TestStandardisation:
     def test_a_later_step_takes_those_of_the_past_alone(self):
         # mean 2, deviation sqrt(8)
         past = RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64))
-        standardised = shaped([2.0, 10.0], RewardShaping("running"), past=past)
-        assert standardised == pytest.approx([0.0, math.sqrt(8)])
-        expected = RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64))
-        assert past == expected, "reading does not feed it"
+        assert shaped([2.0, 10.0], RUNNING, past=past) == pytest.approx([0.0, math.sqrt(8)])
+        assert past == RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64)), (
+            "reading does not feed it"
+        )
 
     def test_the_first_moments_are_of_the_valid_samples(self):
-        standardised = shaped(
-            [1.0, math.nan, 3.0, 1e30], RewardShaping("running"), valid=[True, False, True, False]
-        )
-        expected = [-math.sqrt(0.5), math.sqrt(0.5)]
-        assert [standardised[0], standardised[2]] == pytest.approx(expected)
+        found = shaped([1.0, math.nan, 3.0, 1e30], RUNNING, valid=[True, False, True, False])
+        assert [found[0], found[2]] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
 
     @pytest.mark.parametrize("reward", [0.0, 0.95, -1e6 + 1 / 3])
     @pytest.mark.parametrize("noise", [0.0, 1e-7])
     def test_equal_rewards_do_not_blow_up(self, reward, noise):
         """Of the first step by its own moments, and then a reward that does differ."""
         equal = [reward, reward * (1 + noise), reward * (1 - noise), reward]
-        assert shaped(equal, RewardShaping("running")) == [0.0] * 4
+        assert shaped(equal, RUNNING) == [0.0] * 4
         past = RunningMoments.of(torch.tensor(equal, dtype=torch.float64))
-        assert shaped([reward, reward + 1.0], RewardShaping("running"), past=past) == [0.0, 0.0]
+        assert shaped([reward, reward + 1.0], RUNNING, past=past) == [0.0, 0.0]
 
     def test_of_a_single_valid_sample_nothing_is_left(self):
-        standardised = shaped([7.0, math.nan], RewardShaping("running"), valid=[True, False])
-        assert standardised[0] == 0.0
-        assert math.isnan(standardised[1]), "what was not scored stays so"
+        found = shaped([7.0, math.nan], RUNNING, valid=[True, False])
+        assert found[0] == 0.0 and math.isnan(found[1]), "what was not scored stays so"
+
+
+# DAPO's own numbers: 16384 expected tokens, a buffer of 4096 above them, penalty factor 1.
+DAPO = {"penalty": 1.0, "buffer": 4096, "max_length": 20480}
 
 
 class TestOverlongResponses:
-    # DAPO's own numbers: 16384 expected tokens, a buffer of 4096 above them, penalty factor 1.
-    DAPO = RewardShaping(truncation_penalty=1.0, overlong_buffer=4096, max_length=20480)
-
     @pytest.mark.parametrize(
         ("length", "expected"),
         [
@@ -118,7 +121,7 @@ class TestOverlongResponses:
         ],
     )
     def test_ended_ones_are_equation_13_of_dapo(self, length, expected):
-        assert shaped([0.0], self.DAPO, lengths=[length]) == pytest.approx([expected], abs=1e-7)
+        assert shaped([0.0], lengths=[length], **DAPO) == pytest.approx([expected], abs=1e-7)
 
     @settings(deadline=None, max_examples=40)
     @given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 120))
@@ -126,53 +129,57 @@ class TestOverlongResponses:
         longest = expected + buffer
         length = min(length, longest)
         punishment = 0.0 if length <= longest - buffer else (longest - buffer - length) / buffer
-        shaping = RewardShaping(truncation_penalty=2.5, overlong_buffer=buffer, max_length=longest)
-        assert shaped([1.0], shaping, lengths=[length]) == pytest.approx(
-            [1.0 + 2.5 * punishment], abs=1e-6
-        )
+        rewards = shaped([1.0], lengths=[length], penalty=2.5, buffer=buffer, max_length=longest)
+        assert rewards == pytest.approx([1.0 + 2.5 * punishment], abs=1e-6)
 
     def test_a_cut_one_has_all_of_it(self):
-        assert shaped([0.0], self.DAPO, lengths=[20480], ended=[False]) == [-1.0]
+        assert shaped([0.0], lengths=[20480], ended=[False], **DAPO) == [-1.0]
 
     def test_a_buffer_as_long_as_the_response_begins_at_once(self):
-        shaping = RewardShaping(truncation_penalty=1.0, overlong_buffer=4, max_length=4)
-        expected = [0, -0.25, -0.5, -0.75, -1]
-        assert shaped([0.0] * 5, shaping, lengths=[0, 1, 2, 3, 4]) == pytest.approx(expected)
+        lengths = [0, 1, 2, 3, 4]
+        rewards = shaped([0.0] * 5, lengths=lengths, penalty=1.0, buffer=4, max_length=4)
+        assert rewards == pytest.approx([0, -0.25, -0.5, -0.75, -1])
 
     def test_without_a_buffer_only_cut_ones_are_penalised(self):
-        shaping = RewardShaping(truncation_penalty=3.0, max_length=8)
-        assert shaped([1.0, 1.0], shaping, lengths=[8, 8], ended=[True, False]) == [1.0, -2.0]
+        cut = {"lengths": [8, 8], "ended": [True, False]}
+        assert shaped([1.0, 1.0], **cut, penalty=3.0, max_length=8) == [1.0, -2.0]
+
+
+CUT_AT_FOUR = {"penalty": 100.0, "max_length": 4}
 
 
 class TestOrder:
-    EVERYTHING = RewardShaping(
-        "given",
+    EVERYTHING = RewardShapingConfig(
+        standardisation="given",
         mean=1.0,
         deviation=2.0,
         scale=10.0,
         clip=5.0,
         length_penalty=0.25,
-        truncation_penalty=100.0,
-        max_length=4,
     )
 
     def test_standardise_scale_clip_then_penalties(self):
         rewards = shaped(
-            [1.2, 9.0, -9.0], self.EVERYTHING, lengths=[2, 4, 4], ended=[True, True, False]
+            [1.2, 9.0, -9.0],
+            self.EVERYTHING,
+            lengths=[2, 4, 4],
+            ended=[True, True, False],
+            **CUT_AT_FOUR,
         )
         # (1.2 - 1) / 2 * 10 = 1; the others are clipped to 5 before anything is subtracted.
-        expected = [1.0 - 0.5, 5.0 - 1.0, -5.0 - 1.0 - 100.0]
-        assert rewards == pytest.approx(expected)
+        assert rewards == pytest.approx([1.0 - 0.5, 5.0 - 1.0, -5.0 - 1.0 - 100.0])
 
     def test_penalties_are_neither_scaled_nor_clipped(self):
-        expected = [1.0 - 0.25, -5.0 - 1.0]
-        assert shaped([1.2, -9.0], self.EVERYTHING, lengths=[1, 4]) == pytest.approx(expected)
+        rewards = shaped([1.2, -9.0], self.EVERYTHING, lengths=[1, 4], **CUT_AT_FOUR)
+        assert rewards == pytest.approx([1.0 - 0.25, -5.0 - 1.0])
 
     def test_scale_comes_after_the_mean_is_taken(self):
-        assert shaped([3.0], RewardShaping("given", mean=1.0, scale=10.0)) == [20.0]
+        assert shaped(
+            [3.0], RewardShapingConfig(standardisation="given", mean=1.0, scale=10.0)
+        ) == [20.0]
 
     def test_clip_bounds_both_sides(self):
-        assert shaped([-3.0, 0.5, 3.0], RewardShaping(clip=1.0)) == [-1.0, 0.5, 1.0]
+        assert shaped([-3.0, 0.5, 3.0], RewardShapingConfig(clip=1.0)) == [-1.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize("standardisation", REWARD_STANDARDISATIONS)
@@ -196,21 +203,20 @@ def test_an_invalid_sample_changes_nobody_elses_reward(
     valid = torch.tensor(columns[1], dtype=torch.bool)
     ended = torch.tensor(columns[3], dtype=torch.bool)
     lengths = torch.tensor(columns[2], dtype=torch.long)
-    shaping = RewardShaping(
-        standardisation,
-        0.5,
-        2.0,
-        3.0,
-        None,
-        0.1,
-        truncation_penalty=1.0,
-        overlong_buffer=buffer,
-        max_length=8,
+    shaping = RewardShapingConfig(
+        standardisation=standardisation,
+        mean=0.5,
+        deviation=2.0,
+        scale=3.0,
+        length_penalty=0.1,
     )
     moments = RunningMoments.of(torch.tensor(past, dtype=torch.float64))
 
     def run(values: Tensor) -> Tensor:
-        return shape_rewards(values, valid, lengths, ended, shaping, replace(moments))
+        shaped_values = shape_rewards(values, valid, lengths, shaping, replace(moments))
+        return subtract_truncation_penalty(
+            shaped_values, lengths, ended, penalty=1.0, buffer=buffer, max_length=8
+        )
 
     shaped_rewards = run(torch.where(valid, rewards, anything))
     assert torch.isfinite(shaped_rewards[valid]).all()

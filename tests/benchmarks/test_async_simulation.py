@@ -182,5 +182,5 @@ def test_a_run_of_ones_own(tmp_path, mesh, monkeypatch, capsys):
     ]
     assert [(row["placement"], row["k"]) for row in rows] == expected
     for row in rows[1:]:
-        assert row["gain"] == pytest.approx(rows[0]["found"]["seconds"] / row["found"]["seconds"])
+        assert row["gain"] == pytest.approx(rows[0]["step"]["seconds"] / row["step"]["seconds"])
         assert row["trainers"] + row["generators"] == 4

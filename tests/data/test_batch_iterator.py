@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reinforce_rl.data.batch_iterator import DefaultBatchIterator
 from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.prompts import DefaultBatchIterator
 
 PROMPTS = [Prompt(number, f"prompt {number}", (number,)) for number in range(5)]
 

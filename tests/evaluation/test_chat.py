@@ -76,7 +76,7 @@ def speaker_of(
 ) -> Speaker:
     ids = [[*tokenizer.encode(text), EOS] if isinstance(text, str) else text for text in answers]
     lm = SimpleNamespace(architecture=SimpleNamespace(max_positions=limit))
-    settings = SimpleNamespace(skip_special_tokens=True)
+    settings = SimpleNamespace(reinforce=SimpleNamespace(skip_special_tokens=True))
     actor = SimpleNamespace(tokenizer=tokenizer, generator=Scripted(*ids), lm=lm, settings=settings)
     return Speaker(name, actor)  # type: ignore[arg-type]
 
@@ -104,9 +104,9 @@ def test_what_is_streamed_is_what_is_generated(folder):
             assert prompt.text == "U: hi<eos>A:"
             assert room == 9
             pieces: list[str] = []
-            completions = speaker.answer(prompt, actor.settings.sampling, 4, pieces.append)
-            expected = actor.generator.generate([prompt], 1, actor.settings.sampling, 4)
-    assert torch.equal(completions.tokens, expected.tokens)
+            found = speaker.answer(prompt, actor.sampling, 4, pieces.append)
+            expected = actor.generator.generate([prompt], 1, actor.sampling, 4)
+    assert torch.equal(found.tokens, expected.tokens)
     assert "".join(pieces) == actor.tokenizer.decode(expected.tokens[0], skip_special_tokens=True)
     assert len([piece for piece in pieces if piece]) > 1, "not all at once"
 

@@ -240,7 +240,7 @@ def test_two_end_tokens_of_the_generation_config_end_responses_as_in_transformer
     cfg = inference_config(model, [f"model.reinforce.length_params.max_length={NEW_TOKENS}"])
     actor = load_actor(cfg, mesh)
     with contextlib.closing(actor.generator) as generator:
-        params = dataclasses.replace(actor.settings.val_sampling, use_greedy=True)
+        params = dataclasses.replace(actor.val_sampling, use_greedy=True)
         completions = generator.generate(prompts, 1, params, seed=0)
     lengths = completions.lengths.tolist()
     assert [

@@ -15,8 +15,9 @@ from helpers.fake_cuda.mode import Ledger
 from helpers.fake_cuda.workloads import kernels_by_name
 from helpers.public_configs import LLAMA_3_1_8B
 
-from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import Denominators, LossSettings
+from reinforce_rl.config.model import ModelConfig, RolloutConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 from reinforce_rl.generation.base import SamplingParams
@@ -75,16 +76,14 @@ def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]
         lengths[0] = 0
     where: Any = (sequences, torch.full((count,), case.prompt_tokens), lengths, groups)
     params = SamplingParams(max_length=case.response_tokens)
-    settings = ActorSettings(
-        params,
-        params,
-        case.micro,
-        case.micro,
+    settings = ModelConfig(
+        micro_batch_size=case.micro,
         seed=0,
         shared_prefix=case.shared_prefix,
-        loss=LossSettings(
-            importance_ratio="sequence", generator_correction="token", entropy_bonus=0.01
-        ),
+        reinforce=RolloutConfig(forward_micro_batch_size=case.micro),
+    )
+    loss = LossSettings(
+        importance_ratio="sequence", generator_correction="token", entropy_bonus=0.01
     )
     tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=2)
     with (
@@ -94,7 +93,7 @@ def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]
         lm = CausalLM(Architecture.from_hf(model), mesh, case.dtype)
         generator = NativeGenerator(lm, tokenizer)
         actor = MegatronGPTReinforceActorModel(
-            lm, tokenizer, generator, settings, with_reference=False
+            lm, tokenizer, generator, settings, params, loss=loss, with_reference=False
         )
         with machine.gpu.counting() as forward:
             log_probs = actor.get_inference_log_probs(*where)

@@ -24,7 +24,7 @@ from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
-from reinforce_rl.generation.responses import unbegun
+from reinforce_rl.generation.responses import new_responses
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
@@ -123,8 +123,8 @@ def test_new_weights_between_graphed_steps(machine, folders):
 
         engine = NativeGenerator(lm, load_tokenizer(folders[4]))
         updates = PlannedUpdates("go on", "load", "stop", load=load, version=5)
-        stopped = engine.go_on(unbegun(prompts, 2, 0), params, updates)
-        ended = engine.go_on(stopped, params, PlannedUpdates(version=7))
+        stopped = engine.resume(new_responses(prompts, 2, 0), params, updates)
+        ended = engine.resume(stopped, params, PlannedUpdates(version=7))
     assert updates.version == 6
     assert updates.running == [6, 6, 6]
     expected = [0, 0, 1, 1, 2, 2]

@@ -21,7 +21,8 @@ from helpers.layouts import ALL_LAYOUTS, LAYOUTS, SETTINGS, Layout
 from helpers.policies import megatron_model, random_tokens
 from helpers.trainable import CASES, NAMES, PAD_ID, examples_of, model_of, take_gradient
 
-from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+from reinforce_rl.config.model import ModelConfig, RolloutConfig
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 from reinforce_rl.data.tokenizer import load_tokenizer
@@ -71,8 +72,15 @@ def update(folder: Path, mesh: Mesh, out: Path) -> None:
     generator = NativeGenerator(lm, tokenizer)
     prompt = Prompt(0, "", tuple(range(3, 3 + WINDOW + 2)))
     assert generator.generate([prompt], 2, sampling, seed=0).tokens.shape == (2, 2)
-    settings = ActorSettings(sampling, sampling, 2, 2, seed=0)
-    actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, settings, with_reference=False)
+    settings = ModelConfig(
+        micro_batch_size=2,
+        seed=0,
+        shared_prefix=False,
+        reinforce=RolloutConfig(forward_micro_batch_size=2),
+    )
+    actor = MegatronGPTReinforceActorModel(
+        lm, tokenizer, generator, settings, sampling, with_reference=False
+    )
     tokens = random_tokens(61, 2, WINDOW + 8)
     zero = 0.0 * torch.ones(2)
     prompt_lengths = torch.tensor([WINDOW + 2] * 2, dtype=torch.long)

@@ -9,7 +9,7 @@ import pytest
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
-from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineSampling, Request
+from reinforce_rl.generation.engine import ABORTED, Answer, EngineSampling, Request
 from reinforce_rl.generation.engine.host import RequestsUnderway
 from reinforce_rl.generation.engine.requests import extended, request_of, requests_of
 
@@ -59,7 +59,7 @@ def uncut(whole: Answer) -> Answer:
     [
         (Answer((5, 2), (-3.0, -4.0), stopped=True, updates=(1, 2)), FINISH_STOP),
         (Answer((5, 2), (-3.0, -4.0), updates=(1, 2)), FINISH_LENGTH),
-        (Answer((5, 2), (-3.0, -4.0), fault=TAKEN_BACK, updates=(1, 2)), None),
+        (Answer((5, 2), (-3.0, -4.0), fault=ABORTED, updates=(1, 2)), None),
     ],
     ids=["stopped", "long", "taken_back"],
 )
@@ -77,7 +77,7 @@ def test_an_answer_adds_tokens_with_the_version_that_drew_each(answer, reason):
 def test_an_answer_without_numbers_is_of_the_last_weights():
     response = extended(DRAWN, Answer((5,), (-3.0,)), {0: 8}, uncut)
     assert response.versions == (3, 4, 8)
-    assert extended(DRAWN, Answer(fault=TAKEN_BACK), {0: 8}, uncut) == DRAWN
+    assert extended(DRAWN, Answer(fault=ABORTED), {0: 8}, uncut) == DRAWN
 
 
 def test_an_end_string_may_begin_in_old_tokens():
@@ -89,7 +89,7 @@ def test_an_end_string_may_begin_in_old_tokens():
         assert whole.log_probs == expected
         return Answer(whole.tokens[:3], (-1.0, -2.0, -3.0), stopped=True)
 
-    answer = Answer((5, 6), (-3.0, -4.0), fault=TAKEN_BACK, updates=(1, 1))
+    answer = Answer((5, 6), (-3.0, -4.0), fault=ABORTED, updates=(1, 1))
     response = extended(DRAWN, answer, {1: 9}, cut)
     assert response.tokens == (9, 4, 5)
     assert response.log_probs == (-1.0, -2.0, -3.0)
@@ -159,4 +159,4 @@ class TestUnderway:
             await engine.take_back()
             return await engine.advance({}, 60.0, 60.0)
 
-        assert asyncio.run(run()) == (0, {7: Answer(fault=TAKEN_BACK), 8: Answer((2,))})
+        assert asyncio.run(run()) == (0, {7: Answer(fault=ABORTED), 8: Answer((2,))})

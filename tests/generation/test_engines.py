@@ -28,7 +28,7 @@ from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.engine import Answer, process
 from reinforce_rl.generation.engine import generator as of_engine
 from reinforce_rl.generation.engine.generator import EngineGenerator
-from reinforce_rl.generation.responses import unbegun
+from reinforce_rl.generation.responses import new_responses
 from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 
 pytestmark = pytest.mark.timeout(600)
@@ -172,10 +172,14 @@ def test_one_that_refuses_them_always_ends_the_run(engine, expected, monkeypatch
 
 
 class TestResponsesThatGoOn:
-    def go_on(self, engine: EngineGenerator, responses=None, updates: PlannedUpdates | None = None):
+    def resume(
+        self, engine: EngineGenerator, responses=None, updates: PlannedUpdates | None = None
+    ):
         with engine.awake():
-            responses = unbegun(PROMPTS, NUM_SAMPLES, 3) if responses is None else responses
-            return engine.go_on(responses, PARAMS, PlannedUpdates() if updates is None else updates)
+            responses = new_responses(PROMPTS, NUM_SAMPLES, 3) if responses is None else responses
+            return engine.resume(
+                responses, PARAMS, PlannedUpdates() if updates is None else updates
+            )
 
     def check(
         self, responses: list[PartialResponse], expected: torch.Tensor, version: int = 0
@@ -193,7 +197,7 @@ class TestResponsesThatGoOn:
 
     def test_from_their_beginning_they_are_those_of_generate(self, engine, expected):
         updates = PlannedUpdates(version=5)
-        self.check(self.go_on(engine, updates=updates), expected, version=5)
+        self.check(self.resume(engine, updates=updates), expected, version=5)
         assert updates.running[0] == len(expected)
         assert all(updates.running)
 
@@ -206,11 +210,11 @@ class TestResponsesThatGoOn:
             return advance(engine_process, requests, wait)
 
         monkeypatch.setattr(process.EngineProcess, "advance", noted)
-        ended = self.go_on(engine)
+        ended = self.resume(engine)
         shorter = len(expected) - 3
         del asked[:]
-        responses = self.go_on(
-            engine, [*ended[:shorter], *unbegun(PROMPTS, NUM_SAMPLES, 3)[shorter:]]
+        responses = self.resume(
+            engine, [*ended[:shorter], *new_responses(PROMPTS, NUM_SAMPLES, 3)[shorter:]]
         )
         assert responses == ended
         assert asked == list(range(shorter, len(expected)))
@@ -219,7 +223,7 @@ class TestResponsesThatGoOn:
         log_probs = (-1.0,) * PARAMS.max_length
         long = PartialResponse(PROMPTS[0], 1, tokens, log_probs, (0,) * 8)
         finish_reasons = [
-            response.finish_reason for response in self.go_on(engine, [long, ended[0]])
+            response.finish_reason for response in self.resume(engine, [long, ended[0]])
         ]
         assert finish_reasons == [
             FINISH_LENGTH,
@@ -233,12 +237,12 @@ class TestResponsesThatGoOn:
             PartialResponse(PROMPTS[1], 2),
         ]
         updates = PlannedUpdates("stop")
-        assert self.go_on(engine, responses, updates) == responses
+        assert self.resume(engine, responses, updates) == responses
         assert updates.running == [2]
 
     def test_an_engine_that_dies_is_started_anew(self, engine, expected, monkeypatch, caplog):
         strike(engine, monkeypatch, "advance", kill_soon)
-        self.check(self.go_on(engine), expected)
+        self.check(self.resume(engine), expected)
         assert (
             "event=engine_restarted reason=the engine ended in advance (status -9)" in caplog.text
         )
@@ -261,7 +265,7 @@ class TestResponsesThatGoOn:
 
     def test_a_request_that_is_lost_is_made_again(self, engine, expected, monkeypatch, caplog):
         self.lose(monkeypatch, {1: 1, 6: 1})
-        self.check(self.go_on(engine), expected)
+        self.check(self.resume(engine), expected)
         assert "event=requests_lost count=2 reason=it is lost" in caplog.text
         assert "engine_restarted" not in caplog.text
 
@@ -270,7 +274,7 @@ class TestResponsesThatGoOn:
         self.lose(monkeypatch, {1: 2, 6: 1})
         lost = ("1 of 2 requests", "[7]", "it is lost", "engine.request_timeout_seconds")
         with raises_error("generation.engine.lost_requests_twice", *lost):
-            self.go_on(engine)
+            self.resume(engine)
         assert engine._engine is not None
         assert engine._engine._child is None
         assert torch.equal(draw(engine).tokens, expected), (
@@ -282,7 +286,7 @@ class TestResponsesThatGoOn:
     def test_all_lost_the_engine_is_started_anew(self, engine, expected, monkeypatch, caplog):
         times = dict.fromkeys(range(len(expected)), 1)
         self.lose(monkeypatch, times)
-        self.check(self.go_on(engine), expected)
+        self.check(self.resume(engine), expected)
         assert (
             "event=engine_restarted reason=the engine lost all 8 requests: it is lost"
             in caplog.text

@@ -38,7 +38,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.engine import process
 from reinforce_rl.generation.engine.generator import EngineGenerator
-from reinforce_rl.generation.responses import unbegun
+from reinforce_rl.generation.responses import new_responses
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import load_hf_weights
@@ -81,7 +81,7 @@ class Engine:
 
         return wait
 
-    def go_on(
+    def resume(
         self,
         responses: list[PartialResponse],
         updates: PlannedUpdates,
@@ -90,7 +90,7 @@ class Engine:
     ) -> list[PartialResponse]:
         with self.generator.awake():
             self.call("set_pace", pace)
-            advanced = self.generator.go_on(responses, params, updates)
+            advanced = self.generator.resume(responses, params, updates)
         expected = [(response.prompt, response.key) for response in responses]
         assert [(response.prompt, response.key) for response in advanced] == expected
         for response in advanced:
@@ -171,7 +171,7 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
     updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
     with engine.generator.awake():
         engine.call("set_pace", SLOW)
-        responses = engine.generator.go_on(unbegun([PROMPT], 6, 3), PARAMS, updates)
+        responses = engine.generator.resume(new_responses([PROMPT], 6, 3), PARAMS, updates)
         last = engine.call("passes")
     assert paused[0] == paused[1] < last, "tokens were drawn while the weights changed"
     assert [response.finish_reason for response in responses] == [FINISH_LENGTH] * 6
@@ -190,21 +190,21 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
     assert max(engine.gaps(1, across, weights=0)) > 10 * TOLERANCE, "the weights did not change"
     assert max(engine.gaps(1, across)) > 10 * TOLERANCE, "the cache was computed anew"
     assert max(engine.gaps(1, new)) < TOLERANCE
-    again = engine.go_on(unbegun([PROMPT], 2, 4), PlannedUpdates(version=1))
+    again = engine.resume(new_responses([PROMPT], 2, 4), PlannedUpdates(version=1))
     assert max(engine.gaps(1, again)) < TOLERANCE
     assert max(engine.gaps(1, again, weights=0)) > 10 * TOLERANCE
 
 
 def test_stopped_and_gone_on_under_newer_weights(engine):
     stop = PlannedUpdates("go on", engine.once_drawing("stop"))
-    partial = engine.go_on(unbegun([PROMPT], 6, 3), stop, pace=SLOW)
+    partial = engine.resume(new_responses([PROMPT], 6, 3), stop, pace=SLOW)
     assert [response.finish_reason for response in partial] == [None] * 6
     expected = [False] * 2 + [True] * AT_ONCE
     assert sorted(bool(response.tokens) for response in partial) == expected
     assert all(set(response.versions) <= {0} for response in partial)
     engine.change()
     engine.versions.keep(1)
-    responses = engine.go_on(partial, PlannedUpdates(version=1))
+    responses = engine.resume(partial, PlannedUpdates(version=1))
     for response, before in zip(responses, partial, strict=True):
         count = len(before.tokens)
         assert response.tokens[:count] == before.tokens
@@ -222,22 +222,24 @@ def test_a_greedy_response_in_parts_is_that_in_one(engine):
     An end token must not come too early.
     """
     params = SamplingParams(60, 30, use_greedy=True, repetition_penalty=2.0, stop_token_ids=(19, 5))
-    whole = engine.go_on(unbegun(PROMPTS, 1, 3), PlannedUpdates(), params)
-    early = engine.go_on(unbegun(PROMPTS, 1, 3), PlannedUpdates(), replace(params, min_length=0))
+    whole = engine.resume(new_responses(PROMPTS, 1, 3), PlannedUpdates(), params)
+    early = engine.resume(
+        new_responses(PROMPTS, 1, 3), PlannedUpdates(), replace(params, min_length=0)
+    )
     for response, other in zip(whole, early, strict=True):
         assert len(other.tokens) < 12
         assert len(response.tokens) >= 30, "the least length changes nothing"
         assert len(set(response.tokens[:8])) > 4, "the penalty changes nothing"
-    parts = unbegun(PROMPTS, 1, 3)
+    parts = new_responses(PROMPTS, 1, 3)
     lengths = []
     for _ in range(2):
-        parts = engine.go_on(
+        parts = engine.resume(
             parts, PlannedUpdates("go on", engine.once_drawing("stop", 2)), params, pace=SLOW
         )
         lengths.append([len(response.tokens) for response in parts])
     for first, second in zip(*lengths, strict=True):
         assert 0 < first < second
-    responses = engine.go_on(parts, PlannedUpdates(), params)
+    responses = engine.resume(parts, PlannedUpdates(), params)
     for response, other in zip(responses, whole, strict=True):
         assert response.tokens == other.tokens
         assert response.versions == other.versions
@@ -271,7 +273,7 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
 
     updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
     monkeypatch.setattr(process.EngineProcess, "call", struck)
-    responses = engine.go_on(unbegun([PROMPT], 6, 3), updates, pace=SLOW)
+    responses = engine.resume(new_responses([PROMPT], 6, 3), updates, pace=SLOW)
     assert "struck" in seen
     assert "event=engine_restarted" in caplog.text
     assert [response.finish_reason for response in responses] == [FINISH_LENGTH] * 6

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from helpers.policies import brute_force_log_probs, megatron_model, padded_sequences
 from torch import Tensor
 
-from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import Denominators
+from reinforce_rl.config.model import ModelConfig, OptimConfig, RolloutConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
@@ -19,6 +20,7 @@ from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.lora import LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, ModelOptions
+from reinforce_rl.megatron.optimizer import DEFAULT_OPTIM
 
 TEMPERATURE = 0.7
 VOCAB_SIZE = 61
@@ -81,6 +83,8 @@ def actor_of(
     shared_prefix: bool | None = None,
     updates: LoraSettings | None = None,
     dtype: torch.dtype = torch.float32,
+    optim: OptimConfig = DEFAULT_OPTIM,
+    reference_placement: Literal["host", "device"] = "host",
     **options: Any,
 ) -> MegatronGPTReinforceActorModel:
     lm = megatron_model(folder, mesh, dtype, options=model)
@@ -88,17 +92,18 @@ def actor_of(
         add_lora(lm, updates)
     tokenizer = load_tokenizer(folder)
     sampling = SamplingParams(max_length=8, temperature=TEMPERATURE)
-    settings = ActorSettings(
-        sampling,
-        sampling,
-        micro_batch_size,
-        forward_micro_batch_size,
+    settings = ModelConfig(
+        micro_batch_size=micro_batch_size,
         seed=0,
         tokens_per_micro_batch=tokens_per_micro_batch,
         shared_prefix=mesh.cp_size == 1 if shared_prefix is None else shared_prefix,
+        logits_chunk_tokens=1024,
+        reference_placement=reference_placement,
+        reinforce=RolloutConfig(forward_micro_batch_size=forward_micro_batch_size),
+        optim=optim,
     )
     return MegatronGPTReinforceActorModel(
-        lm, tokenizer, NativeGenerator(lm, tokenizer), settings, **options
+        lm, tokenizer, NativeGenerator(lm, tokenizer), settings, sampling, **options
     )
 
 

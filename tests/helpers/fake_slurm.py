@@ -190,7 +190,9 @@ def squeue(home: Path, arguments: list[str]) -> int:
     elif arguments[-1] == "%t":
         print("R" if (home / f"running-{job}").exists() else "")
     else:
-        print(f"{job}|1000|{int(time.time()) + int(os.environ.get('FAKE_SECONDS_LEFT', 600))}")
+        end = int(time.time()) + int(os.environ.get("FAKE_SECONDS_LEFT", 600))
+        for number in job.split(","):
+            print(f"{number}|1000|{end}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A fake Triton behind a real front door process, with delayable answers and a scorer progress file."""
+"""A fake Triton behind a real front door process, with delayable answers and a scorer's progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socketserver
 import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 
 from helpers.fuzz_batches import int_tensor
 from helpers.http_call import call
@@ -102,9 +101,9 @@ CANARY = '{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, 1], "
 class FrontBeforeFake:
     """A front door process before a FakeTriton, with small default limits; `limits` are keys of either settings."""
 
-    def __init__(self, folder: Path, *, ready: bool = True, **limits):
+    def __init__(self, *, ready: bool = True, **limits):
         self.backend = FakeTriton()
-        self.progress = Progress(folder / "progress", create=True)
+        self.progress = Progress()
         own = {
             "max_request_bytes": 10_000,
             "max_sequence_length": 64,
@@ -117,9 +116,7 @@ class FrontBeforeFake:
         )
         settings = FrontSettings(inference=inference, **own)
         self.port = free_port("127.0.0.1")
-        self.process = FrontProcess(
-            open_port("127.0.0.1", self.port), settings, folder / "progress"
-        )
+        self.process = FrontProcess(open_port("127.0.0.1", self.port), settings, self.progress)
         self.process.wait_until_up()
         if ready:
             self.process.set_state(READY)

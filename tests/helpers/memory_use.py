@@ -151,9 +151,7 @@ def measured(overrides: list[str]) -> Use:
             Prompt(i, "", tuple([5 + i] * PROMPT))
             for i in range(len(set(rollouts.group_ids.tolist())))
         ]
-        soon_ending = dataclasses.replace(
-            actor.settings.sampling, stop_token_ids=tuple(range(0, 2000, 5))
-        )
+        soon_ending = dataclasses.replace(actor.sampling, stop_token_ids=tuple(range(0, 2000, 5)))
         size = model.reinforce.rollout_micro_batch_size
 
         def train() -> None:

@@ -13,13 +13,13 @@ act: {rank, phase, step, signal}: this rank sends itself the signal as it comes 
     after a moment, and the rewards would take minutes.
 allocation: from the fork on the batch system's allocation lasts so many seconds, and began hours before.
 step_seconds: that each training lasts longer.
-generators: [N, count]: the Nth training waits until so many separate generators have come.
+generators: [N, count]: the Nth training waits until so many generators have registered.
 generate_seconds: that each call of the generator for a step lasts longer; one that may be interrupted, token by token.
-slow_rank: with a work queue this rank ends its first micro-batch once the others have taken all that is left; every
+slow_rank: with a request queue this rank ends its first micro-batch once the others have taken all that is left; every
     rank prints what it took.
 engine: folder; TensorRT-LLM is the fake, and what the engine of rank N is given lies in folder/N.
 engine_fault: [rank, options of `install_fake`]: what goes wrong with the engine of this rank.
-generates: this is a generator of generators=separate, beside what is started next. Its log ends with its exit status.
+generates: this is a generator that registers, beside what is started next. Its log ends with its exit status.
 die_receiving: a generator kills itself as it is about to receive its Nth weights.
 file_bytes: no file may become larger, which fails as a full disk does.
 torch_timeout: seconds, in place of `TrainConfig.torch_timeout_seconds`.
@@ -133,12 +133,12 @@ def await_generators(training: int, count: int) -> None:
     from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
     train = ReinforceTrainer.run_training
-    arrive = GeneratorPool._arrive
+    register = GeneratorPool._register
     trainings = itertools.count(1)
     come = []
 
-    def note_arrival(pool: GeneratorPool, rank: int, arrival):
-        arrive(pool, rank, arrival)
+    def note_registration(pool: GeneratorPool, rank: int, registration):
+        register(pool, rank, registration)
         come.append(rank)
 
     def wait_and_train(*args):
@@ -149,7 +149,7 @@ def await_generators(training: int, count: int) -> None:
             time.sleep(0.05)
         return train(*args)
 
-    GeneratorPool._arrive = note_arrival  # type: ignore[method-assign]
+    GeneratorPool._register = note_registration  # type: ignore[method-assign]
     ReinforceTrainer.run_training = wait_and_train  # type: ignore[method-assign]
 
 
@@ -165,12 +165,14 @@ def lengthen_generation(seconds: float) -> None:
         return infer(*args, validation=validation)
 
     MegatronGPTReinforceActorModel.infer = slow_infer  # type: ignore[method-assign]
-    go_on = NativeGenerator.go_on
+    resume = NativeGenerator.resume
 
-    def slow_go_on(generator: NativeGenerator, responses, params, updates):
-        return go_on(generator, responses, params, SlowTokens(updates, seconds / params.max_length))
+    def slow_resume(generator: NativeGenerator, responses, params, updates):
+        return resume(
+            generator, responses, params, SlowTokens(updates, seconds / params.max_length)
+        )
 
-    NativeGenerator.go_on = slow_go_on  # type: ignore[method-assign]
+    NativeGenerator.resume = slow_resume  # type: ignore[method-assign]
 
 
 class SlowTokens:

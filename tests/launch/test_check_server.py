@@ -24,8 +24,8 @@ def fault(port: int, token: str | None = None) -> ReinforceError:
     return caught.value
 
 
-def test_each_state_is_told_with_what_to_do(tmp_path):
-    front = FrontBeforeFake(tmp_path, ready=False, canary_seconds=5.0)
+def test_each_state_is_told_with_what_to_do():
+    front = FrontBeforeFake(ready=False, canary_seconds=5.0)
     try:
         check_error(fault(front.port), "check_server.server.not_ready", "it is starting")
         front.process.set_state("ready")

@@ -56,6 +56,8 @@ from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError, StoppedEarly
 from reinforce_rl.rewards.base import STATUS_BAD_TOKEN, STATUS_OK, RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
+from reinforce_rl.rollout.local import LocalRollouts
+from reinforce_rl.rollout.scoring import RolloutScorer
 from reinforce_rl.runtime import stop as run_timer
 from reinforce_rl.runtime.stop import RunTimer
 from reinforce_rl.utils.job_time import JobTimes
@@ -377,7 +379,8 @@ def test_defect_14_shares_are_fixed_and_ranks_may_be_idle(tmp_path, mesh):
     with tiny_trainer(tiny_config(tmp_path, "model.optim.weight_decay=0"), mesh) as trainer:
         # a whole idle step
         before = weights(trainer)
-        batch = trainer.rollouts.score(trainer.rollouts.sample([], 4, step=1), "nothing")
+        pending = LocalRollouts(trainer.rollout_context).sample([], 4, step=1)
+        batch = RolloutScorer(trainer.rollout_context).score(pending, "nothing")
         where = (batch.sequences, batch.prompt_lengths, batch.response_lengths)
         log_probs = trainer.model.get_inference_log_probs(*where)
         batch = replace(

@@ -42,6 +42,7 @@ from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.prompts import build_datasets
 from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.utils.job_time import JobTimes
@@ -364,7 +365,8 @@ class TestOperations:
                     )
 
             assert evaluate is not None
-            trainer.rollouts = dataclasses.replace(trainer.rollouts, rm=Validation())
+            context = dataclasses.replace(trainer.rollout_context, rm=Validation())
+            trainer.rollouts = LocalRollouts(context)
             trainer.fit()
         assert [
             line["val/rewards"] for line in metrics_of(tmp_path) if line["step"] in values
@@ -418,7 +420,7 @@ NAMES = {
     ],
     "rewards.client.RemoteGPTRMClient": ["infer_rm"],
     "data.prompts.build_train_valid_test_rlhf_datasets": [],
-    "data.batch_iterator.DefaultBatchIterator": [],
+    "data.prompts.DefaultBatchIterator": [],
 }
 
 

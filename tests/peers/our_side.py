@@ -64,10 +64,10 @@ class GivenLogProbs:
     """
 
     def __init__(self, config: TrainConfig, batch: Batch):
-        sampling = SimpleNamespace(max_length=config.model.reinforce.length_params.max_length)
         self.mesh = OneRank()
         self.lora = None
-        self.settings = SimpleNamespace(sampling=sampling, seed=0, offload_optimizer=False)
+        self.settings = config.model.model_copy(update={"seed": 0})
+        self.sampling = SimpleNamespace(max_length=config.model.reinforce.length_params.max_length)
         self.generator = SimpleNamespace(refit=lambda: None)
         self._loss = loss_settings(config.trainer.reinforce)
         self._batch = batch

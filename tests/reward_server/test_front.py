@@ -27,11 +27,11 @@ INFO = f"/v2/models/{wire.INFO_MODEL}/infer"
 
 
 @pytest.fixture
-def start(tmp_path):
+def start():
     fronts = []
 
     def start_one(**options) -> FrontBeforeFake:
-        fronts.append(FrontBeforeFake(tmp_path, **options))
+        fronts.append(FrontBeforeFake(**options))
         return fronts[-1]
 
     yield start_one
@@ -61,6 +61,38 @@ def test_only_the_token_lets_in_and_health_is_open(start):
     assert front.infer(BODY, **right).code == 200
     assert front.get("/v2/models/rm/ready", **right).code == 200
     assert b'reward_server_requests_total{code="401"} 3.0' in front.get("/metrics", **right).body
+
+
+def test_the_front_door_itself_describes_the_server(start):
+    """The model's side may be busy, or hang."""
+    front = start(token=TOKEN, description='{"name": "rm"}')
+    front.backend.dead = True
+    right = {"Authorization": f"Bearer {TOKEN}"}
+    for body, echoed in ((b'{"inputs": []}', {}), (b'{"id": "7", "inputs": []}', {"id": "7"})):
+        answer = call("127.0.0.1", front.port, INFO, 30.0, body=body, headers=right)
+        assert answer.code == 200
+        answer.check_digest(body)
+        output = {
+            "name": wire.INFO_OUTPUT,
+            "datatype": "BYTES",
+            "shape": [1],
+            "data": ['{"name": "rm"}'],
+        }
+        described = {"model_name": wire.INFO_MODEL, "model_version": "1", "outputs": [output]}
+        assert json.loads(answer.body) == {**described, **echoed}
+    ready = f"/v2/models/{wire.INFO_MODEL}/ready"
+    assert front.get(ready, **right).code == 200
+    assert front.get(ready).code == 401
+    assert call("127.0.0.1", front.port, INFO, 30.0, body=b'{"inputs": []}').code == 401
+    wrong = infer_body([1])
+    assert call("127.0.0.1", front.port, INFO, 30.0, body=wrong, headers=right).code == 400
+    assert front.backend.seen == []
+
+
+def test_a_description_is_asked_for_once_the_server_is_ready(start):
+    front = start(ready=False)
+    assert call("127.0.0.1", front.port, INFO, 30.0, body=b'{"inputs": []}').code == 503
+    assert front.get(f"/v2/models/{wire.INFO_MODEL}/ready").code == 503
 
 
 def test_what_is_not_served_does_not_reach_triton(start):
@@ -220,8 +252,7 @@ def test_health_tells_busy_from_stuck_and_from_dead(start):
     began = time.monotonic()
     for _ in range(50):
         front.health()
-    checks = (front.backend.inferences - before) / 2  # each asks the model, and for its description
-    assert checks <= 2 + (time.monotonic() - began) / CACHE_SECONDS
+    assert front.backend.inferences - before <= 2 + (time.monotonic() - began) / CACHE_SECONDS
 
     front.progress.begin()  # a long call, with something finished now and then
     for _ in range(5):
@@ -375,14 +406,11 @@ def test_nothing_of_an_error_inside_is_shown(start, capfd):
     """PyTriton answers with a traceback, which may quote a sample; what Triton itself says is in the log."""
     front = start()
     front.backend.code = 500
-    for answer in (
-        front.infer(BODY),
-        call("127.0.0.1", front.port, INFO, 30.0, body=b'{"inputs": []}'),
-    ):
-        assert (answer.code, answer.body) == (
-            500,
-            b'{"error": "the model\'s side failed; the reward server\'s log says why"}',
-        )
+    answer = front.infer(BODY)
+    assert (answer.code, answer.body) == (
+        500,
+        b'{"error": "the model\'s side failed; the reward server\'s log says why"}',
+    )
     front.backend.error = "Stub process 'rm_0_0' is not healthy."
     assert b"not healthy" not in front.infer(BODY).body
     front.close()

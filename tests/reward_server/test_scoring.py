@@ -367,7 +367,7 @@ def test_each_sample_is_progress(pool, monkeypatch):
     scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))
     monkeypatch.setattr(Progress, "beat", lambda _: beats.append(None))
     scorer([text_arrays([TextSample("p", "a"), TextSample("p", "b"), TextSample("p", "c")])])
-    assert len(beats) == 3 + 2  # and at the beginning and the end
+    assert len(beats) == 3
 
 
 def test_the_log_names_what_failed(pool, caplog):

@@ -399,9 +399,7 @@ VICTIMS: dict[str, Callable[[ToyServer], psutil.Process]] = {
     "tritonserver": lambda server: server.tritonserver,
     "front": lambda server: server.front,
     "stub": with_argument("reward_model_0_0"),
-    "stub of the description": with_argument("reward_server_info_0_0"),
     "shared memory": manager_of("reward_model_0_0"),
-    "shared memory of the description": manager_of("reward_server_info_0_0"),
     "main": lambda server: psutil.Process(server.server_pid),
 }
 find_reaper = with_argument("reinforce_rl.utils.process_reaper")

@@ -279,6 +279,32 @@ def test_the_names_of_scores_follow_from_the_configuration(tmp_path, overrides, 
     assert names_of_scores(tiny_config(tmp_path, *overrides)) == names
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_asked", "terms"),
+    [
+        ([], True, [("remote_rm.reward_model", "reward_model", 1.0)]),
+        (
+            ["reward=mine.Source", f"{MORE}.port=1", f"{MORE}.weight=3"],
+            False,
+            [("reward", "Source", 1.0), ("remote_rm.more_reward_models.safety", "safety", 3.0)],
+        ),
+        (
+            [*FUNCTION, "reward_function.weight=2", f"{MORE}.port=1"],
+            False,
+            [
+                ("reward_function", "brief", 2.0),
+                ("remote_rm.more_reward_models.safety", "safety", 1.0),
+            ],
+        ),
+    ],
+    ids=["server", "class and server", "function and server"],
+)
+def test_what_is_asked_follows_from_the_configuration(tmp_path, overrides, is_asked, terms):
+    cfg = tiny_config(tmp_path, *overrides)
+    assert cfg.uses_reward_model is is_asked
+    assert [(term.setting, term.name, term.weight) for term in cfg.reward_terms] == terms
+
+
 THREE = request_of([[0]] * 3)
 
 

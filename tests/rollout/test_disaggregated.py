@@ -42,8 +42,9 @@ from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
 from reinforce_rl.rollout.generator_rank import GeneratorRank
-from reinforce_rl.rollout.messages import Result, Work
-from reinforce_rl.rollout.remote import Generators, Ticket
+from reinforce_rl.rollout.generators import Generators
+from reinforce_rl.rollout.messages import GenerationRequest, GenerationResult
+from reinforce_rl.rollout.source import RolloutHandle
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.runtime.stop import StopRequest
 
@@ -380,7 +381,9 @@ def test_a_failed_generator_does_not_keep_the_last_step_from_being_saved():
     generators = Generators(model, pool, None, StopRequest())  # type: ignore[arg-type]
     generators.version = 3
     stored = {7: {"tokens": torch.zeros(2, 3)}}
-    content = generators.state({4: Ticket([], 2, stored), 5: Ticket([[0]], 2), 6: Ticket([[1]], 2)})
+    content = generators.state(
+        {4: RolloutHandle([], 2, stored), 5: RolloutHandle([[0]], 2), 6: RolloutHandle([[1]], 2)}
+    )
     found = generators.restore(content)
     assert list(found) == [4] and found[4].version == 2
     assert found[4].stored is not None and torch.equal(
@@ -425,11 +428,6 @@ def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
             ["max_staleness=1"],
             "config.max_staleness.conflicts_with_colocated",
             ["max_staleness", "placement"],
-        ),
-        (
-            ["placement=disaggregated"],
-            "config.generation_ranks.out_of_range",
-            ["generation_ranks", "2 ranks"],
         ),
         (
             [*APART, "generation_ranks=2"],
@@ -515,10 +513,10 @@ def test_an_engine_that_failed_is_not_put_to_sleep():
     rank._awake = None
     rank._is_leader = False
     rank.version = 1
-    work = Work(0, 1, 0, (Prompt(0, "", (3,)),), 1, 0)
-    completions = rank._answer(work)[0].completions
+    request = GenerationRequest(0, 1, 0, (Prompt(0, "", (3,)),), 1, 0)
+    completions = rank._answer(request)[0].completions
     with pytest.raises(GenerationError):
-        rank._answer(work)
+        rank._answer(request)
     rank._sleep()
     assert completions is not None and completions.weight_versions.tolist() == [[1]]
     assert engine.events == ["wakes", "answers", "answers"]
@@ -527,17 +525,17 @@ def test_an_engine_that_failed_is_not_put_to_sleep():
 class RecordedPool:
     """Rank 0's queue, which keeps what it is given and has these results."""
 
-    def __init__(self, *results: Result) -> None:
-        self.submitted: list[Work] = []
-        self.readmitted: list[tuple[Work, Result]] = []
+    def __init__(self, *results: GenerationResult) -> None:
+        self.submitted: list[GenerationRequest] = []
+        self.readmitted: list[tuple[GenerationRequest, GenerationResult]] = []
         self.announced: list[int] = []
         self.by_number = {result.number: result for result in results}
 
-    def submit(self, works: Sequence[Work]) -> None:
-        self.submitted += works
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self.submitted += requests
 
-    def readmit(self, work: Work, result: Result) -> None:
-        self.readmitted.append((work, result))
+    def readmit(self, request: GenerationRequest, result: GenerationResult) -> None:
+        self.readmitted.append((request, result))
 
     def group_for(self, version: int) -> None:
         self.announced.append(version)
@@ -545,10 +543,10 @@ class RecordedPool:
     def await_results(self, *rest: object) -> bool:
         return False
 
-    def results(self, numbers: Sequence[int]) -> list[Result]:
+    def results(self, numbers: Sequence[int]) -> list[GenerationResult]:
         return [self.by_number[number] for number in numbers]
 
-    def finished(self) -> list[Result]:
+    def finished(self) -> list[GenerationResult]:
         return list(self.by_number.values())
 
 
@@ -560,7 +558,7 @@ def generators_of(
     def cut(prompts: Sequence[Prompt], validation: bool) -> list[Sequence[Prompt]]:
         return [prompts[start : start + 2] for start in range(0, len(prompts), 2)]
 
-    monkeypatch.setattr("reinforce_rl.rollout.remote.send_weights", lambda lm, group: None)
+    monkeypatch.setattr("reinforce_rl.rollout.generators.send_weights", lambda lm, group: None)
     mesh = SimpleNamespace(
         gather_over_dp=lambda value: [value],
         raise_on_all_ranks=contextlib.nullcontext,
@@ -571,7 +569,9 @@ def generators_of(
     return Generators(model, pool, cut, StopRequest(), takes_finished)  # type: ignore[arg-type]
 
 
-def result_of(number: int, *prompts: int, version: int = 1, statuses: Sequence[int] = ()) -> Result:
+def result_of(
+    number: int, *prompts: int, version: int = 1, statuses: Sequence[int] = ()
+) -> GenerationResult:
     """Two responses a prompt, whose tokens, log-probs and scores are all different numbers."""
     count = 2 * len(prompts)
     tokens = torch.arange(count * 3).reshape(count, 3)
@@ -585,22 +585,26 @@ def result_of(number: int, *prompts: int, version: int = 1, statuses: Sequence[i
     status = torch.tensor(statuses or [STATUS_OK] * count, dtype=torch.int32)
     values = torch.arange(count).float().masked_fill(status != STATUS_OK, torch.nan)
     faults = {row: f"fault of row {row}" for row in range(count) if int(status[row]) != STATUS_OK}
-    return Result(number, prompts, completions, Rewards(values, status, {"a": values * 2}, faults))
+    return GenerationResult(
+        number, prompts, completions, Rewards(values, status, {"a": values * 2}, faults)
+    )
 
 
 PROMPTS = [Prompt(number, "", (3,)) for number in (7, 8, 9)]
 
 
-class TestTickets:
-    """Which weights work asks for, and which rollouts a checkpoint keeps."""
+class TestHandles:
+    """Which weights a request asks for, and which rollouts a checkpoint keeps."""
 
     def test_a_step_asks_for_its_version_however_new_the_weights_are(self, monkeypatch):
         pool = RecordedPool()
         generators = generators_of(pool, monkeypatch)
         generators.publish(5)
-        ticket = generators.submit(PROMPTS, 2, 1, 6, 3)
-        assert ticket.version == 3
-        assert [(work.number, work.version, len(work.prompts)) for work in pool.submitted] == [
+        handle = generators.submit(PROMPTS, 2, 1, 6, 3)
+        assert handle.version == 3
+        assert [
+            (request.number, request.version, len(request.prompts)) for request in pool.submitted
+        ] == [
             (0, 3, 2),
             (1, 3, 1),
         ]
@@ -625,7 +629,10 @@ class TestTickets:
         generators.publish(6)
         generators.submit(PROMPTS[:1], 2, 1, 7, 5)
         generators.submit(PROMPTS[:1], 1, 1, 0, generators.version)
-        assert [(work.version, work.or_newer) for work in pool.submitted] == [(4, True), (6, False)]
+        assert [(request.version, request.allow_newer) for request in pool.submitted] == [
+            (4, True),
+            (6, False),
+        ]
 
     @pytest.mark.parametrize("version", [1, 3])
     def test_rollouts_of_older_weights_come_back_as_they_were(self, version, monkeypatch):
@@ -633,10 +640,10 @@ class TestTickets:
         pool = RecordedPool(result)
         generators = generators_of(pool, monkeypatch)
         generators.version = 4
-        content = generators.state({5: Ticket([[0]], version)})
-        tickets = generators_of(RecordedPool(), monkeypatch).restore(content)
-        assert {step: ticket.version for step, ticket in tickets.items()} == {5: version}
-        results = generators.collect(tickets[5], PROMPTS[:2])
+        content = generators.state({5: RolloutHandle([[0]], version)})
+        handles = generators_of(RecordedPool(), monkeypatch).restore(content)
+        assert {step: handle.version for step, handle in handles.items()} == {5: version}
+        results = generators.collect(handles[5], PROMPTS[:2])
         assert [one.prompt_ids for one in results] == [(7,), (8,)]
         assert result.completions is not None and result.rewards is not None
         for place, one in enumerate(results):
@@ -653,13 +660,13 @@ class TestTickets:
     def test_rollouts_of_the_newest_weights_are_made_again(self, monkeypatch):
         generators = generators_of(RecordedPool(result_of(0, 7), result_of(1, 8)), monkeypatch)
         generators.version = 4
-        content = generators.state({5: Ticket([[0]], 3), 6: Ticket([[1]], 4)})
+        content = generators.state({5: RolloutHandle([[0]], 3), 6: RolloutHandle([[1]], 4)})
         assert list(generators.restore(content)) == [5]
 
     def test_a_state_that_torch_would_unpack_is_refused(self, monkeypatch):
         generators = generators_of(RecordedPool(result_of(0, 7)), monkeypatch)
         generators.version = 9
-        content = generators.state({5: Ticket([[0]], 1)})
+        content = generators.state({5: RolloutHandle([[0]], 1)})
         assert generators.restore(content)
         with pytest.raises(CheckpointError):
             generators.restore(compressed(content))
@@ -671,10 +678,10 @@ class TestTickets:
         generators = generators_of(RecordedPool(*results), monkeypatch)
         generators.version = 9
         content = generators.state(
-            {step: Ticket([[number]], 1) for number, step in enumerate((5, 6, 7))}
+            {step: RolloutHandle([[number]], 1) for number, step in enumerate((5, 6, 7))}
         )
         assert list(generators.restore(content)) == [5]
-        one_step = generators.state({5: Ticket([[0, 1]], 1)})
+        one_step = generators.state({5: RolloutHandle([[0, 1]], 1)})
         assert generators.restore(one_step) == {}, "a step is kept as a whole"
 
     def test_faults_stay_with_their_samples(self, monkeypatch):
@@ -686,11 +693,12 @@ class TestTickets:
         generators.restore(generators.state({}))
         pool = RecordedPool()
         generators._give(
-            [Work(n, 1, 0, (prompt,), 2, 1, True) for n, prompt in enumerate(PROMPTS)], pool
+            [GenerationRequest(n, 1, 0, (prompt,), 2, 1, True) for n, prompt in enumerate(PROMPTS)],
+            pool,
         )  # type: ignore[arg-type]
         faults = [dict(one.rewards.faults) for _, one in pool.readmitted if one.rewards is not None]
         assert faults == [{1: "fault of row 1"}, {}, {0: "fault of row 4"}]
-        assert [(work.number, one.number) for work, one in pool.readmitted] == [
+        assert [(request.number, one.number) for request, one in pool.readmitted] == [
             (0, 0),
             (1, 1),
             (2, 2),

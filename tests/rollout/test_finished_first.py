@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import threading
@@ -26,10 +27,16 @@ from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.rollout.generator_pool import GeneratorPool, _Generator
 from reinforce_rl.rollout.generator_rank import GeneratorRank
-from reinforce_rl.rollout.local import RolloutMaker
 from reinforce_rl.rollout.message_codec import decode, encode
-from reinforce_rl.rollout.messages import Result, ResultBounds, Work, WorkRequest, Works
-from reinforce_rl.rollout.remote import Ticket
+from reinforce_rl.rollout.messages import (
+    GenerationRequest,
+    GenerationRequests,
+    GenerationResult,
+    RequestCredit,
+    ResultBounds,
+)
+from reinforce_rl.rollout.remote import RemoteRollouts
+from reinforce_rl.rollout.source import RolloutContext, RolloutHandle
 from reinforce_rl.runtime.roles import RANKS, RankRole
 from reinforce_rl.runtime.stop import StopRequest
 
@@ -161,34 +168,34 @@ class WholeAnswersOnly:
 def test_a_generator_that_cannot_go_on_is_told(tmp_path):
     name = f"{__name__}.WholeAnswersOnly"
     cfg = tiny_config(tmp_path, "trainer.devices=2", *FINISHED, f"generation={name}")
-    named = (name, "go_on", "rollout_order=prompts")
-    with raises_error("generation.class.no_go_on", *named):
+    named = (name, "resume", "rollout_order=prompts")
+    with raises_error("generation.class.no_resume", *named):
         build_generator(cfg, None, None)  # type: ignore[arg-type]
 
 
-def work_of(number: int, prompt: int) -> Work:
-    return Work(number, 1, 0, (Prompt(prompt, "", (3,)),), 2, 0, or_newer=True)
+def request_of(number: int, prompt: int) -> GenerationRequest:
+    return GenerationRequest(number, 1, 0, (Prompt(prompt, "", (3,)),), 2, 0, allow_newer=True)
 
 
-def result_of(work: Work, *versions: int) -> Result:
+def result_of(request: GenerationRequest, *versions: int) -> GenerationResult:
     tokens = torch.ones(1, len(versions), dtype=torch.long)
     lengths = torch.tensor([len(versions)])
     found = Completions(tokens, lengths, ("stop",), weight_versions=torch.tensor([versions]))
     rewards = Rewards(torch.ones(1), torch.zeros(1).int())
-    return Result(work.number, (work.prompts[0].id,), found, rewards)
+    return GenerationResult(request.number, (request.prompts[0].id,), found, rewards)
 
 
 class Sent:
     def __init__(self) -> None:
-        self.works: list[int] = []
+        self.requests: list[int] = []
 
     def send(self, rank: int, *parts: bytes) -> None:
         message = decode(parts)
-        assert isinstance(message, Works)
-        self.works += [work.number for work in message.works]
+        assert isinstance(message, GenerationRequests)
+        self.requests += [request.number for request in message.requests]
 
 
-def pool_of(works: list[Work], results: list[Result]) -> tuple[Any, Sent]:
+def pool_of(requests: list[GenerationRequest], results: list[GenerationResult]) -> tuple[Any, Sent]:
     """A pool without connections, whose only generator, a rank of the job, has no room."""
     pool: Any = object.__new__(GeneratorPool)
     pool._begin_empty(ResultBounds(vocab_size=32, max_length=8))
@@ -197,61 +204,62 @@ def pool_of(works: list[Work], results: list[Result]) -> tuple[Any, Sent]:
     pool._newest = 3
     pool._links = Sent()
     pool._generators = {1: _Generator(1, 1, "g1", {RANKS}, is_ready=True, version=9, since=0)}
-    pool._given = {work.number: work for work in works}
+    pool._given = {request.number: request for request in requests}
     pool._results = {result.number: result for result in results}
     return pool, pool._links
 
 
-def numbers_of(taken: tuple[list[Result], int] | None) -> tuple[list[int], int] | None:
+def numbers_of(taken: tuple[list[GenerationResult], int] | None) -> tuple[list[int], int] | None:
     return None if taken is None else ([result.number for result in taken[0]], taken[1])
 
 
-WORKS = [work_of(number, prompt) for number, prompt in enumerate([10, 11, 12, 11, 14])]
+REQUESTS = [request_of(number, prompt) for number, prompt in enumerate([10, 11, 12, 11, 14])]
 
 
 @pytest.mark.parametrize("filters", [False, True])
 def test_prompts_under_way_are_drawn_once_by_filtering_too(filters):
     submitted = []
 
-    def submit(prompts: Any, *rest: Any) -> Ticket:
+    def submit(prompts: Any, *rest: Any) -> RolloutHandle:
         submitted.append(prompts)
-        return Ticket([[]], 0)
+        return RolloutHandle([[]], 0)
 
     parts: Any = {
         "cfg": SimpleNamespace(dynamic_filtering=filters, num_rollouts_per_prompt=2),
         "model": SimpleNamespace(settings=SimpleNamespace(seed=1)),
         "loader": SimpleNamespace(prompts_per_step=2, state_dict=dict, share=list),
-        "generators": SimpleNamespace(
-            restore=lambda content: {}, submit=submit, takes_finished=False
-        ),
-    }
-    parts |= {
         "rm": None,
         "batch_iterator_cls": None,
-        "clock": None,
+        "clock": SimpleNamespace(phase=lambda name: contextlib.nullcontext()),
         "stop": StopRequest(),
         "staleness": 2,
     }
-    maker = RolloutMaker(**parts)
-    maker.load_state(4, b"", [3, 5, 7])
-    assert [one.prompts for one in maker.ahead] == [[3, 5], [7]]
+    generators: Any = SimpleNamespace(
+        publish=lambda version, as_oldest: None,
+        restore=lambda content: {},
+        submit=submit,
+        takes_finished=False,
+    )
+    source = RemoteRollouts(RolloutContext(**parts), generators)
+    source.load_state_dict({"step": 4, "under_way": [3, 5, 7], "rollouts": b""})
+    assert [batch.prompts for batch in source._ahead] == [[3, 5], [7]]
     assert submitted == ([] if filters else [[3, 5], [7]])  # filtering submits them itself
 
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_an_answer_of_other_weights_ends_the_run(is_right):
-    pool, _ = pool_of(WORKS, [])
-    work = replace(WORKS[2], num_samples=1)
-    pool._given[2] = work
-    pool._generators[1].under_way[2] = work
-    pool._on_message(RANKS, encode(result_of(work, 3 if is_right else 4)))
+    pool, _ = pool_of(REQUESTS, [])
+    request = replace(REQUESTS[2], num_samples=1)
+    pool._given[2] = request
+    pool._generators[1].under_way[2] = request
+    pool._on_message(RANKS, encode(result_of(request, 3 if is_right else 4)))
     assert list(pool._results) == ([2] if is_right else [])
     assert isinstance(pool._failure, GenerationError) is not is_right
 
 
 class TestWhatAStepTakes:
     def test_a_share_that_needs_nothing_waits_for_nothing(self):
-        pool, _ = pool_of(WORKS, [result_of(WORKS[0], 3)])
+        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[0], 3)])
         pool._given_again = {4}
         assert numbers_of(pool.take([([0], 1), ([4], 0)], 3)) == ([0], 0)
         assert pool.take([([0], 1), ([4], 1)], 3) is None
@@ -259,19 +267,19 @@ class TestWhatAStepTakes:
     def test_works_that_are_not_asked_for_any_more(self):
         pool, _ = pool_of([], [])
         for message in (3, -2, -4, 1):
-            pool._on_message(RANKS, encode(WorkRequest(message)))
+            pool._on_message(RANKS, encode(RequestCredit(message)))
         assert list(pool._idle) == [1]
 
     def test_what_is_finished_first_in_the_order_of_numbers(self):
-        pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (4, 0, 2)])
+        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[n], 3) for n in (4, 0, 2)])
         assert numbers_of(pool.take([(range(5), 2)], 3)) == ([0, 4], 0)
 
     def test_it_waits_for_as_many_as_it_needs(self):
-        pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (4, 0)])
+        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[n], 3) for n in (4, 0)])
         assert pool.take([(range(5), 3)], 3) is None
 
     def test_each_share_has_its_own(self):
-        pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (4, 0, 2)])
+        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[n], 3) for n in (4, 0, 2)])
         assert pool.take([([0, 1], 1), ([2, 3, 4], 3)], 3) is None
         assert numbers_of(pool.take([([0, 1], 1), ([2, 3, 4], 2)], 3)) == (
             [0, 2, 4],
@@ -280,26 +288,30 @@ class TestWhatAStepTakes:
         assert numbers_of(pool.take([([0, 1], 1), ([], 0)], 3)) == ([0], 0)
 
     def test_a_prompt_of_two_epochs_is_taken_once(self):
-        pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (3, 1, 2)])
+        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[n], 3) for n in (3, 1, 2)])
         assert numbers_of(pool.take([(range(5), 2)], 3)) == ([2, 3], 0)
 
     def test_the_rest_is_taken_where_there_is_no_more(self):
-        pool, _ = pool_of(WORKS[:2], [result_of(work, 3) for work in WORKS[:2]])
+        pool, _ = pool_of(REQUESTS[:2], [result_of(request, 3) for request in REQUESTS[:2]])
         assert numbers_of(pool.take([(range(2), 4)], 3)) == ([0, 1], 0)
 
     def test_one_token_that_is_too_old_is_enough_to_be_drawn_again(self):
         """At once, before prompts that wait; this call does not wait for it, and the next does."""
-        results = [result_of(WORKS[0], 2, 3), result_of(WORKS[1], 3, 4), result_of(WORKS[2], 4)]
-        pool, sent = pool_of(WORKS, results)
-        pool.submit([WORKS[4]])
+        results = [
+            result_of(REQUESTS[0], 2, 3),
+            result_of(REQUESTS[1], 3, 4),
+            result_of(REQUESTS[2], 4),
+        ]
+        pool, sent = pool_of(REQUESTS, results)
+        pool.submit([REQUESTS[4]])
         assert numbers_of(pool.take([(range(5), 2)], 3)) == ([1, 2], 1)
         pool.forget([1, 2])
         pool._idle.extend([1, 1])
         pool._assign()
-        assert sent.works == [0, 4]
-        pool._results[4], pool._results[3] = result_of(WORKS[4], 4), result_of(WORKS[3], 4)
+        assert sent.requests == [0, 4]
+        pool._results[4], pool._results[3] = result_of(REQUESTS[4], 4), result_of(REQUESTS[3], 4)
         assert pool.take([([0, 3, 4], 2)], 4) is None
-        pool._results[0] = result_of(WORKS[0], 5)
+        pool._results[0] = result_of(REQUESTS[0], 5)
         assert numbers_of(pool.take([([0, 3, 4], 2)], 4)) == ([0, 4], 0)
 
 
@@ -309,7 +321,7 @@ class Links:
 
     def send(self, rank: int, *parts: bytes) -> None:
         message = decode(parts)
-        assert isinstance(message, WorkRequest)
+        assert isinstance(message, RequestCredit)
         self.asked.append(message.count)
 
 
@@ -321,7 +333,7 @@ class PlannedGenerator:
         self.calls = 0
         self.steps = 0
 
-    def go_on(
+    def resume(
         self, responses: list[PartialResponse], params: Any, updates: Any
     ) -> list[PartialResponse]:
         from dataclasses import replace
@@ -361,7 +373,7 @@ def rank_of(
         generator=generator,
         mesh=mesh,
         pad_id=0,
-        settings=SimpleNamespace(sampling=None),
+        sampling=None,
         lm=SimpleNamespace(),
     )
     rank._model.lm.architecture = architecture
@@ -384,7 +396,7 @@ def rank_of(
     rank._wake = lambda: None
     rank.results = []
     rank._deliver = lambda result, future: rank.results.append(result)
-    rank._ask_for_scores = lambda work, found: None
+    rank._ask_for_scores = lambda request, found: None
     monkeypatch.setattr("reinforce_rl.rollout.generator_rank.load_weights", lambda lm, found: None)
     return rank
 
@@ -392,13 +404,16 @@ def rank_of(
 def groups_of(*prompts: int) -> dict[int, Any]:
     groups = {}
     for number, prompt in enumerate(prompts):
-        work = work_of(number, prompt)
-        groups[number] = work, [PartialResponse(work.prompts[0], sample) for sample in range(2)]
+        request = request_of(number, prompt)
+        groups[number] = (
+            request,
+            [PartialResponse(request.prompts[0], sample) for sample in range(2)],
+        )
     return groups
 
 
 class TestWeightsThatComeWhileResponsesAreDrawn:
-    def versions(self, result: Result) -> list[list[int]]:
+    def versions(self, result: GenerationResult) -> list[list[int]]:
         assert result.completions is not None and result.completions.weight_versions is not None
         return result.completions.weight_versions.tolist()
 
@@ -407,37 +422,37 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         rank = rank_of(
             PlannedGenerator({2: lambda: rank._staged.update({2: {}})}), None, monkeypatch
         )
-        rank._lengthen(groups := groups_of(0, 7), 4)
+        rank._resume_groups(groups := groups_of(0, 7), 4)
         assert list(groups) == [1] and self.versions(rank.results[0]) == [[1] * 2] * 2
-        rank._lengthen(groups, 4)
+        rank._resume_groups(groups, 4)
         assert not groups and self.versions(rank.results[1]) == [[1] * 6] * 2
 
     def test_the_call_ends_and_goes_on_with_them(self, monkeypatch):
         rank = rank_of(
             PlannedGenerator({4: lambda: rank._staged.update({3: {}})}), "recompute", monkeypatch
         )
-        rank._lengthen(groups := groups_of(7, 8), 4)
+        rank._resume_groups(groups := groups_of(7, 8), 4)
         assert list(groups) == [0, 1] and not rank.results
         assert [len(one.tokens) for _, own in groups.values() for one in own] == [3] * 4
         rank._advance(3)
-        rank._lengthen(groups, 4)
+        rank._resume_groups(groups, 4)
         assert not groups
         assert [self.versions(result) for result in rank.results] == [[[1, 1, 1, 3, 3, 3]] * 2] * 2
 
     def test_the_call_goes_on_with_them(self, monkeypatch):
         generator = PlannedGenerator({4: lambda: rank._staged.update({2: {}, 3: {}})})
         rank = rank_of(generator, "keep", monkeypatch)
-        rank._lengthen(groups := groups_of(7), 4)
+        rank._resume_groups(groups := groups_of(7), 4)
         assert generator.calls == 1 and rank.version == 3 and not rank._staged
         assert not groups and self.versions(rank.results[0]) == [[1, 1, 1, 3, 3, 3]] * 2
 
     def test_prompts_that_come_are_drawn_beside_them(self, monkeypatch):
         rank = rank_of(
-            PlannedGenerator({4: lambda: rank._inbox.append(work_of(9, 9))}),
+            PlannedGenerator({4: lambda: rank._inbox.append(request_of(9, 9))}),
             "recompute",
             monkeypatch,
         )
-        rank._lengthen(groups := groups_of(7), 4)
+        rank._resume_groups(groups := groups_of(7), 4)
         assert list(groups) == [0] and [len(one.tokens) for one in groups[0][1]] == [3, 3]
 
     def test_weights_that_newer_ones_have_replaced_are_not_waited_for(self, monkeypatch):
@@ -465,9 +480,9 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
     def test_other_works_wait_for_responses_of_one_version(self, monkeypatch):
         """A validation would change the weights under them."""
         rank = rank_of(PlannedGenerator({}), None, monkeypatch)
-        rank._inbox.append(work_of(9, 9))
+        rank._inbox.append(request_of(9, 9))
         assert rank._take(0, 0, waits=False) == [] and not rank._links.asked
-        assert [work.number for work in rank._take(2, 2, waits=False)] == [
+        assert [request.number for request in rank._take(2, 2, waits=False)] == [
             9
         ] and rank._links.asked == [1]
         assert not rank._inbox
@@ -479,40 +494,42 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         monkeypatch.setattr("reinforce_rl.rollout.generator_rank._ON_THEIR_WAY_SECONDS", 30.0)
 
         def answer() -> None:
-            works = Works((work_of(2, 2), work_of(3, 3)))
-            threading.Timer(0.2, lambda: rank._on_message(0, encode(works))).start()
+            requests = GenerationRequests((request_of(2, 2), request_of(3, 3)))
+            threading.Timer(0.2, lambda: rank._on_message(0, encode(requests))).start()
 
-        rank._inbox.extend([work_of(0, 0), work_of(1, 1)])
+        rank._inbox.extend([request_of(0, 0), request_of(1, 1)])
         rank._links.send = lambda to, *parts: answer()
-        assert [work.number for work in rank._take(4, 4)] == [0, 1, 2, 3]
+        assert [request.number for request in rank._take(4, 4)] == [0, 1, 2, 3]
 
     def test_no_more_groups_than_there_is_room_for(self, monkeypatch):
-        """At an update a generator asks for one more work, which may be a validation."""
+        """At an update a generator asks for one more request, which may be a validation."""
         rank = rank_of(
-            PlannedGenerator({2: lambda: rank._inbox.append(work_of(9, 9))}),
+            PlannedGenerator({2: lambda: rank._inbox.append(request_of(9, 9))}),
             "recompute",
             monkeypatch,
         )
-        rank._lengthen(groups := groups_of(7), 1)
+        rank._resume_groups(groups := groups_of(7), 1)
         assert not groups, "the call was not stopped for it"
-        rank._inbox.append(replace(work_of(8, 8), or_newer=False, step=0))
-        assert [work.number for work in rank._take(1, 0, waits=False)] == [8]
-        assert [work.number for work in rank._take(1, 1, waits=False)] == [9] and not rank._inbox
+        rank._inbox.append(replace(request_of(8, 8), allow_newer=False, step=0))
+        assert [request.number for request in rank._take(1, 0, waits=False)] == [8]
+        assert [request.number for request in rank._take(1, 1, waits=False)] == [
+            9
+        ] and not rank._inbox
 
     @pytest.mark.parametrize("inflight", [None, "recompute"])
     def test_what_it_cannot_begin_soon_is_left_to_others(self, inflight, monkeypatch):
         rank = rank_of(PlannedGenerator({}), inflight, monkeypatch)
         rank._asked = 3
-        rank._lengthen(groups_of(7), 4)
+        rank._resume_groups(groups_of(7), 4)
         assert rank._links.asked == ([] if inflight else [-3]) and rank._asked == (
             3 if inflight else 0
         )
-        rank._on_message(0, encode(Works((work_of(9, 9),))))  # it was on its way
+        rank._on_message(0, encode(GenerationRequests((request_of(9, 9),))))  # it was on its way
         assert len(rank._inbox) == 1 and rank._asked == (2 if inflight else 0)
 
     def test_the_end_of_the_run_ends_the_call(self, monkeypatch):
         rank = rank_of(
             PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)}), None, monkeypatch
         )
-        rank._lengthen(groups := groups_of(7), 4)
+        rank._resume_groups(groups := groups_of(7), 4)
         assert [len(one.tokens) for one in groups[0][1]] == [1, 1] and not rank.results

@@ -16,7 +16,7 @@ from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.rollout import generator_rank
 from reinforce_rl.rollout.generator_rank import GeneratorRank
-from reinforce_rl.rollout.messages import NewWeights, Result, Work
+from reinforce_rl.rollout.messages import GenerationRequest, GenerationResult, NewWeights
 
 pytestmark = pytest.mark.timeout(20)  # weights that never come would be waited for
 
@@ -43,7 +43,7 @@ class Engine:
         tokens = torch.full((num_samples, 4), self.weights)
         return Completions(tokens, torch.full((num_samples,), 4), ("stop",) * num_samples)
 
-    def go_on(
+    def resume(
         self, responses: list[PartialResponse], params: Any, updates: Any
     ) -> list[PartialResponse]:
         rows = list(responses)
@@ -105,14 +105,13 @@ def rank_of(
         is_model_parallel_rank_0=True,
     )
     lm = SimpleNamespace(architecture=SimpleNamespace(vocab_size=100))
-    settings = SimpleNamespace(sampling=None)
     rank._model = SimpleNamespace(
-        generator=engine, infer=engine.infer, lm=lm, mesh=mesh, pad_id=99, settings=settings
+        generator=engine, infer=engine.infer, lm=lm, mesh=mesh, pad_id=99, sampling=None
     )
     rank.engine = engine
     rank.results = []
     rank._deliver = lambda result, future: rank.results.append(result)
-    rank._ask_for_scores = lambda work, made: None
+    rank._ask_for_scores = lambda request, made: None
     for name in ("load_weights", "exchange_weights"):
         monkeypatch.setattr(
             generator_rank, name, lambda lm, weights: setattr(rank, "loaded", weights)
@@ -120,28 +119,30 @@ def rank_of(
     return rank
 
 
-def work_of(number: int, version: int, *, or_newer: bool = False, step: int = 1) -> Work:
-    return Work(number, step, version, (PROMPT,), 2, 7, or_newer)
+def request_of(
+    number: int, version: int, *, allow_newer: bool = False, step: int = 1
+) -> GenerationRequest:
+    return GenerationRequest(number, step, version, (PROMPT,), 2, 7, allow_newer)
 
 
-def labels_and_weights(result: Result) -> tuple[list[list[int]], list[list[int]]]:
+def labels_and_weights(result: GenerationResult) -> tuple[list[list[int]], list[list[int]]]:
     """Return the versions that the tokens are labelled with, and those of the weights that drew them."""
     assert result.completions is not None and result.completions.weight_versions is not None
     return result.completions.weight_versions.tolist(), result.completions.tokens.tolist()
 
 
-def assert_drawn_with(result: Result, *versions: int) -> None:
+def assert_drawn_with(result: GenerationResult, *versions: int) -> None:
     labels, weights = labels_and_weights(result)
     assert labels == weights == [list(versions)] * len(labels)
 
 
 class TestWorksInTheirOrder:
     def test_each_is_drawn_with_the_weights_that_it_asks_for(self, monkeypatch):
-        """Newer weights that are there are left alone until a work asks for them."""
+        """Newer weights that are there are left alone until a request asks for them."""
         rank = rank_of(monkeypatch, staleness=2)
         rank._staged = {1: 1, 2: 2, 3: 3}
         for number, version in enumerate([0, 1, 1, 2, 3]):
-            rank._respond(work_of(number, version))
+            rank._respond(request_of(number, version))
         for result, version in zip(rank.results, [0, 1, 1, 2, 3], strict=True):
             assert_drawn_with(result, *[version] * 4)
 
@@ -159,7 +160,7 @@ class TestWorksInTheirOrder:
 
         timer = threading.Timer(0.1, arrive)
         timer.start()
-        rank._respond(work_of(0, wanted))
+        rank._respond(request_of(0, wanted))
         timer.join()
         assert_drawn_with(rank.results[0], *[wanted] * 4)
 
@@ -179,16 +180,16 @@ def test_as_many_versions_are_kept_as_may_be_asked_for(staleness, kept, monkeypa
 
 
 class TestWhateverIsFinishedFirst:
-    def groups(self, *works: Work) -> dict[int, Any]:
+    def groups(self, *requests: GenerationRequest) -> dict[int, Any]:
         return {
-            work.number: (work, [PartialResponse(PROMPT, sample) for sample in range(2)])
-            for work in works
+            request.number: (request, [PartialResponse(PROMPT, sample) for sample in range(2)])
+            for request in requests
         }
 
     def test_without_updates_in_flight_a_response_has_one_version(self, monkeypatch):
         rank = rank_of(monkeypatch, groups=2)
         rank.engine.before = {2: lambda: rank._staged.update({1: 1, 2: 2})}
-        rank._lengthen(groups := self.groups(work_of(0, 0, or_newer=True)), 2)
+        rank._resume_groups(groups := self.groups(request_of(0, 0, allow_newer=True)), 2)
         assert groups == {}
         assert_drawn_with(rank.results[0], 0, 0, 0, 0)
 
@@ -196,12 +197,12 @@ class TestWhateverIsFinishedFirst:
     def test_with_them_every_token_has_the_version_of_its_weights(self, inflight, monkeypatch):
         rank = rank_of(monkeypatch, groups=2, inflight=inflight)
         rank.engine.before = {3: lambda: rank._staged.update({1: 1, 2: 2})}
-        groups = self.groups(work_of(0, 0, or_newer=True))
-        rank._lengthen(groups, 2)
+        groups = self.groups(request_of(0, 0, allow_newer=True))
+        rank._resume_groups(groups, 2)
         if inflight == "recompute":
             assert list(groups) == [0], "the call ends, so that the cache is computed anew"
             rank._advance(rank._newest())
-            rank._lengthen(groups, 2)
+            rank._resume_groups(groups, 2)
         assert_drawn_with(rank.results[0], 0, 0, 2, 2)
 
     @pytest.mark.parametrize(
@@ -212,23 +213,23 @@ class TestWhateverIsFinishedFirst:
     ):
         """Between two calls weights 3 come, while one response of a group is under way and the other has ended."""
         rank = rank_of(monkeypatch, groups=1, inflight=inflight)
-        groups = self.groups(work_of(0, 0, or_newer=True))
+        groups = self.groups(request_of(0, 0, allow_newer=True))
         calls = []
 
-        def lengthen(groups: dict[int, Any], count: int) -> None:
+        def resume_groups(groups: dict[int, Any], count: int) -> None:
             calls.append(rank.version)
             if len(calls) == 1:  # one token, then the call is interrupted
-                work, responses = groups[0]
+                request, responses = groups[0]
                 begun = [replace(one, tokens=(0,), versions=(0,)) for one in responses]
                 ended = replace(begun[1], finish_reason="stop")
-                groups[0] = work, [begun[0], ended]
+                groups[0] = request, [begun[0], ended]
                 rank._staged[3] = 3
                 return
-            GeneratorRank._lengthen(rank, groups, count)
+            GeneratorRank._resume_groups(rank, groups, count)
 
-        rank._lengthen = lengthen
-        works = [[groups[0][0]], [], None]
-        rank._take = lambda count, room, *, waits=True: works.pop(0) if works else None
+        rank._resume_groups = resume_groups
+        requests = [[groups[0][0]], [], None]
+        rank._take = lambda count, room, *, waits=True: requests.pop(0) if requests else None
         rank._answer_groups(1)
         labels, _ = labels_and_weights(rank.results[0])
         assert labels[0] == expected
@@ -240,17 +241,17 @@ class TestWhateverIsFinishedFirst:
         """A validation that came with them would draw with other weights."""
         asked = []
         rank = rank_of(monkeypatch, groups=2)
-        work = work_of(0, 0, or_newer=True)
+        request = request_of(0, 0, allow_newer=True)
 
-        def take(count: int, room: int, *, waits: bool = True) -> list[Work] | None:
+        def take(count: int, room: int, *, waits: bool = True) -> list[GenerationRequest] | None:
             asked.append(count)
-            return [work] if len(asked) == 1 else None if len(asked) == 3 else []
+            return [request] if len(asked) == 1 else None if len(asked) == 3 else []
 
         def interrupted(groups: dict[int, Any], count: int) -> None:
             """The call ends with both responses under way."""
 
         rank._take = take
-        rank._lengthen = interrupted
+        rank._resume_groups = interrupted
         rank._answer_groups(2)
         assert asked == [2, 0, 0]
 
@@ -258,14 +259,14 @@ class TestWhateverIsFinishedFirst:
 def test_a_validation_is_drawn_with_its_version_while_nothing_is_under_way(monkeypatch):
     rank = rank_of(monkeypatch, groups=2, version=1)
     rank._staged = {2: 2}
-    works = [[work_of(0, 2, step=0)], None]
-    rank._take = lambda count, room, *, waits=True: works.pop(0)
+    requests = [[request_of(0, 2, step=0)], None]
+    rank._take = lambda count, room, *, waits=True: requests.pop(0)
     rank._answer_groups(2)
     assert_drawn_with(rank.results[0], 2, 2, 2, 2)
 
 
 def test_the_label_is_of_the_weights_even_where_the_work_asked_for_others(monkeypatch):
-    """The trainers refuse such an answer; a label of the work's version would hide it."""
+    """The trainers refuse such an answer; a label of the request's version would hide it."""
     rank = rank_of(monkeypatch, version=3)
-    result, _ = rank._answer(work_of(0, 1))
+    result, _ = rank._answer(request_of(0, 1))
     assert_drawn_with(result, 3, 3, 3, 3)

@@ -22,13 +22,13 @@ from reinforce_rl.rollout.messages import (
     HELLO,
     Dismissed,
     EndReceived,
+    GenerationRequest,
+    GenerationRequests,
+    GenerationResult,
     GeneratorFailed,
     Message,
-    Result,
     ResultBounds,
     RunEnded,
-    Work,
-    Works,
 )
 from reinforce_rl.runtime.links import Links, LinkThread
 from reinforce_rl.runtime.roles import RANKS, RankRole
@@ -41,7 +41,7 @@ class Sent:
     """Links that keep what is sent."""
 
     def __init__(self) -> None:
-        self.works: list[Work] = []
+        self.requests: list[GenerationRequest] = []
         self.dismissed: list[int] = []
 
     def send(self, rank: int, *parts: bytes) -> None:
@@ -49,18 +49,20 @@ class Sent:
         if isinstance(message, Dismissed):
             self.dismissed.append(rank)
         else:
-            assert isinstance(message, Works)
-            self.works += message.works
+            assert isinstance(message, GenerationRequests)
+            self.requests += message.requests
 
 
 # Rank 1 of this job generates.
 ROLE = RankRole(0, 2, trainers=1, block=1, store=None, timeout=timedelta(seconds=1))
 
 
-def pool_of(*works: Work, room: int = 0, role: RankRole | None = None) -> tuple[Any, Sent]:
+def pool_of(
+    *requests: GenerationRequest, room: int = 0, role: RankRole | None = None
+) -> tuple[Any, Sent]:
     """A pool without connections.
 
-    Its only generator has been given these works, and has asked for `room` more. With a `role` it is
+    Its only generator has been given these requests, and has asked for `room` more. With a `role` it is
     a rank of the job.
     """
     pool: Any = object.__new__(GeneratorPool)
@@ -70,20 +72,27 @@ def pool_of(*works: Work, room: int = 0, role: RankRole | None = None) -> tuple[
     pool._newest = 9
     pool._links = Sent()
     generator = _Generator(1, 1, "g1", {RANKS}, is_ready=True, version=9, since=0)
-    generator.under_way = {work.number: work for work in works}
+    generator.under_way = {request.number: request for request in requests}
     pool._generators = {1: generator}
     pool._idle = deque([1] * room)
     pool._given = dict(generator.under_way)
     return pool, pool._links
 
 
-def work_of(number: int, *, version: int = 0, or_newer: bool = True, step: int = 1) -> Work:
-    return Work(number, step, version, (Prompt(100 + number, "", (3,)),), 1, 7, or_newer)
+def request_of(
+    number: int, *, version: int = 0, allow_newer: bool = True, step: int = 1
+) -> GenerationRequest:
+    return GenerationRequest(
+        number, step, version, (Prompt(100 + number, "", (3,)),), 1, 7, allow_newer
+    )
 
 
 def result_of(
-    work: Work, *versions: int, statuses: tuple[int, ...] = (STATUS_OK,), **more: Any
-) -> Result:
+    request: GenerationRequest,
+    *versions: int,
+    statuses: tuple[int, ...] = (STATUS_OK,),
+    **more: Any,
+) -> GenerationResult:
     """As many responses as statuses, of a token a version."""
     count = len(statuses)
     completions = Completions(
@@ -94,8 +103,8 @@ def result_of(
     )
     values = torch.tensor([1.0 if status == STATUS_OK else float("nan") for status in statuses])
     rewards = Rewards(values, torch.tensor(statuses, dtype=torch.int32))
-    return Result(
-        work.number, tuple(prompt.id for prompt in work.prompts), completions, rewards, **more
+    return GenerationResult(
+        request.number, tuple(prompt.id for prompt in request.prompts), completions, rewards, **more
     )
 
 
@@ -118,35 +127,35 @@ def taken(pool: Any, numbers: list[int], count: int, oldest: int) -> list[int] |
 )
 def test_a_result_is_as_old_as_its_oldest_token(versions, is_taken):
     """Weights of version 3 are just new enough."""
-    work = work_of(0)
-    pool, _ = pool_of(work)
-    pool.readmit(work, result_of(work, *versions))
+    request = request_of(0)
+    pool, _ = pool_of(request)
+    pool.readmit(request, result_of(request, *versions))
     assert taken(pool, [0], 1, oldest=3) == ([0] if is_taken else None)
 
 
 def test_what_is_too_old_is_answered_again_before_the_others_in_its_order():
-    works = [work_of(number) for number in range(4)]
-    pool, sent = pool_of(*works[:3])
-    for work in works[:3]:
-        pool.readmit(work, result_of(work, 1))
-    pool.submit([works[3]])
+    requests = [request_of(number) for number in range(4)]
+    pool, sent = pool_of(*requests[:3])
+    for request in requests[:3]:
+        pool.readmit(request, result_of(request, 1))
+    pool.submit([requests[3]])
     assert taken(pool, [0, 1, 2, 3], 1, oldest=2) is None
     assert pool._results == {}, "an old answer does not count as new"
     pool._idle.extend([1] * 4)
     pool._assign()
-    assert [work.number for work in sent.works] == [0, 1, 2, 3]
+    assert [request.number for request in sent.requests] == [0, 1, 2, 3]
 
 
 def test_what_is_answered_again_is_waited_for_by_the_next_step_alone():
-    works = [work_of(number) for number in range(3)]
-    pool, _ = pool_of(*works)
-    pool.readmit(works[0], result_of(works[0], 1))
-    pool.readmit(works[1], result_of(works[1], 2))
+    requests = [request_of(number) for number in range(3)]
+    pool, _ = pool_of(*requests)
+    pool.readmit(requests[0], result_of(requests[0], 1))
+    pool.readmit(requests[1], result_of(requests[1], 2))
     assert taken(pool, [0, 1, 2], 1, oldest=2) == [1]
     pool.forget([1])
-    pool.readmit(works[2], result_of(works[2], 2))
+    pool.readmit(requests[2], result_of(requests[2], 2))
     assert taken(pool, [0, 2], 1, oldest=2) is None, "the prompt that was dropped gets its turn"
-    pool.readmit(works[0], result_of(works[0], 2))
+    pool.readmit(requests[0], result_of(requests[0], 2))
     assert taken(pool, [0, 2], 1, oldest=2) == [0]
     pool.forget([0])
     assert taken(pool, [2], 1, oldest=2) == [2]
@@ -154,8 +163,8 @@ def test_what_is_answered_again_is_waited_for_by_the_next_step_alone():
 
 
 def test_what_was_forgotten_has_no_result_any_more():
-    done = work_of(0)
-    under_way = work_of(1)
+    done = request_of(0)
+    under_way = request_of(1)
     pool, _ = pool_of(done, under_way)
     pool._on_message(RANKS, encode(result_of(done, 0)))
     assert list(pool._results) == [0]
@@ -170,10 +179,10 @@ def test_what_was_forgotten_has_no_result_any_more():
     ("newest", "drawn", "is_accepted"), [(3, 3, True), (3, 4, False), (4, 4, True)]
 )
 def test_no_token_is_of_weights_that_nobody_was_sent(newest, drawn, is_accepted):
-    work = work_of(0)
-    pool, _ = pool_of(work, role=ROLE)
+    request = request_of(0)
+    pool, _ = pool_of(request, role=ROLE)
     pool._newest = newest
-    pool._on_message(RANKS, encode(result_of(work, drawn)))
+    pool._on_message(RANKS, encode(result_of(request, drawn)))
     assert list(pool._results) == ([0] if is_accepted else [])
     assert isinstance(pool._failure, GenerationError) is not is_accepted
 
@@ -182,7 +191,7 @@ class TestAGeneratorOfTheJob:
     """Its end is the run's; nobody takes its place."""
 
     def test_the_loss_of_its_rank_names_the_rank_of_the_job(self):
-        pool, sent = pool_of(work_of(0), role=ROLE)
+        pool, sent = pool_of(request_of(0), role=ROLE)
         pool.group = SimpleNamespace(abandon=lambda *_: None)
         pool._on_lost(RANKS, "died")
         with pytest.raises(ConnectionError, match="rank 1, which generates, died"):
@@ -190,7 +199,7 @@ class TestAGeneratorOfTheJob:
         assert sent.dismissed == []
 
     def test_what_it_cannot_do_is_raised_by_the_trainers(self):
-        pool, sent = pool_of(work_of(0), role=ROLE)
+        pool, sent = pool_of(request_of(0), role=ROLE)
         failure = GenerationError("out of memory", key="generation.engine.failed")
         pool._on_message(RANKS, encode(GeneratorFailed(failure)))
         with pytest.raises(GenerationError) as error:
@@ -199,18 +208,18 @@ class TestAGeneratorOfTheJob:
         assert sent.dismissed == [], "it waits for the end of the run"
 
     def test_scores_that_it_does_not_get_are_left_to_the_trainers(self):
-        work = work_of(0)
-        pool, _ = pool_of(work, role=ROLE)
+        request = request_of(0)
+        pool, _ = pool_of(request, role=ROLE)
         pool._generators[2] = _Generator(2, 1, "g2", {2 * RANKS}, is_ready=True, version=9, since=0)
         failure = RewardServerError("no answer", key="rewards.server.no_answer")
-        pool._on_message(RANKS, encode(result_of(work, 0, failure=failure)))
+        pool._on_message(RANKS, encode(result_of(request, 0, failure=failure)))
         assert [result.number for result in pool._results.values()] == [0]
         assert pool._failure is None and list(pool._generators) == [1, 2]
 
     def test_an_answer_that_cannot_be_one_ends_the_run(self):
-        work = work_of(0)
-        pool, _ = pool_of(work, role=ROLE)
-        pool._on_message(RANKS, encode(result_of(work_of(7), 0)))
+        request = request_of(0)
+        pool, _ = pool_of(request, role=ROLE)
+        pool._on_message(RANKS, encode(result_of(request_of(7), 0)))
         with pytest.raises(GenerationError) as error:
             pool._check()
         assert error.value.key == "generators.generator.invalid_message"
@@ -218,12 +227,12 @@ class TestAGeneratorOfTheJob:
 
 def test_a_checkpoint_has_finished_rollouts_that_passed_their_check_alone():
     """Neither a failure, nor a response without its score, nor a validation's."""
-    works = [work_of(number) for number in range(4)]
-    validation = work_of(4, or_newer=False, step=0)
-    pool, _ = pool_of(*works, validation)
-    pool.readmit(works[0], result_of(works[0], 0))
-    pool.readmit(works[1], result_of(works[1], 0, statuses=(STATUS_OK, FAILED)))
-    pool.readmit(works[2], result_of(works[2], 0, failure=GenerationError("out of memory")))
+    requests = [request_of(number) for number in range(4)]
+    validation = request_of(4, allow_newer=False, step=0)
+    pool, _ = pool_of(*requests, validation)
+    pool.readmit(requests[0], result_of(requests[0], 0))
+    pool.readmit(requests[1], result_of(requests[1], 0, statuses=(STATUS_OK, FAILED)))
+    pool.readmit(requests[2], result_of(requests[2], 0, failure=GenerationError("out of memory")))
     pool.readmit(validation, result_of(validation, 0))
     assert [result.number for result in pool.finished()] == [0]
 
@@ -232,11 +241,11 @@ def test_works_go_in_their_order_to_who_has_the_least_to_do():
     pool, sent = pool_of(room=1)
     pool._generators[2] = _Generator(2, 1, "g2", {2 * RANKS}, is_ready=True, version=9, since=0)
     pool._idle.extend([2, 2])
-    pool.submit([work_of(number) for number in range(4)])
-    assert [work.number for work in sent.works] == [0, 1, 2]
+    pool.submit([request_of(number) for number in range(4)])
+    assert [request.number for request in sent.requests] == [0, 1, 2]
     assert sorted(pool._generators[1].under_way) == [0]
     assert sorted(pool._generators[2].under_way) == [1, 2]
-    assert [work.number for work in pool._waiting] == [3]
+    assert [request.number for request in pool._waiting] == [3]
 
 
 @pytest.fixture

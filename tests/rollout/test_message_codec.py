@@ -22,17 +22,17 @@ from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.rollout.message_codec import BadMessageError, decode, encode
 from reinforce_rl.rollout.messages import (
     Abandoned,
-    Arrival,
     Dismissed,
     EndReceived,
+    GenerationRequest,
+    GenerationRequests,
+    GenerationResult,
     GeneratorFailed,
     NewWeights,
     Received,
-    Result,
+    Register,
+    RequestCredit,
     RunEnded,
-    Work,
-    WorkRequest,
-    Works,
 )
 
 # What a prompt's line may hold: numbers that no 64 bits hold, NaN, a lone surrogate, names like
@@ -41,14 +41,14 @@ METADATA = {
     "answer": 10**30,
     "nan": float("inf"),
     "text": "\ud800",
-    "kind": {"kind": "Works"},
+    "kind": {"kind": "GenerationRequests"},
     "none": [None, 1.5],
 }
 PROMPTS = (
     Prompt(3, "hi", (5, 6), METADATA, ({"role": "user", "content": "hi"},), "easy"),
     Prompt(9, "", ()),
 )
-WORK = Work(7, 4, 3, PROMPTS, 2, 2**63, or_newer=False)
+REQUEST = GenerationRequest(7, 4, 3, PROMPTS, 2, 2**63, allow_newer=False)
 
 
 def completions(**changed: Any) -> Completions:
@@ -78,7 +78,7 @@ EMPTY = completions(
     log_probs=torch.zeros(4, 0),
     weight_versions=torch.zeros(4, 0).long(),
 )
-RESULT = Result(7, (3, 9), completions(), rewards())
+RESULT = GenerationResult(7, (3, 9), completions(), rewards())
 
 
 def same(a: Any, b: Any) -> bool:
@@ -101,13 +101,13 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize(
     "message",
     [
-        Arrival(2, "host, process 1", {"seed": 1, "model": {"depth": [1, None]}}),
-        WorkRequest(-3),
+        Register(2, "host, process 1", {"seed": 1, "model": {"depth": [1, None]}}),
+        RequestCredit(-3),
         RESULT,
-        Result(7, (3, 9), completions(log_probs=None, weight_versions=None)),
-        Result(7, (), EMPTY),
+        GenerationResult(7, (3, 9), completions(log_probs=None, weight_versions=None)),
+        GenerationResult(7, (), EMPTY),
         Received(3, 4, "a fault"),
-        Works((WORK, replace(WORK, prompts=(), or_newer=True))),
+        GenerationRequests((REQUEST, replace(REQUEST, prompts=(), allow_newer=True))),
         RunEnded(),
         EndReceived(),
         NewWeights(1, 2, 3, 4),
@@ -136,7 +136,7 @@ def test_errors_keep_their_text(error, kind):
     assert isinstance(arrived, GeneratorFailed)
     assert (type(arrived.failure), str(arrived.failure)) == (kind, str(error))
     result = decode(encode(replace(RESULT, rewards=None, failure=error)))
-    assert isinstance(result, Result)
+    assert isinstance(result, GenerationResult)
     assert (type(result.failure), str(result.failure)) == (kind, str(error))
 
 
@@ -151,7 +151,7 @@ def test_errors_keep_their_key(sent, received):
     assert arrived.failure.key == received
     failure = RewardServerError("c", key=sent)
     result = decode(encode(replace(RESULT, rewards=None, failure=failure)))
-    assert isinstance(result, Result)
+    assert isinstance(result, GenerationResult)
     assert result.failure is not None
     assert result.failure.key == received
 
@@ -200,10 +200,10 @@ BAD = {
     "deep": [b"[" * 100_000, b""],
     "no kind": [b"{}", b""],
     "another kind": [b'{"kind": "Bomb"}', b""],
-    "a kind that is no text": [b'{"kind": ["Works"]}', b""],
+    "a kind that is no text": [b'{"kind": ["GenerationRequests"]}', b""],
     "a field too many": [b'{"kind": "RunEnded", "x": 1}', b""],
-    "a field too few": [b'{"kind": "WorkRequest"}', b""],
-    "a field of another type": [b'{"kind": "WorkRequest", "count": "many"}', b""],
+    "a field too few": [b'{"kind": "RequestCredit"}', b""],
+    "a field of another type": [b'{"kind": "RequestCredit", "count": "many"}', b""],
     "tensors that do not belong": [b'{"kind": "RunEnded"}', save({"a": torch.ones(1)})],
     "no tokens": [encode(RESULT)[0], save({"completions.lengths": torch.ones(4).long()})],
     "no tensors": [encode(RESULT)[0], b""],
@@ -264,7 +264,7 @@ def right_but(**tensors: torch.Tensor) -> list[bytes]:
 
 
 def test_the_result_that_the_next_test_spoils_is_right():
-    assert isinstance(decode(right_but()), Result)
+    assert isinstance(decode(right_but()), GenerationResult)
 
 
 @pytest.mark.parametrize(

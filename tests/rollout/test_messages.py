@@ -1,4 +1,4 @@
-"""A result has to be the answer to the work that it names."""
+"""A result has to be the answer to the request that it names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ import torch
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards.base import Rewards
-from reinforce_rl.rollout.messages import Result, ResultBounds, Work, fault_of_result
+from reinforce_rl.rollout.messages import (
+    GenerationRequest,
+    GenerationResult,
+    ResultBounds,
+    fault_of_result,
+)
 
 NEWEST = 5
 PROMPTS = (Prompt(3, "hi", (5, 6)), Prompt(9, "", ()))
-WORK = Work(number=7, step=4, version=3, prompts=PROMPTS, num_samples=2, seed=1)
+REQUEST = GenerationRequest(number=7, step=4, version=3, prompts=PROMPTS, num_samples=2, seed=1)
 BOUNDS = ResultBounds(vocab_size=12, max_length=3)
-OR_NEWER = replace(WORK, or_newer=True)
+ALLOW_NEWER = replace(REQUEST, allow_newer=True)
 
 
 def completions_of(versions: torch.Tensor | None) -> Completions:
@@ -30,11 +35,11 @@ def completions_of(versions: torch.Tensor | None) -> Completions:
 
 def result_of(
     versions: torch.Tensor | None, tokens: torch.Tensor | None = None, **changes: Any
-) -> Result:
+) -> GenerationResult:
     completions = completions_of(versions)
     if tokens is not None:
         completions = replace(completions, tokens=tokens)
-    return replace(Result(7, (3, 9), completions, rewards_of()), **changes)
+    return replace(GenerationResult(7, (3, 9), completions, rewards_of()), **changes)
 
 
 def rewards_of(*sources: str) -> Rewards:
@@ -42,7 +47,7 @@ def rewards_of(*sources: str) -> Rewards:
     return Rewards(values, torch.zeros(4).int(), dict.fromkeys(sources, values))
 
 
-def with_log_probs(log_probs: torch.Tensor) -> Result:
+def with_log_probs(log_probs: torch.Tensor) -> GenerationResult:
     return result_of(None, completions=replace(completions_of(all_of(3)), log_probs=log_probs))
 
 
@@ -59,56 +64,56 @@ BACKWARDS = rows([3, 5, 4], [9, 9, 9], [5, 0, 0], [3, 3, 8])
 NAN_IN_PADDING = rows([0, 0, 0], [0, 0, 0], [0, 0, math.nan], [0, 0, 0])
 SEVERAL = rows([3, 4, 5], [9, 9, 9], [5, 0, 0], [3, 3, 8])
 RIGHT = {
-    "the work's weights": (WORK, result_of(all_of(3))),
-    "padding of any version": (WORK, result_of(PADDED)),
-    "newer weights, where they are allowed": (OR_NEWER, result_of(all_of(NEWEST))),
-    "weights of several versions, likewise": (OR_NEWER, result_of(SEVERAL)),
+    "the request's weights": (REQUEST, result_of(all_of(3))),
+    "padding of any version": (REQUEST, result_of(PADDED)),
+    "newer weights, where they are allowed": (ALLOW_NEWER, result_of(all_of(NEWEST))),
+    "weights of several versions, likewise": (ALLOW_NEWER, result_of(SEVERAL)),
     "no scores, for which there is a reason": (
-        WORK,
+        REQUEST,
         result_of(all_of(3), rewards=None, failure=RewardServerError("a")),
     ),
-    "log-probs of at most 0": (WORK, with_log_probs(torch.linspace(-9, 0, 12).reshape(4, 3))),
-    "older weights, which are dropped later": (OR_NEWER, result_of(all_of(0))),
+    "log-probs of at most 0": (REQUEST, with_log_probs(torch.linspace(-9, 0, 12).reshape(4, 3))),
+    "older weights, which are dropped later": (ALLOW_NEWER, result_of(all_of(0))),
 }
 WRONG = {
-    "other prompts": (WORK, result_of(all_of(3), prompt_ids=(9, 3))),
-    "too few responses": (replace(WORK, num_samples=3), result_of(all_of(3))),
-    "no versions": (WORK, result_of(None)),
-    "the weights before": (WORK, result_of(all_of(2))),
-    "the weights after": (WORK, result_of(all_of(4))),
+    "other prompts": (REQUEST, result_of(all_of(3), prompt_ids=(9, 3))),
+    "too few responses": (replace(REQUEST, num_samples=3), result_of(all_of(3))),
+    "no versions": (REQUEST, result_of(None)),
+    "the weights before": (REQUEST, result_of(all_of(2))),
+    "the weights after": (REQUEST, result_of(all_of(4))),
     "one token of the weights after": (
-        WORK,
+        REQUEST,
         result_of(rows([3, 3, 3], [3, 3, 3], [3, 3, 3], [3, 4, 3])),
     ),
     "one token of the weights before": (
-        WORK,
+        REQUEST,
         result_of(rows([3, 3, 3], [3, 3, 3], [2, 3, 3], [3, 3, 3])),
     ),
-    "weights that nobody has": (OR_NEWER, result_of(all_of(NEWEST + 1))),
-    "an id beyond the vocabulary": (WORK, result_of(all_of(3), tokens=torch.full((4, 3), 12))),
-    "an id below 0": (WORK, result_of(all_of(3), tokens=torch.full((4, 3), -1))),
-    "neither scores nor a failure": (WORK, result_of(all_of(3), rewards=None)),
-    "older weights after newer ones": (OR_NEWER, result_of(BACKWARDS)),
-    "a log-prob above 0": (WORK, with_log_probs(torch.full((4, 3), 0.5))),
-    "a log-prob that is no number": (WORK, with_log_probs(torch.full((4, 3), math.nan))),
-    "a log-prob that is not finite": (WORK, with_log_probs(torch.full((4, 3), -math.inf))),
-    "no number among the padding": (WORK, with_log_probs(NAN_IN_PADDING)),
-    "a version below 0": (OR_NEWER, result_of(all_of(-1))),
+    "weights that nobody has": (ALLOW_NEWER, result_of(all_of(NEWEST + 1))),
+    "an id beyond the vocabulary": (REQUEST, result_of(all_of(3), tokens=torch.full((4, 3), 12))),
+    "an id below 0": (REQUEST, result_of(all_of(3), tokens=torch.full((4, 3), -1))),
+    "neither scores nor a failure": (REQUEST, result_of(all_of(3), rewards=None)),
+    "older weights after newer ones": (ALLOW_NEWER, result_of(BACKWARDS)),
+    "a log-prob above 0": (REQUEST, with_log_probs(torch.full((4, 3), 0.5))),
+    "a log-prob that is no number": (REQUEST, with_log_probs(torch.full((4, 3), math.nan))),
+    "a log-prob that is not finite": (REQUEST, with_log_probs(torch.full((4, 3), -math.inf))),
+    "no number among the padding": (REQUEST, with_log_probs(NAN_IN_PADDING)),
+    "a version below 0": (ALLOW_NEWER, result_of(all_of(-1))),
 }
 
 
-@pytest.mark.parametrize(("work", "result"), RIGHT.values(), ids=RIGHT)
-def test_an_answer_to_the_work_has_no_fault(work, result):
-    assert fault_of_result(work, result, newest=NEWEST, bounds=BOUNDS) == ""
+@pytest.mark.parametrize(("asked", "result"), RIGHT.values(), ids=RIGHT)
+def test_an_answer_to_the_work_has_no_fault(asked, result):
+    assert fault_of_result(asked, result, newest=NEWEST, bounds=BOUNDS) == ""
 
 
-@pytest.mark.parametrize(("work", "result"), WRONG.values(), ids=WRONG)
-def test_what_cannot_be_the_answer_is_said(work, result):
-    assert fault_of_result(work, result, newest=NEWEST, bounds=BOUNDS) != ""
+@pytest.mark.parametrize(("asked", "result"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_the_answer_is_said(asked, result):
+    assert fault_of_result(asked, result, newest=NEWEST, bounds=BOUNDS) != ""
 
 
-def fault_within(bounds: ResultBounds, result: Result) -> str:
-    return fault_of_result(WORK, result, newest=NEWEST, bounds=bounds)
+def fault_within(bounds: ResultBounds, result: GenerationResult) -> str:
+    return fault_of_result(REQUEST, result, newest=NEWEST, bounds=bounds)
 
 
 @pytest.mark.parametrize(("max_length", "is_right"), [(3, True), (2, False)])

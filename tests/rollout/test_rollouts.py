@@ -16,13 +16,17 @@ from torch import Tensor
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
 from reinforce_rl.data.sampler import step_seed
+from reinforce_rl.errors import StoppedEarly
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
-from reinforce_rl.rollout.local import RolloutMaker
-from reinforce_rl.rollout.messages import Result
-from reinforce_rl.rollout.remote import Ticket
+from reinforce_rl.rollout.local import LocalRollouts
+from reinforce_rl.rollout.messages import GenerationResult
+from reinforce_rl.rollout.remote import RemoteRollouts
+from reinforce_rl.rollout.scoring import RolloutScorer, unscored_batch
+from reinforce_rl.rollout.source import RolloutContext, RolloutHandle
 from reinforce_rl.runtime.stop import StopRequest
 
 STATUS_BAD = 1 if STATUS_OK != 1 else 2
+SEED = 7
 
 
 class OnePass:
@@ -38,6 +42,7 @@ class OneRank:
 
     dp_rank = 0
     dp_size = 1
+    world_size = 1
     is_model_parallel_rank_0 = True
     is_main = True
 
@@ -48,6 +53,9 @@ class OneRank:
         return value
 
     def from_model_parallel_rank_0(self, value: Any) -> Any:
+        return value
+
+    def from_main(self, value: Any) -> Any:
         return value
 
     def raise_if_any(self, failure: Exception | None) -> None:
@@ -85,7 +93,7 @@ class Loader:
 
 def result_of(
     number: int, prompt: Prompt, versions: Sequence[int], status: int = STATUS_OK
-) -> Result:
+) -> GenerationResult:
     """One response, of a token a version, with a score."""
     width = len(versions)
     completions = Completions(
@@ -96,7 +104,7 @@ def result_of(
         weight_versions=torch.tensor([[*versions, 0, 0]]),
     )
     values = torch.tensor([1.0 if status == STATUS_OK else float("nan")])
-    return Result(
+    return GenerationResult(
         number,
         (prompt.id,),
         completions,
@@ -112,38 +120,46 @@ class RecordedGenerators:
         self.version = 0
         self.asked: list[tuple[int, int, int]] = []  # step, version, seed
         self.oldest: list[int] = []  # that `collect_first` was asked for
-        self.kept: dict[int, Ticket] = {}
+        self.kept: dict[int, RolloutHandle] = {}
         # versions of each answer's tokens; empty: one token, as asked
         self.drawn_with: list[list[int]] = []
+        self.published: list[tuple[int, bool]] = []
+        self.is_stopped = False
         self._prompts: dict[int, Prompt] = {}
 
     def submit(
         self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int
-    ) -> Ticket:
+    ) -> RolloutHandle:
         self.asked.append((step, version, seed))
         numbers = [len(self._prompts) + i for i in range(len(prompts))]
         self._prompts.update(zip(numbers, prompts, strict=True))
-        return Ticket([numbers], version)
+        return RolloutHandle([numbers], version)
 
-    def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
-        of_prompts = self.drawn_with or [[ticket.version]] * len(prompts)
-        rows = zip(ticket.numbers[0], prompts, of_prompts, strict=True)
+    def publish(self, version: int, *, as_oldest: bool = False) -> None:
+        self.version = version
+        self.published.append((version, as_oldest))
+
+    def collect(self, handle: RolloutHandle, prompts: Sequence[Prompt]) -> list[GenerationResult]:
+        if self.is_stopped:
+            raise StoppedEarly("stopped by a test", key="run.stop.by_signal")
+        of_prompts = self.drawn_with or [[handle.version]] * len(prompts)
+        rows = zip(handle.numbers[0], prompts, of_prompts, strict=True)
         return [result_of(number, prompt, versions) for number, prompt, versions in rows]
 
     def collect_first(
         self, numbers: Sequence[int], count: int, oldest: int
-    ) -> tuple[list[Result], int]:
+    ) -> tuple[list[GenerationResult], int]:
         self.oldest.append(oldest)
         return [result_of(number, self._prompts[number], [oldest]) for number in numbers[:count]], 0
 
-    def forget(self, ticket: Ticket) -> None:
+    def forget(self, handle: RolloutHandle) -> None:
         pass
 
-    def state(self, tickets: dict[int, Ticket]) -> bytes:
-        self.kept = tickets
+    def state(self, handles: dict[int, RolloutHandle]) -> bytes:
+        self.kept = handles
         return b""
 
-    def restore(self, content: bytes) -> dict[int, Ticket]:
+    def restore(self, content: bytes) -> dict[int, RolloutHandle]:
         return {}
 
 
@@ -154,9 +170,32 @@ class Policy:
 
     def __init__(self, *, is_exact: bool = True) -> None:
         self.mesh = OneRank()
-        self.settings = SimpleNamespace(seed=7)
-        self.generator = SimpleNamespace(is_exact=is_exact)
+        self.settings = SimpleNamespace(seed=SEED)
+        self.refits = 0
+        self.is_closed = False
+        self.generator = SimpleNamespace(
+            is_exact=is_exact,
+            awake=contextlib.nullcontext,
+            refit=self._refit,
+            close=self._close,
+        )
         self.passes: list[str] = []
+        self.seeds: list[int] = []  # of each call of `infer`
+
+    def _refit(self) -> None:
+        self.refits += 1
+
+    def _close(self) -> None:
+        self.is_closed = True
+
+    def infer(
+        self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool
+    ) -> Completions:
+        self.seeds.append(seed)
+        count = len(prompts) * num_samples
+        return Completions(
+            torch.full((count, 1), 5), torch.ones(count, dtype=torch.long), ("stop",) * count
+        )
 
     def get_inference_log_probs(
         self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor
@@ -171,22 +210,21 @@ class Policy:
         return torch.full((len(lengths), int(lengths.max())), -3.0)
 
 
-def maker_of(
-    staleness: int,
-    generators: RecordedGenerators | None = None,
+def context_of(
+    staleness: int = 0,
     *,
     max_steps: int = 100,
     is_exact: bool = True,
     has_ratios: bool = False,
     **keys: Any,
-) -> RolloutMaker:
+) -> RolloutContext:
     settings: Any = {"num_rollouts_per_prompt": 1, "initial_policy_kl_penalty": 0.1, **keys}
-    parts: Any = {"batch_iterator_cls": None, "clock": OnePass(), "stop": StopRequest(), "rm": None}
-    return RolloutMaker(
+    parts: Any = {"clock": OnePass(), "stop": StopRequest(), "rm": None}
+    return RolloutContext(
         cfg=ReinforceConfig(**settings),
         model=Policy(is_exact=is_exact),  # type: ignore[arg-type]
+        batch_iterator_cls=lambda prompts, validation: [prompts],
         loader=Loader(),  # type: ignore[arg-type]
-        generators=generators,  # type: ignore[arg-type]
         staleness=staleness,
         max_steps=max_steps,
         has_ratios=has_ratios,
@@ -194,14 +232,18 @@ def maker_of(
     )
 
 
+def remote_of(staleness: int, generators: RecordedGenerators, **more: Any) -> RemoteRollouts:
+    return RemoteRollouts(context_of(staleness, **more), generators)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_each_step_asks_for_weights_of_exactly_so_many_steps_before(staleness):
     """Step s trains weights of s - 1 updates; those that draw its tokens have `staleness` fewer, at least none."""
     generators = RecordedGenerators()
-    maker = maker_of(staleness, generators, max_steps=6)
+    source = remote_of(staleness, generators, max_steps=6)
     for step in range(1, 7):
         generators.version = step - 1
-        made = maker.make(step)
+        made = source.next_batch(step)
         assert (
             made.metrics["staleness"] == min(staleness, step - 1)
             if staleness
@@ -216,31 +258,30 @@ def test_each_step_asks_for_weights_of_exactly_so_many_steps_before(staleness):
 
 def test_every_step_has_a_seed_of_its_own():
     generators = RecordedGenerators()
-    maker = maker_of(1, generators, max_steps=5)
+    source = remote_of(1, generators, max_steps=5)
     for step in range(1, 6):
-        maker.make(step)
+        source.next_batch(step)
     seeds = [seed for _, _, seed in generators.asked]
     assert len(set(seeds)) == 5
-    seed = maker.model.settings.seed
-    assert step_seed(seed, 3) == seeds[2], "generated here, a step has the same noise"
+    assert step_seed(SEED, 3) == seeds[2], "generated here, a step has the same noise"
 
 
 def test_the_staleness_of_a_step_is_the_mean_age_of_its_tokens():
     """Padding, whose version is 0 here, is no token."""
     generators = RecordedGenerators()
     generators.drawn_with = [[3, 4, 4], [4]]
-    maker = maker_of(2, generators)
-    made = maker.make(6)  # of weights after 5 updates: ages 2, 1, 1 and 1
+    source = remote_of(2, generators)
+    made = source.next_batch(6)  # of weights after 5 updates: ages 2, 1, 1 and 1
     assert made.metrics["staleness"] == pytest.approx(5 / 4)
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_the_oldest_weights_that_a_step_takes_are_so_many_steps_old(staleness):
     generators = RecordedGenerators(takes_finished=True)
-    maker = maker_of(staleness, generators)
+    source = remote_of(staleness, generators)
     ages = []
     for step in range(1, 5):
-        made = maker.make(step)
+        made = source.next_batch(step)
         updates = step - 1
         ages.append(updates - generators.oldest[-1])
         assert made.metrics["staleness"] == staleness
@@ -251,76 +292,77 @@ class TestLogProbs:
     """Which policy the log-probs of a batch are of. The KL is taken from them."""
 
     def batch(self) -> RolloutBatch:
-        maker = maker_of(0)
         completions = result_of(0, Prompt(0, "", (3,)), [0, 0]).completions
-        assert completions is not None
-        return maker._unscored([Prompt(0, "", (3,))], completions)
+        return unscored_batch([Prompt(0, "", (3,))], completions, pad_id=0)
 
     def test_what_is_generated_with_the_present_weights_needs_no_pass(self):
-        maker = maker_of(0)
-        batch = maker.with_log_probs(self.batch())
+        context = context_of(0)
+        batch = RolloutScorer(context).with_log_probs(self.batch())
         assert batch.log_probs is not None and batch.generator_log_probs is not None
         assert torch.equal(batch.log_probs, batch.generator_log_probs)
-        assert maker.model.passes == ["reference"]  # type: ignore[attr-defined]
+        assert context.model.passes == ["reference"]  # type: ignore[attr-defined]
 
     @pytest.mark.parametrize("staleness", [1, 2, 5])
     def test_the_kl_of_older_rollouts_is_that_of_the_present_policy(self, staleness):
         """The generator's own log-probs are those of the weights `staleness` steps before."""
-        maker = maker_of(staleness)
-        batch = maker.with_log_probs(self.batch())
+        context = context_of(staleness)
+        batch = RolloutScorer(context).with_log_probs(self.batch())
         assert batch.log_probs is not None and batch.init_log_probs is not None
         assert batch.log_probs.tolist() == [[-2.0, -2.0]]
         assert batch.init_log_probs.tolist() == [[-3.0, -3.0]]
         assert batch.generator_log_probs is not None and batch.generator_log_probs.max() == -1.0
 
     def test_another_engines_log_probs_are_not_the_policys(self):
-        batch = maker_of(0, is_exact=False).with_log_probs(self.batch())
+        batch = RolloutScorer(context_of(0, is_exact=False)).with_log_probs(self.batch())
         assert batch.log_probs is not None and batch.log_probs.tolist() == [[-2.0, -2.0]]
 
     def test_ratios_begin_from_the_trainers_own(self):
-        batch = maker_of(0, has_ratios=True).with_log_probs(self.batch())
+        batch = RolloutScorer(context_of(0, has_ratios=True)).with_log_probs(self.batch())
         assert batch.log_probs is not None and batch.log_probs.tolist() == [[-2.0, -2.0]]
 
     def test_ratios_need_them_without_a_kl_too(self):
-        maker = maker_of(0, has_ratios=True, initial_policy_kl_penalty=0.0)
-        batch = maker.with_log_probs(self.batch())
+        context = context_of(0, has_ratios=True, initial_policy_kl_penalty=0.0)
+        batch = RolloutScorer(context).with_log_probs(self.batch())
         assert batch.log_probs is not None and batch.init_log_probs is None
-        assert maker.model.passes == ["policy"]  # type: ignore[attr-defined]
+        assert context.model.passes == ["policy"]  # type: ignore[attr-defined]
 
     def test_without_a_kl_and_ratios_there_is_no_pass(self):
-        maker = maker_of(3, initial_policy_kl_penalty=0.0)
-        assert maker.with_log_probs(self.batch()).log_probs is None
-        assert maker.model.passes == []  # type: ignore[attr-defined]
+        context = context_of(3, initial_policy_kl_penalty=0.0)
+        assert RolloutScorer(context).with_log_probs(self.batch()).log_probs is None
+        assert context.model.passes == []  # type: ignore[attr-defined]
 
 
 def test_a_state_has_the_steps_after_its_own():
     """A run that is stopped between steps has the rollouts of steps 3 to 5; one stopped within step 3 still has it."""
     generators = RecordedGenerators()
-    maker = maker_of(2, generators)
-    maker.make(1)
-    maker.make(2)
-    maker._draw(3)
-    maker.state(2)
+    source = remote_of(2, generators)
+    source.next_batch(1)
+    source.next_batch(2)
+    generators.is_stopped = True
+    with pytest.raises(StoppedEarly):
+        source.next_batch(3)
+    source.state_dict()
     assert list(generators.kept) == [3, 4, 5]
-    assert {step: ticket.version for step, ticket in generators.kept.items()} == {3: 0, 4: 1, 5: 2}
-    maker.make(3)
-    maker.state(3)
+    assert {step: handle.version for step, handle in generators.kept.items()} == {3: 0, 4: 1, 5: 2}
+    generators.is_stopped = False
+    source.next_batch(3)
+    source.state_dict()
     assert list(generators.kept) == [4, 5]
 
 
 def test_prompts_under_way_are_asked_for_as_of_the_steps_after_the_checkpoint():
     generators = RecordedGenerators()
-    maker = maker_of(2, generators)
-    maker.load_state(4, b"", [3, 5, 7, 8])
+    source = remote_of(2, generators)
+    source.load_state_dict({"step": 4, "under_way": [3, 5, 7, 8], "rollouts": b""})
+    assert generators.published == [(4, True)]
     assert [(step, version) for step, version, _ in generators.asked] == [(5, 2), (6, 3)]
 
 
 def test_samples_without_a_score_are_not_valid_and_groups_are_numbered():
-    maker = maker_of(0)
     completions = Completions(
         torch.ones(4, 2, dtype=torch.long), torch.tensor([2, 1, 2, 2]), ("stop",) * 4
     )
-    batch = maker._unscored([Prompt(9, "", (3,)), Prompt(4, "", (3, 3))], completions)
+    batch = unscored_batch([Prompt(9, "", (3,)), Prompt(4, "", (3, 3))], completions, pad_id=0)
     assert batch.group_ids.tolist() == [9, 9, 4, 4]
     assert batch.sample_ids.tolist() == [0, 1, 0, 1]
     assert batch.prompt_lengths.tolist() == [1, 1, 2, 2]
@@ -332,18 +374,18 @@ def test_samples_without_a_score_are_not_valid_and_groups_are_numbered():
 )
 def test_a_step_may_lack_as_many_scores_as_the_bound_says(failed, ends):
     generators = RecordedGenerators()
-    maker = maker_of(1, generators, max_failed_fraction=0.5)
+    source = remote_of(1, generators, max_failed_fraction=0.5)
     prompts = [Prompt(i, "", (3,)) for i in range(4)]
     results = [
         result_of(i, prompt, [0], STATUS_BAD if i < failed else STATUS_OK)
         for i, prompt in enumerate(prompts)
     ]
-    pending = maker._received(prompts, results)
+    pending = source._pending(prompts, results)
     if ends:
         with raises_error("rewards.samples.too_many_failed", "max_failed_fraction = 0.5", "step 1"):
-            maker.score(pending, "step 1")
+            source._scorer.score(pending, "step 1")
         return
-    batch = maker.score(pending, "step 1")
+    batch = source._scorer.score(pending, "step 1")
     assert batch.valid.tolist() == [i >= failed for i in range(4)]
 
 
@@ -356,7 +398,51 @@ def test_scores_of_other_sources_than_the_first_ones_are_kept_beside_them():
         assert result.rewards is not None
         scores = {name: torch.full((1,), float(number)) for name in names}
         results.append(replace(result, rewards=replace(result.rewards, by_source=scores)))
-    maker = maker_of(1, RecordedGenerators())
-    batch = maker.score(maker._received(prompts, results), "step 1")
+    source = remote_of(1, RecordedGenerators())
+    batch = source._scorer.score(source._pending(prompts, results), "step 1")
     scores = {name: values.nan_to_num(-1).tolist() for name, values in batch.source_rewards.items()}
     assert scores == {"old": [0.0, -1.0], "kept": [0.0, 1.0], "new": [-1.0, 1.0]}
+
+
+class TestLocalRollouts:
+    def test_a_step_has_its_prompts_seed_and_position(self):
+        context = context_of()
+        source = LocalRollouts(context)
+        for step in (1, 2):
+            rollouts = source.next_batch(step)
+            assert [prompt.id for prompt in rollouts.prompts] == [2 * step - 2, 2 * step - 1]
+            assert rollouts.batch.group_ids.tolist() == [2 * step - 2, 2 * step - 1]
+            assert rollouts.position == {"consumed_prompts": 2 * step}
+        seeds = context.model.seeds  # type: ignore[attr-defined]
+        assert seeds == [step_seed(SEED, 1), step_seed(SEED, 2)]
+
+    def test_prompts_that_generators_had_under_way_come_first(self):
+        context = context_of()
+        source = LocalRollouts(context)
+        source.load_state_dict({"step": 4, "under_way": [3, 5, 7], "rollouts": b"of generators"})
+        steps = [source.next_batch(step) for step in (5, 6, 7)]
+        assert [[prompt.id for prompt in step.prompts] for step in steps] == [[3, 5], [7], [0, 1]]
+        assert [step.position.get("under_way") for step in steps] == [[7], [], None]
+
+    def test_a_step_that_was_stopped_is_made_again_of_the_same_prompts(self):
+        context = context_of()
+        context.loader.finished = True  # type: ignore[misc]
+        source = LocalRollouts(context)
+        assert source.is_over
+        context.stop.reason = "SIGTERM"
+        with pytest.raises(StoppedEarly):
+            source.next_batch(1)
+        assert not source.is_over
+        context.stop.reason = None
+        assert [prompt.id for prompt in source.next_batch(1).prompts] == [0, 1]
+        assert source.is_over
+
+    def test_weights_are_the_models_own_and_nothing_is_kept(self):
+        context = context_of()
+        source = LocalRollouts(context)
+        source.publish_weights(1)
+        source.load_state_dict({"step": 1, "under_way": [], "rollouts": b""})
+        assert context.model.refits == 2  # type: ignore[attr-defined]
+        assert source.state_dict() == {"rollouts": b""}
+        source.close()
+        assert context.model.is_closed  # type: ignore[attr-defined]

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -37,24 +39,24 @@ from reinforce_rl.rollout.generator_pool import GeneratorPool, _Generator
 from reinforce_rl.rollout.generator_rank import GeneratorRank
 from reinforce_rl.rollout.message_codec import decode, encode
 from reinforce_rl.rollout.messages import (
-    Arrival,
     Dismissed,
+    GenerationRequest,
+    GenerationRequests,
+    GenerationResult,
     GeneratorFailed,
     NewWeights,
     Received,
-    Result,
+    Register,
+    RequestCredit,
     ResultBounds,
     RunEnded,
-    Work,
-    WorkRequest,
-    Works,
 )
 from reinforce_rl.rollout.rendezvous import RENDEZVOUS_FILE
 from reinforce_rl.runtime.status import read_status
 
 SLOW = pytest.mark.slow
 JOINED = ("placement=disaggregated", "generation_ranks=1")
-SEPARATE = ("placement=disaggregated", "generators=separate", "generator_timeout_seconds=60")
+SEPARATE = ("placement=disaggregated", "generation_ranks=0", "generator_timeout_seconds=60")
 FINISHED = ("rollout_order=finished",)
 # so that each of two has something to do at each step
 BUSY: dict[str, Any] = {"generate_seconds": 0.3}
@@ -254,7 +256,7 @@ def test_without_a_generator_the_run_is_saved_and_goes_on_later(programs, joined
     status = read_status(programs.folder / "run")
     assert status is not None and (status.state, status.reason) == (
         "running",
-        "Waiting for a generator, up to 4 s",
+        "Waiting for a generator to register (`reinforce-rl generate`), up to 4 s",
     )
     assert programs.wait() == 1
     assert printed_keys(programs.said) == ["generators.generator.missing"]
@@ -397,16 +399,6 @@ def test_other_settings_are_refused(programs):
     ("overrides", "key", "named"),
     [
         (
-            ["generators=separate"],
-            "config.placement.not_disaggregated",
-            ["generators", "placement", "joined"],
-        ),
-        (
-            [*SEPARATE, "generation_ranks=1"],
-            "config.generation_ranks.conflicts_with_generators_separate",
-            ["generation_ranks", "generators", "0"],
-        ),
-        (
             [*SEPARATE, "generator_timeout_seconds=0"],
             "config.value.out_of_range",
             ["generator_timeout_seconds"],
@@ -419,16 +411,40 @@ def test_what_cannot_work_is_told(overrides, key, named, tmp_path):
     check_fault(error.value.faults, key, *named)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_external"),
+    [
+        ([], False),
+        (["placement=disaggregated"], True),
+        (["placement=disaggregated", "generation_tensor_parallel_size=2"], True),
+        (["placement=disaggregated", "generation_ranks=1"], False),
+    ],
+)
+def test_generators_register_where_no_rank_of_the_job_generates(overrides, is_external, tmp_path):
+    cfg = tiny_config(tmp_path, "trainer.devices=2", *overrides)
+    assert cfg.uses_external_generators == is_external
+    assert cfg.training_ranks == 2 - cfg.generation_ranks
+
+
+def test_no_generator_registers_where_ranks_of_the_job_generate(tmp_path):
+    settings = [*tiny_overrides(tmp_path), *JOINED, "trainer.devices=2"]
+    command = [sys.executable, "-m", "reinforce_rl", "generate", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1
+    assert printed_keys(done.stderr) == ["generate.trainers.no_external_generators"]
+    assert "generation_ranks is 1" in done.stderr
+
+
 class Sent:
     """Links that keep what is sent."""
 
     def __init__(self) -> None:
-        self.messages: list[tuple[int, Work]] = []
+        self.messages: list[tuple[int, GenerationRequest]] = []
         self.dismissed: list[int] = []
 
     def send(self, rank: int, *parts: bytes) -> None:
-        if isinstance(message := decode(parts), Works):
-            self.messages += [(rank, work) for work in message.works]
+        if isinstance(message := decode(parts), GenerationRequests):
+            self.messages += [(rank, request) for request in message.requests]
         elif isinstance(message, Dismissed):
             self.dismissed.append(rank)
 
@@ -452,25 +468,28 @@ def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple
     return pool, sent
 
 
-def works(*versions: int) -> list[Work]:
-    return [Work(number, number + 1, version, (), 1, 7) for number, version in enumerate(versions)]
+def requests(*versions: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(number, number + 1, version, (), 1, 7)
+        for number, version in enumerate(versions)
+    ]
 
 
 def test_work_goes_to_who_has_its_weights():
     pool, sent = pool_of(1, [(1, 3, 3), (2, 0, 3)])
-    pool.submit(works(2, 3, 3))
-    assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [
+    pool.submit(requests(2, 3, 3))
+    assert [(rank // 4096, request.number, request.version) for rank, request in sent.messages] == [
         (2, 0, 2),
         (1, 1, 3),
     ]
-    pool._on_message(4096, encode(WorkRequest(1)))
-    assert [(rank // 4096, work.number) for rank, work in sent.messages[2:]] == [(1, 2)]
+    pool._on_message(4096, encode(RequestCredit(1)))
+    assert [(rank // 4096, request.number) for rank, request in sent.messages[2:]] == [(1, 2)]
     pool._on_lost(2 * 4096, "died")
-    assert [work.number for work in pool._waiting] == [0]
+    assert [request.number for request in pool._waiting] == [0]
     assert "1 of its micro-batches go to others" in pool._notes[-1] or "any more" in pool._notes[-1]
-    pool._on_message(4096, encode(WorkRequest(1)))
-    rank, work = sent.messages[-1]
-    assert (rank, work.number, work.version, work.seed) == (4096, 0, 3, 7), (
+    pool._on_message(4096, encode(RequestCredit(1)))
+    rank, request = sent.messages[-1]
+    assert (rank, request.number, request.version, request.seed) == (4096, 0, 3, 7), (
         "nobody has version 2 any more"
     )
     assert [
@@ -478,21 +497,25 @@ def test_work_goes_to_who_has_its_weights():
     ]
 
 
-def answer_to(work: Work, token: int = 1, version: int | None = None) -> Result:
-    """One response of one token to a work of one prompt."""
-    versions = torch.tensor([[work.version if version is None else version]])
+def answer_to(
+    request: GenerationRequest, token: int = 1, version: int | None = None
+) -> GenerationResult:
+    """One response of one token to a request of one prompt."""
+    versions = torch.tensor([[request.version if version is None else version]])
     completions = Completions(
         torch.tensor([[token]]), torch.tensor([1]), ("stop",), weight_versions=versions
     )
     rewards = Rewards(torch.ones(1), torch.zeros(1).int())
-    return Result(work.number, tuple(prompt.id for prompt in work.prompts), completions, rewards)
+    return GenerationResult(
+        request.number, tuple(prompt.id for prompt in request.prompts), completions, rewards
+    )
 
 
-def failure_alone(work: Work) -> list[bytes]:
+def failure_alone(request: GenerationRequest) -> list[bytes]:
     """A result that has no responses, which this package's own cannot be."""
     fields = {
-        "kind": "Result",
-        "number": work.number,
+        "kind": "GenerationResult",
+        "number": request.number,
         "prompt_ids": [7],
         "finish_reasons": None,
         "sources": [],
@@ -503,18 +526,21 @@ def failure_alone(work: Work) -> list[bytes]:
 
 
 WRONG_ANSWERS = {
-    "another version's tokens": lambda work: encode(answer_to(work, version=2)),
-    "an id that the model lacks": lambda work: encode(answer_to(work, token=32)),
-    "another prompt": lambda work: encode(replace(answer_to(work), prompt_ids=(8,))),
-    "no scores": lambda work: encode(replace(answer_to(work), rewards=None)),
+    "another version's tokens": lambda request: encode(answer_to(request, version=2)),
+    "an id that the model lacks": lambda request: encode(answer_to(request, token=32)),
+    "another prompt": lambda request: encode(replace(answer_to(request), prompt_ids=(8,))),
+    "no scores": lambda request: encode(replace(answer_to(request), rewards=None)),
     "a failure in place of responses": failure_alone,
-    "a work that nobody gave it": lambda work: encode(replace(answer_to(work), number=5)),
-    "no message": lambda work: [b"{", b""],
-    "a shape that torch cannot have": lambda work: [encode(answer_to(work))[0], of_shape(0, 2**63)],
-    "more JSON than a message has": lambda work: [b" " * ((64 << 20) + 1), b""],
-    "a second arrival": lambda work: encode(Arrival(1, "g1", {"seed": 1})),
-    "a message of the trainers": lambda work: encode(RunEnded()),
-    "more works than there are": lambda work: encode(WorkRequest(1 << 40)),
+    "a request that nobody gave it": lambda request: encode(replace(answer_to(request), number=5)),
+    "no message": lambda request: [b"{", b""],
+    "a shape that torch cannot have": lambda request: [
+        encode(answer_to(request))[0],
+        of_shape(0, 2**63),
+    ],
+    "more JSON than a message has": lambda request: [b" " * ((64 << 20) + 1), b""],
+    "a second registration": lambda request: encode(Register(1, "g1", {"seed": 1})),
+    "a message of the trainers": lambda request: encode(RunEnded()),
+    "more requests than there are": lambda request: encode(RequestCredit(1 << 40)),
 }
 
 
@@ -528,10 +554,10 @@ def of_shape(*shape: int) -> bytes:
 @pytest.mark.parametrize("wrong", [None, *WRONG_ANSWERS], ids=str)
 def test_an_answer_that_cannot_be_one_sends_its_generator_away(wrong):
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
-    work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
-    pool.submit([work])
+    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    pool.submit([request])
     assert [rank for rank, _ in sent.messages] == [4096]
-    answer = encode(answer_to(work)) if wrong is None else WRONG_ANSWERS[wrong](work)
+    answer = encode(answer_to(request)) if wrong is None else WRONG_ANSWERS[wrong](request)
     pool._on_message(4096, answer)
     if wrong is None:
         assert list(pool._results) == [0]
@@ -539,7 +565,7 @@ def test_an_answer_that_cannot_be_one_sends_its_generator_away(wrong):
         return
     assert pool._results == {}
     assert set(pool._generators) == {2}
-    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096], "the other one gets its work"
+    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096], "the other one gets its request"
     assert sent.dismissed == [4096]
 
 
@@ -553,10 +579,10 @@ def test_a_stranger_is_sent_away_and_told_of():
 
 def test_a_second_answer_sends_its_generator_away_and_the_first_one_counts():
     pool, sent = pool_of(1, [(1, 0, 3)])
-    work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
-    pool.submit([work])
-    pool._on_message(4096, encode(answer_to(work)))
-    pool._on_message(4096, encode(answer_to(work, token=2)))
+    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    pool.submit([request])
+    pool._on_message(4096, encode(answer_to(request)))
+    pool._on_message(4096, encode(answer_to(request, token=2)))
     assert pool._results[0].completions.tokens.tolist() == [[1]]
     assert sent.dismissed == [4096]
 
@@ -564,7 +590,7 @@ def test_a_second_answer_sends_its_generator_away_and_the_first_one_counts():
 def test_a_generator_that_asks_again_and_again_is_sent_away():
     pool, sent = pool_of(1, [(1, 0, 3)])
     for _ in range(3):
-        pool._on_message(4096, encode(WorkRequest(1 << 15)))
+        pool._on_message(4096, encode(RequestCredit(1 << 15)))
     assert sent.dismissed == [4096]
     assert not pool._idle
 
@@ -572,10 +598,10 @@ def test_a_generator_that_asks_again_and_again_is_sent_away():
 def test_scores_that_fail_twice_end_the_run_and_once_only_the_generator():
     """The first one may be the only one that does not reach the reward server."""
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
-    work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
-    pool.submit([work])
+    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    pool.submit([request])
     failure = RewardServerError("no answer\nwithin 9 s")
-    failed = encode(replace(answer_to(work), rewards=None, failure=failure))
+    failed = encode(replace(answer_to(request), rewards=None, failure=failure))
     pool._on_message(4096, failed)
     assert sent.dismissed == [4096]
     assert pool._notes[-1].startswith(
@@ -587,18 +613,18 @@ def test_scores_that_fail_twice_end_the_run_and_once_only_the_generator():
     assert isinstance(pool._results[0].failure, RewardServerError)
 
 
-def without_scores(work: Work) -> list[bytes]:
+def without_scores(request: GenerationRequest) -> list[bytes]:
     """An answer whose generator could not reach the reward server."""
     failure = RewardServerError("no answer within 9 s", key="rewards.unreachable")
-    return encode(replace(answer_to(work), rewards=None, failure=failure))
+    return encode(replace(answer_to(request), rewards=None, failure=failure))
 
 
 def test_scores_that_the_only_generator_does_not_get_end_the_run():
     """Nobody else could get them: without this one the trainers would wait for a newcomer."""
     pool, sent = pool_of(1, [(1, 0, 3)])
-    work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
-    pool.submit([work])
-    pool._on_message(4096, without_scores(work))
+    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    pool.submit([request])
+    pool._on_message(4096, without_scores(request))
     assert sent.dismissed == []
     failure = pool._results[0].failure
     assert isinstance(failure, RewardServerError)
@@ -608,22 +634,22 @@ def test_scores_that_the_only_generator_does_not_get_end_the_run():
 def test_a_generator_that_is_not_ready_cannot_get_the_scores():
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
     pool._generators[2].is_ready = False
-    work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
-    pool.submit([work])
-    pool._on_message(4096, without_scores(work))
+    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    pool.submit([request])
+    pool._on_message(4096, without_scores(request))
     assert sent.dismissed == []
     assert isinstance(pool._results[0].failure, RewardServerError)
 
 
 def test_an_outage_that_all_generators_see_ends_the_run():
-    """Each sees it with a work of its own; the last one is not sent away."""
+    """Each sees it with a request of its own; the last one is not sent away."""
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3), (3, 0, 3)])
-    first = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
     given = [first, replace(first, number=1), replace(first, number=2)]
     pool.submit(given)
     assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096, 3 * 4096]
-    for number, work in enumerate(given, start=1):
-        pool._on_message(number * 4096, without_scores(work))
+    for number, request in enumerate(given, start=1):
+        pool._on_message(number * 4096, without_scores(request))
     assert sent.dismissed == [4096, 2 * 4096]
     assert isinstance(pool._results[2].failure, RewardServerError)
 
@@ -634,14 +660,14 @@ def test_whoever_lacked_scores_counts_once_it_gets_them_again(is_scored_again, d
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
     pool._generators[2].is_ready = False
     pool._idle = deque([1, 1])
-    first = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
     second = replace(first, number=1)
     third = replace(first, number=2)
     pool.submit([first, second])
     pool._on_message(4096, without_scores(first))
     if is_scored_again:
         pool._on_message(4096, encode(answer_to(second)))
-    pool._on_message(2 * 4096, encode(WorkRequest(1)))
+    pool._on_message(2 * 4096, encode(RequestCredit(1)))
     pool.submit([third])
     pool._on_message(2 * 4096, without_scores(third))
     assert sent.dismissed == dismissed
@@ -649,9 +675,9 @@ def test_whoever_lacked_scores_counts_once_it_gets_them_again(is_scored_again, d
 
 def test_a_generator_without_responses_is_not_called_one_without_scores():
     pool, sent = pool_of(1, [(1, 0, 3)])
-    work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
-    pool.submit([work])
-    pool._on_message(4096, failure_alone(work))
+    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    pool.submit([request])
+    pool._on_message(4096, failure_alone(request))
     assert sent.dismissed == [4096]
     assert pool._unscored == set()
     assert [waiting.number for waiting in pool._waiting] == [0]
@@ -660,7 +686,7 @@ def test_a_generator_without_responses_is_not_called_one_without_scores():
 def test_names_of_scores_of_one_generator_send_no_other_one_away():
     """A reward server names its attributes, which the trainers do not ask."""
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
-    first = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
     second = replace(first, number=1)
     pool.submit([first, second])
     assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096]
@@ -676,45 +702,52 @@ def test_names_of_scores_of_one_generator_send_no_other_one_away():
 def test_scores_of_more_sources_than_a_run_can_have_are_left_out():
     pool, sent = pool_of(1, [(1, 0, 3)])
     pool._idle = deque([1, 1, 1, 1])
-    first = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
     given = [first, *(replace(first, number=number) for number in (1, 2, 3))]
     pool.submit(given)
-    for work in given:
-        names = [f"{work.number}-{place}" for place in range(1000)]
+    for request in given:
+        names = [f"{request.number}-{place}" for place in range(1000)]
         by_source = {name: torch.ones(1) for name in ["kind", *names[1:]]}
         rewards = Rewards(torch.ones(1), torch.zeros(1).int(), by_source)
-        pool._on_message(4096, encode(replace(answer_to(work), rewards=rewards)))
+        pool._on_message(4096, encode(replace(answer_to(request), rewards=rewards)))
     assert sent.dismissed == []
-    counts = [len(pool._results[work.number].rewards.by_source) for work in given]
+    counts = [len(pool._results[request.number].rewards.by_source) for request in given]
     assert counts == [1000, 1000, 50, 1]
     assert list(pool._results[3].rewards.by_source) == ["kind"]
 
 
 def deep(levels: int) -> list[bytes]:
-    """An arrival with a setting that is nested too deep for a `repr`."""
-    text, tensors = encode(Arrival(1, "x", {"seed": 0}))
+    """An registration with a setting that is nested too deep for a `repr`."""
+    text, tensors = encode(Register(1, "x", {"seed": 0}))
     return [text.replace(b'"seed": 0', b'"seed": ' + b"[" * levels + b"]" * levels), tensors]
 
 
 @pytest.mark.parametrize(
-    ("arrival", "words"),
+    ("registration", "words"),
     [
-        (encode(Arrival(0, "x", {"seed": 1})), "rank 0 of 0 ranks has come"),
+        (encode(Register(0, "x", {"seed": 1})), "rank 0 of 0 ranks has come"),
         (
-            encode(Arrival(4097, "x", {"seed": 1})),
+            encode(Register(4097, "x", {"seed": 1})),
             "rank 0 of 4097 ranks has come, expected up to 4096",
         ),
-        (encode(Arrival(1, "x", {"seed": "a" * 100_000})), "seed is 'aaa"),
-        (encode(Arrival(1, "x\n\x1b[2J" * 100_000, {"seed": 2})), r"Generator x \x1b[2Jx \x1b[2J"),
+        (encode(Register(1, "x", {"seed": "a" * 100_000})), "seed is 'aaa"),
+        (encode(Register(1, "x\n\x1b[2J" * 100_000, {"seed": 2})), r"Generator x \x1b[2Jx \x1b[2J"),
         (encode(GeneratorFailed(GenerationError("I was never here"))), ""),
         (deep(900), "Generator x was refused: seed is [[[[[[[...]]]]]]], the trainers' 1"),
     ],
-    ids=["no ranks", "many ranks", "a long value", "a long name", "no arrival", "a deep value"],
+    ids=[
+        "no ranks",
+        "many ranks",
+        "a long value",
+        "a long name",
+        "no registration",
+        "a deep value",
+    ],
 )
-def test_who_cannot_be_a_generator_is_sent_away_once_in_a_sentence(arrival, words):
+def test_who_cannot_be_a_generator_is_sent_away_once_in_a_sentence(registration, words):
     pool, sent = pool_of(1, [])
     for _ in range(3):
-        pool._on_message(5 * 4096, arrival)
+        pool._on_message(5 * 4096, registration)
     assert sent.dismissed == [5 * 4096]
     assert pool._generators == {}
     assert len(pool._notes) == bool(words)
@@ -732,8 +765,8 @@ def test_what_a_generator_says_of_its_end_is_one_line():
 
 def test_work_of_weights_that_are_on_their_way_waits():
     pool, sent = pool_of(1, [(1, 0, 2)])
-    pool.submit(works(3))
-    assert not sent.messages and [work.version for work in pool._waiting] == [3]
+    pool.submit(requests(3))
+    assert not sent.messages and [request.version for request in pool._waiting] == [3]
 
 
 @pytest.mark.parametrize(("other", "expected"), [({1, 6}, 6), ({1}, 1), ({1, 5}, 5)])
@@ -756,9 +789,9 @@ def test_a_prompt_in_any_order_goes_to_who_has_the_least_to_do():
     pool, sent = pool_of(1, [(1, 5, 5), (2, 0, 1), (3, 0, 3)])
     pool._idle = deque()
     for number, room in ((1, 3), (2, 1), (3, 2)):
-        pool._on_message(number * 4096, encode(WorkRequest(room)))
-    pool.submit([replace(work, or_newer=True) for work in works(2, 2, 2, 2, 2, 2)])
-    assert [(rank // 4096, work.version) for rank, work in sent.messages] == [
+        pool._on_message(number * 4096, encode(RequestCredit(room)))
+    pool.submit([replace(request, allow_newer=True) for request in requests(2, 2, 2, 2, 2, 2)])
+    assert [(rank // 4096, request.version) for rank, request in sent.messages] == [
         (1, 2),
         (3, 2),
         (1, 2),
@@ -767,7 +800,7 @@ def test_a_prompt_in_any_order_goes_to_who_has_the_least_to_do():
     ]
     assert len(pool._waiting) == 1 and set(pool._given) == set(range(5))
     pool._on_lost(3 * 4096, "died")
-    assert [work.number for work in pool._waiting] == [1, 3, 5]
+    assert [request.number for request in pool._waiting] == [1, 3, 5]
 
 
 class SwappedWeights:
@@ -816,7 +849,7 @@ class TestVersions:
         assert sorted(swapped.rank._staged) == list(range(4 - staleness, 5))
 
     def test_weights_that_are_used_again_are_those_of_their_version(self, monkeypatch):
-        """Work of a lost generator comes back with an older version; later work has newer ones."""
+        """Requests of a lost generator come back with an older version; later ones have newer ones."""
         swapped = SwappedWeights(monkeypatch, staleness=2)
         for version in (1, 2, 3):
             swapped.receive(version)
@@ -874,39 +907,44 @@ class TestVersions:
             pool._generators[2].since = 0
             pool._generators[2].version = staleness
             pool._idle = deque([1])
-            pool.submit(works(version))
-            given |= {work.version for _, work in sent.messages}
+            pool.submit(requests(version))
+            given |= {request.version for _, request in sent.messages}
         assert given == able
 
     def test_work_of_a_lost_generator_is_done_again_with_its_own_weights(self):
         pool, sent = pool_of(2, [(1, 0, 3), (2, 0, 3)])
         pool._idle = deque([1])
-        pool.submit(works(1, 2, 3))
-        pool._on_message(4096, encode(WorkRequest(1)))
-        assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [
+        pool.submit(requests(1, 2, 3))
+        pool._on_message(4096, encode(RequestCredit(1)))
+        assert [
+            (rank // 4096, request.number, request.version) for rank, request in sent.messages
+        ] == [
             (1, 0, 1),
             (1, 1, 2),
         ]
         pool._on_lost(4096, "died")
-        assert [work.number for work in pool._waiting] == [0, 1, 2]
+        assert [request.number for request in pool._waiting] == [0, 1, 2]
         for _ in range(3):
-            pool._on_message(2 * 4096, encode(WorkRequest(1)))
+            pool._on_message(2 * 4096, encode(RequestCredit(1)))
         again = [
-            (rank // 4096, work.number, work.version, work.seed) for rank, work in sent.messages[2:]
+            (rank // 4096, request.number, request.version, request.seed)
+            for rank, request in sent.messages[2:]
         ]
         assert again == [(2, 0, 1, 7), (2, 1, 2, 7), (2, 2, 3, 7)]
 
     def test_weights_are_given_up_only_where_nobody_has_them_and_then_for_the_oldest_there_are(
         self,
     ):
-        """Generator 1 has 3 alone; generator 2, which is busy, has 2 and 3: work of 1 is done with 2, not with 3."""
+        """Generator 1 has 3 alone; 2, which is busy, has 2 and 3: a request of 1 gets 2, not 3."""
         pool, sent = pool_of(1, [(1, 3, 3), (2, 0, 3)])
         pool._idle = deque([1])
-        pool.submit(works(1, 2))
+        pool.submit(requests(1, 2))
         assert sent.messages == []
-        assert [work.version for work in pool._waiting] == [2, 2]
-        pool._on_message(2 * 4096, encode(WorkRequest(2)))
-        assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [
+        assert [request.version for request in pool._waiting] == [2, 2]
+        pool._on_message(2 * 4096, encode(RequestCredit(2)))
+        assert [
+            (rank // 4096, request.number, request.version) for rank, request in sent.messages
+        ] == [
             (2, 0, 2),
             (2, 1, 2),
         ]
@@ -950,7 +988,7 @@ class TestVersions:
     @pytest.mark.parametrize(("version", "is_accepted"), [(2, True), (3, True), (4, False)])
     def test_no_token_is_of_weights_that_nobody_was_sent(self, version, is_accepted):
         pool, _ = pool_of(1, [(1, 0, 3)])
-        work = Work(0, 1, 2, (Prompt(7, "hi", (3,)),), 1, 7, or_newer=True)
-        pool.submit([work])
-        pool._on_message(4096, encode(answer_to(work, version=version)))
+        request = GenerationRequest(0, 1, 2, (Prompt(7, "hi", (3,)),), 1, 7, allow_newer=True)
+        pool.submit([request])
+        pool._on_message(4096, encode(answer_to(request, version=version)))
         assert list(pool._results) == ([0] if is_accepted else [])

@@ -28,7 +28,9 @@ from reinforce_rl.errors import (
     StoppedEarly,
 )
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.rollout.local import RolloutMaker
+from reinforce_rl.rollout.local import LocalRollouts
+from reinforce_rl.rollout.scoring import RolloutScorer
+from reinforce_rl.rollout.source import RolloutContext
 from reinforce_rl.runtime.stop import StopRequest
 
 RANKS = 4
@@ -107,9 +109,8 @@ class FakeModel:
     """
 
     pad_id = 0
-    settings = SimpleNamespace(
-        seed=0, sampling=SimpleNamespace(stop_token_ids=()), skip_special_tokens=False
-    )
+    settings = SimpleNamespace(seed=0, reinforce=SimpleNamespace(skip_special_tokens=False))
+    sampling = SimpleNamespace(stop_token_ids=())
     tokenizer = SimpleNamespace(
         batch_decode=lambda rows, **_: [str(row) for row in rows], pad_token_id=0
     )
@@ -187,9 +188,10 @@ class Phases:
             cut = two_by_two
             cfg = ReinforceConfig(generation_work_queue=queue)
             no_steps = (None, None)
-            maker = RolloutMaker(cfg, model, rm, cut, *no_steps, stop)  # type: ignore[arg-type]
+            context = RolloutContext(cfg, model, rm, cut, *no_steps, stop)  # type: ignore[arg-type]
             try:
-                batch = maker.score(maker.sample(prompts, SAMPLES, step=7), "step 1")
+                pending = LocalRollouts(context).sample(prompts, SAMPLES, step=7)
+                batch = RolloutScorer(context).score(pending, "step 1")
                 return batch, model.calls, None
             except ReinforceError as error:
                 return None, model.calls, error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import zmq
 from helpers.errors import check_error, raises_error
 
 from reinforce_rl.errors import (
+    EXIT_DIVERGED,
     EXIT_ERROR,
     EXIT_LOST_RANK,
     EXIT_STOPPED,
@@ -21,9 +23,19 @@ from reinforce_rl.errors import (
     StoppedEarly,
 )
 from reinforce_rl.runtime import control
-from reinforce_rl.runtime.control import Report, Verdict, Watchdog, failed, hung, lost, waited_for
+from reinforce_rl.runtime.control import (
+    Report,
+    RunControl,
+    Verdict,
+    Watchdog,
+    failed,
+    hung,
+    lost,
+    waited_for,
+)
 from reinforce_rl.runtime.links import Invitation
 from reinforce_rl.runtime.phases import PhaseTracker, StackWatcher
+from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, read_status
 from reinforce_rl.runtime.stop import StopRequest
 
 DEADLINE = 30.0
@@ -99,7 +111,42 @@ def test_an_error_of_one_rank_is_told_to_the_other(make, failing):
     pair[failing].watch.end(EXIT_ERROR, "ValueError: boom")
     verdict = pair[1 - failing].verdict()
     rank = f"rank {failing} (host"
-    check_error(verdict.error(), "ranks.rank.failed", rank, "phase", "ValueError: boom")
+    error = verdict.error()
+    check_error(error, "ranks.rank.failed", rank, "phase", "ValueError: boom")
+    assert isinstance(error, LostRankError)
+    assert (error.exit_code, error.code_of_lost) == (EXIT_LOST_RANK, EXIT_ERROR)
+
+
+CODES_OF_RUNS = [
+    # a rank of another role, say, that has diverged alone
+    (failed(Report(1, "b"), EXIT_DIVERGED, "diverged"), EXIT_DIVERGED, "failed"),
+    (failed(Report(1, "b"), EXIT_ERROR, "boom"), EXIT_ERROR, "failed"),
+    (failed(Report(1, "b"), EXIT_INTERRUPTED, "interrupted"), EXIT_INTERRUPTED, "interrupted"),
+    (failed(Report(1, "b"), EXIT_STOPPED, "stopped"), EXIT_STOPPED, "stopped"),
+    (lost([Report(1, "b")], [], 60.0), EXIT_LOST_RANK, "failed"),
+]
+
+
+@pytest.mark.parametrize(("verdict", "code", "state"), CODES_OF_RUNS)
+def test_the_status_has_the_code_of_the_rank_that_failed_first(tmp_path, verdict, code, state):
+    run = RunControl(tmp_path, StopRequest(), StatusFile(tmp_path, enabled=True))
+    error = verdict.error()
+    with pytest.raises(type(error)), run.running():
+        raise error
+    status = read_status(tmp_path)
+    assert status is not None and (status.exit_code, status.state) == (code, state)
+
+
+@pytest.mark.parametrize(("verdict", "code", "state"), CODES_OF_RUNS)
+def test_so_it_has_where_the_main_thread_is_stuck(tmp_path, monkeypatch, verdict, code, state):
+    exit_codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", exit_codes.append)
+    run = RunControl(tmp_path, StopRequest(), StatusFile(tmp_path, enabled=True))
+    run.status.begin()
+    run.leave(verdict)
+    status = read_status(tmp_path)
+    assert status is not None and (status.exit_code, status.state) == (code, state)
+    assert exit_codes == [EXIT_STOPPED if code == EXIT_STOPPED else EXIT_LOST_RANK]
 
 
 def test_a_rank_that_was_stopped_gives_the_others_its_key(make):

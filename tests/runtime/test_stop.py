@@ -12,8 +12,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from helpers.slurm_client import SlurmClient
 
 from reinforce_rl.errors import EXIT_STOPPED
+from reinforce_rl.run import times_of_job
 from reinforce_rl.runtime import stop as run_timer
 from reinforce_rl.runtime.stop import (
     LAUNCHER_SECONDS,
@@ -242,3 +244,21 @@ def test_the_time_budget_against_brute_force(clock):
             budget = timer.time_budget(**due)
             assert (budget.shortage is None) == (1.1 * sum(plan) + 10.0 <= left)
             assert budget.validates == (budget.shortage is None or 1.1 * sum(end) + 10.0 <= left)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_first_rank_asks_slurm_for_the_end_of_its_job(tmp_path, monkeypatch, is_first):
+    slurm = SlurmClient(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", slurm.path)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.delenv("SLURM_JOB_START_TIME", raising=False)
+    notes: list[str] = []
+    mesh = SimpleNamespace(is_main=is_first)
+    monitor = SimpleNamespace(note=notes.append)
+    slurm.answer("squeue", "12|1000|5000\n")
+    expected = JobTimes(1000, 5000) if is_first else JobTimes()
+    assert times_of_job(mesh, monitor) == expected and not notes
+    slurm.answer("squeue", error="Unable to contact slurm controller", code=1)
+    assert times_of_job(mesh, monitor) == JobTimes()
+    assert len(notes) == is_first and all("Unable to contact" in note for note in notes)

@@ -32,9 +32,8 @@ class TestSize:
         tree = [file_of(tmp_path / "code.py", 2 * MEBIBYTE)]
         wheels = [file_of(tmp_path / "a.whl", 3 * MEBIBYTE), file_of(tmp_path / "b.whl", MEBIBYTE)]
         row = tool.size_row(tree, wheels, limit_mib=6.5)
-        assert row.passed == 1
-        assert row.failed == 0
-        assert "tree 2.0 MiB, wheels 4.0 MiB: 6.0 of at most 6.5 MiB" in row.what
+        assert (row.passed, row.failed) == (1, 0)
+        assert "tree 2.0 MiB, wheels 4.0 MiB: 6.0 of at most 6.5 MiB" in row.summary
         row = tool.size_row(tree, wheels, limit_mib=6)
         assert row.passed == 0
         assert row.failed == 1
@@ -60,8 +59,8 @@ class TestSize:
 class TestVersions:
     def test_those_of_the_image(self):
         row = tool.environment_row(VERSIONS, PINS, 1.0)
-        assert "torch 2.11.0+cpu" in row.what
-        assert "not the image" not in row.what
+        assert "torch 2.11.0+cpu" in row.summary
+        assert "not the image" not in row.summary
 
     @pytest.mark.parametrize(
         ("name", "version"),
@@ -75,7 +74,8 @@ class TestVersions:
     def test_others_are_named(self, name, version):
         row = tool.environment_row({**VERSIONS, name: version}, PINS, 1.0)
         assert (
-            f"not the image: {name} {version} for {({**PINS, 'Python': '3.12'})[name]}" in row.what
+            f"not the image: {name} {version} for {({**PINS, 'Python': '3.12'})[name]}"
+            in row.summary
         )
 
     def test_the_pins_name_what_is_compared(self):
@@ -129,7 +129,7 @@ class TestSteps:
     def test_one_that_leaves_no_report_has_failed(self, tmp_path, code, seconds, end):
         row = tool.run_step(self.step(code, seconds), Path(sys.executable), tmp_path)
         assert row.failed == 1
-        assert end in row.what
+        assert end in row.summary
 
     def test_what_is_run_is_there(self):
         for step in tool.steps(2):

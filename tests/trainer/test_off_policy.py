@@ -262,7 +262,7 @@ class TestAgainstBruteForce:
         high = 0.3
         actor = actor_of(folder, mesh, with_reference=False, micro_batch_size=2)
         loss = LossSettings(importance_ratio=ratio, ratio_clip_low=low, ratio_clip_high=high)
-        actor.settings = replace(actor.settings, loss=loss)
+        actor.loss = loss
         batch = whole_batch()
         where = (
             batch.rollouts.sequences,

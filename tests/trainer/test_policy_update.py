@@ -11,7 +11,7 @@ from torch import Tensor
 from reinforce_rl.actor.policy import LossShare
 from reinforce_rl.data.batches import RolloutBatch
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
-from reinforce_rl.trainer.policy_update import PolicyUpdate
+from reinforce_rl.trainer.updates import PolicyUpdate
 
 NAN = math.nan
 

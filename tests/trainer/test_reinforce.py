@@ -42,7 +42,7 @@ from reinforce_rl.rewards.base import (
     RewardRequest,
     Rewards,
 )
-from reinforce_rl.rollout.local import RolloutMaker
+from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 from reinforce_rl.trainer.updates import mini_batches
@@ -182,12 +182,20 @@ class TestWhatAStepLeaves:
             trained.append(trainer.step + 1)
             return update(trainer, batch)
 
-        def record(maker: RolloutMaker, version: int, *, as_oldest: bool = False) -> None:
-            given.append((version, as_oldest, len(trained)))
-            maker.model.generator.refit()
+        publish = LocalRollouts.publish_weights
+        load = LocalRollouts.load_state_dict
+
+        def record(source: LocalRollouts, version: int) -> None:
+            given.append((version, False, len(trained)))
+            publish(source, version)
+
+        def record_loaded(source: LocalRollouts, state: dict[str, Any]) -> None:
+            given.append((state["step"], True, len(trained)))
+            load(source, state)
 
         monkeypatch.setattr(ReinforceTrainer, "run_training", count)
-        monkeypatch.setattr(RolloutMaker, "refit", record)
+        monkeypatch.setattr(LocalRollouts, "publish_weights", record)
+        monkeypatch.setattr(LocalRollouts, "load_state_dict", record_loaded)
         run(tmp_path, mesh, f"{RL}.max_steps=2", f"{RL}.max_epochs=2")
         assert given == [(1, False, 1), (2, False, 2)]
         trained.clear()
@@ -201,7 +209,7 @@ class TestWhatAStepLeaves:
             rollouts, _, _ = trainer.generate_rollouts()
             assert rollouts.generator_log_probs is not None
             trainer.step = 2
-            trainer.rollouts = replace(trainer.rollouts, staleness=2)
+            trainer.rollout_context = replace(trainer.rollout_context, staleness=2)
             versions = torch.ones_like(rollouts.sequences[:, : rollouts.width])
             data, _ = trainer.generate_reinforce_data(replace(rollouts, weight_versions=versions))
             metrics = trainer.run_training(data)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.trainer.services import TrainerServices
 
 
@@ -16,7 +17,7 @@ def test_the_defaults_are_a_run_without_services():
     assert services.test_dataloader_builder is None
     assert services.stop.reason is None
     assert services.profiler is None
-    assert services.generators is None
+    assert services.make_rollout_source is LocalRollouts
     assert services.max_staleness == 0
     assert services.recorder is None
 

@@ -54,3 +54,25 @@ def test_a_port_of_something_else_does_not_matter(environment: pytest.MonkeyPatc
     """As Kubernetes sets it where a service has the name master."""
     environment.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
     assert JobRank.of_process().host_of_first == "127.0.0.1"
+
+
+TASK = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
+}
+
+
+def test_a_task_of_a_step_of_slurm() -> None:
+    assert JobRank.of_step(TASK) == JobRank(rank=5, size=8, local_rank=1, local_size=4)
+
+
+@pytest.mark.parametrize("name", TASK)
+def test_what_slurm_starts_outside_of_a_step_is_no_rank(name: str) -> None:
+    assert JobRank.of_step({key: TASK[key] for key in TASK if key != name}) is None
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_launcher_within_a_step_says_more(name: str) -> None:
+    assert JobRank.of_step({**TASK, name: "1"}) is None

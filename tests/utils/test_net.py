@@ -287,7 +287,8 @@ def play_names(monkeypatch: pytest.MonkeyPatch, names: dict[str, str], route: st
             return route, 0
 
     monkeypatch.setattr(net.socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(net, "_address_of", names.get)
+    addresses = {**names, net.ANYWHERE: net.ANYWHERE}
+    monkeypatch.setattr(net, "_address_of", addresses.get)
     monkeypatch.setattr(net.socket, "socket", Probe)
 
 

@@ -15,6 +15,7 @@ from reinforce_rl.utils.statistics import (
     Difference,
     WinRate,
     estimate,
+    finite_mean,
     paired,
     pass_at_k,
     quantile,
@@ -23,6 +24,14 @@ from reinforce_rl.utils.statistics import (
 )
 
 NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([1.0, NAN, 4.0], 2.5), ([math.inf, 3], 3.0), ([NAN, -math.inf], NAN), ([], NAN)],
+)
+def test_a_mean_is_over_the_finite_values(values: list[float], expected: float) -> None:
+    assert finite_mean(values) == pytest.approx(expected, nan_ok=True)
 
 
 def test_with_one_sample_a_prompt_the_error_is_the_usual_one() -> None:

@@ -126,11 +126,11 @@ def worst_error(kind: str, length: int, dtype: torch.dtype, device: str) -> tupl
     """The largest error of a position in the result and in its three gradients, infinity for NaN, and whose it is."""
     inputs = _inputs(length, dtype, device)
     mask = _mask(kind, length, device)
-    found = _with_gradients(_ours(kind, mask), inputs)
+    computed = _with_gradients(_ours(kind, mask), inputs)
     expected = _with_gradients(_written_out(mask), [value.float() for value in inputs])
     errors = []
-    for name, own, right in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
-        difference = (own.float() - right).norm(dim=-1)
+    for name, ours, right in zip(("output", "dq", "dk", "dv"), computed, expected, strict=True):
+        difference = (ours.float() - right).norm(dim=-1)
         sizes = right.norm(dim=-1)
         # At length 1 the scores have no gradient: what is there is rounding.
         typical = sizes.square().mean().sqrt().clamp(min=1e-2 * HEAD_SIZE**0.5)

@@ -64,11 +64,11 @@ def best_seconds(work: Callable[[], object], device: str, repeats: int = 5) -> f
     import torch
     from rloo_step.rates import synchronize
 
-    found = []
+    seconds = []
     for _ in range(repeats + 1):
         synchronize(torch.device(device))
         started = time.perf_counter()
         work()
         synchronize(torch.device(device))
-        found.append(time.perf_counter() - started)
-    return min(found[1:])
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])

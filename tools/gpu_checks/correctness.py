@@ -67,14 +67,18 @@ def of_shape(shape: str, mesh: Mesh) -> list[dict[str, Any]]:
     fill_transformers(reference.model, mesh.device)
     loss, gradient = reference.gradients()
     rows = []
-    for dtype, found in zip(DTYPES, deviations(arch, mesh, list(DTYPES)), strict=True):
+    for dtype, deviation in zip(DTYPES, deviations(arch, mesh, list(DTYPES)), strict=True):
         side = OurSide(arch, mesh, dtype, WORKLOAD)
-        row: dict[str, Any] = {"shape": shape, "dtype": found.dtype, "log-probs": found.largest}
-        row |= {"mean log-probs": found.mean, "greedy": _greedy_shortfall(side, reference)}
-        own_loss, own = side.gradients()
+        row: dict[str, Any] = {
+            "shape": shape,
+            "dtype": deviation.dtype,
+            "log-probs": deviation.largest,
+        }
+        row |= {"mean log-probs": deviation.mean, "greedy": _greedy_shortfall(side, reference)}
+        own_loss, gradients = side.gradients()
         row["loss"] = abs(own_loss - loss) / max(1.0, abs(loss))
-        rows.append(row | _gradient_errors(own, gradient))
-        del side, own
+        rows.append(row | _gradient_errors(gradients, gradient))
+        del side, gradients
         free(mesh.device)
     # last: the reference's weights are others afterwards
     side = OurSide(arch, mesh, torch.float32, WORKLOAD)
@@ -88,9 +92,13 @@ def of_shape(shape: str, mesh: Mesh) -> list[dict[str, Any]]:
     return rows
 
 
-def _gradient_errors(own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Any]:
+def _gradient_errors(
+    gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """Relative error of all gradients together, and of the worst tensor."""
-    wrong = {name: float((own[name].float() - value).norm()) for name, value in expected.items()}
+    wrong = {
+        name: float((gradients[name].float() - value).norm()) for name, value in expected.items()
+    }
     size = {name: float(value.norm()) for name, value in expected.items()}
     relative = {
         name: wrong[name] / size[name] if wrong[name] >= 0 else float("inf") for name in wrong

@@ -43,7 +43,7 @@ class Counts:
     def each_of(self, times: int, less: Counts) -> Counts:
         """A repetition, where this holds `times` more of them than `less` does."""
         return Counts(
-            *((more - few) / times for more, few in zip(astuple(self), astuple(less), strict=True))
+            *((many - few) / times for many, few in zip(astuple(self), astuple(less), strict=True))
         )
 
 
@@ -72,10 +72,11 @@ def check(context: Context) -> Finding:
     rows, faults = compared(
         per, json.loads(BUDGETS.read_text(encoding="utf-8")), 1.0 if context.mode == FAKE else SLACK
     )
-    told = ", ".join(
-        f"{name} {one.launches:.0f} launches, {one.syncs:.1f} syncs" for name, one in per.items()
+    summary = ", ".join(
+        f"{name} {counts.launches:.0f} launches, {counts.syncs:.1f} syncs"
+        for name, counts in per.items()
     )
-    return judged(faults, f"{SHAPE} of {LAYERS} layers: {told}", {"counts": rows})
+    return judged(faults, f"{SHAPE} of {LAYERS} layers: {summary}", {"counts": rows})
 
 
 def compared(
@@ -87,11 +88,11 @@ def compared(
     for name, counts in per.items():
         row: dict[str, Any] = {"work": name, "launches": counts.launches}
         for kind, budget in budgets[name].items():
-            found = getattr(counts, kind)
+            measured = getattr(counts, kind)
             allowed = slack * budget if kind == "kernels" else budget
-            row |= {kind: found, f"{kind} allowed": allowed}
-            if not found <= allowed:
-                faults.append(f"{name}: {found:.1f} {kind}, allowed {allowed:g}")
+            row |= {kind: measured, f"{kind} allowed": allowed}
+            if not measured <= allowed:
+                faults.append(f"{name}: {measured:.1f} {kind}, allowed {allowed:g}")
         rows.append(row)
     return rows, faults
 

@@ -63,11 +63,11 @@ def check_vllm(context: Context) -> Finding:
     for number in (1, 2):
         os.environ[RUNNER] = str(number - 1)  # the engine's process inherits it
         with engine_of(context, *overrides) as actor:
-            greedy = replace(actor.settings.sampling, max_length=MAX_TOKENS, use_greedy=True)
+            greedy = replace(actor.sampling, max_length=MAX_TOKENS, use_greedy=True)
             with actor.generator.awake():
                 drawn.append(actor.generator.generate(PROMPTS, 1, greedy, seed=0))
-            found = gaps_of(actor, actor.generator, context.device)
-            rows += [{"runner": number, **row} for row in found]
+            gaps = gaps_of(actor, actor.generator, context.device)
+            rows += [{"runner": number, **row} for row in gaps]
     both = compare_responses(drawn[0], drawn[1], PROMPTS)
     faults = faults_of(rows)
     if not both.mean_gap <= TOLERANCE:
@@ -108,34 +108,34 @@ def gaps_of(
     actor: MegatronGPTReinforceActorModel, generator: Generator, device: str
 ) -> list[dict[str, object]]:
     """Draw at each temperature, with other weights at each; return how far the log-probs are from transformers'."""
-    found: list[dict[str, object]] = []
+    gaps: list[dict[str, object]] = []
     for number, temperature in enumerate(TEMPERATURES):
         if number:
             with torch.no_grad():
                 for parameter in actor.lm.parameters():
                     parameter.mul_(SCALE)
-        params = replace(actor.settings.sampling, max_length=MAX_TOKENS, temperature=temperature)
+        params = replace(actor.sampling, max_length=MAX_TOKENS, temperature=temperature)
         with generator.awake():
             completions = generator.generate(PROMPTS, SAMPLES, params, seed=7)
         if completions.log_probs is None:
-            found.append({"temperature": temperature, "at it": float("nan"), "at 1": float("nan")})
+            gaps.append({"temperature": temperature, "at it": float("nan"), "at 1": float("nan")})
             continue
         at_temperature, at_one = reference_log_probs(actor, completions, temperature, device)
-        own = torch.cat(
+        engine_log_probs = torch.cat(
             [
                 row[:count]
                 for row, count in zip(completions.log_probs, completions.lengths, strict=True)
             ]
         )
-        found.append(
+        gaps.append(
             {
                 "temperature": temperature,
-                "tokens": len(own),
-                "at it": float((own - at_temperature).abs().mean()),
-                "at 1": float((own - at_one).abs().mean()),
+                "tokens": len(engine_log_probs),
+                "at it": float((engine_log_probs - at_temperature).abs().mean()),
+                "at 1": float((engine_log_probs - at_one).abs().mean()),
             }
         )
-    return found
+    return gaps
 
 
 def reference_log_probs(
@@ -178,10 +178,10 @@ def faults_of(rows: Sequence[dict[str, object]]) -> list[str]:
         if at_it <= TOLERANCE:
             continue
         which = f"runner {row['runner']}, " if "runner" in row else ""
-        what = f"differ from transformers' by {at_it:.2g} nats"
+        deviation = f"differ from transformers' by {at_it:.2g} nats"
         if at_one <= TOLERANCE:
-            what = "are those at temperature 1"
-        faults.append(f"{which}temperature {row['temperature']}: log-probs {what}")
+            deviation = "are those at temperature 1"
+        faults.append(f"{which}temperature {row['temperature']}: log-probs {deviation}")
     return faults
 
 

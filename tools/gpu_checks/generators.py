@@ -60,22 +60,22 @@ def check(context: Context) -> Finding:
         sent = send_weights(trained, wire, BUCKET_BYTES)
         buckets = len(wire.sent)
         wire.receives = True
-        found: list[dict[str, Tensor]] = []
+        received: list[dict[str, Tensor]] = []
         receiver = threading.Thread(
-            target=lambda: found.append(receive_weights(other, wire, BUCKET_BYTES))
+            target=lambda: received.append(receive_weights(other, wire, BUCKET_BYTES))
         )
         receiver.start()
         busy = torch.ones(512, 512, device=mesh.device)
         while receiver.is_alive():
             busy = busy @ busy / 512
         receiver.join()
-        faults = [] if found else ["nothing was received; see the log"]
-        if found:
-            load_weights(other, found[0])
+        faults = [] if received else ["nothing was received; see the log"]
+        if received:
+            load_weights(other, received[0])
             pairs = zip(trained.named_parameters(), other.parameters(), strict=True)
             faults = [
                 f"{name} arrived otherwise"
-                for (name, own), theirs in pairs
-                if not torch.equal(own, theirs)
+                for (name, sent_tensor), theirs in pairs
+                if not torch.equal(sent_tensor, theirs)
             ][:5]
     return judged(faults, f"{sent / 1e6:.1f} MB in {buckets} buckets", {"buckets": buckets})

@@ -51,12 +51,15 @@ def check(context: Context) -> Finding:
     faults: list[str] = []
     numbers["attention kernels"] = _chosen_kernels(context.device)
     if context.mode == CUDA:
-        found = torch.cuda.get_device_properties(0)
+        properties = torch.cuda.get_device_properties(0)
         numbers |= {
-            "capability": f"{found.major}.{found.minor}",
-            "multiprocessors": found.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
         }
-        numbers |= {"GB": found.total_memory / 1e9, "GB free": torch.cuda.mem_get_info()[0] / 1e9}
+        numbers |= {
+            "GB": properties.total_memory / 1e9,
+            "GB free": torch.cuda.mem_get_info()[0] / 1e9,
+        }
         numbers["nccl"] = ".".join(map(str, nccl.version()))
         numbers["nvidia-smi at rest"] = _nvidia_smi()
     numbers |= _rates(context.device, faults)
@@ -98,7 +101,7 @@ def _version(name: str) -> str | None:
 
 def _chosen_kernels(device: str) -> dict[str, str]:
     """What torch's scaled_dot_product_attention takes where it is left to choose; 32 query heads on 8 groups."""
-    found = {}
+    kernels = {}
     for dtype in (torch.bfloat16, torch.float32):
         for masked in (False, True):
             query, keys = (
@@ -108,8 +111,8 @@ def _chosen_kernels(device: str) -> dict[str, str]:
             options = {"attn_mask": mask, "is_causal": not masked, "enable_gqa": True}
             number = torch._fused_sdp_choice(query.requires_grad_(), keys, keys, **options)  # type: ignore[attr-defined]
             name = f"{str(dtype)[6:]} {'masked' if masked else 'causal'}"
-            found[name] = torch.nn.attention.SDPBackend(number).name
-    return found
+            kernels[name] = torch.nn.attention.SDPBackend(number).name
+    return kernels
 
 
 def _rates(device: str, faults: list[str]) -> dict[str, Any]:

@@ -46,13 +46,13 @@ def check(context: Context) -> Finding:
             peak = PeakMemory(mesh.device)
             peak.start()
             call()
-            found = peak.gigabytes()
+            gigabytes = peak.gigabytes()
             rows.append(
                 {
                     "phase": name,
-                    "GB": found,
+                    "GB": gigabytes,
                     "planned GB": planned[name],
-                    "ratio": found / planned[name],
+                    "ratio": gigabytes / planned[name],
                 }
             )
     ratios = [row["ratio"] for row in rows]

@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from gpu_checks.random_weights import fill_ours
 from gpu_checks.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, STEP, Workload
-from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.advantages import rloo
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.loss import Denominators
-from reinforce_rl.config.model import OptimConfig
+from reinforce_rl.config.model import ModelConfig, OptimConfig, RolloutConfig
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.data.batches import (
     Completions,
@@ -52,6 +52,7 @@ GENERATING = "generation"
 REFERENCE = "reference log-probs"
 GRADIENT = "loss and gradient"
 OPTIMIZER = "optimizer"
+CHUNK_TOKENS = 1024  # response tokens whose logits exist at a time
 
 
 def no_tokenizer() -> PreTrainedTokenizerFast:
@@ -77,7 +78,7 @@ def memory_plan(
         lora=None,
         recompute=0,
         recompute_group=1,
-        chunk_tokens=ActorSettings.logits_chunk_tokens,
+        chunk_tokens=CHUNK_TOKENS,
         offload_optimizer=False,
         fused_adam=True,
         gpu=device.type == "cuda",
@@ -137,14 +138,15 @@ class OurSide:
         self._checks_lengths = drawn
         eos = arch.raw["eos_token_id"]
         length = workload.response_tokens
-        self._settings = ActorSettings(
-            # No response may end early.
-            sampling=SamplingParams(max_length=length, min_length=length, stop_token_ids=(eos,)),
-            val_sampling=SamplingParams(max_length=length),
+        self._settings = ModelConfig(
             micro_batch_size=workload.micro_batch,
-            forward_micro_batch_size=workload.micro_batch,
             seed=0,
+            shared_prefix=False,
+            logits_chunk_tokens=CHUNK_TOKENS,
+            reinforce=RolloutConfig(forward_micro_batch_size=workload.micro_batch),
         )
+        # No response may end early.
+        self._sampling = SamplingParams(max_length=length, min_length=length, stop_token_ids=(eos,))
         ids = workload.prompt_ids(arch.vocab_size).tolist()
         self._prompts = [Prompt(number, "", tuple(tokens)) for number, tokens in enumerate(ids)]
         self._generator = NativeGenerator(self.lm, no_tokenizer())
@@ -188,6 +190,7 @@ class OurSide:
                 no_tokenizer(),
                 self._generator,
                 self._settings,
+                self._sampling,
             )
             optim = OptimConfig(lr=LEARNING_RATE, weight_decay=0.0, betas=list(BETAS), eps=EPSILON)
             built = build_optimizer(self._actor.ddp, optim, clip_grad=CLIP_GRAD, total_steps=1)
@@ -199,7 +202,7 @@ class OurSide:
         completions = self._generator.generate(
             self._prompts,
             self._workload.group,
-            self._settings.sampling,
+            self._sampling,
             self._seed,
         )
         lengths = set(completions.lengths.tolist())

@@ -14,12 +14,12 @@ from reinforce_rl.utils.files import write_atomically
 REPORT = "report.md"
 
 
-def verdict(found: Sequence[Finding]) -> str:
+def verdict(findings: Sequence[Finding]) -> str:
     """PASS, or FAIL with names. Where nothing passed nothing was proven, which is no PASS."""
-    failed = [one.name for one in found if one.verdict == FAIL]
+    failed = [finding.name for finding in findings if finding.verdict == FAIL]
     if failed:
         return f"FAIL ({', '.join(failed)})"
-    return PASS if any(one.verdict == PASS for one in found) else "FAIL (no check ran)"
+    return PASS if any(finding.verdict == PASS for finding in findings) else "FAIL (no check ran)"
 
 
 def write(folder: Path, findings: Sequence[Finding], about: dict[str, Any]) -> Path:

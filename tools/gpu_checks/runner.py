@@ -67,14 +67,14 @@ def run(check: Check, mode: str, folder: Path, left: float) -> Finding:
     limit = min(check.seconds, left)
     started = time.time()
     code = _run_process(check, Context(mode, folder, started + limit, check.options), limit)
-    found = _finding(check, code, folder, limit)
-    found.name, found.seconds = check.name, round(time.time() - started, 1)
-    if found.verdict == FAIL:
-        found.numbers["log"] = str(folder / "log.txt")
+    finding = _finding(check, code, folder, limit)
+    finding.name, finding.seconds = check.name, round(time.time() - started, 1)
+    if finding.verdict == FAIL:
+        finding.numbers["log"] = str(folder / "log.txt")
     else:
         for left_over in filter(Path.is_dir, folder.iterdir()):  # models and checkpoints
             shutil.rmtree(left_over)
-    return found
+    return finding
 
 
 def _finding(check: Check, code: int | None, folder: Path, limit: float) -> Finding:

@@ -60,13 +60,13 @@ class Runs:
         (context.folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
 
     def words(
-        self, name: str, steps: int, more: Sequence[str] = (), *, saves: bool = False
+        self, name: str, steps: int, extra: Sequence[str] = (), *, saves: bool = False
     ) -> list[str]:
         """The command line of a run; with `saves` there is a checkpoint after each step."""
         # The share of characters: tokens of a random model are names of some 12, so that every
         # sample earns another.
         characters = 16 * self._response_tokens
-        found = [
+        overrides = [
             f"pretrained_checkpoint.restore_from_path={self._context.folder / 'model'}",
             f"model.data.data_prefix.train={self._context.folder / 'prompts.jsonl'}",
             f"exp_manager.explicit_log_dir={self._context.folder / name}",
@@ -86,17 +86,17 @@ class Runs:
             "+reward_function.kwargs.unit=characters",
         ]
         if self._context.mode == FAKE:
-            found += FEW_SEQUENCES
-        return [*found, *more]
+            overrides += FEW_SEQUENCES
+        return [*overrides, *extra]
 
     def run(
-        self, name: str, steps: int, more: Sequence[str] = (), *, saves: bool = False
+        self, name: str, steps: int, extra: Sequence[str] = (), *, saves: bool = False
     ) -> list[Line]:
         """A whole run in this process, going on from its checkpoint; its metrics."""
         try:
             train(
                 load_config(
-                    compose("train_reinforce_actor", self.words(name, steps, more, saves=saves))
+                    compose("train_reinforce_actor", self.words(name, steps, extra, saves=saves))
                 )
             )
         finally:
@@ -115,10 +115,10 @@ def largest_difference(left: Line, right: Line) -> tuple[float, str]:
     worst = (0.0, "")
     for name in sorted(left.keys() | right.keys()):
         if left.get(name) != right.get(name) and not name.startswith(OF_CLOCK):
-            one = _number(left.get(name))
-            other = _number(right.get(name))
-            found = abs(one - other) / max(1.0, abs(one))
-            worst = max(worst, (found if math.isfinite(found) else math.inf, name))
+            left_value = _number(left.get(name))
+            right_value = _number(right.get(name))
+            difference = abs(left_value - right_value) / max(1.0, abs(left_value))
+            worst = max(worst, (difference if math.isfinite(difference) else math.inf, name))
     return worst
 
 

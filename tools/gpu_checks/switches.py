@@ -184,10 +184,12 @@ def judge(switch: Switch, off: list[Line], on: list[Line], mode: str) -> dict[st
     row: dict[str, Any] = {"difference": difference, "of": metric}
     broken = not_finite(on)
     if broken or not difference <= switch.tolerance:
-        what = f"{broken[0]} is not finite" if broken else f"{metric} differs by {difference:.2g}"
+        deviation = (
+            f"{broken[0]} is not finite" if broken else f"{metric} differs by {difference:.2g}"
+        )
         return {
             "advice": "leave it off",
-            "why": f"{what}, expected {switch.tolerance:g} at most",
+            "why": f"{deviation}, expected {switch.tolerance:g} at most",
             **row,
         }
     if mode != CUDA:

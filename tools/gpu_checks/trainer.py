@@ -23,7 +23,7 @@ LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
 
 def check(context: Context) -> Finding:
     runs = Runs(context, "tiny", 24, 8 if context.mode == FAKE else 40)
-    if context.mode == FAKE:  # what is saved there has no values that a comparison could be of
+    if context.mode == FAKE:  # metric is saved there has no values that a comparison could be of
         lines = [runs.run("straight", steps, saves=True) for steps in (1, 2)]
         return judged([], f"{len(lines[-1])} steps, the second after a restore", {})
     straight = runs.run("straight", STEPS, saves=True)
@@ -31,8 +31,8 @@ def check(context: Context) -> Finding:
     resumed = runs.run("killed", STEPS, saves=True)
     offloaded = runs.run("offloaded", STEPS, ["model.reinforce.offload_adam_states=true"])
     lora = runs.run("lora", 3, LORA)
-    faults = [f"straight run: {what} is not finite" for what in not_finite(straight)]
-    faults += [f"LoRA: {what} is not finite" for what in not_finite(lora)]
+    faults = [f"straight run: {metric} is not finite" for metric in not_finite(straight)]
+    faults += [f"LoRA: {metric} is not finite" for metric in not_finite(lora)]
     if killed_at is None:
         faults.append(
             f"the run that was to be killed after step {KILLED_AFTER} had no checkpoint, or ended by itself"
@@ -43,8 +43,10 @@ def check(context: Context) -> Finding:
     }
     numbers["resumed"] = compared("resumed", straight, resumed, killed_at or 1, faults)
     numbers["offloaded"] = compared("offloaded", straight, offloaded, 1, faults)
-    told = f"{STEPS} steps; killed after step {killed_at} and resumed: {numbers['resumed']}"
-    return judged(faults, f"{told}; with offloaded Adam: {numbers['offloaded']}; LoRA ran", numbers)
+    summary = f"{STEPS} steps; killed after step {killed_at} and resumed: {numbers['resumed']}"
+    return judged(
+        faults, f"{summary}; with offloaded Adam: {numbers['offloaded']}; LoRA ran", numbers
+    )
 
 
 def compared(
@@ -57,26 +59,29 @@ def compared(
     """
     differences = [largest_difference(*pair) for pair in zip(straight, lines, strict=False)]
     noise = max(differences[:same])[0]
-    found, metric = (
+    difference, metric = (
         differences[same]
         if len(lines) == len(straight)
         else (math.inf, f"the number of steps {len(lines)}")
     )
-    if not found <= max(TOLERANCE, 10 * noise):
+    if not difference <= max(TOLERANCE, 10 * noise):
         faults.append(
-            f"{name} run: {metric} differs by {found:.1e} at step {same + 1}, by {noise:.1e} before"
+            f"{name} run: {metric} differs by {difference:.1e} at step {same + 1}, by {noise:.1e} before"
         )
     if max(differences)[0] == 0:
         return "equal to the last digit"
-    return f"off by {found:.1e} at step {same + 1}, by {differences[-1][0]:.1e} at the last, by {noise:.1e} before"
+    return (
+        f"off by {difference:.1e} at step {same + 1}, by {differences[-1][0]:.1e} at the last, "
+        f"by {noise:.1e} before"
+    )
 
 
 def kill(words: list[str], out: Path, context: Context) -> int | None:
     """Start a run and SIGKILL it once it has a checkpoint: the checkpoint's step; None where it ended by itself."""
 
     def saved() -> int:
-        found = latest_checkpoint(out / "checkpoints")
-        return 0 if found is None else int(found.trainer_state["step"])
+        checkpoint = latest_checkpoint(out / "checkpoints")
+        return 0 if checkpoint is None else int(checkpoint.trainer_state["step"])
 
     with (context.folder / "killed.txt").open("w", encoding="utf-8") as log:
         command = [sys.executable, str(ROOT / "examples/train_reinforce_actor.py"), *words]

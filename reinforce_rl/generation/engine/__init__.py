@@ -1,7 +1,7 @@
-"""What engines share: messages between trainer and engine process here, so this imports nothing heavy.
+"""Generation by engines in processes of their own; this file has the messages between the two.
 
-A trainer and its engine may run different Pythons; the engine's process imports this package, torch and the standard
-library only.
+A trainer and its engine may run different Pythons. The engine's process imports only this package,
+torch and the standard library, so this file imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# fault of an answer that has what there was by then
-TAKEN_BACK = "it was taken back before its end"
+# `fault` of an unfinished request's answer, which has the tokens so far
+ABORTED = "it was aborted before its end"
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class EngineArguments:
     tensor_parallel_size: int
     max_batch_size: int  # requests decoded together
     max_seq_len: int  # prompt and response tokens
-    max_num_tokens: int  # per forward pass
-    lora_rank: int = 0  # of adapters that it will be given; 0 for none
-    options: dict[str, Any] = field(default_factory=dict)  # particular to the engine
+    max_num_tokens: int  # tokens per forward pass
+    lora_rank: int = 0  # rank of the adapters that it will load; 0 for none
+    options: dict[str, Any] = field(default_factory=dict)  # specific to the engine
 
 
 @dataclass(frozen=True)

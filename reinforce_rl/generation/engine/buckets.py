@@ -1,12 +1,14 @@
-"""Buckets of weights between a trainer and an engine of the same machine, and checksums that prove their arrival.
+"""Share buckets of weights between a trainer and an engine of the same machine.
 
-A bucket is one buffer with tensors at offsets, described by a dict of plain values:
+Checksums prove their arrival. A bucket is one buffer with tensors at offsets, described by a dict
+of plain values:
 
     dtype, elements: of the buffer
-    tensors: [name, first element, shape, checksum] of each
-    places: where a worker finds the buffer, by device: a path for "cpu", pickled CUDA IPC arguments for a GPU
+    tensors: [name, first element, shape, checksum] of each tensor
+    places: a worker's way to the buffer, by device: a path for "cpu", pickled CUDA IPC arguments
+        for a GPU
 
-Used in both environments, so torch and the standard library only.
+Both environments import this file, so it needs only torch and the standard library.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ def _words(tensor: Tensor) -> Tensor:
 def bit_sum(tensor: Tensor) -> int:
     """Return the 64-bit sum over the bits of all elements; equal on any device.
 
-    It does not depend on the order of the elements, zeros add nothing, and the sums of parts add up to the sum of the
-    whole. So it compares a weight with the fused, padded or sharded form in which an engine keeps it.
+    The order of elements does not matter, zeros add nothing, and the sums of parts add up to the
+    sum of the whole. So it can compare a weight with an engine's fused, padded or sharded copy.
     """
     return int(_words(tensor).sum(dtype=torch.int64)) % 2**64
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a 64-bit sum over the bits of all elements, weighted by position; equal on any device."""
+    """Return a 64-bit sum over all elements' bits, weighted by position; equal on any device."""
     words = _words(tensor)
     rows = words.numel() // _WIDTH
     block = words[: rows * _WIDTH].view(rows, _WIDTH)
@@ -57,8 +59,11 @@ def checksum(tensor: Tensor) -> int:
 
 
 def shared_buffer(elements: int, dtype: torch.dtype) -> tuple[Tensor, str]:
-    """Return CPU memory that other processes of this user open by the path; it ends with the tensor."""
-    # No file in /dev/shm, which is small in containers and would outlive a kill.
+    """Return CPU memory and a path by which this user's processes open it.
+
+    The memory is freed with the tensor.
+    """
+    # Not a file in /dev/shm: that is small in containers, and a kill would leave the file.
     descriptor = os.memfd_create("weights")
     os.ftruncate(descriptor, elements * dtype.itemsize)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -87,7 +92,10 @@ def ipc_place(buffer: Tensor) -> bytes:
 def make_buffer(
     elements: int, dtype: torch.dtype, device: torch.device, name: str
 ) -> tuple[Tensor, Offer]:
-    """Return a buffer on the device that engines know by `name`, and the function that offers a bucket in it."""
+    """Return a buffer on a device, and a function that offers a bucket in it.
+
+    `name` is the device's name for engines.
+    """
     if device.type == "cuda":
         buffer = torch.empty(elements, dtype=dtype, device=device)
         path = None
@@ -103,7 +111,7 @@ def make_buffer(
 
 
 def join_offers(offers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the offers of the ranks with a worker into one bucket."""
+    """Join the offers of ranks into one bucket."""
     places: dict[str, Any] = {}
     for offer in offers:
         places |= offer["places"]
@@ -111,7 +119,7 @@ def join_offers(offers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def device_id(device: torch.device) -> str:
-    """Return a name that trainer and engine share: a GPU's NVML id, else the type."""
+    """Return a name common to trainer and engine: a GPU's NVML id, else the type."""
     if device.type != "cuda":
         return device.type
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -121,10 +129,10 @@ def device_id(device: torch.device) -> str:
 def received(
     bucket: Mapping[str, Any], device_id: str, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) with memory of their own.
+    """Yield (name, tensor); each tensor is a copy.
 
     Raises:
-        RuntimeError: this device has no buffer, or a tensor differs from what was sent; it is named.
+        RuntimeError: this device has no buffer, or a tensor differs from the sent one.
     """
     place = bucket["places"].get(device_id)
     if place is None:
@@ -136,7 +144,8 @@ def received(
         buffer = torch.from_file(place, shared=True, size=bucket["elements"], dtype=dtype)
     else:
         arguments = list(pickle.loads(place))
-        arguments[6] = device.index  # the sender's number of this GPU
+        # The sender may have another index for this GPU.
+        arguments[6] = device.index
         buffer = rebuild_cuda_tensor(*arguments)
     for name, start, shape, sent in bucket["tensors"]:
         tensor = buffer[start : start + math.prod(shape)].view(shape).clone()

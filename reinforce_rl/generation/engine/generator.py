@@ -30,7 +30,7 @@ from reinforce_rl.generation.base import (
     WeightUpdates,
     check_lengths,
 )
-from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request, process
+from reinforce_rl.generation.engine import ABORTED, Answer, EngineArguments, Request, process
 from reinforce_rl.generation.engine.buckets import checksum
 from reinforce_rl.generation.engine.requests import extended, request_of, requests_of
 from reinforce_rl.generation.engine.weights import send_weights
@@ -47,7 +47,7 @@ from reinforce_rl.megatron.model.model import CausalLM
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-POLL_SECONDS = 0.2  # between two looks at what is to be done with responses under way
+POLL_SECONDS = 0.2  # between two calls of `WeightUpdates.next_action`
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class EngineGenerator:
     """A `Generator` on an engine. All ranks of a block create and call it together.
 
     Args:
-        adapter: of the engine.
+        adapter: the trainer's half of the engine's specifics.
         config: section `engine`; `tensor_parallel_size` is at most the block size.
         model: Hugging Face folder of the policy, for the engine's config.
         max_seq_len: prompt and response tokens.
@@ -143,30 +143,34 @@ class EngineGenerator:
             )
         return self._completions(answers, params)
 
-    def go_on(
+    def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
-        """See `Generator.go_on`. Lost requests are retried once, and after a restart what has no end yet."""
+        """See `Generator.resume`.
+
+        A lost request is retried once; after a restart, all unfinished responses are.
+        """
         self._check_lengths([response.prompt for response in responses], params)
-        found = [
-            replace(one, finish_reason=one.finish_reason or FINISH_LENGTH)
-            if len(one.tokens) >= params.max_length
-            else one
-            for one in responses
+        results = [
+            replace(response, finish_reason=response.finish_reason or FINISH_LENGTH)
+            if len(response.tokens) >= params.max_length
+            else response
+            for response in responses
         ]
         try:
-            self._with_one_restart(lambda: self._go_on(found, params, updates))
+            self._with_one_restart(lambda: self._resume(results, params, updates))
         except BaseException:
             if self._engine is not None:
-                self._engine.kill()  # it may be paused, with requests under way
+                # It may be paused, with requests under way.
+                self._engine.kill()
             self._is_running = False
             raise
-        return found
+        return results
 
-    def _go_on(
-        self, found: list[PartialResponse], params: SamplingParams, updates: WeightUpdates
+    def _resume(
+        self, responses: list[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> None:
-        """Replace the responses that are not at their end, as answers come."""
+        """Replace unfinished responses in the list as answers arrive."""
 
         def cut(whole: Answer) -> Answer:
             return self._cut_at_end_string(whole, params.end_strings)
@@ -174,7 +178,9 @@ class EngineGenerator:
         underway = set[int]()
         lost_once = set[int]()
         versions = dict[int, int]()
-        while rows := [row for row, response in enumerate(found) if response.finish_reason is None]:
+        while rows := [
+            row for row, response in enumerate(responses) if response.finish_reason is None
+        ]:
             action = updates.next_action(len(rows))
             begun = dict[int, Request]()
             if action == "load":
@@ -183,7 +189,7 @@ class EngineGenerator:
                 self._together(lambda engine: engine.call("take_back"))
             else:
                 begun = {
-                    row: request_of(found[row], params, self._pad_id)
+                    row: request_of(responses[row], params, self._pad_id)
                     for row in rows
                     if row not in underway
                 }
@@ -195,10 +201,10 @@ class EngineGenerator:
             versions[number] = updates.version
             for row, answer in answers.items():
                 underway.discard(row)
-                if answer.fault in (None, TAKEN_BACK):
-                    found[row] = extended(found[row], answer, versions, cut)
+                if answer.fault in (None, ABORTED):
+                    responses[row] = extended(responses[row], answer, versions, cut)
                 elif row in lost_once:
-                    raise _lost_twice([found[row].prompt], len(rows), answer)
+                    raise _lost_twice([responses[row].prompt], len(rows), answer)
                 else:
                     lost_once.add(row)
             if action == "stop":
@@ -212,9 +218,10 @@ class EngineGenerator:
         self._together(lambda engine: engine.call("resume"))
 
     def layer_outputs(self, tokens: Sequence[int]) -> list[torch.Tensor] | None:
-        """Return the residual stream [tokens, hidden] of a prompt after each decoder layer, in float32.
+        """Return a prompt's residual stream after each decoder layer, float32 [tokens, hidden].
 
-        Call within `awake`. None from an engine that cannot, or whose layers are compiled (`vllm.enforce_eager`).
+        Call within `awake`. Returns None if the engine cannot show them, or if its layers are
+        compiled (`vllm.enforce_eager`).
         """
         if not self._adapter.shows_layers:
             return None
@@ -225,12 +232,12 @@ class EngineGenerator:
             0,
             self._pad_id,
         )
-        found = self._with_one_restart(
+        outputs = self._with_one_restart(
             lambda: self._together(lambda engine: engine.call("layer_outputs", request))
         )
         return [
             torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape)
-            for shape, data in found
+            for shape, data in outputs
         ] or None
 
     def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
@@ -243,7 +250,9 @@ class EngineGenerator:
         width = int(lengths.max()) if len(cut) else 0
         tokens = torch.full((len(cut), width), self._pad_id, dtype=torch.long)
         log_probs = (
-            torch.zeros((len(cut), width)) if all(a.log_probs is not None for a in cut) else None
+            torch.zeros((len(cut), width))
+            if all(answer.log_probs is not None for answer in cut)
+            else None
         )
         for row, answer in enumerate(cut):
             tokens[row, : len(answer.tokens)] = torch.tensor(answer.tokens, dtype=torch.long)
@@ -255,9 +264,9 @@ class EngineGenerator:
         )
 
     def _cut_at_end_string(self, answer: Answer, end_strings: Sequence[str]) -> Answer:
-        """Cut at the first end string; an engine without a tokenizer cannot.
+        """Cut an answer at the first end string; an engine without a tokenizer cannot.
 
-        Ids between the tokenizer's and the model's size, which Qwen's models can draw, have no text.
+        Qwen's models can draw ids between the tokenizer's and the model's size, which have no text.
         """
         vocab_size = self._lm.architecture.vocab_size
         known = all(0 <= token < vocab_size for token in answer.tokens)
@@ -272,7 +281,8 @@ class EngineGenerator:
 
     def _wake(self) -> None:
         if self._lm.mesh.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the trainer's allocator holds is what the engine needs
+            # The engine needs the memory that the trainer's allocator has cached.
+            torch.cuda.empty_cache()
         if not self._is_running:
             foreign = sorted(
                 set(self._together(lambda engine: engine.start())) - set(self._devices)
@@ -280,9 +290,9 @@ class EngineGenerator:
             if foreign:
                 raise GenerationError(
                     f"{self._adapter.title} has workers on {', '.join(foreign)}; expected "
-                    f"{', '.join(self._devices)}, the devices of this block, as it gets weights only "
-                    "there. Check CUDA_VISIBLE_DEVICES, and that engine.python is an environment for "
-                    "this machine",
+                    f"{', '.join(self._devices)}, the devices of this block, as it gets weights "
+                    "only there. Check CUDA_VISIBLE_DEVICES, and that engine.python is an "
+                    "environment for this machine",
                     key="generation.engine.wrong_devices",
                 )
             self._is_running = True
@@ -326,13 +336,13 @@ class EngineGenerator:
         self._together(lambda engine: engine.call("update_weights", None))
 
     def _send_adapter(self) -> None:
-        """Send the LoRA updates alone, as PEFT's folder."""
+        """Send only the LoRA updates, as PEFT's folder."""
         settings = self._lora
         assert settings is not None
         mesh = self._lm.mesh
         scale = settings.scale
         sums = {}
-        found = {}
+        matrices = {}
         rows = adapter_rows(self._lm)
         tensors = (
             hf_tensors(self._lm, rows=rows, dtype=self._lm.config.params_dtype)
@@ -341,11 +351,12 @@ class EngineGenerator:
         )
         for name, tensor in tensors:
             if tensor is not None:
-                found[PREFIX + name] = tensor
+                matrices[PREFIX + name] = tensor
                 sums[name] = checksum(tensor * scale if name.endswith("lora_B.weight") else tensor)
         self._together(
             lambda engine: engine.load_adapter(
-                lambda folder: write_adapter(found, settings, self._arguments.model, folder), sums
+                lambda folder: write_adapter(matrices, settings, self._arguments.model, folder),
+                sums,
             )
         )
 
@@ -355,11 +366,11 @@ class EngineGenerator:
             self._together(lambda engine: engine.call("release"))
             self._is_asleep = True
         except EngineLostError as error:
-            # Its death freed the memory. The next wake-up starts another, if a restart is left.
+            # A dead engine has freed its memory, and the next wake-up starts another.
             self._count_restart(error)
 
     def _outdate_weights(self) -> None:
-        # LoRA's frozen weights stay
+        # LoRA leaves the frozen weights as they are.
         self._has_weights = self._lora is not None
         self._is_current = False
 
@@ -381,7 +392,8 @@ class EngineGenerator:
         self._is_running = False
         if self._was_restarted:
             raise GenerationError(
-                f"{self._adapter.title} failed again after it had been started anew: {error}. Read its log for more",
+                f"{self._adapter.title} failed again after it had been started anew: {error}. Read "
+                "its log for more",
                 key="generation.engine.failed_again",
             ) from error
         self._was_restarted = True
@@ -392,7 +404,7 @@ class EngineGenerator:
         """Run `action` on model-parallel rank 0 and return its result on all ranks of the block.
 
         Raises:
-            GenerationError: what it raised, on all ranks.
+            GenerationError: `action` failed; raised on all ranks.
         """
         result = None
         failure = None
@@ -416,20 +428,20 @@ class EngineGenerator:
         adapter = self._adapter
         arguments = self._arguments
         device = adapter.device_id(mesh.device)
-        own = socket.gethostname(), _number_of(mesh.device, adapter.name), device
-        places = mesh.from_model_parallel_rank_0(mesh.gather_on_model_parallel_rank_0(own))
+        local_place = socket.gethostname(), _number_of(mesh.device, adapter.name), device
+        places = mesh.from_model_parallel_rank_0(mesh.gather_on_model_parallel_rank_0(local_place))
         hosts = sorted({host for host, _, _ in places})
         if len(hosts) > 1:
             sentence = (
-                f"generation is {adapter.name}, but the ranks of one block are on {len(hosts)} nodes: "
-                f"{', '.join(hosts)}; an engine can use the devices of one node only: lower the "
-                "model-parallel sizes"
+                f"generation is {adapter.name}, but the ranks of one block are on {len(hosts)} "
+                f"nodes: {', '.join(hosts)}; an engine can use the devices of one node only: lower "
+                "the model-parallel sizes"
             )
             raise ConfigError([Fault(sentence, key="generation.engine.several_nodes")])
         used = places[: arguments.tensor_parallel_size]
         self._devices = list(dict.fromkeys(device for _, _, device in used))
-        # Without GPUs all ranks have one device, and model-parallel rank 0 gives weights to every
-        # worker.
+        # Without GPUs all ranks have the same device, and model-parallel rank 0 sends weights to
+        # every worker.
         gives_weights = len(self._devices) > 1 or mesh.is_model_parallel_rank_0
         self._hosts_worker = device in self._devices and gives_weights
         fault = None
@@ -460,17 +472,20 @@ def _answers(requests: Sequence[Request], engine: process.EngineProcess) -> list
 def _advance(
     begun: Mapping[int, Request], wait: float, count: int, engine: process.EngineProcess
 ) -> tuple[int, dict[int, Answer]]:
-    """See `RequestsUnderway.advance`; `count` is of the requests under way."""
+    """See `RequestsUnderway.advance`; `count` requests are under way."""
     number, answers = engine.advance(begun, wait)
     _check_lost(
-        engine, [one for one in answers.values() if one.fault not in (None, TAKEN_BACK)], count
+        engine,
+        [answer for answer in answers.values() if answer.fault not in (None, ABORTED)],
+        count,
     )
     return number, answers
 
 
 def _check_lost(engine: process.EngineProcess, lost: Sequence[Answer], count: int) -> None:
-    """Log what an engine lost of `count` requests; end the engine if it is all of them."""
-    if lost and len(lost) == count:  # it hangs rather than a request
+    """Log the lost requests among `count`; kill an engine that lost all of them."""
+    # The engine hangs, rather than a request.
+    if lost and len(lost) == count:
         engine.kill()
         raise EngineLostError(
             f"the engine lost all {count} requests: {lost[0].fault}",
@@ -493,7 +508,8 @@ def _number_of(device: torch.device, generation: str) -> str | None:
     """Return a GPU's index on this machine as other processes see it; None for other devices.
 
     Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES uses names other than numbers, which not every engine reads.
+        ConfigError: CUDA_VISIBLE_DEVICES has names in place of numbers, which not every engine
+            reads.
     """
     if device.type != "cuda":
         return None

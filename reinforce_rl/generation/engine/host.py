@@ -1,7 +1,7 @@
-"""The process that owns an engine: commands of the trainer in, results out.
+"""The process that owns an engine: it executes the trainer's commands and returns results.
 
-Separate because engines alter the process that imports them, may need an environment of their own, and so that one can
-be killed in any state.
+An engine has its own process because it alters the process that imports it, may need its own
+environment, and must be killable in any state.
 """
 
 from __future__ import annotations
@@ -17,49 +17,54 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request
+from reinforce_rl.generation.engine import ABORTED, Answer, EngineArguments, Request
 from reinforce_rl.utils.process import connect_to_parent
 
 WATCH_SECONDS = 1.0
 
 
 class EngineHost(Protocol):
-    """An engine's half of the protocol; its public methods are the commands. It is a `RequestsUnderway` too.
+    """An engine's half of the protocol. Its public methods are commands.
 
-    On ranks of its own it has `pause()`, to draw no token until `resume()`; requests without a token are taken back.
-    Its adapter says whether it has these two besides:
-        shows_layers: `layer_outputs(request)`, the residual stream of a prompt after each decoder layer
-        loads_adapters: `load_adapter(folder, sums)`, to generate with PEFT's folder of LoRA updates from now on; the
-            sums are checksums of A and of scale x B, by name
+    A host is a `RequestsUnderway`, too. On ranks that only generate it also has `pause()`, which
+    draws no token until `resume()` and aborts requests without a token. Two commands depend on
+    flags of the adapter:
+        shows_layers: `layer_outputs(request)` returns the residual stream of a prompt after each
+            decoder layer
+        loads_adapters: `load_adapter(folder, sums)` loads PEFT's folder of LoRA updates; `sums` are
+            checksums of A and of scale x B, by name
     """
 
     @property
     def is_alive(self) -> bool:
-        """False once its own processes have ended, of which it may tell its callers nothing."""
+        """False once the engine's processes have ended, even if the engine reports no error."""
         ...
 
     async def start(self, arguments: EngineArguments) -> list[str]:
-        """Start the engine, with random weights until the first update; return the device of each worker."""
+        """Start the engine and return the device of each worker.
+
+        Weights are random until the first update.
+        """
         ...
 
     async def generate(self, requests: Sequence[Request], seconds: float) -> list[Answer]:
-        """Run all requests at once; abort those over time and report them as lost."""
+        """Run all requests at once; abort late requests and report them as lost."""
         ...
 
     async def update_weights(self, bucket: Any) -> None:
-        """Load a bucket of weights as `offer` of the trainer's adapter gave it; None after the last."""
+        """Load a bucket of weights, a result of `EngineAdapter.bucket_of`; None ends the update."""
         ...
 
     async def release(self) -> None:
-        """Fall asleep: give back the memory of weights and cache, where the engine can."""
+        """Sleep: release the memory of weights and cache, if the engine can."""
         ...
 
     async def resume_weights(self) -> None:
-        """Take memory for the weights again, before they are updated."""
+        """Allocate memory for the weights, before their update."""
         ...
 
     async def resume_cache(self) -> None:
-        """Take memory for the cache again, after the weights were updated."""
+        """Allocate memory for the cache, after the update of the weights."""
         ...
 
     async def stop(self) -> None: ...
@@ -67,18 +72,18 @@ class EngineHost(Protocol):
 
 @dataclass(frozen=True)
 class _Underway:
-    name: str  # of the request, as the engine has it
+    name: str  # the engine's name of the request
     begun: float  # monotonic time
     answer: asyncio.Future[Answer]
 
 
 class RequestsUnderway:
-    """The commands of an `EngineHost` for requests that go on between them; the trainer gives each a number."""
+    """Commands of an `EngineHost` for requests that outlive a command; the trainer numbers them."""
 
     def __init__(self) -> None:
         self._names = map(str, itertools.count())
         self._underway: dict[int, _Underway] = {}
-        self._updates = 0  # of the weights, so far
+        self._updates = 0  # number of weight updates so far
 
     async def _complete(self, request: Request, name: str) -> Answer:
         raise NotImplementedError
@@ -86,34 +91,39 @@ class RequestsUnderway:
     async def advance(
         self, requests: Mapping[int, Request], wait: float, limit: float
     ) -> tuple[int, dict[int, Answer]]:
-        """Begin these; return once all are at their end, or after `wait` seconds.
+        """Begin `requests`; return when all requests have ended, or after `wait` seconds.
 
-        Returns the number of the last update of the weights, and the answers that have come. Those that take longer
-        than `limit` seconds are lost.
+        Returns the number of the last weight update, and the answers so far. A request that takes
+        longer than `limit` seconds is lost.
         """
         for number, request in requests.items():
             name = next(self._names)
             answer = asyncio.ensure_future(self._complete(request, name))
             self._underway[number] = _Underway(name, time.monotonic(), answer)
         if self._underway:
-            await asyncio.wait([one.answer for one in self._underway.values()], timeout=wait)
+            await asyncio.wait(
+                [underway.answer for underway in self._underway.values()], timeout=wait
+            )
         latest = time.monotonic() - limit
         due = [
             number
-            for number, one in self._underway.items()
-            if one.answer.done() or one.begun < latest
+            for number, underway in self._underway.items()
+            if underway.answer.done() or underway.begun < latest
         ]
         answers = await _settled([self._underway.pop(number).answer for number in due], limit)
         return self._updates, dict(zip(due, answers, strict=True))
 
     async def take_back(self) -> None:
-        """End all requests; the next `advance` returns what there is of them, with the fault TAKEN_BACK."""
-        for one in self._underway.values():
-            one.answer.cancel()
+        """End all requests; the next `advance` returns their answers, with the fault ABORTED."""
+        for underway in self._underway.values():
+            underway.answer.cancel()
 
 
 async def answers_of(results: Sequence[Awaitable[Answer]], seconds: float) -> list[Answer]:
-    """Await all within `seconds`. Late ones are cancelled, and like failed ones answered by their fault."""
+    """Await all results within `seconds`.
+
+    Late results are cancelled. Late and failed results become answers with a `fault`.
+    """
     waits = [asyncio.ensure_future(result) for result in results]
     await asyncio.wait(waits, timeout=seconds)
     return await _settled(waits, seconds)
@@ -123,14 +133,14 @@ async def _settled(waits: Sequence[asyncio.Future[Answer]], seconds: float) -> l
     late = [wait for wait in waits if not wait.done()]
     for wait in late:
         wait.cancel()
-    found = await asyncio.gather(*waits, return_exceptions=True)
+    outcomes = await asyncio.gather(*waits, return_exceptions=True)
     return [
         Answer(fault=f"no answer within {seconds:g} s")
         if wait in late
         else answer
         if isinstance(answer, Answer)
-        else Answer(fault=TAKEN_BACK if wait.cancelled() else text_of(answer))
-        for wait, answer in zip(waits, found, strict=True)
+        else Answer(fault=ABORTED if wait.cancelled() else text_of(answer))
+        for wait, answer in zip(waits, outcomes, strict=True)
     ]
 
 
@@ -138,15 +148,16 @@ def text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def check_version(package: str, found: str, expected: Sequence[str]) -> None:
-    if not any(f"{found}.".startswith(f"{version}.") for version in expected):
+def check_version(package: str, installed: str, expected: Sequence[str]) -> None:
+    if not any(f"{installed}.".startswith(f"{version}.") for version in expected):
         raise RuntimeError(
-            f"{package} is {found}; expected {' or '.join(expected)}, whose interface this was written for"
+            f"{package} is {installed}; expected {' or '.join(expected)}, whose interface this "
+            "was written for"
         )
 
 
 async def serve(host: EngineHost, connection: Connection) -> None:
-    """Answer commands by (fault, result) until "stop" or until the trainer is gone."""
+    """Answer commands with (fault, result) until "stop" or the trainer's end."""
     while True:
         try:
             command, arguments = await asyncio.to_thread(connection.recv)
@@ -172,9 +183,9 @@ async def serve(host: EngineHost, connection: Connection) -> None:
 
 def main(host: EngineHost) -> None:
     for number in (signal.SIGUSR1, signal.SIGHUP):
-        # Slurm signals every process; the trainer alone decides
+        # Slurm signals every process; only the trainer reacts.
         signal.signal(number, signal.SIG_IGN)
-    # Also die by signal, as a call into the engine may never return.
+    # A call into the engine may never return: the parent's death must also send a signal.
     asyncio.run(serve(host, connect_to_parent(death_signal=signal.SIGTERM)))
     sys.stdout.flush()
     sys.stderr.flush()

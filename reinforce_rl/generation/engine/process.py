@@ -33,7 +33,7 @@ STUCK_SECONDS = 5.0  # grace after a call's deadline
 ABORT_SECONDS = 60.0  # for the engine to abort late requests
 # Unix socket paths have at most 107 characters; Ray adds about 65 to its folder.
 MAX_FOLDER_CHARACTERS = 40
-RANDOM_CHARACTERS = 8  # that mkdtemp adds to a name
+RANDOM_CHARACTERS = 8  # added to a name by mkdtemp
 # Launcher variables, which would make the engine join the training job as a rank.
 _OF_THE_LAUNCHER = (
     "TORCHELASTIC_",
@@ -46,17 +46,17 @@ _OF_THE_LAUNCHER = (
     "LOCAL_",
     "MASTER_",
 )
-# What engines say of memory when they do not start.
+# Messages about memory from engines that do not start.
 _TOO_LITTLE = re.compile(
     "no available memory for the cache blocks|larger than the available KV cache memory", re.I
 )
 _TOO_MUCH = re.compile(
     "out of memory|can't allocate memory|free memory on device|available memory on node", re.I
 )
-# Where torch's allocator is configured; the second is the newer name.
+# Variables of torch's allocator; the second is the newer name.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _OPTION = re.compile(r"(?:\[[^\]]*\]|[^,\[])+")  # commas within brackets separate values
-# Defaults of ours, which no key of the configuration has: a person's own values count.
+# Our defaults, which have no configuration key: the user's environment overrides them.
 _LEFT_TO_THE_USER = (
     "VLLM_NO_USAGE_STATS",
     "VLLM_CPU_OMP_THREADS_BIND",
@@ -68,15 +68,15 @@ logger = logging.getLogger(__name__)
 
 
 class EngineAdapter(Protocol):
-    """The trainer's half of what is particular about an engine; `host.EngineHost` is the engine's half."""
+    """The trainer's half of an engine's specifics; `host.EngineHost` is the engine's half."""
 
-    name: str  # value of `generation`, and its section of the configuration
-    title: str  # as its makers write it
-    package: str  # that the engine's Python must have
+    name: str  # value of `generation`, and name of its section of the configuration
+    title: str  # name in messages
+    package: str  # required in the engine's Python
     host: str  # module that runs the engine
-    memory_key: str  # to be lowered when the engine finds no memory
+    memory_key: str  # key to lower if the engine lacks memory
     shows_layers: bool  # the host has the command layer_outputs
-    loads_adapters: bool  # LoRA updates are sent alone, by its command load_adapter
+    loads_adapters: bool  # the host has the command load_adapter, for LoRA updates alone
 
     @property
     def options(self) -> dict[str, Any]:
@@ -84,19 +84,19 @@ class EngineAdapter(Protocol):
         ...
 
     def device_id(self, device: torch.device) -> str:
-        """Return the name of a rank's device, as `EngineHost.start` returns its workers'.
+        """Return the name of a rank's device, comparable with those of `EngineHost.start`.
 
         Raises:
-            ConfigError: the engine cannot run there.
+            ConfigError: the engine cannot run on this device.
         """
         ...
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Return variables for the engine's process, whose own files are in `folder`."""
+        """Return environment variables for the engine's process; `folder` is for its files."""
         ...
 
     def write_config(self, folder: Path) -> None:
-        """Adapt the copied model folder, which has no weights, to what the engine reads."""
+        """Adapt `folder`, a copy of the model folder without weights, to the engine."""
         ...
 
     def make_buffer(
@@ -106,7 +106,7 @@ class EngineAdapter(Protocol):
         ...
 
     def bucket_of(self, offers: Sequence[Any]) -> Any:
-        """Join the offers of the ranks with a worker into the bucket for `EngineHost.update_weights`."""
+        """Join the offers of ranks into a bucket for `EngineHost.update_weights`."""
         ...
 
 
@@ -114,7 +114,7 @@ class EngineProcess:
     """Start, call and stop an engine process. May be restarted after an `EngineLostError`.
 
     Args:
-        log: appended with the engine's output.
+        log: file for the engine's output, which is appended.
         dp_rank: data-parallel rank of the block.
         devices: GPU numbers on this machine; None without GPUs.
 
@@ -137,7 +137,7 @@ class EngineProcess:
         self._devices = devices
         self._adapter = adapter
         self._dp_rank = dp_rank
-        self._folder: Path | None = None  # of its files and sockets, while it runs
+        self._folder: Path | None = None  # the running engine's files and sockets
         self._child: ModuleChild | None = None
         self._python = config.python or sys.executable
         self._check_package()
@@ -161,8 +161,8 @@ class EngineProcess:
             raise ConfigError([Fault(sentence, key="generation.python.does_not_run")]) from error
         if done.returncode != 0:
             sentence = (
-                f"generation is {self._adapter.name}, but {self._python} has no package {package}; set "
-                "engine.python to the interpreter of the engine's environment (docs/engines.md)"
+                f"generation is {self._adapter.name}, but {self._python} has no package {package}; "
+                "set engine.python to the interpreter of the engine's environment (docs/engines.md)"
             )
             raise ConfigError([Fault(sentence, key="generation.package.missing")])
 
@@ -170,10 +170,11 @@ class EngineProcess:
         """Start the engine, wait until it is ready, and return the device of each worker.
 
         Raises:
-            GenerationError: it did not start; a retry is not expected to help.
+            GenerationError: the engine did not start; a retry is not expected to help.
         """
         self.kill()
-        folder = self._folder = private_folder(os.environ, self._dp_rank)
+        folder = private_folder(os.environ, self._dp_rank)
+        self._folder = folder
         self._log.parent.mkdir(parents=True, exist_ok=True)
         model = folder / "model"
         model.mkdir()
@@ -181,8 +182,7 @@ class EngineProcess:
         self._adapter.write_config(model)
         path = import_path()
         if self._config.python is not None:
-            # The launcher's own path holds packages of other versions than the engine's
-            # environment.
+            # The launcher's path has packages of other versions than the engine's environment.
             package = folder / "package"
             package.mkdir()
             (package / "reinforce_rl").symlink_to(Path(PACKAGE_PARENT) / "reinforce_rl")
@@ -215,11 +215,11 @@ class EngineProcess:
         except EngineLostError as error:
             with self._log.open("rb") as log:
                 log.seek(begin)
-                told = f"{error}\n{log.read().decode(errors='replace')}"
+                output = f"{error}\n{log.read().decode(errors='replace')}"
             advice = "see its log"
-            if _TOO_LITTLE.search(told):
+            if _TOO_LITTLE.search(output):
                 advice = f"raise {self._adapter.memory_key}; see its log"
-            elif _TOO_MUCH.search(told):
+            elif _TOO_MUCH.search(output):
                 advice = f"lower {self._adapter.memory_key}; see its log"
             raise GenerationError(
                 f"{self._adapter.title} did not start: {error}; {advice}",
@@ -240,7 +240,7 @@ class EngineProcess:
         return self.call("advance", requests, wait, self._config.request_timeout_seconds, limit=key)
 
     def load_adapter(self, write: Callable[[Path], None], sums: dict[str, int]) -> None:
-        """Have the engine load the LoRA updates that `write` puts into a folder; see `EngineHost`."""
+        """Write LoRA updates into a folder, and load them into the engine; see `EngineHost`."""
         assert self._folder is not None  # the engine runs
         folder = self._folder / "adapter"
         shutil.rmtree(folder, ignore_errors=True)
@@ -271,10 +271,12 @@ class EngineProcess:
         limit: str = "update_timeout_seconds",
         grace: float = 0.0,
     ) -> Any:
-        """Return what the method `command` of `EngineHost` returns, within `limit` of the configuration plus `grace`.
+        """Run the method `command` of `EngineHost` and return its result.
+
+        The time limit is the key `limit` of the section `engine`, plus `grace` seconds.
 
         Raises:
-            EngineLostError: the engine died, timed out or failed; it is killed first.
+            EngineLostError: the engine died, timed out or failed. It has been killed.
         """
         seconds = STOP_SECONDS if command == "stop" else getattr(self._config, limit) + grace
         assert self._child is not None
@@ -284,7 +286,7 @@ class EngineProcess:
             f"no answer to {command} within {seconds:g} s (engine.{limit}); log: {self._log}",
             key="generation.engine.no_answer",
         )
-        # A process stopped in mid-message would block send or recv.
+        # A process that stops in mid-message would block send or recv.
         stuck = threading.Timer(seconds + STUCK_SECONDS, child.kill)
         stuck.daemon = True
         stuck.start()
@@ -317,7 +319,7 @@ class EngineProcess:
 
 
 def private_folder(environment: Mapping[str, str], dp_rank: int) -> Path:
-    """Make a folder for one engine's sockets and files that nobody else can have made, with mode 0700."""
+    """Make a new folder, mode 0700, for one engine's sockets and files."""
     job = environment.get("SLURM_JOB_ID")
     restart = environment.get("SLURM_RESTART_COUNT", "0")
     prefix = f"rrl-{dp_rank}-" if job is None else f"rrl-{job}.{restart}-{dp_rank}-"
@@ -330,7 +332,10 @@ def private_folder(environment: Mapping[str, str], dp_rank: int) -> Path:
 def engine_environment(
     environment: Mapping[str, str], folder: Path, devices: Sequence[str] | None, path: str
 ) -> dict[str, str]:
-    """Return the engine's environment: without the launcher's variables and secrets, on the given GPUs."""
+    """Return the engine's environment, without launcher variables and secrets.
+
+    `devices` are its GPUs, None without GPUs; `path` is its PYTHONPATH.
+    """
     foreign = {
         name for name in environment if name.startswith(_OF_THE_LAUNCHER) or name in _OF_THE_RANK
     }
@@ -341,14 +346,17 @@ def engine_environment(
         options = without_expandable_segments(kept.pop(name, ""))
         if options:
             kept[name] = options
-    own = {"PYTHONPATH": path, "TMPDIR": str(folder)}
+    overrides = {"PYTHONPATH": path, "TMPDIR": str(folder)}
     if devices is not None:
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    return {**kept, **own}
+        overrides["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return {**kept, **overrides}
 
 
 def without_expandable_segments(options: str) -> str:
-    """Return options of torch's allocator without the one that memory pools, in which engines sleep, do not stand."""
+    """Remove `expandable_segments` from options of torch's allocator.
+
+    It is incompatible with memory pools, which sleeping engines use.
+    """
     kept = []
     for option in _OPTION.findall(options):
         name, _, value = option.strip().partition(":")

@@ -1,4 +1,4 @@
-"""Requests for what responses lack, and what answers add to them."""
+"""Make an engine's requests from unfinished responses, and add its answers to the responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.engine import Answer, EngineSampling, Request
 from reinforce_rl.generation.native.sampling import sample_seeds
-from reinforce_rl.generation.responses import unbegun
+from reinforce_rl.generation.responses import new_responses
 
 
 def requests_of(
@@ -20,15 +20,20 @@ def requests_of(
 ) -> list[Request]:
     """Build one request per sample, prompt-major, seeded by (seed, prompt, sample)."""
     return [
-        request_of(response, params, pad_id) for response in unbegun(prompts, num_samples, seed)
+        request_of(response, params, pad_id)
+        for response in new_responses(prompts, num_samples, seed)
     ]
 
 
 def request_of(response: PartialResponse, params: SamplingParams, pad_id: int) -> Request:
-    """Build the request for the rest of a response. The tokens so far are in its prompt, and so under its penalty."""
+    """Build the request for the rest of a response.
+
+    The tokens so far belong to its prompt, so the repetition penalty covers them.
+    """
     drawn = len(response.tokens)
     seed = response.key
-    if drawn:  # an engine's noise begins anew with each request
+    # An engine restarts its noise at each request, so the rest needs another seed.
+    if drawn:
         seed = int(sample_seeds(seed, np.array([drawn]), np.array([0]))[0])
     sampling = EngineSampling(
         max_tokens=params.max_length - drawn,
@@ -50,13 +55,16 @@ def extended(
     versions: Mapping[int, int],
     cut: Callable[[Answer], Answer],
 ) -> PartialResponse:
-    """Return the response with what an answer adds.
+    """Return the response with the tokens of an answer.
 
     Args:
-        versions: of the weights, by number of the engine's update; the last is of an engine that tells no numbers.
-        cut: ends a whole response at an end string.
+        versions: weight version by number of the engine's update. The last one applies to an engine
+            that reports no numbers.
+        cut: cuts a whole response at an end string.
     """
-    drew = [versions[update] for update in answer.updates or [max(versions)] * len(answer.tokens)]
+    added_versions = [
+        versions[update] for update in answer.updates or [max(versions)] * len(answer.tokens)
+    ]
     log_probs = response.log_probs + (answer.log_probs or ())
     whole = cut(replace(answer, tokens=response.tokens + answer.tokens, log_probs=log_probs))
     reason = FINISH_STOP if whole.stopped else FINISH_LENGTH if answer.fault is None else None
@@ -64,6 +72,6 @@ def extended(
         response,
         tokens=whole.tokens,
         log_probs=whole.log_probs or (),
-        versions=(*response.versions, *drew)[: len(whole.tokens)],
+        versions=(*response.versions, *added_versions)[: len(whole.tokens)],
         finish_reason=reason,
     )

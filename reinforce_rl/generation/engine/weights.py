@@ -1,7 +1,8 @@
 """Weights for an engine: whole tensors under Hugging Face names, in bounded buckets.
 
-Each bucket is gathered over tensor-parallel ranks and stages on model-parallel rank 0, and copied to
-the ranks whose device has a worker of the engine, so an engine needs none of the trainer's layout.
+Each bucket is gathered over tensor-parallel ranks and stages on model-parallel rank 0, and copied
+to the ranks whose device has a worker of the engine. So an engine needs none of the trainer's
+layout.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from reinforce_rl.megatron.hf_weights import hf_tensors
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_map import Row, weight_map
 
-_ALIGNED = 64  # elements; a tensor in a bucket begins at a multiple of them
+_ALIGNED = 64  # elements; each tensor in a bucket begins at a multiple of this
 
 
 def send_weights(
@@ -39,10 +40,10 @@ def send_weights(
             all ranks, with an empty list on all but model-parallel rank 0. The bucket's memory is
             reused after it returns.
         max_bytes: bucket size, exceeded only by a single larger parameter.
-        make_buffer: allocates a buffer of that many elements of a dtype; also returns the function that makes the
-            offer of a rank, from the buffer and the tensors in it by name.
+        make_buffer: allocates a buffer, given elements and dtype. It also returns a function that
+            makes a rank's offer from the buffer and its tensors by name.
         hosts_worker: whether the engine has a worker on this rank's device.
-        is_spread: whether it has one on another device than model-parallel rank 0's.
+        is_spread: whether a worker is on another device than model-parallel rank 0's.
         values: tensors to send instead of the weights, by the names of `parameters_of`.
     """
     mesh = lm.mesh
@@ -57,7 +58,7 @@ def send_weights(
         offers = mesh.gather_on_model_parallel_rank_0(
             offer(buffer, views) if hosts_worker else None
         )
-        deliver([one for one in offers if one is not None])
+        deliver([rank_offer for rank_offer in offers if rank_offer is not None])
 
 
 def fill_buckets(
@@ -66,10 +67,10 @@ def fill_buckets(
     buffers: Sequence[Tensor],
     values: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Gather the model bucket by bucket into each of `buffers` in turn; a collective call of the block.
+    """Gather the model bucket by bucket into `buffers` in turn; a collective call of the block.
 
-    Yields the filled part of the buffer, and the tensors in it by name. Only those of model-parallel
-    rank 0 are filled. `values` are as in `hf_tensors`.
+    Yields the used part of the buffer, and its tensors by name. Only model-parallel rank 0 fills
+    them. For `values` see `hf_tensors`.
     """
     mesh = lm.mesh
     rows = [row for bucket in buckets for row in bucket]
@@ -89,7 +90,10 @@ def fill_buckets(
 
 
 def plan_buckets(rows: Sequence[Row], max_elements: int) -> list[list[Row]]:
-    """Pack rows into buckets in order. Rows that share a parameter stay together, as an engine fuses them."""
+    """Pack rows into buckets in order.
+
+    Rows of one parameter stay together, because an engine fuses them.
+    """
     buckets: list[list[Row]] = []
     for _, group in itertools.groupby(rows, lambda row: row.megatron):
         together = list(group)

@@ -1,7 +1,9 @@
-"""The decoder for any device, and what it shares with a GPU's: response buffers, pipeline passes, sampling.
+"""The decoder for any device, and the parts that it shares with a GPU's decoder.
 
-Notation: R rows of a step, b sequences per pass, s positions, h hidden, V vocabulary, N responses, T maximum response
-tokens.
+The shared parts are response buffers, pipeline passes and sampling.
+
+Notation: R rows of a step, b sequences per pass, s positions, h hidden, V vocabulary, N responses,
+T maximum response tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ Watch = Callable[[list[list[int]]], None]
 
 
 class Responses:
-    """Buffers for what a call adds to responses, and history-dependent sampling rules; `spare` adds one."""
+    """Buffers for the tokens that a call adds to responses, and history-dependent sampling rules.
+
+    `spare` adds a scratch row.
+    """
 
     def __init__(
         self,
@@ -50,7 +55,7 @@ class Responses:
     ):
         self._begun = begun
         rows = len(begun) + spare
-        before = [len(one.tokens) for one in begun]
+        before = [len(response.tokens) for response in begun]
         self._params = params
         self._tokenizer = tokenizer
         width = params.max_length - min(before)
@@ -59,10 +64,9 @@ class Responses:
             (rows, width), pad_id_of(tokenizer), dtype=torch.long, device=device
         )
         self._log_probs = torch.zeros((rows, width), dtype=torch.float32, device=device)
-        # Tokens of earlier calls; usually there are none, and a decode step spends no kernel on
-        # them.
+        # Numbers of tokens of earlier calls. Usually all are 0, and None saves a kernel per step.
         self._before = torch.tensor([*before, *[0] * spare], device=device) if any(before) else None
-        self._lengths = torch.zeros(rows, dtype=torch.long, device=device)  # of this one
+        self._lengths = torch.zeros(rows, dtype=torch.long, device=device)  # of this call
         self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
         self._marks: list[tuple[int, Tensor]] = []
         self._seen: Tensor | None = None
@@ -70,15 +74,17 @@ class Responses:
     def adjust(self, logits: Tensor, samples: Tensor, written: Tensor) -> Tensor:
         """Apply the repetition penalty and ban stop tokens before min_length: [R, V] to [R, V].
 
-        `samples` int64 [R] has the response of each row, `written` int64 [R] its tokens so far.
+        `samples` int64 [R] is each row's response, `written` int64 [R] its number of tokens so far.
         """
         if self._params.repetition_penalty != 1.0:
             if self._seen is None:
                 self._seen = torch.zeros(
                     (len(self._tokens), logits.shape[1]), dtype=torch.bool, device=logits.device
                 )
-                for row, one in enumerate(self._begun):
-                    self._seen[row, torch.tensor([*one.prompt.tokens, *one.tokens])] = True
+                for row, response in enumerate(self._begun):
+                    self._seen[row, torch.tensor([*response.prompt.tokens, *response.tokens])] = (
+                        True
+                    )
             logits = penalise_repetition(
                 logits, self._seen[samples], self._params.repetition_penalty
             )
@@ -94,7 +100,10 @@ class Responses:
     def append(
         self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor
     ) -> list[int]:
-        """Write one token per row, int64 [R]; return the rows that ended by a stop token or an end string."""
+        """Write one token per row, int64 [R]; return the rows that ended.
+
+        A row ends by a stop token or an end string.
+        """
         stopped = self.record(samples, written, tokens, log_probs)
         if not self._stops.numel() and not self._params.end_strings:
             return []  # skips a device sync
@@ -103,15 +112,18 @@ class Responses:
         return stopped.nonzero()[:, 0].tolist()
 
     def record(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
-        """Like `append`, without device sync and end strings; return bool [R], True where a response ended."""
+        """Write tokens without device sync and without end strings; see `append`.
+
+        Returns bool [R], True where a response ended.
+        """
         self._tokens[samples, written] = tokens
         self._log_probs[samples, written] = log_probs
         self._lengths[samples] = written + 1
         if self._seen is not None:
-            # A device tensor: a Python scalar would be copied to the device, which a CUDA graph
-            # forbids.
+            # A tensor on the device: a CUDA graph forbids copying a Python scalar to the device.
             self._seen[samples, tokens] = torch.ones_like(tokens, dtype=torch.bool)
-        self._stopped[samples] = stopped = (tokens[:, None] == self._stops).any(dim=1)
+        stopped = (tokens[:, None] == self._stops).any(dim=1)
+        self._stopped[samples] = stopped
         return stopped
 
     def stop_at_end_strings(self, samples: Tensor) -> Tensor:
@@ -125,13 +137,13 @@ class Responses:
         whole = [[*old, *new[:length]] for old, (new, length) in zip(earlier, rows, strict=True)]
         texts = decode_all(self._tokenizer, whole)
         hits = [any(end in text for end in self._params.end_strings) for text in texts]
-        found = torch.tensor(hits, device=lengths.device)
-        found &= self._since_begin(samples, lengths) >= self._params.min_length
-        self._stopped[samples] |= found
-        return found
+        stopped = torch.tensor(hits, device=lengths.device)
+        stopped &= self._since_begin(samples, lengths) >= self._params.min_length
+        self._stopped[samples] |= stopped
+        return stopped
 
     def so_far(self) -> list[list[int]]:
-        """Return the tokens of every response as of now, which waits for the device."""
+        """Return the tokens of every response so far; waits for the device."""
         lengths = self._lengths[: len(self._begun)].tolist()
         return [
             row[:length]
@@ -139,11 +151,11 @@ class Responses:
         ]
 
     def last_tokens(self, samples: Tensor, written: Tensor) -> Tensor:
-        """Return int64 [R], the token before `written`."""
+        """Return each row's token before position `written`: int64 [R]."""
         return self._tokens[samples, written - 1]
 
     def finish(self) -> Completions:
-        """Return the responses, cut to the longest."""
+        """Return the responses, padded to the longest."""
         tokens, log_probs, lengths, stopped = (
             values[: len(self._begun)]
             for values in (self._tokens, self._log_probs, self._lengths, self._stopped)
@@ -152,22 +164,27 @@ class Responses:
         return Completions(
             tokens=tokens[:, :width].cpu(),
             lengths=lengths.cpu(),
-            finish_reasons=tuple(FINISH_STOP if s else FINISH_LENGTH for s in stopped.tolist()),
+            finish_reasons=tuple(
+                FINISH_STOP if is_stopped else FINISH_LENGTH for is_stopped in stopped.tolist()
+            ),
             log_probs=log_probs[:, :width].cpu(),
         )
 
     def mark(self, version: int) -> None:
-        """Note that the tokens from here on are drawn by weights of this version."""
+        """Record that weights of this version draw all further tokens."""
         self._marks.append((version, self._lengths.to("cpu", copy=True)))
 
-    def lengthened(self, version: int) -> list[PartialResponse]:
-        """Return the responses with what was added, by weights of this version until the first `mark`."""
-        found = self.finish()
-        assert found.log_probs is not None
-        lengths = found.lengths.tolist()
+    def collect_responses(self, version: int) -> list[PartialResponse]:
+        """Return the responses with the added tokens.
+
+        `version`: weight version of the tokens before the first `mark`.
+        """
+        added = self.finish()
+        assert added.log_probs is not None
+        lengths = added.lengths.tolist()
         stopped = self._stopped.tolist()
-        made = []
-        for row, (one, length) in enumerate(zip(self._begun, lengths, strict=True)):
+        responses = []
+        for row, (response, length) in enumerate(zip(self._begun, lengths, strict=True)):
             marks = [
                 (version, 0),
                 *((newer, int(at[row])) for newer, at in self._marks),
@@ -176,13 +193,13 @@ class Responses:
             versions = [
                 old for (old, start), (_, end) in pairwise(marks) for _ in range(end - start)
             ]
-            is_full = len(one.tokens) + length == self._params.max_length
-            made.append(
+            is_full = len(response.tokens) + length == self._params.max_length
+            responses.append(
                 replace(
-                    one,
-                    tokens=(*one.tokens, *found.tokens[row, :length].tolist()),
-                    log_probs=(*one.log_probs, *found.log_probs[row, :length].tolist()),
-                    versions=(*one.versions, *versions),
+                    response,
+                    tokens=(*response.tokens, *added.tokens[row, :length].tolist()),
+                    log_probs=(*response.log_probs, *added.log_probs[row, :length].tolist()),
+                    versions=(*response.versions, *versions),
                     finish_reason=FINISH_STOP
                     if stopped[row]
                     else FINISH_LENGTH
@@ -190,19 +207,20 @@ class Responses:
                     else None,
                 )
             )
-        return made
+        return responses
 
 
 class Decoding:
-    """Decoding state of one call. A response that was begun before is read as its prompt's end.
+    """Decoding state of one call. Earlier tokens of a response are read as the end of its prompt.
 
     Args:
         lm: the actor, within `whole_sequences`.
         max_tokens: bound on the cache; None for no bound.
-        begun: what to go on with, none at its end; responses without tokens are by prompt.
-        watch: called after each step with the tokens of all responses so far; what it raises ends the call.
-        updates: of the weights; None: they stay as they are.
-        renew: called after an update; copies of the weights are made anew.
+        begun: unfinished responses; those without tokens are grouped by prompt.
+        watch: called after each step with the tokens of all responses so far; an exception in it
+            ends the call.
+        updates: updates of the weights; None for none.
+        renew: called after an update, to copy the weights again.
     """
 
     has_spare = False  # whether the responses have a scratch row
@@ -227,21 +245,21 @@ class Decoding:
         self._device = lm.mesh.device
         self._responses = Responses(begun, params, tokenizer, self._device, self.has_spare)
         keyed = (
-            (one.prompt.id, one.prompt.tokens, row if one.tokens else None)
-            for row, one in enumerate(begun)
+            (response.prompt.id, response.prompt.tokens, row if response.tokens else None)
+            for row, response in enumerate(begun)
         )
-        samples = [len(list(rows)) for _, rows in groupby(keyed)]  # of each prompt
+        samples = [len(list(rows)) for _, rows in groupby(keyed)]  # per prompt
         firsts = np.cumsum([0, *samples])[:-1].tolist()
         self._prompts = [(*begun[row].prompt.tokens, *begun[row].tokens) for row in firsts]
         lengths = [len(tokens) for tokens in self._prompts]
-        before = [len(one.tokens) for one in begun]
+        before = [len(response.tokens) for response in begun]
         limits = [params.max_length - count for count in before]
         self._schedule = Schedule(lengths, samples, max(limits), max_tokens, limits)
         self._sizes = self._schedule.slots, max(lengths), self._schedule.rows, max(limits)
         self._limits = torch.tensor(limits, device=self._device)
         self._is_mixed = len(set(limits)) > 1
         keys = position_keys(
-            np.array([one.key for one in begun], dtype=np.uint64), params.max_length
+            np.array([response.key for response in begun], dtype=np.uint64), params.max_length
         )
         for row, count in enumerate(before):
             if count:
@@ -258,7 +276,7 @@ class Decoding:
         self._work: Workspace | None = None
 
     def _is_stopped(self) -> bool:
-        """Do what `updates` asks for before the next token; return True if that is the end of the call."""
+        """Apply `updates` before the next token; return True if the call ends."""
         updates = self._updates
         if updates is None or (action := updates.next_action(self._schedule.unfinished)) == "go on":
             return False
@@ -268,12 +286,12 @@ class Decoding:
         self._renew()
         self._responses.mark(updates.version)
         if numbers := list(self._schedule.slot_of):
-            # samples that wait begin with the new weights alone
+            # Only these: a waiting sample will begin with the new weights.
             self._read_prompts(numbers)
         return False
 
     def _read_prompts(self, numbers: Sequence[int]) -> None:
-        """Run prompts, whose slots they have, through the model."""
+        """Run prompts, which have slots, through the model."""
         raise NotImplementedError
 
     def _prefill(self, numbers: Sequence[int], cache: Any) -> None:
@@ -291,7 +309,7 @@ class Decoding:
     def _through_stages(
         self, tokens: Tensor, positions: Tensor | None, cache: Any
     ) -> Tensor | None:
-        """Return hidden states [b, s, h] on the last stage, None on the others; stages run in turn."""
+        """Return hidden states [b, s, h] on the last stage, else None; stages run in turn."""
         lm = self._lm
         mesh = self._lm.mesh
         if mesh.pp_rank > 0:
@@ -305,7 +323,10 @@ class Decoding:
         return None
 
     def _hand_on(self, hidden: Tensor | None, rows: int) -> Tensor | None:
-        """Send [1, R, h] or None to the next stage while receiving `rows` rows (0: nothing) from the one before."""
+        """Send `hidden` to the next stage while receiving `rows` rows from the previous stage.
+
+        `hidden` is [1, R, h]; None sends nothing, and 0 rows receive nothing.
+        """
         mesh = self._lm.mesh
         group = self._lm.mesh.pp_group
         received = self._room(rows, 1) if rows else None
@@ -331,7 +352,10 @@ class Decoding:
     def _next_tokens(
         self, hidden: Tensor | None, samples: Tensor, written: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Draw a token int64 [R] and its log-prob float32 [R] per row; `hidden` is [R, h] on the last stage."""
+        """Draw a token, int64 [R], and its log-prob, float32 [R], per row.
+
+        `hidden` is [R, h] on the last stage.
+        """
         mesh = self._lm.mesh
         rows = len(samples)
         tokens = torch.empty(rows, dtype=torch.long, device=self._device)
@@ -387,12 +411,17 @@ class PlainDecoding(Decoding):
         running = self._schedule.running
         self._samples, self._slots, self._lengths, self._written = torch.tensor(
             [
-                (one.sample, one.slot, len(self._prompts[one.prompt]), one.written)
-                for one in running
+                (
+                    sequence.sample,
+                    sequence.slot,
+                    len(self._prompts[sequence.prompt]),
+                    sequence.written,
+                )
+                for sequence in running
             ],
             device=self._device,
         ).unbind(dim=1)
-        self._cache.place([one.slot for one in running])
+        self._cache.place([sequence.slot for sequence in running])
 
     def _draw(self) -> Tensor:
         """Draw, record and return each row's next token, int64 [R]."""
@@ -412,7 +441,8 @@ class PlainDecoding(Decoding):
         if not len(tokens):
             self._hidden = self._hidden[:0]
             return
-        stored = self._written - 1  # this pass computes the last token's keys
+        # This pass computes the keys of the last token.
+        stored = self._written - 1
         self._cache.at(self._lengths, stored, self._schedule.longest)
         hidden = self._through_stages(
             tokens[:, None], (self._lengths + stored)[:, None], self._cache

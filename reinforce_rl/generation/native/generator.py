@@ -1,7 +1,7 @@
-"""The native engine: decoding on the megatron actor itself with a KV cache, for any parallel layout.
+"""The native engine: decode on the megatron actor with a KV cache, for any parallel layout.
 
-All samples of a prompt share its keys and values; finished samples leave the batch at once and waiting ones take their
-place. The engine reads the actor's own weights, so there is nothing to refit.
+All samples of a prompt share its keys and values. Finished samples leave the batch at once, and
+waiting ones take their place. The engine reads the actor's weights, so there is nothing to refit.
 
 Notation: N responses of the call, R rows of a step, h hidden.
 """
@@ -28,7 +28,7 @@ from reinforce_rl.generation.base import (
     check_lengths,
 )
 from reinforce_rl.generation.native.decoding import Decoding, PlainDecoding, Responses, Watch
-from reinforce_rl.generation.responses import unbegun
+from reinforce_rl.generation.responses import new_responses
 from reinforce_rl.megatron.model.attention import flash_takes
 from reinforce_rl.megatron.model.decoding import FlashCache
 from reinforce_rl.megatron.model.model import CausalLM
@@ -36,7 +36,7 @@ from reinforce_rl.megatron.model.model import CausalLM
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_STEPS = 8
+_STEPS = 8  # between two checks for finished rows
 _SMALL = (1, 2, 4, 8, 16)  # supported row counts; above them multiples of the next constant
 _MULTIPLE = 32
 
@@ -46,9 +46,9 @@ class NativeGenerator:
 
     Args:
         max_tokens: bound on each rank's KV cache; None for all sequences of a call.
-        is_lean: decode within `CausalLM.fast_decoding`; False: through megatron's own layers.
+        is_lean: decode within `CausalLM.fast_decoding`; False for megatron's layers.
         is_static: use `StaticDecoding` if also `is_lean`, on a GPU in bf16.
-        use_graphs: replay its steps as CUDA graphs.
+        use_graphs: replay the steps of `StaticDecoding` as CUDA graphs.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class NativeGenerator:
         """Do nothing: the engine decodes with the weights in training."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no engine process."""
 
     def generate(
         self,
@@ -91,41 +91,42 @@ class NativeGenerator:
         seed: int,
         watch: Watch | None = None,
     ) -> Completions:
-        """See `Generator.generate`, and `Decoding` for `watch`, which costs time. The result is on the CPU.
+        """See `Generator.generate`; the result is on the CPU.
 
-        Context-parallel ranks split the prompts; keyed noise keeps the results the same.
+        `watch`, see `Decoding`, costs time. Context-parallel ranks split the prompts; keyed noise
+        keeps the results the same.
         """
         mesh = self._lm.mesh
         self._check(prompts, params)
         per_rank = -(-len(prompts) // mesh.cp_size)
-        own = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
-        begun = unbegun(own, num_samples, seed)
-        found = self._decode(begun, params, watch).finish() if begun else None
-        if mesh.cp_size == 1 and found is not None:
-            return found
-        parts = [part for part in mesh.gather_over_cp(found) if part is not None]
+        local_prompts = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
+        begun = new_responses(local_prompts, num_samples, seed)
+        completions = self._decode(begun, params, watch).finish() if begun else None
+        if mesh.cp_size == 1 and completions is not None:
+            return completions
+        parts = [part for part in mesh.gather_over_cp(completions) if part is not None]
         return join_completions(parts, pad_id_of(self._tokenizer))
 
-    def go_on(
+    def resume(
         self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
     ) -> list[PartialResponse]:
-        """See `Generator.go_on`; not with context parallelism.
+        """See `Generator.resume`; not with context parallelism.
 
-        At "load" the prompts are read anew, and what was stored for tokens of responses is kept.
+        At "load" the prompts are read again; keys and values of response tokens are kept.
         """
-        self._check([one.prompt for one in responses], params)
-        found = list(responses)
-        rows = [row for row, one in enumerate(responses) if one.finish_reason is None]
-        # stable: what was begun first, then prompt by prompt
+        self._check([response.prompt for response in responses], params)
+        results = list(responses)
+        rows = [row for row, response in enumerate(responses) if response.finish_reason is None]
+        # The sort is stable: responses with tokens come first, then prompt by prompt.
         rows.sort(key=lambda row: not responses[row].tokens)
         if rows:
             version = updates.version
-            made = self._decode([responses[row] for row in rows], params, None, updates).lengthened(
-                version
-            )
-            for row, one in zip(rows, made, strict=True):
-                found[row] = one
-        return found
+            made = self._decode(
+                [responses[row] for row in rows], params, None, updates
+            ).collect_responses(version)
+            for row, response in zip(rows, made, strict=True):
+                results[row] = response
+        return results
 
     def _check(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         limit = self._lm.architecture.max_positions
@@ -147,7 +148,7 @@ class NativeGenerator:
                 def renew() -> None:
                     lean.close()
                     if self._is_lean:
-                        # on a CPU with copies of the weights
+                        # On a CPU this copies the weights.
                         lean.enter_context(self._lm.fast_decoding())
 
                 renew()
@@ -161,7 +162,7 @@ class NativeGenerator:
                     updates,
                     renew,
                 )
-                longest = max(len(one.prompt.tokens) for one in begun) + params.max_length
+                longest = max(len(response.prompt.tokens) for response in begun) + params.max_length
                 if self._is_static and can_decode_statically(self._lm, longest):
                     return StaticDecoding(*call, use_graphs=self._use_graphs).run()
                 return PlainDecoding(*call).run()
@@ -170,7 +171,7 @@ class NativeGenerator:
 
 
 def can_decode_statically(lm: CausalLM, longest: int) -> bool:
-    """Return True if flash attention can decode here; `longest` is the length of the longest sequence in tokens."""
+    """Return True if flash attention can decode here; `longest`: tokens of the longest sequence."""
     shape = lm.architecture
     # The queries of a prompt share one call, but a sliding window differs for each query.
     in_window = shape.window is None or longest <= shape.window
@@ -189,9 +190,10 @@ def padded_rows(rows: int) -> int:
 class StaticDecoding(Decoding):
     """Decoder with static shapes, without host synchronisation at each step.
 
-    Row state is on the device. The host checks for finished rows every `_STEPS` steps; until then they keep drawing
-    into a spare row. The number of rows is padded to one of a few sizes, so that few CUDA graphs suffice. In a
-    pipeline the rows are split into one group per stage, and the stages work on different groups at the same time.
+    Row state is on the device. The host checks for finished rows every `_STEPS` steps; until then
+    they keep drawing into a spare row. The number of rows is padded to one of a few sizes, so a few
+    CUDA graphs suffice. In a pipeline the rows are split into one group per stage, and the stages
+    work on different groups at the same time.
 
     Args:
         call: arguments of `Decoding`.
@@ -205,12 +207,10 @@ class StaticDecoding(Decoding):
         self._cache = self._lm.new_cache(*self._sizes, kind=FlashCache)
         slots, _, rows, _ = self._sizes
         stages = self._lm.mesh.pp_size
-        # Finished rows and unused places of a group write there.
+        # Finished rows and the padding of a group write there.
         self._padding_row = len(self._keys)
-        self._keys, self._limits = (
-            torch.cat((self._keys, self._keys[:1])),
-            torch.cat((self._limits, self._limits[:1])),
-        )
+        self._keys = torch.cat((self._keys, self._keys[:1]))
+        self._limits = torch.cat((self._limits, self._limits[:1]))
         self._alive = torch.ones(self._padding_row + 1, dtype=torch.bool, device=self._device)
         self._alive[self._padding_row] = False
         size = padded_rows(-(-rows // stages))
@@ -223,7 +223,7 @@ class StaticDecoding(Decoding):
         self._use_graphs = use_graphs and stages == 1
 
     def run(self) -> Responses:
-        # Not in `self`: a reference cycle would keep the cache until garbage collection.
+        # A local: in `self`, a reference cycle would keep the cache until garbage collection.
         step = GraphedStep(self._whole_step) if self._use_graphs else self._whole_step
         while (steps := self._admit()) is not None:
             if len(self._groups) > 1:
@@ -239,26 +239,34 @@ class StaticDecoding(Decoding):
         return self._responses
 
     def _admit(self) -> int | None:
-        """Fill free rows with waiting samples; return the number of steps to run, None at the end."""
-        schedule, before = self._schedule, len(self._schedule.running)
+        """Fill free rows with waiting samples.
+
+        Returns the number of steps to run, None at the end.
+        """
+        schedule = self._schedule
+        before = len(schedule.running)
         unread = schedule.admit()
         if unread:
             self._read_prompts(unread)
         new = schedule.running[before:]
         if new:
-            samples = self._on_device([one.sample for one in new])
+            samples = self._on_device([sequence.sample for sequence in new])
             self._draw(
-                self._of_prompts[[one.slot for one in new]], samples, torch.zeros_like(samples)
+                self._of_prompts[[sequence.slot for sequence in new]],
+                samples,
+                torch.zeros_like(samples),
             )
-            for one in new:
-                one.written, self._lane_of[one.sample] = 1, self._free.pop()
+            for sequence in new:
+                sequence.written = 1
+                self._lane_of[sequence.sample] = self._free.pop()
         if not schedule.running:
             return None
         if new or self._freed:
             self._place()
-        if self._params.end_strings or self._watch is not None:  # checked after each token
+        # Both need a check after each token.
+        if self._params.end_strings or self._watch is not None:
             return 0 if new else 1
-        return min(_STEPS, *(one.limit - one.written for one in schedule.running))
+        return min(_STEPS, *(sequence.limit - sequence.written for sequence in schedule.running))
 
     def _read_prompts(self, numbers: Sequence[int]) -> None:
         lengths = [len(self._prompts[number]) for number in numbers]
@@ -266,40 +274,43 @@ class StaticDecoding(Decoding):
         self._prefill(numbers, self._cache)
 
     def _place(self) -> None:
-        running = sorted(self._schedule.running, key=lambda one: one.slot)
+        running = sorted(self._schedule.running, key=lambda sequence: sequence.slot)
         share = -(-len(running) // len(self._groups))
         for number, group in enumerate(self._groups):
             mine = running[number * share : (number + 1) * share]
-            starts = [self._cache.lane_start(self._lane_of[one.sample]) for one in mine]
-            lengths = [len(self._prompts[one.prompt]) for one in mine]
+            starts = [self._cache.lane_start(self._lane_of[sequence.sample]) for sequence in mine]
+            lengths = [len(self._prompts[sequence.prompt]) for sequence in mine]
             rows = [
-                (one.sample, n, one.written, at)
-                for one, n, at in zip(mine, lengths, starts, strict=True)
+                (sequence.sample, n, sequence.written, at)
+                for sequence, n, at in zip(mine, lengths, starts, strict=True)
             ]
             unused = padded_rows(share) - len(mine)
             group.place(
                 rows + [(self._padding_row, 1, 1, self._cache.spare)] * unused,
-                [one.slot for one in mine],
+                [sequence.slot for sequence in mine],
             )
 
     def _whole_step(self, rows: int) -> None:
         self._write(self._groups[0], self._read(self._groups[0]))
 
     def _rotate(self, steps: int) -> None:
-        """Run `steps` steps of every group: at tick t, stage s works on group (t - s) modulo the stages."""
+        """Run `steps` steps of every group.
+
+        At tick t, stage s works on group (t - s) modulo the number of stages.
+        """
         mesh = self._lm.mesh
         stages = len(self._groups)
         total = steps * stages
-        given = None
+        received = None
         for tick in range(total + stages - 1 if steps else 0):
             number = tick - mesh.pp_rank
             hidden = None
             if 0 <= number < total:
-                if given is not None:
-                    self._lm.set_input_tensor(given)
+                if received is not None:
+                    self._lm.set_input_tensor(received)
                 hidden = self._read(self._groups[number % stages])
             comes = mesh.pp_rank > 0 and 0 <= number + 1 < total
-            given = self._hand_on(
+            received = self._hand_on(
                 None if mesh.is_last_stage else hidden, self._groups[0].rows if comes else 0
             )
             if tick >= stages - 1:
@@ -323,7 +334,7 @@ class StaticDecoding(Decoding):
         alive = self._alive[samples]
         at = samples.where(alive, self._padding_row)
         stopped = self._responses.record(at, written, tokens, log_probs)
-        # usually without a kernel
+        # One limit for all rows, the usual case, saves a kernel.
         limits = self._limits[samples] if self._is_mixed else self._sizes[-1]
         self._alive[at] = alive & ~stopped & (written + 1 < limits)
 
@@ -334,7 +345,7 @@ class StaticDecoding(Decoding):
         """Sync with the device and remove finished rows."""
         running = self._schedule.running
         if self._params.end_strings:
-            samples = self._on_device([one.sample for one in running])
+            samples = self._on_device([sequence.sample for sequence in running])
             self._alive[samples] &= ~self._responses.stop_at_end_strings(samples)
         alive = (
             self._alive.tolist()
@@ -342,17 +353,19 @@ class StaticDecoding(Decoding):
             else None
         )
         ended = [
-            row for row, one in enumerate(running) if alive is not None and not alive[one.sample]
+            row
+            for row, sequence in enumerate(running)
+            if alive is not None and not alive[sequence.sample]
         ]
         self._freed = self._schedule.advance(ended, steps) is not None
         if self._freed:
-            left = {one.sample for one in self._schedule.running}
+            left = {sequence.sample for sequence in self._schedule.running}
             for sample in [sample for sample in self._lane_of if sample not in left]:
                 self._free.append(self._lane_of.pop(sample))
 
 
 class _MicroGroup:
-    """Rows that pass through the stages together; device state in buffers with fixed addresses."""
+    """Rows that pass through the stages together; their device buffers have fixed addresses."""
 
     def __init__(self, size: int, slots: int, most_rows: int, device: torch.device):
         self.rows = 0
@@ -362,8 +375,9 @@ class _MicroGroup:
         self.rows_of_slots = torch.zeros(slots + 2, dtype=torch.int32, device=device)
 
     def place(self, rows: Sequence[tuple[int, int, int, int]], slots: Sequence[int]) -> None:
-        """Set the rows, as in `numbers`, sorted by slot; those beyond `slots` are padding."""
-        self.rows, self.most_rows = len(rows), min(len(rows), self._most_rows)
+        """Set the rows, sorted by slot, with values as in `numbers`; rows beyond `slots` pad."""
+        self.rows = len(rows)
+        self.most_rows = min(len(rows), self._most_rows)
         self._numbers[:, : self.rows].copy_(torch.tensor(rows).t(), non_blocking=True)
         counts = Counter(slots)
         firsts = np.cumsum(
@@ -381,8 +395,8 @@ class _MicroGroup:
 class GraphedStep:
     """Capture a step, which takes the number of rows, once per number of rows; then replay it.
 
-    The step must update preallocated tensors in place and branch on the host by the number of rows only. Graphs hold
-    weight addresses, so weights must not move.
+    The step must update preallocated tensors in place and branch on the host only by the number of
+    rows. Graphs hold weight addresses, so weights must not move.
     """
 
     def __init__(self, step: Callable[[int], None]):
@@ -393,7 +407,7 @@ class GraphedStep:
 
     def __call__(self, rows: int) -> None:
         if rows not in self._graphs:
-            # Warm up on the capture stream: libraries allocate workspaces at their first call,
+            # Warm up on the capture stream: a library's first call allocates a workspace, which is
             # illegal in a capture.
             self._graphs[rows] = None
             self._stream.wait_stream(cuda.current_stream())
@@ -403,8 +417,9 @@ class GraphedStep:
             return
         graph = self._graphs[rows]
         if graph is None:
-            graph = self._graphs[rows] = cuda.CUDAGraph()
-            # thread_local, as NCCL's watchdog thread calls CUDA during the capture.
+            graph = cuda.CUDAGraph()
+            self._graphs[rows] = graph
+            # thread_local: NCCL's watchdog thread calls CUDA during the capture.
             with cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 self._step(rows)
         graph.replay()

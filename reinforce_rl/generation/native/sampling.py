@@ -17,8 +17,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def sample_seeds(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray) -> np.ndarray:
     """Return a 64-bit seed per (seed, prompt, sample), uint64 [R], which keys its noise.
 
-    Applies the SplitMix64 finaliser to the three integers in turn (Steele et al., "Fast Splittable Pseudorandom Number
-    Generators", 2014).
+    Applies the SplitMix64 finaliser to the three integers in turn (Steele et al., "Fast Splittable
+    Pseudorandom Number Generators", 2014).
     """
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF))
@@ -29,7 +29,10 @@ def sample_seeds(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray) -> n
 
 
 def position_keys(seeds: np.ndarray, num_positions: int) -> Tensor:
-    """Return a 64-bit key, as two int32, of each sample's positions: uint64 [R] to int32 [R, num_positions, 2]."""
+    """Return 64-bit keys of each sample's positions, each as two int32.
+
+    Maps uint64 [R] to int32 [R, num_positions, 2].
+    """
     with np.errstate(over="ignore"):
         positions = np.arange(1, num_positions + 1, dtype=np.uint64)
         keys = _mix(seeds[:, None] + _GOLDEN * positions[None, :])
@@ -67,10 +70,11 @@ class Workspace:
 
 
 def _negative_noise(keys: Tensor, bits: Tensor, scratch: Tensor) -> Tensor:
-    """Compute standard Gumbel noise, negated, from keys int32 [R, 2] in the memory of `scratch`, float32 [R, V].
+    """Compute negated standard Gumbel noise, float32 [R, V], from keys int32 [R, 2].
 
-    The same in any batch and on any device; both buffers are int32 [R, V]. Counter-based: the token id is the counter,
-    hashed with 32-bit multiplications and shifts (constants of C. Wellons' "lowbias32", 2018); the second half of the
+    `bits` and `scratch` are int32 [R, V]; the result uses the memory of `scratch`. It is equal in
+    any batch and on any device. The generator is counter-based: it hashes the token id with 32-bit
+    multiplications and shifts (constants of C. Wellons' "lowbias32", 2018). The second half of the
     key enters between the two rounds.
     """
     tokens = torch.arange(bits.shape[1], dtype=torch.int32, device=keys.device) * _as_int32(
@@ -107,10 +111,11 @@ def _as_int32(value: int) -> int:
 
 
 def choose_tokens(logits: Tensor, keys: Tensor, params: SamplingParams, work: Workspace) -> Tensor:
-    """Draw one token per row by the Gumbel-max trick, or take the likeliest under `use_greedy`: int64 [R].
+    """Draw one token per row by the Gumbel-max trick, or the likeliest if `use_greedy`: int64 [R].
 
-    The trick samples the softmax exactly, and rounding matters only at near ties; an inverted cumulative sum would add
-    errors up over the vocabulary. Logits [R, V] have penalties and bans applied, but no temperature.
+    The trick samples the softmax exactly, and rounding matters only at near ties; an inverted
+    cumulative sum would accumulate errors over the vocabulary. Logits [R, V] have penalties and
+    bans applied, but no temperature.
     """
     if params.use_greedy:
         return logits.argmax(dim=-1)
@@ -135,13 +140,19 @@ def _cut_tail(logits: Tensor, top_p: float) -> Tensor:
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make seen tokens less likely: divide positive and multiply negative logits [R, V] where `seen` bool [R, V]."""
+    """Make tokens in `seen`, bool [R, V], less likely.
+
+    Divides positive logits [R, V] by the penalty and multiplies negative ones.
+    """
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, penalised, logits)
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float, work: Workspace) -> Tensor:
-    """Return log softmax(logits / temperature) at the tokens: [R, V] and int64 [R] to float32 [R]."""
+    """Return log softmax(logits / temperature) at the tokens, float32 [R].
+
+    `logits` are [R, V], `tokens` int64 [R].
+    """
     out, _ = work.reals(len(logits))
     torch.log_softmax(work.scaled(logits, temperature), dim=-1, out=out)
     return out.gather(1, tokens[:, None])[:, 0].float()

@@ -1,4 +1,4 @@
-"""Which sequences of a call are in flight, and what waits for room in the KV cache."""
+"""Schedule the sequences of a call: some are in flight, others wait for room in the KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Running:
     sample: int  # index among all responses
     prompt: int  # index of the prompt
     slot: int  # location of the prompt's keys and values
-    limit: int  # tokens at most
+    limit: int  # maximum tokens
     written: int = 0  # tokens of this call so far
 
 
@@ -23,10 +23,11 @@ class Schedule:
     """Queue of sequences; one that ends makes room for the next.
 
     Args:
-        num_samples: sequences per prompt, or of each prompt.
+        num_samples: sequences per prompt, one number for all or one per prompt.
         max_length: maximum response tokens.
-        max_tokens: bound on the tokens of all slots and rows; None for no bound. One sequence always fits.
-        limits: maximum tokens of each sequence; None: `max_length`.
+        max_tokens: bound on the tokens of all slots and rows; None for no bound. One sequence
+            always fits.
+        limits: maximum tokens of each sequence; None for `max_length`.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class Schedule:
             else list(num_samples)
         )
         prompt_of = np.repeat(np.arange(len(counts)), counts)
-        longest, self._total = max(prompt_lengths), len(prompt_of)
+        longest = max(prompt_lengths)
+        self._total = len(prompt_of)
 
         def slots_of(rows: int) -> int:
             """Return the maximum number of prompts that `rows` consecutive samples span."""
@@ -56,10 +58,11 @@ class Schedule:
         self.rows = next((rows for rows in range(self._total, 1, -1) if fits(rows)), 1)
         self.slots = slots_of(self.rows)  # maximum prompts in memory
         self.running: list[Running] = []
-        self._begun, self._prompt_of = 0, prompt_of.tolist()
+        self._begun = 0
+        self._prompt_of = prompt_of.tolist()
         self._limits = [max_length] * self._total if limits is None else limits
         self._free = list(range(self.slots))
-        self.slot_of: dict[int, int] = {}  # of the prompts in memory
+        self.slot_of: dict[int, int] = {}  # slots of the prompts in memory
         self._left = dict(enumerate(counts))
 
     @property
@@ -91,11 +94,15 @@ class Schedule:
         Returns:
             For each remaining row, its former index; None if no row ended.
         """
-        for one in self.running:
-            one.written += tokens
+        for sequence in self.running:
+            sequence.written += tokens
         ended = {
             *stopped,
-            *(row for row, one in enumerate(self.running) if one.written == one.limit),
+            *(
+                row
+                for row, sequence in enumerate(self.running)
+                if sequence.written == sequence.limit
+            ),
         }
         if not ended:
             return None
@@ -113,4 +120,4 @@ class Schedule:
     @property
     def longest(self) -> int:
         """Tokens of the longest response in flight."""
-        return max((one.written for one in self.running), default=0)
+        return max((sequence.written for sequence in self.running), default=0)

@@ -18,7 +18,7 @@ from reinforce_rl.utils.untrusted_files import read_json
 
 
 class TensorRTLLM:
-    """See `EngineAdapter`. Weights are offered as one buffer a bucket, see `buckets`."""
+    """See `EngineAdapter`. Weights are offered as one buffer per bucket, see `buckets`."""
 
     name = "tensorrt_llm"
     title = "TensorRT-LLM"
@@ -45,7 +45,7 @@ class TensorRTLLM:
         return {
             "TLLM_DISABLE_MPI": "1",
             "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # do not join another Ray on this machine
-            # as NeMo-RL and verl do: copies stay on one stream
+            # Keeps copies on one stream, as in NeMo-RL and verl.
             "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",
             "RAY_TMPDIR": str(folder),
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -71,8 +71,8 @@ class TensorRTLLM:
 def device_uuid(device: torch.device) -> str:
     if device.type != "cuda":
         sentence = (
-            f"generation is tensorrt_llm, but the ranks compute on {device}; TensorRT-LLM needs CUDA: "
-            "use native or vllm"
+            f"generation is tensorrt_llm, but the ranks compute on {device}; TensorRT-LLM needs "
+            "CUDA: use native or vllm"
         )
         raise ConfigError([Fault(sentence, key="generation.engine.needs_cuda")])
     return buckets.device_id(device)

@@ -1,7 +1,7 @@
 """The engine's half of TensorRT-LLM 1.2 and 1.3: `python -m reinforce_rl.generation.trtllm.host`.
 
 `tests/generation/tensorrt_llm_signatures.json` has the signatures of the calls, and
-`tensorrt_llm_signatures_1.3.json` those that 1.3 changed.
+`tensorrt_llm_signatures_1.3.json` the signatures that 1.3 changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MASK = 2**64 - 1
 class TensorRTLLMHost(RequestsUnderway):
     """See `EngineHost`."""
 
-    is_alive = True  # its own calls fail
+    is_alive = True  # calls of a dead engine fail
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class TensorRTLLMHost(RequestsUnderway):
             cuda_graph_config=api.CudaGraphConfig(
                 enable_padding=True, max_batch_size=arguments.max_batch_size
             ),
-            # The default keeps room for each response at full length, and so waits where most are
-            # short.
+            # The default reserves room for each response at full length; if most are short, many
+            # requests wait needlessly.
             scheduler_config=api.SchedulerConfig(
                 capacity_scheduler_policy=api.CapacitySchedulerPolicy.MAX_UTILIZATION
             ),
@@ -114,14 +114,15 @@ def check_held(workers: Sequence[Mapping[str, Mapping[str, Any]]], key_value_hea
     """Compare what the workers hold with what was sent; see `WeightsOfTrainer.load_bucket`.
 
     Raises:
-        RuntimeError: a parameter holds something else or was given nothing, or a tensor has no parameter.
+        RuntimeError: a parameter holds other values or was given none, or a tensor has no
+            parameter.
     """
     faults: dict[str, list[str]] = {
         "old or wrong": [],
         "given nothing": [],
         "of no parameter": sorted({name for worker in workers for name in worker["lost"]}),
     }
-    copies = max(1, len(workers) // key_value_heads)  # of each head of keys and values
+    copies = max(1, len(workers) // key_value_heads)  # per head of keys and values
     for name, parameter in workers[0]["parameters"].items():
         sent = parameter["sent"]
         held = [worker["parameters"][name]["held"] for worker in workers]
@@ -137,8 +138,9 @@ def check_held(workers: Sequence[Mapping[str, Mapping[str, Any]]], key_value_hea
     texts = [f"{kind}: {', '.join(names[:5])}" for kind, names in faults.items() if names]
     if texts:
         raise RuntimeError(
-            f"the engine does not hold the weights that it was given; {'; '.join(texts)}. Where they are right, as "
-            "this comparison has not seen this release or model, set tensorrt_llm.check_weights=false"
+            f"the engine does not hold the weights that it was given; {'; '.join(texts)}. "
+            "Where they are right, as this comparison has not seen this release or model, set "
+            "tensorrt_llm.check_weights=false"
         )
 
 
@@ -148,7 +150,7 @@ def _key_value_heads(folder: Path) -> int:
 
 
 def _tokens_of_full_batch(arguments: EngineArguments) -> int:
-    """Return the tokens of a cache for all sequences at full length; more would never be used by them."""
+    """Return the tokens of a cache for all sequences at full length, the most they can use."""
     blocks = -(-arguments.max_seq_len // TOKENS_PER_BLOCK) + 1
     return arguments.max_batch_size * blocks * TOKENS_PER_BLOCK
 
@@ -169,8 +171,8 @@ def _tags_but_the_cache() -> list[str]:
 def _sleep_options() -> dict[str, Any]:
     """Return the arguments that let the engine sleep.
 
-    1.2 copies all memory but the cache to pinned host memory and back. From 1.3 on the weights have a tag of their
-    own and are dropped, as each waking brings them anew.
+    1.2 copies all memory but the cache to pinned host memory and back. In 1.3 the weights have
+    their own tag and are dropped, because each wake-up sends them again.
     """
     arguments = importlib.import_module("tensorrt_llm.llmapi.llm_args")
     if not hasattr(arguments, "SleepConfig"):
@@ -182,7 +184,7 @@ def _sleep_options() -> dict[str, Any]:
 
 def _sampling(asked: EngineSampling) -> Any:
     values = dataclasses.asdict(asked)
-    # it holds back one end token only; the configuration refuses others than 0
+    # The engine holds back only one end token; the configuration requires 0.
     del values["min_tokens"]
     return importlib.import_module("tensorrt_llm").SamplingParams(
         **values,
@@ -208,8 +210,8 @@ async def _answer(result: Any) -> Answer:
             return Answer(fault=f"{len(output.logprobs)} log-probs came with {len(tokens)} tokens")
         pairs = zip(tokens, output.logprobs, strict=True)
         log_probs = tuple(
-            float(one[token].logprob) if isinstance(one, dict) else float(one)
-            for token, one in pairs
+            float(candidates[token].logprob) if isinstance(candidates, dict) else float(candidates)
+            for token, candidates in pairs
         )
     return Answer(tokens, log_probs, output.finish_reason == "stop")
 

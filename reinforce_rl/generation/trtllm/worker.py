@@ -1,8 +1,9 @@
-"""What TensorRT-LLM's workers do for the trainer: load its weights, and say what they hold then.
+"""Extend TensorRT-LLM's workers: load the trainer's weights, and report the resulting values.
 
-The engine leaves a module alone for which no name matches. So after an update each parameter's bits are summed, and
-`host.check_held` compares them with the sums of the tensors that it was made of. The sum does not depend on the order
-of elements, as a worker holds fused and sharded weights; a wrong order is the engine's own fault, not the update's.
+The engine skips a module without a matching name. So after an update each parameter's bits are
+summed, and `host.check_held` compares the sum with those of the parameter's tensors. The sum
+ignores the order of elements, because a worker holds fused and sharded weights. A wrong order would
+be a fault of the engine, not of the update.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ COMPILED = "_orig_mod."  # torch.compile puts this into names
 
 
 class WeightLoading:
-    """The methods that `WeightsOfTrainer` adds to TensorRT-LLM's own `WorkerExtension`."""
+    """Methods that `WeightsOfTrainer` adds to TensorRT-LLM's `WorkerExtension`."""
 
     if TYPE_CHECKING:
         device_id: int
@@ -38,22 +39,23 @@ class WeightLoading:
     def load_bucket(self, bucket: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Load a bucket; None ends an update.
 
-        Returns at the end, for `host.check_held`, by plain values:
-            parameters: for each, `held`, the sum of its bits here, and `sent`, those of the tensors for it by name
+        Returns at the end, for `host.check_held`, plain values:
+            parameters: for each parameter `held`, the sum of its bits here, and `sent`, the sums of
+                its tensors by name
             lost: names of tensors that belong to no parameter
         """
         if bucket is None:
             self.update_weights(None)
             report = self._sums_held()
             del self._sent
-            torch.cuda.empty_cache()  # the copies of buckets; the cache comes back after this
+            # Free the copies of buckets, before the KV cache is allocated again.
+            torch.cuda.empty_cache()
             return report
         device = torch.device("cuda", self.device_id)
         name = worker_device_id(self.device_id)
         tensors = dict(buckets.received(bucket, name, device))
         self._note_sent(tensors)
-        # Its own way in takes a function and arguments for each tensor, whose seventh it replaces
-        # by its device.
+        # The engine calls a function per tensor, and replaces its seventh argument by the device.
         handles = [(key, (_first, (tensor, *[None] * 6))) for key, tensor in tensors.items()]
         self.update_weights({name: handles})
         return None
@@ -65,7 +67,7 @@ class WeightLoading:
         return {name.replace(COMPILED, ""): parameter for name, parameter in named}
 
     def _note_sent(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sum the tensors of a bucket in the dtype of the parameter that they are for."""
+        """Sum the tensors of a bucket, each in the dtype of its parameter."""
         if not hasattr(self, "_sent"):
             self._sent: dict[str, tuple[str | None, int]] = {}
         parameters = self._engine_parameters()
@@ -79,31 +81,31 @@ class WeightLoading:
     def _sums_held(self) -> dict[str, Any]:
         parameters = self._engine_parameters()
         given = {id(parameters[target]) for target, _ in self._sent.values() if target is not None}
-        found: dict[str, dict[str, Any]] = {}
+        by_parameter: dict[str, dict[str, Any]] = {}
         for name, (target, total) in self._sent.items():
             if target is not None:
-                entry = found.setdefault(
+                entry = by_parameter.setdefault(
                     target, {"held": buckets.bit_sum(parameters[target]), "sent": {}}
                 )
                 entry["sent"][name] = total
         for name, parameter in parameters.items():
             if id(parameter) not in given and name.rpartition(".")[2] in ("weight", "bias"):
-                found[name] = {"held": 0, "sent": {}}
+                by_parameter[name] = {"held": 0, "sent": {}}
         return {
-            "parameters": found,
+            "parameters": by_parameter,
             "lost": [name for name, (target, _) in self._sent.items() if target is None],
         }
 
 
 def fused_name(name: str) -> str:
-    """Return the engine's parameter for a Hugging Face tensor that is a part of it."""
+    """Return the engine's parameter of which a Hugging Face tensor is a part."""
     path, _, kind = name.rpartition(".")
     above, _, leaf = path.rpartition(".")
     return f"{above}.{FUSED.get(leaf, leaf)}.{kind}"
 
 
 def worker_device_id(number: int) -> str:
-    """Return the id by which TensorRT-LLM's worker looks for its tensors."""
+    """Return the id by which TensorRT-LLM's worker finds its tensors."""
     return buckets.device_id(torch.device("cuda", number))
 
 
@@ -112,7 +114,7 @@ def _first(tensor: Tensor, *_: Any) -> Tensor:
 
 
 def __getattr__(name: str) -> Any:
-    # Made where it is asked for, as only the engine's workers have its base class.
+    # Made on demand: only the engine's workers can import its base class.
     if name != "WeightsOfTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension  # type: ignore[import-not-found]

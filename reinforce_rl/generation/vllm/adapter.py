@@ -14,7 +14,7 @@ from reinforce_rl.generation.engine import buckets
 
 
 class VLLM:
-    """See `EngineAdapter`. Weights are offered as one buffer a bucket, see `buckets`."""
+    """See `EngineAdapter`. Weights are offered as one buffer per bucket, see `buckets`."""
 
     name = "vllm"
     title = "vLLM"
@@ -38,7 +38,7 @@ class VLLM:
     def environment(self, folder: Path) -> dict[str, str]:
         return {
             "VLLM_NO_USAGE_STATS": "1",
-            # a fork would hold our connection open after the host's death
+            # A fork would hold our connection open after the host's death.
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_RPC_BASE_PATH": str(folder),
             "VLLM_CPU_KVCACHE_SPACE": str(self._config.cpu_cache_gigabytes),

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request
+from reinforce_rl.generation.engine import ABORTED, Answer, EngineArguments, Request
 from reinforce_rl.generation.engine.host import RequestsUnderway, answers_of, check_version, main
 
 WORKER = "reinforce_rl.generation.vllm.worker.WeightsOfTrainer"
@@ -38,18 +38,20 @@ class VLLMHost(RequestsUnderway):
         check_version("vllm", str(package.__version__).split("+")[0], ["0.32"])
         self._on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
         options = dict(arguments.options)
-        if self._on_cpu:  # nothing is compiled, and VLLM_CPU_KVCACHE_SPACE has the cache's size
-            # Else the sampler is, by a C++ compiler, in each new engine.
+        # On a CPU nothing is compiled, and VLLM_CPU_KVCACHE_SPACE has the cache's size.
+        if self._on_cpu:
+            # Otherwise each new engine compiles the sampler with a C++ compiler.
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-            # A prompt in parts ends it: vLLM draws after each part, and cannot set a CPU's
-            # generator back.
+            # A prompt in chunks would fail: vLLM draws after each chunk, and cannot rewind a CPU's
+            # generator.
             options |= {"enforce_eager": True, "enable_chunked_prefill": False}
             del options["gpu_memory_utilization"]
         if arguments.lora_rank:
             sizes = typing.get_args(importlib.import_module("vllm.config.lora").MaxLoRARanks)
             size = min(size for size in sizes if size >= arguments.lora_rank)
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": size}
-            self._sleep_level = 1  # keeps them in the machine's memory, as they are frozen
+            # LoRA leaves the weights frozen: level 1 keeps them in host memory.
+            self._sleep_level = 1
         settings = package.AsyncEngineArgs(
             model=arguments.model,
             dtype=arguments.dtype,
@@ -61,8 +63,8 @@ class VLLMHost(RequestsUnderway):
             ),
             load_format="dummy",
             skip_tokenizer_init=True,
-            generation_config="vllm",  # sampling comes from the requests alone
-            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
+            generation_config="vllm",  # sampling parameters come only from requests
+            logprobs_mode="processed_logprobs",  # of the sampled distribution
             enable_sleep_mode=not self._on_cpu,
             worker_extension_cls=WORKER,
             seed=0,
@@ -79,26 +81,26 @@ class VLLMHost(RequestsUnderway):
         )
 
     async def _complete(self, request: Request, name: str) -> Answer:
-        asked = request.sampling
+        sampling = request.sampling
         params = importlib.import_module("vllm").SamplingParams(
-            max_tokens=asked.max_tokens,
-            min_tokens=asked.min_tokens,
-            seed=asked.seed % 2**63,
-            temperature=asked.temperature or 0.0,  # None: greedy
-            top_k=asked.top_k or 0,
-            top_p=asked.top_p or 1.0,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            seed=sampling.seed % 2**63,
+            temperature=sampling.temperature or 0.0,  # None: greedy
+            top_k=sampling.top_k or 0,
+            top_p=sampling.top_p or 1.0,
             repetition_penalty=1.0
-            if asked.repetition_penalty is None
-            else asked.repetition_penalty,
-            stop_token_ids=asked.stop_token_ids,
+            if sampling.repetition_penalty is None
+            else sampling.repetition_penalty,
+            stop_token_ids=sampling.stop_token_ids,
             ignore_eos=True,  # end tokens are in stop_token_ids, so that they stay in the output
             logprobs=0,
             detokenize=False,
             output_kind=importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA,
-            stream_interval=asked.max_tokens
-            + 1,  # what comes is the first token, and the others at the end
+            # Two outputs: the first token, and all others at the end.
+            stream_interval=sampling.max_tokens + 1,
         )
-        # The salt keeps apart what the prefix cache has by one update's weights and by another's.
+        # The salt separates the prefix cache's entries of one weight update from those of others.
         prompt = {"prompt_token_ids": list(request.tokens), "cache_salt": str(self._updates)}
         tokens = []
         log_probs = []
@@ -108,7 +110,7 @@ class VLLMHost(RequestsUnderway):
             ):
                 (output,) = result.outputs
                 pairs = zip(output.token_ids, output.logprobs or (), strict=True)
-                log_probs += [one[token].logprob for token, one in pairs]
+                log_probs += [candidates[token].logprob for token, candidates in pairs]
                 tokens += output.token_ids
                 self._have_tokens.update([name] if tokens else [])
         finally:
@@ -117,7 +119,7 @@ class VLLMHost(RequestsUnderway):
             return Answer(fault=f"it ended by {output.finish_reason!r}")
         spans = output.weight_versions or ()
         updates = tuple(int(span.version) for span in spans for _ in range(span.start, span.end))
-        fault = TAKEN_BACK if output.finish_reason == "abort" else None
+        fault = ABORTED if output.finish_reason == "abort" else None
         return Answer(
             tuple(tokens), tuple(log_probs), output.finish_reason == "stop", fault, updates
         )
@@ -126,12 +128,15 @@ class VLLMHost(RequestsUnderway):
         await self._abort(self._underway)
 
     async def pause(self) -> None:
-        # Not clear_cache, which takes the cache from requests under way: they would be computed
-        # anew.
+        # clear_cache would take the cache from requests under way, which would be computed again.
         await self._engine.pause_generation(mode="keep", clear_cache=False)
-        # One without a token would begin with the salt, and so the prefixes, of the weights before.
+        # A request without a token would begin with the old weights' salt, and so their prefixes.
         await self._abort(
-            [number for number, one in self._underway.items() if one.name not in self._have_tokens]
+            [
+                number
+                for number, underway in self._underway.items()
+                if underway.name not in self._have_tokens
+            ]
         )
 
     async def resume(self) -> None:
@@ -140,7 +145,7 @@ class VLLMHost(RequestsUnderway):
     async def _abort(self, numbers: Iterable[int]) -> None:
         names = {self._underway[number].answer: self._underway[number].name for number in numbers}
         while waits := [answer for answer in names if not answer.done()]:
-            # More than once, as the engine does not know one that is on its way to it.
+            # Repeated, because the engine does not know a request that is still on its way.
             await self._engine.abort([names[answer] for answer in waits])
             await asyncio.wait(waits, timeout=ABORT_AGAIN_SECONDS)
 
@@ -151,8 +156,8 @@ class VLLMHost(RequestsUnderway):
 
     async def load_adapter(self, folder: str, sums: dict[str, int]) -> None:
         request = importlib.import_module("vllm.lora.request").LoRARequest
-        # In place, for requests under way too. A request that said so itself would have it loaded
-        # at each token.
+        # In place, for requests under way. With load_inplace in `self._adapter`, each token would
+        # load it again.
         await self._engine.add_lora(request(*ADAPTER, folder, load_inplace=True))
         self._adapter = request(*ADAPTER, folder)
         await self._engine.collective_rpc("check_adapter", args=(ADAPTER[1], sums))
@@ -160,11 +165,14 @@ class VLLMHost(RequestsUnderway):
 
     async def _count_update(self) -> None:
         self._updates += 1
-        # vLLM labels each token with it
+        # vLLM labels each token with this version.
         await self._engine.update_weight_version(str(self._updates))
 
     async def layer_outputs(self, request: Request) -> list[tuple[list[int], bytes]]:
-        """Return the residual stream of a prompt after each decoder layer; compiled layers record nothing."""
+        """Return the residual stream of a prompt after each decoder layer.
+
+        Compiled layers record nothing.
+        """
         await self._engine.reset_prefix_cache()
         await self._engine.collective_rpc("watch_layers")
         await self._complete(request, next(self._names))
@@ -188,6 +196,6 @@ class VLLMHost(RequestsUnderway):
 
 
 if __name__ == "__main__":
-    # The trainer has died; vLLM's own processes, which share the group, would stay.
+    # The trainer has died. vLLM's processes are in the same group and would stay.
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     main(VLLMHost())

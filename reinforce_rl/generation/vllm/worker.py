@@ -1,8 +1,9 @@
-"""What vLLM's workers do for the trainer: load its weights, and prove that they compute with them.
+"""Extend vLLM's workers: load the trainer's weights, and prove that layers compute with them.
 
-An update of the weights is proven twice. Each tensor's checksum shows that it arrived. Then each layer is asked for
-some columns of its weight, as its outputs for unit vectors, and these must be what arrived, bit for bit: a layer that
-computes with a packed copy of old weights, as vLLM 0.32's tied output layer on a CPU does, shows there.
+An update is proven twice. Each tensor's checksum shows that it arrived. Then each layer returns
+some columns of its weight, as its outputs for unit vectors, and these must equal the arrived ones
+bit for bit. This reveals a layer that computes with a packed copy of old weights, such as vLLM
+0.32's tied output layer on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from reinforce_rl.generation.engine import buckets
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_LAYER = "lm_head.weight"
-COLUMNS = 4  # of each weight, others at each update
+COLUMNS = 4  # of each weight; different ones at each update
 
 
 class WeightsOfTrainer:
@@ -44,15 +45,16 @@ class WeightsOfTrainer:
                 self._arrived = {}
                 return
             if not getattr(self, "_arrived", None):
-                self._arrived, self._updates = {}, self._updates + 1
+                self._arrived = {}
+                self._updates += 1
                 reload.initialize_layerwise_reload(self._model)
             self._model.load_weights(self._noted(bucket))
 
     def check_adapter(self, number: int, sums: Mapping[str, int]) -> None:
-        """Raise RuntimeError, with names, if the LoRA updates are not those that were sent."""
+        """Raise RuntimeError, with names, if the LoRA updates differ from the sent ones."""
         adapter = self._model.lora_manager.get_adapter(number)
         packed = getattr(self._model, "packed_modules_mapping", {})
-        found = {}
+        loaded = {}
         for path, weights in adapter.loras.items():
             above, _, leaf = path.rpartition(".")
             parts = packed.get(leaf, [leaf])
@@ -61,9 +63,9 @@ class WeightsOfTrainer:
                     parts, given if isinstance(given, list) else [given], strict=True
                 ):
                     if tensor is not None:
-                        found[f"{above}.{part}.{kind}.weight"] = buckets.checksum(tensor)
+                        loaded[f"{above}.{part}.{kind}.weight"] = buckets.checksum(tensor)
         wrong = sorted(
-            name for name in sums.keys() | found.keys() if sums.get(name) != found.get(name)
+            name for name in sums.keys() | loaded.keys() if sums.get(name) != loaded.get(name)
         )
         if wrong:
             raise RuntimeError(
@@ -91,10 +93,10 @@ class WeightsOfTrainer:
         return self.model_runner.get_model()
 
     def _noted(self, bucket: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the bucket's tensors for `load_weights`, and keep what `_check_layers` compares."""
+        """Yield the bucket's tensors for `load_weights`, and keep columns for `_check_layers`."""
         is_tied = self.vllm_config.model_config.hf_text_config.tie_word_embeddings
         for name, tensor in buckets.received(bucket, self.device_id(), self.device):
-            # The output layer may have a copy of tied weights in a form of its own.
+            # The output layer may have its own copy of tied weights.
             for known in (name, OUTPUT_LAYER) if is_tied and name == EMBEDDING else (name,):
                 self._arrived[known] = (
                     tensor if tensor.dim() == 1 else tensor[:, self._columns(tensor.shape[1])]
@@ -109,13 +111,13 @@ class WeightsOfTrainer:
         )
 
     def _check_layers(self) -> None:
-        """Raise RuntimeError, with names, if a layer does not compute with the weights that arrived."""
+        """Raise RuntimeError, with names, if a layer does not compute with the arrived weights."""
         packed = getattr(self._model, "packed_modules_mapping", {})
         wrong = []
         left = set(self._arrived)
         for path, module in self._model.named_modules():
             above, _, leaf = path.rpartition(".")
-            module = getattr(module, "base_layer", module)  # beneath LoRA's
+            module = getattr(module, "base_layer", module)  # the layer beneath LoRA's
             for kind in ("weight", "bias"):
                 names = [f"{above}.{part}.{kind}".lstrip(".") for part in packed.get(leaf, [leaf])]
                 if getattr(module, kind, None) is None or not all(
@@ -128,10 +130,14 @@ class WeightsOfTrainer:
                 if not matches(module, kind, parts):
                     wrong += names
         if wrong or left:
-            told = [f"old or wrong: {', '.join(wrong[:5])}"] * bool(wrong)
-            told += [f"of no layer: {', '.join(sorted(left)[:5])}"] * bool(left)
+            faults = []
+            if wrong:
+                faults.append(f"old or wrong: {', '.join(wrong[:5])}")
+            if left:
+                faults.append(f"of no layer: {', '.join(sorted(left)[:5])}")
             raise RuntimeError(
-                f"the engine does not compute with the weights that it was given; {'; '.join(told)}"
+                "the engine does not compute with the weights that it was given; "
+                f"{'; '.join(faults)}"
             )
 
     def _columns_match(self, module: Any, kind: str, parts: list[Tensor]) -> bool:
@@ -141,31 +147,38 @@ class WeightsOfTrainer:
         )
 
         if isinstance(module, VocabParallelEmbedding):
-            own = module.shard_indices
-            expected = parts[0][own.org_vocab_start_index : own.org_vocab_end_index]
+            shard = module.shard_indices
+            expected = parts[0][shard.org_vocab_start_index : shard.org_vocab_end_index]
             columns = self._columns(module.embedding_dim)
             every = range(module.embedding_dim)
             is_head = isinstance(module, ParallelLMHead)
-            found = self._outputs(module, every, columns) if is_head else module.weight[:, columns]
-            return torch.equal(found[: len(expected)], expected)
+            outputs = (
+                self._outputs(module, every, columns) if is_head else module.weight[:, columns]
+            )
+            return torch.equal(outputs[: len(expected)], expected)
         columns = self._columns(module.input_size)
         size = module.input_size_per_partition
-        # of a row-parallel layer
+        # A row-parallel layer has some of the columns.
         first = getattr(module, "tp_rank", 0) * size if size < module.input_size else 0
-        own = range(first, first + size)
-        found = self._outputs(module, own, columns)
-        is_here = torch.tensor([column in own for column in columns], device=found.device)
-        return torch.equal(found, self._shard(module, parts) * is_here)
+        local_columns = range(first, first + size)
+        outputs = self._outputs(module, local_columns, columns)
+        is_here = torch.tensor(
+            [column in local_columns for column in columns], device=outputs.device
+        )
+        return torch.equal(outputs, self._shard(module, parts) * is_here)
 
     def _vector_matches(self, module: Any, kind: str, parts: list[Tensor]) -> bool:
-        own = getattr(module, kind)
-        is_split = hasattr(module, "output_partition_sizes") and len(own) < sum(map(len, parts))
+        vector = getattr(module, kind)
+        is_split = hasattr(module, "output_partition_sizes") and len(vector) < sum(map(len, parts))
         return torch.equal(
-            own, (self._shard(module, parts) if is_split else torch.cat(parts)).to(own.dtype)
+            vector, (self._shard(module, parts) if is_split else torch.cat(parts)).to(vector.dtype)
         )
 
     def _shard(self, module: Any, parts: list[Tensor]) -> Tensor:
-        """Return this worker's rows of the parts of a fused weight; heads of k and v may be on several workers."""
+        """Return this worker's rows of the parts of a fused weight.
+
+        Several workers may have the same heads of k and v.
+        """
         sizes = getattr(module, "output_partition_sizes", None) or [len(part) for part in parts]
         rank = getattr(module, "tp_rank", 0)
         workers = getattr(module, "tp_size", 1)
@@ -177,9 +190,12 @@ class WeightsOfTrainer:
             [part[at : at + size] for part, at, size in zip(parts, starts, sizes, strict=True)]
         )
 
-    def _outputs(self, module: Any, own: range, columns: list[int]) -> Tensor:
-        """Return the layer's outputs [out, columns] for unit vectors, zeros for a column that is not `own`."""
-        places = torch.arange(own.start, own.stop, device=self.device)
+    def _outputs(self, module: Any, local_columns: range, columns: list[int]) -> Tensor:
+        """Return the layer's outputs for unit vectors, [out, columns].
+
+        A column outside `local_columns` gives zeros.
+        """
+        places = torch.arange(local_columns.start, local_columns.stop, device=self.device)
         units = (torch.tensor(columns, device=self.device)[:, None] == places).to(
             self.vllm_config.model_config.dtype
         )

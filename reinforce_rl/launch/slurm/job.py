@@ -37,9 +37,10 @@ from reinforce_rl.launch.slurm.settings import (
     read_allocation,
     read_settings,
 )
-from reinforce_rl.launch.slurm.steps import POLL_SECONDS, SlurmCallError, Step, StepPlan, call
+from reinforce_rl.launch.slurm.steps import POLL_SECONDS, Step, StepPlan
 from reinforce_rl.launch.slurm.task import StopSignal
 from reinforce_rl.runtime.status import saved_step
+from reinforce_rl.utils.slurm_commands import SlurmCallError, call, job_times
 
 REPORT_SECONDS = 30.0
 REQUEUE_SECONDS = 30.0  # reserved for the requeue before the end of the allocation
@@ -195,13 +196,11 @@ class Job:
 
     def _set_times(self) -> None:
         try:
-            start, end = steps.job_times(self._allocation.server.job_id)
-            _, actor_end = steps.job_times(self._allocation.actor.job_id)
+            jobs = (self._allocation.server.job_id, self._allocation.actor.job_id)
+            start, self._end_time = job_times(*jobs)
         except SlurmCallError as error:
             self._log(f"warning: when this job ends is not known: {error}")
             return
-        # The components' times differ if Slurm has requeued component 0 alone.
-        self._end_time = min(filter(None, (end, actor_end)), default=None)
         times = {"SLURM_JOB_START_TIME": start, "SLURM_JOB_END_TIME": self._end_time}
         self._environment.update(
             {name: str(value) for name, value in times.items() if value is not None}

@@ -111,7 +111,7 @@ JOB_VARIABLES = (
         "components are NAME-rm, NAME-actor and NAME-gen; else exp_manager.name",
     ),
     Variable(
-        "REINFORCE_GENERATOR_NODES", "1", "nodes of generators=separate, which are component 2"
+        "REINFORCE_GENERATOR_NODES", "1", "nodes of external generators, which are component 2"
     ),
 )
 # Set by the plan; every other job variable has an option of the same name.
@@ -199,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program_name(),
         description="Plan, check and submit a Slurm job of reward servers (component 0), actor (component 1) and, "
-        "with generators=separate, generators (component 2).",
+        "with placement=disaggregated and no generation_ranks, external generators (component 2).",
         usage="%(prog)s [options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]",
         epilog="Overrides are Hydra's, as `reinforce-rl train` and `reinforce-rl serve` take them. An option "
         "that is not given is read from the variable REINFORCE_OPTION, such as REINFORCE_PARTITION or "

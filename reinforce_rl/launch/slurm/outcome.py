@@ -17,6 +17,7 @@ from pathlib import Path
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_LOST_RANK, EXIT_STOPPED, Fault
 from reinforce_rl.launch.slurm.settings import ACTOR
+from reinforce_rl.runtime.starts import MAX_STARTS, no_progress
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.untrusted_files import open_regular, read_json
@@ -25,7 +26,6 @@ EXIT_FOLDER = "exit"
 HISTORY_FILE = "history.jsonl"
 LAST_LOG_LINES = 20
 TAIL_BYTES = 1 << 18
-IDLE_ATTEMPTS = 3  # attempts of one job from the same checkpoint, after which it gives up
 # Exit codes caused by another task's end: a rank that lost its peer, and tasks killed by `srun` or
 # by us.
 CONSEQUENCES = (EXIT_LOST_RANK, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
@@ -227,12 +227,7 @@ def refusal(
             key="slurm.job.too_many_restarts",
         )
     idle = sum(attempt.job == job and attempt.step_before == step for attempt in attempts)
-    if idle < IDLE_ATTEMPTS:
-        return None
-    return Fault(
-        f"{idle} attempts of this job began at step {step} and got no further",
-        key="slurm.job.no_progress",
-    )
+    return None if idle < MAX_STARTS else no_progress(idle, step)
 
 
 def last_lines(log: Path, count: int = LAST_LOG_LINES) -> str:

@@ -21,6 +21,7 @@ from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.options import ComponentOptions, Options, parse_gpus, parse_memory
 from reinforce_rl.launch.slurm.settings import (
     ACTOR,
+    EXTERNAL_GENERATORS,
     GENERATOR,
     SEPARATOR,
     SERVER,
@@ -75,7 +76,7 @@ class JobPlan:
     settings: Settings
     lead: int  # seconds from the save signal to the limit
     variables: Mapping[str, str]  # environment of the job
-    generator: Component | None = None  # of generators=separate
+    generator: Component | None = None  # if generators are external
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -198,7 +199,7 @@ def make_request(
         *_actor_faults(cfg, options),
         *_gpu_faults(ACTOR, options.actor, cfg.trainer.devices),
     ]
-    if cfg.generators == "separate":
+    if cfg.uses_external_generators:
         size = cfg.generation_tensor_parallel_size
         ranks = settings.generator_devices or size
         faults += _gpu_faults(GENERATOR, options.generator, ranks)
@@ -263,7 +264,7 @@ def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
             "expected false; use --dry-run to look at the plan",
             key="slurm.preflight.in_a_job",
         )
-    if "remote_rm.reward_model" not in cfg.reward_servers:
+    if not cfg.uses_reward_model:
         to_server = ""
         if cfg.reward_class is None:
             to_server = "give the function to the server (-- reward_function.name=NAME), or "
@@ -330,7 +331,7 @@ def _plan(
     )
     of_actor = component(ACTOR, ACTOR, *actor_layout, options.actor, on_gpus)
     of_generator = None
-    if cfg.generators == "separate":
+    if cfg.uses_external_generators:
         size = cfg.generation_tensor_parallel_size
         ranks = settings.generator_devices or size
         variables |= {names.GENERATOR_DEVICES: str(ranks)}
@@ -339,7 +340,7 @@ def _plan(
         )
         # The supervisor reads no YAML.
         own = {
-            "generators": "separate",
+            **EXTERNAL_GENERATORS,
             **({"generation_tensor_parallel_size": size} if size > 1 else {}),
         }
         settings = replace(settings, actor_args=tuple(with_missing(settings.actor_args, own)))
@@ -354,7 +355,7 @@ def _warnings(cfg: TrainConfig, options: Options, megabytes: int) -> Iterator[st
         yield f"the actor's ranks need up to {megabytes} MB of host memory a node, and --mem gives them {limit} MB"
     others = {
         ACTOR: options.actor,
-        **({GENERATOR: options.generator} if cfg.generators == "separate" else {}),
+        **({GENERATOR: options.generator} if cfg.uses_external_generators else {}),
     }
     for name, own in others.items():
         if options.server.mem and not own.mem:

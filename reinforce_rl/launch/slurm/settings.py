@@ -32,6 +32,9 @@ ACTOR_KEYS = tuple(
     f"remote_rm.reward_model.{name}" for name in ("ip", "port", "replicas", "token_file")
 )
 
+# Overrides with which all ranks of component 1 train, and component 2 generates.
+EXTERNAL_GENERATORS = {"placement": "disaggregated", "generation_ranks": "0"}
+
 
 def override_of(args: Sequence[str], key: str) -> str | None:
     """Return the last value that Hydra overrides give to a key."""
@@ -130,7 +133,7 @@ class Settings:
         "ranks a node of a server; else component 0's tasks", parse=count_from(1)
     )
     generator_devices: int | None = _variable(
-        "ranks a node of generators=separate; else component 2's tasks", parse=count_from(1)
+        "ranks a node of external generators; else component 2's tasks", parse=count_from(1)
     )
     servers: int = _variable(
         "reward servers of one model, which share component 0's nodes", "1", count_from(1)
@@ -292,7 +295,7 @@ class Allocation:
     restart: int  # number of requeues
     server: Component
     actor: Component
-    generator: Component | None = None  # of generators=separate
+    generator: Component | None = None  # if generators are external
     generator_ranks: int = 1  # of each generator
 
     @property
@@ -302,14 +305,11 @@ class Allocation:
 
 def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Allocation:
     """Read the variables that Slurm sets for the batch step; ConfigError if the numbers contradict the settings."""
-    kind = override_of(settings.actor_args, "generators")
-    if (size := environment.get("SLURM_HET_SIZE")) not in (
-        ("3",) if kind == "separate" else ("2", "3")
-    ):
+    given = {key: override_of(settings.actor_args, key) for key in EXTERNAL_GENERATORS}
+    is_external = given == EXTERNAL_GENERATORS
+    if (size := environment.get("SLURM_HET_SIZE")) not in (("3",) if is_external else ("2", "3")):
         what = f"a heterogeneous job of {size} components" if size else "no heterogeneous job"
-        number, more = (
-            ("three", " : [those of the generators]") if kind == "separate" else ("two", "")
-        )
+        number, more = ("three", " : [those of the generators]") if is_external else ("two", "")
         expected = f"sbatch [OPTIONS of the reward servers] : [OPTIONS of the actor]{more} slurm/train_hetjob.sbatch"
         raise ConfigError(
             [
@@ -329,14 +329,15 @@ def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Alloc
         text = override_of(settings.actor_args, "generation_tensor_parallel_size") or "1"
         # the program says what is wrong with another
         each = int(text) if text.isdecimal() and int(text) else 1
-        if kind not in (None, "separate"):
-            faults.append(
-                Fault(
-                    f"generators is {kind}, but the job has component 2; expected "
-                    "generators=separate, or a job of two components",
-                    key="slurm.generators.not_separate",
+        for key, expected in EXTERNAL_GENERATORS.items():
+            if given[key] not in (None, expected):
+                faults.append(
+                    Fault(
+                        f"{key} is {given[key]}, but the job has component 2, of external "
+                        f"generators; expected {key}={expected}, or a job of two components",
+                        key="slurm.generators.not_external",
+                    )
                 )
-            )
         if generator.devices % each:
             faults.append(
                 Fault(

@@ -1,9 +1,8 @@
-"""Slurm commands with timeouts, and the steps of the job: `srun` processes and those left by an earlier attempt."""
+"""The steps of the job: `srun` processes, and those left by an earlier attempt."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -18,6 +17,7 @@ from reinforce_rl.launch.slurm.outcome import TaskEnd, read_ends
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, read_endpoint
 from reinforce_rl.launch.slurm.settings import (
     ACTOR,
+    EXTERNAL_GENERATORS,
     SRUN,
     Allocation,
     Component,
@@ -26,8 +26,8 @@ from reinforce_rl.launch.slurm.settings import (
     with_missing,
 )
 from reinforce_rl.utils.process import Child
+from reinforce_rl.utils.slurm_commands import SlurmCallError, call
 
-CALL_SECONDS = 30.0
 POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
 KILL_SECONDS = 60.0  # from SIGKILL of a step to SIGKILL of its srun
@@ -62,54 +62,6 @@ FOREIGN_OPTIONS = (
         "SLURM_NTASKS_PER_CORE",
     ),
 )
-
-
-class SlurmCallError(Exception):
-    """A Slurm command failed or timed out; `said` is its stderr, or why there is none."""
-
-    def __init__(self, command: Sequence[str], said: str):
-        super().__init__(f"{' '.join(command)}: {said}")
-        self.said = said
-
-
-def call(
-    command: Sequence[str],
-    *,
-    seconds: float = CALL_SECONDS,
-    env: Mapping[str, str] | None = None,
-    stderr: bool = False,
-) -> str:
-    """Run a command and return its stdout, with its stderr if asked; SlurmCallError if it failed."""
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            env=env,
-            encoding="utf-8",
-            errors="replace",
-        )
-    except subprocess.TimeoutExpired as error:
-        said = f"no answer within {seconds:.0f} s; is the controller up (scontrol ping)?"
-        raise SlurmCallError(command, said) from error
-    except OSError as error:
-        raise SlurmCallError(command, str(error)) from error
-    if done.returncode:
-        raise SlurmCallError(command, done.stderr.strip() or f"exit code {done.returncode}")
-    return done.stdout + done.stderr if stderr else done.stdout
-
-
-def job_times(job_id: str) -> tuple[int | None, int | None]:
-    """Return start and end of an allocation in unix seconds; None if unknown to Slurm."""
-    env = {**os.environ, "SLURM_TIME_FORMAT": "%s"}
-    for line in call(["squeue", "-h", "-j", job_id, "-o", "%A|%S|%e"], env=env).splitlines():
-        found, *times = line.split("|")
-        if found == job_id:
-            start, end = (int(value) if value.isdecimal() else None for value in times)
-            return start, end
-    return None, None
 
 
 def job_states(job_id: str) -> set[str]:
@@ -232,7 +184,7 @@ def _actor_args(
     first, *others = servers
     own: dict[str, object] = {"trainer.num_nodes": actor.nodes, "trainer.devices": actor.devices}
     if allocation.generator is not None:
-        own |= {"placement": "disaggregated", "generators": "separate"}
+        own |= EXTERNAL_GENERATORS
     own["exp_manager.explicit_log_dir"] = settings.run_dir
     server: dict[str, object] = {
         "ip": first.address,

@@ -24,11 +24,11 @@ from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError, Fault, R
 from reinforce_rl.launch.slurm.options import PLANNED, parse_memory, parse_options, parse_time
 from reinforce_rl.launch.slurm.outcome import finished, read_attempts
 from reinforce_rl.launch.slurm.plan import Component, JobPlan, make_request
-from reinforce_rl.launch.slurm.steps import SlurmCallError, call
 from reinforce_rl.preflight.report import print_rows, print_warnings
 from reinforce_rl.preflight.run import wide_console
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import read_json_lines
+from reinforce_rl.utils.slurm_commands import SlurmCallError, call
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 # All others may belong to an enclosing allocation; the job would take them for its own.

@@ -150,7 +150,12 @@ def run(task: Task) -> tuple[TaskEnd, bool]:
             ports = held.enter_context(
                 claim_ports(2 if task.serves else 1, f"{task.folder.name} {task.component}")
             )
-            first = Endpoint(socket.gethostname(), own_address(task.peers), *ports)
+            first = Endpoint(
+                socket.gethostname(),
+                own_address(task.peers),
+                rank_port=ports[0],
+                http_port=ports[1] if task.serves else 0,
+            )
             publish(task.folder, task.component, first)
         if first is None or stop.number is not None:
             return task.end(

@@ -1,9 +1,10 @@
-"""Lets megatron-core 0.16 run without CUDA; does nothing where CUDA is available.
+"""Lets megatron-core 0.16 run without CUDA. Does nothing if CUDA is available.
 
-megatron-core hard-codes CUDA (`device="cuda"`, `tensor.type() == "torch.cuda.FloatTensor"`), and has no
-setting. On a CPU, therefore, the global `torch` of each `megatron.core.*` module is a facade that forwards to torch,
-except for `cuda` and tensor factories given a CUDA device; its RNG tracker uses the CPU generator; and `Tensor.type()`
-and `Tensor.cuda()` act like a CUDA tensor's for callers inside megatron.core. All other modules keep the real torch.
+megatron-core hard-codes CUDA (`device="cuda"`, `tensor.type() == "torch.cuda.FloatTensor"`), and
+has no setting for it. On a CPU, therefore, the global `torch` of each `megatron.core.*` module is a
+facade that forwards to torch, except for `cuda` and tensor factories given a CUDA device; its RNG
+tracker uses the CPU generator; and `Tensor.type()` and `Tensor.cuda()` behave as for a CUDA tensor
+when called inside megatron.core. All other modules keep the real torch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ _FACTORIES += ("rand", "randint", "randn", "tensor", "zeros", "zeros_like")
 
 
 class _Done:
-    """Replaces torch.cuda.Event and torch.cuda.Stream; the CPU runs in order, and its work is already complete."""
+    """Replaces torch.cuda.Event and torch.cuda.Stream.
+
+    The CPU runs in order, and its work is already complete.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -101,7 +105,7 @@ def _torch_facade() -> types.ModuleType:
         "Event": _Done,
     }
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
-    # torch creates some attributes on first use; PEP 562 lets the facade find them then.
+    # torch creates some attributes on first use. PEP 562 lets the facade find them then.
     late = {"__getattr__": functools.partial(getattr, torch)}
     return _facade_of(torch, {**factories, **late, "cuda": _facade_of(torch.cuda, replacements)})
 
@@ -161,9 +165,10 @@ def _patch_tensor_methods() -> None:
 
 
 def _import_megatron() -> None:
-    """Import megatron.core without its slow parts, two thirds of the import time and unused here.
+    """Import megatron.core without two slow parts, which take two thirds of the import time.
 
-    jit_fuser is torch.compile, which loads dynamo and inductor and looks for a C++ compiler; wandb is for its engine.
+    jit_fuser is torch.compile, which loads dynamo and inductor and looks for a C++ compiler. wandb
+    is for megatron's engine. Neither is used here.
     """
     if _MEGATRON in sys.modules:
         torch.compiler.set_stance("force_eager")
@@ -183,19 +188,22 @@ def _import_megatron() -> None:
 def _patch_rng_tracker() -> None:
     import megatron.core.tensor_parallel.random as tracker
 
-    # As of megatron-core 0.16 it hands what it sets to torch's own `_lazy_call`, in spite of any
-    # facade, which waits for CUDA.
+    # megatron-core 0.16 passes a state to torch's own `_lazy_call`, despite any facade, and that
+    # call waits for CUDA.
     tracker._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
 @functools.cache
 def enable_cpu_support() -> bool:
-    """Patch megatron-core for machines without CUDA; return False, with nothing patched, where CUDA is available."""
+    """Patch megatron-core for machines without CUDA.
+
+    Returns False, with nothing patched, if CUDA is available.
+    """
     # Irrelevant start-up warnings: Transformer Engine, Apex and CUDA graph scopes are not used
     # here.
     for text in ("Transformer Engine", "Apex", "transformer_engine", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=f".*{text}.*")
-    # megatron uses names deprecated in torch 2.13 (collectives, checkpoints); each rank would warn.
+    # megatron uses names that torch 2.13 deprecates, and each rank would warn.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if torch.cuda.is_available():

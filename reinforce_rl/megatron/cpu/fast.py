@@ -1,4 +1,7 @@
-"""Faster products on a CPU: weight gradients straight into megatron's buffers, and packed weights for decode steps."""
+"""Faster products on a CPU.
+
+Weight gradients are added directly to megatron's buffers, and decode steps use packed weights.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ def add_gradients_in_place(lm: Any) -> None:
             module.gradient_accumulation_fusion = True
         elif isinstance(module, VocabParallelEmbedding):
             module.forward = partial(_look_up, module, is_shared)  # type: ignore[method-assign]
-            # megatron sets this where a weight is shared, and would add what `was_added` returns.
-            # See `_RowsOf`.
+            # megatron sets this for a shared weight, and would then add the placeholder of
+            # `was_added` to the gradient. See `_RowsOf`.
             weight.zero_out_wgrad = False
         else:
             continue
@@ -50,7 +53,10 @@ class _Kernel:
 
 
 def _look_up(embedding: Any, is_shared: bool, tokens: Tensor) -> Tensor:
-    """Look up int64 [b, s] to [b, s, h], or with sequence parallelism to this rank's share of [s, b, h]."""
+    """Look up int64 [b, s] to [b, s, h].
+
+    With sequence parallelism the result is this rank's share of [s, b, h].
+    """
     if embedding.tp_group.size() == 1:
         return _RowsOf.apply(embedding.weight, tokens, is_shared)  # type: ignore[no-any-return]
     first = embedding.vocab_start_index
@@ -77,16 +83,19 @@ class _RowsOf(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         weight, tokens = ctx.saved_tensors
         weight.main_grad.index_add_(0, tokens.flatten(), gradient.flatten(0, -2))
-        # For a tied weight only the output layer returns a gradient: autograd would sum the two
+        # For a tied weight only the output layer returns a gradient, as autograd would sum the two
         # placeholders.
         return None if ctx.is_shared else was_added(weight), None, None
 
 
-_ROWS = 16  # that oneDNN's layout is optimized for; the product is correct for any number
+_ROWS = 16  # oneDNN's layout is optimized for this many; the product is correct for any number
 
 
 def packed_product(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
-    """Return (x, bias) -> x weight^T + bias on a packed copy; None on a GPU, or for a dtype that oneDNN lacks here."""
+    """Return the function (x, bias) -> x weight^T + bias on a packed copy of the weight.
+
+    None on a GPU, or for a dtype that oneDNN does not support on this CPU.
+    """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
     has_bf16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()

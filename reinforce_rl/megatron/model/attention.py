@@ -1,13 +1,15 @@
-"""Causal attention on torch's kernels for megatron's layers, and the context-parallel split of sequences.
+"""Causal attention on torch's kernels for megatron's layers, and its context parallelism.
 
-The kernel is chosen here because torch prefers cuDNN on Hopper, which plans anew for each shape and whose masked
-backward gives NaN at some lengths (pytorch#196678). Used instead: flash attention without a mask for bf16 on a GPU,
-the memory-efficient kernel for fp32, the fused one on a CPU.
+The kernel is chosen here because torch prefers cuDNN on Hopper, which plans anew for each shape and
+whose masked backward gives NaN at some lengths (pytorch#196678). Used instead: flash attention
+without a mask for bf16 on a GPU, the memory-efficient kernel for fp32, the fused kernel on a CPU.
 
-With n context-parallel ranks a sequence is cut into 2n chunks; rank r holds chunks r and 2n - 1 - r, which balances
-causal work (Llama 3, arXiv:2407.21783, section 3.3.2). Keys and values are gathered whole.
+With n context-parallel ranks a sequence is cut into 2n chunks. Rank r holds chunks r and
+2n - 1 - r, which balances causal work (Llama 3, arXiv:2407.21783, section 3.3.2). Keys and values
+are gathered whole.
 
-Notation: s sequence, b batch, h query heads, g key-value groups, d head size, c = s / 2n positions of a chunk.
+Notation: s sequence, b batch, h query heads, g key-value groups, d head size, c = s / 2n positions
+of a chunk.
 """
 
 from __future__ import annotations
@@ -30,18 +32,21 @@ def zigzag_positions(length: int, size: int, rank: int, device: Any = None) -> T
 
 
 def chunk_ends(length: int, size: int, rank: int) -> tuple[int, int]:
-    """Return the ends of a rank's two chunks; arguments as `zigzag_positions`."""
+    """Return the ends of a rank's two chunks. Takes the arguments of `zigzag_positions`."""
     return (rank + 1) * length // (2 * size), (2 * size - rank) * length // (2 * size)
 
 
 def positions_below(bound: int, length: int, size: int, rank: int) -> int:
-    """Count a rank's positions below `bound`; other arguments as `zigzag_positions`."""
+    """Count a rank's positions below `bound`. Takes the arguments of `zigzag_positions` too."""
     chunk = length // (2 * size)
     return sum(min(max(bound - end + chunk, 0), chunk) for end in chunk_ends(length, size, rank))
 
 
 def gather_positions(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather positions in order, [k, s / n, ...] to [k, s, ...]; a collective call, as is its backward pass."""
+    """Gather positions in order: [k, s / n, ...] to [k, s, ...].
+
+    A collective call, also in the backward pass.
+    """
     shares: Tensor = _Gather.apply(values, group)  # type: ignore[assignment]
     early, late = shares.chunk(2, dim=2)  # [n, k, c, ...]
     in_order = torch.cat((early, late.flip(0)))
@@ -49,7 +54,10 @@ def gather_positions(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_of_shares(share: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the ranks, which all compute the same loss from it: the gradient is the identity; a collective call."""
+    """Sum over the ranks; a collective call.
+
+    All ranks compute the same loss from the sum, so the gradient is the identity.
+    """
     return _Sum.apply(share, group)  # type: ignore[return-value]
 
 
@@ -66,9 +74,9 @@ class _Gather(torch.autograd.Function):
         # Every rank's queries attend to these keys and values.
         gradient = gradient.contiguous()
         if gradient.is_cuda:
-            own = torch.empty_like(gradient[0])
-            dist.reduce_scatter_tensor(own, gradient.flatten(0, 1), group=ctx.group)
-            return own, None
+            local_gradient = torch.empty_like(gradient[0])
+            dist.reduce_scatter_tensor(local_gradient, gradient.flatten(0, 1), group=ctx.group)
+            return local_gradient, None
         dist.all_reduce(gradient, group=ctx.group)  # gloo's reduce-scatter is no faster
         return gradient[ctx.group.rank()], None
 
@@ -99,8 +107,8 @@ def flash_attention(
     query [b, h, s, d], key and value [b, g, t, d] with t >= s, to [b, h, s, d].
     """
     if window is None or key.shape[2] <= window:
-        # `is_causal` aligns the first query and key; this aligns the last, as torch's
-        # `causal_lower_right` does.
+        # `is_causal` of `scaled_dot_product_attention` aligns the first query and key. This
+        # operator aligns the last, like torch's `causal_lower_right`.
         return torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, True, scale=scale
         )[0]
@@ -124,9 +132,10 @@ def flash_attention_of_sequences(
 ) -> Tensor:
     """Apply `flash_attention` within each of n sequences packed without padding.
 
-    query [all queries, h, d], key and value [all keys, g, d] to [all queries, h, d]. Calls the operator that
-    `torch.nn.attention.varlen.varlen_attn` wraps, which torch 2.9 lacks. `starts` are the cumulative lengths of
-    queries and of keys, int32 [n + 1] each, `longest` the most of a sequence.
+    query [all queries, h, d], key and value [all keys, g, d] to [all queries, h, d]. `starts` are
+    the cumulative lengths of queries and of keys, int32 [n + 1] each; `longest` are the largest
+    lengths of a sequence. Calls the operator under `torch.nn.attention.varlen.varlen_attn`, which
+    torch 2.9 lacks.
     """
     # With a window, causality comes from (left, right), which excludes the position itself.
     is_causal = window is None
@@ -140,7 +149,10 @@ def flash_attention_of_sequences(
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None = None
 ) -> Tensor:
-    """Compute causal attention with grouped keys: query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d]."""
+    """Compute causal attention with grouped keys.
+
+    query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d].
+    """
     if flash_takes(query.device, query.dtype, query.shape[3]):
         return flash_attention(query, key, value, scale, window)
     length = query.shape[2]
@@ -155,7 +167,10 @@ def causal_attention(
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
-    """Compute grouped attention under a bool mask broadcastable to [b, 1, s, t]; shapes as `flash_attention`."""
+    """Compute grouped attention under a bool mask that broadcasts to [b, 1, s, t].
+
+    `flash_attention` has the shapes.
+    """
     return _attention(query, key, value, scale, attn_mask=mask)
 
 
@@ -181,9 +196,10 @@ def causal_attention_of_share(
     window: int | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Compute `causal_attention` at this rank's `zigzag_positions`; a collective call, also in the backward pass.
+    """Compute `causal_attention` at this rank's `zigzag_positions`.
 
-    query [b, h, s / n, d], key and value [b, g, s / n, d] to [b, h, s / n, d].
+    A collective call, also in the backward pass. query [b, h, s / n, d], key and value
+    [b, g, s / n, d] to [b, h, s / n, d].
     """
     shares = torch.stack((key, value)).permute(0, 3, 1, 2, 4)  # [2, s / n, b, g, d]
     keys, values = gather_positions(shares, group).permute(0, 2, 3, 1, 4)
@@ -208,7 +224,7 @@ def visible(positions: Tensor, others: Tensor, window: int | None) -> Tensor:
 
 
 class CoreAttention(torch.nn.Module):
-    """Core attention for megatron's layer spec, on torch's kernels; arguments are megatron's."""
+    """Core attention for megatron's layer spec, on torch's kernels, with megatron's arguments."""
 
     def __init__(
         self,
@@ -241,8 +257,9 @@ class CoreAttention(torch.nn.Module):
     ) -> Tensor:
         """query [s, b, h, d], key and value [s, b, g, d] to [s, b, h * d].
 
-        megatron passes through untouched `attention_mask`, here a `KVCache` or `FlashCache` or None for a causal pass
-        over right-padded sequences, and `packed_seq_params`, `PackedGroups` or None.
+        megatron passes two arguments through unchanged: `attention_mask`, here a `KVCache` or
+        `FlashCache`, or None for a causal pass over right-padded sequences, and
+        `packed_seq_params`, here `PackedGroups` or None.
         """
         if packed_seq_params is not None:
             return packed_seq_params.attend(query, key, value, self.scale).flatten(2)

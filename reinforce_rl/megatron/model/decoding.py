@@ -1,13 +1,16 @@
-"""KV caches, and single-token decode steps without megatron's bookkeeping (sines per layer, autograd, hooks).
+"""KV caches, and decode steps of one token without megatron's bookkeeping.
 
-A prompt's keys and values are stored once for all its samples. `KVCache` runs on any device; it copies what a step
-reads to float32, and shapes grow with each token. `FlashCache` is for a GPU, in the model's dtype with static shapes
-that a CUDA graph can replay: one variable-length FlashAttention call has each query twice, with its prompt's keys and
-with its own response's, merged by log-sum-exp (Juravsky et al., "Hydragen", arXiv:2402.05099, section 3).
+Megatron would compute sines per layer, and run autograd and hooks.
 
-Notation: P prompt slots, L tokens of the longest prompt, R rows in use (sequences in flight), T response tokens at
-most, W rows of one prompt at most, h query heads (in `decode_layers` hidden), g key-value groups of this rank, n query
-heads a group, d head size.
+A prompt's keys and values are stored once for all its samples. `KVCache` runs on any device; it
+converts the keys and values of a step to float32, and its shapes grow with each token. `FlashCache`
+is for a GPU, in the model's dtype, with static shapes that a CUDA graph can replay: one
+variable-length FlashAttention call has each query twice, with its prompt's keys and with its own
+response's, merged by log-sum-exp (Juravsky et al., "Hydragen", arXiv:2402.05099, section 3).
+
+Notation: P prompt slots, L tokens of the longest prompt, R rows in use (sequences in flight), T
+maximum response tokens, W maximum rows of one prompt, h query heads (hidden size in
+`decode_layers`), g key-value groups of this rank, n query heads per group, d head size.
 """
 
 from __future__ import annotations
@@ -52,27 +55,32 @@ class _Cache:
         self._sizes = sizes
         self._device = sizes.device
         self._window = sizes.window
-        self._reading: Tensor | None = None  # slots, in a pass over prompts
+        self._reading: Tensor | None = None  # slots during a pass over prompts, else None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
     ) -> Tensor:
-        """Store this pass's keys and values and attend over all stored ones; `scale` None is 1 / sqrt(d).
+        """Store this pass's keys and values and attend over all stored keys.
 
-        query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d]. `layer` is the global number, from 0.
+        query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d]. `layer` is the global
+        number, from 0; `scale` None is 1 / sqrt(d).
         """
         if self._reading is not None:
             self._store(layer - self._sizes.layers.start, self._reading, key, value)
             return causal_attention(query, key, value, scale, self._window)
         rows, heads, _, head_size = query.shape
-        # One query a row: use a group's heads as the sequence axis, so keys are read once a group.
+        # Each row has one query. Use a group's heads as the sequence axis, so that keys are read
+        # once per group.
         queries = query.reshape(rows, key.shape[1], -1, head_size) * (scale or head_size**-0.5)
         return self.step(layer, queries, torch.cat((key, value), dim=2)).view(
             rows, heads, 1, head_size
         )
 
     def step(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
-        """Attend with a token per row: scaled queries [R, g, n, d], new keys, values [R, g, 2, d], to [R, g, n, d]."""
+        """Attend with one token per row.
+
+        Scaled queries [R, g, n, d] and new keys and values [R, g, 2, d] to [R, g, n, d].
+        """
         raise NotImplementedError
 
     def _store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -80,29 +88,31 @@ class _Cache:
 
 
 class KVCache(_Cache):
-    """Cache whose rows in use come first, so that steps copy none."""
+    """Cache whose rows in use come first, so that steps copy no rows."""
 
     def __init__(self, sizes: CacheSizes):
         super().__init__(sizes)
-        # Zeros: unwritten values get weight 0, so they must be finite.
+        # Zeros, as unwritten values get weight 0 and must be finite.
         self._prompts = sizes.zeros(sizes.prompts, sizes.prompt_tokens)
         self._responses = sizes.zeros(sizes.rows, sizes.response_tokens)
-        # Views of each layer, made here and in `at` rather than in every layer's turn: [P * g, d,
-        # L], [P * g, L, d], and where new keys and values are written, [2 * rows * g * T, d].
+        # Views of each layer, created here and in `at` rather than in every layer's turn: keys
+        # [P * g, d, L], values [P * g, L, d], and the memory for new keys and values,
+        # [2 * rows * g * T, d].
         keys, values = self._prompts.flatten(2, 3).unbind(1)
-        self._prompt_keys, self._prompt_values = keys.transpose(-1, -2).unbind(), values.unbind()
+        self._prompt_keys = keys.transpose(-1, -2).unbind()
+        self._prompt_values = values.unbind()
         self._all_responses = self._responses.flatten(1, 4).unbind()
 
     def read(self, slots: Sequence[int]) -> None:
-        """Prepare a pass over right-padded prompts, which fills these slots."""
+        """Prepare a pass over right-padded prompts that fills these slots."""
         self._reading = torch.tensor(slots, device=self._device)
 
     def place(self, slots: Sequence[int]) -> None:
-        """Assign row i to the prompt in slots[i]; sets the number of rows."""
+        """Assign row i to the prompt in slots[i], and set the number of rows."""
         self._rows = len(slots)
         self._slot_of_row = torch.tensor(slots, device=self._device)
-        # The rows of a prompt side by side, [P, W] with junk in what is left: one product reads its
-        # keys for all.
+        # Rows of a prompt are side by side, [P, W], and unused cells hold row 0: one product reads
+        # a prompt's keys for all its rows.
         width = max(Counter(slots).values())
         filled: Counter[int] = Counter()
         cells = []
@@ -112,24 +122,26 @@ class KVCache(_Cache):
             row_of_cell[cells[-1]] = row
             filled[slot] += 1
         self._width = width
-        # Usually true until a response ends: nothing to move.
+        # Usually true until a response ends; rows then stay where they are.
         self._in_place = cells == list(range(len(row_of_cell)))
         self._cell_of_row = torch.tensor(cells, device=self._device)
         self._row_of_cell = torch.tensor(row_of_cell, device=self._device)
 
     def at(self, prompt_lengths: Tensor, written: Tensor, used: int) -> None:
-        """Prepare a pass over one token per row, after int64 [R] stored ones, whose largest plus one is `used`."""
+        """Prepare a pass over one token per row.
+
+        `written`, int64 [R], are the stored tokens of each row; `used` is their maximum plus one.
+        """
         self._reading = None
-        prompt_tokens, (all_rows, groups, response_tokens) = (
-            self._prompts.shape[4],
-            self._responses.shape[2:5],
-        )
+        prompt_tokens = self._prompts.shape[4]
+        all_rows, groups, response_tokens = self._responses.shape[2:5]
         of_group = torch.arange(self._rows * groups, device=self._device).view(-1, groups, 1)
         of_kind = torch.arange(2, device=self._device) * (all_rows * groups)
         # [R * g * 2]
         self._write_at = ((of_group + of_kind) * response_tokens + written[:, None, None]).flatten()
         keys, values = self._responses[:, :, : self._rows, :, :used].flatten(2, 3).unbind(1)
-        self._own_keys, self._own_values = keys.transpose(-1, -2).unbind(), values.unbind()
+        self._own_keys = keys.transpose(-1, -2).unbind()
+        self._own_values = values.unbind()
         positions = torch.arange(max(prompt_tokens, used), device=self._device)[None, :]
         seen = [
             positions[:, :prompt_tokens] < prompt_lengths[:, None],
@@ -142,7 +154,7 @@ class KVCache(_Cache):
         self._hidden = ~torch.cat(seen, dim=1)[:, None, None, :]
 
     def keep(self, order: Sequence[int]) -> None:
-        """Move row order[i] to row i and drop the others; copies only rows that change."""
+        """Move row order[i] to row i and drop the others. Only rows that change are copied."""
         moved = [(new, old) for new, old in enumerate(order) if new != old]
         if moved:
             new, old = torch.tensor(moved, device=self._device).t()
@@ -156,18 +168,24 @@ class KVCache(_Cache):
         at = layer - self._sizes.layers.start
         self._all_responses[at].index_copy_(0, self._write_at, new.reshape(-1, new.shape[-1]))
         of_prompts = self._to_rows(_product(self._to_cells(queries), self._prompt_keys[at]))
-        own = _product(queries.flatten(0, 1), self._own_keys[at]).view(*queries.shape[:3], -1)
-        scores = torch.cat((of_prompts, own), dim=-1).masked_fill_(self._hidden, float("-inf"))
+        of_responses = _product(queries.flatten(0, 1), self._own_keys[at]).view(
+            *queries.shape[:3], -1
+        )
+        scores = torch.cat((of_prompts, of_responses), dim=-1).masked_fill_(
+            self._hidden, float("-inf")
+        )
         weights = scores.softmax(dim=-1).to(new.dtype)
-        of_prompts, own = weights.split((of_prompts.shape[-1], own.shape[-1]), dim=-1)
-        out = torch.bmm(own.flatten(0, 1), self._own_values[at]).view(queries.shape)
+        of_prompts, of_responses = weights.split(
+            (of_prompts.shape[-1], of_responses.shape[-1]), dim=-1
+        )
+        out = torch.bmm(of_responses.flatten(0, 1), self._own_values[at]).view(queries.shape)
         return out.add_(
             self._to_rows(torch.bmm(self._to_cells(of_prompts), self._prompt_values[at]))
         )
 
     def _to_cells(self, values: Tensor) -> Tensor:
-        """[R, g, h / g, x] to [P * g, W * h / g, x]: the rows of a prompt side by side."""
-        # index_select copies whole rows; advanced indexing goes element by element.
+        """Map [R, g, h / g, x] to [P * g, W * h / g, x], with the rows of a prompt side by side."""
+        # index_select copies whole rows; advanced indexing copies element by element.
         cells = values if self._in_place else values.index_select(0, self._row_of_cell)
         return cells.unflatten(0, (-1, self._width)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
@@ -197,13 +215,17 @@ def varlen_attention(
     used: Tensor,
     most: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """Attend to all keys of each packed sequence, unscaled; return [q, g, d] and log-sum-exps, float32 [g, q].
+    """Attend to all keys of each packed sequence, without scaling.
+
+    Returns [q, g, d] and log-sum-exps, float32 [g, q].
 
     query [q, g, d], key and value [k, g, d], contiguous in d only. Calls the operator under
-    `torch.nn.attention.varlen.varlen_attn`, which torch 2.9 lacks; with `seqused_k`, keys may lie anywhere.
+    `torch.nn.attention.varlen.varlen_attn`, which torch 2.9 lacks; with `seqused_k`, keys may lie
+    anywhere.
 
-    `query_starts`, ascending, and `starts` of keys, whose last is not read, are int32 [sequences + 1]; `used` keys
-    are int32 [sequences]; `most` are the maximum queries and keys of a sequence.
+    `query_starts`, ascending, and `starts` of keys, of which the last is not read, are int32
+    [sequences + 1]; `used`, the number of keys, is int32 [sequences]; `most` are the maximum
+    queries and keys of a sequence.
     """
     out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, query_starts, starts, *most, 0.0, False, False, scale=1.0, seqused_k=used
@@ -212,7 +234,10 @@ def varlen_attention(
 
 
 class FlashCache(_Cache):
-    """Cache with static shapes: a row keeps its lane for life; the pool's last token is scratch for empty rows."""
+    """Cache with static shapes.
+
+    A row keeps its lane until it ends. The pool's last token is scratch memory for empty rows.
+    """
 
     def __init__(self, sizes: CacheSizes):
         super().__init__(sizes)
@@ -223,7 +248,7 @@ class FlashCache(_Cache):
             dtype=sizes.dtype,
             device=sizes.device,
         )
-        # Of each layer the whole [tokens, g, 2, d], its keys and its values.
+        # Views of each layer: all of it [tokens, g, 2, d], its keys, and its values.
         self._layers = [(layer, *layer.unbind(2)) for layer in self._pool.unbind()]
         firsts = [*range(0, all_prompt_tokens, sizes.prompt_tokens), self.spare]
         self._prompt_starts = torch.tensor(firsts, dtype=torch.int32, device=self._device)
@@ -235,22 +260,22 @@ class FlashCache(_Cache):
         return self._sizes.prompts * self._sizes.prompt_tokens + lane * self._sizes.response_tokens
 
     def read(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Prepare a pass over right-padded prompts of these lengths, which fills these slots."""
+        """Prepare a pass over right-padded prompts of these lengths that fills these slots."""
         self._reading = torch.tensor(slots, device=self._device)
         self._prompt_lengths[self._reading] = torch.tensor(
             lengths, dtype=torch.int32, device=self._device
         )
 
     def at(self, starts: Tensor, written: Tensor, rows_of_slots: Tensor, most_rows: int) -> None:
-        """Prepare a pass over one token per row, the rows of a slot adjacent.
+        """Prepare a pass over one token per row; rows of a slot are adjacent.
 
-        `starts` of the rows' lanes and `written` response tokens are int64 [R]; `rows_of_slots` int32 [P + 2]: each
-        slot's first row, then the first unused row, then R.
+        `starts` of the rows' lanes and `written` response tokens are int64 [R]; `rows_of_slots`
+        int32 [P + 2]: each slot's first row, then the first unused row, then R.
         """
         self._reading = None
         self._most_rows = most_rows
         self._write_at = starts + written
-        # Sequences are the slots, and then the rows; what comes after the last one's start is not
+        # Sequences are the slots, followed by the rows. Starts after the last sequence are not
         # read.
         rows = torch.arange(
             len(starts), 2 * len(starts) + 1, dtype=torch.int32, device=self._device
@@ -273,21 +298,23 @@ class FlashCache(_Cache):
         pool, keys, values = self._layers[layer - self._sizes.layers.start]
         pool.index_copy_(0, self._write_at, new)
         rows, groups, heads, head_size = queries.shape
-        # Use a group's heads as the sequence axis, so that keys are read once.
+        # Use a group's heads as the sequence axis, so that keys are read once per group.
         query = queries.transpose(1, 2).expand(2, -1, -1, -1, -1).reshape(-1, groups, head_size)
-        if self._first_queries is None:  # in the first layer
+        if self._first_queries is None:  # only in the first layer
             self._first_queries = self._first_rows * heads
         most = self._most_rows * heads, max(self._sizes.prompt_tokens, self._sizes.response_tokens)
         out, log_sum = varlen_attention(
             query, keys, values, self._first_queries, self._starts, self._used, most
         )
-        of_prompt, own = out.view(2, rows, heads, groups, head_size)
-        prompt_sum, own_sum = log_sum.view(groups, 2, rows * heads).unbind(1)
+        of_prompt, of_response = out.view(2, rows, heads, groups, head_size)
+        prompt_sum, response_sum = log_sum.view(groups, 2, rows * heads).unbind(1)
         share = torch.empty(rows * heads, groups, dtype=query.dtype, device=query.device)
-        torch.sigmoid(prompt_sum - own_sum, out=share.t())
-        found = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        torch.lerp(own, of_prompt, share.view(rows, heads, groups, 1), out=found.transpose(1, 2))
-        return found
+        torch.sigmoid(prompt_sum - response_sum, out=share.t())
+        merged = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        torch.lerp(
+            of_response, of_prompt, share.view(rows, heads, groups, 1), out=merged.transpose(1, 2)
+        )
+        return merged
 
 
 def decode_layers(
@@ -295,8 +322,8 @@ def decode_layers(
 ) -> Tensor:
     """Run a `TransformerBlock`, built without overrides, on one token per row, without gradient.
 
-    Of `embedded` [1, R, h], None on later stages, which use their input tensor, and angles float32 [1, R, 1, d] to
-    [1, R, h], after the final norm on the last stage.
+    `embedded` [1, R, h] and angles float32 [1, R, 1, d] to [1, R, h], after the final norm on the
+    last stage. `embedded` is None on later stages, which use their input tensor.
     """
     hidden: Tensor = block.input_tensor if embedded is None else embedded
     rotations: tuple[Tensor, Tensor] | None = None
@@ -330,9 +357,10 @@ def decode_layers(
 def _rotations(
     rotary: Tensor, heads: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return factors [R, 1, n + 2, d] for a group's (queries, key, value) and for the same rolled by d / 2.
+    """Return factors [R, 1, n + 2, d] for a group's (queries, key, value) and their roll by d / 2.
 
-    They rotate queries and keys, scale queries, and leave values unchanged. rotary: angles [1, R, 1, d].
+    The factors rotate queries and keys, scale queries, and leave values unchanged. rotary: angles
+    [1, R, 1, d].
     """
     angles = rotary[0, :, None]  # [R, 1, 1, d]
     cosine = angles.cos()
@@ -353,9 +381,9 @@ def _add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor) -> Ten
 
 @contextlib.contextmanager
 def lean_products(weights: Mapping[Any, Tensor]) -> Iterator[None]:
-    """Make linear layers multiply by these weights inside the block, without gradient.
+    """Make linear layers use plain products with these weights inside the block, without gradient.
 
-    No layer may gather its output or use sequence parallelism.
+    Layers must not gather their output or use sequence parallelism.
     """
     try:
         for layer, weight in weights.items():
@@ -367,14 +395,15 @@ def lean_products(weights: Mapping[Any, Tensor]) -> Iterator[None]:
 
 
 class _Product:
-    """Replaces a layer's `forward`; its hooks, such as LoRA's, still run."""
+    """Replaces a layer's `forward`. The layer's hooks, such as LoRA's, still run."""
 
     def __init__(self, layer: Any, weight: Tensor):
         self._product = packed_product(weight) or (lambda x, bias: F.linear(x, weight, bias))
         adds_up, bias, returns_bias = linear_parts(layer)
         self._group = layer.tp_group if adds_up and layer.tp_group.size() > 1 else None
         bias = None if bias is None else bias.detach()
-        self._added, self._returned = (None, bias) if returns_bias else (bias, None)
+        self._added = None if returns_bias else bias
+        self._returned = bias if returns_bias else None
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         if self._group is None:

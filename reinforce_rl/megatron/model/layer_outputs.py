@@ -1,4 +1,7 @@
-"""Where two models part: the residual stream after each decoder layer, [tokens, hidden] float32 on the CPU."""
+"""Locates where two models differ: the residual stream after each decoder layer.
+
+Layer outputs are [tokens, hidden], float32 on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,21 @@ from torch import Tensor
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.schedule import forward_passes
 
-ROUNDING = {"32": 1e-3, "bf16": 0.1}  # SmolLM2 beside transformers: 2e-6 and 0.03 at most
+ROUNDING = {"32": 1e-3, "bf16": 0.1}  # SmolLM2 differs from transformers by 2e-6 and 0.03 at most
 
 
 def layer_outputs(lm: CausalLM, tokens: Sequence[int]) -> list[Tensor]:
-    """Return the trainer's, on every rank of a block, which all call it; not with context parallelism."""
-    found: list[Tensor] = []
+    """Return the trainer's layer outputs for `tokens` on every rank of a block.
+
+    A collective call over the block; not with context parallelism.
+    """
+    outputs: list[Tensor] = []
 
     def keep(_layer: object, _inputs: object, output: tuple[Tensor, ...]) -> None:
         hidden = output[0]  # [s, b, h]
         if lm.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=lm.mesh.tp_group)
-        found.append(hidden[: len(tokens), 0].float().cpu())
+        outputs.append(hidden[: len(tokens), 0].float().cpu())
 
     with contextlib.ExitStack() as hooks:
         for layer in lm.decoder.layers:
@@ -36,24 +42,32 @@ def layer_outputs(lm: CausalLM, tokens: Sequence[int]) -> list[Tensor]:
             lambda *_: None,
             lambda ids: lm.stage_shape(*ids.shape),
         )
-    return [layer for stage in lm.mesh.gather_over_pp(found) for layer in stage]
+    return [layer for stage in lm.mesh.gather_over_pp(outputs) for layer in stage]
 
 
-def layer_table(own: Sequence[Tensor], other: Sequence[Tensor], tolerance: float) -> str:
-    """Return each layer's differences, relative to the size of a token's vector in `own`, and what they point to."""
+def layer_table(outputs: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> str:
+    """Return a table of each layer's differences, and where to look for their cause.
+
+    Differences are relative to the norm of a token's vector in `outputs`.
+    """
     lines = ["layer  mean difference  largest (at token)"]
-    apart = None
-    for number, (left, right) in enumerate(zip(own, other, strict=True), 1):
+    difference = None
+    for number, (left, right) in enumerate(zip(outputs, others, strict=True), 1):
         gaps = (left - right).norm(dim=1) / left.norm(dim=1)
         largest, token = gaps.max(0)
         lines.append(f"{number:5}  {float(gaps.mean()):15.2g}  {float(largest):.2g} ({int(token)})")
-        if apart is None and not float(largest) <= tolerance:
-            # The first token attends to itself alone.
-            where = (
+        if difference is None and not float(largest) <= tolerance:
+            # The first token attends only to itself.
+            suspects = (
                 "RoPE, window, scale, Q, K"
                 if gaps[0] <= tolerance
                 else "the first token too: V, O, MLP, norms"
             )
-            apart = f"they part in layer {number}, by more than {tolerance:g}; look at {where}"
-    alike = f"no layer differs by more than {tolerance:g}: look at the final norm, the output layer and the log-probs"
-    return "\n".join([*lines, apart or alike])
+            difference = (
+                f"they part in layer {number}, by more than {tolerance:g}; look at {suspects}"
+            )
+    no_difference = (
+        f"no layer differs by more than {tolerance:g}: "
+        "look at the final norm, the output layer and the log-probs"
+    )
+    return "\n".join([*lines, difference or no_difference])

@@ -1,11 +1,12 @@
-"""Layer modules: megatron's and torch's own, or optionally Transformer Engine's.
+"""Layer modules of megatron and torch, or optionally of Transformer Engine.
 
-RMSNorm and SwiGLU save only the input and one number per row for the backward pass, where autograd would keep every
-intermediate: a fifth of a layer's activations.
+RMSNorm and SwiGLU save only the input and one number per row for the backward pass, where autograd
+would keep every intermediate. This saves a fifth of a layer's activations.
 
-Transformer Engine's linear layers add weight gradients to megatron's fp32 buffer (`fuse_weight_gradients`), and its
-RoPE is in fp32. Its norm fused into the next linear layer runs the same kernels without FP8 (v2.11), its attention has
-no KV cache, packed groups or torch's flash kernel, and its cross-entropy needs all logits at once.
+Transformer Engine's linear layers add weight gradients to megatron's fp32 buffer
+(`fuse_weight_gradients`), and its RoPE is in fp32. Its other parts are not used: its norm fused
+into the next linear layer runs the same kernels without FP8 (v2.11), its attention has no KV cache,
+packed groups or torch's flash kernel, and its cross-entropy needs all logits at once.
 
 Notation: h hidden, f the MLP's width.
 """
@@ -32,29 +33,35 @@ from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.attention import CoreAttention
 
-# attribute of weights whose gradient goes straight to `main_grad`
+# Attribute of weights whose gradient is added directly to `main_grad`.
 IN_PLACE = "gradient_is_added_in_place"
-# Transformer Engine's lower bound in megatron-core 0.16.1's extra `dev`, which also requires <
-# 2.12.
+# Lower bound of Transformer Engine in the extra `dev` of megatron-core 0.16.1, which also requires
+# < 2.12.
 OLDEST_VERSION = "2.9.0"
-# Without Transformer Engine, megatron mocks this name with something isinstance() rejects.
+# Without Transformer Engine, megatron mocks this name with an object that isinstance() rejects.
 _TE_LINEAR: tuple[Any, ...] = (te.TELinear,) if te.HAVE_TE else ()
 # All tensor-parallel linear layers.
 LINEAR: tuple[Any, ...] = (ColumnParallelLinear, RowParallelLinear, *_TE_LINEAR)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis, in at least float32 (arXiv:1910.07467)."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis, in at least float32.
+
+    Source: arXiv:1910.07467.
+    """
     if not torch.is_grad_enabled():
         return _normalised(x, weight, eps)[0]
-    found: Any = _RMSNorm.apply(x, weight, eps)
-    return found
+    output: Any = _RMSNorm.apply(x, weight, eps)
+    return output
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Compute silu(a) * b for the halves a, b of the last axis: [..., 2 f] to [..., f] (arXiv:2002.05202)."""
-    found: Any = _SwiGLU.apply(x)
-    return found
+    """Compute silu(a) * b for the halves a, b of the last axis: [..., 2 f] to [..., f].
+
+    Source: arXiv:2002.05202.
+    """
+    output: Any = _SwiGLU.apply(x)
+    return output
 
 
 def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -72,9 +79,9 @@ def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        found, scale = _normalised(x, weight, eps)
+        output, scale = _normalised(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return found
+        return output
 
     @staticmethod
     @once_differentiable
@@ -107,15 +114,18 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         a, b = x.chunk(2, dim=-1)
-        found = torch.empty_like(x)
-        grad_a, grad_b = found.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        grad_a, grad_b = grad_x.chunk(2, dim=-1)
         torch.mul(gradient, F.silu(a), out=grad_b)
         grad_a.copy_(torch.ops.aten.silu_backward(gradient * b, a))
-        return found
+        return grad_x
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with megatron's constructor and sequence parallelism, which `WrappedTorchNorm` refuses."""
+    """torch's RMSNorm with megatron's constructor and sequence parallelism.
+
+    megatron's `WrappedTorchNorm` refuses sequence parallelism.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         # Same device choice as megatron's layers; torch would default to the CPU.
@@ -124,14 +134,17 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:  # torch's kernel is fused there
+        if x.is_cuda:  # torch's kernel is fused on a GPU
             return super().forward(x)
         assert self.eps is not None
         return rms_norm(x, self.weight, self.eps)
 
 
 class TESwiGLU:
-    """Transformer Engine's SwiGLU; not a Module, since megatron asks every module of an MLP for its sharded state."""
+    """Transformer Engine's SwiGLU.
+
+    It is not a Module, since megatron asks every module of an MLP for its sharded state.
+    """
 
     def __init__(self, config: TransformerConfig):
         self._function: Any = te.TEActivationOp(config)  # type: ignore[operator]
@@ -143,7 +156,10 @@ class TESwiGLU:
 def block_spec(
     architecture: Architecture, config: TransformerConfig, pp_rank: int, *, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """Return a stage's layer spec; Transformer Engine modifies `config`, and is a ConfigError if missing or old."""
+    """Return a stage's layer spec.
+
+    With Transformer Engine, `config` is modified. Raises ConfigError if it is missing or too old.
+    """
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts: Any = layer.submodules
     attention = parts.self_attention.submodules
@@ -154,11 +170,13 @@ def block_spec(
         _check_installed()
         norm = te.TENorm
         mlp.activation_func = TESwiGLU
-        attention.linear_qkv = mlp.linear_fc1 = te.TEColumnParallelLinear
-        attention.linear_proj = mlp.linear_fc2 = te.TERowParallelLinear
+        attention.linear_qkv = te.TEColumnParallelLinear
+        mlp.linear_fc1 = te.TEColumnParallelLinear
+        attention.linear_proj = te.TERowParallelLinear
+        mlp.linear_fc2 = te.TERowParallelLinear
         config.apply_rope_fusion = True
-        # With this FP8-only cache, a layer's first pass would overwrite the gradient buffer, not
-        # add to it.
+        # With this cache, which is for FP8 only, a layer's first pass would overwrite the gradient
+        # buffer instead of adding to it.
         config.disable_parameter_transpose_cache = True
     parts.input_layernorm = norm
     parts.pre_mlp_layernorm = norm
@@ -177,19 +195,19 @@ def block_spec(
 def _check_installed() -> None:
     if te.HAVE_TE and is_te_min_version(OLDEST_VERSION):
         return
-    found = (
+    installed = (
         f"Transformer Engine {get_te_version()} is installed"
         if te.HAVE_TE
         else "Transformer Engine is not there"
     )
     advice = "Install it (docs/tensorrt-llm.md), or set model.transformer_engine=false"
     expected = f"expected {OLDEST_VERSION} or later"
-    sentence = f"model.transformer_engine is true, but {found}; {expected}. {advice}"
+    sentence = f"model.transformer_engine is true, but {installed}; {expected}. {advice}"
     raise ConfigError([Fault(sentence, key="config.transformer_engine.missing_or_old")])
 
 
 def _with_bias(linear: Any) -> Any:
-    # megatron's config has no option for a bias on attention's output projection only.
+    # megatron's config has no option for a bias of attention's output projection only.
     class Biased(linear):
         def __init__(self, *args: Any, **options: Any):
             super().__init__(*args, **{**options, "bias": True})
@@ -198,15 +216,21 @@ def _with_bias(linear: Any) -> Any:
 
 
 def linear_parts(layer: Any) -> tuple[bool, Tensor | None, bool]:
-    """Return a linear layer's (is row-parallel: products are summed over ranks, bias, is it left to the caller)."""
+    """Return if a linear layer is row-parallel, its bias, and if the bias is left to the caller.
+
+    The products of a row-parallel layer are summed over ranks.
+    """
     if isinstance(layer, _TE_LINEAR):
-        bias = layer.bias if layer.use_bias else None  # an empty tensor where there is none
+        bias = layer.bias if layer.use_bias else None  # without a bias, `bias` is an empty tensor
         return layer.parallel_mode == "row", bias, layer.te_return_bias
     return isinstance(layer, RowParallelLinear), layer.bias, layer.skip_bias_add
 
 
 def fuse_weight_gradients(lm: torch.nn.Module) -> None:
-    """Let Transformer Engine's layers add weight gradients to megatron's buffers, without a bf16 copy."""
+    """Let Transformer Engine's layers add weight gradients to megatron's buffers.
+
+    There is no bf16 copy of the gradients then.
+    """
     modules: list[Any] = list(lm.modules())
     for module in modules:
         if isinstance(module, _TE_LINEAR):
@@ -214,11 +238,16 @@ def fuse_weight_gradients(lm: torch.nn.Module) -> None:
 
 
 def buffer_of(weight: Tensor) -> Tensor | None:
-    """Return the buffer that accumulates a weight's gradient; None if autograd does."""
-    return weight.main_grad if getattr(weight, IN_PLACE, False) else None  # type: ignore[attr-defined]
+    """Return the buffer that accumulates a weight's gradient; None if autograd accumulates it."""
+    if getattr(weight, IN_PLACE, False):
+        return weight.main_grad  # type: ignore[attr-defined]
+    return None
 
 
 def was_added(weight: Tensor) -> Tensor:
-    """Return a placeholder for a gradient already in the buffer: megatron's hook requires one, but ignores it."""
+    """Return a placeholder for a gradient that is already in the buffer.
+
+    megatron's hook requires a gradient, but ignores it.
+    """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(weight)

@@ -1,10 +1,10 @@
-"""Log-probs and entropies of response tokens, computed in chunks so that the full logits never exist.
+"""Log-probs and entropies of response tokens, computed in chunks without the full logits.
 
-The backward pass recomputes each chunk's logits, as Liger kernel and Cut Cross-Entropy do (arXiv:2410.10989,
-arXiv:2411.09009), here with entropy and tensor parallelism.
+The backward pass recomputes each chunk's logits, as Liger kernel and Cut Cross-Entropy do
+(arXiv:2410.10989, arXiv:2411.09009), here with entropy and tensor parallelism.
 
-Notation: N sequences, T response tokens, n positions, h hidden, V vocabulary, tp tensor-parallel ranks,
-z logits / temperature, p softmax(z).
+Notation: N sequences, T response tokens, n positions, h hidden, V vocabulary, tp tensor-parallel
+ranks, z logits / temperature, p softmax(z).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reinforce_rl.megatron.model.layers import buffer_of, was_added
 from reinforce_rl.megatron.model.model import CausalLM, VocabShard
 from reinforce_rl.megatron.model.sequences import SequenceLayout
 
-# of bf16 in float32: from torch 2.8 on, on a GPU
+# bf16 products can be kept in float32 on a GPU from torch 2.8 on.
 _KEEPS_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads()
 
 
@@ -38,15 +38,16 @@ def chunked_log_probs(
     chunk_tokens: int,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log p(target) [n] and entropies in nats [n] or None, on every rank; with gradient.
+    """Return log p(target) [n], and entropies in nats [n] or None, with gradient on every rank.
 
-    p = softmax(hidden weight^T / temperature), in at least float32; on a CPU logits keep the dtype of `hidden`.
-    A collective call over `shard.group`, also in the backward pass.
+    p = softmax(hidden weight^T / temperature), in at least float32; on a CPU logits keep the dtype
+    of `hidden`. A collective call over `shard.group`, also in the backward pass.
 
-    hidden [n, h], the same on every tensor-parallel rank; weight [V / tp, h], this rank's rows; targets int64 [n], ids
-    in the whole vocabulary. Memory is proportional to `chunk_tokens` positions, and twice that with entropy.
+    hidden [n, h], equal on every tensor-parallel rank; weight [V / tp, h], this rank's rows;
+    targets int64 [n], ids in the whole vocabulary. Memory is proportional to `chunk_tokens`
+    positions, and twice as much with entropy.
     """
-    # Sums the gradient of `hidden` over the ranks' vocabulary shards.
+    # The backward pass sums the gradient of `hidden` over the ranks' vocabulary shards.
     hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=shard.group)
     outputs: Any = _ChunkedHead.apply(
         hidden, weight, targets, (shard, temperature, chunk_tokens), with_entropy
@@ -84,15 +85,15 @@ class _ChunkedHead(torch.autograd.Function):
             sums[1, chunk] = e.sum(dim=-1)
             if with_entropy:
                 sums[2, chunk] = z.mul_(e).sum(dim=-1)
-        # Sums are relative to each rank's own maximum until here, so two collectives suffice for
-        # all chunks.
+        # So far sums are relative to each rank's own maximum, so two collectives suffice for all
+        # chunks.
         local = highest.clone()
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         shift = local - highest
         sums[2] = shift.exp() * (sums[2] + shift * sums[1])
         sums[1] *= shift.exp()
         dist.all_reduce(sums, group=group)
-        target_z, sum_exp, sum_exp_z = sums  # the last one sums exp(z - max) (z - max)
+        target_z, sum_exp, sum_exp_z = sums  # sum_exp_z is the sum of exp(z - max) (z - max)
         log_sum = sum_exp.log()
         log_probs = target_z - highest - log_sum
         entropy = log_sum - sum_exp_z / sum_exp if with_entropy else None
@@ -164,12 +165,10 @@ class _ShardLogits:
         temperature: float,
         chunk_tokens: int,
     ):
-        # A view; masking padded columns with -inf would cost a pass, and give 0 x inf in the
+        # A view: masking padded columns with -inf would cost a pass, and give 0 x inf in the
         # entropy.
-        self.weight, self.dtype = (
-            weight[: shard.size],
-            torch.promote_types(hidden.dtype, torch.float32),
-        )
+        self.weight = weight[: shard.size]
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self._hidden = hidden
         self._targets = targets
         self._shard = shard
@@ -212,10 +211,10 @@ class _ShardLogits:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of each response token, given everything before it."""
+    """Scores of each response token, given all tokens before it."""
 
     log_probs: Tensor  # [N, T], in nats; 0 on padding
-    # [N, T], of the distribution at the token, likewise; None if not requested
+    # [N, T], of the distribution at each token, in nats; 0 on padding; None if not requested
     entropy: Tensor | None
 
 
@@ -231,31 +230,32 @@ def response_scores(
 ) -> TokenScores:
     """Compute log-probs and entropies of response tokens under pi = softmax(logits / temperature).
 
-    A collective call over tensor- and context-parallel ranks, also in the backward pass. The result, in at least
-    float32 with T = `width` columns, is the same on every rank. `hidden` is that of `layout` on the last stage.
+    A collective call over tensor- and context-parallel ranks, also in the backward pass. The
+    result, in at least float32 with T = `width` columns, is equal on every rank. `hidden` is the
+    output of `layout.hidden` on the last stage.
     """
-    found = layout.predictions(hidden)
+    predictions = layout.predictions(hidden)
     shape = (len(layout.response_lengths), width)
     empty = torch.zeros(
         shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device
     )
     entropy = None
-    if found.rows.numel() == 0:
+    if predictions.rows.numel() == 0:
         # Keep the graph connected, so that a rank without tokens joins the collectives of the
         # backward pass.
         log_probs = empty + 0.0 * (hidden.to(empty.dtype).sum() + lm.output_weight[0, 0])
         entropy = log_probs if with_entropy else None
     else:
-        where = (found.rows, found.columns)
+        positions = (predictions.rows, predictions.columns)
         options: Any = {
             "temperature": temperature,
             "chunk_tokens": chunk_tokens,
             "with_entropy": with_entropy,
         }
-        head = (found.hidden, lm.output_weight, found.targets, lm.vocab_shard)
+        head = (predictions.hidden, lm.output_weight, predictions.targets, lm.vocab_shard)
         values, entropies = chunked_log_probs(*head, **options)
-        log_probs = empty.index_put(where, values)
-        entropy = None if entropies is None else empty.index_put(where, entropies)
+        log_probs = empty.index_put(positions, values)
+        entropy = None if entropies is None else empty.index_put(positions, entropies)
     if lm.mesh.cp_size > 1:
         log_probs = sum_of_shares(log_probs, lm.mesh.cp_group)
         entropy = None if entropy is None else sum_of_shares(entropy, lm.mesh.cp_group)

@@ -1,4 +1,6 @@
-"""Dense decoder as a megatron-core `GPTModel`; actor, reference and reward model are all `CausalLM`.
+"""Dense decoder as a megatron-core `GPTModel`.
+
+Actor, reference and reward model are all `CausalLM`.
 
 Notation: b batch, s sequence, h hidden, d head size, V vocabulary.
 """
@@ -36,7 +38,7 @@ from reinforce_rl.megatron.model.decoding import (
 )
 from reinforce_rl.megatron.model.layers import LINEAR, block_spec
 
-# The mesh is built from these keys, so overriding them would contradict it.
+# The mesh is built from these keys, so overrides would contradict it.
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -52,13 +54,13 @@ for _name in ("granularity", "method", "num_layers"):
 class ModelOptions:
     """Options of the forward and backward computation."""
 
-    # "selective" (core attention), "full" (whole layers); None for none
+    # "selective" (core attention) or "full" (whole layers); None for no recomputation
     recompute_granularity: str | None = None
     # for "full": "uniform" (groups of layers) or "block" (a stage's first layers)
     recompute_method: str | None = None
     recompute_num_layers: int | None = None  # for "full"
     transformer_engine: bool = False  # build layers from Transformer Engine's modules; see `layers`
-    # of fields of megatron's TransformerConfig
+    # Values of further fields of megatron's TransformerConfig.
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -68,7 +70,10 @@ DEFAULT_OPTIONS = ModelOptions()
 def layers_of_stages(
     architecture: Architecture, layout: Layout, dtype: torch.dtype, options: ModelOptions
 ) -> list[int]:
-    """Return the number of layers on each pipeline stage; needs no process group. Raises as `transformer_config`."""
+    """Return the number of layers on each pipeline stage, without process groups.
+
+    Raises the errors of `transformer_config`.
+    """
     layers = []
     faults = []
     for stage in range(layout.pipeline):
@@ -93,7 +98,10 @@ def transformer_config(
     rope_scale: float,
     options: ModelOptions,
 ) -> TransformerConfig:
-    """Build a stage's TransformerConfig; ConfigError lists unknown override fields, or says what megatron rejects."""
+    """Build a stage's TransformerConfig.
+
+    Raises ConfigError, which lists unknown fields of the overrides, or says what megatron rejects.
+    """
     if faults := list(_faults_of_overrides(options.overrides)):
         raise ConfigError(faults)
     sizes = architecture.padded(layout.tensor)
@@ -110,7 +118,7 @@ def transformer_config(
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": architecture.qkv_bias,
-        # Also makes megatron sum these norms' gradients over tensor-parallel ranks.
+        # This also makes megatron sum these norms' gradients over tensor-parallel ranks.
         "qk_layernorm": architecture.qk_norm,
         "window_size": None if architecture.window is None else (architecture.window - 1, 0),
         "softmax_scale": rope_scale**2 / architecture.head_size**0.5,
@@ -122,16 +130,17 @@ def transformer_config(
         "sequence_parallel": layout.sequence_parallel,
         # Micro-batches differ in length; `schedule` computes the shapes.
         "variable_seq_lengths": layout.pipeline > 1,
-        # True would sync the GPU after each send and receive, a workaround for old torch.
+        # True would sync the GPU after each send and receive, a workaround for old versions of
+        # torch.
         "batch_p2p_sync": False,
         "moe_token_dispatcher_type": "alltoall",  # required by variable_seq_lengths, experts or not
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Losses already carry their global denominators, so megatron must only sum.
+        # Losses already have their global denominators, so megatron must only sum them.
         "calculate_per_token_loss": True,
         "use_cpu_initialization": device.type == "cpu",
-        # use the layer spec's activation module, not only Transformer Engine's
+        # Use the layer spec's activation module, even if it is not Transformer Engine's.
         "use_te_activation_func": True,
         "recompute_granularity": options.recompute_granularity,
         "recompute_method": options.recompute_method,
@@ -139,7 +148,7 @@ def transformer_config(
     }
     try:
         config = TransformerConfig(**{**values, **options.overrides})
-        # rejects a layer count that does not divide
+        # It rejects a number of layers that the stages cannot share.
         layers = get_num_layers_to_build(config, pp_rank=stage)
     except (AssertionError, TypeError, ValueError) as error:  # megatron validates with asserts
         given = (
@@ -191,15 +200,16 @@ class VocabShard:
     """Token ids owned by this tensor-parallel rank."""
 
     start: int  # first token id
-    size: int  # may be 0; any further rows of the rank's output weight are padding
+    size: int  # may be 0; further rows of the rank's output weight are padding
     group: dist.ProcessGroup
 
 
 class CausalLM(GPTModel):
-    """GPTModel that returns hidden states, applies RoPE at explicit `position_ids`, and takes a KV cache.
+    """GPTModel that returns hidden states, applies RoPE at `position_ids`, and takes a KV cache.
 
-    Stock GPTModel computes logits at every position and ignores `position_ids` for RoPE. With `num_labels`, a linear
-    head `score` replaces the output layer. Raises ConfigError: the layout does not fit, or megatron rejects an option.
+    GPTModel itself computes logits at every position and ignores `position_ids` for RoPE. With
+    `num_labels`, a linear head `score` replaces the output layer. Raises ConfigError: the layout
+    does not fit, or megatron rejects an option.
     """
 
     def __init__(
@@ -247,24 +257,28 @@ class CausalLM(GPTModel):
         cache: KVCache | FlashCache | None = None,
         packed: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return [b, s', h] at `own_positions(s)` after the final norm, the same on every tensor-parallel rank.
+        """Return hidden states [b, s', h] at `own_positions(s)` after the final norm.
 
-        Stages before the last return megatron's layout: sequence first, padding included. Later stages need
-        `set_input_tensor` first.
+        They are equal on all tensor-parallel ranks.
+
+        Stages before the last one return megatron's layout: sequence first, padding included.
+        Stages after the first need `set_input_tensor` before.
 
         Args:
             input_ids: int64 [b, s], right-padded, the same on every rank of a block.
             position_ids: int64 [b, s], with `cache` or `packed`; None means 0 .. s-1.
-            cache: extended by this call. Only in `whole_sequences`; each context-parallel rank decodes its own rows.
-            packed: layout of the single row; positions are then not cut over context-parallel ranks.
+            cache: extended by this call. Only in `whole_sequences`; each context-parallel rank
+                decodes its own rows.
+            packed: layout of the single row; positions are then not split over context-parallel
+                ranks.
         """
         length = input_ids.shape[1]
         is_padded = cache is None and packed is None
         if is_padded:
-            own = self._padded_positions(length)
-            # Padding lies last, so the causal mask hides it.
-            input_ids = input_ids[:, own.clamp(max=length - 1)]
-            positions = own[None, :]
+            local_positions = self._padded_positions(length)
+            # Padding comes last, so the causal mask hides it.
+            input_ids = input_ids[:, local_positions.clamp(max=length - 1)]
+            positions = local_positions[None, :]
         elif position_ids is None:
             positions = torch.arange(length, device=input_ids.device)[None, :]
         else:
@@ -301,11 +315,11 @@ class CausalLM(GPTModel):
         return hidden[:, : self._number_of_own(length)] if is_padded else hidden
 
     def own_positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """Return the positions in 0 .. length-1 that this context-parallel rank holds: int64, ascending."""
+        """Return the positions in 0 .. length-1 on this context-parallel rank: int64, ascending."""
         return self._padded_positions(length, device)[: self._number_of_own(length)]
 
     def stage_shape(self, rows: int, length: int) -> tuple[int, int, int]:
-        """Return [s', b, h], the shape passed between stages for `rows` sequences of `length` tokens."""
+        """Return [s', b, h], the shape between stages for `rows` sequences of `length` tokens."""
         padded = self._padded_length(length) // self.mesh.cp_size
         shared = padded // self.mesh.tp_size if self.mesh.sequence_parallel else padded
         return shared, rows, self.architecture.hidden_size
@@ -324,15 +338,18 @@ class CausalLM(GPTModel):
     def _number_of_own(self, length: int) -> int:
         if self.mesh.cp_size == 1:
             return length
-        # Padding comes last on every rank; counting without the tensor avoids a GPU sync.
+        # Padding comes last on every rank. Counting without the tensor avoids a GPU sync.
         return positions_below(
             length, self._padded_length(length), self.mesh.cp_size, self.mesh.cp_rank
         )
 
     @contextlib.contextmanager
     def whole_sequences(self) -> Iterator[None]:
-        """Disable sequence parallelism inside the block, since one token cannot be split; inference only."""
-        # The kernel of a fused RoPE supports one position for all rows only.
+        """Disable sequence parallelism inside the block, as one token cannot be split.
+
+        For inference only.
+        """
+        # The kernel of a fused RoPE supports only one position for all rows.
         names = (
             "sequence_parallel",
             "scatter_to_sequence_parallel",
@@ -353,8 +370,12 @@ class CausalLM(GPTModel):
 
     @contextlib.contextmanager
     def fast_decoding(self) -> Iterator[None]:
-        """Decode with `decode_layers` on the current weights, without gradient; only within `whole_sequences`."""
-        # on the last stage; it may have no weight of its own
+        """Decode with `decode_layers` on the current weights, without gradient.
+
+        Only within `whole_sequences`.
+        """
+        # The output layer exists on the last stage. With tied embeddings it has no weight of its
+        # own.
         head = getattr(self, "output_layer", None)
         layers: list[Any] = [m for m in self.modules() if isinstance(m, LINEAR)]
         weights = {layer: self.output_weight if layer is head else layer.weight for layer in layers}
@@ -368,13 +389,13 @@ class CausalLM(GPTModel):
     def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         parent = GPTModel if self.architecture.num_labels is None else MegatronModule
         state = parent.sharded_state_dict(self, *args, **options)
-        # Drop FP8 scales: empty here, and Transformer Engine's extra ones would make checkpoints
-        # incompatible.
+        # Drop FP8 scales: they are empty here, and Transformer Engine's additional scales would
+        # make checkpoints incompatible.
         return {name: entry for name, entry in state.items() if not name.endswith("_extra_state")}
 
     @property
     def output_weight(self) -> Tensor:
-        """Return [V / tp, h], this rank's rows of the output layer or of the tied input embedding."""
+        """[V / tp, h]: this rank's rows of the output layer or of the tied input embedding."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight  # type: ignore[return-value]
@@ -388,7 +409,10 @@ class CausalLM(GPTModel):
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return this rank's logits in at least float32: [n, h] to [n, V / tp], padded columns at -inf."""
+        """Return this rank's logits in at least float32: [n, h] to [n, V / tp].
+
+        Padded columns are -inf.
+        """
         out = self.output_layer(hidden[:, None, :], weight=self.output_weight)[0][:, 0]
         out = out.to(torch.promote_types(out.dtype, torch.float32))
         if (true_columns := self.vocab_shard.size) < out.shape[1]:
@@ -398,7 +422,7 @@ class CausalLM(GPTModel):
         return out
 
     def full_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits over the whole vocabulary on every rank, without gradient: [n, h] to [n, V]."""
+        """Return logits over the whole vocabulary on every rank: [n, h] to [n, V]; no gradient."""
         with torch.no_grad():
             gathered = tensor_parallel.gather_from_tensor_model_parallel_region(self.logits(hidden))
         return gathered[:, : self.architecture.vocab_size]
@@ -411,7 +435,7 @@ class CausalLM(GPTModel):
         response_tokens: int,
         kind: type[Cache] = KVCache,
     ) -> Cache:
-        """Return an empty cache for this stage's layers; see `CacheSizes`."""
+        """Return an empty cache for this stage's layers. `CacheSizes` describes the sizes."""
         layers: Any = self.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0  # megatron counts from 1
         sizes = (range(first, first + len(layers)), prompts, prompt_tokens, rows, response_tokens)
@@ -423,9 +447,12 @@ class CausalLM(GPTModel):
 
 
 def rope_parameters(architecture: Architecture) -> tuple[Tensor, float]:
-    """Return RoPE's inverse frequencies, float32 [d / 2], and its attention scaling, as transformers computes them.
+    """Return RoPE's inverse frequencies, float32 [d / 2], and its attention scaling.
 
-    The scaling (YaRN only) applies to both queries and keys, so attention scores scale by its square.
+    Both are computed by transformers.
+
+    The scaling, which only YaRN uses, applies to both queries and keys, so attention scores scale
+    by its square.
 
     Raises ConfigError: a value of config.json that transformers refuses.
     """
@@ -440,7 +467,7 @@ def rope_parameters(architecture: Architecture) -> tuple[Tensor, float]:
     try:
         config: Any = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
         rotary = LlamaRotaryEmbedding(config)
-    except Exception as error:  # its checks raise many types, and a null in RoPE's keys a TypeError
+    except Exception as error:  # its checks raise many types; a null in RoPE's keys, a TypeError
         reason = " ".join(str(error).split())
         sentence = f"transformers cannot read the model's config.json: {reason}"
         raise ConfigError([Fault(sentence, key="model.config.refused_by_transformers")]) from error

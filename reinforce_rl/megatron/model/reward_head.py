@@ -1,6 +1,6 @@
 """Head of a reward model: pooling, one or two linear layers, and its files.
 
-Notation: N sequences, S tokens, s the positions that a context-parallel rank holds, h hidden, K attributes.
+Notation: N sequences, S tokens, s positions on a context-parallel rank, h hidden, K attributes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from reinforce_rl.megatron.weight_map import SCORE_LAYER
 from reinforce_rl.utils.untrusted_files import check_regular
 
 POOLINGS = ("mean", "last")
-# in a classifier's config.json, for a pooling other than transformers'
+# Key of a classifier's config.json, if the pooling is not transformers'.
 POOLING_KEY = "reward_pooling"
 
 
 @dataclass(frozen=True)
 class HiddenLayer:
-    """Layer before a head's last one, as in Qwen2.5-Math-RM."""
+    """Layer before a head's last layer, as in Qwen2.5-Math-RM."""
 
     weight: Tensor  # float32 [m, h]
     bias: Tensor  # float32 [m]
@@ -54,16 +54,19 @@ class HiddenLayer:
 
 @dataclass(frozen=True)
 class RewardHead:
-    """Linear head from a pooled hidden state to one score, or one per attribute; h is m after a hidden layer."""
+    """Linear head from a pooled hidden state to one score, or to one score per attribute.
+
+    After a hidden layer, h is m.
+    """
 
     weight: Tensor  # float32 [h], or [K, h] with attributes
     bias: Tensor  # float32 [], or [K]
     pooling: str  # `mean` over tokens, or `last` token
     attributes: tuple[str, ...] = ()  # K names; empty for a single score
-    # of merged scores, as is `deviation`; the server's default for standardization
+    # Mean and deviation of merged scores, the server's default for standardization.
     mean: float = 0.0
     deviation: float = 1.0
-    # trailing tokens of this id are ignored, as in transformers; None counts every token
+    # Trailing tokens of this id are ignored, as in transformers; None counts every token.
     pad_id: int | None = None
     hidden: HiddenLayer | None = None
     name: str = SCORE  # module in the folder's weights
@@ -82,17 +85,17 @@ class RewardHead:
 
     @property
     def rows(self) -> Tensor:
-        """Return the weight as [K, h], K = 1 for a single score."""
+        """The weight as [K, h]; K = 1 for a single score."""
         return self.weight.reshape(-1, self.weight.shape[-1])
 
     @property
     def width(self) -> int:
-        """Return the size of the hidden state that it reads."""
+        """Size of the hidden state that the head reads."""
         first = self.rows if self.hidden is None else self.hidden.weight
         return first.shape[1]
 
     def save(self, path: str | Path, about: dict[str, str] | None = None) -> None:
-        """Write as safetensors; other fields and `about` go to the metadata."""
+        """Write the head as safetensors, with its other fields and `about` in the metadata."""
         from safetensors.torch import save_file
 
         if self.hidden is not None:
@@ -103,16 +106,16 @@ class RewardHead:
             "weight": self.weight.float().contiguous(),
             "bias": self.bias.float().contiguous(),
         }
-        own = {"pooling": self.pooling}
+        fields = {"pooling": self.pooling}
         if self.attributes:
-            own["attributes"] = json.dumps(self.attributes)
+            fields["attributes"] = json.dumps(self.attributes)
         if (self.mean, self.deviation) != (0.0, 1.0):
-            own |= {"mean": repr(self.mean), "deviation": repr(self.deviation)}
-        save_file(tensors, path, metadata={**(about or {}), **own})
+            fields |= {"mean": repr(self.mean), "deviation": repr(self.deviation)}
+        save_file(tensors, path, metadata={**(about or {}), **fields})
 
     @classmethod
     def load(cls, path: str | Path) -> RewardHead:
-        """Read a head that `save` wrote; CheckpointError if it is missing or none."""
+        """Read a head that `save` wrote. Raises CheckpointError if it is missing or not a head."""
         from safetensors import safe_open
 
         if not Path(path).is_file():
@@ -145,12 +148,13 @@ class RewardHead:
     def from_classifier(
         cls, folder: HFFolder, name: str | None = None, activation: str | None = None
     ) -> RewardHead:
-        """Read the head of a folder, attributes from `id2label`.
+        """Read the head of a folder, with attributes from `id2label`.
 
         Args:
-            name: of its module or weight; None for `score` of a `...ForSequenceClassification` model, or the module
-                that config.json names.
-            activation: between two layers; None where there is one, or where the model's class says it.
+            name: of the head's module or weight; None for `score` of a
+                `...ForSequenceClassification` model, or the module that config.json names.
+            activation: between two layers; None if there is one layer, or if the model's class
+                determines it.
 
         Raises CheckpointError: there is no such head, or its structure is unknown.
         """
@@ -158,7 +162,7 @@ class RewardHead:
 
         module = module_of(folder, name)
         layers = layers_of(folder, module)
-        # Its bounds are checked, since transformers makes a list of as many labels as it says.
+        # `from_folder` checks its bounds, as transformers makes a list with its number of labels.
         raw = Architecture.from_folder(folder.folder).raw
         config: Any = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         labels = tuple(str(config.id2label[label]) for label in sorted(config.id2label))
@@ -169,8 +173,9 @@ class RewardHead:
                     f"but id2label in config.json has {len(labels)} names",
                     key="reward_model.head.other_labels",
                 )
-            labels = unnamed_labels(len(layers[-1].weight))  # config.json is not of a classifier
-        # Other frameworks read the last token of a row, whatever it is.
+            # config.json is not a classifier's.
+            labels = unnamed_labels(len(layers[-1].weight))
+        # Other frameworks read the last token of a row, whatever its id.
         pooling = raw.get(POOLING_KEY, "last")
         pad_id = config.pad_token_id if pooling == "last" and module == SCORE else None
         hidden = _hidden_layer(layers, activation, folder.folder, module)
@@ -180,7 +185,10 @@ class RewardHead:
     def from_file(
         cls, path: str | Path, name: str, folder: str | Path, activation: str | None = None
     ) -> RewardHead:
-        """Read the module `name` of a file that another framework wrote beside the weights in `folder`."""
+        """Read the module `name` of a file that another framework wrote.
+
+        `folder` is the folder of the model's weights.
+        """
         module = module_name(name)
         layers = layers_in(read_tensors(Path(path)), module, str(path))
         hidden = _hidden_layer(layers, activation, Path(folder), module)
@@ -207,7 +215,7 @@ class RewardHead:
 
 
 def unnamed_labels(count: int) -> tuple[str, ...]:
-    """Return the names that transformers gives to labels without names."""
+    """Return transformers' names of labels without names."""
     return tuple(f"LABEL_{number}" for number in range(count))
 
 
@@ -223,8 +231,9 @@ def _hidden_layer(
 def counted_lengths(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tensor:
     """Return lengths without trailing `pad_id` tokens, at least 1; unchanged if `pad_id` is None.
 
-    transformers' classifiers read the last token that is not `pad_token_id`, even if a trailing one is real text (an
-    end-of-sequence token doubling as padding). tokens int64 [N, S], right-padded with anything; lengths int64 [N].
+    transformers' classifiers read the last token that is not `pad_token_id`, even if a trailing
+    `pad_token_id` is real text (an end-of-sequence token that doubles as padding). tokens int64
+    [N, S], right-padded with anything; lengths int64 [N].
     """
     if pad_id is None:
         return lengths
@@ -234,10 +243,12 @@ def counted_lengths(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tens
 
 
 def pool(hidden: Tensor, lengths: Tensor, pooling: str, positions: Tensor | None = None) -> Tensor:
-    """Return this rank's share of the pooled hidden states; sum the shares over context-parallel ranks.
+    """Return this rank's share of the pooled hidden states.
 
-    hidden [N, s, h], lengths int64 [N], to [N, h] in at least float32. `positions` (int64 [s]) are those of `hidden`;
-    None for 0 .. s-1.
+    Sum the shares over context-parallel ranks.
+
+    hidden [N, s, h], lengths int64 [N], to [N, h] in at least float32. `positions`, int64 [s], are
+    the positions of `hidden`; None for 0 .. s-1.
     """
     hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     if positions is None:
@@ -256,9 +267,10 @@ def head_scores(
     pooling: str,
     hidden_layer: HiddenLayer | None = None,
 ) -> Tensor:
-    """Compute scores [N, K] without bias, with gradient, on every rank; a collective call over context parallelism.
+    """Compute scores [N, K] without bias, with gradient, on every rank.
 
-    hidden [N, s, h] on the last stage, weight [K, h], lengths int64 [N]; `width` is S, the tokens given to `lm`.
+    A collective call over context parallelism. hidden [N, s, h] on the last stage, weight [K, h],
+    lengths int64 [N]; `width` is S, the number of tokens given to `lm`.
     """
     pooled = pool(hidden, lengths, pooling, lm.own_positions(width))
     is_shared = lm.mesh.cp_size > 1

@@ -1,15 +1,15 @@
-"""Layout of sequences in a forward pass, and where their response tokens are predicted.
+"""Layout of sequences in a forward pass, and the positions that predict their response tokens.
 
-Indices are computed on the CPU and copied with `to_device`, so no pass syncs the GPU. `PaddedSequences` has one
-sequence per row. `PackedGroups` packs groups of samples into one row without padding; a prompt is computed once, and
-every response of its group attends to it:
+Indices are computed on the CPU and copied with `to_device`, so no pass syncs the GPU.
+`PaddedSequences` has one sequence per row. `PackedGroups` packs groups of samples into one row
+without padding; a prompt is computed once, and every response of its group attends to it:
 
     tokens     p p p p  q q q  a a a  b b b b b  c c  ...    a and b answer p, c answers q
     positions  0 1 2 3  0 1 2  4 5 6  4 5 6 7 8  3 4  ...
 
-Notation: N sequences, S prompt plus response, B groups, P longest prompt, T longest response (of a group less its last
-token, which predicts nothing), s tokens of the row, n response tokens of the pass on this rank, h hidden or query
-heads, g key-value groups, d head size.
+Notation: N sequences, S prompt plus response, B groups, P longest prompt, T longest response (of a
+group without its last token, which predicts nothing), s tokens of the row, n response tokens of the
+pass on this rank, h hidden or query heads, g key-value groups, d head size.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class Predictions:
 class PaddedSequences:
     """One right-padded sequence per row.
 
-    sequences int64 [N, S], right-padded, prompt_lengths int64 [N], at least 1, and response_lengths int64 [N], 0 too,
-    are on the CPU; rows have at least `pad_to` tokens. `stage_shape` is the shape sent between pipeline stages.
+    The tensors are on the CPU: sequences int64 [N, S], right-padded; prompt_lengths int64 [N], at
+    least 1; response_lengths int64 [N], which may be 0. Rows are padded to at least `pad_to`
+    tokens. `stage_shape` is the shape sent between pipeline stages.
     """
 
     def __init__(
@@ -75,13 +76,15 @@ class PaddedSequences:
         pad_id: int = 0,
     ):
         self.response_lengths = response_lengths
-        # A sequence's last token predicts nothing here, and columns past the longest row hold
-        # padding only.
+        # A sequence's last token predicts nothing, and columns after the longest row hold padding
+        # only.
         used = max(int((prompt_lengths + response_lengths).max()) - 1, pad_to - 1, 1)
         missing = max(used - sequences.shape[1], 0)
         tokens = F.pad(sequences[:, :used], (0, missing), value=pad_id)
-        own = lm.own_positions(used, sequences.device)
-        column_of = torch.full((used,), -1).index_put((own,), torch.arange(len(own)))
+        local_positions = lm.own_positions(used, sequences.device)
+        column_of = torch.full((used,), -1).index_put(
+            (local_positions,), torch.arange(len(local_positions))
+        )
         rows, columns = length_mask(response_lengths, int(response_lengths.max())).nonzero(
             as_tuple=True
         )
@@ -96,21 +99,25 @@ class PaddedSequences:
         self.stage_shape = lm.stage_shape(len(sequences), used)
 
     def hidden(self, model: torch.nn.Module) -> Tensor:
-        """Run the language model or its wrapper; return [N, s', h] at its `own_positions`, or a stage's output."""
+        """Run the language model or its wrapper.
+
+        Returns [N, s', h] at the model's `own_positions`, or a stage's output.
+        """
         return model(self._tokens)
 
     def predictions(self, hidden: Tensor) -> Predictions:
         """Return the predictions at this context-parallel rank's positions, on the last stage."""
         rows, columns, before, targets = self._predictions
         # megatron's layout has positions first, where this is a view.
-        found = hidden.transpose(0, 1).flatten(0, 1).index_select(0, before)
-        return Predictions(rows, columns, found, targets)
+        before_hidden = hidden.transpose(0, 1).flatten(0, 1).index_select(0, before)
+        return Predictions(rows, columns, before_hidden, targets)
 
 
 class PackedGroups(PackedSeqParams):
-    """`PaddedSequences` without padding, in one row, which megatron passes through to the core attention.
+    """`PaddedSequences` without padding, in one row.
 
-    `group_ids`, int64 [N], are equal for equal prompts, else ValueError; not with context parallelism.
+    megatron passes it through to the core attention. `group_ids`, int64 [N], are equal for equal
+    prompts; ValueError if samples of a group have different prompts. Not with context parallelism.
     """
 
     def __init__(
@@ -121,7 +128,7 @@ class PackedGroups(PackedSeqParams):
         response_lengths: Tensor,
         group_ids: Tensor,
     ):
-        super().__init__()  # no `qkv_format`: to megatron it is an ordinary batch of one row
+        super().__init__()  # without `qkv_format`, megatron treats it as a batch of one row
         ids, group_of = torch.unique(group_ids, return_inverse=True)
         rows = torch.arange(len(group_ids))
         first = torch.full_like(ids, len(rows)).scatter_reduce(0, group_of, rows, "amin")
@@ -170,8 +177,8 @@ class PackedGroups(PackedSeqParams):
             spans = _spans(lengths.tolist(), kept.tolist(), group_of.tolist(), padding[1])
             self.attend = _UnpaddedAttention(spans, architecture.window, lm.mesh.device)
         else:
-            where = (in_prompts, in_responses, response_positions, group_of)
-            self.attend = _PaddedAttention(where, architecture.window, lm.mesh.device)
+            layout = (in_prompts, in_responses, response_positions, group_of)
+            self.attend = _PaddedAttention(layout, architecture.window, lm.mesh.device)
 
     def hidden(self, model: torch.nn.Module) -> Tensor:
         return model(self._tokens, self._positions, packed=self)
@@ -189,24 +196,29 @@ def _spans(
 ) -> list[tuple[Span, ...]]:
     """Return the columns that each sequence attends to, its own span last.
 
-    prompts [B] and responses [N] are lengths; empty ones are omitted, and `padding` is one sequence at the row's end.
+    prompts [B] and responses [N] are lengths; empty spans are omitted. `padding` is one sequence at
+    the row's end.
     """
     lengths = [*prompts, *responses, padding]
     ends = itertools.accumulate(lengths)
     spans = [(end - length, end) for length, end in zip(lengths, ends, strict=True)]
-    found: list[tuple[Span, ...]] = [(span,) for span in spans[: len(prompts)]]
-    found += [
-        (spans[group], own) for group, own in zip(group_of, spans[len(prompts) :], strict=False)
+    attended: list[tuple[Span, ...]] = [(span,) for span in spans[: len(prompts)]]
+    attended += [
+        (spans[group], own_span)
+        for group, own_span in zip(group_of, spans[len(prompts) :], strict=False)
     ]
-    return [columns for columns in [*found, (spans[-1],)] if columns[-1][0] < columns[-1][1]]
+    return [columns for columns in [*attended, (spans[-1],)] if columns[-1][0] < columns[-1][1]]
 
 
 class _UnpaddedAttention:
-    """Varlen attention of a packed row, without mask or padding; a response's queries align with its last keys."""
+    """Variable-length attention of a packed row, without mask or padding.
+
+    A response's queries are aligned with its last keys.
+    """
 
     def __init__(self, spans: list[tuple[Span, ...]], window: int | None, device: torch.device):
         keys = [sum(end - start for start, end in columns) for columns in spans]
-        lengths = [[own[1] - own[0] for *_, own in spans], keys]
+        lengths = [[last_span[1] - last_span[0] for *_, last_span in spans], keys]
         self._longest = [max(each) for each in lengths]
         self._window = window
         columns = torch.cat([torch.arange(*span) for columns in spans for span in columns])
@@ -227,15 +239,18 @@ class _UnpaddedAttention:
 class _PaddedAttention:
     """Attention of a packed row as padded prompts and padded responses, the latter with a mask.
 
-    `where`: bool [B, P] and [N, T], True on tokens of prompts and of responses; int64 [N, T], positions of responses;
-    int64 [N], their groups, rows of the first.
+    `layout`: bool [B, P] and [N, T], True on tokens of prompts and of responses; int64 [N, T],
+    positions of responses; int64 [N], their groups, which are rows of the first.
     """
 
     def __init__(
-        self, where: tuple[Tensor, Tensor, Tensor, Tensor], window: int | None, device: torch.device
+        self,
+        layout: tuple[Tensor, Tensor, Tensor, Tensor],
+        window: int | None,
+        device: torch.device,
     ):
-        in_prompts, in_responses, response_positions, group_of = where
-        # From the row to prompts [B, P] and responses [N, T] in one flat tensor, and back.
+        in_prompts, in_responses, response_positions, group_of = layout
+        # Indices from the row to prompts [B, P] and responses [N, T] in one flat tensor, and back.
         exists = torch.cat((in_prompts.flatten(), in_responses.flatten()))
         slots = exists.nonzero()[:, 0]
         columns = torch.zeros_like(exists, dtype=torch.long)
@@ -247,15 +262,15 @@ class _PaddedAttention:
         self._exists, self._slots, self._columns, *self._where = to_device(indices, device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        prompt_query, own_query = self._take_apart(query)
-        prompt_key, own_key = self._take_apart(key)
-        prompt_value, own_value = self._take_apart(value)
+        prompt_query, response_query = self._take_apart(query)
+        prompt_key, response_key = self._take_apart(key)
+        prompt_value, response_value = self._take_apart(value)
         parts = [causal_attention(prompt_query, prompt_key, prompt_value, scale, self._window)]
-        if own_query.numel():
+        if response_query.numel():
             group_of = self._where[2]
-            keys = torch.cat((prompt_key.index_select(0, group_of), own_key), dim=2)
-            values = torch.cat((prompt_value.index_select(0, group_of), own_value), dim=2)
-            parts.append(masked_attention(own_query, keys, values, self._mask, scale))
+            keys = torch.cat((prompt_key.index_select(0, group_of), response_key), dim=2)
+            values = torch.cat((prompt_value.index_select(0, group_of), response_value), dim=2)
+            parts.append(masked_attention(response_query, keys, values, self._mask, scale))
         flat = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
         row: Any = _Rearranged.apply(flat, self._slots, self._columns, self._exists)
         return F.pad(row, (0, 0, 0, 0, 0, len(query) - self._size))[:, None]
@@ -271,10 +286,20 @@ class _PaddedAttention:
 
     @cached_property
     def _mask(self) -> Tensor:
-        """Return bool [N, 1, T, P + T]: keys of the prompt and the response that each response position attends to."""
-        in_prompts, own, group_of = self._where  # padding lies behind, where causality hides it
-        prompts = torch.arange(in_prompts.shape[1], device=own.device).expand(len(own), -1)
-        mask = visible(own[:, :, None], torch.cat((prompts, own), dim=1)[:, None, :], self._window)
+        """Return bool [N, 1, T, P + T]: the keys that each response position attends to.
+
+        The prompt's keys come first, then the response's.
+        """
+        # Padding lies after the response, so causality hides it.
+        in_prompts, response_positions, group_of = self._where
+        prompts = torch.arange(in_prompts.shape[1], device=response_positions.device).expand(
+            len(response_positions), -1
+        )
+        mask = visible(
+            response_positions[:, :, None],
+            torch.cat((prompts, response_positions), dim=1)[:, None, :],
+            self._window,
+        )
         mask[:, :, : prompts.shape[1]] &= in_prompts[group_of][:, None]
         return mask[:, None]
 
@@ -298,13 +323,16 @@ class _Repeated(torch.autograd.Function):
 
 
 class _Rearranged(torch.autograd.Function):
-    """Permutes rows and inserts padding; the gradient is a gather, where autograd's index_add is slow or unordered."""
+    """Permutes rows and inserts padding.
+
+    The gradient is a gather; autograd's index_add would be slow or unordered.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, source: Tensor, back: Tensor, exists: Tensor | None
     ) -> Tensor:
-        """`exists` is False where `back` is padding; None if it never is."""
+        """`exists` is False where `back` is padding; None if there is no padding."""
         ctx.back = back
         ctx.exists = exists
         return rows.index_select(0, source)
@@ -313,10 +341,10 @@ class _Rearranged(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         """The gradient of padding is 0."""
-        found = gradient.index_select(0, ctx.back)
+        grad_rows = gradient.index_select(0, ctx.back)
         if ctx.exists is not None:
-            found *= ctx.exists[:, None, None]
-        return found, None, None, None
+            grad_rows *= ctx.exists[:, None, None]
+        return grad_rows, None, None, None
 
 
 def _check_prompts(sequences: Tensor, prompt_lengths: Tensor, first: Tensor, width: int) -> None:

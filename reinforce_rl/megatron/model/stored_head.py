@@ -1,4 +1,4 @@
-"""Reward heads in files of weights: `score` of transformers, or the module that another framework trained."""
+"""Reads reward heads from weight files: `score` of transformers, or another framework's module."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "tanh": torch.tanh,
 }
-# Published classes whose head is nn.Sequential(Linear, activation, Linear), such as
-# Qwen2.5-Math-RM-72B's.
+# Published classes whose head is nn.Sequential(Linear, activation, Linear), such as the class of
+# Qwen2.5-Math-RM-72B.
 _ACTIVATION_OF_CLASS = {"Qwen2ForRewardModel": "relu"}
 _OPENRLHF_KEY = "value_head_prefix"  # in config.json: the module of OpenRLHF's head
-# beside the weights: the head that LLaMA-Factory trains
+# The head that LLaMA-Factory trains, in a file beside the weights.
 _LLAMA_FACTORY_FILE = "value_head.safetensors"
 _NUMBERED = re.compile(r"\.\d+$")
 
@@ -42,9 +42,9 @@ class Layer:
 
 
 def module_of(folder: HFFolder, name: str | None) -> str:
-    """Return the module that holds a folder's head, by its name if there is one.
+    """Return the module that holds a folder's head; `name` chooses one.
 
-    Raises CheckpointError: there is no head, or several that could be meant.
+    Raises CheckpointError: there is no head, or there are several candidates.
     """
     if name is not None:
         return module_name(name)
@@ -53,15 +53,17 @@ def module_of(folder: HFFolder, name: str | None) -> str:
     has_score = bool(_tensors_below(folder.names, SCORE))
     if has_prefix and has_score and prefix != SCORE:
         raise CheckpointError(
-            f"{folder.folder} has two heads: {SCORE}, which transformers reads, and {prefix}, which {_OPENRLHF_KEY} "
-            f"of config.json names for OpenRLHF. Choose with {NAME_KEY}={SCORE} or {NAME_KEY}={prefix}",
+            f"{folder.folder} has two heads: {SCORE}, which transformers reads, and {prefix}, "
+            f"which {_OPENRLHF_KEY} of config.json names for OpenRLHF. "
+            f"Choose with {NAME_KEY}={SCORE} or {NAME_KEY}={prefix}",
             key="reward_model.head.two_heads",
         )
     if has_score:
         if SCORE_LAYER in folder and f"{SCORE}.bias" in folder:
             raise CheckpointError(
-                f"{folder.folder} has {SCORE}.bias beside {SCORE_LAYER}, which a classifier of transformers leaves "
-                f"out. {NAME_KEY}={SCORE} adds it to the score; for transformers' scores, remove it",
+                f"{folder.folder} has {SCORE}.bias beside {SCORE_LAYER}, which a classifier of "
+                f"transformers leaves out. {NAME_KEY}={SCORE} adds it to the score; "
+                "for transformers' scores, remove it",
                 key="reward_model.head.bias_of_score",
             )
         return SCORE
@@ -74,7 +76,7 @@ def module_of(folder: HFFolder, name: str | None) -> str:
 
 
 def module_name(name: str) -> str:
-    """Return the module of a head that is named by itself, by its weight, or by a layer of it."""
+    """Return a head's module from its own name, the name of its weight, or of one of its layers."""
     return _NUMBERED.sub("", name.removesuffix(".weight"))
 
 
@@ -83,7 +85,7 @@ def is_in_module(name: str, module: str) -> bool:
 
 
 def layers_of(folder: HFFolder, module: str) -> tuple[Layer, ...]:
-    """Read a head's layers, first to last; see `layers_in`."""
+    """Read a head's layers from a folder, as `layers_in` does."""
     tensors = {name: folder.read(name) for name in _tensors_below(folder.names, module)}
     if not tensors:
         raise CheckpointError(
@@ -94,31 +96,33 @@ def layers_of(folder: HFFolder, module: str) -> tuple[Layer, ...]:
 
 
 def layers_in(tensors: Mapping[str, Tensor], module: str, place: str) -> tuple[Layer, ...]:
-    """Return the layers of a linear head, or of a Sequential with two linear layers.
+    """Return the layers, first to last, of a linear head or a Sequential with two linear layers.
 
-    Raises CheckpointError: the module is another one; the message lists its tensors.
+    Raises CheckpointError: the module has another structure; the message lists its tensors.
     """
-    own = {
+    local_tensors = {
         name.removeprefix(f"{module}."): tensors[name] for name in _tensors_below(tensors, module)
     }
-    weights = sorted((name for name in own if name.endswith("weight")), key=_number)
+    weights = sorted((name for name in local_tensors if name.endswith("weight")), key=_number)
     # "" of a linear layer, "0." and "2." of a Sequential
     names = [name.removesuffix("weight") for name in weights]
     known = {f"{name}{kind}" for name in names for kind in ("weight", "bias")}
     is_single = len(names) == 1
     is_double = len(names) == 2 and all(re.fullmatch(r"\d+\.", name) for name in names)
-    layers = tuple(Layer(own[f"{name}weight"].float(), _bias(own, name)) for name in names)
+    layers = tuple(
+        Layer(local_tensors[f"{name}weight"].float(), _bias(local_tensors, name)) for name in names
+    )
     fits = all(
         layer.weight.ndim == 2 and layer.bias.shape == layer.weight.shape[:1] for layer in layers
     )
     if is_double and fits:
         fits = layers[0].weight.shape[0] == layers[1].weight.shape[1]
-    if not (is_single or is_double) or own.keys() - known or not fits:
+    if not (is_single or is_double) or local_tensors.keys() - known or not fits:
         two_layers = f"{module}.0.weight and {module}.2.weight of two linear layers"
         expected = f"{module}.weight, or {two_layers}, and their biases"
+        description = _listed(tensors, _tensors_below(tensors, module)) or "not there"
         raise CheckpointError(
-            f"the head {module} in {place} is {_listed(tensors, _tensors_below(tensors, module)) or 'not there'}; "
-            f"expected {expected}",
+            f"the head {module} in {place} is {description}; expected {expected}",
             key="reward_model.head.other_tensors",
         )
     return layers
@@ -139,7 +143,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def activation_of(
     layers: tuple[Layer, ...], given: str | None, folder: Path, module: str
 ) -> str | None:
-    """Return the activation between two layers, which no file of weights names; None for one layer."""
+    """Return the activation between two layers, which no weight file names; None for one layer."""
     if len(layers) == 1:
         if given is not None:
             raise CheckpointError(
@@ -152,15 +156,16 @@ def activation_of(
     activation = given or next(iter(known), None)
     if activation is None:
         raise CheckpointError(
-            f"the head {module} has two linear layers, and no file says which activation is between them; name the "
-            f"one that it was trained with: {ACTIVATION_KEY}={'|'.join(ACTIVATIONS)}",
+            f"the head {module} has two linear layers, and no file says which activation is "
+            "between them; name the one that it was trained with: "
+            f"{ACTIVATION_KEY}={'|'.join(ACTIVATIONS)}",
             key="reward_model.head.activation_not_set",
         )
     return activation
 
 
 def unused_moments(folder: str | Path) -> str | None:
-    """Return a sentence if config.json has the moments that OpenRLHF applies where it is asked to."""
+    """Return a sentence if config.json has moments by which OpenRLHF can standardise rewards."""
     values = model_values(str(folder))
     mean = values.get("mean")
     deviation = values.get("std")
@@ -170,14 +175,15 @@ def unused_moments(folder: str | Path) -> str | None:
     ) == (0, 1):
         return None
     return (
-        f"config.json in {folder} has mean {mean} and std {deviation}, with which OpenRLHF standardises rewards where "
-        f"it is asked to. They are not applied; reward_model.mean={mean} reward_model.deviation={deviation} does, and "
+        f"config.json in {folder} has mean {mean} and std {deviation}, with which OpenRLHF "
+        "standardises rewards where it is asked to. They are not applied; "
+        f"reward_model.mean={mean} reward_model.deviation={deviation} does, and "
         "reward_model.mean=0 says that they are not wanted"
     )
 
 
 def _advice(folder: HFFolder) -> str:
-    """Return what the folder has instead of the head that was looked for, and what to do."""
+    """Describe what the folder has instead of the expected head, and what to do."""
     candidates = head_modules(folder)
     if candidates:
         shown = "; ".join(_listed(folder, names) for names in candidates.values())
@@ -186,17 +192,17 @@ def _advice(folder: HFFolder) -> str:
     file = folder.folder / _LLAMA_FACTORY_FILE
     if file.is_file():
         return (
-            f"but {file.name}, the head of LLaMA-Factory: serve it with reward_model.head_path={file} "
-            f"{NAME_KEY}=v_head.summary"
+            f"but {file.name}, the head of LLaMA-Factory: "
+            f"serve it with reward_model.head_path={file} {NAME_KEY}=v_head.summary"
         )
     return (
-        "so it is no ...ForSequenceClassification model. Give the file of its head as reward_model.head_path; "
-        "`reinforce-rl train-rm` makes one"
+        "so it is no ...ForSequenceClassification model. Give the file of its head as "
+        "reward_model.head_path; `reinforce-rl train-rm` makes one"
     )
 
 
 def head_modules(folder: HFFolder) -> dict[str, list[str]]:
-    """Return modules outside the decoder that begin at its hidden state, with their tensors."""
+    """Return modules outside the decoder that take its hidden state, with their tensors."""
     architecture = Architecture.from_folder(folder.folder)
     of_decoder = {row.hf for row in weight_map(architecture, 1)} | {OUTPUT_LAYER}
     modules: dict[str, list[str]] = {}

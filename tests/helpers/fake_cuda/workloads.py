@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import Denominators
-from reinforce_rl.config.model import OptimConfig
+from reinforce_rl.config.model import ModelConfig, OptimConfig, RolloutConfig
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 from reinforce_rl.generation.base import SamplingParams
@@ -196,11 +196,10 @@ def real_step(
     dtype: torch.dtype = torch.bfloat16,
     model: ModelOptions = DEFAULT_OPTIONS,
     optim: OptimConfig = DEFAULT_OPTIM,
-    **settings: Any,
 ) -> dict[str, Ledger]:
     """Run a step at a model's real width, with uninitialised weights; return each phase's counts.
 
-    `config` is a Hugging Face config.json, `settings` are the actor's.
+    `config` is a Hugging Face config.json.
     """
     counting = machine.gpu.counting
     ledgers: dict[str, Ledger] = {}
@@ -221,15 +220,15 @@ def real_step(
     with counting() as ledgers["generate"]:
         generator.generate(prompts, work.samples, sampling, seed=0)
     with counting() as ledgers["actor"]:
-        made = ActorSettings(
-            sampling,
-            sampling,
-            work.micro_batch,
-            work.micro_batch,
+        made = ModelConfig(
+            micro_batch_size=work.micro_batch,
             seed=0,
-            **settings,
+            logits_chunk_tokens=1024,
+            shared_prefix=False,
+            reinforce=RolloutConfig(forward_micro_batch_size=work.micro_batch),
+            optim=optim,
         )
-        actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, made, optim=optim)
+        actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, made, sampling)
         optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS), actor.ddp)
     batch = work.batch(architecture.vocab_size)
     rollouts = batch.rollouts

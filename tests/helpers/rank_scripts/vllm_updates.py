@@ -17,7 +17,7 @@ from helpers.watched_vllm import watched
 from helpers.weight_updates import Action, PlannedUpdates, Versions
 
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.responses import unbegun
+from reinforce_rl.generation.responses import new_responses
 from reinforce_rl.megatron.mesh import parallel_mesh
 
 OVERRIDES = (
@@ -54,9 +54,9 @@ def main() -> None:
         with generator.awake():
             if engine is not None:
                 engine.call("set_pace", SLOW)
-            partial = generator.go_on(unbegun(PROMPTS, 2, 3), PARAMS, updates)
+            partial = generator.resume(new_responses(PROMPTS, 2, 3), PARAMS, updates)
         with generator.awake():
-            found = generator.go_on(partial, PARAMS, PlannedUpdates(version=1))
+            found = generator.resume(partial, PARAMS, PlannedUpdates(version=1))
         generator.close()
         gaps = versions.gaps(0, found)
         told = {

@@ -302,7 +302,7 @@ def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: typ
     logs = [(job.run_dir / "slurm" / "7-0" / f"gen-{number}.log").read_text() for number in (0, 1)]
     assert [log.split()[0] for log in logs] == ["0", "1"], "devices of one node"
     assert all(
-        "'generators=separate'" in log and "remote_rm.reward_model.port=" in log for log in logs
+        "'generation_ranks=0'" in log and "remote_rm.reward_model.port=" in log for log in logs
     )
     assert "generator_host" not in logs[0]
 
@@ -329,7 +329,8 @@ def test_a_generator_that_always_dies_is_left_out_and_the_run_goes_on(started: t
 
 
 def test_generators_and_components_belong_together(started: type[Job]) -> None:
-    job = started(**{**GENERATORS, "SLURM_HET_SIZE": "2", "FAKE_ARGUMENTS": "generators=separate"})
+    external = "placement=disaggregated generation_ranks=0"
+    job = started(**{**GENERATORS, "SLURM_HET_SIZE": "2", "FAKE_ARGUMENTS": external})
     output, _ = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
     assert printed_keys(output) == ["slurm.components.wrong_number"]

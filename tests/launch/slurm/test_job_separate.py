@@ -29,7 +29,7 @@ def submit(lab: SlurmLab, folder: Path, **variables: str) -> Job:
     ]
     return lab.submit(
         *(*components[0], ":", *components[1], ":", *components[2]),
-        *(str(ROOT / "slurm" / "train_hetjob.sbatch"), "a=1", "generators=separate", "--", "b=2"),
+        *(str(ROOT / "slurm" / "train_hetjob.sbatch"), "a=1", "--", "b=2"),
         log=folder / "job.out",
         env={
             **os.environ,

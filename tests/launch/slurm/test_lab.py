@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,6 +28,12 @@ HETJOB = """\
 srun --mpi=none --het-group=0 -J first bash -c "$1" &
 srun --mpi=none --het-group=1 -J second bash -c "$1" &
 wait
+"""
+
+MEETS = """
+import json, os
+from reinforce_rl.launch.slurm.rendezvous import meet_ranks_of_step
+print(json.dumps(meet_ranks_of_step(os.environ)))
 """
 
 SLEEPS_FIRST = """\
@@ -61,6 +69,28 @@ def test_a_heterogeneous_job_over_four_nodes(lab, script, tmp_path):
         assert_nothing_left(lab, job, seconds=0.0)
     for node in ("act0", "act1", "rm0", "rm1"):
         (lab.shared_memory / node / node).unlink()
+    assert_nothing_left(lab, job)
+
+
+def test_the_tasks_of_each_step_become_ranks_by_a_file(lab, script, tmp_path):
+    """Two steps of a job at once, each of two nodes."""
+    file = f"{shlex.quote(str(tmp_path))}/$SLURM_JOB_ID.$SLURM_STEP_ID"
+    program = f"{shlex.quote(sys.executable)} -c {shlex.quote(MEETS)}"
+    job = lab.submit(
+        str(script),
+        f"export REINFORCE_RENDEZVOUS_FILE={file}; {program}",
+        log=tmp_path / "log",
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+    )
+    assert [part.state for part in lab.wait(job, 90)] == ["COMPLETED", "COMPLETED"], job.output
+    ranks = [json.loads(line) for line in job.output.splitlines() if line.startswith("{")]
+    places = [
+        (rank["RANK"], rank["WORLD_SIZE"], rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"])
+        for rank in ranks
+    ]
+    assert sorted(places) == 2 * [("0", "2", "0", "1")] + 2 * [("1", "2", "0", "1")]
+    meetings = [(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks]
+    assert sorted(meetings.count(meeting) for meeting in meetings) == [2, 2, 2, 2]
     assert_nothing_left(lab, job)
 
 

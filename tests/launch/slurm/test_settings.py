@@ -200,6 +200,34 @@ def test_a_job_of_another_shape_is_refused() -> None:
         read_allocation(settings_with(), {"SLURM_HET_SIZE": "4"})
 
 
+WITH_GENERATORS = {
+    **ENVIRONMENT,
+    "SLURM_HET_SIZE": "3",
+    "SLURM_JOB_ID_HET_GROUP_2": "9",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_2": "1",
+    "SLURM_NTASKS_PER_NODE_HET_GROUP_2": "2",
+}
+EXTERNAL = ("placement=disaggregated", "generation_ranks=0")
+
+
+@pytest.mark.parametrize("args", [(), EXTERNAL[:1], EXTERNAL])
+def test_component_2_has_the_generators(args: tuple[str, ...]) -> None:
+    allocation = read_allocation(settings_with(actor_args=args), WITH_GENERATORS)
+    assert allocation.generator == Component(2, "9", 1, 2, 2, None)
+
+
+@pytest.mark.parametrize("arg", ["placement=colocated", "generation_ranks=1"])
+def test_component_2_is_of_generators_that_register(arg: str) -> None:
+    key, value = arg.split("=")
+    with raises_error("slurm.generators.not_external", f"{key} is {value}"):
+        read_allocation(settings_with(actor_args=(arg,)), WITH_GENERATORS)
+
+
+def test_generators_that_register_need_component_2() -> None:
+    with raises_error("slurm.components.wrong_number", "2 components", "expected three"):
+        read_allocation(settings_with(actor_args=EXTERNAL), ENVIRONMENT)
+
+
 def test_numbers_that_do_not_go_together() -> None:
     settings = settings_with(
         servers=3,

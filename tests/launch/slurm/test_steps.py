@@ -20,11 +20,9 @@ from reinforce_rl.launch.slurm.rendezvous import Endpoint
 from reinforce_rl.launch.slurm.settings import Allocation, Component, Settings
 from reinforce_rl.launch.slurm.steps import (
     START_TASK,
-    SlurmCallError,
     Step,
     StepPlan,
     actor_plan,
-    call,
     end_stale_steps,
     server_plan,
     srun_line,
@@ -179,31 +177,6 @@ def test_a_setup_that_fails_ends_the_task(plan: StepPlan) -> None:
     done = run_after_srun(srun_line(replace(SETTINGS, setup="export X=1; false"), plan, FOLDER))
     assert done.returncode == 1
     assert "REINFORCE_SETUP failed" in done.stderr
-
-
-def test_a_command_that_does_not_answer() -> None:
-    with pytest.raises(SlurmCallError, match=r"^sleep 60: no answer within 0 s"):
-        call(["sleep", "60"], seconds=0.2)
-
-
-def test_a_command_that_fails() -> None:
-    with pytest.raises(SlurmCallError, match=r"^sh -c .*: it is full$") as caught:
-        call(["sh", "-c", "echo it is full >&2; exit 3"])
-    assert caught.value.said == "it is full"
-    with pytest.raises(SlurmCallError, match="false: exit code 1"):
-        call(["false"])
-    with pytest.raises(SlurmCallError, match=r"nothing-of-this-name: .*No such file"):
-        call(["nothing-of-this-name"])
-
-
-def test_its_environment() -> None:
-    show = ["/bin/sh", "-c", 'echo "$A$B"']
-    assert call(show, env={"A": "1", "B": "2"}) == "12\n"
-
-
-def test_both_outputs() -> None:
-    line = ["sh", "-c", "echo out; echo err >&2"]
-    assert (call(line), call(line, stderr=True)) == ("out\n", "out\nerr\n")
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from reinforce_rl.launch.slurm.options import ComponentOptions, parse_options
 from reinforce_rl.launch.slurm.outcome import Attempt, write_attempt
 from reinforce_rl.launch.slurm.plan import Component, JobPlan
 from reinforce_rl.launch.slurm.settings import Settings
-from reinforce_rl.launch.slurm.steps import SlurmCallError
 from reinforce_rl.launch.slurm.submit import Answer, Start, ask_cluster, main, partition_faults
 from reinforce_rl.utils.console import Console
+from reinforce_rl.utils.slurm_commands import SlurmCallError
 
 ROOT = Path(__file__).parents[3]
 SINFO = "batch*|up|infinite\n"
@@ -101,7 +101,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
 
 
 def test_generators_of_their_own_are_a_third_component(submit):
-    apart = ("placement=disaggregated", "generators=separate", "generation_tensor_parallel_size=2")
+    apart = ("placement=disaggregated", "generation_tensor_parallel_size=2")
     text = submit(
         "--dry-run", "--job-name=night", "--generator-nodes=2", "--generator-devices=4", *apart
     )

@@ -58,6 +58,6 @@ class NativeModel:
             stop_token_ids=tuple(asked.stop_token_ids),
         )
         asked_for = PartialResponse(Prompt(0, "", tuple(tokens)), asked.seed)
-        (found,) = self._engine.go_on([asked_for], params, SameWeights())
+        (found,) = self._engine.resume([asked_for], params, SameWeights())
         assert found.finish_reason is not None
         return list(found.tokens), list(found.log_probs), found.finish_reason

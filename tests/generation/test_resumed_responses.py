@@ -16,7 +16,7 @@ from helpers.weight_updates import PlannedUpdates
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
-from reinforce_rl.generation.responses import unbegun
+from reinforce_rl.generation.responses import new_responses
 
 PARAMS = SamplingParams(max_length=20, stop_token_ids=(2, 5, 6, 7, 8))
 KINDS = {
@@ -33,7 +33,7 @@ KINDS = {
 def whole(
     engine: NativeGenerator, begun: list[PartialResponse], params: SamplingParams
 ) -> list[PartialResponse]:
-    return engine.go_on(begun, params, PlannedUpdates(version=3))
+    return engine.resume(begun, params, PlannedUpdates(version=3))
 
 
 def assert_same(responses: list[PartialResponse], expected: list[PartialResponse]) -> None:
@@ -58,7 +58,7 @@ def decoder(request, monkeypatch):
 def test_a_whole_call_is_generate(decoder, lm, folder, prompts):
     engine = engine_of(lm, folder)
     expected = engine.generate(prompts, 4, PARAMS, seed=3)
-    responses = whole(engine, unbegun(prompts, 4, 3), PARAMS)
+    responses = whole(engine, new_responses(prompts, 4, 3), PARAMS)
     assert expected.log_probs is not None
     for row, response in enumerate(responses):
         count = int(expected.lengths[row])
@@ -73,12 +73,12 @@ def test_a_whole_call_is_generate(decoder, lm, folder, prompts):
 def test_stopped_and_gone_on(kind, max_tokens, decoder, lm, folder, prompts):
     engine = engine_of(lm, folder, max_tokens)
     params = KINDS[kind]
-    expected = whole(engine, unbegun(prompts, 4, 3), params)
-    responses = unbegun(prompts, 4, 3)
+    expected = whole(engine, new_responses(prompts, 4, 3), params)
+    responses = new_responses(prompts, 4, 3)
     calls = 0
     was_partial = False
     while any(response.finish_reason is None for response in responses):
-        responses = engine.go_on(
+        responses = engine.resume(
             responses, params, PlannedUpdates(*["go on"] * (calls % 3), "stop")
         )
         was_partial |= any(
@@ -94,9 +94,9 @@ def test_what_is_at_its_end_is_left_as_it_is(decoder, lm, folder, prompts):
     engine = engine_of(lm, folder)
     ended = [
         replace(response, tokens=(9, 2), finish_reason="stop")
-        for response in unbegun(prompts[:1], 2, 3)
+        for response in new_responses(prompts[:1], 2, 3)
     ]
-    begun = [*ended, *unbegun(prompts[1:], 2, 3)]
+    begun = [*ended, *new_responses(prompts[1:], 2, 3)]
     responses = whole(engine, begun, PARAMS)
     assert responses[:2] == ended
     expected = whole(engine, begun[2:], PARAMS)
@@ -160,8 +160,10 @@ LONG = SamplingParams(max_length=20)
 
 
 def test_weights_that_change_with_the_cache_kept(decoder, policy, folder, prompts):
-    responses = engine_of(policy.lm, folder).go_on(
-        unbegun(prompts, 2, 3), LONG, PlannedUpdates("go on", "load", load=policy.change, version=3)
+    responses = engine_of(policy.lm, folder).resume(
+        new_responses(prompts, 2, 3),
+        LONG,
+        PlannedUpdates("go on", "load", load=policy.change, version=3),
     )
     for response in responses:
         count = response.versions.index(4)
@@ -179,9 +181,11 @@ def test_weights_that_change_with_the_cache_kept(decoder, policy, folder, prompt
 
 def test_weights_that_change_with_the_cache_made_anew(decoder, policy, folder, prompts):
     engine = engine_of(policy.lm, folder)
-    stopped = engine.go_on(unbegun(prompts, 2, 3), LONG, PlannedUpdates("go on", "stop", version=3))
+    stopped = engine.resume(
+        new_responses(prompts, 2, 3), LONG, PlannedUpdates("go on", "stop", version=3)
+    )
     policy.change()
-    for response in engine.go_on(stopped, LONG, PlannedUpdates(version=4)):
+    for response in engine.resume(stopped, LONG, PlannedUpdates(version=4)):
         count = response.versions.index(4)
         assert 0 < count < 20
         expected = policy.log_probs(response, 0)[:count]
@@ -195,7 +199,7 @@ def test_samples_that_wait_are_of_the_new_weights_alone(decoder, policy, folder,
     """A prompt of which some samples wait is read again."""
     engine = engine_of(policy.lm, folder, max_tokens=75)
     updates = PlannedUpdates("load", load=policy.change, version=3)
-    responses = engine.go_on(unbegun(prompts, 4, 3), LONG, updates)
+    responses = engine.resume(new_responses(prompts, 4, 3), LONG, updates)
     late = [response for response in responses if set(response.versions) == {4}]
     assert len(late) > 10
     assert updates.running[0] == len(responses), (
@@ -208,8 +212,10 @@ def test_samples_that_wait_are_of_the_new_weights_alone(decoder, policy, folder,
 @pytest.mark.parametrize("is_lean", [True, False])
 def test_copies_of_the_weights_are_made_anew(is_lean, policy, folder, prompts):
     engine = NativeGenerator(policy.lm, load_tokenizer(folder), 30, is_lean=is_lean)
-    responses = engine.go_on(
-        unbegun(prompts[:1], 3, 3), LONG, PlannedUpdates("load", load=policy.change, version=3)
+    responses = engine.resume(
+        new_responses(prompts[:1], 3, 3),
+        LONG,
+        PlannedUpdates("load", load=policy.change, version=3),
     )
     expected = policy.log_probs(responses[-1], 1)
     assert responses[-1].log_probs == pytest.approx(expected, abs=1e-5)

@@ -25,8 +25,9 @@ from reinforce_rl.rewards.base import (
     RewardRequest,
     Rewards,
 )
-from reinforce_rl.rollout.local import RolloutMaker
-from reinforce_rl.rollout.reward_requests import faults_of, request_about, scores_of, with_valid
+from reinforce_rl.rollout.local import LocalRollouts
+from reinforce_rl.rollout.scoring import faults_of, request_about, scores_of, with_valid
+from reinforce_rl.rollout.source import RolloutContext
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.utils.console import warn_once
 
@@ -122,9 +123,8 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
             raise_on_all_ranks=contextlib.nullcontext,
         ),
         generator=SimpleNamespace(awake=contextlib.nullcontext),
-        settings=SimpleNamespace(
-            seed=0, sampling=SimpleNamespace(stop_token_ids=(2, dot)), skip_special_tokens=True
-        ),
+        settings=SimpleNamespace(seed=0, reinforce=SimpleNamespace(skip_special_tokens=True)),
+        sampling=SimpleNamespace(stop_token_ids=(2, dot)),
         infer=lambda *_, **__: completions,
     )
     prompts = [
@@ -133,10 +133,10 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     ]
     rm = Asked()
     loader: Any = None
-    maker = RolloutMaker(
+    context = RolloutContext(
         ReinforceConfig(), model, rm, lambda prompts, _: [prompts], loader, loader, StopRequest()
     )
-    maker.sample(prompts, 3, step=1)
+    LocalRollouts(context).sample(prompts, 3, step=1)
     samples = rm.requests[0].samples
     assert [sample.response for sample in samples] == ["ab", "ab.a", "", "", "ab", "a"]
     assert [sample.finished for sample in samples] == [True, False, True, False, True, True]
