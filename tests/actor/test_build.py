@@ -36,8 +36,8 @@ def test_the_logits_of_fewer_tokens_at_a_time_on_a_cpu(tmp_path):
         128,
         1024,
     )
-    own = model.model_copy(update={"logits_chunk_tokens": 7})
-    assert {own.chunk_tokens(gpu=gpu) for gpu in (False, True)} == {7}
+    changed = model.model_copy(update={"logits_chunk_tokens": 7})
+    assert {changed.chunk_tokens(gpu=gpu) for gpu in (False, True)} == {7}
 
 
 def test_the_actor_has_them(tmp_path, mesh):

@@ -86,8 +86,9 @@ class TestStandardisation:
         )
 
     def test_the_first_moments_are_of_the_valid_samples(self):
-        found = shaped([1.0, math.nan, 3.0, 1e30], RUNNING, valid=[True, False, True, False])
-        assert [found[0], found[2]] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+        standardised = shaped([1.0, math.nan, 3.0, 1e30], RUNNING, valid=[True, False, True, False])
+        expected = [-math.sqrt(0.5), math.sqrt(0.5)]
+        assert [standardised[0], standardised[2]] == pytest.approx(expected)
 
     @pytest.mark.parametrize("reward", [0.0, 0.95, -1e6 + 1 / 3])
     @pytest.mark.parametrize("noise", [0.0, 1e-7])
@@ -99,8 +100,9 @@ class TestStandardisation:
         assert shaped([reward, reward + 1.0], RUNNING, past=past) == [0.0, 0.0]
 
     def test_of_a_single_valid_sample_nothing_is_left(self):
-        found = shaped([7.0, math.nan], RUNNING, valid=[True, False])
-        assert found[0] == 0.0 and math.isnan(found[1]), "what was not scored stays so"
+        standardised = shaped([7.0, math.nan], RUNNING, valid=[True, False])
+        assert standardised[0] == 0.0
+        assert math.isnan(standardised[1]), "what was not scored stays so"
 
 
 # DAPO's own numbers: 16384 expected tokens, a buffer of 4096 above them, penalty factor 1.

@@ -104,9 +104,9 @@ def test_what_is_streamed_is_what_is_generated(folder):
             assert prompt.text == "U: hi<eos>A:"
             assert room == 9
             pieces: list[str] = []
-            found = speaker.answer(prompt, actor.sampling, 4, pieces.append)
+            completions = speaker.answer(prompt, actor.sampling, 4, pieces.append)
             expected = actor.generator.generate([prompt], 1, actor.sampling, 4)
-    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(completions.tokens, expected.tokens)
     assert "".join(pieces) == actor.tokenizer.decode(expected.tokens[0], skip_special_tokens=True)
     assert len([piece for piece in pieces if piece]) > 1, "not all at once"
 
