@@ -174,11 +174,11 @@ class ReinforceTrainer:
                 batch, reinforce_metrics = self.generate_reinforce_data(rollouts)
                 with self._clock.phase("train_time"):
                     training_metrics = self.run_training(batch)
-                self.publish_weights()
                 self._complete_step()
-                self._clock.stop()
+                metrics = {**rollout_metrics, **reinforce_metrics, **training_metrics}
+                with self._logging_step(metrics, batch):
+                    self.publish_weights()
 
-                self.log_step({**rollout_metrics, **reinforce_metrics, **training_metrics}, batch)
                 self.maybe_validate()
                 self.logger.commit(self.step)
                 self.ckpt_callback.poll()
@@ -276,12 +276,25 @@ class ReinforceTrainer:
 
     def publish_weights(self) -> None:
         """Give the generator the updated weights, whose version is the step that trained them."""
-        self.rollouts.publish_weights(self.step + 1)
+        self.rollouts.publish_weights(self.step)
 
     def _complete_step(self) -> None:
-        # From here on a run that is stopped resumes after this step.
+        # From here on a run that is stopped resumes after this step, whose weights it has.
         self.step += 1
         self._data_position = self._drawn_position
+
+    @contextlib.contextmanager
+    def _logging_step(self, metrics: Metrics, batch: ReinforceBatch) -> Iterator[None]:
+        """Log the completed step after the block, also if a generator fails in it on all ranks."""
+        failure = None
+        try:
+            yield
+        except GenerationError as error:
+            failure = error
+        self._clock.stop()
+        self.log_step(metrics, batch)
+        if failure is not None:
+            raise failure
 
     def log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
         """Log the completed step: metrics, samples, and the time and memory of its phases."""

@@ -33,7 +33,7 @@ from helpers.tiny_run import (
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch
 from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.data.sampler import step_seed
-from reinforce_rl.errors import RewardServerError, StoppedEarly
+from reinforce_rl.errors import GenerationError, RewardServerError, StoppedEarly
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import (
     STATUS_INTERNAL,
@@ -202,6 +202,28 @@ class TestWhatAStepLeaves:
         given.clear()
         run(tmp_path, mesh, f"{RL}.max_steps=3", f"{RL}.max_epochs=2")
         assert given == [(2, True, 0), (3, False, 1)]
+
+    def test_a_step_whose_weights_no_generator_takes_is_saved_with_them(
+        self, tmp_path, mesh, monkeypatch
+    ):
+        """The resumed run makes the next step, with the numbers of a run that never failed."""
+        settings = [f"{RL}.max_steps=3", f"{RL}.max_epochs=2"]
+        uninterrupted = run(tmp_path / "uninterrupted", mesh, *settings)
+
+        def fail(source: LocalRollouts, version: int) -> None:
+            if version == 2:
+                raise GenerationError("the generator is gone", key="generation.test")
+
+        folder = tmp_path / "failed"
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalRollouts, "publish_weights", fail)
+            with raises_error("generation.test"):
+                run(folder, mesh, *settings)
+        assert metrics_of(folder)[-1]["step"] == 2
+        resumed = run(folder, mesh, *settings)
+        assert [without_times(line) for line in resumed] == [
+            without_times(line) for line in uninterrupted
+        ]
 
     def test_the_age_of_a_token_is_counted_from_the_weights_that_it_trains(self, tmp_path, mesh):
         """At step 3, weights of version 1 are a step old: two updates were made before this one."""
