@@ -1,4 +1,5 @@
-"""Align language models with REINFORCE and RLOO: a megatron-core actor, a reward model served by PyTriton.
+"""Align language models with REINFORCE and RLOO: a megatron-core actor, a reward model served by
+PyTriton.
 
 Importing this package does not import torch, PyTriton, TensorRT-LLM or wandb; `train` does.
 """
@@ -8,10 +9,11 @@ import sys
 
 
 def _leave_out_current_folder() -> None:
-    """Take away the current folder, which `python -m reinforce_rl` has put first on the import path.
+    """Take away the current folder, which `python -m reinforce_rl` has put first on the import
+    path.
 
-    It may be somebody else's, and have a `yaml.py` or `torch.py`. Commands that run code of it put it last. Nothing
-    else is imported before, and a checkout that is the current folder stays.
+    It may be somebody else's, and have a `yaml.py` or `torch.py`. Commands that run code of it put
+    it last. Nothing else is imported before, and a checkout that is the current folder stays.
     """
     # "-m" is Python's own word for the program while it looks for the package.
     if sys.argv[:1] != ["-m"] or _module_word().partition(".")[0] != __name__:

@@ -1,4 +1,7 @@
-"""Exceptions that end a run, and their exit codes. Each message says what was found, what was expected, what to do."""
+"""Exceptions that end a run, and their exit codes.
+
+Each message says what was found, what was expected, what to do.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,14 @@ EXIT_ALERT = 78
 
 
 class ReinforceError(Exception):
-    """Base of the package's deliberate errors. Scripts print the message and its key, without a traceback.
+    """Base of the package's deliberate errors.
+
+    Scripts print the message and its key, without a traceback.
 
     Args:
         message: what was found, what was expected, what to do. It may be reworded in any release.
-        key: names this kind of error in every release, such as "data.line.not_json". Tests and programs
-            compare keys, not messages.
+        key: names this kind of error in every release, such as "data.line.not_json". Tests and
+            programs compare keys, not messages.
     """
 
     exit_code = EXIT_ERROR  # of the script that it ends
@@ -44,7 +49,7 @@ class Fault(str):
 
 
 def key_of(error: BaseException | str, otherwise: str = "") -> str:
-    """Return the key of an error or a fault; `otherwise` if it has none, as errors of other packages."""
+    """Return the key of an error or a fault; `otherwise` if it has none."""
     if isinstance(error, ReinforceError | Fault):
         return error.key or otherwise
     return otherwise
@@ -55,7 +60,10 @@ def _with_key(text: str, key: str) -> str:
 
 
 class StoppedEarly(ReinforceError):
-    """The run was asked to stop or its time is up. Its state is saved; the same command resumes it."""
+    """The run was asked to stop or its time is up.
+
+    Its state is saved; the same command resumes it.
+    """
 
     exit_code = EXIT_STOPPED
 
@@ -90,9 +98,9 @@ class DivergedError(ReinforceError):
 
     def __init__(self, cause: str, *, key: str = ""):
         super().__init__(
-            f"{cause}: the policy has diverged, and was not saved. The same command would repeat it; lower "
-            "model.optim.lr, or look for what else spoils it, and go on from the last checkpoint, or from an older "
-            "one by writing its name into checkpoints/latest",
+            f"{cause}: the policy has diverged, and was not saved. The same command would repeat "
+            "it; lower model.optim.lr, or look for what else spoils it, and go on from the last "
+            "checkpoint, or from an older one by writing its name into checkpoints/latest",
             key=key,
         )
         self._cause = cause
@@ -103,7 +111,9 @@ class DivergedError(ReinforceError):
 
 
 class ConfigError(ReinforceError):
-    """One or more configuration faults, each naming the setting, what was found and what was expected.
+    """One or more configuration faults.
+
+    Each names the setting, what was found and what was expected.
 
     Args:
         faults: sentences, each a `Fault` with its own key. The error's key is the first one's.
@@ -138,7 +148,10 @@ class ConfigError(ReinforceError):
 
 
 class DiskError(ReinforceError):
-    """A file of the run cannot be written, as the disk is full. The message names the file and the disk."""
+    """A file of the run cannot be written, as the disk is full.
+
+    The message names the file and the disk.
+    """
 
 
 class DataError(ReinforceError):
@@ -150,7 +163,10 @@ class CheckpointError(ReinforceError):
 
 
 class RewardServerError(ReinforceError):
-    """The reward server gave no valid answer within the deadline. The message names host and port."""
+    """The reward server gave no valid answer within the deadline.
+
+    The message names host and port.
+    """
 
 
 class TooManyFailedRewardsError(RewardServerError):
@@ -158,7 +174,10 @@ class TooManyFailedRewardsError(RewardServerError):
 
 
 class RankLostError(RewardServerError):
-    """A rank of the reward server died or hangs, so nothing can be scored. The message names rank and host."""
+    """A rank of the reward server died or hangs, so nothing can be scored.
+
+    The message names rank and host.
+    """
 
     exit_code = EXIT_LOST_RANK
 

@@ -1,4 +1,7 @@
-"""Build every part of a run from a checked configuration, those that fail cheaply first, and train."""
+"""Build every part of a run from a checked configuration, and train.
+
+Parts that fail cheaply are built first.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,9 @@ if TYPE_CHECKING:
 
 
 def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer | None:
-    """Run a whole training job on this rank; return its trainer, None on a rank that only generates.
+    """Run a whole training job on this rank; return its trainer.
+
+    None on a rank that only generates.
 
     Args:
         stop: polled for an early end; None for a run that is never stopped.
@@ -148,7 +153,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
 
 
 def times_of_job(mesh: Mesh, monitor: RunMonitor) -> JobTimes:
-    """Return when this job began and ends; the first rank, which decides, asks Slurm where it has to."""
+    """Return when this job began and ends; the first rank asks Slurm if it has to."""
     if not mesh.is_main:
         return JobTimes.of(os.environ)
     try:
@@ -162,7 +167,7 @@ def times_of_job(mesh: Mesh, monitor: RunMonitor) -> JobTimes:
 
 
 def begin_files(cfg: TrainConfig, monitor: RunMonitor, step: int) -> None:
-    """Record this start's configuration, and drop all records after the step from which the run resumes.
+    """Record this start's configuration; drop all records after the step it resumes from.
 
     Called last, so that a start that is refused leaves an earlier run's files unchanged.
     """
@@ -207,7 +212,9 @@ def build_monitor(
     checkpoint: Checkpoint | None,
     status: StatusFile | None = None,
 ) -> tuple[RunMonitor, str | None]:
-    """Return the run's monitor and its id in the loggers, if any. Ranks other than 0 get a silent monitor and None.
+    """Return the run's monitor and its id in the loggers, if any.
+
+    Ranks other than 0 get a silent monitor and None.
 
     Raises:
         ConfigError: the settings differ from the resumed run's where they must not.
@@ -279,7 +286,10 @@ def build_trainer(
     control: RunControl | None = None,
     pool: GeneratorPool | None = None,
 ) -> ReinforceTrainer:
-    """Build actor, optimizer and trainer, and restore `checkpoint` if given; `pool` is the generators' on rank 0."""
+    """Build actor, optimizer and trainer, and restore `checkpoint` if given.
+
+    `pool` is the generators' on rank 0, else None.
+    """
     phases = control.phases if control else PhaseTracker()
     phases.listen(monitor.phase)
     sampler = build_sampler(cfg, datasets.train)

@@ -140,7 +140,8 @@ class ReinforceConfig(Section):
 
     loss_aggregation: Literal["sequence_sum", "sequence_mean", "token_mean", "fixed_length"] = key(
         "sequence_sum",
-        "tokens summed, sequences averaged; or sequence_mean (GRPO), token_mean (DAPO), fixed_length (Dr. GRPO)",
+        "tokens summed, sequences averaged; or sequence_mean (GRPO), token_mean (DAPO), "
+        "fixed_length (Dr. GRPO)",
         heading="Loss",
         more=". See [algorithms.md](algorithms.md#loss)",
     )
@@ -152,7 +153,8 @@ class ReinforceConfig(Section):
         1,
         "optimizer passes over a rollout batch",
         "epochs",
-        heading="Off-policy: several passes, or model.global_batch_size below a step's sequences, need a ratio",
+        heading="Off-policy: several passes, or model.global_batch_size below a step's sequences, "
+        "need a ratio",
     )
     importance_ratio: Literal["none", "token", "sequence", "sequence_geometric"] = key(
         "none", "none, token (PPO), sequence (TRL's RLOO) or sequence_geometric (GSPO)"
@@ -169,8 +171,8 @@ class ReinforceConfig(Section):
         Literal["none", "token", "sequence", "token_mask", "sequence_mask"] | None
     ) = key(
         None,
-        "importance weights against the generator's log-probs: none; truncated: token, sequence; masked: *_mask; "
-        "null: sequence with rollouts of older weights (max_staleness), else none",
+        "importance weights against the generator's log-probs: none; truncated: token, sequence; "
+        "masked: *_mask; null: sequence with rollouts of older weights (max_staleness), else none",
     )
     generator_ratio_cap: Positive = key(
         2.0, "largest of these weights; masked are those beyond it or 1 / it"
@@ -178,8 +180,8 @@ class ReinforceConfig(Section):
 
     truncated_samples: Literal["keep", "drop", "mask", "penalise"] = key(
         "keep",
-        "responses cut at max_length: keep (train), drop (out of loss and baseline), mask (out of the loss), "
-        "penalise (train, with truncation_penalty)",
+        "responses cut at max_length: keep (train), drop (out of loss and baseline), mask (out of "
+        "the loss), penalise (train, with truncation_penalty)",
         heading="Which samples count",
     )
     truncation_penalty: NonNegative = key(
@@ -200,7 +202,8 @@ class ReinforceConfig(Section):
         False,
         "free data-parallel ranks generate the others' remaining micro-batches; no number changes",
         more=(
-            ". Needs more than one micro-batch a rank (`model.reinforce.rollout_micro_batch_size`); see "
+            ". Needs more than one micro-batch a rank "
+            "(`model.reinforce.rollout_micro_batch_size`); see "
             "[parallelism.md](parallelism.md#work-queue)"
         ),
     )
@@ -208,13 +211,14 @@ class ReinforceConfig(Section):
         True,
         "take the KL from the native generator's own log-probs, which saves a pass",
         more=(
-            ". Without effect with an engine, in bf16, and where a rollout batch takes several optimizer "
-            "steps: there the trainer computes its own"
+            ". Without effect with an engine, in bf16, and where a rollout batch takes several "
+            "optimizer steps: there the trainer computes its own"
         ),
     )
     max_failed_fraction: float = key(
         0.1,
-        "samples of a step, a validation or the test set that may lack a score; above it the run saves and ends",
+        "samples of a step, a validation or the test set that may lack a score; above it the run "
+        "saves and ends",
         "share",
         ge=0,
         le=1,
@@ -227,8 +231,8 @@ class ReinforceConfig(Section):
     )
     rollout_batch_seq_length: Count | None = key(
         None,
-        "pad each sequence to this length in log-prob passes and updates, so that all passes have one shape; null "
-        "pads to the longest of a micro-batch",
+        "pad each sequence to this length in log-prob passes and updates, so that all passes have "
+        "one shape; null pads to the longest of a micro-batch",
         "tokens",
         more=". Longer ones are not cut, and no number changes",
     )
@@ -334,12 +338,14 @@ class TrainConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     generation: Text = key(
         "native",
-        "native: on the actor's own weights; vllm; tensorrt_llm; or a class's dotted name (CONTRIBUTING.md)",
+        "native: on the actor's own weights; vllm; tensorrt_llm; or a class's dotted name "
+        "(CONTRIBUTING.md)",
         more=", see [A generator](../CONTRIBUTING.md#a-generator)",
     )
     placement: Literal["colocated", "disaggregated"] = key(
         "colocated",
-        "where responses are generated: colocated, on the ranks that train; disaggregated, on ranks of their own",
+        "where responses are generated: colocated, on the ranks that train; disaggregated, on "
+        "ranks of their own",
         more="; see [disaggregated.md](disaggregated.md)",
     )
     generation_ranks: Natural = key(
@@ -354,7 +360,8 @@ class TrainConfig(Section):
     )
     generator_host: Host | None = key(
         None,
-        "of placement=disaggregated: the trainers' address, as generators reach it; null: as torchrun's, or loopback",
+        "of placement=disaggregated: the trainers' address, as generators reach it; null: as "
+        "torchrun's, or loopback",
         expected=HOST,
     )
     generator_timeout_seconds: Positive = key(
@@ -365,20 +372,21 @@ class TrainConfig(Section):
     )
     max_staleness: Natural | None = key(
         None,
-        "rollouts may be of weights this many steps old; null: 1 with placement=disaggregated, else 0",
+        "rollouts may be of weights this many steps old; null: 1 with placement=disaggregated, "
+        "else 0",
         "steps",
         more=". 0 gives the numbers of placement=colocated, bit for bit",
     )
     rollout_order: Literal["prompts", "finished"] = key(
         "prompts",
-        "of placement=disaggregated, what a step takes: the next prompts, which can be repeated; or what is finished "
-        "first",
+        "of placement=disaggregated, what a step takes: the next prompts, which can be repeated; "
+        "or what is finished first",
         more="; see [disaggregated.md](disaggregated.md#what-is-finished-first)",
     )
     inflight_updates: Literal["none", "recompute", "keep"] = key(
         "none",
-        "of rollout_order=finished: whether responses under way use new weights for their rest; the "
-        "keys and values of what was drawn before are then computed anew (recompute) or kept",
+        "of rollout_order=finished: whether responses under way use new weights for their rest; "
+        "the keys and values of what was drawn before are then computed anew (recompute) or kept",
         more="; see [disaggregated.md](disaggregated.md#what-is-finished-first)",
     )
     engine: EngineConfig = key(
@@ -390,8 +398,8 @@ class TrainConfig(Section):
     )
     reward: Text = key(
         "server",
-        "server: remote_rm.reward_model; function: reward_function, in processes of the trainer; or a class's dotted "
-        "name",
+        "server: remote_rm.reward_model; function: reward_function, in processes of the trainer; "
+        "or a class's dotted name",
         more=", see [A reward source](../CONTRIBUTING.md#a-reward-source)",
     )
     reward_function: RewardFunctionConfig = key(
@@ -409,8 +417,8 @@ class TrainConfig(Section):
     )
     preflight: bool | Literal["deep"] = key(
         False,
-        "true: print the plan and all errors, and start nothing; deep: also run ranks on fake GPUs, "
-        "for the memory and a lower bound of the time of a step",
+        "true: print the plan and all errors, and start nothing; deep: also run ranks on fake "
+        "GPUs, for the memory and a lower bound of the time of a step",
         expected=f"true, false or {DEEP}",
         more="; see [parallelism.md](parallelism.md#preflight)",
     )
@@ -455,7 +463,9 @@ class TrainConfig(Section):
 
     @property
     def reward_class(self) -> str | None:
-        """Dotted name of the class that `reward` names; None where a server or a function is asked."""
+        """Dotted name of the class that `reward` names; None where a server or a function is
+        asked.
+        """
         return None if self.reward in REWARDS else self.reward
 
     @property
@@ -523,8 +533,8 @@ class TrainConfig(Section):
     def torch_timeout_seconds(self) -> float:
         """Timeout of torch's collectives.
 
-        Exceeds `collective_timeout_seconds`, so that the watchdog names the culprit first, and the time that ranks may
-        wait for one rank's call to the reward server.
+        Exceeds `collective_timeout_seconds`, so that the watchdog names the culprit first, and the
+        time that ranks may wait for one rank's call to the reward server.
         """
         remote = self.remote_rm
         longest = max(

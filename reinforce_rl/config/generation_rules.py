@@ -1,4 +1,6 @@
-"""Rules of sampling, placement, generators and engines, across the keys of the actor's configuration."""
+"""Rules of sampling, placement, generators and engines, across the keys of the actor's
+configuration.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ HELP = ("--help", "-h")
 def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Make `main(cfg)` a program: Hydra composes conf/NAME.yaml and the command line's overrides.
 
-    Errors raised on purpose by this project end the program with their exit code and text, without a traceback.
+    Errors raised on purpose by this project end the program with their exit code and text, without
+    a traceback.
     """
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -45,7 +46,8 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 missing := [key for key in PROGRAMS[name].model_fields if key not in cfg]
             ):
                 fault = ReinforceError(
-                    f"{own} has no {missing[0]}; expected it to begin with `defaults: [{name}, _self_]`",
+                    f"{own} has no {missing[0]}; expected it to begin with `defaults: [{name}, "
+                    "_self_]`",
                     key="config_file.no_defaults",
                 )
                 fail(fault.with_keys())
@@ -68,7 +70,8 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 return
             if any(arg.partition("=")[0] in ("--config-path", "-cp") for arg in words):
                 fault = ReinforceError(
-                    "--config-path hides the configuration that yours builds on; name its folder by --config-dir",
+                    "--config-path hides the configuration that yours builds on; name its folder "
+                    "by --config-dir",
                     key="config_file.config_path",
                 )
                 fail(fault.with_keys())
@@ -101,7 +104,9 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
 
 
 def find_copied_functions(cfg: DictConfig) -> None:
-    """Let the run's folder be searched for modules if `reinforce_rl.train` copied a reward function there."""
+    """Let the run's folder be searched for modules if `reinforce_rl.train` copied a reward function
+    there.
+    """
     names = [OmegaConf.select(cfg, "reward_function.name", default=None)]
     more = OmegaConf.select(cfg, "reward_function.more_functions", default=None)
     if isinstance(more, DictConfig):

@@ -1,7 +1,9 @@
-"""Context of a run on one rank: signals, `status.json`, the current phase, and the watch over the other ranks.
+"""Context of a run on one rank: signals, `status.json`, the current phase, and the watch over the
+other ranks.
 
-A thread of each rank reports the state of its main thread to rank 0 every second, over `Links`. Rank 0 reports to the
-others too, and once a rank is lost sends the verdict, with which the thread ends even a process stuck in a collective.
+A thread of each rank reports the state of its main thread to rank 0 every second, over `Links`.
+Rank 0 reports to the others too, and once a rank is lost sends the verdict, with which the thread
+ends even a process stuck in a collective.
 """
 
 from __future__ import annotations
@@ -97,8 +99,9 @@ class _Watched:
 class Watchdog:
     """This rank's side of the watch.
 
-    A rank is lost after `silence_seconds` without a message; the run aborts once no rank gets further for
-    `hang_seconds`. The stop request of `run` is sent to the others, and theirs passed to it.
+    A rank is lost after `silence_seconds` without a message; the run aborts once no rank gets
+    further for `hang_seconds`. The stop request of `run` is sent to the others, and theirs passed
+    to it.
     """
 
     def __init__(
@@ -129,7 +132,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def open(self, host: str) -> Invitation:
-        """Listen on rank 0, reached by the others as `host`; return the invitation that they `join` with."""
+        """Listen on rank 0, reached by the others as `host`; return the invitation that they `join`
+        with.
+        """
         self._links, invitation = Links.listen(host)
         return invitation
 
@@ -143,7 +148,10 @@ class Watchdog:
             ) from error
 
     def start(self) -> None:
-        """Start watching. Rank 0 first waits for the others, and raises ReinforceError if one is missing."""
+        """Start watching.
+
+        Rank 0 first waits for the others, and raises ReinforceError if one is missing.
+        """
         assert self._links is not None
         self._links.set_beat(BEAT_SECONDS, self._beat)
         if self.rank == 0:
@@ -163,7 +171,8 @@ class Watchdog:
     def explain(self, *, timed_out: str = "") -> Verdict | None:
         """Return the verdict after an error of this rank, if another rank is to blame.
 
-        `timed_out` is a collective's own timeout error. It does not name the awaited rank; rank 0 finds it.
+        `timed_out` is a collective's own timeout error. It does not name the awaited rank; rank 0
+        finds it.
         """
         if timed_out and self.rank == 0:
             self._timed_out[0] = timed_out
@@ -259,7 +268,9 @@ class Watchdog:
             self._verdict = Verdict(**message["verdict"])
 
     def _lost(self) -> tuple[list[Report], list[Report]]:
-        """Return the ranks whose connections closed without a message, and those that are silent."""
+        """Return the ranks whose connections closed without a message, and those that are
+        silent.
+        """
         assert self._links is not None
         left = [
             (self._links.peers[rank], other.report)
@@ -298,7 +309,9 @@ class Watchdog:
 
 
 def lost(gone: Sequence[Report], silent: Sequence[Report], seconds: float) -> Verdict | None:
-    """Return the verdict on ranks that closed their connections without a message, or sent none for `seconds`."""
+    """Return the verdict on ranks that closed their connections without a message, or sent none for
+    `seconds`.
+    """
     if gone:
         why = Fault(
             ": the process ended without a message; see its output and the kernel's log",
@@ -313,7 +326,9 @@ def lost(gone: Sequence[Report], silent: Sequence[Report], seconds: float) -> Ve
 
 
 def failed(report: Report, exit_code: int, text: str, key: str = "") -> Verdict:
-    """Return the verdict on a rank that sent its error, with this key; if it was stopped, the others stop too."""
+    """Return the verdict on a rank that sent its error, with this key; if it was stopped, the
+    others stop too.
+    """
     if exit_code == StoppedEarly.exit_code:
         return Verdict(text, exit_code, key=key)
     cause = text.strip() or f"exit code {exit_code}"
@@ -335,7 +350,9 @@ def hung(reports: Sequence[Report], limit: float) -> Verdict | None:
 
 
 def waited_for(reports: Sequence[Report], timed_out: Mapping[int, str]) -> Verdict | None:
-    """Return the verdict after a collective's timeout (`timed_out`: texts by rank); None if nobody can be blamed."""
+    """Return the verdict after a collective's timeout (`timed_out`: texts by rank); None if nobody
+    can be blamed.
+    """
     others = [report for report in reports if report.rank not in timed_out]
     if not timed_out or not others:
         return None
@@ -385,9 +402,9 @@ class RunControl:
     def running(self) -> Iterator[None]:
         """Keep `status.json` up to date during the block, which is the whole run.
 
-        Raises StoppedEarly if a signal came before there was anything to save, and ConfigError if another process, on
-        this machine or on another one, works in this run's folder, or if a Slurm job starts again and again at the
-        same checkpoint.
+        Raises StoppedEarly if a signal came before there was anything to save, and ConfigError if
+        another process, on this machine or on another one, works in this run's folder, or if a
+        Slurm job starts again and again at the same checkpoint.
         """
         folder = self.status.path.parent
         with run_lock(folder) if self.status.enabled else contextlib.nullcontext():
@@ -398,7 +415,8 @@ class RunControl:
                 yield
             except StopNow:
                 error = StoppedEarly(
-                    f"stopped by {self.stop.reason} before the first step; there was nothing to save",
+                    f"stopped by {self.stop.reason} before the first step; there was nothing to "
+                    "save",
                     key=_STOPPED_BEFORE_FIRST_STEP,
                 )
                 self.status.end(error.exit_code, str(error))
@@ -432,7 +450,8 @@ class RunControl:
 
     @contextlib.contextmanager
     def watching(self, mesh: Mesh, role: RankRole | None = None, **limits: float) -> Iterator[None]:
-        """Watch the other ranks during the block, with `limits` as of `Watchdog`, as `ending` does; no-op with one.
+        """Watch the other ranks during the block, with `limits` as of `Watchdog`, as `ending` does;
+        no-op with one.
 
         With a `role` these are all ranks of the job, not of the mesh alone.
         """
@@ -467,7 +486,8 @@ class RunControl:
     def ending(self) -> Iterator[None]:
         """Send an error of the block to the other ranks at once, before any cleanup.
 
-        Raises LostRankError in its place if another rank's loss caused it, StoppedEarly if that one got a signal.
+        Raises LostRankError in its place if another rank's loss caused it, StoppedEarly if that one
+        got a signal.
         """
         try:
             yield
@@ -519,7 +539,8 @@ def _key_of_error(error: BaseException) -> str:
 
 
 def _outcome_of_run(error: BaseException) -> tuple[int, str]:
-    """Return what `status.json` says of the end: as `_outcome`, with the code of the rank that failed first.
+    """Return what `status.json` says of the end: as `_outcome`, with the code of the rank that
+    failed first.
 
     The other ranks themselves end with `EXIT_LOST_RANK`, by which they are told from the first.
     """

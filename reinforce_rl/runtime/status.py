@@ -102,7 +102,9 @@ class StatusFile:
                 self._overwrite(self._status)
 
     def _overwrite(self, status: Status) -> None:
-        """Write into the blocks that the file has, as a full disk has no others; cut the reason to fit."""
+        """Write into the blocks that the file has, as a full disk has no others; cut the reason to
+        fit.
+        """
         with self.path.open("r+b", buffering=0) as file:
             about = os.fstat(file.fileno())
             room = max(about.st_size, about.st_blocks * 512)
@@ -114,7 +116,9 @@ class StatusFile:
             file.truncate()
 
     def refuse(self, exit_code: int, reason: str) -> None:
-        """Leave an earlier run's status as it was, since this start was refused; of a new run say so."""
+        """Leave an earlier run's status as it was, since this start was refused; of a new run say
+        so.
+        """
         if self._before is None or not self.enabled:
             self.end(exit_code, reason)
         else:
@@ -231,7 +235,9 @@ def saved_step(folder: Path) -> int:
 
 
 def is_alive(status: Status) -> bool | None:
-    """Return whether the writer of a "running" status still runs; None for other states and other machines."""
+    """Return whether the writer of a "running" status still runs; None for other states and other
+    machines.
+    """
     import psutil  # not in the environment of a job's supervisor, which reads the status too
 
     if (status.state, status.host) != ("running", socket.gethostname()):

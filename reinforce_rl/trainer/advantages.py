@@ -1,4 +1,4 @@
-"""From scored rollouts to the batch that the loss consumes: shaped rewards, KL, baselines, advantages.
+"""From scored rollouts to the batch of the loss: shaped rewards, KL, baselines, advantages.
 
 The trainer calls it on a step's rollouts, `reinforce-rl replay` on stored ones.
 """
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 
 def response_kl(batch: RolloutBatch, cfg: ReinforceConfig) -> tuple[Tensor, Tensor]:
-    """Return the KL of each response [N] and of each token [N, T]; zeros without log-probs of the reference."""
+    """Return the KL of each response [N] and of each token [N, T].
+
+    Both are zeros without log-probs of the reference.
+    """
     mask = batch.response_mask
     kl_tokens = torch.zeros(mask.shape)
     if batch.log_probs is not None and batch.init_log_probs is not None:
@@ -52,7 +55,10 @@ def shaped_rewards(
     *,
     max_length: int,
 ) -> Tensor:
-    """Return rewards [N] after `reward_shaping` and `truncation_penalty`; invalid ones are arbitrary."""
+    """Return rewards [N] after `reward_shaping` and `truncation_penalty`.
+
+    Rewards of invalid samples are arbitrary.
+    """
     shaped = shape_rewards(rewards, valid, response_lengths, cfg.reward_shaping, past)
     return subtract_truncation_penalty(
         shaped,

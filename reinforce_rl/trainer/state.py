@@ -85,7 +85,10 @@ class RunningBaselines:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`. A fixed beta comes from the config, so that it can be changed."""
+        """Inverse of `state_dict`.
+
+        A fixed beta comes from the config, so that it can be changed.
+        """
         self.scores = RunningMoments(**state["past_scores"])
         self.rewards = RunningMoments(**state["past_rewards"])
         last_rewards = [RunningMoments(**step) for step in state["last_rewards"]]
@@ -186,12 +189,14 @@ class NonFiniteGuard:
             )
         if self._skipped >= self.most:
             raise DivergedError(
-                f"up to step {step}, {self._skipped} optimizer steps in a row had no finite gradient",
+                f"up to step {step}, {self._skipped} optimizer steps in a row had no finite "
+                "gradient",
                 key="trainer.gradient.not_finite",
             )
         if self._skipped:
             note(
-                f"step {step}: a gradient is not finite, skipped ({self._skipped} of at most {self.most} in a row)"
+                f"step {step}: a gradient is not finite, skipped ({self._skipped} of at most "
+                f"{self.most} in a row)"
             )
 
     def check_end(self, step: int) -> None:

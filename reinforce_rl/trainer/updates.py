@@ -33,8 +33,8 @@ def mini_batches(
 ) -> Iterator[Tensor]:
     """Yield this rank's rows of each optimizer step, equally often on every rank.
 
-    Rows are int64, and maybe none. Every sequence occurs once per epoch. The groups of a step depend
-    only on their order over all ranks, not on the number of ranks.
+    Rows are int64, and maybe none. Every sequence occurs once per epoch. The groups of a step
+    depend only on their order over all ranks, not on the number of ranks.
 
     Args:
         group_ids_of_ranks: int64 [sequences] of each data-parallel rank, in rank order; a group
