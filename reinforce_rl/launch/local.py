@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, Fault, ReinforceError, RewardServerError
+from reinforce_rl.launch.health import health_fault
 from reinforce_rl.launch.slurm.outcome import last_lines
-from reinforce_rl.launch.slurm.rendezvous import health_fault
 from reinforce_rl.launch.slurm.settings import override_of, with_missing
 from reinforce_rl.launch.slurm.task import StopSignal
 from reinforce_rl.rewards.wire import DEFAULT_NAME

@@ -1,6 +1,6 @@
-"""The commands of Slurm that a job's supervisor calls, as a script for a folder on PATH, and programs for its tasks.
+"""The commands of Slurm that a job's script calls, as a script for a folder on PATH, and programs for its tasks.
 
-They do what a real Slurm was seen to do, so that the supervisor's own behaviour is tested in seconds and without one;
+They do what a real Slurm was seen to do, so that the script's own behaviour is tested in seconds and without one;
 tests/launch/slurm has tests on a real Slurm too. Everything lies below the folder FAKE_SLURM.
 """
 
@@ -17,24 +17,19 @@ from pathlib import Path
 COMMANDS = ("srun", "squeue", "scancel", "scontrol")
 
 SERVER = """
-import http.server, json, os, sys, time
+import os, signal, sys, threading, time
+from pathlib import Path
 if os.environ.get("FAKE_SERVER") == "fails":
     sys.exit(3)
 values = dict(arg.split("=", 1) for arg in sys.argv[1:])
-number = values["inference.ready_file"][-6]
+ready = Path(values["inference.ready_file"])
+number = ready.stem[-1]
 if os.environ.get("FAKE_SERVER") in ("dies", "dies" + number):
-    import threading
     threading.Timer(3.0, lambda: os.kill(os.getpid(), 9)).start()
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        body = json.dumps({"text": "the server is loading"}).encode()
-        self.send_response(503 if os.environ.get("FAKE_SERVER") == "loads" else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-import signal
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-http.server.HTTPServer((values["inference.host"], int(values["inference.port"])), Handler).serve_forever()
+if os.environ.get("FAKE_SERVER") != "loads":
+    ready.write_text('{"host": "127.0.0.1", "port": 9}')
+time.sleep(300)
 """
 
 ACTOR = """
@@ -60,14 +55,17 @@ def save_and_hang(number, frame):
 handler = {"saves slowly": save_slowly, "saves and hangs": save_and_hang}.get(what, stop)
 signal.signal(signal.SIGTERM, handler)
 signal.signal(signal.SIGUSR1, handler)
-(run_dir / f"began.{os.environ['RANK']}").touch()
+if os.environ["SLURM_PROCID"] == "0":
+    meeting = {"address": "127.0.0.1", "rank_port": 9}
+    Path(os.environ["REINFORCE_RENDEZVOUS_FILE"]).write_text(json.dumps(meeting))
+(run_dir / f"began.{os.environ['SLURM_PROCID']}").touch()
 if what in ("finishes", "finishes later"):
     time.sleep(6 if what == "finishes later" else 0)
     save(9, "finished")
-elif what == "fails" and os.environ["RANK"] == "1":
+elif what == "fails" and os.environ["SLURM_PROCID"] == "1":
     print("an error of rank 1", flush=True)
     sys.exit(5)
-elif what.startswith("stops alone") and os.environ["RANK"] == "1":
+elif what.startswith("stops alone") and os.environ["SLURM_PROCID"] == "1":
     sys.exit(75)
 elif what == "stops alone":
     # In the rendezvous: nothing is saved.
@@ -82,7 +80,7 @@ elif what == "diverges":
 elif what == "alerts":
     save(7, "stopped")
     sys.exit(78)
-elif what == "killed" and os.environ["RANK"] == "1":
+elif what == "killed" and os.environ["SLURM_PROCID"] == "1":
     os.kill(os.getpid(), 9)
 else:
     time.sleep(60)
@@ -93,8 +91,9 @@ import os, signal, sys, time
 from pathlib import Path
 values = dict(arg.split("=", 1) for arg in sys.argv[1:])
 run_dir = Path(values["exp_manager.explicit_log_dir"])
-print(os.environ["LOCAL_RANK"], sys.argv[1:], flush=True)
+print(os.environ["CUDA_VISIBLE_DEVICES"], sys.argv[1:], flush=True)
 def stop(number, frame):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm signals each process, and so does the wrapper
     (run_dir / f"drained.{time.time_ns()}").touch()
     os._exit(75)
 signal.signal(signal.SIGTERM, stop)
@@ -118,13 +117,19 @@ def write_commands(folder: Path) -> Path:
     return folder
 
 
-def write_repository(folder: Path) -> Path:
-    """Write a repository with the two programs."""
-    (folder / "examples").mkdir(parents=True)
-    (folder / "examples" / "serve_reward_model.py").write_text(SERVER)
-    (folder / "examples" / "train_reinforce_actor.py").write_text(ACTOR)
-    (folder / "examples" / "generate.py").write_text(GENERATOR)
-    return folder
+def write_python(folder: Path) -> Path:
+    """Write a `python` of which `-m reinforce_rl COMMAND` is one of the programs here; return its path."""
+    folder.mkdir(parents=True)
+    for name, program in (("serve", SERVER), ("train", ACTOR), ("generate", GENERATOR)):
+        (folder / f"{name}.py").write_text(program)
+    python = folder / "python"
+    python.write_text(
+        "#!/bin/bash\n"
+        f'if [ "$1 $2" = "-m reinforce_rl" ]; then set -- "{folder}/$3.py" "${{@:4}}"; fi\n'
+        f"exec '{sys.executable}' \"$@\"\n"
+    )
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    return python
 
 
 def srun(home: Path, arguments: list[str]) -> int:
@@ -186,7 +191,7 @@ def squeue(home: Path, arguments: list[str]) -> int:
     job = arguments[arguments.index("-j") + 1]
     if "--steps" in arguments:
         for pids in home.glob("step-*"):
-            print(f"{job}.{pids.name[5:]}|{pids.name[5:]}")
+            print(f"{job.partition(',')[0]}.{pids.name[5:]}|{pids.name[5:]}")
     elif arguments[-1] == "%t":
         print("R" if (home / f"running-{job}").exists() else "")
     else:

@@ -18,13 +18,14 @@ from helpers.tiny_run import json_lines, without_times
 from safetensors.torch import load_file
 
 from reinforce_rl.errors import DataError
+from reinforce_rl.launch.slurm.script import filled_script
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.loggers import read_metrics
 
 ROOT = Path(__file__).parents[2]
 BATCH_FILE = ROOT / "slurm" / "train_hetjob.sbatch"
-ACTOR_SCRIPT = "train_reinforce_actor.py"
-SERVER_SCRIPT = "serve_reward_model.py"
+ACTOR_COMMAND = "train"
+SERVER_COMMAND = "serve"
 START_SECONDS = 600.0  # to the first step: imports of all ranks on a busy machine
 RUN_SECONDS = 900.0
 
@@ -82,11 +83,14 @@ class SlurmRun:
     ) -> Job:
         """Submit a job with more overrides and variables; `options` are `sbatch`'s for component 0."""
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
+        script = self.run_dir.with_name(f"{self.run_dir.name}.sbatch")
+        settings = {"repository": ROOT, "python": sys.executable, "batch_python": sys.executable}
+        script.write_text(filled_script(BATCH_FILE.read_text(), settings))
         actor = [*self.world.actor_overrides(self.run_dir, *self.overrides), *overrides]
         return self.lab.submit(
             *options,
             *self.layout.options,
-            str(BATCH_FILE),
+            str(script),
             *actor,
             "--",
             *self.world.server_overrides("mean"),
@@ -96,7 +100,6 @@ class SlurmRun:
                 **environment(),
                 "PYTHONPATH": str(ROOT),
                 "REINFORCE_RUN_DIR": str(self.run_dir),
-                "REINFORCE_PYTHON": sys.executable,
                 "REINFORCE_GRACE_SECONDS": "300",
                 **variables,
             },
@@ -126,21 +129,18 @@ class SlurmRun:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.report(job)}") from None
 
-    def ranks(self, job: Job, script: str) -> dict[int, psutil.Process]:
-        """Return a program's running processes by rank, without wrappers."""
+    def ranks(self, job: Job, command: str) -> dict[int, psutil.Process]:
+        """Return a command's running processes by rank, without wrappers."""
         found = {}
         for process in processes_of(self.lab, job):
             with contextlib.suppress(psutil.Error):
-                # The script's place is behind the interpreter's options; a wrapper has its own
-                # program before it.
-                words = process.cmdline()[1:3]
-                if any(Path(word).name == script for word in words):
-                    found[int(process.environ().get("RANK", "0"))] = process
+                if process.cmdline()[1:4] == ["-m", "reinforce_rl", command]:
+                    found[int(process.environ()["SLURM_PROCID"])] = process
         return found
 
-    def rank(self, job: Job, script: str, number: int) -> psutil.Process:
-        found = self.ranks(job, script)
-        assert number in found, f"no rank {number} of {script} among {found}:\n{self.report(job)}"
+    def rank(self, job: Job, command: str, number: int) -> psutil.Process:
+        found = self.ranks(job, command)
+        assert number in found, f"no rank {number} of {command} among {found}:\n{self.report(job)}"
         return found[number]
 
     def report(self, job: Job) -> str:

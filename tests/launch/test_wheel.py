@@ -204,10 +204,11 @@ def test_a_slurm_job_is_planned(run: Run, installed: Path, tmp_path: Path) -> No
         "--",
     ]
     done = run(*words, "reward_function.name=reinforce_rl.rewards.functions.vader")
-    (batch_file,) = set(re.findall(r"\S+/train_hetjob\.sbatch", done.stdout)) or {
-        done.stdout + done.stderr
-    }
-    assert Path(batch_file).is_file() and batch_file.startswith(str(installed.parent))
+    repository = re.search(r"repository +(\S+)", done.stdout)
+    assert repository is not None, done.stdout + done.stderr
+    folder = Path(repository[1])
+    assert (folder / "reinforce_rl" / "slurm" / "train_hetjob.sbatch").is_file()
+    assert folder.is_relative_to(installed.parent)
 
 
 def test_server_and_actor_of_the_wheel_on_one_machine(run: Run, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class ComponentOptions:
         "gpus-per-node", "[TYPE:]COUNT", "GPUs of each node; 0: none", parse=parse_gpus
     )
     cpus_per_task: str | None = _option(
-        "cpus-per-task", "N", "CPUs a task (torchrun: a node)", parse=count_from(1)
+        "cpus-per-task", "N", "CPUs of each task, which is a rank", parse=count_from(1)
     )
     mem: str | None = _option(
         "mem", "SIZE[K|M|G|T]", "memory of each node; 0: all of it", parse=parse_memory
@@ -115,7 +115,7 @@ JOB_VARIABLES = (
     ),
 )
 # Set by the plan; every other job variable has an option of the same name.
-PLANNED = (names.RUN_DIR, names.ACTOR_DEVICES, names.SERVER_DEVICES, names.REPOSITORY)
+PLANNED = (names.RUN_DIR,)
 
 
 @dataclass(frozen=True)

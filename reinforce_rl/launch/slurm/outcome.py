@@ -33,6 +33,15 @@ CONSEQUENCES = (EXIT_LOST_RANK, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 # Exit codes of tasks that were asked to end. A program that is still starting dies of the signal.
 STOPPED = (EXIT_STOPPED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
+KILLED = 128 + signal.SIGKILL
+LOST_REASON = (
+    "it left no record: its wrapper was killed, its node is gone, or the run's folder is full"
+)
+_FAILED_TASKS = re.compile(
+    r"error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?:Exited with exit code (?P<code>\d+))?"
+)
+_FAILED_NODE = re.compile(r"error: Node failure on (\S+)")
+
 Arguments = tuple[tuple[str, ...], tuple[str, ...]]
 
 
@@ -43,8 +52,7 @@ def _signal_name(number: int) -> str:
 @dataclass(frozen=True)
 class TaskEnd:
     component: str  # such as actor or rm-0
-    task: int  # its number in the step
-    ranks: str  # such as 2, or 2-3 under torchrun
+    task: int  # its number in the step, which is its rank
     host: str  # its node
     code: int  # 128 + number for a signal
     time: float  # unix seconds
@@ -52,14 +60,12 @@ class TaskEnd:
 
     @property
     def name(self) -> str:
-        word = "ranks" if "-" in self.ranks else "rank"
-        return f"{self.component} {word} {self.ranks} on {self.host}"
+        return f"{self.component} rank {self.task} on {self.host}"
 
     def __str__(self) -> str:
         how = f"ended with exit code {self.code}"
         if self.code > 128:
-            verb = "were" if "-" in self.ranks else "was"
-            how = f"{verb} ended by {_signal_name(self.code - 128)} (exit code {self.code})"
+            how = f"was ended by {_signal_name(self.code - 128)} (exit code {self.code})"
         why = f": {self.reason}" if self.reason else ""
         return f"{self.name} {how} at {time.strftime('%H:%M:%S', time.localtime(self.time))}{why}"
 
@@ -77,6 +83,32 @@ def record(folder: Path, end: TaskEnd) -> None:
 def read_ends(folder: Path) -> list[TaskEnd]:
     paths = sorted((folder / EXIT_FOLDER).glob("*.json"))
     return [TaskEnd(**read_json(path, within=folder)) for path in paths]
+
+
+def read_lost(folder: Path) -> list[TaskEnd]:
+    """Return the tasks that have failed by `srun`'s files NAME.srun, and recorded no end."""
+    known = {(end.component, end.task) for end in read_ends(folder)}
+    tasks = []
+    for path in sorted(folder.glob("*.srun")):
+        when = path.stat().st_mtime
+        # srun: error: act1: task 2: Killed
+        # srun: error: act0: tasks 0-1: Exited with exit code 1
+        for match in _FAILED_TASKS.finditer(path.read_text(encoding="utf-8", errors="replace")):
+            code = int(match["code"] or KILLED)
+            for span in match["tasks"].split(","):
+                first, _, last = span.partition("-")
+                for task in range(int(first), int(last or first) + 1):
+                    if (path.stem, task) not in known:
+                        known.add((path.stem, task))
+                        lost = TaskEnd(path.stem, task, match["host"], code, when, LOST_REASON)
+                        tasks.append(lost)
+    return tasks
+
+
+def failed_nodes(folder: Path) -> list[str]:
+    """Return the nodes whose failure `srun` reports."""
+    texts = (path.read_text("utf-8", "replace") for path in folder.glob("*.srun"))
+    return sorted({node for text in texts for node in _FAILED_NODE.findall(text)})
 
 
 def first_failed(ends: TaskEnds, lost: TaskEnds, harmless: Collection[int]) -> TaskEnd | None:

@@ -19,13 +19,13 @@ from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.options import ComponentOptions, Options, parse_gpus, parse_memory
+from reinforce_rl.launch.slurm.script import BATCH_FILE, filled_script
 from reinforce_rl.launch.slurm.settings import (
     ACTOR,
     EXTERNAL_GENERATORS,
     GENERATOR,
     SEPARATOR,
     SERVER,
-    TORCHRUN,
     Settings,
     override_of,
     read_settings,
@@ -50,7 +50,6 @@ class Component:
     job_name: str  # differs by component, since a dependency by name would wait for itself
     nodes: int  # number of them
     ranks_per_node: int
-    tasks_per_node: int  # started by Slurm: one per rank, or one that starts them
     cpus_per_task: int | None = None  # None for Slurm's default
     gpus: str | None = None  # per node, as [TYPE:]COUNT; None for none
     options: ComponentOptions = field(default_factory=ComponentOptions)
@@ -60,7 +59,7 @@ class Component:
         given = {name: getattr(self.options, name) for name in own}
         given |= {
             "nodes": self.nodes,
-            "ntasks-per-node": self.tasks_per_node,
+            "ntasks-per-node": self.ranks_per_node,
             "cpus-per-task": self.cpus_per_task,
         }
         given |= {"gpus-per-node": self.gpus, "mem": self.options.mem}
@@ -87,9 +86,36 @@ class JobPlan:
         return {self.server: SERVER, self.actor: ACTOR}.get(component, GENERATOR)
 
     @property
+    def template(self) -> Path:
+        folder = self.settings.repository / ("reinforce_rl" if self.settings.is_wheel else "")
+        return folder / "slurm" / BATCH_FILE
+
+    @property
+    def script_settings(self) -> dict[str, str | int | Path | list[str]]:
+        """What is filled into the job's script."""
+        settings = self.settings
+        is_in_container = bool(settings.container_image)
+        python = settings.python or ("python3" if is_in_container else sys.executable)
+        generator_ranks = override_of(settings.actor_args, "generation_tensor_parallel_size")
+        return {
+            "repository": settings.repository,
+            "python": python,
+            "batch_python": sys.executable,
+            "servers": settings.servers,
+            "generator_ranks": generator_ranks or "1",
+            "generator_restarts": settings.generator_restarts,
+            "srun_options": settings.srun_options,
+            "setup": settings.setup or ":",
+        }
+
+    @property
+    def script(self) -> str:
+        return filled_script(self.template.read_text(encoding="utf-8"), self.script_settings)
+
+    @property
     def batch_file(self) -> str:
-        own = self.settings.repository / ("reinforce_rl" if self.settings.is_wheel else "")
-        return str(own / "slurm" / "train_hetjob.sbatch")
+        """Where the filled script stands once the job is submitted."""
+        return str(self.settings.slurm_folder / BATCH_FILE)
 
     def command(self, *, after: str | None = None, test_only: bool = False) -> list[str]:
         """Return the sbatch command; it starts after the end of job `after`, successful or not."""
@@ -110,7 +136,8 @@ class JobPlan:
                 else []
             )
             components += [":", *reset, *self._arguments(component)]
-        return ["sbatch", *first, *components, self.batch_file, *overrides]
+        script = str(self.template) if test_only else self.batch_file
+        return ["sbatch", *first, *components, script, *overrides]
 
     def test_command(self, component: Component, exclude: str = "") -> list[str]:
         """Return `sbatch --test-only` for one component as a job of its own, avoiding nodes `exclude` too."""
@@ -162,20 +189,9 @@ def make_request(
     actor_args = tuple(
         arg for arg in options.actor_args if arg.partition("=")[0].lstrip("+") != RUN_DIR_KEY
     )
-    is_own = options.variables.keys().isdisjoint(
-        (names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE)
-    )
-    python = {names.PYTHON: sys.executable} if is_own else {}
-    variables = {
-        names.RUN_DIR: str(run_dir),
-        names.REPOSITORY: str(repository),
-        **python,
-        **options.variables,
-    }
+    given = {names.RUN_DIR: str(run_dir), **options.variables}
     try:
-        settings = read_settings(
-            [*actor_args, SEPARATOR, *options.server_args], variables, repository
-        )
+        settings = read_settings([*actor_args, SEPARATOR, *options.server_args], given, repository)
     except ConfigError as error:
         faults += error.faults
         settings = Settings(
@@ -213,6 +229,7 @@ def make_request(
                 )
             )
     megabytes = math.ceil(host_memory_of_node(cfg, actor.memory) / 2**20) if actor.memory else 0
+    variables = {name: given[name] for name in names.OF_JOB if name in given}
     plan = None if server is None else _plan(options, lead, cfg, server, settings, variables)
     return Request(plan, run_dir, megabytes, faults, list(_warnings(cfg, options, megabytes)))
 
@@ -315,17 +332,13 @@ def _plan(
         name: str, job: str, nodes: int, ranks: int, own: ComponentOptions, needs_gpus: bool
     ) -> Component:
         cpus = int(own.cpus_per_task) if own.cpus_per_task else None
-        # Generators have a task a rank, whatever starts the actor's: several may share a node.
-        is_one = settings.launcher == TORCHRUN and job != "gen"
-        tasks, cpus = (1, cpus or ranks) if is_one else (ranks, cpus)
         gpus = own.gpus or (str(ranks) if needs_gpus else "0")
         gpus = gpus if parse_gpus(gpus) else None
-        return Component(name, f"{base}-{job}", nodes, ranks, tasks, cpus, gpus, own)
+        return Component(name, f"{base}-{job}", nodes, ranks, cpus, gpus, own)
 
     nodes = server_layout[0] * settings.servers
     ranks = server_layout[1]
     servers = f"reward {SERVER}{'s' if settings.servers > 1 else ''}"
-    variables |= {names.ACTOR_DEVICES: str(actor_layout[1]), names.SERVER_DEVICES: str(ranks)}
     of_server = component(
         servers, "rm", nodes, ranks, options.server, on_gpus and not server.serves_function
     )
@@ -334,11 +347,10 @@ def _plan(
     if cfg.uses_external_generators:
         size = cfg.generation_tensor_parallel_size
         ranks = settings.generator_devices or size
-        variables |= {names.GENERATOR_DEVICES: str(ranks)}
         of_generator = component(
             f"{GENERATOR}s", "gen", options.generator_nodes, ranks, options.generator, on_gpus
         )
-        # The supervisor reads no YAML.
+        # The script reads no YAML.
         own = {
             **EXTERNAL_GENERATORS,
             **({"generation_tensor_parallel_size": size} if size > 1 else {}),

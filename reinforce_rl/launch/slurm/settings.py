@@ -1,10 +1,9 @@
-"""Job settings of `slurm/train_hetjob.sbatch`: environment variables, and the nodes and tasks granted by Slurm."""
+"""Settings of a job: what `submit` fills into its script or sets for it, and checks of what Slurm granted."""
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,24 @@ from reinforce_rl.errors import ConfigError, Fault
 PREFIX = "REINFORCE_"
 RUN_DIR = "REINFORCE_RUN_DIR"
 PYTHON = "REINFORCE_PYTHON"
-ACTOR_DEVICES = "REINFORCE_ACTOR_DEVICES"
-SERVER_DEVICES = "REINFORCE_SERVER_DEVICES"
-GENERATOR_DEVICES = "REINFORCE_GENERATOR_DEVICES"
 CONTAINER_IMAGE = "REINFORCE_CONTAINER_IMAGE"
-SERVER_CONTAINER_IMAGE = "REINFORCE_SERVER_CONTAINER_IMAGE"
-REPOSITORY = "REINFORCE_REPO"
+# The job reads these itself.
+OF_JOB = (
+    RUN_DIR,
+    "REINFORCE_READY_SECONDS",
+    "REINFORCE_GRACE_SECONDS",
+    "REINFORCE_MAX_RESTARTS",
+    "REINFORCE_RESTART_AFTER_CRASH",
+)
 ACTOR = "actor"
 SERVER = "server"
 GENERATOR = "generator"
-SRUN = "srun"
-TORCHRUN = "torchrun"
 SEPARATOR = "--"
 # Keys set by the job itself.
 SERVER_KEYS = ("inference.host", "inference.port", "inference.token_file", "inference.ready_file")
 ACTOR_KEYS = tuple(
-    f"remote_rm.reward_model.{name}" for name in ("ip", "port", "replicas", "token_file")
+    f"remote_rm.reward_model.{name}"
+    for name in ("ip", "port", "replicas", "ready_files", "token_file")
 )
 
 # Overrides with which all ranks of component 1 train, and component 2 generates.
@@ -85,11 +86,10 @@ def count_from(least: int) -> Callable[[str], Any]:
     return parse
 
 
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= float(text) < float("inf"):
-            return float(text)
-    raise ValueError("seconds")
+def _seconds(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise ValueError("whole seconds")
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -122,26 +122,17 @@ class Settings:
         metadata={"of": ("", "the run's folder, which all nodes share; needed", _absolute)}
     )
     repository: Path
-    python: str = _variable("interpreter of the tasks; else the repository's .venv, else python3")
-    launcher: str = _variable(
-        "srun: a task per rank; torchrun: a task per node", SRUN, _one_of(SRUN, TORCHRUN)
-    )
-    actor_devices: int | None = _variable(
-        "ranks a node of the actor; else component 1's tasks", parse=count_from(1)
-    )
-    server_devices: int | None = _variable(
-        "ranks a node of a server; else component 0's tasks", parse=count_from(1)
-    )
+    python: str = _variable("interpreter of the tasks; else this one, or an image's python3")
     generator_devices: int | None = _variable(
         "ranks a node of external generators; else component 2's tasks", parse=count_from(1)
     )
     servers: int = _variable(
         "reward servers of one model, which share component 0's nodes", "1", count_from(1)
     )
-    ready_seconds: float = _variable(
+    ready_seconds: int = _variable(
         "for the servers to become healthy, model loading included", "600", _seconds
     )
-    grace_seconds: float = _variable(
+    grace_seconds: int = _variable(
         "between the signal that asks a task to end and SIGKILL", "600", _seconds
     )
     max_restarts: int = _variable("how often a job may be requeued; 0: never", "10", count_from(0))
@@ -153,14 +144,11 @@ class Settings:
     )
     mpi: str = _variable("for srun --mpi, such as pmix")
     container_image: str = _variable("for srun --container-image (pyxis), of all tasks")
-    server_container_image: str = _variable("another image for the reward servers")
     container_mounts: tuple[str, ...] = _variable(
         "HOST:CONTAINER,... besides repository and run", parse=_mounts
     )
     srun_args: tuple[str, ...] = _variable("further arguments for every srun", parse=_words)
-    setup: str = _variable(
-        "a shell file that every task sources first, or a shell line such as `module load cuda`"
-    )
+    setup: str = _variable("a shell line for the job's script, such as `module load cuda`")
     actor_args: tuple[str, ...] = ()  # Hydra overrides
     server_args: tuple[str, ...] = ()  # Hydra overrides
 
@@ -169,33 +157,27 @@ class Settings:
         """Whether `repository` is a folder of installed packages."""
         return (self.repository / "reinforce_rl" / "conf").is_dir()
 
-    def program(self, script: str, command: str) -> tuple[str, ...]:
-        """Return Python's arguments for a script of examples/, which in a wheel is a command."""
-        path = self.repository / "examples" / f"{script}.py"
-        return ("-m", "reinforce_rl", command) if self.is_wheel else (str(path),)
-
     @property
     def slurm_folder(self) -> Path:
         """Holds the token, the history, and a folder per attempt."""
         return self.run_dir / "slurm"
 
     @property
-    def token_file(self) -> Path:
-        return self.slurm_folder / "token"
+    def srun_options(self) -> list[str]:
+        """Options of every srun."""
+        options = [f"--mpi={self.mpi}"] if self.mpi else []
+        if self.container_image:
+            mounts = [f"{path}:{path}" for path in (self.repository, self.run_dir)]
+            mounts += self.container_mounts
+            options += [
+                f"--container-image={self.container_image}",
+                f"--container-mounts={','.join(mounts)}",
+            ]
+        return [*options, *self.srun_args]
 
-    def interpreter(self, image: str) -> str:
-        """Return the tasks' Python in `image`; empty for no container."""
-        own = self.repository / ".venv" / "bin" / "python"
-        return self.python or (str(own) if not image and own.exists() else "python3")
 
-
-VARIABLES = (
-    *(Variable(PREFIX + f.name.upper(), *f.metadata["of"]) for f in fields(Settings) if f.metadata),
-    Variable(
-        REPOSITORY,
-        "",
-        "the repository; if empty, the folder where sbatch was called, or else the folder of the batch file",
-    ),
+VARIABLES = tuple(
+    Variable(PREFIX + f.name.upper(), *f.metadata["of"]) for f in fields(Settings) if f.metadata
 )
 
 
@@ -212,7 +194,7 @@ def read_settings(
     actor_args, server_args = split_arguments(argv)
     faults: list[str] = []
     values: dict[str, Any] = {"run_dir": Path()}
-    for variable in VARIABLES[:-1]:
+    for variable in VARIABLES:
         text = environment.get(variable.name, "").strip()
         try:
             if text:
@@ -237,163 +219,126 @@ def read_settings(
         )
     own = override_of(actor_args, "exp_manager.explicit_log_dir")
     if own is not None and run_dir and Path(own) != Path(run_dir):
+        faults.append(run_dir_set_twice(own, run_dir))
+    if settings.container_mounts and not settings.container_image:
         faults.append(
             Fault(
-                f"exp_manager.explicit_log_dir is {own}, but {RUN_DIR} is {run_dir}; expected the "
-                f"same folder; set only {RUN_DIR}",
-                key="slurm.run_dir.set_twice",
-            )
-        )
-    if settings.container_mounts and not (
-        settings.container_image or settings.server_container_image
-    ):
-        faults.append(
-            Fault(
-                f"REINFORCE_CONTAINER_MOUNTS is set, but no image is; set {CONTAINER_IMAGE} or "
-                f"{SERVER_CONTAINER_IMAGE}, or leave the mounts out",
+                f"REINFORCE_CONTAINER_MOUNTS is set, but no image is; set {CONTAINER_IMAGE}, or "
+                "leave the mounts out",
                 key="slurm.container.no_image",
             )
         )
-    for whose, args, keys in (
-        ("actor", actor_args, ACTOR_KEYS),
-        ("server", server_args, SERVER_KEYS),
-    ):
-        faults += [
-            Fault(
-                f"'{arg}' stands among the {whose}'s arguments; expected KEY=VALUE",
-                key="slurm.argument.no_override",
-            )
-            for arg in args
-            if "=" not in arg
-        ]
-        given = [key for key in keys if override_of(args, key) is not None]
-        faults += [
-            Fault(
-                f"{key} is given among the {whose}'s arguments, but the job sets it; leave it out",
-                key="slurm.argument.set_by_job",
-            )
-            for key in given
-        ]
+    faults += argument_faults(actor_args, server_args)
     if faults:
         raise ConfigError(faults)
     return settings
 
 
-@dataclass(frozen=True)
-class Component:
-    group: int  # its number for srun
-    job_id: str  # under which Slurm lists its steps
-    nodes: int  # number of them
-    devices: int  # ranks per node
-    tasks_per_node: int  # as requested
-    cpus_per_task: int | None  # as requested; None if not
+def run_dir_set_twice(log_dir: str, run_dir: str) -> Fault:
+    return Fault(
+        f"exp_manager.explicit_log_dir is {log_dir}, but {RUN_DIR} is {run_dir}; expected the same "
+        f"folder; set only {RUN_DIR}",
+        key="slurm.run_dir.set_twice",
+    )
 
 
-@dataclass(frozen=True)
-class Allocation:
-    job_id: str  # of the leading component
-    restart: int  # number of requeues
-    server: Component
-    actor: Component
-    generator: Component | None = None  # if generators are external
-    generator_ranks: int = 1  # of each generator
-
-    @property
-    def components(self) -> tuple[Component, ...]:
-        return (self.server, self.actor, *filter(None, [self.generator]))
-
-
-def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Allocation:
-    """Read the variables that Slurm sets for the batch step; ConfigError if the numbers contradict the settings."""
-    given = {key: override_of(settings.actor_args, key) for key in EXTERNAL_GENERATORS}
-    is_external = given == EXTERNAL_GENERATORS
-    if (size := environment.get("SLURM_HET_SIZE")) not in (("3",) if is_external else ("2", "3")):
-        what = f"a heterogeneous job of {size} components" if size else "no heterogeneous job"
-        number, more = ("three", " : [those of the generators]") if is_external else ("two", "")
-        expected = f"sbatch [OPTIONS of the reward servers] : [OPTIONS of the actor]{more} slurm/train_hetjob.sbatch"
-        raise ConfigError(
-            [
-                Fault(
-                    f"this is {what}; expected {number}: {expected} ...",
-                    key="slurm.components.wrong_number",
+def argument_faults(actor_args: Sequence[str], server_args: Sequence[str]) -> Iterator[Fault]:
+    """Check that the programs' arguments are overrides, and none that the job sets."""
+    for whose, args, keys in (
+        ("actor", actor_args, ACTOR_KEYS),
+        ("server", server_args, SERVER_KEYS),
+    ):
+        for arg in args:
+            if "=" not in arg:
+                yield Fault(
+                    f"'{arg}' stands among the {whose}'s arguments; expected KEY=VALUE",
+                    key="slurm.argument.no_override",
                 )
-            ]
+        for key in keys:
+            if override_of(args, key) is not None:
+                yield Fault(
+                    f"{key} is given among the {whose}'s arguments, but the job sets it; leave it out",
+                    key="slurm.argument.set_by_job",
+                )
+
+
+def component_faults(
+    servers: int,
+    generator_ranks: int,
+    actor_args: Sequence[str],
+    server_args: Sequence[str],
+    environment: Mapping[str, str],
+) -> Iterator[Fault]:
+    """Check the variables that Slurm sets for the batch step against the script's settings and arguments."""
+    given = {key: override_of(actor_args, key) for key in EXTERNAL_GENERATORS}
+    is_external = given == EXTERNAL_GENERATORS
+    size = environment.get("SLURM_HET_SIZE")
+    if size not in (("3",) if is_external else ("2", "3")):
+        kind = f"a heterogeneous job of {size} components" if size else "no heterogeneous job"
+        number = "three" if is_external else "two"
+        generators = " : [those of the generators]" if is_external else ""
+        yield Fault(
+            f"this is {kind}; expected {number}: sbatch [OPTIONS of the reward servers] : [OPTIONS "
+            f"of the actor]{generators} slurm/train_hetjob.sbatch ...",
+            key="slurm.components.wrong_number",
         )
-    server = _component(0, settings.server_devices, environment)
-    actor = _component(1, settings.actor_devices, environment)
-    generator = None
-    each = 1
-    faults = []
+        return
+    server_nodes, server_ranks = _shape(0, environment)
+    actor_nodes, actor_ranks = _shape(1, environment)
     if size == "3":
-        generator = _component(2, settings.generator_devices, environment)
-        text = override_of(settings.actor_args, "generation_tensor_parallel_size") or "1"
-        # the program says what is wrong with another
-        each = int(text) if text.isdecimal() and int(text) else 1
+        _, generators_of_node = _shape(2, environment)
         for key, expected in EXTERNAL_GENERATORS.items():
             if given[key] not in (None, expected):
-                faults.append(
-                    Fault(
-                        f"{key} is {given[key]}, but the job has component 2, of external "
-                        f"generators; expected {key}={expected}, or a job of two components",
-                        key="slurm.generators.not_external",
-                    )
+                yield Fault(
+                    f"{key} is {given[key]}, but the job has component 2, of external generators; "
+                    f"expected {key}={expected}, or a job of two components",
+                    key="slurm.generators.not_external",
                 )
-        if generator.devices % each:
-            faults.append(
-                Fault(
-                    f"generation_tensor_parallel_size is {each}, and component 2 has "
-                    f"{generator.devices} ranks a node ({GENERATOR_DEVICES}); expected a multiple "
-                    f"of {each}, as all ranks of a generator are on one node",
-                    key="slurm.generators.not_a_multiple",
-                )
+        tensor_parallel = override_of(actor_args, "generation_tensor_parallel_size") or "1"
+        if tensor_parallel != str(generator_ranks):
+            yield Fault(
+                f"generation_tensor_parallel_size is {tensor_parallel}, and generator_ranks of the "
+                f"script is {generator_ranks}; expected the same",
+                key="slurm.generators.other_size",
             )
-    nodes = server.nodes // settings.servers
-    if server.nodes % settings.servers:
-        faults.append(
-            Fault(
-                f"REINFORCE_SERVERS is {settings.servers}, and component 0 has {server.nodes} "
-                f"nodes; expected a divisor of {server.nodes}, as each server has nodes of its own",
-                key="slurm.servers.no_divisor",
+        if generators_of_node % generator_ranks:
+            yield Fault(
+                f"generation_tensor_parallel_size is {generator_ranks}, and component 2 has "
+                f"{generators_of_node} tasks a node; expected a multiple of {generator_ranks}, as "
+                "all ranks of a generator are on one node",
+                key="slurm.generators.not_a_multiple",
             )
+    nodes = server_nodes // servers
+    if server_nodes % servers:
+        yield Fault(
+            f"servers is {servers}, and component 0 has {server_nodes} nodes; expected a divisor of "
+            f"{server_nodes}, as each server has nodes of its own",
+            key="slurm.servers.no_divisor",
         )
-    for key, args, number, what in (
-        ("trainer.num_nodes", settings.actor_args, actor.nodes, "nodes of component 1"),
-        ("trainer.devices", settings.actor_args, actor.devices, f"ranks a node ({ACTOR_DEVICES})"),
-        ("num_nodes", settings.server_args, nodes, "nodes of each reward server"),
-        ("devices", settings.server_args, server.devices, f"ranks a node ({SERVER_DEVICES})"),
+    for key, args, number, meaning in (
+        ("trainer.num_nodes", actor_args, actor_nodes, "nodes of component 1"),
+        ("trainer.devices", actor_args, actor_ranks, "tasks a node in component 1"),
+        ("num_nodes", server_args, nodes, "nodes of each reward server"),
+        ("devices", server_args, server_ranks, "tasks a node in component 0"),
     ):
-        found = override_of(args, key)
-        if found is not None and found != str(number):
-            faults.append(
-                Fault(
-                    f"{key} is {found}, but the job has {number} {what}; leave the key out, or ask for as many",
-                    key="slurm.argument.not_the_jobs_size",
-                )
+        value = override_of(args, key)
+        if value is not None and value != str(number):
+            yield Fault(
+                f"{key} is {value}, but the job has {number} {meaning}; leave the key out, or ask "
+                "for as many",
+                key="slurm.argument.not_the_jobs_size",
             )
-    function = override_of(settings.server_args, "reward_function.name")
-    if function not in (None, "null", "") and (ranks := nodes * server.devices) > 1:
-        faults.append(
-            Fault(
-                f"reward_function.name is {function}, which one process serves, but each server "
-                f"has {ranks} ranks; expected one node a server and {SERVER_DEVICES}=1",
-                key="slurm.servers.function_on_ranks",
-            )
+    function = override_of(server_args, "reward_function.name")
+    if function not in (None, "null", "") and nodes * server_ranks > 1:
+        yield Fault(
+            f"reward_function.name is {function}, which one process serves, but each server has "
+            f"{nodes * server_ranks} ranks; expected one node a server and one task a node",
+            key="slurm.servers.function_on_ranks",
         )
-    if faults:
-        raise ConfigError(faults)
-    restart = int(environment.get("SLURM_RESTART_COUNT", "0"))
-    return Allocation(environment["SLURM_JOB_ID"], restart, server, actor, generator, each)
 
 
-def _component(group: int, devices: int | None, environment: Mapping[str, str]) -> Component:
-    def of(name: str, default: str) -> str:
-        return environment.get(f"SLURM_{name}_HET_GROUP_{group}") or default
-
-    # Without `--ntasks-per-node` Slurm sets only SLURM_TASKS_PER_NODE, such as 4(x2).
-    tasks = int(
-        of("NTASKS_PER_NODE", of("TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0])
-    )
-    cpus = int(of("CPUS_PER_TASK", "0")) or None
-    return Component(
-        group, of("JOB_ID", ""), int(of("JOB_NUM_NODES", "1")), devices or tasks, tasks, cpus
-    )
+def _shape(group: int, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of nodes of a component and its tasks a node, such as 4 of 4(x2)."""
+    nodes = environment.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}") or "1"
+    tasks = environment.get(f"SLURM_TASKS_PER_NODE_HET_GROUP_{group}") or "1"
+    return int(nodes), int(tasks.partition("(")[0].partition(",")[0])

@@ -27,7 +27,7 @@ from reinforce_rl.launch.slurm.plan import Component, JobPlan, make_request
 from reinforce_rl.preflight.report import print_rows, print_warnings
 from reinforce_rl.preflight.run import wide_console
 from reinforce_rl.utils.console import Console
-from reinforce_rl.utils.files import read_json_lines
+from reinforce_rl.utils.files import read_json_lines, write_atomically
 from reinforce_rl.utils.slurm_commands import SlurmCallError, call
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -326,6 +326,7 @@ def _submit(
     chain = plan.options.chain
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(plan.batch_file), plan.script, mode=0o777)
         for _ in range(chain):
             out = call(
                 plan.command(after=jobs[-1] if jobs else None),
@@ -378,8 +379,7 @@ def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -
                 for c in all_of_them
             ),
         ),
-        ("tasks a node", *(str(c.tasks_per_node) for c in all_of_them)),
-        ("CPUs a node", *(str(c.tasks_per_node * (c.cpus_per_task or 1)) for c in all_of_them)),
+        ("CPUs a node", *(str(c.ranks_per_node * (c.cpus_per_task or 1)) for c in all_of_them)),
         ("GPUs a node", *(c.gpus or "none" for c in all_of_them)),
         ("could start", *places),
     ]
@@ -400,6 +400,7 @@ def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -
             f"{settings.slurm_folder}/JOBID.out, of tasks {settings.slurm_folder}/JOBID-RESTART/",
         ),
         *((name, value) for name, value in plan.variables.items() if name not in PLANNED),
+        *((name, str(value)) for name, value in plan.script_settings.items()),
     ]
     print_rows(console, "Components", components)
     print_rows(console, "Job", rows)

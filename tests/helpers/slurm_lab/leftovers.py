@@ -54,15 +54,11 @@ def job_id_of(process: psutil.Process) -> int | None:
 
 def published_ports(run_dir: Path) -> set[tuple[str, int]]:
     """Addresses and ports of the tasks of all of a run's attempts, as they wrote them down for others."""
-    places = [
-        json.loads(path.read_text()) for path in (run_dir / "slurm").glob("*/rendezvous-*.json")
-    ]
-    return {
-        (place["address"], place[key])
-        for place in places
-        for key in ("rank_port", "http_port")
-        if place[key]
-    }
+    attempts = run_dir / "slurm"
+    meetings = [json.loads(path.read_text()) for path in attempts.glob("*/rendezvous-*.json")]
+    servers = [json.loads(path.read_text()) for path in attempts.glob("*/ready-*.json")]
+    addresses = {(meeting["address"], meeting["rank_port"]) for meeting in meetings}
+    return addresses | {(server["host"], server["port"]) for server in servers}
 
 
 def is_listening(address: str, port: int) -> bool:

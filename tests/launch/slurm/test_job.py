@@ -1,4 +1,4 @@
-"""The supervisor of a job, with commands of Slurm and programs that are played."""
+"""The script of a job, with commands of Slurm and programs that are played."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from pathlib import Path
 
 import pytest
 from helpers.errors import printed_keys
-from helpers.fake_slurm import write_commands, write_repository
+from helpers.fake_slurm import write_commands, write_python
 from helpers.ranks import kill_tree
 
 from reinforce_rl.launch.slurm.outcome import Attempt, read_attempts, write_attempt
+from reinforce_rl.launch.slurm.script import filled_script
 
 REPOSITORY = Path(__file__).parents[3]
+BATCH_FILE = REPOSITORY / "slurm" / "train_hetjob.sbatch"
 SECONDS = 180.0
 
 
 class Job:
-    """A supervisor as a process, in a job of one server and one node with two actor tasks."""
+    """A job's script as a process, in a job of one server and one node with two actor tasks."""
 
-    def __init__(self, folder: Path, **variables: str):
+    def __init__(self, folder: Path, settings: dict[str, int] | None = None, **variables: str):
         self.folder = folder
         self.run_dir = folder / "run"
         self.home = folder / "home"
@@ -35,26 +37,33 @@ class Job:
         commands = folder / "bin"
         if not commands.exists():
             write_commands(commands)
-            write_repository(folder / "repository")
+            write_python(folder / "programs")
         allocation = {"SLURM_HET_SIZE": "2", "SLURM_JOB_ID": "7"}
         for group, (job, node, tasks) in enumerate((("7", "rm0", "1"), ("8", "act0", "2"))):
             allocation |= {
                 f"SLURM_JOB_ID_HET_GROUP_{group}": job,
                 f"SLURM_JOB_NODELIST_HET_GROUP_{group}": node,
                 f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}": "1",
-                f"SLURM_NTASKS_PER_NODE_HET_GROUP_{group}": tasks,
+                f"SLURM_TASKS_PER_NODE_HET_GROUP_{group}": tasks,
             }
         arguments = ["a=1", *variables.pop("FAKE_ARGUMENTS", "").split()]
+        settings = {
+            "repository": REPOSITORY,
+            "python": folder / "programs" / "python",
+            "batch_python": sys.executable,
+            **(settings or {}),
+        }
+        script = folder / "job.sbatch"
+        script.write_text(filled_script(BATCH_FILE.read_text(), settings))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "reinforce_rl.launch.slurm.job", *arguments, "--", "b=2"],
+            ["bash", str(script), *arguments, "--", "b=2"],
             env={
                 **os.environ,
                 "PYTHONPATH": str(REPOSITORY),
                 "PATH": f"{commands}:{os.environ['PATH']}",
                 "FAKE_SLURM": str(self.home),
                 "REINFORCE_RUN_DIR": str(self.run_dir),
-                "REINFORCE_REPO": str(folder / "repository"),
-                "REINFORCE_PYTHON": sys.executable,
+                "SLURM_SUBMIT_DIR": "/",
                 "REINFORCE_GRACE_SECONDS": "20",
                 **allocation,
                 **variables,
@@ -91,8 +100,8 @@ def started(tmp_path: Path) -> Iterator[type[Job]]:
     jobs: list[Job] = []
 
     class Started(Job):
-        def __init__(self, **variables: str):
-            super().__init__(tmp_path, **variables)
+        def __init__(self, settings: dict[str, int] | None = None, **variables: str):
+            super().__init__(tmp_path, settings, **variables)
             jobs.append(self)
 
     yield Started
@@ -266,7 +275,9 @@ def test_a_failed_job_is_requeued_where_that_was_asked_for(
 
 def test_a_run_goes_on_while_one_of_its_servers_lives(started: type[Job]) -> None:
     nodes = {"SLURM_JOB_NODELIST_HET_GROUP_0": "rm0,rm1", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "2"}
-    job = started(FAKE_SERVER="dies1", FAKE_ACTOR="finishes later", REINFORCE_SERVERS="2", **nodes)
+    job = started(
+        FAKE_SERVER="dies1", FAKE_ACTOR="finishes later", settings={"servers": 2}, **nodes
+    )
     code, lines = job.finish()
     assert code == 0, lines
     assert "rm-1 has ended without being asked to; the run goes on with rm-0" in lines
@@ -278,7 +289,7 @@ GENERATORS = {
     "SLURM_JOB_ID_HET_GROUP_2": "9",
     "SLURM_JOB_NODELIST_HET_GROUP_2": "gen0",
     "SLURM_JOB_NUM_NODES_HET_GROUP_2": "1",
-    "SLURM_NTASKS_PER_NODE_HET_GROUP_2": "2",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_2": "2",
 }
 
 
@@ -296,20 +307,22 @@ def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: typ
     again = [line for line in lines if line.endswith("; it is started again, 1 of 5")]
     assert len(again) == 1 and "was ended by SIGKILL (exit code 137)" in again[0], lines
     name = again[0].partition(" ")[0]
-    assert f"{name}.1: 1 rank, log {job.run_dir}/slurm/7-0/{name}.1.log" in lines
+    assert f"{name}.1: log {job.run_dir}/slurm/7-0/{name}.1.log" in lines
     assert len(list(job.run_dir.glob("drained.*"))) == 2
     assert job.requeued and "; requeued: from step 0 to step 7" in lines[-1]
     logs = [(job.run_dir / "slurm" / "7-0" / f"gen-{number}.log").read_text() for number in (0, 1)]
     assert [log.split()[0] for log in logs] == ["0", "1"], "devices of one node"
     assert all(
-        "'generation_ranks=0'" in log and "remote_rm.reward_model.port=" in log for log in logs
+        "'generation_ranks=0'" in log and "remote_rm.reward_model.ready_files=" in log
+        for log in logs
     )
     assert "generator_host" not in logs[0]
 
 
 def test_a_generator_that_always_dies_is_left_out_and_the_run_goes_on(started: type[Job]) -> None:
-    more = {"SLURM_NTASKS_PER_NODE_HET_GROUP_2": "1", "REINFORCE_GENERATOR_RESTARTS": "1"}
-    job = started(FAKE_ACTOR="trains", FAKE_GENERATOR="always dies", **{**GENERATORS, **more})
+    variables = {**GENERATORS, "SLURM_TASKS_PER_NODE_HET_GROUP_2": "1"}
+    once = {"generator_restarts": 1}
+    job = started(once, FAKE_ACTOR="trains", FAKE_GENERATOR="always dies", **variables)
     said: list[str] = []
     assert job.process.stdout is not None
     for line in job.process.stdout:
@@ -320,7 +333,7 @@ def test_a_generator_that_always_dies_is_left_out_and_the_run_goes_on(started: t
     assert [
         line
         for line in said
-        if "it was started 2 times (REINFORCE_GENERATOR_RESTARTS), and is left out" in line
+        if "it was started 2 times (generator_restarts), and is left out" in line
     ]
     assert len(list(job.run_dir.glob("generates.*"))) == 2
     assert [
@@ -340,7 +353,7 @@ def test_generators_and_components_belong_together(started: type[Job]) -> None:
 @pytest.mark.parametrize(
     ("what", "expected", "start", "more"),
     [
-        ("loads", 1, "no healthy reward server within 4 s (rm-0: ", "the server is loading"),
+        ("loads", 1, "no healthy reward server within 4 s (rm-0: ", "log"),
         ("fails", 3, "rm-0 ended before it was healthy; first to fail: rm-0 rank 0 on ", ""),
     ],
 )
@@ -397,12 +410,23 @@ def test_more_steps_than_a_finished_run_was_asked_for(started: type[Job], tmp_pa
 
 
 def test_all_faults_of_the_settings_are_told(started: type[Job]) -> None:
-    job = started(REINFORCE_LAUNCHER="mpirun", REINFORCE_SERVERS="0", REINFORCE_RUN_DIR="")
+    job = started(
+        {"servers": 0},
+        REINFORCE_MAX_RESTARTS="many",
+        FAKE_ARGUMENTS="exp_manager.explicit_log_dir=/elsewhere",
+    )
     output, _ = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
     assert output.startswith("error: 3 faults in the configuration:")
     assert printed_keys(output) == [
         "slurm.variable.invalid",
+        "slurm.run_dir.set_twice",
         "slurm.variable.invalid",
-        "slurm.run_dir.not_set",
     ]
+
+
+def test_a_job_without_a_folder_says_so(started: type[Job]) -> None:
+    job = started(REINFORCE_RUN_DIR="")
+    output, _ = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode == 1
+    assert "REINFORCE_RUN_DIR" in output and not list(job.folder.glob("slurm"))

@@ -9,7 +9,7 @@ import signal
 import pytest
 from helpers.errors import printed_keys
 from helpers.slurm_lab import assert_nothing_left
-from helpers.slurm_run import SERVER_SCRIPT, SHORT, STEPS, SlurmRun, results
+from helpers.slurm_run import SERVER_COMMAND, SHORT, STEPS, SlurmRun, results
 from helpers.toy_server import wait_for
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
@@ -25,7 +25,7 @@ def run(lab, world, tmp_path) -> SlurmRun:
 def test_a_killed_server_ends_the_job_after_the_actor_has_saved(lab, run):
     job = run.submit()
     run.wait_for_step(job, 2)
-    os.kill(run.rank(job, SERVER_SCRIPT, 0).pid, signal.SIGKILL)
+    os.kill(run.rank(job, SERVER_COMMAND, 0).pid, signal.SIGKILL)
     components = run.wait(job)
     assert (components[0].state, components[0].exit_code) == ("FAILED", "137:0"), run.report(job)
     assert_nothing_left(lab, job, run.run_dir)
@@ -48,8 +48,8 @@ def test_a_server_that_cannot_start_ends_the_job_before_the_actor_begins(lab, ru
 
 def test_a_server_that_hangs_is_given_up(lab, run):
     job = run.submit(REINFORCE_READY_SECONDS="20", REINFORCE_GRACE_SECONDS="3")
-    assert wait_for(lambda: 0 in run.ranks(job, SERVER_SCRIPT), 120), run.report(job)
-    os.kill(run.rank(job, SERVER_SCRIPT, 0).pid, signal.SIGSTOP)
+    assert wait_for(lambda: 0 in run.ranks(job, SERVER_COMMAND), 120), run.report(job)
+    os.kill(run.rank(job, SERVER_COMMAND, 0).pid, signal.SIGSTOP)
     components = run.wait(job)
     assert (components[0].state, components[0].exit_code) == ("FAILED", "1:0"), run.report(job)
     assert_nothing_left(lab, job, run.run_dir)

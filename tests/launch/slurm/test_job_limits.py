@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.slurm_lab import assert_nothing_left
-from helpers.slurm_run import ACTOR_SCRIPT, SHORT, SlurmRun
+from helpers.slurm_run import ACTOR_COMMAND, SHORT, SlurmRun
 from helpers.toy_server import wait_for
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
@@ -51,7 +51,7 @@ def test_a_job_ends_for_good_after_its_last_restart(lab, run):
 
 def test_a_job_that_makes_no_progress_is_not_requeued(lab, run):
     job = run.submit()
-    assert wait_for(lambda: 1 in run.ranks(job, ACTOR_SCRIPT), 300), run.report(job)
+    assert wait_for(lambda: 1 in run.ranks(job, ACTOR_COMMAND), 300), run.report(job)
     lab.signal(job, "USR1")
     components = run.wait(job)
     assert (components[0].state, components[0].exit_code, components[0].restarts) == (

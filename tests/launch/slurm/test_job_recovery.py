@@ -11,7 +11,7 @@ import pytest
 from helpers.slurm_lab import Job, assert_nothing_left
 from helpers.slurm_lab.leftovers import published_ports
 from helpers.slurm_run import (
-    ACTOR_SCRIPT,
+    ACTOR_COMMAND,
     RUN_SECONDS,
     SHORT,
     SlurmRun,
@@ -62,7 +62,7 @@ def test_once_signalled_and_once_crashed(lab, run, uninterrupted):
     lab.signal(job, "USR1")
     lab.wait_for_attempt(job, 1, 300)
     run.wait_for_step(job, run.saved_step + 2)
-    os.kill(run.rank(job, ACTOR_SCRIPT, 0).pid, signal.SIGKILL)
+    os.kill(run.rank(job, ACTOR_COMMAND, 0).pid, signal.SIGKILL)
     finish(run, job, 2)
     assert_equal(run, uninterrupted)
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers.fake_slurm import write_repository
+from helpers.fake_slurm import write_python
 from helpers.slurm_lab import Job, SlurmLab, assert_nothing_left, processes_of
 from helpers.toy_server import wait_for
+
+from reinforce_rl.launch.slurm.script import BATCH_FILE, filled_script
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]
@@ -21,21 +23,24 @@ SECONDS = 180.0
 
 def submit(lab: SlurmLab, folder: Path, **variables: str) -> Job:
     """A job with a server, two ranks of an actor, and two generators that share a node."""
-    repository = write_repository(folder / "repository")
-    (repository / "reinforce_rl").symlink_to(ROOT / "reinforce_rl")
+    script = folder / "job.sbatch"
+    settings = {
+        "repository": ROOT,
+        "python": write_python(folder / "programs"),
+        "batch_python": sys.executable,
+    }
+    script.write_text(filled_script((ROOT / "slurm" / BATCH_FILE).read_text(), settings))
     nodes = [("rm0", 1), ("act0", 2), ("act1", 2)]
     components = [
         [f"--nodelist={node}", "--nodes=1", f"--ntasks-per-node={tasks}"] for node, tasks in nodes
     ]
     return lab.submit(
         *(*components[0], ":", *components[1], ":", *components[2]),
-        *(str(ROOT / "slurm" / "train_hetjob.sbatch"), "a=1", "--", "b=2"),
+        *(str(script), "a=1", "--", "b=2"),
         log=folder / "job.out",
         env={
             **os.environ,
             "REINFORCE_RUN_DIR": str(folder / "run"),
-            "REINFORCE_REPO": str(repository),
-            "REINFORCE_PYTHON": sys.executable,
             "REINFORCE_GRACE_SECONDS": "60",
             "FAKE_ACTOR": "trains",
             **variables,
@@ -60,7 +65,9 @@ def test_a_generator_dies_alone_is_started_again_and_all_are_drained(
     run_dir = tmp_path / "run"
     assert wait_for(lambda: len(list(run_dir.glob("generates.*"))) == 2, SECONDS), job.output
     assert {"gen-0", "gen-1"} <= set(lab.steps(job)), "both at once on one node"
-    victim = next(one for one in generators_of(lab, job) if one.environ()["LOCAL_RANK"] == "1")
+    victim = next(
+        one for one in generators_of(lab, job) if one.environ()["CUDA_VISIBLE_DEVICES"] == "1"
+    )
     victim.send_signal(signal.SIGKILL)
     assert wait_for(lambda: "gen-1.1" in lab.steps(job), SECONDS), job.output
     assert wait_for(lambda: len(list(run_dir.glob("generates.*"))) == 3, SECONDS), job.output

@@ -8,7 +8,7 @@ import signal
 import pytest
 from helpers.real_run import Actor, RealServer
 from helpers.slurm_lab import assert_nothing_left
-from helpers.slurm_run import ACTOR_SCRIPT, RUN_SECONDS, SHORT, STEPS, Layout, SlurmRun, results
+from helpers.slurm_run import ACTOR_COMMAND, RUN_SECONDS, SHORT, STEPS, Layout, SlurmRun, results
 from helpers.tiny_run import however_cut
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
@@ -59,7 +59,7 @@ def test_a_killed_task_of_the_actor_ends_the_job_and_is_named(lab, world, tmp_pa
     run = SlurmRun(lab, world, tmp_path / "run", overrides=SHORT)
     job = run.submit()
     run.wait_for_step(job, 2)
-    os.kill(run.rank(job, ACTOR_SCRIPT, 1).pid, signal.SIGKILL)
+    os.kill(run.rank(job, ACTOR_COMMAND, 1).pid, signal.SIGKILL)
     components = run.wait(job)
     assert (components[0].state, components[0].exit_code) == ("FAILED", "137:0"), run.report(job)
     assert_nothing_left(lab, job, run.run_dir)

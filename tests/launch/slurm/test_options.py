@@ -90,14 +90,14 @@ def test_every_option_of_a_component():
 def test_variables_of_the_job_are_options_too():
     environment = {
         "REINFORCE_MPI": "pmix",
-        "REINFORCE_LAUNCHER": "srun",
+        "REINFORCE_PYTHON": "python3",
         names.RUN_DIR: "/elsewhere",
         "REINFORCE_READY_SECONDS": "",
     }
-    words = ["--launcher", "torchrun", "--servers=2", "--container-image", "image.sqsh"]
+    words = ["--python", "/opt/python", "--servers=2", "--container-image", "image.sqsh"]
     assert parse_options(words, environment).variables == {
         "REINFORCE_MPI": "pmix",
-        "REINFORCE_LAUNCHER": "torchrun",
+        "REINFORCE_PYTHON": "/opt/python",
         "REINFORCE_SERVERS": "2",
         names.CONTAINER_IMAGE: "image.sqsh",
     }

@@ -15,6 +15,7 @@ from reinforce_rl.launch.slurm.outcome import (
     Attempt,
     Outcome,
     TaskEnd,
+    failed_nodes,
     finished,
     first_failed,
     judge,
@@ -22,6 +23,7 @@ from reinforce_rl.launch.slurm.outcome import (
     may_requeue,
     read_attempts,
     read_ends,
+    read_lost,
     record,
     refusal,
     write_attempt,
@@ -30,7 +32,7 @@ from reinforce_rl.runtime.status import STATUS_FILE, Status
 
 
 def end_of(task: int, code: int, time: float = 0.0, component: str = "actor") -> TaskEnd:
-    return TaskEnd(component, task, str(task), f"node{task}", code, time)
+    return TaskEnd(component, task, f"node{task}", code, time)
 
 
 def test_records_are_read_again(tmp_path: Path) -> None:
@@ -41,11 +43,30 @@ def test_records_are_read_again(tmp_path: Path) -> None:
     assert read_ends(tmp_path / "nothing") == []
 
 
+def test_tasks_without_a_record_are_those_of_srun(tmp_path: Path) -> None:
+    record(tmp_path, end_of(1, 76))
+    (tmp_path / "actor.srun").write_text(
+        "srun: error: act0: tasks 0-1: Exited with exit code 1\n"
+        "srun: error: act1: task 3: Killed\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=7.1\n"
+    )
+    (tmp_path / "rm-0.srun").write_text("slurmstepd: error: *** STEP 7.0 CANCELLED ***\n")
+    (tmp_path / "gen-1.2.srun").write_text("srun: error: gen0: task 0: Terminated\n")
+    lost = [(end.component, end.task, end.host, end.code) for end in read_lost(tmp_path)]
+    assert lost == [("actor", 0, "act0", 1), ("actor", 3, "act1", 137), ("gen-1.2", 0, "gen0", 137)]
+    assert all(end.reason for end in read_lost(tmp_path))
+
+
+def test_nodes_that_srun_says_have_failed(tmp_path: Path) -> None:
+    assert failed_nodes(tmp_path) == []
+    for name in ("rm-0", "rm-1"):
+        (tmp_path / f"{name}.srun").write_text("srun: error: Node failure on act1\n")
+    assert failed_nodes(tmp_path) == ["act1"]
+
+
 def test_texts() -> None:
     assert end_of(2, 1).name == "actor rank 2 on node2"
-    assert replace(end_of(1, 1), ranks="2-3").name == "actor ranks 2-3 on node1"
     assert "was ended by SIGKILL (exit code 137) at " in str(end_of(2, 137))
-    assert "ranks 2-3 on node1 were ended by SIGKILL" in str(replace(end_of(1, 137), ranks="2-3"))
     assert str(replace(end_of(2, 1), reason="because")).endswith(": because")
 
 

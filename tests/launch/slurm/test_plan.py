@@ -20,15 +20,13 @@ def job(*words: str, server: Component | None = None, actor: Component | None = 
         actor_args=options.actor_args,
         server_args=options.server_args,
     )
-    server = server or Component("reward server", "x-rm", 1, 1, 1)
-    return JobPlan(
-        server, actor or Component("actor", "x-actor", 2, 8, 8), options, settings, 300, {}
-    )
+    server = server or Component("reward server", "x-rm", 1, 1)
+    return JobPlan(server, actor or Component("actor", "x-actor", 2, 8), options, settings, 300, {})
 
 
 def components_of(command: list[str]) -> tuple[list[str], list[str]]:
     colon = command.index(":")
-    batch_file = command.index("/repo/slurm/train_hetjob.sbatch")
+    batch_file = command.index("/shared/100%/slurm/train_hetjob.sbatch")
     return command[1:colon], command[colon + 1 : batch_file]
 
 
@@ -44,7 +42,7 @@ def test_the_whole_line():
         *("sbatch", "--parsable", "--signal=B:USR1@300"),
         *(*both, "--job-name=x-rm", "--nodes=1", "--ntasks-per-node=1", ":"),
         *(*both, "--job-name=x-actor", "--nodes=2", "--ntasks-per-node=8"),
-        *("/repo/slurm/train_hetjob.sbatch", "a=1", "b='x y'", "--", "c=2"),
+        *("/shared/100%/slurm/train_hetjob.sbatch", "a=1", "b='x y'", "--", "c=2"),
     ]
 
 
@@ -64,19 +62,19 @@ def test_components_have_options_of_their_own():
         exclude="n3",
         sbatch_args=("-x",),
     )
-    actor = Component("actor", "x-actor", 2, 8, 1, 96, "h100:8", options)
+    actor = Component("actor", "x-actor", 2, 8, 96, "h100:8", options)
     server, mine = components_of(job(actor=actor).command())
     expected = "--job-name=x-actor --partition=gpu --account=a --qos=q --constraint=ib --nodelist=n[1-2] --exclude=n3"
-    expected += " --nodes=2 --ntasks-per-node=1 --cpus-per-task=96 --gpus-per-node=h100:8 -x"
+    expected += " --nodes=2 --ntasks-per-node=8 --cpus-per-task=96 --gpus-per-node=h100:8 -x"
     assert mine[-12:] == expected.split()
     assert not [word for word in server if "gpu" in word]
 
 
 def test_the_actor_does_not_inherit_the_exclusion_of_the_server():
-    server = Component("reward server", "x-rm", 1, 1, 1, options=ComponentOptions(exclude="n1"))
+    server = Component("reward server", "x-rm", 1, 1, options=ComponentOptions(exclude="n1"))
     mine = components_of(job(server=server).command())[1]
     assert mine[0] == "--exclude="
-    actor = Component("actor", "x-actor", 2, 8, 8, options=ComponentOptions(exclude="n2"))
+    actor = Component("actor", "x-actor", 2, 8, options=ComponentOptions(exclude="n2"))
     mine = components_of(job(server=server, actor=actor).command())[1]
     assert [word for word in mine if word.startswith("--exclude")] == ["--exclude=n2"]
 

@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[3]
 PROGRAM = """
 import sys
 sys.path.append(sys.argv[1])
-import reinforce_rl.launch.slurm.job, reinforce_rl.launch.slurm.task
+import reinforce_rl.launch.slurm.attempt, reinforce_rl.launch.slurm.task
 print(*(module.__file__ for name, module in sys.modules.items() if name.startswith("reinforce_rl")), sep="\\n")
 """
 
@@ -22,7 +22,7 @@ def test_nothing_but_the_standard_library_is_imported_and_python_39_reads_it() -
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     files = [Path(name) for name in done.stdout.split()]
-    assert {"job.py", "task.py", "status.py", "errors.py"} <= {file.name for file in files}
+    assert {"attempt.py", "task.py", "status.py", "errors.py"} <= {file.name for file in files}
     for file in files:
         tree = ast.parse(file.read_text(encoding="utf-8"), file.name, feature_version=(3, 9))
         strict = [

@@ -1,17 +1,11 @@
-"""Tasks of a step that meet by a file, and the health of a reward server over plain HTTP."""
+"""Tasks of a step of Slurm that meet as ranks by a file."""
 
 from __future__ import annotations
 
-import contextlib
-import http.server
-import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,12 +15,10 @@ from helpers.errors import printed_keys, raises_error
 from reinforce_rl.launch.slurm import rendezvous
 from reinforce_rl.launch.slurm.rendezvous import (
     RENDEZVOUS_VARIABLE,
-    Endpoint,
-    health_fault,
     meet_ranks_of_step,
 )
 from reinforce_rl.utils.job_rank import JobRank
-from reinforce_rl.utils.net import Address, claim_ports
+from reinforce_rl.utils.net import claim_ports
 
 ROOT = Path(__file__).parents[3]
 
@@ -102,97 +94,3 @@ def test_a_command_becomes_a_rank_of_its_step(tmp_path: Path, command: str) -> N
     )
     assert done.returncode == 1, done.stdout
     assert printed_keys(done.stderr) == ["slurm.rendezvous.not_written"]
-
-
-@pytest.fixture
-def answer() -> Iterator[dict[str, object]]:
-    """What the server on `port` answers: `code` and `body`."""
-    says: dict[str, object] = {"code": 200, "body": b""}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert self.path == "/health"
-            self.send_response(says["code"])  # type: ignore[arg-type]
-            self.end_headers()
-            self.wfile.write(says["body"])  # type: ignore[arg-type]
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    says["port"] = server.server_port
-    yield says
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_answers(answer: dict[str, object]) -> None:
-    def asked(code: int, body: object) -> str | None:
-        answer.update(
-            code=code, body=body if isinstance(body, bytes) else json.dumps(body).encode()
-        )
-        return health_fault(Address("127.0.0.1", int(str(answer["port"]))))
-
-    assert asked(200, {"text": "a small sample was scored"}) is None
-    found = asked(503, {"text": "the server is starting"})
-    assert found is not None and found.endswith(": the server is starting")
-    for body in (b"hello", {"no": "text"}, [1]):
-        found = asked(200, body)
-        assert found is not None and found.endswith(
-            "answers HTTP 200, and not as a reward server does"
-        )
-
-
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_a_server_on_ipv6() -> None:
-    class Server(http.server.HTTPServer):
-        address_family = socket.AF_INET6
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"text": "a small sample was scored"}')
-
-        def log_message(self, *_: object) -> None: ...
-
-    with Server(("::1", 0), Handler) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        endpoint = Endpoint("here", "::1", 0, server.server_port)
-        assert str(endpoint.http) == f"[::1]:{server.server_port}"
-        assert health_fault(endpoint.http) is None
-        thread.join(10)
-    fault = health_fault(endpoint.http)
-    assert str(fault).startswith(f"[::1]:{endpoint.http_port} does not answer")
-
-
-def test_an_answer_that_drips_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "HEALTH_SECONDS", 1.0)
-
-    def drip() -> None:
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError):
-            for _ in range(100):  # 20 s
-                connection.sendall(b"H")
-                time.sleep(0.2)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = threading.Thread(target=drip)
-        server.start()
-        begin = time.monotonic()
-        found = health_fault(Address("127.0.0.1", listener.getsockname()[1]))
-        seconds = time.monotonic() - begin
-        server.join(30)
-    assert found is not None and "does not answer" in found
-    assert seconds < 10
-
-
-def test_nothing_listens() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    fault = health_fault(Address("127.0.0.1", port))
-    assert fault == f"127.0.0.1:{port} does not answer (Connection refused)"

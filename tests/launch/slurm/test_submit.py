@@ -18,6 +18,7 @@ from helpers.tiny_run import three_letters, write_prompts
 from reinforce_rl.launch.slurm.options import ComponentOptions, parse_options
 from reinforce_rl.launch.slurm.outcome import Attempt, write_attempt
 from reinforce_rl.launch.slurm.plan import Component, JobPlan
+from reinforce_rl.launch.slurm.script import SETTINGS
 from reinforce_rl.launch.slurm.settings import Settings
 from reinforce_rl.launch.slurm.submit import Answer, Start, ask_cluster, main, partition_faults
 from reinforce_rl.utils.console import Console
@@ -86,7 +87,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
     for words in (
         "4 ranks: 4 data x 1 pipeline",  # of the trainer's own plan
         "night-rm                   night-actor",
-        "nodes         1                          2",
+        "nodes        1                          2",
         "1 x 1 = 1                  2 x 2 = 4",
         "300 s before the limit",
         "2, each after the end of the one before",
@@ -106,7 +107,7 @@ def test_generators_of_their_own_are_a_third_component(submit):
         "--dry-run", "--job-name=night", "--generator-nodes=2", "--generator-devices=4", *apart
     )
     assert submit.code == 0, text
-    for words in ("night-gen", "2 x 4 = 8", "2: generators", "REINFORCE_GENERATOR_DEVICES=4"):
+    for words in ("night-gen", "2 x 4 = 8", "2: generators", "generator_ranks"):
         assert words in text, text
     command = " ".join(text.partition("Command")[2].replace("\\", " ").split())
     assert (
@@ -189,6 +190,7 @@ def test_a_chain(submit, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "1")  # of the allocation in which somebody may type this
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
     monkeypatch.setenv("REINFORCE_MPI", "pmix")
+    monkeypatch.setenv("REINFORCE_MAX_RESTARTS", "3")
     text = submit("--chain=3", "--servers=2", "--partition=batch", "trainer.devices=2")
     assert submit.code == 0, text
     assert "Submitted: 100 then 101 then 102" in text and "scancel 100 101 102" in text
@@ -203,7 +205,8 @@ def test_a_chain(submit, monkeypatch):
     assert [word for word in first[split:] if word.startswith("--ntasks")] == [
         "--ntasks-per-node=2"
     ]
-    overrides = first[first.index(str(ROOT / "slurm" / "train_hetjob.sbatch")) + 1 :]
+    script = submit.run_dir / "slurm" / "train_hetjob.sbatch"
+    overrides = first[first.index(str(script)) + 1 :]
     assert overrides[-3:] == ["--", *submit.right_server]
     # the job's own
     assert not [word for word in overrides if word.startswith("exp_manager.explicit_log_dir")]
@@ -211,16 +214,17 @@ def test_a_chain(submit, monkeypatch):
     found = submit.slurm.environment(102)
     expected = {
         "REINFORCE_RUN_DIR": str(submit.run_dir),
-        "REINFORCE_REPO": str(ROOT),
-        "REINFORCE_PYTHON": sys.executable,
-        "REINFORCE_ACTOR_DEVICES": "2",
-        "REINFORCE_SERVER_DEVICES": "1",
-        "REINFORCE_SERVERS": "2",
-        "REINFORCE_MPI": "pmix",
+        "REINFORCE_MAX_RESTARTS": "3",
         "SLURM_CONF": "/etc/slurm.conf",
     }
     assert {name: found.get(name) for name in expected} == expected
     assert "SLURM_JOB_ID" not in found
+    lines = script.read_text().splitlines()
+    assignments = (line.partition("#")[0].partition("=") for line in lines)
+    settings = {name: value.strip() for name, _, value in assignments if name in SETTINGS}
+    assert settings["repository"] == str(ROOT)
+    assert settings["python"] == settings["batch_python"] == sys.executable
+    assert (settings["servers"], settings["srun_options"]) == ("2", "(--mpi=pmix)")
     lines = (submit.run_dir / "slurm" / "submitted.jsonl").read_text().splitlines()
     assert [json.loads(line)["job"] for line in lines] == ["100", "101", "102"]
 
@@ -331,16 +335,14 @@ def test_gpus_memory_and_tasks(submit):
         "--dry-run",
         "trainer.precision=bf16",
         "trainer.devices=4",
-        "--launcher=torchrun",
+        "--cpus-per-task=3",
         "--mem=2G",
     )
     command = text.partition("Command")[2]
     assert submit.code == 0, text
-    assert command.count("--ntasks-per-node=1 ") == 2 and command.count("--mem=2G") == 2
-    assert (
-        "--cpus-per-task=4 --gpus-per-node=4" in command
-        and "--cpus-per-task=1 --gpus-per-node=1" in command
-    )
+    assert command.count("--mem=2G") == 2
+    assert "--ntasks-per-node=4 --cpus-per-task=3 --gpus-per-node=4" in command
+    assert "--ntasks-per-node=1 --cpus-per-task=3 --gpus-per-node=1" in command
     none = submit("--dry-run", "trainer.precision=bf16", "--gpus-per-node=0").partition("Command")[
         2
     ]
@@ -380,7 +382,7 @@ PARTITIONS = "batch*|up|infinite\nsmall|up|1:00:00\noff|down|infinite\ndgx|up|2-
 
 
 def component(nodes: int, name: str = "actor", **options) -> Component:
-    return Component(name, name, nodes, 1, 1, options=ComponentOptions(**options))
+    return Component(name, name, nodes, 1, options=ComponentOptions(**options))
 
 
 def job(server: Component, actor: Component, seconds: int | None = 600) -> JobPlan:

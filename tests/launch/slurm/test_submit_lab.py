@@ -35,7 +35,7 @@ def slurm_conf(lab) -> Path:
 
 
 def component(nodes: int, tasks: int = 1, gpus: str | None = None, **options) -> Component:
-    return Component("actor", "actor", nodes, tasks, tasks, None, gpus, ComponentOptions(**options))
+    return Component("actor", "actor", nodes, tasks, None, gpus, ComponentOptions(**options))
 
 
 UNAVAILABLE = "allocation failure: Requested node configuration is not available; use fewer nodes"
@@ -84,7 +84,7 @@ def test_what_is_told_of_the_cluster(
 ):
     monkeypatch.setenv("SLURM_CONF", str(slurm_conf))
     server = Component(
-        "reward server", "rm", servers, 1, 1, options=ComponentOptions(**server_options)
+        "reward server", "rm", servers, 1, options=ComponentOptions(**server_options)
     )
     plan = JobPlan(
         server, actor, parse_options(["--time=10"], {}), Settings(tmp_path, ROOT), 300, {}
