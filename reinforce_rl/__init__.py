@@ -1,5 +1,6 @@
-"""Align language models with REINFORCE and RLOO: a megatron-core actor, a reward model served by
-PyTriton.
+"""Align language models with REINFORCE and RLOO.
+
+The actor is a megatron-core model; PyTriton serves the reward model.
 
 Importing this package does not import torch, PyTriton, TensorRT-LLM or wandb; `train` does.
 """
