@@ -84,23 +84,23 @@ class _Launch(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from reinforce_rl.launch.local import split_arguments
 
-        own, *ctx.obj = split_arguments(args)
-        return super().parse_args(ctx, own)
+        launch_args, *ctx.obj = split_arguments(args)
+        return super().parse_args(ctx, launch_args)
 
 
 class _Compare(TyperCommand):
     """Lets one --against be followed by several folders."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        found: list[str] = []
+        words: list[str] = []
         is_open = False
         for word in args:
             if is_open and not word.startswith("-"):
-                found += [word] if found[-1] == "--against" else ["--against", word]
+                words += [word] if words[-1] == "--against" else ["--against", word]
             else:
                 is_open = word == "--against"
-                found.append(word)
-        return super().parse_args(ctx, found)
+                words.append(word)
+        return super().parse_args(ctx, words)
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
@@ -308,7 +308,7 @@ def prepare(
     from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
     from reinforce_rl.data.readers import Columns
 
-    if wrong := [one for one in field or () if not all(one.partition("=")[::2])]:
+    if wrong := [text for text in field or () if not all(text.partition("=")[::2])]:
         raise typer.BadParameter(f"--field is {wrong[0]}; expected NAME=COLUMN")
     if validation_fraction is not None and num_validation is not None:
         raise typer.BadParameter("--num-validation is not allowed with --validation-fraction")
@@ -318,7 +318,7 @@ def prepare(
         raise typer.BadParameter(
             f"--validation-fraction is {validation_fraction}; expected above 0 and below 1"
         )
-    columns = Columns(dict(one.split("=", 1) for one in field or ()), "--field ")
+    columns = Columns(dict(text.split("=", 1) for text in field or ()), "--field ")
     of_prompts = {
         "--validation-fraction": validation_fraction,
         "--num-validation": num_validation,
@@ -389,10 +389,10 @@ def evaluate(
     from reinforce_rl.utils.console import Console
 
     overrides = [
-        one for one in models if ("=" in one or one.startswith("~")) and not Path(one).exists()
+        word for word in models if ("=" in word or word.startswith("~")) and not Path(word).exists()
     ]
     results = evaluate(
-        [one for one in models if one not in overrides],
+        [word for word in models if word not in overrides],
         data,
         rewards=reward or (),
         reference=reference,

@@ -41,12 +41,12 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         def run(cfg: DictConfig) -> None:
-            own = HydraConfig.get().job.config_name
-            if own != name and (
+            config_name = HydraConfig.get().job.config_name
+            if config_name != name and (
                 missing := [key for key in PROGRAMS[name].model_fields if key not in cfg]
             ):
                 fault = ReinforceError(
-                    f"{own} has no {missing[0]}; expected it to begin with `defaults: [{name}, "
+                    f"{config_name} has no {missing[0]}; expected it to begin with `defaults: [{name}, "
                     "_self_]`",
                     key="config_file.no_defaults",
                 )
@@ -108,9 +108,9 @@ def find_copied_functions(cfg: DictConfig) -> None:
     there.
     """
     names = [OmegaConf.select(cfg, "reward_function.name", default=None)]
-    more = OmegaConf.select(cfg, "reward_function.more_functions", default=None)
-    if isinstance(more, DictConfig):
-        names += [OmegaConf.select(more, f"{key}.name", default=None) for key in more]
+    functions = OmegaConf.select(cfg, "reward_function.more_functions", default=None)
+    if isinstance(functions, DictConfig):
+        names += [OmegaConf.select(functions, f"{key}.name", default=None) for key in functions]
     if any(str(name).startswith(COPIED_REWARD) for name in names):
         folder = str(OmegaConf.select(cfg, "exp_manager.explicit_log_dir", default="."))
         sys.path.append(os.path.abspath(os.path.expanduser(folder)))

@@ -320,9 +320,9 @@ def lost(gone: Sequence[Report], silent: Sequence[Report], seconds: float) -> Ve
         return _verdict(gone, "died in", why)
     if not silent:
         return None
-    what = f"was last heard of {seconds:.0f} s ago, in"
+    manner = f"was last heard of {seconds:.0f} s ago, in"
     why = Fault(": its process is stopped, or its machine is down", key="ranks.rank.silent")
-    return _verdict(silent, what, why)
+    return _verdict(silent, manner, why)
 
 
 def failed(report: Report, exit_code: int, text: str, key: str = "") -> Verdict:
@@ -376,13 +376,13 @@ def _stuck(reports: Sequence[Report], why: str) -> Verdict | None:
     return _verdict(blamed, "hangs in", Fault(f"{place}: {why}", key="ranks.rank.hangs"))
 
 
-def _verdict(lost: Sequence[Report], what: str, why: Fault) -> Verdict:
+def _verdict(lost: Sequence[Report], manner: str, why: Fault) -> Verdict:
     names = ", ".join(f"rank {report.rank} (host {report.host})" for report in lost[:_NAMED])
     if len(lost) > _NAMED:
         names += f" and {len(lost) - _NAMED} more"
     step = f" of step {lost[0].step}" if lost[0].step else ", before the first step"
     advice = "The other ranks end. The same command goes on from the last checkpoint"
-    text = f"{names} {what} phase {lost[0].phase}{step}{why}. {advice}"
+    text = f"{names} {manner} phase {lost[0].phase}{step}{why}. {advice}"
     return Verdict(text, of_first=any(report.rank == 0 for report in lost), key=key_of(why))
 
 

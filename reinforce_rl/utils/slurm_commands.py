@@ -24,7 +24,9 @@ def call(
     env: Mapping[str, str] | None = None,
     stderr: bool = False,
 ) -> str:
-    """Run a command and return its stdout, with its stderr if asked; SlurmCallError if it failed."""
+    """Run a command and return its stdout, with its stderr if asked; SlurmCallError if it
+    failed.
+    """
     try:
         done = subprocess.run(
             command,

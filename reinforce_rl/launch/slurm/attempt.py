@@ -1,8 +1,10 @@
-"""What `slurm/train_hetjob.sbatch` asks of Python: an attempt's begin and end, and signals that must arrive.
+"""What `slurm/train_hetjob.sbatch` asks of Python: an attempt's begin and end, and signals that
+must arrive.
 
-`begin` ends what an earlier attempt has left and writes the attempt down. `drain` ends steps within a bound. `first`
-says how the first task of a step has ended. `end` says who failed first, what the job's code is and whether it is
-requeued. All import nothing but the standard library, in the language of Python 3.9: the batch host may have no more.
+`begin` ends what an earlier attempt has left and writes the attempt down. `drain` ends steps within
+a bound. `first` says how the first task of a step has ended. `end` says who failed first, what the
+job's code is and whether it is requeued. All import nothing but the standard library, in the
+language of Python 3.9: the batch host may have no more.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ class JobFolder:
 
 
 def begin(servers: str, generator_ranks: str, words: Sequence[str]) -> int:
-    """Begin an attempt with ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]; raise ConfigError with all faults."""
+    """Begin an attempt with ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]; raise ConfigError with all
+    faults.
+    """
     arguments = split_arguments(words)
     faults = _faults(servers, generator_ranks, arguments)
     if faults:
@@ -112,7 +116,8 @@ def begin(servers: str, generator_ranks: str, words: Sequence[str]) -> int:
     for other in attempts:
         if other.job == folder.job and other.end is None:
             say(
-                f"restart {other.restart} left no record: a node failed, or somebody requeued the job"
+                f"restart {other.restart} left no record: a node failed, or somebody requeued the "
+                "job"
             )
     return EXIT_FINISHED
 
@@ -160,7 +165,9 @@ def _refusal(folder: JobFolder, attempts: Sequence[Attempt], step: int) -> Fault
 
 
 def _states(job: str) -> set[str]:
-    """Return Slurm's short names of the states of a job's components; none of a job that it has forgotten."""
+    """Return Slurm's short names of the states of a job's components; none of a job that it has
+    forgotten.
+    """
     try:
         return set(call(["squeue", "-h", "-j", job, "-o", "%t"]).split())
     except SlurmCallError:
@@ -191,8 +198,9 @@ def signal_step(number: str, signal_number: int) -> None:
 def end_stale_steps(seconds: float) -> None:
     """End steps of an earlier attempt whose batch script is gone: SIGTERM, SIGKILL after `seconds`.
 
-    When a node of component 0 fails, Slurm 22.05 requeues this component alone. The actor goes on in the folder that
-    the next attempt needs, and holds the cores that its srun would wait for. Raises SlurmCallError: they do not end.
+    When a node of component 0 fails, Slurm 22.05 requeues this component alone. The actor goes on
+    in the folder that the next attempt needs, and holds the cores that its srun would wait for.
+    Raises SlurmCallError: they do not end.
     """
     for signal_number, limit, how in (
         (signal.SIGTERM, seconds, "asked to end"),
@@ -221,10 +229,11 @@ def end_stale_steps(seconds: float) -> None:
 
 
 def drain(name: str, seconds: float, pattern: str, sruns: Sequence[int]) -> bool:
-    """Signal steps and wait for their end; kill them after `seconds`. Return whether all ended by themselves.
+    """Signal steps and wait for their end; kill them after `seconds`. Return whether all ended by
+    themselves.
 
-    A signal is sent again where the step had no number yet or the controller did not take it. `sruns` are processes
-    of the steps.
+    A signal is sent again where the step had no number yet or the controller did not take it.
+    `sruns` are processes of the steps.
     """
     number = signal.Signals[f"SIG{name}"]
     if _ends_by(pattern, sruns, number, time.monotonic() + _allowed(number, seconds)):

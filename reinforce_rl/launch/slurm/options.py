@@ -27,12 +27,15 @@ _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
 
 def parse_time(text: str) -> int | None:
-    """Convert M, M:S, H:M:S, D-H, D-H:M or D-H:M:S to seconds; None for no limit. The parsers raise ValueError."""
+    """Convert M, M:S, H:M:S, D-H, D-H:M or D-H:M:S to seconds; None for no limit.
+
+    The parsers raise ValueError.
+    """
     if text.upper() in UNLIMITED:
         return None
-    if found := re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text):
-        days = found[1]
-        parts = found[2].split(":")
+    if match := re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text):
+        days = match[1]
+        parts = match[2].split(":")
         units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
         seconds = 86400 * int(days or 0) + sum(
             int(part) * unit for part, unit in zip(parts, units, strict=False)
@@ -44,14 +47,14 @@ def parse_time(text: str) -> int | None:
 
 def parse_memory(text: str) -> int:
     """Convert Slurm's SIZE[K|M|G|T] to megabytes; 0 stands for all of a node's memory."""
-    if found := re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper()):
-        return math.ceil(int(found[1]) * _MEGABYTES[found[2] or "M"])
+    if match := re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper()):
+        return math.ceil(int(match[1]) * _MEGABYTES[match[2] or "M"])
     raise ValueError("SIZE[K|M|G|T], such as 64G, or 0 for all of a node's memory")
 
 
 def parse_gpus(text: str) -> int:
-    if found := re.fullmatch(r"(?:[\w.-]*[A-Za-z][\w.-]*:)?(\d+)", text):
-        return int(found[1])
+    if match := re.fullmatch(r"(?:[\w.-]*[A-Za-z][\w.-]*:)?(\d+)", text):
+        return int(match[1])
     raise ValueError("GPUs of a node as [TYPE:]COUNT, such as 8 or h100:8, or 0 for none")
 
 
@@ -65,8 +68,8 @@ class ComponentOption(NamedTuple):
     parse: Callable[[str], Any] = str  # raises ValueError
 
 
-def _option(*of: Any, **more: Any) -> Any:
-    return field(default=None, metadata={"of": ComponentOption(*of, **more)})
+def _option(*of: Any, **values: Any) -> Any:
+    return field(default=None, metadata={"of": ComponentOption(*of, **values)})
 
 
 @dataclass(frozen=True)
@@ -137,13 +140,17 @@ class Options:
 
 
 def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
-    """Parse `[options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]`; options not given come from the environment."""
-    own, server_args = split_arguments(argv)
-    args = _parser().parse_intermixed_args(list(own))
+    """Parse `[options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]`; options not given come from the
+    environment.
+    """
+    option_args, server_args = split_arguments(argv)
+    args = _parser().parse_intermixed_args(list(option_args))
     faults: list[str] = []
 
     def text(*names: str, last: str = "") -> str | None:
-        """Return the first of these options, then of their variables, then `last`, that is not empty."""
+        """Return the first of these options, then of their variables, then `last`, that is not
+        empty.
+        """
         given = [getattr(args, name.replace("-", "_")) for name in names]
         variables = [f"REINFORCE_{name.upper().replace('-', '_')}" for name in names] + [last]
         return next(
@@ -165,17 +172,17 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
     def component(which: str) -> ComponentOptions:
         values = {}
         for name, option in COMPONENT_OPTIONS.items():
-            found = text(
+            given = text(
                 *filter(None, (f"{which}-{name}", option.both)), last=option.sbatch_variable
             )
-            is_valid = parsed(f"--{which}-{name}", found, option.parse) is not None
-            values[name.replace("-", "_")] = found if is_valid else None
+            is_valid = parsed(f"--{which}-{name}", given, option.parse) is not None
+            values[name.replace("-", "_")] = given if is_valid else None
         extra = [*(args.sbatch_arg or ()), *(getattr(args, f"{which}_sbatch_arg") or ())]
         return ComponentOptions(**values, sbatch_args=tuple(extra))
 
     time = text("time") or JOB_VARIABLES[0].default
     variables = {
-        v.name: found for v in VARIABLES if v.name not in PLANNED and (found := text(v.option))
+        v.name: given for v in VARIABLES if v.name not in PLANNED and (given := text(v.option))
     }
     return Options(
         actor_args=tuple(args.overrides),
@@ -198,12 +205,14 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program_name(),
-        description="Plan, check and submit a Slurm job of reward servers (component 0), actor (component 1) and, "
+        description="Plan, check and submit a Slurm job of reward servers (component 0), actor "
+        "(component 1) and, "
         "with placement=disaggregated and no generation_ranks, external generators (component 2).",
         usage="%(prog)s [options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]",
-        epilog="Overrides are Hydra's, as `reinforce-rl train` and `reinforce-rl serve` take them. An option "
-        "that is not given is read from the variable REINFORCE_OPTION, such as REINFORCE_PARTITION or "
-        "REINFORCE_ACTOR_PARTITION.",
+        epilog="Overrides are Hydra's, as `reinforce-rl train` and `reinforce-rl serve` take "
+        "them. An option "
+        "that is not given is read from the variable REINFORCE_OPTION, such as "
+        "REINFORCE_PARTITION or REINFORCE_ACTOR_PARTITION.",
         allow_abbrev=False,
     )
     parser.add_argument("overrides", nargs="*", metavar="ACTOR_OVERRIDE", help="KEY=VALUE")

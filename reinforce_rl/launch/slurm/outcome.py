@@ -1,6 +1,8 @@
-"""How tasks and attempts of a run's jobs ended, and what follows: exit code, log, and whether a job is requeued.
+"""How tasks and attempts of a run's jobs ended, and what follows: exit code, log, and whether a job
+is requeued.
 
-Each task writes its own exit code to a file, since `srun` returns 143 or so whatever the tasks' codes are.
+Each task writes its own exit code to a file, since `srun` returns 143 or so whatever the tasks'
+codes are.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ def failed_nodes(folder: Path) -> list[str]:
 
 
 def first_failed(ends: TaskEnds, lost: TaskEnds, harmless: Collection[int]) -> TaskEnd | None:
-    """Return the task whose failure caused the others, among `lost` too, which left no record; None if none failed."""
+    """Return the task whose failure caused the others, among `lost` too, which left no record; None
+    if none failed.
+    """
     failed = min(
         (end for end in ends if end.code not in harmless), key=lambda end: end.time, default=None
     )
@@ -141,10 +145,11 @@ def judge(
     signalled: int | None,
     killed: bool = False,
 ) -> Outcome:
-    """Judge an attempt whose servers were healthy by the ends of tasks; those in `lost` recorded none.
+    """Judge an attempt whose servers were healthy by the ends of tasks; those in `lost` recorded
+    none.
 
-    `unasked` is the step of the last server if it ended unasked, else empty; `signalled` the signal that this job
-    received; `killed` is true if the actor did not end in time after it.
+    `unasked` is the step of the last server if it ended unasked, else empty; `signalled` the signal
+    that this job received; `killed` is true if the actor did not end in time after it.
     """
     by = "" if signalled is None else _signal_name(signalled)
     if signalled is not None and killed:
@@ -197,16 +202,18 @@ class Attempt:
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """Return all attempts, oldest first; skips lines cut off by a full disk or of another version."""
-    found: dict[tuple[str, int], Attempt] = {}  # the last line of an attempt counts
+    """Return all attempts, oldest first; skips lines cut off by a full disk or of another
+    version.
+    """
+    attempts: dict[tuple[str, int], Attempt] = {}  # the last line of an attempt counts
     path = folder / HISTORY_FILE
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             values = json.loads(line)
             values["arguments"] = tuple(tuple(args) for args in values["arguments"])
             attempt = Attempt(**values)
-            found[attempt.job, attempt.restart] = attempt
-    return list(found.values())
+            attempts[attempt.job, attempt.restart] = attempt
+    return list(attempts.values())
 
 
 def write_attempt(folder: Path, attempt: Attempt) -> None:
@@ -222,7 +229,9 @@ def write_attempt(folder: Path, attempt: Attempt) -> None:
 
 
 def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -> str | None:
-    """Return a sentence if the run has finished; None too if `arguments` have changed, as they may add steps."""
+    """Return a sentence if the run has finished; None too if `arguments` have changed, as they may
+    add steps.
+    """
     status = read_status(run_dir)
     if status is None or status.state != "finished":
         return None
@@ -235,13 +244,16 @@ def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -
 def may_requeue(
     restart: int, max_restarts: int, step_before: int, step_after: int
 ) -> tuple[bool, str]:
-    """Decide whether to requeue a job whose run has not finished; return the decision and its reason for the log."""
+    """Decide whether to requeue a job whose run has not finished; return the decision and its
+    reason for the log.
+    """
     if restart >= max_restarts:
         return False, f"it was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)"
     if step_after <= step_before:
         return (
             False,
-            f"this attempt saved nothing beyond step {step_before}, so the next one might not either",
+            f"this attempt saved nothing beyond step {step_before}, so the next one might not "
+            "either",
         )
     return (
         True,
@@ -252,7 +264,9 @@ def may_requeue(
 def refusal(
     attempts: Sequence[Attempt], *, job: str, restart: int, max_restarts: int, step: int
 ) -> Fault | None:
-    """Return why a job restarted by Slurm (as after a node failure) must not train; None if it may."""
+    """Return why a job restarted by Slurm (as after a node failure) must not train; None if it
+    may.
+    """
     if restart > max_restarts:
         return Fault(
             f"the job was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)",

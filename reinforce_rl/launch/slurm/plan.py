@@ -1,4 +1,6 @@
-"""Turns options and configurations into the plan of a job and its sbatch command, and collects all faults."""
+"""Turns options and configurations into the plan of a job and its sbatch command, and collects all
+faults.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ class Component:
     options: ComponentOptions = field(default_factory=ComponentOptions)
 
     def requirements(self) -> list[str]:
-        own = ("partition", "account", "qos", "constraint", "nodelist", "exclude")
-        given = {name: getattr(self.options, name) for name in own}
+        names = ("partition", "account", "qos", "constraint", "nodelist", "exclude")
+        given = {name: getattr(self.options, name) for name in names}
         given |= {
             "nodes": self.nodes,
             "ntasks-per-node": self.ranks_per_node,
@@ -140,12 +142,14 @@ class JobPlan:
         return ["sbatch", *first, *components, script, *overrides]
 
     def test_command(self, component: Component, exclude: str = "") -> list[str]:
-        """Return `sbatch --test-only` for one component as a job of its own, avoiding nodes `exclude` too."""
-        own = component.options.exclude
-        if own and "/" in own:  # a file of names
-            own = ",".join(Path(own).read_text(encoding="utf-8").split())
-        more = [f"--exclude={','.join(filter(None, [own, exclude]))}"] if exclude else []
-        return ["sbatch", "--test-only", *self._arguments(component), *more, "--wrap=true"]
+        """Return `sbatch --test-only` for one component as a job of its own, avoiding nodes
+        `exclude` too.
+        """
+        excluded = component.options.exclude
+        if excluded and "/" in excluded:  # a file of names
+            excluded = ",".join(Path(excluded).read_text(encoding="utf-8").split())
+        arguments = [f"--exclude={','.join(filter(None, [excluded, exclude]))}"] if exclude else []
+        return ["sbatch", "--test-only", *self._arguments(component), *arguments, "--wrap=true"]
 
     def _arguments(self, component: Component) -> list[str]:
         # its folder must exist
@@ -172,7 +176,9 @@ class Request:
 def make_request(
     options: Options, environment: Mapping[str, str], repository: Path, console: Console
 ) -> Request:
-    """Check options and configurations, and plan the job; prints the trainer's own plan if it has no faults."""
+    """Check options and configurations, and plan the job; prints the trainer's own plan if it has
+    no faults.
+    """
     faults: list[str] = []
 
     def composed(name: str, args: Sequence[str]) -> DictConfig | None:
@@ -203,8 +209,8 @@ def make_request(
     faults += [*options.faults, *lead_faults(lead, options.seconds, save_seconds)]
     server = None
     if server_cfg is not None:
-        server, found = read_config(server_cfg, ServeRewardModelConfig)
-        faults += [*found, *_gpu_faults(SERVER, options.server, server.devices)]
+        server, server_faults = read_config(server_cfg, ServeRewardModelConfig)
+        faults += [*server_faults, *_gpu_faults(SERVER, options.server, server.devices)]
     if actor_cfg is None:
         return Request(None, run_dir, 0, faults, [])
     OmegaConf.update(actor_cfg, RUN_DIR_KEY, str(run_dir))
@@ -236,9 +242,9 @@ def make_request(
 
 def _run_dir(options: Options, cfg: DictConfig | None, environment: Mapping[str, str]) -> Path:
     given = environment.get(names.RUN_DIR, "").strip()
-    own = override_of(options.actor_args, RUN_DIR_KEY)
-    if own is not None or not given:
-        given = own or "."
+    override = override_of(options.actor_args, RUN_DIR_KEY)
+    if override is not None or not given:
+        given = override or "."
         # Unresolvable values are among the configuration's faults.
         with contextlib.suppress(OmegaConfBaseException):
             given = given if cfg is None else str(cfg.exp_manager.explicit_log_dir)
@@ -254,7 +260,9 @@ def default_lead(save_seconds: float | None) -> int:
 
 
 def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> Iterator[Fault]:
-    """Check a lead against Slurm's range, the time limit and the run's last save, all in seconds."""
+    """Check a lead against Slurm's range, the time limit and the run's last save, all in
+    seconds.
+    """
     if lead > MOST_LEAD:
         yield Fault(
             f"--signal-lead is {lead} s; expected at most {MOST_LEAD} s, as Slurm keeps no more",
@@ -263,13 +271,15 @@ def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> I
     if seconds is not None and lead + LEAD_MARGIN >= seconds:
         yield Fault(
             f"--signal-lead is {lead} s and --time is {seconds} s, so the run would have to save "
-            f"as soon as it starts; expected --time above {lead + LEAD_MARGIN} s, or a shorter lead",
+            f"as soon as it starts; expected --time above {lead + LEAD_MARGIN} s, or a shorter "
+            "lead",
             key="slurm.signal_lead.no_time_to_train",
         )
     if save_seconds is not None and lead < save_seconds + LEAD_MARGIN:
         least = math.ceil(save_seconds) + LEAD_MARGIN
         yield Fault(
-            f"--signal-lead is {lead} s, but the last save took {save_seconds:.0f} s; expected at least {least} s",
+            f"--signal-lead is {lead} s, but the last save took {save_seconds:.0f} s; expected at "
+            f"least {least} s",
             key="slurm.signal_lead.shorter_than_save",
         )
 
@@ -292,7 +302,8 @@ def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
         )
     if not cfg.exp_manager.resume_if_exists:
         yield Fault(
-            "exp_manager.resume_if_exists is false, so a requeued or later job would begin again; expected true",
+            "exp_manager.resume_if_exists is false, so a requeued or later job would begin again; "
+            "expected true",
             key="slurm.resume.off",
         )
     name = override_of(options.actor_args, "remote_rm.reward_model.name")
@@ -308,7 +319,8 @@ def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
 def _gpu_faults(component: str, options: ComponentOptions, ranks: int) -> Iterator[str]:
     if 0 < parse_gpus(options.gpus or "0") < ranks:
         yield Fault(
-            f"--{component}-gpus is {options.gpus}, but a node has {ranks} ranks; expected a GPU for each",
+            f"--{component}-gpus is {options.gpus}, but a node has {ranks} ranks; expected a GPU "
+            "for each",
             key="slurm.gpus.too_few",
         )
 
@@ -329,12 +341,12 @@ def _plan(
     on_gpus = cfg.trainer.precision == "bf16"  # bf16 means GPUs
 
     def component(
-        name: str, job: str, nodes: int, ranks: int, own: ComponentOptions, needs_gpus: bool
+        name: str, job: str, nodes: int, ranks: int, requested: ComponentOptions, needs_gpus: bool
     ) -> Component:
-        cpus = int(own.cpus_per_task) if own.cpus_per_task else None
-        gpus = own.gpus or (str(ranks) if needs_gpus else "0")
+        cpus = int(requested.cpus_per_task) if requested.cpus_per_task else None
+        gpus = requested.gpus or (str(ranks) if needs_gpus else "0")
         gpus = gpus if parse_gpus(gpus) else None
-        return Component(name, f"{base}-{job}", nodes, ranks, cpus, gpus, own)
+        return Component(name, f"{base}-{job}", nodes, ranks, cpus, gpus, requested)
 
     nodes = server_layout[0] * settings.servers
     ranks = server_layout[1]
@@ -351,11 +363,11 @@ def _plan(
             f"{GENERATOR}s", "gen", options.generator_nodes, ranks, options.generator, on_gpus
         )
         # The script reads no YAML.
-        own = {
+        overrides = {
             **EXTERNAL_GENERATORS,
             **({"generation_tensor_parallel_size": size} if size > 1 else {}),
         }
-        settings = replace(settings, actor_args=tuple(with_missing(settings.actor_args, own)))
+        settings = replace(settings, actor_args=tuple(with_missing(settings.actor_args, overrides)))
     return JobPlan(of_server, of_actor, options, settings, lead, variables, of_generator)
 
 
@@ -369,6 +381,6 @@ def _warnings(cfg: TrainConfig, options: Options, megabytes: int) -> Iterator[st
         ACTOR: options.actor,
         **({GENERATOR: options.generator} if cfg.uses_external_generators else {}),
     }
-    for name, own in others.items():
-        if options.server.mem and not own.mem:
+    for name, component in others.items():
+        if options.server.mem and not component.mem:
             yield f"sbatch gives the {name} the server's --mem={options.server.mem}, since it has no --{name}-mem"

@@ -1,7 +1,8 @@
 """Tasks of a step of Slurm meet as ranks by a file.
 
-`srun` numbers the tasks of a step, and does not say where they meet. Where `RENDEZVOUS_VARIABLE` names a file that all
-nodes share, the first task writes its address there, and the tasks are ranks without another launcher.
+`srun` numbers the tasks of a step, and does not say where they meet. Where `RENDEZVOUS_VARIABLE`
+names a file that all nodes share, the first task writes its address there, and the tasks are ranks
+without another launcher.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class Endpoint:
 def meet_ranks_of_step(environment: Mapping[str, str]) -> dict[str, str]:
     """Meet the other tasks of this step of Slurm; return the variables that torchrun would set.
 
-    Empty where nothing asks for it: `RENDEZVOUS_VARIABLE` is not set, this is no task of a step, or a launcher has
-    made it a rank. Raises ReinforceError if the first task does not come, or has no port or address.
+    Empty where nothing asks for it: `RENDEZVOUS_VARIABLE` is not set, this is no task of a step, or
+    a launcher has made it a rank. Raises ReinforceError if the first task does not come, or has no
+    port or address.
     """
     text = environment.get(RENDEZVOUS_VARIABLE, "")
     place = JobRank.of_step(environment)

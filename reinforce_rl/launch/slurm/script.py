@@ -1,4 +1,6 @@
-"""The batch file of a job: `slurm/train_hetjob.sbatch`, and copies of it with its settings filled in."""
+"""The batch file of a job: `slurm/train_hetjob.sbatch`, and copies of it with its settings filled
+in.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SETTINGS = (
 
 
 def filled_script(template: str, values: Mapping[str, str | int | Path | Sequence[str]]) -> str:
-    """Return the batch file with these settings, by their names of `SETTINGS`; a sequence is a shell's array."""
+    """Return the batch file with these settings, by their names of `SETTINGS`; a sequence is a
+    shell's array.
+    """
     text = template
     for name, value in values.items():
         pattern = re.compile(rf"^{name}=.*?(?= *(?:#|$))", re.MULTILINE)

@@ -1,4 +1,6 @@
-"""Settings of a job: what `submit` fills into its script or sets for it, and checks of what Slurm granted."""
+"""Settings of a job: what `submit` fills into its script or sets for it, and checks of what Slurm
+granted.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ EXTERNAL_GENERATORS = {"placement": "disaggregated", "generation_ranks": "0"}
 def override_of(args: Sequence[str], key: str) -> str | None:
     """Return the last value that Hydra overrides give to a key."""
     parts = [arg.lstrip("+").partition("=") for arg in args]
-    return next((value for name, found, value in reversed(parts) if found and name == key), None)
+    return next(
+        (value for name, separator, value in reversed(parts) if separator and name == key), None
+    )
 
 
 def with_missing(args: Sequence[str], values: Mapping[str, object]) -> list[str]:
@@ -190,7 +194,9 @@ def split_arguments(argv: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
 def read_settings(
     argv: Sequence[str], environment: Mapping[str, str], repository: Path
 ) -> Settings:
-    """Read and check the settings of a job, with all faults in a ConfigError; an empty variable counts as unset."""
+    """Read and check the settings of a job, with all faults in a ConfigError; an empty variable
+    counts as unset.
+    """
     actor_args, server_args = split_arguments(argv)
     faults: list[str] = []
     values: dict[str, Any] = {"run_dir": Path()}
@@ -217,9 +223,9 @@ def read_settings(
                 key="slurm.run_dir.not_set",
             )
         )
-    own = override_of(actor_args, "exp_manager.explicit_log_dir")
-    if own is not None and run_dir and Path(own) != Path(run_dir):
-        faults.append(run_dir_set_twice(own, run_dir))
+    log_dir = override_of(actor_args, "exp_manager.explicit_log_dir")
+    if log_dir is not None and run_dir and Path(log_dir) != Path(run_dir):
+        faults.append(run_dir_set_twice(log_dir, run_dir))
     if settings.container_mounts and not settings.container_image:
         faults.append(
             Fault(
@@ -257,7 +263,8 @@ def argument_faults(actor_args: Sequence[str], server_args: Sequence[str]) -> It
         for key in keys:
             if override_of(args, key) is not None:
                 yield Fault(
-                    f"{key} is given among the {whose}'s arguments, but the job sets it; leave it out",
+                    f"{key} is given among the {whose}'s arguments, but the job sets it; leave it "
+                    "out",
                     key="slurm.argument.set_by_job",
                 )
 
@@ -269,7 +276,9 @@ def component_faults(
     server_args: Sequence[str],
     environment: Mapping[str, str],
 ) -> Iterator[Fault]:
-    """Check the variables that Slurm sets for the batch step against the script's settings and arguments."""
+    """Check the variables that Slurm sets for the batch step against the script's settings and
+    arguments.
+    """
     given = {key: override_of(actor_args, key) for key in EXTERNAL_GENERATORS}
     is_external = given == EXTERNAL_GENERATORS
     size = environment.get("SLURM_HET_SIZE")
@@ -311,8 +320,8 @@ def component_faults(
     nodes = server_nodes // servers
     if server_nodes % servers:
         yield Fault(
-            f"servers is {servers}, and component 0 has {server_nodes} nodes; expected a divisor of "
-            f"{server_nodes}, as each server has nodes of its own",
+            f"servers is {servers}, and component 0 has {server_nodes} nodes; expected a divisor "
+            f"of {server_nodes}, as each server has nodes of its own",
             key="slurm.servers.no_divisor",
         )
     for key, args, number, meaning in (

@@ -1,8 +1,9 @@
 """The command `submit`: checks a job with Slurm, prints and submits it.
 
-`sbatch --test-only` considers one component at a time, and accepts partitions that are down and times above their
-limit; such a job waits for ever. So does one whose component 0 gets nodes that component 1 needs, which Slurm (22.05)
-does not look at: hence each component is also tested without the nodes that the other would get.
+`sbatch --test-only` considers one component at a time, and accepts partitions that are down and
+times above their limit; such a job waits for ever. So does one whose component 0 gets nodes that
+component 1 needs, which Slurm (22.05) does not look at: hence each component is also tested without
+the nodes that the other would get.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ LAST_JOBS = 100  # queried; more than any chain, and keeps the command line shor
 def main(argv: Sequence[str], console: Console | None = None) -> int:
     """Plan, check, print and submit `[options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]`.
 
-    Returns 0 if the jobs were submitted (or would be, in a dry run) or the run has finished; else 1.
+    Returns 0 if the jobs were submitted (or would be, in a dry run) or the run has finished; else
+    1.
     """
     errors = console or Console(stderr=True, highlight=False, soft_wrap=True)
     console = console or wide_console()
@@ -103,7 +105,8 @@ def ask_cluster(
 ) -> Answer:
     """Check a job against the queue and the cluster; without a plan, the queue only.
 
-    `actor_megabytes` of host memory is what an actor node needs, 0 if unknown; `environment` is sbatch's.
+    `actor_megabytes` of host memory is what an actor node needs, 0 if unknown; `environment` is
+    sbatch's.
     """
     if shutil.which("sbatch") is None:
         missing = Fault(
@@ -163,16 +166,16 @@ def queue_faults(run_dir: Path) -> Iterator[str]:
         if "Invalid job id" in error.said:  # a single job that ended long ago
             return
         raise
-    found: dict[str, str] = {}
+    queued: dict[str, str] = {}
     for line in text.splitlines():
         shown, job, state, name = line.strip().split("|", 3)
         if job in names and names[job] in (None, name):  # job ids wrap around
-            found[job] = f"{shown.split('+')[0]} ({name}, {state.lower()})"
-    if found:
-        jobs = ", ".join(found[job] for job in sorted(found, key=int))
+            queued[job] = f"{shown.split('+')[0]} ({name}, {state.lower()})"
+    if queued:
+        jobs = ", ".join(queued[job] for job in sorted(queued, key=int))
         yield Fault(
             f"the run in {run_dir} is in the queue already: {jobs}; wait for it, cancel it "
-            f"(scancel {' '.join(found)}), or set exp_manager.explicit_log_dir to another folder",
+            f"(scancel {' '.join(queued)}), or set exp_manager.explicit_log_dir to another folder",
             key="slurm.queue.same_run",
         )
 
@@ -196,7 +199,8 @@ def partition_faults(plan: JobPlan, sinfo: str) -> Iterator[str]:
             reasons[name] = f"partition {name} is not up"
         elif most is not None and (plan.options.seconds is None or plan.options.seconds > most):
             reasons[name] = (
-                f"partition {name} allows {most} s, the job asks for {plan.options.seconds or 'no limit'}"
+                f"partition {name} allows {most} s, the job asks for "
+                f"{plan.options.seconds or 'no limit'}"
             )
     for component in plan.components:
         wanted = (component.options.partition or default).split(",")
@@ -204,7 +208,8 @@ def partition_faults(plan: JobPlan, sinfo: str) -> Iterator[str]:
         names = ", ".join(sorted(reasons))
         if unknown and unknown[0]:
             yield Fault(
-                f"the {component.name}: partition {unknown[0]} is unknown; expected --partition to be one of {names}",
+                f"the {component.name}: partition {unknown[0]} is unknown; expected --partition "
+                f"to be one of {names}",
                 key="slurm.partition.unknown",
             )
         elif unknown:
@@ -222,7 +227,9 @@ def partition_faults(plan: JobPlan, sinfo: str) -> Iterator[str]:
 
 
 def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None:
-    """Run `sbatch --test-only` for each component, the job, and each component without the others' nodes."""
+    """Run `sbatch --test-only` for each component, the job, and each component without the others'
+    nodes.
+    """
     tested = {
         component.name: _test_only(plan.test_command(component), environment)
         for component in plan.components
@@ -235,13 +242,16 @@ def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None
     }
     if not any(refused.values()):
         refused["the job"] = _test_only(plan.command(test_only=True), environment)[1]
-    for what, refusal in refused.items():
+    for subject, refusal in refused.items():
         if "node configuration is not available" in refusal:
-            refusal += f"; use fewer nodes or ranks a node, or another partition. What the nodes have: {NODES_HINT}"
+            refusal += (
+                "; use fewer nodes or ranks a node, or another partition. What the nodes have: "
+                f"{NODES_HINT}"
+            )
         if refusal:
             answer.faults.append(
                 Fault(
-                    f"sbatch --test-only refuses {what}: {refusal}",
+                    f"sbatch --test-only refuses {subject}: {refusal}",
                     key="slurm.sbatch.refuses",
                 )
             )
@@ -295,13 +305,15 @@ def _do_not_fit(
 
 
 def _test_only(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Start | None, str]:
-    """Run `sbatch --test-only`; return when and where the job could start, None if unknown, and why it is refused."""
+    """Run `sbatch --test-only`; return when and where the job could start, None if unknown, and why
+    it is refused.
+    """
     try:
         said = call(command, seconds=SUBMIT_SECONDS, env=environment, stderr=True)
     except SlurmCallError as error:
         return None, " ".join(error.said.split())
-    found = re.search(r"to start at (\S+) using \d+ processors on nodes (\S+)", said)
-    return Start(*found.groups()) if found else None, ""
+    start = re.search(r"to start at (\S+) using \d+ processors on nodes (\S+)", said)
+    return Start(*start.groups()) if start else None, ""
 
 
 def _memory_warnings(nodes: str, megabytes: int) -> list[str]:
@@ -407,7 +419,9 @@ def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -
 
 
 def print_command(console: Console, plan: JobPlan) -> None:
-    """Print the command for pasting: a line each for the variables, each component, and the program."""
+    """Print the command for pasting: a line each for the variables, each component, and the
+    program.
+    """
     lines = [["env", *(f"{name}={value}" for name, value in plan.variables.items())], []]
     for argument in plan.command():
         if argument in (":", plan.batch_file):

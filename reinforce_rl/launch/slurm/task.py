@@ -1,7 +1,8 @@
 """The wrapper of one task: runs its program, records how it ended, and ends what it leaves behind.
 
-A program that is killed leaves its children, and a server's reaper outlives it for a moment; not every Slurm has
-cgroups. `srun` returns the highest code of its tasks, so that each writes down its own.
+A program that is killed leaves its children, and a server's reaper outlives it for a moment; not
+every Slurm has cgroups. `srun` returns the highest code of its tasks, so that each writes down its
+own.
 
 Usage: python -m reinforce_rl.launch.slurm.task STEP FOLDER COMMAND...
 """
@@ -51,8 +52,8 @@ class StopSignal:
 def run(step: str, number: int, command: Sequence[str]) -> tuple[TaskEnd, bool]:
     """Run a program to its end; return how it ended, and whether that was well.
 
-    It was if the program has saved or was asked to end: `--kill-on-bad-exit` must not kill tasks that still save.
-    Raises OSError: the program cannot be started.
+    It was if the program has saved or was asked to end: `--kill-on-bad-exit` must not kill tasks
+    that still save. Raises OSError: the program cannot be started.
     """
     stop = StopSignal()
     adopt_orphans()
@@ -76,7 +77,9 @@ def run(step: str, number: int, command: Sequence[str]) -> tuple[TaskEnd, bool]:
 
 
 def end_orphans(seconds: float) -> None:
-    """Send SIGTERM to all children and adopted orphans in turn, SIGKILL to those alive after `seconds`."""
+    """Send SIGTERM to all children and adopted orphans in turn, SIGKILL to those alive after
+    `seconds`.
+    """
     deadline = time.monotonic() + seconds
     signalled: set[int] = set()
     with contextlib.suppress(ChildProcessError):  # of waitpid, once none is left
