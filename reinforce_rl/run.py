@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reinforce_rl.actor.build import build_actor, configured_mesh
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.data.prompts import (
@@ -35,13 +34,14 @@ from reinforce_rl.megatron.mesh import Mesh, rendezvous_errors
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.alerts import AlertRules
 from reinforce_rl.monitoring.backends import start_loggers
-from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers
+from reinforce_rl.monitoring.loggers import BackgroundLogger, JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import drop_later_samples
 from reinforce_rl.monitoring.responses import repeated_texts
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.step_record import drop_records
+from reinforce_rl.policy.build import build_actor, configured_mesh
 from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
@@ -234,7 +234,7 @@ def build_monitor(
     progress = TrainingProgress(steps, start_step)
     factor = cfg.trainer.straggler_factor
     run_id = checkpoint.trainer_state["wandb_run_id"] if checkpoint else None
-    others: list[Detached] = []
+    others: list[BackgroundLogger] = []
     if cfg.exp_manager.used_loggers:
         run_id = run_id or secrets.token_hex(4)
         others = start_loggers(cfg, run_id, resume_step, progress.note)

@@ -102,5 +102,5 @@ def test_a_step_enters_the_files_of_the_list(tmp_path: Path, mesh: Mesh) -> None
 
 def test_a_folder_behind_a_call_holds_no_part_of_the_algorithm() -> None:
     _, sentence = section_of_page().split("What lies behind a call")
-    for folder in ("actor", "algorithm", "rollout", "trainer"):
+    for folder in ("algorithm", "policy", "rollout", "trainer"):
         assert not is_behind_a_call(f"{folder}/any.py", sentence)

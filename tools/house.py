@@ -29,7 +29,7 @@ FLOORS = (
     "megatron",
     "runtime",
     "generation",
-    "actor",
+    "policy",
     "monitoring",
     "rewards",
     "rollout",

@@ -36,7 +36,7 @@ NO_TIME = "no time left"  # of gpu_check's report
 # Single-process tests of what runs on a GPU machine; servers, Slurm, engines and peers are not
 # there.
 UNIT_TESTS = (
-    "tests/actor",
+    "tests/policy",
     "tests/algorithm",
     "tests/data",
     "tests/generation",

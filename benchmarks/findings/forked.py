@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from findings.runs import CELLS, Job, Outcome, ReviewReward, configuration, lengthen_generation, run
-from reinforce_rl.actor.build import build_actor, configured_mesh
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.policy.build import build_actor, configured_mesh
 from reinforce_rl.rollout.worker import join_job
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.roles import RankRole

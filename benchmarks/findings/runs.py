@@ -18,13 +18,13 @@ from helpers.tiny_run import compose
 
 from findings.language import reward
 from findings.pretraining import MAX_POSITIONS, MAX_RESPONSE, NUM_VALIDATION
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.records import RolloutRow, Samples
 from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.rewards.base import STATUS_OK, RewardRequest, Rewards
 from reinforce_rl.rollout.generator_pool import GeneratorPool
 from reinforce_rl.rollout.prompts import build_datasets

@@ -19,7 +19,7 @@ from reinforce_rl.config.base import NOT_SET
 from reinforce_rl.config.describe import PROGRAMS
 from reinforce_rl.config.load import read, read_config, renamed
 from reinforce_rl.errors import ConfigError, Fault
-from reinforce_rl.utils.places import shipped
+from reinforce_rl.utils.paths import shipped
 
 CONF_FOLDER = shipped("conf", "conf")
 _PROGRAMS = {

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reinforce_rl.actor.build import build_actor, loss_settings
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
 from reinforce_rl.data.batches import ReinforceBatch
 from reinforce_rl.data.tokenizer import load_tokenizer
@@ -19,6 +17,8 @@ from reinforce_rl.megatron.checkpointer import checkpoint_up_to
 from reinforce_rl.megatron.convert import load_weights
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.policy.build import build_actor, loss_settings
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.trainer.updates import denominators_of
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from reinforce_rl.actor.build import configured_mesh
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.sampler import shard
@@ -55,6 +54,7 @@ from reinforce_rl.monitoring.records import (
 )
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
+from reinforce_rl.policy.build import configured_mesh
 from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.prompts import build_datasets, build_sampler
 from reinforce_rl.rollout.scoring import RolloutScorer

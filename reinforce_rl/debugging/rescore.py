@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from reinforce_rl.actor.build import stop_token_ids
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
 from reinforce_rl.data.tokenizer import load_tokenizer
@@ -19,6 +18,7 @@ from reinforce_rl.debugging.stored import StoredStep
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.policy.build import stop_token_ids
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.rollout.prompts import build_datasets
 from reinforce_rl.rollout.scoring import faults_of, request_about, scores_of

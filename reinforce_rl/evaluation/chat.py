@@ -18,8 +18,6 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from reinforce_rl.actor.build import configured_mesh
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.data.conversation import Conversation
@@ -32,6 +30,8 @@ from reinforce_rl.evaluation.model import inference_config, load_actor
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.policy.build import configured_mesh
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.rewards.base import STATUS_OK, STATUS_TEXT, RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.rollout.scoring import reward_request

@@ -18,8 +18,6 @@ from pathlib import Path
 
 import torch
 
-from reinforce_rl.actor.build import configured_mesh
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt, RolloutBatch
@@ -39,6 +37,8 @@ from reinforce_rl.monitoring.metrics import reduce_metrics, validation_means
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutRow, Samples, sample_rows
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
+from reinforce_rl.policy.build import configured_mesh
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.rewards.judge import Judge, preferences, question_of
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.rollout.local import LocalRollouts

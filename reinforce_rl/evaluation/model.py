@@ -14,8 +14,6 @@ from pathlib import Path
 
 from omegaconf import OmegaConf, open_dict
 
-from reinforce_rl.actor.build import build_actor, check_vocabulary
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import COLOCATED, TrainConfig
 from reinforce_rl.config.compose import compose, compose_stored
 from reinforce_rl.config.load import read_config
@@ -27,6 +25,8 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import STATE_FILE, latest_checkpoint
 from reinforce_rl.megatron.hf_weights import STEP
 from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.policy.build import build_actor, check_vocabulary
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.rewards.function_pool import with_functions
 from reinforce_rl.runtime.settings import CONFIG_FILE
 from reinforce_rl.runtime.stored_config import parse_values, read_stored

@@ -72,12 +72,12 @@ def check_engine(
     """
     import torch
 
-    from reinforce_rl.actor.build import configured_mesh
     from reinforce_rl.data.batches import Prompt
     from reinforce_rl.data.tokenizer import load_tokenizer
     from reinforce_rl.evaluation.model import LENGTH, inference_config, load_actor, model_folder
     from reinforce_rl.generation.native.generator import NativeGenerator
     from reinforce_rl.megatron.model.layer_outputs import ROUNDING, layer_outputs, layer_table
+    from reinforce_rl.policy.build import configured_mesh
 
     texts: Sequence[str] = TEXTS
     if prompts is not None:

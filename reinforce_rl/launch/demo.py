@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from reinforce_rl.errors import ConfigError, Fault
-from reinforce_rl.utils.places import IS_CLONE, PACKAGE, shipped
+from reinforce_rl.utils.paths import IS_CLONE, PACKAGE, shipped
 
 OUT = PACKAGE.parent / "results" / "demo" if IS_CLONE else Path("results/demo")
 

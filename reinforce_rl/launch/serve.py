@@ -55,10 +55,10 @@ def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) 
     # first.
     import torch
 
-    from reinforce_rl.actor.build import DTYPES
     from reinforce_rl.config.load import precision_here
     from reinforce_rl.megatron.mesh import parallel_mesh
     from reinforce_rl.megatron.model.stored_head import unused_moments
+    from reinforce_rl.policy.build import DTYPES
     from reinforce_rl.reward_model.scorer import Batching, Merging, load_head, load_reward_model
     from reinforce_rl.reward_server.ranks import end_process, follow_rank_0, lead_ranks
     from reinforce_rl.utils.console import warn_once

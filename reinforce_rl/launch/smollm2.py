@@ -19,7 +19,7 @@ from pathlib import Path
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import make_readable, replace_folder
-from reinforce_rl.utils.places import cache_folder
+from reinforce_rl.utils.paths import cache_folder
 from reinforce_rl.utils.process import RUN_MODULE
 
 DEFAULT_FOLDER = cache_folder() / "models" / "SmolLM2-135M-Instruct"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.monitoring.loggers import SUCCESS, Detached, Level, MetricLogger
+from reinforce_rl.monitoring.loggers import SUCCESS, BackgroundLogger, Level, MetricLogger
 from reinforce_rl.utils.files import plain_number
 
 # Timeouts of a wandb run; `FINISH_SECONDS` is below `CLOSE_SECONDS` of its thread.
@@ -43,7 +43,7 @@ _OF_SWANLAB = {
 
 def start_loggers(
     cfg: TrainConfig, run_id: str, resume_step: int | None, tell: Callable[[str], None]
-) -> list[Detached]:
+) -> list[BackgroundLogger]:
     """Start the back ends of `exp_manager.loggers`, each in a separate thread.
 
     Args:
@@ -59,7 +59,7 @@ def start_loggers(
         "swanlab": lambda: SwanlabLogger(cfg, run_id),
         "mlflow": lambda: MlflowLogger(cfg, run_id),
     }
-    return [Detached(name, starts[name], tell) for name in cfg.exp_manager.used_loggers]
+    return [BackgroundLogger(name, starts[name], tell) for name in cfg.exp_manager.used_loggers]
 
 
 class TensorboardLogger(MetricLogger):

@@ -82,7 +82,7 @@ class Loggers(MetricLogger):
                 stack.callback(logger.finalize, status)
 
 
-class Detached(MetricLogger):
+class BackgroundLogger(MetricLogger):
     """Run a back end in a separate thread, so that it can neither stop nor delay a run.
 
     Calls go through a bounded queue. A back end is called again after a failed call, but not after

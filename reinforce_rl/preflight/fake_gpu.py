@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from reinforce_rl.errors import ConfigError, Fault
-from reinforce_rl.utils.places import IS_CLONE, PACKAGE
+from reinforce_rl.utils.paths import IS_CLONE, PACKAGE
 
 if TYPE_CHECKING:
     from helpers.fake_cuda.machine import Machine

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reinforce_rl.actor.build import lora_settings
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.policy.build import lora_settings
 from reinforce_rl.preflight.hardware import Hardware
 from reinforce_rl.preflight.memory import (
     ADAM_MOMENTS,

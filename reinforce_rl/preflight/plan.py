@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from rich import filesize
 
-from reinforce_rl.actor import build
-from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.config.rules import shape_faults
@@ -24,6 +22,8 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, Fault, ReinforceError, key_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.model import layers_of_stages
+from reinforce_rl.policy import build
+from reinforce_rl.policy.micro_batches import micro_batches
 from reinforce_rl.preflight import memory
 from reinforce_rl.rollout import prompts as rollout_prompts
 from reinforce_rl.trainer.updates import total_steps

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from helpers.fake_cuda.machine import Machine
     from helpers.fake_cuda.mode import Ledger
 
-    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.data.batches import RolloutBatch
     from reinforce_rl.megatron.optimizer import ActorOptimizer
+    from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 # No torch import at module level: the device guard must be loaded first.
 
@@ -124,11 +124,11 @@ class RankRun:
     def measure(self, fake: Machine) -> Phases:
         from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-        from reinforce_rl.actor.build import build_actor
         from reinforce_rl.data.tokenizer import load_tokenizer
         from reinforce_rl.megatron.architecture import Architecture
         from reinforce_rl.megatron.mesh import World, parallel_mesh
         from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
+        from reinforce_rl.policy.build import build_actor
 
         case = self._case
         cfg = self._case.config

@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Column, Table
 from rich.text import Text
 
-from reinforce_rl.actor.build import lora_settings
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import Layout
+from reinforce_rl.policy.build import lora_settings
 from reinforce_rl.preflight.lower_bound import Job, StepBound
 from reinforce_rl.preflight.memory import ModelSize, RankMemory
 from reinforce_rl.preflight.plan import BatchPlan, Inputs, Share, gigabytes, layout_of

@@ -26,7 +26,6 @@ from rich.table import Table
 from torch import Tensor
 
 import reinforce_rl
-from reinforce_rl.actor.build import DTYPES, check_vocabulary, model_options
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.data.readers import files_of
 from reinforce_rl.data.rendering import ChatRenderer
@@ -38,6 +37,7 @@ from reinforce_rl.megatron.checkpointer import Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.report import EVALUATION_FILE
+from reinforce_rl.policy.build import DTYPES, check_vocabulary, model_options
 from reinforce_rl.reward_model import head as heads
 from reinforce_rl.reward_model.data import (
     EncodedPair,

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
@@ -30,6 +29,7 @@ from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, head_scores
 from reinforce_rl.megatron.model.stored_head import head_modules
 from reinforce_rl.megatron.schedule import forward_passes
+from reinforce_rl.policy.micro_batches import micro_batches
 from reinforce_rl.rewards.base import AttributeScores
 
 _UNNAMED = re.compile(r"LABEL_\d+")  # transformers' name of a label without a name

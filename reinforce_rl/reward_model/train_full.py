@@ -21,7 +21,6 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.sampler import PromptSampler, shard
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError, Fault
@@ -42,6 +41,7 @@ from reinforce_rl.megatron.weight_map import SCORE_LAYER
 from reinforce_rl.monitoring.loggers import METRICS_FILE, JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import Shown, TrainingProgress
 from reinforce_rl.monitoring.run import RunMonitor
+from reinforce_rl.policy.micro_batches import micro_batches
 from reinforce_rl.reward_model.objectives import Best, Evaluation, Objective, Regression
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ STOP = b"stop"
 
 
 @dataclass(frozen=True)
-class Member:
+class ScorerRank:
     """A rank, as the others know it."""
 
     rank: int  # in the whole job
@@ -70,7 +70,7 @@ class Member:
     pid: int = field(default_factory=os.getpid)
 
     @classmethod
-    def of(cls, mesh: Mesh) -> Member:
+    def of(cls, mesh: Mesh) -> ScorerRank:
         return cls(mesh.rank, mesh.dp_rank, mesh.is_last_stage and mesh.tp_rank == 0)
 
     def __str__(self) -> str:
@@ -101,9 +101,9 @@ class DistributedScorer:
 
     def __init__(
         self,
-        me: Member,
+        me: ScorerRank,
         links: Links,
-        others: list[Member],
+        others: list[ScorerRank],
         load: Load,
         *,
         rank_timeout: float,
@@ -229,7 +229,7 @@ class DistributedScorer:
             f"{self._members[rank]} failed ({why})" for rank, why in sorted(call.failures.items())
         )
 
-    def _work(self, me: Member) -> None:
+    def _work(self, me: ScorerRank) -> None:
         while (job := self._jobs.get()) is not None:
             self._on_message(0, _score(self.model, *job, me))
 
@@ -246,7 +246,7 @@ class DistributedScorer:
             self._changed.notify_all()
 
     def _take(
-        self, call: _Call, member: Member, header: dict[str, Any], arrays: Sequence[Buffer]
+        self, call: _Call, member: ScorerRank, header: dict[str, Any], arrays: Sequence[Buffer]
     ) -> None:
         call.due.pop(member.rank, None)
         if "error" in header:
@@ -297,9 +297,9 @@ class DistributedScorer:
 
 
 def follow(
-    me: Member,
+    me: ScorerRank,
     links: Links,
-    leader: Member,
+    leader: ScorerRank,
     load: Load,
     rank_timeout: float,
     end: Callable[[str], object],
@@ -328,7 +328,7 @@ def lead_ranks(
 ) -> DistributedScorer:
     """Connect rank 0 to the others, which call `follow_rank_0`. A collective call."""
     _remove_folder_of_torchrun()
-    me = Member.of(mesh)
+    me = ScorerRank.of(mesh)
     links, invitation = Links.listen(JobRank.of_process().host_of_first)
     mesh.from_main((invitation, me))
     others = accept(links, mesh.world_size - 1, CONNECT_SECONDS)
@@ -354,11 +354,11 @@ def follow_rank_0(mesh: Mesh, load: Load, *, rank_timeout: float) -> None:
     # call is answered.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    me = Member.of(mesh)
+    me = ScorerRank.of(mesh)
     follow(me, connect(invitation, me, CONNECT_SECONDS), leader, load, rank_timeout, end_process)
 
 
-def accept(links: Links, count: int, seconds: float) -> list[Member]:
+def accept(links: Links, count: int, seconds: float) -> list[ScorerRank]:
     """Wait on rank 0 for `count` other ranks; raise RewardServerError if not all connect in
     time.
     """
@@ -370,10 +370,10 @@ def accept(links: Links, count: int, seconds: float) -> list[Member]:
             f"{sorted(hellos)}",
             key="serve.ranks.missing",
         )
-    return [Member(**json.loads(hellos[rank])) for rank in sorted(hellos)]
+    return [ScorerRank(**json.loads(hellos[rank])) for rank in sorted(hellos)]
 
 
-def connect(invitation: Invitation, me: Member, seconds: float) -> Links:
+def connect(invitation: Invitation, me: ScorerRank, seconds: float) -> Links:
     """Connect this rank to rank 0; raise RewardServerError if it cannot be reached."""
     try:
         return Links.connect(invitation, me.rank, json.dumps(asdict(me)).encode(), seconds)
@@ -401,7 +401,7 @@ def _remove_folder_of_torchrun() -> None:
 
 
 def _score(
-    model: MegatronRewardModel, number: int, micro_batches: Sequence[MicroBatch], me: Member
+    model: MegatronRewardModel, number: int, micro_batches: Sequence[MicroBatch], me: ScorerRank
 ) -> list[Buffer]:
     """Run this rank's part of a call; return the message for rank 0."""
     try:

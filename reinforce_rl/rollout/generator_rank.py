@@ -52,7 +52,7 @@ from reinforce_rl.runtime.links import Links, LinkThread
 from reinforce_rl.runtime.phases import StackWatcher, wait_for_role
 
 if TYPE_CHECKING:
-    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+    from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 _MAX_UNSCORED = 8  # micro-batches whose rewards are waited for
 _POLL_SECONDS = 0.2

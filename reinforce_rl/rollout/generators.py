@@ -21,8 +21,8 @@ from reinforce_rl.rollout.weights import send_weights
 from reinforce_rl.runtime.stop import StopRequest
 
 if TYPE_CHECKING:
-    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.megatron.mesh import Mesh
+    from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 T = TypeVar("T")
 _TENSORS = ("tokens", "lengths", "log_probs", "weight_versions")  # of `Completions`

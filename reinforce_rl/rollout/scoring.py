@@ -35,7 +35,7 @@ from reinforce_rl.utils.console import warn_once
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+    from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from reinforce_rl.runtime.phases import PhaseTracker, StepClock
 from reinforce_rl.runtime.stop import StopRequest
 
 if TYPE_CHECKING:
-    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.config.actor import ReinforceConfig
     from reinforce_rl.data.prompts import PromptLoader
+    from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 BatchIterator = Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]]
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
 
-from reinforce_rl.actor.build import build_actor, generator_mesh
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import GenerationError, LostRankError, ReinforceError, StoppedEarly
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.policy.build import build_actor, generator_mesh
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.rollout.generator_rank import GeneratorRank
 from reinforce_rl.rollout.messages import Register

@@ -46,11 +46,11 @@ from reinforce_rl.trainer.updates import (
 )
 
 if TYPE_CHECKING:
-    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.config.actor import ReinforceConfig
     from reinforce_rl.data.prompts import PromptLoader
     from reinforce_rl.megatron.checkpointer import Checkpointer
     from reinforce_rl.monitoring.run import RunMonitor
+    from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 STATE_VERSION = 1
 ROLLOUTS_FILE = "rollouts.pt"  # of a checkpoint: those of the next steps

@@ -11,7 +11,7 @@ from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
 
 if TYPE_CHECKING:
-    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+    from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 
 def gather_samples(

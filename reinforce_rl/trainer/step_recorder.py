@@ -29,7 +29,7 @@ from reinforce_rl.runtime.settings import files_of_functions, set_keys
 from reinforce_rl.trainer.updates import LOSS, SUM
 
 if TYPE_CHECKING:
-    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+    from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 _WIDTH = 4096
 _MIX = 0x1E3779B97F4A7C15

@@ -15,9 +15,9 @@ from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 
 if TYPE_CHECKING:
-    from reinforce_rl.actor.policy import LossShare
     from reinforce_rl.config.actor import ReinforceConfig
     from reinforce_rl.megatron.optimizer import OptimizerUpdate
+    from reinforce_rl.policy.model import LossShare
 
 # The number, and the prefix of the numbers, that are added over ranks.
 LOSS = "loss"

@@ -19,7 +19,6 @@ from helpers.models import tiny_llama_folder
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from rich.console import Console
 
-from reinforce_rl.actor.build import configured_mesh
 from reinforce_rl.data.batches import Completions
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.data.jsonl import LineFaults
@@ -31,6 +30,7 @@ from reinforce_rl.evaluation.chat import Chat, Speaker, chat
 from reinforce_rl.evaluation.model import inference_config, load_actor
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.policy.build import configured_mesh
 from reinforce_rl.utils.control_characters import shown_streams
 from reinforce_rl.utils.net import free_port
 

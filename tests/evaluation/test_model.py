@@ -17,13 +17,13 @@ from helpers.policies import transformers_model
 from helpers.tiny_run import tiny_config, tiny_overrides
 from omegaconf import OmegaConf
 
-from reinforce_rl.actor.build import build_actor
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import fixed_prompts
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.evaluation.model import inference_config, load_actor, model_folder
 from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.policy.build import build_actor
 from reinforce_rl.rollout.prompts import build_datasets
 
 

@@ -15,7 +15,6 @@ from helpers.fake_cuda.mode import Ledger
 from helpers.fake_cuda.workloads import kernels_by_name
 from helpers.public_configs import LLAMA_3_1_8B
 
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import Denominators, LossSettings
 from reinforce_rl.config.model import ModelConfig, RolloutConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
@@ -25,6 +24,7 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 LAYERS = 2
 MODEL = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS}

@@ -21,7 +21,6 @@ from helpers.layouts import ALL_LAYOUTS, LAYOUTS, SETTINGS, Layout
 from helpers.policies import megatron_model, random_tokens
 from helpers.trainable import CASES, NAMES, PAD_ID, examples_of, model_of, take_gradient
 
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.model import ModelConfig, RolloutConfig
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH
@@ -31,6 +30,7 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.reward_model.scorer import MegatronRewardModel, load_trunk
 
 WINDOW = 7  # of the families that have one: prompt and response are longer

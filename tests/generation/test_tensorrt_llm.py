@@ -29,7 +29,6 @@ from helpers.tiny_run import (
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from safetensors.torch import load_file
 
-from reinforce_rl.actor.build import build_generator
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
@@ -42,6 +41,7 @@ from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.policy.build import build_generator
 
 ENGINE = ("generation=tensorrt_llm", "engine.weight_bucket_megabytes=1")
 OF_RUNS = (

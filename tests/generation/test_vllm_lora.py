@@ -12,7 +12,6 @@ from helpers.models import tiny_llama_folder
 from helpers.tiny_run import compose, tiny_overrides
 from helpers.vllm_engine import SHAPE, TOLERANCE, draw, log_prob_gap, vllm_overrides
 
-from reinforce_rl.actor.build import build_generator
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.engine import generator as of_engine
@@ -22,6 +21,7 @@ from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.lora import LoraSettings, add_lora, updates_of
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.policy.build import build_generator
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -30,7 +30,6 @@ from helpers.vllm_engine import (
 from helpers.watched_vllm import watched
 from helpers.weight_updates import Action, PlannedUpdates, Versions
 
-from reinforce_rl.actor.build import build_generator
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH
@@ -44,6 +43,7 @@ from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.lora import add_lora, updates_of
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.policy.build import build_generator
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 RANKS = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "vllm_updates.py"

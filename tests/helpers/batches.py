@@ -9,7 +9,6 @@ import torch
 from helpers.policies import brute_force_log_probs, megatron_model, padded_sequences
 from torch import Tensor
 
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.config.model import ModelConfig, OptimConfig, RolloutConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
@@ -21,6 +20,7 @@ from reinforce_rl.megatron.lora import LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, ModelOptions
 from reinforce_rl.megatron.optimizer import DEFAULT_OPTIM
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 TEMPERATURE = 0.7
 VOCAB_SIZE = 61

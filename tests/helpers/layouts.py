@@ -13,7 +13,6 @@ from helpers.batches import actor_of, flat, gradient_of, rows_of, sequences, who
 from helpers.lora import load_updates, random_updates
 from helpers.policies import random_tokens
 
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.generation.base import SamplingParams
@@ -23,6 +22,7 @@ from reinforce_rl.megatron.lora import PROJECTIONS, LoraSettings, MergedWeights,
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.model import ModelOptions
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 NUM_VALID = 10
 NUM_STEPS = 3

@@ -18,14 +18,14 @@ from helpers.tiny_run import compose
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from reinforce_rl.actor.build import build_actor
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
+from reinforce_rl.policy.build import build_actor
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import layout_of, plan_batches, plan_memory, read_inputs
 

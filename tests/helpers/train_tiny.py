@@ -154,8 +154,8 @@ def await_generators(training: int, count: int) -> None:
 
 
 def lengthen_generation(seconds: float) -> None:
-    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.generation.native.generator import NativeGenerator
+    from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
     infer = MegatronGPTReinforceActorModel.infer
 

@@ -13,7 +13,6 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import all_logits
 from helpers.tiny_run import compose, tiny_overrides
 
-from reinforce_rl.actor.build import build_generator
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
@@ -25,6 +24,7 @@ from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.monitoring.records import read_tokens, rollout_files
+from reinforce_rl.policy.build import build_generator
 
 SHAPE: dict[str, Any] = {"hidden": 64, "heads": 2, "groups": 2, "ffn": 64}
 PROMPTS = [Prompt(7, "tea", (6, 7, 8)), Prompt(9, "to", (6, 9))]

@@ -128,7 +128,7 @@ def test_the_wheel_brings_the_command_and_what_a_run_needs(
         "import json, reinforce_rl\n"
         "from reinforce_rl.config.compose import CONF_FOLDER\n"
         "from reinforce_rl.launch.smollm2 import DEFAULT_FOLDER\n"
-        "from reinforce_rl.utils.places import shipped\n"
+        "from reinforce_rl.utils.paths import shipped\n"
         "demo = sorted(path.name for path in shipped('demo', 'examples/demo').rglob('*.*'))\n"
         "print(json.dumps([reinforce_rl.__file__, str(CONF_FOLDER), str(DEFAULT_FOLDER), demo]))"
     )

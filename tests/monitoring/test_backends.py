@@ -197,7 +197,10 @@ def test_a_wandb_server_that_hangs_does_not_delay_the_exit(tmp_path, monkeypatch
         backends.START_SECONDS = 2
         manager = {"explicit_log_dir": sys.argv[1], "wandb_logger_kwargs": {"mode": "online"}}
         cfg = TrainConfig(exp_manager=manager)
-        loggers.Detached("wandb", lambda: backends.WandbLogger(cfg, "abcd1234"), print).finalize()
+        logger = loggers.BackgroundLogger(
+            "wandb", lambda: backends.WandbLogger(cfg, "abcd1234"), print
+        )
+        logger.finalize()
         print(time.time())
     """
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)

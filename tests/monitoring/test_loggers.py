@@ -18,7 +18,7 @@ from helpers.full_disk import files_of_at_most
 
 from reinforce_rl.monitoring import loggers
 from reinforce_rl.monitoring.loggers import (
-    Detached,
+    BackgroundLogger,
     JsonlLogger,
     Loggers,
     MetricLogger,
@@ -245,12 +245,12 @@ def test_loggers_close_the_others_when_one_cannot_be_closed():
     assert healthy.calls == [("finalize", "success")]
 
 
-class TestDetached:
+class TestBackgroundLogger:
     def test_calls_arrive_in_order(self):
         recorder = Recorder()
         messages = []
         start = lambda: recorder  # noqa: E731
-        logger = Detached("wandb", start, messages.append)  # type: ignore[arg-type]
+        logger = BackgroundLogger("wandb", start, messages.append)  # type: ignore[arg-type]
         values = {"rewards": 1.0}
         logger.log_metrics(values, 3, "val/")
         values["rewards"] = 2.0  # the caller's own, afterwards
@@ -273,7 +273,7 @@ class TestDetached:
         def start() -> MetricLogger:
             raise error
 
-        logger = Detached("wandb", start, messages.append)
+        logger = BackgroundLogger("wandb", start, messages.append)
         for step in range(loggers.QUEUED_CALLS + 5):
             logger.commit(step)
         logger.finalize()
@@ -292,7 +292,7 @@ class TestDetached:
         flaky = Flaky(fails=True)
         messages = []
         start = lambda: flaky  # noqa: E731
-        logger = Detached("mlflow", start, messages.append)  # type: ignore[arg-type]
+        logger = BackgroundLogger("mlflow", start, messages.append)  # type: ignore[arg-type]
         for step in (1, 2, 3):
             logger.commit(step)
         logger.finalize()
@@ -318,7 +318,7 @@ class TestDetached:
             freed.wait(60) if where == "start" else None
             return Hanging()
 
-        logger = Detached("swanlab", start, messages.append)
+        logger = BackgroundLogger("swanlab", start, messages.append)
         for step in range(1 if where == "finalize" else 20):
             logger.commit(step)
         logger.finalize()
@@ -339,7 +339,7 @@ class TestDetached:
                 entered.set()
                 freed.wait(60)
 
-        logger = Detached("wandb", Slow, messages.append)  # type: ignore[arg-type]
+        logger = BackgroundLogger("wandb", Slow, messages.append)  # type: ignore[arg-type]
         logger.commit(1)
         assert entered.wait(60)
         logger.commit(2)
@@ -352,7 +352,7 @@ class TestDetached:
         recorder = Recorder()
         messages = []
         start = lambda: recorder  # noqa: E731
-        logger = Detached("wandb", start, messages.append)  # type: ignore[arg-type]
+        logger = BackgroundLogger("wandb", start, messages.append)  # type: ignore[arg-type]
         logger.commit(1)
         while len(recorder.calls) < 1 or logger._busy_since is not None:
             threading.Event().wait(0.01)

@@ -30,7 +30,7 @@ from helpers.tiny_run import (
 )
 from helpers.trainer_processes import TrainerProcesses
 
-import reinforce_rl.actor.policy as actor_model
+import reinforce_rl.policy.model as actor_model
 from reinforce_rl.data.finish_reasons import FINISH_OUTSIDE
 from reinforce_rl.megatron.optimizer import ActorOptimizer
 

@@ -412,7 +412,7 @@ class StopsAfter(RunTimer):
 
 NAMES = {
     "trainer.reinforce.ReinforceTrainer": ["fit", "generate_rollouts", "generate_reinforce_data"],
-    "actor.policy.MegatronGPTReinforceActorModel": [
+    "policy.model.MegatronGPTReinforceActorModel": [
         "infer",
         "get_inference_log_probs",
         "get_init_policy_logprobs",

@@ -11,13 +11,13 @@ import torch
 from peers.random_groups import Batch
 from torch import Tensor
 
-from reinforce_rl.actor.build import loss_settings
-from reinforce_rl.actor.policy import LossShare
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, policy_loss
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
+from reinforce_rl.policy.build import loss_settings
+from reinforce_rl.policy.model import LossShare
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
 

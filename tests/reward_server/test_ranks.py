@@ -23,7 +23,7 @@ from reinforce_rl.errors import RankLostError
 from reinforce_rl.megatron.model.reward_head import POOLINGS, RewardHead
 from reinforce_rl.reward_model.scorer import Batching, Merging, MicroBatch, load_reward_model
 from reinforce_rl.reward_server import ranks
-from reinforce_rl.reward_server.ranks import DistributedScorer, Member, accept, connect, follow
+from reinforce_rl.reward_server.ranks import DistributedScorer, ScorerRank, accept, connect, follow
 from reinforce_rl.runtime.links import Invitation, Links
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "reward_ranks.py"
@@ -39,7 +39,7 @@ class SumModel:
     vocab_size = 128
     batching = Batching(micro_batch_size=2)
 
-    def __init__(self, me: Member, only: int = -1, columns: int = 0):
+    def __init__(self, me: ScorerRank, only: int = -1, columns: int = 0):
         self._me = me
         self._only = only
         self._columns = max(columns, 1)
@@ -79,7 +79,7 @@ class Group:
         **model: Any,
     ):
         members = [
-            Member(r, b, b not in blocks[r + 1 :], f"host{r}", 1000 + r)
+            ScorerRank(r, b, b not in blocks[r + 1 :], f"host{r}", 1000 + r)
             for r, b in enumerate(blocks)
         ]
         self.models = [SumModel(member, **model) for member in members]
@@ -108,7 +108,7 @@ class Group:
         )
 
     def _follow(
-        self, invitation: Invitation, leader: Member, me: Member, rank_timeout: float
+        self, invitation: Invitation, leader: ScorerRank, me: ScorerRank, rank_timeout: float
     ) -> None:
         links = self.links[me.rank] = connect(invitation, me, 10)
         end = self.ends.setdefault
@@ -297,19 +297,19 @@ def test_leaving_with_a_lost_rank_ends_the_process(group_of, monkeypatch):
 
 def test_a_rank_that_never_comes_is_named():
     links, invitation = Links.listen("127.0.0.1")
-    second = connect(invitation, Member(2, 1, True), 10)
+    second = connect(invitation, ScorerRank(2, 1, True), 10)
     with raises_error("serve.ranks.missing", "1 of 2 ranks", "0 s", "[2]"):
         accept(links, 2, 0.4)
     second.close()
     values = ["rank 1 (host h, process 1)", "rank 0", "refused", "TCP"]
     with raises_error("serve.rank.not_connected", *values):
-        connect(invitation, Member(1, 1, True, "h", 1), 10)
+        connect(invitation, ScorerRank(1, 1, True, "h", 1), 10)
 
 
 def test_what_comes_with_a_hello_is_not_held_back(monkeypatch):
     """A rank that has loaded at once may report it before rank 0 has all hellos."""
     links, invitation = Links.listen("127.0.0.1")
-    other = connect(invitation, Member(1, 1, True), 10)
+    other = connect(invitation, ScorerRank(1, 1, True), 10)
     accept(links, 1, 10)
     links._early = [(1, [memoryview(b"loaded")])]  # as `accept` leaves it
     waits: list[float] = []
@@ -325,7 +325,7 @@ def test_what_comes_with_a_hello_is_not_held_back(monkeypatch):
 def test_a_large_call_arrives_whole():
     numbers = np.arange(3_000_000, dtype=np.int64)
     links, invitation = Links.listen("127.0.0.1")
-    other = connect(invitation, Member(1, 1, True), 10)
+    other = connect(invitation, ScorerRank(1, 1, True), 10)
     accept(links, 1, 10)
     other.send(0, b"kind", numbers.data)
     other.poll(0)

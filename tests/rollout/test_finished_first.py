@@ -20,10 +20,10 @@ from helpers.errors import check_fault, raises_error
 from helpers.tiny_run import rollouts_of, tiny_config
 from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, TrainerProcesses, assert_sound
 
-from reinforce_rl.actor.build import build_generator
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, GenerationError
 from reinforce_rl.generation.base import PartialResponse
+from reinforce_rl.policy.build import build_generator
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.rollout.generator_pool import GeneratorPool, _Generator
 from reinforce_rl.rollout.generator_rank import GeneratorRank

@@ -26,12 +26,12 @@ from helpers.tiny_run import (
     without_times,
 )
 
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.kl import token_kl
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.metrics import GAP_SHARES
 from reinforce_rl.monitoring.report import overview
 from reinforce_rl.monitoring.run_folder import RunFolder
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.rewards.base import STATUS_BAD_TEXT, RewardRequest, Rewards, WeightedSource
 from reinforce_rl.rewards.sources import CombinedRewards
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from reinforce_rl.actor.policy import LossShare
 from reinforce_rl.data.batches import RolloutBatch
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
+from reinforce_rl.policy.model import LossShare
 from reinforce_rl.trainer.updates import PolicyUpdate
 
 NAN = math.nan

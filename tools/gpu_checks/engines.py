@@ -18,12 +18,12 @@ from torch import Tensor
 
 from gpu_checks.base import SKIP, Context, Finding, judged
 from gpu_checks.runner import ROOT, is_installed
-from reinforce_rl.actor.build import configured_mesh
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.evaluation.model import LENGTH, inference_config, load_actor
 from reinforce_rl.generation.base import Generator
 from reinforce_rl.launch.check_engine import compare_responses
+from reinforce_rl.policy.build import configured_mesh
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 TEMPERATURES = (1.0, 0.6)
 TOLERANCE = 0.05  # nats a token on average, between bf16 and fp32

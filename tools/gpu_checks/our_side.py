@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 
 from gpu_checks.random_weights import fill_ours
 from gpu_checks.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, STEP, Workload
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.advantages import rloo
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.loss import Denominators
@@ -37,6 +36,7 @@ from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.preflight.memory import (
     Decoding,
     Pass,

@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.config.model import ModelConfig, OptimConfig, RolloutConfig
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
@@ -34,6 +33,7 @@ from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
     build_optimizer,
 )
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 PROMPTS = [Prompt(number, "", tuple(range(3, 6 + number))) for number in range(4)]
 

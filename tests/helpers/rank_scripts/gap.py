@@ -6,9 +6,9 @@ import sys
 
 from helpers import tiny_run
 
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 infer = MegatronGPTReinforceActorModel.infer
 

@@ -18,7 +18,7 @@ from helpers.models import tiny_llama_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforce_rl.actor.micro_batches import (
+from reinforce_rl.policy.micro_batches import (
     micro_batches,
     packed_micro_batches,
     packed_tokens,

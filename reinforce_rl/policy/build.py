@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import LossSettings
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
 from reinforce_rl.config.end_tokens import read_end_tokens
@@ -23,6 +22,7 @@ from reinforce_rl.megatron.hf_weights import check_headers, load_hf_weights
 from reinforce_rl.megatron.lora import LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh, World, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM, ModelOptions
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.utils.console import warn_once
 

@@ -11,10 +11,10 @@ from helpers.batches import TEMPERATURE, VOCAB_SIZE, actor_of, sequences, whole_
 from helpers.models import tiny_llama_folder
 from helpers.policies import brute_force_log_probs, transformers_model
 
-from reinforce_rl.actor.policy import ReferencePolicy
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.lora import PROJECTIONS, LoraSettings
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
+from reinforce_rl.policy.model import ReferencePolicy
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,15 @@ import torch
 from helpers.errors import check_error, raises_error
 from helpers.tiny_run import tiny_config
 
-from reinforce_rl.actor.build import (
-    build_actor,
-    check_vocabulary,
-    stop_token_ids,
-)
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.policy.build import (
+    build_actor,
+    check_vocabulary,
+    stop_token_ids,
+)
 from reinforce_rl.preflight.plan import read_inputs
 
 

@@ -17,12 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from reinforce_rl.actor.micro_batches import (
-    micro_batches,
-    packed_micro_batches,
-    packed_tokens,
-    padding,
-)
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.config.model import ModelConfig
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch, length_mask
@@ -41,6 +35,12 @@ from reinforce_rl.megatron.model.sequences import (
 )
 from reinforce_rl.megatron.optimizer import DistributedDataParallel, wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
+from reinforce_rl.policy.micro_batches import (
+    micro_batches,
+    packed_micro_batches,
+    packed_tokens,
+    padding,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
