@@ -49,13 +49,13 @@ def test_answers(answer: dict[str, object]) -> None:
         return health_fault(Address("127.0.0.1", int(str(answer["port"]))))
 
     assert asked(200, {"text": "a small sample was scored"}) is None
-    found = asked(503, {"text": "the server is starting"})
-    assert found is not None and found.endswith(": the server is starting")
+    starting = asked(503, {"text": "the server is starting"})
+    assert starting is not None
+    assert starting.endswith(": the server is starting")
     for body in (b"hello", {"no": "text"}, [1]):
-        found = asked(200, body)
-        assert found is not None and found.endswith(
-            "answers HTTP 200, and not as a reward server does"
-        )
+        foreign = asked(200, body)
+        assert foreign is not None
+        assert foreign.endswith("answers HTTP 200, and not as a reward server does")
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
@@ -95,10 +95,11 @@ def test_an_answer_that_drips_has_a_deadline(monkeypatch: pytest.MonkeyPatch) ->
         server = threading.Thread(target=drip)
         server.start()
         begin = time.monotonic()
-        found = health_fault(Address("127.0.0.1", listener.getsockname()[1]))
+        fault = health_fault(Address("127.0.0.1", listener.getsockname()[1]))
         seconds = time.monotonic() - begin
         server.join(30)
-    assert found is not None and "does not answer" in found
+    assert fault is not None
+    assert "does not answer" in fault
     assert seconds < 10
 
 
@@ -107,4 +108,4 @@ def test_nothing_listens() -> None:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     fault = health_fault(Address("127.0.0.1", port))
-    assert fault == f"127.0.0.1:{port} does not answer (Connection refused)"
+    assert fault == f"127.0.0.1:{port} does not answer (connection refused)"
