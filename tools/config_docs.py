@@ -34,7 +34,7 @@ YAML_MARKERS = (
 )
 WIDTH = 119
 # what `key` adds to a JSON schema
-_OWN_FIELDS = ("unit", "more", "kind", "expected", "follows", "heading")
+_OWN_FIELDS = ("unit", "details", "kind", "expected", "follows", "heading")
 _NOT_COPIED = (*_OWN_FIELDS, "description", "default", "title")
 # NeMo-Aligner's keys of the same name; with a star, the default or the meaning differs.
 _NEMO_ALIGNER = """
@@ -202,7 +202,7 @@ def table_rows() -> Iterator[tuple[str, str]]:
     """(key, row of the table) of each key of an actor."""
     for key in keys_of(TrainConfig()):
         kind = f"{key.kind}, {key.unit}" if key.unit else key.kind
-        meaning = key.meaning + key.more
+        meaning = key.meaning + key.details
         meaning = meaning.replace("|", "\\|")
         origin = ORIGINS.get(key.path, "-")
         row = f"| `{key.path}` | {kind} | {key.default} | {meaning} | {origin} |"

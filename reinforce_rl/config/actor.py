@@ -93,7 +93,7 @@ class ReinforceConfig(Section):
     kl_estimator: Literal["k1", "absolute_k1", "k2", "k3"] = key(
         "k1",
         "k1 (exact), absolute_k1, k2 or k3; in the reward the last three are biased",
-        more=". See [algorithms.md](algorithms.md#kl)",
+        details=". See [algorithms.md](algorithms.md#kl)",
     )
     kl_reduction: Literal["sum", "mean"] = key(
         "sum", "over a response's tokens: sum, or mean as in NeMo-Aligner, which is biased"
@@ -117,7 +117,7 @@ class ReinforceConfig(Section):
         ", ".join(ADVANTAGE_ESTIMATORS),
         expected=f"one of {', '.join(ADVANTAGE_ESTIMATORS)}",
         heading="Baseline and credit",
-        more="; see [algorithms.md](algorithms.md#baselines-and-advantages)",
+        details="; see [algorithms.md](algorithms.md#baselines-and-advantages)",
     )
     baseline_window: Count = key(10, "steps that moving_average averages over", "steps")
     baseline_decay: float = key(
@@ -143,7 +143,7 @@ class ReinforceConfig(Section):
         "tokens summed, sequences averaged; or sequence_mean (GRPO), token_mean (DAPO), "
         "fixed_length (Dr. GRPO)",
         heading="Loss",
-        more=". See [algorithms.md](algorithms.md#loss)",
+        details=". See [algorithms.md](algorithms.md#loss)",
     )
     entropy_bonus: NonNegative = key(
         0.0, "reward for the entropy of each token's distribution", "reward per nat"
@@ -201,7 +201,7 @@ class ReinforceConfig(Section):
     generation_work_queue: bool = key(
         False,
         "free data-parallel ranks generate the others' remaining micro-batches; no number changes",
-        more=(
+        details=(
             ". Needs more than one micro-batch a rank "
             "(`model.reinforce.rollout_micro_batch_size`); see "
             "[parallelism.md](parallelism.md#work-queue)"
@@ -210,7 +210,7 @@ class ReinforceConfig(Section):
     generator_log_probs: bool = key(
         True,
         "take the KL from the native generator's own log-probs, which saves a pass",
-        more=(
+        details=(
             ". Without effect with an engine, in bf16, and where a rollout batch takes several "
             "optimizer steps: there the trainer computes its own"
         ),
@@ -234,7 +234,7 @@ class ReinforceConfig(Section):
         "pad each sequence to this length in log-prob passes and updates, so that all passes have "
         "one shape; null pads to the longest of a micro-batch",
         "tokens",
-        more=". Longer ones are not cut, and no number changes",
+        details=". Longer ones are not cut, and no number changes",
     )
 
     reward_shaping: RewardShapingConfig = key(RewardShapingConfig(), "in this order")
@@ -269,7 +269,7 @@ class RanksConfig(Section):
     precision: Precision = key(
         "auto",
         "32, bf16 (keeps fp32 main weights and gradients), or auto: bf16 on GPUs, else 32",
-        more=". See [parallelism.md](parallelism.md#bf16)",
+        details=". See [parallelism.md](parallelism.md#bf16)",
     )
 
     @property
@@ -279,7 +279,7 @@ class RanksConfig(Section):
 
 class ProfileConfig(Section):
     steps: list[int] = key(
-        [], "steps to profile, such as [3,4]", more="; see [profiling.md](profiling.md)"
+        [], "steps to profile, such as [3,4]", details="; see [profiling.md](profiling.md)"
     )
     ranks: list[int] | None = key(None, "ranks that do; null: all")
     tool: Literal["torch", "nsys"] = key(
@@ -296,19 +296,19 @@ class TrainerConfig(RanksConfig):
         1800.0,
         "abort after this long without progress on any rank; the error names the stuck one",
         "s",
-        more=". See [operations.md](operations.md#a-rank-that-dies-or-hangs)",
+        details=". See [operations.md](operations.md#a-rank-that-dies-or-hangs)",
     )
     heartbeat_timeout_seconds: Positive = key(
         120.0,
         "abort if a rank sends no heartbeat for this long",
         "s",
-        more=": a machine down, a process stopped",
+        details=": a machine down, a process stopped",
     )
     straggler_factor: float = key(
         1.5,
         "log a rank that takes this many times the median of a phase",
         ge=1,
-        more=". See [operations.md](operations.md#stragglers)",
+        details=". See [operations.md](operations.md#stragglers)",
     )
     profile: ProfileConfig = ProfileConfig()
     reinforce: ReinforceConfig = ReinforceConfig()
@@ -340,13 +340,13 @@ class TrainConfig(Section):
         "native",
         "native: on the actor's own weights; vllm; tensorrt_llm; or a class's dotted name "
         "(CONTRIBUTING.md)",
-        more=", see [A generator](../CONTRIBUTING.md#a-generator)",
+        details=", see [A generator](../CONTRIBUTING.md#a-generator)",
     )
     placement: Literal["colocated", "disaggregated"] = key(
         "colocated",
         "where responses are generated: colocated, on the ranks that train; disaggregated, on "
         "ranks of their own",
-        more="; see [disaggregated.md](disaggregated.md)",
+        details="; see [disaggregated.md](disaggregated.md)",
     )
     generation_ranks: Natural = key(
         0,
@@ -375,19 +375,19 @@ class TrainConfig(Section):
         "rollouts may be of weights this many steps old; null: 1 with placement=disaggregated, "
         "else 0",
         "steps",
-        more=". 0 gives the numbers of placement=colocated, bit for bit",
+        details=". 0 gives the numbers of placement=colocated, bit for bit",
     )
     rollout_order: Literal["prompts", "finished"] = key(
         "prompts",
         "of placement=disaggregated, what a step takes: the next prompts, which can be repeated; "
         "or what is finished first",
-        more="; see [disaggregated.md](disaggregated.md#what-is-finished-first)",
+        details="; see [disaggregated.md](disaggregated.md#what-is-finished-first)",
     )
     inflight_updates: Literal["none", "recompute", "keep"] = key(
         "none",
         "of rollout_order=finished: whether responses under way use new weights for their rest; "
         "the keys and values of what was drawn before are then computed anew (recompute) or kept",
-        more="; see [disaggregated.md](disaggregated.md#what-is-finished-first)",
+        details="; see [disaggregated.md](disaggregated.md#what-is-finished-first)",
     )
     engine: EngineConfig = key(
         EngineConfig(), "of generation=vllm and tensorrt_llm; see docs/engines.md"
@@ -400,7 +400,7 @@ class TrainConfig(Section):
         "server",
         "server: remote_rm.reward_model; function: reward_function, in processes of the trainer; "
         "or a class's dotted name",
-        more=", see [A reward source](../CONTRIBUTING.md#a-reward-source)",
+        details=", see [A reward source](../CONTRIBUTING.md#a-reward-source)",
     )
     reward_function: RewardFunctionConfig = key(
         RewardFunctionConfig(), "see docs/reward-functions.md"
@@ -413,19 +413,19 @@ class TrainConfig(Section):
     resume_with_changes: bool = key(
         False,
         "resume although algorithm, samples a prompt, KL, data or model have changed",
-        more="; see [operations.md](operations.md#going-on-with-other-settings)",
+        details="; see [operations.md](operations.md#going-on-with-other-settings)",
     )
     preflight: bool | Literal["deep"] = key(
         False,
         "true: print the plan and all errors, and start nothing; deep: also run ranks on fake "
         "GPUs, for the memory and a lower bound of the time of a step",
         expected=f"true, false or {DEEP}",
-        more="; see [parallelism.md](parallelism.md#preflight)",
+        details="; see [parallelism.md](parallelism.md#preflight)",
     )
     preflight_machine: Text = key(
         "h100",
         "of preflight=deep: h100, h200, a100, or a YAML file with a machine's rates",
-        more="; see [parallelism.md](parallelism.md#deep-preflight)",
+        details="; see [parallelism.md](parallelism.md#deep-preflight)",
     )
     preflight_response_tokens: Count | None = key(
         None, "of preflight=deep: mean length of a response; null: max_length", "tokens"

@@ -35,11 +35,12 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    def all_faults(self, found: list[str]) -> Iterable[str]:
-        """Return the errors `found` in single keys that matter, and those across keys; of a
-        program's whole schema.
+    def all_faults(self, faults_of_keys: list[str]) -> Iterable[str]:
+        """Return the errors in single keys that matter, and those across keys.
+
+        Of a program's whole schema.
         """
-        return found
+        return faults_of_keys
 
 
 def key(
@@ -47,7 +48,7 @@ def key(
     sentence: str = "",
     unit: str = "",
     *,
-    more: str = "",
+    details: str = "",
     kind: str = "",
     expected: str = "",
     follows: str | dict[str, str] = "",
@@ -60,14 +61,14 @@ def key(
         default: `NOT_SET` makes the key required.
         sentence: YAML comment and start of the row in the documentation.
         unit: of a number.
-        more: Markdown after the sentence, in the documentation only.
+        details: Markdown after the sentence, in the documentation only.
         kind: documented type, if the annotation does not say it.
         expected: end of the error message, if bounds and choices do not say it.
         follows: dotted key that the YAML takes the default from; for a section, by name of its key.
         heading: comment line before the key in the YAML.
         bounds: constraints of pydantic's `Field`: ge, gt, le, lt.
     """
-    extra: dict[str, Any] = {"unit": unit, "more": more, "kind": kind, "expected": expected}
+    extra: dict[str, Any] = {"unit": unit, "details": details, "kind": kind, "expected": expected}
     extra |= {"follows": follows, "heading": heading}
     return Field(
         default,

@@ -44,7 +44,7 @@ class Key:
     default: str  # Markdown
     bound: str  # what values it takes; empty where the type says it
     meaning: str  # a sentence, in Markdown
-    more: str  # after it, in the documentation only
+    details: str  # after it, in the documentation only
 
 
 def keys_of(
@@ -69,7 +69,7 @@ def keys_of(
             default,
             "" if bound == _described(extra) else bound,
             extra.get("description", ""),
-            extra.get("more", ""),
+            extra.get("details", ""),
         )
 
 

@@ -50,7 +50,7 @@ class TensorRTLLMConfig(Section):
     mode: Literal["colocated"] = key(
         "colocated",
         "on the GPUs that train",
-        more="; nothing else is built",
+        details="; nothing else is built",
         expected=(
             "colocated. TensorRT-LLM's worker takes weights through CUDA IPC only, from a process "
             "on the same GPU, so engines on GPUs of their own are not built"

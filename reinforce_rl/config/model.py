@@ -28,7 +28,9 @@ LoraTarget = Literal[
 
 class SamplingConfig(Section):
     use_greedy: bool = key(
-        False, "take the likeliest token", more="; refused in training: all samples would be alike"
+        False,
+        "take the likeliest token",
+        details="; refused in training: all samples would be alike",
     )
     temperature: Positive = key(
         1.0,
@@ -58,7 +60,7 @@ class LengthConfig(Section):
         0,
         "tokens before an end token may come; above 0 biases the gradient, as top_k does",
         "tokens",
-        more=": the end token is banned there, and the log-probs do not know of the ban",
+        details=": the end token is banned there, and the log-probs do not know of the ban",
     )
 
 
@@ -78,12 +80,12 @@ class RolloutConfig(Section):
         "capacity of the native engine's KV cache on a rank; further sequences wait for room. At "
         "least encoder_seq_length; null: no bound",
         "tokens",
-        more=", all sequences of a call at once. No number changes",
+        details=", all sequences of a call at once. No number changes",
     )
     lean_decoding: bool = key(
         True,
         "native engine: decode without megatron's bookkeeping, on a CPU from packed weights",
-        more=(
+        details=(
             ", which take the weights' memory once more during generation. False: megatron's own "
             "layers. No number changes but for rounding"
         ),
@@ -92,7 +94,7 @@ class RolloutConfig(Section):
         None,
         "native engine: decode steps of a static shape; needs `lean_decoding`; null: on a GPU in "
         "bf16",
-        more=(
+        details=(
             ", where no sliding window binds. They read the cache by flash attention and check "
             "every eighth step which responses have ended; pipeline stages decode at the same "
             "time. On other devices it is ignored"
@@ -102,7 +104,7 @@ class RolloutConfig(Section):
         None,
         "replay these steps as CUDA graphs, one for each number of rows; null: with one pipeline "
         "stage",
-        more=". Needs `static_decoding` and no pipeline stages",
+        details=". Needs `static_decoding` and no pipeline stages",
     )
     num_val_samples: Count | None = key(
         None, "validate on the first prompts of the set only; null for all", "prompts"
@@ -115,7 +117,7 @@ class RolloutConfig(Section):
     overlap_offload: bool = key(
         False,
         "with `offload_adam_states`: copy them back while log-probs are computed",
-        more=", on a stream of their own; not yet judged on a GPU",
+        details=", on a stream of their own; not yet judged on a GPU",
     )
     sampling_params: SamplingConfig = SamplingConfig()
     allow_biased_sampling: bool = key(
@@ -133,7 +135,7 @@ class RolloutConfig(Section):
         True,
         "leave the tokenizer's special tokens out of the texts of responses, which rewards and "
         "records have",
-        more=(
+        details=(
             "; false where a reward looks for one, such as a `<think>` that was added as a "
             "special token. The token that ends a response is never in the text of a reward"
         ),
@@ -162,7 +164,7 @@ class OptimConfig(Section):
     fused: bool = key(
         True,
         "torch's fused Adam, which goes over memory once",
-        more=(
+        details=(
             "; false: its plain one, which on a GPU takes 4 bytes a parameter more. Where "
             "Transformer Engine or Apex is installed, megatron takes theirs"
         ),
@@ -178,7 +180,7 @@ class OptimConfig(Section):
     in_place_gradients: bool = key(
         True,
         "on a CPU in fp32: backward passes add to megatron's gradient buffers in place",
-        more=(
+        details=(
             ". False: each gradient is made anew in every micro-batch and added afterwards. No "
             "number changes but for rounding"
         ),
@@ -201,7 +203,7 @@ class DataPrefixConfig(Section):
         "prompts: a file of JSONL, JSON, CSV or Parquet, a folder, hf:OWNER/NAME, or a list of "
         "them",
         kind="path or list",
-        more=(
+        details=(
             "; see [data.md](data.md). `[a, b]`: every prompt once an epoch; `[0.3, a, 0.7, b]`: "
             "[blended by weight](#blending-files-by-weight)"
         ),
@@ -211,13 +213,13 @@ class DataPrefixConfig(Section):
         "as train, without weights; {NAME: path or list, ...} for several sets; null for no "
         "validation",
         kind="path, list or sets",
-        more=". See [evaluation.md](evaluation.md#validation-sets-with-names)",
+        details=". See [evaluation.md](evaluation.md#validation-sets-with-names)",
     )
     test: Text | list[Text] | None = key(
         None,
         "prompts that the trained policy answers once, after the last step",
         kind="path or list",
-        more=", with validation's sampling: `test/...` metrics, samples in `test/`",
+        details=", with validation's sampling: `test/...` metrics, samples in `test/`",
     )
 
 
@@ -232,7 +234,7 @@ class FieldsConfig(Section):
         {},
         "names for other columns, as a reward function sees them: "
         "+model.data.fields.rename.NAME=COLUMN",
-        more=". A dotted column leads into objects, for instance `reward_model.ground_truth`",
+        details=". A dotted column leads into objects, for instance `reward_model.ground_truth`",
     )
 
     @property
@@ -261,18 +263,18 @@ class DataConfig(TemplateConfig):
     apply_chat_template: bool = key(
         False,
         "wrap a plain prompt as one user message of the chat template",
-        more=". `messages` always go through the template",
+        details=". `messages` always go through the template",
     )
     add_bos: bool | None = key(
         None,
         "put the begin-of-sequence token before a prompt that no template rendered; null: where "
         "the tokenizer does so",
-        more=" by itself, `tokenizer(text)`. There is never a second one",
+        details=" by itself, `tokenizer(text)`. There is never a second one",
     )
     too_long: Literal["refuse", "skip"] = key(
         "refuse",
         "a prompt above encoder_seq_length - max_length tokens: refuse, or skip with a count",
-        more=". None is ever cut",
+        details=". None is ever cut",
     )
     shuffle: bool = key(True, "a new order each epoch, from seed and epoch")
 
@@ -291,7 +293,7 @@ class PeftConfig(Section):
     peft_scheme: Literal["lora"] | None = key(
         None,
         "lora: train low-rank updates of frozen weights; null: train all weights",
-        more=". See [architecture.md](architecture.md#lora)",
+        details=". See [architecture.md](architecture.md#lora)",
     )
     lora_tuning: LoraTuningConfig = LoraTuningConfig()
 
@@ -305,14 +307,14 @@ class ParallelConfig(Section):
         "ranks",
         heading="Ranks = tensor x pipeline x context x data; see docs/parallelism.md for what to "
         "choose.",
-        more="; see [parallelism.md](parallelism.md)",
+        details="; see [parallelism.md](parallelism.md)",
     )
     pipeline_model_parallel_size: Count = key(1, "stages that share the layers", "ranks")
     context_parallel_size: Count = key(
         1,
         "ranks that share each sequence in log-prob passes and updates",
         "ranks",
-        more="; when generating, they share the prompts",
+        details="; when generating, they share the prompts",
     )
     sequence_parallel: bool = key(
         False, "tensor-parallel ranks share positions where they share no matrix"
@@ -331,7 +333,7 @@ class ParallelConfig(Section):
     megatron_overrides: Fields = key(
         {},
         "of megatron-core's TransformerConfig: +model.megatron_overrides.NAME=VALUE",
-        more="; plain values only",
+        details="; plain values only",
     )
 
     @property
@@ -349,7 +351,7 @@ class ModelConfig(ParallelConfig):
     transformer_engine: bool = key(
         False,
         "use Transformer Engine's layers; on GPUs, where it is installed",
-        more=" ([details](tensorrt-llm.md#transformer-engine)). Off until it has run on one",
+        details=" ([details](tensorrt-llm.md#transformer-engine)). Off until it has run on one",
     )
     encoder_seq_length: int = key(2048, "longest sequence, prompt and response together", "tokens")
     micro_batch_size: Count = key(4, "sequences in one forward and backward pass", "sequences")
@@ -363,13 +365,13 @@ class ModelConfig(ParallelConfig):
         None,
         "response tokens whose logits exist at a time; null: 1024, on a CPU 128",
         "tokens",
-        more=", where larger chunks are slower than its allocator's cache",
+        details=", where larger chunks are slower than its allocator's cache",
     )
     shared_prefix: bool | None = key(
         None,
         "log-prob passes and updates read a group's prompt once, without padding; null: on a CPU, "
         "where possible",
-        more=(
+        details=(
             ". No number changes but for rounding. Needs `context_parallel_size=1` and no "
             "`rollout_batch_seq_length`. See [performance.md](performance.md#shared-prefix)"
         ),
@@ -383,7 +385,7 @@ class ModelConfig(ParallelConfig):
         "host",
         "where the reference's weights lie: host (transferred for each pass) or device (no "
         "transfer)",
-        more=". With LoRA there is no copy",
+        details=". With LoRA there is no copy",
     )
     peft: PeftConfig = PeftConfig()
     reinforce: RolloutConfig = RolloutConfig()

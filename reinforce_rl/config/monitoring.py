@@ -43,14 +43,14 @@ class CheckpointConfig(Section):
     keep_best: Natural = key(
         0,
         "best checkpoints to keep besides; a validation that is among them is saved at once",
-        more=", whatever `save_interval` is",
+        details=", whatever `save_interval` is",
     )
     best_metric: Text = key("val/rewards", "metric of validation that ranks them")
     best_mode: Literal["max", "min"] = key("max", "max or min: which values are better")
     async_save: bool = key(
         False,
         "write during training, from a copy in host memory",
-        more="; see [checkpoints.md](checkpoints.md)",
+        details="; see [checkpoints.md](checkpoints.md)",
     )
     save_hf_on_train_end: bool = key(
         True, "write the trained model as a Hugging Face folder, explicit_log_dir/hf"
@@ -74,14 +74,14 @@ class ExpManagerConfig(Section):
     resume_if_exists: bool = key(
         True,
         "resume from the newest checkpoint in explicit_log_dir",
-        more=". With false, a folder that holds metrics is refused",
+        details=". With false, a folder that holds metrics is refused",
     )
     max_time_per_run: Text | None = key(
         None,
         "DD:HH:MM:SS from the allocation's start, else the process's; saved by then; null: no "
         "bound",
         kind="`DD:HH:MM:SS`",
-        more=(
+        details=(
             ". The allocation's start is `SLURM_JOB_START_TIME`. The run validates, saves and "
             "ends with exit code 75; see "
             "[operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
@@ -90,7 +90,7 @@ class ExpManagerConfig(Section):
     record: Record = key(
         "full",
         "full: every sample, and of each step checksums, versions and loss terms; samples; off",
-        more=". `full` is what `reinforce-rl replay` needs. See [records.md](records.md)",
+        details=". `full` is what `reinforce-rl replay` needs. See [records.md](records.md)",
     )
     record_keep: Count = key(
         100, "newest steps of which more than the samples is kept with record=full", "steps"
@@ -100,10 +100,10 @@ class ExpManagerConfig(Section):
         "steps between those whose samples are recorded with token ids and values per token; 0 "
         "for never",
         "steps",
-        more=". See [records.md](records.md)",
+        details=". See [records.md](records.md)",
     )
     loggers: list[Text] = key(
-        [], f"besides metrics.jsonl: {', '.join(LOGGERS)}", more=". See [loggers.md](loggers.md)"
+        [], f"besides metrics.jsonl: {', '.join(LOGGERS)}", details=". See [loggers.md](loggers.md)"
     )
     create_tensorboard_logger: bool = key(False, "the same as loggers=[tensorboard]")
     create_wandb_logger: bool = key(False, "the same as loggers=[wandb]")

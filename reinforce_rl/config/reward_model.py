@@ -177,8 +177,8 @@ class TrainRewardModelConfig(Section):
         kind="path",
     )
 
-    def all_faults(self, found: list[str]) -> Iterator[str]:
-        yield from found
+    def all_faults(self, faults_of_keys: list[str]) -> Iterator[str]:
+        yield from faults_of_keys
         model = self.model
         folder = self.model.restore_from_path
         longest = self.data.max_length

@@ -42,7 +42,7 @@ class RewardServerConfig(Section):
     replicas: list[Text] = key(
         [],
         "HOST:PORT of each further server of the same model; requests are spread over all",
-        more="; see [reward-server.md](reward-server.md#several-servers-of-one-reward-model)",
+        details="; see [reward-server.md](reward-server.md#several-servers-of-one-reward-model)",
     )
     ready_files: list[Text] = key(
         [],
@@ -61,7 +61,7 @@ class RewardServerConfig(Section):
         "what it is sent: tokens, text, or auto: conversations as text, for the reward model's "
         "own template, and plain prompts as tokens where both tokenizers are the same, else as "
         "text",
-        more="; see [reward-server.md](reward-server.md#tokens-or-text)",
+        details="; see [reward-server.md](reward-server.md#tokens-or-text)",
     )
 
     @property
@@ -120,7 +120,7 @@ class RewardFunctionConfig(Section):
         2,
         "samples scored at a time, each in its own process",
         "processes",
-        more=", on each rank that asks for rewards (one a data-parallel group)",
+        details=", on each rank that asks for rewards (one a data-parallel group)",
     )
     sample_timeout_seconds: Positive = key(
         5.0, "a sample that takes longer fails, and its process is killed", "s"
@@ -134,7 +134,7 @@ class RewardFunctionConfig(Section):
     sandbox: bool = key(
         False,
         "run functions in bubblewrap: no network, no other processes, no files but Python's",
-        more=" ([details](reward-functions.md#a-sandbox))",
+        details=" ([details](reward-functions.md#a-sandbox))",
     )
     weight: Weight = key(
         1.0, "of its scores in the sum, where there are several rewards", expected=_NOT_ZERO
@@ -201,7 +201,7 @@ class ServedModelConfig(TemplateConfig):
         None,
         "tensor or module of the head, such as value_head.weight, in the folder or in head_path; "
         "null: score.weight, or the module that config.json names",
-        more=" ([details](reward-server.md#heads-of-other-frameworks))",
+        details=" ([details](reward-server.md#heads-of-other-frameworks))",
     )
     head_activation: Literal["relu", "gelu", "silu", "tanh"] | None = key(
         None, "between the layers of a head that has two; null: what the model's class says"
@@ -318,8 +318,8 @@ class ServeRewardModelConfig(Section):
     def serves_function(self) -> bool:
         return self.reward_function.name is not None
 
-    def all_faults(self, found: list[str]) -> Iterable[str]:
-        faults = [*found, *self._inference_faults()]
+    def all_faults(self, faults_of_keys: list[str]) -> Iterable[str]:
+        faults = [*faults_of_keys, *self._inference_faults()]
         if self.serves_function:
             faults += self._function_faults()
             return [fault for fault in faults if not _says_that_the_model_is_not_set(fault)]

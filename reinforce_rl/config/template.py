@@ -14,19 +14,19 @@ class TemplateConfig(Section):
         {},
         "arguments of the chat template, such as enable_thinking: false; a record's column of "
         "this name wins",
-        more=". See [data.md](data.md#what-the-chat-template-gets)",
+        details=". See [data.md](data.md#what-the-chat-template-gets)",
     )
     chat_template_date: Text | None = key(
         None,
         "what a template with today's date reads, YYYY-MM-DD; null: the day of the first start, "
         "which is recorded",
-        more=". See [data.md](data.md#todays-date-in-a-template)",
+        details=". See [data.md](data.md#todays-date-in-a-template)",
     )
     sanitize_control_tokens: bool = key(
         False,
         "read control tokens within messages as text, as transformers does with this argument of "
         "apply_chat_template",
-        more=". See [data.md](data.md#control-tokens-in-messages)",
+        details=". See [data.md](data.md#control-tokens-in-messages)",
     )
 
     def freeze_date(self, tokenizer_folder: str | Path, recorded: str | None = None) -> None:

@@ -65,7 +65,7 @@ _OF_CUTS = ("sum_sequence_tokens", "sum_padded_tokens")  # these depend on the l
 class FirstDifference:
     """The first of `count` places where one column, tensor or number differs."""
 
-    what: str  # column of the samples, number of an update, or tensor
+    quantity: str  # column of the samples, number of an update, or tensor
     first: Any
     second: Any
     count: int
@@ -83,7 +83,7 @@ class FirstDifference:
 
     def __str__(self) -> str:
         first, second = _shown_apart(self.first, self.second)
-        values = f"{self.what}: {first} and {second}"
+        values = f"{self.quantity}: {first} and {second}"
         where = f" at {self.place}" if self.place else ""
         size = "" if math.isnan(self.size) else f", by {self.size:.2g} at most"
         return f"{values}{where}; {self.count} of {self.total} differ{size}"
@@ -167,9 +167,11 @@ def update_differences(
         prefix = f"optimizer step {number + 1}, " if len(first.updates) > 1 else ""
         of_update = number_differences(left, right, bounds)
         if bounds != EQUAL_BITS:
-            of_update = [difference for difference in of_update if difference.what not in _OF_CUTS]
+            of_update = [
+                difference for difference in of_update if difference.quantity not in _OF_CUTS
+            ]
         differences += [
-            replace(difference, what=prefix + difference.what) for difference in of_update
+            replace(difference, quantity=prefix + difference.quantity) for difference in of_update
         ]
     return differences
 

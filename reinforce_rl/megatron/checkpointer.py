@@ -70,7 +70,7 @@ class Checkpoint:
     trainer_state: dict[str, Any]
 
     def more(self, name: str) -> bytes:
-        """Return the content of a file that was saved as one of `more`; empty if there is none."""
+        """Return a file that was saved as one of `other_files`; empty if there is none."""
         path = self.folder / name
         return (
             read_bounded(path, max_bytes=_MAX_MORE_BYTES, within=self.folder)
@@ -269,7 +269,7 @@ class Checkpointer:
         step: int,
         trainer_state: dict[str, Any],
         keep: Collection[int] = (),
-        more: Mapping[str, bytes] = MappingProxyType({}),
+        other_files: Mapping[str, bytes] = MappingProxyType({}),
         waited: float = 0.0,
     ) -> Path:
         """Write a checkpoint; a collective call. `latest` changes when all files are on disk.
@@ -281,7 +281,7 @@ class Checkpointer:
             step: the number of steps that the state includes.
             trainer_state: JSON-serializable.
             keep: steps of checkpoints to retain besides the newest.
-            more: contents of other files by name. The first rank writes them, except empty ones.
+            other_files: their contents by name. The first rank writes them, except empty ones.
             waited: seconds for which the save blocked training before this call.
 
         Raises:
@@ -316,7 +316,7 @@ class Checkpointer:
         keep_names = {folder_name(s) for s in keep}
         state = random_state(self._mesh)
         waited += time.monotonic() - began
-        save = _Save(final, part, trainer_state, keep_names, writer, state, more, waited)
+        save = _Save(final, part, trainer_state, keep_names, writer, state, other_files, waited)
         # Not on the main thread, where a Ctrl-C in torch's C++ writer can abort the process. A
         # daemon thread does not keep a failing run alive.
         save.thread = threading.Thread(

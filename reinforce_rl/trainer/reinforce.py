@@ -473,7 +473,7 @@ class ReinforceTrainer:
             self.step,
             self.state_dict(),
             keep=self._best.steps,
-            more={ROLLOUTS_FILE: later_rollouts},
+            other_files={ROLLOUTS_FILE: later_rollouts},
             waited=waited,
         )
         self._saved_step = self.step
@@ -517,9 +517,9 @@ class ReinforceTrainer:
     def load_state_dict(
         self,
         state: dict[str, Any],
-        more: Mapping[str, bytes] = MappingProxyType({}),
+        other_files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """Inverse of `state_dict`; `more` are the checkpoint's other files.
+        """Inverse of `state_dict`; `other_files` are the checkpoint's, by name.
 
         Raises CheckpointError: the state is another program's, or of another version or other data.
         """
@@ -535,7 +535,7 @@ class ReinforceTrainer:
         rollouts = {
             "step": self.step,
             "under_way": state["data"].get("under_way", ()),
-            "rollouts": more.get(ROLLOUTS_FILE, b""),
+            "rollouts": other_files.get(ROLLOUTS_FILE, b""),
         }
         self.rollouts.load_state_dict(rollouts)
 

@@ -80,14 +80,14 @@ def test_the_first_place_is_named(
     assert setting in result.settings
     assert first.step == step
     assert first.phase == phase
-    assert first.difference.what.endswith(column)
+    assert first.difference.quantity.endswith(column)
     assert f"They part at step {step}, in {phase}: " in result.sentence
     if other == "cut":
         assert result.beyond_rounding == {}
         assert "within rounding" in result.sentence
     elif other == "lr":
         assert result.exact["weights"].step == result.exact["generate"].step == 2
-        assert result.exact["generate"].difference.what in (
+        assert result.exact["generate"].difference.quantity in (
             "generator_log_probs",
             "response_tokens",
         )
@@ -148,7 +148,7 @@ def test_versions_that_the_ranks_that_train_leave_out(
     if phases:
         parting = result.exact["generate"]
         assert parting.step == 1
-        assert parting.difference.what == "weight_versions"
+        assert parting.difference.quantity == "weight_versions"
         assert parting.difference.first == 0
         assert parting.difference.second == 1 - age
 
@@ -224,4 +224,4 @@ def test_samples_that_one_lacks() -> None:
     missing = missing_samples(first, second)
     assert missing is not None
     expected = (*("sample 2 of the step", "prompt 2, sample 0", "none", 1),)
-    assert (missing.what, missing.first, missing.second, missing.count) == expected
+    assert (missing.quantity, missing.first, missing.second, missing.count) == expected

@@ -119,7 +119,7 @@ def test_a_tensor_that_differs_or_is_absent_is_named(sums, name, kind):
     assert tensor_differences(states(MOMENTS), states(dict(MOMENTS)), kind) == []
     for left, right in ((MOMENTS, sums), (sums, MOMENTS)):
         (difference,) = tensor_differences(states(left), states(right), kind)
-        assert difference.what == f"tensor {name}"
+        assert difference.quantity == f"tensor {name}"
 
 
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1)])

@@ -254,7 +254,7 @@ def test_a_planted_fault_is_named(name: str, folder: Path) -> None:
     assert replayed.exit_code == 1, replayed.sentence
     assert first(replayed).name == phase, replayed.sentence
     difference = first(replayed).differences[0]
-    assert difference.what == column
+    assert difference.quantity == column
     assert difference.prompt_id is not None
     assert phase in replayed.sentence
     assert difference.place in replayed.sentence
@@ -286,7 +286,7 @@ def test_one_weight_changed_by_a_millionth(folder: Path, monkeypatch: pytest.Mon
         assert weights.name == "weights"
         assert weights.note == "as they were read"
         assert weights.differences[0].count == 1
-        assert weights.differences[0].what == "tensor decoder.layers.0.mlp.linear_fc2.weight"
+        assert weights.differences[0].quantity == "tensor decoder.layers.0.mlp.linear_fc2.weight"
         assert "the checkpoint or the initial model was changed" in replayed.sentence
 
 
@@ -458,7 +458,7 @@ def test_the_moments_of_adam_are_compared(kind: str) -> None:
     assert same.verdict == "same"
     other = module._compare_update(record("01"), record("02"), EQUAL_BITS)
     assert other.verdict == "differs"
-    differing = [difference.what for difference in other.differences]
+    differing = [difference.quantity for difference in other.differences]
     assert differing == ["tensor w.exp_avg_sq"]
     rounded = module._compare_update(record("01"), record("02"), ROUNDING)
     assert rounded.verdict == "same"
