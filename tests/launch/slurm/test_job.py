@@ -453,13 +453,15 @@ def test_all_faults_of_the_settings_are_told(started: type[Job]) -> None:
     job = started(
         {"servers": 0},
         REINFORCE_MAX_RESTARTS="many",
+        REINFORCE_SERVERS="2",
         FAKE_ARGUMENTS="exp_manager.explicit_log_dir=/elsewhere",
     )
     output, _ = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
-    assert output.startswith("error: 3 faults in the configuration:")
+    assert output.startswith("error: 4 faults in the configuration:")
     assert printed_keys(output) == [
         "slurm.variable.invalid",
+        "slurm.variable.not_read",
         "slurm.run_dir.set_twice",
         "slurm.variable.invalid",
     ]
