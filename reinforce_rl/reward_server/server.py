@@ -42,6 +42,7 @@ from reinforce_rl.rewards import base, transport, wire
 from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress
 from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.job_rank import host_of_meeting
 from reinforce_rl.utils.net import Address, is_loopback, open_port, published_address
 from reinforce_rl.utils.process_reaper import ProcessReaper, name_stopped
 
@@ -229,7 +230,7 @@ class RewardServer:
                 key="serve.server.not_answering",
             ) from error
         if self._ready_file is not None:
-            published = published_address(address)
+            published = published_address(address, host_of_meeting())
             content = {"host": published.host, "port": published.port, "pid": os.getpid()}
             write_atomically(self._ready_file, json.dumps(content))
         logger.info("event=ready url=%s info=%s", address.url, self.info.to_json())

@@ -91,6 +91,12 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def host_of_meeting() -> str | None:
+    """Return the host at which the launcher's ranks meet, rank 0's; None in a plain `python`."""
+    # Without ranks, MASTER_ADDR may be a service's of the cluster.
+    return JobRank.of_process().host if ranks_started() is not None else None
+
+
 def ranks_started() -> str | None:
     """Return the number of ranks that the launcher started; None in a plain `python`."""
     return os.environ.get(RANKS_VARIABLE)

@@ -219,10 +219,16 @@ def own_address(peers: Sequence[str] = (ANYWHERE,)) -> str:
     return address
 
 
-def published_address(address: Address) -> Address:
-    """Return where other machines reach a server that listens at `address`."""
+def published_address(address: Address, meeting_host: str | None = None) -> Address:
+    """Return where other machines reach a server that listens at `address`.
+
+    `meeting_host` is where ranks on other machines reach this one, None if unknown. A machine may
+    have several networks: this one is known to work, the default route's need not.
+    """
     if address.host not in LOOPBACKS:
         return address
+    if meeting_host is not None and not is_loopback(meeting_host):
+        return Address(meeting_host, address.port)
     try:
         host = own_address()
     except ReinforceError:  # no other machine can reach this one

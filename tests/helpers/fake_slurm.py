@@ -118,14 +118,16 @@ def write_commands(folder: Path) -> Path:
 
 
 def write_python(folder: Path) -> Path:
-    """Write a `python` of which `-m reinforce_rl COMMAND` is one of the programs here; return its path."""
+    """Write a `python` whose `run_module.py reinforce_rl COMMAND` is a program here."""
     folder.mkdir(parents=True)
     for name, program in (("serve", SERVER), ("train", ACTOR), ("generate", GENERATOR)):
         (folder / f"{name}.py").write_text(program)
     python = folder / "python"
     python.write_text(
         "#!/bin/bash\n"
-        f'if [ "$1 $2" = "-m reinforce_rl" ]; then set -- "{folder}/$3.py" "${{@:4}}"; fi\n'
+        'if [ "${1##*/} $2" = "run_module.py reinforce_rl" ]; then\n'
+        f'    set -- "{folder}/$3.py" "${{@:4}}"\n'
+        "fi\n"
         f"exec '{sys.executable}' \"$@\"\n"
     )
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
@@ -150,6 +152,8 @@ def srun(home: Path, arguments: list[str]) -> int:
                 **os.environ,
                 **{f"SLURM_{key}": str(value) for key, value in place.items()},
             }
+            if "FAKE_IMAGE_PYTHONPATH" in os.environ:
+                environment["PYTHONPATH"] = os.environ["FAKE_IMAGE_PYTHONPATH"]
             tasks.append(
                 subprocess.Popen(
                     command, env=environment, stdout=log, stderr=log, start_new_session=True

@@ -134,7 +134,7 @@ class SlurmRun:
         found = {}
         for process in processes_of(self.lab, job):
             with contextlib.suppress(psutil.Error):
-                if process.cmdline()[1:4] == ["-m", "reinforce_rl", command]:
+                if process.cmdline()[2:4] == ["reinforce_rl", command]:
                     found[int(process.environ()["SLURM_PROCID"])] = process
         return found
 

@@ -286,14 +286,20 @@ def test_a_busy_port_is_an_error_before_anything_starts(tokenizer, monkeypatch):
     check_port("127.0.0.1", port)  # free again
 
 
-def test_a_free_port_is_in_the_ready_file(tmp_path):
+@pytest.mark.parametrize("meeting_host", [None, "192.0.2.7"], ids=["alone", "rank 0"])
+def test_a_free_port_is_in_the_ready_file(tmp_path, monkeypatch, meeting_host):
+    if meeting_host is not None:
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        monkeypatch.setenv("MASTER_ADDR", meeting_host)
     everywhere = ("inference.port=0", "inference.host=0.0.0.0", "inference.allow_no_token=true")
     with contextlib.closing(ToyServer(tmp_path, *everywhere).start()) as server:
         published = json.loads(server.ready_file.read_text())
         assert published["pid"] == server.server_pid
         assert published["port"] not in (0, server.port)
         server.port = published["port"]
-        for host in (published["host"], "127.0.0.1"):
+        assert meeting_host in (None, published["host"])
+        reachable = [published["host"]] if meeting_host is None else []
+        for host in (*reachable, "127.0.0.1"):
             answer = subprocess.run(
                 ["curl", "-fsS", f"http://{host}:{server.port}/v2/health/ready"],
                 capture_output=True,

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from reinforce_rl.utils.job_rank import JobRank, is_first_rank, ranks_started
+from reinforce_rl.utils.job_rank import JobRank, host_of_meeting, is_first_rank, ranks_started
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,6 +43,12 @@ def test_a_rank_of_a_launcher(
     assert (job.meeting, job.host_of_first) == ("node7:29500", host)
     assert job.variables() == dict(zip(NAMES, values, strict=True))
     assert not is_first_rank() and ranks_started() == "4"
+    assert host_of_meeting() == "node7"
+
+
+def test_an_address_of_something_else_is_no_meeting(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("MASTER_ADDR", "node7")
+    assert host_of_meeting() is None
 
 
 def test_ranks_without_an_address_are_asked_by_name(environment: pytest.MonkeyPatch) -> None:

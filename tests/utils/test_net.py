@@ -328,6 +328,23 @@ def test_where_others_reach_a_server(
     assert published_address(Address(host, 5555)) == Address(expected, 5555)
 
 
+@pytest.mark.parametrize(
+    ("host", "meeting_host", "expected"),
+    [
+        ("0.0.0.0", "10.1.0.1", "10.1.0.1"),  # the default route is another network's
+        ("::", "fd00::7", "fd00::7"),
+        ("0.0.0.0", "127.0.0.1", "10.9.0.1"),  # ranks of one machine
+        ("0.0.0.0", None, "10.9.0.1"),
+        ("rm0", "10.1.0.1", "rm0"),
+    ],
+)
+def test_a_server_is_reached_where_its_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch, host: str, meeting_host: str | None, expected: str
+) -> None:
+    play_names(monkeypatch, {"here": "127.0.1.1"}, route="10.9.0.1")
+    assert published_address(Address(host, 5555), meeting_host) == Address(expected, 5555)
+
+
 def test_the_interface_with_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     interfaces = {
         "lo": [SimpleNamespace(address="127.0.0.1"), SimpleNamespace(address="::1")],

@@ -42,6 +42,7 @@ from reinforce_rl.launch.slurm.settings import (
     read_settings,
     run_dir_set_twice,
     split_arguments,
+    unread_variables,
 )
 from reinforce_rl.runtime.status import saved_step
 from reinforce_rl.utils.slurm_commands import SlurmCallError, call, job_times
@@ -128,6 +129,7 @@ def _faults(servers: str, generator_ranks: str, arguments: Arguments) -> list[st
         read_settings([], os.environ, Path())
     except ConfigError as error:
         faults += error.faults
+    faults += unread_variables(os.environ)
     run_dir = os.environ["REINFORCE_RUN_DIR"]
     log_dir = override_of(arguments[0], "exp_manager.explicit_log_dir")
     if log_dir is not None and Path(log_dir) != Path(run_dir):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.settings import (
     ACTOR,
     GENERATOR,
+    PREFIX,
     SERVER,
     VARIABLES,
     Variable,
@@ -117,6 +118,24 @@ JOB_VARIABLES = (
         "REINFORCE_GENERATOR_NODES", "1", "nodes of external generators, which are component 2"
     ),
 )
+
+
+def variable_of(option: str) -> str:
+    """Return the environment variable of an option, which is read where the option is not given."""
+    return PREFIX + option.upper().replace("-", "_")
+
+
+def _option_variables() -> Iterator[str]:
+    for variable in (*VARIABLES, *JOB_VARIABLES):
+        yield variable.name
+    for name, option in COMPONENT_OPTIONS.items():
+        for component in (ACTOR, SERVER, GENERATOR):
+            yield variable_of(f"{component}-{name}")
+        if option.both:
+            yield variable_of(option.both)
+
+
+OPTION_VARIABLES = frozenset(_option_variables())
 # Set by the plan; every other job variable has an option of the same name.
 PLANNED = (names.RUN_DIR,)
 
@@ -152,7 +171,7 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
         empty.
         """
         given = [getattr(args, name.replace("-", "_")) for name in names]
-        variables = [f"REINFORCE_{name.upper().replace('-', '_')}" for name in names] + [last]
+        variables = [*map(variable_of, names), last]
         return next(
             filter(None, [*given, *(environment.get(name, "").strip() for name in variables)]), None
         )

@@ -102,7 +102,7 @@ class JobPlan:
         return {
             "repository": settings.repository,
             "python": python,
-            "batch_python": sys.executable,
+            "batch_python": sys.executable if is_in_container else python,
             "servers": settings.servers,
             "generator_ranks": generator_ranks or "1",
             "generator_restarts": settings.generator_restarts,

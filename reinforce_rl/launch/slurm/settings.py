@@ -4,6 +4,7 @@ granted.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -24,6 +25,8 @@ OF_JOB = (
     "REINFORCE_MAX_RESTARTS",
     "REINFORCE_RESTART_AFTER_CRASH",
 )
+# The programs in a job read these.
+OF_PROGRAMS = ("REINFORCE_RENDEZVOUS_FILE", "REINFORCE_REWARD_TOKEN", "REINFORCE_STORE")
 ACTOR = "actor"
 SERVER = "server"
 GENERATOR = "generator"
@@ -116,6 +119,15 @@ def _mounts(text: str) -> tuple[str, ...]:
     return entries
 
 
+def _shell_line(text: str) -> str:
+    path = os.path.expanduser(text)
+    if os.path.isfile(path):
+        # As a command it would run in a process of its own, and set nothing for the job.
+        line = f". {shlex.quote(os.path.abspath(path))}"
+        raise ValueError(f"a shell line, such as '{line}' to read this file")
+    return text
+
+
 def _variable(meaning: str, default: str = "", parse: Callable[[str], Any] = str) -> Any:
     return field(default=parse(default), metadata={"of": (default, meaning, parse)})
 
@@ -126,7 +138,10 @@ class Settings:
         metadata={"of": ("", "the run's folder, which all nodes share; needed", _absolute)}
     )
     repository: Path
-    python: str = _variable("interpreter of the tasks; else this one, or an image's python3")
+    python: str = _variable(
+        "interpreter of the tasks, without an image of the script too; else this one, or an "
+        "image's python3"
+    )
     generator_devices: int | None = _variable(
         "ranks a node of external generators; else component 2's tasks", parse=count_from(1)
     )
@@ -152,7 +167,10 @@ class Settings:
         "HOST:CONTAINER,... besides repository and run", parse=_mounts
     )
     srun_args: tuple[str, ...] = _variable("further arguments for every srun", parse=_words)
-    setup: str = _variable("a shell line for the job's script, such as `module load cuda`")
+    setup: str = _variable(
+        "a shell line for the job's script, such as `module load cuda` or `. FILE`",
+        parse=_shell_line,
+    )
     actor_args: tuple[str, ...] = ()  # Hydra overrides
     server_args: tuple[str, ...] = ()  # Hydra overrides
 
@@ -238,6 +256,19 @@ def read_settings(
     if faults:
         raise ConfigError(faults)
     return settings
+
+
+def unread_variables(environment: Mapping[str, str]) -> Iterator[Fault]:
+    """Check a job's environment for variables of ours that have no effect in it."""
+    for name, value in sorted(environment.items()):
+        is_read = name in OF_JOB or name in OF_PROGRAMS
+        if name.startswith(PREFIX) and value.strip() and not is_read:
+            yield Fault(
+                f"{name} is set, but a job does not read it; expected {', '.join(OF_JOB)} only. "
+                "Edit the script's settings, or submit with `reinforce-rl submit`, which fills "
+                "them in, and unset the variable",
+                key="slurm.variable.not_read",
+            )
 
 
 def run_dir_set_twice(log_dir: str, run_dir: str) -> Fault:

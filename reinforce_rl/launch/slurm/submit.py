@@ -8,6 +8,7 @@ the nodes that the other would get.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -22,9 +23,16 @@ from pathlib import Path
 from rich.text import Text
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError, Fault, ReinforceError
-from reinforce_rl.launch.slurm.options import PLANNED, parse_memory, parse_options, parse_time
+from reinforce_rl.launch.slurm.options import (
+    OPTION_VARIABLES,
+    PLANNED,
+    parse_memory,
+    parse_options,
+    parse_time,
+)
 from reinforce_rl.launch.slurm.outcome import finished, read_attempts
 from reinforce_rl.launch.slurm.plan import Component, JobPlan, make_request
+from reinforce_rl.launch.slurm.settings import unread_variables
 from reinforce_rl.preflight.report import print_rows, print_warnings
 from reinforce_rl.preflight.run import wide_console
 from reinforce_rl.utils.console import Console
@@ -56,14 +64,15 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     kept = {
         k: v
         for k, v in os.environ.items()
-        if not k.startswith(foreign) or k in KEPT_SLURM_VARIABLES
+        if k not in OPTION_VARIABLES and (not k.startswith(foreign) or k in KEPT_SLURM_VARIABLES)
     }
     environment = {} if plan is None else {**kept, **plan.variables}
     cluster = ask_cluster(request.run_dir, plan, request.actor_megabytes, environment)
     if plan is not None:
         print_job(console, plan, cluster.starts)
-    print_warnings(console, [*request.warnings, *cluster.warnings])
-    faults = [*request.faults, *cluster.faults]
+    replaced = [] if plan is None else _replaced_script(plan)
+    print_warnings(console, [*request.warnings, *cluster.warnings, *replaced])
+    faults = [*request.faults, *unread_variables(kept), *cluster.faults]
     if not options.dry_run:
         faults += cluster.unchecked
     elif cluster.unchecked:
@@ -72,13 +81,14 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
         text = ConfigError(faults).with_keys()
         errors.print(f"error: {text}\nNothing was submitted.", style="red")
         return EXIT_ERROR
-    print_command(console, plan)
+    print_command(console, plan, os.environ)
     settings = plan.settings
     attempts = read_attempts(settings.slurm_folder)
     if text := finished(settings.run_dir, attempts, (settings.actor_args, settings.server_args)):
         console.print(f"\n{text}. Nothing was submitted.")
         return EXIT_FINISHED
     if options.dry_run:
+        console.print(f"\nThe job's submission writes {plan.batch_file}, which the command reads.")
         console.print("\nNo fault was found. Nothing was submitted.")
         return EXIT_FINISHED
     return _submit(plan, environment, console, errors)
@@ -328,6 +338,17 @@ def _memory_warnings(nodes: str, megabytes: int) -> list[str]:
     )
 
 
+def _replaced_script(plan: JobPlan) -> Iterator[str]:
+    """Yield a warning if the run's folder has another script, which may have been edited."""
+    path = Path(plan.batch_file)
+    with contextlib.suppress(OSError):  # `_submit` says what cannot be written
+        if path.is_file() and path.read_bytes() != plan.script.encode():
+            yield (
+                f"{path} differs from this job's script, which replaces it; to use the lines of "
+                "that file, submit a copy of it with sbatch"
+            )
+
+
 def _submit(
     plan: JobPlan, environment: Mapping[str, str], console: Console, errors: Console
 ) -> int:
@@ -418,11 +439,13 @@ def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -
     print_rows(console, "Job", rows)
 
 
-def print_command(console: Console, plan: JobPlan) -> None:
-    """Print the command for pasting: a line each for the variables, each component, and the
-    program.
+def print_command(console: Console, plan: JobPlan, environment: Mapping[str, str]) -> None:
+    """Print the command for pasting into a shell with this environment: a line each for the
+    variables, each component, and the program.
     """
-    lines = [["env", *(f"{name}={value}" for name, value in plan.variables.items())], []]
+    unset = [f"--unset={name}" for name in sorted(OPTION_VARIABLES & environment.keys())]
+    variables = [f"{name}={value}" for name, value in plan.variables.items()]
+    lines = [["env", *unset, *variables], []]
     for argument in plan.command():
         if argument in (":", plan.batch_file):
             lines.append([])

@@ -29,8 +29,12 @@ SECONDS = 180.0
 class Job:
     """A job's script as a process, in a job of one server and one node with two actor tasks."""
 
-    def __init__(self, folder: Path, settings: dict[str, int] | None = None, **variables: str):
+    def __init__(
+        self, folder: Path, settings: dict[str, int | Path] | None = None, **variables: str
+    ):
         self.folder = folder
+        submitted_in = folder / "submitted"
+        submitted_in.mkdir(exist_ok=True)
         self.run_dir = folder / "run"
         self.home = folder / "home"
         self.home.mkdir(exist_ok=True)
@@ -57,9 +61,11 @@ class Job:
         script.write_text(filled_script(BATCH_FILE.read_text(), settings))
         self.process = subprocess.Popen(
             ["bash", str(script), *arguments, "--", "b=2"],
+            cwd=submitted_in,
             env={
                 **os.environ,
                 "PYTHONPATH": str(REPOSITORY),
+                "PYTHONSAFEPATH": "",
                 "PATH": f"{commands}:{os.environ['PATH']}",
                 "FAKE_SLURM": str(self.home),
                 "REINFORCE_RUN_DIR": str(self.run_dir),
@@ -100,7 +106,7 @@ def started(tmp_path: Path) -> Iterator[type[Job]]:
     jobs: list[Job] = []
 
     class Started(Job):
-        def __init__(self, settings: dict[str, int] | None = None, **variables: str):
+        def __init__(self, settings: dict[str, int | Path] | None = None, **variables: str):
             super().__init__(tmp_path, settings, **variables)
             jobs.append(self)
 
@@ -376,6 +382,40 @@ def test_an_actor_whose_step_starts_no_task_is_not_waited_for(started: type[Job]
     assert job.requeued
 
 
+def test_files_of_the_folder_of_sbatch_shadow_nothing(started: type[Job], tmp_path: Path) -> None:
+    checkout = tmp_path / "submitted" / "reinforce_rl"
+    checkout.mkdir(parents=True)
+    for file in (checkout / "__init__.py", checkout.with_name("json.py")):
+        file.write_text("raise SystemExit('of the folder of sbatch')")
+    code, lines = started().finish()
+    assert code == 0, lines
+
+
+def test_the_import_path_of_an_image_stays(started: type[Job], tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\necho "$PYTHONPATH"\nexit 3\n')
+    python.chmod(0o755)
+    job = started({"python": python}, FAKE_IMAGE_PYTHONPATH="/opt/image")
+    assert job.finish()[0] == 3
+    log = job.run_dir / "slurm" / "7-0" / "rm-0.log"
+    assert log.read_text() == f"{REPOSITORY}:/opt/image\n"
+
+
+@pytest.mark.parametrize("program", [None, "exit 1"], ids=["missing", "too old"])
+def test_a_batch_host_without_the_interpreter(
+    started: type[Job], tmp_path: Path, program: str | None
+) -> None:
+    python = tmp_path / "python3.8"
+    if program is not None:
+        python.write_text(f"#!/bin/sh\n{program}\n")
+        python.chmod(0o755)
+    job = started({"batch_python": python})
+    output, _ = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode == 1
+    assert f"batch_python is '{python}'" in output and "3.9" in output
+    assert not job.run_dir.exists()
+
+
 def test_a_job_that_gets_no_further_does_not_train(started: type[Job], tmp_path: Path) -> None:
     for restart in range(3):
         write_attempt(tmp_path / "run" / "slurm", Attempt("7", restart, 1.0, 0))
@@ -413,13 +453,15 @@ def test_all_faults_of_the_settings_are_told(started: type[Job]) -> None:
     job = started(
         {"servers": 0},
         REINFORCE_MAX_RESTARTS="many",
+        REINFORCE_SERVERS="2",
         FAKE_ARGUMENTS="exp_manager.explicit_log_dir=/elsewhere",
     )
     output, _ = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
-    assert output.startswith("error: 3 faults in the configuration:")
+    assert output.startswith("error: 4 faults in the configuration:")
     assert printed_keys(output) == [
         "slurm.variable.invalid",
+        "slurm.variable.not_read",
         "slurm.run_dir.set_twice",
         "slurm.variable.invalid",
     ]

@@ -8,11 +8,14 @@ from helpers.errors import check_fault
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.options import (
     COMPONENT_OPTIONS,
+    OPTION_VARIABLES,
     ComponentOptions,
+    _parser,
     parse_gpus,
     parse_memory,
     parse_options,
     parse_time,
+    variable_of,
 )
 
 
@@ -43,6 +46,15 @@ def test_options_and_overrides_in_any_order():
     )
     assert options.lead is options.job_name is None
     assert options.variables == {}
+
+
+def test_the_variables_of_options_are_known():
+    """They are removed from a job's environment."""
+    parser = _parser()
+    options = [word[2:] for action in parser._actions for word in action.option_strings]
+    alone = {"", "help", "dry-run", "chain", *(word for word in options if "sbatch-arg" in word)}
+    expected = {variable_of(option) for option in {*options} - alone} | {names.RUN_DIR}
+    assert expected == OPTION_VARIABLES
 
 
 def test_what_counts_first():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,22 @@ def test_test_only_submits_nothing():
     assert plan.command(test_only=True)[1] == plan.test_command(plan.actor)[1] == "--test-only"
     assert plan.test_command(plan.actor)[-1] == "--wrap=true"
     assert plan.test_command(plan.actor, exclude="n[1-2]")[-2] == "--exclude=n[1-2]"
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_tasks", "of_script"),
+    [
+        ({}, sys.executable, sys.executable),
+        ({"python": "/opt/python"}, "/opt/python", "/opt/python"),
+        ({"container_image": "a.sqsh"}, "python3", sys.executable),
+        ({"container_image": "a.sqsh", "python": "/opt/python"}, "/opt/python", sys.executable),
+    ],
+)
+def test_the_interpreters(settings: dict[str, str], of_tasks: str, of_script: str) -> None:
+    plan = job()
+    plan = replace(plan, settings=replace(plan.settings, **settings))
+    filled = plan.script_settings
+    assert (filled["python"], filled["batch_python"]) == (of_tasks, of_script)
 
 
 def test_the_lead_follows_the_last_save():

@@ -15,6 +15,7 @@ from reinforce_rl.launch.slurm.settings import (
     component_faults,
     read_settings,
     split_arguments,
+    unread_variables,
 )
 
 REPOSITORY = Path("/repo")
@@ -137,6 +138,29 @@ def test_mounts_need_a_container() -> None:
     (fault,) = faults_of([], REINFORCE_RUN_DIR="/run", REINFORCE_CONTAINER_MOUNTS="/data")
     values = ("REINFORCE_CONTAINER_MOUNTS", names.CONTAINER_IMAGE)
     check_fault([fault], "slurm.container.no_image", *values)
+
+
+def test_a_file_is_no_shell_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "the env.sh"
+    file.write_text("export A=1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in (str(file), "the env.sh", "~/the env.sh"):
+        (fault,) = faults_of([], REINFORCE_RUN_DIR="/run", REINFORCE_SETUP=given)
+        check_fault([fault], "slurm.variable.invalid", "REINFORCE_SETUP", f". '{file}'")
+    for line in (f". '{file}'", "module load cuda", str(tmp_path)):
+        given = {names.RUN_DIR: "/run", "REINFORCE_SETUP": line}
+        assert read_settings([], given, REPOSITORY).setup == line
+
+
+def test_variables_that_a_job_does_not_read() -> None:
+    read = {name: "1" for name in (*names.OF_JOB, *names.OF_PROGRAMS)}
+    empty = {"REINFORCE_MPI": " "}
+    assert list(unread_variables({**read, **empty, "PATH": "/bin"})) == []
+    faults = list(unread_variables({**read, "REINFORCE_SERVERS": "2", "REINFORCE_REPO": "/r"}))
+    assert [fault.key for fault in faults] == ["slurm.variable.not_read"] * 2
+    check_fault(faults[:1], "slurm.variable.not_read", "REINFORCE_REPO", "REINFORCE_RUN_DIR")
+    check_fault(faults[1:], "slurm.variable.not_read", "REINFORCE_SERVERS")
 
 
 def test_arguments_are_split_at_the_first_separator() -> None:

@@ -218,7 +218,9 @@ def test_a_chain(submit, monkeypatch):
         "SLURM_CONF": "/etc/slurm.conf",
     }
     assert {name: found.get(name) for name in expected} == expected
-    assert "SLURM_JOB_ID" not in found
+    # what the script has been given is no variable of the job
+    assert not {"SLURM_JOB_ID", "REINFORCE_MPI"} & found.keys()
+    assert "--unset=REINFORCE_MAX_RESTARTS --unset=REINFORCE_MPI REINFORCE_RUN_DIR=" in text
     lines = script.read_text().splitlines()
     assignments = (line.partition("#")[0].partition("=") for line in lines)
     settings = {name: value.strip() for name, _, value in assignments if name in SETTINGS}
@@ -308,6 +310,30 @@ def test_what_sbatch_refuses_is_told_with_the_component(submit):
     assert printed_keys(text) == ["slurm.sbatch.refuses"]
     assert "the job: allocation failure: Invalid qos" in text
     assert "Command" not in text
+
+
+def test_a_variable_without_effect_is_refused(submit, monkeypatch):
+    monkeypatch.setenv("REINFORCE_ACTOR_PARTITION", "batch")
+    monkeypatch.setenv("REINFORCE_REWARD_TOKEN", "secret")
+    assert "Submitted: 100" in submit()
+    monkeypatch.setenv("REINFORCE_LAUNCHER", "torchrun")
+    text = submit()
+    assert printed_keys(text) == ["slurm.variable.not_read"]
+    assert "REINFORCE_LAUNCHER" in text
+    assert len(submit.slurm.submissions()) == 1
+
+
+def test_an_edited_script_is_not_replaced_in_silence(submit):
+    script = submit.run_dir / "slurm" / "train_hetjob.sbatch"
+    text = submit("--dry-run")
+    assert f"{script}, which the command reads" in text
+    submit()
+    assert f"{script} differs" not in submit("--dry-run")
+    script.write_text(script.read_text() + "echo edited\n")
+    assert f"{script} differs" in submit("--dry-run")
+    assert script.read_text().endswith("echo edited\n")
+    assert f"{script} differs" in submit()
+    assert not script.read_text().endswith("echo edited\n")
 
 
 def test_a_chain_that_breaks_off_tells_which_jobs_there_are(submit):
