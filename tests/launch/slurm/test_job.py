@@ -309,8 +309,9 @@ def recording_python(folder: Path) -> Path:
     """A `batch_python` that writes down what the script asks of it."""
     python = folder / "recording-python"
     python.write_text(
-        f'#!/bin/sh\nshift 3\necho "$@" >>{folder}/calls\n'
-        f'exec {sys.executable} -m reinforce_rl.launch.slurm.attempt "$@"\n'
+        "#!/bin/sh\nwords=$*\n"
+        f'case $words in *slurm.attempt*) echo "${{words##*slurm.attempt }}" >>{folder}/calls ;; esac\n'
+        f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o700)
     return python
