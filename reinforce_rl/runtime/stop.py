@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 import psutil
 
 from reinforce_rl.errors import AlertStop, StoppedEarly
-from reinforce_rl.utils.job_time import END_VARIABLE, JobTimes
+from reinforce_rl.utils.job_time import JobTimes
 from reinforce_rl.utils.process import STOP_SIGNALS, active_stop_signals
+from reinforce_rl.utils.slurm_commands import END_VARIABLE
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh

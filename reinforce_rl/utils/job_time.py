@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reinforce_rl.errors import ConfigError, Fault
-from reinforce_rl.utils.slurm_commands import job_times
+from reinforce_rl.utils.slurm_commands import END_VARIABLE, START_VARIABLE, job_times
 
 ASK_SECONDS = 10.0  # for squeue, while other ranks wait
-START_VARIABLE = "SLURM_JOB_START_TIME"
-END_VARIABLE = "SLURM_JOB_END_TIME"
 _UNITS = (1, 60, 3600, 86400)  # seconds, minutes, hours, days
 
 

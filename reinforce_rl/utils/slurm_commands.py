@@ -7,6 +7,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 CALL_SECONDS = 30.0
+# By which releases of Slurm after 22.05 say the same as `job_times`.
+START_VARIABLE = "SLURM_JOB_START_TIME"
+END_VARIABLE = "SLURM_JOB_END_TIME"
 
 
 class SlurmCallError(Exception):

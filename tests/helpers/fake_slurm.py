@@ -19,15 +19,19 @@ COMMANDS = ("srun", "squeue", "scancel", "scontrol")
 SERVER = """
 import os, signal, sys, threading, time
 from pathlib import Path
-if os.environ.get("FAKE_SERVER") == "fails":
-    sys.exit(3)
 values = dict(arg.split("=", 1) for arg in sys.argv[1:])
 ready = Path(values["inference.ready_file"])
 number = ready.stem[-1]
+if os.environ.get("FAKE_SERVER") in ("fails", "fails" + number):
+    sys.exit(3)
 if os.environ.get("FAKE_SERVER") in ("dies", "dies" + number):
     threading.Timer(3.0, lambda: os.kill(os.getpid(), 9)).start()
-signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-if os.environ.get("FAKE_SERVER") != "loads":
+def drain(number, frame):
+    time.sleep(5 if os.environ.get("FAKE_SERVER") == "drains slowly" else 0)
+    os._exit(0)
+signal.signal(signal.SIGTERM, drain)
+# one beside another that fails still loads
+if not os.environ.get("FAKE_SERVER", "").startswith(("loads", "fails")):
     ready.write_text('{"host": "127.0.0.1", "port": 9}')
 time.sleep(300)
 """
@@ -58,7 +62,8 @@ signal.signal(signal.SIGUSR1, handler)
 if os.environ["SLURM_PROCID"] == "0":
     meeting = {"address": "127.0.0.1", "rank_port": 9}
     Path(os.environ["REINFORCE_RENDEZVOUS_FILE"]).write_text(json.dumps(meeting))
-(run_dir / f"began.{os.environ['SLURM_PROCID']}").touch()
+process = {"arguments": sys.argv[1:], "environment": dict(os.environ)}
+(run_dir / f"began.{os.environ['SLURM_PROCID']}").write_text(json.dumps(process))
 if what in ("finishes", "finishes later"):
     time.sleep(6 if what == "finishes later" else 0)
     save(9, "finished")
@@ -74,6 +79,12 @@ elif what == "stops alone":
 elif what == "stops alone, others start":
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(60)
+elif what == "stops alone, others hang":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(200)
+elif what == "stops in time":
+    save(7, "stopped")
+    sys.exit(75)
 elif what == "diverges":
     save(7, "failed")
     sys.exit(77)
@@ -143,7 +154,8 @@ def srun(home: Path, arguments: list[str]) -> int:
     command = arguments[split:]
     tasks = []
     if name == "actor" and os.environ.get("FAKE_ACTOR") == "never begins":
-        command = ["sleep", "600"]
+        command = ["sh", "-c", "trap '' TERM; sleep 600"]
+    image = dict(word.split("=") for word in os.environ.get("FAKE_IMAGE", "").split())
     with open(options["output"], "w") as log:
         for number in range(int(options["ntasks"])):
             place = {"PROCID": number, "LOCALID": number % each, "NODEID": number // each}
@@ -151,6 +163,7 @@ def srun(home: Path, arguments: list[str]) -> int:
             environment = {
                 **os.environ,
                 **{f"SLURM_{key}": str(value) for key, value in place.items()},
+                **image,
             }
             if "FAKE_IMAGE_PYTHONPATH" in os.environ:
                 environment["PYTHONPATH"] = os.environ["FAKE_IMAGE_PYTHONPATH"]
@@ -199,7 +212,8 @@ def squeue(home: Path, arguments: list[str]) -> int:
     elif arguments[-1] == "%t":
         print("R" if (home / f"running-{job}").exists() else "")
     else:
-        end = int(time.time()) + int(os.environ.get("FAKE_SECONDS_LEFT", 600))
+        left = os.environ.get("FAKE_SECONDS_LEFT", "600")
+        end = str(int(time.time()) + int(left)) if left != "unlimited" else "NONE"
         for number in job.split(","):
             print(f"{number}|1000|{end}")
     return 0
@@ -214,6 +228,8 @@ def main(name: str, arguments: list[str]) -> int:
     if name == "scancel":
         send(home / f"step-{arguments[-1].partition('.')[2]}", int(arguments[1].partition("=")[2]))
     elif arguments[:2] == ["show", "hostnames"]:
+        if arguments[2] == "nowhere":  # what it prints of a list that it cannot read
+            return 1
         print(*arguments[2].split(","), sep="\n")
     elif arguments[0] == "requeue":
         (home / "requeued").write_text(arguments[1])

@@ -1,19 +1,21 @@
 """What `slurm/train_hetjob.sbatch` asks of Python: an attempt's begin and end, and signals that
 must arrive.
 
-`begin` ends what an earlier attempt has left and writes the attempt down. `drain` ends steps within
-a bound. `first` says how the first task of a step has ended. `end` says who failed first, what the
-job's code is and whether it is requeued. All import nothing but the standard library, in the
-language of Python 3.9: the batch host may have no more.
+`begin` ends what an earlier attempt has left and writes the attempt down. `times` prints when the
+job ends. `drain` ends steps within a bound. `first` says how the first task of a step has ended.
+`end` says who failed first, what the job's code is and whether it is requeued. All import nothing
+but the standard library, in the language of Python 3.9: the batch host may have no more.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -45,7 +47,13 @@ from reinforce_rl.launch.slurm.settings import (
     unread_variables,
 )
 from reinforce_rl.runtime.status import saved_step
-from reinforce_rl.utils.slurm_commands import SlurmCallError, call, job_times
+from reinforce_rl.utils.slurm_commands import (
+    END_VARIABLE,
+    START_VARIABLE,
+    SlurmCallError,
+    call,
+    job_times,
+)
 
 FINISHED_BEFORE = 3  # exit code of `begin`: nothing is left to do
 POLL_SECONDS = 1.0
@@ -53,7 +61,8 @@ RETRY_SECONDS = 5.0
 REQUEUE_SECONDS = 30.0  # reserved for the requeue before the end of the allocation
 LEAST_SECONDS = 10.0
 KILL_SECONDS = 60.0  # from SIGKILL of a step to SIGKILL of its srun
-STOPPED_ALONE_SECONDS = 60.0
+# Of an attempt's files: those by which its parts know of each other.
+SIGNS = ("ready-*", "rendezvous-*", "draining", "*.srun")
 OUR_STEPS = rf"{ACTOR}|rm-\d+|gen-\d+(\.\d+)?"
 
 
@@ -106,6 +115,7 @@ def begin(servers: str, generator_ranks: str, words: Sequence[str]) -> int:
         sentence = f"{fault}. Nothing was started; the run stands at step {step}."
         say_error(ReinforceError(sentence, key=fault.key))
         return EXIT_ERROR
+    _remove_signs(folder.attempt)
     _make_token(folder.slurm / "token")
     outcome.write_attempt(
         folder.slurm, Attempt(folder.job, folder.restart, time.time(), step, arguments)
@@ -174,6 +184,14 @@ def _states(job: str) -> set[str]:
         return set(call(["squeue", "-h", "-j", job, "-o", "%t"]).split())
     except SlurmCallError:
         return set()
+
+
+def _remove_signs(folder: Path) -> None:
+    """Remove what another job of this number has left: Slurm's numbers may start again."""
+    shutil.rmtree(folder / outcome.EXIT_FOLDER, ignore_errors=True)
+    for pattern in SIGNS:
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def _make_token(path: Path) -> None:
@@ -249,25 +267,31 @@ def drain(name: str, seconds: float, pattern: str, sruns: Sequence[int]) -> bool
 
 
 def _allowed(number: int, seconds: float) -> float:
-    """Return the seconds until SIGKILL: before a time limit all that leave time for a requeue."""
-    if number != signal.SIGUSR1:
-        return seconds
+    """Return the seconds until SIGKILL, which leave time for a requeue before the time limit.
+
+    Where the limit is why a step is asked to end, they are all of those.
+    """
     try:
         _, end = job_times(*job_ids())
-    except SlurmCallError as error:
-        say(f"warning: when this job ends is not known: {error}")
+    except SlurmCallError:
+        end = int(os.environ.get(END_VARIABLE) or 0) or None
+    if end is None:
         return seconds
-    return seconds if end is None else max(end - REQUEUE_SECONDS - time.time(), LEAST_SECONDS)
+    left = max(end - REQUEUE_SECONDS - time.time(), LEAST_SECONDS)
+    return left if number == signal.SIGUSR1 else min(seconds, left)
 
 
 def _ends_by(pattern: str, sruns: Sequence[int], number: int, deadline: float) -> bool:
     """Signal each step once; return whether no step and no srun is left at the deadline."""
     signalled: set[str] = set()
-    next_look = 0.0
+    last_look = -math.inf
     has_steps = True
     while True:
-        if time.monotonic() >= next_look:
-            next_look = time.monotonic() + RETRY_SECONDS
+        has_sruns = any(map(_runs, sruns))
+        # a step ends with its sruns, or a moment later
+        pause = RETRY_SECONDS if has_sruns else POLL_SECONDS
+        if time.monotonic() >= last_look + pause:
+            last_look = time.monotonic()
             try:
                 steps = steps_of(rf"{pattern}\S*")
                 has_steps = bool(steps)
@@ -275,14 +299,12 @@ def _ends_by(pattern: str, sruns: Sequence[int], number: int, deadline: float) -
                     signal_step(step, number)
                     signalled.add(step)
             except SlurmCallError as error:
-                if "CG" in _states(job_ids()[0]):  # and Slurm signals it by itself
+                if not has_sruns or "CG" in _states(job_ids()[0]):  # Slurm ends it by itself
                     has_steps = False
                 else:
                     say(f"cannot signal {pattern.rstrip('-')}, trying again: {error}")
-        if not any(map(_runs, sruns)):
-            if not has_steps:
-                return True
-            next_look = 0.0  # the step ends with its srun
+        if not has_sruns and not has_steps:
+            return True
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_SECONDS / 4)
@@ -291,9 +313,21 @@ def _ends_by(pattern: str, sruns: Sequence[int], number: int, deadline: float) -
 def _runs(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # an ended srun's number may be given again
         return False
     return True
+
+
+def times() -> str:
+    """Return a shell's line that exports this job's times, as far as Slurm knows them."""
+    try:
+        start, end = job_times(*job_ids())
+    except SlurmCallError as error:
+        print(f"warning: when this job ends is not known: {error}", file=sys.stderr, flush=True)
+        return ""
+    known = {START_VARIABLE: start, END_VARIABLE: end}
+    words = [f"{name}={value}" for name, value in known.items() if value is not None]
+    return f"export {' '.join(words)}" if words else ""
 
 
 def first(step: str) -> str:
@@ -315,8 +349,9 @@ def end(facts: argparse.Namespace) -> int:
     result = _judge(folder, facts)
     if facts.stopped_alone and step == attempt.step_before:
         result = replace(result, never_began=True)
-    if result.log_of:
-        say(outcome.last_lines(folder.attempt / f"{result.log_of}.log"))
+    log = folder.attempt / f"{result.log_of}.log"
+    if result.log_of and log.exists():
+        say(outcome.last_lines(log))
     say(result.text)
     requeue, advice = _next(folder, facts, attempt, result, step)
     say(
@@ -377,6 +412,7 @@ def _judge(folder: JobFolder, facts: argparse.Namespace) -> Outcome:
         unasked=facts.unasked or "",
         signalled=signalled,
         killed=facts.killed,
+        has_met=(folder.attempt / f"rendezvous-{ACTOR}.json").exists(),
     )
 
 
@@ -426,6 +462,7 @@ def _parser() -> argparse.ArgumentParser:
     draining.add_argument("seconds", type=float)
     draining.add_argument("steps", help="what their names begin with")
     draining.add_argument("sruns", type=int, nargs="*")
+    verbs.add_parser("times")
     naming = verbs.add_parser("first")
     naming.add_argument("step")
     ending = verbs.add_parser("end")
@@ -447,7 +484,15 @@ def main(argv: Sequence[str]) -> int:
             return begin(argv[1], argv[2], argv[3:])
         values = _parser().parse_args(argv)
         if values.verb == "drain":
-            return 0 if drain(values.signal, values.seconds, values.steps, values.sruns) else 1
+            in_time = drain(values.signal, values.seconds, values.steps, values.sruns)
+            if values.steps == ACTOR:
+                # before the servers end: Slurm may kill a cancelled job meanwhile
+                step = saved_step(JobFolder().run)
+                say(f"the actor has ended; the newest checkpoint is of step {step}")
+            return 0 if in_time else 1
+        if values.verb == "times":
+            print(times())
+            return 0
         if values.verb == "first":
             print(first(values.step))
             return 0

@@ -88,7 +88,10 @@ def read_ends(folder: Path) -> list[TaskEnd]:
 
 
 def read_lost(folder: Path) -> list[TaskEnd]:
-    """Return the tasks that have failed by `srun`'s files NAME.srun, and recorded no end."""
+    """Return the tasks that have failed by `srun`'s files NAME.srun, and recorded no end.
+
+    They are in the order of these files' last lines; a server comes before those that missed it.
+    """
     known = {(end.component, end.task) for end in read_ends(folder)}
     tasks = []
     for path in sorted(folder.glob("*.srun")):
@@ -104,7 +107,7 @@ def read_lost(folder: Path) -> list[TaskEnd]:
                         known.add((path.stem, task))
                         lost = TaskEnd(path.stem, task, match["host"], code, when, LOST_REASON)
                         tasks.append(lost)
-    return tasks
+    return sorted(tasks, key=lambda end: (end.time, not end.component.startswith("rm-")))
 
 
 def failed_nodes(folder: Path) -> list[str]:
@@ -144,12 +147,14 @@ def judge(
     unasked: str,
     signalled: int | None,
     killed: bool = False,
+    has_met: bool = False,
 ) -> Outcome:
     """Judge an attempt whose servers were healthy by the ends of tasks; those in `lost` recorded
     none.
 
     `unasked` is the step of the last server if it ended unasked, else empty; `signalled` the signal
-    that this job received; `killed` is true if the actor did not end in time after it.
+    that this job received; `killed` is true if the actor did not end in time after it, `has_met` if
+    its tasks have met as ranks.
     """
     by = "" if signalled is None else _signal_name(signalled)
     if signalled is not None and killed:
@@ -166,6 +171,9 @@ def judge(
         # a server that failed while others went on, or during shutdown, is not the cause
         ends = list(actor)
         lost = [end for end in lost if end.component == ACTOR]
+        if not ends and not lost and signalled is None and has_met:
+            text = "the actor's tasks left no record of their ends; is the run's folder full?"
+            return Outcome(EXIT_ERROR, text, None, ACTOR)
         if not ends and not lost and signalled is None:
             return Outcome(EXIT_ERROR, "srun could not start actor; it says why above")
     codes = {end.code for end in actor}

@@ -27,14 +27,13 @@ def filled_script(template: str, values: Mapping[str, str | int | Path | Sequenc
     """Return the batch file with these settings, by their names of `SETTINGS`; a sequence is a
     shell's array.
     """
-    text = template
+    lines = template.splitlines(keepends=True)
     for name, value in values.items():
-        pattern = re.compile(rf"^{name}=.*?(?= *(?:#|$))", re.MULTILINE)
-        if name not in SETTINGS or len(pattern.findall(text)) != 1:
+        numbers = [number for number, line in enumerate(lines) if line.startswith(f"{name}=")]
+        if name not in SETTINGS or len(numbers) != 1:
             raise ValueError(f"{BATCH_FILE} has no setting {name}")
         is_array = not isinstance(value, (str, int, Path))
         shown = f"({shlex.join(value)})" if is_array else shlex.quote(str(value))
-        # not as a pattern of `sub`, which would read backslashes
-        (line,) = pattern.findall(text)
-        text = text.replace(f"\n{line}", f"\n{name}={shown}", 1)
-    return text
+        _, *comment = re.split(r"( *(?:#|$))", lines[numbers[0]], maxsplit=1)
+        lines[numbers[0]] = "".join([f"{name}={shown}", *comment])
+    return "".join(lines)

@@ -4,7 +4,10 @@ A program that is killed leaves its children, and a server's reaper outlives it 
 every Slurm has cgroups. `srun` returns the highest code of its tasks, so that each writes down its
 own.
 
-Usage: python -m reinforce_rl.launch.slurm.task STEP FOLDER COMMAND...
+Usage: python -m reinforce_rl.launch.slurm.task [--gpus=PLACE,...] STEP FOLDER COMMAND...
+
+`--gpus` says which of the GPUs that Slurm gives the task the program gets, such as 0,1 for the
+first two.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from reinforce_rl.utils.process import Child, adopt_orphans
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ORPHAN_SECONDS = 45.0  # a reward server drains for 30 s
 POLL_SECONDS = 0.1
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 class StopSignal:
@@ -107,14 +111,38 @@ def _children() -> list[int]:
     return children
 
 
+def gpus_at(places: Sequence[str], given: str | None) -> str:
+    """Return the value of `GPUS_VARIABLE` for the GPUs at these places of `given`, its value.
+
+    Raises ReinforceError: there are not as many.
+    """
+    if given is None:  # Slurm does not know of GPUs: a job has all of a node
+        return ",".join(places)
+    if given in ("", "NoDevFiles"):  # none
+        return given
+    gpus = given.split(",")  # numbers, or the names of parts of GPUs
+    if max(map(int, places)) >= len(gpus):
+        raise ReinforceError(
+            f"Slurm gives this task the GPUs {given} ({GPUS_VARIABLE}); expected one for each task "
+            "of a node of component 2, without --gpus-per-task and --gpu-bind",
+            key="slurm.task.too_few_gpus",
+        )
+    return ",".join(gpus[int(place)] for place in places)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the task; return the exit code for srun."""
-    step, folder, *command = argv
+    places = [arg.partition("=")[2] for arg in argv[:1] if arg.startswith("--gpus=")]
+    step, folder, *command = argv[len(places) :]
     number = int(os.environ["SLURM_PROCID"])
     try:
+        if places:
+            gpus = gpus_at(places[0].split(","), os.environ.get(GPUS_VARIABLE))
+            os.environ[GPUS_VARIABLE] = gpus
         end, is_well = run(step, number, command)
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except (OSError, ReinforceError) as error:
+        sentence = error.with_keys() if isinstance(error, ReinforceError) else str(error)
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
         end = TaskEnd(step, number, socket.gethostname(), EXIT_ERROR, time.time(), str(error))
         is_well = False
     try:

@@ -6,9 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from helpers.fake_slurm import write_commands
@@ -141,9 +143,10 @@ def test_a_controller_that_does_not_answer_is_asked_again(home, said, monkeypatc
         return real(pattern)
 
     monkeypatch.setattr(attempt, "steps_of", steps_of)
-    with step(home, ENDS) as process:
-        assert drain("TERM", 20.0, "actor", [])
-        assert process.wait(10) == 0
+    with step(home, ENDS) as process, ThreadPoolExecutor() as threads:
+        drained = threads.submit(drain, "TERM", 60.0, "actor", [process.pid])
+        assert process.wait(60) == 0
+        assert drained.result(60)
     assert [line.partition(":")[0] for line in said] == ["cannot signal actor, trying again"] * 2
 
 
@@ -151,11 +154,83 @@ def test_a_controller_that_does_not_answer_is_asked_again(home, said, monkeypatc
     ("number", "left", "expected"),
     [
         (signal.SIGTERM, 600, 50.0),
+        # others than the actor, which ended before
+        (signal.SIGTERM, 60, 30.0),
+        (signal.SIGTERM, 25, 10.0),
         # before the time limit there is all the time that is left, less that for a requeue
         (signal.SIGUSR1, 600, 570.0),
         (signal.SIGUSR1, 25, 10.0),
+        (signal.SIGUSR1, "unlimited", 50.0),
     ],
 )
 def test_how_long_a_step_may_take(home, monkeypatch, number, left, expected):
     monkeypatch.setenv("FAKE_SECONDS_LEFT", str(left))
     assert attempt._allowed(number, 50.0) == pytest.approx(expected, abs=3)
+
+
+def refuse(*_arguments: object) -> NoReturn:
+    raise SlurmCallError(["squeue"], "busy")
+
+
+def test_how_long_a_step_may_take_while_the_controller_is_silent(home, monkeypatch):
+    monkeypatch.setattr(attempt, "job_times", refuse)
+    assert attempt._allowed(signal.SIGUSR1, 50.0) == 50.0
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 600))
+    assert attempt._allowed(signal.SIGUSR1, 50.0) == pytest.approx(570.0, abs=3)
+
+
+def test_steps_whose_sruns_have_ended_are_not_waited_for_while_the_controller_is_silent(
+    home, said, monkeypatch
+):
+    monkeypatch.setattr(attempt, "steps_of", refuse)
+    ended = subprocess.Popen(["true"])
+    ended.wait(20)
+    start = time.monotonic()
+    assert drain("TERM", 60.0, "actor", [ended.pid])
+    assert time.monotonic() - start < 30
+    assert said == []
+
+
+def test_a_step_whose_srun_has_ended_is_looked_for_once_a_second(home, said, monkeypatch):
+    looks: list[float] = []
+
+    def steps_of(pattern: str) -> dict[str, str]:
+        looks.append(time.monotonic())
+        return {"7.1": "actor"} if looks[-1] - looks[0] < 3.5 else {}
+
+    monkeypatch.setattr(attempt, "steps_of", steps_of)
+    assert drain("TERM", 60.0, "actor", [])
+    assert 2 <= len(looks) <= 5
+
+
+def test_a_process_of_another_user_is_no_srun(home, monkeypatch):
+    def kill(process: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", kill)
+    assert not attempt._runs(1)
+
+
+def test_the_times_of_a_job_as_a_shell_reads_them(home, capsys, monkeypatch):
+    end = int(time.time()) + 600
+    exported = attempt.times().split()
+    assert exported[:2] == ["export", "SLURM_JOB_START_TIME=1000"]
+    assert int(exported[2].removeprefix("SLURM_JOB_END_TIME=")) == pytest.approx(end, abs=3)
+    monkeypatch.setenv("FAKE_SECONDS_LEFT", "unlimited")
+    assert attempt.times() == "export SLURM_JOB_START_TIME=1000"
+    monkeypatch.setattr(attempt, "job_times", refuse)
+    assert attempt.times() == ""
+    assert "busy" in capsys.readouterr().err
+
+
+def test_an_actor_whose_tasks_met_and_left_no_record(home, monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("REINFORCE_RUN_DIR", str(tmp_path))
+    folder = attempt.JobFolder()
+    folder.attempt.mkdir(parents=True)
+    facts = attempt._parser().parse_args(["end"])
+    missed = attempt._judge(folder, facts)
+    assert (missed.code, missed.log_of) == (1, "") and "could not start" in missed.text
+    (folder.attempt / "rendezvous-actor.json").touch()
+    full = attempt._judge(folder, facts)
+    assert (full.code, full.log_of) == (1, "actor") and "left no record" in full.text

@@ -12,13 +12,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.errors import printed_keys
 from helpers.fake_slurm import write_commands, write_python
 from helpers.ranks import kill_tree
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from reinforce_rl.launch.slurm.outcome import Attempt, read_attempts, write_attempt
+from reinforce_rl.config.compose import with_quotes
+from reinforce_rl.launch.slurm.outcome import (
+    Attempt,
+    TaskEnd,
+    read_attempts,
+    read_ends,
+    record,
+    write_attempt,
+)
 from reinforce_rl.launch.slurm.script import filled_script
 
 REPOSITORY = Path(__file__).parents[3]
@@ -35,7 +45,7 @@ class Job:
         self.folder = folder
         submitted_in = folder / "submitted"
         submitted_in.mkdir(exist_ok=True)
-        self.run_dir = folder / "run"
+        self.run_dir = Path(variables.get("REINFORCE_RUN_DIR") or folder / "run")
         self.home = folder / "home"
         self.home.mkdir(exist_ok=True)
         commands = folder / "bin"
@@ -91,6 +101,19 @@ class Job:
             assert self.process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(0.3)
+
+    def wait_for(self, path: Path) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not path.exists():
+            assert self.process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
+
+    def rank(self, number: int) -> dict[str, Any]:
+        """What a rank of the actor has got: its `arguments` and `environment`."""
+        return json.loads((self.run_dir / f"began.{number}").read_text())
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -166,6 +189,7 @@ def test_a_signal_saves_and_requeues_what_got_further(
     code, lines = job.finish()
     assert code == 75, lines
     assert expected in lines[-1], lines
+    assert lines[-3] == "the actor has ended; the newest checkpoint is of step 7"
     assert job.requeued is job.attempts[0].requeued is ("; requeued" in expected)
     assert job.requeued is not lines[-1].endswith(
         "; submit the same command again to go on from step 7"
@@ -279,15 +303,38 @@ def test_a_failed_job_is_requeued_where_that_was_asked_for(
     assert job.requeued is (actor == "trains")
 
 
-def test_a_run_goes_on_while_one_of_its_servers_lives(started: type[Job]) -> None:
-    nodes = {"SLURM_JOB_NODELIST_HET_GROUP_0": "rm0,rm1", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "2"}
+THREE_SERVERS = {
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "rm0,rm1,rm2",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_0": "3",
+}
+
+
+def recording_python(folder: Path) -> Path:
+    """A `batch_python` that writes down what the script asks of it."""
+    python = folder / "recording-python"
+    python.write_text(
+        "#!/bin/sh\nwords=$*\n"
+        f'case $words in *slurm.attempt*) echo "${{words##*slurm.attempt }}" >>{folder}/calls ;; esac\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o700)
+    return python
+
+
+def test_a_run_goes_on_while_one_of_its_servers_lives(started: type[Job], tmp_path: Path) -> None:
     job = started(
-        FAKE_SERVER="dies1", FAKE_ACTOR="finishes later", settings={"servers": 2}, **nodes
+        FAKE_SERVER="dies1",
+        FAKE_ACTOR="finishes later",
+        settings={"servers": 3, "batch_python": recording_python(tmp_path)},
+        **THREE_SERVERS,
     )
     code, lines = job.finish()
     assert code == 0, lines
-    assert "rm-1 has ended without being asked to; the run goes on with rm-0" in lines
+    assert "rm-1 has ended without being asked to; the run goes on with rm-0, rm-2" in lines
     assert lines[-2] == "the run has finished"
+    drains = [line.split() for line in job.calls() if line.startswith("drain")]
+    assert [words[3] for words in drains] == ["rm-"], "there are no generators"
+    assert len(drains[0]) == 4 + 2, "the srun of rm-1 has ended, and its number may be another's"
 
 
 GENERATORS = {
@@ -300,7 +347,8 @@ GENERATORS = {
 
 
 def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: type[Job]) -> None:
-    job = started(FAKE_ACTOR="trains", FAKE_GENERATOR="dies once", **GENERATORS)
+    gpus = {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
+    job = started(FAKE_ACTOR="trains", FAKE_GENERATOR="dies once", **gpus, **GENERATORS)
     job.wait_until_training()
     deadline = time.monotonic() + SECONDS
     while len(list(job.run_dir.glob("generates.*"))) < 3:
@@ -317,17 +365,24 @@ def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: typ
     assert len(list(job.run_dir.glob("drained.*"))) == 2
     assert job.requeued and "; requeued: from step 0 to step 7" in lines[-1]
     logs = [(job.run_dir / "slurm" / "7-0" / f"gen-{number}.log").read_text() for number in (0, 1)]
-    assert [log.split()[0] for log in logs] == ["0", "1"], "devices of one node"
+    assert [log.split()[0] for log in logs] == ["MIG-a", "MIG-b"], "devices of one node"
     assert all(
         "'generation_ranks=0'" in log and "remote_rm.reward_model.ready_files=" in log
         for log in logs
     )
-    assert "generator_host" not in logs[0]
+    # tasks of one node would meet at its loopback
+    assert all("'generator_host=act0'" in log for log in logs)
+    assert "generator_host=act0" in job.rank(0)["arguments"]
 
 
-def test_a_generator_that_always_dies_is_left_out_and_the_run_goes_on(started: type[Job]) -> None:
+def test_a_generator_that_always_dies_is_left_out_and_the_run_goes_on(
+    started: type[Job], tmp_path: Path
+) -> None:
     variables = {**GENERATORS, "SLURM_TASKS_PER_NODE_HET_GROUP_2": "1"}
-    once = {"generator_restarts": 1}
+    once: dict[str, int | Path] = {
+        "generator_restarts": 1,
+        "batch_python": recording_python(tmp_path),
+    }
     job = started(once, FAKE_ACTOR="trains", FAKE_GENERATOR="always dies", **variables)
     said: list[str] = []
     assert job.process.stdout is not None
@@ -345,6 +400,8 @@ def test_a_generator_that_always_dies_is_left_out_and_the_run_goes_on(started: t
     assert [
         line for line in said if line.startswith("the actor has ended in good order, after SIGTERM")
     ]
+    (drained,) = [line.split() for line in job.calls() if "gen-" in line and "drain" in line]
+    assert drained[3:] == ["gen-"], "its process has ended"
 
 
 def test_generators_and_components_belong_together(started: type[Job]) -> None:
@@ -374,8 +431,12 @@ def test_a_server_that_is_never_healthy(
 
 
 def test_an_actor_whose_step_starts_no_task_is_not_waited_for(started: type[Job]) -> None:
-    job = started(FAKE_ACTOR="never begins", REINFORCE_READY_SECONDS="4")
+    begin = time.monotonic()
+    job = started(
+        FAKE_ACTOR="never begins", REINFORCE_READY_SECONDS="4", REINFORCE_GRACE_SECONDS="600"
+    )
     code, lines = job.finish()
+    assert time.monotonic() - begin < 90, "there is nothing to save"
     assert code == 1, lines
     assert lines[-2] == "no task of actor has begun within 4 s of its step's start"
     assert lines[-1].endswith("requeued, as another attempt may begin")
@@ -414,6 +475,158 @@ def test_a_batch_host_without_the_interpreter(
     assert job.process.returncode == 1
     assert f"batch_python is '{python}'" in output and "3.9" in output
     assert not job.run_dir.exists()
+
+
+@pytest.mark.slow
+def test_tasks_that_hang_after_one_was_stopped_alone_get_a_minute(started: type[Job]) -> None:
+    begin = time.monotonic()
+    job = started(FAKE_ACTOR="stops alone, others hang", REINFORCE_GRACE_SECONDS="600")
+    code, lines = job.finish()
+    assert 60 < time.monotonic() - begin < 140, lines
+    assert (code, job.requeued) == (75, True), lines
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_job_that_is_cancelled_while_its_servers_drain_is_not_requeued(
+    started: type[Job], is_cancelled: bool
+) -> None:
+    job = started(FAKE_ACTOR="stops in time", FAKE_SERVER="drains slowly")
+    job.wait_for(job.run_dir / "slurm" / "7-0" / "draining")
+    if is_cancelled:
+        time.sleep(1)
+        job.process.send_signal(signal.SIGTERM)
+    code, lines = job.finish()
+    assert (code, job.requeued) == (75, not is_cancelled), lines
+
+
+def test_the_first_signal_counts(started: type[Job]) -> None:
+    job = started(FAKE_ACTOR="trains", FAKE_SERVER="drains slowly")
+    job.wait_until_training()
+    job.process.send_signal(signal.SIGUSR1)
+    job.wait_for(job.run_dir / "slurm" / "7-0" / "draining")
+    job.process.send_signal(signal.SIGTERM)
+    code, lines = job.finish()
+    assert (code, job.requeued) == (75, True), lines
+
+
+def test_a_run_in_a_folder_whose_name_is_no_plain_word(started: type[Job], tmp_path: Path) -> None:
+    job = started(REINFORCE_RUN_DIR=str(tmp_path / "lr=1e-6~#é"))
+    code, lines = job.finish()
+    assert code == 0, lines
+    (ready_files,) = [word for word in job.rank(0)["arguments"] if "ready_files" in word]
+    parsed = OverridesParser.create().parse_override(with_quotes(ready_files))
+    assert parsed.value() == [f"{job.run_dir}/slurm/7-0/ready-0.json"]
+
+
+def test_a_server_has_its_time_after_what_an_earlier_attempt_has_left(
+    started: type[Job], tmp_path: Path
+) -> None:
+    (tmp_path / "home").mkdir()
+    left = tmp_path / "home" / "step-rm-0"
+    script = f"trap 'sleep 12; rm {left}; exit 0' TERM; while :; do sleep 0.1; done"
+    with subprocess.Popen(["sh", "-c", script], start_new_session=True) as process:
+        left.write_text(str(process.pid))
+        code, lines = started(REINFORCE_READY_SECONDS="10").finish()
+        assert process.wait(SECONDS) == 0
+    assert code == 0, lines
+
+
+def test_ranks_of_a_launcher_around_the_job_are_forgotten(started: type[Job]) -> None:
+    job = started(
+        RANK="3", WORLD_SIZE="8", MASTER_ADDR="elsewhere", FAKE_IMAGE="RANK=5 WORLD_SIZE=6"
+    )
+    assert job.finish()[0] == 0
+    environment = job.rank(1)["environment"]
+    assert environment.keys().isdisjoint({"RANK", "WORLD_SIZE", "MASTER_ADDR"})
+
+
+@pytest.mark.parametrize("left", ["900", "unlimited"])
+def test_tasks_know_when_their_job_ends(started: type[Job], left: str) -> None:
+    begin = time.time()
+    job = started(FAKE_SECONDS_LEFT=left, SLURM_JOB_END_TIME="5")
+    assert job.finish()[0] == 0
+    environment = job.rank(0)["environment"]
+    assert environment["SLURM_JOB_START_TIME"] == "1000"
+    end = environment.get("SLURM_JOB_END_TIME")
+    if left == "unlimited":
+        assert end is None
+    else:
+        assert end is not None and 899 <= int(end) - begin < 1000
+
+
+def test_a_folder_is_read_before_a_file_is_missed(started: type[Job], tmp_path: Path) -> None:
+    """As with NFS, where a file that was missed appears once its folder is read."""
+    commands = write_commands(tmp_path / "bin")
+    programs = write_python(tmp_path / "programs").parent
+    for name, file in (
+        ("serve", "ready"),
+        ("train", 'Path(os.environ["REINFORCE_RENDEZVOUS_FILE"])'),
+    ):
+        program = programs / f"{name}.py"
+        text = program.read_text()
+        assert f"{file}.write_text" in text
+        program.write_text(
+            text.replace(f"{file}.write_text", f"{file}.with_suffix('.unseen').write_text")
+        )
+    script = (
+        'for file in "$1"/*.unseen; do [ -e "$file" ] && mv "$file" "${file%.unseen}.json"; done'
+    )
+    (commands / "ls").write_text(f"#!/bin/sh\n{script}\n")
+    (commands / "ls").chmod(0o700)
+    job = started(FAKE_ACTOR="finishes later", REINFORCE_READY_SECONDS="4")
+    code, lines = job.finish()
+    assert code == 0, lines
+
+
+@pytest.mark.slow
+def test_the_log_says_what_is_waited_for(started: type[Job]) -> None:
+    _, lines = started(FAKE_SERVER="loads", REINFORCE_READY_SECONDS="32").finish()
+    (line,) = [line for line in lines if line.startswith("waiting, ")]
+    assert line.endswith(" s of 32 s: rm-0: see the log")
+
+
+def test_a_server_that_is_healthy_is_named(started: type[Job]) -> None:
+    _, lines = started().finish()
+    assert 'rm-0: healthy, {"host": "127.0.0.1", "port": 9}' in lines
+
+
+def test_a_server_that_fails_is_noticed_while_another_loads(started: type[Job]) -> None:
+    job = started({"servers": 3}, FAKE_SERVER="fails1", **THREE_SERVERS)
+    code, lines = job.finish()
+    assert code == 3, lines
+    assert lines[-2].startswith("rm-1 ended before it was healthy; first to fail: rm-1 rank 0 on ")
+
+
+def test_files_of_another_job_with_the_same_number_count_for_nothing(
+    started: type[Job], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run" / "slurm" / "7-0"
+    (folder / "exit").mkdir(parents=True)
+    record(folder, TaskEnd("actor", 0, "act0", 5, 1.0))
+    for name in ("ready-0.json", "rendezvous-actor.json", "draining", "gen-0.1.srun"):
+        (folder / name).touch()
+    job = started(FAKE_SERVER="loads", REINFORCE_READY_SECONDS="4")
+    code, lines = job.finish()
+    assert code == 1 and lines[-2].startswith("no healthy reward server"), lines
+    assert not list(job.run_dir.glob("began.*"))
+    assert not (folder / "draining").exists() and not (folder / "gen-0.1.srun").exists()
+    assert [end.component for end in read_ends(folder)] == ["rm-0"]
+
+
+def test_seconds_are_no_octal_numbers(started: type[Job]) -> None:
+    job = started(REINFORCE_READY_SECONDS="099", REINFORCE_GRACE_SECONDS="08")
+    code, lines = job.finish()
+    assert code == 0 and not any("base" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("component", [0, 1, 2])
+def test_nodes_that_scontrol_does_not_name(started: type[Job], component: int) -> None:
+    nodes = {f"SLURM_JOB_NODELIST_HET_GROUP_{component}": "nowhere"}
+    job = started(**{**(GENERATORS if component == 2 else {}), **nodes})
+    code, lines = job.finish()
+    assert code == 1, lines
+    assert lines[-2].startswith("scontrol show hostnames has named no node"), lines
+    assert not list(job.run_dir.glob("began.*"))
 
 
 def test_a_job_that_gets_no_further_does_not_train(started: type[Job], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -55,6 +56,14 @@ def test_tasks_without_a_record_are_those_of_srun(tmp_path: Path) -> None:
     lost = [(end.component, end.task, end.host, end.code) for end in read_lost(tmp_path)]
     assert lost == [("actor", 0, "act0", 1), ("actor", 3, "act1", 137), ("gen-1.2", 0, "gen0", 137)]
     assert all(end.reason for end in read_lost(tmp_path))
+
+
+def test_of_lost_tasks_the_first_to_be_missed_comes_first(tmp_path: Path) -> None:
+    for name, missed in (("actor", 20), ("rm-0", 20), ("rm-1", 10)):
+        path = tmp_path / f"{name}.srun"
+        path.write_text("srun: error: node0: task 0: Killed\n")
+        os.utime(path, (missed, missed))
+    assert [end.component for end in read_lost(tmp_path)] == ["rm-1", "rm-0", "actor"]
 
 
 def test_nodes_that_srun_says_have_failed(tmp_path: Path) -> None:

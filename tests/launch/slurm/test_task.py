@@ -14,6 +14,7 @@ import pytest
 from helpers.errors import printed_keys
 
 from reinforce_rl.launch.slurm.outcome import read_ends
+from reinforce_rl.launch.slurm.task import gpus_at
 
 REPOSITORY = Path(__file__).parents[3]
 SECONDS = 180.0
@@ -25,13 +26,15 @@ time.sleep(60)
 """
 
 
-def start(folder: Path, program: str, *, step: str = "actor") -> subprocess.Popen[str]:
+def start(
+    folder: Path, program: str, *options: str, step: str = "actor", **variables: str
+) -> subprocess.Popen[str]:
     script = folder / "program.py"
     script.write_text(program)
-    command = [sys.executable, "-m", "reinforce_rl.launch.slurm.task", step, str(folder)]
+    command = [sys.executable, "-m", "reinforce_rl.launch.slurm.task", *options]
     return subprocess.Popen(
-        [*command, sys.executable, str(script)],
-        env={**os.environ, "SLURM_PROCID": "2", "PYTHONPATH": str(REPOSITORY)},
+        [*command, step, str(folder), sys.executable, str(script)],
+        env={**os.environ, "SLURM_PROCID": "2", "PYTHONPATH": str(REPOSITORY), **variables},
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -142,3 +145,34 @@ def test_an_end_that_cannot_be_written_down_is_said(tmp_path: Path) -> None:
     assert code == 3
     assert printed_keys(output) == ["slurm.task.end_not_written"]
     assert "actor rank 2" in output and "exit code 3" in output
+
+
+PRINT_GPUS = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("4,5,6,7", "5,6"),
+        ("MIG-a,MIG-b,MIG-c", "MIG-b,MIG-c"),
+        ("", ""),
+        ("NoDevFiles", "NoDevFiles"),
+    ],
+)
+def test_a_program_gets_some_of_the_gpus_that_slurm_gives(
+    tmp_path: Path, given: str, expected: str
+) -> None:
+    process = start(tmp_path, PRINT_GPUS, "--gpus=1,2", step="gen-0", CUDA_VISIBLE_DEVICES=given)
+    assert finish(process) == (0, f"{expected}\n")
+
+
+def test_gpus_that_slurm_does_not_know_of_are_numbered() -> None:
+    assert gpus_at(["1", "2"], None) == "1,2"
+
+
+def test_fewer_gpus_than_tasks(tmp_path: Path) -> None:
+    process = start(tmp_path, PRINT_GPUS, "--gpus=1,2", step="gen-0", CUDA_VISIBLE_DEVICES="6,7")
+    code, output = finish(process)
+    assert code == 1
+    assert printed_keys(output) == ["slurm.task.too_few_gpus"] and "6,7" in output
+    assert [end.code for end in read_ends(tmp_path)] == [1]
