@@ -483,7 +483,7 @@ def test_the_defaults_of_the_config_classes(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_model_has_as_many_parameters(name):
-    config = CONFIG_MAPPING[CONFIGS[name]["model_type"]](**CONFIGS[name])
+    config = CONFIG_MAPPING[CONFIGS[name]["model_type"]](**deepcopy(CONFIGS[name]))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
