@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -465,7 +466,8 @@ def rope_parameters(architecture: Architecture) -> tuple[Tensor, float]:
         else architecture.raw
     )
     try:
-        config: Any = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        # transformers adds keys to the dictionaries within.
+        config: Any = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(deepcopy(values))
         rotary = LlamaRotaryEmbedding(config)
     except Exception as error:  # its checks raise many types; a null in RoPE's keys, a TypeError
         reason = " ".join(str(error).split())
