@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,20 +11,20 @@ from reinforce_rl.algorithm.rewards import has_reward_variance
 from reinforce_rl.data.batches import Prompt, RolloutBatch, join_rollouts
 from reinforce_rl.monitoring.metrics import reduce_metrics, rollout_means
 from reinforce_rl.rollout.scoring import PendingRollouts, RolloutScorer
-from reinforce_rl.rollout.source import PromptBatch, RolloutContext, StepRollouts
+from reinforce_rl.rollout.source import PromptBatch, RolloutContext, StepRollouts, draw_prompts
 
 
 def draw_until_rewards_differ(
     context: RolloutContext,
     scorer: RolloutScorer,
     step: int,
-    next_prompts: Callable[[], PromptBatch],
+    ahead: deque[PromptBatch],
     sample: Callable[[Sequence[Prompt]], PendingRollouts],
-    is_over: Callable[[], bool],
 ) -> StepRollouts:
     """Draw prompts until enough groups have unequal rewards, with a bound on the rounds.
 
-    It stops at the epoch's end too, because a prompt must not occur twice in a step.
+    It stops at the epoch's end too, because a prompt must not occur twice in a step. Prompts
+    `ahead`, which an earlier start of the run had drawn, come first.
     """
     mesh = context.model.mesh
     loader = context.loader
@@ -34,7 +35,7 @@ def draw_until_rewards_differ(
     with_spread = list[int]()
     position = loader.state_dict()
     for _ in range(1 + context.cfg.max_resampling_rounds):
-        drawn = next_prompts()
+        drawn = ahead.popleft() if ahead else draw_prompts(loader)
         position = drawn.position
         batch = scorer.score_step(sample(drawn.prompts), step)
         prompts += drawn.prompts
@@ -42,7 +43,8 @@ def draw_until_rewards_differ(
         differs = has_reward_variance(batch.rewards, batch.group_ids, batch.valid)
         for ids in mesh.gather_over_dp(batch.group_ids[differs].tolist()):
             with_spread += dict.fromkeys(ids)  # each once, in order
-        if len(with_spread) >= wanted or loader.state_dict()["epoch"] != epoch or is_over():
+        is_over = loader.finished and not ahead
+        if len(with_spread) >= wanted or loader.state_dict()["epoch"] != epoch or is_over:
             break
     batch = join_rollouts(rounds, context.model.pad_id)
     kept = torch.isin(batch.group_ids, torch.tensor(with_spread[:wanted], dtype=torch.long))

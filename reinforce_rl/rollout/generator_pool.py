@@ -224,9 +224,9 @@ class GeneratorPool:
 
     # The queue
 
-    def submit(self, request: Iterable[GenerationRequest]) -> None:
+    def submit(self, requests: Iterable[GenerationRequest]) -> None:
         with self._changed:
-            self._waiting.extend(request)
+            self._waiting.extend(requests)
             self._assign()
 
     def await_results(

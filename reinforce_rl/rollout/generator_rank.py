@@ -228,7 +228,7 @@ class GeneratorRank:
     def _withdraw(self) -> None:
         """Withdraw what it has asked for, so that other generators get the requests.
 
-        GenerationRequests that are already on their way are taken later.
+        Requests that are already on their way are taken later.
         """
         with self._changed:
             asked = self._asked

@@ -150,12 +150,9 @@ class Generators:
         return answer
 
     def forget(self, handle: RolloutHandle) -> None:
-        self.forget_numbers(chain.from_iterable(handle.numbers))
-
-    def forget_numbers(self, numbers: Iterable[int]) -> None:
-        """Drop the results of these requests; rank 0 knows all ranks'."""
+        """Drop the results of a handle's requests; rank 0 knows all ranks'."""
         if self._pool is not None:
-            self._pool.forget(numbers)
+            self._pool.forget(chain.from_iterable(handle.numbers))
 
     def state(self, handles: Mapping[int, RolloutHandle]) -> bytes:
         """Return the rollouts of the handles, by step, for `restore`, after waiting for them.

@@ -22,6 +22,7 @@ from reinforce_rl.rollout.source import (
     PromptBatch,
     RolloutContext,
     StepRollouts,
+    draw_prompts,
     prompts_under_way,
 )
 from reinforce_rl.rollout.work_queue import WorkQueue
@@ -48,26 +49,17 @@ class LocalRollouts:
                 self._context,
                 self._scorer,
                 step,
-                self._next_prompts,
+                self._ahead,
                 lambda prompts: self._sample_step(prompts, step),
-                lambda: self.is_over,
             )
         if not self._ahead:
-            self._ahead.append(self._draw())
+            self._ahead.append(draw_prompts(self._context.loader))
         drawn = self._ahead[0]
         batch = self._scorer.finish_step(self._sample_step(drawn.prompts, step), step)
         # Not before: a step that was stopped can be made again.
         self._ahead.popleft()
         metrics = self._scorer.means(batch, step)
         return StepRollouts(drawn.prompts, drawn.position, batch, metrics)
-
-    def _next_prompts(self) -> PromptBatch:
-        # First those that an earlier start of the run had under way.
-        return self._ahead.popleft() if self._ahead else self._draw()
-
-    def _draw(self) -> PromptBatch:
-        loader = self._context.loader
-        return PromptBatch(next(loader), loader.state_dict())
 
     def _sample_step(self, prompts: Sequence[Prompt], step: int) -> PendingRollouts:
         with self._context.generating():

@@ -20,6 +20,7 @@ from reinforce_rl.rollout.source import (
     RolloutContext,
     RolloutHandle,
     StepRollouts,
+    draw_prompts,
     prompts_under_way,
 )
 from reinforce_rl.runtime.phases import PhaseTracker
@@ -53,9 +54,8 @@ class RemoteRollouts:
                 self._context,
                 self._scorer,
                 step,
-                self._next_prompts,
+                self._ahead,
                 lambda prompts: self._answer_anew(prompts, step),
-                lambda: self.is_over,
             )
         self._draw_ahead()
         if self._generators.takes_finished:
@@ -81,7 +81,7 @@ class RemoteRollouts:
             and self._next_step + len(self._ahead) <= self._context.max_steps
             and not loader.finished
         ):
-            self._append(PromptBatch(next(loader), loader.state_dict()))
+            self._append(draw_prompts(loader))
 
     def _append(self, drawn: PromptBatch) -> None:
         """Submit the prompts of the step after those drawn; filtering submits its own."""
@@ -100,13 +100,6 @@ class RemoteRollouts:
         seed = step_seed(self._model.settings.seed, step)
         return self._generators.submit(prompts, samples, seed, step, version)
 
-    def _next_prompts(self) -> PromptBatch:
-        # First those that an earlier start of the run had under way.
-        if self._ahead:
-            return self._ahead.popleft()
-        loader = self._context.loader
-        return PromptBatch(next(loader), loader.state_dict())
-
     def _collect(self, drawn: PromptBatch) -> PendingRollouts:
         assert drawn.handle is not None
         with self._context.generating():
@@ -122,11 +115,8 @@ class RemoteRollouts:
             prompts = [self._under_way[result.number] for result in results]
             pending = self._pending(prompts, results)
         taken = mesh.gather_over_dp([result.number for result in results])
-        left = [
-            prompt.id
-            for number, prompt in self._under_way.items()
-            if number not in set(taken[mesh.dp_rank])
-        ]
+        taken_here = set(taken[mesh.dp_rank])
+        left = [prompt.id for number, prompt in self._under_way.items() if number not in taken_here]
         position = {
             **self._context.loader.state_dict(),
             "under_way": [*chain.from_iterable(mesh.gather_over_dp(left))],
@@ -204,11 +194,11 @@ class RemoteRollouts:
         loader = self._context.loader
         for drawn in prompts_under_way(loader, state["under_way"]):
             self._append(drawn)
-        # The prompts under way were asked for anew.
-        for step in sorted(handles)[len(self._ahead) :]:
-            if loader.finished:
-                return  # of fewer epochs than before
-            self._ahead.append(PromptBatch(next(loader), loader.state_dict(), handles[step]))
+        # The prompts under way were asked for anew. A step that failed after it had taken its
+        # rollouts has none, and the stored ones belong to the prompts of later steps.
+        while self._next_step + len(self._ahead) in handles and not loader.finished:
+            handle = handles[self._next_step + len(self._ahead)]
+            self._ahead.append(replace(draw_prompts(loader), handle=handle))
 
     def close(self) -> None:
         """Close the trainer's own generator; who opened the connections closes them."""

@@ -37,7 +37,7 @@ class PromptBatch:
 
     prompts: list[Prompt]  # this rank's share
     position: dict[str, Any]  # of the loader after them
-    handle: RolloutHandle | None = None  # of those that were submitted to generators
+    handle: RolloutHandle | None = None  # None until it is submitted to generators
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class RolloutSource(Protocol):
     def next_batch(self, step: int) -> StepRollouts:
         """Return rollouts of the next prompts; `step`, from 1, keys the sampling noise.
 
-        After an error the same step can be made again.
+        After an error the same step can be made again, but not with dynamic filtering.
         """
         ...
 
@@ -117,7 +117,7 @@ class RolloutSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `rollouts`, those of later steps as bytes, after waiting for them; on rank 0."""
+        """On rank 0, wait for the rollouts of later steps; return them as bytes, under `rollouts`."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,6 +129,11 @@ class RolloutSource(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def draw_prompts(loader: PromptLoader) -> PromptBatch:
+    """Draw the prompts of one more step."""
+    return PromptBatch(next(loader), loader.state_dict())
 
 
 def prompts_under_way(loader: PromptLoader, prompt_ids: Sequence[int]) -> Iterator[PromptBatch]:

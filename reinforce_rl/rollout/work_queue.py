@@ -62,7 +62,7 @@ class WorkQueue:
         """Return the results of this rank's own share, in order, wherever they were generated.
 
         A collective call over the data-parallel ranks, after every micro-batch was taken. `results`
-        are picklable, one per micro-batch that this block took, in order; only those that another
+        are picklable, one per micro-batch that this block took, in order. Only results that another
         rank owns are sent.
         """
         if not self._shared:

@@ -31,7 +31,7 @@ from reinforce_rl.monitoring.metrics import (
 from reinforce_rl.monitoring.records import Samples
 from reinforce_rl.monitoring.stragglers import of_this_rank
 from reinforce_rl.rewards.base import RewardSource
-from reinforce_rl.rollout.source import RolloutContext, RolloutSource
+from reinforce_rl.rollout.source import BatchIterator, RolloutContext, RolloutSource
 from reinforce_rl.runtime.phases import StepClock
 from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.advantages import reinforce_batch
@@ -77,7 +77,7 @@ class ReinforceTrainer:
         step: rollout batches trained on.
         max_steps: rollout batches of the whole run; dynamic filtering may end it sooner.
         rollouts: samples and scores the prompts of a step, on this rank or elsewhere.
-        rollout_context: what `rollouts` was made of.
+        rollout_context: the settings of the rollouts, which metrics read too.
         policy_log_probs: float32 [N, T] of the last batch that was trained on, by the policy before
             its update; NaN where no pass has computed them.
         non_finite_guard: ends a run whose gradients or weights are not finite.
@@ -93,7 +93,7 @@ class ReinforceTrainer:
         val_dataloader_builder: Callable[..., Iterable[Sequence[Prompt]]] | None,
         collate_fn: Callable[[list[Prompt]], Any],
         rm: RewardSource | None,
-        batch_iterator_cls: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
+        batch_iterator_cls: BatchIterator,
         logger: RunMonitor,
         ckpt_callback: Checkpointer,
         run_timer: RunTimer,
@@ -289,7 +289,7 @@ class ReinforceTrainer:
         failure = None
         try:
             yield
-        except GenerationError as error:
+        except (RewardServerError, GenerationError) as error:
             failure = error
         self._clock.stop()
         self.log_step(metrics, batch)

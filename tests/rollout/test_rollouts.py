@@ -160,7 +160,7 @@ class RecordedGenerators:
         return b""
 
     def restore(self, content: bytes) -> dict[int, RolloutHandle]:
-        return {}
+        return self.kept if content else {}
 
 
 class Policy:
@@ -348,6 +348,24 @@ def test_a_state_has_the_steps_after_its_own():
     source.next_batch(3)
     source.state_dict()
     assert list(generators.kept) == [4, 5]
+
+
+@pytest.mark.parametrize(("failed_after", "asked"), [(2, [5]), (3, [3, 4, 5])])
+def test_stored_rollouts_are_those_of_their_own_steps_prompts(
+    failed_after: int, asked: list[int]
+) -> None:
+    """A step that fails after it had taken its rollouts leaves those of later steps alone."""
+    generators = RecordedGenerators()
+    source = remote_of(2, generators)
+    for step in range(1, failed_after + 1):
+        source.next_batch(step)
+    source.state_dict()
+    generators.asked.clear()
+    resumed = remote_of(2, generators)
+    resumed._context.loader.drawn = 4  # type: ignore[attr-defined]
+    resumed.load_state_dict({"step": 2, "under_way": [], "rollouts": b"stored"})
+    assert resumed.next_batch(3).batch.group_ids.tolist() == [4, 5]
+    assert [step for step, _, _ in generators.asked] == asked
 
 
 def test_prompts_under_way_are_asked_for_as_of_the_steps_after_the_checkpoint():
