@@ -52,7 +52,7 @@ def call(
 
 
 def job_times(*job_ids: str, seconds: float = CALL_SECONDS) -> tuple[int | None, int | None]:
-    """Return the start of the first of these allocations and the earliest end, in unix seconds.
+    """Return the first allocation's start and the earliest end of all, in unix seconds.
 
     They are the components of one job, whose times differ if Slurm has requeued one alone. A time
     that Slurm does not know is None. Raises SlurmCallError.

@@ -60,7 +60,7 @@ handler = {"saves slowly": save_slowly, "saves and hangs": save_and_hang}.get(wh
 signal.signal(signal.SIGTERM, handler)
 signal.signal(signal.SIGUSR1, handler)
 if os.environ["SLURM_PROCID"] == "0":
-    meeting = {"address": "127.0.0.1", "rank_port": 9}
+    meeting = {"address": "127.0.0.1", "port": 9}
     Path(os.environ["REINFORCE_RENDEZVOUS_FILE"]).write_text(json.dumps(meeting))
 process = {"arguments": sys.argv[1:], "environment": dict(os.environ)}
 (run_dir / f"began.{os.environ['SLURM_PROCID']}").write_text(json.dumps(process))

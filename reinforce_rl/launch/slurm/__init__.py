@@ -1,5 +1,5 @@
-"""Slurm: a heterogeneous job of reward servers and actor, see docs/slurm.md.
+"""Slurm: a heterogeneous job of reward servers, actor and generators, see docs/slurm.md.
 
-The supervisor (`job`) and the task wrapper (`task`) need only Python 3.9: the batch host may have
-no environment, and tasks may run in containers.
+What runs on the batch host (`attempt`) and around each task (`task`) needs only Python 3.9 and its
+standard library: the batch host may have no environment, and tasks may run in containers.
 """

@@ -1,5 +1,5 @@
-"""What `slurm/train_hetjob.sbatch` asks of Python: an attempt's begin and end, and signals that
-must arrive.
+"""What `slurm/train_hetjob.sbatch` delegates to Python: starting and closing an attempt, and
+signals that need retries.
 
 `begin` ends what an earlier attempt has left and writes the attempt down. `times` prints when the
 job ends. `drain` ends steps within a bound. `first` says how the first task of a step has ended.
@@ -35,14 +35,11 @@ from reinforce_rl.errors import (
     ReinforceError,
 )
 from reinforce_rl.launch.slurm import outcome
-from reinforce_rl.launch.slurm.outcome import Arguments, Attempt, Outcome
+from reinforce_rl.launch.slurm.outcome import Attempt, Outcome
 from reinforce_rl.launch.slurm.settings import (
     ACTOR,
-    argument_faults,
     component_faults,
-    override_of,
     read_settings,
-    run_dir_set_twice,
     split_arguments,
     unread_variables,
 )
@@ -61,7 +58,7 @@ RETRY_SECONDS = 5.0
 REQUEUE_SECONDS = 30.0  # reserved for the requeue before the end of the allocation
 LEAST_SECONDS = 10.0
 KILL_SECONDS = 60.0  # from SIGKILL of a step to SIGKILL of its srun
-# Of an attempt's files: those by which its parts know of each other.
+# Files through which the parts of an attempt find each other.
 SIGNS = ("ready-*", "rendezvous-*", "draining", "*.srun")
 OUR_STEPS = rf"{ACTOR}|rm-\d+|gen-\d+(\.\d+)?"
 
@@ -82,16 +79,16 @@ def job_ids() -> list[str]:
     return [os.environ[f"SLURM_JOB_ID_HET_GROUP_{group}"] for group in groups]
 
 
-class JobFolder:
-    """The files of the job that this process belongs to."""
+class CurrentJob:
+    """The job that this process belongs to: its settings and its files."""
 
     def __init__(self) -> None:
         self.job = os.environ["SLURM_JOB_ID"]
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT") or "0")
-        self.run = Path(os.environ["REINFORCE_RUN_DIR"])
+        self.settings = read_settings([], os.environ, Path())
+        self.run = self.settings.run_dir
         self.slurm = self.run / "slurm"
         self.attempt = self.slurm / f"{self.job}-{self.restart}"
-        self.max_restarts = int(os.environ.get("REINFORCE_MAX_RESTARTS") or "10")
 
 
 def begin(servers: str, generator_ranks: str, words: Sequence[str]) -> int:
@@ -99,33 +96,32 @@ def begin(servers: str, generator_ranks: str, words: Sequence[str]) -> int:
     faults.
     """
     arguments = split_arguments(words)
-    faults = _faults(servers, generator_ranks, arguments)
+    faults = _faults(servers, generator_ranks, words)
     if faults:
         raise ConfigError(faults)
-    folder = JobFolder()
-    grace_seconds = float(os.environ.get("REINFORCE_GRACE_SECONDS") or "600")
-    end_stale_steps(grace_seconds)
-    attempts = outcome.read_attempts(folder.slurm)
-    if text := outcome.finished(folder.run, attempts, arguments):
+    current = CurrentJob()
+    end_stale_steps(current.settings.grace_seconds)
+    attempts = outcome.read_attempts(current.slurm)
+    if text := outcome.finished(current.run, attempts, arguments):
         say(f"{text}; nothing was started")
         return FINISHED_BEFORE
-    step = saved_step(folder.run)
-    fault = _refusal(folder, attempts, step)
+    step = saved_step(current.run)
+    fault = _refusal(current, attempts, step)
     if fault is not None:
         sentence = f"{fault}. Nothing was started; the run stands at step {step}."
         say_error(ReinforceError(sentence, key=fault.key))
         return EXIT_ERROR
-    _remove_signs(folder.attempt)
-    _make_token(folder.slurm / "token")
+    _remove_signs(current.attempt)
+    _make_token(current.slurm / "token")
     outcome.write_attempt(
-        folder.slurm, Attempt(folder.job, folder.restart, time.time(), step, arguments)
+        current.slurm, Attempt(current.job, current.restart, time.time(), step, arguments)
     )
     say(
-        f"job {folder.job}, restart {folder.restart}: run {folder.run} at step {step}, "
-        f"logs in {folder.attempt}"
+        f"job {current.job}, restart {current.restart}: run {current.run} at step {step}, "
+        f"logs in {current.attempt}"
     )
     for other in attempts:
-        if other.job == folder.job and other.end is None:
+        if other.job == current.job and other.end is None:
             say(
                 f"restart {other.restart} left no record: a node failed, or somebody requeued the "
                 "job"
@@ -133,57 +129,58 @@ def begin(servers: str, generator_ranks: str, words: Sequence[str]) -> int:
     return EXIT_FINISHED
 
 
-def _faults(servers: str, generator_ranks: str, arguments: Arguments) -> list[str]:
+def _faults(servers: str, generator_ranks: str, words: Sequence[str]) -> list[str]:
     faults: list[str] = []
     try:
-        read_settings([], os.environ, Path())
+        read_settings(words, os.environ, Path())
     except ConfigError as error:
         faults += error.faults
     faults += unread_variables(os.environ)
-    run_dir = os.environ["REINFORCE_RUN_DIR"]
-    log_dir = override_of(arguments[0], "exp_manager.explicit_log_dir")
-    if log_dir is not None and Path(log_dir) != Path(run_dir):
-        faults.append(run_dir_set_twice(log_dir, run_dir))
+    sizes: list[int] = []
     for name, value in (("servers", servers), ("generator_ranks", generator_ranks)):
-        if not value.isdecimal() or int(value) == 0:
+        if value.isdecimal() and int(value) > 0:
+            sizes.append(int(value))
+        else:
             faults.append(
                 Fault(
                     f"{name} of the script is '{value}'; expected a whole number from 1",
                     key="slurm.variable.invalid",
                 )
             )
-            return faults
-    sizes = (int(servers), int(generator_ranks))
-    faults += argument_faults(*arguments)
-    faults += component_faults(*sizes, *arguments, os.environ)
+    if len(sizes) == 2:
+        servers_count, ranks = sizes
+        faults += component_faults(servers_count, ranks, *split_arguments(words), os.environ)
     return faults
 
 
-def _refusal(folder: JobFolder, attempts: Sequence[Attempt], step: int) -> Fault | None:
-    jobs = {other.job for other in attempts if other.end is None and other.job != folder.job}
+def _refusal(current: CurrentJob, attempts: Sequence[Attempt], step: int) -> Fault | None:
+    jobs = {other.job for other in attempts if other.end is None and other.job != current.job}
     for job in sorted(jobs):
         if _states(job) & {"R", "CF", "S", "ST"}:  # it has nodes
             return Fault(
-                f"job {job} works in {folder.run}; wait for it, or cancel it (scancel {job})",
+                f"job {job} works in {current.run}; wait for it, or cancel it (scancel {job})",
                 key="slurm.run_dir.in_use",
             )
     return outcome.refusal(
         attempts,
-        job=folder.job,
-        restart=folder.restart,
-        max_restarts=folder.max_restarts,
+        job=current.job,
+        restart=current.restart,
+        max_restarts=current.settings.max_restarts,
         step=step,
     )
 
 
 def _states(job: str) -> set[str]:
-    """Return Slurm's short names of the states of a job's components; none of a job that it has
-    forgotten.
+    """Return Slurm's short names of the states of a job's components.
+
+    There are none of a job that ended long ago. Raises SlurmCallError if Slurm does not answer.
     """
     try:
         return set(call(["squeue", "-h", "-j", job, "-o", "%t"]).split())
-    except SlurmCallError:
-        return set()
+    except SlurmCallError as error:
+        if "Invalid job id" in error.said:
+            return set()
+        raise
 
 
 def _remove_signs(folder: Path) -> None:
@@ -269,7 +266,7 @@ def drain(name: str, seconds: float, pattern: str, sruns: Sequence[int]) -> bool
 def _allowed(number: int, seconds: float) -> float:
     """Return the seconds until SIGKILL, which leave time for a requeue before the time limit.
 
-    Where the limit is why a step is asked to end, they are all of those.
+    After SIGUSR1, which announces the time limit, the step gets all of that time.
     """
     try:
         _, end = job_times(*job_ids())
@@ -299,7 +296,7 @@ def _ends_by(pattern: str, sruns: Sequence[int], number: int, deadline: float) -
                     signal_step(step, number)
                     signalled.add(step)
             except SlurmCallError as error:
-                if not has_sruns or "CG" in _states(job_ids()[0]):  # Slurm ends it by itself
+                if not has_sruns or _slurm_ends_this_job():
                     has_steps = False
                 else:
                     say(f"cannot signal {pattern.rstrip('-')}, trying again: {error}")
@@ -308,6 +305,13 @@ def _ends_by(pattern: str, sruns: Sequence[int], number: int, deadline: float) -
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_SECONDS / 4)
+
+
+def _slurm_ends_this_job() -> bool:
+    try:
+        return "CG" in _states(job_ids()[0])
+    except SlurmCallError:  # not known
+        return False
 
 
 def _runs(process: int) -> bool:
@@ -332,7 +336,7 @@ def times() -> str:
 
 def first(step: str) -> str:
     """Return how the first task of a step has ended."""
-    folder = JobFolder().attempt
+    folder = CurrentJob().attempt
     ends = [*outcome.read_ends(folder), *outcome.read_lost(folder)]
     ends = [end for end in ends if end.component == step]
     return str(min(ends, key=lambda end: end.time)) if ends else f"{step} could not be started"
@@ -340,20 +344,20 @@ def first(step: str) -> str:
 
 def end(facts: argparse.Namespace) -> int:
     """Close the attempt; return the job's exit code."""
-    folder = JobFolder()
-    step = saved_step(folder.run)
-    attempts = outcome.read_attempts(folder.slurm)
+    current = CurrentJob()
+    step = saved_step(current.run)
+    attempts = outcome.read_attempts(current.slurm)
     attempt = next(
-        other for other in attempts if (other.job, other.restart) == (folder.job, folder.restart)
+        other for other in attempts if (other.job, other.restart) == (current.job, current.restart)
     )
-    result = _judge(folder, facts)
+    result = _judge(current, facts)
     if facts.stopped_alone and step == attempt.step_before:
         result = replace(result, never_began=True)
-    log = folder.attempt / f"{result.log_of}.log"
+    log = current.attempt / f"{result.log_of}.log"
     if result.log_of and log.exists():
         say(outcome.last_lines(log))
     say(result.text)
-    requeue, advice = _next(folder, facts, attempt, result, step)
+    requeue, advice = _next(current, facts, attempt, result, step)
     say(
         f"the run stands at step {step}, which was {attempt.step_before} when this attempt began; "
         f"{advice}"
@@ -368,25 +372,25 @@ def end(facts: argparse.Namespace) -> int:
         requeued=requeue,
     )
     with contextlib.suppress(OSError):
-        outcome.write_attempt(folder.slurm, closed)
+        outcome.write_attempt(current.slurm, closed)
     if requeue:
         try:
-            call(["scontrol", "requeue", folder.job])  # with all its components
+            call(["scontrol", "requeue", current.job])  # with all its components
         except SlurmCallError as error:
             sentence = f"the job could not be requeued ({error}); submit the same command again"
             say_error(ReinforceError(sentence, key="slurm.job.not_requeued"))
             with contextlib.suppress(OSError):
-                outcome.write_attempt(folder.slurm, replace(closed, requeued=False))
+                outcome.write_attempt(current.slurm, replace(closed, requeued=False))
     return result.code
 
 
-def _judge(folder: JobFolder, facts: argparse.Namespace) -> Outcome:
-    ends = outcome.read_ends(folder.attempt)
+def _judge(current: CurrentJob, facts: argparse.Namespace) -> Outcome:
+    ends = outcome.read_ends(current.attempt)
     actor = [end for end in ends if end.component == ACTOR]
     servers = [end for end in ends if end.component.startswith("rm-")]
     lost = [
         end
-        for end in outcome.read_lost(folder.attempt)
+        for end in outcome.read_lost(current.attempt)
         if end.component == ACTOR or end.component.startswith("rm-")
     ]
     signalled = None if facts.signal is None else signal.Signals[f"SIG{facts.signal}"]
@@ -412,18 +416,18 @@ def _judge(folder: JobFolder, facts: argparse.Namespace) -> Outcome:
         unasked=facts.unasked or "",
         signalled=signalled,
         killed=facts.killed,
-        has_met=(folder.attempt / f"rendezvous-{ACTOR}.json").exists(),
+        has_met=(current.attempt / f"rendezvous-{ACTOR}.json").exists(),
     )
 
 
 def _next(
-    folder: JobFolder, facts: argparse.Namespace, attempt: Attempt, result: Outcome, step: int
+    current: CurrentJob, facts: argparse.Namespace, attempt: Attempt, result: Outcome, step: int
 ) -> tuple[bool, str]:
     """Decide whether to requeue the job at `step`; return the decision and what comes next."""
     if result.code == EXIT_FINISHED:
         return False, "nothing is left to do"
     go_on = f"submit the same command again to go on from step {step}"
-    if nodes := " and ".join(outcome.failed_nodes(folder.attempt)):
+    if nodes := " and ".join(outcome.failed_nodes(current.attempt)):
         return (
             False,
             f"Slurm itself requeues the job, since {nodes} failed; it goes on from step {step}",
@@ -437,18 +441,16 @@ def _next(
         )
     if result.code == EXIT_ALERT:
         return False, f"not requeued: an alert has stopped the run; {go_on}"
-    if result.never_began and folder.restart < folder.max_restarts:
+    max_restarts = current.settings.max_restarts
+    if result.never_began and current.restart < max_restarts:
         # `_refusal` ends what never gets further
         return True, "requeued, as another attempt may begin"
-    restarts_after_crash = os.environ.get("REINFORCE_RESTART_AFTER_CRASH") == "true"
-    if result.code != EXIT_STOPPED and not restarts_after_crash:
+    if result.code != EXIT_STOPPED and not current.settings.restart_after_crash:
         return (
             False,
             f"not requeued after a failure (REINFORCE_RESTART_AFTER_CRASH is false); {go_on}",
         )
-    requeue, why = outcome.may_requeue(
-        folder.restart, folder.max_restarts, attempt.step_before, step
-    )
+    requeue, why = outcome.may_requeue(current.restart, max_restarts, attempt.step_before, step)
     if requeue:
         return True, f"requeued: {why}; Slurm waits about two minutes before"
     return False, f"not requeued: {why}; {go_on}"
@@ -487,7 +489,7 @@ def main(argv: Sequence[str]) -> int:
             in_time = drain(values.signal, values.seconds, values.steps, values.sruns)
             if values.steps == ACTOR:
                 # before the servers end: Slurm may kill a cancelled job meanwhile
-                step = saved_step(JobFolder().run)
+                step = saved_step(CurrentJob().run)
                 say(f"the actor has ended; the newest checkpoint is of step {step}")
             return 0 if in_time else 1
         if values.verb == "times":

@@ -90,7 +90,8 @@ def read_ends(folder: Path) -> list[TaskEnd]:
 def read_lost(folder: Path) -> list[TaskEnd]:
     """Return the tasks that have failed by `srun`'s files NAME.srun, and recorded no end.
 
-    They are in the order of these files' last lines; a server comes before those that missed it.
+    Sorted by when `srun` last wrote to each file. Servers come first among equals, because other
+    tasks fail when they lose a server.
     """
     known = {(end.component, end.task) for end in read_ends(folder)}
     tasks = []
@@ -117,8 +118,9 @@ def failed_nodes(folder: Path) -> list[str]:
 
 
 def first_failed(ends: TaskEnds, lost: TaskEnds, harmless: Collection[int]) -> TaskEnd | None:
-    """Return the task whose failure caused the others, among `lost` too, which left no record; None
-    if none failed.
+    """Return the task that failed first and caused the other failures; None if none failed.
+
+    `lost` are tasks without a record.
     """
     failed = min(
         (end for end in ends if end.code not in harmless), key=lambda end: end.time, default=None
@@ -130,8 +132,8 @@ def first_failed(ends: TaskEnds, lost: TaskEnds, harmless: Collection[int]) -> T
 
 @dataclass(frozen=True)
 class Outcome:
-    # exit code of the job: EXIT_FINISHED; EXIT_STOPPED, by a signal or for lack of time; else it
-    # failed
+    # Exit code of the job: EXIT_FINISHED; EXIT_STOPPED after a signal or for lack of time; any
+    # other code is a failure.
     code: int
     text: str
     first: TaskEnd | None = None  # first task to fail, if any
@@ -158,10 +160,15 @@ def judge(
     """
     by = "" if signalled is None else _signal_name(signalled)
     if signalled is not None and killed:
-        text = f"the actor had not saved in time after {by}, and was killed; it goes on from its newest checkpoint. "
-        text += (
-            "The lead of sbatch --signal=B:USR1@SECONDS must be above a step and a save, and 60 s"
+        text = (
+            f"the actor had not saved in time after {by}, and was killed; the run goes on from its "
+            "newest checkpoint"
         )
+        if signalled == signal.SIGUSR1:
+            text += (
+                ". The lead of sbatch --signal=B:USR1@SECONDS must be above a step and a save, and "
+                "60 s"
+            )
         return Outcome(EXIT_STOPPED, text, None, ACTOR)
     stopped = {EXIT_FINISHED, EXIT_STOPPED}
     if signalled is not None:
@@ -171,10 +178,10 @@ def judge(
         # a server that failed while others went on, or during shutdown, is not the cause
         ends = list(actor)
         lost = [end for end in lost if end.component == ACTOR]
-        if not ends and not lost and signalled is None and has_met:
-            text = "the actor's tasks left no record of their ends; is the run's folder full?"
-            return Outcome(EXIT_ERROR, text, None, ACTOR)
         if not ends and not lost and signalled is None:
+            if has_met:
+                text = "the actor's tasks left no record of their ends; is the run's folder full?"
+                return Outcome(EXIT_ERROR, text, None, ACTOR)
             return Outcome(EXIT_ERROR, "srun could not start actor; it says why above")
     codes = {end.code for end in actor}
     if not unasked and codes and codes <= stopped and not lost:

@@ -24,7 +24,6 @@ from reinforce_rl.launch.slurm.options import ComponentOptions, Options, parse_g
 from reinforce_rl.launch.slurm.script import BATCH_FILE, filled_script
 from reinforce_rl.launch.slurm.settings import (
     ACTOR,
-    EXTERNAL_GENERATORS,
     GENERATOR,
     SEPARATOR,
     SERVER,
@@ -362,11 +361,8 @@ def _plan(
         of_generator = component(
             f"{GENERATOR}s", "gen", options.generator_nodes, ranks, options.generator, on_gpus
         )
-        # The script reads no YAML.
-        overrides = {
-            **EXTERNAL_GENERATORS,
-            **({"generation_tensor_parallel_size": size} if size > 1 else {}),
-        }
+        # The script cannot read the configuration.
+        overrides = {"generation_tensor_parallel_size": size} if size > 1 else {}
         settings = replace(settings, actor_args=tuple(with_missing(settings.actor_args, overrides)))
     return JobPlan(of_server, of_actor, options, settings, lead, variables, of_generator)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -32,9 +31,8 @@ _claims = contextlib.ExitStack()  # of ports, held until this process ends
 class Endpoint:
     """Where the first task of a step is."""
 
-    host: str  # name of its node
     address: str  # as seen by other nodes
-    rank_port: int  # for the ranks' rendezvous
+    port: int  # for the ranks' rendezvous
     step: str  # which wrote it, as the file may be an earlier step's
 
 
@@ -57,9 +55,7 @@ def meet_ranks_of_step(environment: Mapping[str, str]) -> dict[str, str]:
         # Where the node's own name is a loopback's, as on Debian, the node of srun is a peer.
         launcher = environment.get("SLURM_LAUNCH_NODE_IPADDR", "")
         (port,) = _claims.enter_context(claim_ports(1, text))
-        first = Endpoint(
-            socket.gethostname(), own_address([launcher] if launcher else []), port, step=step
-        )
+        first = Endpoint(own_address([launcher] if launcher else []), port, step=step)
         try:
             _write(path, first)
         except OSError as error:
@@ -70,7 +66,7 @@ def meet_ranks_of_step(environment: Mapping[str, str]) -> dict[str, str]:
             ) from error
     else:
         first = _wait_for(path, step)
-    variables = replace(place, host=first.address, port=str(first.rank_port)).variables()
+    variables = replace(place, host=first.address, port=str(first.port)).variables()
     if "OMP_NUM_THREADS" not in environment:
         # ranks that each use all cores slow each other down
         variables["OMP_NUM_THREADS"] = environment.get("SLURM_CPUS_PER_TASK", "1")

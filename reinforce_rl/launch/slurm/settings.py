@@ -15,8 +15,6 @@ from reinforce_rl.errors import ConfigError, Fault
 
 PREFIX = "REINFORCE_"
 RUN_DIR = "REINFORCE_RUN_DIR"
-PYTHON = "REINFORCE_PYTHON"
-CONTAINER_IMAGE = "REINFORCE_CONTAINER_IMAGE"
 # The job reads these itself.
 OF_JOB = (
     RUN_DIR,
@@ -25,7 +23,7 @@ OF_JOB = (
     "REINFORCE_MAX_RESTARTS",
     "REINFORCE_RESTART_AFTER_CRASH",
 )
-# The programs in a job read these.
+# The programs in a job read these; modules that define them are not for the batch host.
 OF_PROGRAMS = ("REINFORCE_RENDEZVOUS_FILE", "REINFORCE_REWARD_TOKEN", "REINFORCE_STORE")
 ACTOR = "actor"
 SERVER = "server"
@@ -69,17 +67,14 @@ class Variable:
 
     @property
     def option(self) -> str:
-        """Name of the option in `slurm/submit.py`, without leading dashes."""
+        """Name of the option of `reinforce-rl submit`, without leading dashes."""
         return self.name[len(PREFIX) :].lower().replace("_", "-")
 
 
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(" or ".join(choices))
-        return text
-
-    return parse
+def _flag(text: str) -> bool:
+    if text not in ("false", "true"):
+        raise ValueError("false or true")
+    return text == "true"
 
 
 def count_from(least: int) -> Callable[[str], Any]:
@@ -139,11 +134,12 @@ class Settings:
     )
     repository: Path
     python: str = _variable(
-        "interpreter of the tasks, without an image of the script too; else this one, or an "
-        "image's python3"
+        "interpreter of the tasks, and of the script unless there is an image; by default this "
+        "one, or the image's python3"
     )
     generator_devices: int | None = _variable(
-        "ranks a node of external generators; else component 2's tasks", parse=count_from(1)
+        "ranks a node of external generators; else generation_tensor_parallel_size",
+        parse=count_from(1),
     )
     servers: int = _variable(
         "reward servers of one model, which share component 0's nodes", "1", count_from(1)
@@ -156,11 +152,9 @@ class Settings:
     )
     max_restarts: int = _variable("how often a job may be requeued; 0: never", "10", count_from(0))
     generator_restarts: int = _variable(
-        "how often an attempt starts a generator that died again", "5", count_from(0)
+        "how often an attempt restarts a generator that has died", "5", count_from(0)
     )
-    restart_after_crash: str = _variable(
-        "true: requeue after a task has died", "false", _one_of("false", "true")
-    )
+    restart_after_crash: bool = _variable("true: requeue after a task has died", "false", _flag)
     mpi: str = _variable("for srun --mpi, such as pmix")
     container_image: str = _variable("for srun --container-image (pyxis), of all tasks")
     container_mounts: tuple[str, ...] = _variable(
@@ -243,16 +237,22 @@ def read_settings(
         )
     log_dir = override_of(actor_args, "exp_manager.explicit_log_dir")
     if log_dir is not None and run_dir and Path(log_dir) != Path(run_dir):
-        faults.append(run_dir_set_twice(log_dir, run_dir))
+        faults.append(
+            Fault(
+                f"exp_manager.explicit_log_dir is {log_dir}, but {RUN_DIR} is {run_dir}; expected "
+                f"the same folder; set only {RUN_DIR}",
+                key="slurm.run_dir.set_twice",
+            )
+        )
     if settings.container_mounts and not settings.container_image:
         faults.append(
             Fault(
-                f"REINFORCE_CONTAINER_MOUNTS is set, but no image is; set {CONTAINER_IMAGE}, or "
-                "leave the mounts out",
+                "REINFORCE_CONTAINER_MOUNTS is set, but no image is; set "
+                "REINFORCE_CONTAINER_IMAGE, or leave the mounts out",
                 key="slurm.container.no_image",
             )
         )
-    faults += argument_faults(actor_args, server_args)
+    faults += _argument_faults(actor_args, server_args)
     if faults:
         raise ConfigError(faults)
     return settings
@@ -271,15 +271,7 @@ def unread_variables(environment: Mapping[str, str]) -> Iterator[Fault]:
             )
 
 
-def run_dir_set_twice(log_dir: str, run_dir: str) -> Fault:
-    return Fault(
-        f"exp_manager.explicit_log_dir is {log_dir}, but {RUN_DIR} is {run_dir}; expected the same "
-        f"folder; set only {RUN_DIR}",
-        key="slurm.run_dir.set_twice",
-    )
-
-
-def argument_faults(actor_args: Sequence[str], server_args: Sequence[str]) -> Iterator[Fault]:
+def _argument_faults(actor_args: Sequence[str], server_args: Sequence[str]) -> Iterator[Fault]:
     """Check that the programs' arguments are overrides, and none that the job sets."""
     for whose, args, keys in (
         ("actor", actor_args, ACTOR_KEYS),

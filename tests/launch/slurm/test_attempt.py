@@ -226,7 +226,7 @@ def test_the_times_of_a_job_as_a_shell_reads_them(home, capsys, monkeypatch):
 def test_an_actor_whose_tasks_met_and_left_no_record(home, monkeypatch, tmp_path):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("REINFORCE_RUN_DIR", str(tmp_path))
-    folder = attempt.JobFolder()
+    folder = attempt.CurrentJob()
     folder.attempt.mkdir(parents=True)
     facts = attempt._parser().parse_args(["end"])
     missed = attempt._judge(folder, facts)

@@ -674,8 +674,8 @@ def test_all_faults_of_the_settings_are_told(started: type[Job]) -> None:
     assert output.startswith("error: 4 faults in the configuration:")
     assert printed_keys(output) == [
         "slurm.variable.invalid",
-        "slurm.variable.not_read",
         "slurm.run_dir.set_twice",
+        "slurm.variable.not_read",
         "slurm.variable.invalid",
     ]
 

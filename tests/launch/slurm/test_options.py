@@ -111,7 +111,7 @@ def test_variables_of_the_job_are_options_too():
         "REINFORCE_MPI": "pmix",
         "REINFORCE_PYTHON": "/opt/python",
         "REINFORCE_SERVERS": "2",
-        names.CONTAINER_IMAGE: "image.sqsh",
+        "REINFORCE_CONTAINER_IMAGE": "image.sqsh",
     }
 
 

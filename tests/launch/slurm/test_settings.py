@@ -51,7 +51,7 @@ def test_defaults_are_those_of_the_table() -> None:
 def test_all_variables_are_read() -> None:
     given = {
         names.RUN_DIR: "/shared/run",
-        names.PYTHON: "/opt/python",
+        "REINFORCE_PYTHON": "/opt/python",
         "REINFORCE_GENERATOR_DEVICES": "6",
         "REINFORCE_GENERATOR_RESTARTS": "3",
         "REINFORCE_SERVERS": "2",
@@ -60,7 +60,7 @@ def test_all_variables_are_read() -> None:
         "REINFORCE_MAX_RESTARTS": "0",
         "REINFORCE_RESTART_AFTER_CRASH": "true",
         "REINFORCE_MPI": "pmix",
-        names.CONTAINER_IMAGE: "a.sqsh",
+        "REINFORCE_CONTAINER_IMAGE": "a.sqsh",
         "REINFORCE_CONTAINER_MOUNTS": "/data:/data, /models:/models",
         "REINFORCE_SRUN_ARGS": "--cpu-bind=none --gres='gpu:a b'",
         "REINFORCE_SETUP": "module load cuda",
@@ -77,7 +77,7 @@ def test_all_variables_are_read() -> None:
         grace_seconds=7,
         max_restarts=0,
         generator_restarts=3,
-        restart_after_crash="true",
+        restart_after_crash=True,
         mpi="pmix",
         container_image="a.sqsh",
         container_mounts=("/data:/data", "/models:/models"),
@@ -136,7 +136,7 @@ def test_run_dir_is_needed_and_may_be_said_twice() -> None:
 
 def test_mounts_need_a_container() -> None:
     (fault,) = faults_of([], REINFORCE_RUN_DIR="/run", REINFORCE_CONTAINER_MOUNTS="/data")
-    values = ("REINFORCE_CONTAINER_MOUNTS", names.CONTAINER_IMAGE)
+    values = ("REINFORCE_CONTAINER_MOUNTS", "REINFORCE_CONTAINER_IMAGE")
     check_fault([fault], "slurm.container.no_image", *values)
 
 
