@@ -111,10 +111,9 @@ def layout_faults(
 def ranks_faults(
     model: Any, num_nodes: int, devices: int, prefix: str, section: str = "model", others: int = 0
 ) -> Iterator[Fault]:
-    """Check the layout of a section with parallel sizes, and the started ranks; `prefix` is that of
-    `num_nodes`.
+    """Check the layout of a section with parallel sizes, and the number of started ranks.
 
-    `others` of the ranks have another layout.
+    `prefix` goes before `num_nodes` in messages; `others` ranks have another layout.
     """
     world = num_nodes * devices
     ranks = f"{prefix}num_nodes x {prefix}devices = {num_nodes} x {devices}"

@@ -15,7 +15,6 @@ from reinforce_rl.policy.build import lora_settings
 from reinforce_rl.preflight.lower_bound import Job, StepBound
 from reinforce_rl.preflight.memory import ModelSize, RankMemory
 from reinforce_rl.preflight.plan import BatchPlan, Inputs, Share, gigabytes, layout_of
-from reinforce_rl.rewards.sources import configured_functions
 from reinforce_rl.trainer.updates import total_steps, total_updates
 from reinforce_rl.utils.console import Console
 
@@ -133,7 +132,7 @@ def _rewards(cfg: TrainConfig) -> str:
     for server in cfg.reward_servers.values():
         places = server.ready_files or [str(address) for address in server.addresses]
         sources.append(f"server {server.name} at {' and '.join(places)}")
-    sources += [f"function {spec.name}" for spec, _ in configured_functions(cfg).values()]
+    sources += [f"function {section.name}" for section in cfg.reward_functions.values()]
     return ", ".join(sources)
 
 

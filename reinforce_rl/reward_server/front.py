@@ -113,7 +113,7 @@ class Front:
                 router.add_get(model + leaf, self._pass_question)
             router.add_post(f"{model}/infer", self._infer, expect_handler=_promise_nothing)
         description = f"/v2/models/{wire.INFO_MODEL}"
-        for model in (description, description + version):
+        for model in (description, f"{description}/versions/1"):
             router.add_get(f"{model}/ready", self._answer_description_ready)
             router.add_post(f"{model}/infer", self._describe, expect_handler=_promise_nothing)
         return app

@@ -77,11 +77,11 @@ class Snapshot:
         return max(0.0, time.monotonic() - self.beat)
 
     @property
-    def samples(self) -> float:
+    def samples(self) -> int:
         return sum(self.by_status)
 
     @property
-    def failed(self) -> float:
+    def failed(self) -> int:
         """Samples without a reward."""
         return self.samples - self.by_status[base.STATUS_OK]
 
@@ -113,9 +113,7 @@ class Progress:
     def count(
         self, requests: int, by_status: Mapping[int, int], tokens: int, seconds: float
     ) -> None:
-        """Count a scored batch; `by_status` are samples by STATUS_ constant, `tokens` those that
-        the model saw.
-        """
+        """Count a scored batch: samples by STATUS_ constant, and the tokens that the model read."""
         with self._lock:
             before = self._now
             statuses = list(before.by_status)

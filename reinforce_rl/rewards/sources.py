@@ -22,7 +22,6 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import (
-    FunctionSpec,
     RewardFuture,
     RewardRequest,
     Rewards,
@@ -139,7 +138,7 @@ def connect_to_reward_servers(
     ConfigError if tokenizer or vocabulary differ and the server reads no texts, or a function
     cannot be used.
     """
-    functions = configured_functions(cfg)
+    functions = named_functions(cfg.reward_functions)
     pool = FunctionPool({name: spec for name, (spec, _) in functions.items()}, cfg.reward_function)
     sources: list[WeightedSource] = []
     with ExitStack() as on_failure:
@@ -162,11 +161,6 @@ def connect_to_reward_servers(
                 sources.append(WeightedSource(term.name, source, term.weight))
         on_failure.pop_all()
         return CombinedRewards(sources) if cfg.logs_reward_terms else sources[0].source
-
-
-def configured_functions(cfg: TrainConfig) -> dict[str, tuple[FunctionSpec, float]]:
-    """Return the configured functions and their weights, by the name used in logs."""
-    return named_functions(cfg.reward_functions)
 
 
 def names_of_scores(cfg: TrainConfig) -> tuple[str, ...] | None:

@@ -268,9 +268,7 @@ class Watchdog:
             self._verdict = Verdict(**message["verdict"])
 
     def _lost(self) -> tuple[list[Report], list[Report]]:
-        """Return the ranks whose connections closed without a message, and those that are
-        silent.
-        """
+        """Return the ranks whose connections closed without a message, and the silent ranks."""
         assert self._links is not None
         left = [
             (self._links.peers[rank], other.report)
@@ -286,7 +284,7 @@ class Watchdog:
         ]
 
     def _judge(self) -> Verdict | None:
-        # A dead process explains more than the errors of those that lost it.
+        # A dead process explains more than the errors it causes on other ranks.
         verdict = lost(*self._lost(), self._silence_seconds)
         verdict = verdict or waited_for(self._reports(), self._timed_out) or self._hung()
         if verdict is None and (failures := self._failed()):
@@ -450,10 +448,11 @@ class RunControl:
 
     @contextlib.contextmanager
     def watching(self, mesh: Mesh, role: RankRole | None = None, **limits: float) -> Iterator[None]:
-        """Watch the other ranks during the block, with `limits` as of `Watchdog`, as `ending` does;
-        no-op with one.
+        """Watch the other ranks during the block, like `ending`; do nothing with a single rank.
 
-        With a `role` these are all ranks of the job, not of the mesh alone.
+        `limits` are the arguments of `Watchdog`.
+
+        With a `role`, watch all ranks of the job, not only those of the mesh.
         """
         from reinforce_rl.megatron.mesh import rendezvous_errors  # imports torch and megatron
 
@@ -539,10 +538,9 @@ def _key_of_error(error: BaseException) -> str:
 
 
 def _outcome_of_run(error: BaseException) -> tuple[int, str]:
-    """Return what `status.json` says of the end: as `_outcome`, with the code of the rank that
-    failed first.
+    """Return exit code and text for `status.json`: the code of the rank that failed first.
 
-    The other ranks themselves end with `EXIT_LOST_RANK`, by which they are told from the first.
+    The other ranks exit with `EXIT_LOST_RANK`, so that a launcher can tell the first one.
     """
     code, text = _outcome(error)
     if isinstance(error, LostRankError) and error.code_of_lost is not None:

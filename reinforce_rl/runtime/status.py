@@ -43,7 +43,7 @@ class Status:
     reason: str = ""  # why it was stopped or failed, or what it waits for
     step: int = 0  # last complete one
     max_steps: int = 0  # 0 until known
-    # None while it runs; of the rank that failed first, if it sent one before it ended
+    # None while the run is active; afterwards that of the first rank to fail, if it reported one
     exit_code: int | None = None
     save_seconds: float | None = None  # of the last save, also of the run it resumes; None before
     alerts: dict[str, str] = field(default_factory=dict)  # what the last step has, by rule
@@ -238,7 +238,7 @@ def is_alive(status: Status) -> bool | None:
     """Return whether the writer of a "running" status still runs; None for other states and other
     machines.
     """
-    import psutil  # not in the environment of a job's supervisor, which reads the status too
+    import psutil  # not on the batch host of a Slurm job, which reads the status too
 
     if (status.state, status.host) != ("running", socket.gethostname()):
         return None

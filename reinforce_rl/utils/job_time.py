@@ -70,7 +70,7 @@ class JobTimes:
 
     @classmethod
     def asked(cls, environment: Mapping[str, str]) -> JobTimes:
-        """As `of`, but ask Slurm where it has not set the end, as its release 22.05 does not.
+        """Like `of`, but ask `squeue` if the end is not set. Slurm 22.05 does not set it.
 
         Raises ConfigError as `of`, and SlurmCallError where Slurm does not say it.
         """

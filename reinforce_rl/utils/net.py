@@ -241,7 +241,7 @@ def interface_of(host: str) -> str:
 
     Raises OSError: none has it, or the name has no address.
     """
-    import psutil  # not installed for the supervisor of a job, which imports this module too
+    import psutil  # only this function needs it
 
     addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     if any(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):

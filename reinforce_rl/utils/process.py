@@ -1,6 +1,6 @@
 """Child processes: start, messages in both directions, heartbeats, stop ladder, parent death.
 
-Uses the standard library and Python 3.9 only: the supervisor of a Slurm job imports it too.
+Uses the standard library and Python 3.9 only: the wrapper of Slurm tasks imports it too.
 """
 
 from __future__ import annotations
