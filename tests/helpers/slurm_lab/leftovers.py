@@ -57,7 +57,7 @@ def published_ports(run_dir: Path) -> set[tuple[str, int]]:
     attempts = run_dir / "slurm"
     meetings = [json.loads(path.read_text()) for path in attempts.glob("*/rendezvous-*.json")]
     servers = [json.loads(path.read_text()) for path in attempts.glob("*/ready-*.json")]
-    addresses = {(meeting["address"], meeting["rank_port"]) for meeting in meetings}
+    addresses = {(meeting["address"], meeting["port"]) for meeting in meetings}
     return addresses | {(server["host"], server["port"]) for server in servers}
 
 
