@@ -118,7 +118,7 @@ ENTRY_POINTS = """
 import sys
 import reinforce_rl.launch.main
 import reinforce_rl.launch.programs
-import reinforce_rl.run
+import reinforce_rl.trainer.run
 from reinforce_rl.rewards import function_pool
 print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """

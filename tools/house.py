@@ -37,7 +37,6 @@ FLOORS = (
     "reward_model",
     "reward_server",
     "preflight",
-    "run",
     "evaluation",
     "debugging",
     "launch",

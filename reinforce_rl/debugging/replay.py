@@ -58,9 +58,9 @@ from reinforce_rl.policy.build import configured_mesh
 from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.prompts import build_datasets, build_sampler
 from reinforce_rl.rollout.scoring import RolloutScorer
-from reinforce_rl.run import build_trainer
 from reinforce_rl.runtime.settings import LENGTH, compare, set_keys, settings_of
 from reinforce_rl.runtime.trust import require_trust, untrusted_settings
+from reinforce_rl.trainer.run import build_trainer
 
 # A larger machine may have recorded more threads than this one has cores.
 _MOST_THREADS = max(4 * (os.cpu_count() or 1), 256)
