@@ -35,7 +35,6 @@ FLOORS = (
     "rollout",
     "trainer",
     "reward_model",
-    "reward_server",
     "preflight",
     "evaluation",
     "debugging",

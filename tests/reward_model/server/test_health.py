@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import pytest
 
-from reinforce_rl.reward_server import health
-from reinforce_rl.reward_server.health import Progress, ProgressReader, Snapshot
+from reinforce_rl.reward_model.server import health
+from reinforce_rl.reward_model.server.health import Progress, ProgressReader, Snapshot
 from reinforce_rl.rewards import base
 
 

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from reinforce_rl.reward_server.admission import Admission, FrontSettings
+from reinforce_rl.reward_model.server.admission import Admission, FrontSettings
 from reinforce_rl.rewards import base, wire
 
 SECONDS_BOUNDS = (
