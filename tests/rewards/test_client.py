@@ -1,4 +1,4 @@
-"""The client against a real PyTriton server that is killed and restarted, and against one that misbehaves."""
+"""The client against a real PyTriton server that is killed, and against one that misbehaves."""
 
 from __future__ import annotations
 
@@ -235,14 +235,14 @@ def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(se
         future.result()
     assert re.search("refused|HTTP 502", str(caught.value))
     assert server.process.wait(30) == 1
-    # not as its last line: an interpreter that ends may warn after it
+    # not the last line: the interpreter may print a warning as it exits
     assert "died" in server.log.read_text()
     assert wait_for(lambda: not server.left_behind()), server.left_behind()
 
 
 @pytest.mark.slow
 def test_five_thousand_requests_leave_nothing_behind(tmp_path):
-    """Memory, threads, tasks and open files of a process that asks and asks."""
+    """Memory, threads, tasks and open files of a process that sends many requests."""
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     script = """
 import asyncio, sys, threading
@@ -257,14 +257,17 @@ async def tasks():
     return len(asyncio.all_tasks())
 
 sequences = [[row + 4, 2 * row + 4] for row in range(8)]
-me, found = psutil.Process(), []
+process = psutil.Process()
+usage = []
 client = RemoteGPTRMClient(port=int(sys.argv[1]))
 for number in range(1, 5001):
     assert client.infer_rm(request_of(sequences)).result().values.tolist() == toy_scores(sequences)
     if number % 1000 == 0:
-        found.append((me.memory_info().rss, threading.active_count(), transport.wait_for(tasks()), me.num_fds()))
+        num_tasks = transport.wait_for(tasks())
+        memory = process.memory_info().rss
+        usage.append((memory, threading.active_count(), num_tasks, process.num_fds()))
 client.close()
-for row in found:
+for row in usage:
     print(*row)
 """
     server = ToyServer(tmp_path).start()
@@ -298,9 +301,8 @@ def test_past_the_deadline_is_an_error_that_says_what_to_check(make_client):
     with raises_error("reward_server.server.no_answer", place, "connection refused", what_to_check):
         client.infer_rm(request_of([[1]])).result()
     assert time.monotonic() - start > 0.9
-    assert (
-        said[0]
-        == f"reward server 127.0.0.1:{port} does not answer (connection refused); retrying, 0 s of 1 s"
+    assert said[0] == (
+        f"reward server 127.0.0.1:{port} does not answer (connection refused); retrying, 0 s of 1 s"
     )
     assert 2 <= len(said) <= 5  # at most every 0.3 s
 
@@ -321,7 +323,7 @@ def test_a_server_that_takes_its_time_is_said_to_be_scoring(make_client):
 
 
 def test_a_silent_server_is_given_up_at_the_deadline(make_client):
-    """It accepts connections and never answers."""
+    """The server accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         client = make_client(port, deadline_seconds=1.0)
@@ -331,7 +333,7 @@ def test_a_silent_server_is_given_up_at_the_deadline(make_client):
 
 
 def test_an_answer_that_takes_longer_than_one_attempt_may_comes_in_the_end(make_client):
-    """The server begins anew with each attempt and takes 0.5 s, so attempts of 0.15 and 0.3 s are in vain."""
+    """The server starts again at each attempt and takes 0.5 s: attempts of 0.15 and 0.3 s fail."""
     with FakeRewardServer(score=lambda _: (time.sleep(0.5), 1.5)[1]) as fake:
         client = make_client(fake.port, attempt_timeout_seconds=0.15, deadline_seconds=12.0)
         for number in (1, 2):
@@ -371,7 +373,7 @@ def test_server_errors_are_retried_and_refusals_are_not(make_client):
 
 
 def test_a_busy_server_says_when_to_come_back(make_client):
-    """The client waits as long as that, longer than its own pause would be, and keeps the request's id."""
+    """The client waits for Retry-After, which exceeds its own pause, and keeps the request's id."""
     busy = (503, {"error": "busy"}, {"Retry-After": "1"})
     with FakeRewardServer([busy, answer([1.5], [0])]) as fake:
         client = make_client(
@@ -414,7 +416,7 @@ def test_wrong_answers_are_an_error_and_never_a_reward(make_client):
 
 @pytest.mark.parametrize("value", ["1", True, None], ids=str)
 def test_what_is_no_number_is_no_reward(make_client, value):
-    """numpy would make 1.0 or NaN of it."""
+    """numpy would convert these values to 1.0 or NaN."""
     with FakeRewardServer([answer([value], [0])]) as fake:
         with raises_error("reward_server.answer.wrong", "'rewards'", "JSON"):
             make_client(fake.port).infer_rm(request_of([[1]])).result()
@@ -422,7 +424,7 @@ def test_what_is_no_number_is_no_reward(make_client, value):
 
 
 def test_what_a_server_says_is_told_in_short(make_client):
-    """A long text with control characters: an id, an error, the name of a model."""
+    """The long text with control characters is an id, an error or the name of a model."""
     said = "a\x1b[2J\ud800" * 20_000
     wrong_id = (200, {**answer([1.0], [0])[1], "id": said})
     answers = {
@@ -433,12 +435,14 @@ def test_what_a_server_says_is_told_in_short(make_client):
         with FakeRewardServer([served]) as fake, raises_error(key) as error:
             make_client(fake.port).infer_rm(request_of([[1]])).result()
         assert len(str(error.value)) < 2500
-        assert "\x1b" not in str(error.value) and "\ud800" not in str(error.value)
+        assert "\x1b" not in str(error.value)
+        assert "\ud800" not in str(error.value)
     with FakeRewardServer([answer([1.0], [0])]) as fake:
         fake.info = describe(name="other\n\x1b" * 50_000)
         with raises_error("reward_server.model.other_name", "'other") as error:
             make_client(fake.port).wait_until_ready()
-        assert len(str(error.value)) < 700 and "\x1b" not in str(error.value)
+        assert len(str(error.value)) < 700
+        assert "\x1b" not in str(error.value)
 
 
 def test_an_answer_may_be_as_long_as_its_scores_need(make_client, monkeypatch):
@@ -489,7 +493,10 @@ class TestDeadlines:
     def attempts(
         self, make_client, monkeypatch, call: Call, outcomes: Sequence[object], **options: float
     ) -> list[float]:
-        """Return the seconds that each attempt of a call is given; `outcomes` are raised or returned in turn."""
+        """Return the seconds that each attempt of a call may take.
+
+        `outcomes` are raised or returned in turn.
+        """
         client = make_client(1, **options)
         given: list[float] = []
         left = list(outcomes)
@@ -536,7 +543,7 @@ class TestDeadlines:
         assert given == [5.0, 10.0, 10.0, 20.0]
 
     def test_a_call_whose_time_is_up_asks_for_next_to_nothing(self, make_client, monkeypatch):
-        """Not for a negative time, which would be none."""
+        """The timeout is small and positive: a negative one would mean no timeout."""
         call = self.call(seconds=10.0, elapsed=11.0)
         (seconds,) = self.attempts(make_client, monkeypatch, call, ["scores"])
         assert 0.0 < seconds <= 0.01
@@ -547,7 +554,7 @@ class TestDeadlines:
             self.attempts(make_client, monkeypatch, self.call(seconds=1000.0, elapsed=0.0), wrong)
 
     def test_a_server_that_does_not_answer_is_given_up_in_time(self, make_client):
-        """It describes itself, and a call waits for it a minute."""
+        """The server describes itself; a call waits for it for a minute."""
         with FakeRewardServer(score=sum) as fake:
             client = make_client(fake.port, deadline_seconds=1.0, attempt_timeout_seconds=60.0)
             client.wait_until_ready()
@@ -559,7 +566,10 @@ class TestDeadlines:
             fake.gate.set()
 
     def test_conversations_and_plain_prompts_keep_their_rows(self, make_client, monkeypatch):
-        """They are asked for apart, since they go in other forms; the scores come back in the rows' order."""
+        """The two kinds are sent as separate requests;
+
+        the scores come back in the order of the rows.
+        """
         client = make_client(1)
         info = describe(input_forms=("tokens", "text"))
         client._sends_chats_as_texts = True

@@ -1,4 +1,4 @@
-"""What a hostile sample can do to the others of its batch, to later ones and to the machine."""
+"""What a hostile sample can do to other samples, of its batch and later, and to the machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def run_alone(*lines: str, **options) -> subprocess.CompletedProcess[str]:
 
 
 def owner_code(*lines: str) -> str:
-    """Return a program of these lines, which may use `sample` and `started`; its argument is the tests' folder."""
+    """Return a program of these lines; its argument is the folder of the tests.
+
+    The lines may use `sample` and `started`.
+    """
     head = (
         "import sys; sys.path.insert(0, sys.argv[1])",
         "from rewards.test_function_isolation import sample, started",
@@ -56,16 +59,16 @@ def owner_code(*lines: str) -> str:
 
 
 def bubblewrap_or_host(pool: FunctionPool) -> psutil.Process:
-    """What the pool has started."""
-    (found,) = [
+    """Return the process that the pool has started."""
+    (host,) = [
         p for p in psutil.Process().children() if pool._host and p.pid == pool._host.process.pid
     ]
-    return found
+    return host
 
 
 @pytest.fixture(scope="module")
 def pool():
-    """Of one worker, so that each sample comes where the one before it was."""
+    """A pool of one worker, so that each sample runs where the sample before it ran."""
     with started("hostile", num_workers=1, sample_timeout_seconds=20.0) as pool:
         yield pool
 
@@ -105,10 +108,11 @@ def test_flags_of_the_output_are_not_those_of_later_samples(pool):
 @pytest.mark.parametrize("key", ["status", "value"])
 @pytest.mark.parametrize("number", ["999", "1" + 30 * "0", "1" + 400 * "0", "-1"])
 def test_an_answer_that_a_function_writes_itself_stays_with_its_sample(pool, key, number):
-    """It does not know what stands before an answer, so it fails itself and nothing else."""
+    """The function does not know the prefix of an answer, so only its own sample fails."""
     answer = {"status": "0", "value": "1.0", key: number}
-    said = f'write {{"status": {answer["status"]}, "value": {answer["value"]}, "fault": "", "message": ""}}'
-    scores = pool.submit("f", [sample("", 0.5), sample(said), sample("", 1.5)]).result()
+    forged = f'"status": {answer["status"]}, "value": {answer["value"]}, "fault": "", "message": ""'
+    forging = sample(f"write {{{forged}}}")
+    scores = pool.submit("f", [sample("", 0.5), forging, sample("", 1.5)]).result()
     assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
     assert scores.status[[0, 2]].tolist() == [base.STATUS_OK] * 2
     assert scores.status[1] == base.STATUS_INTERNAL
@@ -119,13 +123,17 @@ def test_an_answer_that_a_function_writes_itself_stays_with_its_sample(pool, key
 def test_an_answer_that_is_forged_is_no_score(pool, how):
     scores = pool.submit("f", [sample("", 0.5), sample(how), sample("", 1.5)]).result()
     assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
-    # It had its own score, if what it wrote reached nothing; never the forged one.
+    # The sample has its own score if the forged line was ignored, and never the forged score.
     assert scores.status[1] == base.STATUS_INTERNAL or scores.values[1] == 1.0
 
 
 def test_a_module_that_keeps_a_file_open_is_refused(tmp_path, monkeypatch):
     (tmp_path / "table.txt").write_text("letters")
-    code = "HANDLE = open({!r})\ndef f(prompt, response, record):\n    return float(len(HANDLE.read()))\n"
+    code = (
+        "HANDLE = open({!r})\n"
+        "def f(prompt, response, record):\n"
+        "    return float(len(HANDLE.read()))\n"
+    )
     (tmp_path / "keeps_a_file.py").write_text(code.format(str(tmp_path / "table.txt")))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -142,7 +150,8 @@ def test_a_log_that_is_full_holds_up_nobody():
     with open("/dev/full", "w") as full:
         done = run_alone(
             "with started('prints', num_workers=1, sample_timeout_seconds=20.0) as pool:",
-            "    sys.stdout.write(str(pool.submit('f', [sample('')] * 5).result().values.tolist()))",
+            "    scores = pool.submit('f', [sample('')] * 5).result()",
+            "    sys.stdout.write(str(scores.values.tolist()))",
             stdout=subprocess.PIPE,
             stderr=full,
         )
@@ -306,7 +315,7 @@ class TestSandbox:
         assert scores.status[1] == base.STATUS_INTERNAL or scores.values[1] == 1.0
 
     def test_the_same_without_a_sandbox_is_reached(self, tmp_path):
-        """So that the other test can fail."""
+        """This shows that the test with a sandbox can fail."""
         with started("sees") as pool, socket.create_server(("127.0.0.1", 0)) as server:
             kinds = [
                 f"port {server.getsockname()[1]}",
@@ -342,7 +351,7 @@ class TestSandbox:
             pool.submit("f", [sample("child")] * 8).result()
 
             def all_reaped() -> bool:
-                """After a further sample, since what was killed may take a while to end."""
+                """Submit one more sample first: killed processes may take a while to end."""
                 pool.submit("f", [sample("")]).result()
                 return len(bubblewrap_or_host(pool).children(recursive=True)) == 1
 
@@ -359,7 +368,8 @@ class TestSandbox:
             [sys.executable, "-c", code, str(Path(__file__).parents[1])], stdout=subprocess.PIPE
         )
         try:
-            assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
+            assert owner.stdout is not None
+            assert owner.stdout.readline() == b"ready\n"
             running = psutil.Process(owner.pid)
             assert wait_for(lambda: len(running.children(recursive=True)) == 4, 60), (
                 "bubblewrap, host, two samples"
@@ -378,7 +388,9 @@ def test_a_sandbox_that_cannot_be_made_ends_the_start(monkeypatch, tmp_path):
         started("sees", sandbox=True).__enter__()
     program = tmp_path / "bwrap"
     program.write_text(
-        f"#!{sys.executable}\nimport sys\nsys.exit('bwrap: No permissions to create new namespace')\n"
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        "sys.exit('bwrap: No permissions to create new namespace')\n"
     )
     program.chmod(0o755)
     said = "bwrap: No permissions to create"
@@ -416,7 +428,7 @@ def test_a_module_that_ends_its_import_is_named(how, key, tmp_path, monkeypatch)
 
 
 def test_what_functions_print_does_not_count_as_their_files(tmp_path):
-    """A log may be longer than what a function may write."""
+    """A log may be longer than the limit on files that a function writes."""
     log = tmp_path / "log"
     with log.open("ab") as file:
         file.truncate((64 << 20) + 1)

@@ -1,4 +1,4 @@
-"""Reward functions in their processes: each kind of misbehaviour fails its own sample and no other."""
+"""Reward functions in worker processes: a sample that misbehaves fails alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def pool(folder):
 
 
 def processes() -> list[psutil.Process]:
-    """Hosts of this process, and their workers."""
+    """Return the hosts that this process has started, and their workers."""
     hosts = [
         p
         for p in psutil.Process().children()
@@ -84,7 +84,7 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
     }
     bad = [sample(kind) for kind in kinds] + [sample("", value) for value in values]
     good = [sample("print", 0.5 + i) for i in range(len(bad))]
-    mixed = [one for pair in zip(bad, good, strict=True) for one in pair]
+    mixed = [text_sample for pair in zip(bad, good, strict=True) for text_sample in pair]
     with caplog.at_level(logging.INFO):
         scores = pool.submit("told", mixed).result()
     expected = [*kinds.values(), *values.values()]
@@ -104,16 +104,20 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
         row: re.match(r"it used (\d) s of CPU and was in state ([RSD])$", scores.texts[row])
         for row in (0, 2)
     }
-    assert used[0] and used[0].groups() == ("0", "S")
-    # 0 where a busy machine has given it less than half a second
-    assert used[2] and used[2][1] in "012"
-    # whoever asked tells, or logs
-    assert "secret" not in caplog.text and "function_failed" not in caplog.text
+    assert used[0]
+    assert used[0].groups() == ("0", "S")
+    # 0 if a busy machine gave it less than half a second
+    assert used[2]
+    assert used[2][1] in "012"
+    # the caller reports or logs it
+    assert "secret" not in caplog.text
+    assert "function_failed" not in caplog.text
 
 
 def test_the_texts_of_errors_are_apart(pool):
     scores = pool.submit("told", [sample(""), sample("secret"), TextSample("", "")]).result()
-    assert scores.texts == {1: "secret", 2: "'value'"} and scores.faults.keys() == {1, 2}
+    assert scores.texts == {1: "secret", 2: "'value'"}
+    assert scores.faults.keys() == {1, 2}
 
 
 def test_workers_are_light_have_one_thread_and_are_replaced(pool, folder):
@@ -137,7 +141,8 @@ def test_several_batches_at_once_and_none_at_all(pool):
 
 def test_a_ping_calls_no_function(pool):
     scores = pool.submit(PING, [sample("exit")]).result()
-    assert (scores.status.tolist(), scores.values.tolist()) == ([base.STATUS_OK], [0.0])
+    assert scores.status.tolist() == [base.STATUS_OK]
+    assert scores.values.tolist() == [0.0]
 
 
 def test_the_hosts_death_fails_what_is_under_way_and_the_next_request_has_another(pool):
@@ -216,7 +221,10 @@ def test_workers_die_with_a_killed_host(tmp_path):
 
 
 class Queued:
-    """Stands for the processes: keeps what is queued, and has so many samples of earlier requests in flight."""
+    """Stands in for the processes:
+
+    keeps the queue, with `in_flight` samples of earlier requests.
+    """
 
     ended = False
 
@@ -229,7 +237,7 @@ class Queued:
 
 
 class TestDeadlines:
-    """A request may take as long as all samples before and in it, one after another on every worker."""
+    """A request's deadline covers all samples before it and in it, one by one on each worker."""
 
     def seconds(self, samples: int, workers: int, in_flight: int = 0) -> float:
         config = RewardFunctionConfig(num_workers=workers, sample_timeout_seconds=3.0)
@@ -252,7 +260,9 @@ class TestDeadlines:
         ],
     )
     def test_a_request_has_time_for_all_rounds(self, samples, workers, in_flight, rounds):
-        """Less, and a large batch would time out although every sample keeps to its limit of 3 s."""
+        """Otherwise a large batch would time out although each sample stays within its limit of 3
+        s.
+        """
         seconds = self.seconds(samples, workers, in_flight)
         assert seconds == pytest.approx(rounds * (3.0 + FORK_SECONDS) + SLACK_SECONDS, abs=1.0)
 
@@ -272,18 +282,20 @@ class TestDeadlines:
 
 
 def test_what_a_sample_s_program_prints_is_shown_on_a_terminal(tmp_path):
-    """It prints through a pipe of its own, and the pool passes that on."""
+    """It prints through a pipe, whose text the pool passes on."""
     (tmp_path / "printing.py").write_text(
         "import subprocess, sys\n"
         "def f(prompt, response, record):\n"
-        "    subprocess.run([sys.executable, '-c', r\"print('\\x1b[2J\\x9b \\xe4')\"], check=True)\n"
+        "    program = r\"print('\\x1b[2J\\x9b \\xe4')\"\n"
+        "    subprocess.run([sys.executable, '-c', program], check=True)\n"
         "    return 1.0\n"
     )
     program = (
         "from reinforce_rl.config.rewards import RewardFunctionConfig\n"
         "from reinforce_rl.rewards.base import FunctionSpec, TextSample\n"
         "from reinforce_rl.rewards.function_pool import FunctionPool\n"
-        "pool = FunctionPool({'f': FunctionSpec('reward_function', 'printing.f', {})}, RewardFunctionConfig())\n"
+        "functions = {'f': FunctionSpec('reward_function', 'printing.f', {})}\n"
+        "pool = FunctionPool(functions, RewardFunctionConfig())\n"
         "pool.start()\n"
         "pool.submit('f', [TextSample('', '', {})]).result()\n"
         "pool.close()\n"

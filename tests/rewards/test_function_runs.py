@@ -1,4 +1,4 @@
-"""Runs with a reward function: in the trainer, and behind the server; both are the same run."""
+"""Runs with a reward function, in the trainer and behind the server: both give the same numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ FUNCTION = ["reward=function", f"reward_function.name={SHARE}", "+reward_functio
 
 
 def function_config(folder: Path, *overrides: str) -> TrainConfig:
-    """Of two steps; each prompt's line has the letters that the function asks for, and is rendered as messages."""
+    """Return the configuration of a run of two steps.
+
+    Each line of prompts is rendered as messages and has the `letters` that the function reads.
+    """
     options = tiny_overrides(folder)
     lines = [
         {
@@ -83,7 +86,7 @@ def connect(cfg: TrainConfig, mesh) -> RewardSource:
 def run(
     folder: Path, mesh, *overrides: str
 ) -> tuple[list[float], list[torch.Tensor], list[RewardRequest]]:
-    """Rewards of both steps, the weights at the end, and what was asked."""
+    """Return the rewards of both steps, the final weights and the samples of the requests."""
     folder.mkdir()
     cfg = function_config(folder, *overrides)
     source = connect(cfg, mesh)
@@ -129,7 +132,8 @@ def test_a_run_asks_the_function_with_the_prompts_own_fields(in_trainer):
     rows = [row for step in (1, 2) for row in rollouts_of(folder, step)]
     for sample, row in zip(samples, rows, strict=True):
         assert sample.messages == ({"role": "user", "content": sample.prompt[3]},)
-        assert sample.prompt == row["prompt"] and sample.response == row["response"]
+        assert sample.prompt == row["prompt"]
+        assert sample.response == row["response"]
         assert sample.finished == (row["finish_reason"] == "stop")
         assert set(sample.record) == {"letters", "number"}
     assert {sample.finished for sample in samples} == {True, False}
@@ -146,8 +150,11 @@ def test_the_served_functions_answers(server):
     model = ModelAddress(Address("127.0.0.1", server.port), "reward_model", None)
     info = transport.wait_for(transport.ask_description(model, 10.0))
     assert info.input_forms == (wire.TEXT_FORM,)
-    assert (info.tokenizer, info.max_length, info.vocab_size) == (None, None, None)
-    assert info.details["function"] == SHARE and info.details["kwargs"] == {"scale": 2.0}
+    assert info.tokenizer is None
+    assert info.max_length is None
+    assert info.vocab_size is None
+    assert info.details["function"] == SHARE
+    assert info.details["kwargs"] == {"scale": 2.0}
     assert len(info.details["source_sha256"]) == 64
 
     def ask(*columns: tuple[str, list[str]]) -> dict:
@@ -195,33 +202,35 @@ def request_of(prompts: list[str], responses: list[str], records: list[dict]) ->
 
 
 def test_several_functions_are_a_weighted_sum(tmp_path, mesh):
-    more = "+reward_function.more_functions.told"
+    added = "+reward_function.more_functions.told"
     cfg = function_config(
         tmp_path,
         *FUNCTION,
         "reward_function.weight=0.5",
-        f"{more}.name={TOLD}",
-        f"{more}.weight=-3",
+        f"{added}.name={TOLD}",
+        f"{added}.weight=-3",
     )
     source = connect(cfg, mesh)
     try:
         assert isinstance(source, CombinedRewards)
         records = [{"letters": "e", "value": 1.0}, {"letters": "e"}, {"letters": "x", "value": 0.5}]
-        found = source.infer_rm(request_of(["", "", ""], ["ee", "ee", "ee"], records)).result()
+        scores = source.infer_rm(request_of(["", "", ""], ["ee", "ee", "ee"], records)).result()
     finally:
         source.close()
-    assert found.status.tolist() == [base.STATUS_OK, base.STATUS_INTERNAL, base.STATUS_OK]
-    assert found.values[[0, 2]].tolist() == [0.5 * 2.0 - 3.0, 0.5 * 0.0 - 1.5]
-    assert found.values[1].isnan()
-    assert found.by_source["share_of_letters"].tolist() == [2.0, 2.0, 0.0]
+    assert scores.status.tolist() == [base.STATUS_OK, base.STATUS_INTERNAL, base.STATUS_OK]
+    assert scores.values[[0, 2]].tolist() == [0.5 * 2.0 - 3.0, 0.5 * 0.0 - 1.5]
+    assert scores.values[1].isnan()
+    assert scores.by_source["share_of_letters"].tolist() == [2.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize(
-    "more", [[], [f"+reward_function.more_functions.told.name={TOLD}"]], ids=["one", "several"]
+    "overrides",
+    [[], [f"+reward_function.more_functions.told.name={TOLD}"]],
+    ids=["one", "several"],
 )
-def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, more):
+def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, overrides):
     name = "helpers.reward_functions.share_of_letters"
-    cfg = function_config(tmp_path, *FUNCTION, *more)
+    cfg = function_config(tmp_path, *FUNCTION, *overrides)
     lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     for line in lines:
         del line["letters"]
@@ -246,7 +255,7 @@ def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, more):
 
 
 class OtherRank:
-    """A mesh whose rank is not the one that asks for rewards."""
+    """A mesh of a rank that does not request rewards."""
 
     is_model_parallel_rank_0 = False
 

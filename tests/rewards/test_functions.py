@@ -1,4 +1,4 @@
-"""The provided reward functions; gsm8k on every form that people and models write, and on all of GSM8K."""
+"""The provided reward functions; gsm8k on answers of many forms, and on all of GSM8K."""
 
 from __future__ import annotations
 
@@ -164,12 +164,12 @@ def test_a_module_that_raises_or_lacks_a_library_is_told(tmp_path, monkeypatch):
 
 
 def test_all_that_is_provided_is_named():
-    own = {
+    provided = {
         name
         for name, value in vars(functions).items()
         if getattr(value, "__module__", "") == PROVIDED
     }
-    assert {name for name in own if not name.startswith("_")} == set(PROVIDED_FUNCTIONS)
+    assert {name for name in provided if not name.startswith("_")} == set(PROVIDED_FUNCTIONS)
 
 
 ASKED = {"keys": ["tip", "why"], "min_words": 5, "max_words": 9, "keyword": "tea"}
@@ -177,12 +177,12 @@ ASKED = {"keys": ["tip", "why"], "min_words": 5, "max_words": 9, "keyword": "tea
 
 @pytest.mark.parametrize(
     ("response", "reached"),
-    # opens with a brace, names the keys, is the object, at most 9 words, at least 5 different ones,
-    # the word
+    # starts with a brace, has the keys, is an object, at most 9 words, at least 5 distinct words,
+    # the keyword
     [
         ('{"tip": "Drink tea warm.", "why": "It tastes better."}', (1, 1, 1, 1, 1, 1)),
         ('  {"why": "Teas are good", "tip": "Drink\\ntea"}\n', (1, 1, 1, 1, 1, 1)),
-        ('{"tip": "Drink tea.", "why": "drink TEA. "}', (1, 1, 0, 1, 0, 1)),  # the same said twice
+        ('{"tip": "Drink tea.", "why": "drink TEA. "}', (1, 1, 0, 1, 0, 1)),  # a repeated sentence
         ('{"tip": "tea tea tea", "why": "tea tea"}', (1, 1, 1, 1, 0, 1)),
         ('{"tip": "Drink steam and teapots now.", "why": "It is good"}', (1, 1, 1, 1, 1, 0)),
         (

@@ -1,4 +1,4 @@
-"""A language model as judge, behind a real server that speaks its protocol, well and badly."""
+"""A language model as the judge, behind a server that speaks its protocol well or badly."""
 
 from __future__ import annotations
 
@@ -54,9 +54,12 @@ def test_the_score_of_the_answer_is_the_reward_and_the_question_has_no_chat_temp
             == 9.0
         )
     first, second = judge.asked
-    assert first["model"] == "m" and first["temperature"] == 0.0
+    assert first["model"] == "m"
+    assert first["temperature"] == 0.0
     text = first["messages"][0]["content"]
-    assert "Capital of France?" in text and "Paris." in text and "1 (worst) to 10\n(best)" in text
+    assert "Capital of France?" in text
+    assert "Paris." in text
+    assert "1 (worst) to 10\n(best)" in text
     assert "[Question]\nCapital?\n" in second["messages"][0]["content"]
     assert second["seed"] == 3 and "max_tokens" not in second, (
         "options take the place of the defaults"
@@ -91,14 +94,16 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
                 {"role": "assistant", "content": None, "tool_calls": [CALL]},
                 {"role": "tool", "content": "no"},
             ],
-            'user: Rain?\n\nassistant: {"name": "weather", "arguments": {"city": "Köln"}}\n\ntool: no',
+            'user: Rain?\n\nassistant: {"name": "weather", "arguments": {"city": "Köln"}}\n\n'
+            "tool: no",
         ),
         (
             [
                 {"role": "user", "content": "a"},
                 {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]},
             ],
-            'user: a\n\nassistant: Let me look.\n{"name": "weather", "arguments": {"city": "Köln"}}',
+            "user: a\n\nassistant: Let me look.\n"
+            '{"name": "weather", "arguments": {"city": "Köln"}}',
         ),
         ([], "the rendered prompt"),
     ],
@@ -142,7 +147,7 @@ def test_a_judge_outside_is_asked_through_the_proxy(variable, monkeypatch, no_pr
 
 
 def test_the_proxy_of_a_server(monkeypatch, no_proxies) -> None:
-    """As curl and requests read the variables, but for this machine."""
+    """The variables are read as curl and requests read them; this machine is excepted."""
     server = URL("https://judge.invalid:8443/v1")
     assert transport.proxy_of(server) is None
     monkeypatch.setenv("ALL_PROXY", "http://all.invalid:1")
@@ -333,16 +338,16 @@ def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_s
         for word in ("right", "rubbish", "slow", "wrong")
     ]
     with FakeJudge(reply) as judge:
-        found = pool_scores(samples, 4.0, url=judge.url, api_key_variable="JUDGE_KEY", retries=0)
-    assert found.values.tolist()[::3] == [10.0, 1.0]
-    assert all(value != value for value in found.values[1:3]), "never 0"
-    assert found.status.tolist() == [
+        scores = pool_scores(samples, 4.0, url=judge.url, api_key_variable="JUDGE_KEY", retries=0)
+    assert scores.values.tolist()[::3] == [10.0, 1.0]
+    assert all(value != value for value in scores.values[1:3]), "never 0"
+    assert scores.status.tolist() == [
         base.STATUS_OK,
         base.STATUS_INTERNAL,
         base.STATUS_TIMED_OUT,
         base.STATUS_OK,
     ]
-    assert "JudgeError: the judge's answer holds no score at" in found.faults[1]
+    assert "JudgeError: the judge's answer holds no score at" in scores.faults[1]
     assert set(judge.keys) == {"Bearer key-123"}
     assert all("[Question]\nWhat?\n" in body["messages"][0]["content"] for body in judge.asked)
 
@@ -401,8 +406,8 @@ def test_a_preference_is_asked_in_both_orders_and_disagreement_is_a_tie() -> Non
 
     pairs = [(question, "good", "bad") for question in ("clear", "biased", "alike", "broken")]
     with FakeJudge(reply) as judge:
-        found = preferences(Judge(judge.url, "m", **ONCE), [*pairs, ("clear", "bad", "good")])
-    assert [found[0], found[1], found[2], found[4]] == [1.0, 0.5, 0.5, 0.0]
-    assert found[3] == "the judge's answer holds no [[A]], [[B]] or [[C]]"
+        preferred = preferences(Judge(judge.url, "m", **ONCE), [*pairs, ("clear", "bad", "good")])
+    assert [preferred[0], preferred[1], preferred[2], preferred[4]] == [1.0, 0.5, 0.5, 0.0]
+    assert preferred[3] == "the judge's answer holds no [[A]], [[B]] or [[C]]"
     assert len(judge.asked) == 2 * 5
     assert preferences(Judge("http://127.0.0.1:1", "m"), []) == []

@@ -1,4 +1,4 @@
-"""Numbers in answers, on every form that people and models write, with the verdicts of math-verify."""
+"""Numbers in answers, in the forms that people and models write, with math-verify's verdicts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ CASES = [
     ("1\u202f234\u202f567", 1234567),
     (r"\boxed{1\,234}", 1234),
     (r"\boxed{-\frac{-1}{2}}", Fraction(1, 2)),
-    # Two readings, or an expression: never its first number.
+    # Ambiguous numbers and expressions: the first number must not be taken.
     ("3,5", None),
     ("12,34,567", None),
     ("The answer is 5-10 apples", None),
@@ -99,7 +99,7 @@ CASES = [
     ("##### 2 of 3\nThat makes 18", 18),
     ("#### Step 1\n#### **18**", 18),
     ("#### x = 18", 18),
-    # No space before the number, as in Chinese and Japanese, and their wide signs
+    # No space before the number, and full-width signs, as in Chinese and Japanese
     ("\u7b54\u6848\u662f42\u3002", 42),
     ("\u5171\u670942\u4e2a\u82f9\u679c", 42),
     ("\u7b54\u3048\u306f-42\u3067\u3059", -42),
@@ -229,7 +229,7 @@ def test_answers_are_judged_as_math_verify_does(answer, response, is_right):
     assert gsm8k("", response, {"answer": answer}) == float(is_right)
 
 
-# What math-verify 0.9.0 judges the other way: exponents, more than six decimals, digits in groups,
+# math-verify 0.9.0 decides otherwise: exponents, more than six decimals, digits in groups,
 # percent in both.
 OTHERWISE = [
     ("1e-05", "0.00001", True),

@@ -1,4 +1,4 @@
-"""Several servers of one reward model: who is asked, what becomes of one that fails, and who is refused."""
+"""Several servers of one reward model: how requests are spread, and how failures are handled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEQUENCES = [[row % 50 + 4, row % 7 + 4, row % 3 + 4][: 1 + row % 3] for row in 
 
 @pytest.fixture
 def world():
-    """Makes servers that score, and a client of ports; all end with the test."""
+    """Makes servers that score, and clients of their ports; all are closed after the test."""
     with ExitStack() as stack:
 
         def serve(port: int = 0, **options) -> FakeRewardServer:
@@ -63,7 +63,8 @@ def test_addresses_that_are_none(text):
 
 def test_addresses():
     assert Address.parse("rm-2.cluster:5555") == Address("rm-2.cluster", 5555)
-    assert (Address.parse("[::1]:80"), str(Address("::1", 80))) == (Address("::1", 80), "[::1]:80")
+    assert Address.parse("[::1]:80") == Address("::1", 80)
+    assert str(Address("::1", 80)) == "[::1]:80"
 
 
 def test_the_parts_of_a_request_are_spread_and_joined_in_order(world):
@@ -84,7 +85,7 @@ def test_the_parts_of_a_request_are_spread_and_joined_in_order(world):
 
 
 def test_the_least_busy_server_is_asked(world):
-    """By samples, not by requests."""
+    """Busy by samples, not by requests."""
     serve, connect = world
     servers = [serve(), serve()]
     client = connect(*(server.port for server in servers), max_in_flight=4)
@@ -136,7 +137,7 @@ def test_a_run_goes_on_while_one_lives_and_the_other_is_taken_back(world):
 
 
 def test_a_busy_server_leaves_its_requests_to_the_other(world):
-    """It wants a minute; nobody waits for it."""
+    """The busy server asks for a minute; the client does not wait."""
     serve, connect = world
     busy = serve(score=None, answers=[(503, {"error": "busy"}, {"Retry-After": "60"})])
     other = serve()
@@ -146,7 +147,7 @@ def test_a_busy_server_leaves_its_requests_to_the_other(world):
         assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(
             SEQUENCES
         )
-    assert 1 <= busy.calls <= 4  # once for each part that was under way at the time
+    assert 1 <= busy.calls <= 4  # once for each part in flight at that time
 
 
 def test_the_pause_of_a_server_that_never_scores_grows(world):
@@ -176,7 +177,8 @@ def test_without_any_server_the_deadline_names_all(world):
         assert any(
             f"127.0.0.1:{port} does not answer (connection refused)" in text for text in said
         )
-    assert said[-1].startswith("reward servers: ") and "; retrying, " in said[-1]
+    assert said[-1].startswith("reward servers: ")
+    assert "; retrying, " in said[-1]
 
 
 def test_a_wait_for_all_of_them_ends_when_one_comes(world):
@@ -232,7 +234,7 @@ def test_a_replica_that_becomes_another_model_ends_the_run(world):
 
 
 def test_a_wrong_token_at_one_of_two_is_an_error_at_the_start_and_not_later(world):
-    """A server that is no good any more is like one that is down, as long as the other lives."""
+    """A server that rejects the token later counts as down while the other one answers."""
     serve, connect = world
     first = serve()
     second = serve()
@@ -282,7 +284,7 @@ def test_close_ends_what_waits_and_what_is_under_way(world):
 
 
 def test_what_is_sent_stays_within_the_servers_limit(world):
-    """The estimate of a request's size is not below its real one."""
+    """The estimate of a request's size is at least the real size."""
     serve, connect = world
     server = serve()
     server.info = describe(max_batch_size=256, max_request_bytes=ENVELOPE_BYTES + 10 * 32)
@@ -298,7 +300,7 @@ def test_what_is_sent_stays_within_the_servers_limit(world):
 
 @pytest.fixture
 def replicas(monkeypatch) -> Replicas:
-    """One server, which is up whenever it is asked."""
+    """One server, which is up at each health check."""
 
     async def describe_it(model: ModelAddress, seconds: float) -> ServerInfo:
         return ServerInfo(model.name, 8, 8, 8, None, deterministic=True, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""A reward source of one's own, `reward=my_module.MySource`."""
+"""Reward sources of a user's class, `reward=my_module.MySource`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from reinforce_rl.runtime.trust import authorities
 
 
 class Lengths:
-    """The length of each sample; notes what it was made with, and its end."""
+    """Scores by length; records its arguments and whether it was closed."""
 
     made: ClassVar[list[tuple[TrainConfig, Any]]] = []
     closed: ClassVar[int] = 0
@@ -69,7 +69,7 @@ class WithoutClose:
 
 @pytest.fixture
 def own_name(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A dotted name of `Lengths` that can be imported."""
+    """The dotted name under which `Lengths` can be imported."""
     monkeypatch.setattr(Lengths, "made", [])
     monkeypatch.setattr(Lengths, "closed", 0)
     return f"{__name__}.Lengths"
@@ -144,16 +144,16 @@ def test_a_class_is_told_from_a_function() -> None:
 def test_functions_are_added_to_its_scores(
     own_name: str, connect: Callable, tmp_path: Path
 ) -> None:
-    more = "+reward_function.more_functions.short"
-    length = [f"{more}.name=reinforce_rl.rewards.functions.length", f"{more}.weight=10"]
-    arguments = [f"{more}.kwargs.target=5", f"{more}.kwargs.tolerance=10"]
+    short = "+reward_function.more_functions.short"
+    length = [f"{short}.name=reinforce_rl.rewards.functions.length", f"{short}.weight=10"]
+    arguments = [f"{short}.kwargs.target=5", f"{short}.kwargs.tolerance=10"]
     cfg = tiny_config(tmp_path, f"reward={own_name}", *length, *arguments)
     source = connect(cfg)
     scores = source.infer_rm(request_of([[4, 5, 6], [4]])).result()
     source.close()
-    own = scores.by_source["Lengths"]
-    assert own.tolist() == [3.0, 1.0]
-    assert scores.values.tolist() == (own + 10 * scores.by_source["short"]).tolist()
+    lengths = scores.by_source["Lengths"]
+    assert lengths.tolist() == [3.0, 1.0]
+    assert scores.values.tolist() == (lengths + 10 * scores.by_source["short"]).tolist()
     assert names_of_scores(cfg) == tuple(scores.by_source) == ("Lengths", "short")
     assert Lengths.closed == 1
 
@@ -180,8 +180,8 @@ def test_what_is_no_source_is_refused_before_the_start(
 
 
 def test_a_fault_of_the_class_does_not_hide_one_of_a_function(tmp_path: Path) -> None:
-    more = "+reward_function.more_functions.other.name=nowhere_either.f"
-    faults = function_faults(tiny_config(tmp_path, "reward=nowhere.Source", more))
+    missing = "+reward_function.more_functions.other.name=nowhere_either.f"
+    faults = function_faults(tiny_config(tmp_path, "reward=nowhere.Source", missing))
     check_fault(faults, "reward.class.not_importable", "nowhere")
     check_fault(faults, "reward_function.module.missing", "nowhere_either")
 
@@ -208,7 +208,8 @@ def test_reading_a_configuration_does_not_import_it(
 def test_a_folder_has_no_authority_to_name_it(own_name: str, tmp_path: Path) -> None:
     cfg = tiny_config(tmp_path, f"reward={own_name}")
     (authority,) = authorities(cfg)
-    assert (authority.key, authority.value) == ("reward", own_name)
+    assert authority.key == "reward"
+    assert authority.value == own_name
     assert list(authorities(cfg, rewards=False)) == []
 
 

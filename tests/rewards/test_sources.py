@@ -1,4 +1,4 @@
-"""Reward servers named by a configuration, and the weighted sum of several sources."""
+"""Reward servers of a configuration, and the weighted sum of several sources."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def closed(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def servers(tmp_path):
-    """Two that score two samples each, for the tiny model's tokenizer."""
+    """Two servers that score two samples each, for the tiny model's tokenizer."""
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer", VOCAB_SIZE))
     with (
         FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as first,
@@ -79,26 +79,27 @@ def connect(cfg: TrainConfig, mesh) -> RewardSource:
 
 def test_the_weighted_sum_of_two(tmp_path, mesh, servers, closed):
     first, second = servers
-    own = [
+    options = [
         f"{RM}.reward_model.port={first.port}",
         f"{RM}.reward_model.name=helpful",
         f"{RM}.reward_model.weight=0.5",
     ]
     first.info = describe(name="helpful", tokenizer=first.info.tokenizer, vocab_size=VOCAB_SIZE)
-    cfg = tiny_config(tmp_path, *own, f"{MORE}.port={second.port}", f"{MORE}.weight=-2")
+    cfg = tiny_config(tmp_path, *options, f"{MORE}.port={second.port}", f"{MORE}.weight=-2")
     rm = connect(cfg, mesh)
-    found = rm.infer_rm(REQUEST).result()
-    assert found.values.tolist() == [0.5 - 20.0, 1.0 - 40.0]
-    assert {name: values.tolist() for name, values in found.by_source.items()} == {
+    rewards = rm.infer_rm(REQUEST).result()
+    assert rewards.values.tolist() == [0.5 - 20.0, 1.0 - 40.0]
+    assert {name: values.tolist() for name, values in rewards.by_source.items()} == {
         "helpful": [1.0, 2.0],
         "safety": [10.0, 20.0],
     }
-    assert names_of_scores(cfg) == tuple(found.by_source)
+    assert names_of_scores(cfg) == tuple(rewards.by_source)
     second.answers = [answer([10.0, float("nan")], [STATUS_OK, STATUS_BAD_TOKEN])]
     second.calls = 0
-    found = rm.infer_rm(REQUEST).result()
-    assert found.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN]
-    assert found.values[0] == 0.5 - 20.0 and found.values.isnan().tolist() == [False, True]
+    rewards = rm.infer_rm(REQUEST).result()
+    assert rewards.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN]
+    assert rewards.values[0] == 0.5 - 20.0
+    assert rewards.values.isnan().tolist() == [False, True]
     rm.close()
     assert sorted(closed) == sorted([first.port, second.port])
 
@@ -108,9 +109,9 @@ def test_a_single_one(tmp_path, mesh, servers, closed):
     port = f"{RM}.reward_model.port={first.port}"
     for options, values in (([], [1.0, 2.0]), ([f"{RM}.reward_model.weight=3"], [3.0, 6.0])):
         rm = connect(tiny_config(tmp_path, port, *options), mesh)
-        found = rm.infer_rm(REQUEST).result()
-        assert found.values.tolist() == values
-        assert list(found.by_source) == (["reward_model"] if options else [])
+        rewards = rm.infer_rm(REQUEST).result()
+        assert rewards.values.tolist() == values
+        assert list(rewards.by_source) == (["reward_model"] if options else [])
         rm.close()
     assert closed == [first.port] * 2
 
@@ -218,9 +219,8 @@ def test_a_shorter_context_is_said_at_the_start(
     assert len(warnings) == is_short
     for text in warnings:
         assert f"127.0.0.1:{first.port}" in text or f"localhost:{first.port}" in text
-        assert (
-            "reads at most 15 tokens (reward_model.max_length" in text and f"16 ({LONGEST})" in text
-        )
+        assert "reads at most 15 tokens (reward_model.max_length" in text
+        assert f"16 ({LONGEST})" in text
         assert "trainer.reinforce.max_failed_fraction" in text
         assert ("tokens of the policy" in text) == ("text" in forms)
 
@@ -309,7 +309,7 @@ THREE = request_of([[0]] * 3)
 
 
 class Known:
-    """Answers with what it was given, and writes down what is asked of it."""
+    """Returns the given rewards and logs each request."""
 
     def __init__(
         self, name: str, values: list[float], log: list[str], status: list[int] | None = None
@@ -341,12 +341,14 @@ def combined(*sources: tuple[Known, float]) -> CombinedRewards:
 
 def test_the_weighted_sum_with_every_part_kept():
     log: list[str] = []
-    one = Known("one", [1.0, 2.0, 3.0], log)
-    two = Known("two", [10.0, 20.0, -30.0], log)
-    found = combined((one, 2.0), (two, -0.5)).infer_rm(THREE).result()
-    assert found.values.tolist() == [-3.0, -6.0, 21.0] and found.values.dtype == torch.float32
-    assert found.status.tolist() == [STATUS_OK] * 3 and found.status.dtype == torch.int32
-    assert {name: values.tolist() for name, values in found.by_source.items()} == {
+    first = Known("one", [1.0, 2.0, 3.0], log)
+    second = Known("two", [10.0, 20.0, -30.0], log)
+    rewards = combined((first, 2.0), (second, -0.5)).infer_rm(THREE).result()
+    assert rewards.values.tolist() == [-3.0, -6.0, 21.0]
+    assert rewards.values.dtype == torch.float32
+    assert rewards.status.tolist() == [STATUS_OK] * 3
+    assert rewards.status.dtype == torch.int32
+    assert {name: values.tolist() for name, values in rewards.by_source.items()} == {
         "one": [1.0, 2.0, 3.0],
         "two": [10.0, 20.0, -30.0],
     }
@@ -365,22 +367,28 @@ def test_all_are_asked_before_any_is_waited_for():
 @pytest.mark.parametrize("weight", [1.0, 0.0])
 @pytest.mark.parametrize("made_up", [math.nan, 0.0, 5.0])
 def test_a_sample_that_one_cannot_score_has_failed(weight, made_up):
-    """Whatever stands in its place, and however little it weighs: never a reward without that part."""
+    """Neither the placeholder's value nor the weight matters:
+
+    a sum without that part is no reward.
+    """
     log: list[str] = []
-    one = Known("one", [1.0, 2.0, made_up], log, [STATUS_OK, STATUS_OK, STATUS_EMPTY])
-    two = Known("two", [1.0, made_up, made_up], log, [STATUS_OK, STATUS_BAD_TEXT, STATUS_BAD_TEXT])
-    found = combined((one, 1.0), (two, weight)).infer_rm(THREE).result()
-    assert found.values[0] == 1.0 + weight and found.values[1:].isnan().all()
-    assert found.status.tolist() == [STATUS_OK, STATUS_BAD_TEXT, STATUS_EMPTY], (
+    first = Known("one", [1.0, 2.0, made_up], log, [STATUS_OK, STATUS_OK, STATUS_EMPTY])
+    second = Known(
+        "two", [1.0, made_up, made_up], log, [STATUS_OK, STATUS_BAD_TEXT, STATUS_BAD_TEXT]
+    )
+    rewards = combined((first, 1.0), (second, weight)).infer_rm(THREE).result()
+    assert rewards.values[0] == 1.0 + weight
+    assert rewards.values[1:].isnan().all()
+    assert rewards.status.tolist() == [STATUS_OK, STATUS_BAD_TEXT, STATUS_EMPTY], (
         "the first that failed says why"
     )
 
 
 def test_one_source_is_that_source():
-    one = Known("one", [0.25, math.nan, -4.0], [], [STATUS_OK, STATUS_EMPTY, STATUS_OK])
-    found = combined((one, 1.0)).infer_rm(THREE).result()
-    torch.testing.assert_close(found.values, one.rewards.values, equal_nan=True)
-    assert torch.equal(found.status, one.rewards.status)
+    source = Known("one", [0.25, math.nan, -4.0], [], [STATUS_OK, STATUS_EMPTY, STATUS_OK])
+    rewards = combined((source, 1.0)).infer_rm(THREE).result()
+    torch.testing.assert_close(rewards.values, source.rewards.values, equal_nan=True)
+    assert torch.equal(rewards.status, source.rewards.status)
 
 
 def test_a_server_that_does_not_answer_is_not_left_out_of_the_sum():

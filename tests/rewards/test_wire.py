@@ -1,4 +1,4 @@
-"""What travels: texts as arrays, the choice of a form, answers outside the protocol, and the access token."""
+"""The wire format: text arrays, the choice of a form, malformed answers and the access token."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ SAMPLES = [
 ]
 # The reward model's own template, unlike the actor's.
 OTHER_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
 
@@ -59,7 +61,9 @@ def test_samples_come_back_from_their_arrays():
     assert read == SAMPLES
     assert status.tolist() == [base.STATUS_OK] * 3
     required = {name: arrays[name] for name in (wire.PROMPTS, wire.RESPONSES)}
-    assert read_samples(required)[0] == [TextSample(one.prompt, one.response) for one in SAMPLES]
+    assert read_samples(required)[0] == [
+        TextSample(sample.prompt, sample.response) for sample in SAMPLES
+    ]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +82,8 @@ def test_samples_come_back_from_their_arrays():
 def test_what_cannot_be_read_fails_alone(name, raw, status):
     arrays = text_arrays(SAMPLES)
     arrays[name][1, 0] = raw
-    samples, found = read_samples(arrays)
-    assert found.tolist() == [base.STATUS_OK, status, base.STATUS_OK]
+    samples, statuses = read_samples(arrays)
+    assert statuses.tolist() == [base.STATUS_OK, status, base.STATUS_OK]
     assert [samples[0], samples[2]] == [SAMPLES[0], SAMPLES[2]]
 
 
@@ -91,7 +95,7 @@ def test_fields_of_different_lengths_are_refused():
 
 
 def description(**changes: object) -> str:
-    """A server's description with these values, of whatever type."""
+    """Return a server's description with these values, of any type."""
     return json.dumps({**json.loads(describe().to_json()), **changes})
 
 
@@ -137,7 +141,8 @@ def test_a_description_that_no_client_can_use_is_refused_with_its_key(text, word
 def test_another_version_and_differences_are_told_in_short():
     with pytest.raises(wire.OtherVersion) as error:
         wire.ServerInfo.from_json(description(protocol="3\n" * 100_000))
-    assert len(str(error.value)) < 250 and "\n" not in str(error.value)
+    assert len(str(error.value)) < 250
+    assert "\n" not in str(error.value)
     other = describe(details={"a": "b\u009b" * 100_000})
     (difference,) = describe().differences(other, "before", "now")
     assert difference.startswith(r"details: {} before, {'a': 'b\x9bb\x9bb")
@@ -245,9 +250,9 @@ def test_whatever_failed_is_nan(rewards, status, values, codes):
         "rewards": np.array(rewards, np.float32)[:, None],
         "status": np.array(status, np.int32)[:, None],
     }
-    found, found_codes, _ = wire.check_answer(outputs.get, 2, 0)
-    assert [None if np.isnan(value) else value for value in found.tolist()] == values
-    assert found_codes.tolist() == codes
+    checked, checked_codes, _ = wire.check_answer(outputs.get, 2, 0)
+    assert [None if np.isnan(value) else value for value in checked.tolist()] == values
+    assert checked_codes.tolist() == codes
 
 
 @pytest.mark.parametrize(
@@ -267,7 +272,7 @@ def test_answers_outside_the_protocol_are_refused(rewards, status):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A reward model with its own tokenizer and template, and the folder of an actor's tokenizer."""
+    """A reward model with a tokenizer and a template, and a folder of the policy's tokenizer."""
     folder = tmp_path_factory.mktemp("world")
     tiny_llama_folder(
         folder / "trunk", vocab_size=96, layers=1, hidden=16, ffn=32, max_positions=64
@@ -318,7 +323,7 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
         TextSample("tell me", "no" * 100, {}),
     ]
     rendered = [
-        "<bos>[system] be kind [user] hi [assistant] oh dear ",  # as the template ends a turn
+        "<bos>[system] be kind [user] hi [assistant] oh dear ",  # the template ends a turn so
         "<bos>[system] be kind [user] hi [assistant] oh dear",  # cut: it must not look finished
         "<bos>[user] tell me [assistant] no ",
     ]
@@ -345,7 +350,7 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
 
 
 def tokens_of(text: str) -> list[str]:
-    """By hand: a character a token, special ones whole."""
+    """Tokenize by hand: a token a character, special tokens whole."""
     for special, letter in (("<bos>", "\x01"), ("<eos>", "\x02")):
         text = text.replace(special, letter)
     return [{"\x01": "<bos>", "\x02": "<eos>"}.get(letter, letter) for letter in text]
@@ -423,8 +428,11 @@ def test_only_the_token_opens():
 
 
 def test_only_the_loopback_goes_without_a_token(monkeypatch):
-    assert is_loopback("127.0.0.1") and is_loopback("localhost") and is_loopback("::1")
-    assert not is_loopback("0.0.0.0") and not is_loopback("no-such-host.invalid")
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("localhost")
+    assert is_loopback("::1")
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("no-such-host.invalid")
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert token_of(InferenceConfig()) is None
     assert token_of(InferenceConfig(host="0.0.0.0", allow_no_token=True)) is None
