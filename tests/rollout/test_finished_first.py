@@ -1,4 +1,7 @@
-"""Rollouts that are taken as they finish, and new weights for responses under way: what is kept, dropped, resumed."""
+"""Rollouts in the order in which they finish, and weight updates during generation.
+
+Responses under way are kept, dropped or resumed.
+"""
 
 from __future__ import annotations
 
@@ -180,9 +183,9 @@ def request_of(number: int, prompt: int) -> GenerationRequest:
 def result_of(request: GenerationRequest, *versions: int) -> GenerationResult:
     tokens = torch.ones(1, len(versions), dtype=torch.long)
     lengths = torch.tensor([len(versions)])
-    found = Completions(tokens, lengths, ("stop",), weight_versions=torch.tensor([versions]))
+    completions = Completions(tokens, lengths, ("stop",), weight_versions=torch.tensor([versions]))
     rewards = Rewards(torch.ones(1), torch.zeros(1).int())
-    return GenerationResult(request.number, (request.prompts[0].id,), found, rewards)
+    return GenerationResult(request.number, (request.prompts[0].id,), completions, rewards)
 
 
 class Sent:
@@ -296,7 +299,10 @@ class TestWhatAStepTakes:
         assert numbers_of(pool.take([(range(2), 4)], 3)) == ([0, 1], 0)
 
     def test_one_token_that_is_too_old_is_enough_to_be_drawn_again(self):
-        """At once, before prompts that wait; this call does not wait for it, and the next does."""
+        """It is submitted at once, before waiting prompts;
+
+        the next call waits for it, this one does not.
+        """
         results = [
             result_of(REQUESTS[0], 2, 3),
             result_of(REQUESTS[1], 3, 4),
@@ -326,7 +332,10 @@ class Links:
 
 
 class PlannedGenerator:
-    """Draws a token for each response at a time, after asking what to do; ends those of prompt 0 after two."""
+    """Draws one token a response at a time, after asking for the next action.
+
+    Responses of prompt 0 end after two tokens.
+    """
 
     def __init__(self, before: dict[int, Any]):
         self.before = before
@@ -339,29 +348,34 @@ class PlannedGenerator:
         from dataclasses import replace
 
         self.calls += 1
-        found = list(responses)
-        while any(one.finish_reason is None for one in found):
+        drawn = list(responses)
+        while any(response.finish_reason is None for response in drawn):
             self.steps += 1
             self.before.get(self.steps, lambda: None)()
-            action = updates.next_action(sum(one.finish_reason is None for one in found))
+            action = updates.next_action(sum(response.finish_reason is None for response in drawn))
             if action == "stop":
                 break
             if action == "load":
                 updates.load()
-            for row, one in enumerate(found):
-                if one.finish_reason is None:
-                    versions = (*one.versions, updates.version)
-                    ends = "stop" if len(versions) == (2 if one.prompt.id == 0 else 6) else None
-                    found[row] = replace(
-                        one, tokens=(*one.tokens, 5), versions=versions, finish_reason=ends
+            for row, response in enumerate(drawn):
+                if response.finish_reason is None:
+                    versions = (*response.versions, updates.version)
+                    ends = (
+                        "stop" if len(versions) == (2 if response.prompt.id == 0 else 6) else None
                     )
-        return found
+                    drawn[row] = replace(
+                        response,
+                        tokens=(*response.tokens, 5),
+                        versions=versions,
+                        finish_reason=ends,
+                    )
+        return drawn
 
 
 def rank_of(
     generator: PlannedGenerator, inflight: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """A generator's rank without connections and model, whose results are kept."""
+    """A generator's rank without connections and model; its results are kept."""
     rank: Any = object.__new__(GeneratorRank)
     mesh = SimpleNamespace(
         from_model_parallel_rank_0=lambda value: value,
@@ -396,8 +410,10 @@ def rank_of(
     rank._wake = lambda: None
     rank.results = []
     rank._deliver = lambda result, future: rank.results.append(result)
-    rank._ask_for_scores = lambda request, found: None
-    monkeypatch.setattr("reinforce_rl.rollout.generator_rank.load_weights", lambda lm, found: None)
+    rank._ask_for_scores = lambda request, completions: None
+    monkeypatch.setattr(
+        "reinforce_rl.rollout.generator_rank.load_weights", lambda lm, weights: None
+    )
     return rank
 
 
@@ -414,26 +430,32 @@ def groups_of(*prompts: int) -> dict[int, Any]:
 
 class TestWeightsThatComeWhileResponsesAreDrawn:
     def versions(self, result: GenerationResult) -> list[list[int]]:
-        assert result.completions is not None and result.completions.weight_versions is not None
+        assert result.completions is not None
+        assert result.completions.weight_versions is not None
         return result.completions.weight_versions.tolist()
 
     def test_they_wait(self, monkeypatch):
-        """A group that is whole is given back all the same, once half of the responses have ended."""
+        """A finished group is returned too, once half of the responses have ended."""
         rank = rank_of(
             PlannedGenerator({2: lambda: rank._staged.update({2: {}})}), None, monkeypatch
         )
         rank._resume_groups(groups := groups_of(0, 7), 4)
-        assert list(groups) == [1] and self.versions(rank.results[0]) == [[1] * 2] * 2
+        assert list(groups) == [1]
+        assert self.versions(rank.results[0]) == [[1] * 2] * 2
         rank._resume_groups(groups, 4)
-        assert not groups and self.versions(rank.results[1]) == [[1] * 6] * 2
+        assert not groups
+        assert self.versions(rank.results[1]) == [[1] * 6] * 2
 
     def test_the_call_ends_and_goes_on_with_them(self, monkeypatch):
         rank = rank_of(
             PlannedGenerator({4: lambda: rank._staged.update({3: {}})}), "recompute", monkeypatch
         )
         rank._resume_groups(groups := groups_of(7, 8), 4)
-        assert list(groups) == [0, 1] and not rank.results
-        assert [len(one.tokens) for _, own in groups.values() for one in own] == [3] * 4
+        assert list(groups) == [0, 1]
+        assert not rank.results
+        assert [
+            len(response.tokens) for _, responses in groups.values() for response in responses
+        ] == [3] * 4
         rank._advance(3)
         rank._resume_groups(groups, 4)
         assert not groups
@@ -443,8 +465,11 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         generator = PlannedGenerator({4: lambda: rank._staged.update({2: {}, 3: {}})})
         rank = rank_of(generator, "keep", monkeypatch)
         rank._resume_groups(groups := groups_of(7), 4)
-        assert generator.calls == 1 and rank.version == 3 and not rank._staged
-        assert not groups and self.versions(rank.results[0]) == [[1, 1, 1, 3, 3, 3]] * 2
+        assert generator.calls == 1
+        assert rank.version == 3
+        assert not rank._staged
+        assert not groups
+        assert self.versions(rank.results[0]) == [[1, 1, 1, 3, 3, 3]] * 2
 
     def test_prompts_that_come_are_drawn_beside_them(self, monkeypatch):
         rank = rank_of(
@@ -453,17 +478,21 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
             monkeypatch,
         )
         rank._resume_groups(groups := groups_of(7), 4)
-        assert list(groups) == [0] and [len(one.tokens) for one in groups[0][1]] == [3, 3]
+        assert list(groups) == [0]
+        assert [len(response.tokens) for response in groups[0][1]] == [3, 3]
 
     def test_weights_that_newer_ones_have_replaced_are_not_waited_for(self, monkeypatch):
-        """While an engine falls asleep the next version may come, and the one before is dropped."""
+        """While an engine goes to sleep the next version may come, and the version before is
+        dropped.
+        """
         rank = rank_of(PlannedGenerator({}), "recompute", monkeypatch)
         rank._staged = {5: {}}
         rank._awake = SimpleNamespace(
             close=lambda: (rank._staged.clear(), rank._staged.update({6: {}}))
         )
         rank._advance(5)
-        assert rank.version == 6 and not rank._staged
+        assert rank.version == 6
+        assert not rank._staged
 
     def test_nor_are_those_that_are_replaced_as_they_are_taken(self, monkeypatch):
         rank = rank_of(PlannedGenerator({}), "recompute", monkeypatch)
@@ -475,20 +504,21 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
 
         rank._model.mesh.gather_on_model_parallel_rank_0 = next_version_comes
         rank._advance(5)
-        assert rank.version == 6 and not rank._staged
+        assert rank.version == 6
+        assert not rank._staged
 
     def test_other_works_wait_for_responses_of_one_version(self, monkeypatch):
-        """A validation would change the weights under them."""
+        """A validation would change the weights during their generation."""
         rank = rank_of(PlannedGenerator({}), None, monkeypatch)
         rank._inbox.append(request_of(9, 9))
-        assert rank._take(0, 0, waits=False) == [] and not rank._links.asked
-        assert [request.number for request in rank._take(2, 2, waits=False)] == [
-            9
-        ] and rank._links.asked == [1]
+        assert rank._take(0, 0, waits=False) == []
+        assert not rank._links.asked
+        assert [request.number for request in rank._take(2, 2, waits=False)] == [9]
+        assert rank._links.asked == [1]
         assert not rank._inbox
 
     def test_those_that_are_on_their_way_come_along(self, monkeypatch):
-        """Else a generator that once had half of its prompts goes on so, in as many seconds a call."""
+        """Otherwise a generator with half of its prompts keeps half, at the same cost a call."""
         rank = rank_of(PlannedGenerator({}), None, monkeypatch)
         rank._phases = SimpleNamespace(begin=lambda phase: None)
         monkeypatch.setattr("reinforce_rl.rollout.generator_rank._ON_THEIR_WAY_SECONDS", 30.0)
@@ -512,24 +542,24 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         assert not groups, "the call was not stopped for it"
         rank._inbox.append(replace(request_of(8, 8), allow_newer=False, step=0))
         assert [request.number for request in rank._take(1, 0, waits=False)] == [8]
-        assert [request.number for request in rank._take(1, 1, waits=False)] == [
-            9
-        ] and not rank._inbox
+        assert [request.number for request in rank._take(1, 1, waits=False)] == [9]
+        assert not rank._inbox
 
     @pytest.mark.parametrize("inflight", [None, "recompute"])
     def test_what_it_cannot_begin_soon_is_left_to_others(self, inflight, monkeypatch):
         rank = rank_of(PlannedGenerator({}), inflight, monkeypatch)
         rank._asked = 3
         rank._resume_groups(groups_of(7), 4)
-        assert rank._links.asked == ([] if inflight else [-3]) and rank._asked == (
-            3 if inflight else 0
-        )
+        assert rank._links.asked == ([] if inflight else [-3])
+        assert rank._asked == (3 if inflight else 0)
         rank._on_message(0, encode(GenerationRequests((request_of(9, 9),))))  # it was on its way
-        assert len(rank._inbox) == 1 and rank._asked == (2 if inflight else 0)
+        assert len(rank._inbox) == 1
+        assert rank._asked == (2 if inflight else 0)
 
     def test_the_end_of_the_run_ends_the_call(self, monkeypatch):
         rank = rank_of(
             PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)}), None, monkeypatch
         )
         rank._resume_groups(groups := groups_of(7), 4)
-        assert [len(one.tokens) for one in groups[0][1]] == [1, 1] and not rank.results
+        assert [len(response.tokens) for response in groups[0][1]] == [1, 1]
+        assert not rank.results

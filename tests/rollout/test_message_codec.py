@@ -1,4 +1,4 @@
-"""Messages between trainers and generators: what arrives is what was sent, and data alone."""
+"""Messages between trainers and generators arrive as sent, and hold data only."""
 
 import json
 import os
@@ -35,7 +35,7 @@ from reinforce_rl.rollout.messages import (
     RunEnded,
 )
 
-# What a prompt's line may hold: numbers that no 64 bits hold, NaN, a lone surrogate, names like
+# Values that a line of prompts may hold: integers beyond 64 bits, NaN, a lone surrogate, names like
 # those on the wire.
 METADATA = {
     "answer": 10**30,
@@ -82,7 +82,7 @@ RESULT = GenerationResult(7, (3, 9), completions(), rewards())
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, of one type, with NaN equal to NaN."""
+    """Return whether two values are equal and of one type; NaN equals NaN."""
     if isinstance(a, torch.Tensor):
         return (
             a.dtype == b.dtype
@@ -134,10 +134,12 @@ def test_what_arrives_is_what_was_sent(message):
 def test_errors_keep_their_text(error, kind):
     arrived = decode(encode(GeneratorFailed(error)))
     assert isinstance(arrived, GeneratorFailed)
-    assert (type(arrived.failure), str(arrived.failure)) == (kind, str(error))
+    assert type(arrived.failure) is kind
+    assert str(arrived.failure) == str(error)
     result = decode(encode(replace(RESULT, rewards=None, failure=error)))
     assert isinstance(result, GenerationResult)
-    assert (type(result.failure), str(result.failure)) == (kind, str(error))
+    assert type(result.failure) is kind
+    assert str(result.failure) == str(error)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_errors_keep_their_text(error, kind):
     [("rewards.no_answer", "rewards.no_answer"), ("", ""), ("No\nkey", ""), ("a" * 201, "")],
 )
 def test_errors_keep_their_key(sent, received):
-    """What cannot be a key of this package's errors is left out."""
+    """A text that cannot be a key of this package's errors is left out."""
     arrived = decode(encode(GeneratorFailed(RewardServerError("c", key=sent))))
     assert isinstance(arrived, GeneratorFailed)
     assert arrived.failure.key == received
@@ -168,13 +170,13 @@ class Bomb:
 
 
 def changed(**values: Any) -> list[bytes]:
-    """The result's parts with other fields."""
+    """Return the result's parts with other fields."""
     text, tensors = encode(RESULT)
     return [json.dumps({**json.loads(text), **values}).encode(), tensors]
 
 
 def with_tensors(**tensors: torch.Tensor) -> list[bytes]:
-    """The result's parts with other tensors, by names with `__` for a point."""
+    """Return the result's parts with other tensors; `__` in a name stands for a dot."""
     base = {
         "completions.tokens": torch.zeros(4, 3).long(),
         "completions.lengths": torch.ones(4).long(),
@@ -247,7 +249,7 @@ def test_what_is_no_message_is_refused_and_runs_nothing(parts, tmp_path, monkeyp
 
 
 def right_but(**tensors: torch.Tensor) -> list[bytes]:
-    """A result of four responses with scores of one source, right but for these tensors, by names as above."""
+    """Four responses with scores of one source, valid but for these tensors, named as above."""
     text, _ = changed(sources=[], faults={})
     right = {
         "completions.tokens": torch.zeros(4, 3).long(),

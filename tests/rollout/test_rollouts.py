@@ -1,4 +1,4 @@
-"""Which weights each step's rollouts are asked for, which log-probs its KL is taken from, and what a state keeps."""
+"""Weights that each step's rollouts use, log-probs of the KL, and the state of rollouts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class OneRank:
 
 
 class Loader:
-    """Prompts 0, 1, 2, ... two a step."""
+    """Prompts 0, 1, 2, ..., two a step."""
 
     prompts_per_step = 2
 
@@ -94,7 +94,7 @@ class Loader:
 def result_of(
     number: int, prompt: Prompt, versions: Sequence[int], status: int = STATUS_OK
 ) -> GenerationResult:
-    """One response, of a token a version, with a score."""
+    """One response with a score; it has one token a version."""
     width = len(versions)
     completions = Completions(
         tokens=torch.full((1, width + 2), 5),  # two columns of padding
@@ -113,13 +113,13 @@ def result_of(
 
 
 class RecordedGenerators:
-    """Keeps what is asked of the generators, and answers each prompt with tokens of the version that it asks for."""
+    """Records requests and answers each prompt with tokens of the requested version."""
 
     def __init__(self, *, takes_finished: bool = False) -> None:
         self.takes_finished = takes_finished
         self.version = 0
         self.asked: list[tuple[int, int, int]] = []  # step, version, seed
-        self.oldest: list[int] = []  # that `collect_first` was asked for
+        self.oldest: list[int] = []  # passed to `collect_first`
         self.kept: dict[int, RolloutHandle] = {}
         # versions of each answer's tokens; empty: one token, as asked
         self.drawn_with: list[list[int]] = []
@@ -164,7 +164,7 @@ class RecordedGenerators:
 
 
 class Policy:
-    """Log-probs that name who computed them: -2 the policy, -3 the reference."""
+    """Log-probs that name the model: -2 is the policy, -3 the reference."""
 
     pad_id = 0
 
@@ -232,13 +232,16 @@ def context_of(
     )
 
 
-def remote_of(staleness: int, generators: RecordedGenerators, **more: Any) -> RemoteRollouts:
-    return RemoteRollouts(context_of(staleness, **more), generators)  # type: ignore[arg-type]
+def remote_of(staleness: int, generators: RecordedGenerators, **settings: Any) -> RemoteRollouts:
+    return RemoteRollouts(context_of(staleness, **settings), generators)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_each_step_asks_for_weights_of_exactly_so_many_steps_before(staleness):
-    """Step s trains weights of s - 1 updates; those that draw its tokens have `staleness` fewer, at least none."""
+    """Step s trains weights of s - 1 updates;
+
+    its tokens come from `staleness` updates before, at least 0.
+    """
     generators = RecordedGenerators()
     source = remote_of(staleness, generators, max_steps=6)
     for step in range(1, 7):
@@ -249,7 +252,7 @@ def test_each_step_asks_for_weights_of_exactly_so_many_steps_before(staleness):
             if staleness
             else "staleness" not in made.metrics
         )
-        # No more is drawn ahead than the bound allows, and nothing after the run's last step.
+        # Requests stay within the bound, and end with the run's last step.
         assert len({number for number, _, _ in generators.asked}) == min(step + staleness, 6)
     updates_before = {step: step - 1 for step in range(1, 7)}
     expected = {step: max(0, count - staleness) for step, count in updates_before.items()}
@@ -267,7 +270,7 @@ def test_every_step_has_a_seed_of_its_own():
 
 
 def test_the_staleness_of_a_step_is_the_mean_age_of_its_tokens():
-    """Padding, whose version is 0 here, is no token."""
+    """Padding does not count; its version is 0 here."""
     generators = RecordedGenerators()
     generators.drawn_with = [[3, 4, 4], [4]]
     source = remote_of(2, generators)
@@ -289,7 +292,7 @@ def test_the_oldest_weights_that_a_step_takes_are_so_many_steps_old(staleness):
 
 
 class TestLogProbs:
-    """Which policy the log-probs of a batch are of. The KL is taken from them."""
+    """Which policy a batch's log-probs come from. The KL uses them."""
 
     def batch(self) -> RolloutBatch:
         completions = result_of(0, Prompt(0, "", (3,)), [0, 0]).completions
@@ -298,32 +301,38 @@ class TestLogProbs:
     def test_what_is_generated_with_the_present_weights_needs_no_pass(self):
         context = context_of(0)
         batch = RolloutScorer(context).with_log_probs(self.batch())
-        assert batch.log_probs is not None and batch.generator_log_probs is not None
+        assert batch.log_probs is not None
+        assert batch.generator_log_probs is not None
         assert torch.equal(batch.log_probs, batch.generator_log_probs)
         assert context.model.passes == ["reference"]  # type: ignore[attr-defined]
 
     @pytest.mark.parametrize("staleness", [1, 2, 5])
     def test_the_kl_of_older_rollouts_is_that_of_the_present_policy(self, staleness):
-        """The generator's own log-probs are those of the weights `staleness` steps before."""
+        """The generator's log-probs come from the weights `staleness` steps before."""
         context = context_of(staleness)
         batch = RolloutScorer(context).with_log_probs(self.batch())
-        assert batch.log_probs is not None and batch.init_log_probs is not None
+        assert batch.log_probs is not None
+        assert batch.init_log_probs is not None
         assert batch.log_probs.tolist() == [[-2.0, -2.0]]
         assert batch.init_log_probs.tolist() == [[-3.0, -3.0]]
-        assert batch.generator_log_probs is not None and batch.generator_log_probs.max() == -1.0
+        assert batch.generator_log_probs is not None
+        assert batch.generator_log_probs.max() == -1.0
 
     def test_another_engines_log_probs_are_not_the_policys(self):
         batch = RolloutScorer(context_of(0, is_exact=False)).with_log_probs(self.batch())
-        assert batch.log_probs is not None and batch.log_probs.tolist() == [[-2.0, -2.0]]
+        assert batch.log_probs is not None
+        assert batch.log_probs.tolist() == [[-2.0, -2.0]]
 
     def test_ratios_begin_from_the_trainers_own(self):
         batch = RolloutScorer(context_of(0, has_ratios=True)).with_log_probs(self.batch())
-        assert batch.log_probs is not None and batch.log_probs.tolist() == [[-2.0, -2.0]]
+        assert batch.log_probs is not None
+        assert batch.log_probs.tolist() == [[-2.0, -2.0]]
 
     def test_ratios_need_them_without_a_kl_too(self):
         context = context_of(0, has_ratios=True, initial_policy_kl_penalty=0.0)
         batch = RolloutScorer(context).with_log_probs(self.batch())
-        assert batch.log_probs is not None and batch.init_log_probs is None
+        assert batch.log_probs is not None
+        assert batch.init_log_probs is None
         assert context.model.passes == ["policy"]  # type: ignore[attr-defined]
 
     def test_without_a_kl_and_ratios_there_is_no_pass(self):
@@ -333,7 +342,10 @@ class TestLogProbs:
 
 
 def test_a_state_has_the_steps_after_its_own():
-    """A run that is stopped between steps has the rollouts of steps 3 to 5; one stopped within step 3 still has it."""
+    """Stopped between steps, a run has the rollouts of steps 3 to 5;
+
+    within step 3 it still has step 3's.
+    """
     generators = RecordedGenerators()
     source = remote_of(2, generators)
     source.next_batch(1)
@@ -354,7 +366,7 @@ def test_a_state_has_the_steps_after_its_own():
 def test_stored_rollouts_are_those_of_their_own_steps_prompts(
     failed_after: int, asked: list[int]
 ) -> None:
-    """A step that fails after it had taken its rollouts leaves those of later steps alone."""
+    """A step that fails after it took its rollouts leaves the later steps' rollouts alone."""
     generators = RecordedGenerators()
     source = remote_of(2, generators)
     for step in range(1, failed_after + 1):
@@ -384,7 +396,8 @@ def test_samples_without_a_score_are_not_valid_and_groups_are_numbered():
     assert batch.group_ids.tolist() == [9, 9, 4, 4]
     assert batch.sample_ids.tolist() == [0, 1, 0, 1]
     assert batch.prompt_lengths.tolist() == [1, 1, 2, 2]
-    assert batch.rewards.isnan().all() and not batch.valid.any()
+    assert batch.rewards.isnan().all()
+    assert not batch.valid.any()
 
 
 @pytest.mark.parametrize(
@@ -408,7 +421,7 @@ def test_a_step_may_lack_as_many_scores_as_the_bound_says(failed, ends):
 
 
 def test_scores_of_other_sources_than_the_first_ones_are_kept_beside_them():
-    """Rollouts of a checkpoint may have been scored by other sources than today's."""
+    """Rollouts of a checkpoint may have scores of other sources than the current ones."""
     prompts = [Prompt(0, "", (3,)), Prompt(1, "", (3,))]
     results = []
     for number, names in enumerate([("old", "kept"), ("kept", "new")]):

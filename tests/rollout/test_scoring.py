@@ -1,4 +1,4 @@
-"""What a reward source is asked: texts without the token that ended them, and the prompt's own fields."""
+"""What a reward source gets: texts without the token that ended them, and the prompt's fields."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def test_the_texts_of_a_request_are_those_that_the_tokens_spell(tmp_path):
 
 
 def test_what_a_template_opens_for_the_model_is_in_the_prompt(tmp_path):
-    """DeepSeek's distilled models and Qwen3.5 get `<think>` from the template, and do not write it."""
+    """Templates of DeepSeek's distilled models and of Qwen3.5 write `<think>`;
+
+    the models do not.
+    """
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
     opened = "{% if add_generation_prompt %}A: <think>\n{% endif %}"
     tokenizer.chat_template = (
@@ -73,14 +76,16 @@ def test_what_a_template_opens_for_the_model_is_in_the_prompt(tmp_path):
     tokens = torch.tensor([[*tokenizer("a</think>b")["input_ids"], 2]])
     completions = Completions(tokens, torch.tensor([tokens.shape[1]]), ("stop",))
     (sample,) = request_about([prompt], completions, tokenizer, [2]).samples
-    assert (sample.prompt, sample.response) == ("user: hi\nA: <think>\n", "a</think>b")
+    assert sample.prompt == "user: hi\nA: <think>\n"
+    assert sample.response == "a</think>b"
 
 
 def test_special_tokens_of_a_response_are_kept_where_a_reward_reads_them(tmp_path, caplog):
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     ids = tokenizer("<think>a</think>b<eos>")["input_ids"]
-    assert len(ids) == 5 and tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+    assert len(ids) == 5
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"
     completions = Completions(torch.tensor([ids]), torch.tensor([5]), ("stop",))
     ask = partial(request_about, [Prompt(0, "p", (5,))], completions, tokenizer, [2])
     warn_once.cache_clear()
@@ -158,16 +163,17 @@ class Scored:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_score_that_is_not_finite_is_a_failed_one(value):
-    found = scores_of(Scored([1.0, value], [STATUS_OK, STATUS_OK]), 2)
-    assert found.status.tolist() == [STATUS_OK, STATUS_NOT_FINITE]
-    assert found.values[0] == 1.0 and found.values[1].isnan()
+    scores = scores_of(Scored([1.0, value], [STATUS_OK, STATUS_OK]), 2)
+    assert scores.status.tolist() == [STATUS_OK, STATUS_NOT_FINITE]
+    assert scores.values[0] == 1.0
+    assert scores.values[1].isnan()
 
 
 def test_a_failed_sample_has_no_score_whatever_number_came_with_it():
-    found = scores_of(Scored([0.0, 2.0, 3.0], [STATUS_TIMED_OUT, STATUS_OK, STATUS_INTERNAL]), 3)
-    assert found.values.isnan().tolist() == [True, False, True]
-    assert found.status.tolist() == [STATUS_TIMED_OUT, STATUS_OK, STATUS_INTERNAL]
-    assert [fault is None for fault in faults_of(found)] == [False, True, False]
+    scores = scores_of(Scored([0.0, 2.0, 3.0], [STATUS_TIMED_OUT, STATUS_OK, STATUS_INTERNAL]), 3)
+    assert scores.values.isnan().tolist() == [True, False, True]
+    assert scores.status.tolist() == [STATUS_TIMED_OUT, STATUS_OK, STATUS_INTERNAL]
+    assert [fault is None for fault in faults_of(scores)] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +181,7 @@ def test_a_failed_sample_has_no_score_whatever_number_came_with_it():
     [("keep", [True, True, False, False, False]), ("drop", [True, False, False, False, False])],
 )
 def test_which_samples_are_valid(option, expected):
-    """Whole, cut, empty, without a score, and with a token outside of the vocabulary."""
+    """Complete, cut, empty, without a score, and with a token outside of the vocabulary."""
     batch = RolloutBatch(
         sequences=torch.zeros(5, 4, dtype=torch.long),
         prompt_lengths=torch.ones(5, dtype=torch.long),
