@@ -1,4 +1,4 @@
-"""Every sentence of the documentation with a strong word has a test by name in tests/claims.md, or claims nothing."""
+"""Each strong claim of the documentation has a test by name in tests/claims.md, or is no claim."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ CELL = re.compile(r"(?<!\\)\|")
 
 
 def one_line(text: str) -> str:
-    """The text with each run of spaces and line breaks as one space."""
+    """Return the text with each run of spaces and line breaks as one space."""
     return " ".join(text.split())
 
 
 def rows_below(heading: str) -> list[list[str]]:
-    """The cells of the table below a heading, without its first two lines; `\\|` is a bar within a cell."""
+    """Return the cells of the table below a heading, without its two header lines.
+
+    `\\|` is a bar within a cell.
+    """
     section = TABLES.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     rows = []
@@ -32,7 +35,7 @@ def rows_below(heading: str) -> list[list[str]]:
 
 
 def names_of_tests(path: Path) -> set[str]:
-    """Names of the tests of a file: `test_name` or `TestClass::test_name`."""
+    """Return the names of the tests of a file: `test_name` or `TestClass::test_name`."""
     names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef):
@@ -47,7 +50,7 @@ def names_of_tests(path: Path) -> set[str]:
 
 
 def uncovered(text: str, pieces: list[str]) -> list[str]:
-    """The surroundings of each strong word of `text` that lies in none of `pieces`."""
+    """Return the context of each strong word of `text` that lies in none of `pieces`."""
     covered = [False] * len(text)
     for piece in pieces:
         for place in re.finditer(re.escape(piece), text):

@@ -1,4 +1,7 @@
-"""CONTRIBUTING.md's code blocks, applied to a copy of the package: they work, and touch as many files as it says."""
+"""CONTRIBUTING.md's code blocks, applied to a copy of the package.
+
+They work, and touch as many files as the page says.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 
 with parallel_mesh() as mesh:
     lm = megatron_model(sys.argv[1], mesh)
-    torch.save(all_logits(lm, random_tokens(lm.architecture.vocab_size, 3, 40)).log_softmax(-1), sys.argv[2])
+    logits = all_logits(lm, random_tokens(lm.architecture.vocab_size, 3, 40))
+    torch.save(logits.log_softmax(-1), sys.argv[2])
 """
 
 AFTER = {
@@ -43,14 +47,14 @@ AFTER = {
 
 
 def code_of(heading: str) -> str:
-    found = re.search(rf"^## {heading}\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert found is not None, heading
-    return found[1]
+    block = re.search(rf"^## {heading}\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert block is not None, heading
+    return block[1]
 
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory) -> Path:
-    """A copy of the package with the extensions, and what is generated from its configuration keys."""
+    """A copy of the package with the extensions and the files generated from its settings."""
     root = tmp_path_factory.mktemp("extended")
     for folder in ("reinforce_rl", "conf", "docs", "examples", "tools"):
         shutil.copytree(
@@ -124,7 +128,7 @@ def test_a_reward_source_in_a_run(extended, tmp_path):
 
 
 def test_estimator_reward_and_generator_in_a_run(extended, tmp_path):
-    """Responses are the recorded ones, rewards the function's, advantages the differences to the median."""
+    """Responses are recorded ones, rewards the function's, advantages differences to the median."""
     (tmp_path / "run").mkdir()
     answers = ["e", "tao", "in"]
     lines = [{"prompt": prompt, "responses": answers} for prompt in three_letters(8)]
@@ -169,7 +173,7 @@ def test_model_family(extended, tmp_path):
 
 
 def test_configuration_key(extended, tmp_path):
-    """One field is the key, its line in the YAML, its row in the table and its bound."""
+    """The field is the key, its line in the YAML, its row in the table and its bound."""
     assert "    max_rounds: 3  # rounds of a game" in (
         extended / "conf/train_reinforce_actor.yaml"
     ).read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The documentation against the repository: links, keys, scripts, commands and the worked example."""
+"""The documentation against the repository: links, keys, scripts, commands, the worked example."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGES = [
 SCRIPT_CONFIGS = ("train_reinforce_actor", "serve_reward_model", "train_reward_model")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
-# Wrong values whose messages the page answers: of the type, of the choices, out of bounds.
+# Wrong values whose messages the page explains: of type, of choices, out of bounds.
 WRONG = (
     (TrainerConfig, "devices", False),
     (ReinforceConfig, "advantage_estimator", True),
@@ -38,7 +38,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.re
 
 
 def keys_of(config: str) -> set[str]:
-    """Dotted names of all settings of a YAML below conf/, those of Hydra itself left out."""
+    """Return the dotted names of all settings of a YAML file of conf/, without Hydra's own."""
 
     def walk(node: object, prefix: str) -> set[str]:
         if not isinstance(node, dict) or not node:
@@ -53,7 +53,7 @@ def keys_of(config: str) -> set[str]:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """The names that GitHub gives to a page's headings."""
+    """Return the anchors that GitHub gives to a page's headings."""
     headings = re.findall(
         r"^#+ (.+)$", CODE_BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE
     )
@@ -111,7 +111,7 @@ def test_the_tests_of_public_reports_exist():
 
 
 def test_every_message_of_the_troubleshooting_page_is_printed():
-    """Its words, in texts of one file of the package: a message may be put together from several."""
+    """The words are in texts of one file of the package, which may join several in a message."""
     texts = [texts_of(path) for path in (ROOT / "reinforce_rl").rglob("*.py")]
     texts.append(
         "\n".join(
@@ -137,7 +137,7 @@ def test_commands_name_scripts_that_exist(page):
     )
     assert [script for script in scripts if not (ROOT / script).is_file()] == []
     if page == ROOT / "README.md":
-        assert scripts  # else the expression above finds nothing any more
+        assert scripts  # otherwise the expression above matches nothing any more
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/reward-server.md", "slurm/README.md"])
@@ -149,7 +149,7 @@ def test_commands_give_keys_that_exist(name):
 
 
 def test_worked_example_of_the_algorithm_page():
-    """The numbers of docs/algorithms.md, from the functions that it describes."""
+    """The numbers of docs/algorithms.md equal the results of the functions that it describes."""
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     rewards = torch.tensor([1.0, 0.2, -0.5], dtype=torch.float64)
     log_probs = torch.tensor(
@@ -174,8 +174,8 @@ def test_worked_example_of_the_algorithm_page():
     for i in range(3):
         row = next(line for line in page.splitlines() if line.startswith(f"| {i + 1} |"))
         cells = [cell.strip() for cell in row.strip("|").split("|")]
-        found = [float(cells[column]) for column in (4, 5, 6, 7, 8)]
-        assert found == pytest.approx(
+        printed = [float(cells[column]) for column in (4, 5, 6, 7, 8)]
+        assert printed == pytest.approx(
             [x[i].item() for x in (kl, with_kl, baseline, advantages, sums)], abs=1e-9
         )
     assert f"= {loss.item():.4f}." in page

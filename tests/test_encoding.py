@@ -1,4 +1,4 @@
-"""Text files are UTF-8 whatever the locale: none is read or written in the locale's encoding."""
+"""Text files are UTF-8 in any locale: no call reads or writes the locale's encoding."""
 
 from __future__ import annotations
 

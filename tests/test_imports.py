@@ -1,4 +1,4 @@
-"""What imports what: optional parts only where they are used, megatron in one folder, pure maths apart."""
+"""Rules for imports: optional packages on use, megatron in one folder, pure maths apart."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def failed(name):
     raise
 
 import reinforce_rl
-names = [module.name for module in pkgutil.walk_packages(reinforce_rl.__path__, "reinforce_rl.", onerror=failed)]
+modules = pkgutil.walk_packages(reinforce_rl.__path__, "reinforce_rl.", onerror=failed)
+names = [module.name for module in modules]
 for name in names:
     try:
         importlib.import_module(name)
@@ -88,10 +89,10 @@ def test_the_drawing_is_that_of_the_code() -> None:
 
 
 def test_every_folder_has_a_floor() -> None:
-    found = {
+    folders = {
         path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in source_files(PACKAGE)
     }
-    assert found == {*house.FLOORS, "__init__", "__main__"}
+    assert folders == {*house.FLOORS, "__init__", "__main__"}
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -106,12 +107,16 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_importing_the_package_loads_no_heavy_library() -> None:
-    code = "import sys, reinforce_rl; print(*(m for m in ('torch', 'transformers', 'megatron') if m in sys.modules))"
+    code = (
+        "import sys, reinforce_rl\n"
+        "print(*(m for m in ('torch', 'transformers', 'megatron') if m in sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (0, "")
+    assert done.returncode == 0
+    assert done.stdout.strip() == ""
 
 
-# Of the rewards' servers, of records and of pages: a run with `reward=function` starts without
+# For reward servers, records and pages: a run with `reward=function` starts without
 # them.
 IMPORTED_WHERE_USED = ("plotly", "pyarrow", "tritonclient", "pebble", "scipy")
 ENTRY_POINTS = """
@@ -143,13 +148,13 @@ def test_only_the_megatron_folder_imports_megatron() -> None:
 
 
 def test_cpu_support_is_met_in_three_places() -> None:
-    """A reader of the GPU's path meets a CPU's only where a model is made, wrapped, and decoded with."""
+    """On the GPU's path CPU code appears only where a model is built, wrapped or decodes."""
     cpu = PACKAGE / "megatron" / "cpu"
-    found = uses_of(
+    uses = uses_of(
         [path for path in source_files(PACKAGE) if cpu not in path.parents],
         "reinforce_rl.megatron.cpu",
     )
-    files = {use.partition(":")[0].removeprefix("reinforce_rl/megatron/") for use in found}
+    files = {use.partition(":")[0].removeprefix("reinforce_rl/megatron/") for use in uses}
     assert files == {"__init__.py", "optimizer.py", "model/decoding.py"}
 
 
@@ -161,7 +166,7 @@ def test_the_algorithm_knows_neither_processes_nor_configurations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "imports_megatron"),
     [
         ("import megatron.core as core", True),
         ("from megatron.core import parallel_state", True),
@@ -170,8 +175,8 @@ def test_the_algorithm_knows_neither_processes_nor_configurations() -> None:
         ("import megatronish", False),
     ],
 )
-def test_the_scan_tells_imports_apart(tmp_path: Path, source: str, found: bool) -> None:
+def test_the_scan_tells_imports_apart(tmp_path: Path, source: str, imports_megatron: bool) -> None:
     path = tmp_path / "module.py"
     path.write_text(source)
     names = [name for _, name in imported_names(path)]
-    assert any(name.split(".")[0] == "megatron" for name in names) == found
+    assert any(name.split(".")[0] == "megatron" for name in names) == imports_megatron

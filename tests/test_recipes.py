@@ -1,4 +1,4 @@
-"""The recipes: their YAML against the schema, the data and rewards that they bring, and tiny runs of them."""
+"""The recipes: their YAML against the schema, their data and rewards, and tiny runs of them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def module(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"recipes_{name}", RECIPES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run(*command: object, cwd: Path = ROOT) -> str:
@@ -57,7 +57,7 @@ def test_each_recipe_is_in_the_table():
 def test_a_recipe_fits_the_schema(name):
     cfg = compose(name, [f"hydra.searchpath=[file://{CONF_FOLDER}]"], RECIPES)
     config, faults = read_config(cfg)
-    # models and made data are not here
+    # models and generated data are not in the repository
     assert [fault for fault in faults if "does not exist" not in fault] == []
     assert config.exp_manager.explicit_log_dir == f"results/recipes/{name}"
     assert config.reward == "function"
@@ -67,9 +67,12 @@ def test_trl_gets_the_recipes_own_settings():
     overrides = ["trainer.reinforce.max_steps=7", "model.optim.lr=3e-6", "model.seed=5"]
     settings = module("against_trl").trl_settings(overrides)
     args = settings["args"]
-    assert (args["max_steps"], args["learning_rate"], args["seed"]) == (7, 3e-6, 5)
+    assert args["max_steps"] == 7
+    assert args["learning_rate"] == 3e-6
+    assert args["seed"] == 5
     assert args["per_device_train_batch_size"] * args["gradient_accumulation_steps"] == 32
-    assert (args["num_generations"], args["beta"]) == (4, 0.02)
+    assert args["num_generations"] == 4
+    assert args["beta"] == 0.02
     lines = Path(settings["prompts"]).read_text(encoding="utf-8").splitlines()
     assert {"keys", "min_words", "max_words", "keyword"} < json.loads(lines[0]).keys()
 
@@ -82,7 +85,8 @@ def test_curves_of_seeds_are_drawn(tmp_path):
     ]
     recipe.draw({"reinforce_rl": curves, "TRL": curves[:1]}, tmp_path / "curves.html")
     page = (tmp_path / "curves.html").read_text(encoding="utf-8")
-    assert "TRL" in page and "answered exactly as asked" in page
+    assert "TRL" in page
+    assert "answered exactly as asked" in page
 
 
 def test_texts_to_reverse_are_in_one_part_alone():
@@ -163,9 +167,9 @@ def test_two_tiny_steps_against_trl(tiny, tmp_path):
     size = ("model.reinforce.length_params.max_length=8", "model.encoder_seq_length=400")
     model = f"pretrained_checkpoint.restore_from_path={tiny}"
     said = run(RECIPES / "against_trl.py", "--seeds", 1, "--out", tmp_path, *TINY, *size, model)
-    found = json.loads((tmp_path / "curves.json").read_text())
+    curves = json.loads((tmp_path / "curves.json").read_text())
     for side in ("reinforce_rl", "TRL"):
-        (curve,) = found[side]
+        (curve,) = curves[side]
         assert {name: len(values) for name, values in curve.items()} == {
             "rewards": 2,
             "rewards_accuracy": 2,

@@ -32,10 +32,8 @@ def actor_of(cfg: TrainConfig, mesh):
 def test_the_logits_of_fewer_tokens_at_a_time_on_a_cpu(tmp_path):
     model = tiny_config(tmp_path).model
     assert model.logits_chunk_tokens is None, "as shipped"
-    assert (model.chunk_tokens(gpu=False), model.chunk_tokens(gpu=True)) == (
-        128,
-        1024,
-    )
+    assert model.chunk_tokens(gpu=False) == 128
+    assert model.chunk_tokens(gpu=True) == 1024
     changed = model.model_copy(update={"logits_chunk_tokens": 7})
     assert {changed.chunk_tokens(gpu=gpu) for gpu in (False, True)} == {7}
 
