@@ -124,7 +124,8 @@ def test_a_reward_source_in_a_run(extended, tmp_path):
         "reward=my_source.Novelty",
         "trainer.reinforce.max_steps=1",
     )
-    assert [row["reward"] for row in rollouts_of(tmp_path, 1)] == [0.5, 0.5, 1.0] * 4
+    rewards = [row["reward"] for row in rollouts_of(tmp_path, 1)]
+    assert rewards == [0.5, 0.5, 1.0] * 4
 
 
 def test_estimator_reward_and_generator_in_a_run(extended, tmp_path):
@@ -151,8 +152,10 @@ def test_estimator_reward_and_generator_in_a_run(extended, tmp_path):
     )
     rows = rollouts_of(tmp_path, 1)
     assert [row["response"] for row in rows] == answers * 4
-    assert [row["reward"] for row in rows] == [1.0, 0.0, 1.0] * 4
-    assert [row["advantage"] for row in rows] == [0.0, -1.0, 0.0] * 4
+    rewards = [row["reward"] for row in rows]
+    assert rewards == [1.0, 0.0, 1.0] * 4
+    advantages = [row["advantage"] for row in rows]
+    assert advantages == [0.0, -1.0, 0.0] * 4
     assert metrics_of(tmp_path)[0]["train/grad_norm"] > 0
 
 

@@ -76,7 +76,8 @@ def test_relative_links_lead_somewhere(page):
 def test_index_names_every_page():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
-    assert [page for page in pages if f"({page})" not in index] == ["index.md"]
+    missing = [page for page in pages if f"({page})" not in index]
+    assert missing == ["index.md"]
 
 
 def test_configuration_page_has_the_actors_keys_and_no_others():
@@ -94,9 +95,10 @@ def test_migration_page_names_keys_that_exist():
     }
     known = set().union(*(keys_of(config) for config in SCRIPT_CONFIGS))
     assert len(keys) > 2
-    assert [
+    unknown = [
         key for key in keys if key not in known and not any(k.startswith(f"{key}.") for k in known)
-    ] == []
+    ]
+    assert unknown == []
 
 
 def test_the_tests_of_public_reports_exist():

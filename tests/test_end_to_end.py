@@ -250,9 +250,8 @@ def check_whole_run(launched, last_step: int) -> None:
     assert launched.code == 0, launched.output
     assert "Traceback" not in launched.output
     run_dir = launched.run_dir
-    assert [line["step"] for line in json_lines(run_dir / "metrics.jsonl")] == list(
-        range(last_step + 1)
-    )
+    steps = [line["step"] for line in json_lines(run_dir / "metrics.jsonl")]
+    assert steps == list(range(last_step + 1))
     checkpoint = latest_checkpoint(run_dir / "checkpoints")
     assert checkpoint is not None
     assert checkpoint.trainer_state["step"] == last_step
@@ -317,12 +316,10 @@ def test_the_same_run_with_negated_advantages_does_not_pass_for_learning(
     finally:
         client.close()
     first, real_first = (rows_by_step(folder)[1] for folder in (run_dir, undisturbed.run_dir))
-    assert [(row.prompt, row.response) for row in first] == [
-        (row.prompt, row.response) for row in real_first
-    ]
-    assert [row.advantage for row in first] == pytest.approx(
-        [-row.advantage for row in real_first], abs=1e-4
-    )
+    texts = [(row.prompt, row.response) for row in first]
+    assert texts == [(row.prompt, row.response) for row in real_first]
+    advantages = [row.advantage for row in first]
+    assert advantages == pytest.approx([-row.advantage for row in real_first], abs=1e-4)
     assert len(rewards_by_step(run_dir)) == STEPS
     with pytest.raises(AssertionError, match="the reward did not rise"):
         assert_learned(run_dir)

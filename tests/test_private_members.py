@@ -172,7 +172,8 @@ def test_nobody_reaches_into_an_object_of_another_module() -> None:
     ],
 )
 def test_the_scan_sees_what_belongs_to_another_module(source: str, names: list[str]) -> None:
-    assert [name for _, name in members_of_other_modules(ast.parse(source))] == names
+    uses = [name for _, name in members_of_other_modules(ast.parse(source))]
+    assert uses == names
 
 
 @pytest.mark.parametrize(
@@ -193,4 +194,5 @@ def test_the_scan_sees_what_belongs_to_another_module(source: str, names: list[s
     ],
 )
 def test_the_scan_tells_them_apart(source: str, names: list[str]) -> None:
-    assert [name for _, name in private_members(ast.parse(source), {"_x"})] == names
+    uses = [name for _, name in private_members(ast.parse(source), {"_x"})]
+    assert uses == names

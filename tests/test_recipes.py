@@ -50,7 +50,8 @@ def run(*command: object, cwd: Path = ROOT) -> str:
 def test_each_recipe_is_in_the_table():
     table = (RECIPES / "README.md").read_text(encoding="utf-8")
     assert NAMES == ["against_trl", "gsm8k", "reverse_text"]
-    assert all(f"[{name}.yaml]({name}.yaml)" in table for name in NAMES)
+    for name in NAMES:
+        assert f"[{name}.yaml]({name}.yaml)" in table
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,9 +95,11 @@ def test_texts_to_reverse_are_in_one_part_alone():
     parts = recipe.records(seed=1)
     records = [record for part in parts.values() for record in part]
     texts = [record["messages"][1]["content"] for record in records]
-    assert {name: len(part) for name, part in parts.items()} == recipe.SIZES
+    lengths = {name: len(part) for name, part in parts.items()}
+    assert lengths == recipe.SIZES
     assert len(set(texts)) == len(texts)
-    assert all(record["answer"] == text[::-1] for record, text in zip(records, texts, strict=True))
+    for record, text in zip(records, texts, strict=True):
+        assert record["answer"] == text[::-1]
     assert parts == recipe.records(seed=1)
 
 
@@ -156,7 +159,8 @@ def test_a_tiny_warm_up_and_two_steps_of_reverse_text(tiny, tmp_path):
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [line["step"] for line in lines] == [1, 2]
-    assert all(0.0 <= line["train/rewards"] <= 1.0 for line in lines)
+    for line in lines:
+        assert 0.0 <= line["train/rewards"] <= 1.0
 
 
 @needs_peers
@@ -170,8 +174,6 @@ def test_two_tiny_steps_against_trl(tiny, tmp_path):
     curves = json.loads((tmp_path / "curves.json").read_text())
     for side in ("reinforce_rl", "TRL"):
         (curve,) = curves[side]
-        assert {name: len(values) for name, values in curve.items()} == {
-            "rewards": 2,
-            "rewards_accuracy": 2,
-        }
+        lengths = {name: len(values) for name, values in curve.items()}
+        assert lengths == {"rewards": 2, "rewards_accuracy": 2}
     assert str(tmp_path / "curves.html") in said

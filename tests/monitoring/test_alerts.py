@@ -177,7 +177,8 @@ def test_every_rule_has_a_fault_a_key_and_a_section():
     names = [rule.name for rule in RULES]
     assert names == list(RulesConfig.model_fields)
     assert {name for name, *_ in FAULTS} == set(names)
-    assert [line[4:] for line in PAGE.read_text().splitlines() if line.startswith("### ")] == names
+    headings = [line[4:] for line in PAGE.read_text().splitlines() if line.startswith("### ")]
+    assert headings == names
 
 
 def test_what_is_gone_for_a_while_may_be_said_again():
@@ -190,7 +191,8 @@ def test_what_is_gone_for_a_while_may_be_said_again():
         (20, 26, 3),
         (50, 50, 1),
     ]
-    assert [(alert.first, alert.last, alert.count) for alert in alert_rules.alerts] == expected
+    spans = [(alert.first, alert.last, alert.count) for alert in alert_rules.alerts]
+    assert spans == expected
 
 
 def test_what_is_off_is_not_said():
@@ -291,12 +293,12 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
         == 1
     )
     lines = RunFolder(tmp_path).lines
-    assert [line["step"] for line in lines] == [*range(1, 10)]
+    trained_steps = [line["step"] for line in lines]
+    assert trained_steps == [*range(1, 10)]
     steps = [line["step"] for line in lines if line.get("alerts/skipped") == 1]
     assert steps == [3, 4]
-    assert [(alert.kind, alert.first, alert.last) for alert in RunFolder(tmp_path).alerts()] == [
-        ("skipped", 3, 4)
-    ]
+    fired = [(alert.kind, alert.first, alert.last) for alert in RunFolder(tmp_path).alerts()]
+    assert fired == [("skipped", 3, 4)]
 
 
 def test_unknown_rules_are_faults():
@@ -351,7 +353,8 @@ class TestARun:
             "prompts_repeated",
             "length_reward_correlation",
         }
-        assert {f"train/{name}" for name in read} <= lines[-1].keys()
+        metrics = {f"train/{name}" for name in read}
+        assert metrics <= lines[-1].keys()
         assert 0 < lines[-1]["train/entropy_sampled"] < math.log(32) + 0.5
         assert json.dumps(lines[-1])
 

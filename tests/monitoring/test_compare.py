@@ -67,9 +67,8 @@ def test_settings_metrics_and_the_paired_difference(tmp_path):
     make_run(tmp_path / "b", 2.0, [0.1, 0.2, 0.3, 0.0], validated=(0, 2, 4))
     runs = {name: RunFolder(tmp_path / name) for name in "ab"}
     metrics, paired, settings = tables(runs)
-    assert [row for row in settings["rows"] if row[0] != LOG_DIR] == [
-        ["model.optim.lr", "1.0", "2.0"]
-    ]
+    changed = [row for row in settings["rows"] if row[0] != LOG_DIR]
+    assert changed == [["model.optim.lr", "1.0", "2.0"]]
     assert cells(metrics, "training reward, last 10 steps") == ["2.000", "4.000"]
     assert cells(metrics, "validation reward, last") == ["4.000", "8.000"]
     assert cells(metrics, "validation reward, best") == ["4.000 (step 4)", "9.000 (step 2)"]
@@ -126,7 +125,8 @@ def test_prompts_of_other_texts_are_not_paired(tmp_path):
         ["b - a", "-", "0", "step 4; left out: 4 of 4 prompts, whose texts differ"],
         ["c - a", "+0.400 ± 0.000", "3", "step 4; left out: 1 of 4 prompts, whose texts differ"],
     ]
-    assert [row[:-1] for row in paired["rows"]] == expected
+    cells = [row[:-1] for row in paired["rows"]]
+    assert cells == expected
     assert "all differences are equal" in paired["rows"][1][-1]
     assert "not scored" not in paired["rows"][1][-1]
 
@@ -166,9 +166,8 @@ def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
         f"this many seeds can detect gains of {(4.3027 + 1.0607) * error:.3f} or more; detecting "
         "0.150 needs about 5"
     )
-    assert [row[0] for row in paired["rows"]] == ["b1 - a1", "b2 - a2", "b3 - a3"], (
-        "prompts are paired within a seed"
-    )
+    pairs = [row[0] for row in paired["rows"]]
+    assert pairs == ["b1 - a1", "b2 - a2", "b3 - a3"], "prompts are paired within a seed"
     assert "One run a side" not in paired["note"]
 
 
@@ -230,11 +229,7 @@ def test_runs_without_a_configuration_are_sides_of_their_own(tmp_path):
     for run in runs.values():
         (run.path / "config.yaml").unlink()
     titles = [table["title"] for table in tables(runs)]
-    assert titles == [
-        "Metrics",
-        "Difference over prompts",
-        "Settings that differ",
-    ]
+    assert titles == ["Metrics", "Difference over prompts", "Settings that differ"]
     assert len(tables(runs, 1)[1]["rows"]) == 1
 
 

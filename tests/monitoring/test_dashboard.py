@@ -174,11 +174,13 @@ class TestServer:
             ("finished", 20, 2.0),
             ("finished", 20, 4.0),
         }
-        assert {(run["state"], run["step"], run["reward"]) for run in listed["runs"]} == expected
+        states = {(run["state"], run["step"], run["reward"]) for run in listed["runs"]}
+        assert states == expected
         status, run, _ = ask(port, "/api/run?name=first")
         assert status == 200
         assert "2.500 -> 4.500: +2.000 ± 0.000" in run["verdict"]
-        assert [(alert["kind"], alert["first"]) for alert in run["alerts"]] == [("skipped", 7)]
+        fired = [(alert["kind"], alert["first"]) for alert in run["alerts"]]
+        assert fired == [("skipped", 7)]
         assert ask(port, f"/api/run?name=first&stamp={run['stamp']}")[0] == 204
         assert ask(port, "/api/run?name=first&stamp=other")[0] == 200
 
@@ -188,7 +190,8 @@ class TestServer:
         assert answer["rows"][4]["response"] == f"answer 1 of step 3 {EVIL}"
         _, answer, _ = ask(port, "/api/prompt?name=first&kind=validation&prompt=2")
         expected = [f"answer 2 of step {step}" for step in (0, 10, 20)]
-        assert [row["response"].partition(" <")[0] for row in answer["rows"]] == expected
+        responses = [row["response"].partition(" <")[0] for row in answer["rows"]]
+        assert responses == expected
 
     def test_tokens_of_a_prompt_where_they_were_recorded(self, port):
         assert ask(port, "/api/samples?name=first&kind=rollouts&step=2")[1]["columns"] == []

@@ -102,7 +102,8 @@ def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
     for step in range(5, 9):
         log_step(resumed, step, step / 10)
     expected = [(s, s / 10) for s in range(1, 9)]
-    assert [(line["step"], line["train/rewards"]) for line in read_metrics(path)] == expected
+    rewards = [(line["step"], line["train/rewards"]) for line in read_metrics(path)]
+    assert rewards == expected
     names = [p.name for p in tmp_path.iterdir()]
     assert names == ["m.jsonl"], "no temporary file is left"
 
@@ -296,7 +297,8 @@ class TestBackgroundLogger:
         for step in (1, 2, 3):
             logger.commit(step)
         logger.finalize()
-        assert [call[1] for call in flaky.calls] == [1, 2, 3, "success"]
+        arguments = [call[1] for call in flaky.calls]
+        assert arguments == [1, 2, 3, "success"]
         assert len(messages) == 1
         assert "mlflow: failed (TimeoutError: no answer)" in messages[0]
 

@@ -138,7 +138,8 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
     assert math.isnan(rows[3].shaped_reward)
     assert [row.kl for row in rows] == [0.0, 1.0, 2.0, 3.0]
     assert rows[2].baseline == 4.0
-    assert [row.record for row in rows] == ['{"limit": 80, "answer": "ü"}'] * 2 + ["{}"] * 2
+    records = [row.record for row in rows]
+    assert records == ['{"limit": 80, "answer": "ü"}'] * 2 + ["{}"] * 2
     assert RunFolder(tmp_path).tokens(3, [7]).keys() == {(7, 0), (7, 1)}
     assert RunFolder(tmp_path).tokens(3, [5]) == {}
 
@@ -314,9 +315,8 @@ def test_the_view_prints_a_sample_a_line(tmp_path, tokenizer):
     write_samples(tmp_path, 3, samples)
     write_rows(tmp_path, 12, samples.rows[:1])
     run = RunFolder(tmp_path)
-    assert [json.loads(line) for line in run.sample_lines(3)] == [
-        row.as_json() for row in samples.rows
-    ]
+    stored = [json.loads(line) for line in run.sample_lines(3)]
+    assert stored == [row.as_json() for row in samples.rows]
     assert len(list(run.sample_lines())) == len(list(run.sample_lines(tokens=True))) == 1
     lines = [json.loads(line) for line in run.sample_lines(3, tokens=True)]
     assert lines[0]["policy_log_probs"][0] is None

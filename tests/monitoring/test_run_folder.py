@@ -255,7 +255,8 @@ def test_an_alert_is_over_after_some_steps_without(tmp_path):
         ("skipped", 12, 12, 1),
         ("skipped", 2, 6, 3),
     ]
-    assert [(a.kind, a.first, a.last, a.count) for a in RunFolder(tmp_path).alerts()] == expected
+    alerts = [(a.kind, a.first, a.last, a.count) for a in RunFolder(tmp_path).alerts()]
+    assert alerts == expected
     (tmp_path / "config.yaml").write_text("alerts: {rules: {skipped: 'off'}}\n")
     assert RunFolder(tmp_path).alerts() == []
 

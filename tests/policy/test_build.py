@@ -98,7 +98,8 @@ def test_every_end_of_the_folder_ends_a_response_and_a_difference_is_said_once(
         assert stop_token_ids(folder, load_tokenizer(folder)) == (2, 9, 11, 12)
     assert actor.sampling.stop_token_ids == (2, 9, 11, 12)
     assert actor.val_sampling.stop_token_ids == (2, 9, 11, 12)
-    assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
+    names_folder = [str(folder) in record.getMessage() for record in caplog.records]
+    assert names_folder == [True]
 
 
 def test_sampling_is_the_configurations_whatever_the_folder_says(tmp_path, mesh):

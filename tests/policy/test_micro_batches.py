@@ -43,7 +43,8 @@ def test_every_row_once_within_the_bound(lengths, max_tokens):
 
 def test_fixed_ones_are_cut_by_number():
     groups = micro_batches(torch.tensor([1, 5, 3]), 2)
-    assert [group.tolist() for group in groups] == [[1, 2], [0]]
+    rows = [group.tolist() for group in groups]
+    assert rows == [[1, 2], [0]]
     nothing = torch.zeros(0, dtype=torch.long)
     assert micro_batches(nothing, 2) == micro_batches(nothing, 2, 9) == []
 
@@ -79,7 +80,8 @@ def test_packed_ones_hold_groups_together_where_there_is_room(groups, size, max_
     for number in range(len(groups)):
         members = (ids == number).nonzero()[:, 0].tolist()
         if fits(members):
-            assert sum(bool(set(part) & set(members)) for part in passes) == 1
+            num_shared = sum(bool(set(part) & set(members)) for part in passes)
+            assert num_shared == 1
 
 
 def test_packed_groups_that_fill_a_pass_exactly_share_it():

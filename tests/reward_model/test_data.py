@@ -448,10 +448,8 @@ def test_template_arguments_of_the_data_and_of_a_line(tmp_path, tokenizer):
     with_mood = {**line, "chat_template_kwargs": {"mood": "merry"}}
     path = write_lines(tmp_path / "pairs.jsonl", line, with_mood)
     pairs, _, _ = pairs_of(path, tokenizer, chat_template_kwargs={"mood": "sad"})
-    assert [tokenizer.decode([*pair.prompt, *pair.chosen]) for pair in pairs] == [
-        "sad|p|a",
-        "merry|p|a",
-    ]
+    texts = [tokenizer.decode([*pair.prompt, *pair.chosen]) for pair in pairs]
+    assert texts == ["sad|p|a", "merry|p|a"]
     with raises_error("chat_template.argument.not_read", "data.chat_template_kwargs.moody "):
         pairs_of(path, tokenizer, chat_template_kwargs={"moody": "sad"})
     bad = write_lines(tmp_path / "bad.jsonl", {**line, "chat_template_kwargs": [1]})

@@ -136,7 +136,8 @@ def test_workers_are_light_have_one_thread_and_are_replaced(pool, folder):
 
 def test_several_batches_at_once_and_none_at_all(pool):
     pending = [pool.submit("told", [sample("", i)] * i) for i in (0, 3, 1)]
-    assert [scores.result().values.tolist() for scores in pending] == [[], [3.0] * 3, [1.0]]
+    values = [scores.result().values.tolist() for scores in pending]
+    assert values == [[], [3.0] * 3, [1.0]]
 
 
 def test_a_ping_calls_no_function(pool):

@@ -143,7 +143,8 @@ def test_the_served_function_makes_the_same_run(in_trainer, server, tmp_path, me
     rewards, final, _ = run(tmp_path / "run", mesh, f"remote_rm.reward_model.port={server.port}")
     (expected, expected_final, _), _ = in_trainer
     assert rewards == expected
-    assert all(torch.equal(left, right) for left, right in zip(final, expected_final, strict=True))
+    for left, right in zip(final, expected_final, strict=True):
+        assert torch.equal(left, right)
 
 
 def test_the_served_functions_answers(server):
@@ -175,7 +176,8 @@ def test_the_served_functions_answers(server):
         base.STATUS_OK,
     ]
     assert [answer["rewards"][0], answer["rewards"][3]] == pytest.approx([2 * 0.5 + 0.003, 0.003])
-    assert all(math.isnan(answer["rewards"][row]) for row in (1, 2))
+    for row in (1, 2):
+        assert math.isnan(answer["rewards"][row])
     with raises_error("reward_server.answer.not_proper", "HTTP 400"):
         ask(("sentences", ["abc"]))
 

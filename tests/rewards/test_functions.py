@@ -169,7 +169,8 @@ def test_all_that_is_provided_is_named():
         for name, value in vars(functions).items()
         if getattr(value, "__module__", "") == PROVIDED
     }
-    assert {name for name in provided if not name.startswith("_")} == set(PROVIDED_FUNCTIONS)
+    public = {name for name in provided if not name.startswith("_")}
+    assert public == set(PROVIDED_FUNCTIONS)
 
 
 ASKED = {"keys": ["tip", "why"], "min_words": 5, "max_words": 9, "keyword": "tea"}
@@ -208,7 +209,8 @@ def test_a_whole_solution_of_the_hubs_gsm8k_is_its_answer():
     record = {
         "answer": "She sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
     }
-    assert [gsm8k("", response, record) for response in ("#### 72", "#### 48")] == [1.0, 0.0]
+    scores = [gsm8k("", response, record) for response in ("#### 72", "#### 48")]
+    assert scores == [1.0, 0.0]
 
 
 def test_instructions_check_what_the_record_asks_for_alone():

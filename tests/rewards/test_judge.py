@@ -212,9 +212,8 @@ def test_a_template_of_ones_own_has_fields_of_the_prompts_line(tmp_path) -> None
         )
         with pytest.raises(JudgeError, match=r"asks for \$answer, which the prompt's line has not"):
             score_of(judge, template_file=str(file))
-    assert [body["messages"][0]["content"] for body in judge.asked] == [
-        "Is Paris. equal to 72? It costs $5. {json} 0-1"
-    ]
+    prompts = [body["messages"][0]["content"] for body in judge.asked]
+    assert prompts == ["Is Paris. equal to 72? It costs $5. {json} 0-1"]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +339,8 @@ def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_s
     with FakeJudge(reply) as judge:
         scores = pool_scores(samples, 4.0, url=judge.url, api_key_variable="JUDGE_KEY", retries=0)
     assert scores.values.tolist()[::3] == [10.0, 1.0]
-    assert all(value != value for value in scores.values[1:3]), "never 0"
+    for value in scores.values[1:3]:
+        assert value != value, "never 0"
     assert scores.status.tolist() == [
         base.STATUS_OK,
         base.STATUS_INTERNAL,
@@ -349,7 +349,8 @@ def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_s
     ]
     assert "JudgeError: the judge's answer holds no score at" in scores.faults[1]
     assert set(judge.keys) == {"Bearer key-123"}
-    assert all("[Question]\nWhat?\n" in body["messages"][0]["content"] for body in judge.asked)
+    for body in judge.asked:
+        assert "[Question]\nWhat?\n" in body["messages"][0]["content"]
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,8 @@ def test_a_sample_that_the_server_could_not_score_leaves_its_group(tmp_path, mes
         finally:
             client.close()
     rows = rollouts_of(tmp_path, 1)
-    assert [i for i, row in enumerate(rows) if row["reward"] is None] == [6]
+    unscored = [i for i, row in enumerate(rows) if row["reward"] is None]
+    assert unscored == [6]
     assert rows[6]["valid"] is False
     assert rows[6]["advantage"] == 0.0
     for start in range(0, 16, 4):

@@ -89,10 +89,8 @@ def test_the_weighted_sum_of_two(tmp_path, mesh, servers, closed):
     rm = connect(cfg, mesh)
     rewards = rm.infer_rm(REQUEST).result()
     assert rewards.values.tolist() == [0.5 - 20.0, 1.0 - 40.0]
-    assert {name: values.tolist() for name, values in rewards.by_source.items()} == {
-        "helpful": [1.0, 2.0],
-        "safety": [10.0, 20.0],
-    }
+    by_source = {name: values.tolist() for name, values in rewards.by_source.items()}
+    assert by_source == {"helpful": [1.0, 2.0], "safety": [10.0, 20.0]}
     assert names_of_scores(cfg) == tuple(rewards.by_source)
     second.answers = [answer([10.0, float("nan")], [STATUS_OK, STATUS_BAD_TOKEN])]
     second.calls = 0
@@ -302,7 +300,8 @@ def test_the_names_of_scores_follow_from_the_configuration(tmp_path, overrides, 
 def test_what_is_asked_follows_from_the_configuration(tmp_path, overrides, is_asked, terms):
     cfg = tiny_config(tmp_path, *overrides)
     assert cfg.uses_reward_model is is_asked
-    assert [(term.setting, term.name, term.weight) for term in cfg.reward_terms] == terms
+    read_terms = [(term.setting, term.name, term.weight) for term in cfg.reward_terms]
+    assert read_terms == terms
 
 
 THREE = request_of([[0]] * 3)
@@ -348,10 +347,8 @@ def test_the_weighted_sum_with_every_part_kept():
     assert rewards.values.dtype == torch.float32
     assert rewards.status.tolist() == [STATUS_OK] * 3
     assert rewards.status.dtype == torch.int32
-    assert {name: values.tolist() for name, values in rewards.by_source.items()} == {
-        "one": [1.0, 2.0, 3.0],
-        "two": [10.0, 20.0, -30.0],
-    }
+    by_source = {name: values.tolist() for name, values in rewards.by_source.items()}
+    assert by_source == {"one": [1.0, 2.0, 3.0], "two": [10.0, 20.0, -30.0]}
 
 
 def test_all_are_asked_before_any_is_waited_for():

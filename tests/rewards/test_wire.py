@@ -234,7 +234,8 @@ def test_texts_are_split_by_their_own_lengths():
     texts = ("a" * 3000, "b", "c", "d" * 3000, "e" * 9000, "f")
     request = RewardRequest(torch.zeros((6, 1)).long(), torch.ones(6).long(), texts, texts)
     parts = split(text_arrays(request.samples), describe(max_request_bytes=ENVELOPE_BYTES + 6200))
-    assert [len(part["prompts"]) for part in parts] == [3, 1, 1, 1]
+    sizes = [len(part["prompts"]) for part in parts]
+    assert sizes == [3, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,8 @@ def test_whatever_failed_is_nan(rewards, status, values, codes):
         "status": np.array(status, np.int32)[:, None],
     }
     checked, checked_codes, _ = wire.check_answer(outputs.get, 2, 0)
-    assert [None if np.isnan(value) else value for value in checked.tolist()] == values
+    or_none = [None if np.isnan(value) else value for value in checked.tolist()]
+    assert or_none == values
     assert checked_codes.tolist() == codes
 
 

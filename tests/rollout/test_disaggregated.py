@@ -98,7 +98,8 @@ def assert_same_training(folder: Path, other: Path) -> None:
     weights, other_weights = (
         load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, other)
     )
-    assert all(torch.equal(weights[name], other_weights[name]) for name in other_weights)
+    for name in other_weights:
+        assert torch.equal(weights[name], other_weights[name])
 
 
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
@@ -180,7 +181,8 @@ def test_a_trainer_without_prompts_takes_part_in_the_step(processes, tmp_path):
     settings = ("trainer.reinforce.max_epochs=1", "model.reinforce.num_rollout_samples=3")
     processes.finish(tmp_path, *SETTINGS, *APART, *settings, ranks=3)
     lines = metrics_of(tmp_path)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    steps = [line["step"] for line in lines]
+    assert steps == [0, 1, 2, 3, 4]
     assert lines[-1]["train/consumed_prompts"] == NUM_PROMPTS
     for line in lines[2:]:
         assert "train/generator_gap_age_1" in line
@@ -194,15 +196,15 @@ def test_each_token_is_of_the_version_that_its_step_asks_for(staleness, apart, p
     for step in range(1, STEPS + 1):
         expected = max(0, step - 1 - staleness)
         tokens = read_tokens(folder / "run" / "rollouts" / f"step_{step:05d}.parquet")
-        assert {version for response in tokens for version in response.weight_versions or []} == {
-            expected
-        }
+        versions = {version for response in tokens for version in response.weight_versions or []}
+        assert versions == {expected}
         assert metrics_of(folder)[step]["train/staleness"] == step - 1 - expected
-    assert {
+    undocumented = {
         name
         for name in metrics_of(folder)[STEPS]
         if name not in ("step", "time") and not metric_of(name)
-    } == set()
+    }
+    assert undocumented == set()
     assert "timers/send_weights" in metrics_of(folder)[STEPS]
     prompts = [
         Counter(row["prompt_id"] for row in rollouts_of(folder, step))
@@ -219,9 +221,11 @@ def test_the_log_probs_of_older_weights_are_corrected(apart):
     lines = metrics_of(apart)
     assert "generator_correction: sequence" in (apart / "run" / "config.yaml").read_text()
     assert lines[1]["train/generator_gap"] < 1e-6  # of the same weights
-    assert all(line["train/generator_gap"] > 1e-3 for line in lines[2:])
+    for line in lines[2:]:
+        assert line["train/generator_gap"] > 1e-3
     assert lines[1]["train/effective_sample_size"] > 0.999999
-    assert min(line["train/effective_sample_size"] for line in lines[2:]) < 0.999
+    smallest = min(line["train/effective_sample_size"] for line in lines[2:])
+    assert smallest < 0.999
 
 
 def test_neither_the_number_of_generators_nor_their_speed_changes_a_number(
@@ -256,7 +260,8 @@ def test_a_signal_saves_the_rollouts_under_way(rank, apart, processes, tmp_path)
     stored = torch.load(
         newest / (newest / "latest").read_text().strip() / "rollouts.pt", weights_only=True
     )
-    assert [handle["step"] for handle in stored] == [stored[0]["version"] + 2]
+    steps = [handle["step"] for handle in stored]
+    assert steps == [stored[0]["version"] + 2]
     finish(processes, tmp_path, *APART)
     assert_same_training(tmp_path, apart)
 
@@ -309,7 +314,8 @@ def test_an_engine_generates(processes, tmp_path):
         metrics_of(runs["apart"]), metrics_of(runs["colocated"]), strict=True
     ):
         assert without_times(line) == without_times(expected)
-    assert [line["train/staleness"] for line in metrics_of(runs["older"])[1:]] == [0.0, 1.0, 1.0]
+    staleness = [line["train/staleness"] for line in metrics_of(runs["older"])[1:]]
+    assert staleness == [0.0, 1.0, 1.0]
 
 
 FUNCTION = (
@@ -330,9 +336,8 @@ def test_the_generators_ask_for_the_rewards(processes, tmp_path):
     unit = "+reward_function.kwargs.unit=characters"
     apart = finish(processes, tmp_path / "apart", *APART, *function, unit)
     rows = rollouts_of(apart, STEPS)
-    assert [row["reward"] for row in rows] == [
-        max(0.0, 1 - abs(len(row["response"]) - 4) / 4) for row in rows
-    ]
+    rewards = [row["reward"] for row in rows]
+    assert rewards == [max(0.0, 1 - abs(len(row["response"]) - 4) / 4) for row in rows]
     (tmp_path / "wrong").mkdir()
     wrong = (
         *FUNCTION,
@@ -371,8 +376,10 @@ def test_stored_rollouts_of_other_settings_are_not_trained_on(processes, tmp_pat
     processes.wait()
     finish(processes, tmp_path, *APART, "max_staleness=0", "resume_with_changes=true")
     lines = metrics_of(tmp_path)[1:]
-    assert [line.get("train/staleness") for line in lines] == [0.0, 1.0, 1.0] + [None] * (STEPS - 3)
-    assert all(line["train/generator_gap"] < 1e-6 for line in lines[3:])
+    staleness = [line.get("train/staleness") for line in lines]
+    assert staleness == [0.0, 1.0, 1.0] + [None] * (STEPS - 3)
+    for line in lines[3:]:
+        assert line["train/generator_gap"] < 1e-6
 
 
 class LostPool:
@@ -411,7 +418,8 @@ def test_slow_rewards_are_no_hang(processes, tmp_path):
         "trainer.reinforce.max_steps=2",
     )
     finish(processes, tmp_path, *APART, *function, *limits)
-    assert [line["step"] for line in metrics_of(tmp_path)] == [0, 1, 2]
+    steps = [line["step"] for line in metrics_of(tmp_path)]
+    assert steps == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -613,12 +621,10 @@ class TestHandles:
         generators.publish(5)
         handle = generators.submit(PROMPTS, 2, 1, 6, 3)
         assert handle.version == 3
-        assert [
+        submitted = [
             (request.number, request.version, len(request.prompts)) for request in pool.submitted
-        ] == [
-            (0, 3, 2),
-            (1, 3, 1),
         ]
+        assert submitted == [(0, 3, 2), (1, 3, 1)]
         assert pool.announced == [5]
 
     def test_after_a_resume_nothing_older_than_the_checkpoint_is_asked_for(self, monkeypatch):
@@ -640,10 +646,8 @@ class TestHandles:
         generators.publish(6)
         generators.submit(PROMPTS[:1], 2, 1, 7, 5)
         generators.submit(PROMPTS[:1], 1, 1, 0, generators.version)
-        assert [(request.version, request.allow_newer) for request in pool.submitted] == [
-            (4, True),
-            (6, False),
-        ]
+        submitted = [(request.version, request.allow_newer) for request in pool.submitted]
+        assert submitted == [(4, True), (6, False)]
 
     @pytest.mark.parametrize("version", [1, 3])
     def test_rollouts_of_older_weights_come_back_as_they_were(self, version, monkeypatch):
@@ -653,9 +657,11 @@ class TestHandles:
         generators.version = 4
         content = generators.state({5: RolloutHandle([[0]], version)})
         handles = generators_of(RecordedPool(), monkeypatch).restore(content)
-        assert {step: handle.version for step, handle in handles.items()} == {5: version}
+        versions = {step: handle.version for step, handle in handles.items()}
+        assert versions == {5: version}
         results = generators.collect(handles[5], PROMPTS[:2])
-        assert [group.prompt_ids for group in results] == [(7,), (8,)]
+        prompt_ids = [group.prompt_ids for group in results]
+        assert prompt_ids == [(7,), (8,)]
         assert result.completions is not None
         assert result.rewards is not None
         for place, group in enumerate(results):
@@ -716,9 +722,6 @@ class TestHandles:
             dict(kept.rewards.faults) for _, kept in pool.readmitted if kept.rewards is not None
         ]
         assert faults == [{1: "fault of row 1"}, {}, {0: "fault of row 4"}]
-        assert [(request.number, kept.number) for request, kept in pool.readmitted] == [
-            (0, 0),
-            (1, 1),
-            (2, 2),
-        ]
+        numbers = [(request.number, kept.number) for request, kept in pool.readmitted]
+        assert numbers == [(0, 0), (1, 1), (2, 2)]
         assert pool.submitted == []

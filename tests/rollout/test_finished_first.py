@@ -245,7 +245,8 @@ def test_prompts_under_way_are_drawn_once_by_filtering_too(filters):
     )
     source = RemoteRollouts(RolloutContext(**parts), generators)
     source.load_state_dict({"step": 4, "under_way": [3, 5, 7], "rollouts": b""})
-    assert [batch.prompts for batch in source._ahead] == [[3, 5], [7]]
+    ahead = [batch.prompts for batch in source._ahead]
+    assert ahead == [[3, 5], [7]]
     assert submitted == ([] if filters else [[3, 5], [7]])  # filtering submits them itself
 
 
@@ -453,13 +454,15 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         rank._resume_groups(groups := groups_of(7, 8), 4)
         assert list(groups) == [0, 1]
         assert not rank.results
-        assert [
+        lengths = [
             len(response.tokens) for _, responses in groups.values() for response in responses
-        ] == [3] * 4
+        ]
+        assert lengths == [3] * 4
         rank._advance(3)
         rank._resume_groups(groups, 4)
         assert not groups
-        assert [self.versions(result) for result in rank.results] == [[[1, 1, 1, 3, 3, 3]] * 2] * 2
+        versions = [self.versions(result) for result in rank.results]
+        assert versions == [[[1, 1, 1, 3, 3, 3]] * 2] * 2
 
     def test_the_call_goes_on_with_them(self, monkeypatch):
         generator = PlannedGenerator({4: lambda: rank._staged.update({2: {}, 3: {}})})
@@ -479,7 +482,8 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         )
         rank._resume_groups(groups := groups_of(7), 4)
         assert list(groups) == [0]
-        assert [len(response.tokens) for response in groups[0][1]] == [3, 3]
+        lengths = [len(response.tokens) for response in groups[0][1]]
+        assert lengths == [3, 3]
 
     def test_weights_that_newer_ones_have_replaced_are_not_waited_for(self, monkeypatch):
         """While an engine goes to sleep the next version may come, and the version before is
@@ -513,7 +517,8 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         rank._inbox.append(request_of(9, 9))
         assert rank._take(0, 0, waits=False) == []
         assert not rank._links.asked
-        assert [request.number for request in rank._take(2, 2, waits=False)] == [9]
+        taken_numbers = [request.number for request in rank._take(2, 2, waits=False)]
+        assert taken_numbers == [9]
         assert rank._links.asked == [1]
         assert not rank._inbox
 
@@ -529,7 +534,8 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
 
         rank._inbox.extend([request_of(0, 0), request_of(1, 1)])
         rank._links.send = lambda to, *parts: answer()
-        assert [request.number for request in rank._take(4, 4)] == [0, 1, 2, 3]
+        taken_numbers = [request.number for request in rank._take(4, 4)]
+        assert taken_numbers == [0, 1, 2, 3]
 
     def test_no_more_groups_than_there_is_room_for(self, monkeypatch):
         """At an update a generator asks for one more request, which may be a validation."""
@@ -541,8 +547,10 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         rank._resume_groups(groups := groups_of(7), 1)
         assert not groups, "the call was not stopped for it"
         rank._inbox.append(replace(request_of(8, 8), allow_newer=False, step=0))
-        assert [request.number for request in rank._take(1, 0, waits=False)] == [8]
-        assert [request.number for request in rank._take(1, 1, waits=False)] == [9]
+        taken_numbers = [request.number for request in rank._take(1, 0, waits=False)]
+        assert taken_numbers == [8]
+        taken_numbers = [request.number for request in rank._take(1, 1, waits=False)]
+        assert taken_numbers == [9]
         assert not rank._inbox
 
     @pytest.mark.parametrize("inflight", [None, "recompute"])
@@ -561,5 +569,6 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
             PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)}), None, monkeypatch
         )
         rank._resume_groups(groups := groups_of(7), 4)
-        assert [len(response.tokens) for response in groups[0][1]] == [1, 1]
+        lengths = [len(response.tokens) for response in groups[0][1]]
+        assert lengths == [1, 1]
         assert not rank.results

@@ -253,7 +253,8 @@ def test_each_step_asks_for_weights_of_exactly_so_many_steps_before(staleness):
             else "staleness" not in made.metrics
         )
         # Requests stay within the bound, and end with the run's last step.
-        assert len({number for number, _, _ in generators.asked}) == min(step + staleness, 6)
+        num_asked = len({number for number, _, _ in generators.asked})
+        assert num_asked == min(step + staleness, 6)
     updates_before = {step: step - 1 for step in range(1, 7)}
     expected = {step: max(0, count - staleness) for step, count in updates_before.items()}
     assert {step: version for step, version, _ in generators.asked} == expected
@@ -355,7 +356,8 @@ def test_a_state_has_the_steps_after_its_own():
         source.next_batch(3)
     source.state_dict()
     assert list(generators.kept) == [3, 4, 5]
-    assert {step: handle.version for step, handle in generators.kept.items()} == {3: 0, 4: 1, 5: 2}
+    versions = {step: handle.version for step, handle in generators.kept.items()}
+    assert versions == {3: 0, 4: 1, 5: 2}
     generators.is_stopped = False
     source.next_batch(3)
     source.state_dict()
@@ -385,7 +387,8 @@ def test_prompts_under_way_are_asked_for_as_of_the_steps_after_the_checkpoint():
     source = remote_of(2, generators)
     source.load_state_dict({"step": 4, "under_way": [3, 5, 7, 8], "rollouts": b""})
     assert generators.published == [(4, True)]
-    assert [(step, version) for step, version, _ in generators.asked] == [(5, 2), (6, 3)]
+    asked = [(step, version) for step, version, _ in generators.asked]
+    assert asked == [(5, 2), (6, 3)]
 
 
 def test_samples_without_a_score_are_not_valid_and_groups_are_numbered():
@@ -441,7 +444,8 @@ class TestLocalRollouts:
         source = LocalRollouts(context)
         for step in (1, 2):
             rollouts = source.next_batch(step)
-            assert [prompt.id for prompt in rollouts.prompts] == [2 * step - 2, 2 * step - 1]
+            ids = [prompt.id for prompt in rollouts.prompts]
+            assert ids == [2 * step - 2, 2 * step - 1]
             assert rollouts.batch.group_ids.tolist() == [2 * step - 2, 2 * step - 1]
             assert rollouts.position == {"consumed_prompts": 2 * step}
         seeds = context.model.seeds  # type: ignore[attr-defined]
@@ -452,8 +456,10 @@ class TestLocalRollouts:
         source = LocalRollouts(context)
         source.load_state_dict({"step": 4, "under_way": [3, 5, 7], "rollouts": b"of generators"})
         steps = [source.next_batch(step) for step in (5, 6, 7)]
-        assert [[prompt.id for prompt in step.prompts] for step in steps] == [[3, 5], [7], [0, 1]]
-        assert [step.position.get("under_way") for step in steps] == [[7], [], None]
+        prompt_ids = [[prompt.id for prompt in step.prompts] for step in steps]
+        assert prompt_ids == [[3, 5], [7], [0, 1]]
+        under_way = [step.position.get("under_way") for step in steps]
+        assert under_way == [[7], [], None]
 
     def test_a_step_that_was_stopped_is_made_again_of_the_same_prompts(self):
         context = context_of()
@@ -465,7 +471,8 @@ class TestLocalRollouts:
             source.next_batch(1)
         assert not source.is_over
         context.stop.reason = None
-        assert [prompt.id for prompt in source.next_batch(1).prompts] == [0, 1]
+        ids = [prompt.id for prompt in source.next_batch(1).prompts]
+        assert ids == [0, 1]
         assert source.is_over
 
     def test_weights_are_the_models_own_and_nothing_is_kept(self):

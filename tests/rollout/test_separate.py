@@ -337,7 +337,8 @@ def test_a_generator_of_two_ranks_dies_as_a_whole(trainers, programs, joined):
     assert programs.said.count(" has come\n") == 2
     is_sent_away = "generators.generator.sent_away" in printed_keys(log.read_text())
     assert is_sent_away or "rank 1 (host " in log.read_text()
-    assert [line["step"] for line in metrics_of(programs.folder)] == list(range(STEPS + 1))
+    steps = [line["step"] for line in metrics_of(programs.folder)]
+    assert steps == list(range(STEPS + 1))
 
 
 class TestWhatIsFinishedFirst:
@@ -489,12 +490,11 @@ def requests(*versions: int) -> list[GenerationRequest]:
 def test_work_goes_to_who_has_its_weights():
     pool, sent = pool_of(1, [(1, 3, 3), (2, 0, 3)])
     pool.submit(requests(2, 3, 3))
-    assert [(rank // 4096, request.number, request.version) for rank, request in sent.messages] == [
-        (2, 0, 2),
-        (1, 1, 3),
-    ]
+    given = [(rank // 4096, request.number, request.version) for rank, request in sent.messages]
+    assert given == [(2, 0, 2), (1, 1, 3)]
     pool._on_message(4096, encode(RequestCredit(1)))
-    assert [(rank // 4096, request.number) for rank, request in sent.messages[2:]] == [(1, 2)]
+    given_later = [(rank // 4096, request.number) for rank, request in sent.messages[2:]]
+    assert given_later == [(1, 2)]
     pool._on_lost(2 * 4096, "died")
     assert [request.number for request in pool._waiting] == [0]
     assert "1 of its micro-batches go to others" in pool._notes[-1] or "any more" in pool._notes[-1]
@@ -576,7 +576,8 @@ def test_an_answer_that_cannot_be_one_sends_its_generator_away(wrong):
         return
     assert pool._results == {}
     assert set(pool._generators) == {2}
-    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096], "the other one gets its request"
+    ranks = [rank for rank, _ in sent.messages]
+    assert ranks == [4096, 2 * 4096], "the other one gets its request"
     assert sent.dismissed == [4096]
 
 
@@ -618,7 +619,8 @@ def test_scores_that_fail_twice_end_the_run_and_once_only_the_generator():
     assert pool._notes[-1].startswith(
         "Generator g1 gave no scores: no answer within 9 s; 1 of its "
     )
-    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096]
+    ranks = [rank for rank, _ in sent.messages]
+    assert ranks == [4096, 2 * 4096]
     pool._on_message(2 * 4096, failed)
     assert sent.dismissed == [4096]
     assert isinstance(pool._results[0].failure, RewardServerError)
@@ -658,7 +660,8 @@ def test_an_outage_that_all_generators_see_ends_the_run():
     first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
     given = [first, replace(first, number=1), replace(first, number=2)]
     pool.submit(given)
-    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096, 3 * 4096]
+    ranks = [rank for rank, _ in sent.messages]
+    assert ranks == [4096, 2 * 4096, 3 * 4096]
     for number, request in enumerate(given, start=1):
         pool._on_message(number * 4096, without_scores(request))
     assert sent.dismissed == [4096, 2 * 4096]
@@ -700,7 +703,8 @@ def test_names_of_scores_of_one_generator_send_no_other_one_away():
     first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
     second = replace(first, number=1)
     pool.submit([first, second])
-    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096]
+    ranks = [rank for rank, _ in sent.messages]
+    assert ranks == [4096, 2 * 4096]
     pool._on_message(4096, encode(answer_to(first)))
     other = Rewards(torch.ones(1), torch.zeros(1).int(), {"kind": torch.ones(1)})
     answer = replace(answer_to(second), rewards=other)
@@ -762,7 +766,9 @@ def test_who_cannot_be_a_generator_is_sent_away_once_in_a_sentence(registration,
     assert sent.dismissed == [5 * 4096]
     assert pool._generators == {}
     assert len(pool._notes) == bool(words)
-    assert all(words in note and len(note) < 600 for note in pool._notes)
+    for note in pool._notes:
+        assert words in note
+        assert len(note) < 600
 
 
 def test_what_a_generator_says_of_its_end_is_one_line():
@@ -803,13 +809,8 @@ def test_a_prompt_in_any_order_goes_to_who_has_the_least_to_do():
     for number, room in ((1, 3), (2, 1), (3, 2)):
         pool._on_message(number * 4096, encode(RequestCredit(room)))
     pool.submit([replace(request, allow_newer=True) for request in requests(2, 2, 2, 2, 2, 2)])
-    assert [(rank // 4096, request.version) for rank, request in sent.messages] == [
-        (1, 2),
-        (3, 2),
-        (1, 2),
-        (3, 2),
-        (1, 2),
-    ]
+    given = [(rank // 4096, request.version) for rank, request in sent.messages]
+    assert given == [(1, 2), (3, 2), (1, 2), (3, 2), (1, 2)]
     assert len(pool._waiting) == 1
     assert set(pool._given) == set(range(5))
     pool._on_lost(3 * 4096, "died")
@@ -877,9 +878,10 @@ class TestVersions:
             assert swapped.rank.version == version
             assert swapped.loaded == version
             others = {1, 2, 3} - {version}
-            assert {
+            staged = {
                 number: weights[0] for number, weights in swapped.rank._staged.items() if number > 0
-            } == {number: number for number in others}
+            }
+            assert staged == {number: number for number in others}
 
     def test_weights_that_are_not_there_are_waited_for(self, monkeypatch):
         swapped = SwappedWeights(monkeypatch, staleness=2)
@@ -936,12 +938,8 @@ class TestVersions:
         pool._idle = deque([1])
         pool.submit(requests(1, 2, 3))
         pool._on_message(4096, encode(RequestCredit(1)))
-        assert [
-            (rank // 4096, request.number, request.version) for rank, request in sent.messages
-        ] == [
-            (1, 0, 1),
-            (1, 1, 2),
-        ]
+        given = [(rank // 4096, request.number, request.version) for rank, request in sent.messages]
+        assert given == [(1, 0, 1), (1, 1, 2)]
         pool._on_lost(4096, "died")
         assert [request.number for request in pool._waiting] == [0, 1, 2]
         for _ in range(3):
@@ -962,12 +960,8 @@ class TestVersions:
         assert sent.messages == []
         assert [request.version for request in pool._waiting] == [2, 2]
         pool._on_message(2 * 4096, encode(RequestCredit(2)))
-        assert [
-            (rank // 4096, request.number, request.version) for rank, request in sent.messages
-        ] == [
-            (2, 0, 2),
-            (2, 1, 2),
-        ]
+        given = [(rank // 4096, request.number, request.version) for rank, request in sent.messages]
+        assert given == [(2, 0, 2), (2, 1, 2)]
 
     def settled(self, since: int, version: int, faults: dict[int, str], *, epoch: int = 1) -> Any:
         """Return a generator of a pool after weights 4 were sent to it."""

@@ -230,7 +230,8 @@ def assert_equal_batches(outcomes: list[Outcome], expected: list[Outcome]) -> No
 @pytest.fixture(scope="module")
 def fixed() -> list[Outcome]:
     outcomes = Phases().run(queue=False)
-    assert [calls for _, calls, _ in outcomes] == [3, 2, 0, 2]
+    num_calls = [calls for _, calls, _ in outcomes]
+    assert num_calls == [3, 2, 0, 2]
     return outcomes
 
 
@@ -255,7 +256,9 @@ def test_samples_were_made_elsewhere_and_scores_were_asked_for_there(fixed):
         for batch, _, _ in outcomes
         if len(batch.rewards)
     ]  # type: ignore
-    assert all(2.0 in made_by for made_by in makers if len(made_by) > 1)
+    for made_by in makers:
+        if len(made_by) > 1:
+            assert 2.0 in made_by
     assert 2.0 in set.union(*makers)
     assert_equal_batches(outcomes, fixed)
 
@@ -271,8 +274,10 @@ def test_a_rank_that_stops_leaves_no_work_to_the_others():
 
     phases = Phases()
     outcomes = phases.run(before=ask)
-    assert [type(error) for _, _, error in outcomes] == [StoppedEarly] * RANKS
-    assert all(calls <= 1 for _, calls, _ in outcomes)
+    kinds = [type(error) for _, _, error in outcomes]
+    assert kinds == [StoppedEarly] * RANKS
+    for _, calls, _ in outcomes:
+        assert calls <= 1
 
 
 def test_an_engine_that_fails_ends_the_phase_on_all_ranks(fixed):
@@ -283,8 +288,10 @@ def test_an_engine_that_fails_ends_the_phase_on_all_ranks(fixed):
 
     phases = Phases()
     outcomes = phases.run(before=fail)
-    assert [type(error) for _, _, error in outcomes] == [GenerationError] * RANKS
-    assert all(calls <= 1 for _, calls, _ in outcomes)
+    kinds = [type(error) for _, _, error in outcomes]
+    assert kinds == [GenerationError] * RANKS
+    for _, calls, _ in outcomes:
+        assert calls <= 1
     assert_equal_batches(phases.run(), fixed)  # leftovers of the failed phase are ignored
 
 
@@ -293,7 +300,8 @@ def test_scores_that_fail_end_the_phase_on_all_ranks(prompt, fixed):
     """It does not matter which rank requested them."""
     phases = Phases()
     outcomes = phases.run(failing_reward=prompt)
-    assert [type(error) for _, _, error in outcomes] == [RewardServerError] * RANKS
+    kinds = [type(error) for _, _, error in outcomes]
+    assert kinds == [RewardServerError] * RANKS
     assert sum(calls for _, calls, _ in outcomes) == MICRO_BATCHES
     assert_equal_batches(phases.run(), fixed)
 
@@ -382,11 +390,11 @@ def assert_the_slow_rank_took_one_each(
     leaders = len({rank for rank, *_ in phases})
     assert leaders == ranks
     assert len(phases) == ranks * len(of_slow) > len(metrics_of(queued))
-    assert all(number <= 1 for _, number, _, _ in of_slow)
+    for _, number, _, _ in of_slow:
+        assert number <= 1
     assert any(local > 1 for _, _, _, local in of_slow), "which the others took"
-    assert sum(number for _, number, _, _ in phases) == block * sum(
-        total for _, _, total, _ in of_slow
-    )
+    num_taken = sum(number for _, number, _, _ in phases)
+    assert num_taken == block * sum(total for _, _, total, _ in of_slow)
 
 
 @pytest.mark.slow

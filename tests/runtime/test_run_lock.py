@@ -84,7 +84,8 @@ def test_a_run_on_this_machine_is_left_alone_and_its_end_is_seen(tmp_path):
     import socket
 
     with other_process(HOLDS.format(host=socket.gethostname(), folder=str(tmp_path))) as other:
-        assert all(f"process {other.pid} " in fault for fault in refused(tmp_path))
+        for fault in refused(tmp_path):
+            assert f"process {other.pid} " in fault
     refuse_second_run(tmp_path)
     with run_lock(tmp_path):
         assert (tmp_path / LOCK_FILE).read_bytes() == b""
@@ -97,12 +98,14 @@ def test_a_lock_of_this_machine_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "is_alive", lambda status: False)
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     with other_process(HOLDS.format(host=socket.gethostname(), folder=str(tmp_path))) as other:
-        assert all(f"process {other.pid} " in fault for fault in refused(tmp_path))
+        for fault in refused(tmp_path):
+            assert f"process {other.pid} " in fault
 
 
 def test_a_run_without_a_lock_is_known_by_its_status(tmp_path):
     with other_process(HAS_STATUS.format(folder=str(tmp_path))) as other:
-        assert all(f"process {other.pid} " in fault for fault in refused(tmp_path))
+        for fault in refused(tmp_path):
+            assert f"process {other.pid} " in fault
     with run_lock(tmp_path):
         pass
 
@@ -143,7 +146,8 @@ def test_whatever_the_status_says_of_its_owner_the_lock_counts(tmp_path, monkeyp
     monkeypatch.setattr(module, "LEASE_SECONDS", 0.0)
     with other_process(HOLDS.format(host="node7", folder=str(tmp_path))):
         (tmp_path / STATUS_FILE).write_bytes(said)
-        assert all("another machine" in fault for fault in refused(tmp_path))
+        for fault in refused(tmp_path):
+            assert "another machine" in fault
     with run_lock(tmp_path):
         pass
 

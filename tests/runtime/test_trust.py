@@ -151,7 +151,9 @@ class TestUse:
         assert error.value.keys == ["trust.setting.only_of_folder"] * 2
         settings = [fault.split(" ")[0] for fault in error.value.faults]
         assert settings == [FUNCTION, "remote_rm.more_reward_models.b.ip"]
-        assert all(str(tmp_path) in fault and "--trust" in fault for fault in error.value.faults)
+        for fault in error.value.faults:
+            assert str(tmp_path) in fault
+            assert "--trust" in fault
         assert "evil.f" in error.value.faults[0]
         assert sys.path == before
 
