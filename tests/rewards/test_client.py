@@ -566,9 +566,9 @@ class TestDeadlines:
             fake.gate.set()
 
     def test_conversations_and_plain_prompts_keep_their_rows(self, make_client, monkeypatch):
-        """The two kinds are sent as separate requests;
+        """The two kinds are sent as separate requests.
 
-        the scores come back in the order of the rows.
+        The scores come back in the order of the rows.
         """
         client = make_client(1)
         info = describe(input_forms=("tokens", "text"))

@@ -222,9 +222,9 @@ def test_workers_die_with_a_killed_host(tmp_path):
 
 
 class Queued:
-    """Stands in for the processes:
+    """Stands in for the processes.
 
-    keeps the queue, with `in_flight` samples of earlier requests.
+    It keeps the queue, with `in_flight` samples of earlier requests.
     """
 
     ended = False

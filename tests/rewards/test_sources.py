@@ -364,10 +364,7 @@ def test_all_are_asked_before_any_is_waited_for():
 @pytest.mark.parametrize("weight", [1.0, 0.0])
 @pytest.mark.parametrize("made_up", [math.nan, 0.0, 5.0])
 def test_a_sample_that_one_cannot_score_has_failed(weight, made_up):
-    """Neither the placeholder's value nor the weight matters:
-
-    a sum without that part is no reward.
-    """
+    """A sum without that part is no reward, whatever the placeholder's value and the weight."""
     log: list[str] = []
     first = Known("one", [1.0, 2.0, made_up], log, [STATUS_OK, STATUS_OK, STATUS_EMPTY])
     second = Known(

@@ -295,9 +295,9 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(rank, phase, number, apart, pr
 
 @pytest.mark.engine
 def test_an_engine_generates(processes, tmp_path):
-    """The real vLLM on a generation rank:
+    """The real vLLM on a generation rank.
 
-    without staleness it equals the colocated engine bit for bit.
+    Without staleness it equals the colocated engine bit for bit.
     """
     runs = {}
     for name, ranks, settings in [
@@ -704,9 +704,9 @@ class TestHandles:
         assert generators.restore(one_step) == {}, "a step is kept as a whole"
 
     def test_faults_stay_with_their_samples(self, monkeypatch):
-        """In any order, results are kept by prompt;
+        """In any order, results are kept by prompt.
 
-        failed ones are left out of the rank's own pool alone.
+        Failed ones are left out of the rank's own pool alone.
         """
         result = result_of(
             0, 7, 8, 9, statuses=[STATUS_OK, FAILED, STATUS_OK, STATUS_OK, FAILED, STATUS_OK]

@@ -300,9 +300,9 @@ class TestWhatAStepTakes:
         assert numbers_of(pool.take([(range(2), 4)], 3)) == ([0, 1], 0)
 
     def test_one_token_that_is_too_old_is_enough_to_be_drawn_again(self):
-        """It is submitted at once, before waiting prompts;
+        """It is submitted at once, before waiting prompts.
 
-        the next call waits for it, this one does not.
+        The next call waits for it, this one does not.
         """
         results = [
             result_of(REQUESTS[0], 2, 3),

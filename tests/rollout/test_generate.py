@@ -170,9 +170,9 @@ class TestWorksInTheirOrder:
     ("staleness", "kept"), [(0, [5]), (1, [4, 5]), (2, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
 )
 def test_as_many_versions_are_kept_as_may_be_asked_for(staleness, kept, monkeypatch):
-    """Weights 1 to 5 arrive while idle;
+    """Weights 1 to 5 arrive while idle.
 
-    requests may name the `staleness` versions before the newest.
+    Requests may name the `staleness` versions before the newest.
     """
     rank = rank_of(monkeypatch, staleness=staleness)
     monkeypatch.setattr(generator_rank, "receive_weights", lambda lm, group: "weights")
@@ -215,9 +215,9 @@ class TestWhateverIsFinishedFirst:
     def test_the_newest_weights_are_taken_where_nothing_keeps_older_ones(
         self, inflight, expected, monkeypatch
     ):
-        """Weights 3 arrive between two calls;
+        """Weights 3 arrive between two calls.
 
-        one response of a group is under way, the other has ended.
+        One response of a group is under way then, and the other has ended.
         """
         rank = rank_of(monkeypatch, groups=1, inflight=inflight)
         groups = self.groups(request_of(0, 0, allow_newer=True))

@@ -238,9 +238,9 @@ def remote_of(staleness: int, generators: RecordedGenerators, **settings: Any) -
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_each_step_asks_for_weights_of_exactly_so_many_steps_before(staleness):
-    """Step s trains weights of s - 1 updates;
+    """Step s trains weights of s - 1 updates.
 
-    its tokens come from `staleness` updates before, at least 0.
+    Its tokens come from weights of `staleness` updates before, at least 0.
     """
     generators = RecordedGenerators()
     source = remote_of(staleness, generators, max_steps=6)
@@ -343,9 +343,9 @@ class TestLogProbs:
 
 
 def test_a_state_has_the_steps_after_its_own():
-    """Stopped between steps, a run has the rollouts of steps 3 to 5;
+    """Stopped between steps, a run has the rollouts of steps 3 to 5.
 
-    within step 3 it still has step 3's.
+    Stopped within step 3, it still has the rollouts of step 3.
     """
     generators = RecordedGenerators()
     source = remote_of(2, generators)

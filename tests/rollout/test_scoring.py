@@ -62,9 +62,9 @@ def test_the_texts_of_a_request_are_those_that_the_tokens_spell(tmp_path):
 
 
 def test_what_a_template_opens_for_the_model_is_in_the_prompt(tmp_path):
-    """Templates of DeepSeek's distilled models and of Qwen3.5 write `<think>`;
+    """Some templates write `<think>`, and their models do not.
 
-    the models do not.
+    Examples are DeepSeek's distilled models and Qwen3.5.
     """
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
     opened = "{% if add_generation_prompt %}A: <think>\n{% endif %}"

@@ -1,6 +1,6 @@
-"""Generators as separate processes:
+"""Generators as separate processes.
 
-a generator that dies, stalls, leaves or joins changes no number.
+A generator that dies, stalls, leaves or joins changes no number.
 """
 
 from __future__ import annotations
@@ -866,9 +866,9 @@ class TestVersions:
         assert sorted(swapped.rank._staged) == list(range(4 - staleness, 5))
 
     def test_weights_that_are_used_again_are_those_of_their_version(self, monkeypatch):
-        """Requests of a lost generator come back with an older version;
+        """Requests of a lost generator return with an older version.
 
-        later ones have newer ones.
+        Later requests have newer versions.
         """
         swapped = SwappedWeights(monkeypatch, staleness=2)
         for version in (1, 2, 3):

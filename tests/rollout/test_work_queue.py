@@ -350,9 +350,9 @@ def finish(
 
 
 def taken(folder: Path) -> Iterator[tuple[int, int, int, int]]:
-    """Of each phase and rank:
+    """Yield the rank, its micro-batches, their total, and those of its own prompts.
 
-    the rank, its micro-batches, their total, and those of its own prompts.
+    One row for each phase and rank.
     """
     pattern = re.compile(r"queue: rank (\d) took (\d+) of (\d+), its own (\d+)")
     for match in pattern.finditer((folder / "log").read_text()):
