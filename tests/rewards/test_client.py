@@ -137,8 +137,10 @@ def test_failed_samples_are_nan_and_keep_their_status(server, make_client):
 
 def test_requests_without_samples_or_tokens(server, make_client):
     client = make_client(server.port)
-    assert client.infer_rm(request_of([])).result().values.shape == (0,)
-    assert client.infer_rm(request_of([[], []])).result().status.tolist() == [base.STATUS_EMPTY] * 2
+    rewards = client.infer_rm(request_of([])).result()
+    assert rewards.values.shape == (0,)
+    rewards = client.infer_rm(request_of([[], []])).result()
+    assert rewards.status.tolist() == [base.STATUS_EMPTY] * 2
 
 
 def test_infer_rm_returns_at_once_and_several_can_be_under_way(server, make_client):
@@ -171,7 +173,8 @@ def test_conversations_go_as_texts_and_plain_prompts_as_tokens(server, make_clie
     client = make_client(server.port)
     info = TokenizerInfo.from_tokenizer(tokenizer)
     assert client.check_compatible(info, VOCAB_SIZE) == "tokens"
-    assert client.infer_rm(request).result().values.tolist() == pytest.approx(toy_scores(sequences))
+    rewards = client.infer_rm(request).result()
+    assert rewards.values.tolist() == pytest.approx(toy_scores(sequences))
     assert client.check_compatible(info, VOCAB_SIZE, "tokens") == "tokens"
     as_tokens = client.infer_rm(request).result().values.tolist()
     assert as_tokens == toy_scores([[7, row] for row in range(6)]), (
@@ -338,7 +341,8 @@ def test_an_answer_that_takes_longer_than_one_attempt_may_comes_in_the_end(make_
         client = make_client(fake.port, attempt_timeout_seconds=0.15, deadline_seconds=12.0)
         for number in (1, 2):
             before = len(fake.requests)
-            assert client.infer_rm(request_of([[number]])).result().values.tolist() == [1.5]
+            rewards = client.infer_rm(request_of([[number]])).result()
+            assert rewards.values.tolist() == [1.5]
             attempts = fake.requests[before:]
             assert attempts == [[[number]]] * len(attempts), "each asks for the same"
             assert len(attempts) >= 3, "the next request begins with a short attempt again"
@@ -364,7 +368,8 @@ def test_a_foreign_program_on_the_port_is_named(make_client):
 
 def test_server_errors_are_retried_and_refusals_are_not(make_client):
     with FakeRewardServer([(500, {"error": "ouch"}), (503, {}), answer([1.5], [0])]) as fake:
-        assert make_client(fake.port).infer_rm(request_of([[1]])).result().values.tolist() == [1.5]
+        rewards = make_client(fake.port).infer_rm(request_of([[1]])).result()
+        assert rewards.values.tolist() == [1.5]
         assert fake.calls == 3
     with FakeRewardServer([(400, {"error": "such requests are refused"})]) as fake:
         with raises_error("reward_server.request.refused", "HTTP 400: such requests are refused"):
@@ -380,7 +385,8 @@ def test_a_busy_server_says_when_to_come_back(make_client):
             fake.port, token="t" * 20, caller="run-rank1", max_backoff_seconds=0.05
         )
         start = time.monotonic()
-        assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.5]
+        rewards = client.infer_rm(request_of([[1]])).result()
+        assert rewards.values.tolist() == [1.5]
         assert time.monotonic() - start >= 1.0
         first, second = fake.headers
     assert first["X-Request-ID"] == second["X-Request-ID"]
@@ -448,7 +454,8 @@ def test_what_a_server_says_is_told_in_short(make_client):
 def test_an_answer_may_be_as_long_as_its_scores_need(make_client, monkeypatch):
     with FakeRewardServer([(200, {**answer([1.0], [0])[1], "more": "a" * 3000})]) as fake:
         client = make_client(fake.port, deadline_seconds=5.0)
-        assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.0]
+        rewards = client.infer_rm(request_of([[1]])).result()
+        assert rewards.values.tolist() == [1.0]
         client = make_client(fake.port, deadline_seconds=0.5)
         client.wait_until_ready()
         monkeypatch.setattr("reinforce_rl.rewards.transport.MAX_ANSWER_BYTES", 2000)
@@ -459,7 +466,8 @@ def test_an_answer_may_be_as_long_as_its_scores_need(make_client, monkeypatch):
 def test_another_model_behind_the_same_address_is_noticed_after_an_outage(make_client):
     with FakeRewardServer([answer([1.0], [0]), (503, {}), answer([2.0], [0])]) as fake:
         client = make_client(fake.port)
-        assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.0]
+        rewards = client.infer_rm(request_of([[1]])).result()
+        assert rewards.values.tolist() == [1.0]
         fake.info = describe(details={"head_path": "another"})
         with raises_error("reward_server.server.replaced", f"127.0.0.1:{fake.port}", "head_path"):
             client.infer_rm(request_of([[1]])).result()

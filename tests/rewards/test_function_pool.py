@@ -152,7 +152,8 @@ def test_the_hosts_death_fails_what_is_under_way_and_the_next_request_has_anothe
     key = "reward_function.processes.ended_under_way"
     with raises_error(key, "1 samples", "exit code -9"):
         pending.result()
-    assert pool.submit("told", [sample("", 4.0)]).result().values.tolist() == [4.0]
+    scores = pool.submit("told", [sample("", 4.0)]).result()
+    assert scores.values.tolist() == [4.0]
 
 
 def test_faults_come_at_the_start_and_leave_no_process():

@@ -139,7 +139,8 @@ def test_a_judge_outside_is_asked_through_the_proxy(variable, monkeypatch, no_pr
         )
         with contextlib.closing(pool):
             pool.start()
-            assert pool.submit("f", [TextSample("p", "r", {})]).result().values.tolist() == [9.0]
+            scores = pool.submit("f", [TextSample("p", "r", {})]).result()
+            assert scores.values.tolist() == [9.0]
         monkeypatch.setenv("NO_PROXY", "other.example,.invalid")
         with pytest.raises(JudgeError, match="host name is unknown"):
             llm_judge("p", "r", {}, **outside)

@@ -146,7 +146,8 @@ def test_the_answer_to_another_request_is_never_a_reward(replays):
         FaultyProxy(server.port, faults) as proxy,
         connected(proxy.port) as client,
     ):
-        assert client.infer_rm(request_of([[50, 60], [70, 80]])).result().values.tolist() == [
+        rewards = client.infer_rm(request_of([[50, 60], [70, 80]])).result()
+        assert rewards.values.tolist() == [
             110.0,
             150.0,
         ]

@@ -125,9 +125,8 @@ def test_a_run_goes_on_while_one_lives_and_the_other_is_taken_back(world):
             client.infer_rm(request_of(SEQUENCES[:8])).result()
     start = time.monotonic()
     for _ in range(5):
-        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(
-            SEQUENCES
-        )
+        rewards = client.infer_rm(request_of(SEQUENCES)).result()
+        assert rewards.values.tolist() == toy_scores(SEQUENCES)
     assert time.monotonic() - start < 15  # far from the deadline
     assert any(f"127.0.0.1:{port} does not answer" in text for text in client.missing())
     again = serve(port)
@@ -143,9 +142,8 @@ def test_a_busy_server_leaves_its_requests_to_the_other(world):
     client = connect(busy.port, other.port)
     client.wait_until_ready()
     for _ in range(4):
-        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(
-            SEQUENCES
-        )
+        rewards = client.infer_rm(request_of(SEQUENCES)).result()
+        assert rewards.values.tolist() == toy_scores(SEQUENCES)
     assert 1 <= busy.calls <= 4  # once for each part in flight at that time
 
 
@@ -244,9 +242,8 @@ def test_a_wrong_token_at_one_of_two_is_an_error_at_the_start_and_not_later(worl
     second.answers = [(401, {"error": "no"})]
     second.info = describe(name="other")
     for _ in range(4):
-        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(
-            SEQUENCES
-        )
+        rewards = client.infer_rm(request_of(SEQUENCES)).result()
+        assert rewards.values.tolist() == toy_scores(SEQUENCES)
     assert second.calls >= 1
     with raises_error("reward_server.model.other_name", "'other'", "'reward_model'"):
         connect(first.port, second.port).wait_until_ready()
@@ -288,9 +285,8 @@ def test_what_is_sent_stays_within_the_servers_limit(world):
     serve, connect = world
     server = serve()
     server.info = describe(max_batch_size=256, max_request_bytes=ENVELOPE_BYTES + 10 * 32)
-    assert connect(server.port).infer_rm(
-        request_of(SEQUENCES)
-    ).result().values.tolist() == toy_scores(SEQUENCES)
+    rewards = connect(server.port).infer_rm(request_of(SEQUENCES)).result()
+    assert rewards.values.tolist() == toy_scores(SEQUENCES)
     assert [len(part) for part in server.requests] == [10] * 6
     largest = max(int(headers["Content-Length"]) for headers in server.headers)
     assert largest <= ENVELOPE_BYTES + 10 * 32

@@ -128,7 +128,8 @@ def test_servers_that_write_their_addresses_while_the_trainer_waits(tmp_path, me
     rm = connect(cfg, mesh)
     later.join()
     assert isinstance(rm, RemoteGPTRMClient)
-    assert rm.infer_rm(REQUEST).result().values.tolist() in ([1.0, 2.0], [10.0, 20.0])
+    rewards = rm.infer_rm(REQUEST).result()
+    assert rewards.values.tolist() in ([1.0, 2.0], [10.0, 20.0])
     rm.close()
 
 
@@ -181,7 +182,8 @@ def test_a_replica_that_is_down_is_noted_and_the_run_starts(
     replicas = f"{RM}.reward_model.replicas=['127.0.0.1:{down}','127.0.0.1:{second.port}']"
     rm = connect(tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}", replicas), mesh)
     while not (first.calls and second.calls):
-        assert rm.infer_rm(REQUEST).result().values.tolist() == [1.0, 2.0]
+        rewards = rm.infer_rm(REQUEST).result()
+        assert rewards.values.tolist() == [1.0, 2.0]
     rm.close()
     assert any(
         f"The reward server at 127.0.0.1:{down} does not answer (connection refused)" in text

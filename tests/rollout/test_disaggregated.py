@@ -95,11 +95,14 @@ def assert_same_training(folder: Path, other: Path) -> None:
         assert without_times(line) == without_times(expected)
     for step in range(1, len(metrics_of(other))):  # filtering uses the prompts up sooner
         assert rollouts_of(folder, step) == rollouts_of(other, step)
-    weights, other_weights = (
-        load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, other)
-    )
+    weights = load_file(folder / "run" / "hf" / "model.safetensors")
+    other_weights = load_file(other / "run" / "hf" / "model.safetensors")
     for name in other_weights:
         assert torch.equal(weights[name], other_weights[name])
+
+
+def without_padding(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in without_times(line).items() if "padding" not in key}
 
 
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
@@ -169,10 +172,7 @@ def test_the_layouts_of_trainers_and_generators_change_no_number(
     )
     apart = finish_two_layers(processes, tmp_path / "apart", *settings, ranks=ranks + tensor)
     for line, other in zip(metrics_of(apart), metrics_of(expected), strict=True):
-        pair = [
-            {key: value for key, value in without_times(m).items() if "padding" not in key}
-            for m in (line, other)
-        ]
+        pair = [without_padding(line), without_padding(other)]
         assert largest_difference(*pair) < 1e-4, line["step"]
 
 
@@ -193,27 +193,21 @@ def test_each_token_is_of_the_version_that_its_step_asks_for(staleness, apart, p
     folder = apart
     if staleness != 1:
         folder = finish(processes, tmp_path, *APART, f"max_staleness={staleness}")
+    lines = metrics_of(folder)
     for step in range(1, STEPS + 1):
         expected = max(0, step - 1 - staleness)
         tokens = read_tokens(folder / "run" / "rollouts" / f"step_{step:05d}.parquet")
         versions = {version for response in tokens for version in response.weight_versions or []}
         assert versions == {expected}
-        assert metrics_of(folder)[step]["train/staleness"] == step - 1 - expected
-    undocumented = {
-        name
-        for name in metrics_of(folder)[STEPS]
-        if name not in ("step", "time") and not metric_of(name)
-    }
-    assert undocumented == set()
-    assert "timers/send_weights" in metrics_of(folder)[STEPS]
-    prompts = [
-        Counter(row["prompt_id"] for row in rollouts_of(folder, step))
-        for step in range(1, STEPS + 1)
-    ]
+        assert lines[step]["train/staleness"] == step - 1 - expected
+    for name in lines[STEPS].keys() - {"step", "time"}:
+        assert metric_of(name), name
+    assert "timers/send_weights" in lines[STEPS]
     for epoch in range(4):
-        assert sum(prompts[3 * epoch : 3 * epoch + 3], Counter()) == dict.fromkeys(
-            range(NUM_PROMPTS), 4
-        )
+        prompts: Counter[int] = Counter()
+        for step in range(3 * epoch + 1, 3 * epoch + 4):
+            prompts.update(row["prompt_id"] for row in rollouts_of(folder, step))
+        assert prompts == dict.fromkeys(range(NUM_PROMPTS), 4)
 
 
 def test_the_log_probs_of_older_weights_are_corrected(apart):
@@ -256,10 +250,9 @@ def test_a_signal_saves_the_rollouts_under_way(rank, apart, processes, tmp_path)
     said = (tmp_path / "log").read_text()
     assert processes.statuses[0] == EXIT_STOPPED, said
     assert processes.statuses[1] in (0, EXIT_STOPPED), said
-    newest = tmp_path / "run" / "checkpoints"
-    stored = torch.load(
-        newest / (newest / "latest").read_text().strip() / "rollouts.pt", weights_only=True
-    )
+    checkpoints = tmp_path / "run" / "checkpoints"
+    newest = checkpoints / (checkpoints / "latest").read_text().strip()
+    stored = torch.load(newest / "rollouts.pt", weights_only=True)
     steps = [handle["step"] for handle in stored]
     assert steps == [stored[0]["version"] + 2]
     finish(processes, tmp_path, *APART)
@@ -309,10 +302,11 @@ def test_an_engine_generates(processes, tmp_path):
         folder.mkdir()
         vllm_model(folder)
         runs[name] = finish(processes, folder, *vllm_overrides(), *OF_RUNS, *settings, ranks=ranks)
-    assert all(line["train/generator_gap"] < 1e-5 for line in metrics_of(runs["apart"])[1:])
-    for line, expected in zip(
-        metrics_of(runs["apart"]), metrics_of(runs["colocated"]), strict=True
-    ):
+    apart = metrics_of(runs["apart"])
+    colocated = metrics_of(runs["colocated"])
+    for line in apart[1:]:
+        assert line["train/generator_gap"] < 1e-5
+    for line, expected in zip(apart, colocated, strict=True):
         assert without_times(line) == without_times(expected)
     staleness = [line["train/staleness"] for line in metrics_of(runs["older"])[1:]]
     assert staleness == [0.0, 1.0, 1.0]
@@ -336,8 +330,9 @@ def test_the_generators_ask_for_the_rewards(processes, tmp_path):
     unit = "+reward_function.kwargs.unit=characters"
     apart = finish(processes, tmp_path / "apart", *APART, *function, unit)
     rows = rollouts_of(apart, STEPS)
-    rewards = [row["reward"] for row in rows]
-    assert rewards == [max(0.0, 1 - abs(len(row["response"]) - 4) / 4) for row in rows]
+    for row in rows:
+        too_long = len(row["response"]) - 4
+        assert row["reward"] == max(0.0, 1 - abs(too_long) / 4)
     (tmp_path / "wrong").mkdir()
     wrong = (
         *FUNCTION,
@@ -398,14 +393,16 @@ def test_a_failed_generator_does_not_keep_the_last_step_from_being_saved():
     generators = Generators(model, pool, None, StopRequest())  # type: ignore[arg-type]
     generators.version = 3
     stored = {7: {"tokens": torch.zeros(2, 3)}}
-    content = generators.state(
-        {4: RolloutHandle([], 2, stored), 5: RolloutHandle([[0]], 2), 6: RolloutHandle([[1]], 2)}
-    )
+    handles = {4: RolloutHandle([], 2, stored)}
+    handles[5] = RolloutHandle([[0]], 2)
+    handles[6] = RolloutHandle([[1]], 2)
+    content = generators.state(handles)
     restored = generators.restore(content)
     assert list(restored) == [4]
     assert restored[4].version == 2
-    assert restored[4].stored is not None
-    assert torch.equal(restored[4].stored[7]["tokens"], stored[7]["tokens"])
+    restored_rollouts = restored[4].stored
+    assert restored_rollouts is not None
+    assert torch.equal(restored_rollouts[7]["tokens"], stored[7]["tokens"])
 
 
 @pytest.mark.slow
@@ -519,9 +516,9 @@ class EngineThatFails:
         self.events.append("answers")
         if self.events.count("answers") == 2:
             raise GenerationError("out of memory")
-        return Completions(
-            torch.ones(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long), ("stop",)
-        )
+        tokens = torch.ones(1, 1, dtype=torch.long)
+        lengths = torch.ones(1, dtype=torch.long)
+        return Completions(tokens, lengths, ("stop",))
 
 
 def test_an_engine_that_failed_is_not_put_to_sleep():
@@ -594,19 +591,19 @@ def result_of(
     """Two responses a prompt; all tokens, log-probs and scores differ."""
     count = 2 * len(prompts)
     tokens = torch.arange(count * 3).reshape(count, 3)
+    finish_reasons = tuple("stop" if row % 2 else "length" for row in range(count))
     completions = Completions(
         tokens=tokens,
         lengths=torch.arange(count) % 3 + 1,
-        finish_reasons=tuple("stop" if row % 2 else "length" for row in range(count)),
+        finish_reasons=finish_reasons,
         log_probs=-tokens / 7,
         weight_versions=torch.full((count, 3), version),
     )
     status = torch.tensor(statuses or [STATUS_OK] * count, dtype=torch.int32)
     values = torch.arange(count).float().masked_fill(status != STATUS_OK, torch.nan)
     faults = {row: f"fault of row {row}" for row in range(count) if int(status[row]) != STATUS_OK}
-    return GenerationResult(
-        number, prompts, completions, Rewards(values, status, {"a": values * 2}, faults)
-    )
+    rewards = Rewards(values, status, {"a": values * 2}, faults)
+    return GenerationResult(number, prompts, completions, rewards)
 
 
 PROMPTS = [Prompt(number, "", (3,)) for number in (7, 8, 9)]
@@ -679,7 +676,8 @@ class TestHandles:
     def test_rollouts_of_the_newest_weights_are_made_again(self, monkeypatch):
         generators = generators_of(RecordedPool(result_of(0, 7), result_of(1, 8)), monkeypatch)
         generators.version = 4
-        content = generators.state({5: RolloutHandle([[0]], 3), 6: RolloutHandle([[1]], 4)})
+        handles = {5: RolloutHandle([[0]], 3), 6: RolloutHandle([[1]], 4)}
+        content = generators.state(handles)
         assert list(generators.restore(content)) == [5]
 
     def test_a_state_that_torch_would_unpack_is_refused(self, monkeypatch):
@@ -696,9 +694,8 @@ class TestHandles:
         results = result_of(0, 7), result_of(1, 8, statuses=statuses), result_of(2, 9)
         generators = generators_of(RecordedPool(*results), monkeypatch)
         generators.version = 9
-        content = generators.state(
-            {step: RolloutHandle([[number]], 1) for number, step in enumerate((5, 6, 7))}
-        )
+        handles = {step: RolloutHandle([[step - 5]], 1) for step in (5, 6, 7)}
+        content = generators.state(handles)
         assert list(generators.restore(content)) == [5]
         one_step = generators.state({5: RolloutHandle([[0, 1]], 1)})
         assert generators.restore(one_step) == {}, "a step is kept as a whole"

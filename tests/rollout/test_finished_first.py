@@ -123,12 +123,15 @@ def test_a_signal_keeps_what_is_finished(processes, tmp_path):
 def test_another_order_goes_on_with_the_prompts_under_way(other, processes, tmp_path):
     processes.start(tmp_path, *SETTINGS, *FINISHED, die_before="rollouts/step_00008", ranks=2)
     processes.wait()
-    overrides, ranks = ((), 1) if other == "colocated" else (FINISHED[:2], 2)
+    overrides = ()
+    ranks = 1
+    if other != "colocated":
+        overrides = FINISHED[:2]
+        ranks = 2
     finish(processes, tmp_path, *overrides, "resume_with_changes=true", ranks=ranks)
-    drawn = sum(
-        (Counter(row["prompt_id"] for row in rollouts_of(tmp_path, step)) for step in range(1, 13)),
-        Counter(),
-    )
+    drawn: Counter[int] = Counter()
+    for step in range(1, 13):
+        drawn.update(row["prompt_id"] for row in rollouts_of(tmp_path, step))
     assert drawn == dict.fromkeys(range(NUM_PROMPTS), 16)
 
 
@@ -177,7 +180,8 @@ def test_a_generator_that_cannot_go_on_is_told(tmp_path):
 
 
 def request_of(number: int, prompt: int) -> GenerationRequest:
-    return GenerationRequest(number, 1, 0, (Prompt(prompt, "", (3,)),), 2, 0, allow_newer=True)
+    prompts = (Prompt(prompt, "", (3,)),)
+    return GenerationRequest(number, 1, 0, prompts, 2, 0, allow_newer=True)
 
 
 def result_of(request: GenerationRequest, *versions: int) -> GenerationResult:
@@ -213,10 +217,20 @@ def pool_of(requests: list[GenerationRequest], results: list[GenerationResult]) 
 
 
 def numbers_of(taken: tuple[list[GenerationResult], int] | None) -> tuple[list[int], int] | None:
-    return None if taken is None else ([result.number for result in taken[0]], taken[1])
+    if taken is None:
+        return None
+    results, count = taken
+    return [result.number for result in results], count
 
 
 REQUESTS = [request_of(number, prompt) for number, prompt in enumerate([10, 11, 12, 11, 14])]
+
+
+def pool_with(*numbers: int) -> Any:
+    """A pool in which these requests have results of version 3."""
+    results = [result_of(REQUESTS[number], 3) for number in numbers]
+    pool, _ = pool_of(REQUESTS, results)
+    return pool
 
 
 @pytest.mark.parametrize("filters", [False, True])
@@ -265,7 +279,8 @@ class TestWhatAStepTakes:
     def test_a_share_that_needs_nothing_waits_for_nothing(self):
         pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[0], 3)])
         pool._given_again = {4}
-        assert numbers_of(pool.take([([0], 1), ([4], 0)], 3)) == ([0], 0)
+        taken = numbers_of(pool.take([([0], 1), ([4], 0)], 3))
+        assert taken == ([0], 0)
         assert pool.take([([0], 1), ([4], 1)], 3) is None
 
     def test_works_that_are_not_asked_for_any_more(self):
@@ -275,29 +290,32 @@ class TestWhatAStepTakes:
         assert list(pool._idle) == [1]
 
     def test_what_is_finished_first_in_the_order_of_numbers(self):
-        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[n], 3) for n in (4, 0, 2)])
-        assert numbers_of(pool.take([(range(5), 2)], 3)) == ([0, 4], 0)
+        pool = pool_with(4, 0, 2)
+        taken = numbers_of(pool.take([(range(5), 2)], 3))
+        assert taken == ([0, 4], 0)
 
     def test_it_waits_for_as_many_as_it_needs(self):
-        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[n], 3) for n in (4, 0)])
+        pool = pool_with(4, 0)
         assert pool.take([(range(5), 3)], 3) is None
 
     def test_each_share_has_its_own(self):
-        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[n], 3) for n in (4, 0, 2)])
+        pool = pool_with(4, 0, 2)
         assert pool.take([([0, 1], 1), ([2, 3, 4], 3)], 3) is None
-        assert numbers_of(pool.take([([0, 1], 1), ([2, 3, 4], 2)], 3)) == (
-            [0, 2, 4],
-            0,
-        )
-        assert numbers_of(pool.take([([0, 1], 1), ([], 0)], 3)) == ([0], 0)
+        taken = numbers_of(pool.take([([0, 1], 1), ([2, 3, 4], 2)], 3))
+        assert taken == ([0, 2, 4], 0)
+        taken = numbers_of(pool.take([([0, 1], 1), ([], 0)], 3))
+        assert taken == ([0], 0)
 
     def test_a_prompt_of_two_epochs_is_taken_once(self):
-        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[n], 3) for n in (3, 1, 2)])
-        assert numbers_of(pool.take([(range(5), 2)], 3)) == ([2, 3], 0)
+        pool = pool_with(3, 1, 2)
+        taken = numbers_of(pool.take([(range(5), 2)], 3))
+        assert taken == ([2, 3], 0)
 
     def test_the_rest_is_taken_where_there_is_no_more(self):
-        pool, _ = pool_of(REQUESTS[:2], [result_of(request, 3) for request in REQUESTS[:2]])
-        assert numbers_of(pool.take([(range(2), 4)], 3)) == ([0, 1], 0)
+        results = [result_of(request, 3) for request in REQUESTS[:2]]
+        pool, _ = pool_of(REQUESTS[:2], results)
+        taken = numbers_of(pool.take([(range(2), 4)], 3))
+        assert taken == ([0, 1], 0)
 
     def test_one_token_that_is_too_old_is_enough_to_be_drawn_again(self):
         """It is submitted at once, before waiting prompts.
@@ -311,15 +329,18 @@ class TestWhatAStepTakes:
         ]
         pool, sent = pool_of(REQUESTS, results)
         pool.submit([REQUESTS[4]])
-        assert numbers_of(pool.take([(range(5), 2)], 3)) == ([1, 2], 1)
+        taken = numbers_of(pool.take([(range(5), 2)], 3))
+        assert taken == ([1, 2], 1)
         pool.forget([1, 2])
         pool._idle.extend([1, 1])
         pool._assign()
         assert sent.requests == [0, 4]
-        pool._results[4], pool._results[3] = result_of(REQUESTS[4], 4), result_of(REQUESTS[3], 4)
+        pool._results[4] = result_of(REQUESTS[4], 4)
+        pool._results[3] = result_of(REQUESTS[3], 4)
         assert pool.take([([0, 3, 4], 2)], 4) is None
         pool._results[0] = result_of(REQUESTS[0], 5)
-        assert numbers_of(pool.take([([0, 3, 4], 2)], 4)) == ([0, 4], 0)
+        taken = numbers_of(pool.take([([0, 3, 4], 2)], 4))
+        assert taken == ([0, 4], 0)
 
 
 class Links:
@@ -361,9 +382,8 @@ class PlannedGenerator:
             for row, response in enumerate(drawn):
                 if response.finish_reason is None:
                     versions = (*response.versions, updates.version)
-                    ends = (
-                        "stop" if len(versions) == (2 if response.prompt.id == 0 else 6) else None
-                    )
+                    length = 2 if response.prompt.id == 0 else 6
+                    ends = "stop" if len(versions) == length else None
                     drawn[row] = replace(
                         response,
                         tokens=(*response.tokens, 5),
@@ -422,10 +442,8 @@ def groups_of(*prompts: int) -> dict[int, Any]:
     groups = {}
     for number, prompt in enumerate(prompts):
         request = request_of(number, prompt)
-        groups[number] = (
-            request,
-            [PartialResponse(request.prompts[0], sample) for sample in range(2)],
-        )
+        responses = [PartialResponse(request.prompts[0], sample) for sample in range(2)]
+        groups[number] = (request, responses)
     return groups
 
 
@@ -437,9 +455,8 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
 
     def test_they_wait(self, monkeypatch):
         """A finished group is returned too, once half of the responses have ended."""
-        rank = rank_of(
-            PlannedGenerator({2: lambda: rank._staged.update({2: {}})}), None, monkeypatch
-        )
+        generator = PlannedGenerator({2: lambda: rank._staged.update({2: {}})})
+        rank = rank_of(generator, None, monkeypatch)
         rank._resume_groups(groups := groups_of(0, 7), 4)
         assert list(groups) == [1]
         assert self.versions(rank.results[0]) == [[1] * 2] * 2
@@ -448,9 +465,8 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         assert self.versions(rank.results[1]) == [[1] * 6] * 2
 
     def test_the_call_ends_and_goes_on_with_them(self, monkeypatch):
-        rank = rank_of(
-            PlannedGenerator({4: lambda: rank._staged.update({3: {}})}), "recompute", monkeypatch
-        )
+        generator = PlannedGenerator({4: lambda: rank._staged.update({3: {}})})
+        rank = rank_of(generator, "recompute", monkeypatch)
         rank._resume_groups(groups := groups_of(7, 8), 4)
         assert list(groups) == [0, 1]
         assert not rank.results
@@ -475,25 +491,23 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         assert self.versions(rank.results[0]) == [[1, 1, 1, 3, 3, 3]] * 2
 
     def test_prompts_that_come_are_drawn_beside_them(self, monkeypatch):
-        rank = rank_of(
-            PlannedGenerator({4: lambda: rank._inbox.append(request_of(9, 9))}),
-            "recompute",
-            monkeypatch,
-        )
+        generator = PlannedGenerator({4: lambda: rank._inbox.append(request_of(9, 9))})
+        rank = rank_of(generator, "recompute", monkeypatch)
         rank._resume_groups(groups := groups_of(7), 4)
         assert list(groups) == [0]
         lengths = [len(response.tokens) for response in groups[0][1]]
         assert lengths == [3, 3]
 
     def test_weights_that_newer_ones_have_replaced_are_not_waited_for(self, monkeypatch):
-        """While an engine goes to sleep the next version may come, and the version before is
-        dropped.
-        """
+        """The next version may come while an engine goes to sleep; the previous one is dropped."""
         rank = rank_of(PlannedGenerator({}), "recompute", monkeypatch)
         rank._staged = {5: {}}
-        rank._awake = SimpleNamespace(
-            close=lambda: (rank._staged.clear(), rank._staged.update({6: {}}))
-        )
+
+        def replace_staged() -> None:
+            rank._staged.clear()
+            rank._staged[6] = {}
+
+        rank._awake = SimpleNamespace(close=replace_staged)
         rank._advance(5)
         assert rank.version == 6
         assert not rank._staged
@@ -539,11 +553,8 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
 
     def test_no_more_groups_than_there_is_room_for(self, monkeypatch):
         """At an update a generator asks for one more request, which may be a validation."""
-        rank = rank_of(
-            PlannedGenerator({2: lambda: rank._inbox.append(request_of(9, 9))}),
-            "recompute",
-            monkeypatch,
-        )
+        generator = PlannedGenerator({2: lambda: rank._inbox.append(request_of(9, 9))})
+        rank = rank_of(generator, "recompute", monkeypatch)
         rank._resume_groups(groups := groups_of(7), 1)
         assert not groups, "the call was not stopped for it"
         rank._inbox.append(replace(request_of(8, 8), allow_newer=False, step=0))
@@ -565,9 +576,8 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         assert rank._asked == (2 if inflight else 0)
 
     def test_the_end_of_the_run_ends_the_call(self, monkeypatch):
-        rank = rank_of(
-            PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)}), None, monkeypatch
-        )
+        generator = PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)})
+        rank = rank_of(generator, None, monkeypatch)
         rank._resume_groups(groups := groups_of(7), 4)
         lengths = [len(response.tokens) for response in groups[0][1]]
         assert lengths == [1, 1]

@@ -176,7 +176,9 @@ def test_as_many_versions_are_kept_as_may_be_asked_for(staleness, kept, monkeypa
     """
     rank = rank_of(monkeypatch, staleness=staleness)
     monkeypatch.setattr(generator_rank, "receive_weights", lambda lm, group: "weights")
-    rank._offers = deque(NewWeights(1, version, 1, 2) for version in (1, 2, 3, 4, 5))
+    rank._offers = deque()
+    for version in (1, 2, 3, 4, 5):
+        rank._offers.append(NewWeights(1, version, 1, 2))
     rank._wait = lambda condition, phase="": None  # the thread ends when nothing is offered
     rank._receive()
     assert rank._failure is None
@@ -185,10 +187,11 @@ def test_as_many_versions_are_kept_as_may_be_asked_for(staleness, kept, monkeypa
 
 class TestWhateverIsFinishedFirst:
     def groups(self, *requests: GenerationRequest) -> dict[int, Any]:
-        return {
-            request.number: (request, [PartialResponse(PROMPT, sample) for sample in range(2)])
-            for request in requests
-        }
+        groups = {}
+        for request in requests:
+            responses = [PartialResponse(PROMPT, sample) for sample in range(2)]
+            groups[request.number] = (request, responses)
+        return groups
 
     def test_without_updates_in_flight_a_response_has_one_version(self, monkeypatch):
         rank = rank_of(monkeypatch, groups=2)
@@ -252,7 +255,8 @@ class TestWhateverIsFinishedFirst:
 
         def take(count: int, room: int, *, waits: bool = True) -> list[GenerationRequest] | None:
             asked.append(count)
-            return [request] if len(asked) == 1 else None if len(asked) == 3 else []
+            answers = ([request], [], None)
+            return answers[len(asked) - 1]
 
         def interrupted(groups: dict[int, Any], count: int) -> None:
             """End the call with both responses under way."""

@@ -82,9 +82,8 @@ def pool_of(
 def request_of(
     number: int, *, version: int = 0, allow_newer: bool = True, step: int = 1
 ) -> GenerationRequest:
-    return GenerationRequest(
-        number, step, version, (Prompt(100 + number, "", (3,)),), 1, 7, allow_newer
-    )
+    prompts = (Prompt(100 + number, "", (3,)),)
+    return GenerationRequest(number, step, version, prompts, 1, 7, allow_newer)
 
 
 def result_of(
@@ -95,17 +94,19 @@ def result_of(
 ) -> GenerationResult:
     """One response a status, one token a version."""
     count = len(statuses)
+    length = len(versions)
     completions = Completions(
-        tokens=torch.ones(count, len(versions), dtype=torch.long),
-        lengths=torch.full((count,), len(versions)),
+        tokens=torch.ones(count, length, dtype=torch.long),
+        lengths=torch.full((count,), length),
         finish_reasons=("stop",) * count,
         weight_versions=torch.tensor([versions] * count),
     )
     values = torch.tensor([1.0 if status == STATUS_OK else float("nan") for status in statuses])
     rewards = Rewards(values, torch.tensor(statuses, dtype=torch.int32))
+    prompt_ids = tuple(prompt.id for prompt in request.prompts)
     return GenerationResult(
         request.number,
-        tuple(prompt.id for prompt in request.prompts),
+        prompt_ids,
         completions,
         rewards,
         **fields,

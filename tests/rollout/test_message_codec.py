@@ -84,18 +84,15 @@ RESULT = GenerationResult(7, (3, 9), completions(), rewards())
 def same(a: Any, b: Any) -> bool:
     """Return whether two values are equal and of one type; NaN equals NaN."""
     if isinstance(a, torch.Tensor):
-        return (
-            a.dtype == b.dtype
-            and torch.equal(a.nan_to_num(-9), b.nan_to_num(-9))
-            and a.shape == b.shape
-        )
-    if hasattr(a, "__dataclass_fields__"):
-        return type(a) is type(b) and all(
-            same(getattr(a, n), getattr(b, n)) for n in a.__dataclass_fields__
-        )
+        values_equal = torch.equal(a.nan_to_num(-9), b.nan_to_num(-9))
+        return values_equal and a.dtype == b.dtype and a.shape == b.shape
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    return type(a) is type(b) and a == b
+    if type(a) is not type(b):
+        return False
+    if hasattr(a, "__dataclass_fields__"):
+        return same(vars(a), vars(b))
+    return a == b
 
 
 @pytest.mark.parametrize(
@@ -175,14 +172,17 @@ def changed(**values: Any) -> list[bytes]:
     return [json.dumps({**json.loads(text), **values}).encode(), tensors]
 
 
+def with_dots(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+
+
 def with_tensors(**tensors: torch.Tensor) -> list[bytes]:
     """Return the result's parts with other tensors; `__` in a name stands for a dot."""
     base = {
         "completions.tokens": torch.zeros(4, 3).long(),
         "completions.lengths": torch.ones(4).long(),
-        **{name.replace("__", "."): tensor for name, tensor in tensors.items()},
     }
-    return [encode(RESULT)[0], save(base)]
+    return [encode(RESULT)[0], save(base | with_dots(tensors))]
 
 
 def empty_of(*shape: int) -> bytes:
@@ -259,10 +259,7 @@ def right_but(**tensors: torch.Tensor) -> list[bytes]:
         "rewards.values": torch.zeros(4),
         "rewards.status": torch.zeros(4).int(),
     }
-    return [
-        text,
-        save(right | {name.replace("__", "."): tensor for name, tensor in tensors.items()}),
-    ]
+    return [text, save(right | with_dots(tensors))]
 
 
 def test_the_result_that_the_next_test_spoils_is_right():

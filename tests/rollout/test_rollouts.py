@@ -80,9 +80,9 @@ class Loader:
     finished = False
 
     def __next__(self) -> list[Prompt]:
-        prompts = [Prompt(self.drawn + i, "", (3,)) for i in range(self.prompts_per_step)]
+        first = self.drawn
         self.drawn += self.prompts_per_step
-        return prompts
+        return self.share(range(first, self.drawn))
 
     def share(self, ids: Sequence[int]) -> list[Prompt]:
         return [Prompt(number, "", (3,)) for number in ids]
@@ -104,12 +104,8 @@ def result_of(
         weight_versions=torch.tensor([[*versions, 0, 0]]),
     )
     values = torch.tensor([1.0 if status == STATUS_OK else float("nan")])
-    return GenerationResult(
-        number,
-        (prompt.id,),
-        completions,
-        Rewards(values, torch.tensor([status], dtype=torch.int32)),
-    )
+    rewards = Rewards(values, torch.tensor([status], dtype=torch.int32))
+    return GenerationResult(number, (prompt.id,), completions, rewards)
 
 
 class RecordedGenerators:
@@ -150,7 +146,8 @@ class RecordedGenerators:
         self, numbers: Sequence[int], count: int, oldest: int
     ) -> tuple[list[GenerationResult], int]:
         self.oldest.append(oldest)
-        return [result_of(number, self._prompts[number], [oldest]) for number in numbers[:count]], 0
+        taken = numbers[:count]
+        return [result_of(number, self._prompts[number], [oldest]) for number in taken], 0
 
     def forget(self, handle: RolloutHandle) -> None:
         pass
@@ -193,9 +190,9 @@ class Policy:
     ) -> Completions:
         self.seeds.append(seed)
         count = len(prompts) * num_samples
-        return Completions(
-            torch.full((count, 1), 5), torch.ones(count, dtype=torch.long), ("stop",) * count
-        )
+        tokens = torch.full((count, 1), 5)
+        lengths = torch.ones(count, dtype=torch.long)
+        return Completions(tokens, lengths, ("stop",) * count)
 
     def get_inference_log_probs(
         self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor
@@ -247,16 +244,17 @@ def test_each_step_asks_for_weights_of_exactly_so_many_steps_before(staleness):
     for step in range(1, 7):
         generators.version = step - 1
         made = source.next_batch(step)
-        assert (
-            made.metrics["staleness"] == min(staleness, step - 1)
-            if staleness
-            else "staleness" not in made.metrics
-        )
+        if staleness:
+            assert made.metrics["staleness"] == min(staleness, step - 1)
+        else:
+            assert "staleness" not in made.metrics
         # Requests stay within the bound, and end with the run's last step.
         num_asked = len({number for number, _, _ in generators.asked})
         assert num_asked == min(step + staleness, 6)
-    updates_before = {step: step - 1 for step in range(1, 7)}
-    expected = {step: max(0, count - staleness) for step, count in updates_before.items()}
+    expected = {}
+    for step in range(1, 7):
+        updates_before = step - 1
+        expected[step] = max(0, updates_before - staleness)
     assert {step: version for step, version, _ in generators.asked} == expected
 
 
@@ -392,10 +390,11 @@ def test_prompts_under_way_are_asked_for_as_of_the_steps_after_the_checkpoint():
 
 
 def test_samples_without_a_score_are_not_valid_and_groups_are_numbered():
-    completions = Completions(
-        torch.ones(4, 2, dtype=torch.long), torch.tensor([2, 1, 2, 2]), ("stop",) * 4
-    )
-    batch = unscored_batch([Prompt(9, "", (3,)), Prompt(4, "", (3, 3))], completions, pad_id=0)
+    tokens = torch.ones(4, 2, dtype=torch.long)
+    lengths = torch.tensor([2, 1, 2, 2])
+    completions = Completions(tokens, lengths, ("stop",) * 4)
+    prompts = [Prompt(9, "", (3,)), Prompt(4, "", (3, 3))]
+    batch = unscored_batch(prompts, completions, pad_id=0)
     assert batch.group_ids.tolist() == [9, 9, 4, 4]
     assert batch.sample_ids.tolist() == [0, 1, 0, 1]
     assert batch.prompt_lengths.tolist() == [1, 1, 2, 2]
@@ -410,10 +409,10 @@ def test_a_step_may_lack_as_many_scores_as_the_bound_says(failed, ends):
     generators = RecordedGenerators()
     source = remote_of(1, generators, max_failed_fraction=0.5)
     prompts = [Prompt(i, "", (3,)) for i in range(4)]
-    results = [
-        result_of(i, prompt, [0], STATUS_BAD if i < failed else STATUS_OK)
-        for i, prompt in enumerate(prompts)
-    ]
+    results = []
+    for i, prompt in enumerate(prompts):
+        status = STATUS_BAD if i < failed else STATUS_OK
+        results.append(result_of(i, prompt, [0], status))
     pending = source._pending(prompts, results)
     if ends:
         with raises_error("rewards.samples.too_many_failed", "max_failed_fraction = 0.5", "step 1"):
@@ -434,8 +433,10 @@ def test_scores_of_other_sources_than_the_first_ones_are_kept_beside_them():
         results.append(replace(result, rewards=replace(result.rewards, by_source=scores)))
     source = remote_of(1, RecordedGenerators())
     batch = source._scorer.score(source._pending(prompts, results), "step 1")
-    scores = {name: values.nan_to_num(-1).tolist() for name, values in batch.source_rewards.items()}
-    assert scores == {"old": [0.0, -1.0], "kept": [0.0, 1.0], "new": [-1.0, 1.0]}
+    by_source = {}
+    for name, values in batch.source_rewards.items():
+        by_source[name] = values.nan_to_num(-1).tolist()
+    assert by_source == {"old": [0.0, -1.0], "kept": [0.0, 1.0], "new": [-1.0, 1.0]}
 
 
 class TestLocalRollouts:
@@ -444,9 +445,10 @@ class TestLocalRollouts:
         source = LocalRollouts(context)
         for step in (1, 2):
             rollouts = source.next_batch(step)
+            expected_ids = [2 * step - 2, 2 * step - 1]
             ids = [prompt.id for prompt in rollouts.prompts]
-            assert ids == [2 * step - 2, 2 * step - 1]
-            assert rollouts.batch.group_ids.tolist() == [2 * step - 2, 2 * step - 1]
+            assert ids == expected_ids
+            assert rollouts.batch.group_ids.tolist() == expected_ids
             assert rollouts.position == {"consumed_prompts": 2 * step}
         seeds = context.model.seeds  # type: ignore[attr-defined]
         assert seeds == [step_seed(SEED, 1), step_seed(SEED, 2)]

@@ -87,50 +87,45 @@ def test_special_tokens_of_a_response_are_kept_where_a_reward_reads_them(tmp_pat
     assert len(ids) == 5
     assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"
     completions = Completions(torch.tensor([ids]), torch.tensor([5]), ("stop",))
-    ask = partial(request_about, [Prompt(0, "p", (5,))], completions, tokenizer, [2])
+    prompts = [Prompt(0, "p", (5,))]
+    ask = partial(request_about, prompts, completions, tokenizer, [2])
     warn_once.cache_clear()
     assert ask(skip_special_tokens=False).responses == ("<think>a</think>b",)
     assert not caplog.messages
     for _ in range(2):
         assert ask(skip_special_tokens=True).responses == ("ab",)
-    names_a_tag = [
-        "token <think>," in said or "token </think>," in said for said in caplog.messages
-    ]
-    assert names_a_tag == [True] * 2
-    for said in caplog.messages:
-        assert "model.reinforce.skip_special_tokens=false" in said
+    assert len(caplog.messages) == 2
+    for message in caplog.messages:
+        assert "token <think>," in message or "token </think>," in message
+        assert "model.reinforce.skip_special_tokens=false" in message
 
 
 def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     dot = tokenizer.convert_tokens_to_ids(".")  # ends a response here, and is no special token
-    rows = [
-        ("ab.", "stop"),
-        ("ab.a", "length"),
-        (".", "stop"),
-        ("", "length"),
-        ("ab", "stop"),
-        ("a<eos>", "stop"),
-    ]
-    ids = [tokenizer(text)["input_ids"] for text, _ in rows]
-    tokens = torch.zeros((len(rows), 4), dtype=torch.long)
-    for row, sequence in enumerate(ids):
-        tokens[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
-    completions = Completions(
-        tokens, torch.tensor([len(x) for x in ids]), tuple(reason for _, reason in rows)
+    texts = ["ab.", "ab.a", ".", "", "ab", "a<eos>"]
+    finish_reasons = ("stop", "length", "stop", "length", "stop", "stop")
+    tokens = torch.zeros((6, 4), dtype=torch.long)
+    lengths = torch.zeros(6, dtype=torch.long)
+    for row, text in enumerate(texts):
+        ids = tokenizer(text)["input_ids"]
+        lengths[row] = len(ids)
+        tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+    completions = Completions(tokens, lengths, finish_reasons)
+    mesh = SimpleNamespace(
+        is_model_parallel_rank_0=True,
+        dp_size=1,
+        world_size=1,
+        any_rank=bool,
+        raise_if_any=lambda failure: None,
+        raise_on_all_ranks=contextlib.nullcontext,
     )
+    reinforce = SimpleNamespace(skip_special_tokens=True)
     model: Any = SimpleNamespace(
         tokenizer=tokenizer,
         pad_id=0,
-        mesh=SimpleNamespace(
-            is_model_parallel_rank_0=True,
-            dp_size=1,
-            world_size=1,
-            any_rank=bool,
-            raise_if_any=lambda failure: None,
-            raise_on_all_ranks=contextlib.nullcontext,
-        ),
+        mesh=mesh,
         generator=SimpleNamespace(awake=contextlib.nullcontext),
-        settings=SimpleNamespace(seed=0, reinforce=SimpleNamespace(skip_special_tokens=True)),
+        settings=SimpleNamespace(seed=0, reinforce=reinforce),
         sampling=SimpleNamespace(stop_token_ids=(2, dot)),
         infer=lambda *_, **__: completions,
     )
@@ -153,8 +148,8 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     assert messages == [()] * 3 + [MESSAGES] * 3
     records = [sample.record for sample in samples]
     assert records == [{"answer": "1"}] * 3 + [{}] * 3
-    # tokens are all there
-    assert rm.requests[0].lengths.tolist() == [1 + 3, 1 + 4, 1 + 1, 2 + 0, 2 + 2, 2 + 2]
+    # The request has all tokens: the prompts have 1 and 2, the responses 3, 4, 1, 0, 2 and 2.
+    assert rm.requests[0].lengths.tolist() == [4, 5, 2, 2, 4, 4]
 
 
 class Scored:

@@ -111,14 +111,14 @@ class Programs:
 
     @property
     def of_generators(self) -> str:
-        return "\n".join(
-            f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("generator-*"))
-        )
+        logs = sorted(self.folder.glob("generator-*"))
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in logs)
 
     def wait_for(self, condition: Callable[[], bool], message: str) -> None:
         deadline = time.monotonic() + RUN_SECONDS / 2
         while not condition():
-            assert time.monotonic() < deadline, f"{message}:\n{self.said}\n{self.of_generators}"
+            logs = f"{self.said}\n{self.of_generators}"
+            assert time.monotonic() < deadline, f"{message}:\n{logs}"
             time.sleep(0.02)
 
     def wait_for_step(self, step: int) -> None:
@@ -297,13 +297,12 @@ def test_a_lone_newcomer_answers_with_the_oldest_weights_that_there_are(programs
     assert "The wait for a generator is over" in programs.said
     lines = metrics_of(programs.folder)[1:]
     assert len(lines) == STEPS
-    assert all(line["train/staleness"] <= 1.0 for line in lines)
     for line in lines:
-        tokens = read_tokens(
-            programs.folder / "run" / "rollouts" / f"step_{line['step']:05d}.parquet"
-        )
+        step = line["step"]
+        assert line["train/staleness"] <= 1.0
+        tokens = read_tokens(programs.folder / "run" / "rollouts" / f"step_{step:05d}.parquet")
         versions = {version for response in tokens for version in response.weight_versions or []}
-        assert versions <= {max(0, line["step"] - 2), line["step"] - 1}
+        assert versions <= {max(0, step - 2), step - 1}
     assert {rollouts_of(programs.folder, STEPS)[0]["step"]} == {STEPS}
 
 
@@ -460,6 +459,10 @@ class Sent:
         elif isinstance(message, Dismissed):
             self.dismissed.append(rank)
 
+    def versions(self) -> list[tuple[int, int, int]]:
+        """Return the generator, the number and the version of each request."""
+        return [(rank // 4096, request.number, request.version) for rank, request in self.messages]
+
 
 def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple[Any, Sent]:
     """A pool without connections, of idle generators (number, first version, newest version)."""
@@ -472,10 +475,12 @@ def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple
     pool._settings = {"seed": 1}
     pool._newest = 3
     pool.group = SimpleNamespace(abandon=lambda *_: None)
-    pool._generators = {
-        n: _Generator(n, 1, f"g{n}", {n * 4096}, is_ready=True, version=version, since=since)
-        for n, since, version in generators
-    }
+    pool._generators = {}
+    for number, since, version in generators:
+        generator = _Generator(number, 1, f"g{number}", {number * 4096}, is_ready=True)
+        generator.since = since
+        generator.version = version
+        pool._generators[number] = generator
     pool._idle = deque(pool._generators)
     return pool, sent
 
@@ -487,22 +492,27 @@ def requests(*versions: int) -> list[GenerationRequest]:
     ]
 
 
+def request_for(version: int, *, allow_newer: bool = False) -> GenerationRequest:
+    prompts = (Prompt(7, "hi", (3,)),)
+    return GenerationRequest(0, 1, version, prompts, 1, 7, allow_newer=allow_newer)
+
+
 def test_work_goes_to_who_has_its_weights():
     pool, sent = pool_of(1, [(1, 3, 3), (2, 0, 3)])
     pool.submit(requests(2, 3, 3))
-    given = [(rank // 4096, request.number, request.version) for rank, request in sent.messages]
-    assert given == [(2, 0, 2), (1, 1, 3)]
+    assert sent.versions() == [(2, 0, 2), (1, 1, 3)]
     pool._on_message(4096, encode(RequestCredit(1)))
-    given_later = [(rank // 4096, request.number) for rank, request in sent.messages[2:]]
-    assert given_later == [(1, 2)]
+    assert sent.versions()[2:] == [(1, 2, 3)]
     pool._on_lost(2 * 4096, "died")
     assert [request.number for request in pool._waiting] == [0]
-    assert "1 of its micro-batches go to others" in pool._notes[-1] or "any more" in pool._notes[-1]
+    note = pool._notes[-1]
+    assert "1 of its micro-batches go to others" in note or "any more" in note
     pool._on_message(4096, encode(RequestCredit(1)))
     rank, request = sent.messages[-1]
-    assert (rank, request.number, request.version, request.seed) == (4096, 0, 3, 7), (
-        "nobody has version 2 any more"
-    )
+    assert rank == 4096
+    assert request.number == 0
+    assert request.version == 3, "nobody has version 2 any more"
+    assert request.seed == 7
     assert [
         note for note in pool._notes if "No generator has the weights after step 2 any more" in note
     ]
@@ -513,13 +523,12 @@ def answer_to(
 ) -> GenerationResult:
     """One response of one token to a request of one prompt."""
     versions = torch.tensor([[request.version if version is None else version]])
-    completions = Completions(
-        torch.tensor([[token]]), torch.tensor([1]), ("stop",), weight_versions=versions
-    )
+    tokens = torch.tensor([[token]])
+    lengths = torch.tensor([1])
+    completions = Completions(tokens, lengths, ("stop",), weight_versions=versions)
     rewards = Rewards(torch.ones(1), torch.zeros(1).int())
-    return GenerationResult(
-        request.number, tuple(prompt.id for prompt in request.prompts), completions, rewards
-    )
+    prompt_ids = tuple(prompt.id for prompt in request.prompts)
+    return GenerationResult(request.number, prompt_ids, completions, rewards)
 
 
 def failure_alone(request: GenerationRequest) -> list[bytes]:
@@ -565,7 +574,7 @@ def of_shape(*shape: int) -> bytes:
 @pytest.mark.parametrize("wrong", [None, *WRONG_ANSWERS], ids=str)
 def test_an_answer_that_cannot_be_one_sends_its_generator_away(wrong):
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
-    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    request = request_for(3)
     pool.submit([request])
     assert [rank for rank, _ in sent.messages] == [4096]
     answer = encode(answer_to(request)) if wrong is None else WRONG_ANSWERS[wrong](request)
@@ -591,7 +600,7 @@ def test_a_stranger_is_sent_away_and_told_of():
 
 def test_a_second_answer_sends_its_generator_away_and_the_first_one_counts():
     pool, sent = pool_of(1, [(1, 0, 3)])
-    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    request = request_for(3)
     pool.submit([request])
     pool._on_message(4096, encode(answer_to(request)))
     pool._on_message(4096, encode(answer_to(request, token=2)))
@@ -610,7 +619,7 @@ def test_a_generator_that_asks_again_and_again_is_sent_away():
 def test_scores_that_fail_twice_end_the_run_and_once_only_the_generator():
     """The first generator may be the only one that does not reach the reward server."""
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
-    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    request = request_for(3)
     pool.submit([request])
     failure = RewardServerError("no answer\nwithin 9 s")
     failed = encode(replace(answer_to(request), rewards=None, failure=failure))
@@ -635,7 +644,7 @@ def without_scores(request: GenerationRequest) -> list[bytes]:
 def test_scores_that_the_only_generator_does_not_get_end_the_run():
     """No other generator could get them: the trainers would wait for a new one."""
     pool, sent = pool_of(1, [(1, 0, 3)])
-    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    request = request_for(3)
     pool.submit([request])
     pool._on_message(4096, without_scores(request))
     assert sent.dismissed == []
@@ -647,7 +656,7 @@ def test_scores_that_the_only_generator_does_not_get_end_the_run():
 def test_a_generator_that_is_not_ready_cannot_get_the_scores():
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
     pool._generators[2].is_ready = False
-    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    request = request_for(3)
     pool.submit([request])
     pool._on_message(4096, without_scores(request))
     assert sent.dismissed == []
@@ -657,7 +666,7 @@ def test_a_generator_that_is_not_ready_cannot_get_the_scores():
 def test_an_outage_that_all_generators_see_ends_the_run():
     """Each sees it with a request of its own; the last one is not removed."""
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3), (3, 0, 3)])
-    first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    first = request_for(3)
     given = [first, replace(first, number=1), replace(first, number=2)]
     pool.submit(given)
     ranks = [rank for rank, _ in sent.messages]
@@ -674,7 +683,7 @@ def test_whoever_lacked_scores_counts_once_it_gets_them_again(is_scored_again, d
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
     pool._generators[2].is_ready = False
     pool._idle = deque([1, 1])
-    first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    first = request_for(3)
     second = replace(first, number=1)
     third = replace(first, number=2)
     pool.submit([first, second])
@@ -689,7 +698,7 @@ def test_whoever_lacked_scores_counts_once_it_gets_them_again(is_scored_again, d
 
 def test_a_generator_without_responses_is_not_called_one_without_scores():
     pool, sent = pool_of(1, [(1, 0, 3)])
-    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    request = request_for(3)
     pool.submit([request])
     pool._on_message(4096, failure_alone(request))
     assert sent.dismissed == [4096]
@@ -700,7 +709,7 @@ def test_a_generator_without_responses_is_not_called_one_without_scores():
 def test_names_of_scores_of_one_generator_send_no_other_one_away():
     """A reward server names its attributes, which the trainers do not request."""
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
-    first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    first = request_for(3)
     second = replace(first, number=1)
     pool.submit([first, second])
     ranks = [rank for rank, _ in sent.messages]
@@ -717,7 +726,7 @@ def test_names_of_scores_of_one_generator_send_no_other_one_away():
 def test_scores_of_more_sources_than_a_run_can_have_are_left_out():
     pool, sent = pool_of(1, [(1, 0, 3)])
     pool._idle = deque([1, 1, 1, 1])
-    first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    first = request_for(3)
     given = [first, *(replace(first, number=number) for number in (1, 2, 3))]
     pool.submit(given)
     for request in given:
@@ -938,17 +947,14 @@ class TestVersions:
         pool._idle = deque([1])
         pool.submit(requests(1, 2, 3))
         pool._on_message(4096, encode(RequestCredit(1)))
-        given = [(rank // 4096, request.number, request.version) for rank, request in sent.messages]
-        assert given == [(1, 0, 1), (1, 1, 2)]
+        assert sent.versions() == [(1, 0, 1), (1, 1, 2)]
         pool._on_lost(4096, "died")
         assert [request.number for request in pool._waiting] == [0, 1, 2]
         for _ in range(3):
             pool._on_message(2 * 4096, encode(RequestCredit(1)))
-        again = [
-            (rank // 4096, request.number, request.version, request.seed)
-            for rank, request in sent.messages[2:]
-        ]
-        assert again == [(2, 0, 1, 7), (2, 1, 2, 7), (2, 2, 3, 7)]
+        assert sent.versions()[2:] == [(2, 0, 1), (2, 1, 2), (2, 2, 3)]
+        for _, request in sent.messages[2:]:
+            assert request.seed == 7
 
     def test_weights_are_given_up_only_where_nobody_has_them_and_then_for_the_oldest_there_are(
         self,
@@ -960,8 +966,7 @@ class TestVersions:
         assert sent.messages == []
         assert [request.version for request in pool._waiting] == [2, 2]
         pool._on_message(2 * 4096, encode(RequestCredit(2)))
-        given = [(rank // 4096, request.number, request.version) for rank, request in sent.messages]
-        assert given == [(2, 0, 2), (2, 1, 2)]
+        assert sent.versions() == [(2, 0, 2), (2, 1, 2)]
 
     def settled(self, since: int, version: int, faults: dict[int, str], *, epoch: int = 1) -> Any:
         """Return a generator of a pool after weights 4 were sent to it."""
@@ -1006,7 +1011,7 @@ class TestVersions:
     @pytest.mark.parametrize(("version", "is_accepted"), [(2, True), (3, True), (4, False)])
     def test_no_token_is_of_weights_that_nobody_was_sent(self, version, is_accepted):
         pool, _ = pool_of(1, [(1, 0, 3)])
-        request = GenerationRequest(0, 1, 2, (Prompt(7, "hi", (3,)),), 1, 7, allow_newer=True)
+        request = request_for(2, allow_newer=True)
         pool.submit([request])
         pool._on_message(4096, encode(answer_to(request, version=version)))
         assert list(pool._results) == ([0] if is_accepted else [])

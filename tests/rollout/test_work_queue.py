@@ -126,13 +126,16 @@ class FakeModel:
     ) -> Completions:
         self.calls += 1
         self._before(self.calls)
-        rows = [[seed + p.id] * (1 + (p.id + i) % 3) for p in prompts for i in range(samples)]
-        width = max(map(len, rows))
+        rows = []
+        for prompt in prompts:
+            for sample in range(samples):
+                length = 1 + (prompt.id + sample) % 3
+                rows.append([seed + prompt.id] * length)
+        lengths = torch.tensor([len(row) for row in rows])
+        width = int(lengths.max())
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         made_by = torch.full(tokens.shape, float(self.mesh.rank))
-        return Completions(
-            tokens, torch.tensor([len(row) for row in rows]), ("stop",) * len(rows), made_by
-        )
+        return Completions(tokens, lengths, ("stop",) * len(rows), made_by)
 
 
 class FailingReward(FunctionReward):
@@ -152,7 +155,8 @@ class FailingReward(FunctionReward):
 
 
 def two_by_two(prompts: list[Prompt], validation: bool) -> Iterator[list[Prompt]]:
-    yield from (prompts[i : i + 2] for i in range(0, len(prompts), 2))
+    for first in range(0, len(prompts), 2):
+        yield prompts[first : first + 2]
 
 
 Outcome = tuple[RolloutBatch | None, int, Exception | None]
@@ -182,7 +186,8 @@ class Phases:
             stop = self._stops[rank]
             model: Any = FakeModel(mesh, lambda call: before(rank, call, stop))
             first = 10 + sum(SHARES[:rank])
-            prompts = [Prompt(i, str(i), (i,)) for i in range(first, first + SHARES[rank])]
+            ids = range(first, first + SHARES[rank])
+            prompts = [Prompt(i, str(i), (i,)) for i in ids]
             rm = FailingReward(failing_reward)
             cut = two_by_two
             cfg = ReinforceConfig(generation_work_queue=queue)
@@ -210,7 +215,9 @@ class Phases:
 
 
 def assert_equal_batches(outcomes: list[Outcome], expected: list[Outcome]) -> None:
-    for rank, ((batch, _, _), (other, _, _)) in enumerate(zip(outcomes, expected, strict=True)):
+    for rank in range(RANKS):
+        batch, _, _ = outcomes[rank]
+        other, _, _ = expected[rank]
         assert batch is not None
         assert other is not None
         assert len(batch.rewards) == SAMPLES * SHARES[rank]
@@ -251,14 +258,13 @@ def test_samples_were_made_elsewhere_and_scores_were_asked_for_there(fixed):
     phases = Phases()
     outcomes = phases.run(before=lambda rank, *_: None if rank == 2 else phases.all_taken())
     assert outcomes[2][1] >= MICRO_BATCHES - RANKS + 1
-    makers = [
-        set(batch.generator_log_probs.unique().tolist())
-        for batch, _, _ in outcomes
-        if len(batch.rewards)
-    ]  # type: ignore
-    for made_by in makers:
-        if len(made_by) > 1:
-            assert 2.0 in made_by
+    makers = []
+    for batch, _, _ in outcomes:
+        if len(batch.rewards):
+            made_by = set(batch.generator_log_probs.unique().tolist())
+            makers.append(made_by)
+            if len(made_by) > 1:
+                assert 2.0 in made_by
     assert 2.0 in set.union(*makers)
     assert_equal_batches(outcomes, fixed)
 
@@ -442,8 +448,11 @@ def test_an_engine_that_dies_is_started_anew_while_the_other_rank_generates(proc
 
 def calls_of(folder: Path, name: str) -> list[int]:
     """Return how often each rank's fake engine got this call."""
-    texts = [path.read_text() for path in sorted((folder / "engines").glob("*/calls.txt"))]
-    return [sum(line.startswith(f"{name} ") for line in text.splitlines()) for text in texts]
+    counts = []
+    for path in sorted((folder / "engines").glob("*/calls.txt")):
+        calls = [line for line in path.read_text().splitlines() if line.startswith(f"{name} ")]
+        counts.append(len(calls))
+    return counts
 
 
 @pytest.mark.slow
