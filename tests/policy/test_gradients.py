@@ -93,7 +93,8 @@ def test_invalid_samples_play_no_part(folder, mesh):
     """Whatever they hold: NaN as reward and advantage, another response."""
     batch = whole_batch()
     _, reference = loss_and_gradient(folder, mesh, batch)
-    sequences = torch.where(batch.rollouts.valid[:, None], batch.rollouts.sequences, 7)
+    valid = batch.rollouts.valid[:, None]
+    sequences = torch.where(valid, batch.rollouts.sequences, 7)
     advantages = torch.where(batch.rollouts.valid[:, None], batch.advantages, torch.nan)
     spoilt = replace(
         batch, rollouts=replace(batch.rollouts, sequences=sequences), advantages=advantages
@@ -158,9 +159,8 @@ def test_log_probs_do_not_depend_on_the_forward_micro_batch_size(size, folder, m
 
 def test_log_probs_of_no_sequences(folder, mesh):
     nothing = torch.zeros(0, dtype=torch.long)
-    log_probs = actor_of(folder, mesh, with_reference=False).get_inference_log_probs(
-        nothing[:, None], nothing, nothing
-    )
+    actor = actor_of(folder, mesh, with_reference=False)
+    log_probs = actor.get_inference_log_probs(nothing[:, None], nothing, nothing)
     assert log_probs.shape == (0, 0)
 
 

@@ -62,7 +62,8 @@ def test_packed_ones_hold_groups_together_where_there_is_room(groups, size, max_
         for number, (prompt, lengths) in enumerate(groups)
         for length in lengths
     ]
-    ids, prompts, responses = torch.tensor(rows, dtype=torch.long).reshape(-1, 3).unbind(1)
+    table = torch.tensor(rows, dtype=torch.long).reshape(-1, 3)
+    ids, prompts, responses = table.unbind(1)
     passes = [
         rows.tolist() for rows in packed_micro_batches(ids, prompts, responses, size, max_tokens)
     ]
@@ -107,7 +108,8 @@ def test_padding_is_what_a_pass_has_besides_its_sequences():
 
 
 def test_packing_by_tokens_pads_less_than_a_number_of_sequences():
-    lengths = torch.randint(10, 1000, (256,), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(10, 1000, (256,), generator=generator)
     tokens, padded = padding(lengths, micro_batches(lengths, 8, 8000))
     assert 1 - tokens / padded < 0.06
     unsorted = [torch.arange(256)[i : i + 8] for i in range(0, 256, 8)]

@@ -95,9 +95,8 @@ def transformers_scores(folder: Path, sequences: list[tuple[int, ...]]) -> torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    batch: Any = AutoTokenizer.from_pretrained(folder).pad(
-        {"input_ids": [list(s) for s in sequences]}
-    )
+    inputs = {"input_ids": [list(s) for s in sequences]}
+    batch: Any = AutoTokenizer.from_pretrained(folder).pad(inputs)
     rows = {name: torch.tensor(batch[name]) for name in ("input_ids", "attention_mask")}
     return model(**rows).logits
 
@@ -134,9 +133,8 @@ def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_serv
     evaluation = Ranking().evaluate(scores.view(-1, 2, 1), examples)
     assert evaluation.loss == pytest.approx(best.evaluation.loss, rel=1e-4)
     with parallel_mesh() as mesh:
-        served = load_reward_model(ranked / "out/model", None, mesh).score(
-            [list(s) for s in sequences]
-        )
+        model = load_reward_model(ranked / "out/model", None, mesh)
+        served = model.score([list(s) for s in sequences])
     torch.testing.assert_close(torch.tensor(served), scores[:, 0], atol=1e-5, rtol=0)
     config = json.loads((ranked / "out/model/config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
@@ -170,9 +168,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
     for name in others:
         assert torch.equal(weights[name], others[name])
     assert weights.keys() == others.keys()
-    assert (tmp_path / "out" / EVALUATION_FILE).read_text() == (
-        ranked / "out" / EVALUATION_FILE
-    ).read_text()
+    expected = (ranked / "out" / EVALUATION_FILE).read_text()
+    assert (tmp_path / "out" / EVALUATION_FILE).read_text() == expected
 
     again = run(*overrides)  # it is over: nothing is made again
     assert again.step == STEPS
@@ -181,7 +178,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
     with raises_error("reward_model.resume.other_settings", changes):
         run(*overrides, "data.max_pairs=300", "full.global_batch_size=16", "model.optim.lr=1e-5")
     pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[:300]))
+    lines = pairs.read_text().splitlines(keepends=True)
+    pairs.write_text("".join(lines[:300]))
     with raises_error("reward_model.checkpoint.other_data"):
         run(*overrides)
 
@@ -224,7 +222,8 @@ def test_it_stops_early_and_keeps_the_best(tmp_path):
     assert names == expected
     examples, sequences = held_out_groups(overrides)
     scores = transformers_scores(tmp_path / "out/model", sequences).view(-1, 2, 1)
-    assert Ranking().evaluate(scores, examples).loss == pytest.approx(losses[best_step], rel=1e-4)
+    evaluation = Ranking().evaluate(scores, examples)
+    assert evaluation.loss == pytest.approx(losses[best_step], rel=1e-4)
     again = run(*overrides, "full.keep_last=1")
     assert again.step == trainer.step
 
@@ -249,7 +248,8 @@ def test_regression_recovers_planted_attributes(tmp_path):
     assert trainer.best.evaluation.loss < 0.1
     examples, sequences = held_out_groups(overrides)
     scores = transformers_scores(tmp_path / "out/model", sequences)
-    evaluation = Regression(NAMES).evaluate(scores.view(len(examples), 1, 2), examples)
+    by_attribute = scores.view(len(examples), 1, 2)
+    evaluation = Regression(NAMES).evaluate(by_attribute, examples)
     assert evaluation.loss == pytest.approx(trainer.best.evaluation.loss, rel=1e-3)
     with parallel_mesh() as mesh:
         assert load_reward_model(tmp_path / "out/model", None, mesh).attributes == NAMES
@@ -268,9 +268,10 @@ def test_the_date_of_a_template_is_that_of_the_first_start(tmp_path, monkeypatch
     monkeypatch.setattr(job, "_run_full", lambda cfg, *_: dates.append(cfg.data.chat_template_date))
 
     def start(day: str, *extra: str) -> None:
+        today = classmethod(lambda cls: date.fromisoformat(day))
         monkeypatch.setattr(
             "reinforce_rl.config.template.date",
-            type("Stopped", (date,), {"today": classmethod(lambda cls: date.fromisoformat(day))}),
+            type("Stopped", (date,), {"today": today}),
         )
         train_reward_model(tiny_config(*overrides, *extra))
 
@@ -366,7 +367,8 @@ def test_the_script_on_two_ranks(layout, ranked, tmp_path):
     ]
     done = run_script(SCRIPT, *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    pairs = zip(lines_of(tmp_path)[:6], lines_of(ranked)[:6], strict=True)
+    lines = lines_of(tmp_path)
+    pairs = zip(lines[:6], lines_of(ranked)[:6], strict=True)
     for line, other in pairs:
         # rounding grows from then on
         for key, value in other.items():
@@ -466,9 +468,8 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
         model = load_reward_model(trunk, out / "head.safetensors", mesh)
         tokenizer = load_tokenizer(trunk)
         samples = [TextSample("", text, {}, tuple(messages)) for text in texts]
-        good, bad = model.score(
-            [encode_sample(ChatRenderer(tokenizer), sample) for sample in samples]
-        )
+        sequences = [encode_sample(ChatRenderer(tokenizer), sample) for sample in samples]
+        good, bad = model.score(sequences)
     assert good > bad
 
 

@@ -65,12 +65,15 @@ def test_calibration_bin_by_bin():
     generator = random.Random(0)
     pairs = [(generator.gauss(0, 2), generator.gauss(0, 2)) for _ in range(400)]
     pairs += [(1.0, 1.0)] * 5
-    found_error, bins = calibration(*(torch.tensor(side) for side in zip(*pairs, strict=True)))
+    sides = (torch.tensor(side) for side in zip(*pairs, strict=True))
+    found_error, bins = calibration(*sides)
     buckets: dict[int, list[tuple[float, float]]] = {}
     for chosen, rejected in pairs:
-        confidence = 1 / (1 + math.exp(-abs(chosen - rejected)))
+        margin = abs(chosen - rejected)
+        confidence = 1 / (1 + math.exp(-margin))
         right = 1.0 if chosen > rejected else 0.0 if chosen < rejected else 0.5
-        number = min(int((confidence - 0.5) / 0.5 * NUM_BINS), NUM_BINS - 1)
+        share = (confidence - 0.5) / 0.5
+        number = min(int(share * NUM_BINS), NUM_BINS - 1)
         buckets.setdefault(number, []).append((confidence, right))
     expected = [len(buckets[i]) for i in sorted(buckets)]
     assert [confidence_bin.count for confidence_bin in bins] == expected
@@ -84,15 +87,15 @@ def test_calibration_bin_by_bin():
         )
         assert confidence_bin.low <= confidence_bin.predicted <= confidence_bin.high
         assert confidence_bin.high - confidence_bin.low == pytest.approx(0.5 / NUM_BINS)
-        error += len(buckets[i]) / len(pairs) * abs(predicted - observed)
+        weight = len(buckets[i]) / len(pairs)
+        error += weight * abs(predicted - observed)
     assert found_error == pytest.approx(error)
 
 
 def test_a_calibrated_model_has_little_calibration_error():
     margins = 2 * doubles(20_000, 3)
-    chosen_first = torch.rand(20_000, generator=torch.Generator().manual_seed(4)) < torch.sigmoid(
-        margins
-    )
+    draws = torch.rand(20_000, generator=torch.Generator().manual_seed(4))
+    chosen_first = draws < torch.sigmoid(margins)
     chosen = torch.where(chosen_first, margins, 0)
     rejected = torch.where(chosen_first, 0, margins)
     assert calibration(chosen, rejected)[0] < 0.01
@@ -121,7 +124,8 @@ def test_correlations():
     spread = math.sqrt(squares_x * squares_y)
     assert correlation(x, y) == pytest.approx(covariance / spread)
     # Without ties Spearman's is 1 - 6 sum d^2 / (n (n^2 - 1)).
-    differences = sum(difference**2 for difference in (ranks(x) - ranks(y)).tolist())
+    rank_differences = (ranks(x) - ranks(y)).tolist()
+    differences = sum(difference**2 for difference in rank_differences)
     targets = torch.cat((y, torch.tensor([NAN, NAN])))
     predicted = torch.cat((x, torch.ones(2)))
     fit = attribute_fit(predicted, targets)
@@ -130,8 +134,10 @@ def test_correlations():
     assert fit["pearson"] == pytest.approx(covariance / spread)
     expected = sum((a - b) ** 2 for a, b in pairs) / 40
     assert fit["mse"] == pytest.approx(expected)
-    assert math.isnan(attribute_fit(torch.ones(3), torch.arange(3.0))["pearson"])
-    assert math.isnan(attribute_fit(torch.ones(3), torch.full((3,), NAN))["mse"])
+    constant = attribute_fit(torch.ones(3), torch.arange(3.0))
+    assert math.isnan(constant["pearson"])
+    unrated = attribute_fit(torch.ones(3), torch.full((3,), NAN))
+    assert math.isnan(unrated["mse"])
 
 
 def test_the_objectives_agree_with_their_parts():
@@ -165,5 +171,6 @@ def test_a_loss_is_the_sum_of_its_cuts(cut):
     inside = slice(*cut)
     rest = [i for i in range(7) if not cut[0] <= i < cut[1]]
     parts = objective.loss(predicted[inside], examples[inside])[0]
-    parts = parts + objective.loss(predicted[rest], [examples[i] for i in rest])[0]
+    rest_loss = objective.loss(predicted[rest], [examples[i] for i in rest])[0]
+    parts = parts + rest_loss
     torch.testing.assert_close(parts, whole)

@@ -25,7 +25,8 @@ CUTS = [
 
 def some_sequences(count: int, longest: int = 40) -> list[list[int]]:
     rng = np.random.default_rng(count)
-    return [rng.integers(1, 60, length).tolist() for length in rng.integers(1, longest, count)]
+    lengths = rng.integers(1, longest, count)
+    return [rng.integers(1, 60, length).tolist() for length in lengths]
 
 
 @pytest.mark.parametrize("batching", CUTS)
@@ -63,9 +64,9 @@ def test_every_sequence_is_in_one_pass_unchanged(batching, count):
 
 
 def test_passes_hold_sequences_of_like_length():
+    micro_batches = Batching(4).plan(some_sequences(30))
     widths = [
-        (micro_batch.lengths.min(), micro_batch.lengths.max())
-        for micro_batch in Batching(4).plan(some_sequences(30))
+        (micro_batch.lengths.min(), micro_batch.lengths.max()) for micro_batch in micro_batches
     ]
     for this, following in itertools.pairwise(widths):
         assert this[0] >= following[1]
@@ -78,7 +79,8 @@ def test_passes_are_dealt_once_and_evenly(blocks):
     expected = list(range(len(passes)))
     assert sorted(index for local_passes in dealt for index in local_passes) == expected
     loads = [sum(passes[index].tokens.size for index in local_passes) for local_passes in dealt]
-    fair = max(sum(loads) / blocks, max(micro_batch.tokens.size for micro_batch in passes))
+    largest = max(micro_batch.tokens.size for micro_batch in passes)
+    fair = max(sum(loads) / blocks, largest)
     assert max(loads) <= 4 / 3 * fair
 
 

@@ -151,9 +151,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_here(case, on_two_ranks, folder, mesh
     model = model_of(folder, mesh, case)
     checkpoint = on_two_ranks / f"{case}.checkpoints" / "step_00000002"
     saved = Checkpoint(checkpoint, {})
-    Checkpointer(
-        saved.folder.parent, mesh, model.ddp, *build_optimizer(model.ddp, **SETTINGS)
-    ).restore(saved)
+    optimizer = build_optimizer(model.ddp, **SETTINGS)
+    Checkpointer(saved.folder.parent, mesh, model.ddp, *optimizer).restore(saved)
     objective, _ = CASES[case]
     scores = model.scores([objective.sequences_of(example) for example in examples_of(objective)])
     torch.testing.assert_close(scores, expected[f"{case} scores after"], atol=2e-5, rtol=1e-5)
@@ -169,16 +168,16 @@ def test_a_folder_exported_by_two_ranks_scores_as_in_transformers(on_two_ranks, 
     sequences = [s for example in examples_of(objective) for s in objective.sequences_of(example)]
     with torch.no_grad():
         logits = torch.cat([model(torch.tensor([sequence])).logits for sequence in sequences])
-    torch.testing.assert_close(
-        logits.view(-1, 2, 1), expected["ranking scores after"], atol=2e-5, rtol=1e-5
-    )
+    scores = logits.view(-1, 2, 1)
+    torch.testing.assert_close(scores, expected["ranking scores after"], atol=2e-5, rtol=1e-5)
 
 
 def test_a_model_that_its_weights_do_not_bear_out_is_not_built(folder, mesh, tmp_path):
     """Its embedding alone would take terabytes."""
     shutil.copytree(folder, tmp_path / "model")
     file = tmp_path / "model/config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 10**13}))
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "vocab_size": 10**13}))
     with raises_error("model.weights.not_of_config", "embed_tokens.weight", f"({10**13}, "):
         load_trainable(tmp_path / "model", mesh, (), seed=0)
 

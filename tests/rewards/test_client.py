@@ -31,8 +31,14 @@ from helpers.toy_server import ToyServer, free_port, wait_for
 
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.rewards import base, transport
-from reinforce_rl.rewards.base import RewardRequest
+from reinforce_rl.rewards import transport
+from reinforce_rl.rewards.base import (
+    STATUS_BAD_TOKEN,
+    STATUS_EMPTY,
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    RewardRequest,
+)
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.transport import Call
 
@@ -82,8 +88,12 @@ def make_client():
 def test_large_batches_are_split_and_joined_in_order(server, make_client, options):
     rng = random.Random(1)
     # Three requests of at most 8.
-    sequences = [[rng.randrange(4, 100) for _ in range(rng.randrange(1, 12))] for _ in range(19)]
-    rewards = make_client(server.port, **options).infer_rm(request_of(sequences)).result()
+    sequences = []
+    for _ in range(19):
+        length = rng.randrange(1, 12)
+        sequences.append([rng.randrange(4, 100) for _ in range(length)])
+    client = make_client(server.port, **options)
+    rewards = client.infer_rm(request_of(sequences)).result()
     assert rewards.values.dtype == torch.float32
     assert rewards.status.dtype == torch.int32
     assert rewards.status.tolist() == [0] * 19
@@ -96,11 +106,8 @@ def test_a_proxy_of_the_environment_is_not_asked(server, make_client, monkeypatc
             monkeypatch.setenv(name, f"http://127.0.0.1:{nobody.getsockname()[1]}")
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
-        rewards = (
-            make_client(server.port, attempt_timeout_seconds=1.0)
-            .infer_rm(request_of([[5, 6]]))
-            .result()
-        )
+        client = make_client(server.port, attempt_timeout_seconds=1.0)
+        rewards = client.infer_rm(request_of([[5, 6]])).result()
     assert rewards.values.tolist() == toy_scores([[5, 6]])
 
 
@@ -108,31 +115,26 @@ def test_a_proxy_of_the_environment_is_not_asked(server, make_client, monkeypatc
 def test_a_fault_of_the_network_between_is_borne(server, make_client, fault):
     sequences = [[row + 4, 2 * row + 4] for row in range(19)]
     with FaultyProxy(server.port, [fault] * 2) as proxy:
-        rewards = (
-            make_client(proxy.port, attempt_timeout_seconds=1.0)
-            .infer_rm(request_of(sequences))
-            .result()
-        )
+        client = make_client(proxy.port, attempt_timeout_seconds=1.0)
+        rewards = client.infer_rm(request_of(sequences)).result()
         assert proxy.happened == [fault] * 2
     assert rewards.status.tolist() == [0] * 19
     assert rewards.values.tolist() == toy_scores(sequences)
 
 
 def test_failed_samples_are_nan_and_keep_their_status(server, make_client):
-    rewards = (
-        make_client(server.port)
-        .infer_rm(request_of([[1, 2], [], [TOKEN_NAN], [VOCAB_SIZE], [3]]))
-        .result()
-    )
+    request = request_of([[1, 2], [], [TOKEN_NAN], [VOCAB_SIZE], [3]])
+    rewards = make_client(server.port).infer_rm(request).result()
     assert rewards.status.tolist() == [
-        base.STATUS_OK,
-        base.STATUS_EMPTY,
-        base.STATUS_NOT_FINITE,
-        base.STATUS_BAD_TOKEN,
-        base.STATUS_OK,
+        STATUS_OK,
+        STATUS_EMPTY,
+        STATUS_NOT_FINITE,
+        STATUS_BAD_TOKEN,
+        STATUS_OK,
     ]
     assert torch.isnan(rewards.values).tolist() == [False, True, True, True, False]
-    assert [rewards.values[0].item(), rewards.values[4].item()] == toy_scores([[1, 2], [3]])
+    ends = [rewards.values[0].item(), rewards.values[4].item()]
+    assert ends == toy_scores([[1, 2], [3]])
 
 
 def test_requests_without_samples_or_tokens(server, make_client):
@@ -140,7 +142,7 @@ def test_requests_without_samples_or_tokens(server, make_client):
     rewards = client.infer_rm(request_of([])).result()
     assert rewards.values.shape == (0,)
     rewards = client.infer_rm(request_of([[], []])).result()
-    assert rewards.status.tolist() == [base.STATUS_EMPTY] * 2
+    assert rewards.status.tolist() == [STATUS_EMPTY] * 2
 
 
 def test_infer_rm_returns_at_once_and_several_can_be_under_way(server, make_client):
@@ -162,14 +164,14 @@ def test_conversations_go_as_texts_and_plain_prompts_as_tokens(server, make_clie
         messages=(messages, (), messages, (), (), messages),
         finished=(True, True, False, True, True, True),
     )
-    rendered = {row: "U: hi<eos>A: " + request.responses[row] + "<eos>" for row in (0, 5)}
-    rendered[2] = "U: hi<eos>A: c"  # cut
-    sequences = [
-        tokenizer(rendered[row], add_special_tokens=False)["input_ids"]
-        if row in rendered
-        else [7, row]
-        for row in range(6)
-    ]
+    rendered = {
+        0: "U: hi<eos>A: a<eos>",
+        2: "U: hi<eos>A: c",  # cut
+        5: "U: hi<eos>A: f<eos>",
+    }
+    sequences = [[7, row] for row in range(6)]
+    for row, text in rendered.items():
+        sequences[row] = tokenizer(text, add_special_tokens=False)["input_ids"]
     client = make_client(server.port)
     info = TokenizerInfo.from_tokenizer(tokenizer)
     assert client.check_compatible(info, VOCAB_SIZE) == "tokens"
@@ -275,7 +277,8 @@ for row in usage:
     server = ToyServer(tmp_path).start()
     try:
         command = [sys.executable, "-c", script, str(server.port)]
-        paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+        folders = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+        paths = os.pathsep.join(folders)
         output = subprocess.check_output(
             command, env={**os.environ, "PYTHONPATH": paths}, timeout=900, text=True
         )
@@ -367,8 +370,10 @@ def test_a_foreign_program_on_the_port_is_named(make_client):
 
 
 def test_server_errors_are_retried_and_refusals_are_not(make_client):
-    with FakeRewardServer([(500, {"error": "ouch"}), (503, {}), answer([1.5], [0])]) as fake:
-        rewards = make_client(fake.port).infer_rm(request_of([[1]])).result()
+    answers = [(500, {"error": "ouch"}), (503, {}), answer([1.5], [0])]
+    with FakeRewardServer(answers) as fake:
+        client = make_client(fake.port)
+        rewards = client.infer_rm(request_of([[1]])).result()
         assert rewards.values.tolist() == [1.5]
         assert fake.calls == 3
     with FakeRewardServer([(400, {"error": "such requests are refused"})]) as fake:
@@ -464,7 +469,8 @@ def test_an_answer_may_be_as_long_as_its_scores_need(make_client, monkeypatch):
 
 
 def test_another_model_behind_the_same_address_is_noticed_after_an_outage(make_client):
-    with FakeRewardServer([answer([1.0], [0]), (503, {}), answer([2.0], [0])]) as fake:
+    answers = [answer([1.0], [0]), (503, {}), answer([2.0], [0])]
+    with FakeRewardServer(answers) as fake:
         client = make_client(fake.port)
         rewards = client.infer_rm(request_of([[1]])).result()
         assert rewards.values.tolist() == [1.0]
@@ -477,19 +483,22 @@ def test_jitter_leaves_the_random_state_of_the_trainer_alone(make_client):
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    state = random.getstate()
+    numpy_state = np.random.get_state()[1].tolist()
+    torch_state = torch.get_rng_state()
     with raises_error("reward_server.server.no_answer"):
-        make_client(free_port(), deadline_seconds=0.3).infer_rm(request_of([[1]])).result()
-    assert random.getstate() == before[0]
-    assert np.random.get_state()[1].tolist() == before[1]
-    assert torch.equal(torch.get_rng_state(), before[2])
+        client = make_client(free_port(), deadline_seconds=0.3)
+        client.infer_rm(request_of([[1]])).result()
+    assert random.getstate() == state
+    assert np.random.get_state()[1].tolist() == numpy_state
+    assert torch.equal(torch.get_rng_state(), torch_state)
 
 
 def test_a_request_whose_shapes_do_not_fit_is_refused(make_client):
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    request = RewardRequest(tokens, torch.zeros(3), ("",), ("",))
     with pytest.raises(ValueError, match=r"expected \[N, S\] and \[N\]"):
-        make_client(1).infer_rm(
-            RewardRequest(torch.zeros(2, 3, dtype=torch.long), torch.zeros(3), ("",), ("",))
-        )
+        make_client(1).infer_rm(request)
 
 
 class TestDeadlines:
@@ -591,14 +600,16 @@ class TestDeadlines:
         ) -> tuple[np.ndarray, ...]:
             count = len(next(iter(arrays.values())))
             is_text = "tokens" not in "".join(arrays)
-            values = np.full(count, 100.0 if is_text else 0.0, np.float32) + np.arange(
-                count, dtype=np.float32
-            )
-            return values, np.zeros(count, np.int32), np.zeros((count, 0), np.float32)
+            values = np.arange(count, dtype=np.float32)
+            if is_text:
+                values += 100.0
+            status = np.zeros(count, np.int32)
+            return values, status, np.zeros((count, 0), np.float32)
 
         monkeypatch.setattr(client._replicas, "describe", described)
         monkeypatch.setattr(client, "_attempts", scored)
         chat = ({"role": "user", "content": "hi"},)
-        request = replace(request_of([[1], [2], [3], [4]]), messages=(chat, (), chat, ()))
+        tokens = request_of([[1], [2], [3], [4]])
+        request = replace(tokens, messages=(chat, (), chat, ()))
         rewards = asyncio.run(client._score(request, self.call(seconds=10.0, elapsed=0.0)))
         assert rewards.values.tolist() == [100.0, 0.0, 101.0, 1.0]

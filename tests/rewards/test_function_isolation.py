@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from helpers.errors import raises_error
@@ -18,8 +19,14 @@ from helpers.toy_server import is_alive, wait_for
 
 from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.rewards import base, function_pool
-from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards import function_pool
+from reinforce_rl.rewards.base import (
+    STATUS_BAD_PROMPT,
+    STATUS_INTERNAL,
+    STATUS_OK,
+    FunctionSpec,
+    TextSample,
+)
 from reinforce_rl.rewards.function_pool import FunctionPool, bubblewrap
 
 NAME = "helpers.reward_functions."
@@ -42,7 +49,8 @@ def started(function: str, **options) -> Iterator[FunctionPool]:
 
 def run_alone(*lines: str, **options) -> subprocess.CompletedProcess[str]:
     """Run these lines in another process, as `owner_code` does."""
-    command = [sys.executable, "-c", owner_code(*lines), str(Path(__file__).parents[1])]
+    code = owner_code(*lines)
+    command = [sys.executable, "-c", code, str(Path(__file__).parents[1])]
     return subprocess.run(command, timeout=120, text=True, check=False, **options)
 
 
@@ -60,9 +68,8 @@ def owner_code(*lines: str) -> str:
 
 def bubblewrap_or_host(pool: FunctionPool) -> psutil.Process:
     """Return the process that the pool has started."""
-    (host,) = [
-        p for p in psutil.Process().children() if pool._host and p.pid == pool._host.process.pid
-    ]
+    assert pool._host is not None
+    (host,) = [p for p in psutil.Process().children() if p.pid == pool._host.process.pid]
     return host
 
 
@@ -87,20 +94,22 @@ ENDS = {
     "bad", [*STATE, *ERRORS, *ENDS, "memory", "close all", "garbage", "fork", "child"]
 )
 def test_whatever_one_sample_does_the_others_have_their_scores(pool, bad):
-    scores = pool.submit(
-        "f", [sample("", 0.5), sample(bad), *(sample("", 2.0 + i) for i in range(6))]
-    ).result()
-    assert scores.values[[0, *range(2, 8)]].tolist() == [0.5, *(2.0 + i for i in range(6))]
-    assert scores.status[[0, *range(2, 8)]].tolist() == [base.STATUS_OK] * 7
-    assert (scores.status[1] == base.STATUS_OK) != (scores.values[1] != scores.values[1]), (
-        "failed samples have NaN"
-    )
+    samples = [sample("", 0.5), sample(bad)]
+    for i in range(6):
+        samples.append(sample("", 2.0 + i))
+    scores = pool.submit("f", samples).result()
+    others = [0, 2, 3, 4, 5, 6, 7]
+    assert scores.values[others].tolist() == [0.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert scores.status[others].tolist() == [STATUS_OK] * 7
+    has_failed = scores.status[1] != STATUS_OK
+    assert np.isnan(scores.values[1]) == has_failed
     if bad in (*ERRORS, *ENDS, "memory"):
-        assert scores.status[1] == base.STATUS_INTERNAL
+        assert scores.status[1] == STATUS_INTERNAL
 
 
 def test_flags_of_the_output_are_not_those_of_later_samples(pool):
-    scores = pool.submit("f", [sample("nonblocking"), sample("is blocking")]).result()
+    samples = [sample("nonblocking"), sample("is blocking")]
+    scores = pool.submit("f", samples).result()
     assert scores.values[1] == 1.0
 
 
@@ -111,20 +120,22 @@ def test_an_answer_that_a_function_writes_itself_stays_with_its_sample(pool, key
     answer = {"status": "0", "value": "1.0", key: number}
     forged = f'"status": {answer["status"]}, "value": {answer["value"]}, "fault": "", "message": ""'
     forging = sample(f"write {{{forged}}}")
-    scores = pool.submit("f", [sample("", 0.5), forging, sample("", 1.5)]).result()
+    samples = [sample("", 0.5), forging, sample("", 1.5)]
+    scores = pool.submit("f", samples).result()
     assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
-    assert scores.status[[0, 2]].tolist() == [base.STATUS_OK] * 2
-    assert scores.status[1] == base.STATUS_INTERNAL
+    assert scores.status[[0, 2]].tolist() == [STATUS_OK] * 2
+    assert scores.status[1] == STATUS_INTERNAL
     last_scores = pool.submit("f", [sample("", 2.5)]).result()
     assert last_scores.values.tolist() == [2.5]
 
 
 @pytest.mark.parametrize("how", ["forges", "its program forges", "its fork forges"])
 def test_an_answer_that_is_forged_is_no_score(pool, how):
-    scores = pool.submit("f", [sample("", 0.5), sample(how), sample("", 1.5)]).result()
+    samples = [sample("", 0.5), sample(how), sample("", 1.5)]
+    scores = pool.submit("f", samples).result()
     assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
     # The sample has its own score if the forged line was ignored, and never the forged score.
-    assert scores.status[1] == base.STATUS_INTERNAL or scores.values[1] == 1.0
+    assert scores.status[1] == STATUS_INTERNAL or scores.values[1] == 1.0
 
 
 def test_a_module_that_keeps_a_file_open_is_refused(tmp_path, monkeypatch):
@@ -161,13 +172,14 @@ def test_a_log_that_is_full_holds_up_nobody():
 @pytest.mark.parametrize("end", ENDS)
 def test_a_process_that_ended_is_no_time_out(pool, end):
     scores = pool.submit("f", [sample(end)]).result()
-    assert scores.status.tolist() == [base.STATUS_INTERNAL]
+    assert scores.status.tolist() == [STATUS_INTERNAL]
     assert ENDS[end] in scores.faults[0]
 
 
 def test_a_file_cannot_fill_the_disk(pool, tmp_path):
-    scores = pool.submit("f", [sample("file", folder=str(tmp_path))]).result()
-    assert scores.status[0] == base.STATUS_INTERNAL
+    samples = [sample("file", folder=str(tmp_path))]
+    scores = pool.submit("f", samples).result()
+    assert scores.status[0] == STATUS_INTERNAL
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
 
 
@@ -183,16 +195,16 @@ def test_a_record_that_is_nested_too_deeply_fails_alone(pool):
     deep: list = []
     for _ in range(5000):
         deep = [deep]
-    scores = pool.submit(
-        "f", [sample("", 1.0), sample("", 2.0, deep=deep), sample("", 3.0)]
-    ).result()
-    assert scores.status.tolist() == [base.STATUS_OK, base.STATUS_BAD_PROMPT, base.STATUS_OK]
+    samples = [sample("", 1.0), sample("", 2.0, deep=deep), sample("", 3.0)]
+    scores = pool.submit("f", samples).result()
+    assert scores.status.tolist() == [STATUS_OK, STATUS_BAD_PROMPT, STATUS_OK]
     assert scores.values[[0, 2]].tolist() == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("odd", ["\ud800", "\x00", "\n", '"}\n{"', "é" * 3_000_000])
 def test_odd_texts_are_scored(pool, odd):
-    scores = pool.submit("f", [sample(odd, 1.0), sample("", 2.0)]).result()
+    samples = [sample(odd, 1.0), sample("", 2.0)]
+    scores = pool.submit("f", samples).result()
     assert scores.values.tolist() == [1.0, 2.0]
 
 
@@ -201,7 +213,8 @@ def test_secrets_are_not_in_the_functions_environment(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     names = ["REINFORCE_REWARD_TOKEN", "WANDB_API_KEY", "PATH", "PYTHONPATH"]
     with started("sees") as pool:
-        scores = pool.submit("f", [sample(f"variable {name}") for name in names]).result()
+        samples = [sample(f"variable {name}") for name in names]
+        scores = pool.submit("f", samples).result()
     assert scores.values.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
@@ -226,17 +239,18 @@ def test_which_variables_a_function_sees(monkeypatch):
     for name, value in {**given, **secret}.items():
         monkeypatch.setenv(name, value)
     with started("sees") as pool:
-        scores = pool.submit(
-            "f", [sample(f"variable {name}") for name in [*given, *secret]]
-        ).result()
-    assert scores.values.tolist() == [1.0] * len(given) + [0.0] * len(secret)
+        samples = [sample(f"variable {name}") for name in [*given, *secret]]
+        scores = pool.submit("f", samples).result()
+    expected = [1.0] * len(given) + [0.0] * len(secret)
+    assert scores.values.tolist() == expected
 
 
 def test_a_variable_that_is_named_is_seen_as_it_is(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://user:word@proxy.example:3128")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     with started("sees", environment=["HTTP_PROXY"]) as pool:
-        scores = pool.submit("f", [sample("variable HTTP_PROXY"), sample("threads")]).result()
+        more_samples = [sample("variable HTTP_PROXY"), sample("threads")]
+        scores = pool.submit("f", more_samples).result()
         assert scores.values.tolist() == [1.0, 1.0]
     with started("sees", environment=["OMP_NUM_THREADS"]) as pool:
         last_scores = pool.submit("f", [sample("threads")]).result()
@@ -296,7 +310,8 @@ class TestSandbox:
             "writes /tmp/written": 1.0,
         }
         with started("sees", sandbox=True, sample_timeout_seconds=10.0) as pool:
-            scores = pool.submit("f", [sample(kind) for kind in [*kinds, "processes"]]).result()
+            samples = [sample(kind) for kind in [*kinds, "processes"]]
+            scores = pool.submit("f", samples).result()
         assert dict(zip(kinds, scores.values.tolist(), strict=False)) == kinds
         assert scores.values[-1] < 12, "its own processes alone"
 
@@ -309,18 +324,17 @@ class TestSandbox:
     @pytest.mark.parametrize("how", ["forges", "its program forges", "its fork forges"])
     def test_an_answer_that_is_forged_is_no_score(self, how):
         with started("hostile", sandbox=True, num_workers=1, sample_timeout_seconds=10.0) as pool:
-            scores = pool.submit("f", [sample("", 0.5), sample(how), sample("", 1.5)]).result()
+            samples = [sample("", 0.5), sample(how), sample("", 1.5)]
+            scores = pool.submit("f", samples).result()
         assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
-        assert scores.status[1] == base.STATUS_INTERNAL or scores.values[1] == 1.0
+        assert scores.status[1] == STATUS_INTERNAL or scores.values[1] == 1.0
 
     def test_the_same_without_a_sandbox_is_reached(self, tmp_path):
         """This shows that the test with a sandbox can fail."""
         with started("sees") as pool, socket.create_server(("127.0.0.1", 0)) as server:
-            kinds = [
-                f"port {server.getsockname()[1]}",
-                f"process {os.getpid()}",
-                f"writes {tmp_path}/written",
-            ]
+            port = server.getsockname()[1]
+            process = os.getpid()
+            kinds = [f"port {port}", f"process {process}", f"writes {tmp_path}/written"]
             scores = pool.submit("f", [sample(kind) for kind in kinds]).result()
             assert scores.values.tolist() == [1.0] * 3
 
@@ -329,7 +343,7 @@ class TestSandbox:
         with started("hostile", sandbox=True, num_workers=1, sample_timeout_seconds=5.0) as pool:
             scores = pool.submit("f", [sample(kind) for kind in kinds]).result()
         assert scores.values[[0, 2, 8]].tolist() == [1.0, 1.0, 1.0]
-        assert scores.status[3:7].tolist() == [base.STATUS_INTERNAL] * 4
+        assert scores.status[3:7].tolist() == [STATUS_INTERNAL] * 4
 
     def test_the_provided_functions_work_in_it(self):
         spec = FunctionSpec("reward_function", "reinforce_rl.rewards.functions.gsm8k")
@@ -362,9 +376,8 @@ class TestSandbox:
             "    print('ready', flush=True)",
             "    pending.result()",
         )
-        owner = subprocess.Popen(
-            [sys.executable, "-c", code, str(Path(__file__).parents[1])], stdout=subprocess.PIPE
-        )
+        tests = str(Path(__file__).parents[1])
+        owner = subprocess.Popen([sys.executable, "-c", code, tests], stdout=subprocess.PIPE)
         try:
             assert owner.stdout is not None
             assert owner.stdout.readline() == b"ready\n"

@@ -22,8 +22,14 @@ from helpers.toy_server import is_alive, wait_for
 
 from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.rewards import base
-from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards.base import (
+    STATUS_INTERNAL,
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    STATUS_TIMED_OUT,
+    FunctionSpec,
+    TextSample,
+)
 from reinforce_rl.rewards.function_pool import (
     FORK_SECONDS,
     PING,
@@ -47,8 +53,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(folder):
+    function = FunctionSpec("reward_function", TOLD, {"folder": str(folder)})
     pool = FunctionPool(
-        {"told": FunctionSpec("reward_function", TOLD, {"folder": str(folder)})},
+        {"told": function},
         RewardFunctionConfig(sample_timeout_seconds=2.0),
     )
     pool.start()
@@ -68,19 +75,19 @@ def processes() -> list[psutil.Process]:
 
 def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog):
     kinds = {
-        "sleep": base.STATUS_TIMED_OUT,
-        "loop": base.STATUS_TIMED_OUT,
-        "backtrack": base.STATUS_TIMED_OUT,
-        "exit": base.STATUS_INTERNAL,
-        "sys.exit": base.STATUS_INTERNAL,
-        "secret": base.STATUS_INTERNAL,
+        "sleep": STATUS_TIMED_OUT,
+        "loop": STATUS_TIMED_OUT,
+        "backtrack": STATUS_TIMED_OUT,
+        "exit": STATUS_INTERNAL,
+        "sys.exit": STATUS_INTERNAL,
+        "secret": STATUS_INTERNAL,
     }
     values = {
-        float("nan"): base.STATUS_NOT_FINITE,
-        1e300: base.STATUS_NOT_FINITE,  # float32 cannot hold it
-        None: base.STATUS_INTERNAL,
-        "1.0": base.STATUS_INTERNAL,
-        True: base.STATUS_OK,
+        float("nan"): STATUS_NOT_FINITE,
+        1e300: STATUS_NOT_FINITE,  # float32 cannot hold it
+        None: STATUS_INTERNAL,
+        "1.0": STATUS_INTERNAL,
+        True: STATUS_OK,
     }
     bad = [sample(kind) for kind in kinds] + [sample("", value) for value in values]
     good = [sample("print", 0.5 + i) for i in range(len(bad))]
@@ -89,21 +96,19 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
         scores = pool.submit("told", mixed).result()
     expected = [*kinds.values(), *values.values()]
     assert scores.status[0::2].tolist() == expected
-    assert np.isnan(scores.values[0::2]).tolist() == [
-        code != base.STATUS_OK for code in scores.status[0::2]
-    ]
-    assert scores.status[1::2].tolist() == [base.STATUS_OK] * len(good)
-    assert scores.values[1::2].tolist() == [0.5 + i for i in range(len(good))]
+    is_missing = np.isnan(scores.values[0::2]).tolist()
+    assert is_missing == [code != STATUS_OK for code in expected]
+    assert scores.status[1::2].tolist() == [STATUS_OK] * len(good)
+    good_values = [0.5 + i for i in range(len(good))]
+    assert scores.values[1::2].tolist() == good_values
     assert re.fullmatch(rf"{TOLD}: ValueError at /.*/reward_functions\.py:\d+", scores.faults[10])
     defined = r" \(defined at /.*/reward_functions\.py:\d+\)"
     assert re.fullmatch(rf"{TOLD}: returned nan{defined}", scores.faults[12])
     assert re.fullmatch(
         rf"{TOLD}: returned a NoneType; expected a number{defined}", scores.faults[16]
     )
-    used = {
-        row: re.match(r"it used (\d) s of CPU and was in state ([RSD])$", scores.texts[row])
-        for row in (0, 2)
-    }
+    use = re.compile(r"it used (\d) s of CPU and was in state ([RSD])$")
+    used = {row: use.match(scores.texts[row]) for row in (0, 2)}
     assert used[0]
     assert used[0].groups() == ("0", "S")
     # 0 if a busy machine gave it less than half a second
@@ -115,15 +120,15 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
 
 
 def test_the_texts_of_errors_are_apart(pool):
-    scores = pool.submit("told", [sample(""), sample("secret"), TextSample("", "")]).result()
+    samples = [sample(""), sample("secret"), TextSample("", "")]
+    scores = pool.submit("told", samples).result()
     assert scores.texts == {1: "secret", 2: "'value'"}
     assert scores.faults.keys() == {1, 2}
 
 
 def test_workers_are_light_have_one_thread_and_are_replaced(pool, folder):
-    scores = pool.submit(
-        "told", [sample("heavy"), sample("threads")] + [sample("pid")] * 50
-    ).result()
+    samples = [sample("heavy"), sample("threads")] + [sample("pid")] * 50
+    scores = pool.submit("told", samples).result()
     assert scores.values[:2].tolist() == [0.0, 1.0]
     before = {int(path.name) for path in folder.iterdir()}
     pool.submit("told", [sample("loop")] * 2).result()
@@ -142,7 +147,7 @@ def test_several_batches_at_once_and_none_at_all(pool):
 
 def test_a_ping_calls_no_function(pool):
     scores = pool.submit(PING, [sample("exit")]).result()
-    assert scores.status.tolist() == [base.STATUS_OK]
+    assert scores.status.tolist() == [STATUS_OK]
     assert scores.values.tolist() == [0.0]
 
 
@@ -158,11 +163,12 @@ def test_the_hosts_death_fails_what_is_under_way_and_the_next_request_has_anothe
 
 def test_faults_come_at_the_start_and_leave_no_process():
     before = {process.pid for process in processes()}
+    functions = {
+        "a": FunctionSpec("reward_function", "helpers.reward_functions.tld"),
+        "b": FunctionSpec("reward_function.more_functions.b", TOLD, {"foldr": ""}),
+    }
     pool = FunctionPool(
-        {
-            "a": FunctionSpec("reward_function", "helpers.reward_functions.tld"),
-            "b": FunctionSpec("reward_function.more_functions.b", TOLD, {"foldr": ""}),
-        },
+        functions,
         RewardFunctionConfig(),
     )
     with pytest.raises(ConfigError) as caught:

@@ -41,7 +41,8 @@ def test_every_gold_solution_of_gsm8k_is_right_and_a_changed_digit_is_wrong(file
         marker = solution.index("####")
         for place in [match.start() for match in re.finditer(r"\d", solution[marker:])]:
             at = marker + place
-            changed = solution[:at] + str((int(solution[at]) + 1) % 10) + solution[at + 1 :]
+            digit = (int(solution[at]) + 1) % 10
+            changed = solution[:at] + str(digit) + solution[at + 1 :]
             assert gsm8k("", changed, record) == 0.0, changed
             assert gsm8k("", solution, {"answer": changed[marker:]}) == 0.0, changed
 

@@ -14,8 +14,14 @@ from helpers.fake_reward_server import FakeRewardServer
 from yarl import URL
 
 from reinforce_rl.config.rewards import RewardFunctionConfig
-from reinforce_rl.rewards import base, transport
-from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards import transport
+from reinforce_rl.rewards.base import (
+    STATUS_INTERNAL,
+    STATUS_OK,
+    STATUS_TIMED_OUT,
+    FunctionSpec,
+    TextSample,
+)
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.function_host import LoadFault, load_function
 from reinforce_rl.rewards.function_pool import PROXY_VARIABLES, FunctionPool, Scores
@@ -118,7 +124,8 @@ def test_the_question_of_openais_messages(messages, question) -> None:
             )
             == 5.0
         )
-    assert f"[Question]\n{question}\n" in judge.asked[0]["messages"][0]["content"]
+    prompt = judge.asked[0]["messages"][0]["content"]
+    assert f"[Question]\n{question}\n" in prompt
 
 
 @pytest.fixture
@@ -328,9 +335,8 @@ def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_s
     monkeypatch.setenv("JUDGE_KEY", "key-123")
 
     def reply(text: str):
-        return {"right": "Score: 10", "wrong": "Score: 1", "slow": 60.0}.get(
-            text.split()[-1], "no idea"
-        )
+        word = text.split()[-1]
+        return {"right": "Score: 10", "wrong": "Score: 1", "slow": 60.0}.get(word, "no idea")
 
     prompt = ({"role": "user", "content": "What?"},)
     samples = [
@@ -343,10 +349,10 @@ def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_s
     for value in scores.values[1:3]:
         assert value != value, "never 0"
     assert scores.status.tolist() == [
-        base.STATUS_OK,
-        base.STATUS_INTERNAL,
-        base.STATUS_TIMED_OUT,
-        base.STATUS_OK,
+        STATUS_OK,
+        STATUS_INTERNAL,
+        STATUS_TIMED_OUT,
+        STATUS_OK,
     ]
     assert "JudgeError: the judge's answer holds no score at" in scores.faults[1]
     assert set(judge.keys) == {"Bearer key-123"}
@@ -397,19 +403,24 @@ def test_the_base_of_the_api_is_understood_as_openais_clients_do() -> None:
     assert str(Judge("https://h/openai/v2", "m").address) == "https://h/openai/v2/chat/completions"
 
 
+def part_of(text: str, heading: str) -> str:
+    _, _, rest = text.partition(f"[{heading}]\n")
+    return rest.partition("\n")[0]
+
+
 def test_a_preference_is_asked_in_both_orders_and_disagreement_is_a_tie() -> None:
     def reply(text: str) -> object:
-        first, question = (
-            text.partition(f"[{part}]\n")[2].partition("\n")[0] for part in ("Answer A", "Question")
-        )
+        first = part_of(text, "Answer A")
+        question = part_of(text, "Question")
         if question != "clear":
             return {"biased": "[[A]]", "broken": "neither", "alike": "[[C]]"}[question]
         return "[[A]]" if first == "good" else "Not [[A]], but [[B]]"
 
     pairs = [(question, "good", "bad") for question in ("clear", "biased", "alike", "broken")]
     with FakeJudge(reply) as judge:
-        preferred = preferences(Judge(judge.url, "m", **ONCE), [*pairs, ("clear", "bad", "good")])
-    assert [preferred[0], preferred[1], preferred[2], preferred[4]] == [1.0, 0.5, 0.5, 0.0]
-    assert preferred[3] == "the judge's answer holds no [[A]], [[B]] or [[C]]"
+        questions = [*pairs, ("clear", "bad", "good")]
+        llm = Judge(judge.url, "m", **ONCE)
+        preferred = preferences(llm, questions)
+    assert preferred == [1.0, 0.5, 0.5, "the judge's answer holds no [[A]], [[B]] or [[C]]", 0.0]
     assert len(judge.asked) == 2 * 5
     assert preferences(Judge("http://127.0.0.1:1", "m"), []) == []

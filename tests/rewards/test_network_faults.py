@@ -115,7 +115,8 @@ def outcomes():
 def test_a_fault_that_lasts_is_a_named_error_within_the_deadline(outcomes, fault):
     port, happened, said, text = outcomes[fault].result(timeout=60)
     assert f"127.0.0.1:{port}" in text
-    assert re.search(LASTING[fault], "\n".join([*said, text])), (said, text)
+    messages = "\n".join([*said, text])
+    assert re.search(LASTING[fault], messages), (said, text)
     assert fault in happened
 
 
@@ -146,7 +147,8 @@ def test_the_answer_to_another_request_is_never_a_reward(replays):
         FaultyProxy(server.port, faults) as proxy,
         connected(proxy.port) as client,
     ):
-        rewards = client.infer_rm(request_of([[50, 60], [70, 80]])).result()
+        request = request_of([[50, 60], [70, 80]])
+        rewards = client.infer_rm(request).result()
         assert rewards.values.tolist() == [
             110.0,
             150.0,
@@ -309,20 +311,24 @@ def test_a_run_through_bad_networks_and_two_servers_equals_the_one_through_a_goo
                 deadline_seconds=60.0,
                 **QUICK,
             )
-            rm = Disturbed(client, {3: [left], 5: [right], 8: [left, right]})
+            cuts = {3: [left], 5: [right], 8: [left, right]}
+            rm = Disturbed(client, cuts)
             try:
                 run(tmp_path / "bad", mesh, *options, rm=rm)
             finally:
                 client.close()
-            assert len({*left.happened, *right.happened}) >= 5, (left.happened, right.happened)
-    metrics = [list(map(without_times, metrics_of(tmp_path / name))) for name in ("good", "bad")]
-    assert len(metrics[0]) == steps
-    assert metrics[0] == metrics[1]
+            happened = {*left.happened, *right.happened}
+            assert len(happened) >= 5, (left.happened, right.happened)
+    good = [without_times(line) for line in metrics_of(tmp_path / "good")]
+    bad = [without_times(line) for line in metrics_of(tmp_path / "bad")]
+    assert len(good) == steps
+    assert good == bad
     assert rows_of(tmp_path / "good", steps) == rows_of(tmp_path / "bad", steps)
     # The parts are the same, whichever server got them and however often.
     assert first.requests
     assert second.requests
-    assert {str(part) for part in asked} == {str(part) for part in first.requests + second.requests}
+    received = {str(part) for part in first.requests + second.requests}
+    assert {str(part) for part in asked} == received
 
 
 def test_a_sample_that_the_server_could_not_score_leaves_its_group(tmp_path, mesh):
@@ -330,7 +336,9 @@ def test_a_sample_that_the_server_could_not_score_leaves_its_group(tmp_path, mes
 
     def score(row: list[int]) -> float:
         scored.append(row)
-        return math.nan if len(scored) == 7 else float(sum(row) % 11)
+        if len(scored) == 7:
+            return math.nan
+        return float(sum(row) % 11)
 
     scored: list[list[int]] = []
     with FakeRewardServer(score=score) as server:

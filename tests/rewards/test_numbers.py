@@ -291,12 +291,14 @@ def test_a_whole_number_is_exact_as_a_float_too():
 def test_parquet_numbers_are_compared_as_numbers(tmp_path, type_, value):
     path = tmp_path / "data.parquet"
     answers = pa.array([value], type_)
-    nested = pa.array([{"all": [value]}], pa.struct([("all", pa.list_(type_))]))
+    struct = pa.struct([("all", pa.list_(type_))])
+    nested = pa.array([{"all": [value]}], struct)
     parquet.write_table(pa.table({"answer": answers, "nested": nested}), path)
     (record,) = read_records(path, lambda record: record.value, LineFaults())
     decimal = f"{Decimal(str(value)):f}"
     assert gsm8k("", decimal, record) == 1.0
-    assert gsm8k("", decimal, {"answer": record["nested"]["all"][0]}) == 1.0
+    reference = record["nested"]["all"][0]
+    assert gsm8k("", decimal, {"answer": reference}) == 1.0
     assert gsm8k("", decimal + "1", record) == 0.0
 
 
@@ -357,9 +359,8 @@ def test_answers_that_were_reported():
     if not SHARED.is_file():
         pytest.skip(f"{SHARED} is not there")
     records = [json.loads(line) for line in SHARED.read_text("utf-8").splitlines()]
-    for record, decimal in zip(
-        records, ["42", "42", "0.00001", "1" + "0" * 20, "0.00000025"], strict=False
-    ):
+    decimals = ["42", "42", "0.00001", "1" + "0" * 20, "0.00000025"]
+    for record, decimal in zip(records, decimals, strict=False):
         assert gsm8k("", decimal, record) == 1.0
         assert gsm8k("", "1", record) == 0.0
     for record in records[5:]:

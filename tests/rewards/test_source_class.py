@@ -93,7 +93,8 @@ def test_it_is_asked_alone(own_name: str, connect: Callable, tmp_path: Path) -> 
     ((given, tokenizer),) = Lengths.made
     assert given is cfg
     assert tokenizer.eos_token_id is not None
-    scores = source.infer_rm(request_of([[4, 5, 6], [4]])).result()
+    request = request_of([[4, 5, 6], [4]])
+    scores = source.infer_rm(request).result()
     assert scores.values.tolist() == [3.0, 1.0]
     source.close()
     assert Lengths.closed == 1
@@ -149,11 +150,13 @@ def test_functions_are_added_to_its_scores(
     arguments = [f"{short}.kwargs.target=5", f"{short}.kwargs.tolerance=10"]
     cfg = tiny_config(tmp_path, f"reward={own_name}", *length, *arguments)
     source = connect(cfg)
-    scores = source.infer_rm(request_of([[4, 5, 6], [4]])).result()
+    request = request_of([[4, 5, 6], [4]])
+    scores = source.infer_rm(request).result()
     source.close()
     lengths = scores.by_source["Lengths"]
     assert lengths.tolist() == [3.0, 1.0]
-    assert scores.values.tolist() == (lengths + 10 * scores.by_source["short"]).tolist()
+    weighted_sum = lengths + 10 * scores.by_source["short"]
+    assert scores.values.tolist() == (weighted_sum).tolist()
     assert names_of_scores(cfg) == tuple(scores.by_source) == ("Lengths", "short")
     assert Lengths.closed == 1
 
@@ -176,7 +179,8 @@ def test_what_is_no_source_is_refused_before_the_start(
 ) -> None:
     with raises_error(key, f"reward is '{name}'", value):
         load_source_class(name)
-    check_fault(function_faults(tiny_config(tmp_path, f"reward={name}")), key, name, value)
+    cfg = tiny_config(tmp_path, f"reward={name}")
+    check_fault(function_faults(cfg), key, name, value)
 
 
 def test_a_fault_of_the_class_does_not_hide_one_of_a_function(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def test_the_weighted_sum_of_two(tmp_path, mesh, servers, closed):
 def test_a_single_one(tmp_path, mesh, servers, closed):
     first, _ = servers
     port = f"{RM}.reward_model.port={first.port}"
-    for options, values in (([], [1.0, 2.0]), ([f"{RM}.reward_model.weight=3"], [3.0, 6.0])):
+    weighted = [f"{RM}.reward_model.weight=3"]
+    for options, values in (([], [1.0, 2.0]), (weighted, [3.0, 6.0])):
         rm = connect(tiny_config(tmp_path, port, *options), mesh)
         rewards = rm.infer_rm(REQUEST).result()
         assert rewards.values.tolist() == values
@@ -124,7 +125,8 @@ def test_servers_that_write_their_addresses_while_the_trainer_waits(tmp_path, me
     write_ready_file(files[0], first)
     later = threading.Timer(1.0, write_ready_file, (files[1], second))
     later.start()
-    cfg = tiny_config(tmp_path, f"{RM}.reward_model.ready_files=[{files[0]},{files[1]}]")
+    ready_files = f"{RM}.reward_model.ready_files=[{files[0]},{files[1]}]"
+    cfg = tiny_config(tmp_path, ready_files)
     rm = connect(cfg, mesh)
     later.join()
     assert isinstance(rm, RemoteGPTRMClient)
@@ -180,7 +182,8 @@ def test_a_replica_that_is_down_is_noted_and_the_run_starts(
     notes: list[str] = []
     monkeypatch.setattr(SilentMonitor, "note", lambda self, text, **_: notes.append(text))
     replicas = f"{RM}.reward_model.replicas=['127.0.0.1:{down}','127.0.0.1:{second.port}']"
-    rm = connect(tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}", replicas), mesh)
+    cfg = tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}", replicas)
+    rm = connect(cfg, mesh)
     while not (first.calls and second.calls):
         rewards = rm.infer_rm(REQUEST).result()
         assert rewards.values.tolist() == [1.0, 2.0]
@@ -214,7 +217,8 @@ def test_a_shorter_context_is_said_at_the_start(
     first.info = replace(first.info, max_length=max_length, input_forms=forms, tokenizer=tokenizer)
     notes: list[str] = []
     monkeypatch.setattr(SilentMonitor, "note", lambda self, text, **_: notes.append(text))
-    connect(tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}"), mesh).close()
+    cfg = tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}")
+    connect(cfg, mesh).close()
     warnings = [text for text in notes if text.startswith("warning: ")]
     assert len(warnings) == is_short
     for text in warnings:
@@ -229,7 +233,8 @@ def test_a_context_for_which_every_sample_is_too_long(tmp_path, mesh, servers, c
     first, _ = servers
     first.info = replace(first.info, max_length=4)
     port = f"{RM}.reward_model.port={first.port}"
-    connect(tiny_config(tmp_path, port, f"{SHORTEST}=3", BIASED), mesh).close()
+    cfg = tiny_config(tmp_path, port, f"{SHORTEST}=3", BIASED)
+    connect(cfg, mesh).close()
     values = ["4 tokens", f"5 ({SHORTEST} ", LONGEST]
     with raises_error("reward_server.length.too_short", *values):
         connect(tiny_config(tmp_path, port, f"{SHORTEST}=4", BIASED), mesh)
@@ -317,9 +322,8 @@ class Known:
     ):
         self.name = name
         self.log = log
-        self.rewards = Rewards(
-            torch.tensor(values), torch.tensor(status or [STATUS_OK] * len(values)).int()
-        )
+        statuses = torch.tensor(status or [STATUS_OK] * len(values))
+        self.rewards = Rewards(torch.tensor(values), statuses.int())
 
     def infer_rm(self, request: RewardRequest) -> Known:
         assert request is THREE
@@ -355,7 +359,9 @@ def test_the_weighted_sum_with_every_part_kept():
 
 def test_all_are_asked_before_any_is_waited_for():
     log: list[str] = []
-    rm = combined((Known("one", [1.0] * 3, log), 1.0), (Known("two", [1.0] * 3, log), 1.0))
+    first = Known("one", [1.0] * 3, log)
+    second = Known("two", [1.0] * 3, log)
+    rm = combined((first, 1.0), (second, 1.0))
     future = rm.infer_rm(THREE)
     assert log == ["ask one", "ask two"]
     future.result()
@@ -372,7 +378,8 @@ def test_a_sample_that_one_cannot_score_has_failed(weight, made_up):
     second = Known(
         "two", [1.0, made_up, made_up], log, [STATUS_OK, STATUS_BAD_TEXT, STATUS_BAD_TEXT]
     )
-    rewards = combined((first, 1.0), (second, weight)).infer_rm(THREE).result()
+    source = combined((first, 1.0), (second, weight))
+    rewards = source.infer_rm(THREE).result()
     assert rewards.values[0] == 1.0 + weight
     assert rewards.values[1:].isnan().all()
     assert rewards.status.tolist() == [STATUS_OK, STATUS_BAD_TEXT, STATUS_EMPTY], (
@@ -381,7 +388,8 @@ def test_a_sample_that_one_cannot_score_has_failed(weight, made_up):
 
 
 def test_one_source_is_that_source():
-    source = Known("one", [0.25, math.nan, -4.0], [], [STATUS_OK, STATUS_EMPTY, STATUS_OK])
+    statuses = [STATUS_OK, STATUS_EMPTY, STATUS_OK]
+    source = Known("one", [0.25, math.nan, -4.0], [], statuses)
     rewards = combined((source, 1.0)).infer_rm(THREE).result()
     torch.testing.assert_close(rewards.values, source.rewards.values, equal_nan=True)
     assert torch.equal(rewards.status, source.rewards.status)
@@ -393,9 +401,9 @@ def test_a_server_that_does_not_answer_is_not_left_out_of_the_sum():
             raise RewardServerError("no answer within 3 s")
 
     log: list[str] = []
-    future = combined((Known("one", [1.0] * 3, log), 1.0), (Silent("two", [], log), 1.0)).infer_rm(
-        THREE
-    )
+    answering = Known("one", [1.0] * 3, log)
+    silent = Silent("two", [], log)
+    future = combined((answering, 1.0), (silent, 1.0)).infer_rm(THREE)
     with pytest.raises(RewardServerError, match="no answer"):
         future.result()
 
@@ -408,9 +416,10 @@ def test_all_are_closed_also_after_one_that_cannot_be():
             super().close()
             raise OSError("cannot be closed")
 
-    rm = combined(
-        (Known("one", [], log), 1.0), (Stuck("two", [], log), 1.0), (Known("three", [], log), 1.0)
-    )
+    first = Known("one", [], log)
+    stuck = Stuck("two", [], log)
+    third = Known("three", [], log)
+    rm = combined((first, 1.0), (stuck, 1.0), (third, 1.0))
     with pytest.raises(OSError, match="cannot be closed"):
         rm.close()
     assert log == ["close one", "close two", "close three"]

@@ -23,8 +23,16 @@ from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.reward_model.scorer import load_reward_model
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.reward_server.server import token_of
-from reinforce_rl.rewards import base, wire
-from reinforce_rl.rewards.base import RewardRequest, TextSample
+from reinforce_rl.rewards import wire
+from reinforce_rl.rewards.base import (
+    STATUS_BAD_PROMPT,
+    STATUS_BAD_TEXT,
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    STATUS_TOO_LONG,
+    RewardRequest,
+    TextSample,
+)
 from reinforce_rl.rewards.client import choose_form
 from reinforce_rl.rewards.wire import (
     ENVELOPE_BYTES,
@@ -59,7 +67,7 @@ def test_samples_come_back_from_their_arrays():
     assert {array.shape for array in arrays.values()} == {(3, 1)}
     read, status = read_samples(arrays)
     assert read == SAMPLES
-    assert status.tolist() == [base.STATUS_OK] * 3
+    assert status.tolist() == [STATUS_OK] * 3
     required = {name: arrays[name] for name in (wire.PROMPTS, wire.RESPONSES)}
     assert read_samples(required)[0] == [
         TextSample(sample.prompt, sample.response) for sample in SAMPLES
@@ -69,22 +77,23 @@ def test_samples_come_back_from_their_arrays():
 @pytest.mark.parametrize(
     ("name", "raw", "status"),
     [
-        (wire.RESPONSES, b"\xff", base.STATUS_BAD_TEXT),
-        (wire.RESPONSES, "\ud800".encode("utf-8", "surrogatepass"), base.STATUS_BAD_TEXT),
-        (wire.METADATA, b"{", base.STATUS_BAD_PROMPT),
-        (wire.METADATA, b"[1]", base.STATUS_BAD_PROMPT),
-        (wire.METADATA, b"[" * 100_000, base.STATUS_BAD_PROMPT),
-        (wire.MESSAGES, b'{"role": "user"}', base.STATUS_BAD_PROMPT),
-        (wire.MESSAGES, b'["hi"]', base.STATUS_BAD_PROMPT),
-        (wire.MESSAGES, b'[{"role": "user", "content": ["hi"]}]', base.STATUS_BAD_PROMPT),
+        (wire.RESPONSES, b"\xff", STATUS_BAD_TEXT),
+        (wire.RESPONSES, "\ud800".encode("utf-8", "surrogatepass"), STATUS_BAD_TEXT),
+        (wire.METADATA, b"{", STATUS_BAD_PROMPT),
+        (wire.METADATA, b"[1]", STATUS_BAD_PROMPT),
+        (wire.METADATA, b"[" * 100_000, STATUS_BAD_PROMPT),
+        (wire.MESSAGES, b'{"role": "user"}', STATUS_BAD_PROMPT),
+        (wire.MESSAGES, b'["hi"]', STATUS_BAD_PROMPT),
+        (wire.MESSAGES, b'[{"role": "user", "content": ["hi"]}]', STATUS_BAD_PROMPT),
     ],
 )
 def test_what_cannot_be_read_fails_alone(name, raw, status):
     arrays = text_arrays(SAMPLES)
     arrays[name][1, 0] = raw
     samples, statuses = read_samples(arrays)
-    assert statuses.tolist() == [base.STATUS_OK, status, base.STATUS_OK]
-    assert [samples[0], samples[2]] == [SAMPLES[0], SAMPLES[2]]
+    assert statuses.tolist() == [STATUS_OK, status, STATUS_OK]
+    assert samples[0] == SAMPLES[0]
+    assert samples[2] == SAMPLES[2]
 
 
 def test_fields_of_different_lengths_are_refused():
@@ -217,11 +226,13 @@ def test_the_handshake_refuses_what_the_server_cannot_read(info, asked, key, val
 
 def test_a_request_is_split_by_count_and_by_bytes():
     # 3 tokens and a length: 32 bytes a sample
-    arrays = request_arrays(request_of([[4] * 3] * 60), "tokens", None, 0)
+    request = request_of([[4] * 3] * 60)
+    arrays = request_arrays(request, "tokens", None, 0)
+    of_five = ENVELOPE_BYTES + 5 * 32
     for info, sizes in (
         (describe(), [8] * 7 + [4]),
-        (describe(max_request_bytes=ENVELOPE_BYTES + 5 * 32), [5] * 12),
-        (describe(max_request_bytes=ENVELOPE_BYTES + 6 * 32 - 1), [5] * 12),
+        (describe(max_request_bytes=of_five), [5] * 12),
+        (describe(max_request_bytes=of_five + 31), [5] * 12),
         (describe(max_request_bytes=10), [1] * 60),
     ):
         parts = split(arrays, info)
@@ -232,7 +243,8 @@ def test_a_request_is_split_by_count_and_by_bytes():
 
 def test_texts_are_split_by_their_own_lengths():
     texts = ("a" * 3000, "b", "c", "d" * 3000, "e" * 9000, "f")
-    request = RewardRequest(torch.zeros((6, 1)).long(), torch.ones(6).long(), texts, texts)
+    tokens = torch.zeros((6, 1)).long()
+    request = RewardRequest(tokens, torch.ones(6).long(), texts, texts)
     parts = split(text_arrays(request.samples), describe(max_request_bytes=ENVELOPE_BYTES + 6200))
     sizes = [len(part["prompts"]) for part in parts]
     assert sizes == [3, 1, 1, 1]
@@ -242,7 +254,7 @@ def test_texts_are_split_by_their_own_lengths():
     ("rewards", "status", "values", "codes"),
     [
         ([1.0, 2.0], [0, 7], [1.0, None], [0, 7]),
-        ([np.inf, np.nan], [0, 0], [None, None], [base.STATUS_NOT_FINITE] * 2),
+        ([np.inf, np.nan], [0, 0], [None, None], [STATUS_NOT_FINITE] * 2),
         ([0.0, 3.0], [1, 0], [None, 3.0], [1, 0]),
     ],
 )
@@ -281,9 +293,8 @@ def world(tmp_path_factory):
     )
     write_tiny_tokenizer(folder / "trunk", vocab_size=96, chat_template=OTHER_TEMPLATE)
     write_tiny_tokenizer(folder / "actor", vocab_size=48)
-    RewardHead(
-        torch.randn(16, generator=torch.Generator().manual_seed(0)), torch.tensor(0.5), "mean"
-    ).save(folder / "head.safetensors")
+    weight = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    RewardHead(weight, torch.tensor(0.5), "mean").save(folder / "head.safetensors")
     return folder
 
 
@@ -300,26 +311,16 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
         vocab_size=96,
         input_forms=scorer.input_forms,
     )
-    assert (
+    form = (
         choose_form(info, "", TokenizerInfo.from_tokenizer(ours), len(ours), "auto")
         == wire.TEXT_FORM
     )
+    assert form
 
+    chat = ours.apply_chat_template(MESSAGES, tokenize=False)
     samples = [
-        TextSample(
-            ours.apply_chat_template(MESSAGES, tokenize=False),
-            "oh dear",
-            {},
-            MESSAGES,
-            finished=True,
-        ),
-        TextSample(
-            ours.apply_chat_template(MESSAGES, tokenize=False),
-            "oh dear",
-            {},
-            MESSAGES,
-            finished=False,
-        ),
+        TextSample(chat, "oh dear", {}, MESSAGES, finished=True),
+        TextSample(chat, "oh dear", {}, MESSAGES, finished=False),
         TextSample("tell me", " no ", {}),
         TextSample("", "", {}, ({"role": "tool", "content": "1"},)),
         TextSample("tell me", "no" * 100, {}),
@@ -334,8 +335,8 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
         0,
         0,
         0,
-        base.STATUS_BAD_PROMPT,
-        base.STATUS_TOO_LONG,
+        STATUS_BAD_PROMPT,
+        STATUS_TOO_LONG,
     ]
     assert np.isnan(answer["rewards"][3:]).all()
 
@@ -346,7 +347,8 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
         ids = torch.tensor([theirs.convert_tokens_to_ids(tokens_of(text))])
         with torch.no_grad():
             hidden = trunk.model(ids).last_hidden_state[0]
-        expected.append(float(hidden.mean(0) @ head.weight + head.bias))
+        score = hidden.mean(0) @ head.weight + head.bias
+        expected.append(float(score))
     assert answer["rewards"][:3, 0].tolist() == pytest.approx(expected, abs=1e-5)
     assert len({round(value, 3) for value in expected}) == 3
 
