@@ -37,9 +37,15 @@ def test_each_answer_is_new() -> None:
         return [first, await server.reader.read()]
 
     before, after = asyncio.run(read_twice())
-    assert (before.busy, before.samples) == (0, 0)
-    assert (after.busy, after.batches, after.requests, after.tokens) == (1, 1, 2, 11)
-    assert (after.samples, after.failed, after.seconds) == (4, 1, 0.02)
+    assert before.busy == 0
+    assert before.samples == 0
+    assert after.busy == 1
+    assert after.batches == 1
+    assert after.requests == 2
+    assert after.tokens == 11
+    assert after.samples == 4
+    assert after.failed == 1
+    assert after.seconds == 0.02
     assert [
         after.buckets[i] for i, bound in enumerate(health.SECONDS_BOUNDS) if bound == 0.025
     ] == [1]

@@ -54,7 +54,8 @@ async def send_batches(
 ) -> list[list[tuple[int, bytes]]]:
     async with ClientSession(timeout=ClientTimeout(120)) as session:
         return [
-            await asyncio.gather(*(send(session, port, one) for one in batch)) for batch in batches
+            await asyncio.gather(*(send(session, port, draft) for draft in batch))
+            for batch in batches
         ]
 
 
@@ -73,8 +74,8 @@ def check_right(request: WireRequest, answer: tuple[int, bytes], bad: WireReques
 def merged_requests(server: ToyServer) -> tuple[float, float]:
     """Requests that were answered 200, and the batches that they came in."""
     text = call("127.0.0.1", server.port, "/metrics", 30.0).body.decode()
-    found = [re.search(rf"^{name} (\S+)$", text, re.M) for name in REQUESTS_AND_BATCHES]
-    return tuple(float(one.group(1)) if one else 0.0 for one in found)
+    matches = [re.search(rf"^{name} (\S+)$", text, re.M) for name in REQUESTS_AND_BATCHES]
+    return tuple(float(match.group(1)) if match else 0.0 for match in matches)
 
 
 REQUESTS_AND_BATCHES = (
@@ -117,7 +118,7 @@ KNOWN = {
     ),
     "no width": (Draft([int_tensor("tokens", [[]]), ROW[1]], True), 400),
     "no width in JSON": (Draft([int_tensor("tokens", [[]]), ROW[1]], False), 400),
-    "no samples": (Draft([{**one, "shape": [0, 1], "data": []} for one in ROW], False), 400),
+    "no samples": (Draft([{**tensor, "shape": [0, 1], "data": []} for tensor in ROW], False), 400),
     "two forms": (Draft([*HI, *ROW], True), 400),
     "two other forms": (Draft([*texts(sentences=[b"a"]), *ROW], False), 400),
     "a float": (Draft([{**ROW[0], "data": [5, 6.5]}, ROW[1]], False), 400),
@@ -186,7 +187,8 @@ def fuzz(server: ToyServer, encode, rounds: int, seed: int) -> None:
     print(
         f"seed {seed}: bad answers by code {dict(codes)}, {requests / batches:.1f} requests in a batch"
     )
-    assert codes[400] > rounds / 10 and codes[200] > rounds / 10
+    assert codes[400] > rounds / 10
+    assert codes[200] > rounds / 10
     assert requests / batches > 3  # they were merged indeed
 
 

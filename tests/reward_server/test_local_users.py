@@ -34,11 +34,15 @@ def pids_of(server: ToyServer) -> list[int]:
 
 def ports_of(server: ToyServer) -> list[int]:
     """On which a process of the server listens, but for the front door's."""
-    found = [one for process in server.descendants for one in process.net_connections("tcp")]
+    connections = [
+        connection
+        for process in server.descendants
+        for connection in process.net_connections("tcp")
+    ]
     return [
-        one.laddr.port
-        for one in found
-        if one.status == psutil.CONN_LISTEN and one.laddr.port != server.port
+        connection.laddr.port
+        for connection in connections
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port != server.port
     ]
 
 
@@ -51,23 +55,26 @@ def sockets_of(server: ToyServer) -> list[str]:
 def test_another_user_cannot_run_code_in_the_server(server, tmp_path):
     written = tmp_path / "written"
     places = [*ports_of(server), *sockets_of(server)]
-    found = as_nobody("load_model", pids_of(server), places, str(written))
-    assert not written.exists(), found
-    assert found["secrets"] == []
-    assert len(found["answers"]) >= 3 and set(found["answers"]) == {"PermissionError"}
+    report = as_nobody("load_model", pids_of(server), places, str(written))
+    assert not written.exists(), report
+    assert report["secrets"] == []
+    assert len(report["answers"]) >= 3
+    assert set(report["answers"]) == {"PermissionError"}
 
 
 def test_nor_does_triton_load_code_for_its_own_user(server, tmp_path):
     """Such as for a reward function, which runs as the server's user."""
     written = tmp_path / "written"
     triton = [path for path in sockets_of(server) if path.endswith("triton.sock")]
-    found = load_model(pids_of(server), [*ports_of(server), *triton], str(written))
-    assert not written.exists(), found
-    assert len(found["answers"]) == 1 and found["answers"][0].split()[1] in ("400", "503"), found
+    report = load_model(pids_of(server), [*ports_of(server), *triton], str(written))
+    assert not written.exists(), report
+    assert len(report["answers"]) == 1 and report["answers"][0].split()[1] in ("400", "503"), report
 
 
 def test_another_user_cannot_read_requests(server):
-    mapped = {Path(one.path) for process in server.descendants for one in process.memory_maps()}
+    mapped = {
+        Path(region.path) for process in server.descendants for region in process.memory_maps()
+    }
     shared = [str(path) for path in mapped if path.is_relative_to("/dev/shm") and path.exists()]
     assert any(SHARED_MEMORY_PREFIX in path for path in shared)
     files = [str(path) for path in server.temporary.rglob("*") if path.is_file()]

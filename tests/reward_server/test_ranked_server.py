@@ -121,7 +121,7 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
     follower.kill()
     health = health_until_the_end(server, 60)
     log = check_end(server, 60)
-    assert [(one["state"], one["healthy"]) for one in health[-1:]] == [("failed", False)]
+    assert [(answer["state"], answer["healthy"]) for answer in health[-1:]] == [("failed", False)]
     assert health[-1]["text"].startswith(
         f"rank 1 (host {os.uname().nodename}, process {follower.pid}) died"
     )

@@ -51,8 +51,8 @@ class SumModel:
     def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
         tokens = [
             row[:n].tolist()
-            for one in micro_batches
-            for row, n in zip(one.tokens, one.lengths, strict=True)
+            for micro_batch in micro_batches
+            for row, n in zip(micro_batch.tokens, micro_batch.lengths, strict=True)
         ]
         self.seen += tokens
         if self._me.rank == self._only or self._only < 0:
@@ -170,7 +170,8 @@ def test_every_sequence_goes_to_one_block_and_comes_back_in_its_place(group_of, 
         sequences = some_sequences(count)
         assert group.scorer.score(sequences) == [sum(sequence) for sequence in sequences]
         of_block = {block: group.models[rank].seen for rank, block in enumerate(blocks)}
-        assert all(group.models[rank].seen == of_block[block] for rank, block in enumerate(blocks))
+        for rank, block in enumerate(blocks):
+            assert group.models[rank].seen == of_block[block]
         assert sorted(itertools.chain(*of_block.values())) == sorted(sequences)
         if count == 40:
             tokens = [sum(map(len, seen)) for seen in of_block.values()]
@@ -179,11 +180,11 @@ def test_every_sequence_goes_to_one_block_and_comes_back_in_its_place(group_of, 
 
 def test_scores_of_several_columns_come_back_whole(group_of):
     sequences = some_sequences(9)
-    found = group_of(0, 1, 0, 1, columns=3).scorer.score_attributes(sequences)
-    assert found.attributes == [
+    scores = group_of(0, 1, 0, 1, columns=3).scorer.score_attributes(sequences)
+    assert scores.attributes == [
         [sum(sequence) * (1 + column) for column in range(3)] for sequence in sequences
     ]
-    assert found.rewards == pytest.approx([2 * sum(sequence) for sequence in sequences])
+    assert scores.rewards == pytest.approx([2 * sum(sequence) for sequence in sequences])
 
 
 def test_calls_from_many_threads_do_not_mix(group_of):
@@ -330,10 +331,11 @@ def test_a_large_call_arrives_whole():
     other.send(0, b"kind", numbers.data)
     other.poll(0)
     deadline = time.monotonic() + 30
-    while not (found := links.poll(1.0)) and time.monotonic() < deadline:
+    while not (messages := links.poll(1.0)) and time.monotonic() < deadline:
         pass
-    ((rank, (kind, array)),) = found
-    assert (rank, bytes(kind)) == (1, b"kind")
+    ((rank, (kind, array)),) = messages
+    assert rank == 1
+    assert bytes(kind) == b"kind"
     np.testing.assert_array_equal(np.frombuffer(array, np.int64), numbers)
     other.close()
     links.close()
@@ -365,14 +367,14 @@ def check_layouts(folder: Path, mesh, num_ranks: int, *layouts: str) -> None:
         expected = one_by_one.score(sequences)
         assert np.std(expected) > 0.1
         for layout in layouts:
-            found = json.loads(
+            scores = json.loads(
                 (folder / f"scores_{layout.replace(' ', '_')}_{pooling}.json").read_text()
             )
-            np.testing.assert_allclose(found["first"], expected, atol=1e-5, err_msg=layout)
-            assert found["second"] == found["first"]
+            np.testing.assert_allclose(scores["first"], expected, atol=1e-5, err_msg=layout)
+            assert scores["second"] == scores["first"]
             # All ranks raise; whose word comes first is chance.
             assert re.search(
-                r"rank \d \(host .*failed \(MemoryError: no memory for this one\)", found["error"]
+                r"rank \d \(host .*failed \(MemoryError: no memory for this one\)", scores["error"]
             )
 
 

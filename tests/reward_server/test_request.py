@@ -112,9 +112,9 @@ def test_what_is_asked_of_the_answer_is_passed_on_and_nothing_else():
     request = read_request(
         body_of(tensor([1, 1], [1]), lengths(1), **rest), None, LIMITS, ALL_FORMS
     )
-    found = json.loads(request.body[: request.json_length])
-    assert [tensor["name"] for tensor in found.pop("inputs")] == ["tokens", "sequence_lengths"]
-    assert found == {
+    written = json.loads(request.body[: request.json_length])
+    assert [tensor["name"] for tensor in written.pop("inputs")] == ["tokens", "sequence_lengths"]
+    assert written == {
         "id": "7",
         "outputs": [{"name": "rewards", "parameters": {"binary_data": True}}],
         "parameters": {"binary_data_output": False},
@@ -124,8 +124,8 @@ def test_what_is_asked_of_the_answer_is_passed_on_and_nothing_else():
 def test_texts_are_written_as_they_were_and_half_a_pair_as_bytes_that_are_no_text():
     texts = ["", "\u00fc\U0001f600\0", "\ud800"]
     body = body_of(tensor([3, 1], texts, "sentences", "BYTES"))
-    found = arrays_of(read_request(body, None, LIMITS, ALL_FORMS))["sentences"][:, 0].tolist()
-    assert found == [text.encode("utf-8", "surrogatepass") for text in texts]
+    sentences = arrays_of(read_request(body, None, LIMITS, ALL_FORMS))["sentences"][:, 0].tolist()
+    assert sentences == [text.encode("utf-8", "surrogatepass") for text in texts]
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,9 @@ def request_of(*rows: list[int]) -> dict[str, np.ndarray]:
     }
 
 
-def assert_right(answer: dict[str, np.ndarray], scores: np.ndarray, what: object) -> None:
-    assert answer["status"].tolist() == [[base.STATUS_OK]] * len(scores), what
-    np.testing.assert_allclose(answer["rewards"][:, 0], scores, rtol=1e-5, err_msg=str(what))
+def assert_right(answer: dict[str, np.ndarray], scores: np.ndarray, label: object) -> None:
+    assert answer["status"].tolist() == [[base.STATUS_OK]] * len(scores), label
+    np.testing.assert_allclose(answer["rewards"][:, 0], scores, rtol=1e-5, err_msg=str(label))
 
 
 def fuzz(scorer: RequestScorer, fuzzer: BatchFuzzer, rounds: int, rank: int = 0) -> Counter[str]:
@@ -130,14 +130,17 @@ def test_the_sample_at_which_a_model_raises_fails_alone(tokenizer, deterministic
     left, right = scorer([request_of(*bad), request_of([7, 8])])
     assert_right(right, np.array([toy_score([7, 8])], np.float32), error)
     assert [row for row, status in enumerate(left["status"][:, 0]) if status] == [20]
-    assert left["status"][20, 0] == base.STATUS_INTERNAL and np.isnan(left["rewards"][20, 0])
+    assert left["status"][20, 0] == base.STATUS_INTERNAL
+    assert np.isnan(left["rewards"][20, 0])
     others = [row for row in range(32) if row != 20]
     np.testing.assert_allclose(
         left["rewards"][others, 0], [toy_score(rows[row]) for row in others], rtol=1e-6
     )
     assert model.calls < 2 + 2 * 6 + 2  # by halves, and not one by one
     done = scorer.progress.read()
-    assert (done.requests, done.samples, done.failed) == (2, 33, 1)
+    assert done.requests == 2
+    assert done.samples == 33
+    assert done.failed == 1
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,8 @@ def test_a_request_of_no_form_fails_alone_among_others_and_raises_alone(tokenize
     first, good, last = scorer([odd[0], request_of([7, 8]), odd[1]])
     assert_right(good, np.array([toy_score([7, 8])], np.float32), "")
     assert first["status"].tolist() == [[base.STATUS_INTERNAL]] * 2
-    assert last["status"].tolist() == [[base.STATUS_INTERNAL]] and np.isnan(last["rewards"]).all()
+    assert last["status"].tolist() == [[base.STATUS_INTERNAL]]
+    assert np.isnan(last["rewards"]).all()
     with pytest.raises(
         ValueError, match=r"this model reads tokens or text; this request holds \['tokens'\]"
     ):
@@ -226,7 +230,8 @@ def test_a_sample_that_ends_all_processes_of_a_function_fails_alone(functions):
     first, bad, last = scorer([good, killer, good])
     assert_right(first, np.array([3, 2], np.float32), "")
     assert_right(last, np.array([3, 2], np.float32), "")
-    assert bad["status"].tolist() == [[base.STATUS_INTERNAL]] and np.isnan(bad["rewards"]).all()
+    assert bad["status"].tolist() == [[base.STATUS_INTERNAL]]
+    assert np.isnan(bad["rewards"]).all()
     with pytest.raises(RewardServerError):  # an error of HTTP: the next server may do better
         scorer([killer])
     assert_right(scorer([good])[0], np.array([3, 2], np.float32), "")
@@ -244,7 +249,8 @@ def test_metadata_that_is_nested_deeply_never_reaches_the_processes(functions):
         (answer,) = scorer([arrays])
         expected = base.STATUS_OK if depth < 64 else base.STATUS_BAD_PROMPT
         assert answer["status"][:, 0].tolist() == [expected, base.STATUS_OK], depth
-    assert functions._host is not None and functions._host.process.pid == pid
+    assert functions._host is not None
+    assert functions._host.process.pid == pid
 
 
 def test_deterministic_requests_are_scored_apart_and_others_together(tokenizer):
@@ -344,18 +350,24 @@ def test_merged_requests_are_asked_together_and_a_bad_sample_is_left_out(pool):
         [base.STATUS_TIMED_OUT],
         [base.STATUS_BAD_PROMPT],
     ]
-    assert left["rewards"][0, 0] == 3 and all(math.isnan(value) for value in left["rewards"][1:, 0])
-    assert (right["status"].tolist(), right["rewards"].tolist()) == ([[0]], [[1.0]])
+    assert left["rewards"][0, 0] == 3
+    for value in left["rewards"][1:, 0]:
+        assert math.isnan(value)
+    assert right["status"].tolist() == [[0]]
+    assert right["rewards"].tolist() == [[1.0]]
     assert pool.asked == [("f", 2), ("f", 1)]
     done = scorer.progress.read()
-    assert (done.requests, done.samples, done.failed) == (2, 4, 2)
+    assert done.requests == 2
+    assert done.samples == 4
+    assert done.failed == 2
     assert scorer.input_forms == (wire.TEXT_FORM,)
 
 
 def test_the_canary_does_not_reach_the_function(pool):
     scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))
     canary = {
-        one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs()
+        tensor["name"]: np.array([[tensor["data"][0].encode()]], object)
+        for tensor in scorer.canary_inputs()
     }
     scorer([canary])
     assert pool.asked == [(PING, 1)]
@@ -409,8 +421,8 @@ def test_functions_beside_a_model_are_a_weighted_sum_and_each_score_is_sent(pool
     rows = [encode_sample(ChatRenderer(tokenizer), sample) for sample in samples]
     model.odd = len(rows[3])
     weights = {"brief": -0.5, "shown": 0.0}
-    own = FunctionScorer(pool, weights, model, "rm", 2.0)
-    scorer = FunctionRequestScorer(own, tokenizer)
+    function_scorer = FunctionScorer(pool, weights, model, "rm", 2.0)
+    scorer = FunctionRequestScorer(function_scorer, tokenizer)
     assert scorer.attributes == ("rm", "rm/even", "brief", "shown")
     arrays = text_arrays([*samples, TextSample("p", "abc")])
     arrays[wire.METADATA][4, 0] = b"{"
@@ -425,10 +437,12 @@ def test_functions_beside_a_model_are_a_weighted_sum_and_each_score_is_sent(pool
         np.testing.assert_allclose(
             answer["attributes"][row], [score, len(rows[row]) % 2 == 0, size, size], rtol=1e-5
         )
-    assert np.isnan(answer["rewards"][2:]).all() and np.isnan(answer["attributes"][2:]).all()
+    assert np.isnan(answer["rewards"][2:]).all()
+    assert np.isnan(answer["attributes"][2:]).all()
     assert scorer.input_forms == (wire.TEXT_FORM,)
     canary = {
-        one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs()
+        tensor["name"]: np.array([[tensor["data"][0].encode()]], object)
+        for tensor in scorer.canary_inputs()
     }
     pool.asked.clear()
     scorer([canary])
@@ -438,4 +452,5 @@ def test_functions_beside_a_model_are_a_weighted_sum_and_each_score_is_sent(pool
 def test_a_single_function_with_a_weight_is_a_sum_of_one(pool):
     scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 3.0}))
     (answer,) = scorer([text_arrays([TextSample("p", "abc")])])
-    assert (answer["rewards"].tolist(), answer["attributes"].tolist()) == ([[9.0]], [[3.0]])
+    assert answer["rewards"].tolist() == [[9.0]]
+    assert answer["attributes"].tolist() == [[3.0]]

@@ -217,7 +217,8 @@ def test_each_bad_text_fails_alone(server, tokenizer):
 def test_a_model_that_raises_gives_a_status_and_goes_on(server):
     rewards, status = infer_sequences(server, [[1, 2], [TOKEN_RAISE, 1]])
     assert status.tolist() == [base.STATUS_OK, base.STATUS_INTERNAL]
-    assert rewards[0] == direct([[1, 2]])[0] and np.isnan(rewards[1])
+    assert rewards[0] == direct([[1, 2]])[0]
+    assert np.isnan(rewards[1])
     assert infer_sequences(server, [[1, 2]])[0].tolist() == direct([[1, 2]])
 
 
@@ -259,7 +260,9 @@ def test_the_server_describes_itself(server, tokenizer):
     assert code == 200
     info = ServerInfo.from_json(body["outputs"][0]["data"][0])
     assert info.name == "reward_model"
-    assert (info.max_batch_size, info.max_length, info.vocab_size) == (8, MAX_LENGTH, VOCAB_SIZE)
+    assert info.max_batch_size == 8
+    assert info.max_length == MAX_LENGTH
+    assert info.vocab_size == VOCAB_SIZE
     assert info.tokenizer == TokenizerInfo.from_tokenizer(tokenizer)
 
 

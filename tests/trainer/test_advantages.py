@@ -57,20 +57,20 @@ MASK = torch.arange(3)[None, :] < torch.tensor(LENGTHS)[:, None]
 
 def test_the_kl_is_of_the_policy_from_the_reference_and_lowers_the_reward():
     """By hand: k1 is log pi - log pi_ref, 0.25 a token."""
-    found = made(ALL, advantage_estimator="none")
-    torch.testing.assert_close(found.kl, KL)
-    torch.testing.assert_close(found.rewards_with_kl, torch.tensor(REWARDS) - BETA * KL)
-    torch.testing.assert_close(found.advantages[:, 0], torch.tensor(REWARDS) - BETA * KL)
-    assert found.shaped_rewards is not None
-    torch.testing.assert_close(found.shaped_rewards, torch.tensor(REWARDS))
+    batch = made(ALL, advantage_estimator="none")
+    torch.testing.assert_close(batch.kl, KL)
+    torch.testing.assert_close(batch.rewards_with_kl, torch.tensor(REWARDS) - BETA * KL)
+    torch.testing.assert_close(batch.advantages[:, 0], torch.tensor(REWARDS) - BETA * KL)
+    assert batch.shaped_rewards is not None
+    torch.testing.assert_close(batch.shaped_rewards, torch.tensor(REWARDS))
 
 
 @pytest.mark.parametrize("placement", ["advantage", "loss"])
 def test_elsewhere_the_kl_is_not_in_the_reward(placement):
-    found = made(ALL, advantage_estimator="none", kl_placement=placement)
-    torch.testing.assert_close(found.rewards_with_kl, torch.tensor(REWARDS))
+    batch = made(ALL, advantage_estimator="none", kl_placement=placement)
+    torch.testing.assert_close(batch.rewards_with_kl, torch.tensor(REWARDS))
     less = BETA * KL if placement == "advantage" else 0.0 * KL
-    torch.testing.assert_close(found.advantages[:, 0], torch.tensor(REWARDS) - less)
+    torch.testing.assert_close(batch.advantages[:, 0], torch.tensor(REWARDS) - less)
 
 
 def test_a_beta_that_has_adapted_is_the_one_that_counts():
@@ -82,14 +82,14 @@ def test_a_beta_that_has_adapted_is_the_one_that_counts():
     )
     past = RunningBaselines(cfg)
     past.beta.value = 2.0
-    found = reinforce_batch(batch_of(ALL), cfg, past, step=1, max_length=8)
-    torch.testing.assert_close(found.advantages[:, 0], torch.tensor(REWARDS) - 2.0 * found.kl)
+    batch = reinforce_batch(batch_of(ALL), cfg, past, step=1, max_length=8)
+    torch.testing.assert_close(batch.advantages[:, 0], torch.tensor(REWARDS) - 2.0 * batch.kl)
 
 
 def test_advantages_are_0_beyond_a_response():
-    found = made(ALL)
-    assert bool((found.advantages[~MASK] == 0).all())
-    assert not found.advantages.isnan().any()
+    batch = made(ALL)
+    assert bool((batch.advantages[~MASK] == 0).all())
+    assert not batch.advantages.isnan().any()
 
 
 def test_truncated_samples_are_compared_with_and_do_not_train():
@@ -104,8 +104,8 @@ def test_truncated_samples_are_compared_with_and_do_not_train():
 
 def test_whitening_counts_the_samples_that_train_alone():
     """Mean 0 and, but for its epsilon, deviation 1 over their tokens."""
-    found = made(ALL, truncated_samples="mask", advantage_whitening="token")
-    kept = found.advantages[MASK & found.trains[:, None]].double()
+    batch = made(ALL, truncated_samples="mask", advantage_whitening="token")
+    kept = batch.advantages[MASK & batch.trains[:, None]].double()
     assert float(kept.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(kept.std()) == pytest.approx(1.0, abs=1e-4)
 
@@ -120,7 +120,7 @@ def test_ranks_of_unequal_shares_have_their_own_rows(shares):
         cfg = ReinforceConfig(
             initial_policy_kl_penalty=BETA, kl_estimator="k1", advantage_estimator="batch_mean"
         )
-        found = reinforce_batch(
+        batch = reinforce_batch(
             batch_of(shares[rank]),
             cfg,
             RunningBaselines(cfg),
@@ -129,10 +129,14 @@ def test_ranks_of_unequal_shares_have_their_own_rows(shares):
             gather_over_ranks=gather,
             rank=rank,
         )
-        first = found.advantages[:, 0] if len(shares[rank]) else torch.zeros(0)
-        return first, found.rewards_with_kl
+        first = batch.advantages[:, 0] if len(shares[rank]) else torch.zeros(0)
+        return first, batch.rewards_with_kl
 
-    found = gathering_ranks(len(shares), of_rank)
+    shares_of_ranks = gathering_ranks(len(shares), of_rank)
     whole = made(ALL, advantage_estimator="batch_mean")
-    torch.testing.assert_close(torch.cat([one for one, _ in found]), whole.advantages[:, 0])
-    torch.testing.assert_close(torch.cat([rewards for _, rewards in found]), whole.rewards_with_kl)
+    torch.testing.assert_close(
+        torch.cat([advantages for advantages, _ in shares_of_ranks]), whole.advantages[:, 0]
+    )
+    torch.testing.assert_close(
+        torch.cat([rewards for _, rewards in shares_of_ranks]), whole.rewards_with_kl
+    )

@@ -61,8 +61,8 @@ def test_exact_with_three_samples_too(world):
 
 @pytest.mark.parametrize("estimator", ["batch_mean", "prompt_mean"])
 def test_a_baseline_that_includes_the_sample_shortens_the_gradient(world, estimator):
-    found = expected_gradient(world, Options(advantage_estimator=estimator), 2)
-    assert relative_error(2 * found, world.true_gradient) < 1e-8
+    gradient = expected_gradient(world, Options(advantage_estimator=estimator), 2)
+    assert relative_error(2 * gradient, world.true_gradient) < 1e-8
 
 
 def test_the_others_are_biased_and_this_test_would_see_it(world):
@@ -144,8 +144,10 @@ class TestOffPolicy:
         world = replace(world, reference=TREE.log_probs(world.parameters).detach())
         objective = TREE.log_probs(world.parameters).sum(1).exp() @ world.rewards
         (true,) = torch.autograd.grad(objective, world.parameters)
-        found = expected_gradient(world, Options(loss=loss), 2, behaviour=behaviour, as_old=as_old)
-        return relative_error(found, true)
+        gradient = expected_gradient(
+            world, Options(loss=loss), 2, behaviour=behaviour, as_old=as_old
+        )
+        return relative_error(gradient, true)
 
 
 class TestVariance:
@@ -155,11 +157,11 @@ class TestVariance:
         assert four <= two / 2
 
     def test_samples_without_a_baseline_are_independent(self, world):
-        one, two = (
+        of_one_group, of_two_groups = (
             gradient_variance(world, Options(advantage_estimator="none"), samples)
             for samples in (1, 2)
         )
-        assert two == pytest.approx(one / 2, rel=1e-12)
+        assert of_two_groups == pytest.approx(of_one_group / 2, rel=1e-12)
 
     @pytest.mark.slow
     def test_no_baseline_wins_near_a_mean_of_zero_and_loses_far_from_it(self):

@@ -53,7 +53,7 @@ class Recorder(FunctionReward):
 
     def steps(self, lines: list[dict]) -> list[dict[str, set[float]]]:
         """The different rewards of each prompt that a step drew, in the order in which they were drawn."""
-        found = []
+        rewards_of_steps = []
         start = 0
         for line in lines:
             end = 4 * line["train/consumed_prompts"]
@@ -62,10 +62,10 @@ class Recorder(FunctionReward):
                 self.prompts[start:end], self.rewards[start:end], strict=True
             ):
                 drawn.setdefault(prompt, set()).add(reward)
-            found.append(drawn)
+            rewards_of_steps.append(drawn)
             start = end
         assert start == len(self.prompts)
-        return found
+        return rewards_of_steps
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 5])
@@ -87,7 +87,8 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
         assert line["train/resampling_rounds"] == -(-len(drawn) // WANTED) - 1 <= rounds
         rows = rollouts_of(tmp_path, step)
         assert Counter(row["prompt"] for row in rows) == dict.fromkeys(differ[:WANTED], 4)
-        assert all(row["valid"] for row in rows)
+        for row in rows:
+            assert row["valid"]
         # No batch was drawn once there were enough, and another one whenever there were not.
         before_last = [
             len(drawn[p]) > 1 for p in list(drawn)[: WANTED * line["train/resampling_rounds"]]
@@ -141,8 +142,10 @@ def test_nothing_to_train_on(tmp_path, mesh):
     with tiny_trainer(config, mesh, lambda ids: 0.25) as trainer:
         before = weights(trainer)
         trainer.fit()
-        assert trainer.max_steps == 10 and trainer.step == 2
-        assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+        assert trainer.max_steps == 10
+        assert trainer.step == 2
+        for a, b in zip(before, weights(trainer), strict=True):
+            assert torch.equal(a, b)
     lines = metrics_of(tmp_path)
     assert [line["step"] for line in lines if "val/rewards" in line] == [0, 2], (
         "validated at the end too"
@@ -150,11 +153,9 @@ def test_nothing_to_train_on(tmp_path, mesh):
     for line in lines[1:]:
         counts = [line[f"train/groups_{name}"] for name in ("drawn", "without_spread", "trained")]
         assert counts == [18, 18, 0]
-        assert (line["train/rewards"], line["train/actor_loss"], line["train/grad_norm"]) == (
-            0.25,
-            0.0,
-            0.0,
-        )
+        assert line["train/rewards"] == 0.25
+        assert line["train/actor_loss"] == 0.0
+        assert line["train/grad_norm"] == 0.0
         assert line["train/skipped_step"] == 0
     assert rollouts_of(tmp_path, 1) == []
 
@@ -181,18 +182,17 @@ def test_nothing_to_train_on_with_other_options(options, tmp_path, mesh):
     lines = run(tmp_path, mesh, *FILTERING, *options, rm=lambda ids: 0.25)
     assert len(lines) == 2
     for line in lines:
-        assert (
-            line["train/groups_trained"],
-            line["train/actor_loss"],
-            line["train/skipped_step"],
-        ) == (0, 0, 0)
+        assert line["train/groups_trained"] == 0
+        assert line["train/actor_loss"] == 0
+        assert line["train/skipped_step"] == 0
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, mesh):
     """Interrupted within the first epoch, at a step that drew more than once."""
     folders = tmp_path / "whole", tmp_path / "parts"
     whole = run(folders[0], mesh, *FILTERING, rm=SOME_ALIKE, prompts=PROMPTS)
-    assert whole[1]["train/resampling_rounds"] > 0 and whole[1]["train/epoch"] == 0
+    assert whole[1]["train/resampling_rounds"] > 0
+    assert whole[1]["train/epoch"] == 0
     for steps in (2, 3, -1):
         parts = run(
             folders[1], mesh, *FILTERING, f"{RL}.max_steps={steps}", rm=SOME_ALIKE, prompts=PROMPTS
@@ -214,16 +214,16 @@ def test_two_ranks_equal_one(tmp_path, mesh):
     with tiny_trainer(load_config(compose(*overrides, places[0])), mesh, SOME_ALIKE) as trainer:
         trainer.fit()
     run_ranks(SCRIPT, 2, tmp_path, "SOME_ALIKE", *overrides, places[1], "trainer.devices=2")
-    expected, found = (list(map(however_cut, metrics_of(folder))) for folder in folders)
+    expected, filtered = (list(map(however_cut, metrics_of(folder))) for folder in folders)
     assert any(line["train/groups_without_spread"] for line in expected)
-    for step, (line, other) in enumerate(zip(found, expected, strict=True), 1):
+    for step, (line, other) in enumerate(zip(filtered, expected, strict=True), 1):
         assert largest_difference(line, other) < 1e-4
-        one, two = (
+        responses, other_responses = (
             {(r["prompt_id"], r["sample_id"]): r["response"] for r in rollouts_of(folder, step)}
             for folder in folders
         )
-        assert one == two
+        assert responses == other_responses
     for rank in (0, 1):
         parameters = torch.load(tmp_path / f"weights.{rank}")
-        for one, other in zip(parameters, weights(trainer), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+        for parameter, other in zip(parameters, weights(trainer), strict=True):
+            torch.testing.assert_close(parameter, other, rtol=0, atol=1e-4)

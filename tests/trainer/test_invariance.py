@@ -125,14 +125,14 @@ def chain(
     in_reward = BETA if choice.placement == "reward" else 0.0
     # Advantages are taken of the global batch, gathered in rank order.
     order = torch.cat(parts)
-    found = ADVANTAGE_ESTIMATORS[choice.estimator].function(
+    advantages_of_groups = ADVANTAGE_ESTIMATORS[choice.estimator].function(
         RewardGroups.of(
             (rewards - in_reward * kl)[order], batch.group_ids[order], batch.valid[order], 0.3
         )
     )
-    counted = batch.mask[order] & found.trains[:, None]
+    counted = batch.mask[order] & advantages_of_groups.trains[:, None]
     advantages = assign_credit(
-        found,
+        advantages_of_groups,
         rewards[order],
         kl[order],
         kl_tokens[order],
@@ -144,15 +144,17 @@ def chain(
     cuts = list(torch.arange(len(order)).split([len(part) for part in parts]))
     if choice.whitening != "none":
         advantages = whiten_over_ranks(advantages, counted, choice.whitening, cuts)
-    lengths = torch.where(found.trains, batch.lengths[order], 0)
-    denominators = Denominators(float(found.trains.sum()), float(lengths.sum()), FIXED_LENGTH)
+    lengths = torch.where(advantages_of_groups.trains, batch.lengths[order], 0)
+    denominators = Denominators(
+        float(advantages_of_groups.trains.sum()), float(lengths.sum()), FIXED_LENGTH
+    )
     leaf = batch.log_probs[order].clone().requires_grad_()
     for cut in cuts:
         for rows in cut.split(micro):
             inputs = LossInputs(
                 batch.mask[order][rows],
                 advantages[rows],
-                found.trains[rows],
+                advantages_of_groups.trains[rows],
                 batch.old[order][rows],
                 batch.generator[order][rows],
                 batch.reference[order][rows],
@@ -190,9 +192,9 @@ def whiten_over_ranks(advantages: Tensor, mask: Tensor, unit: str, cuts: list[Te
     )
 
 
-def assert_equal(found: Tensor, expected: Tensor) -> None:
-    assert torch.isfinite(found).all()
-    assert (found - expected).abs().max() <= 1e-9 * max(1.0, float(expected.abs().max()))
+def assert_equal(gradient: Tensor, expected: Tensor) -> None:
+    assert torch.isfinite(gradient).all()
+    assert (gradient - expected).abs().max() <= 1e-9 * max(1.0, float(expected.abs().max()))
 
 
 CHOICES = (
@@ -231,9 +233,9 @@ def test_order_does_not_matter(choice, batch, seed):
     garbage=st.sampled_from([0.0, math.nan, math.inf, -math.inf]),
 )
 def test_padding_does_not_matter(choice, batch, columns, garbage):
-    found = chain(batch.wider(columns, garbage), choice)
-    assert not found[:, -columns:].any()
-    assert_equal(found[:, :-columns], chain(batch, choice))
+    gradient = chain(batch.wider(columns, garbage), choice)
+    assert not gradient[:, -columns:].any()
+    assert_equal(gradient[:, :-columns], chain(batch, choice))
 
 
 @every_choice
@@ -258,19 +260,19 @@ def test_a_constant_added_to_a_groups_rewards_does_not_matter(estimator, batch, 
     shifts = torch.tensor(constants, dtype=torch.float64).round(decimals=3)
     shifted = replace(rounded, rewards=rounded.rewards + shifts[batch.group_ids])
     choice = Choice(estimator=estimator)
-    found = chain(shifted, choice)
+    gradient = chain(shifted, choice)
     expected = chain(rounded, choice)
     # GRPO divides by a deviation that a shift changes in its last digits.
-    assert (found - expected).abs().max() <= 1e-7 * max(1.0, float(expected.abs().max()))
+    assert (gradient - expected).abs().max() <= 1e-7 * max(1.0, float(expected.abs().max()))
 
 
 @a_few
 @given(batch=batches(1e3), constant=st.floats(-1e3, 1e3))
 def test_a_constant_added_to_all_rewards_does_not_matter_to_the_batch_mean(batch, constant):
     choice = Choice(estimator="batch_mean")
-    found = chain(replace(batch, rewards=batch.rewards + constant), choice)
+    gradient = chain(replace(batch, rewards=batch.rewards + constant), choice)
     expected = chain(batch, choice)
-    assert (found - expected).abs().max() <= 1e-7 * max(1.0, float(expected.abs().max()))
+    assert (gradient - expected).abs().max() <= 1e-7 * max(1.0, float(expected.abs().max()))
 
 
 @a_few
@@ -287,11 +289,11 @@ def test_leave_one_out_is_the_mean_of_the_group_stretched(batch):
 @a_few
 @given(batch=batches())
 def test_invalid_samples_have_no_gradient_and_change_nobody_elses(choice, batch):
-    found = chain(batch, choice)
-    assert not found[~batch.valid].any()
+    gradient = chain(batch, choice)
+    assert not gradient[~batch.valid].any()
     kept = batch.valid.nonzero()[:, 0]
     if len(kept):
-        assert_equal(chain(batch.select(kept), choice), found[kept])
+        assert_equal(chain(batch.select(kept), choice), gradient[kept])
 
 
 def test_equal_rewards_with_one_invalid_teach_nothing():
@@ -306,10 +308,10 @@ def test_nearly_equal_others_do_not_blow_up():
     """Divided by the deviation of the others, [0, 0.95 x 7] gave an advantage of -2075 to users of a peer."""
     rewards = torch.tensor([0.0] + [0.95] * 7)
     for estimator in ADVANTAGE_ESTIMATORS:
-        found = ADVANTAGE_ESTIMATORS[estimator].function(
+        advantages = ADVANTAGE_ESTIMATORS[estimator].function(
             RewardGroups.of(rewards, torch.zeros(8).long())
         )
-        assert found.values.abs().max() < 3
+        assert advantages.values.abs().max() < 3
 
 
 def hard_batches() -> dict[str, Batch]:
@@ -330,7 +332,7 @@ def hard_batches() -> dict[str, Batch]:
         generator=torch.where(near, log_probs - 0.1, log_probs - far.roll(1, 0)),
         reference=log_probs - 0.2,
     )
-    one = torch.arange(len(groups)) == 4
+    is_fifth = torch.arange(len(groups)) == 4
     rewards = torch.tensor(
         [1 / 3, 1 / 3, largest, -largest, largest - 1 / 3, largest - 1 / 3] + [0.5, -0.5] * 4
     )
@@ -342,8 +344,8 @@ def hard_batches() -> dict[str, Batch]:
         "equal rewards": replace(
             easy, rewards=torch.full((len(groups),), 1 / 3), reference=log_probs
         ),
-        "one valid token": replace(easy, valid=one, lengths=torch.ones_like(groups)),
-        "nothing valid": replace(easy, valid=~one & one),
+        "one valid token": replace(easy, valid=is_fifth, lengths=torch.ones_like(groups)),
+        "nothing valid": replace(easy, valid=~is_fifth & is_fifth),
     }
 
 
@@ -361,5 +363,7 @@ def test_no_choice_gives_a_nan_or_an_infinity(estimator, whitening, name):
                 if credit == "sequence" or not ratio.startswith("sequence"):
                     loss = LossSettings(aggregation, ratio, generator_correction="sequence")
                     choice = Choice(estimator, credit, whitening, loss)
-                    found = chain(HARD[name], choice)
-                    assert found.dtype == torch.float32 and torch.isfinite(found).all(), str(choice)
+                    gradient = chain(HARD[name], choice)
+                    assert gradient.dtype == torch.float32 and torch.isfinite(gradient).all(), str(
+                        choice
+                    )

@@ -59,10 +59,13 @@ def lose(
         EXIT_LOST_RANK if number in (NOTHING, BUSY) else -signal.SIGKILL
     ), said
     status = read_status(folder / "run")
-    assert status is not None and (status.state, status.exit_code) == ("failed", EXIT_LOST_RANK)
+    assert status is not None
+    assert status.state == "failed"
+    assert status.exit_code == EXIT_LOST_RANK
     assert f"error: {status.reason} [{key}]" in said
     where = f"phase {phase} of step {step}" if step else f"phase {phase}, before the first step"
-    assert f"rank {lost} (host " in status.reason and where in status.reason
+    assert f"rank {lost} (host " in status.reason
+    assert where in status.reason
     return status.reason
 
 

@@ -66,9 +66,15 @@ class Updates:
         original = trainer.model.get_loss_and_metrics
 
         def look_on(batch: ReinforceBatch, *args: Any, rows: Tensor, **kwargs: Any):
-            own = batch.rollouts
+            rollouts = batch.rollouts
             self.rows.append(
-                list(zip(own.group_ids[rows].tolist(), own.sample_ids[rows].tolist(), strict=True))
+                list(
+                    zip(
+                        rollouts.group_ids[rows].tolist(),
+                        rollouts.sample_ids[rows].tolist(),
+                        strict=True,
+                    )
+                )
             )
             share = original(batch, *args, rows=rows, **kwargs)
             self.sums.append(share.sums)
@@ -99,7 +105,8 @@ class TestOptimizerSteps:
         epochs = [seen.rows[i] + seen.rows[i + 1] for i in (0, 2, 4, 6)]
         epochs += [seen.rows[8], seen.rows[9]]
         for first, second in zip(epochs[::2], epochs[1::2], strict=True):
-            assert len(set(first)) == len(first) and sorted(first) == sorted(second)
+            assert len(set(first)) == len(first)
+            assert sorted(first) == sorted(second)
         assert {group for rows in seen.rows for group, _ in rows} == set(range(10))
         assert any(seen.rows[i] != seen.rows[i + 2] for i in (0, 4)), "another order every epoch"
 
@@ -128,14 +135,14 @@ class TestOptimizerSteps:
             trainer.fit()
         assert len(seen.sums) == 8
         for first in (0, 4):
-            assert (seen.clip_fraction(first), seen.effective_sample_size(first)) == (0.0, 1.0)
+            assert seen.clip_fraction(first) == 0.0
+            assert seen.effective_sample_size(first) == 1.0
             for later in range(first + 1, first + 4):
                 assert seen.clip_fraction(later) > 0
                 assert seen.effective_sample_size(later) < 1 - 1e-5
         for line in metrics_of(tmp_path):
-            assert (
-                0 < line["train/clip_fraction"] < 1 and 0 < line["train/effective_sample_size"] < 1
-            )
+            assert 0 < line["train/clip_fraction"] < 1
+            assert 0 < line["train/effective_sample_size"] < 1
 
     def test_one_step_on_the_whole_batch_has_a_ratio_of_one(self, tmp_path, mesh):
         """With a ratio and without one it is the same run."""
@@ -143,32 +150,30 @@ class TestOptimizerSteps:
         for ratio in ("none", "token", "sequence", "sequence_geometric"):
             overrides = [f"{RL}.importance_ratio={ratio}", "model.global_batch_size=16"]
             lines.append(list(map(without_times, run(tmp_path / ratio, mesh, *overrides))))
-        for found in lines:
-            assert [line["train/optimizer_steps"] for line in found] == [1, 1]
-            assert all(
-                (x["train/clip_fraction"], x["train/effective_sample_size"]) == (0, 1)
-                for x in found
-            )
+        for lines_of_run in lines:
+            assert [line["train/optimizer_steps"] for line in lines_of_run] == [1, 1]
+            for x in lines_of_run:
+                assert (x["train/clip_fraction"], x["train/effective_sample_size"]) == (0, 1)
             # The loss is another number, since a ratio is 1 where a log-prob is not; the gradient
             # is the same.
-            for line, other in zip(found, lines[0], strict=True):
+            for line, other in zip(lines_of_run, lines[0], strict=True):
                 without_loss = [
                     {k: v for k, v in x.items() if k != "train/actor_loss"} for x in (line, other)
                 ]
                 assert largest_difference(*without_loss) < 1e-5
 
     def test_independent_of_the_micro_batch_size(self, tmp_path, mesh):
-        found = []
+        results = []
         for size in (16, 3, 1):
             with tiny_trainer(
                 tiny_config(tmp_path / str(size), *TWICE, f"model.micro_batch_size={size}"), mesh
             ) as it:
                 it.fit()
-            found.append((list(map(however_cut, metrics_of(tmp_path / str(size)))), weights(it)))
-        for lines, parameters in found[1:]:
-            assert max(map(largest_difference, lines, found[0][0])) < 1e-4
-            for one, other in zip(parameters, found[0][1], strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+            results.append((list(map(however_cut, metrics_of(tmp_path / str(size)))), weights(it)))
+        for lines, parameters in results[1:]:
+            assert max(map(largest_difference, lines, results[0][0])) < 1e-4
+            for parameter, other in zip(parameters, results[0][1], strict=True):
+                torch.testing.assert_close(parameter, other, rtol=0, atol=1e-4)
 
     @pytest.mark.parametrize("change", [f"{RL}.reinforce_epochs=2", "model.global_batch_size=8"])
     def test_refused_without_a_ratio(self, tmp_path, change):
@@ -302,7 +307,8 @@ class TestAgainstBruteForce:
             rollouts, _, _ = trainer.generate_rollouts()
             where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
             before = trainer.model.get_inference_log_probs(*where)
-            assert rollouts.log_probs is not None and torch.equal(rollouts.log_probs, before)
+            assert rollouts.log_probs is not None
+            assert torch.equal(rollouts.log_probs, before)
             batch, _ = trainer.generate_reinforce_data(rollouts)
             trainer.run_training(batch)
             assert torch.equal(rollouts.log_probs, before)
@@ -328,14 +334,16 @@ def test_two_ranks_equal_one(tmp_path, mesh):
     run_ranks(
         SCRIPT, 2, tmp_path, "odd_share", *overrides, log_dir(folders[1]), "trainer.devices=2"
     )
-    found, expected = (list(map(however_cut, metrics_of(folder))) for folder in reversed(folders))
+    two_ranks, expected = (
+        list(map(however_cut, metrics_of(folder))) for folder in reversed(folders)
+    )
     assert [line["train/optimizer_steps"] for line in expected] == [6, 4]
-    for line, other in zip(found, expected, strict=True):
+    for line, other in zip(two_ranks, expected, strict=True):
         assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
     for rank in (0, 1):
         parameters = torch.load(tmp_path / f"weights.{rank}")
-        for one, other in zip(parameters, weights(trainer), strict=True):
-            assert relative_difference(one, other) < 1e-5
+        for parameter, other in zip(parameters, weights(trainer), strict=True):
+            assert relative_difference(parameter, other) < 1e-5
 
 
 def log_dir(folder: Path) -> str:

@@ -54,7 +54,7 @@ class TestAdaptiveKL:
         lines = run(
             tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.kl_target={target}", f"{RL}.kl_horizon=64"
         )
-        found = [line["train/kl_coefficient"] for line in lines]
+        coefficients = [line["train/kl_coefficient"] for line in lines]
         # The first step's KL is exactly 0, below any target.
         factors = [1 - 0.2 * 16 / 64] + [1 + direction * 0.2 * 16 / 64] * 2
         expected = [
@@ -63,13 +63,14 @@ class TestAdaptiveKL:
             BETA * factors[0] * factors[1],
             BETA * math.prod(factors),
         ]
-        assert all(line["train/init_policy_kl"] > 0 for line in lines[1:])
-        assert found == pytest.approx(expected)
+        for line in lines[1:]:
+            assert line["train/init_policy_kl"] > 0
+        assert coefficients == pytest.approx(expected)
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
         assert checkpoint is not None
         last = 1 + direction * 0.2 * 16 / 64
         assert checkpoint.trainer_state["kl_coefficient"] == pytest.approx(expected[-1] * last)
-        for step, beta in enumerate(found, 1):
+        for step, beta in enumerate(coefficients, 1):
             for row in rollouts_of(tmp_path, step):
                 assert row["reward_with_kl"] == pytest.approx(
                     row["reward"] - beta * row["kl"], abs=1e-6
@@ -108,8 +109,8 @@ class TestPlacementOfTheKL:
         away = run(tmp_path, mesh, *options, f"{RL}.max_epochs=4", "model.optim.lr=0.02")
         lines = run(tmp_path, mesh, *options, f"{RL}.max_epochs=12", rm=lambda ids: 0.5)
         assert away == lines[:8]
-        found = [line["train/kl_k3"] for line in lines[8:]]
-        assert sum(found[8:]) / 8 < 0.75 * sum(found[:3]) / 3
+        divergences = [line["train/kl_k3"] for line in lines[8:]]
+        assert sum(divergences[8:]) / 8 < 0.75 * sum(divergences[:3]) / 3
 
 
 class TestTokenCredit:
@@ -121,7 +122,8 @@ class TestTokenCredit:
             trainer.run_training(trainer.generate_reinforce_data(rollouts)[0])
             rollouts, _, _ = trainer.generate_rollouts()
             data, _ = trainer.generate_reinforce_data(rollouts)
-            assert rollouts.log_probs is not None and rollouts.init_log_probs is not None
+            assert rollouts.log_probs is not None
+            assert rollouts.init_log_probs is not None
             kl = token_kl(rollouts.log_probs, rollouts.init_log_probs, rollouts.response_mask)
             assert kl.abs().max() > 0.01
             for i, length in enumerate(rollouts.response_lengths.tolist()):
@@ -151,16 +153,17 @@ def test_an_entropy_bonus_is_all_that_acts_where_no_reward_differs(tmp_path, mes
         f"{RL}.max_epochs=4",
         "model.optim.weight_decay=0",
     ]
-    found = {}
+    entropies = {}
     for bonus in (0.0, 1.0):
         lines = run(
             tmp_path / str(bonus), mesh, *options, f"{RL}.entropy_bonus={bonus}", rm=lambda ids: 0.5
         )
-        found[bonus] = [line["train/entropy"] for line in lines]
-        assert all((line["train/grad_norm"] > 0) == (bonus > 0) for line in lines)
-    assert 0 < found[0.0][0] == pytest.approx(found[1.0][0], rel=1e-5)
-    assert found[1.0][-1] > found[0.0][-1] + 0.1
-    assert found[1.0][-1] < math.log(32)
+        entropies[bonus] = [line["train/entropy"] for line in lines]
+        for line in lines:
+            assert (line["train/grad_norm"] > 0) == (bonus > 0)
+    assert 0 < entropies[0.0][0] == pytest.approx(entropies[1.0][0], rel=1e-5)
+    assert entropies[1.0][-1] > entropies[0.0][-1] + 0.1
+    assert entropies[1.0][-1] < math.log(32)
 
 
 class TestTruncatedSamples:
@@ -184,7 +187,8 @@ class TestTruncatedSamples:
         with tiny_trainer(tiny_config(tmp_path, f"{RL}.truncated_samples=mask"), mesh) as trainer:
             rollouts, _, _ = trainer.generate_rollouts()
             data, _ = trainer.generate_reinforce_data(rollouts)
-            assert torch.equal(data.trains, rollouts.is_end) and rollouts.log_probs is not None
+            assert torch.equal(data.trains, rollouts.is_end)
+            assert rollouts.log_probs is not None
             terms = (data.sequence_advantages * rollouts.log_probs.sum(dim=1))[rollouts.is_end]
             assert trainer.run_training(data)["actor_loss"] == pytest.approx(
                 -float(terms.mean()), rel=1e-4
@@ -265,15 +269,15 @@ class TestGeneratorCorrection:
                 assert rollouts.generator_log_probs is not None
                 rollouts.generator_log_probs[rollouts.response_mask] -= math.log(2)
                 data, _ = trainer.generate_reinforce_data(rollouts)
-                found = trainer.run_training(data)
-            gradients[correction, cap] = found["grad_norm"]
-            assert found["generator_gap"] == pytest.approx(math.log(2), abs=1e-4)
-            assert found["generator_kl"] == pytest.approx(2 - 1 - math.log(2), abs=1e-4)
-            assert found["generator_capped"] == (cap < 2)
+                metrics = trainer.run_training(data)
+            gradients[correction, cap] = metrics["grad_norm"]
+            assert metrics["generator_gap"] == pytest.approx(math.log(2), abs=1e-4)
+            assert metrics["generator_kl"] == pytest.approx(2 - 1 - math.log(2), abs=1e-4)
+            assert metrics["generator_capped"] == (cap < 2)
             for name in GAP_SHARES:
-                assert found[name] == pytest.approx(math.log(2), abs=1e-4)
+                assert metrics[name] == pytest.approx(math.log(2), abs=1e-4)
             if correction.endswith("_mask"):
-                assert found["generator_masked"] == (cap < 2)
+                assert metrics["generator_masked"] == (cap < 2)
         assert gradients["token", 2.5] == pytest.approx(2 * gradients["none", 2.5], rel=1e-4)
         assert gradients["token", 1.5] == pytest.approx(1.5 * gradients["none", 2.5], rel=1e-4)
         assert gradients["token_mask", 2.5] == pytest.approx(gradients["token", 2.5], rel=1e-6)
@@ -289,7 +293,7 @@ class TestGeneratorCorrection:
         """Of two, each with half of the prompts or of the layers, with two optimizer steps of which one has ratios."""
         script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "gap.py"
         options = [f"{RL}.importance_ratio=token", "model.global_batch_size=8", f"{RL}.max_steps=1"]
-        found = []
+        quantiles = []
         for ranks, layout in ((1, []), (2, cut)):
             folder = tmp_path / str(ranks)
             tiny_llama_folder(
@@ -304,9 +308,9 @@ class TestGeneratorCorrection:
                 f"trainer.devices={ranks}",
             )
             (line,) = metrics_of(folder)
-            found.append([line[f"train/{name}"] for name in ("generator_gap", *GAP_SHARES)])
-        assert found[1] == pytest.approx(found[0], abs=1e-5)
-        _, median, p99, largest = found[0]
+            quantiles.append([line[f"train/{name}"] for name in ("generator_gap", *GAP_SHARES)])
+        assert quantiles[1] == pytest.approx(quantiles[0], abs=1e-5)
+        _, median, p99, largest = quantiles[0]
         assert 0.01 < median < p99 <= largest < 0.11
 
     def test_one_token_that_the_engine_sees_differently_is_named(
@@ -316,11 +320,11 @@ class TestGeneratorCorrection:
         infer = MegatronGPTReinforceActorModel.infer
 
         def disturbed(self, prompts, *args, **kwargs):
-            found = infer(self, prompts, *args, **kwargs)
-            for i, prompt in enumerate(found.repeat_to_samples(prompts)):
+            completions = infer(self, prompts, *args, **kwargs)
+            for i, prompt in enumerate(completions.repeat_to_samples(prompts)):
                 if prompt.id == 5 and i % 4 == 2:
-                    found.log_probs[i, 1] -= 6.0
-            return found
+                    completions.log_probs[i, 1] -= 6.0
+            return completions
 
         monkeypatch.setattr(MegatronGPTReinforceActorModel, "infer", disturbed)
         # of prompt 5 and others
@@ -334,13 +338,18 @@ class TestGeneratorCorrection:
             for line in capsys.readouterr().out.splitlines()
             if "trainer and generator differ" in line
         ]
-        assert said.startswith(f"warning: step {step}: ") and "; prompt 5 sample 2 token 1 " in said
+        assert said.startswith(f"warning: step {step}: ")
+        assert "; prompt 5 sample 2 token 1 " in said
         assert "generator_gap_max is 6" in said
-        found = RunFolder(tmp_path / "run")
-        texts = found.tokens(step, [5])[5, 2].token_texts or []
+        run_folder = RunFolder(tmp_path / "run")
+        texts = run_folder.tokens(step, [5])[5, 2].token_texts or []
         assert f"token 1 {texts[1]!r} after {row['prompt'] + texts[0]!r}: " in said
-        assert ("generator_gap", step) in [(alert.kind, alert.first) for alert in found.alerts()]
-        tables = [table for table in overview(found)["tables"] if "largest gap" in table["title"]]
+        assert ("generator_gap", step) in [
+            (alert.kind, alert.first) for alert in run_folder.alerts()
+        ]
+        tables = [
+            table for table in overview(run_folder)["tables"] if "largest gap" in table["title"]
+        ]
         assert [table["rows"][0][:3] for table in tables] == [["5", "2", "1"]]
 
     @pytest.mark.parametrize(
@@ -375,12 +384,12 @@ class TestGeneratorCorrection:
             data, _ = trainer.generate_reinforce_data(rollouts)
             trains = torch.arange(len(data.trains)) % 5 != 0
             data = replace(data, trains=trains)
-            found = trainer.run_training(data)
+            metrics = trainer.run_training(data)
             tokens = trainer.step_samples(data).tokens
             assert tokens is not None
         kept = trains[:, None].expand_as(mask)[mask]
         gaps = noise[kept].abs().sort().values
-        assert {name: found[name] for name in GAP_SHARES} == pytest.approx(
+        assert {name: metrics[name] for name in GAP_SHARES} == pytest.approx(
             {name: float(gaps[math.ceil(q * len(gaps)) - 1]) for name, q in GAP_SHARES.items()},
             abs=2e-5,
         )
@@ -418,7 +427,9 @@ class TestSeveralSources:
             expected = 2.0 * line["train/rewards_odd"] - 0.25 * line["train/rewards_length"]
             assert line["train/rewards"] == pytest.approx(expected, abs=1e-6)
             odd = [(row["reward"] + 0.25 * row["response_length"]) / 2.0 for row in rows]
-            assert all(0 <= share <= 1 + 1e-6 for share in odd) and len(set(odd)) > 2
+            for share in odd:
+                assert 0 <= share <= 1 + 1e-6
+            assert len(set(odd)) > 2
             assert line["train/rewards_odd"] == pytest.approx(sum(odd) / len(rows), abs=1e-6)
 
     def test_a_sample_that_one_of_them_cannot_score_has_failed(self, tmp_path, mesh):

@@ -63,10 +63,8 @@ class TestAStep:
         config = tiny_config(tmp_path, "model.reinforce.sampling_params.temperature=0.7")
         with tiny_trainer(config, mesh) as trainer:
             batch, metrics, timings = trainer.generate_rollouts()
-            assert (
-                batch.sequences.shape[0] == 16
-                and batch.log_probs.shape == batch.response_mask.shape
-            )
+            assert batch.sequences.shape[0] == 16
+            assert batch.log_probs.shape == batch.response_mask.shape
             assert batch.sample_ids.tolist() == [0, 1, 2, 3] * 4
             assert list(Counter(batch.group_ids.tolist()).values()) == [4] * 4
             assert set(timings) == {"generate", "logprobs", "init_logprobs", "reward_wait"}
@@ -80,7 +78,8 @@ class TestAStep:
             assert not data.advantages.requires_grad
             before = weights(trainer)
             update = trainer.run_training(data)
-            assert math.isfinite(update["actor_loss"]) and update["grad_norm"] > 0
+            assert math.isfinite(update["actor_loss"])
+            assert update["grad_norm"] > 0
             assert any(not torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
 
     def test_log_probs_are_those_that_the_generator_sampled_with(self, tmp_path, mesh):
@@ -94,11 +93,12 @@ class TestAStep:
             seed = step_seed(trainer.model.settings.seed, 3)
             completions = trainer.model.infer(prompts, 4, seed=seed)
             batch = trainer.rollouts.sample(prompts, 4, step=3).batch
-            found = trainer.model.get_inference_log_probs(
+            log_probs = trainer.model.get_inference_log_probs(
                 batch.sequences, batch.prompt_lengths, batch.response_lengths
             )
-            assert completions.log_probs is not None and len(set(completions.lengths.tolist())) > 1
-            torch.testing.assert_close(found, completions.log_probs, rtol=0, atol=1e-5)
+            assert completions.log_probs is not None
+            assert len(set(completions.lengths.tolist())) > 1
+            torch.testing.assert_close(log_probs, completions.log_probs, rtol=0, atol=1e-5)
 
     def test_the_generators_own_log_probs_save_a_pass(self, tmp_path, mesh):
         """The same run but for rounding, with and without; a second update on a batch takes the trainer's own."""
@@ -124,14 +124,14 @@ class TestAStep:
                 if "train/loss" in line or "train/rewards" in line
             ]
         assert passes == {"generator": 1, "policy": 2, "updates": 2}, "one is the reference's"
-        for one, other in zip(lines["generator"], lines["policy"], strict=True):
+        for line, other in zip(lines["generator"], lines["policy"], strict=True):
             for key in (
                 "train/init_policy_kl",
                 "train/rewards_with_kl",
                 "train/grad_norm",
                 "train/actor_loss",
             ):
-                assert one[key] == pytest.approx(other[key], abs=1e-5), key
+                assert line[key] == pytest.approx(other[key], abs=1e-5), key
 
     def test_the_update_does_not_depend_on_how_the_batch_is_cut(self, tmp_path, mesh):
         lines = []
@@ -284,7 +284,8 @@ class TestWhatAStepLeaves:
         with tiny_trainer(tiny_config(tmp_path, *keys, f"{RL}.max_steps=1"), mesh) as trainer:
             trainer.fit()
             whole = trainer.state_dict()
-        assert (whole["step"], whole["data"]["consumed_prompts"]) == (1, 4)
+        assert whole["step"] == 1
+        assert whole["data"]["consumed_prompts"] == 4
         assert whole["past_rewards"]["count"] == 16, "the rewards of a step count once it is over"
         with tiny_trainer(tiny_config(tmp_path, *keys), mesh) as resumed:
             assert resumed.state_dict() == whole
@@ -400,7 +401,8 @@ class TestFiles:
             {(r["prompt_id"], r["sample_id"]): r["response"] for r in rows}
             for rows in two_epochs(tmp_path)
         )
-        assert first.keys() == second.keys() and first != second
+        assert first.keys() == second.keys()
+        assert first != second
         assert len(set(first.values())) > len(first) / 2
 
     def test_wandb_gets_the_same_numbers(self, tmp_path, mesh, monkeypatch):
@@ -425,7 +427,8 @@ class TestFiles:
             }
             assert {key: logged[line["step"]][key] for key in expected} == pytest.approx(expected)
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
-        assert checkpoint is not None and checkpoint.trainer_state["wandb_run_id"] in path.name
+        assert checkpoint is not None
+        assert checkpoint.trainer_state["wandb_run_id"] in path.name
 
 
 def two_epochs(folder: Path) -> list[list[dict]]:
@@ -496,12 +499,10 @@ class TestWhatDoesNotCount:
             assert line["train/grad_norm"] > 0
         for row in rollouts_of(tmp_path, 2):
             if row["sample_id"] % 2:
-                assert (row["response"], row["valid"], row["advantage"], row["kl"]) == (
-                    "",
-                    False,
-                    0.0,
-                    0.0,
-                )
+                assert row["response"] == ""
+                assert row["valid"] is False
+                assert row["advantage"] == 0.0
+                assert row["kl"] == 0.0
             else:
                 (other,) = [
                     r["reward_with_kl"]
@@ -515,14 +516,14 @@ class TestWhatDoesNotCount:
             before = weights(trainer)
             trainer.model.generator = EmptyEverySecond(trainer.model.generator, lambda sample: True)
             trainer.fit()
-            assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+            for a, b in zip(before, weights(trainer), strict=True):
+                assert torch.equal(a, b)
         line = metrics_of(tmp_path)[-1]
-        assert (
-            line["train/response_lengths"],
-            line["train/grad_norm"],
-            line["train/actor_loss"],
-        ) == (0.0, 0.0, 0.0)
-        assert line["train/rewards"] == 0.5 and line["train/rewards_with_kl"] is None
+        assert line["train/response_lengths"] == 0.0
+        assert line["train/grad_norm"] == 0.0
+        assert line["train/actor_loss"] == 0.0
+        assert line["train/rewards"] == 0.5
+        assert line["train/rewards_with_kl"] is None
 
     def test_a_group_without_a_valid_sample(self, tmp_path, mesh):
         """All samples of one prompt fail, and one sample of each of the others."""
@@ -553,10 +554,13 @@ class TestWhatDoesNotCount:
         with tiny_trainer(config, mesh, lambda ids: math.nan) as trainer:
             before = weights(trainer)
             trainer.fit()
-            assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+            for a, b in zip(before, weights(trainer), strict=True):
+                assert torch.equal(a, b)
         line = metrics_of(tmp_path)[0]
-        assert line["train/rewards"] is None and line["train/grad_norm"] == 0.0
-        assert all(row["reward"] is None for row in rollouts_of(tmp_path, 1))
+        assert line["train/rewards"] is None
+        assert line["train/grad_norm"] == 0.0
+        for row in rollouts_of(tmp_path, 1):
+            assert row["reward"] is None
 
     @pytest.mark.parametrize("option", ["keep", "drop"])
     def test_truncated_samples(self, tmp_path, mesh, option):
@@ -689,12 +693,11 @@ class TestWhenRewardsFail:
         lines = run(tmp_path, mesh, rm=score)
         rows = rollouts_of(tmp_path, 1)
         assert [i for i, row in enumerate(rows) if row["reward"] is None] == [6]
-        assert (rows[6]["valid"], rows[6]["advantage"]) == (False, 0.0)
-        assert all(
-            row["baseline"] == pytest.approx(5.0) and abs(row["advantage"]) < 1e-6
-            for row in rows
-            if row["valid"]
-        )
+        assert rows[6]["valid"] is False
+        assert rows[6]["advantage"] == 0.0
+        for row in rows:
+            if row["valid"]:
+                assert row["baseline"] == pytest.approx(5.0) and abs(row["advantage"]) < 1e-6
         assert lines[0]["train/rewards"] == 5.0
 
     def test_a_server_that_is_gone_saves_the_last_whole_step_and_the_run_goes_on_from_there(
@@ -795,7 +798,8 @@ class TestTheEnd:
         config = tiny_config(tmp_path, "exp_manager.max_time_per_run='0:1'")
         with raises_error("run.time.used_up", "step 0"), tiny_trainer(config, mesh) as trainer:
             trainer.fit()
-        assert trainer.step == 0 and saved_step(tmp_path) is None
+        assert trainer.step == 0
+        assert saved_step(tmp_path) is None
         assert [line["step"] for line in run(tmp_path, mesh)] == [1, 2]
 
     def test_max_steps_ends_within_an_epoch_and_a_higher_one_goes_on(self, tmp_path, mesh):

@@ -122,19 +122,15 @@ def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
         ),
         *("past_scores", "step", "validation_is_due", "version", "wandb_run_id"),
     ]
-    assert (state["step"], state["epoch"], state["data"]["consumed_prompts"]) == (
-        STEPS,
-        4,
-        4 * NUM_PROMPTS,
-    )
+    assert state["step"] == STEPS
+    assert state["epoch"] == 4
+    assert state["data"]["consumed_prompts"] == 4 * NUM_PROMPTS
     assert state["past_scores"]["count"] == 4 * 4 * NUM_PROMPTS
     assert 0 < state["past_scores"]["mean"] < 1
     assert state["past_rewards"]["mean"] != 0
     means = [state["past_rewards"]["mean"], state["decayed_rewards"]["mean"]]
-    assert (
-        len(state["last_rewards"]) == 10
-        and len({*means, *(of["mean"] for of in state["last_rewards"])}) > 3
-    )
+    assert len(state["last_rewards"]) == 10
+    assert len({*means, *(of["mean"] for of in state["last_rewards"])}) > 3
     assert state["kl_coefficient"] != 0.1
     values = {
         line["step"]: line["val/rewards"]

@@ -137,7 +137,8 @@ def test_all_ranks_have_the_same_bit_for_bit(ranks):
         return {**past.state_dict(), **{name: past.reward_mean(name) for name in ESTIMATORS}}
 
     first, *others = gathering_ranks(ranks, run)
-    assert all(other == first for other in others)
+    for other in others:
+        assert other == first
     for name in ESTIMATORS:
         assert first[name] == pytest.approx(brute_force(steps, name), rel=1e-13)
 
@@ -217,7 +218,11 @@ class TestNonFiniteGuard:
 
     def check(self, guard: NonFiniteGuard, *skipped: bool, loss: float = 0.5) -> None:
         guard.check(
-            1, [self.update(skipped=one) for one in skipped], loss, self.MESH, lambda text: None
+            1,
+            [self.update(skipped=is_skipped) for is_skipped in skipped],
+            loss,
+            self.MESH,
+            lambda text: None,
         )
 
     @pytest.mark.parametrize("most", [1, 2, 3])

@@ -80,12 +80,11 @@ def test_a_record_is_of_its_own_moment(
         monkeypatch.setattr(trainer.recorder, "finish", _after(held, trainer.recorder.finish))  # type: ignore[union-attr]
         trainer.fit()
     for step in (1, 2):
-        one, other = (read_record(tmp_path / name / "run", step) for name in ("plain", "late"))
-        assert (
-            one.ranks[0].after == other.ranks[0].after
-            and one.ranks[0].optimizer == other.ranks[0].optimizer
-        )
-        assert one.ranks[0].before != one.ranks[0].after and one.updates == other.updates
+        plain_record, late_record = (read_record(tmp_path / name / "run", step) for name in ("plain", "late"))
+        assert plain_record.ranks[0].after == late_record.ranks[0].after
+        assert plain_record.ranks[0].optimizer == late_record.ranks[0].optimizer
+        assert plain_record.ranks[0].before != plain_record.ranks[0].after
+        assert plain_record.updates == late_record.updates
 
 
 def _after(held: threading.Event, finish: Any) -> Any:
@@ -118,9 +117,9 @@ def test_what_is_kept(tmp_path: Path, mesh: Mesh) -> None:
     run(tmp_path, mesh, *settings, f"{RL}.max_steps=4")
     assert list(record_files(tmp_path / "run")) == [3, 4]
     lines = metrics_of(tmp_path)
-    assert all(
-        0 <= line["timers/record"] < line["timers/step_time"] for line in lines if line["step"]
-    )
+    for line in lines:
+        if line["step"]:
+            assert 0 <= line["timers/record"] < line["timers/step_time"]
     last = read_record(tmp_path / "run", 4)
     assert last.ranks[0].before == read_record(tmp_path / "run", 3).ranks[0].after
     assert last.updates[0]["grad_norm"] == lines[-1]["train/grad_norm"]
@@ -134,7 +133,8 @@ def test_less_is_recorded_where_that_is_asked_for(
 ) -> None:
     run(tmp_path, mesh, f"{RL}.max_steps=2", f"exp_manager.record={record}")
     assert len(list((tmp_path / "run").glob("rollouts/*.parquet"))) == samples
-    assert len(record_files(tmp_path / "run")) == records and len(metrics_of(tmp_path)) == 2
+    assert len(record_files(tmp_path / "run")) == records
+    assert len(metrics_of(tmp_path)) == 2
     assert not any("timers/record" in line for line in metrics_of(tmp_path))
 
 
@@ -146,13 +146,13 @@ class Gathered:
         self.dp_rank = dp_rank
         self.is_model_parallel_rank_0 = True
 
-    def gather_on_main(self, own: Any) -> list[Any]:
-        return [own, self.other]
+    def gather_on_main(self, value: Any) -> list[Any]:
+        return [value, self.other]
 
 
 def test_what_is_recorded_of_an_update_is_of_all_ranks(tmp_path: Path) -> None:
     """A loss and its sums are shares of each rank; the norm of the gradient and the learning rate are everybody's."""
-    own = [{LOSS: 0.25, f"{SUM}tokens": 3.0, "grad_norm": 2.0, "lr": 0.1}]
+    updates = [{LOSS: 0.25, f"{SUM}tokens": 3.0, "grad_norm": 2.0, "lr": 0.1}]
     others = [{LOSS: -1.0, f"{SUM}tokens": 4.0, f"{SUM}entropy": 1.5, "grad_norm": 2.0, "lr": 0.1}]
     state = RankState(0, {}, {}, {}, "")
     recorder: Any = object.__new__(StepRecorder)
@@ -167,13 +167,13 @@ def test_what_is_recorded_of_an_update_is_of_all_ranks(tmp_path: Path) -> None:
         "files": {},
     }
     record = StepRecord(step=7, past={}, updates=[], data={}, scorer=None, reference=None, **facts)
-    recorder._pending = record, lambda: state, own
+    recorder._pending = record, lambda: state, updates
     recorder.finish()
     written = read_record(tmp_path, 7)
     assert written.updates == [
         {LOSS: -0.75, f"{SUM}tokens": 7.0, "grad_norm": 2.0, "lr": 0.1, f"{SUM}entropy": 1.5}
     ]
-    assert [one.rank for one in written.ranks] == [0, 1]
+    assert [state.rank for state in written.ranks] == [0, 1]
 
 
 @pytest.mark.parametrize("dp_rank", [0, 1])
@@ -182,5 +182,5 @@ def test_the_checksums_of_a_copy_are_one(dp_rank: int, tmp_path: Path) -> None:
     recorder: Any = object.__new__(StepRecorder)
     recorder._mesh = Gathered(None, dp_rank)
     sums = {"embedding": "0a", "head": "0b"}
-    found = recorder._of_copy(sums)
-    assert found == sums if dp_rank == 0 else list(found) == ["all"]
+    kept_sums = recorder._of_copy(sums)
+    assert kept_sums == sums if dp_rank == 0 else list(kept_sums) == ["all"]

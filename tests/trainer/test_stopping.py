@@ -75,9 +75,9 @@ def log(folder: Path) -> str:
 
 
 def status(folder: Path) -> Status:
-    found = read_status(folder / "run")
-    assert found is not None
-    return found
+    run_status = read_status(folder / "run")
+    assert run_status is not None
+    return run_status
 
 
 def saved_step(folder: Path) -> int:
@@ -107,17 +107,15 @@ def act(phase: str, step: int, number: int, rank: int = 0) -> dict[str, object]:
 def test_in_every_phase(processes, uninterrupted, tmp_path, phase, step, number, saved):
     stop(processes, tmp_path, act=act(phase, step, number))
     assert saved_step(tmp_path) == saved
-    found = status(tmp_path)
-    assert (found.state, found.step, found.max_steps, found.exit_code) == (
-        "stopped",
-        saved,
-        STEPS,
-        EXIT_STOPPED,
-    )
+    stopped = status(tmp_path)
+    assert stopped.state == "stopped"
+    assert stopped.step == saved
+    assert stopped.max_steps == STEPS
+    assert stopped.exit_code == EXIT_STOPPED
     if saved < STEPS:
         assert printed_keys(log(tmp_path)) == ["run.stop.by_signal"]
-        assert signal.Signals(number).name in found.reason
-        assert f"step {saved} of {STEPS}" in found.reason
+        assert signal.Signals(number).name in stopped.reason
+        assert f"step {saved} of {STEPS}" in stopped.reason
         assert not (tmp_path / "run" / "hf").exists(), "nothing is exported"
     finish(processes, tmp_path)
     assert_equal_runs(tmp_path, uninterrupted)
@@ -135,7 +133,8 @@ def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
         "interrupted by Ctrl-C; the same command goes on after step 3, the last one saved"
         in log(tmp_path)
     )
-    assert (status(tmp_path).state, status(tmp_path).exit_code) == ("interrupted", EXIT_INTERRUPTED)
+    assert status(tmp_path).state == "interrupted"
+    assert status(tmp_path).exit_code == EXIT_INTERRUPTED
     assert saved_step(tmp_path) == 3
     finish(processes, tmp_path)
     assert_equal_runs(tmp_path, uninterrupted)
@@ -161,9 +160,10 @@ def test_a_full_disk(processes, uninterrupted, tmp_path, file_bytes, key, path):
     assert re.search(named, said), said
     step = saved_step(tmp_path)
     assert re.search(rf"(goes on after step {step}|resumes from it)", said), said
-    found = status(tmp_path)
-    assert (found.state, found.exit_code) == ("failed", EXIT_ERROR)
-    assert said.strip() == f"{found.reason} [{key}]"
+    failed = status(tmp_path)
+    assert failed.state == "failed"
+    assert failed.exit_code == EXIT_ERROR
+    assert said.strip() == f"{failed.reason} [{key}]"
     assert files == {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
     assert list((tmp_path / "run").glob(".*")) == []
     assert list((tmp_path / "run" / "checkpoints").glob("*.part")) == []
@@ -196,9 +196,11 @@ def test_an_alert_stops_every_rank(processes, uninterrupted_on_two, tmp_path):
     """The first rank's verdict is all ranks'; the run goes on without stopping for the same again."""
     processes.start(tmp_path, *SETTINGS, "alerts.rules.prompts_repeated=stop", ranks=2, patience=30)
     assert processes.wait() == EXIT_ALERT, log(tmp_path)
-    assert processes.statuses == [EXIT_ALERT] * 2 and "Traceback" not in log(tmp_path)
+    assert processes.statuses == [EXIT_ALERT] * 2
+    assert "Traceback" not in log(tmp_path)
     assert set(printed_keys(log(tmp_path))) == {"run.stop.by_alert"}
-    assert saved_step(tmp_path) == 1 and "prompts_repeated" in status(tmp_path).reason
+    assert saved_step(tmp_path) == 1
+    assert "prompts_repeated" in status(tmp_path).reason
     assert not (tmp_path / "run" / "hf").exists(), "nothing is exported"
     finish(processes, tmp_path, ranks=2)
     assert_equal_runs(tmp_path, uninterrupted_on_two)
@@ -213,7 +215,8 @@ def test_two_ranks_of_a_plain_python(processes, uninterrupted_on_two, tmp_path, 
     try:
         deadline = time.monotonic() + 4 * RUN_SECONDS
         while not ((tmp_path / "run" / "metrics.jsonl").exists() and len(metrics_of(tmp_path)) > 2):
-            assert time.monotonic() < deadline and process.poll() is None
+            assert time.monotonic() < deadline
+            assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(number)
         assert process.wait(RUN_SECONDS) == EXIT_STOPPED
@@ -231,13 +234,14 @@ def test_it_ends_by_itself_before_the_allocation_does(processes, tmp_path):
     end = int(
         next(line for line in log(tmp_path).splitlines() if "allocation ends" in line).split()[-1]
     )
-    found = status(tmp_path)
+    stopped = status(tmp_path)
     assert printed_keys(log(tmp_path)) == ["run.time.used_up"]
-    assert "SLURM_JOB_END_TIME" in found.reason
-    assert f"step {found.step} of 1200" in found.reason
-    assert found.step == saved_step(tmp_path) == metrics_of(tmp_path)[-1]["step"] > 0
-    assert found.time < end - LAUNCHER_SECONDS, "with room"
-    assert found.save_seconds is not None and found.save_seconds > 0
+    assert "SLURM_JOB_END_TIME" in stopped.reason
+    assert f"step {stopped.step} of 1200" in stopped.reason
+    assert stopped.step == saved_step(tmp_path) == metrics_of(tmp_path)[-1]["step"] > 0
+    assert stopped.time < end - LAUNCHER_SECONDS, "with room"
+    assert stopped.save_seconds is not None
+    assert stopped.save_seconds > 0
 
 
 def test_one_of_two_ranks_is_told_while_they_load(processes, tmp_path):

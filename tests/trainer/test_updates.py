@@ -30,12 +30,13 @@ def steps(
     assert len({len(batches) for batches in of_ranks}) == 1, (
         "or a rank would wait for the others forever"
     )
-    found = [Counter[int]() for _ in of_ranks[0]]
-    for own, batches in zip(ids, of_ranks, strict=True):
-        for counter, rows in zip(found, batches, strict=True):
-            assert rows.dtype == torch.int64 and len(set(rows.tolist())) == len(rows)
-            counter.update(own[rows].tolist())
-    return found
+    counters = [Counter[int]() for _ in of_ranks[0]]
+    for local_ids, batches in zip(ids, of_ranks, strict=True):
+        for counter, rows in zip(counters, batches, strict=True):
+            assert rows.dtype == torch.int64
+            assert len(set(rows.tolist())) == len(rows)
+            counter.update(local_ids[rows].tolist())
+    return counters
 
 
 group_lists = st.lists(st.integers(-(2**62), 2**62), min_size=1, max_size=9, unique=True)
@@ -66,7 +67,8 @@ def test_without_a_size_a_step_takes_the_whole_batch(groups, ranks, epochs):
 def test_the_order_differs_by_epoch_and_by_seed():
     groups = list(range(20))
     first, second = (steps(groups, 1, 1, 20 // 5, 2, seed) for seed in (1, 2))
-    assert first[:5] != first[5:] and first[:5] != second[:5]
+    assert first[:5] != first[5:]
+    assert first[:5] != second[:5]
     assert first == steps(groups, 1, 1, 20 // 5, 2, 1)
 
 
@@ -142,33 +144,36 @@ class TestDenominators:
     def test_samples_that_do_not_train_are_in_none_of_them(self):
         """A response that is empty trains, and has no token."""
         whole = self.batch([0, 1, 2, 3, 4, 5])
-        found = denominators_of(whole, torch.arange(6), self.MAX_LENGTH, lambda own: own)
-        assert (found.sequences, found.tokens, found.fixed_length) == (
-            4.0,
-            5.0 + 2.0 + 0.0 + 4.0,
-            9.0,
-        )
+        denominators = denominators_of(whole, torch.arange(6), self.MAX_LENGTH, lambda total: total)
+        assert denominators.sequences == 4.0
+        assert denominators.tokens == 5.0 + 2.0 + 0.0 + 4.0
+        assert denominators.fixed_length == 9.0
 
     def test_they_are_of_the_rows_of_this_optimizer_step(self):
         whole = self.batch([0, 1, 2, 3, 4, 5])
-        first = denominators_of(whole, torch.tensor([0, 1]), self.MAX_LENGTH, lambda own: own)
+        first = denominators_of(whole, torch.tensor([0, 1]), self.MAX_LENGTH, lambda total: total)
         second = denominators_of(
-            whole, torch.tensor([2, 3, 4, 5]), self.MAX_LENGTH, lambda own: own
+            whole, torch.tensor([2, 3, 4, 5]), self.MAX_LENGTH, lambda total: total
         )
-        assert (first.sequences, first.tokens) == (1.0, 5.0)
-        assert (second.sequences, second.tokens) == (3.0, 6.0)
+        assert first.sequences == 1.0
+        assert first.tokens == 5.0
+        assert second.sequences == 3.0
+        assert second.tokens == 6.0
         nothing = denominators_of(
-            whole, torch.tensor([], dtype=torch.long), self.MAX_LENGTH, lambda own: own
+            whole, torch.tensor([], dtype=torch.long), self.MAX_LENGTH, lambda total: total
         )
-        assert (nothing.sequences, nothing.tokens) == (0.0, 0.0)
+        assert nothing.sequences == 0.0
+        assert nothing.tokens == 0.0
 
     @pytest.mark.parametrize(
         "shares", [[[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3, 4, 5]], [[0], [1, 2, 3], [4, 5]]]
     )
     def test_any_number_of_ranks_has_the_same(self, shares):
         def of_rank(rank: int, total: Callable[[Tensor], Tensor]) -> tuple[float, float, float]:
-            own = self.batch(shares[rank])
-            found = denominators_of(own, torch.arange(len(shares[rank])), self.MAX_LENGTH, total)
-            return found.sequences, found.tokens, found.fixed_length
+            local_batch = self.batch(shares[rank])
+            denominators = denominators_of(
+                local_batch, torch.arange(len(shares[rank])), self.MAX_LENGTH, total
+            )
+            return denominators.sequences, denominators.tokens, denominators.fixed_length
 
         assert on_ranks(len(shares), of_rank) == [(4.0, 11.0, 9.0)] * len(shares)

@@ -51,7 +51,7 @@ def test_each_set_has_the_numbers_that_it_has_alone(
         "two": f"{VALIDATION}={files['two']}",
         "union": f"{VALIDATION}=[{files['one']},{files['two']}]",
     }
-    found = {}
+    metrics = {}
     whole = {}
     for name, override in ways.items():
         (tmp_path / name).mkdir()
@@ -59,18 +59,18 @@ def test_each_set_has_the_numbers_that_it_has_alone(
             [f"{BEST}keep_best=1", f"{BEST}best_metric=val/two/rewards"] if name == "sets" else []
         )
         whole[name] = run(tmp_path / name, mesh, *STEPS, override, *best)
-        found[name] = of_validation(tmp_path / name)
-    assert len(found["sets"]) == 3
-    for step, line in enumerate(found["sets"]):
+        metrics[name] = of_validation(tmp_path / name)
+    assert len(metrics["sets"]) == 3
+    for step, line in enumerate(metrics["sets"]):
         for name in ("one", "two"):
-            own = {
+            of_set = {
                 k.replace(f"val/{name}/", "val/"): v
                 for k, v in line.items()
                 if k.startswith(f"val/{name}/")
             }
-            assert own == found[name][step]
+            assert of_set == metrics[name][step]
         together = {k: v for k, v in line.items() if k.count("/") == 1}
-        assert together == found["union"][step]
+        assert together == metrics["union"][step]
     trained = [
         [{k: v for k, v in without_times(line).items() if k[:4] != "val/"} for line in whole[n]]
         for n in ways
