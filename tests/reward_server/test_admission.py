@@ -1,4 +1,4 @@
-"""How many requests are held, in what order they go on, and when they are told to come back."""
+"""Admission of requests: how many are held, their order, and when clients must retry."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_whoever_hangs_up_frees_the_place():
         release = asyncio.Event()
         tasks = {name: asyncio.create_task(hold(admission, name, order, release)) for name in "abc"}
         await settle()
-        tasks["b"].cancel()  # one that waits
+        tasks["b"].cancel()  # a request that waits
         await settle()
         assert admission.in_flight == 1
         assert admission.queued == 1
-        tasks["a"].cancel()  # the one that is served
+        tasks["a"].cancel()  # the request being served
         await settle()
         assert order == ["a", "c"]
         assert admission.in_flight == 1
@@ -95,7 +95,7 @@ def test_a_turn_that_comes_together_with_the_hang_up_is_passed_on():
         tasks += [asyncio.create_task(hold(admission, name, order, release)) for name in "bc"]
         await settle()
         first.set()
-        await asyncio.sleep(0)  # a is awake, and gives b its turn within this step
+        await asyncio.sleep(0)  # a is awake, and passes the turn to b within this step
         tasks[1].cancel()
         await settle()
         assert order == ["a", "c"]

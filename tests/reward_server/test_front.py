@@ -1,4 +1,4 @@
-"""The front door as a process, before a stand-in for Triton: who is let in, how many, and what is told of them."""
+"""The front door as a process in front of a fake Triton: admission, limits and descriptions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_only_the_token_lets_in_and_health_is_open(start):
 
 
 def test_the_front_door_itself_describes_the_server(start):
-    """The model's side may be busy, or hang."""
+    """The model's side may be busy or hang."""
     front = start(token=TOKEN, description='{"name": "rm"}')
     front.backend.dead = True
     right = {"Authorization": f"Bearer {TOKEN}"}
@@ -133,9 +133,9 @@ def test_sizes_are_capped_before_and_while_reading(start):
     assert ("10001 bytes" in error_of(answer)) is True
     head = "POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\n"
     for headers, sent in (
-        ("Content-Length: 1000000000\r\n", b""),  # a claim is enough
+        ("Content-Length: 1000000000\r\n", b""),  # Content-Length is enough
         ("Content-Length: 1000000000\r\nExpect: 100-continue\r\n", b""),
-        # an endless one ends here
+        # an endless body ends here
         ("Transfer-Encoding: chunked\r\n", b"4000\r\n" + b" " * 0x4000 + b"\r\n"),
     ):
         with socket.create_connection(("127.0.0.1", front.port), timeout=10) as connection:
@@ -146,7 +146,7 @@ def test_sizes_are_capped_before_and_while_reading(start):
 
 
 def health_from(port: int, source: str) -> bytes:
-    """The first line of the answer to somebody of another address."""
+    """Return the first line of the answer to a client at another address."""
     with socket.create_connection(
         ("127.0.0.1", port), timeout=10, source_address=(source, 0)
     ) as connection:
@@ -180,7 +180,7 @@ def test_half_sent_headers_of_one_address_shut_nobody_out(start):
 
 
 def test_bodies_that_pause_take_no_place_and_no_memory(start):
-    """Each says that it will be as long as may be, and is one byte so far."""
+    """Each declares the largest length, and has sent one byte."""
     front = start(max_in_flight=1, max_queue=0, max_request_bytes=1 << 20, idle_seconds=5.0)
     head = f"POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 20}\r\n\r\n{{"
     with contextlib.ExitStack() as stack:
@@ -262,19 +262,19 @@ def test_health_tells_busy_from_stuck_and_from_dead(start):
         front.health()
     assert front.backend.inferences - before <= 2 + (time.monotonic() - began) / CACHE_SECONDS
 
-    front.progress.begin()  # a long call, with something finished now and then
+    front.progress.begin()  # a long call that finishes samples now and then
     for _ in range(5):
         time.sleep(0.9)
         front.progress.beat()
         code, values = front.health()
         assert code == 200, values
     assert "busy" in values["text"]
-    assert wait_for(lambda: front.health()[0] == 503)  # nothing was finished any more
+    assert wait_for(lambda: front.health()[0] == 503)  # nothing finishes any more
     assert "stuck" in front.health()[1]["text"]
     front.progress.end()
     assert wait_for(lambda: front.health()[0] == 200)
 
-    front.backend.go.clear()  # idle, and yet no answer
+    front.backend.go.clear()  # idle, without an answer
     assert wait_for(lambda: front.health()[0] == 503)
     assert "no answer within 0.5 s" in front.health()[1]["text"]
     front.backend.go.set()
@@ -287,7 +287,7 @@ def test_health_tells_busy_from_stuck_and_from_dead(start):
 
 
 def test_health_is_not_held_up_by_other_work(start):
-    """The canary waits behind what Triton has; another's answer says that this is all right."""
+    """The canary waits behind Triton's requests; the answer to another request shows health."""
     front = start(stuck_seconds=30.0)
     front.backend.holds_canaries_only = True
     front.backend.go.clear()
@@ -418,7 +418,7 @@ def test_every_status_has_a_label_in_the_metrics():
 
 
 def test_nothing_of_an_error_inside_is_shown(start, capfd):
-    """PyTriton answers with a traceback, which may quote a sample; what Triton itself says is in the log."""
+    """PyTriton's traceback may quote a sample, so clients do not get it; Triton's log has it."""
     front = start()
     front.backend.code = 500
     answer = front.infer(BODY)

@@ -1,4 +1,4 @@
-"""The scorer's progress, as the front door knows it."""
+"""The scorer's progress as the front door sees it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reinforce_rl.rewards import base
 
 
 class Server:
-    """Counts the questions, and answers at once unless it hangs."""
+    """Counts the health checks, and answers at once unless it hangs."""
 
     def __init__(self) -> None:
         self.progress = Progress()
@@ -46,9 +46,8 @@ def test_each_answer_is_new() -> None:
     assert after.samples == 4
     assert after.failed == 1
     assert after.seconds == 0.02
-    assert [
-        after.buckets[i] for i, bound in enumerate(health.SECONDS_BOUNDS) if bound == 0.025
-    ] == [1]
+    counts = [after.buckets[i] for i, bound in enumerate(health.SECONDS_BOUNDS) if bound == 0.025]
+    assert counts == [1]
     assert sum(after.buckets) == 1
 
 

@@ -1,4 +1,4 @@
-"""Whatever one request holds, the others that Triton merges with it get their right scores, from a real server."""
+"""On a real server, requests that Triton merges with a bad request get their right scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
-DELAY = 30.0  # milliseconds in which eight requests come, to be merged
+DELAY = 30.0  # milliseconds in which eight requests arrive and are merged
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def encode(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """All requests of a batch share one call of the model: the mode in which a bad one is the nearest to others."""
+    """All requests of a batch share one call of the model, so a bad one is next to others."""
     options = ["deterministic=false", f"max_queue_delay_ms={DELAY}", "max_batch_size=64"]
     server = ToyServer(
         tmp_path_factory.mktemp("server"), *(f"inference.{option}" for option in options)
@@ -72,7 +72,7 @@ def check_right(request: WireRequest, answer: tuple[int, bytes], bad: WireReques
 
 
 def merged_requests(server: ToyServer) -> tuple[float, float]:
-    """Requests that were answered 200, and the batches that they came in."""
+    """Return the number of requests with code 200, and the number of their batches."""
     text = call("127.0.0.1", server.port, "/metrics", 30.0).body.decode()
     matches = [re.search(rf"^{name} (\S+)$", text, re.M) for name in REQUESTS_AND_BATCHES]
     return tuple(float(match.group(1)) if match else 0.0 for match in matches)
@@ -184,12 +184,11 @@ def fuzz(server: ToyServer, encode, rounds: int, seed: int) -> None:
         for request, answer in zip(batch[1:], answers[1:], strict=True):
             check_right(request, answer, batch[0])
     requests, batches = np.subtract(merged_requests(server), before)
-    print(
-        f"seed {seed}: bad answers by code {dict(codes)}, {requests / batches:.1f} requests in a batch"
-    )
+    per_batch = requests / batches
+    print(f"seed {seed}: bad answers by code {dict(codes)}, {per_batch:.1f} requests in a batch")
     assert codes[400] > rounds / 10
     assert codes[200] > rounds / 10
-    assert requests / batches > 3  # they were merged indeed
+    assert per_batch > 3  # requests were merged
 
 
 def test_one_bad_request_among_seven_good(server, encode):

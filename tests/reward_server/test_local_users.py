@@ -1,4 +1,4 @@
-"""What another user of the server's machine can do to it. `docs/security.md` says what these tests hold."""
+"""What another user of the server's machine can do, as docs/security.md describes it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pids_of(server: ToyServer) -> list[int]:
 
 
 def ports_of(server: ToyServer) -> list[int]:
-    """On which a process of the server listens, but for the front door's."""
+    """Return the ports on which the server's processes listen, without the front door's."""
     connections = [
         connection
         for process in server.descendants
@@ -63,7 +63,7 @@ def test_another_user_cannot_run_code_in_the_server(server, tmp_path):
 
 
 def test_nor_does_triton_load_code_for_its_own_user(server, tmp_path):
-    """Such as for a reward function, which runs as the server's user."""
+    """Such as a reward function, which runs as the server's user."""
     written = tmp_path / "written"
     triton = [path for path in sockets_of(server) if path.endswith("triton.sock")]
     report = load_model(pids_of(server), [*ports_of(server), *triton], str(written))
@@ -83,7 +83,7 @@ def test_another_user_cannot_read_requests(server):
 
 
 def test_no_secret_is_in_the_log_or_in_tritonserver(tmp_path, monkeypatch):
-    """tritonserver keeps the rest of the environment, and it reads its Python by PATH."""
+    """tritonserver keeps the rest of the environment and finds its Python by PATH."""
     secret = "s3cret" * 8
     for name in ("REINFORCE_REWARD_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, secret)
@@ -101,11 +101,12 @@ def test_no_secret_is_in_the_log_or_in_tritonserver(tmp_path, monkeypatch):
 
 
 def test_a_healthy_server_logs_no_error(server):
-    assert [
+    errors = [
         line
         for line in server.log.read_text().splitlines()
         if line.startswith(("E1", "E0", "W1", "W0"))
-    ] == []
+    ]
+    assert errors == []
     assert "\x1b[" not in server.log.read_text()
 
 

@@ -1,4 +1,4 @@
-"""A reward model on several ranks: the numbers of one rank, and what happens when a rank fails, dies or hangs."""
+"""A reward model on several ranks: equal numbers, and ranks that fail, die or hang."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MISCOUNT = 103
 
 
 class SumModel:
-    """Scores are sums of tokens; `only` is the rank on which a token does harm."""
+    """Scores are sums of tokens; the harmful tokens work on the rank `only`."""
 
     max_length = 32
     vocab_size = 128
@@ -63,7 +63,7 @@ class SumModel:
             if any(MISCOUNT in row for row in tokens):
                 return np.zeros((len(tokens) + 1, self._columns))
         elif any(FAIL in row for row in tokens):
-            self.hang.wait(60)  # in a collective, for the rank that failed
+            self.hang.wait(60)  # waiting in a collective for the rank that failed
         sums = np.array([float(sum(row)) for row in tokens])
         return np.stack([sums * (1 + column) for column in range(self._columns)], axis=1)
 
@@ -122,13 +122,13 @@ class Group:
         )
 
     def kill(self, rank: int) -> None:
-        """End a rank's connection on its own thread, as the kernel does for a process that dies."""
+        """Close a rank's connection on its own thread, as the kernel does when a process dies."""
         links = self.links[rank]
         links.poll = lambda seconds: links._socket.close(0) or time.sleep(seconds) or []
         links.wake()
 
     def mute(self, rank: int) -> None:
-        """Its process is alive and its connection open, but nothing comes any more."""
+        """The process is alive and its connection open, but it sends nothing any more."""
         links = self.links[rank]
         links._flush = lambda: links._outbox.clear()
 
@@ -207,7 +207,7 @@ def test_calls_from_many_threads_do_not_mix(group_of):
 
 @pytest.mark.parametrize("only", [-1, 0, 1])
 def test_a_block_that_raises_fails_the_call_and_not_the_next(group_of, only):
-    """A block waits for nobody outside, so another may go on for longer than silence is suffered."""
+    """A block waits for no other, so another block may run longer than the silence limit."""
     group = group_of(0, 1, only=only, rank_timeout=0.5)
     # for both blocks
     scorer = group.scorer
@@ -228,7 +228,7 @@ def test_a_block_that_raises_fails_the_call_and_not_the_next(group_of, only):
 
 
 def test_a_rank_that_waits_for_one_that_failed_ends_the_server(group_of):
-    """The ranks are out of step then: the next call of one would meet this call of the other."""
+    """The ranks are out of step: one rank's next call would meet the other's current call."""
     scorer = group_of(0, 0, only=1, rank_timeout=1.0).scorer
     values = ["rank 1 ", "MemoryError: no room", "rank 0 "]
     with raises_error("serve.ranks.out_of_step", *values) as caught:
@@ -268,7 +268,7 @@ def test_a_rank_that_dies_fails_the_call_under_way_at_once(group_of):
 def test_an_idle_rank_that_falls_silent_is_found(group_of, silent):
     group = group_of(0, 1, rank_timeout=0.5)
     time.sleep(1.5)
-    group.scorer.check()  # signs of life go to and fro
+    group.scorer.check()  # both sides send signs of life
     group.mute(silent)
     deadline = time.monotonic() + 20
     with pytest.raises(RankLostError) as caught:
@@ -308,7 +308,7 @@ def test_a_rank_that_never_comes_is_named():
 
 
 def test_what_comes_with_a_hello_is_not_held_back(monkeypatch):
-    """A rank that has loaded at once may report it before rank 0 has all hellos."""
+    """A rank that loads at once may report it before rank 0 has all hellos."""
     links, invitation = Links.listen("127.0.0.1")
     other = connect(invitation, ScorerRank(1, 1, True), 10)
     accept(links, 1, 10)
@@ -317,7 +317,8 @@ def test_what_comes_with_a_hello_is_not_held_back(monkeypatch):
     monkeypatch.setattr(
         links._poller, "poll", lambda milliseconds: waits.append(milliseconds) or []
     )
-    assert [(rank, bytes(kind)) for rank, (kind,) in links.poll(60.0)] == [(1, b"loaded")]
+    messages = [(rank, bytes(kind)) for rank, (kind,) in links.poll(60.0)]
+    assert messages == [(1, b"loaded")]
     assert waits[0] <= 1
     other.close()
     links.close()
@@ -372,7 +373,7 @@ def check_layouts(folder: Path, mesh, num_ranks: int, *layouts: str) -> None:
             )
             np.testing.assert_allclose(scores["first"], expected, atol=1e-5, err_msg=layout)
             assert scores["second"] == scores["first"]
-            # All ranks raise; whose word comes first is chance.
+            # All ranks raise; which message comes first is random.
             assert re.search(
                 r"rank \d \(host .*failed \(MemoryError: no memory for this one\)", scores["error"]
             )

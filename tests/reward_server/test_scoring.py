@@ -1,4 +1,4 @@
-"""Requests to rewards without a server: what merging does, and that a bad request or sample leaves the others alone.
+"""From requests to rewards without a server: merging, and the isolation of bad requests.
 
 `test_isolation_server.py` sends the same over HTTP, to be merged by Triton.
 """
@@ -30,8 +30,8 @@ from reinforce_rl.rewards.function_pool import PING, FunctionPool, PendingScores
 from reinforce_rl.rewards.wire import PROTOCOL_VERSION, ServerInfo, text_arrays
 
 NOISE = 0.25
-# As that of a model with tools: it fails on what is no list of calls, and on a text it cannot add
-# to.
+# Like the template of a model with tools: it fails if the calls are no list, and on a text that it
+# cannot add to.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] | upper }}: {{ m.content + '' }}"
     "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}{{ eos_token }}{% endfor %}"
@@ -48,7 +48,7 @@ def tokenizer(tmp_path_factory):
 
 
 class RaisingScorer(ToyScorer):
-    """Raises whatever a test wants where it meets a certain token."""
+    """Raises a test's exception at a certain token."""
 
     def __init__(self, error: type[BaseException]):
         super().__init__(0.0, 0.0)
@@ -75,7 +75,7 @@ def assert_right(answer: dict[str, np.ndarray], scores: np.ndarray, label: objec
 
 
 def fuzz(scorer: RequestScorer, fuzzer: BatchFuzzer, rounds: int, rank: int = 0) -> Counter[str]:
-    """What became of the wrong ones."""
+    """Return the counts of the outcomes of wrong requests."""
     outcomes: Counter[str] = Counter()
     for _ in range(rounds):
         bad, *good = fuzzer.batch()
@@ -129,14 +129,15 @@ def test_the_sample_at_which_a_model_raises_fails_alone(tokenizer, deterministic
     scorer = RequestScorer(model, tokenizer, deterministic=deterministic)
     left, right = scorer([request_of(*bad), request_of([7, 8])])
     assert_right(right, np.array([toy_score([7, 8])], np.float32), error)
-    assert [row for row, status in enumerate(left["status"][:, 0]) if status] == [20]
+    failed_rows = [row for row, status in enumerate(left["status"][:, 0]) if status]
+    assert failed_rows == [20]
     assert left["status"][20, 0] == base.STATUS_INTERNAL
     assert np.isnan(left["rewards"][20, 0])
     others = [row for row in range(32) if row != 20]
     np.testing.assert_allclose(
         left["rewards"][others, 0], [toy_score(rows[row]) for row in others], rtol=1e-6
     )
-    assert model.calls < 2 + 2 * 6 + 2  # by halves, and not one by one
+    assert model.calls < 2 + 2 * 6 + 2  # in halves, not one by one
     done = scorer.progress.read()
     assert done.requests == 2
     assert done.samples == 33
@@ -168,7 +169,7 @@ def test_a_message_that_the_template_or_the_tokenizer_cannot_read_fails_alone(
 
 
 def test_a_request_of_no_form_fails_alone_among_others_and_raises_alone(tokenizer):
-    """The front door lets none in; here each is read by itself all the same."""
+    """The front door admits none; each is parsed separately all the same."""
     scorer = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)
     odd = [
         {"tokens": np.ones((2, 3), np.int64)},
@@ -186,7 +187,7 @@ def test_a_request_of_no_form_fails_alone_among_others_and_raises_alone(tokenize
 
 
 class Functions(FunctionPool):
-    """Of the response's length; started for a module."""
+    """Scores by the response's length; started for the module."""
 
     def __init__(self):
         spec = FunctionSpec("reward_function", "helpers.reward_functions.counted", {})
@@ -238,7 +239,7 @@ def test_a_sample_that_ends_all_processes_of_a_function_fails_alone(functions):
 
 
 def test_metadata_that_is_nested_deeply_never_reaches_the_processes(functions):
-    """Each of them would read it anew, with another stack above it."""
+    """Each process would parse it again, with a deeper stack."""
     scorer = FunctionRequestScorer(FunctionScorer(functions, {"counted": 1.0}))
     pid = functions._host.process.pid if functions._host else None
     for depth in (10, 62, 100, 500, 900, 960, 990):
@@ -266,7 +267,7 @@ def test_deterministic_requests_are_scored_apart_and_others_together(tokenizer):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_lost_rank_is_an_error_of_the_request_and_no_status(tokenizer, deterministic):
-    """A status would be final; an HTTP error is tried again, and the next server can score the samples."""
+    """A status is final; an HTTP error is retried, and the next server can score the samples."""
 
     class Lost(ToyScorer):
         def score(self, sequences):
@@ -312,7 +313,7 @@ def test_a_description_survives_its_json_and_other_versions_are_refused(tokenize
 
 
 class LengthPool(FunctionPool):
-    """Scores by the response's length, at once; an empty one times out."""
+    """Scores by the response's length at once; an empty response times out."""
 
     def __init__(self):
         self.asked: list[tuple[str, int]] = []
@@ -374,7 +375,7 @@ def test_the_canary_does_not_reach_the_function(pool):
 
 
 def test_each_sample_is_progress(pool, monkeypatch):
-    """A long batch of a function that is slow, but within its time limit, is no stuck server."""
+    """A long batch of a slow function within its time limit is no stuck server."""
     beats: list[None] = []
     scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))
     monkeypatch.setattr(Progress, "beat", lambda _: beats.append(None))
@@ -404,7 +405,7 @@ def test_no_sample_of_a_client_passes_for_the_canary(pool, record):
 
 
 class Raises(ToyScorer):
-    """Scores as the toy does, but fails on a sequence of one odd length."""
+    """Scores as the toy does, and raises for a sequence of one odd length."""
 
     attributes = ("even",)
 
@@ -427,7 +428,7 @@ def test_functions_beside_a_model_are_a_weighted_sum_and_each_score_is_sent(pool
     arrays = text_arrays([*samples, TextSample("p", "abc")])
     arrays[wire.METADATA][4, 0] = b"{"
     (answer,) = scorer([arrays])
-    # function, model, neither was asked
+    # neither the function nor the model was called
     failed = [base.STATUS_TIMED_OUT, base.STATUS_INTERNAL, base.STATUS_BAD_PROMPT]
     assert answer["status"][:, 0].tolist() == [0, 0, *failed]
     for row in (0, 1):

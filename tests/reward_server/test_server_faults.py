@@ -1,4 +1,4 @@
-"""A real reward server with an access token: bad requests of every kind, its log, and each process dead or stopped."""
+"""A real reward server with a token: bad requests, its log, and dead or stopped processes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_tritonclient_and_our_client_get_in_with_the_token(server, client):
     with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as other:
         assert other.is_server_live()
         assert other.is_server_ready()
-        headers = dict(BEARER)  # the client adds to what it gets
+        headers = dict(BEARER)  # the client adds to the given headers
         assert other.is_model_ready("reward_model", headers=headers)
         assert not other.is_model_ready("reward_model")
         assert other.get_model_metadata("reward_model", headers=headers)["name"] == "reward_model"
@@ -230,7 +230,7 @@ def test_nothing_of_a_request_is_in_the_logs_and_ids_are(server, client, caplog)
 
 
 class Fuzzer:
-    """Sends fuzzed requests over one connection, which it opens again where the server closes it."""
+    """Sends fuzzed requests over one connection, which it reopens if the server closes it."""
 
     def __init__(self, port: int):
         self.port = port
@@ -246,7 +246,7 @@ class Fuzzer:
         answer = self._connection.getresponse()
         body = answer.read()
         self.codes[answer.status] += 1
-        assert answer.status not in (502, 504), request  # of a back end that has died or hangs
+        assert answer.status not in (502, 504), request  # the back end has died or hangs
         if request.sequences is not None:
             assert answer.status == 200, (request, body)
             outputs = {output["name"]: output["data"] for output in self._json_of(answer, body)}
@@ -258,11 +258,15 @@ class Fuzzer:
 
     def _json_of(self, answer: http.client.HTTPResponse, body: bytes) -> list[dict]:
         length = answer.headers.get("Inference-Header-Content-Length")
-        assert length is None  # binary outputs are given only where they are asked for
+        assert length is None  # binary outputs are sent only on request
         return json.loads(body)["outputs"]
 
     def _send_a_part(self, request: FuzzedRequest) -> None:
-        head = f"POST /v2/models/reward_model/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {request.claimed}\r\n"
+        head = (
+            "POST /v2/models/reward_model/infer HTTP/1.1\r\n"
+            "Host: x\r\n"
+            f"Content-Length: {request.claimed}\r\n"
+        )
         headers = {**BEARER, **request.headers}
         head += "".join(f"{key}: {value}\r\n" for key, value in headers.items())
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
@@ -389,7 +393,7 @@ def with_argument(text: str) -> Callable[[ToyServer], psutil.Process]:
 
 
 def manager_of(stub: str) -> Callable[[ToyServer], psutil.Process]:
-    """The process of a stub that keeps its shared memory."""
+    """Return the process of a stub that keeps its shared memory."""
     return lambda server: next(
         p
         for p in server.descendants
@@ -418,7 +422,7 @@ def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds
         code = None
         end = time.monotonic() + seconds
         while code is None and time.monotonic() < end:
-            if which != "front":  # nobody else answers
+            if which != "front":  # no other process answers
                 with contextlib.suppress(FailedAttempt):
                     answer = call("127.0.0.1", server.port, "/health", 15.0)
                     texts += [json.loads(answer.body)["text"]] if answer.code != 200 else []
@@ -465,7 +469,7 @@ def test_a_lost_reaper_is_replaced_and_the_next_one_cleans_up(tmp_path, how):
 
         assert wait_for(is_replaced)
         assert call("127.0.0.1", server.port, "/health", 10.0).code == 200
-        time.sleep(2.0)  # it looks for what is there once a second
+        time.sleep(2.0)  # it checks once a second
         os.kill(server.server_pid, signal.SIGKILL)
         server.process.wait(10)
         assert wait_for(lambda: not server.left_behind()), server.left_behind()

@@ -1,4 +1,4 @@
-"""From scored rollouts to advantages: whose rows, which KL, and which samples train."""
+"""From scored rollouts to advantages: rows of ranks, the KL, and samples that train."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOG_RATIO = 0.25
 
 
 def batch_of(rows: list[int]) -> RolloutBatch:
-    """These of the samples above; beyond a response, log-probs are garbage."""
+    """A batch of these samples; log-probs beyond a response are garbage."""
     count = len(rows)
     width = max((LENGTHS[row] for row in rows), default=0)
     lengths = torch.tensor([LENGTHS[row] for row in rows], dtype=torch.long)
@@ -103,7 +103,7 @@ def test_truncated_samples_are_compared_with_and_do_not_train():
 
 
 def test_whitening_counts_the_samples_that_train_alone():
-    """Mean 0 and, but for its epsilon, deviation 1 over their tokens."""
+    """Over their tokens the mean is 0 and, but for epsilon, the deviation is 1."""
     batch = made(ALL, truncated_samples="mask", advantage_whitening="token")
     kept = batch.advantages[MASK & batch.trains[:, None]].double()
     assert float(kept.mean()) == pytest.approx(0.0, abs=1e-6)

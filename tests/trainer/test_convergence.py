@@ -1,4 +1,4 @@
-"""The real trainer on a policy that can be enumerated ends at the optimum that theory gives."""
+"""The real trainer on an enumerable policy reaches the optimum that theory gives."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ VOCABULARY = 8
 LENGTH = 2
 BETA = 0.5
 STEPS = 160
-# With their token ids. Of different lengths, and no token repeated: attention over equal tokens
-# gives what it gives over one, so a policy cannot tell the contexts "a" and "aa" apart, and the
+# Prompts and token ids, of different lengths and without repeated tokens: attention over equal
+# tokens equals attention over one, so a policy cannot tell the contexts "a" and "aa" apart, and the
 # optimum would be out of its reach.
 PROMPTS = {"at": (7, 6), "tea": (6, 5, 7)}
 RESPONSES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
 
 
 def forget_stop_tokens(model: Path) -> None:
-    """Without them every response has exactly `LENGTH` tokens, drawn from the whole vocabulary."""
+    """Without them each response has exactly `LENGTH` tokens of the whole vocabulary."""
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         values = json.loads((model / name).read_text())
         values.pop("eos_token", None)
@@ -66,7 +66,7 @@ def kl(left: Tensor, right: Tensor) -> float:
     ],
 )
 def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, generation, temperature):
-    """pi_ref * exp(r / beta) / Z, which a wrong sign, beta, temperature or mask would miss."""
+    """pi_ref * exp(r / beta) / Z; a wrong sign, beta, temperature or mask would miss it."""
     shape, rate = (SHAPE, 0.003) if generation == "vllm" else ({}, 0.01)
     model = tiny_llama_folder(
         tmp_path / "model",
@@ -87,10 +87,11 @@ def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, generation, tempe
         first, second = sequence[-LENGTH:]
         return float(rewards[tuple(sequence[:-LENGTH])][first * VOCABULARY + second])
 
+    prompts = write_prompts(tmp_path / "prompts.jsonl", [*PROMPTS] * 24)
     config = load_config(
         compose(
             f"pretrained_checkpoint.restore_from_path={model}",
-            f"model.data.data_prefix.train={write_prompts(tmp_path / 'prompts.jsonl', [*PROMPTS] * 24)}",
+            f"model.data.data_prefix.train={prompts}",
             f"exp_manager.explicit_log_dir={tmp_path / 'run'}",
             "model.encoder_seq_length=8",
             *(vllm_overrides() if generation == "vllm" else ()),
@@ -125,7 +126,7 @@ def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, generation, tempe
             f"{distance} from the optimum; the reference is {kl(reference, optimum())} from it"
         )
         assert kl(optimum(), policy) < 0.01
-        # What would pass must be able to fail: other optima are farther away than the bound.
+        # The check can fail: other optima are farther away than the bound.
         assert kl(reference, optimum()) > 0.1
         assert kl(policy, optimum(-1.0)) > 0.1
         assert kl(policy, optimum(beta=BETA / 1.5)) > 0.015 < kl(policy, optimum(beta=BETA * 1.5))

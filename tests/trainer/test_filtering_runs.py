@@ -1,4 +1,4 @@
-"""Dynamic filtering on whole runs: which prompts are drawn, which of them are trained on, and what is counted."""
+"""Dynamic filtering in whole runs: prompts that are drawn, prompts that train, and the counts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPTS = three_letters(18)
 
 
 class Recorder(FunctionReward):
-    """Remembers each sample that it scored: the prompt's text and the reward."""
+    """Records the prompt's text and the reward of each sample that it scores."""
 
     def __init__(self, score: Callable[[list[int]], float] = odd_share_or_alike):
         super().__init__(score, 0)
@@ -52,7 +52,7 @@ class Recorder(FunctionReward):
         return answer
 
     def steps(self, lines: list[dict]) -> list[dict[str, set[float]]]:
-        """The different rewards of each prompt that a step drew, in the order in which they were drawn."""
+        """Return the distinct rewards of each prompt of a step, in the order of drawing."""
         rewards_of_steps = []
         start = 0
         for line in lines:
@@ -73,7 +73,8 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
     recorder = Recorder()
     bound = f"{RL}.max_resampling_rounds={rounds}"
     lines = run(tmp_path, mesh, *FILTERING, bound, rm=recorder, prompts=PROMPTS)
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(1, len(lines) + 1))
     consumed = [0, *(line["train/consumed_prompts"] for line in lines)]
     assert consumed[-1] == 2 * len(PROMPTS) and len(PROMPTS) in consumed, (
         "an epoch's end is a step's end"
@@ -86,10 +87,11 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
         assert line["train/groups_trained"] == min(len(differ), WANTED)
         assert line["train/resampling_rounds"] == -(-len(drawn) // WANTED) - 1 <= rounds
         rows = rollouts_of(tmp_path, step)
-        assert Counter(row["prompt"] for row in rows) == dict.fromkeys(differ[:WANTED], 4)
+        num_responses = Counter(row["prompt"] for row in rows)
+        assert num_responses == dict.fromkeys(differ[:WANTED], 4)
         for row in rows:
             assert row["valid"]
-        # No batch was drawn once there were enough, and another one whenever there were not.
+        # No batch is drawn once there are enough prompts, and another one as long as there are not.
         before_last = [
             len(drawn[p]) > 1 for p in list(drawn)[: WANTED * line["train/resampling_rounds"]]
         ]
@@ -126,13 +128,12 @@ def test_optimizer_steps_on_what_is_left(tmp_path, mesh):
     lines = run(tmp_path, mesh, *FILTERING, *options, rm=SOME_ALIKE, prompts=PROMPTS)
     trained = [line["train/groups_trained"] for line in lines]
     assert len(set(trained)) > 1
-    assert [line["train/optimizer_steps"] for line in lines] == [
-        max(-(-count // 2), 1) for count in trained
-    ]
+    optimizer_steps = [line["train/optimizer_steps"] for line in lines]
+    assert optimizer_steps == [max(-(-count // 2), 1) for count in trained]
 
 
 def test_nothing_to_train_on(tmp_path, mesh):
-    """The prompts are used up by two steps, long before the number of steps that was planned with."""
+    """Two steps use up all prompts, long before the planned number of steps."""
     options = [
         f"{RL}.max_resampling_rounds=9",
         f"{RL}.val_check_interval=4",
@@ -147,9 +148,8 @@ def test_nothing_to_train_on(tmp_path, mesh):
         for a, b in zip(before, weights(trainer), strict=True):
             assert torch.equal(a, b)
     lines = metrics_of(tmp_path)
-    assert [line["step"] for line in lines if "val/rewards" in line] == [0, 2], (
-        "validated at the end too"
-    )
+    validated_steps = [line["step"] for line in lines if "val/rewards" in line]
+    assert validated_steps == [0, 2], "validated at the end too"
     for line in lines[1:]:
         counts = [line[f"train/groups_{name}"] for name in ("drawn", "without_spread", "trained")]
         assert counts == [18, 18, 0]
@@ -188,7 +188,7 @@ def test_nothing_to_train_on_with_other_options(options, tmp_path, mesh):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, mesh):
-    """Interrupted within the first epoch, at a step that drew more than once."""
+    """Interrupted within the first epoch, in a step that drew several batches."""
     folders = tmp_path / "whole", tmp_path / "parts"
     whole = run(folders[0], mesh, *FILTERING, rm=SOME_ALIKE, prompts=PROMPTS)
     assert whole[1]["train/resampling_rounds"] > 0

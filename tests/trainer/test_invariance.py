@@ -1,7 +1,7 @@
-"""What must not matter: order, a constant in a group, padding, micro-batches and the ranks' layout.
+"""Invariance to order, a constant in a group, padding, micro-batches and layouts of ranks.
 
-The whole chain from rewards to the gradient of each token's log-prob, in float64, for every estimator, credit,
-whitening, aggregation and ratio.
+The whole chain from rewards to the gradient of each token's log-prob, in float64, for every
+estimator, credit, whitening, aggregation and ratio.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIXED_LENGTH = 7.0
 
 @dataclass(frozen=True)
 class Batch:
-    """N samples with everything that a loss may read."""
+    """N samples with all fields that a loss may read."""
 
     rewards: Tensor
     group_ids: Tensor
@@ -123,7 +123,7 @@ def chain(
     kl_tokens = torch.where(batch.mask, batch.log_probs - batch.reference, 0.0)
     kl = kl_tokens.sum(1)
     in_reward = BETA if choice.placement == "reward" else 0.0
-    # Advantages are taken of the global batch, gathered in rank order.
+    # Advantages use the global batch, gathered in the order of ranks.
     order = torch.cat(parts)
     advantages_of_groups = ADVANTAGE_ESTIMATORS[choice.estimator].function(
         RewardGroups.of(
@@ -167,7 +167,7 @@ def chain(
 
 
 def whiten_over_ranks(advantages: Tensor, mask: Tensor, unit: str, cuts: list[Tensor]) -> Tensor:
-    """As each rank would call it: a first round finds the totals over ranks, as an all-reduce would."""
+    """Whiten as each rank would; a first round computes the totals, as an all-reduce would."""
     totals: list[list[Tensor]] = [[], []]
 
     def record(call: list[int]):
@@ -216,7 +216,7 @@ a_few = settings(deadline=None, max_examples=12)
 @a_few
 @given(batch=batches(), seed=st.integers(0, 99))
 def test_order_does_not_matter(choice, batch, seed):
-    if choice.estimator == "raft":  # of equally good ones it takes the first
+    if choice.estimator == "raft":  # of equally good samples it takes the first
         batch = replace(batch, rewards=batch.rewards + torch.arange(len(batch.rewards)) * 1e-3)
         batch = replace(batch, rewards=batch.rewards.clamp(-MAX_REWARD / 2, MAX_REWARD / 2))
         if len(set(batch.rewards.tolist())) < len(batch.rewards):
@@ -246,7 +246,7 @@ def test_micro_batches_and_ranks_do_not_matter(choice, batch, ranks, micro):
     owner = batch.group_ids % ranks
     parts = [(owner == rank).nonzero()[:, 0] for rank in range(ranks)]
     by_group = torch.argsort(batch.group_ids % ranks, stable=True)
-    if choice.estimator == "raft":  # its choice among equals follows the order, which the ranks' is
+    if choice.estimator == "raft":  # its choice among equals follows the order, which ranks change
         batch = batch.select(by_group)
         parts = list(torch.arange(len(by_group)).split([len(p) for p in parts]))
     assert_equal(chain(batch, choice, parts, micro), chain(batch, choice))
@@ -297,7 +297,7 @@ def test_invalid_samples_have_no_gradient_and_change_nobody_elses(choice, batch)
 
 
 def test_equal_rewards_with_one_invalid_teach_nothing():
-    """Counted in the divisor, the invalid one would give -0.5 here."""
+    """With the invalid sample in the divisor, the advantage would be -0.5."""
     groups = RewardGroups.of(
         torch.ones(4), torch.zeros(4).long(), torch.tensor([True, True, True, False])
     )
@@ -305,7 +305,7 @@ def test_equal_rewards_with_one_invalid_teach_nothing():
 
 
 def test_nearly_equal_others_do_not_blow_up():
-    """Divided by the deviation of the others, [0, 0.95 x 7] gave an advantage of -2075 to users of a peer."""
+    """Divided by the others' deviation, [0, 0.95 x 7] gave users of a peer advantages of -2075."""
     rewards = torch.tensor([0.0] + [0.95] * 7)
     for estimator in ADVANTAGE_ESTIMATORS:
         advantages = ADVANTAGE_ESTIMATORS[estimator].function(
@@ -315,7 +315,7 @@ def test_nearly_equal_others_do_not_blow_up():
 
 
 def hard_batches() -> dict[str, Batch]:
-    """In float32, as in a run: what has made peers divide by zero or exceed the range of a float."""
+    """float32 batches, as in a run, that made peers divide by zero or overflow."""
     groups = torch.arange(7).repeat_interleave(2)
     generator = torch.Generator().manual_seed(0)
     log_probs = -3 * torch.rand(len(groups), 4, generator=generator)
@@ -356,7 +356,7 @@ HARD = hard_batches()
 @pytest.mark.parametrize("whitening", ADVANTAGE_WHITENINGS)
 @pytest.mark.parametrize("name", HARD)
 def test_no_choice_gives_a_nan_or_an_infinity(estimator, whitening, name):
-    """For every credit, aggregation and ratio that the configuration lets through."""
+    """For each credit, aggregation and ratio that the configuration accepts."""
     for credit in CREDIT_ASSIGNMENTS:
         for aggregation in LOSS_AGGREGATIONS:
             for ratio in IMPORTANCE_RATIOS:

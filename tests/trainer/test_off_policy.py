@@ -1,4 +1,4 @@
-"""Several optimizer steps on one rollout batch: which sequences each takes, and against which policy."""
+"""Several optimizer steps on one rollout batch: the sequences of each, and its old policy."""
 
 from __future__ import annotations
 
@@ -107,11 +107,15 @@ class TestOptimizerSteps:
         for first, second in zip(epochs[::2], epochs[1::2], strict=True):
             assert len(set(first)) == len(first)
             assert sorted(first) == sorted(second)
-        assert {group for rows in seen.rows for group, _ in rows} == set(range(10))
+        groups_seen = {group for rows in seen.rows for group, _ in rows}
+        assert groups_seen == set(range(10))
         assert any(seen.rows[i] != seen.rows[i + 2] for i in (0, 4)), "another order every epoch"
 
     def test_the_schedule_ends_with_the_last_optimizer_step(self, tmp_path, mesh):
-        """Nine prompts: steps of 2, 2 and 1 mini-batches, the last of a single prompt; each twice, in two epochs."""
+        """Nine prompts in steps of 2, 2 and 1 mini-batches, each twice, for two epochs.
+
+        The last mini-batch has a single prompt.
+        """
         schedule = ["name=linear", "warmup_steps=5", "constant_steps=1", "min_lr=0.001"]
         options = [f"model.optim.sched.{item}" for item in schedule]
         lines = run(
@@ -145,7 +149,7 @@ class TestOptimizerSteps:
             assert 0 < line["train/effective_sample_size"] < 1
 
     def test_one_step_on_the_whole_batch_has_a_ratio_of_one(self, tmp_path, mesh):
-        """With a ratio and without one it is the same run."""
+        """The run with a ratio equals the run without."""
         lines = []
         for ratio in ("none", "token", "sequence", "sequence_geometric"):
             overrides = [f"{RL}.importance_ratio={ratio}", "model.global_batch_size=16"]
@@ -154,7 +158,7 @@ class TestOptimizerSteps:
             assert [line["train/optimizer_steps"] for line in lines_of_run] == [1, 1]
             for x in lines_of_run:
                 assert (x["train/clip_fraction"], x["train/effective_sample_size"]) == (0, 1)
-            # The loss is another number, since a ratio is 1 where a log-prob is not; the gradient
+            # The loss differs, since a ratio is 1 where a log-prob is not; the gradient
             # is the same.
             for line, other in zip(lines_of_run, lines[0], strict=True):
                 without_loss = [
@@ -194,7 +198,8 @@ class TestMiniBatches:
     def test_the_same_groups_however_many_ranks_hold_them(self):
         groups = torch.tensor([7, 7, 3, 3, 9, 9, 1, 1, 4, 4])
         alone = [groups[rows].tolist() for rows in mini_batches([groups], 0, 2, 2, seed=5)]
-        assert [len(ids) for ids in alone] == [4, 4, 2, 4, 4, 2]
+        sizes = [len(ids) for ids in alone]
+        assert sizes == [4, 4, 2, 4, 4, 2]
         parts = [groups[:4], groups[4:4], groups[4:]]
         for spread in zip(
             *(list(mini_batches(parts, rank, 2, 2, seed=5)) for rank in range(3)), strict=True
@@ -226,7 +231,7 @@ def brute_force_ratio_gradient(
     low: float,
     high: float,
 ) -> Tensor:
-    """PPO's clipped term of these rows, response by response, by autograd on transformers' model."""
+    """PPO's clipped term of these rows, by autograd on transformers' model, one by one."""
     rollouts = batch.rollouts.select(rows)
     log_probs = brute_force_log_probs(
         model,
@@ -259,7 +264,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 class TestAgainstBruteForce:
-    """After a step, the gradient of the next one against the policy before the first."""
+    """After one step, the next step's gradient against the policy before the first step."""
 
     @pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_geometric"])
     def test_second_step(self, ratio, folder, mesh, tmp_path):
@@ -295,7 +300,7 @@ class TestAgainstBruteForce:
             )
             expected = brute_force_ratio_gradient(after, batch, part, old, ratio, low, high)
             assert relative_difference(gradient_of(actor), expected) < 1e-4
-            # Nothing of this would show were the policy still where it was, or everything clipped.
+            # The test would see nothing if the policy had not moved or if everything were clipped.
             assert 0 < share.sums["clipped"] < share.sums["tokens"]
         actor.get_loss_and_metrics(batch, sequences(len(second)), rows=second, on_policy=True)
         assert relative_difference(gradient_of(actor), expected) > 0.01
@@ -319,7 +324,7 @@ class TestAgainstBruteForce:
 
 @pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path, mesh):
-    """Five prompts in steps of three and optimizer steps of one: a rank has nothing to do in each of them."""
+    """Five prompts, steps of three, optimizer steps of one: in each a rank has nothing to do."""
     overrides = [
         *tiny_overrides(tmp_path, prompts=three_letters(5)),
         "model.reinforce.num_rollout_samples=3",
@@ -347,5 +352,5 @@ def test_two_ranks_equal_one(tmp_path, mesh):
 
 
 def log_dir(folder: Path) -> str:
-    """`metrics_of` looks below `run`."""
+    """Return the override of the folder that `metrics_of` reads."""
     return f"exp_manager.explicit_log_dir={folder / 'run'}"

@@ -1,4 +1,4 @@
-"""Options of KL, credit, rewards and truncation on whole runs: what stands in the files is what the page says."""
+"""Options of KL, credit, rewards and truncation in whole runs: files hold what the page says."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BETA = 0.1  # of `tiny_overrides`
 
 
 def of_others(rows: list[dict], row: dict, key: str) -> float:
-    """The mean over the other valid samples of the row's prompt."""
+    """Return the mean over the other valid samples of the row's prompt."""
     others = [
         r[key] for r in rows if r["prompt_id"] == row["prompt_id"] and r is not row and r["valid"]
     ]
@@ -50,7 +50,7 @@ def of_others(rows: list[dict], row: dict, key: str) -> float:
 class TestAdaptiveKL:
     @pytest.mark.parametrize("target, direction", [(1e-4, 1), (1e4, -1)])
     def test_beta_moves_against_the_error(self, target, direction, tmp_path, mesh):
-        """By the most that it may, 20 % a horizon, since the KL is far off."""
+        """It moves by the largest step, 20 % a horizon, since the KL is far off."""
         lines = run(
             tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.kl_target={target}", f"{RL}.kl_horizon=64"
         )
@@ -77,10 +77,12 @@ class TestAdaptiveKL:
                 )
 
     def test_without_a_target_a_resumed_run_has_the_beta_of_its_configuration(self, tmp_path, mesh):
-        assert [line["train/kl_coefficient"] for line in run(tmp_path, mesh)] == [BETA] * 2
+        kl_coefficients = [line["train/kl_coefficient"] for line in run(tmp_path, mesh)]
+        assert kl_coefficients == [BETA] * 2
         changed = [f"{RL}.initial_policy_kl_penalty=0.3", "resume_with_changes=true"]
         lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", *changed)
-        assert [line["train/kl_coefficient"] for line in lines] == [BETA] * 2 + [0.3] * 2
+        kl_coefficients = [line["train/kl_coefficient"] for line in lines]
+        assert kl_coefficients == [BETA] * 2 + [0.3] * 2
 
 
 class TestPlacementOfTheKL:
@@ -104,7 +106,7 @@ class TestPlacementOfTheKL:
             assert line["train/grad_norm"] > 0
 
     def test_in_the_loss_it_pulls_back_to_the_reference(self, tmp_path, mesh):
-        """Moved away from the reference first; then there is no reward to earn, and the KL alone acts."""
+        """The policy moves away from the reference; then the KL acts alone, without rewards."""
         options = [f"{RL}.kl_placement=loss", f"{RL}.num_rollouts_per_prompt=8"]
         away = run(tmp_path, mesh, *options, f"{RL}.max_epochs=4", "model.optim.lr=0.02")
         lines = run(tmp_path, mesh, *options, f"{RL}.max_epochs=12", rm=lambda ids: 0.5)
@@ -138,7 +140,7 @@ class TestTokenCredit:
                 assert not data.advantages[i, length:].any()
 
     def test_a_run(self, tmp_path, mesh):
-        """On-policy at step 1 the KL is 0, so that credit by token is credit by sequence; then they differ."""
+        """At step 1 the KL is 0: credit by token equals credit by sequence; later they differ."""
         lines, other = (
             run(tmp_path / name, mesh, f"{RL}.credit_assignment={name}")
             for name in ("token", "sequence")
@@ -168,7 +170,7 @@ def test_an_entropy_bonus_is_all_that_acts_where_no_reward_differs(tmp_path, mes
 
 class TestTruncatedSamples:
     def test_mask(self, tmp_path, mesh):
-        """Out of the loss, but in the baseline of the others."""
+        """Masked samples are out of the loss, but in the baseline of the others."""
         lines = run(tmp_path, mesh, f"{RL}.truncated_samples=mask")
         for step, line in enumerate(lines, 1):
             rows = rollouts_of(tmp_path, step)
@@ -257,7 +259,7 @@ class TestGeneratorCorrection:
             assert line["train/effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
 
     def test_another_generator_is_corrected_and_seen(self, tmp_path, mesh):
-        """One that thinks each of its tokens half as likely as the actor does: every weight is 2, or at the cap."""
+        """It halves the likelihood of each of its tokens: every weight is 2, or at the cap."""
         gradients = {}
         masked = [("token_mask", 2.5), ("token_mask", 1.5), ("sequence_mask", 1.5)]
         for correction, cap in (("none", 2.5), ("token", 2.5), ("token", 1.5), *masked):
@@ -290,7 +292,7 @@ class TestGeneratorCorrection:
     )
     @pytest.mark.slow
     def test_the_quantiles_are_those_of_all_ranks(self, cut, tmp_path):
-        """Of two, each with half of the prompts or of the layers, with two optimizer steps of which one has ratios."""
+        """Two ranks share the prompts or the layers; one of two optimizer steps has ratios."""
         script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "gap.py"
         options = [f"{RL}.importance_ratio=token", "model.global_batch_size=8", f"{RL}.max_steps=1"]
         quantiles = []
@@ -316,7 +318,7 @@ class TestGeneratorCorrection:
     def test_one_token_that_the_engine_sees_differently_is_named(
         self, tmp_path, mesh, monkeypatch, capsys
     ):
-        """In the log and as an alert in the run's folder, and in the report with the text before it."""
+        """The log and an alert name it; the report also shows the text before it."""
         infer = MegatronGPTReinforceActorModel.infer
 
         def disturbed(self, prompts, *args, **kwargs):
@@ -327,7 +329,7 @@ class TestGeneratorCorrection:
             return completions
 
         monkeypatch.setattr(MegatronGPTReinforceActorModel, "infer", disturbed)
-        # of prompt 5 and others
+        # prompt 5 and others
         lines = run(tmp_path, mesh, f"{RL}.initial_policy_kl_penalty=0", f"{RL}.max_steps=1")
         (step,) = [line["step"] for line in lines if line["train/generator_gap_max"] > 1]
         (row,) = [
@@ -350,7 +352,8 @@ class TestGeneratorCorrection:
         tables = [
             table for table in overview(run_folder)["tables"] if "largest gap" in table["title"]
         ]
-        assert [table["rows"][0][:3] for table in tables] == [["5", "2", "1"]]
+        places = [table["rows"][0][:3] for table in tables]
+        assert places == [["5", "2", "1"]]
 
     @pytest.mark.parametrize(
         "options",
@@ -369,7 +372,7 @@ class TestGeneratorCorrection:
         ids=lambda options: options[0].split(".")[-1],
     )
     def test_the_quantiles_do_not_depend_on_the_layout(self, options, tmp_path, mesh):
-        """By sorting the gaps of what is recorded, where the generator's numbers are off by known noise."""
+        """The recorded gaps are sorted here; the generator's numbers have known noise."""
         fixed = f"{RL}.initial_policy_kl_penalty=0"
         with tiny_trainer(tiny_config(tmp_path, *options, fixed), mesh) as trainer:
             rollouts, _, _ = trainer.generate_rollouts()
@@ -389,7 +392,8 @@ class TestGeneratorCorrection:
             assert tokens is not None
         kept = trains[:, None].expand_as(mask)[mask]
         gaps = noise[kept].abs().sort().values
-        assert {name: metrics[name] for name in GAP_SHARES} == pytest.approx(
+        metric_quantiles = {name: metrics[name] for name in GAP_SHARES}
+        assert metric_quantiles == pytest.approx(
             {name: float(gaps[math.ceil(q * len(gaps)) - 1]) for name, q in GAP_SHARES.items()},
             abs=2e-5,
         )
@@ -433,13 +437,15 @@ class TestSeveralSources:
             assert line["train/rewards_odd"] == pytest.approx(sum(odd) / len(rows), abs=1e-6)
 
     def test_a_sample_that_one_of_them_cannot_score_has_failed(self, tmp_path, mesh):
-        """The first of each of the two requests of a step; the other source's own mean knows its scores."""
+        """The first sample of each of two requests; the mean of the other source includes it."""
         rm = self.both(FailsOnFirst(odd_share, PROMPT_TOKENS))
         lines = run(tmp_path, mesh, f"{RL}.max_failed_fraction=0.2", rm=rm)
         for step, line in enumerate(lines, 1):
             rows = rollouts_of(tmp_path, step)
-            assert [i for i, row in enumerate(rows) if row["reward"] is None] == [0, 12]
-            assert [row["valid"] for row in rows] == [row["reward"] is not None for row in rows]
+            unscored = [i for i, row in enumerate(rows) if row["reward"] is None]
+            assert unscored == [0, 12]
+            valid = [row["valid"] for row in rows]
+            assert valid == [row["reward"] is not None for row in rows]
             assert line["train/fraction_of_samples_scored"] == 14 / 16
             lengths = [row["response_length"] for row in rows]
             assert line["train/rewards_length"] == pytest.approx(sum(lengths) / 16)

@@ -1,4 +1,4 @@
-"""The published algorithms that `algorithm=NAME` stands for: files, documentation and two steps of each."""
+"""The published algorithms of `algorithm=NAME`: files, documentation and two steps of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDER = CONF_FOLDER / "algorithm"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
-# How the page's table of presets names what the keys name.
+# The names in the page's table of presets, by key.
 KL_NAMES = {"k1": "k1", "abs(k1)": "absolute_k1", "k3": "k3"}
 AGGREGATIONS = {
     "sum over tokens, mean over sequences": "sequence_sum",
@@ -35,7 +35,7 @@ every_preset = pytest.mark.parametrize("preset", PRESETS)
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory) -> list[str]:
-    """Overrides on which only the preset decides whether a configuration is refused."""
+    """Overrides with which only the preset decides whether a configuration is valid."""
     overrides = tiny_overrides(tmp_path_factory.mktemp("run"))
     return [override for override in overrides if "initial_policy_kl_penalty" not in override]
 
@@ -45,7 +45,7 @@ def config_of(right: list[str], *overrides: str) -> TrainConfig:
 
 
 def table(heading: str) -> dict[str, list[str]]:
-    """The first table below a heading of the page: the other cells of each row by the name in its first."""
+    """Return the first table below a heading: the other cells of each row, by its first cell."""
     rows = re.search(rf"^## {heading}\n.*?((?:^\|[^\n]*\n)+)", PAGE, re.MULTILINE | re.DOTALL)
     assert rows is not None, heading
     cells = [
@@ -121,7 +121,7 @@ def test_the_page_says_what_it_sets(preset, right):
 
 @every_preset
 def test_it_trains(preset, tmp_path: Path, mesh):
-    """With responses of which most end in time, since one of them drops the others."""
+    """Most responses end in time, since one of the presets drops the others."""
     sizes = "model.reinforce.length_params.max_length=13", "model.micro_batch_size=16"
     lines = run(tmp_path, mesh, f"algorithm={preset}", *sizes)
     assert [line["step"] for line in lines] == [1, 2]

@@ -1,4 +1,4 @@
-"""The trainer on a tiny model: what it writes, what it leaves out, and what it does when rewards fail."""
+"""The trainer on a tiny model: its files, samples that it leaves out, and failing rewards."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TestAStep:
             assert list(Counter(batch.group_ids.tolist()).values()) == [4] * 4
             assert set(timings) == {"generate", "logprobs", "init_logprobs", "reward_wait"}
             assert metrics["rewards"] == pytest.approx(float(batch.rewards.mean()))
-            # The reference is the policy still, at the same temperature: no KL but for rounding.
+            # The policy still equals the reference, at the same temperature: the KL is rounding.
             assert batch.init_log_probs is not None
             torch.testing.assert_close(batch.log_probs, batch.init_log_probs, rtol=0, atol=1e-5)
 
@@ -83,7 +83,7 @@ class TestAStep:
             assert any(not torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
 
     def test_log_probs_are_those_that_the_generator_sampled_with(self, tmp_path, mesh):
-        """Off by one token, another temperature, padding taken for text: all would show here."""
+        """An offset of one token, another temperature or padding taken for text would show here."""
         overrides = (
             "model.reinforce.sampling_params.temperature=1.4",
             "model.reinforce.length_params.min_length=0",
@@ -101,7 +101,10 @@ class TestAStep:
             torch.testing.assert_close(log_probs, completions.log_probs, rtol=0, atol=1e-5)
 
     def test_the_generators_own_log_probs_save_a_pass(self, tmp_path, mesh):
-        """The same run but for rounding, with and without; a second update on a batch takes the trainer's own."""
+        """With and without, the run is equal but for rounding.
+
+        A second update on a batch needs the trainer's own log-probs.
+        """
         passes = {}
         lines = {}
         for name, keys in {
@@ -147,7 +150,8 @@ class TestAStep:
             ]
             (tmp_path / str(i)).mkdir()
             lines.append(list(map(however_cut, run(tmp_path / str(i), mesh, *sizes))))
-        assert ["val/rewards" in line for line in lines[0]] == [True] * 3
+        is_validated = ["val/rewards" in line for line in lines[0]]
+        assert is_validated == [True] * 3
         for other in lines[1:]:
             assert max(map(largest_difference, lines[0], other)) < 2e-5
 
@@ -168,12 +172,12 @@ class TestAStep:
 
 
 class TestWhatAStepLeaves:
-    """The version of the weights, the terms of the loss, and the state that goes on."""
+    """The version of the weights, the terms of the loss, and the state for the next step."""
 
     def test_weights_are_numbered_by_the_steps_that_have_trained_them(
         self, tmp_path, mesh, monkeypatch
     ):
-        """Those that a resumed run begins with are the oldest that it has."""
+        """The oldest weights of a resumed run are the ones that it starts with."""
         trained = []
         given = []
         update = ReinforceTrainer.run_training
@@ -206,7 +210,7 @@ class TestWhatAStepLeaves:
     def test_a_step_whose_weights_no_generator_takes_is_saved_with_them(
         self, tmp_path, mesh, monkeypatch
     ):
-        """The resumed run makes the next step, with the numbers of a run that never failed."""
+        """The resumed run makes the next step, with the numbers of a run without the failure."""
         settings = [f"{RL}.max_steps=3", f"{RL}.max_epochs=2"]
         uninterrupted = run(tmp_path / "uninterrupted", mesh, *settings)
 
@@ -221,12 +225,11 @@ class TestWhatAStepLeaves:
                 run(folder, mesh, *settings)
         assert metrics_of(folder)[-1]["step"] == 2
         resumed = run(folder, mesh, *settings)
-        assert [without_times(line) for line in resumed] == [
-            without_times(line) for line in uninterrupted
-        ]
+        numbers = [without_times(line) for line in resumed]
+        assert numbers == [without_times(line) for line in uninterrupted]
 
     def test_the_age_of_a_token_is_counted_from_the_weights_that_it_trains(self, tmp_path, mesh):
-        """At step 3, weights of version 1 are a step old: two updates were made before this one."""
+        """At step 3, weights of version 1 are a step old: two updates came before this step."""
         with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:
             rollouts, _, _ = trainer.generate_rollouts()
             assert rollouts.generator_log_probs is not None
@@ -259,7 +262,8 @@ class TestWhatAStepLeaves:
             for _ in range(2):
                 rollouts, _, _ = trainer.generate_rollouts()
                 trainer.run_training(trainer.generate_reinforce_data(rollouts)[0])
-        assert [call["on_policy"] for call in calls] == [True, False, False] * 2
+        on_policy = [call["on_policy"] for call in calls]
+        assert on_policy == [True, False, False] * 2
 
     def test_mini_batches_are_cut_anew_each_step(self, tmp_path, mesh, monkeypatch):
         seeds = []
@@ -275,7 +279,7 @@ class TestWhatAStepLeaves:
         assert len(seeds) == len(set(seeds)) == 4
 
     def test_a_state_is_of_the_last_whole_step(self, tmp_path, mesh):
-        """Prompts of the next one that were drawn already are drawn again by a resumed run."""
+        """A resumed run draws the next step's prompts again."""
         keys = (
             f"{RL}.kl_target=0.5",
             f"{RL}.kl_horizon=50",
@@ -307,7 +311,7 @@ class TestWhatAStepLeaves:
 
 
 def recorded_calls(trainer: ReinforceTrainer) -> list[dict[str, Any]]:
-    """Return the keyword arguments of the calls of the loss, as they are made."""
+    """Return the list of keyword arguments of the loss, which grows with each call."""
     calls: list[dict[str, Any]] = []
     compute = trainer.model.get_loss_and_metrics
 
@@ -340,12 +344,14 @@ class TestFiles:
             "consumed_prompts",
         ]
         timers = ["generate", "logprobs", "init_logprobs", "reward_wait", "train_time", "step_time"]
-        assert {f"val/{name}" for name in rollouts} <= lines[0].keys()
+        rollout_metrics = {f"val/{name}" for name in rollouts}
+        assert rollout_metrics <= lines[0].keys()
         names = [f"train/{name}" for name in rollouts + algorithm] + [
             f"timers/{name}" for name in timers
         ]
         for line in lines[1:]:
-            assert [name for name in names if not math.isfinite(line[name])] == []
+            not_finite = [name for name in names if not math.isfinite(line[name])]
+            assert not_finite == []
             assert line["val/prompt_lengths"] == line["train/prompt_lengths"] == PROMPT_TOKENS
         assert lines[2]["train/consumed_prompts"] == 8
         assert abs(lines[1]["train/init_policy_kl"]) < 1e-6 < abs(lines[2]["train/init_policy_kl"])
@@ -388,10 +394,12 @@ class TestFiles:
             for steps in ((1, 2, 3), (4, 5, 6))
         ]
         for rows in epochs:
-            assert Counter((row["prompt_id"], row["sample_id"]) for row in rows) == Counter(
+            samples = Counter((row["prompt_id"], row["sample_id"]) for row in rows)
+            assert samples == Counter(
                 (prompt, sample) for prompt in range(10) for sample in range(4)
             )
-            assert {row["prompt_id"]: row["prompt"] for row in rows} == dict(enumerate(prompts))
+            recorded_prompts = {row["prompt_id"]: row["prompt"] for row in rows}
+            assert recorded_prompts == dict(enumerate(prompts))
         orders = [[row["prompt_id"] for row in rows] for rows in epochs]
         assert orders[0] != orders[1]
 
@@ -425,7 +433,8 @@ class TestFiles:
                 for key, value in line.items()
                 if key.startswith(("train/", "val/", "timers/"))
             }
-            assert {key: logged[line["step"]][key] for key in expected} == pytest.approx(expected)
+            logged_numbers = {key: logged[line["step"]][key] for key in expected}
+            assert logged_numbers == pytest.approx(expected)
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
         assert checkpoint is not None
         assert checkpoint.trainer_state["wandb_run_id"] in path.name
@@ -495,7 +504,8 @@ class TestWhatDoesNotCount:
             trainer.fit()
         for line in metrics_of(tmp_path):
             assert line["train/fraction_of_samples_valid"] == 0.5
-            assert [name for name, value in line.items() if value is None] == []
+            missing = [name for name, value in line.items() if value is None]
+            assert missing == []
             assert line["train/grad_norm"] > 0
         for row in rollouts_of(tmp_path, 2):
             if row["sample_id"] % 2:
@@ -526,7 +536,7 @@ class TestWhatDoesNotCount:
         assert line["train/rewards_with_kl"] is None
 
     def test_a_group_without_a_valid_sample(self, tmp_path, mesh):
-        """All samples of one prompt fail, and one sample of each of the others."""
+        """All samples of one prompt fail, and one sample of each other prompt."""
         score = FailingReward(
             lambda row: math.nan if row[0] == 6 else odd_share(row[PROMPT_TOKENS:])
         )
@@ -535,15 +545,15 @@ class TestWhatDoesNotCount:
         lines = run(tmp_path, mesh, EVERY_FAILURE, rm=score, prompts=prompts)
         rows = rollouts_of(tmp_path, 1)
         failed = [row for row in rows if row["reward"] is None]
-        assert {row["prompt_id"] for row in failed} == {
-            i for prompt, i in first.items() if prompt[0] == "t"
-        }
+        failed_prompts = {row["prompt_id"] for row in failed}
+        assert failed_prompts == {i for prompt, i in first.items() if prompt[0] == "t"}
         assert len(failed) == 8
         assert all(
             (row["valid"], row["advantage"], row["baseline"]) == (False, 0.0, 0.0) for row in failed
         )
         assert all(row["valid"] for row in rows if row not in failed)
-        assert [name for name, value in lines[0].items() if value is None] == []
+        missing = [name for name, value in lines[0].items() if value is None]
+        assert missing == []
         good = [row["reward"] for row in rows if row["reward"] is not None]
         assert lines[0]["train/rewards"] == pytest.approx(sum(good) / 8)
         assert lines[0]["train/fraction_of_samples_scored"] == 0.5
@@ -588,7 +598,7 @@ class TestWhatDoesNotCount:
 
 
 class FailingReward(FunctionReward):
-    """Scores whole sequences, and can end a run at its n-th request (from 1) as the client does past its deadline."""
+    """Scores whole sequences, and can raise at its n-th request (from 1), as past a deadline."""
 
     def __init__(self, score, fail_at: int | None = None):
         super().__init__(score, 0)
@@ -603,7 +613,7 @@ class FailingReward(FunctionReward):
 
 
 class OwnSource:
-    """A reward source that answers with these values and statuses, of a number of samples."""
+    """A reward source that returns these values and statuses for its number of samples."""
 
     def __init__(self, values, status):
         self.values = values
@@ -692,7 +702,8 @@ class TestWhenRewardsFail:
 
         lines = run(tmp_path, mesh, rm=score)
         rows = rollouts_of(tmp_path, 1)
-        assert [i for i, row in enumerate(rows) if row["reward"] is None] == [6]
+        unscored = [i for i, row in enumerate(rows) if row["reward"] is None]
+        assert unscored == [6]
         assert rows[6]["valid"] is False
         assert rows[6]["advantage"] == 0.0
         for row in rows:
@@ -703,7 +714,7 @@ class TestWhenRewardsFail:
     def test_a_server_that_is_gone_saves_the_last_whole_step_and_the_run_goes_on_from_there(
         self, tmp_path, mesh
     ):
-        """Three prompts are generated together, so each step makes two requests; the fifth is in step 3."""
+        """Three prompts a batch, so each step sends two requests; the fifth belongs to step 3."""
         (tmp_path / "whole").mkdir()
         whole = run(tmp_path / "whole", mesh, f"{RL}.max_epochs=3")
         config = tiny_config(tmp_path, f"{RL}.max_epochs=3")
@@ -714,8 +725,10 @@ class TestWhenRewardsFail:
             trainer.fit()
         assert saved_step(tmp_path) == 2
         lines = run(tmp_path, mesh, f"{RL}.max_epochs=3", rm=FailingReward(share_of_response))
-        assert [without_times(line) for line in lines] == [without_times(line) for line in whole]
-        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+        numbers = [without_times(line) for line in lines]
+        assert numbers == [without_times(line) for line in whole]
+        steps = [line["step"] for line in lines]
+        assert steps == [1, 2, 3, 4, 5, 6]
 
     def test_a_server_that_is_gone_at_a_later_validation(self, tmp_path, mesh):
         """Its step is done and saved; the validation is made up for."""
@@ -740,15 +753,12 @@ class TestWhenRewardsFail:
         ):
             trainer.fit()
         assert saved_step(tmp_path) is None
-        assert [line["step"] for line in run(tmp_path, mesh, f"{RL}.val_check_interval=1")] == [
-            0,
-            1,
-            2,
-        ]
+        steps = [line["step"] for line in run(tmp_path, mesh, f"{RL}.val_check_interval=1")]
+        assert steps == [0, 1, 2]
 
 
 class StopsAfter(RunTimer):
-    """Is asked twice before the first step of a new run, around its validation, and once after each."""
+    """Is asked around the validation before a new run's first step, and once after each step."""
 
     def __init__(self, questions: int):
         super().__init__(None, JobTimes())
@@ -770,11 +780,12 @@ class TestTheEnd:
             trainer.fit()
         assert isinstance(error.value, StoppedEarly)
         assert trainer.step == saved_step(tmp_path) == 3
-        assert [line["step"] for line in run(tmp_path, mesh, *overrides)] == [1, 2, 3, 4, 5, 6]
+        steps = [line["step"] for line in run(tmp_path, mesh, *overrides)]
+        assert steps == [1, 2, 3, 4, 5, 6]
         assert saved_step(tmp_path) == 6
 
     def test_when_the_time_is_up_it_validates_too(self, tmp_path, mesh):
-        """Across an epoch, and with the time of the start counted: the fifth question is asked after step 3."""
+        """Across an epoch; with two checks at the start, the fifth one is after step 3."""
         overrides = [f"{RL}.max_epochs=3", f"{RL}.val_check_interval=5"]
         with (
             pytest.raises(StoppedEarly),
@@ -782,10 +793,12 @@ class TestTheEnd:
         ):
             trainer.run_timer = StopsAfter(4)
             trainer.fit()
-        assert [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line] == [0, 3]
+        validated_steps = [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line]
+        assert validated_steps == [0, 3]
         lines = run(tmp_path, mesh, *overrides)
         assert [line["step"] for line in lines] == list(range(7))
-        assert [line["step"] for line in lines if "val/rewards" in line] == [0, 3, 5, 6]
+        validated_steps = [line["step"] for line in lines if "val/rewards" in line]
+        assert validated_steps == [0, 3, 5, 6]
 
     def test_time_that_is_up_with_the_last_step_is_no_reason_to_stop(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:
@@ -800,20 +813,22 @@ class TestTheEnd:
             trainer.fit()
         assert trainer.step == 0
         assert saved_step(tmp_path) is None
-        assert [line["step"] for line in run(tmp_path, mesh)] == [1, 2]
+        steps = [line["step"] for line in run(tmp_path, mesh)]
+        assert steps == [1, 2]
 
     def test_max_steps_ends_within_an_epoch_and_a_higher_one_goes_on(self, tmp_path, mesh):
-        assert [
+        steps = [
             line["step"] for line in run(tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.max_steps=3")
-        ] == [1, 2, 3]
+        ]
+        assert steps == [1, 2, 3]
         assert saved_step(tmp_path) == 3
         lines = run(
             tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.max_steps=5", "model.optim.lr=0.003"
         )
-        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-        assert [line["train/lr"] for line in lines] == [0.01] * 3 + [0.003] * 2, (
-            "the configuration's, not the old run's"
-        )
+        steps = [line["step"] for line in lines]
+        assert steps == [1, 2, 3, 4, 5]
+        learning_rates = [line["train/lr"] for line in lines]
+        assert learning_rates == [0.01] * 3 + [0.003] * 2, "the configuration's, not the old run's"
 
     @pytest.mark.parametrize(
         ("estimator", "weights"),
@@ -824,7 +839,7 @@ class TestTheEnd:
         ],
     )
     def test_the_baseline_is_a_mean_of_past_rewards(self, estimator, weights, tmp_path, mesh):
-        """Weights of the last step, of the one before, and so on; every step has equally many samples."""
+        """Weights by age of the step; each step has the same number of samples."""
         options = [
             f"{RL}.advantage_estimator={estimator}",
             f"{RL}.baseline_window=2",
@@ -871,7 +886,8 @@ class TestTheEnd:
             f"{RL}.val_check_interval=4",
             f"{RL}.save_interval=2",
         )
-        assert [line["step"] for line in lines if "val/rewards" in line] == [0, 4, 6]
+        validated_steps = [line["step"] for line in lines if "val/rewards" in line]
+        assert validated_steps == [0, 4, 6]
         kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
         assert kept == ["step_00000004", "step_00000006"]
 

@@ -1,4 +1,4 @@
-"""One rank and two, killed at random moments, with all that carries state; and other layouts in one run."""
+"""One rank and two, killed at random moments with all kinds of state, and changes of layout."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def uninterrupted(processes, tmp_path_factory) -> Path:
     ],
 )
 def whole(request, processes, tmp_path_factory) -> tuple[Path, int, tuple[str, ...], float]:
-    """A run without interruption, in which saves are not asynchronous; ranks, overrides, seconds of its steps."""
+    """A run without interruptions and asynchronous saves.
+
+    Its ranks, its overrides and the seconds of its steps.
+    """
     ranks, overrides = request.param
     folder = tmp_path_factory.mktemp("whole")
     finish(processes, folder, *overrides, ranks=ranks)
@@ -96,7 +99,7 @@ def test_killed_at_random_moments(kills, whole, processes, tmp_path):
     draw = random.Random(seed)
     folder, ranks, overrides, seconds = whole
     for _ in range(kills):
-        # A part of the run each, so that the last ones are not left with nothing to kill.
+        # One kill in each part of the run, so that the last kills still find steps.
         processes.kill_at_random(
             tmp_path, draw, seconds / kills, *STATEFUL, *overrides, ASYNC, ranks=ranks
         )
@@ -105,7 +108,7 @@ def test_killed_at_random_moments(kills, whole, processes, tmp_path):
 
 
 def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
-    """And moves in this run, so that leaving it out would show in the others."""
+    """The state changes in this run, so a missing part would show in the others."""
     folder = uninterrupted / "run" / "checkpoints"
     newest = folder / (folder / "latest").read_text().strip()
     state = json.loads((newest / "trainer_state.json").read_text())
@@ -137,7 +140,7 @@ def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
         for line in metrics_of(uninterrupted)
         if "val/rewards" in line
     }
-    # of equal ones the first
+    # the first of equal ones
     best = max((step for step in values if step > 0), key=lambda step: values[step])
     assert state["best"] == {
         "metric": "val/rewards",
@@ -171,7 +174,7 @@ ONE = (1, ())
 )
 @pytest.mark.slow
 def test_every_prompt_once_an_epoch_through_kills_and_layouts(layouts, processes, tmp_path):
-    """Each is killed within some step, but the last one, which ends the run."""
+    """Each start is killed within a step, but for the last one, which ends the run."""
     tiny_llama_folder(
         tmp_path / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16
     )
@@ -189,11 +192,13 @@ def test_every_prompt_once_an_epoch_through_kills_and_layouts(layouts, processes
             tmp_path / "log"
         ).read_text()
     lines = metrics_of(tmp_path)
-    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(STEPS + 1))
     assert lines[-1]["train/consumed_prompts"] == 4 * NUM_PROMPTS
     for epoch in range(4):
         rows = [row for step in (1, 2, 3) for row in rollouts_of(tmp_path, 3 * epoch + step)]
-        assert Counter(row["prompt_id"] for row in rows) == dict.fromkeys(range(NUM_PROMPTS), 4)
+        num_responses = Counter(row["prompt_id"] for row in rows)
+        assert num_responses == dict.fromkeys(range(NUM_PROMPTS), 4)
 
 
 def test_another_number_of_ranks_in_the_middle_of_an_epoch(processes, uninterrupted, tmp_path):

@@ -1,4 +1,4 @@
-"""What a step inherits: reward moments, beta, the best checkpoints."""
+"""State between steps: reward moments, beta, the best checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from reinforce_rl.trainer.state import BestCheckpoints, NonFiniteGuard, RunningB
 ESTIMATORS = ["running_mean", "moving_average", "exponential_moving_average"]
 WINDOW = 3
 DECAY = 0.8
-Rewards = list[list[float]]  # of each step; NaN where a sample is not valid
+Rewards = list[list[float]]  # of each step; NaN if a sample is not valid
 
 
 def new_past() -> RunningBaselines:
@@ -32,7 +32,10 @@ def new_past() -> RunningBaselines:
 
 
 def batch_of(rewards: list[float], kl: float = 0.0) -> ReinforceBatch:
-    """Responses of one token; `rewards` without the KL, NaN where a sample is not valid."""
+    """Responses of one token.
+
+    `rewards` are without the KL; they are NaN for samples that are not valid.
+    """
     count = len(rewards)
     scores = torch.tensor(rewards, dtype=torch.float64)
     ids = torch.arange(count)
@@ -56,7 +59,7 @@ def alone(value: Any) -> list[Any]:
 
 
 def brute_force(steps: Rewards, estimator: str) -> float:
-    """The weighted mean of all valid rewards, each with the weight of its step."""
+    """Return the mean of all valid rewards, weighted by step."""
     weighted = []
     for age, rewards in enumerate(reversed(steps)):
         weights = {"running_mean": 1.0, "moving_average": float(age < WINDOW)}
@@ -67,7 +70,10 @@ def brute_force(steps: Rewards, estimator: str) -> float:
 
 
 def random_steps(seed: int, count: int = 12) -> Rewards:
-    """Unequal numbers of samples, whose level moves; some are not valid, and of the sixth step none is."""
+    """Steps with different numbers of samples and moving rewards.
+
+    Some samples are not valid; none of the sixth step is.
+    """
     draw = random.Random(seed)
     steps = [
         [draw.gauss(5.0 * step, 1.0) for _ in range(draw.randint(1, 9))] for step in range(count)
@@ -119,15 +125,14 @@ def test_a_state_through_json_goes_on_bit_for_bit(saved_after):
             state = json.loads(json.dumps(parts.state_dict()))
             parts = new_past()
             parts.load_state_dict(state)
-        assert [parts.reward_mean(name) for name in ESTIMATORS] == [
-            whole.reward_mean(name) for name in ESTIMATORS
-        ]
+        reward_means = [parts.reward_mean(name) for name in ESTIMATORS]
+        assert reward_means == [whole.reward_mean(name) for name in ESTIMATORS]
     assert parts.state_dict() == whole.state_dict()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_have_the_same_bit_for_bit(ranks):
-    """Ranks are threads, and each has its own share of a step's samples, which may be none."""
+    """Ranks are threads, each with its own and possibly empty share of a step's samples."""
     steps = random_steps(2)
 
     def run(rank: int, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
@@ -147,7 +152,8 @@ def test_rewards_are_those_less_their_kl_and_scores_are_not():
     past = new_past()
     past.add(batch_of([1.0, 3.0], kl=0.5), alone)
     assert past.scores.mean == 2.0
-    assert [past.reward_mean(name) for name in ESTIMATORS] == pytest.approx([1.95] * 3, rel=1e-14)
+    reward_means = [past.reward_mean(name) for name in ESTIMATORS]
+    assert reward_means == pytest.approx([1.95] * 3, rel=1e-14)
 
 
 VALUES = {1: 0.3, 2: 0.5, 3: math.nan, 4: 0.5, 5: 0.1, 6: 0.7}

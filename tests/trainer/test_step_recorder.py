@@ -1,4 +1,4 @@
-"""Checksums tell any changed element; a step's record is of its own moment, whatever happens while it is made."""
+"""Checksums change with any element, and a step's record holds the state of its moment."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_any_element_changes_the_sum(dtype: torch.dtype, shape: tuple[int, ...])
 def test_a_record_is_of_its_own_moment(
     tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sums are made late, while the parameters point to the reference's weights; the next update waits."""
+    """Sums run late, while the parameters hold the reference's weights; the next update waits."""
     run(tmp_path / "plain", mesh, f"{RL}.max_steps=2")
     held = threading.Event()
     taken = step_recorder.checksum
@@ -77,10 +77,14 @@ def test_a_record_is_of_its_own_moment(
             return reference(*args)
 
         monkeypatch.setattr(trainer.model, "get_init_policy_logprobs", swapped)
-        monkeypatch.setattr(trainer.recorder, "finish", _after(held, trainer.recorder.finish))  # type: ignore[union-attr]
+        recorder = trainer.recorder
+        assert recorder is not None
+        monkeypatch.setattr(recorder, "finish", _after(held, recorder.finish))
         trainer.fit()
     for step in (1, 2):
-        plain_record, late_record = (read_record(tmp_path / name / "run", step) for name in ("plain", "late"))
+        plain_record, late_record = (
+            read_record(tmp_path / name / "run", step) for name in ("plain", "late")
+        )
         assert plain_record.ranks[0].after == late_record.ranks[0].after
         assert plain_record.ranks[0].optimizer == late_record.ranks[0].optimizer
         assert plain_record.ranks[0].before != plain_record.ranks[0].after
@@ -109,7 +113,8 @@ def test_tokens_are_recorded_every_so_many_steps(
     )
     files = rollout_files(tmp_path / "run")
     assert list(files) == [1, 2, 3]
-    assert [step for step, file in files.items() if read_tokens(file)] == expected
+    steps_with_tokens = [step for step, file in files.items() if read_tokens(file)]
+    assert steps_with_tokens == expected
 
 
 def test_what_is_kept(tmp_path: Path, mesh: Mesh) -> None:
@@ -139,7 +144,7 @@ def test_less_is_recorded_where_that_is_asked_for(
 
 
 class Gathered:
-    """The mesh of the first of two data-parallel ranks; the other one sends these."""
+    """The mesh of the first of two data-parallel ranks; the other rank sends `other`."""
 
     def __init__(self, other: Any, dp_rank: int = 0):
         self.other = other
@@ -151,7 +156,7 @@ class Gathered:
 
 
 def test_what_is_recorded_of_an_update_is_of_all_ranks(tmp_path: Path) -> None:
-    """A loss and its sums are shares of each rank; the norm of the gradient and the learning rate are everybody's."""
+    """The loss and its sums are shares of each rank; gradient norm and learning rate are common."""
     updates = [{LOSS: 0.25, f"{SUM}tokens": 3.0, "grad_norm": 2.0, "lr": 0.1}]
     others = [{LOSS: -1.0, f"{SUM}tokens": 4.0, f"{SUM}entropy": 1.5, "grad_norm": 2.0, "lr": 0.1}]
     state = RankState(0, {}, {}, {}, "")
@@ -178,7 +183,9 @@ def test_what_is_recorded_of_an_update_is_of_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dp_rank", [0, 1])
 def test_the_checksums_of_a_copy_are_one(dp_rank: int, tmp_path: Path) -> None:
-    """Data-parallel ranks hold the same weights; a record has those of the first, and one sum of each other."""
+    """Data-parallel ranks hold equal weights: a record has the first rank's, and one sum of each
+    other.
+    """
     recorder: Any = object.__new__(StepRecorder)
     recorder._mesh = Gathered(None, dp_rank)
     sums = {"embedding": "0a", "head": "0b"}

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 in every phase: the run saves, ends with its own exit code, and goes on bit for bit."""
+"""SIGTERM and SIGUSR1 in each phase: the run saves, exits with its code, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_in_every_phase(processes, uninterrupted, tmp_path, phase, step, number,
     ("phase", "step"), [("checkpoint", 6), pytest.param("validation", 5, marks=SLOW)]
 )
 def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
-    """Nothing is saved, and what was saved before is whole."""
+    """Nothing is saved, and earlier checkpoints are complete."""
     processes.start(tmp_path, *SETTINGS, act=act(phase, step, signal.SIGINT))
     assert processes.wait() == EXIT_INTERRUPTED, log(tmp_path)
     assert "Traceback" not in log(tmp_path)
@@ -173,7 +173,7 @@ def test_a_full_disk(processes, uninterrupted, tmp_path, file_bytes, key, path):
 
 
 def test_while_loading(processes, tmp_path):
-    """There is nothing to save, and nothing is waited for."""
+    """There is nothing to save and nothing to wait for."""
     stop(processes, tmp_path, act=act("loading the model", 0, signal.SIGTERM))
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert printed_keys(log(tmp_path)) == ["run.stop.before_first_step"]
@@ -193,7 +193,7 @@ def test_one_of_two_ranks_is_told(processes, uninterrupted_on_two, tmp_path):
 
 @pytest.mark.slow
 def test_an_alert_stops_every_rank(processes, uninterrupted_on_two, tmp_path):
-    """The first rank's verdict is all ranks'; the run goes on without stopping for the same again."""
+    """The first rank decides for all; the resumed run does not stop for the same reason."""
     processes.start(tmp_path, *SETTINGS, "alerts.rules.prompts_repeated=stop", ranks=2, patience=30)
     assert processes.wait() == EXIT_ALERT, log(tmp_path)
     assert processes.statuses == [EXIT_ALERT] * 2
@@ -209,7 +209,7 @@ def test_an_alert_stops_every_rank(processes, uninterrupted_on_two, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_two_ranks_of_a_plain_python(processes, uninterrupted_on_two, tmp_path, number):
-    """The process that starts the ranks passes the signal on, waits for them, and has their exit code."""
+    """The process that starts the ranks forwards the signal, waits, and exits with their code."""
     command = [*tiny_overrides(tmp_path, num_prompts=NUM_PROMPTS), *SETTINGS, "trainer.devices=2"]
     process = subprocess.Popen([sys.executable, str(DRIVER), *command], start_new_session=True)
     try:
@@ -228,7 +228,7 @@ def test_two_ranks_of_a_plain_python(processes, uninterrupted_on_two, tmp_path, 
 
 
 def test_it_ends_by_itself_before_the_allocation_does(processes, tmp_path):
-    """Steps of two seconds; the allocation ends in 30 s, besides what is the launcher's."""
+    """Steps take two seconds; the allocation ends in 30 s, besides the launcher's share."""
     steps = ["trainer.reinforce.max_epochs=400", "exp_manager.max_time_per_run='02:30:00'"]
     stop(processes, tmp_path, *steps, allocation=round(LAUNCHER_SECONDS) + 30, step_seconds=2.0)
     end = int(

@@ -1,4 +1,4 @@
-"""A policy, rewards or responses that cannot be trained on: what the run says, how it ends, and what it saves."""
+"""Policies, rewards or responses that cannot be trained on: messages, exit codes and saves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 class Score:
-    """The task's reward, but for the calls (from 1) that `is_odd` names."""
+    """The task's reward, except for the calls (from 1) that `is_odd` names."""
 
     def __init__(self, is_odd: Callable[[int], bool], value: float = math.nan):
         self.calls = 0
@@ -44,7 +44,7 @@ class Score:
 
 
 def spoil(at_step: int, value: float) -> Callable[..., None]:
-    """Weights of this value once so many steps are done, as an overflow or a broken device leaves them."""
+    """Set all weights to this value after so many steps, as an overflow or a bad device would."""
 
     def install(trainer) -> None:
         train = trainer.run_training
@@ -81,7 +81,7 @@ class TestAPolicyThatIsNotANumber:
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, 1e15])
     def test_the_last_good_checkpoint_stays(self, tmp_path, mesh, value):
-        """1e15 is finite, and its square in float32 too, but no forward pass is."""
+        """1e15 and its square are finite in float32, but no forward pass is."""
         config = tiny_config(tmp_path, NO_KL, f"{RL}.max_epochs=6", f"{RL}.save_interval=2")
         good = []
         with pytest.raises(DivergedError), tiny_trainer(config, mesh) as trainer:
@@ -99,7 +99,7 @@ class TestAPolicyThatIsNotANumber:
 
     @pytest.mark.parametrize("value", [math.nan, 1e15])
     def test_found_at_the_very_end(self, tmp_path, mesh, value):
-        """The step before the last one spoils the weights: a single skipped step is no success either."""
+        """The step before the last one spoils the weights: a skipped step is no success either."""
         config = tiny_config(tmp_path, NO_KL, f"{RL}.max_epochs=2", f"{RL}.save_interval=0")
         with pytest.raises(DivergedError), tiny_trainer(config, mesh) as trainer:
             spoil(3, value)(trainer)
@@ -147,9 +147,8 @@ class TestAPolicyThatIsNotANumber:
         check_error(raised.value, "trainer.gradient.not_finite", f"{most} optimizer steps")
         assert steps[-1] == (10 if most > 2 else 5)
         lines = metrics_of(tmp_path)
-        assert [line["step"] for line in lines if line["train/skipped_step"]] == [
-            s for s in bad if s < steps[-1]
-        ]
+        skipped_steps = [line["step"] for line in lines if line["train/skipped_step"]]
+        assert skipped_steps == [s for s in bad if s < steps[-1]]
         said = capfd.readouterr().out
         assert f"1 of at most {most} in a row" in said
         assert "1 steps skipped" in said
@@ -242,7 +241,7 @@ class TestRewardsOutOfRange:
 
 
 class EmptyResponses:
-    """Answers some prompts with nothing at all."""
+    """Gives some prompts empty responses."""
 
     def __init__(self, generator, empty: Callable[[int], bool]):
         self._generator = generator
@@ -289,7 +288,7 @@ class TestEmptyResponses:
                 "nothing was learnt from nothing"
             )
         lines = metrics_of(tmp_path)
-        # which draws all prompts in the first step
+        # so that the first step draws all prompts
         assert len(lines) == (2 if "dynamic" in str(options) else 3)
         assert lines[1]["train/response_lengths"] == 0
         assert lines[1]["train/fraction_of_samples_valid"] == 0
@@ -322,7 +321,8 @@ class TestAnEvaluationThatFails:
             metrics_of(tmp_path)
         )
         lines = run(tmp_path, mesh, f"{RL}.val_check_interval=1")  # made up for
-        assert [line["step"] for line in lines if "val/rewards" in line] == [0, 1, 2]
+        validated_steps = [line["step"] for line in lines if "val/rewards" in line]
+        assert validated_steps == [0, 1, 2]
 
     def test_a_later_one_saves_its_step(self, tmp_path, mesh):
         score = Score(lambda call: call > 3 + 16)

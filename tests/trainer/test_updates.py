@@ -1,4 +1,4 @@
-"""How a rollout batch is cut into optimizer steps."""
+"""How a rollout batch is divided into optimizer steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_st
 def steps(
     groups: list[int], samples: int, ranks: int, size: int | None, epochs: int, seed: int
 ) -> list[Counter[int]]:
-    """How often each group comes in each optimizer step, over all ranks."""
+    """Return how often each group is in each optimizer step, over all ranks."""
     ids = [
         torch.tensor(shard(groups, rank, ranks)).long().repeat_interleave(samples)
         for rank in range(ranks)
@@ -53,7 +53,8 @@ def test_whole_groups_once_an_epoch_and_the_same_on_any_number_of_ranks(
     for start in range(0, len(alone), an_epoch):
         parts = alone[start : start + an_epoch]
         assert sum(parts, Counter()) == dict.fromkeys(groups, samples)
-        assert [len(part) for part in parts[:-1]] == [size] * (an_epoch - 1)
+        sizes = [len(part) for part in parts[:-1]]
+        assert sizes == [size] * (an_epoch - 1)
     for ranks in (2, 3, 4):
         assert steps(groups, samples, ranks, size, epochs, seed) == alone
 
@@ -80,10 +81,8 @@ def test_rows_stay_in_the_order_of_the_batch():
 
 def test_samples_of_a_group_need_not_lie_together():
     ids = torch.tensor([5, 3, 5, 3])
-    assert sorted(rows.tolist() for rows in mini_batches([ids], 0, 1, 1, seed=0)) == [
-        [0, 2],
-        [1, 3],
-    ]
+    parts = sorted(rows.tolist() for rows in mini_batches([ids], 0, 1, 1, seed=0))
+    assert parts == [[0, 2], [1, 3]]
 
 
 class TestCounts:
@@ -116,14 +115,14 @@ class TestCounts:
 
 
 class TestDenominators:
-    """What the loss of an optimizer step is divided by: counts of what trains, on all ranks."""
+    """The divisors of an optimizer step's loss: counts over all ranks of what trains."""
 
     TRAINS = torch.tensor([True, False, True, True, False, True])  # two of the valid samples do not
     LENGTHS = (5, 7, 2, 0, 3, 4)
     MAX_LENGTH = 9
 
     def batch(self, rows: list[int]) -> ReinforceBatch:
-        """These samples, all of them valid, of responses that are shorter than the run's longest."""
+        """These samples, all valid; their responses are shorter than the run's longest."""
         count = len(rows)
         lengths = torch.tensor([self.LENGTHS[row] for row in rows], dtype=torch.long)
         zeros = torch.zeros(count)
@@ -142,7 +141,7 @@ class TestDenominators:
         )
 
     def test_samples_that_do_not_train_are_in_none_of_them(self):
-        """A response that is empty trains, and has no token."""
+        """An empty response trains, and has no token."""
         whole = self.batch([0, 1, 2, 3, 4, 5])
         denominators = denominators_of(whole, torch.arange(6), self.MAX_LENGTH, lambda total: total)
         assert denominators.sequences == 4.0

@@ -1,4 +1,4 @@
-"""Validation sets with names: the numbers of each are those that it has alone, and those of all are of their union."""
+"""Named validation sets: each set's numbers equal a run with it alone; totals are of the union."""
 
 from __future__ import annotations
 
@@ -77,8 +77,10 @@ def test_each_set_has_the_numbers_that_it_has_alone(
     ]
     assert trained[0] == trained[1] == trained[2], "no validation changes the training"
     records = RunFolder(tmp_path / "sets" / "run")
-    assert [row.prompt_id for row in records.samples(0, "validation")] == list(range(10))
-    assert [row.set_name for row in records.samples(2, "validation")] == ["one"] * 4 + ["two"] * 6
+    prompt_ids = [row.prompt_id for row in records.samples(0, "validation")]
+    assert prompt_ids == list(range(10))
+    set_names = [row.set_name for row in records.samples(2, "validation")]
+    assert set_names == ["one"] * 4 + ["two"] * 6
     assert "on the same 10 prompts" in verdict(records)
 
 
@@ -94,14 +96,11 @@ def test_prompts_are_numbered_over_all_sets_and_the_first_of_each_are_taken(
         tokenizer, prefix, max_prompt_tokens=None
     ).validation
     assert both is not None
-    assert [prompt.set_name for prompt in fixed_prompts(both)[0]] == ["one"] * 4 + ["two"] * 6
+    set_names = [prompt.set_name for prompt in fixed_prompts(both)[0]]
+    assert set_names == ["one"] * 4 + ["two"] * 6
     parts = [fixed_prompts(both, 2, rank, 3)[0] for rank in range(3)]
-    assert [(p.id, p.set_name) for part in parts for p in part] == [
-        (0, "one"),
-        (1, "one"),
-        (4, "two"),
-        (5, "two"),
-    ]
+    prompts = [(p.id, p.set_name) for part in parts for p in part]
+    assert prompts == [(0, "one"), (1, "one"), (4, "two"), (5, "two")]
     texts = [json.loads(line)["prompt"] for line in files["two"].read_text().splitlines()]
     assert parts[2][-1].text == texts[1]
     named = ("set one has 4 prompts", "1 to 4")
