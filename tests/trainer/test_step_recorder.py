@@ -178,7 +178,7 @@ def test_what_is_recorded_of_an_update_is_of_all_ranks(tmp_path: Path) -> None:
     assert written.updates == [
         {LOSS: -0.75, f"{SUM}tokens": 7.0, "grad_norm": 2.0, "lr": 0.1, f"{SUM}entropy": 1.5}
     ]
-    assert [state.rank for state in written.ranks] == [0, 1]
+    assert [rank_state.rank for rank_state in written.ranks] == [0, 1]
 
 
 @pytest.mark.parametrize("dp_rank", [0, 1])
