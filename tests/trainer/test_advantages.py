@@ -60,7 +60,8 @@ def test_the_kl_is_of_the_policy_from_the_reference_and_lowers_the_reward():
     batch = made(ALL, advantage_estimator="none")
     torch.testing.assert_close(batch.kl, KL)
     torch.testing.assert_close(batch.rewards_with_kl, torch.tensor(REWARDS) - BETA * KL)
-    torch.testing.assert_close(batch.advantages[:, 0], torch.tensor(REWARDS) - BETA * KL)
+    rewards_less_kl = torch.tensor(REWARDS) - BETA * KL
+    torch.testing.assert_close(batch.advantages[:, 0], rewards_less_kl)
     assert batch.shaped_rewards is not None
     torch.testing.assert_close(batch.shaped_rewards, torch.tensor(REWARDS))
 
@@ -134,9 +135,8 @@ def test_ranks_of_unequal_shares_have_their_own_rows(shares):
 
     shares_of_ranks = gathering_ranks(len(shares), of_rank)
     whole = made(ALL, advantage_estimator="batch_mean")
-    torch.testing.assert_close(
-        torch.cat([advantages for advantages, _ in shares_of_ranks]), whole.advantages[:, 0]
-    )
+    joined = torch.cat([advantages for advantages, _ in shares_of_ranks])
+    torch.testing.assert_close(joined, whole.advantages[:, 0])
     torch.testing.assert_close(
         torch.cat([rewards for _, rewards in shares_of_ranks]), whole.rewards_with_kl
     )

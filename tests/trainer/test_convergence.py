@@ -45,10 +45,13 @@ def forget_stop_tokens(model: Path) -> None:
 
 def log_distribution(model: Path, prompt: tuple[int, ...], temperature: float) -> Tensor:
     """log pi of every response, by transformers: float64 [64]."""
-    sequences = torch.cat([torch.tensor([prompt]).expand(len(RESPONSES), -1), RESPONSES], dim=1)
+    contexts = torch.tensor([prompt]).expand(len(RESPONSES), -1)
+    sequences = torch.cat([contexts, RESPONSES], dim=1)
     logits = transformers_logits(transformers_model(model), sequences).double() / temperature
-    predicted = logits[:, len(prompt) - 1 : -1].log_softmax(dim=-1)
-    return predicted.gather(2, RESPONSES[:, :, None])[..., 0].sum(dim=1)
+    response_logits = logits[:, len(prompt) - 1 : -1]
+    predicted = response_logits.log_softmax(dim=-1)
+    of_tokens = predicted.gather(2, RESPONSES[:, :, None])[..., 0]
+    return of_tokens.sum(dim=1)
 
 
 def kl(left: Tensor, right: Tensor) -> float:
@@ -85,7 +88,8 @@ def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, generation, tempe
 
     def score(sequence: list[int]) -> float:
         first, second = sequence[-LENGTH:]
-        return float(rewards[tuple(sequence[:-LENGTH])][first * VOCABULARY + second])
+        of_prompt = rewards[tuple(sequence[:-LENGTH])]
+        return float(of_prompt[first * VOCABULARY + second])
 
     prompts = write_prompts(tmp_path / "prompts.jsonl", [*PROMPTS] * 24)
     config = load_config(

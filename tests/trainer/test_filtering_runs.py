@@ -113,9 +113,8 @@ def test_the_rewards_that_are_logged_are_those_of_all_that_were_drawn(tmp_path, 
     start = 0
     for line in lines:
         end = 4 * line["train/consumed_prompts"]
-        assert line["train/rewards"] == pytest.approx(
-            sum(recorder.rewards[start:end]) / (end - start)
-        )
+        total = sum(recorder.rewards[start:end])
+        assert line["train/rewards"] == pytest.approx(total / (end - start))
         start = end
 
 

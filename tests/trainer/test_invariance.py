@@ -51,7 +51,8 @@ class Batch:
 
     @property
     def mask(self) -> Tensor:
-        return torch.arange(self.log_probs.shape[1])[None, :] < self.lengths[:, None]
+        positions = torch.arange(self.log_probs.shape[1])[None, :]
+        return positions < self.lengths[:, None]
 
     def select(self, rows: Tensor) -> Batch:
         return Batch(*(values[rows] for values in vars(self).values()))
@@ -98,9 +99,11 @@ def batches(draw: st.DrawFn, largest: float = 0.99 * MAX_REWARD) -> Batch:
     rewards = torch.tensor(
         draw(st.lists(numbers, min_size=count, max_size=count)), dtype=torch.float64
     )
-    groups = torch.tensor(draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
+    group_lists = st.lists(st.integers(0, 3), min_size=count, max_size=count)
+    groups = torch.tensor(draw(group_lists))
     valid = torch.tensor(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
-    lengths = torch.tensor(draw(st.lists(st.integers(1, width), min_size=count, max_size=count)))
+    length_lists = st.lists(st.integers(1, width), min_size=count, max_size=count)
+    lengths = torch.tensor(draw(length_lists))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     tables = -3 * torch.rand(4, count, width, generator=generator, dtype=torch.float64)
     log_probs = tables[0]
@@ -141,7 +144,8 @@ def chain(
         kl_placement=choice.placement,
         assignment=choice.credit,
     )
-    cuts = list(torch.arange(len(order)).split([len(part) for part in parts]))
+    sizes = [len(part) for part in parts]
+    cuts = list(torch.arange(len(order)).split(sizes))
     if choice.whitening != "none":
         advantages = whiten_over_ranks(advantages, counted, choice.whitening, cuts)
     lengths = torch.where(advantages_of_groups.trains, batch.lengths[order], 0)
@@ -194,7 +198,8 @@ def whiten_over_ranks(advantages: Tensor, mask: Tensor, unit: str, cuts: list[Te
 
 def assert_equal(gradient: Tensor, expected: Tensor) -> None:
     assert torch.isfinite(gradient).all()
-    assert (gradient - expected).abs().max() <= 1e-9 * max(1.0, float(expected.abs().max()))
+    scale = max(1.0, float(expected.abs().max()))
+    assert (gradient - expected).abs().max() <= 1e-9 * scale
 
 
 CHOICES = (
@@ -217,7 +222,8 @@ a_few = settings(deadline=None, max_examples=12)
 @given(batch=batches(), seed=st.integers(0, 99))
 def test_order_does_not_matter(choice, batch, seed):
     if choice.estimator == "raft":  # of equally good samples it takes the first
-        batch = replace(batch, rewards=batch.rewards + torch.arange(len(batch.rewards)) * 1e-3)
+        offsets = torch.arange(len(batch.rewards)) * 1e-3
+        batch = replace(batch, rewards=batch.rewards + offsets)
         batch = replace(batch, rewards=batch.rewards.clamp(-MAX_REWARD / 2, MAX_REWARD / 2))
         if len(set(batch.rewards.tolist())) < len(batch.rewards):
             return
@@ -263,7 +269,8 @@ def test_a_constant_added_to_a_groups_rewards_does_not_matter(estimator, batch, 
     gradient = chain(shifted, choice)
     expected = chain(rounded, choice)
     # GRPO divides by a deviation that a shift changes in its last digits.
-    assert (gradient - expected).abs().max() <= 1e-7 * max(1.0, float(expected.abs().max()))
+    scale = max(1.0, float(expected.abs().max()))
+    assert (gradient - expected).abs().max() <= 1e-7 * scale
 
 
 @a_few
@@ -272,7 +279,8 @@ def test_a_constant_added_to_all_rewards_does_not_matter_to_the_batch_mean(batch
     choice = Choice(estimator="batch_mean")
     gradient = chain(replace(batch, rewards=batch.rewards + constant), choice)
     expected = chain(batch, choice)
-    assert (gradient - expected).abs().max() <= 1e-7 * max(1.0, float(expected.abs().max()))
+    scale = max(1.0, float(expected.abs().max()))
+    assert (gradient - expected).abs().max() <= 1e-7 * scale
 
 
 @a_few
@@ -298,9 +306,8 @@ def test_invalid_samples_have_no_gradient_and_change_nobody_elses(choice, batch)
 
 def test_equal_rewards_with_one_invalid_teach_nothing():
     """With the invalid sample in the divisor, the advantage would be -0.5."""
-    groups = RewardGroups.of(
-        torch.ones(4), torch.zeros(4).long(), torch.tensor([True, True, True, False])
-    )
+    valid = torch.tensor([True, True, True, False])
+    groups = RewardGroups.of(torch.ones(4), torch.zeros(4).long(), valid)
     assert leave_one_out(groups).values.tolist() == [0.0] * 4
 
 
@@ -308,9 +315,8 @@ def test_nearly_equal_others_do_not_blow_up():
     """Divided by the others' deviation, [0, 0.95 x 7] gave users of a peer advantages of -2075."""
     rewards = torch.tensor([0.0] + [0.95] * 7)
     for estimator in ADVANTAGE_ESTIMATORS:
-        advantages = ADVANTAGE_ESTIMATORS[estimator].function(
-            RewardGroups.of(rewards, torch.zeros(8).long())
-        )
+        groups = RewardGroups.of(rewards, torch.zeros(8).long())
+        advantages = ADVANTAGE_ESTIMATORS[estimator].function(groups)
         assert advantages.values.abs().max() < 3
 
 
@@ -320,7 +326,8 @@ def hard_batches() -> dict[str, Batch]:
     generator = torch.Generator().manual_seed(0)
     log_probs = -3 * torch.rand(len(groups), 4, generator=generator)
     largest = 0.99 * MAX_REWARD
-    far = torch.where(torch.arange(len(groups))[:, None] % 2 == 0, 150.0, -150.0)
+    rows = torch.arange(len(groups))[:, None]
+    far = torch.where(rows % 2 == 0, 150.0, -150.0)
     near = (groups < 4)[:, None]
     easy = Batch(
         rewards=torch.randn(len(groups), generator=generator),

@@ -58,9 +58,8 @@ def lose(
     processes.wait()
     said = (folder / "log").read_text()
     assert processes.statuses[1 - lost] == EXIT_LOST_RANK, said
-    assert processes.statuses[lost] == (
-        EXIT_LOST_RANK if number in (NOTHING, BUSY) else -signal.SIGKILL
-    ), said
+    code = EXIT_LOST_RANK if number in (NOTHING, BUSY) else -signal.SIGKILL
+    assert processes.statuses[lost] == code, said
     status = read_status(folder / "run")
     assert status is not None
     assert status.state == "failed"

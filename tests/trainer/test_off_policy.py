@@ -153,7 +153,8 @@ class TestOptimizerSteps:
         lines = []
         for ratio in ("none", "token", "sequence", "sequence_geometric"):
             overrides = [f"{RL}.importance_ratio={ratio}", "model.global_batch_size=16"]
-            lines.append(list(map(without_times, run(tmp_path / ratio, mesh, *overrides))))
+            run_lines = run(tmp_path / ratio, mesh, *overrides)
+            lines.append(list(map(without_times, run_lines)))
         for lines_of_run in lines:
             assert [line["train/optimizer_steps"] for line in lines_of_run] == [1, 1]
             for x in lines_of_run:
@@ -173,7 +174,8 @@ class TestOptimizerSteps:
                 tiny_config(tmp_path / str(size), *TWICE, f"model.micro_batch_size={size}"), mesh
             ) as it:
                 it.fit()
-            results.append((list(map(however_cut, metrics_of(tmp_path / str(size)))), weights(it)))
+            metrics = list(map(however_cut, metrics_of(tmp_path / str(size))))
+            results.append((metrics, weights(it)))
         for lines, parameters in results[1:]:
             assert max(map(largest_difference, lines, results[0][0])) < 1e-4
             for parameter, other in zip(parameters, results[0][1], strict=True):
@@ -204,7 +206,8 @@ class TestMiniBatches:
         for spread in zip(
             *(list(mini_batches(parts, rank, 2, 2, seed=5)) for rank in range(3)), strict=True
         ):
-            joined = torch.cat([part[rows] for part, rows in zip(parts, spread, strict=True)])
+            pairs = zip(parts, spread, strict=True)
+            joined = torch.cat([part[rows] for part, rows in pairs])
             assert joined.tolist() == alone.pop(0)
         assert not alone
 

@@ -192,9 +192,8 @@ class TestTruncatedSamples:
             assert torch.equal(data.trains, rollouts.is_end)
             assert rollouts.log_probs is not None
             terms = (data.sequence_advantages * rollouts.log_probs.sum(dim=1))[rollouts.is_end]
-            assert trainer.run_training(data)["actor_loss"] == pytest.approx(
-                -float(terms.mean()), rel=1e-4
-            )
+            metrics = trainer.run_training(data)
+            assert metrics["actor_loss"] == pytest.approx(-float(terms.mean()), rel=1e-4)
 
     @pytest.mark.parametrize("buffer", [0, 3])
     def test_penalise(self, buffer, tmp_path, mesh):
@@ -274,13 +273,15 @@ class TestGeneratorCorrection:
                 metrics = trainer.run_training(data)
             gradients[correction, cap] = metrics["grad_norm"]
             assert metrics["generator_gap"] == pytest.approx(math.log(2), abs=1e-4)
-            assert metrics["generator_kl"] == pytest.approx(2 - 1 - math.log(2), abs=1e-4)
+            expected_kl = 2 - 1 - math.log(2)
+            assert metrics["generator_kl"] == pytest.approx(expected_kl, abs=1e-4)
             assert metrics["generator_capped"] == (cap < 2)
             for name in GAP_SHARES:
                 assert metrics[name] == pytest.approx(math.log(2), abs=1e-4)
             if correction.endswith("_mask"):
                 assert metrics["generator_masked"] == (cap < 2)
-        assert gradients["token", 2.5] == pytest.approx(2 * gradients["none", 2.5], rel=1e-4)
+        uncorrected = gradients["none", 2.5]
+        assert gradients["token", 2.5] == pytest.approx(2 * uncorrected, rel=1e-4)
         assert gradients["token", 1.5] == pytest.approx(1.5 * gradients["none", 2.5], rel=1e-4)
         assert gradients["token_mask", 2.5] == pytest.approx(gradients["token", 2.5], rel=1e-6)
         assert gradients["token_mask", 1.5] == gradients["sequence_mask", 1.5] == 0
@@ -379,10 +380,8 @@ class TestGeneratorCorrection:
             known = rollouts.generator_log_probs
             mask = rollouts.response_mask
             assert known is not None
-            noise = (
-                0.3
-                * torch.randn(1000, generator=torch.Generator().manual_seed(3))[: int(mask.sum())]
-            )
+            generator = torch.Generator().manual_seed(3)
+            noise = 0.3 * torch.randn(1000, generator=generator)[: int(mask.sum())]
             known[mask] += noise
             data, _ = trainer.generate_reinforce_data(rollouts)
             trains = torch.arange(len(data.trains)) % 5 != 0

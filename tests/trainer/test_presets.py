@@ -48,9 +48,8 @@ def table(heading: str) -> dict[str, list[str]]:
     """Return the first table below a heading: the other cells of each row, by its first cell."""
     rows = re.search(rf"^## {heading}\n.*?((?:^\|[^\n]*\n)+)", PAGE, re.MULTILINE | re.DOTALL)
     assert rows is not None, heading
-    cells = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in rows[1].splitlines()[2:]
-    ]
+    lines = rows[1].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {re.findall(r"`(\w+)`", row[0])[0]: row[1:] for row in cells}
 
 

@@ -80,7 +80,8 @@ class TestAStep:
             update = trainer.run_training(data)
             assert math.isfinite(update["actor_loss"])
             assert update["grad_norm"] > 0
-            assert any(not torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+            pairs = zip(before, weights(trainer), strict=True)
+            assert any(not torch.equal(a, b) for a, b in pairs)
 
     def test_log_probs_are_those_that_the_generator_sampled_with(self, tmp_path, mesh):
         """An offset of one token, another temperature or padding taken for text would show here."""
@@ -149,7 +150,8 @@ class TestAStep:
                 f"model.reinforce.rollout_micro_batch_size={generated}",
             ]
             (tmp_path / str(i)).mkdir()
-            lines.append(list(map(however_cut, run(tmp_path / str(i), mesh, *sizes))))
+            run_lines = run(tmp_path / str(i), mesh, *sizes)
+            lines.append(list(map(however_cut, run_lines)))
         is_validated = ["val/rewards" in line for line in lines[0]]
         assert is_validated == [True] * 3
         for other in lines[1:]:
@@ -354,7 +356,9 @@ class TestFiles:
             assert not_finite == []
             assert line["val/prompt_lengths"] == line["train/prompt_lengths"] == PROMPT_TOKENS
         assert lines[2]["train/consumed_prompts"] == 8
-        assert abs(lines[1]["train/init_policy_kl"]) < 1e-6 < abs(lines[2]["train/init_policy_kl"])
+        first_kl = abs(lines[1]["train/init_policy_kl"])
+        second_kl = abs(lines[2]["train/init_policy_kl"])
+        assert first_kl < 1e-6 < second_kl
 
     def test_rows_hold_the_algorithm(self, tmp_path, mesh):
         """Rewards, KL, baselines and advantages of every row, recomputed from the files alone."""
@@ -363,7 +367,8 @@ class TestFiles:
             rows = rollouts_of(tmp_path, step)
             assert len(rows) == 16
             for row in rows:
-                others = [r for r in rows if r["prompt_id"] == row["prompt_id"] and r is not row]
+                of_prompt = row["prompt_id"]
+                others = [r for r in rows if r["prompt_id"] == of_prompt and r is not row]
                 assert len(others) == 3
                 baseline = sum(r["reward_with_kl"] for r in others) / 3
                 assert row["reward_with_kl"] == pytest.approx(
@@ -380,9 +385,8 @@ class TestFiles:
                 ("init_policy_kl", "kl"),
                 ("baseline", "baseline"),
             ]:
-                assert lines[step - 1][f"train/{name}"] == pytest.approx(
-                    sum(r[key] for r in rows) / 16, abs=1e-6
-                )
+                mean = sum(r[key] for r in rows) / 16
+                assert lines[step - 1][f"train/{name}"] == pytest.approx(mean, abs=1e-6)
         assert any(row["kl"] != 0 for row in rollouts_of(tmp_path, 4))
 
     def test_every_prompt_comes_once_an_epoch(self, tmp_path, mesh):
@@ -590,9 +594,8 @@ class TestWhatDoesNotCount:
                 if r["prompt_id"] == row["prompt_id"] and r is not row and r["valid"]
             ]
             if row["valid"] and others:
-                assert row["baseline"] == pytest.approx(
-                    sum(r["reward_with_kl"] for r in others) / len(others), abs=1e-6
-                )
+                mean = sum(r["reward_with_kl"] for r in others) / len(others)
+                assert row["baseline"] == pytest.approx(mean, abs=1e-6)
             if row["valid"] and not others:
                 assert row["advantage"] == 0
 
@@ -817,9 +820,8 @@ class TestTheEnd:
         assert steps == [1, 2]
 
     def test_max_steps_ends_within_an_epoch_and_a_higher_one_goes_on(self, tmp_path, mesh):
-        steps = [
-            line["step"] for line in run(tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.max_steps=3")
-        ]
+        run_lines = run(tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.max_steps=3")
+        steps = [line["step"] for line in run_lines]
         assert steps == [1, 2, 3]
         assert saved_step(tmp_path) == 3
         lines = run(
@@ -851,7 +853,8 @@ class TestTheEnd:
         expected = [0.0]
         for step in range(1, 4):
             weighted = list(zip(weights, reversed(rewards[:step]), strict=False))
-            expected.append(sum(w * reward for w, reward in weighted) / sum(w for w, _ in weighted))
+            total_weight = sum(w for w, _ in weighted)
+            expected.append(sum(w * reward for w, reward in weighted) / total_weight)
         assert baselines == pytest.approx(expected, abs=1e-6)
 
     @pytest.mark.parametrize(

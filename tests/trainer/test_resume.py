@@ -125,12 +125,12 @@ def test_a_run_goes_on_where_it_was_moved_to(mesh, tmp_path, monkeypatch):
     ]
     for folder in ("whole", "first"):
         (tmp_path / folder).mkdir()
-        run(tmp_path / folder, mesh, *settings, f"{RL}.max_steps={3 if folder == 'whole' else 2}")
+        max_steps = 3 if folder == "whole" else 2
+        run(tmp_path / folder, mesh, *settings, f"{RL}.max_steps={max_steps}")
     (tmp_path / "first" / "run").rename(tmp_path / "moved to")
     moved = f"exp_manager.explicit_log_dir={tmp_path / 'moved to'}"
-    config = load_config(
-        compose(*tiny_overrides(tmp_path / "first"), *settings, f"{RL}.max_steps=3", moved)
-    )
+    overrides = tiny_overrides(tmp_path / "first")
+    config = load_config(compose(*overrides, *settings, f"{RL}.max_steps=3", moved))
     with tiny_trainer(config, mesh) as trainer:
         assert trainer.step == 2
         trainer.fit()
@@ -268,8 +268,9 @@ def test_two_ranks_started_by_plain_python_equal_one(one_process, tmp_path, layo
         "trainer.devices=2",
         *layout,
     ]
+    command = [sys.executable, str(DRIVER), *overrides]
     process = subprocess.Popen(
-        [sys.executable, str(DRIVER), *overrides],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -86,7 +86,8 @@ def whole(request, processes, tmp_path_factory) -> tuple[Path, int, tuple[str, .
     lines = metrics_of(folder)
     assert any(line.get("train/groups_without_spread") for line in lines)
     assert any(line.get("train/resampling_rounds") for line in lines)
-    return folder, ranks, overrides, lines[-1]["time"] - lines[0]["time"]
+    seconds = lines[-1]["time"] - lines[0]["time"]
+    return folder, ranks, overrides, seconds
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,8 @@ def test_another_number_of_ranks_in_the_middle_of_an_epoch(processes, uninterrup
     assert processes.wait() == -signal.SIGKILL
     finish(processes, tmp_path, every_step)
     assert "after step 5 of 12" in (tmp_path / "log").read_text()
-    for line, other in list(zip(metrics_of(tmp_path), metrics_of(uninterrupted), strict=True))[:9]:
+    pairs = zip(metrics_of(tmp_path), metrics_of(uninterrupted), strict=True)
+    for line, other in list(pairs)[:9]:
         pair = [
             {key: value for key, value in without_times(m).items() if "padding" not in key}
             for m in (line, other)

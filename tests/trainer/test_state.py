@@ -89,9 +89,8 @@ def test_each_is_the_weighted_mean_of_all_past_rewards(estimator, seed):
     past = new_past()
     steps = random_steps(seed)
     for step, rewards in enumerate(steps):
-        assert past.reward_mean(estimator) == pytest.approx(
-            brute_force(steps[:step], estimator), rel=1e-13, abs=1e-13
-        )
+        expected = brute_force(steps[:step], estimator)
+        assert past.reward_mean(estimator) == pytest.approx(expected, rel=1e-13, abs=1e-13)
         past.add(batch_of(rewards), alone)
     assert past.reward_mean(estimator) == pytest.approx(brute_force(steps, estimator), rel=1e-13)
 
@@ -223,9 +222,10 @@ class TestNonFiniteGuard:
         return SimpleNamespace(skipped=skipped, weights_lost=weights_lost)
 
     def check(self, guard: NonFiniteGuard, *skipped: bool, loss: float = 0.5) -> None:
+        updates = [self.update(skipped=is_skipped) for is_skipped in skipped]
         guard.check(
             1,
-            [self.update(skipped=is_skipped) for is_skipped in skipped],
+            updates,
             loss,
             self.MESH,
             lambda text: None,
@@ -261,9 +261,8 @@ class TestNonFiniteGuard:
 
     def test_lost_weights_end_it_at_once(self):
         with raises_error("trainer.weights.not_finite", "step 4") as error:
-            NonFiniteGuard(9).check(
-                4, [self.update(weights_lost=True)], 0.5, self.MESH, lambda text: None
-            )
+            updates = [self.update(weights_lost=True)]
+            NonFiniteGuard(9).check(4, updates, 0.5, self.MESH, lambda text: None)
         assert isinstance(error.value, DivergedError)
 
 

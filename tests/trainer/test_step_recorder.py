@@ -34,9 +34,8 @@ def test_any_element_changes_the_sum(dtype: torch.dtype, shape: tuple[int, ...])
         whole == int(checksum(tensor.clone())) == int(checksum(torch.cat((tensor[:1], tensor))[1:]))
     )
     flat = tensor.view(-1)
-    for place in torch.randint(
-        flat.numel(), (50,), generator=torch.Generator().manual_seed(2)
-    ).tolist():
+    generator = torch.Generator().manual_seed(2)
+    for place in torch.randint(flat.numel(), (50,), generator=generator).tolist():
         changed = flat.clone()
         changed[place] = (
             torch.nextafter(changed[place].float(), torch.tensor(9.0))
@@ -126,7 +125,8 @@ def test_what_is_kept(tmp_path: Path, mesh: Mesh) -> None:
         if line["step"]:
             assert 0 <= line["timers/record"] < line["timers/step_time"]
     last = read_record(tmp_path / "run", 4)
-    assert last.ranks[0].before == read_record(tmp_path / "run", 3).ranks[0].after
+    earlier = read_record(tmp_path / "run", 3)
+    assert last.ranks[0].before == earlier.ranks[0].after
     assert last.updates[0]["grad_norm"] == lines[-1]["train/grad_norm"]
     run(tmp_path, mesh, *settings, f"{RL}.max_steps=5")
     assert list(record_files(tmp_path / "run")) == [4, 5]

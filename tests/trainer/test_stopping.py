@@ -231,9 +231,8 @@ def test_it_ends_by_itself_before_the_allocation_does(processes, tmp_path):
     """Steps take two seconds; the allocation ends in 30 s, besides the launcher's share."""
     steps = ["trainer.reinforce.max_epochs=400", "exp_manager.max_time_per_run='02:30:00'"]
     stop(processes, tmp_path, *steps, allocation=round(LAUNCHER_SECONDS) + 30, step_seconds=2.0)
-    end = int(
-        next(line for line in log(tmp_path).splitlines() if "allocation ends" in line).split()[-1]
-    )
+    lines = log(tmp_path).splitlines()
+    end = int(next(line for line in lines if "allocation ends" in line).split()[-1])
     stopped = status(tmp_path)
     assert printed_keys(log(tmp_path)) == ["run.time.used_up"]
     assert "SLURM_JOB_END_TIME" in stopped.reason

@@ -152,7 +152,8 @@ class TestAPolicyThatIsNotANumber:
         said = capfd.readouterr().out
         assert f"1 of at most {most} in a row" in said
         assert "1 steps skipped" in said
-        assert f"{len([s for s in bad if s < steps[-1]])} steps skipped" in said
+        num_skipped = len([s for s in bad if s < steps[-1]])
+        assert f"{num_skipped} steps skipped" in said
 
     def test_a_single_skipped_step_is_no_end(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path, NO_KL), mesh) as trainer:
@@ -264,8 +265,9 @@ class EmptyResponses:
             FINISH_STOP if e else r
             for e, r in zip(none.tolist(), completions.finish_reasons, strict=True)
         )
+        tokens = torch.where(none[:, None], 0, completions.tokens)[:, :width]
         return Completions(
-            torch.where(none[:, None], 0, completions.tokens)[:, :width],
+            tokens,
             lengths,
             reasons,
             log_probs,

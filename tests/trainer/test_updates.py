@@ -62,7 +62,8 @@ def test_whole_groups_once_an_epoch_and_the_same_on_any_number_of_ranks(
 @settings(deadline=None, max_examples=20)
 @given(group_lists, st.integers(1, 4), st.integers(1, 3))
 def test_without_a_size_a_step_takes_the_whole_batch(groups, ranks, epochs):
-    assert steps(groups, 2, ranks, None, epochs, 0) == [Counter(dict.fromkeys(groups, 2))] * epochs
+    each_twice = Counter(dict.fromkeys(groups, 2))
+    assert steps(groups, 2, ranks, None, epochs, 0) == [each_twice] * epochs
 
 
 def test_the_order_differs_by_epoch_and_by_seed():
@@ -151,9 +152,8 @@ class TestDenominators:
     def test_they_are_of_the_rows_of_this_optimizer_step(self):
         whole = self.batch([0, 1, 2, 3, 4, 5])
         first = denominators_of(whole, torch.tensor([0, 1]), self.MAX_LENGTH, lambda total: total)
-        second = denominators_of(
-            whole, torch.tensor([2, 3, 4, 5]), self.MAX_LENGTH, lambda total: total
-        )
+        rows = torch.tensor([2, 3, 4, 5])
+        second = denominators_of(whole, rows, self.MAX_LENGTH, lambda total: total)
         assert first.sequences == 1.0
         assert first.tokens == 5.0
         assert second.sequences == 3.0

@@ -101,7 +101,8 @@ def test_prompts_are_numbered_over_all_sets_and_the_first_of_each_are_taken(
     parts = [fixed_prompts(both, 2, rank, 3)[0] for rank in range(3)]
     prompts = [(p.id, p.set_name) for part in parts for p in part]
     assert prompts == [(0, "one"), (1, "one"), (4, "two"), (5, "two")]
-    texts = [json.loads(line)["prompt"] for line in files["two"].read_text().splitlines()]
+    lines = files["two"].read_text().splitlines()
+    texts = [json.loads(line)["prompt"] for line in lines]
     assert parts[2][-1].text == texts[1]
     named = ("set one has 4 prompts", "1 to 4")
     with raises_error("data.validation.too_few_prompts", *named):
@@ -140,7 +141,6 @@ def test_a_run_with_sets_goes_on_as_if_it_had_not_stopped(
         (tmp_path / name).mkdir()
         for last in steps:
             run(tmp_path / name, mesh, *sets, f"trainer.reinforce.max_steps={last}")
-        lines[name] = [
-            without_times(line) for line in json_lines(tmp_path / name / "run" / "metrics.jsonl")
-        ]
+        metrics = json_lines(tmp_path / name / "run" / "metrics.jsonl")
+        lines[name] = [without_times(line) for line in metrics]
     assert lines["parts"] == lines["whole"]
