@@ -25,7 +25,8 @@ def rows_below(heading: str) -> list[list[str]]:
 
     `\\|` is a bar within a cell.
     """
-    section = TABLES.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    text = TABLES.read_text(encoding="utf-8")
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     rows = []
     for line in lines[2:]:
@@ -72,11 +73,8 @@ def test_a_word_is_covered_by_a_piece_that_contains_it():
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_strong_word_has_an_entry(page: Path):
     name = str(page.relative_to(ROOT))
-    pieces = [
-        piece
-        for piece, row_page, _ in rows_below("Claims") + rows_below("No claims")
-        if row_page == name
-    ]
+    rows = rows_below("Claims") + rows_below("No claims")
+    pieces = [piece for piece, row_page, _ in rows if row_page == name]
     missing = uncovered(one_line(page.read_text(encoding="utf-8")), pieces)
     assert missing == [], f"{name}: a sentence without an entry in tests/claims.md"
 
@@ -84,13 +82,15 @@ def test_every_strong_word_has_an_entry(page: Path):
 def test_every_claim_stands_once_in_its_page_and_has_a_strong_word():
     for claim, page, _ in rows_below("Claims"):
         text = one_line((ROOT / page).read_text(encoding="utf-8"))
-        assert text.count(claim) == 1, f"{page}: {text.count(claim)} times: {claim}"
+        count = text.count(claim)
+        assert count == 1, f"{page}: {text.count(claim)} times: {claim}"
         assert STRONG_WORD.search(claim), claim
 
 
 def test_what_claims_nothing_stands_in_its_page_and_says_why():
     for piece, page, reason in rows_below("No claims"):
-        assert piece in one_line((ROOT / page).read_text(encoding="utf-8")), f"{page}: {piece}"
+        text = one_line((ROOT / page).read_text(encoding="utf-8"))
+        assert piece in text, f"{page}: {piece}"
         assert STRONG_WORD.search(piece), piece
         assert reason, piece
 

@@ -57,9 +57,8 @@ def extended(tmp_path_factory) -> Path:
     """A copy of the package with the extensions and the files generated from its settings."""
     root = tmp_path_factory.mktemp("extended")
     for folder in ("reinforce_rl", "conf", "docs", "examples", "tools"):
-        shutil.copytree(
-            ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "demo")
-        )
+        ignored = shutil.ignore_patterns("__pycache__", "demo")
+        shutil.copytree(ROOT / folder, root / folder, ignore=ignored)
     for heading, name in FILES.items():
         path = root / name
         code = code_of(heading)
@@ -75,7 +74,8 @@ def extended(tmp_path_factory) -> Path:
 
 
 def run_python(root: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(ROOT / "tests")])}
+    folders = os.pathsep.join([str(root), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": folders}
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=root,
@@ -88,32 +88,32 @@ def run_python(root: Path, *arguments: str | Path) -> subprocess.CompletedProces
 
 def call(root: Path, *arguments: str | Path) -> None:
     done = run_python(root, *arguments)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    output = done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode == 0, output
 
 
 def test_the_table_counts_the_files(extended):
     rows = dict(re.findall(r"^\| \[[^]]+\]\(#([\w-]+)\) \| (\d)", PAGE, re.MULTILINE))
-    assert rows == {
-        heading.lower().replace(" ", "-"): str(int(name.startswith("reinforce_rl/")))
-        for heading, name in FILES.items()
-    }
+    expected = {}
+    for heading, name in FILES.items():
+        count = int(name.startswith("reinforce_rl/"))
+        expected[heading.lower().replace(" ", "-")] = str(count)
+    assert rows == expected
     files = [path.relative_to(extended) for path in (extended / "reinforce_rl").rglob("*.py")]
-    changed = [
-        file
-        for file in files
-        if not ((ROOT / file).exists() and filecmp.cmp(ROOT / file, extended / file))
-    ]
-    assert sorted(map(str, changed)) == sorted(
-        name for name in FILES.values() if name.startswith("reinforce_rl/")
-    )
+    changed = []
+    for file in files:
+        is_new = not (ROOT / file).exists()
+        if is_new or not filecmp.cmp(ROOT / file, extended / file):
+            changed.append(str(file))
+    expected = [name for name in FILES.values() if name.startswith("reinforce_rl/")]
+    assert sorted(changed) == sorted(expected)
 
 
 def test_a_reward_source_in_a_run(extended, tmp_path):
     (tmp_path / "run").mkdir()
     lines = [{"prompt": prompt, "responses": ["e", "e", "in"]} for prompt in three_letters(8)]
-    (tmp_path / "run/responses.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "run/responses.jsonl").write_text(text)
     call(
         extended,
         "examples/train_reinforce_actor.py",
@@ -133,9 +133,8 @@ def test_estimator_reward_and_generator_in_a_run(extended, tmp_path):
     (tmp_path / "run").mkdir()
     answers = ["e", "tao", "in"]
     lines = [{"prompt": prompt, "responses": answers} for prompt in three_letters(8)]
-    (tmp_path / "run/responses.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "run/responses.jsonl").write_text(text)
     call(
         extended,
         "examples/train_reinforce_actor.py",
@@ -169,9 +168,8 @@ def test_model_family(extended, tmp_path):
     call(extended, "-c", LOG_PROBS, folder, tmp_path / "log_probs.pt")
     model = transformers_model(folder)
     assert any(name.endswith("q_proj.bias") for name, _ in model.named_parameters())
-    expected = transformers_logits(
-        model, random_tokens(model.config.vocab_size, 3, 40)
-    ).log_softmax(-1)
+    tokens = random_tokens(model.config.vocab_size, 3, 40)
+    expected = transformers_logits(model, tokens).log_softmax(-1)
     torch.testing.assert_close(torch.load(tmp_path / "log_probs.pt"), expected, atol=1e-5, rtol=0)
 
 

@@ -50,12 +50,12 @@ print(*names, sep="\\n")
 
 
 def uses_of(files: list[Path], *forbidden: str) -> list[str]:
-    return [
-        f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
-        for path in files
-        for line, name in imported_names(path)
-        if any(name == module or name.startswith(f"{module}.") for module in forbidden)
-    ]
+    uses = []
+    for path in files:
+        for line, name in imported_names(path):
+            if any(name == module or name.startswith(f"{module}.") for module in forbidden):
+                uses.append(f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}")
+    return uses
 
 
 def test_every_module_imports_without_the_optional_parts() -> None:
@@ -63,10 +63,10 @@ def test_every_module_imports_without_the_optional_parts() -> None:
         [sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = {
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        for path in source_files(PACKAGE)
-    }
+    expected = set()
+    for path in source_files(PACKAGE):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        expected.add(".".join(parts).removesuffix(".__init__"))
     assert {*done.stdout.split(), "reinforce_rl"} == expected, (
         "a folder without __init__.py is not walked"
     )
@@ -89,20 +89,17 @@ def test_the_drawing_is_that_of_the_code() -> None:
 
 
 def test_every_folder_has_a_floor() -> None:
-    folders = {
-        path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in source_files(PACKAGE)
-    }
+    paths = [path.relative_to(PACKAGE) for path in source_files(PACKAGE)]
+    folders = {path.parts[0].removesuffix(".py") for path in paths}
     assert folders == {*house.FLOORS, "__init__", "__main__"}
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    names = {
-        house.module_of(path): path for path in source_files(PACKAGE) if path.name != "__init__.py"
-    }
-    edges = {
-        name: {other for _, other in imported_names(path) if other in names}
-        for name, path in names.items()
-    }
+    modules = [path for path in source_files(PACKAGE) if path.name != "__init__.py"]
+    names = {house.module_of(path): path for path in modules}
+    edges = {}
+    for name, path in names.items():
+        edges[name] = {other for _, other in imported_names(path) if other in names}
     graphlib.TopologicalSorter(edges).prepare()  # CycleError names the circle
 
 
@@ -150,10 +147,8 @@ def test_only_the_megatron_folder_imports_megatron() -> None:
 def test_cpu_support_is_met_in_three_places() -> None:
     """On the GPU's path CPU code appears only where a model is built, wrapped or decodes."""
     cpu = PACKAGE / "megatron" / "cpu"
-    uses = uses_of(
-        [path for path in source_files(PACKAGE) if cpu not in path.parents],
-        "reinforce_rl.megatron.cpu",
-    )
+    others = [path for path in source_files(PACKAGE) if cpu not in path.parents]
+    uses = uses_of(others, "reinforce_rl.megatron.cpu")
     files = {use.partition(":")[0].removeprefix("reinforce_rl/megatron/") for use in uses}
     assert files == {"__init__.py", "optimizer.py", "model/decoding.py"}
 

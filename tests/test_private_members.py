@@ -105,7 +105,8 @@ def members_of_others() -> dict[str, list[tuple[int, str]]]:
 
 
 def test_no_private_member_of_another_project_is_added() -> None:
-    names = {file: {name for _, name in of_file} for file, of_file in members_of_others().items()}
+    members = members_of_others().items()
+    names = {file: {name for _, name in of_file} for file, of_file in members}
     assert names == KNOWN, "find a public one, or take one that is gone out of KNOWN"
     assert sum(map(len, names.values())) <= AT_MOST
 
@@ -194,5 +195,6 @@ def test_the_scan_sees_what_belongs_to_another_module(source: str, names: list[s
     ],
 )
 def test_the_scan_tells_them_apart(source: str, names: list[str]) -> None:
-    uses = [name for _, name in private_members(ast.parse(source), {"_x"})]
+    members = private_members(ast.parse(source), {"_x"})
+    uses = [name for _, name in members]
     assert uses == names

@@ -80,7 +80,8 @@ def trapped() -> Iterator[Trapped]:
         (root / "out").mkdir()
         (root / "out").chmod(0o777)
         folders = traps.make_traps(root / "made", source / "run", source / "model", bait)
-        yield Trapped(root, folders, bait, listener, [*tiny_overrides(source), *settings, *reward])
+        overrides = [*tiny_overrides(source), *settings, *reward]
+        yield Trapped(root, folders, bait, listener, overrides)
     finally:
         shutil.rmtree(root)
 
@@ -110,7 +111,8 @@ def open_all(
 def request(folder: Path, *arguments: object, start: Path | None = None) -> dict[str, Any]:
     """Return a command that starts in the folder that it opens, unless `start` is given."""
     words = [str(argument) for argument in arguments]
-    name = f"{folder.name}: {' '.join(word for word in words if '=' not in word)}"
+    shown = " ".join(word for word in words if "=" not in word)
+    name = f"{folder.name}: {shown}"
     return {"name": name, "arguments": words, "folder": str(start or folder), "deadline": SECONDS}
 
 
@@ -223,7 +225,8 @@ def test_each_fault_is_seen(trapped):
     assert kinds_of({**good, "code": None}, trapped) == ["did not end in 60 s"]
     assert kinds_of({**good, "code": -9}, trapped) == ["died of signal 9"]
     assert kinds_of({**good, "output": "Traceback (most"}, trapped) == ["a traceback"]
-    assert kinds_of({**good, "output": f"a {traps.SECRET}"}, trapped) == ["showed the secret"]
+    shows_secret = {**good, "output": f"a {traps.SECRET}"}
+    assert kinds_of(shows_secret, trapped) == ["showed the secret"]
     assert kinds_of({**good, "output": "\x1b[2J"}, trapped) == ["wrote"]
     assert kinds_of({**good, "output": "\x9b"}, trapped) == ["wrote"]
     assert kinds_of({**good, "output": "\u202e"}, trapped) == ["wrote"]
@@ -294,14 +297,12 @@ def test_models(trap, trapped):
 
 def test_good_folders_are_opened(trapped):
     """This shows that the other tests can fail: the same commands, on the folders without traps."""
-    answers = check(
-        trapped, [*commands_of_run(trapped, "good"), *commands_of_model(trapped, "good_model")]
-    )
-    failed = [
-        (answer["name"], answer["code"], answer["output"][-400:])
-        for answer in answers
-        if answer["code"]
-    ]
+    commands = [*commands_of_run(trapped, "good"), *commands_of_model(trapped, "good_model")]
+    answers = check(trapped, commands)
+    failed = []
+    for answer in answers:
+        if answer["code"]:
+            failed.append((answer["name"], answer["code"], answer["output"][-400:]))
     # The run names its reward function, which neither scores again nor serves `eval`.
     assert [code for _, code, _ in failed] == [2, 1], failed
     assert failed[0][2].rstrip().endswith("not replayed: score.")

@@ -110,7 +110,8 @@ class Group:
     def _follow(
         self, invitation: Invitation, leader: ScorerRank, me: ScorerRank, rank_timeout: float
     ) -> None:
-        links = self.links[me.rank] = connect(invitation, me, 10)
+        links = connect(invitation, me, 10)
+        self.links[me.rank] = links
         end = self.ends.setdefault
         follow(
             me,

@@ -174,7 +174,8 @@ def test_tritonclient_agrees_with_the_scorer_in_both_forms(server, tokenizer):
 def test_padding_does_not_matter(server):
     tokens, lengths = padded([[5, 6, 7], [9]])
     wide = np.full((2, 20), 77, np.int64)
-    wide[0, :3], wide[1, :1] = [5, 6, 7], [9]
+    wide[0, :3] = [5, 6, 7]
+    wide[1, :1] = [9]
     narrow_rewards, _ = infer(server, tokens=tokens, sequence_lengths=lengths)
     wide_rewards, _ = infer(server, tokens=wide, sequence_lengths=lengths)
     assert narrow_rewards.tolist() == wide_rewards.tolist()

@@ -156,7 +156,7 @@ def test_functions_are_added_to_its_scores(
     lengths = scores.by_source["Lengths"]
     assert lengths.tolist() == [3.0, 1.0]
     weighted_sum = lengths + 10 * scores.by_source["short"]
-    assert scores.values.tolist() == (weighted_sum).tolist()
+    assert scores.values.tolist() == weighted_sum.tolist()
     assert names_of_scores(cfg) == tuple(scores.by_source) == ("Lengths", "short")
     assert Lengths.closed == 1
 

@@ -64,9 +64,9 @@ def servers(tmp_path):
         FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as first,
         FakeRewardServer([answer([10.0, 20.0], [0, 0])]) as second,
     ):
-        first.info = second.info = describe(
-            tokenizer=TokenizerInfo.from_tokenizer(tokenizer), vocab_size=VOCAB_SIZE
-        )
+        info = TokenizerInfo.from_tokenizer(tokenizer)
+        first.info = describe(tokenizer=info, vocab_size=VOCAB_SIZE)
+        second.info = first.info
         yield first, second
 
 

@@ -407,7 +407,8 @@ def assert_the_slow_rank_took_one_each(
 @pytest.mark.timeout(900)  # eight engines
 def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
     """Four ranks on the fake TensorRT-LLM, with an engine each."""
-    (ranks, overrides), slow = FOUR, 3
+    ranks, overrides = FOUR
+    slow = 3
     fixed = tmp_path / "fixed"
     queued = tmp_path / "queued"
     finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))

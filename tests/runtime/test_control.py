@@ -211,7 +211,8 @@ def test_a_first_rank_that_does_not_answer(monkeypatch):
 def test_where_a_thread_is():
     watcher = StackWatcher(threading.get_ident())
     places = []
-    sitting, done = threading.Event(), threading.Event()
+    sitting = threading.Event()
+    done = threading.Event()
 
     def look() -> None:
         sitting.wait(DEADLINE)

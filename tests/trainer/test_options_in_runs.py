@@ -409,7 +409,8 @@ class FailsOnFirst(FunctionReward):
         answer = super().infer_rm(request)
         values = answer.rewards.values.clone()
         status = answer.rewards.status.clone()
-        values[0], status[0] = math.nan, STATUS_BAD_TEXT
+        values[0] = math.nan
+        status[0] = STATUS_BAD_TEXT
         return type(answer)(Rewards(values, status))
 
 
