@@ -1,4 +1,4 @@
-"""Every rule of the alerts on a faulty series and on a healthy one, and its effect on a run."""
+"""Each rule of the alerts on a faulty and a healthy series, and its effect on a run."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_the_correlation_is_that_within_groups():
 
 
 def test_prompts_that_are_repeated():
-    """By the data alone, so that a resumed run says the same."""
+    """It depends on the data alone, so a resumed run reports the same."""
     repeated = repeated_texts(
         ["once", "twice", "also held out", "twice"], ["held out", "also held out"]
     )
@@ -280,7 +280,7 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
     for step in range(1, 10):
         monitor._log({"skipped_step": float(step in (3, 4)), "rewards": 1.0}, step, "train/")
         monitor.commit(step)
-        monitor.commit(step)  # as a stop does once more
+        monitor.commit(step)  # a stop ends them once more
         status_of_run = read_status(tmp_path)
         assert status_of_run
         expected = {"skipped"} if step in (3, 4) else set()
@@ -360,7 +360,7 @@ class TestARun:
 
 
 def steps_of(rule: str, lines: Iterable[Mapping[str, float | None]]) -> list[int]:
-    """Return the steps, from 1, at which a rule speaks of these lines."""
+    """Return the steps, from 1, at which a rule fires on these lines."""
     alert_rules = AlertRules()
     base = {"rewards": 1.0, "reward_deviation": 0.5}
     spoken = []
@@ -373,7 +373,7 @@ def steps_of(rule: str, lines: Iterable[Mapping[str, float | None]]) -> list[int
 
 
 class TestThresholds:
-    """Where each rule begins and ends: docs/alerts.md has the numbers."""
+    """The bounds of each rule; docs/alerts.md has the numbers."""
 
     @pytest.mark.parametrize(
         ("rule", "steps", "fault"),
@@ -388,12 +388,12 @@ class TestThresholds:
         sound = [{}] * 3
         assert steps_of(rule, [*sound, *[fault] * (steps - 1), *sound]) == []
         assert steps_of(rule, [*sound, *[fault] * steps]) == [3 + steps]
-        if steps > 1:  # steps that are not in a row do not add up
+        if steps > 1:  # steps that are not consecutive do not add up
             assert steps_of(rule, [*sound, *([fault] * (steps - 1) + [{}]) * 4]) == []
 
     @pytest.mark.parametrize(("sound", "said"), [(QUIET - 2, 1), (QUIET - 1, 2), (QUIET, 2)])
     def test_it_speaks_again_once_it_was_gone_for_so_many_steps(self, sound, said):
-        """The last step with it and the next one are `QUIET` steps apart at least."""
+        """The last step with the fault and the next one are at least `QUIET` steps apart."""
         fault = {"skipped_step": 1.0}
         assert len(steps_of("skipped", [{}, fault, *[{}] * sound, {}, fault])) == said
 
@@ -415,7 +415,7 @@ class TestThresholds:
         assert steps_of("constant_reward", [*start, *[fault] * 3]) == ([6] if speaks else [])
 
     def test_rewards_that_are_constant_from_the_first_step_on(self):
-        """There is no first deviation to compare with, at less than three steps, nor afterwards."""
+        """Before the third step there is no first deviation to compare with, nor later."""
         fault = {"rewards": 0.5, "reward_deviation": 0.0}
         assert steps_of("constant_reward", [fault] * 4) == [3]
         assert steps_of("constant_reward", [{"rewards": 0.0, "reward_deviation": 1e-13}] * 4) == [3]
@@ -443,7 +443,7 @@ class TestThresholds:
 
     @pytest.mark.parametrize(("spikes", "speaks"), [(3, False), (4, True)])
     def test_gradients_that_spike_in_four_of_ten_steps(self, spikes, speaks):
-        """Three, and two of the steps between them are usual."""
+        """Three spikes with two usual steps between them."""
         usual = [{"grad_norm": 1.0 + 0.01 * (step % 3)} for step in range(12)]
         last = [{"grad_norm": 30.0}, {"grad_norm": 1.0}] * spikes
         assert bool(steps_of("gradient_spikes", [*usual, *last])) is speaks
@@ -500,10 +500,10 @@ class TestThresholds:
         ],
     )
     def test_a_gap_that_grows(self, first, now, speaks):
-        """By 5 times, and to more than 0.01 nats."""
+        """By a factor of 5, and to more than 0.01 nats."""
         lines = [{"generator_gap": first}] * 3 + [{"generator_gap": now}] * 3
         assert bool(steps_of("generator_gap", lines)) is speaks
 
     def test_a_gap_of_the_first_steps_has_not_grown(self):
-        """Before the third step nothing is known of the start."""
+        """Before the third step there is no start to compare with."""
         assert steps_of("generator_gap", [{"generator_gap": 0.02}] * 9) == []

@@ -1,4 +1,4 @@
-"""Back ends: the files of TensorBoard, wandb, SwanLab and MLflow, alone and of whole runs."""
+"""Back ends: files of TensorBoard, wandb, SwanLab and MLflow, alone and of whole runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def log_two_steps(logger: MetricLogger) -> None:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every (step, value) by name, with nothing that the reader would tidy away."""
+    """Return each (step, value) by name, also values that the reader would hide."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(
         str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False
@@ -96,7 +96,7 @@ def test_numbers_read_back(tmp_path):
 
 
 def test_a_run_that_goes_on_shows_each_number_once(tmp_path):
-    """Killed after step 3, gone on from the checkpoint of step 2."""
+    """Killed after step 3 and resumed from the checkpoint of step 2."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for steps, value, resume_step in (([1, 2, 3], 1.0, None), ([3, 4], 9.0, 2)):
         logger = TensorboardLogger(tmp_path, resume_step)
@@ -211,7 +211,7 @@ def test_a_wandb_server_that_hangs_does_not_delay_the_exit(tmp_path, monkeypatch
     """
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        # accepts nothing, so that no request is answered
+        # accepts no connection, so no request is answered
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         command = [sys.executable, "-c", code, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)

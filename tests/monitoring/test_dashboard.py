@@ -119,7 +119,7 @@ def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
 
 @contextlib.contextmanager
 def dashboard(folder: Path) -> Iterator[int]:
-    """A dashboard in a thread of its own, on a free port."""
+    """A dashboard in its own thread, on a free port."""
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(Dashboard(folder).application(), shutdown_timeout=1.0)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -223,7 +223,7 @@ class TestServer:
                 "samples.step.missing",
                 "1 to 20",
             ),
-            # Answers of HTTP itself have no key.
+            # Errors of HTTP itself have no key.
             ("/api/samples?name=first&kind=rollouts&step=1e1", 400, "", "'1e1'"),
             ("/api/samples?name=first&kind=rollouts", 400, "", "'step'"),
             ("/api/run", 400, "", "'name'"),
@@ -336,7 +336,7 @@ def browser() -> Iterator[Any]:
 def opened(browser, address: str, width: int = 1200, **options: Any) -> Iterator[Any]:
     """Open a page and draw it fully.
 
-    It must end without a message on its console, and no response's markup may be at work.
+    The console must stay empty, and no response's markup may be active.
     """
     said: list[str] = []
     context = browser.new_context(viewport={"width": width, "height": 800}, **options)
@@ -353,7 +353,7 @@ def opened(browser, address: str, width: int = 1200, **options: Any) -> Iterator
 
 
 def lines(page, title: str) -> list[dict[str, Any]]:
-    """What Plotly drew in a chart, without the bands and the faint lines."""
+    """Return what Plotly drew in a chart, without bands and faint lines."""
     code = """title => {
         const charts = [...document.querySelectorAll('.chart')];
         const chart = charts.find(one => one.querySelector('h3').innerText === title);

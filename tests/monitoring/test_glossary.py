@@ -41,7 +41,7 @@ def names_in(path: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, mesh) -> set[str]:
-    """Every name that three small runs and the training of two reward models write."""
+    """All names that three small runs and the training of two reward models write."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "plain").mkdir()
     test = write_prompts(folder / "test.jsonl", three_letters(2))

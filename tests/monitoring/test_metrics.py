@@ -198,7 +198,7 @@ class TestTakeMeans:
         st.integers(0, 99),
     )
     def test_the_ranks_layout_does_not_matter(self, rows, seed):
-        """One to four ranks, whole groups on each, some with nothing."""
+        """One to four ranks with whole groups; a rank may have none."""
         rows = sorted(rows, key=lambda row: row[0])
         generator = torch.Generator().manual_seed(seed)
         rewards = (1e3 + torch.randn(len(rows), generator=generator)).tolist()
@@ -312,7 +312,7 @@ def test_gaps_by_age_over_ranks():
 
 
 class TestTrainedTokens:
-    """Log-probs of the policy beside the generator's, whose tables have two columns of padding."""
+    """The policy's log-probs beside the generator's, whose tables have two columns of padding."""
 
     def batch(self, rows: list[int]) -> ReinforceBatch:
         batch = trained(BATCH)
@@ -347,7 +347,7 @@ class TestTrainedTokens:
 
     @pytest.mark.parametrize("version", [None, 5])
     def test_a_rank_without_samples_takes_part(self, version):
-        """It knows no log-probs and no versions; the numbers are those of a single rank."""
+        """It has no log-probs and no versions; the numbers equal a single rank's."""
 
         def run(shares: list[list[int]]) -> list[dict[str, float]]:
             def metrics(rank: int, gather) -> dict[str, float]:
@@ -400,7 +400,7 @@ class TestUpdateMetrics:
             "squares": 11.0,
             "generator_gap": 3.0,
         },
-        {"loss": 3.0},  # a rank that had nothing to train on
+        {"loss": 3.0},  # a rank without rows to train on
     )
 
     def test_by_hand(self):
@@ -483,7 +483,7 @@ def test_what_is_told_of_the_slowest_rank(tmp_path):
 def straggler_lines(
     folder: Path, factor: float, ranks: dict[int, list[RankSeconds]], step_seconds: float
 ) -> list[str]:
-    """What a log says of the ranks of each step."""
+    """Return the lines of a log about each step's ranks."""
     progress = TrainingProgress(99, console=Console(file=io.StringIO()))
     monitor = RunMonitor(folder, Loggers(), progress, straggler_factor=factor)
     for step, seconds in ranks.items():
@@ -553,7 +553,7 @@ def test_what_stays_the_same_is_said_again_after_a_while(tmp_path):
 
 
 def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
-    """A function of a file with a collective's name stands for one."""
+    """A function in a file with a collective's name stands for a collective."""
     path = tmp_path / "torch" / "distributed" / "distributed_c10d.py"
     path.parent.mkdir(parents=True)
     path.write_text("def wait(sleep, seconds):\n    sleep(seconds)\n")
@@ -582,7 +582,7 @@ def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
     [
         (2, 1, 1),
         pytest.param(4, 1, 2, marks=pytest.mark.slow),
-        # whose neighbour waits for it within each pass
+        # its neighbour waits for it within each pass
         pytest.param(4, 2, 3, marks=pytest.mark.slow),
     ],
 )
@@ -599,7 +599,7 @@ def test_a_slow_rank_is_named(tmp_path, ranks, tensor, slow):
     for line in lines:
         for phase in ("generate", "train_time"):
             assert line[f"timing/{phase}/rank"] == slow
-            # of 2 s; what was seen of waiting is a sample
+            # of 2 s; waiting is measured by sampling
             assert line[f"timing/{phase}/max"] >= 1.0
             assert line[f"timing/{phase}/max"] > line[f"timing/{phase}/median"] + 0.4
     named = (

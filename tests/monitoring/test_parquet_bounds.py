@@ -147,7 +147,7 @@ def test_rows_and_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_different_texts_are_not_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """zstd makes a few kilobytes of them."""
+    """zstd compresses them to a few kilobytes."""
     monkeypatch.setattr(parquet_bounds, "MIN_BYTES", 1_000_000)
     texts = pa.table({"a": [str(number) * 300_000 for number in range(8)]})
     monkeypatch.setattr(pq, "read_table", None)

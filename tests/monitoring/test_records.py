@@ -52,7 +52,7 @@ def tokenizer(tmp_path_factory):
 
 
 def batch_of(seed: int = 0) -> ReinforceBatch:
-    """Two prompts with two samples each, padded with a token that occurs in the responses too."""
+    """Two prompts with two samples each; the padding token also occurs in responses."""
     draw = torch.Generator().manual_seed(seed)
     prompts = [prompt.tokens for prompt in PROMPTS for _ in range(2)]
     width = 9
@@ -62,7 +62,7 @@ def batch_of(seed: int = 0) -> ReinforceBatch:
         sequences[i, : len(ids)] = torch.tensor(ids)
 
     def per_token() -> torch.Tensor:
-        # not 0 on padding: it must not be recorded
+        # not 0 on padding, which must not be recorded
         return torch.randn(4, max(LENGTHS), generator=draw)
 
     source_rewards = {"short": torch.tensor([1.0, math.nan, 0.0, 3.0])}
@@ -193,7 +193,7 @@ def test_without_log_probs_no_token_is_the_worst(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("split", [1, 2, 3])
 def test_ranks_together_record_what_one_does(tmp_path, tokenizer, split):
-    """Also beside a rank without samples, which knows no log-probs."""
+    """Also with a rank without samples, which has no log-probs."""
     batch = batch_of()
     parts = []
     for rows in (torch.arange(split), torch.arange(split, 4), torch.arange(0)):
@@ -217,7 +217,7 @@ def test_ranks_together_record_what_one_does(tmp_path, tokenizer, split):
     write_records(tmp_path / "three.parquet", join_samples(parts, tokenizer))
     alone = read_table(tmp_path / "one.parquet").to_pydict()
     joined = read_table(tmp_path / "three.parquet").to_pydict()
-    # The mean over a response's tokens is summed over another width.
+    # The mean over a response's tokens has another width.
     assert alone.pop("advantage") == pytest.approx(joined.pop("advantage"), abs=1e-6)
     assert alone == joined
     assert join_samples([], tokenizer) == Samples([])

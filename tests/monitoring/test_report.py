@@ -41,7 +41,7 @@ model:
 
 
 class Scripts(HTMLParser):
-    """The script elements that a browser would see, by id, and every address in an attribute."""
+    """The script elements that a browser would see, by id, and each address in an attribute."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -193,9 +193,9 @@ def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validation
 
 
 def test_errors_of_the_mean_reward(tmp_path):
-    """Prompts with means far apart count once each, whatever the number of samples.
+    """Prompts with distant means count once each, whatever the number of samples.
 
-    Equal ones count as their samples.
+    Prompts with equal means count as their samples.
     """
     generator = random.Random(1)
     for name, spread in (("apart", 3.0), ("alike", 0.0)):

@@ -33,7 +33,7 @@ def log(folder: Path, steps, resume_step: int | None = None, **metrics: float) -
 
 
 def test_the_lines_are_those_of_the_file_whatever_the_writer_does(tmp_path):
-    """Follow a run that appends, dies within a line, resumes earlier and merges its last line."""
+    """The writer appends, dies within a line, resumes earlier and merges its last line."""
     log(tmp_path, range(1, 6))
     run = RunFolder(tmp_path)
 
@@ -47,7 +47,7 @@ def test_the_lines_are_those_of_the_file_whatever_the_writer_does(tmp_path):
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 8, "train/rewa')
     assert seen() == [*range(1, 8)]
-    log(tmp_path, (4, 5), resume_step=3, kl=1.0)  # the torn line goes, and the steps after 3
+    log(tmp_path, (4, 5), resume_step=3, kl=1.0)  # the torn line and the steps after 3 are dropped
     assert seen() == [1, 2, 3, 4, 5]
     expected = [(4, 1.0), (5, 1.0)]
     assert run.series("train/kl") == expected

@@ -67,7 +67,7 @@ class FromInputs:
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, **options: Any
     ) -> tuple[Tensor, Any, None]:
-        if options.get("compute_entropy"):  # asked for by the loss alone
+        if options.get("compute_entropy"):  # requested by the loss only
             return self.leaf, self.batch["entropy"], None
         name = "reference_log_probs" if model is self.ref_model else "old_log_probs"
         return self.batch[name], None, None

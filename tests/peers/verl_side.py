@@ -51,7 +51,7 @@ def actor_config(aggregation: str, **others: object) -> ActorConfig:
 
 
 def token_rewards(batch: dict[str, Tensor]) -> Tensor:
-    """A reward at the last token of each response, where verl's reward managers put it: [N, T]."""
+    """A reward at the last token of each response, as verl's reward managers do: [N, T]."""
     scores = torch.zeros_like(batch["log_probs"])
     last = batch["mask"].sum(-1) - 1
     scores[torch.arange(len(last)), last] = batch["rewards"]
@@ -77,7 +77,7 @@ def advantages_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     index = batch["group_ids"].numpy()
     common = {"response_mask": batch["mask"].double(), "index": index}
     plus_plus_baseline = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage
-    # Each call its own rewards: verl's functions write into what they are given.
+    # Each call gets a copy of the rewards: verl's functions write into their arguments.
     results = {
         "rloo": core_algos.compute_rloo_outcome_advantage(token_rewards(batch), **common),
         "rloo_vectorized": core_algos.compute_rloo_vectorized_outcome_advantage(

@@ -1,4 +1,4 @@
-"""bf16: what is kept and computed in fp32, on one process and on two ranks; whole runs."""
+"""bf16: state and sums in fp32, on one process and on two ranks; whole runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_gradients_and_main_weights_are_fp32(distributed, folder, mesh):
     assert {main.dtype for main in mains} == {torch.float32}
     dtypes = {value.dtype for state in inner.state.values() for value in state.values()}
     assert dtypes == {torch.float32}
-    # They keep what bf16 rounds away, and the model has them rounded.
+    # They keep what bf16 rounds off; the model has the rounded values.
     flat = [main.detach().flatten() for main in mains]
     fp32_weights = torch.cat(flat).sort().values
     flat_parameters = [p.detach().flatten() for p in parameters]
@@ -160,7 +160,7 @@ def test_the_gradient_is_near_that_of_fp32(folder, mesh):
 
 @pytest.mark.slow
 def test_layouts_of_two_ranks(folder, mesh, tmp_path):
-    """No further from fp32 than one process in bf16 is, within a factor of two."""
+    """The distance to fp32 is at most twice that of one process in bf16."""
     exact = computed(Layout(), folder, mesh)
     single = computed(Layout(dtype=BF16), folder, mesh)
     run_ranks(SCRIPT, 2, tmp_path, folder, *BF16_LAYOUTS, timeout=600)

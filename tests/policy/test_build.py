@@ -1,4 +1,4 @@
-"""What an actor is made with where the configuration leaves it open."""
+"""Values of a policy that the configuration leaves open."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_actor_has_them(tmp_path, mesh):
 
 
 def test_a_model_that_its_weights_do_not_bear_out_is_not_built(tmp_path, mesh):
-    """Its embedding alone would take terabytes."""
+    """Its embedding alone would need terabytes."""
     cfg = tiny_config(tmp_path)
     file = Path(cfg.pretrained_checkpoint.restore_from_path) / "config.json"
     config = json.loads(file.read_text())

@@ -63,7 +63,7 @@ def check(name, folder, one_process, out):
         moved = expected["weights"] - expected["weights_before"]
         distance = (results["weights"] - expected["weights"]).norm()
         assert float(distance) <= 1e-3 * float(moved.norm()), who
-        # Ranks of a block go on to compute with these, so they must agree to the bit.
+        # Ranks of a block compute on with these, so they must agree bit for bit.
         for kind in ("log_probs_after", "losses", "norms"):
             result = torch.as_tensor(results[kind])
             assert torch.equal(result, torch.as_tensor(ranks[0][kind])), who
@@ -86,7 +86,7 @@ def run_and_check(names, folder, one_process, out):
 
 @pytest.mark.parametrize("folder", ["tied"], indirect=True)
 def test_every_layout_of_two_ranks(folder, one_process, tmp_path):
-    quick = ("PP2 LoRA", "DP2 distributed optimizer LoRA")  # of LoRA
+    quick = ("PP2 LoRA", "DP2 distributed optimizer LoRA")  # LoRA
     names = [name for name in ON_TWO if name in (*LAYOUTS, *quick)]
     run_and_check(names, folder, one_process, tmp_path)
 

@@ -1,4 +1,4 @@
-"""Micro-batches: every row once, padding small, the bound on tokens kept."""
+"""Micro-batches: each row once, little padding, the bound on tokens kept."""
 
 from __future__ import annotations
 

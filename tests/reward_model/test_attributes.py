@@ -1,4 +1,4 @@
-"""Attributes by name from a head of several scores to the client.
+"""Named attributes from a head of several scores to the client.
 
 A served classifier equals transformers.
 """
@@ -34,12 +34,12 @@ from reinforce_rl.rewards.sources import CombinedRewards
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("sum", "length", "odd")
-TOKEN_ODD_NAN = 104  # one attribute is not finite, the reward is
+TOKEN_ODD_NAN = 104  # one attribute is not finite, but the reward is
 WEIGHTS = {"helpfulness": 0.65, "correctness": 0.8, "verbosity": -0.4}
 
 
 class AttributeToy(ToyScorer):
-    """The toy's score, the length, and whether it is odd; the reward is the first one."""
+    """The toy's score, the length, and whether it is odd; the reward is the toy's score."""
 
     attributes = NAMES
 
@@ -149,7 +149,7 @@ def test_several_sources_keep_their_attributes_apart():
 
 
 class ServedModel(ToyServer):
-    """`examples/serve_reward_model.py` itself."""
+    """`examples/serve_reward_model.py` as a process."""
 
     def command(self) -> list[str]:
         places = [f"inference.port={self.port}", f"inference.ready_file={self.ready_file}"]

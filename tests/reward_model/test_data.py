@@ -1,4 +1,4 @@
-"""Preference pairs and rated answers: files, faults, split, and the actor's token format."""
+"""Preference pairs and rated answers: files, faults, split, and the policy's token format."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tokenizer(tmp_path_factory):
 
 
 def pairs_of(path: Path, tokenizer, **data: Any):
-    """What `read_examples` makes of a file of pairs."""
+    """Return what `read_examples` reads from a file of pairs."""
     data = {"max_length": 1000, **data}
     return read_examples(
         TrainRewardModelConfig(data=PairsConfig(pairs_path=str(path), **data)), tokenizer
@@ -390,7 +390,7 @@ def test_pairs_are_what_transformers_makes_of_the_conversations(
     for key, answer in answers.items():
         expected = tokenizer.apply_chat_template([*prompt, answer], return_dict=False)
         assert [*pair.prompt, *getattr(pair, key)] == expected
-    # The answers' own tokens begin behind all that the template writes before them.
+    # The answers' tokens start after everything that the template writes before them.
     assert tokenizer.decode(pair.rejected).startswith("No")
 
 
@@ -491,7 +491,7 @@ def test_the_reward_server_gives_the_template_a_records_tools_and_arguments(chat
 
 
 def actor_sequence(tokenizer, folder: Path, prompt: str, response: list[int]) -> list[int]:
-    """What the actor reads and writes, made by the actor's own code."""
+    """Return the tokens that the policy reads and writes, by the policy's own code."""
     file = folder / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": prompt}))
     dataset = PromptDataset.from_files(

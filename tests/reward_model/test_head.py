@@ -160,7 +160,7 @@ def test_training_is_deterministic_and_blind_to_the_order_of_pairs():
 def test_extra_pairs_are_learnt_but_not_standardised_by():
     features, direction = made_features(400)
     away = torch.zeros(16, dtype=torch.float64)
-    away[0] = 1  # a region that no pair shows, and that the preferred direction leans to
+    away[0] = 1  # a region without pairs, on the side of the preferred direction
     orthogonal = away - direction[0] * direction
     bad = features.chosen.mean(0) + 20 * orthogonal + 2 * direction
     extra = PairFeatures(features.chosen, bad.expand(400, 16))
@@ -169,7 +169,7 @@ def test_extra_pairs_are_learnt_but_not_standardised_by():
     assert head_accuracy(plain.head, extra).value < 0.5
     assert head_accuracy(taught.head, extra).value > 0.95
     assert head_accuracy(taught.head, features).value > 0.8
-    # The extra pairs are many and all contradict the pairs: they win the fit.
+    # The many extra pairs all contradict the pairs: they dominate the fit.
     chosen = features.chosen.repeat(5, 1)
     rejected = features.rejected.repeat(5, 1)
     against = PairFeatures(rejected, chosen)

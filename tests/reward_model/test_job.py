@@ -74,14 +74,14 @@ def ranking_overrides(folder: Path, *, noise: float = 0.0) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory):
-    """The folder of a run of 30 steps, with an evaluation every 10."""
+    """The folder of a run of 30 steps with an evaluation every 10."""
     folder = tmp_path_factory.mktemp("ranked")
     run(*ranking_overrides(folder), f"full.max_steps={STEPS}")
     return folder
 
 
 def held_out_groups(overrides: list[str]) -> tuple[list[Any], list[tuple[int, ...]]]:
-    """The held-out examples of a run, and their sequences."""
+    """Return the held-out examples of a run, and their sequences."""
     cfg = tiny_config(*overrides)
     objective: Objective = (
         Ranking() if cfg.full.objective == "ranking" else Regression(cfg.full.attributes)
@@ -102,7 +102,7 @@ def transformers_scores(folder: Path, sequences: list[tuple[int, ...]]) -> torch
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """Metrics without times."""
+    """Return the metrics without times."""
     lines = read_metrics(folder / "out/metrics.jsonl")
     timeless = []
     for line in lines:
@@ -171,7 +171,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
     expected = (ranked / "out" / EVALUATION_FILE).read_text()
     assert (tmp_path / "out" / EVALUATION_FILE).read_text() == expected
 
-    again = run(*overrides)  # it is over: nothing is made again
+    again = run(*overrides)  # it has ended: nothing is computed again
     assert again.step == STEPS
     assert lines_of(tmp_path) == lines_of(ranked)
     changes = "full.global_batch_size: 32 -> 16; data.max_pairs: null -> 300. "
@@ -200,7 +200,7 @@ def test_a_run_with_another_split_or_seed_is_refused(tmp_path, change, said):
 
 
 def test_it_stops_early_and_keeps_the_best(tmp_path):
-    """Half of the pairs are turned around, so whatever is learnt beyond that is memorised."""
+    """Half of the pairs are reversed, so anything learnt beyond that is memorised."""
     overrides = [
         *ranking_overrides(tmp_path, noise=0.5),
         "full.val_check_interval=4",
@@ -262,7 +262,7 @@ DATED = "{{ strftime_now('%d %B') }}{% for m in messages %}{{ m.content }}{% end
 
 
 def test_the_date_of_a_template_is_that_of_the_first_start(tmp_path, monkeypatch):
-    """A resume has it from the run's config.yaml; without one, and anew, it is today's."""
+    """A resume reads it from config.yaml; without one, and for a new run, it is today's date."""
     dates = []
     monkeypatch.setattr(job, "parallel_mesh", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(job, "_run_full", lambda cfg, *_: dates.append(cfg.data.chat_template_date))
@@ -384,7 +384,7 @@ def trunk(tmp_path_factory) -> Path:
 
 
 def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
-    """Of several splits, one is to be chosen; the record of the data fits no single file."""
+    """One of several splits has to be chosen; the record of the data names no single file."""
     rows = [
         {"prompt": f"question {i}", "chosen": f"please {i}", "rejected": f"XX {i} ZZ"}
         for i in range(24)

@@ -1,4 +1,4 @@
-"""How a call is cut into forward passes and dealt to copies of the model."""
+"""How a call is divided into forward passes and dealt to copies of the model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The gradient of a reward model's loss is autograd's on transformers' model.
+"""The gradient of a reward model's loss equals autograd's on transformers' model.
 
-However the batch is cut or spread.
+For any cut and spread of the batch.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def on_two_ranks(request, folder, expected, tmp_path_factory) -> Path:
 
 
 def test_two_ranks_equal_one(on_two_ranks):
-    """See `check_layouts`."""
+    """`check_layouts` has the checks."""
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_a_folder_exported_by_two_ranks_scores_as_in_transformers(on_two_ranks, 
 
 
 def test_a_model_that_its_weights_do_not_bear_out_is_not_built(folder, mesh, tmp_path):
-    """Its embedding alone would take terabytes."""
+    """Its embedding alone would need terabytes."""
     shutil.copytree(folder, tmp_path / "model")
     file = tmp_path / "model/config.json"
     config = json.loads(file.read_text())

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.10", "3.11", "3.12")
 # The Pythons of each file.
 FILES = {"gpu.txt": PYTHONS, "cpu-py311.txt": ("3.11", "3.12")}
-# What megatron-core 0.16.1's extra `dev` asks for, and the newest flash-attn that Transformer
+# The requirement of megatron-core 0.16.1's extra `dev`, and the newest flash-attn that Transformer
 # Engine 2.11 uses.
 OPTIONAL = {"transformer-engine": ">=2.9.0a0,<2.12.0", "flash-attn": "<=2.8.3"}
 

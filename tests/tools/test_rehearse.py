@@ -1,4 +1,4 @@
-"""`tools/rehearse.py`: the size of what is carried, counts of failures, other versions."""
+"""`tools/rehearse.py`: the size of its archive, counts of failures, other versions."""
 
 from __future__ import annotations
 
