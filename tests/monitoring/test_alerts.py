@@ -161,11 +161,8 @@ def test_a_healthy_run_is_met_with_silence(seed):
 )
 def test_each_fault_is_said_once_and_in_time(name, change, within):
     alert_rules = AlertRules()
-    steps = [
-        step
-        for kind, step in said(alert_rules, with_fault(change, START + within + 20))
-        if kind == name
-    ]
+    fired = said(alert_rules, with_fault(change, START + within + 20))
+    steps = [step for kind, step in fired if kind == name]
     assert len(steps) == 1
     assert START <= steps[0] < START + within
     (alert,) = [alert for alert in alert_rules.alerts if alert.kind == name]
@@ -232,7 +229,8 @@ def test_metrics_of_texts():
     assert text_metrics(["a b c a b c a b c", "d e f"])["repetition"] == pytest.approx(4 / 8)
     assert text_metrics(["", "a"])["repetition"] == 0.0
     assert math.isnan(text_metrics([""])["compression"])
-    prose = "".join(map(chr, random.Random(0).choices(range(97, 123), k=400)))
+    codes = random.Random(0).choices(range(97, 123), k=400)
+    prose = "".join(map(chr, codes))
     again = "very good " * 40
     assert text_metrics([again])["compression"] < 0.2 < text_metrics([prose])["compression"]
     assert text_metrics(["\ud800 lone"])["compression"] > 0
@@ -261,8 +259,12 @@ def test_prompts_that_are_repeated():
     assert repeated == {"twice", "also held out"}
     of = lambda *rows: sample_metrics(rows, repeated)["prompts_repeated"]  # noqa: E731
     once = row(0, 0, "x", text="once")
-    assert of(once, row(0, 1, "x", text="once"), row(1, 0, "x", text="other")) == 0.0
-    assert of(once, row(1, 0, "x", text="twice"), row(1, 1, "x", text="twice")) == 0.5
+    first = row(0, 1, "x", text="once")
+    second = row(1, 0, "x", text="other")
+    assert of(once, first, second) == 0.0
+    third = row(1, 0, "x", text="twice")
+    fourth = row(1, 1, "x", text="twice")
+    assert of(once, third, fourth) == 0.5
     assert of(row(2, 0, "x", text="also held out")) == 1.0
     assert sample_metrics([]) == {}
 
@@ -365,9 +367,8 @@ def steps_of(rule: str, lines: Iterable[Mapping[str, float | None]]) -> list[int
     base = {"rewards": 1.0, "reward_deviation": 0.5}
     spoken = []
     for step, values in enumerate(lines, 1):
-        line = {"step": step} | {
-            f"train/{name}": value for name, value in {**base, **values}.items()
-        }
+        metrics = {**base, **values}.items()
+        line = {"step": step} | {f"train/{name}": value for name, value in metrics}
         spoken += [step for alert in alert_rules.look(line) if alert.kind == rule]
     return spoken
 
@@ -386,16 +387,19 @@ class TestThresholds:
     )
     def test_a_rule_speaks_at_so_many_steps_in_a_row(self, rule, steps, fault):
         sound = [{}] * 3
-        assert steps_of(rule, [*sound, *[fault] * (steps - 1), *sound]) == []
+        faults = [fault] * (steps - 1)
+        assert steps_of(rule, [*sound, *faults, *sound]) == []
         assert steps_of(rule, [*sound, *[fault] * steps]) == [3 + steps]
         if steps > 1:  # steps that are not consecutive do not add up
-            assert steps_of(rule, [*sound, *([fault] * (steps - 1) + [{}]) * 4]) == []
+            repeated = ([fault] * (steps - 1) + [{}]) * 4
+            assert steps_of(rule, [*sound, *repeated]) == []
 
     @pytest.mark.parametrize(("sound", "said"), [(QUIET - 2, 1), (QUIET - 1, 2), (QUIET, 2)])
     def test_it_speaks_again_once_it_was_gone_for_so_many_steps(self, sound, said):
         """The last step with the fault and the next one are at least `QUIET` steps apart."""
         fault = {"skipped_step": 1.0}
-        assert len(steps_of("skipped", [{}, fault, *[{}] * sound, {}, fault])) == said
+        series = [{}, fault, *[{}] * sound, {}, fault]
+        assert len(steps_of("skipped", series)) == said
 
     @pytest.mark.parametrize(
         ("rewards", "deviation", "speaks"),
@@ -412,7 +416,8 @@ class TestThresholds:
     def test_rewards_that_are_nearly_constant(self, rewards, deviation, speaks):
         start = [{"rewards": rewards}] * 3
         fault = {"rewards": rewards, "reward_deviation": deviation}
-        assert steps_of("constant_reward", [*start, *[fault] * 3]) == ([6] if speaks else [])
+        series = [*start, *[fault] * 3]
+        assert steps_of("constant_reward", series) == ([6] if speaks else [])
 
     def test_rewards_that_are_constant_from_the_first_step_on(self):
         """Before the third step there is no first deviation to compare with, nor later."""

@@ -118,7 +118,8 @@ def test_prompts_of_other_texts_are_not_paired(tmp_path):
     make_run(tmp_path / "b", 1.0, [0.1] * 4, file="q")
     changed = make_run(tmp_path / "c", 1.0, [0.1] * 4)
     rows = RunFolder(changed).samples(4, "validation")
-    write_rows(changed, 4, [dataclasses.replace(rows[0], prompt="other"), *rows[1:]], "validation")
+    other = dataclasses.replace(rows[0], prompt="other")
+    write_rows(changed, 4, [other, *rows[1:]], "validation")
     runs = {name: RunFolder(tmp_path / name) for name in "abc"}
     _, paired, _ = tables(runs)
     expected = [
@@ -139,14 +140,15 @@ def make_sides(
     for side, lr, seeds in (("a", 1.0, first), ("b", 2.0, last)):
         for seed, reward in seeds.items():
             folder = tmp_path / f"{side}{seed}"
-            runs[folder.name] = RunFolder(
-                make_run(folder, lr, [0.1] * 4, validated, seed=seed, reward=reward)
-            )
+            made = make_run(folder, lr, [0.1] * 4, validated, seed=seed, reward=reward)
+            runs[folder.name] = RunFolder(made)
     return runs
 
 
 def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
-    runs = make_sides(tmp_path, {1: 0.1, 2: 0.3, 3: 0.2}, {1: 0.3, 2: 0.35, 3: 0.4})
+    before = {1: 0.1, 2: 0.3, 3: 0.2}
+    after = {1: 0.3, 2: 0.35, 3: 0.4}
+    runs = make_sides(tmp_path, before, after)
     _, over_seeds, paired, _ = tables(runs)
     differences = [0.2, 0.05, 0.2]
     error = statistics.stdev(differences) / math.sqrt(3)
@@ -173,9 +175,8 @@ def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
 
 def test_other_seeds_are_compared_without_pairs_and_runs_of_one_seed_count_once(tmp_path):
     runs = make_sides(tmp_path, {1: 0.1, 2: 0.3}, {2: 0.7, 3: 0.8, 4: 0.9})
-    runs["a2-again"] = RunFolder(
-        make_run(tmp_path / "a2-again", 1.0, [0.1] * 4, (0, 4), seed=2, reward=0.5)
-    )
+    made = make_run(tmp_path / "a2-again", 1.0, [0.1] * 4, (0, 4), seed=2, reward=0.5)
+    runs["a2-again"] = RunFolder(made)
     (row,) = tables(runs)[1]["rows"]
     assert row[0] == "b2 and 2 more - a1 and 2 more"
     # seeds of 0.1 and (0.3 + 0.5) / 2 at the start

@@ -77,9 +77,8 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
         )
 
     if validates:
-        write_rows(
-            folder, step, [row(i, 0, reward=gain * step / 10 + i) for i in range(6)], "validation"
-        )
+        validated = [row(i, 0, reward=gain * step / 10 + i) for i in range(6)]
+        write_rows(folder, step, validated, "validation")
         logger.log_metrics({"rewards": gain * step / 10, "reward_deviation": 1.0}, step, "val/")
     if step:
         rows = []
@@ -108,9 +107,10 @@ def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
     lengths = np.array([row.response_length for row in rows])
     ids = np.concatenate([np.arange(length) % 3 for length in lengths])
     policy = np.full(len(ids), -1.0)
+    gaps = np.array([0.0, 0.5, -0.25])[ids]
     values = {
         "policy_log_probs": policy,
-        "generator_log_probs": policy - np.array([0.0, 0.5, -0.25])[ids],
+        "generator_log_probs": policy - gaps,
     }
     values |= {"prompt_tokens": np.zeros(len(rows), int), "response_tokens": ids}
     texts = {0: "an", 1: "<b>", 2: "swer"}
@@ -142,7 +142,8 @@ def dashboard(folder: Path) -> Iterator[int]:
 def results(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("results")
     make_run(folder / "first")
-    make_run(folder / "grid" / f"lr {EVIL[:9].replace('/', '')}", lr=1e-4, gain=2.0)
+    name = EVIL[:9].replace("/", "")
+    make_run(folder / "grid" / f"lr {name}", lr=1e-4, gain=2.0)
     make_run(tmp_path_factory.getbasetemp() / "secret" / "run", steps=1)
     return folder
 
@@ -280,7 +281,8 @@ class TestServer:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
-                port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])
+                words = process.stdout.readline().split("; ")
+                port = int(words[0].rpartition(":")[2])
                 names = {run["name"] for run in ask(port, "/api/runs")[1]["runs"]}
                 assert names == {"good", "bad"}
                 status, answer, _ = ask(port, "/api/run?name=bad")

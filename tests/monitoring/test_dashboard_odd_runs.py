@@ -284,7 +284,8 @@ dashboard.serve(sys.argv[1], port=0)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])
+            words = process.stdout.readline().split("; ")
+            port = int(words[0].rpartition(":")[2])
             status, answer, _ = ask(port, "/api/run?name=slow")
             assert status in (404, 503)
             assert "1 s" in answer["error"]

@@ -88,9 +88,8 @@ def scored(rewards: list[float], groups: list[int], valid: list[bool]) -> Rollou
 
 def trained(rollouts: RolloutBatch) -> ReinforceBatch:
     numbers = torch.arange(float(len(rollouts.valid)))
-    advantages = torch.where(
-        rollouts.response_mask & rollouts.valid[:, None], numbers[:, None] - 2, 0.0
-    )
+    trains = rollouts.response_mask & rollouts.valid[:, None]
+    advantages = torch.where(trains, numbers[:, None] - 2, 0.0)
     return ReinforceBatch(
         rollouts,
         numbers,
@@ -180,8 +179,9 @@ class TestGroupSpread:
         members = [rewards for _, rewards in sorted(groups.items()) if len(rewards) > 1]
         group_ids = torch.tensor([row[1] for row in rows]).long()
         valid = torch.tensor([row[2] for row in rows]).bool()
+        known = torch.tensor([r if ok else NAN for r, _, ok in rows])
         spread, has_none = group_spread(
-            torch.tensor([r if ok else NAN for r, _, ok in rows]),
+            known,
             group_ids,
             valid,
         )
@@ -204,9 +204,10 @@ class TestTakeMeans:
         rewards = (1e3 + torch.randn(len(rows), generator=generator)).tolist()
         groups = [row[0] for row in rows]
         valid = [row[1] and row[2] for row in rows]
+        known = [r if row[1] else NAN for r, row in zip(rewards, rows, strict=True)]
         batch = trained(
             scored(
-                [r if row[1] else NAN for r, row in zip(rewards, rows, strict=True)],
+                known,
                 groups,
                 valid,
             )
@@ -216,7 +217,8 @@ class TestTakeMeans:
         for ranks in (2, 3, 4):
             parts = []
             for rank in range(ranks):
-                local_rows = (torch.tensor(groups).long() % ranks == rank).nonzero()[:, 0]
+                owners = torch.tensor(groups).long() % ranks
+                local_rows = (owners == rank).nonzero()[:, 0]
                 rollouts = batch.rollouts.select(local_rows)
                 advantages = batch.advantages[local_rows, : rollouts.width]
                 part = ReinforceBatch(
@@ -248,7 +250,8 @@ class TestTakeMeans:
         assert reduce_metrics(parts[0], lambda _: parts) == {"x": 2.0}
 
     def test_a_name_that_a_rank_lacks_is_of_the_others(self):
-        parts = [{}, {"x": Mean(4.0, 2.0), "y": RunningMoments.of(torch.tensor([1.0, 3.0]))}]
+        moments = RunningMoments.of(torch.tensor([1.0, 3.0]))
+        parts = [{}, {"x": Mean(4.0, 2.0), "y": moments}]
         expected = {
             "x": 2.0,
             "y": pytest.approx(math.sqrt(2)),
@@ -306,7 +309,9 @@ class TestGapQuantiles:
 def test_gaps_by_age_over_ranks():
     gaps = torch.tensor([0.5, -1.5, 0.25, 3.0])
     ages = torch.tensor([0, 1, 0, 1])
-    parts = [gap_by_age(gaps[:3], ages[:3]), gap_by_age(gaps[3:], ages[3:])]
+    first = gap_by_age(gaps[:3], ages[:3])
+    second = gap_by_age(gaps[3:], ages[3:])
+    parts = [first, second]
     means = reduce_metrics(parts[0], lambda local_means: parts)
     assert means == {"generator_gap_age_0": 0.375, "generator_gap_age_1": 2.25}
 
@@ -435,7 +440,8 @@ class TestUpdateMetrics:
             for part in parts
         ]
         effective = update_metrics(sums[0], self.UPDATES, lambda _: sums)["effective_sample_size"]
-        expected = math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
+        squares = math.fsum(w * w for w in weights)
+        expected = math.fsum(weights) ** 2 / (len(weights) * squares)
         assert effective == pytest.approx(expected)
         assert 1 / len(weights) - 1e-9 <= effective <= 1 + 1e-9
 
@@ -602,9 +608,8 @@ def test_a_slow_rank_is_named(tmp_path, ranks, tensor, slow):
             # of 2 s; waiting is measured by sampling
             assert line[f"timing/{phase}/max"] >= 1.0
             assert line[f"timing/{phase}/max"] > line[f"timing/{phase}/median"] + 0.4
-    named = (
-        f"generate {lines[0]['timing/generate/max']:.1f} s on rank {slow} ({socket.gethostname()})"
-    )
+    seconds = lines[0]["timing/generate/max"]
+    named = f"generate {seconds:.1f} s on rank {slow} ({socket.gethostname()})"
     assert f"straggler: {named}, median " in output
     plain = metrics_of(tmp_path / "plain")
     numbers = [without_times(line) for line in plain]

@@ -81,8 +81,10 @@ def test_no_changed_byte_ends_the_process(tmp_path: Path) -> None:
     path = write_with_tokens(tmp_path)
     size = path.stat().st_size
     drawn = np.random.default_rng(0)
-    places = [*drawn.integers(0, size, 60), *drawn.integers(size // 3, size, 140)]
-    words = ["2927:0", "2886:5", "4312:6", *(f"{place}:{drawn.integers(8)}" for place in places)]
+    anywhere = drawn.integers(0, size, 60)
+    places = [*anywhere, *drawn.integers(size // 3, size, 140)]
+    changes = (f"{place}:{drawn.integers(8)}" for place in places)
+    words = ["2927:0", "2886:5", "4312:6", *changes]
     command = [sys.executable, "-c", FLIPS, str(path), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0

@@ -140,7 +140,8 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
     assert rows[2].baseline == 4.0
     records = [row.record for row in rows]
     assert records == ['{"limit": 80, "answer": "ü"}'] * 2 + ["{}"] * 2
-    assert RunFolder(tmp_path).tokens(3, [7]).keys() == {(7, 0), (7, 1)}
+    recorded = RunFolder(tmp_path).tokens(3, [7])
+    assert recorded.keys() == {(7, 0), (7, 1)}
     assert RunFolder(tmp_path).tokens(3, [5]) == {}
 
 
@@ -157,7 +158,8 @@ def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
     for i in (0, 2):  # the valid ones
         texts = read_tokens(path)[i].token_texts or []
         for t in range(LENGTHS[i]):
-            before = (PROMPTS[i // 2].text + "".join(texts[:t]))[-40:]
+            prompt = PROMPTS[i // 2].text
+            before = (prompt + "".join(texts[:t]))[-40:]
             pair = float(log_probs[i, t]), float(generator[i, t])
             place = (PROMPTS[i // 2].id, i % 2, t)
             expected.append((*place, repr(texts[t]), repr(before), *pair))
@@ -242,7 +244,8 @@ def test_what_was_not_computed_is_null(tmp_path, tokenizer):
     assert read_tokens(path) == []
     assert math.isnan(read_rows(path)[0].kl)
     empty = samples_of(dataclasses.replace(batch_of(), rollouts=batch), tokenizer).rows[1:2]
-    none = dataclasses.replace(batch.select(torch.tensor([1])), response_lengths=torch.tensor([0]))
+    row = batch.select(torch.tensor([1]))
+    none = dataclasses.replace(row, response_lengths=torch.tensor([0]))
     write_records(path, join_samples([Samples(empty, token_columns(none))], tokenizer))
     assert read_tokens(path)[0].response_tokens == read_tokens(path)[0].token_texts == []
     write_records(path, Samples([]))
@@ -317,7 +320,9 @@ def test_the_view_prints_a_sample_a_line(tmp_path, tokenizer):
     run = RunFolder(tmp_path)
     stored = [json.loads(line) for line in run.sample_lines(3)]
     assert stored == [row.as_json() for row in samples.rows]
-    assert len(list(run.sample_lines())) == len(list(run.sample_lines(tokens=True))) == 1
+    plain = list(run.sample_lines())
+    with_tokens = list(run.sample_lines(tokens=True))
+    assert len(plain) == len(with_tokens) == 1
     lines = [json.loads(line) for line in run.sample_lines(3, tokens=True)]
     assert lines[0]["policy_log_probs"][0] is None
     assert len(lines[3]["token_kl"]) == 5
@@ -350,9 +355,8 @@ def test_the_columns_are_those_of_the_page():
 
 
 def test_a_row_as_json_has_no_nan():
-    row = RolloutRow(
-        1, 0, 0, "p", "r", math.nan, "stop", 1, source_rewards={"a": math.nan, "b": 1.0}
-    )
+    scores = {"a": math.nan, "b": 1.0}
+    row = RolloutRow(1, 0, 0, "p", "r", math.nan, "stop", 1, source_rewards=scores)
     record = json.loads(json.dumps(row.as_json(), allow_nan=False))
     assert record["reward"] is None
     assert record["source_rewards"] == {"a": None, "b": 1.0}

@@ -106,10 +106,11 @@ def make_run(folder: Path, steps: int, gain: float = 1.0) -> Path:
         if step in (0, steps):
             rewards = [-1 + gain * step / steps + noise.gauss(0, 0.1) for _ in range(16)]
             rewards[3] = math.nan
+            validated = [sample(step, i, reward) for i, reward in enumerate(rewards)]
             write_rows(
                 folder,
                 step,
-                [sample(step, i, reward) for i, reward in enumerate(rewards)],
+                validated,
                 "validation",
             )
             logger.log_metrics({"rewards": rewards[0], "response_lengths": 17.5}, step, "val/")

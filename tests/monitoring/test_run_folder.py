@@ -66,7 +66,8 @@ def test_cut_anywhere_only_the_new_lines_are_read(tmp_path, monkeypatch):
     run = RunFolder(tmp_path)
     parse = metrics_file.parse_line
     monkeypatch.setattr(metrics_file, "parse_line", lambda line: read.append(1) or parse(line))
-    for end in [*sorted(random.Random(0).sample(range(len(whole)), 40)), len(whole)]:
+    places = random.Random(0).sample(range(len(whole)), 40)
+    for end in [*sorted(places), len(whole)]:
         path.write_bytes(whole[:end])
         run.refresh()
     expected = [json.loads(line) for line in whole.decode().splitlines()]
@@ -255,7 +256,8 @@ def test_an_alert_is_over_after_some_steps_without(tmp_path):
         ("skipped", 12, 12, 1),
         ("skipped", 2, 6, 3),
     ]
-    alerts = [(a.kind, a.first, a.last, a.count) for a in RunFolder(tmp_path).alerts()]
+    fired = RunFolder(tmp_path).alerts()
+    alerts = [(a.kind, a.first, a.last, a.count) for a in fired]
     assert alerts == expected
     (tmp_path / "config.yaml").write_text("alerts: {rules: {skipped: 'off'}}\n")
     assert RunFolder(tmp_path).alerts() == []

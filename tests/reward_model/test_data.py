@@ -183,8 +183,8 @@ def test_conversations_as_answers_are_the_same_pairs(tmp_path, tokenizer):
     row = {"prompt": prompt, "chosen": "a", "rejected": "b"}
     texts = write_lines(tmp_path / "texts.jsonl", *[row] * 3)
     answers = {
-        key: [{"role": "assistant", "content": text}]
-        for key, text in (("chosen", "a"), ("rejected", "b"))
+        "chosen": [{"role": "assistant", "content": "a"}],
+        "rejected": [{"role": "assistant", "content": "b"}],
     }
     whole = {key: turns + answer for key, answer in answers.items()}
     lines = [{"prompt": prompt, **whole}, {"prompt": turns, **answers}, whole]
@@ -377,8 +377,8 @@ def test_pairs_are_what_transformers_makes_of_the_conversations(
     tokenizer = chat_tokenizers[name]
     prompt = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     answers = {
-        key: {"role": "assistant", "content": text}
-        for key, text in (("chosen", "Hello. "), ("rejected", "No"))
+        "chosen": {"role": "assistant", "content": "Hello. "},
+        "rejected": {"role": "assistant", "content": "No"},
     }
     line: dict[str, Any] = {key: [answer] for key, answer in answers.items()}
     if form == "prompt apart":

@@ -83,9 +83,9 @@ def ranked(tmp_path_factory):
 def held_out_groups(overrides: list[str]) -> tuple[list[Any], list[tuple[int, ...]]]:
     """Return the held-out examples of a run, and their sequences."""
     cfg = tiny_config(*overrides)
-    objective: Objective = (
-        Ranking() if cfg.full.objective == "ranking" else Regression(cfg.full.attributes)
-    )
+    objective: Objective = Ranking()
+    if cfg.full.objective != "ranking":
+        objective = Regression(cfg.full.attributes)
     examples = load_examples(cfg, load_tokenizer(cfg.model.restore_from_path)).held_out
     return examples, [s for example in examples for s in objective.sequences_of(example)]
 
@@ -106,8 +106,9 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     lines = read_metrics(folder / "out/metrics.jsonl")
     timeless = []
     for line in lines:
-        names = [name for name in line if name != "time" and not name.startswith("timers/")]
-        timeless.append({name: line[name] for name in names})
+        numbers = {name: value for name, value in line.items() if not name.startswith("timers/")}
+        del numbers["time"]
+        timeless.append(numbers)
     return timeless
 
 
@@ -207,11 +208,10 @@ def test_it_stops_early_and_keeps_the_best(tmp_path):
         "full.patience=2",
     ]
     trainer = run(*overrides, "full.keep_last=1")
-    losses = {
-        line["step"]: line["val/loss"]
-        for line in lines_of(tmp_path)
-        if "val/loss" in line and line["step"]
-    }
+    losses = {}
+    for line in lines_of(tmp_path):
+        if "val/loss" in line and line["step"]:
+            losses[line["step"]] = line["val/loss"]
     best_step = min(losses, key=lambda step: losses[step])
     assert trainer.best is not None
     assert trainer.best.step == best_step
@@ -385,14 +385,15 @@ def trunk(tmp_path_factory) -> Path:
 
 def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
     """One of several splits has to be chosen; the record of the data names no single file."""
-    rows = [
-        {"prompt": f"question {i}", "chosen": f"please {i}", "rejected": f"XX {i} ZZ"}
-        for i in range(24)
-    ]
+    rows = []
+    for i in range(24):
+        row = {"prompt": f"question {i}", "chosen": f"please {i}", "rejected": f"XX {i} ZZ"}
+        rows.append(row)
     folder = tmp_path / "pairs"
     folder.mkdir()
-    for name, part in (("train-0", rows[:12]), ("train-1", rows[12:]), ("test-0", rows[:3])):
-        write_lines(folder / f"{name}.jsonl", part)
+    write_lines(folder / "train-0.jsonl", rows[:12])
+    write_lines(folder / "train-1.jsonl", rows[12:])
+    write_lines(folder / "test-0.jsonl", rows[:3])
     overrides = [
         f"model.restore_from_path={trunk}",
         f"output_dir={tmp_path / 'out'}",
@@ -411,10 +412,10 @@ def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
 
 
 def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
-    rows = [
-        {"prompt": f"question {i}", "chosen": f"please, {i} is fine", "rejected": f"XX {i} ZZ!!"}
-        for i in range(24)
-    ]
+    rows = []
+    for i in range(24):
+        answers = {"chosen": f"please, {i} is fine", "rejected": f"XX {i} ZZ!!"}
+        rows.append({"prompt": f"question {i}", **answers})
     pairs = write_lines(tmp_path / "pairs.jsonl", rows)
     out = tmp_path / "out"
     overrides = [

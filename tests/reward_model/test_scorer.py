@@ -35,21 +35,16 @@ def test_every_sequence_is_in_one_pass_unchanged(batching, count):
     sequences = some_sequences(count)
     tokens_of_rows: dict[int, list[int]] = {}
     for micro_batch in batching.plan(sequences):
-        assert (
-            micro_batch.tokens.dtype
-            == micro_batch.lengths.dtype
-            == micro_batch.rows.dtype
-            == np.int64
-        )
+        assert micro_batch.tokens.dtype == np.int64
+        assert micro_batch.lengths.dtype == np.int64
+        assert micro_batch.rows.dtype == np.int64
         assert micro_batch.tokens.shape[1] % batching.pad_to_multiple == 0
         assert micro_batch.tokens.shape[1] - micro_batch.lengths.max() < batching.pad_to_multiple
         if batching.tokens_per_micro_batch is None:
             assert len(micro_batch.rows) <= batching.micro_batch_size
         else:
-            assert (
-                len(micro_batch.rows) == 1
-                or micro_batch.tokens.size <= batching.tokens_per_micro_batch
-            )
+            is_within = micro_batch.tokens.size <= batching.tokens_per_micro_batch
+            assert is_within or len(micro_batch.rows) == 1
         triples = zip(
             micro_batch.rows.tolist(),
             micro_batch.tokens.tolist(),

@@ -6,6 +6,7 @@ For any cut and spread of the batch.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,11 @@ def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, to
         margins = scores[:, 0, 0] - scores[:, 1, 0]
         loss = -torch.log(torch.sigmoid(margins)).mean()
     else:
-        errors = [
-            (scores[i, 0, k] - rating) ** 2
-            for i, example in enumerate(examples)
-            for k, rating in enumerate(example.ratings)
-            if rating == rating
-        ]
+        errors = []
+        for i, example in enumerate(examples):
+            for k, rating in enumerate(example.ratings):
+                if not math.isnan(rating):
+                    errors.append((scores[i, 0, k] - rating) ** 2)
         loss = torch.stack(errors).mean()
     loss.backward()
     tensors = {name: parameter.grad for name, parameter in model.named_parameters()}
