@@ -271,11 +271,13 @@ class TestTrl:
     def test_advantages_losses_and_gradients(self, name: str, trl: PeerNumbers, ours: Ours):
         for i, batch in enumerate(BATCHES):
             trained = ours(batch, *TRL_LOSSES[name])
-            expected = torch.where(batch.mask, trl[f"{i}/{name}/advantages"][:, None], 0.0)
+            advantages = trl[f"{i}/{name}/advantages"]
+            expected = torch.where(batch.mask, advantages[:, None], 0.0)
             assert_close(trained.advantages, expected, f"advantages of batch {i}")
             theirs = trl[f"{i}/{name}/loss"]
             assert_close(trained.loss, theirs, f"loss of batch {i}")
-            assert_close(trained.gradient, trl[f"{i}/{name}/gradient"], f"gradient of batch {i}")
+            gradient = trl[f"{i}/{name}/gradient"]
+            assert_close(trained.gradient, gradient, f"gradient of batch {i}")
 
     @pytest.mark.parametrize("name", ["rloo", "grpo"])
     def test_samples_without_a_score(self, name: str, trl: PeerNumbers, ours: Ours):
@@ -343,10 +345,8 @@ def test_nemo_aligner_by_hand(ours: Ours):
     assert_close(trained.advantages, expected, "advantages")
     # -A / (tokens of the response) / (6 responses), where the one that was cut counts. Here the
     # mean is over five.
-    per_token = (
-        torch.tensor([0.001 / 2, 1.498, -1.499 / 3, -0.998 / 2, 0.998, 0.0], dtype=torch.float64)
-        / 6
-    )
+    shares = [0.001 / 2, 1.498, -1.499 / 3, -0.998 / 2, 0.998, 0.0]
+    per_token = torch.tensor(shares, dtype=torch.float64) / 6
     expected = torch.where(batch.mask, per_token[:, None], 0.0)
     assert_close(trained.gradient * 5 / 6, expected, "gradient")
     # -(A of a response) (l of each of its tokens): (-0.0015 - 3.745 + 2.2485 + 0.998 - 1.497) / 6.

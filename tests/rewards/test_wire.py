@@ -311,11 +311,8 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
         vocab_size=96,
         input_forms=scorer.input_forms,
     )
-    form = (
-        choose_form(info, "", TokenizerInfo.from_tokenizer(ours), len(ours), "auto")
-        == wire.TEXT_FORM
-    )
-    assert form
+    form = choose_form(info, "", TokenizerInfo.from_tokenizer(ours), len(ours), "auto")
+    assert form == wire.TEXT_FORM
 
     chat = ours.apply_chat_template(MESSAGES, tokenize=False)
     samples = [
