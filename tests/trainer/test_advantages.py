@@ -30,7 +30,8 @@ def batch_of(rows: list[int]) -> RolloutBatch:
     width = max((LENGTHS[row] for row in rows), default=0)
     lengths = torch.tensor([LENGTHS[row] for row in rows], dtype=torch.long)
     mask = torch.arange(width)[None, :] < lengths[:, None]
-    log_probs = torch.full((count, width), -1.0).where(mask, torch.tensor(float("nan")))
+    garbage = torch.tensor(float("nan"))
+    log_probs = torch.full((count, width), -1.0).where(mask, garbage)
     return RolloutBatch(
         sequences=torch.zeros(count, 1 + width, dtype=torch.long),
         prompt_lengths=torch.ones(count, dtype=torch.long),

@@ -82,9 +82,9 @@ def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, generation, tempe
     )
     forget_stop_tokens(model)
     generator = torch.Generator().manual_seed(1)
-    rewards = {
-        ids: torch.rand(len(RESPONSES), generator=generator) * 2 - 1 for ids in PROMPTS.values()
-    }
+    rewards = {}
+    for ids in PROMPTS.values():
+        rewards[ids] = torch.rand(len(RESPONSES), generator=generator) * 2 - 1
 
     def score(sequence: list[int]) -> float:
         first, second = sequence[-LENGTH:]

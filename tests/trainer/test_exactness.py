@@ -178,8 +178,5 @@ class TestVariance:
             return gradient_variance(world, Options(), 4) / none
 
         assert ratio(3.0) < 0.3
-        assert (
-            min(ratio(mean / 10) for mean in range(-10, 11))
-            < 1
-            < max(ratio(mean / 10) for mean in range(-10, 11))
-        )
+        ratios = [ratio(mean / 10) for mean in range(-10, 11)]
+        assert min(ratios) < 1 < max(ratios)

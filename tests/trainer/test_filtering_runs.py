@@ -58,14 +58,17 @@ class Recorder(FunctionReward):
         for line in lines:
             end = 4 * line["train/consumed_prompts"]
             drawn: dict[str, set[float]] = {}
-            for prompt, reward in zip(
-                self.prompts[start:end], self.rewards[start:end], strict=True
-            ):
-                drawn.setdefault(prompt, set()).add(reward)
+            for row in range(start, end):
+                drawn.setdefault(self.prompts[row], set()).add(self.rewards[row])
             rewards_of_steps.append(drawn)
             start = end
         assert start == len(self.prompts)
         return rewards_of_steps
+
+
+def responses_of(folder: Path, step: int) -> dict[tuple[int, int], str]:
+    rows = rollouts_of(folder, step)
+    return {(row["prompt_id"], row["sample_id"]): row["response"] for row in rows}
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 5])
@@ -92,10 +95,9 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
         for row in rows:
             assert row["valid"]
         # No batch is drawn once there are enough prompts, and another one as long as there are not.
-        before_last = [
-            len(drawn[p]) > 1 for p in list(drawn)[: WANTED * line["train/resampling_rounds"]]
-        ]
-        assert sum(before_last) < WANTED or not before_last
+        before_last = list(drawn)[: WANTED * line["train/resampling_rounds"]]
+        num_differ = sum(len(drawn[prompt]) > 1 for prompt in before_last)
+        assert num_differ < WANTED or not before_last
         ended = consumed[step] % len(PROMPTS) == 0
         assert len(differ) >= WANTED or ended or line["train/resampling_rounds"] == rounds
         filled += len(differ) >= WANTED
@@ -103,7 +105,8 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
         "else this test sees nothing"
     )
     for epoch in (0, 1):
-        seen = recorder.prompts[epoch * 4 * len(PROMPTS) : (epoch + 1) * 4 * len(PROMPTS)]
+        an_epoch = 4 * len(PROMPTS)
+        seen = recorder.prompts[epoch * an_epoch : (epoch + 1) * an_epoch]
         assert Counter(seen) == dict.fromkeys(PROMPTS, 4), "every prompt once an epoch"
 
 
@@ -217,11 +220,7 @@ def test_two_ranks_equal_one(tmp_path, mesh):
     assert any(line["train/groups_without_spread"] for line in expected)
     for step, (line, other) in enumerate(zip(filtered, expected, strict=True), 1):
         assert largest_difference(line, other) < 1e-4
-        responses, other_responses = (
-            {(r["prompt_id"], r["sample_id"]): r["response"] for r in rollouts_of(folder, step)}
-            for folder in folders
-        )
-        assert responses == other_responses
+        assert responses_of(folders[0], step) == responses_of(folders[1], step)
     for rank in (0, 1):
         parameters = torch.load(tmp_path / f"weights.{rank}")
         for parameter, other in zip(parameters, weights(trainer), strict=True):

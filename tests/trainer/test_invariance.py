@@ -128,11 +128,9 @@ def chain(
     in_reward = BETA if choice.placement == "reward" else 0.0
     # Advantages use the global batch, gathered in the order of ranks.
     order = torch.cat(parts)
-    advantages_of_groups = ADVANTAGE_ESTIMATORS[choice.estimator].function(
-        RewardGroups.of(
-            (rewards - in_reward * kl)[order], batch.group_ids[order], batch.valid[order], 0.3
-        )
-    )
+    with_kl = rewards - in_reward * kl
+    groups = RewardGroups.of(with_kl[order], batch.group_ids[order], batch.valid[order], 0.3)
+    advantages_of_groups = ADVANTAGE_ESTIMATORS[choice.estimator].function(groups)
     counted = batch.mask[order] & advantages_of_groups.trains[:, None]
     advantages = assign_credit(
         advantages_of_groups,
@@ -329,30 +327,30 @@ def hard_batches() -> dict[str, Batch]:
     rows = torch.arange(len(groups))[:, None]
     far = torch.where(rows % 2 == 0, 150.0, -150.0)
     near = (groups < 4)[:, None]
+    old = torch.where(near, log_probs + 0.1, log_probs - far)
+    generator_log_probs = torch.where(near, log_probs - 0.1, log_probs - far.roll(1, 0))
     easy = Batch(
         rewards=torch.randn(len(groups), generator=generator),
         group_ids=groups,
         valid=torch.ones(len(groups), dtype=torch.bool),
         lengths=torch.tensor([4, 1, 2, 3, 4, 1, 2] * 2),
         log_probs=log_probs,
-        old=torch.where(near, log_probs + 0.1, log_probs - far),
-        generator=torch.where(near, log_probs - 0.1, log_probs - far.roll(1, 0)),
+        old=old,
+        generator=generator_log_probs,
         reference=log_probs - 0.2,
     )
-    is_fifth = torch.arange(len(groups)) == 4
-    rewards = torch.tensor(
-        [1 / 3, 1 / 3, largest, -largest, largest - 1 / 3, largest - 1 / 3] + [0.5, -0.5] * 4
-    )
-    lengths = torch.where(torch.arange(len(groups)) % 4 == 1, 0, easy.lengths)
+    samples = torch.arange(len(groups))
+    rewards = [1 / 3, 1 / 3, largest, -largest, largest - 1 / 3, largest - 1 / 3]
+    rewards = torch.tensor(rewards + [0.5, -0.5] * 4)
+    lengths = torch.where(samples % 4 == 1, 0, easy.lengths)
+    equal = torch.full((len(groups),), 1 / 3)
+    one_token = torch.ones_like(groups)
+    nothing = torch.zeros_like(easy.valid)
     return {
-        "everything": replace(
-            easy, rewards=rewards, lengths=lengths, valid=torch.arange(len(groups)) != 7
-        ),
-        "equal rewards": replace(
-            easy, rewards=torch.full((len(groups),), 1 / 3), reference=log_probs
-        ),
-        "one valid token": replace(easy, valid=is_fifth, lengths=torch.ones_like(groups)),
-        "nothing valid": replace(easy, valid=~is_fifth & is_fifth),
+        "everything": replace(easy, rewards=rewards, lengths=lengths, valid=samples != 7),
+        "equal rewards": replace(easy, rewards=equal, reference=log_probs),
+        "one valid token": replace(easy, valid=samples == 4, lengths=one_token),
+        "nothing valid": replace(easy, valid=nothing),
     }
 
 

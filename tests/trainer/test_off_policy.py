@@ -66,16 +66,9 @@ class Updates:
         original = trainer.model.get_loss_and_metrics
 
         def look_on(batch: ReinforceBatch, *args: Any, rows: Tensor, **kwargs: Any):
-            rollouts = batch.rollouts
-            self.rows.append(
-                list(
-                    zip(
-                        rollouts.group_ids[rows].tolist(),
-                        rollouts.sample_ids[rows].tolist(),
-                        strict=True,
-                    )
-                )
-            )
+            prompts = batch.rollouts.group_ids[rows].tolist()
+            samples = batch.rollouts.sample_ids[rows].tolist()
+            self.rows.append(list(zip(prompts, samples, strict=True)))
             share = original(batch, *args, rows=rows, **kwargs)
             self.sums.append(share.sums)
             return share
@@ -122,12 +115,16 @@ class TestOptimizerSteps:
             tmp_path, mesh, *TWICE, *options, f"{RL}.max_epochs=2", prompts=three_letters(9)
         )
         assert sum(line["train/optimizer_steps"] for line in lines) == 20
-        taken = [sum(line["train/optimizer_steps"] for line in lines[: i + 1]) for i in range(6)]
+        taken = []
+        for line in lines:
+            taken.append(line["train/optimizer_steps"] + (taken[-1] if taken else 0))
         assert taken == [4, 8, 10, 14, 18, 20]
         # Up to 0.01 by step 5, then straight down to 0.001 at step 19.
-        expected = [
-            0.01 * k / 5 if k <= 5 else max(0.01 - 0.009 * (k - 5) / 14, 0.001) for k in taken
-        ]
+        expected = []
+        for step in taken:
+            warm_up = 0.01 * step / 5
+            decay = max(0.01 - 0.009 * (step - 5) / 14, 0.001)
+            expected.append(warm_up if step <= 5 else decay)
         assert [line["train/lr"] for line in lines] == pytest.approx(expected)
 
     def test_only_the_first_step_on_a_batch_is_on_policy(self, tmp_path, mesh, monkeypatch):
@@ -157,15 +154,13 @@ class TestOptimizerSteps:
             lines.append(list(map(without_times, run_lines)))
         for lines_of_run in lines:
             assert [line["train/optimizer_steps"] for line in lines_of_run] == [1, 1]
-            for x in lines_of_run:
-                assert (x["train/clip_fraction"], x["train/effective_sample_size"]) == (0, 1)
+            for line in lines_of_run:
+                assert line["train/clip_fraction"] == 0
+                assert line["train/effective_sample_size"] == 1
             # The loss differs, since a ratio is 1 where a log-prob is not; the gradient
             # is the same.
             for line, other in zip(lines_of_run, lines[0], strict=True):
-                without_loss = [
-                    {k: v for k, v in x.items() if k != "train/actor_loss"} for x in (line, other)
-                ]
-                assert largest_difference(*without_loss) < 1e-5
+                assert largest_difference(without_loss(line), without_loss(other)) < 1e-5
 
     def test_independent_of_the_micro_batch_size(self, tmp_path, mesh):
         results = []
@@ -213,10 +208,12 @@ class TestMiniBatches:
 
     def test_another_order_for_another_seed(self):
         groups = torch.arange(50)
-        orders = [
-            torch.cat(list(mini_batches([groups], 0, 5, 1, seed))).tolist() for seed in (1, 1, 2)
-        ]
-        assert orders[0] == orders[1] != orders[2]
+        orders = []
+        for seed in (1, 1, 2):
+            batches = list(mini_batches([groups], 0, 5, 1, seed))
+            orders.append(torch.cat(batches).tolist())
+        assert orders[0] == orders[1]
+        assert orders[1] != orders[2]
 
     def test_no_group_at_all_still_makes_as_many_steps_on_every_rank(self):
         nothing = torch.zeros(0, dtype=torch.long)
@@ -253,9 +250,8 @@ def brute_force_ratio_gradient(
         elif ratio == "sequence_geometric":
             difference = difference.mean().expand(length)
         rho = difference.exp()
-        total = (
-            total - torch.minimum(rho * advantage, rho.clamp(1 - low, 1 + high) * advantage).sum()
-        )
+        clipped = rho.clamp(1 - low, 1 + high)
+        total = total - torch.minimum(rho * advantage, clipped * advantage).sum()
     model.zero_grad()
     (total / len(rows)).backward()
     return flat({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -342,9 +338,8 @@ def test_two_ranks_equal_one(tmp_path, mesh):
     run_ranks(
         SCRIPT, 2, tmp_path, "odd_share", *overrides, log_dir(folders[1]), "trainer.devices=2"
     )
-    two_ranks, expected = (
-        list(map(however_cut, metrics_of(folder))) for folder in reversed(folders)
-    )
+    expected = [however_cut(line) for line in metrics_of(folders[0])]
+    two_ranks = [however_cut(line) for line in metrics_of(folders[1])]
     assert [line["train/optimizer_steps"] for line in expected] == [6, 4]
     for line, other in zip(two_ranks, expected, strict=True):
         assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
@@ -352,6 +347,10 @@ def test_two_ranks_equal_one(tmp_path, mesh):
         parameters = torch.load(tmp_path / f"weights.{rank}")
         for parameter, other in zip(parameters, weights(trainer), strict=True):
             assert relative_difference(parameter, other) < 1e-5
+
+
+def without_loss(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name != "train/actor_loss"}
 
 
 def log_dir(folder: Path) -> str:

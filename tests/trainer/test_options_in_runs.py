@@ -41,9 +41,8 @@ BETA = 0.1  # of `tiny_overrides`
 
 def of_others(rows: list[dict], row: dict, key: str) -> float:
     """Return the mean over the other valid samples of the row's prompt."""
-    others = [
-        r[key] for r in rows if r["prompt_id"] == row["prompt_id"] and r is not row and r["valid"]
-    ]
+    of_prompt = [other for other in rows if other["prompt_id"] == row["prompt_id"]]
+    others = [other[key] for other in of_prompt if other is not row and other["valid"]]
     return sum(others) / len(others)
 
 
@@ -130,21 +129,18 @@ class TestTokenCredit:
             assert kl.abs().max() > 0.01
             for i, length in enumerate(rollouts.response_lengths.tolist()):
                 for t in range(length):
-                    expected = float(rollouts.rewards[i]) * discount ** (length - 1 - t) - float(
-                        data.baseline[i]
-                    )
-                    expected -= BETA * sum(
-                        discount ** (s - t) * float(kl[i, s]) for s in range(t, length)
-                    )
+                    discounts = [discount ** (s - t) for s in range(t, length)]
+                    expected = float(rollouts.rewards[i]) * discounts[-1]
+                    expected -= float(data.baseline[i])
+                    for s in range(t, length):
+                        expected -= BETA * discounts[s - t] * float(kl[i, s])
                     assert float(data.advantages[i, t]) == pytest.approx(expected, abs=1e-5)
                 assert not data.advantages[i, length:].any()
 
     def test_a_run(self, tmp_path, mesh):
         """At step 1 the KL is 0: credit by token equals credit by sequence; later they differ."""
-        lines, other = (
-            run(tmp_path / name, mesh, f"{RL}.credit_assignment={name}")
-            for name in ("token", "sequence")
-        )
+        lines = run(tmp_path / "token", mesh, f"{RL}.credit_assignment=token")
+        other = run(tmp_path / "sequence", mesh, f"{RL}.credit_assignment=sequence")
         assert largest_difference(without_times(lines[0]), without_times(other[0])) < 1e-5
         assert lines[1]["train/grad_norm"] != pytest.approx(other[1]["train/grad_norm"], rel=1e-3)
 
@@ -208,23 +204,20 @@ class TestTruncatedSamples:
             rows = rollouts_of(tmp_path, step)
             for row in rows:
                 cut = row["finish_reason"] == "length"
-                into = (
-                    min(max(row["response_length"] - (MAX_LENGTH - buffer), 0) / buffer, 1.0)
-                    if buffer
-                    else 0.0
-                )
+                into = 0.0
+                if buffer:
+                    too_long = max(row["response_length"] - (MAX_LENGTH - buffer), 0)
+                    into = min(too_long / buffer, 1.0)
                 penalty = 0.8 * (1.0 if cut else into)
                 partly += 0 < penalty < 0.8
                 assert row["valid"]
-                assert row["reward_with_kl"] == pytest.approx(
-                    row["reward"] - penalty - BETA * row["kl"], abs=1e-6
-                )
+                expected = row["reward"] - penalty - BETA * row["kl"]
+                assert row["reward_with_kl"] == pytest.approx(expected, abs=1e-6)
                 baseline = of_others(rows, row, "reward_with_kl")
                 assert row["baseline"] == pytest.approx(baseline, abs=1e-6)
                 assert row["advantage"] == pytest.approx(row["reward_with_kl"] - baseline, abs=1e-6)
-            assert line["train/rewards"] == pytest.approx(
-                sum(r["reward"] for r in rows) / len(rows), abs=1e-6
-            )
+            mean = sum(row["reward"] for row in rows) / len(rows)
+            assert line["train/rewards"] == pytest.approx(mean, abs=1e-6)
         assert (partly > 0) == (buffer > 0)
 
 

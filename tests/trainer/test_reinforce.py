@@ -371,14 +371,12 @@ class TestFiles:
                 others = [r for r in rows if r["prompt_id"] == of_prompt and r is not row]
                 assert len(others) == 3
                 baseline = sum(r["reward_with_kl"] for r in others) / 3
-                assert row["reward_with_kl"] == pytest.approx(
-                    row["reward"] - 0.1 * row["kl"], abs=1e-6
-                )
+                with_kl = row["reward"] - 0.1 * row["kl"]
+                assert row["reward_with_kl"] == pytest.approx(with_kl, abs=1e-6)
                 assert row["baseline"] == pytest.approx(baseline, abs=1e-6)
                 assert row["advantage"] == pytest.approx(row["reward_with_kl"] - baseline, abs=1e-6)
-                assert row["finish_reason"] == (
-                    "length" if row["response_length"] == MAX_LENGTH else "stop"
-                ) or (row["response_length"] == MAX_LENGTH)
+                if row["response_length"] != MAX_LENGTH:
+                    assert row["finish_reason"] == "stop"
                 assert len(row["prompt"]) == PROMPT_TOKENS
             for name, key in [
                 ("rewards", "reward"),
@@ -393,15 +391,11 @@ class TestFiles:
         """Ten prompts in steps of four; two of them equal, which stay two groups."""
         prompts = [*three_letters(9), three_letters(1)[0]]
         run(tmp_path, mesh, f"{RL}.max_epochs=2", prompts=prompts)
-        epochs = [
-            [row for step in steps for row in rollouts_of(tmp_path, step)]
-            for steps in ((1, 2, 3), (4, 5, 6))
-        ]
+        expected = Counter((prompt, sample) for prompt in range(10) for sample in range(4))
+        epochs = [rows_of_steps(tmp_path, 1, 2, 3), rows_of_steps(tmp_path, 4, 5, 6)]
         for rows in epochs:
             samples = Counter((row["prompt_id"], row["sample_id"]) for row in rows)
-            assert samples == Counter(
-                (prompt, sample) for prompt in range(10) for sample in range(4)
-            )
+            assert samples == expected
             recorded_prompts = {row["prompt_id"]: row["prompt"] for row in rows}
             assert recorded_prompts == dict(enumerate(prompts))
         orders = [[row["prompt_id"] for row in rows] for rows in epochs]
@@ -409,10 +403,8 @@ class TestFiles:
 
     def test_samples_of_one_prompt_differ_and_so_do_epochs(self, tmp_path, mesh):
         run(tmp_path, mesh, f"{RL}.max_epochs=2", "model.optim.lr=1e-9")
-        first, second = (
-            {(r["prompt_id"], r["sample_id"]): r["response"] for r in rows}
-            for rows in two_epochs(tmp_path)
-        )
+        first = responses_of(rows_of_steps(tmp_path, 1, 2))
+        second = responses_of(rows_of_steps(tmp_path, 3, 4))
         assert first.keys() == second.keys()
         assert first != second
         assert len(set(first.values())) > len(first) / 2
@@ -432,11 +424,8 @@ class TestFiles:
         (path,) = offline_files(tmp_path / "run")
         logged = history(path)
         for line in lines:
-            expected = {
-                key: value
-                for key, value in line.items()
-                if key.startswith(("train/", "val/", "timers/"))
-            }
+            names = [name for name in line if name.startswith(("train/", "val/", "timers/"))]
+            expected = {name: line[name] for name in names}
             logged_numbers = {key: logged[line["step"]][key] for key in expected}
             assert logged_numbers == pytest.approx(expected)
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
@@ -444,10 +433,12 @@ class TestFiles:
         assert checkpoint.trainer_state["wandb_run_id"] in path.name
 
 
-def two_epochs(folder: Path) -> list[list[dict]]:
-    return [
-        [row for step in steps for row in rollouts_of(folder, step)] for steps in ((1, 2), (3, 4))
-    ]
+def rows_of_steps(folder: Path, *steps: int) -> list[dict]:
+    return [row for step in steps for row in rollouts_of(folder, step)]
+
+
+def responses_of(rows: list[dict]) -> dict[tuple[int, int], str]:
+    return {(row["prompt_id"], row["sample_id"]): row["response"] for row in rows}
 
 
 class TestWithoutAReference:
@@ -484,10 +475,10 @@ class EmptyEverySecond:
         lengths[rows] = 0
         tokens = full.tokens.clone()
         tokens[rows] = 0
-        reasons = tuple(
-            FINISH_STOP if row in rows else reason for row, reason in enumerate(full.finish_reasons)
-        )
-        return replace(full, tokens=tokens, lengths=lengths, finish_reasons=reasons)
+        reasons = list(full.finish_reasons)
+        for row in rows:
+            reasons[row] = FINISH_STOP
+        return replace(full, tokens=tokens, lengths=lengths, finish_reasons=tuple(reasons))
 
     def awake(self):
         return self._inner.awake()
@@ -511,19 +502,17 @@ class TestWhatDoesNotCount:
             missing = [name for name, value in line.items() if value is None]
             assert missing == []
             assert line["train/grad_norm"] > 0
-        for row in rollouts_of(tmp_path, 2):
+        rows = rollouts_of(tmp_path, 2)
+        for row in rows:
             if row["sample_id"] % 2:
                 assert row["response"] == ""
                 assert row["valid"] is False
                 assert row["advantage"] == 0.0
                 assert row["kl"] == 0.0
             else:
-                (other,) = [
-                    r["reward_with_kl"]
-                    for r in rollouts_of(tmp_path, 2)
-                    if r["prompt_id"] == row["prompt_id"] and r["sample_id"] == 2 - row["sample_id"]
-                ]
-                assert row["baseline"] == pytest.approx(other, abs=1e-6)
+                place = (row["prompt_id"], 2 - row["sample_id"])
+                (other,) = [r for r in rows if (r["prompt_id"], r["sample_id"]) == place]
+                assert row["baseline"] == pytest.approx(other["reward_with_kl"], abs=1e-6)
 
     def test_a_batch_of_empty_responses_only(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path, "model.optim.weight_decay=0"), mesh) as trainer:
@@ -552,10 +541,11 @@ class TestWhatDoesNotCount:
         failed_prompts = {row["prompt_id"] for row in failed}
         assert failed_prompts == {i for prompt, i in first.items() if prompt[0] == "t"}
         assert len(failed) == 8
-        assert all(
-            (row["valid"], row["advantage"], row["baseline"]) == (False, 0.0, 0.0) for row in failed
-        )
-        assert all(row["valid"] for row in rows if row not in failed)
+        for row in rows:
+            assert row["valid"] is (row not in failed)
+        for row in failed:
+            assert row["advantage"] == 0.0
+            assert row["baseline"] == 0.0
         missing = [name for name, value in lines[0].items() if value is None]
         assert missing == []
         good = [row["reward"] for row in rows if row["reward"] is not None]
@@ -588,11 +578,8 @@ class TestWhatDoesNotCount:
             shares = [line["train/fraction_of_samples_valid"] for line in lines]
             assert sum(shares) / 2 == 1 - len(truncated) / len(rows)
         for row in rows:
-            others = [
-                r
-                for r in rows
-                if r["prompt_id"] == row["prompt_id"] and r is not row and r["valid"]
-            ]
+            of_prompt = [other for other in rows if other["prompt_id"] == row["prompt_id"]]
+            others = [other for other in of_prompt if other is not row and other["valid"]]
             if row["valid"] and others:
                 mean = sum(r["reward_with_kl"] for r in others) / len(others)
                 assert row["baseline"] == pytest.approx(mean, abs=1e-6)
@@ -663,10 +650,11 @@ class TestWhenRewardsFail:
     def test_a_source_of_ones_own_that_calls_no_number_a_score_has_failed(
         self, tmp_path, mesh, bad
     ):
-        source = OwnSource(
-            lambda n: torch.tensor([bad] * 2 + [1.0] * (n - 2), dtype=torch.float64),
-            lambda n: [0] * n,
-        )
+
+        def values(count: int) -> torch.Tensor:
+            return torch.tensor([bad, bad] + [1.0] * (count - 2), dtype=torch.float64)
+
+        source = OwnSource(values, lambda n: [0] * n)
         reason = STATUS_TEXT[STATUS_NOT_FINITE]
         with (
             raises_error(TOO_MANY, "step 1", f"{reason} (4)"),
@@ -678,20 +666,18 @@ class TestWhenRewardsFail:
         source = OwnSource(torch.zeros, lambda n: [STATUS_INTERNAL] + [0] * (n - 1))
         run(tmp_path, mesh, EVERY_FAILURE, rm=source)
         rows = rollouts_of(tmp_path, 1)
-        assert (
-            [row["reward"] for row in rows].count(None)
-            == [row["valid"] for row in rows].count(False)
-            == 2
-        )
+        rewards = [row["reward"] for row in rows]
+        assert rewards.count(None) == 2
+        valid = [row["valid"] for row in rows]
+        assert valid.count(False) == 2
 
     @pytest.mark.parametrize("shape", ["short", "column"])
     def test_a_source_of_ones_own_that_misses_a_sample_is_named(self, tmp_path, mesh, shape):
-        values = {"short": lambda n: torch.ones(n - 1), "column": lambda n: torch.ones(n, 1)}[shape]
+        shapes = {"short": lambda n: torch.ones(n - 1), "column": lambda n: torch.ones(n, 1)}
+        source = OwnSource(shapes[shape], lambda n: [0] * n)
         with (
             raises_error("rewards.answer.wrong_shape", "ReadyRewards", "values") as error,
-            tiny_trainer(
-                tiny_config(tmp_path), mesh, OwnSource(values, lambda n: [0] * n)
-            ) as trainer,
+            tiny_trainer(tiny_config(tmp_path), mesh, source) as trainer,
         ):
             trainer.fit()
         assert re.search(r"\[\d.*\].* \[\d+\]$", str(error.value))

@@ -84,6 +84,11 @@ def kill_when(processes: TrainerProcesses, folder: Path, condition: Callable[[],
     assert processes.wait() == -signal.SIGKILL, "the run had ended before it could be killed"
 
 
+def samples_of(folder: Path, step: int) -> list[tuple[int, int, str]]:
+    rows = rollouts_of(folder, step)
+    return sorted((row["prompt_id"], row["sample_id"], row["response"]) for row in rows)
+
+
 def finish(processes: TrainerProcesses, folder: Path) -> None:
     processes.start(folder, *SETTINGS)
     assert processes.wait() == 0, (folder / "log").read_text()
@@ -281,18 +286,14 @@ def test_two_ranks_started_by_plain_python_equal_one(one_process, tmp_path, layo
     finally:
         kill_tree(process.pid)
     assert process.returncode == 0, said
-    resumed, expected = (list(map(however_cut, metrics_of(f))) for f in (tmp_path, one_process))
+    resumed = [however_cut(line) for line in metrics_of(tmp_path)]
+    expected = [however_cut(line) for line in metrics_of(one_process)]
     assert [line["step"] for line in resumed] == [0, 1, 2, 3]
     for line, other, bound in zip(resumed, expected, (1e-6, 1e-5, 1e-4, 1e-3), strict=True):
         assert largest_difference(line, other) < bound
     for step in (1, 2, 3):
-        samples = [
-            sorted((r["prompt_id"], r["sample_id"], r["response"]) for r in rollouts_of(f, step))
-            for f in (tmp_path, one_process)
-        ]
-        assert samples[0] == samples[1]
-    weights, others = (
-        load_file(f / "run" / "hf" / "model.safetensors") for f in (tmp_path, one_process)
-    )
+        assert samples_of(tmp_path, step) == samples_of(one_process, step)
+    weights = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    others = load_file(one_process / "run" / "hf" / "model.safetensors")
     for name in others:
         torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-3)

@@ -183,15 +183,12 @@ def test_every_prompt_once_an_epoch_through_kills_and_layouts(layouts, processes
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed of the moments: {seed}")
     draw = random.Random(seed)
-    moments = [
-        f"rollouts/step_{step:05d}"
-        for step in sorted(draw.sample(range(2, STEPS), len(layouts) - 1))
-    ]
+    killed = sorted(draw.sample(range(2, STEPS), len(layouts) - 1))
+    moments = [f"rollouts/step_{step:05d}" for step in killed]
     for (ranks, overrides), moment in zip(layouts, [*moments, ""], strict=True):
         processes.start(tmp_path, *settings, *overrides, die_before=moment, ranks=ranks)
-        assert processes.wait() == (-signal.SIGKILL if moment else 0), (
-            tmp_path / "log"
-        ).read_text()
+        code = -signal.SIGKILL if moment else 0
+        assert processes.wait() == code, (tmp_path / "log").read_text()
     lines = metrics_of(tmp_path)
     steps = [line["step"] for line in lines]
     assert steps == list(range(STEPS + 1))
@@ -200,6 +197,10 @@ def test_every_prompt_once_an_epoch_through_kills_and_layouts(layouts, processes
         rows = [row for step in (1, 2, 3) for row in rollouts_of(tmp_path, 3 * epoch + step)]
         num_responses = Counter(row["prompt_id"] for row in rows)
         assert num_responses == dict.fromkeys(range(NUM_PROMPTS), 4)
+
+
+def without_padding(line: dict) -> dict:
+    return {key: value for key, value in without_times(line).items() if "padding" not in key}
 
 
 def test_another_number_of_ranks_in_the_middle_of_an_epoch(processes, uninterrupted, tmp_path):
@@ -211,8 +212,5 @@ def test_another_number_of_ranks_in_the_middle_of_an_epoch(processes, uninterrup
     assert "after step 5 of 12" in (tmp_path / "log").read_text()
     pairs = zip(metrics_of(tmp_path), metrics_of(uninterrupted), strict=True)
     for line, other in list(pairs)[:9]:
-        pair = [
-            {key: value for key, value in without_times(m).items() if "padding" not in key}
-            for m in (line, other)
-        ]
+        pair = [without_padding(line), without_padding(other)]
         assert largest_difference(*pair) < 1e-3, line["step"]

@@ -66,7 +66,9 @@ def brute_force(steps: Rewards, estimator: str) -> float:
         weight = weights.get(estimator, DECAY**age)
         weighted += [(weight, reward) for reward in rewards if not math.isnan(reward)]
     total = math.fsum(weight for weight, _ in weighted)
-    return math.fsum(weight * reward for weight, reward in weighted) / total if total else 0.0
+    if total == 0:
+        return 0.0
+    return math.fsum(weight * reward for weight, reward in weighted) / total
 
 
 def random_steps(seed: int, count: int = 12) -> Rewards:
@@ -75,9 +77,10 @@ def random_steps(seed: int, count: int = 12) -> Rewards:
     Some samples are not valid; none of the sixth step is.
     """
     draw = random.Random(seed)
-    steps = [
-        [draw.gauss(5.0 * step, 1.0) for _ in range(draw.randint(1, 9))] for step in range(count)
-    ]
+    steps = []
+    for step in range(count):
+        num_samples = draw.randint(1, 9)
+        steps.append([draw.gauss(5.0 * step, 1.0) for _ in range(num_samples)])
     steps = [[reward if draw.random() < 0.8 else math.nan for reward in step] for step in steps]
     steps[5] = [math.nan] * 4
     return steps

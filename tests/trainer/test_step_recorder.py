@@ -30,18 +30,16 @@ def mesh():
 def test_any_element_changes_the_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     whole = int(checksum(tensor))
-    assert (
-        whole == int(checksum(tensor.clone())) == int(checksum(torch.cat((tensor[:1], tensor))[1:]))
-    )
+    assert int(checksum(tensor.clone())) == whole
+    longer = torch.cat((tensor[:1], tensor))
+    assert int(checksum(longer[1:])) == whole
     flat = tensor.view(-1)
     generator = torch.Generator().manual_seed(2)
     for place in torch.randint(flat.numel(), (50,), generator=generator).tolist():
         changed = flat.clone()
-        changed[place] = (
-            torch.nextafter(changed[place].float(), torch.tensor(9.0))
-            if dtype == torch.float32
-            else 7
-        )
+        changed[place] = 7
+        if dtype == torch.float32:
+            changed[place] = torch.nextafter(flat[place], torch.tensor(9.0))
         assert int(checksum(changed)) != whole
     swapped = flat.clone()
     swapped[[0, 1]] = swapped[[1, 0]]

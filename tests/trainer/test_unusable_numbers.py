@@ -253,23 +253,22 @@ class EmptyResponses:
 
     def generate(self, prompts, num_samples, params, seed) -> Completions:
         completions = self._generator.generate(prompts, num_samples, params, seed)
-        none = torch.tensor([self._empty(p.id) for p in prompts for _ in range(num_samples)])
+        empty = [self._empty(prompt.id) for prompt in prompts for _ in range(num_samples)]
+        none = torch.tensor(empty)
         lengths = torch.where(none, 0, completions.lengths)
         width = int(lengths.max())
-        log_probs = (
-            None
-            if completions.log_probs is None
-            else torch.where(none[:, None], 0.0, completions.log_probs)[:, :width]
-        )
-        reasons = tuple(
-            FINISH_STOP if e else r
-            for e, r in zip(none.tolist(), completions.finish_reasons, strict=True)
-        )
+        log_probs = completions.log_probs
+        if log_probs is not None:
+            log_probs = torch.where(none[:, None], 0.0, log_probs)[:, :width]
+        finish_reasons = list(completions.finish_reasons)
+        for row, is_empty in enumerate(empty):
+            if is_empty:
+                finish_reasons[row] = FINISH_STOP
         tokens = torch.where(none[:, None], 0, completions.tokens)[:, :width]
         return Completions(
             tokens,
             lengths,
-            reasons,
+            tuple(finish_reasons),
             log_probs,
         )
 

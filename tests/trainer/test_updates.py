@@ -22,10 +22,10 @@ def steps(
     groups: list[int], samples: int, ranks: int, size: int | None, epochs: int, seed: int
 ) -> list[Counter[int]]:
     """Return how often each group is in each optimizer step, over all ranks."""
-    ids = [
-        torch.tensor(shard(groups, rank, ranks)).long().repeat_interleave(samples)
-        for rank in range(ranks)
-    ]
+    ids = []
+    for rank in range(ranks):
+        local_groups = torch.tensor(shard(groups, rank, ranks)).long()
+        ids.append(local_groups.repeat_interleave(samples))
     of_ranks = [list(mini_batches(ids, rank, size, epochs, seed)) for rank in range(ranks)]
     assert len({len(batches) for batches in of_ranks}) == 1, (
         "or a rank would wait for the others forever"
@@ -104,8 +104,10 @@ class TestCounts:
         self, sizes, size, passes, max_epochs, max_steps
     ):
         cfg = ReinforceConfig(reinforce_epochs=passes, max_epochs=max_epochs, max_steps=max_steps)
-        batches = [sizes[step % len(sizes)] for step in range(total_steps(cfg, len(sizes)))]
-        made = sum(len(list(mini_batches([torch.arange(b)], 0, size, passes, 0))) for b in batches)
+        made = 0
+        for step in range(total_steps(cfg, len(sizes))):
+            groups = torch.arange(sizes[step % len(sizes)])
+            made += len(list(mini_batches([groups], 0, size, passes, 0)))
         assert total_updates(cfg, size, sizes) == made
 
     @pytest.mark.parametrize(("size", "expected"), [(None, 2 * 5), (2, 2 * (2 + 2 + 1 + 2 + 2))])
