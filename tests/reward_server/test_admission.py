@@ -112,9 +112,8 @@ def test_a_drain_sends_those_that_wait_away_and_keeps_the_others():
         admission = admission_of(1, 5)
         order = []
         release = asyncio.Event()
-        served, waiting = (
-            asyncio.create_task(hold(admission, name, order, release)) for name in "ab"
-        )
+        served = asyncio.create_task(hold(admission, "a", order, release))
+        waiting = asyncio.create_task(hold(admission, "b", order, release))
         await settle()
         admission.drain()
         await settle()

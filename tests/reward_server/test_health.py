@@ -46,7 +46,8 @@ def test_each_answer_is_new() -> None:
     assert after.samples == 4
     assert after.failed == 1
     assert after.seconds == 0.02
-    counts = [after.buckets[i] for i, bound in enumerate(health.SECONDS_BOUNDS) if bound == 0.025]
+    bounds = enumerate(health.SECONDS_BOUNDS)
+    counts = [after.buckets[i] for i, bound in bounds if bound == 0.025]
     assert counts == [1]
     assert sum(after.buckets) == 1
 

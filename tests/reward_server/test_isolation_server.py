@@ -36,9 +36,8 @@ def encode(tmp_path_factory):
 def server(tmp_path_factory):
     """All requests of a batch share one call of the model, so a bad one is next to others."""
     options = ["deterministic=false", f"max_queue_delay_ms={DELAY}", "max_batch_size=64"]
-    server = ToyServer(
-        tmp_path_factory.mktemp("server"), *(f"inference.{option}" for option in options)
-    ).start()
+    overrides = (f"inference.{option}" for option in options)
+    server = ToyServer(tmp_path_factory.mktemp("server"), *overrides).start()
     yield server
     server.close()
 
@@ -53,10 +52,11 @@ async def send_batches(
     port: int, batches: list[list[WireRequest]]
 ) -> list[list[tuple[int, bytes]]]:
     async with ClientSession(timeout=ClientTimeout(120)) as session:
-        return [
-            await asyncio.gather(*(send(session, port, draft) for draft in batch))
-            for batch in batches
-        ]
+        answers = []
+        for batch in batches:
+            calls = [send(session, port, draft) for draft in batch]
+            answers.append(await asyncio.gather(*calls))
+        return answers
 
 
 def outputs_of(body: bytes) -> dict[str, list]:
@@ -100,9 +100,10 @@ ROW = [int_tensor("tokens", [[5, 6]]), int_tensor("sequence_lengths", [[2]])]
 
 
 def said(**message: object) -> list[dict]:
+    conversation = [{"role": "user", "content": "hi", **message}]
     return [
         *HI,
-        *texts(messages=[json.dumps([{"role": "user", "content": "hi", **message}]).encode()]),
+        *texts(messages=[json.dumps(conversation).encode()]),
     ]
 
 
@@ -155,7 +156,8 @@ def test_a_bad_request_is_refused_and_its_neighbours_are_scored(server, encode, 
     fuzzer = BatchFuzzer(1, encode)
     good = [fuzzer._right(form, 2, optional) for _ in range(7)]
     for _ in range(2):  # in the second round, connections are open
-        ((first, *others),) = asyncio.run(send_batches(server.port, [[bad, *good]]))
+        batches = [[bad, *good]]
+        ((first, *others),) = asyncio.run(send_batches(server.port, batches))
         for request, answer in zip(good, others, strict=True):
             check_right(request, answer, bad)
         code, body = first

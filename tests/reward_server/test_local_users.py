@@ -66,7 +66,8 @@ def test_nor_does_triton_load_code_for_its_own_user(server, tmp_path):
     """Such as a reward function, which runs as the server's user."""
     written = tmp_path / "written"
     triton = [path for path in sockets_of(server) if path.endswith("triton.sock")]
-    report = load_model(pids_of(server), [*ports_of(server), *triton], str(written))
+    ports = [*ports_of(server), *triton]
+    report = load_model(pids_of(server), ports, str(written))
     assert not written.exists(), report
     assert len(report["answers"]) == 1 and report["answers"][0].split()[1] in ("400", "503"), report
 
@@ -101,11 +102,8 @@ def test_no_secret_is_in_the_log_or_in_tritonserver(tmp_path, monkeypatch):
 
 
 def test_a_healthy_server_logs_no_error(server):
-    errors = [
-        line
-        for line in server.log.read_text().splitlines()
-        if line.startswith(("E1", "E0", "W1", "W0"))
-    ]
+    lines = server.log.read_text().splitlines()
+    errors = [line for line in lines if line.startswith(("E1", "E0", "W1", "W0"))]
     assert errors == []
     assert "\x1b[" not in server.log.read_text()
 
