@@ -123,7 +123,8 @@ def test_a_fault_of_the_network_between_is_borne(server, make_client, fault):
 
 
 def test_failed_samples_are_nan_and_keep_their_status(server, make_client):
-    request = request_of([[1, 2], [], [TOKEN_NAN], [VOCAB_SIZE], [3]])
+    sequences = [[1, 2], [], [TOKEN_NAN], [VOCAB_SIZE], [3]]
+    request = request_of(sequences)
     rewards = make_client(server.port).infer_rm(request).result()
     assert rewards.status.tolist() == [
         STATUS_OK,
@@ -132,7 +133,8 @@ def test_failed_samples_are_nan_and_keep_their_status(server, make_client):
         STATUS_BAD_TOKEN,
         STATUS_OK,
     ]
-    assert torch.isnan(rewards.values).tolist() == [False, True, True, True, False]
+    is_missing = torch.isnan(rewards.values)
+    assert is_missing.tolist() == [False, True, True, True, False]
     ends = [rewards.values[0].item(), rewards.values[4].item()]
     assert ends == toy_scores([[1, 2], [3]])
 
@@ -190,9 +192,10 @@ def test_the_handshake_accepts_the_same_tokenizer_and_names_every_difference(
     same = TokenizerInfo.from_tokenizer(
         load_tokenizer(write_tiny_tokenizer(tmp_path / "same", vocab_size=VOCAB_SIZE))
     )
-    other = TokenizerInfo.from_tokenizer(
-        load_tokenizer(write_tiny_tokenizer(tmp_path / "other", vocab_size=VOCAB_SIZE - 30))
+    other_tokenizer = load_tokenizer(
+        write_tiny_tokenizer(tmp_path / "other", vocab_size=VOCAB_SIZE - 30)
     )
+    other = TokenizerInfo.from_tokenizer(other_tokenizer)
     client = make_client(server.port)
     assert client.check_compatible(same, VOCAB_SIZE) == "tokens"
     assert client.check_compatible(other, VOCAB_SIZE + 1) == "text"  # by the server's own template
@@ -277,7 +280,8 @@ for row in usage:
     server = ToyServer(tmp_path).start()
     try:
         command = [sys.executable, "-c", script, str(server.port)]
-        folders = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+        tests = Path(__file__).parents[1]
+        folders = [str(tests), str(tests.parent)]
         paths = os.pathsep.join(folders)
         output = subprocess.check_output(
             command, env={**os.environ, "PYTHONPATH": paths}, timeout=900, text=True
@@ -370,7 +374,8 @@ def test_a_foreign_program_on_the_port_is_named(make_client):
 
 
 def test_server_errors_are_retried_and_refusals_are_not(make_client):
-    answers = [(500, {"error": "ouch"}), (503, {}), answer([1.5], [0])]
+    scored = answer([1.5], [0])
+    answers = [(500, {"error": "ouch"}), (503, {}), scored]
     with FakeRewardServer(answers) as fake:
         client = make_client(fake.port)
         rewards = client.infer_rm(request_of([[1]])).result()
@@ -437,7 +442,8 @@ def test_what_is_no_number_is_no_reward(make_client, value):
 def test_what_a_server_says_is_told_in_short(make_client):
     """The long text with control characters is an id, an error or the name of a model."""
     said = "a\x1b[2J\ud800" * 20_000
-    wrong_id = (200, {**answer([1.0], [0])[1], "id": said})
+    body = answer([1.0], [0])[1]
+    wrong_id = (200, {**body, "id": said})
     answers = {
         "reward_server.answer.wrong": wrong_id,
         "reward_server.request.refused": (400, {"error": said}),
@@ -457,7 +463,8 @@ def test_what_a_server_says_is_told_in_short(make_client):
 
 
 def test_an_answer_may_be_as_long_as_its_scores_need(make_client, monkeypatch):
-    with FakeRewardServer([(200, {**answer([1.0], [0])[1], "more": "a" * 3000})]) as fake:
+    body = answer([1.0], [0])[1]
+    with FakeRewardServer([(200, {**body, "more": "a" * 3000})]) as fake:
         client = make_client(fake.port, deadline_seconds=5.0)
         rewards = client.infer_rm(request_of([[1]])).result()
         assert rewards.values.tolist() == [1.0]
@@ -469,7 +476,8 @@ def test_an_answer_may_be_as_long_as_its_scores_need(make_client, monkeypatch):
 
 
 def test_another_model_behind_the_same_address_is_noticed_after_an_outage(make_client):
-    answers = [answer([1.0], [0]), (503, {}), answer([2.0], [0])]
+    again = answer([2.0], [0])
+    answers = [answer([1.0], [0]), (503, {}), again]
     with FakeRewardServer(answers) as fake:
         client = make_client(fake.port)
         rewards = client.infer_rm(request_of([[1]])).result()

@@ -50,7 +50,8 @@ def started(function: str, **options) -> Iterator[FunctionPool]:
 def run_alone(*lines: str, **options) -> subprocess.CompletedProcess[str]:
     """Run these lines in another process, as `owner_code` does."""
     code = owner_code(*lines)
-    command = [sys.executable, "-c", code, str(Path(__file__).parents[1])]
+    tests = str(Path(__file__).parents[1])
+    command = [sys.executable, "-c", code, tests]
     return subprocess.run(command, timeout=120, text=True, check=False, **options)
 
 
@@ -69,7 +70,8 @@ def owner_code(*lines: str) -> str:
 def bubblewrap_or_host(pool: FunctionPool) -> psutil.Process:
     """Return the process that the pool has started."""
     assert pool._host is not None
-    (host,) = [p for p in psutil.Process().children() if p.pid == pool._host.process.pid]
+    children = psutil.Process().children()
+    (host,) = [p for p in children if p.pid == pool._host.process.pid]
     return host
 
 
@@ -239,7 +241,8 @@ def test_which_variables_a_function_sees(monkeypatch):
     for name, value in {**given, **secret}.items():
         monkeypatch.setenv(name, value)
     with started("sees") as pool:
-        samples = [sample(f"variable {name}") for name in [*given, *secret]]
+        names = [*given, *secret]
+        samples = [sample(f"variable {name}") for name in names]
         scores = pool.submit("f", samples).result()
     expected = [1.0] * len(given) + [0.0] * len(secret)
     assert scores.values.tolist() == expected

@@ -65,11 +65,8 @@ def pool(folder):
 
 def processes() -> list[psutil.Process]:
     """Return the hosts that this process has started, and their workers."""
-    hosts = [
-        p
-        for p in psutil.Process().children()
-        if "reinforce_rl.rewards.function_host" in p.cmdline()
-    ]
+    children = psutil.Process().children()
+    hosts = [p for p in children if "reinforce_rl.rewards.function_host" in p.cmdline()]
     return [*hosts, *(child for host in hosts for child in host.children(recursive=True))]
 
 
@@ -127,7 +124,8 @@ def test_the_texts_of_errors_are_apart(pool):
 
 
 def test_workers_are_light_have_one_thread_and_are_replaced(pool, folder):
-    samples = [sample("heavy"), sample("threads")] + [sample("pid")] * 50
+    pids = [sample("pid")] * 50
+    samples = [sample("heavy"), sample("threads"), *pids]
     scores = pool.submit("told", samples).result()
     assert scores.values[:2].tolist() == [0.0, 1.0]
     before = {int(path.name) for path in folder.iterdir()}

@@ -33,7 +33,8 @@ GSM8K = [SHARED / f"gsm8k_{split}.jsonl" for split in ("train", "test")]
 def test_every_gold_solution_of_gsm8k_is_right_and_a_changed_digit_is_wrong(file):
     if not file.is_file():
         pytest.skip(f"{file} is not there")
-    records = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line]
+    lines = file.read_text("utf-8").split("\n")
+    records = [json.loads(line) for line in lines if line]
     assert len(records) == {"gsm8k_train": 7473, "gsm8k_test": 1319}[file.stem]
     for record in records:
         solution = record["solution"]
@@ -75,10 +76,10 @@ def test_matches(response, kwargs, reward):
     ("count", "reward"), [(0, 0.0), (5, 0.0), (8, 0.6), (10, 1.0), (12, 0.6), (20, 0.0)]
 )
 def test_length_is_a_triangle(count, reward):
-    assert length("", "word " * count, {}, target=10, tolerance=5) == pytest.approx(reward)
-    assert length("", "w" * count, {}, target=10, tolerance=5, unit="characters") == pytest.approx(
-        reward
-    )
+    by_words = length("", "word " * count, {}, target=10, tolerance=5)
+    assert by_words == pytest.approx(reward)
+    by_characters = length("", "w" * count, {}, target=10, tolerance=5, unit="characters")
+    assert by_characters == pytest.approx(reward)
 
 
 def test_vader_tells_good_from_bad():
@@ -202,7 +203,8 @@ ASKED = {"keys": ["tip", "why"], "min_words": 5, "max_words": 9, "keyword": "tea
     ],
 )
 def test_instructions_give_credit_for_each_step_and_success_for_all(response, reached):
-    assert instructions("", response, ASKED) == pytest.approx(sum(reached) / 6)
+    share = sum(reached) / 6
+    assert instructions("", response, ASKED) == pytest.approx(share)
     assert instructions("", response, ASKED, partial=False) == float(min(reached) == 1)
 
 

@@ -361,8 +361,10 @@ def test_a_sample_that_the_server_could_not_score_leaves_its_group(tmp_path, mes
         assert len(group) == (3 if start == 4 else 4)
         for row in group:
             others = [other["reward"] for other in group if other is not row]
-            assert row["baseline"] == pytest.approx(sum(others) / len(others))
-            assert row["advantage"] == pytest.approx(row["reward"] - row["baseline"], abs=1e-6)
+            mean = sum(others) / len(others)
+            assert row["baseline"] == pytest.approx(mean)
+            advantage = row["reward"] - row["baseline"]
+            assert row["advantage"] == pytest.approx(advantage, abs=1e-6)
 
 
 def test_too_many_such_samples_save_and_end_the_run(tmp_path, mesh):

@@ -131,7 +131,8 @@ def test_a_run_goes_on_while_one_lives_and_the_other_is_taken_back(world):
         rewards = client.infer_rm(request_of(SEQUENCES)).result()
         assert rewards.values.tolist() == toy_scores(SEQUENCES)
     assert time.monotonic() - start < 15  # far from the deadline
-    assert any(f"127.0.0.1:{port} does not answer" in text for text in client.missing())
+    missing = client.missing()
+    assert any(f"127.0.0.1:{port} does not answer" in text for text in missing)
     again = serve(port)
 
     def is_asked_again() -> bool:
@@ -285,7 +286,8 @@ def test_close_ends_what_waits_and_what_is_under_way(world):
     with raises_error("reward_server.client.closed"):
         client.infer_rm(request_of([[1]]))
     server.gate.set()
-    left = [thread.name for thread in threading.enumerate() if str(server.port) in thread.name]
+    threads = threading.enumerate()
+    left = [thread.name for thread in threads if str(server.port) in thread.name]
     assert wait_for(lambda: not left, 1), left
 
 

@@ -348,7 +348,8 @@ def test_the_weighted_sum_with_every_part_kept():
     log: list[str] = []
     first = Known("one", [1.0, 2.0, 3.0], log)
     second = Known("two", [10.0, 20.0, -30.0], log)
-    rewards = combined((first, 2.0), (second, -0.5)).infer_rm(THREE).result()
+    source = combined((first, 2.0), (second, -0.5))
+    rewards = source.infer_rm(THREE).result()
     assert rewards.values.tolist() == [-3.0, -6.0, 21.0]
     assert rewards.values.dtype == torch.float32
     assert rewards.status.tolist() == [STATUS_OK] * 3

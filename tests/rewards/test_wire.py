@@ -69,9 +69,8 @@ def test_samples_come_back_from_their_arrays():
     assert read == SAMPLES
     assert status.tolist() == [STATUS_OK] * 3
     required = {name: arrays[name] for name in (wire.PROMPTS, wire.RESPONSES)}
-    assert read_samples(required)[0] == [
-        TextSample(sample.prompt, sample.response) for sample in SAMPLES
-    ]
+    samples = read_samples(required)[0]
+    assert samples == [TextSample(sample.prompt, sample.response) for sample in SAMPLES]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,8 @@ def test_what_cannot_be_read_fails_alone(name, raw, status):
 
 def test_fields_of_different_lengths_are_refused():
     tokens = torch.zeros((2, 3), dtype=torch.long)
-    request = RewardRequest(tokens, torch.tensor([3, 3]), ("a", "b"), ("c", "d"), finished=(True,))
+    lengths = torch.tensor([3, 3])
+    request = RewardRequest(tokens, lengths, ("a", "b"), ("c", "d"), finished=(True,))
     with pytest.raises(ValueError):
         _ = request.samples
 
