@@ -1,4 +1,4 @@
-"""Of a run's folder values are used, and never anything that gives it authority."""
+"""A run's folder provides values, and never anything that gives it authority."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_optional_ones_are_what_megatron_asks_for():
 
 
 def test_the_image_leaves_out_the_pins_of_what_its_base_has(tmp_path):
-    """By the Dockerfile's own awk program: two constraints on one package cannot both hold."""
+    """Two constraints on one package cannot both hold; the Dockerfile's own awk program is used."""
     dockerfile = (ROOT / "slurm/containers/gpu.Dockerfile").read_text(encoding="utf-8")
     awk_call = re.search(
         r"awk -F== '(.*?)' /tmp/base\.txt constraints/gpu\.txt", dockerfile, re.DOTALL

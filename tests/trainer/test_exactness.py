@@ -1,4 +1,4 @@
-"""Exactness by enumeration: each option's expected gradient against that of E[r] - beta KL."""
+"""Exactness by enumeration: each option's expected gradient against E[r] - beta KL's gradient."""
 
 from __future__ import annotations
 

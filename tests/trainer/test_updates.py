@@ -118,7 +118,7 @@ class TestCounts:
 
 
 class TestDenominators:
-    """The divisors of an optimizer step's loss: counts over all ranks of what trains."""
+    """The divisors of an optimizer step's loss: counts of training samples over all ranks."""
 
     TRAINS = torch.tensor([True, False, True, True, False, True])  # two of the valid samples do not
     LENGTHS = (5, 7, 2, 0, 3, 4)
