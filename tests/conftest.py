@@ -1,4 +1,4 @@
-"""What every test needs: the helpers on the path, no model hub, no busy waiting of idle OpenMP threads."""
+"""Setup of all tests: the path of the helpers, no model hub, no spinning of idle OpenMP threads."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # workers that each take every core would wait for one another
+    # workers that each use all cores would wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # a shell's background job; programs under test would inherit it
+    # as in a shell's background job; programs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Files that take minutes. They go first, so that no worker is left with one of them when the others
-# have ended.
+# Files that take minutes. They start first, so that no worker starts one of them when the others
+# are done.
 LONG_FILES = (
     "test_jobs.py",
     "test_job_recovery.py",
@@ -60,7 +60,7 @@ if TESTS not in sys.path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the long files first; the rest keeps its order."""
+    """Put the long files first; the other files keep their order."""
     items.sort(
         key=lambda item: (
             LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES)
@@ -70,7 +70,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
-    """This process as the only rank. One at a time can be open in a process, hence one a file of tests."""
+    """This process as the only rank.
+
+    A process can have one mesh at a time, so the fixture's scope is the module.
+    """
     from reinforce_rl.megatron.mesh import parallel_mesh
 
     with parallel_mesh() as only:

@@ -1,4 +1,4 @@
-"""Every sentence of the documentation with a strong word has a test by name in tests/claims.md, or claims nothing."""
+"""Each strong claim of the documentation has a test by name in tests/claims.md, or is no claim."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ CELL = re.compile(r"(?<!\\)\|")
 
 
 def one_line(text: str) -> str:
-    """The text with each run of spaces and line breaks as one space."""
+    """Return the text with each run of spaces and line breaks as one space."""
     return " ".join(text.split())
 
 
 def rows_below(heading: str) -> list[list[str]]:
-    """The cells of the table below a heading, without its first two lines; `\\|` is a bar within a cell."""
-    section = TABLES.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    """Return the cells of the table below a heading, without its two header lines.
+
+    `\\|` is a bar within a cell.
+    """
+    text = TABLES.read_text(encoding="utf-8")
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     rows = []
     for line in lines[2:]:
@@ -32,7 +36,7 @@ def rows_below(heading: str) -> list[list[str]]:
 
 
 def names_of_tests(path: Path) -> set[str]:
-    """Names of the tests of a file: `test_name` or `TestClass::test_name`."""
+    """Return the names of the tests of a file: `test_name` or `TestClass::test_name`."""
     names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef):
@@ -47,7 +51,7 @@ def names_of_tests(path: Path) -> set[str]:
 
 
 def uncovered(text: str, pieces: list[str]) -> list[str]:
-    """The surroundings of each strong word of `text` that lies in none of `pieces`."""
+    """Return the context of each strong word of `text` that lies in none of `pieces`."""
     covered = [False] * len(text)
     for piece in pieces:
         for place in re.finditer(re.escape(piece), text):
@@ -69,11 +73,8 @@ def test_a_word_is_covered_by_a_piece_that_contains_it():
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_strong_word_has_an_entry(page: Path):
     name = str(page.relative_to(ROOT))
-    pieces = [
-        piece
-        for piece, row_page, _ in rows_below("Claims") + rows_below("No claims")
-        if row_page == name
-    ]
+    rows = rows_below("Claims") + rows_below("No claims")
+    pieces = [piece for piece, row_page, _ in rows if row_page == name]
     missing = uncovered(one_line(page.read_text(encoding="utf-8")), pieces)
     assert missing == [], f"{name}: a sentence without an entry in tests/claims.md"
 
@@ -81,13 +82,15 @@ def test_every_strong_word_has_an_entry(page: Path):
 def test_every_claim_stands_once_in_its_page_and_has_a_strong_word():
     for claim, page, _ in rows_below("Claims"):
         text = one_line((ROOT / page).read_text(encoding="utf-8"))
-        assert text.count(claim) == 1, f"{page}: {text.count(claim)} times: {claim}"
+        count = text.count(claim)
+        assert count == 1, f"{page}: {text.count(claim)} times: {claim}"
         assert STRONG_WORD.search(claim), claim
 
 
 def test_what_claims_nothing_stands_in_its_page_and_says_why():
     for piece, page, reason in rows_below("No claims"):
-        assert piece in one_line((ROOT / page).read_text(encoding="utf-8")), f"{page}: {piece}"
+        text = one_line((ROOT / page).read_text(encoding="utf-8"))
+        assert piece in text, f"{page}: {piece}"
         assert STRONG_WORD.search(piece), piece
         assert reason, piece
 

@@ -1,4 +1,7 @@
-"""CONTRIBUTING.md's code blocks, applied to a copy of the package: they work, and touch as many files as it says."""
+"""CONTRIBUTING.md's code blocks, applied to a copy of the package.
+
+They work, and touch as many files as the page says.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 
 with parallel_mesh() as mesh:
     lm = megatron_model(sys.argv[1], mesh)
-    torch.save(all_logits(lm, random_tokens(lm.architecture.vocab_size, 3, 40)).log_softmax(-1), sys.argv[2])
+    logits = all_logits(lm, random_tokens(lm.architecture.vocab_size, 3, 40))
+    torch.save(logits.log_softmax(-1), sys.argv[2])
 """
 
 AFTER = {
@@ -43,19 +47,18 @@ AFTER = {
 
 
 def code_of(heading: str) -> str:
-    found = re.search(rf"^## {heading}\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert found is not None, heading
-    return found[1]
+    block = re.search(rf"^## {heading}\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert block is not None, heading
+    return block[1]
 
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory) -> Path:
-    """A copy of the package with the extensions, and what is generated from its configuration keys."""
+    """A copy of the package with the extensions and the files generated from its settings."""
     root = tmp_path_factory.mktemp("extended")
     for folder in ("reinforce_rl", "conf", "docs", "examples", "tools"):
-        shutil.copytree(
-            ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "demo")
-        )
+        ignored = shutil.ignore_patterns("__pycache__", "demo")
+        shutil.copytree(ROOT / folder, root / folder, ignore=ignored)
     for heading, name in FILES.items():
         path = root / name
         code = code_of(heading)
@@ -71,7 +74,8 @@ def extended(tmp_path_factory) -> Path:
 
 
 def run_python(root: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(ROOT / "tests")])}
+    folders = os.pathsep.join([str(root), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": folders}
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=root,
@@ -84,32 +88,32 @@ def run_python(root: Path, *arguments: str | Path) -> subprocess.CompletedProces
 
 def call(root: Path, *arguments: str | Path) -> None:
     done = run_python(root, *arguments)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    output = done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode == 0, output
 
 
 def test_the_table_counts_the_files(extended):
     rows = dict(re.findall(r"^\| \[[^]]+\]\(#([\w-]+)\) \| (\d)", PAGE, re.MULTILINE))
-    assert rows == {
-        heading.lower().replace(" ", "-"): str(int(name.startswith("reinforce_rl/")))
-        for heading, name in FILES.items()
-    }
+    expected = {}
+    for heading, name in FILES.items():
+        count = int(name.startswith("reinforce_rl/"))
+        expected[heading.lower().replace(" ", "-")] = str(count)
+    assert rows == expected
     files = [path.relative_to(extended) for path in (extended / "reinforce_rl").rglob("*.py")]
-    changed = [
-        file
-        for file in files
-        if not ((ROOT / file).exists() and filecmp.cmp(ROOT / file, extended / file))
-    ]
-    assert sorted(map(str, changed)) == sorted(
-        name for name in FILES.values() if name.startswith("reinforce_rl/")
-    )
+    changed = []
+    for file in files:
+        is_new = not (ROOT / file).exists()
+        if is_new or not filecmp.cmp(ROOT / file, extended / file):
+            changed.append(str(file))
+    expected = [name for name in FILES.values() if name.startswith("reinforce_rl/")]
+    assert sorted(changed) == sorted(expected)
 
 
 def test_a_reward_source_in_a_run(extended, tmp_path):
     (tmp_path / "run").mkdir()
     lines = [{"prompt": prompt, "responses": ["e", "e", "in"]} for prompt in three_letters(8)]
-    (tmp_path / "run/responses.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "run/responses.jsonl").write_text(text)
     call(
         extended,
         "examples/train_reinforce_actor.py",
@@ -120,17 +124,17 @@ def test_a_reward_source_in_a_run(extended, tmp_path):
         "reward=my_source.Novelty",
         "trainer.reinforce.max_steps=1",
     )
-    assert [row["reward"] for row in rollouts_of(tmp_path, 1)] == [0.5, 0.5, 1.0] * 4
+    rewards = [row["reward"] for row in rollouts_of(tmp_path, 1)]
+    assert rewards == [0.5, 0.5, 1.0] * 4
 
 
 def test_estimator_reward_and_generator_in_a_run(extended, tmp_path):
-    """Responses are the recorded ones, rewards the function's, advantages the differences to the median."""
+    """Responses are recorded ones, rewards the function's, advantages differences to the median."""
     (tmp_path / "run").mkdir()
     answers = ["e", "tao", "in"]
     lines = [{"prompt": prompt, "responses": answers} for prompt in three_letters(8)]
-    (tmp_path / "run/responses.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "run/responses.jsonl").write_text(text)
     call(
         extended,
         "examples/train_reinforce_actor.py",
@@ -147,8 +151,10 @@ def test_estimator_reward_and_generator_in_a_run(extended, tmp_path):
     )
     rows = rollouts_of(tmp_path, 1)
     assert [row["response"] for row in rows] == answers * 4
-    assert [row["reward"] for row in rows] == [1.0, 0.0, 1.0] * 4
-    assert [row["advantage"] for row in rows] == [0.0, -1.0, 0.0] * 4
+    rewards = [row["reward"] for row in rows]
+    assert rewards == [1.0, 0.0, 1.0] * 4
+    advantages = [row["advantage"] for row in rows]
+    assert advantages == [0.0, -1.0, 0.0] * 4
     assert metrics_of(tmp_path)[0]["train/grad_norm"] > 0
 
 
@@ -162,14 +168,13 @@ def test_model_family(extended, tmp_path):
     call(extended, "-c", LOG_PROBS, folder, tmp_path / "log_probs.pt")
     model = transformers_model(folder)
     assert any(name.endswith("q_proj.bias") for name, _ in model.named_parameters())
-    expected = transformers_logits(
-        model, random_tokens(model.config.vocab_size, 3, 40)
-    ).log_softmax(-1)
+    tokens = random_tokens(model.config.vocab_size, 3, 40)
+    expected = transformers_logits(model, tokens).log_softmax(-1)
     torch.testing.assert_close(torch.load(tmp_path / "log_probs.pt"), expected, atol=1e-5, rtol=0)
 
 
 def test_configuration_key(extended, tmp_path):
-    """One field is the key, its line in the YAML, its row in the table and its bound."""
+    """The field is the key, its line in the YAML, its row in the table and its bound."""
     assert "    max_rounds: 3  # rounds of a game" in (
         extended / "conf/train_reinforce_actor.yaml"
     ).read_text("utf-8")

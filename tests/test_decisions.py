@@ -1,4 +1,4 @@
-"""Each question about a configuration is answered in one place, and all others ask there."""
+"""Each question about a configuration is answered in one place, which all other code uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from house import PACKAGE, imported_names, source_files  # noqa: E402
 from reinforce_rl.config.actor import COLOCATED  # noqa: E402
 
 SCHEMA = "config/actor.py"
-# What is compared or tested for truth, and the files that may do so.
+# Expressions that are compared or tested for truth, and the files that may do so.
 DECIDED_BY = {
     # `uses_reference`; the controller needs beta as a number.
     "initial_policy_kl_penalty": {SCHEMA},
@@ -30,9 +30,9 @@ DECIDED_BY = {
 BETA_IS_READ_IN = {SCHEMA, "trainer/state.py"}
 
 
-# Any comparison of these decides whether there is a KL; of the others, one with a number or None.
+# Any comparison of these decides whether there is a KL; for others, one with a number or None.
 KL_NAMES = {"initial_policy_kl_penalty", "beta"}
-# Calls whose value is one of their arguments, or their truth.
+# Calls whose value is one of their arguments or its truth.
 TRANSPARENT = {"float", "int", "abs", "min", "max", "bool", "any", "all", "isclose"}
 
 
@@ -47,7 +47,7 @@ def is_number(node: ast.expr) -> bool:
 
 
 def carried(node: ast.expr, aliases: dict[str, str]) -> set[str]:
-    """Return the settings whose value an expression may have, such as `x.beta` for `float(x.beta)`."""
+    """Return the settings whose value an expression may have: `x.beta` for `float(x.beta)`."""
     names = set()
     if isinstance(node, ast.Name | ast.Attribute):
         name = last_name(node)
@@ -79,7 +79,7 @@ def carried(node: ast.expr, aliases: dict[str, str]) -> set[str]:
 
 
 def aliases_in(tree: ast.AST) -> dict[str, str]:
-    """Return the locals that hold a setting, by any number of assignments."""
+    """Return the locals that hold a setting after any number of assignments."""
     aliases: dict[str, str] = {}
     size = -1
     while size < len(aliases):
@@ -101,7 +101,7 @@ def aliases_in(tree: ast.AST) -> dict[str, str]:
 
 
 def truth_tests(tree: ast.AST, aliases: dict[str, str]) -> Iterator[ast.expr]:
-    """Expressions whose truth is asked, and those that are compared with a number or None."""
+    """Yield expressions that are tested for truth or compared with a number or None."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
             yield node.test
@@ -126,7 +126,7 @@ def truth_tests(tree: ast.AST, aliases: dict[str, str]) -> Iterator[ast.expr]:
 
 
 def decisions(source: str) -> list[tuple[int, str]]:
-    """(line, name) of each decision that has a place of its own."""
+    """Return (line, name) of each decision that belongs in one place."""
     tree = ast.parse(source)
     aliases = aliases_in(tree)
     tested = set()
@@ -155,7 +155,7 @@ def test_beta_of_the_configuration_is_read_as_a_number_by_its_controller_alone()
 
 
 def test_the_settings_of_placement_are_listed_in_the_schema_alone() -> None:
-    """A list of some of them elsewhere misses the next one."""
+    """A second list of some of them would miss a new one."""
     lists = []
     for path in source_files(PACKAGE):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -172,7 +172,7 @@ def test_the_settings_of_placement_are_listed_in_the_schema_alone() -> None:
 
 
 def asks_which_source(source: str) -> bool:
-    """Whether `reward` of a configuration is compared with a name or with several."""
+    """Return whether a node compares a configuration's `reward` with one or several names."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Compare):
             continue
@@ -199,7 +199,7 @@ def test_a_question_which_source_is_asked_is_found(source, expected) -> None:
 
 
 def test_which_reward_source_is_asked_is_decided_by_the_configuration() -> None:
-    """Others ask `reward_terms`, `reward_class`, `reward_servers` or `reward_functions`."""
+    """Other code uses `reward_terms`, `reward_class`, `reward_servers` or `reward_functions`."""
     places = set()
     for path in source_files(PACKAGE):
         if asks_which_source(path.read_text(encoding="utf-8")):
@@ -208,20 +208,20 @@ def test_which_reward_source_is_asked_is_decided_by_the_configuration() -> None:
 
 
 def test_one_file_reads_the_variables_of_a_launcher() -> None:
-    """Others ask `JobRank`."""
+    """Other code uses `JobRank`."""
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     places = set()
     for path in source_files(PACKAGE):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and node.value in names:
                 places.add(str(path.relative_to(PACKAGE)))
-    # It removes them for an engine.
+    # It unsets them for an engine.
     others = {"generation/engine/process.py"}
     assert places - others == {"utils/job_rank.py"}
 
 
 def test_one_library_asks_over_http() -> None:
-    """Python's own is left around Slurm's tasks."""
+    """Python's own HTTP client is left around Slurm's tasks."""
     libraries = (
         "aiohttp",
         "http.client",
@@ -238,7 +238,7 @@ def test_one_library_asks_over_http() -> None:
                 places.setdefault(name.partition(".")[0], set()).add(str(path.relative_to(PACKAGE)))
     servers = {"monitoring/dashboard.py", "reward_model/server/front.py"}
     assert places.pop("aiohttp") - servers == {"rewards/transport.py"}
-    # Triton's requests and answers without its connections, and the settings of proxies.
+    # Triton's requests and responses without its connections, and proxy settings.
     assert places.pop("tritonclient") == places.pop("urllib") == {"rewards/transport.py"}
     assert places == {}
 

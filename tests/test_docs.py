@@ -1,4 +1,4 @@
-"""The documentation against the repository: links, keys, scripts, commands and the worked example."""
+"""The documentation against the repository: links, keys, scripts, commands, the worked example."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGES = [
 SCRIPT_CONFIGS = ("train_reinforce_actor", "serve_reward_model", "train_reward_model")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
-# Wrong values whose messages the page answers: of the type, of the choices, out of bounds.
+# Wrong values whose messages the page explains: of type, of choices, out of bounds.
 WRONG = (
     (TrainerConfig, "devices", False),
     (ReinforceConfig, "advantage_estimator", True),
@@ -38,25 +38,24 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.re
 
 
 def keys_of(config: str) -> set[str]:
-    """Dotted names of all settings of a YAML below conf/, those of Hydra itself left out."""
+    """Return the dotted names of all settings of a YAML file of conf/, without Hydra's own."""
 
     def walk(node: object, prefix: str) -> set[str]:
         if not isinstance(node, dict) or not node:
             return {prefix[:-1]}
         return {key for name, child in node.items() for key in walk(child, f"{prefix}{name}.")}
 
-    plain = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{config}.yaml"))
+    file = ROOT / "conf" / f"{config}.yaml"
+    plain = OmegaConf.to_container(OmegaConf.load(file))
     assert isinstance(plain, dict)
-    return walk(
-        {name: child for name, child in plain.items() if name not in ("defaults", "hydra")}, ""
-    )
+    settings = {name: child for name, child in plain.items() if name not in ("defaults", "hydra")}
+    return walk(settings, "")
 
 
 def anchors_of(page: Path) -> set[str]:
-    """The names that GitHub gives to a page's headings."""
-    headings = re.findall(
-        r"^#+ (.+)$", CODE_BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE
-    )
+    """Return the anchors that GitHub gives to a page's headings."""
+    text = CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -75,13 +74,16 @@ def test_relative_links_lead_somewhere(page):
 
 def test_index_names_every_page():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
-    assert [page for page in pages if f"({page})" not in index] == ["index.md"]
+    paths = (ROOT / "docs").rglob("*.md")
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in paths]
+    missing = [page for page in pages if f"({page})" not in index]
+    assert missing == ["index.md"]
 
 
 def test_configuration_page_has_the_actors_keys_and_no_others():
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"^\| `([\w.]+)` \|", text.split("## Every key")[1], re.MULTILINE))
+    section = text.split("## Every key")[1]
+    documented = set(re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE))
     assert documented == keys_of("train_reinforce_actor")
 
 
@@ -94,9 +96,8 @@ def test_migration_page_names_keys_that_exist():
     }
     known = set().union(*(keys_of(config) for config in SCRIPT_CONFIGS))
     assert len(keys) > 2
-    assert [
-        key for key in keys if key not in known and not any(k.startswith(f"{key}.") for k in known)
-    ] == []
+    for key in keys:
+        assert key in known or any(name.startswith(f"{key}.") for name in known), key
 
 
 def test_the_tests_of_public_reports_exist():
@@ -107,11 +108,12 @@ def test_the_tests_of_public_reports_exist():
         tests = re.findall(r"`([\w/]+\.py)::(test_\w+)`", row)
         assert tests, row
         for file, name in tests:
-            assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), name
+            code = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            assert f"def {name}(" in code, name
 
 
 def test_every_message_of_the_troubleshooting_page_is_printed():
-    """Its words, in texts of one file of the package: a message may be put together from several."""
+    """The words are in texts of one file of the package, which may join several in a message."""
     texts = [texts_of(path) for path in (ROOT / "reinforce_rl").rglob("*.py")]
     texts.append(
         "\n".join(
@@ -137,7 +139,7 @@ def test_commands_name_scripts_that_exist(page):
     )
     assert [script for script in scripts if not (ROOT / script).is_file()] == []
     if page == ROOT / "README.md":
-        assert scripts  # else the expression above finds nothing any more
+        assert scripts  # otherwise the expression above matches nothing any more
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/reward-server.md", "slurm/README.md"])
@@ -145,11 +147,12 @@ def test_commands_give_keys_that_exist(name):
     blocks = "\n".join(CODE_BLOCK.findall((ROOT / name).read_text(encoding="utf-8")))
     given = set(re.findall(r"(?<![\w./])([a-z_]+(?:\.[a-z_]+)+)=", blocks))
     assert given
-    assert given - set().union(*(keys_of(config) for config in SCRIPT_CONFIGS)) == set()
+    documented = set().union(*(keys_of(config) for config in SCRIPT_CONFIGS))
+    assert given - documented == set()
 
 
 def test_worked_example_of_the_algorithm_page():
-    """The numbers of docs/algorithms.md, from the functions that it describes."""
+    """The numbers of docs/algorithms.md equal the results of the functions that it describes."""
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     rewards = torch.tensor([1.0, 0.2, -0.5], dtype=torch.float64)
     log_probs = torch.tensor(
@@ -174,10 +177,9 @@ def test_worked_example_of_the_algorithm_page():
     for i in range(3):
         row = next(line for line in page.splitlines() if line.startswith(f"| {i + 1} |"))
         cells = [cell.strip() for cell in row.strip("|").split("|")]
-        found = [float(cells[column]) for column in (4, 5, 6, 7, 8)]
-        assert found == pytest.approx(
-            [x[i].item() for x in (kl, with_kl, baseline, advantages, sums)], abs=1e-9
-        )
+        printed = [float(cells[column]) for column in (4, 5, 6, 7, 8)]
+        columns = (kl, with_kl, baseline, advantages, sums)
+        assert printed == pytest.approx([column[i].item() for column in columns], abs=1e-9)
     assert f"= {loss.item():.4f}." in page
     assert log_probs.grad is not None
     assert ", ".join(f"{gradient:.4f}" for gradient in log_probs.grad[:, 0]) in page

@@ -1,4 +1,7 @@
-"""Every command of README, five minutes, debugging and the tutorial: run on a tiny model, or planned for a cluster."""
+"""Every command of README and the pages for users runs on a tiny model or has a valid plan.
+
+The pages are five minutes, debugging and the tutorial; commands for clusters are planned.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +51,10 @@ PROGRAMS: dict[str, tuple[str, type[Section]]] = {
     "serve": ("serve_reward_model", ServeRewardModelConfig),
     "train-rm": ("train_reward_model", TrainRewardModelConfig),
 }
-# The environment and the model have tests of their own, and take minutes.
+# The environment and the model have their own tests and take minutes.
 ELSEWHERE = re.compile(r"^(make |export MODEL=).*\n", re.MULTILINE)
 FENCE = re.compile(r"(<!-- not run: [^>]*-->\s*)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# Kinds of faults of paths that stand for the reader's own.
+# Kinds of faults of paths that stand for the reader's paths.
 OF_A_NAME = {
     "config.value.not_set",
     "config.restore_from_path.no_model",
@@ -68,14 +71,14 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    found = FENCE.findall(page.read_text(encoding="utf-8"))
+    fences = FENCE.findall(page.read_text(encoding="utf-8"))
     return [
-        Block(language, ELSEWHERE.sub("", text), not skipped) for skipped, language, text in found
+        Block(language, ELSEWHERE.sub("", text), not skipped) for skipped, language, text in fences
     ]
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words of each command of a page that is ours."""
+    """Yield the words of each command of a page that runs this project."""
     for block in blocks(page):
         if block.language != "bash":
             continue
@@ -88,7 +91,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """The page's files: blocks whose first line is a comment with a name."""
+    """Write the page's files: blocks whose first line is a comment with a name."""
     for block in blocks(page):
         if block.language in ("python", "yaml") and (
             name := re.match(r"# (\w+\.\w+)\n", block.text)
@@ -97,7 +100,7 @@ def write_files(page: Path, folder: Path) -> None:
 
 
 def parts(words: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """The programs that a command starts, with the arguments of each."""
+    """Return the programs that a command starts, and their arguments."""
     name = words[0]
     rest = words[1:]
     if name == "launch":
@@ -117,9 +120,9 @@ def parts(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 def test_commands_exist_and_their_keys_are_accepted(page, tmp_path, monkeypatch):
     monkeypatch.setenv("MODEL", "MODEL")
     write_files(START, tmp_path)
-    found = list(commands(page))
-    assert found
-    for words in found:
+    page_commands = list(commands(page))
+    assert page_commands
+    for words in page_commands:
         assert words[0] in COMMANDS.commands
         for program, args in parts(words):
             name, schema = PROGRAMS[program]
@@ -127,12 +130,12 @@ def test_commands_exist_and_their_keys_are_accepted(page, tmp_path, monkeypatch)
             folder = CONF_FOLDER
             if (
                 "--config-name" in args
-                and (own := args[args.index("--config-name") + 1]) == "first"
+                and (chosen := args[args.index("--config-name") + 1]) == "first"
             ):
-                name = own
+                name = chosen
                 folder = tmp_path
             elif "--config-name" in args:
-                continue  # a file that the page only names
+                continue  # the page names a file that it does not show
             with hydra.initialize_config_dir(str(folder), version_base="1.3"):
                 try:
                     cfg = hydra.compose(
@@ -145,7 +148,7 @@ def test_commands_exist_and_their_keys_are_accepted(page, tmp_path, monkeypatch)
 
 
 class Place:
-    """A folder in which pages are followed from top to bottom, with a tiny model in place of SmolLM2."""
+    """A folder in which a page is followed from top to bottom, with a tiny model for SmolLM2."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -202,7 +205,8 @@ def test_five_minutes_ends_with_a_trained_model(place):
     place.follow(START, slice(2))  # prompts, and the first training
     run = place.folder / "results" / "first"
     assert steps(run) == [0, 1, 2, 3, 4]  # 0: the validation before
-    assert (run / "report.html").is_file() and (run / "hf" / "config.json").is_file()
+    assert (run / "report.html").is_file()
+    assert (run / "hf" / "config.json").is_file()
 
 
 @pytest.mark.timeout(600)
@@ -212,12 +216,12 @@ def test_debugging_says_what_would_have_been(place):
         place.follow(START, slice(2))
     with place.forking():
         place.follow(DEBUGGING)
-    found = json.loads((place.folder / "changes.json").read_text())
-    assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4]
-    assert (
-        all(0 < step["cosine"] < 1 for step in found["steps"])
-        and found["largest_difference"] < 1e-6
-    )
+    changes = json.loads((place.folder / "changes.json").read_text())
+    steps = [step["step"] for step in changes["steps"]]
+    assert steps == [1, 2, 3, 4]
+    for step in changes["steps"]:
+        assert 0 < step["cosine"] < 1
+    assert changes["largest_difference"] < 1e-6
     assert (place.folder / "changes.html").stat().st_size > 1e5
 
 
@@ -237,7 +241,7 @@ def test_the_tutorial_from_beginning_to_end(place):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_readmes_commands_run(place):
-    """What ends by itself; the others are planned below."""
+    """Commands that end by themselves; the others are planned below."""
     model = tiny_llama_folder(place.folder / "long", max_positions=2048, layers=1)
     lines = [
         {
@@ -262,8 +266,8 @@ def test_the_readmes_commands_run(place):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [PAGES[0], *TUTORIAL[2:]], ids=lambda path: path.stem)
 def test_commands_for_clusters_have_a_plan(place, page):
-    """The trainer's part of those that are not run, with this machine's model and prompts."""
-    own = {
+    """The trainer of commands that are not run, with a model and prompts of this machine."""
+    machine = {
         "pretrained_checkpoint.restore_from_path": place.environment["MODEL"],
         "model.data.data_prefix.train": "prompts.jsonl",
         "model.data.data_prefix.validation": "null",
@@ -281,7 +285,7 @@ def test_commands_for_clusters_have_a_plan(place, page):
             if program == "train" and "--config-name" not in args
         ]
         for kept in args:
-            given = dict(word.split("=", 1) for word in kept if "=" in word) | own
+            given = dict(word.split("=", 1) for word in kept if "=" in word) | machine
             said = place.bash(
                 shlex.join(["reinforce-rl", "preflight", *(f"{k}={v}" for k, v in given.items())])
             )

@@ -1,7 +1,7 @@
-"""Every real component together: examples/serve_reward_model.py on PyTriton, and examples/train_reinforce_actor.py.
+"""Every real component together: the served reward model on PyTriton and the training program.
 
-The models are tiny and random: a policy, and a reward model with a random head. One undisturbed run of the launcher is
-what the others are compared with.
+The models are tiny and random: a policy, and a reward model with a random head. The other runs are
+compared with one run of the launcher without faults.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(world, tmp_path_factory):
-    """By pooling. The one with `last` reads text by another tokenizer than the actor's."""
+    """Reward servers by pooling; the server with `last` has another tokenizer than the policy's."""
     options = {
         "mean": world.server_overrides("mean"),
         "last": [
@@ -84,7 +84,7 @@ def servers(world, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(world, tmp_path_factory):
-    """A whole run by the launcher, from which nothing is held back."""
+    """A run of the launcher without faults."""
     return launch_local(world, tmp_path_factory.mktemp("undisturbed") / "run")
 
 
@@ -97,7 +97,7 @@ def rewards_by_step(run_dir: Path) -> list[float]:
 
 
 def assert_learned(run_dir: Path) -> None:
-    """The mean reward of the last steps is above that of the first ones by more than chance gives."""
+    """The mean reward of the last steps exceeds the first steps' by more than chance."""
     rewards = rewards_by_step(run_dir)
     first = rewards[:WINDOW]
     last = rewards[-WINDOW:]
@@ -121,7 +121,7 @@ def rows_by_step(run_dir: Path) -> dict[int, list[RolloutRow]]:
 
 
 def requests_of(server: RealServer) -> int:
-    """How many it has answered."""
+    """Return the number of requests that it has answered."""
     return server.log.read_text().count("event=request id=")
 
 
@@ -165,7 +165,7 @@ def test_curl_and_tritonclient_agree_with_a_direct_forward(servers, world, mesh,
     server = servers[pooling]
     direct = load_reward_model(world.trunk, world.head(pooling), mesh)
     expected = direct.score(SEQUENCES)
-    assert np.ptp(expected) > 0.1  # else any constant would agree
+    assert np.ptp(expected) > 0.1  # otherwise any constant would agree
     tokens, lengths = padded(SEQUENCES)
     as_json = [
         {
@@ -180,11 +180,9 @@ def test_curl_and_tritonclient_agree_with_a_direct_forward(servers, world, mesh,
     assert status == [0] * len(SEQUENCES)
     assert rewards == pytest.approx(expected, abs=1e-5)
     rewards, status = by_tritonclient(server, tokens=tokens, sequence_lengths=lengths)
-    assert (rewards.dtype, rewards.shape, status.dtype) == (
-        np.float32,
-        (len(SEQUENCES), 1),
-        np.int32,
-    )
+    assert rewards.dtype == np.float32
+    assert rewards.shape == (len(SEQUENCES), 1)
+    assert status.dtype == np.int32
     assert rewards[:, 0] == pytest.approx(expected, abs=1e-5)
 
     tokenizer = load_tokenizer(world.trunk if pooling == "mean" else world.other_tokenizer)
@@ -212,11 +210,11 @@ def test_texts_are_scored_by_the_servers_own_template(servers, world, mesh):
             )
             == "text"
         )
-        found = client.infer_rm(request).result()
+        scores = client.infer_rm(request).result()
     finally:
         client.close()
     tokenizer = load_tokenizer(world.other_tokenizer)
-    # Of a plain prompt, the answer's outer spaces are a matter of tokens, and dropped.
+    # For a plain prompt, the answer's outer spaces belong to tokens and are dropped.
     rendered = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
@@ -226,11 +224,11 @@ def test_texts_are_scored_by_the_servers_own_template(servers, world, mesh):
     ]
     rendered[1] = rendered[1].removesuffix("<eos>")  # it was cut
     direct = load_reward_model(world.trunk, world.head("last"), mesh)
-    assert found.status.tolist() == [0, 0]
+    assert scores.status.tolist() == [0, 0]
     expected = direct.score(
         [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
     )
-    assert found.values.tolist() == pytest.approx(expected, abs=1e-5)
+    assert scores.values.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_launcher_makes_a_whole_run_and_leaves_nothing(undisturbed):
@@ -252,9 +250,8 @@ def check_whole_run(launched, last_step: int) -> None:
     assert launched.code == 0, launched.output
     assert "Traceback" not in launched.output
     run_dir = launched.run_dir
-    assert [line["step"] for line in json_lines(run_dir / "metrics.jsonl")] == list(
-        range(last_step + 1)
-    )
+    steps = [line["step"] for line in json_lines(run_dir / "metrics.jsonl")]
+    assert steps == list(range(last_step + 1))
     checkpoint = latest_checkpoint(run_dir / "checkpoints")
     assert checkpoint is not None
     assert checkpoint.trainer_state["step"] == last_step
@@ -282,7 +279,7 @@ def check_whole_run(launched, last_step: int) -> None:
 
 
 def test_the_rewards_on_disk_are_those_of_the_server_for_these_texts(undisturbed, servers):
-    """Of responses whose text stands for all of their tokens: one token a character, no end token."""
+    """Responses whose text determines all tokens: one token a character, no end token."""
     rows = [
         row
         for row in rows_by_step(undisturbed.run_dir)[STEPS]
@@ -298,7 +295,7 @@ def test_a_run_learns(undisturbed):
 
 
 class NegatedTrainer(ReinforceTrainer):
-    """Goes uphill where it should go downhill."""
+    """Ascends the loss that it should descend."""
 
     def generate_reinforce_data(self, rollout_batch):
         data, metrics = super().generate_reinforce_data(rollout_batch)
@@ -319,12 +316,10 @@ def test_the_same_run_with_negated_advantages_does_not_pass_for_learning(
     finally:
         client.close()
     first, real_first = (rows_by_step(folder)[1] for folder in (run_dir, undisturbed.run_dir))
-    assert [(row.prompt, row.response) for row in first] == [
-        (row.prompt, row.response) for row in real_first
-    ]
-    assert [row.advantage for row in first] == pytest.approx(
-        [-row.advantage for row in real_first], abs=1e-4
-    )
+    texts = [(row.prompt, row.response) for row in first]
+    assert texts == [(row.prompt, row.response) for row in real_first]
+    advantages = [row.advantage for row in first]
+    assert advantages == pytest.approx([-row.advantage for row in real_first], abs=1e-4)
     assert len(rewards_by_step(run_dir)) == STEPS
     with pytest.raises(AssertionError, match="the reward did not rise"):
         assert_learned(run_dir)
@@ -360,7 +355,7 @@ def test_a_run_goes_on_with_the_second_server_while_the_first_is_killed_and_come
     second = RealServer(tmp_path / "second", *world.server_overrides("mean")).start()
     actor = None
     try:
-        already = requests_of(first)  # of other tests
+        already = requests_of(first)  # shared with other tests
         replicas = f"remote_rm.reward_model.replicas=[127.0.0.1:{second.port}]"
         actor = Actor(
             world, tmp_path / "run", first.port, replicas, "remote_rm.deadline_seconds=60"
@@ -368,7 +363,7 @@ def test_a_run_goes_on_with_the_second_server_while_the_first_is_killed_and_come
         freeze_at_step(3, [actor])
         first.kill_group()
         os.kill(actor.process.pid, signal.SIGCONT)
-        freeze_at_step(STEPS // 2, [actor])  # on the second alone
+        freeze_at_step(STEPS // 2, [actor])  # on the second server alone
         first.start()
         os.kill(actor.process.pid, signal.SIGCONT)
         assert actor.finish(100) == 0, actor.output
@@ -377,7 +372,7 @@ def test_a_run_goes_on_with_the_second_server_while_the_first_is_killed_and_come
         if actor is not None:
             actor.close()
         second.close()
-    assert f"127.0.0.1:{first.port}" in actor.output  # that it failed is said
+    assert f"127.0.0.1:{first.port}" in actor.output  # the failure is logged
     assert min(asked) > 0, asked
     assert same_but_for_times(actor.run_dir, undisturbed.run_dir)
     assert rows_by_step(actor.run_dir) == rows_by_step(undisturbed.run_dir)
@@ -408,13 +403,13 @@ def test_a_killed_server_delays_a_patient_run_and_ends_an_impatient_one(
         checkpoint = latest_checkpoint(impatient.run_dir / "checkpoints")
         assert checkpoint is not None
         assert checkpoint.trainer_state["step"] == reached
-        # No failed call has become a reward: what is on disk is what a healthy server said, and
-        # nothing is beyond it.
+        # No failed call has become a reward: the rewards on disk are a healthy server's scores,
+        # and there are no others.
         assert rows_by_step(impatient.run_dir) == {
             step: rows[step] for step in range(1, reached + 1)
         }
 
-        # More than once, and with the reason each time: the first line of it may have scrolled
+        # Several times, each with the reason: the first line may have scrolled
         # away.
         waiting = f"reward server {address} does not answer (connection refused); retrying"
         assert wait_for(lambda: patient.output.count(waiting) >= 2, 60), patient.output

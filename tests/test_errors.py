@@ -1,4 +1,4 @@
-"""The errors' keys: what they are, how they are printed, and that they outlive a pickle."""
+"""The keys of errors: their form, their output, and that they survive a pickle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def test_an_error_has_a_sentence_and_a_key(kind):
     assert error.key == "data.line.not_json"
     assert error.with_keys() == "train.jsonl, line 3: no JSON [data.line.not_json]"
     again = pickle.loads(pickle.dumps(error))
-    assert (type(again), str(again), again.key) == (kind, str(error), error.key)
+    assert type(again) is kind
+    assert str(again) == str(error)
+    assert again.key == error.key
 
 
 def test_an_error_without_a_key_prints_none():
@@ -51,7 +53,8 @@ def test_a_diverged_policy_has_a_key():
     assert error.key == "trainer.loss.not_finite"
     assert str(error).startswith("the loss is nan: ")
     again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.key) == (str(error), error.key)
+    assert str(again) == str(error)
+    assert again.key == error.key
 
 
 def test_the_helpers_see_a_wrong_key_and_a_missing_value():

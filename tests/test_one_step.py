@@ -17,7 +17,7 @@ from reinforce_rl.megatron.mesh import Mesh
 PACKAGE = Path(reinforce_rl.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
 MOST_FILES = 16
-TRACED_STEP = 2  # the first one also builds what all later ones use
+TRACED_STEP = 2  # the first one also builds objects for all later ones
 
 
 def section_of_page() -> str:
@@ -32,13 +32,13 @@ def listed_files() -> list[str]:
 
 
 def is_behind_a_call(file: str, sentence: str) -> bool:
-    """Whether the sentence below the table names the file or its folder."""
+    """Return whether the sentence below the table names the file or its folder."""
     folder = file.partition("/")[0]
     return f"`{file}`" in sentence or f"`{folder}/`" in sentence
 
 
 class StepTracer:
-    """Notes the package's files whose functions are called while it is on, in order."""
+    """Records the package's files whose functions are called while it is on, in order."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -58,7 +58,7 @@ class StepTracer:
 
 
 def files_of_one_step(folder: Path, mesh: Mesh) -> list[str]:
-    """Run two steps; return the files that the second enters between its clock's start and stop."""
+    """Return the files that the second of two steps enters while its clock runs."""
     tracer = StepTracer()
     config = tiny_config(
         folder, f"trainer.reinforce.max_steps={TRACED_STEP}", "trainer.reinforce.save_interval=0"

@@ -1,4 +1,4 @@
-"""Private members of other projects: each has its reason beside it, and no new one is added."""
+"""Each use of another project's private member has a reason beside it, and there is no new use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tools")]
 from house import PACKAGE, source_files  # noqa: E402
 
 OF_NAMED_TUPLES = {"_asdict", "_replace"}
-SHARED_NAMES = {"_timeout", "_devices"}  # of torch's options, and of objects of this package
+SHARED_NAMES = {"_timeout", "_devices"}  # options of torch and objects of this package
 LINES_BELOW = 8  # a comment, at most
 AT_MOST = 3
 KNOWN = {
@@ -35,7 +35,7 @@ def is_own(node: ast.expr) -> bool:
 
 
 def names_of_this_package(trees: list[ast.Module]) -> set[str]:
-    """Functions, classes, fields and attributes that the package itself makes."""
+    """Return the functions, classes, fields and attributes that the package defines."""
     names = set()
     for tree in trees:
         for node in ast.walk(tree):
@@ -49,7 +49,10 @@ def names_of_this_package(trees: list[ast.Module]) -> set[str]:
 
 
 def private_members(tree: ast.Module, ours: set[str]) -> Iterator[tuple[int, str]]:
-    """(line, name) of what belongs to others, without operators, whose schemas name them so."""
+    """Return (line, name) of other projects' private members.
+
+    Operators are left out, since their schemas name them so.
+    """
     foreign = set()
     standard = set()
     for node in ast.walk(tree):
@@ -90,7 +93,7 @@ def private_members(tree: ast.Module, ours: set[str]) -> Iterator[tuple[int, str
 
 
 def members_of_others() -> dict[str, list[tuple[int, str]]]:
-    """(line, name) by file of the package."""
+    """Return (line, name) by file of the package."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in source_files(PACKAGE)}
     ours = names_of_this_package(list(trees.values())) - SHARED_NAMES
     members = {}
@@ -102,7 +105,8 @@ def members_of_others() -> dict[str, list[tuple[int, str]]]:
 
 
 def test_no_private_member_of_another_project_is_added() -> None:
-    names = {file: {name for _, name in of_file} for file, of_file in members_of_others().items()}
+    members = members_of_others().items()
+    names = {file: {name for _, name in of_file} for file, of_file in members}
     assert names == KNOWN, "find a public one, or take one that is gone out of KNOWN"
     assert sum(map(len, names.values())) <= AT_MOST
 
@@ -119,9 +123,9 @@ def test_each_says_why_and_since_which_release() -> None:
 
 
 def members_of_other_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of private members of this package's objects that this module does not define."""
+    """Return (line, name) of private members of package objects that other modules define."""
     libraries = set()
-    own = set()
+    package_names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             libraries |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
@@ -133,7 +137,7 @@ def members_of_other_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
             else:
                 libraries |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.ClassDef):
-            own |= names_of_this_package([ast.Module([node], [])])
+            package_names |= names_of_this_package([ast.Module([node], [])])
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or not is_private(node.attr) or is_own(node.value):
             continue
@@ -141,7 +145,7 @@ def members_of_other_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
         while isinstance(root, ast.Attribute):
             root = root.value
         is_of_library = isinstance(root, ast.Name) and root.id in libraries
-        if node.attr not in own | OF_NAMED_TUPLES and not is_of_library:
+        if node.attr not in package_names | OF_NAMED_TUPLES and not is_of_library:
             yield node.lineno, node.attr
 
 
@@ -169,7 +173,8 @@ def test_nobody_reaches_into_an_object_of_another_module() -> None:
     ],
 )
 def test_the_scan_sees_what_belongs_to_another_module(source: str, names: list[str]) -> None:
-    assert [name for _, name in members_of_other_modules(ast.parse(source))] == names
+    uses = [name for _, name in members_of_other_modules(ast.parse(source))]
+    assert uses == names
 
 
 @pytest.mark.parametrize(
@@ -190,4 +195,6 @@ def test_the_scan_sees_what_belongs_to_another_module(source: str, names: list[s
     ],
 )
 def test_the_scan_tells_them_apart(source: str, names: list[str]) -> None:
-    assert [name for _, name in private_members(ast.parse(source), {"_x"})] == names
+    members = private_members(ast.parse(source), {"_x"})
+    uses = [name for _, name in members]
+    assert uses == names

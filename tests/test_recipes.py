@@ -1,4 +1,4 @@
-"""The recipes: their YAML against the schema, the data and rewards that they bring, and tiny runs of them."""
+"""The recipes: their YAML against the schema, their data and rewards, and tiny runs of them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def module(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"recipes_{name}", RECIPES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run(*command: object, cwd: Path = ROOT) -> str:
@@ -50,14 +50,15 @@ def run(*command: object, cwd: Path = ROOT) -> str:
 def test_each_recipe_is_in_the_table():
     table = (RECIPES / "README.md").read_text(encoding="utf-8")
     assert NAMES == ["against_trl", "gsm8k", "reverse_text"]
-    assert all(f"[{name}.yaml]({name}.yaml)" in table for name in NAMES)
+    for name in NAMES:
+        assert f"[{name}.yaml]({name}.yaml)" in table
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_fits_the_schema(name):
     cfg = compose(name, [f"hydra.searchpath=[file://{CONF_FOLDER}]"], RECIPES)
     config, faults = read_config(cfg)
-    # models and made data are not here
+    # models and generated data are not in the repository
     assert [fault for fault in faults if "does not exist" not in fault] == []
     assert config.exp_manager.explicit_log_dir == f"results/recipes/{name}"
     assert config.reward == "function"
@@ -67,9 +68,12 @@ def test_trl_gets_the_recipes_own_settings():
     overrides = ["trainer.reinforce.max_steps=7", "model.optim.lr=3e-6", "model.seed=5"]
     settings = module("against_trl").trl_settings(overrides)
     args = settings["args"]
-    assert (args["max_steps"], args["learning_rate"], args["seed"]) == (7, 3e-6, 5)
+    assert args["max_steps"] == 7
+    assert args["learning_rate"] == 3e-6
+    assert args["seed"] == 5
     assert args["per_device_train_batch_size"] * args["gradient_accumulation_steps"] == 32
-    assert (args["num_generations"], args["beta"]) == (4, 0.02)
+    assert args["num_generations"] == 4
+    assert args["beta"] == 0.02
     lines = Path(settings["prompts"]).read_text(encoding="utf-8").splitlines()
     assert {"keys", "min_words", "max_words", "keyword"} < json.loads(lines[0]).keys()
 
@@ -82,7 +86,8 @@ def test_curves_of_seeds_are_drawn(tmp_path):
     ]
     recipe.draw({"reinforce_rl": curves, "TRL": curves[:1]}, tmp_path / "curves.html")
     page = (tmp_path / "curves.html").read_text(encoding="utf-8")
-    assert "TRL" in page and "answered exactly as asked" in page
+    assert "TRL" in page
+    assert "answered exactly as asked" in page
 
 
 def test_texts_to_reverse_are_in_one_part_alone():
@@ -90,9 +95,11 @@ def test_texts_to_reverse_are_in_one_part_alone():
     parts = recipe.records(seed=1)
     records = [record for part in parts.values() for record in part]
     texts = [record["messages"][1]["content"] for record in records]
-    assert {name: len(part) for name, part in parts.items()} == recipe.SIZES
+    lengths = {name: len(part) for name, part in parts.items()}
+    assert lengths == recipe.SIZES
     assert len(set(texts)) == len(texts)
-    assert all(record["answer"] == text[::-1] for record, text in zip(records, texts, strict=True))
+    for record, text in zip(records, texts, strict=True):
+        assert record["answer"] == text[::-1]
     assert parts == recipe.records(seed=1)
 
 
@@ -152,7 +159,8 @@ def test_a_tiny_warm_up_and_two_steps_of_reverse_text(tiny, tmp_path):
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [line["step"] for line in lines] == [1, 2]
-    assert all(0.0 <= line["train/rewards"] <= 1.0 for line in lines)
+    for line in lines:
+        assert 0.0 <= line["train/rewards"] <= 1.0
 
 
 @needs_peers
@@ -163,11 +171,9 @@ def test_two_tiny_steps_against_trl(tiny, tmp_path):
     size = ("model.reinforce.length_params.max_length=8", "model.encoder_seq_length=400")
     model = f"pretrained_checkpoint.restore_from_path={tiny}"
     said = run(RECIPES / "against_trl.py", "--seeds", 1, "--out", tmp_path, *TINY, *size, model)
-    found = json.loads((tmp_path / "curves.json").read_text())
+    curves = json.loads((tmp_path / "curves.json").read_text())
     for side in ("reinforce_rl", "TRL"):
-        (curve,) = found[side]
-        assert {name: len(values) for name, values in curve.items()} == {
-            "rewards": 2,
-            "rewards_accuracy": 2,
-        }
+        (curve,) = curves[side]
+        lengths = {name: len(values) for name, values in curve.items()}
+        assert lengths == {"rewards": 2, "rewards_accuracy": 2}
     assert str(tmp_path / "curves.html") in said

@@ -1,4 +1,4 @@
-"""No call of transformers may run a model folder's code, or ask on the terminal whether to do so."""
+"""No call of transformers may run code of a model folder or ask on the terminal whether to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOADERS = ("from_pretrained", "from_config")
 
 
 def loading_calls(source: str) -> Iterator[tuple[int, bool]]:
-    """Yield the line of each call that loads, and whether it says trust_remote_code=False itself."""
+    """Yield the line of each call that loads, and whether it has trust_remote_code=False."""
     if not any(name in source for name in LOADERS):
         return  # parsing all files would take seconds
     for node in ast.walk(ast.parse(source)):

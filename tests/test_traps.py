@@ -1,4 +1,4 @@
-"""Folders full of traps, opened by every command that takes a folder, as this user and as another one."""
+"""Folders full of traps, opened by every command that takes a folder, by this and another user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from reinforce_rl.utils.process import PACKAGE_PARENT
 
 DRIVER = Path(__file__).parent / "helpers" / "open_folders.py"
 REWARD = "helpers.reward_functions.counted"
-SECONDS = 60.0  # for a command, on a busy machine
+SECONDS = 60.0  # for a command on a busy machine
 MEBIBYTES = 2500.0
 SLOW = pytest.mark.slow
 SHORT = ["model.encoder_seq_length=16", "model.reinforce.length_params.max_length=5"]
@@ -53,7 +53,7 @@ class Trapped:
     folders: dict[str, Path]
     bait: traps.Bait
     listener: Listener
-    overrides: list[str]  # of a run of the reader's own
+    overrides: list[str]  # a run of the reader
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,8 @@ def trapped() -> Iterator[Trapped]:
         (root / "out").mkdir()
         (root / "out").chmod(0o777)
         folders = traps.make_traps(root / "made", source / "run", source / "model", bait)
-        yield Trapped(root, folders, bait, listener, [*tiny_overrides(source), *settings, *reward])
+        overrides = [*tiny_overrides(source), *settings, *reward]
+        yield Trapped(root, folders, bait, listener, overrides)
     finally:
         shutil.rmtree(root)
 
@@ -88,7 +89,7 @@ def trapped() -> Iterator[Trapped]:
 def open_all(
     trapped: Trapped, requests: list[dict[str, Any]], prefix: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Run the commands, in a program that is started by `prefix`."""
+    """Run the commands in a program that `prefix` starts."""
     command = [*prefix, sys.executable, str(DRIVER)]
     asked = {"marker": str(trapped.bait.marker), "requests": requests}
     environment = {
@@ -108,9 +109,10 @@ def open_all(
 
 
 def request(folder: Path, *arguments: object, start: Path | None = None) -> dict[str, Any]:
-    """A command, started in the folder that it opens unless `start` is given."""
+    """Return a command that starts in the folder that it opens, unless `start` is given."""
     words = [str(argument) for argument in arguments]
-    name = f"{folder.name}: {' '.join(word for word in words if '=' not in word)}"
+    shown = " ".join(word for word in words if "=" not in word)
+    name = f"{folder.name}: {shown}"
     return {"name": name, "arguments": words, "folder": str(start or folder), "deadline": SECONDS}
 
 
@@ -135,7 +137,7 @@ def commands_of_run(trapped: Trapped, name: str) -> list[dict[str, Any]]:
         request(run, "eval", run, "--data", prompts, "--reward", REWARD, *SHORT),
         request(run, "chat", run),
         request(run, "convert", "to-hf", run, out / f"hf-{name}", "--model", model),
-        # Who starts a run in a folder has functions of their own there.
+        # A user who starts a run in a folder has functions there.
         request(
             run, "preflight", *trapped.overrides, f"exp_manager.explicit_log_dir={run}", start=out
         ),
@@ -163,7 +165,7 @@ def commands_of_model(trapped: Trapped, name: str) -> list[dict[str, Any]]:
 
 
 def faults(trapped: Trapped, answer: dict[str, Any]) -> list[str]:
-    """Return what a command did that no folder may make it do."""
+    """Return the effects of a command that a folder must not cause."""
     output = answer["output"]
     wrong = []
     if answer["marker"]:
@@ -199,7 +201,7 @@ def check(
     before = trapped.listener.connections
     answers = open_all(trapped, requests, prefix)
     wrong = {answer["name"]: faults(trapped, answer) for answer in answers}
-    assert {name: found for name, found in wrong.items() if found} == {}
+    assert {name: sentences for name, sentences in wrong.items() if sentences} == {}
     assert trapped.listener.connections == before, "nothing is sent to an address of the folder"
     return answers
 
@@ -209,7 +211,7 @@ def kinds_of(answer: dict[str, Any], trapped: Trapped) -> list[str]:
 
 
 def test_each_fault_is_seen(trapped):
-    """So that the others can fail."""
+    """This shows that the other tests can fail."""
     good = {
         "name": "a",
         "code": 1,
@@ -223,7 +225,8 @@ def test_each_fault_is_seen(trapped):
     assert kinds_of({**good, "code": None}, trapped) == ["did not end in 60 s"]
     assert kinds_of({**good, "code": -9}, trapped) == ["died of signal 9"]
     assert kinds_of({**good, "output": "Traceback (most"}, trapped) == ["a traceback"]
-    assert kinds_of({**good, "output": f"a {traps.SECRET}"}, trapped) == ["showed the secret"]
+    shows_secret = {**good, "output": f"a {traps.SECRET}"}
+    assert kinds_of(shows_secret, trapped) == ["showed the secret"]
     assert kinds_of({**good, "output": "\x1b[2J"}, trapped) == ["wrote"]
     assert kinds_of({**good, "output": "\x9b"}, trapped) == ["wrote"]
     assert kinds_of({**good, "output": "\u202e"}, trapped) == ["wrote"]
@@ -231,7 +234,7 @@ def test_each_fault_is_seen(trapped):
 
 
 def test_what_the_reader_names_runs_and_is_asked(trapped):
-    """The bait's code writes its marker and the listener counts, where the command line names them."""
+    """The bait's code writes its marker and the listener counts if the command line names them."""
     run = trapped.folders["code_beside_it"]
     model = trapped.folders["good_model"]
     prompts = trapped.root / "source" / "validation.jsonl"
@@ -253,7 +256,7 @@ def test_what_the_reader_names_runs_and_is_asked(trapped):
 
 
 def test_a_new_process_takes_no_module_from_the_folder(trapped):
-    """The other tests fork a process that has imported much already."""
+    """The other tests fork a process that has already imported much."""
     script = Path(sys.executable).with_name("reinforce-rl")
     if not script.exists():
         pytest.skip("reinforce-rl is not installed beside this Python")
@@ -293,23 +296,21 @@ def test_models(trap, trapped):
 
 
 def test_good_folders_are_opened(trapped):
-    """So that the others can fail: the same commands, on the folders before a trap was laid."""
-    answers = check(
-        trapped, [*commands_of_run(trapped, "good"), *commands_of_model(trapped, "good_model")]
-    )
-    failed = [
-        (answer["name"], answer["code"], answer["output"][-400:])
-        for answer in answers
-        if answer["code"]
-    ]
-    # The run names its reward function: not scored again, and not used for `eval`.
+    """This shows that the other tests can fail: the same commands, on the folders without traps."""
+    commands = [*commands_of_run(trapped, "good"), *commands_of_model(trapped, "good_model")]
+    answers = check(trapped, commands)
+    failed = []
+    for answer in answers:
+        if answer["code"]:
+            failed.append((answer["name"], answer["code"], answer["output"][-400:]))
+    # The run names its reward function, which neither scores again nor serves `eval`.
     assert [code for _, code, _ in failed] == [2, 1], failed
     assert failed[0][2].rstrip().endswith("not replayed: score.")
     assert REWARD in failed[1][2]
 
 
 def another_user() -> list[str]:
-    """Return the command before one that is to be run by another user, who can run this Python."""
+    """Return the prefix that runs a command as another user who can start this Python."""
     if os.geteuid() != 0:
         pytest.skip("only root can run programs as another user")
     # Python may lie in root's home, which is closed to others.
@@ -319,7 +320,7 @@ def another_user() -> list[str]:
     bound: list[str] = []
     for home in map(Path, homes):
         if home.is_relative_to("/root"):
-            # bwrap would make them for root alone.
+            # bwrap would create them for root alone.
             for parent in reversed([home, *home.parents][:-2]):
                 bound += ["--perms", "0755", "--dir", str(parent)]
             bound += ["--ro-bind", str(home), str(home)]
@@ -353,7 +354,7 @@ def another_user() -> list[str]:
 
 @SLOW
 def test_as_another_user(trapped):
-    """Of folders that belong to root, by somebody who may not write there."""
+    """The folders belong to root, and this user may not write there."""
     requests = []
     for trap in traps.RUN_TRAPS:
         of_trap = commands_of_run(trapped, trap)

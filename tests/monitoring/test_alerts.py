@@ -1,4 +1,4 @@
-"""Every rule of the alerts on a faulty series and on a healthy one, and its effect on a run."""
+"""Each rule of the alerts on a faulty and a healthy series, and its effect on a run."""
 
 from __future__ import annotations
 
@@ -161,11 +161,8 @@ def test_a_healthy_run_is_met_with_silence(seed):
 )
 def test_each_fault_is_said_once_and_in_time(name, change, within):
     alert_rules = AlertRules()
-    steps = [
-        step
-        for kind, step in said(alert_rules, with_fault(change, START + within + 20))
-        if kind == name
-    ]
+    fired = said(alert_rules, with_fault(change, START + within + 20))
+    steps = [step for kind, step in fired if kind == name]
     assert len(steps) == 1
     assert START <= steps[0] < START + within
     (alert,) = [alert for alert in alert_rules.alerts if alert.kind == name]
@@ -177,7 +174,8 @@ def test_every_rule_has_a_fault_a_key_and_a_section():
     names = [rule.name for rule in RULES]
     assert names == list(RulesConfig.model_fields)
     assert {name for name, *_ in FAULTS} == set(names)
-    assert [line[4:] for line in PAGE.read_text().splitlines() if line.startswith("### ")] == names
+    headings = [line[4:] for line in PAGE.read_text().splitlines() if line.startswith("### ")]
+    assert headings == names
 
 
 def test_what_is_gone_for_a_while_may_be_said_again():
@@ -190,7 +188,8 @@ def test_what_is_gone_for_a_while_may_be_said_again():
         (20, 26, 3),
         (50, 50, 1),
     ]
-    assert [(alert.first, alert.last, alert.count) for alert in alert_rules.alerts] == expected
+    spans = [(alert.first, alert.last, alert.count) for alert in alert_rules.alerts]
+    assert spans == expected
 
 
 def test_what_is_off_is_not_said():
@@ -230,7 +229,8 @@ def test_metrics_of_texts():
     assert text_metrics(["a b c a b c a b c", "d e f"])["repetition"] == pytest.approx(4 / 8)
     assert text_metrics(["", "a"])["repetition"] == 0.0
     assert math.isnan(text_metrics([""])["compression"])
-    prose = "".join(map(chr, random.Random(0).choices(range(97, 123), k=400)))
+    codes = random.Random(0).choices(range(97, 123), k=400)
+    prose = "".join(map(chr, codes))
     again = "very good " * 40
     assert text_metrics([again])["compression"] < 0.2 < text_metrics([prose])["compression"]
     assert text_metrics(["\ud800 lone"])["compression"] > 0
@@ -252,15 +252,19 @@ def test_the_correlation_is_that_within_groups():
 
 
 def test_prompts_that_are_repeated():
-    """By the data alone, so that a resumed run says the same."""
+    """It depends on the data alone, so a resumed run reports the same."""
     repeated = repeated_texts(
         ["once", "twice", "also held out", "twice"], ["held out", "also held out"]
     )
     assert repeated == {"twice", "also held out"}
     of = lambda *rows: sample_metrics(rows, repeated)["prompts_repeated"]  # noqa: E731
     once = row(0, 0, "x", text="once")
-    assert of(once, row(0, 1, "x", text="once"), row(1, 0, "x", text="other")) == 0.0
-    assert of(once, row(1, 0, "x", text="twice"), row(1, 1, "x", text="twice")) == 0.5
+    first = row(0, 1, "x", text="once")
+    second = row(1, 0, "x", text="other")
+    assert of(once, first, second) == 0.0
+    third = row(1, 0, "x", text="twice")
+    fourth = row(1, 1, "x", text="twice")
+    assert of(once, third, fourth) == 0.5
     assert of(row(2, 0, "x", text="also held out")) == 1.0
     assert sample_metrics([]) == {}
 
@@ -278,7 +282,7 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
     for step in range(1, 10):
         monitor._log({"skipped_step": float(step in (3, 4)), "rewards": 1.0}, step, "train/")
         monitor.commit(step)
-        monitor.commit(step)  # as a stop does once more
+        monitor.commit(step)  # a stop ends them once more
         status_of_run = read_status(tmp_path)
         assert status_of_run
         expected = {"skipped"} if step in (3, 4) else set()
@@ -291,12 +295,12 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
         == 1
     )
     lines = RunFolder(tmp_path).lines
-    assert [line["step"] for line in lines] == [*range(1, 10)]
+    trained_steps = [line["step"] for line in lines]
+    assert trained_steps == [*range(1, 10)]
     steps = [line["step"] for line in lines if line.get("alerts/skipped") == 1]
     assert steps == [3, 4]
-    assert [(alert.kind, alert.first, alert.last) for alert in RunFolder(tmp_path).alerts()] == [
-        ("skipped", 3, 4)
-    ]
+    fired = [(alert.kind, alert.first, alert.last) for alert in RunFolder(tmp_path).alerts()]
+    assert fired == [("skipped", 3, 4)]
 
 
 def test_unknown_rules_are_faults():
@@ -351,26 +355,26 @@ class TestARun:
             "prompts_repeated",
             "length_reward_correlation",
         }
-        assert {f"train/{name}" for name in read} <= lines[-1].keys()
+        metrics = {f"train/{name}" for name in read}
+        assert metrics <= lines[-1].keys()
         assert 0 < lines[-1]["train/entropy_sampled"] < math.log(32) + 0.5
         assert json.dumps(lines[-1])
 
 
 def steps_of(rule: str, lines: Iterable[Mapping[str, float | None]]) -> list[int]:
-    """Return the steps, from 1, at which a rule speaks of these lines."""
+    """Return the steps, from 1, at which a rule fires on these lines."""
     alert_rules = AlertRules()
     base = {"rewards": 1.0, "reward_deviation": 0.5}
     spoken = []
     for step, values in enumerate(lines, 1):
-        line = {"step": step} | {
-            f"train/{name}": value for name, value in {**base, **values}.items()
-        }
+        metrics = {**base, **values}.items()
+        line = {"step": step} | {f"train/{name}": value for name, value in metrics}
         spoken += [step for alert in alert_rules.look(line) if alert.kind == rule]
     return spoken
 
 
 class TestThresholds:
-    """Where each rule begins and ends: docs/alerts.md has the numbers."""
+    """The bounds of each rule; docs/alerts.md has the numbers."""
 
     @pytest.mark.parametrize(
         ("rule", "steps", "fault"),
@@ -383,16 +387,19 @@ class TestThresholds:
     )
     def test_a_rule_speaks_at_so_many_steps_in_a_row(self, rule, steps, fault):
         sound = [{}] * 3
-        assert steps_of(rule, [*sound, *[fault] * (steps - 1), *sound]) == []
+        faults = [fault] * (steps - 1)
+        assert steps_of(rule, [*sound, *faults, *sound]) == []
         assert steps_of(rule, [*sound, *[fault] * steps]) == [3 + steps]
-        if steps > 1:  # steps that are not in a row do not add up
-            assert steps_of(rule, [*sound, *([fault] * (steps - 1) + [{}]) * 4]) == []
+        if steps > 1:  # steps that are not consecutive do not add up
+            repeated = ([fault] * (steps - 1) + [{}]) * 4
+            assert steps_of(rule, [*sound, *repeated]) == []
 
     @pytest.mark.parametrize(("sound", "said"), [(QUIET - 2, 1), (QUIET - 1, 2), (QUIET, 2)])
     def test_it_speaks_again_once_it_was_gone_for_so_many_steps(self, sound, said):
-        """The last step with it and the next one are `QUIET` steps apart at least."""
+        """The last step with the fault and the next one are at least `QUIET` steps apart."""
         fault = {"skipped_step": 1.0}
-        assert len(steps_of("skipped", [{}, fault, *[{}] * sound, {}, fault])) == said
+        series = [{}, fault, *[{}] * sound, {}, fault]
+        assert len(steps_of("skipped", series)) == said
 
     @pytest.mark.parametrize(
         ("rewards", "deviation", "speaks"),
@@ -409,10 +416,11 @@ class TestThresholds:
     def test_rewards_that_are_nearly_constant(self, rewards, deviation, speaks):
         start = [{"rewards": rewards}] * 3
         fault = {"rewards": rewards, "reward_deviation": deviation}
-        assert steps_of("constant_reward", [*start, *[fault] * 3]) == ([6] if speaks else [])
+        series = [*start, *[fault] * 3]
+        assert steps_of("constant_reward", series) == ([6] if speaks else [])
 
     def test_rewards_that_are_constant_from_the_first_step_on(self):
-        """There is no first deviation to compare with, at less than three steps, nor afterwards."""
+        """Before the third step there is no first deviation to compare with, nor later."""
         fault = {"rewards": 0.5, "reward_deviation": 0.0}
         assert steps_of("constant_reward", [fault] * 4) == [3]
         assert steps_of("constant_reward", [{"rewards": 0.0, "reward_deviation": 1e-13}] * 4) == [3]
@@ -440,7 +448,7 @@ class TestThresholds:
 
     @pytest.mark.parametrize(("spikes", "speaks"), [(3, False), (4, True)])
     def test_gradients_that_spike_in_four_of_ten_steps(self, spikes, speaks):
-        """Three, and two of the steps between them are usual."""
+        """Three spikes with two usual steps between them."""
         usual = [{"grad_norm": 1.0 + 0.01 * (step % 3)} for step in range(12)]
         last = [{"grad_norm": 30.0}, {"grad_norm": 1.0}] * spikes
         assert bool(steps_of("gradient_spikes", [*usual, *last])) is speaks
@@ -497,10 +505,10 @@ class TestThresholds:
         ],
     )
     def test_a_gap_that_grows(self, first, now, speaks):
-        """By 5 times, and to more than 0.01 nats."""
+        """By a factor of 5, and to more than 0.01 nats."""
         lines = [{"generator_gap": first}] * 3 + [{"generator_gap": now}] * 3
         assert bool(steps_of("generator_gap", lines)) is speaks
 
     def test_a_gap_of_the_first_steps_has_not_grown(self):
-        """Before the third step nothing is known of the start."""
+        """Before the third step there is no start to compare with."""
         assert steps_of("generator_gap", [{"generator_gap": 0.02}] * 9) == []

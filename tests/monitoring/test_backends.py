@@ -1,4 +1,4 @@
-"""Back ends: the files of TensorBoard, wandb, SwanLab and MLflow, alone and of whole runs."""
+"""Back ends: files of TensorBoard, wandb, SwanLab and MLflow, alone and of whole runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def log_two_steps(logger: MetricLogger) -> None:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every (step, value) by name, with nothing that the reader would tidy away."""
+    """Return each (step, value) by name, also values that the reader would hide."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(
         str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False
@@ -96,7 +96,7 @@ def test_numbers_read_back(tmp_path):
 
 
 def test_a_run_that_goes_on_shows_each_number_once(tmp_path):
-    """Killed after step 3, gone on from the checkpoint of step 2."""
+    """Killed after step 3 and resumed from the checkpoint of step 2."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for steps, value, resume_step in (([1, 2, 3], 1.0, None), ([3, 4], 9.0, 2)):
         logger = TensorboardLogger(tmp_path, resume_step)
@@ -114,12 +114,15 @@ def test_a_run_that_goes_on_shows_each_number_once(tmp_path):
         (3, 9.0),
         (4, 9.0),
     ]
-    assert [(e.step, e.value) for e in events.Scalars("train/rewards")] == expected
-    assert {event.step for event in events.Tensors("validation/text_summary")} == {1, 2, 3, 4}
+    rewards = [(e.step, e.value) for e in events.Scalars("train/rewards")]
+    assert rewards == expected
+    text_steps = {event.step for event in events.Tensors("validation/text_summary")}
+    assert text_steps == {1, 2, 3, 4}
     text = events.Tensors("validation/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    because | <b>" in text
     assert "reward 0.5" in text
-    assert [event.step for event in events.Tensors("alerts/text_summary")] == [3, 4]
+    alert_steps = [event.step for event in events.Tensors("alerts/text_summary")]
+    assert alert_steps == [3, 4]
 
 
 def test_a_run_that_begins_again_shows_its_first_validation_once(tmp_path):
@@ -133,7 +136,8 @@ def test_a_run_that_begins_again_shows_its_first_validation_once(tmp_path):
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     expected = [(0, 9.0), (1, 9.0)]
-    assert [(e.step, e.value) for e in events.Scalars("val/rewards")] == expected
+    rewards = [(e.step, e.value) for e in events.Scalars("val/rewards")]
+    assert rewards == expected
 
 
 def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
@@ -146,7 +150,8 @@ def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
     assert "abcd1234" in path.name
     steps = history(path)
     assert sorted(steps) == [1, 2]
-    assert [steps[s]["train/rewards"] for s in (1, 2)] == [0.1, 0.2]
+    rewards = [steps[s]["train/rewards"] for s in (1, 2)]
+    assert rewards == [0.1, 0.2]
     assert steps[2]["val/rewards"] == 0.75
     for values in steps.values():
         assert "train/grad_norm" not in values
@@ -182,9 +187,10 @@ def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
     (path,) = offline_files(tmp_path / "again")
     assert "abcd1234" in path.name
     assert history(path)[3]["train/rewards"] == 0.3
-    assert [
+    codes = [
         r.exit.exit_code for r in read_offline_file(path) if r.WhichOneof("record_type") == "exit"
-    ] == [1]
+    ]
+    assert codes == [1]
 
 
 @pytest.mark.slow
@@ -205,7 +211,7 @@ def test_a_wandb_server_that_hangs_does_not_delay_the_exit(tmp_path, monkeypatch
     """
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        # accepts nothing, so that no request is answered
+        # accepts no connection, so no request is answered
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         command = [sys.executable, "-c", code, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
@@ -265,12 +271,10 @@ def test_other_runs_are_not_continued(tmp_path):
         MlflowLogger(config_of(tmp_path), run_id).finalize()
     client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
     place = client.get_experiment_by_name("reinforce_rl")
-    assert {
+    run_ids = {
         run.data.tags["reinforce_rl.run_id"] for run in client.search_runs([place.experiment_id])
-    } == {
-        "abcd1234",
-        "abcd1235",
     }
+    assert run_ids == {"abcd1234", "abcd1235"}
 
 
 def silent_config(folder: Path, **manager) -> TrainConfig:
@@ -443,9 +447,11 @@ class TestRuns:
         monkeypatch.setattr(backends, "MlflowLogger", Falling)
         (tmp_path / "logged").mkdir()
         logged = run(tmp_path / "logged", mesh, *keys, f"{MANAGER}.loggers=[wandb,mlflow]")
-        assert [without_times(line) for line in logged] == [without_times(line) for line in plain]
+        numbers = [without_times(line) for line in logged]
+        assert numbers == [without_times(line) for line in plain]
         messages = [line for line in capsys.readouterr().out.splitlines() if "logger " in line]
-        assert sorted(line.split(";")[0] for line in messages) == [
+        failures = sorted(line.split(";")[0] for line in messages)
+        assert failures == [
             "logger mlflow: failed (TimeoutError: no answer). The run goes on",
             "logger wandb: failed (ConnectionError: no route to host). The run goes on",
         ]
@@ -472,10 +478,7 @@ class TestRuns:
         assert {point.step: point.value for point in past} == expected
         folder = Path(mlflow_run.info.artifact_uri.removeprefix("file://"))
         names = sorted(path.name for path in (folder / "rollouts").iterdir())
-        assert names == [
-            "step_00001.json",
-            "step_00003.json",
-        ]
+        assert names == ["step_00001.json", "step_00003.json"]
         alerts = sorted(path.name for path in (folder / "alerts").glob("*no_spread*"))
         assert alerts == ["step_00003 no_spread.txt"], (
             "once, in the third such step over both starts"

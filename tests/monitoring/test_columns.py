@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl as columns, and what is no such line."""
+"""Lines of metrics.jsonl as columns, and lines that are not valid."""
 
 from __future__ import annotations
 

@@ -67,9 +67,8 @@ def test_settings_metrics_and_the_paired_difference(tmp_path):
     make_run(tmp_path / "b", 2.0, [0.1, 0.2, 0.3, 0.0], validated=(0, 2, 4))
     runs = {name: RunFolder(tmp_path / name) for name in "ab"}
     metrics, paired, settings = tables(runs)
-    assert [row for row in settings["rows"] if row[0] != LOG_DIR] == [
-        ["model.optim.lr", "1.0", "2.0"]
-    ]
+    changed = [row for row in settings["rows"] if row[0] != LOG_DIR]
+    assert changed == [["model.optim.lr", "1.0", "2.0"]]
     assert cells(metrics, "training reward, last 10 steps") == ["2.000", "4.000"]
     assert cells(metrics, "validation reward, last") == ["4.000", "8.000"]
     assert cells(metrics, "validation reward, best") == ["4.000 (step 4)", "9.000 (step 2)"]
@@ -119,14 +118,16 @@ def test_prompts_of_other_texts_are_not_paired(tmp_path):
     make_run(tmp_path / "b", 1.0, [0.1] * 4, file="q")
     changed = make_run(tmp_path / "c", 1.0, [0.1] * 4)
     rows = RunFolder(changed).samples(4, "validation")
-    write_rows(changed, 4, [dataclasses.replace(rows[0], prompt="other"), *rows[1:]], "validation")
+    other = dataclasses.replace(rows[0], prompt="other")
+    write_rows(changed, 4, [other, *rows[1:]], "validation")
     runs = {name: RunFolder(tmp_path / name) for name in "abc"}
     _, paired, _ = tables(runs)
     expected = [
         ["b - a", "-", "0", "step 4; left out: 4 of 4 prompts, whose texts differ"],
         ["c - a", "+0.400 ± 0.000", "3", "step 4; left out: 1 of 4 prompts, whose texts differ"],
     ]
-    assert [row[:-1] for row in paired["rows"]] == expected
+    cells = [row[:-1] for row in paired["rows"]]
+    assert cells == expected
     assert "all differences are equal" in paired["rows"][1][-1]
     assert "not scored" not in paired["rows"][1][-1]
 
@@ -139,14 +140,15 @@ def make_sides(
     for side, lr, seeds in (("a", 1.0, first), ("b", 2.0, last)):
         for seed, reward in seeds.items():
             folder = tmp_path / f"{side}{seed}"
-            runs[folder.name] = RunFolder(
-                make_run(folder, lr, [0.1] * 4, validated, seed=seed, reward=reward)
-            )
+            made = make_run(folder, lr, [0.1] * 4, validated, seed=seed, reward=reward)
+            runs[folder.name] = RunFolder(made)
     return runs
 
 
 def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
-    runs = make_sides(tmp_path, {1: 0.1, 2: 0.3, 3: 0.2}, {1: 0.3, 2: 0.35, 3: 0.4})
+    before = {1: 0.1, 2: 0.3, 3: 0.2}
+    after = {1: 0.3, 2: 0.35, 3: 0.4}
+    runs = make_sides(tmp_path, before, after)
     _, over_seeds, paired, _ = tables(runs)
     differences = [0.2, 0.05, 0.2]
     error = statistics.stdev(differences) / math.sqrt(3)
@@ -166,17 +168,15 @@ def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
         f"this many seeds can detect gains of {(4.3027 + 1.0607) * error:.3f} or more; detecting "
         "0.150 needs about 5"
     )
-    assert [row[0] for row in paired["rows"]] == ["b1 - a1", "b2 - a2", "b3 - a3"], (
-        "prompts are paired within a seed"
-    )
+    pairs = [row[0] for row in paired["rows"]]
+    assert pairs == ["b1 - a1", "b2 - a2", "b3 - a3"], "prompts are paired within a seed"
     assert "One run a side" not in paired["note"]
 
 
 def test_other_seeds_are_compared_without_pairs_and_runs_of_one_seed_count_once(tmp_path):
     runs = make_sides(tmp_path, {1: 0.1, 2: 0.3}, {2: 0.7, 3: 0.8, 4: 0.9})
-    runs["a2-again"] = RunFolder(
-        make_run(tmp_path / "a2-again", 1.0, [0.1] * 4, (0, 4), seed=2, reward=0.5)
-    )
+    made = make_run(tmp_path / "a2-again", 1.0, [0.1] * 4, (0, 4), seed=2, reward=0.5)
+    runs["a2-again"] = RunFolder(made)
     (row,) = tables(runs)[1]["rows"]
     assert row[0] == "b2 and 2 more - a1 and 2 more"
     # seeds of 0.1 and (0.3 + 0.5) / 2 at the start
@@ -230,11 +230,7 @@ def test_runs_without_a_configuration_are_sides_of_their_own(tmp_path):
     for run in runs.values():
         (run.path / "config.yaml").unlink()
     titles = [table["title"] for table in tables(runs)]
-    assert titles == [
-        "Metrics",
-        "Difference over prompts",
-        "Settings that differ",
-    ]
+    assert titles == ["Metrics", "Difference over prompts", "Settings that differ"]
     assert len(tables(runs, 1)[1]["rows"]) == 1
 
 

@@ -77,9 +77,8 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
         )
 
     if validates:
-        write_rows(
-            folder, step, [row(i, 0, reward=gain * step / 10 + i) for i in range(6)], "validation"
-        )
+        validated = [row(i, 0, reward=gain * step / 10 + i) for i in range(6)]
+        write_rows(folder, step, validated, "validation")
         logger.log_metrics({"rewards": gain * step / 10, "reward_deviation": 1.0}, step, "val/")
     if step:
         rows = []
@@ -108,9 +107,10 @@ def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
     lengths = np.array([row.response_length for row in rows])
     ids = np.concatenate([np.arange(length) % 3 for length in lengths])
     policy = np.full(len(ids), -1.0)
+    gaps = np.array([0.0, 0.5, -0.25])[ids]
     values = {
         "policy_log_probs": policy,
-        "generator_log_probs": policy - np.array([0.0, 0.5, -0.25])[ids],
+        "generator_log_probs": policy - gaps,
     }
     values |= {"prompt_tokens": np.zeros(len(rows), int), "response_tokens": ids}
     texts = {0: "an", 1: "<b>", 2: "swer"}
@@ -119,7 +119,7 @@ def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
 
 @contextlib.contextmanager
 def dashboard(folder: Path) -> Iterator[int]:
-    """A dashboard in a thread of its own, on a free port."""
+    """A dashboard in its own thread, on a free port."""
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(Dashboard(folder).application(), shutdown_timeout=1.0)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -142,7 +142,8 @@ def dashboard(folder: Path) -> Iterator[int]:
 def results(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("results")
     make_run(folder / "first")
-    make_run(folder / "grid" / f"lr {EVIL[:9].replace('/', '')}", lr=1e-4, gain=2.0)
+    name = EVIL[:9].replace("/", "")
+    make_run(folder / "grid" / f"lr {name}", lr=1e-4, gain=2.0)
     make_run(tmp_path_factory.getbasetemp() / "secret" / "run", steps=1)
     return folder
 
@@ -174,11 +175,13 @@ class TestServer:
             ("finished", 20, 2.0),
             ("finished", 20, 4.0),
         }
-        assert {(run["state"], run["step"], run["reward"]) for run in listed["runs"]} == expected
+        states = {(run["state"], run["step"], run["reward"]) for run in listed["runs"]}
+        assert states == expected
         status, run, _ = ask(port, "/api/run?name=first")
         assert status == 200
         assert "2.500 -> 4.500: +2.000 ± 0.000" in run["verdict"]
-        assert [(alert["kind"], alert["first"]) for alert in run["alerts"]] == [("skipped", 7)]
+        fired = [(alert["kind"], alert["first"]) for alert in run["alerts"]]
+        assert fired == [("skipped", 7)]
         assert ask(port, f"/api/run?name=first&stamp={run['stamp']}")[0] == 204
         assert ask(port, "/api/run?name=first&stamp=other")[0] == 200
 
@@ -188,7 +191,8 @@ class TestServer:
         assert answer["rows"][4]["response"] == f"answer 1 of step 3 {EVIL}"
         _, answer, _ = ask(port, "/api/prompt?name=first&kind=validation&prompt=2")
         expected = [f"answer 2 of step {step}" for step in (0, 10, 20)]
-        assert [row["response"].partition(" <")[0] for row in answer["rows"]] == expected
+        responses = [row["response"].partition(" <")[0] for row in answer["rows"]]
+        assert responses == expected
 
     def test_tokens_of_a_prompt_where_they_were_recorded(self, port):
         assert ask(port, "/api/samples?name=first&kind=rollouts&step=2")[1]["columns"] == []
@@ -220,7 +224,7 @@ class TestServer:
                 "samples.step.missing",
                 "1 to 20",
             ),
-            # Answers of HTTP itself have no key.
+            # Errors of HTTP itself have no key.
             ("/api/samples?name=first&kind=rollouts&step=1e1", 400, "", "'1e1'"),
             ("/api/samples?name=first&kind=rollouts", 400, "", "'step'"),
             ("/api/run", 400, "", "'name'"),
@@ -277,7 +281,8 @@ class TestServer:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
-                port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])
+                words = process.stdout.readline().split("; ")
+                port = int(words[0].rpartition(":")[2])
                 names = {run["name"] for run in ask(port, "/api/runs")[1]["runs"]}
                 assert names == {"good", "bad"}
                 status, answer, _ = ask(port, "/api/run?name=bad")
@@ -333,7 +338,7 @@ def browser() -> Iterator[Any]:
 def opened(browser, address: str, width: int = 1200, **options: Any) -> Iterator[Any]:
     """Open a page and draw it fully.
 
-    It must end without a message on its console, and no response's markup may be at work.
+    The console must stay empty, and no response's markup may be active.
     """
     said: list[str] = []
     context = browser.new_context(viewport={"width": width, "height": 800}, **options)
@@ -350,7 +355,7 @@ def opened(browser, address: str, width: int = 1200, **options: Any) -> Iterator
 
 
 def lines(page, title: str) -> list[dict[str, Any]]:
-    """What Plotly drew in a chart, without the bands and the faint lines."""
+    """Return what Plotly drew in a chart, without bands and faint lines."""
     code = """title => {
         const charts = [...document.querySelectorAll('.chart')];
         const chart = charts.find(one => one.querySelector('h3').innerText === title);

@@ -1,4 +1,4 @@
-"""The dashboard's server beside runs that somebody has damaged, or made to hang or mislead it."""
+"""The dashboard's server with runs that are damaged, or built to hang or mislead it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def with_status(text: str) -> Callable[[Path], None]:
 
 
 def with_value(key: str, value: str) -> Callable[[Path], None]:
-    """A status of a run that goes on with one value, given as JSON, replaced."""
+    """The status of a running run with one value, given as JSON, replaced."""
     status = {
         "state": "running",
         "step": 1,
@@ -82,7 +82,7 @@ def with_link(name: str, target: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).symlink_to(target)
 
 
-# What is in the odd run's folder, and what its row says.
+# The contents of the odd run's folder, and the text of its row.
 ODD = {
     "deep status": (with_status(DEEP), "nested"),
     "deep value": (with_value("step", DEEP), "nested"),
@@ -284,7 +284,8 @@ dashboard.serve(sys.argv[1], port=0)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])
+            words = process.stdout.readline().split("; ")
+            port = int(words[0].rpartition(":")[2])
             status, answer, _ = ask(port, "/api/run?name=slow")
             assert status in (404, 503)
             assert "1 s" in answer["error"]
@@ -299,7 +300,7 @@ dashboard.serve(sys.argv[1], port=0)
 
 
 def test_a_long_run_is_answered_with_what_has_been_read(tmp_path, monkeypatch):
-    """Whole lines arrive a little at a time.
+    """Whole lines arrive a few at a time.
 
     The page's stamp changes until all of them are there.
     """
@@ -334,7 +335,7 @@ def test_only_new_bytes_are_read_and_a_replaced_file_anew(tmp_path):
     run = RunFolder(tmp_path)
     assert run.refresh()
     assert run.values("train/rewards")[0] == 0
-    # Other values far before the end, which a look at the end does not show: the new file is
+    # Other values far before the end, which reading the end does not show: the new file is
     # another inode.
     new = tmp_path / "new"
     new.write_text("".join(line % (i, i + 5 if i < 5 else i) for i in range(10_000)))

@@ -1,4 +1,4 @@
-"""Loggers: no step twice through kills and resumes, and several as one.
+"""Loggers: no step appears twice after kills and resumes, and several loggers act as one.
 
 Back ends may fail, hang or fall behind.
 """
@@ -88,7 +88,7 @@ def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
     for step in range(1, 8):
         log_step(logger, step, step / 10)
     with path.open("a") as file:
-        file.write('{"step": 8, "train/rew')  # what SIGKILL leaves
+        file.write('{"step": 8, "train/rew')  # SIGKILL leaves such a line
     expected = [1, 2, 3, 4, 5, 6, 7]
     assert [line["step"] for line in read_metrics(path)] == expected
     resumed = JsonlLogger(path, resume_step=4)
@@ -102,7 +102,8 @@ def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
     for step in range(5, 9):
         log_step(resumed, step, step / 10)
     expected = [(s, s / 10) for s in range(1, 9)]
-    assert [(line["step"], line["train/rewards"]) for line in read_metrics(path)] == expected
+    rewards = [(line["step"], line["train/rewards"]) for line in read_metrics(path)]
+    assert rewards == expected
     names = [p.name for p in tmp_path.iterdir()]
     assert names == ["m.jsonl"], "no temporary file is left"
 
@@ -149,7 +150,7 @@ def test_a_new_run_takes_a_file_that_holds_only_a_torn_line(tmp_path):
 
 
 def test_a_line_that_finds_no_space_leaves_none_of_itself(tmp_path):
-    """A half would spoil the next line, when there is space again."""
+    """Half a line would corrupt the next one once there is space again."""
     path = tmp_path / "metrics.jsonl"
     logger = JsonlLogger(path)
     logger.log_metrics({"a": 1.0}, 1)
@@ -253,7 +254,7 @@ class TestBackgroundLogger:
         logger = BackgroundLogger("wandb", start, messages.append)  # type: ignore[arg-type]
         values = {"rewards": 1.0}
         logger.log_metrics(values, 3, "val/")
-        values["rewards"] = 2.0  # the caller's own, afterwards
+        values["rewards"] = 2.0  # the caller's object, afterwards
         logger.alert("diverged", "of nothing", 3)
         logger.commit(3)
         logger.finalize("failed")
@@ -296,7 +297,8 @@ class TestBackgroundLogger:
         for step in (1, 2, 3):
             logger.commit(step)
         logger.finalize()
-        assert [call[1] for call in flaky.calls] == [1, 2, 3, "success"]
+        arguments = [call[1] for call in flaky.calls]
+        assert arguments == [1, 2, 3, "success"]
         assert len(messages) == 1
         assert "mlflow: failed (TimeoutError: no answer)" in messages[0]
 

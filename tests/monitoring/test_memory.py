@@ -1,4 +1,4 @@
-"""The peak of a phase, not of the whole run."""
+"""The memory peak of a phase, as opposed to the whole run's."""
 
 from __future__ import annotations
 

@@ -88,9 +88,8 @@ def scored(rewards: list[float], groups: list[int], valid: list[bool]) -> Rollou
 
 def trained(rollouts: RolloutBatch) -> ReinforceBatch:
     numbers = torch.arange(float(len(rollouts.valid)))
-    advantages = torch.where(
-        rollouts.response_mask & rollouts.valid[:, None], numbers[:, None] - 2, 0.0
-    )
+    trains = rollouts.response_mask & rollouts.valid[:, None]
+    advantages = torch.where(trains, numbers[:, None] - 2, 0.0)
     return ReinforceBatch(
         rollouts,
         numbers,
@@ -180,8 +179,9 @@ class TestGroupSpread:
         members = [rewards for _, rewards in sorted(groups.items()) if len(rewards) > 1]
         group_ids = torch.tensor([row[1] for row in rows]).long()
         valid = torch.tensor([row[2] for row in rows]).bool()
+        known = torch.tensor([r if ok else NAN for r, _, ok in rows])
         spread, has_none = group_spread(
-            torch.tensor([r if ok else NAN for r, _, ok in rows]),
+            known,
             group_ids,
             valid,
         )
@@ -198,15 +198,16 @@ class TestTakeMeans:
         st.integers(0, 99),
     )
     def test_the_ranks_layout_does_not_matter(self, rows, seed):
-        """One to four ranks, whole groups on each, some with nothing."""
+        """One to four ranks with whole groups; a rank may have none."""
         rows = sorted(rows, key=lambda row: row[0])
         generator = torch.Generator().manual_seed(seed)
         rewards = (1e3 + torch.randn(len(rows), generator=generator)).tolist()
         groups = [row[0] for row in rows]
         valid = [row[1] and row[2] for row in rows]
+        known = [r if row[1] else NAN for r, row in zip(rewards, rows, strict=True)]
         batch = trained(
             scored(
-                [r if row[1] else NAN for r, row in zip(rewards, rows, strict=True)],
+                known,
                 groups,
                 valid,
             )
@@ -216,7 +217,8 @@ class TestTakeMeans:
         for ranks in (2, 3, 4):
             parts = []
             for rank in range(ranks):
-                local_rows = (torch.tensor(groups).long() % ranks == rank).nonzero()[:, 0]
+                owners = torch.tensor(groups).long() % ranks
+                local_rows = (owners == rank).nonzero()[:, 0]
                 rollouts = batch.rollouts.select(local_rows)
                 advantages = batch.advantages[local_rows, : rollouts.width]
                 part = ReinforceBatch(
@@ -248,7 +250,8 @@ class TestTakeMeans:
         assert reduce_metrics(parts[0], lambda _: parts) == {"x": 2.0}
 
     def test_a_name_that_a_rank_lacks_is_of_the_others(self):
-        parts = [{}, {"x": Mean(4.0, 2.0), "y": RunningMoments.of(torch.tensor([1.0, 3.0]))}]
+        moments = RunningMoments.of(torch.tensor([1.0, 3.0]))
+        parts = [{}, {"x": Mean(4.0, 2.0), "y": moments}]
         expected = {
             "x": 2.0,
             "y": pytest.approx(math.sqrt(2)),
@@ -306,13 +309,15 @@ class TestGapQuantiles:
 def test_gaps_by_age_over_ranks():
     gaps = torch.tensor([0.5, -1.5, 0.25, 3.0])
     ages = torch.tensor([0, 1, 0, 1])
-    parts = [gap_by_age(gaps[:3], ages[:3]), gap_by_age(gaps[3:], ages[3:])]
+    first = gap_by_age(gaps[:3], ages[:3])
+    second = gap_by_age(gaps[3:], ages[3:])
+    parts = [first, second]
     means = reduce_metrics(parts[0], lambda local_means: parts)
     assert means == {"generator_gap_age_0": 0.375, "generator_gap_age_1": 2.25}
 
 
 class TestTrainedTokens:
-    """Log-probs of the policy beside the generator's, whose tables have two columns of padding."""
+    """The policy's log-probs beside the generator's, whose tables have two columns of padding."""
 
     def batch(self, rows: list[int]) -> ReinforceBatch:
         batch = trained(BATCH)
@@ -347,7 +352,7 @@ class TestTrainedTokens:
 
     @pytest.mark.parametrize("version", [None, 5])
     def test_a_rank_without_samples_takes_part(self, version):
-        """It knows no log-probs and no versions; the numbers are those of a single rank."""
+        """It has no log-probs and no versions; the numbers equal a single rank's."""
 
         def run(shares: list[list[int]]) -> list[dict[str, float]]:
             def metrics(rank: int, gather) -> dict[str, float]:
@@ -400,7 +405,7 @@ class TestUpdateMetrics:
             "squares": 11.0,
             "generator_gap": 3.0,
         },
-        {"loss": 3.0},  # a rank that had nothing to train on
+        {"loss": 3.0},  # a rank without rows to train on
     )
 
     def test_by_hand(self):
@@ -435,7 +440,8 @@ class TestUpdateMetrics:
             for part in parts
         ]
         effective = update_metrics(sums[0], self.UPDATES, lambda _: sums)["effective_sample_size"]
-        expected = math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
+        squares = math.fsum(w * w for w in weights)
+        expected = math.fsum(weights) ** 2 / (len(weights) * squares)
         assert effective == pytest.approx(expected)
         assert 1 / len(weights) - 1e-9 <= effective <= 1 + 1e-9
 
@@ -483,7 +489,7 @@ def test_what_is_told_of_the_slowest_rank(tmp_path):
 def straggler_lines(
     folder: Path, factor: float, ranks: dict[int, list[RankSeconds]], step_seconds: float
 ) -> list[str]:
-    """What a log says of the ranks of each step."""
+    """Return the lines of a log about each step's ranks."""
     progress = TrainingProgress(99, console=Console(file=io.StringIO()))
     monitor = RunMonitor(folder, Loggers(), progress, straggler_factor=factor)
     for step, seconds in ranks.items():
@@ -548,11 +554,12 @@ def test_what_stays_the_same_is_said_again_after_a_while(tmp_path):
     steps = dict.fromkeys(range(1, 2 * REPEAT_STEPS), slow) | {5: other, 6: []}
     said = straggler_lines(tmp_path, 1.5, steps, 4.0)
     expected = [f"straggler: p 3.0 s on rank {rank}" for rank in (1, 0, 1)]
-    assert [line.split(" (")[0] for line in said] == expected, "at step 1, 5 and 11"
+    warnings = [line.split(" (")[0] for line in said]
+    assert warnings == expected, "at step 1, 5 and 11"
 
 
 def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
-    """A function of a file with a collective's name stands for one."""
+    """A function in a file with a collective's name stands for a collective."""
     path = tmp_path / "torch" / "distributed" / "distributed_c10d.py"
     path.parent.mkdir(parents=True)
     path.write_text("def wait(sleep, seconds):\n    sleep(seconds)\n")
@@ -581,7 +588,7 @@ def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
     [
         (2, 1, 1),
         pytest.param(4, 1, 2, marks=pytest.mark.slow),
-        # whose neighbour waits for it within each pass
+        # its neighbour waits for it within each pass
         pytest.param(4, 2, 3, marks=pytest.mark.slow),
     ],
 )
@@ -598,14 +605,12 @@ def test_a_slow_rank_is_named(tmp_path, ranks, tensor, slow):
     for line in lines:
         for phase in ("generate", "train_time"):
             assert line[f"timing/{phase}/rank"] == slow
-            # of 2 s; what was seen of waiting is a sample
+            # of 2 s; waiting is measured by sampling
             assert line[f"timing/{phase}/max"] >= 1.0
             assert line[f"timing/{phase}/max"] > line[f"timing/{phase}/median"] + 0.4
-    named = (
-        f"generate {lines[0]['timing/generate/max']:.1f} s on rank {slow} ({socket.gethostname()})"
-    )
+    seconds = lines[0]["timing/generate/max"]
+    named = f"generate {seconds:.1f} s on rank {slow} ({socket.gethostname()})"
     assert f"straggler: {named}, median " in output
     plain = metrics_of(tmp_path / "plain")
-    assert [without_times(line) for line in plain] == [without_times(line) for line in lines], (
-        "numbers are the same"
-    )
+    numbers = [without_times(line) for line in plain]
+    assert numbers == [without_times(line) for line in lines], "numbers are the same"

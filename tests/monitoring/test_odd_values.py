@@ -1,4 +1,4 @@
-"""Each value of a run's files replaced by another type gives a sentence, and no traceback."""
+"""Each value of a run's files, replaced by another type, gives an error without a traceback."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ HISTORY = {"step": 1, "config": yaml.safe_dump(CONFIG), "files": {"f": "digest"}
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the place of each value within a value, itself first."""
+    """Yield the path of each value within a value, itself first."""
     yield above
     children = {}
     if isinstance(value, dict):
@@ -97,7 +97,7 @@ def history(value: Any) -> str:
     return line({"step": 0, "config": "a: 1", "files": {"f": "other"}}) + line(value)
 
 
-# By file: what is in it, and how that is written.
+# By file: its contents, and how they are written.
 FILES = {
     "status.json": (STATUS, json.dumps),
     "metrics.jsonl": ({"step": 2, "time": 1.7e9, **METRICS}, metrics),

@@ -1,4 +1,4 @@
-"""Validations against each other, by prompt."""
+"""Comparison of validations by prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def row(prompt_id: int = 0, reward: float = 0.5, sample_id: int = 0) -> RolloutR
 
 def test_by_hand():
     before = [row(0, 0.0), row(1, 1.0), row(2, 2.0), row(3, 5.0)]
-    # another order: pairs go by prompt
+    # another order: pairs are made by prompt
     after = [row(3, 5.0), row(2, 4.0), row(1, 2.0), row(0, 1.0)]
     comparison = compare_validation(before, after)
     assert comparison.n == 4

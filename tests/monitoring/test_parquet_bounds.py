@@ -37,7 +37,8 @@ def repeated(text: str, count: int) -> pa.DictionaryArray:
 
 
 def in_lists(values: pa.Array, count: int) -> pa.ListArray:
-    return pa.ListArray.from_arrays(pa.array(range(0, len(values) + 1, count), pa.int32()), values)
+    offsets = pa.array(range(0, len(values) + 1, count), pa.int32())
+    return pa.ListArray.from_arrays(offsets, values)
 
 
 def test_values_and_types_are_those_of_pyarrow() -> None:
@@ -112,7 +113,8 @@ def test_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = pa.table({"a": ["x" * 100] * 100})  # 10,000 bytes of text
     assert read_bounded_table(stored(exact), None, None).equals(exact)
     with raises_error("parquet.values.too_large", 10_001, 10_000):
-        table = pa.table({"a": ["x" * 100] * 99 + ["x" * 101]})
+        texts = ["x" * 100] * 99 + ["x" * 101]
+        table = pa.table({"a": texts})
         read_bounded_table(stored(table), None, None)
     file = stored(pa.table({"a": ["x" * 100] * 1000}))
     monkeypatch.setattr(parquet_bounds, "BYTES_RATIO", 100_000 / file.size())
@@ -137,7 +139,8 @@ def test_rows_and_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.table({"a": pa.nulls(MAX_ROWS, pa.bool_())})
     assert len(read_bounded_table(stored(table), None, None)) == MAX_ROWS
     with raises_error("parquet.rows.too_many", 262_145, 262_144):
-        read_bounded_table(stored(pa.table({"a": pa.nulls(MAX_ROWS + 1, pa.bool_())})), None, None)
+        nulls = pa.nulls(MAX_ROWS + 1, pa.bool_())
+        read_bounded_table(stored(pa.table({"a": nulls})), None, None)
     file = stored(pa.table({"a": range(1001)}), row_group_size=1)
     with raises_error("parquet.footer.too_large", 65_536) as caught:
         read_bounded_table(file, None, None)
@@ -147,7 +150,7 @@ def test_rows_and_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_different_texts_are_not_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """zstd makes a few kilobytes of them."""
+    """zstd compresses them to a few kilobytes."""
     monkeypatch.setattr(parquet_bounds, "MIN_BYTES", 1_000_000)
     texts = pa.table({"a": [str(number) * 300_000 for number in range(8)]})
     monkeypatch.setattr(pq, "read_table", None)

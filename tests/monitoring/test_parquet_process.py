@@ -1,4 +1,4 @@
-"""Parquet that ends its reader, or does not let it end, is a sentence for whoever asked."""
+"""Parquet files that crash or stall their reader give an error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from reinforce_rl.monitoring.records import (
     write_samples,
 )
 
-# Reads a file with each of the named bytes changed, and prints how often that worked and did not.
+# Reads a file with each named byte changed, and prints the counts of successes and failures.
 FLIPS = """
 import sys
 from pathlib import Path
@@ -81,8 +81,10 @@ def test_no_changed_byte_ends_the_process(tmp_path: Path) -> None:
     path = write_with_tokens(tmp_path)
     size = path.stat().st_size
     drawn = np.random.default_rng(0)
-    places = [*drawn.integers(0, size, 60), *drawn.integers(size // 3, size, 140)]
-    words = ["2927:0", "2886:5", "4312:6", *(f"{place}:{drawn.integers(8)}" for place in places)]
+    anywhere = drawn.integers(0, size, 60)
+    places = [*anywhere, *drawn.integers(size // 3, size, 140)]
+    changes = (f"{place}:{drawn.integers(8)}" for place in places)
+    words = ["2927:0", "2886:5", "4312:6", *changes]
     command = [sys.executable, "-c", FLIPS, str(path), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
@@ -164,7 +166,7 @@ def test_readers_are_used_again_and_limited(tmp_path: Path) -> None:
 def test_a_relative_path_is_of_the_folder_of_whoever_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A notebook may change its folder while a reader is kept."""
+    """A notebook may change its folder while a reader lives on."""
     path = write_rows(tmp_path, 1, [row()])
     read_rows(path)
     assert parquet_process._waiting, "the reader that began in another folder is kept"
@@ -197,7 +199,7 @@ MAPS = pa.map_(pa.string(), pa.float64())
 TYPE = "samples.column.wrong_type"
 VALUE = "samples.column.wrong_value"
 LENGTHS = "samples.tokens.lengths_differ"
-# A column, what is in it, the key of the error, and the values that it names.
+# A column, its contents, the key of the error, and the values that it names.
 TYPES = {
     "text for a number": ("reward", pa.array(["high"]), TYPE, ["string", "double"]),
     "number for a text": ("prompt", pa.array([1.0]), TYPE, ["double", "string"]),

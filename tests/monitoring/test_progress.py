@@ -29,7 +29,7 @@ HIDE_CURSOR = "\x1b[?25l"
 
 
 class Flushed(io.StringIO):
-    """Knows what a reader of the log sees: what was flushed."""
+    """Keeps what a reader of the log sees: the flushed text."""
 
     seen = ""
 

@@ -52,7 +52,7 @@ def tokenizer(tmp_path_factory):
 
 
 def batch_of(seed: int = 0) -> ReinforceBatch:
-    """Two prompts with two samples each, padded with a token that occurs in the responses too."""
+    """Two prompts with two samples each; the padding token also occurs in responses."""
     draw = torch.Generator().manual_seed(seed)
     prompts = [prompt.tokens for prompt in PROMPTS for _ in range(2)]
     width = 9
@@ -62,7 +62,7 @@ def batch_of(seed: int = 0) -> ReinforceBatch:
         sequences[i, : len(ids)] = torch.tensor(ids)
 
     def per_token() -> torch.Tensor:
-        # not 0 on padding: it must not be recorded
+        # not 0 on padding, which must not be recorded
         return torch.randn(4, max(LENGTHS), generator=draw)
 
     source_rewards = {"short": torch.tensor([1.0, math.nan, 0.0, 3.0])}
@@ -138,8 +138,10 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
     assert math.isnan(rows[3].shaped_reward)
     assert [row.kl for row in rows] == [0.0, 1.0, 2.0, 3.0]
     assert rows[2].baseline == 4.0
-    assert [row.record for row in rows] == ['{"limit": 80, "answer": "ü"}'] * 2 + ["{}"] * 2
-    assert RunFolder(tmp_path).tokens(3, [7]).keys() == {(7, 0), (7, 1)}
+    records = [row.record for row in rows]
+    assert records == ['{"limit": 80, "answer": "ü"}'] * 2 + ["{}"] * 2
+    recorded = RunFolder(tmp_path).tokens(3, [7])
+    assert recorded.keys() == {(7, 0), (7, 1)}
     assert RunFolder(tmp_path).tokens(3, [5]) == {}
 
 
@@ -156,7 +158,8 @@ def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
     for i in (0, 2):  # the valid ones
         texts = read_tokens(path)[i].token_texts or []
         for t in range(LENGTHS[i]):
-            before = (PROMPTS[i // 2].text + "".join(texts[:t]))[-40:]
+            prompt = PROMPTS[i // 2].text
+            before = (prompt + "".join(texts[:t]))[-40:]
             pair = float(log_probs[i, t]), float(generator[i, t])
             place = (PROMPTS[i // 2].id, i % 2, t)
             expected.append((*place, repr(texts[t]), repr(before), *pair))
@@ -192,7 +195,7 @@ def test_without_log_probs_no_token_is_the_worst(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("split", [1, 2, 3])
 def test_ranks_together_record_what_one_does(tmp_path, tokenizer, split):
-    """Also beside a rank without samples, which knows no log-probs."""
+    """Also with a rank without samples, which has no log-probs."""
     batch = batch_of()
     parts = []
     for rows in (torch.arange(split), torch.arange(split, 4), torch.arange(0)):
@@ -216,7 +219,7 @@ def test_ranks_together_record_what_one_does(tmp_path, tokenizer, split):
     write_records(tmp_path / "three.parquet", join_samples(parts, tokenizer))
     alone = read_table(tmp_path / "one.parquet").to_pydict()
     joined = read_table(tmp_path / "three.parquet").to_pydict()
-    # The mean over a response's tokens is summed over another width.
+    # The mean over a response's tokens has another width.
     assert alone.pop("advantage") == pytest.approx(joined.pop("advantage"), abs=1e-6)
     assert alone == joined
     assert join_samples([], tokenizer) == Samples([])
@@ -241,7 +244,8 @@ def test_what_was_not_computed_is_null(tmp_path, tokenizer):
     assert read_tokens(path) == []
     assert math.isnan(read_rows(path)[0].kl)
     empty = samples_of(dataclasses.replace(batch_of(), rollouts=batch), tokenizer).rows[1:2]
-    none = dataclasses.replace(batch.select(torch.tensor([1])), response_lengths=torch.tensor([0]))
+    row = batch.select(torch.tensor([1]))
+    none = dataclasses.replace(row, response_lengths=torch.tensor([0]))
     write_records(path, join_samples([Samples(empty, token_columns(none))], tokenizer))
     assert read_tokens(path)[0].response_tokens == read_tokens(path)[0].token_texts == []
     write_records(path, Samples([]))
@@ -314,10 +318,11 @@ def test_the_view_prints_a_sample_a_line(tmp_path, tokenizer):
     write_samples(tmp_path, 3, samples)
     write_rows(tmp_path, 12, samples.rows[:1])
     run = RunFolder(tmp_path)
-    assert [json.loads(line) for line in run.sample_lines(3)] == [
-        row.as_json() for row in samples.rows
-    ]
-    assert len(list(run.sample_lines())) == len(list(run.sample_lines(tokens=True))) == 1
+    stored = [json.loads(line) for line in run.sample_lines(3)]
+    assert stored == [row.as_json() for row in samples.rows]
+    plain = list(run.sample_lines())
+    with_tokens = list(run.sample_lines(tokens=True))
+    assert len(plain) == len(with_tokens) == 1
     lines = [json.loads(line) for line in run.sample_lines(3, tokens=True)]
     assert lines[0]["policy_log_probs"][0] is None
     assert len(lines[3]["token_kl"]) == 5
@@ -350,9 +355,8 @@ def test_the_columns_are_those_of_the_page():
 
 
 def test_a_row_as_json_has_no_nan():
-    row = RolloutRow(
-        1, 0, 0, "p", "r", math.nan, "stop", 1, source_rewards={"a": math.nan, "b": 1.0}
-    )
+    scores = {"a": math.nan, "b": 1.0}
+    row = RolloutRow(1, 0, 0, "p", "r", math.nan, "stop", 1, source_rewards=scores)
     record = json.loads(json.dumps(row.as_json(), allow_nan=False))
     assert record["reward"] is None
     assert record["source_rewards"] == {"a": None, "b": 1.0}

@@ -41,7 +41,7 @@ model:
 
 
 class Scripts(HTMLParser):
-    """The script elements that a browser would see, by id, and every address in an attribute."""
+    """The script elements that a browser would see, by id, and each address in an attribute."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -106,10 +106,11 @@ def make_run(folder: Path, steps: int, gain: float = 1.0) -> Path:
         if step in (0, steps):
             rewards = [-1 + gain * step / steps + noise.gauss(0, 0.1) for _ in range(16)]
             rewards[3] = math.nan
+            validated = [sample(step, i, reward) for i, reward in enumerate(rewards)]
             write_rows(
                 folder,
                 step,
-                [sample(step, i, reward) for i, reward in enumerate(rewards)],
+                validated,
                 "validation",
             )
             logger.log_metrics({"rewards": rewards[0], "response_lengths": 17.5}, step, "val/")
@@ -156,7 +157,8 @@ def test_a_whole_run(tmp_path, steps):
     assert line(page, "train/init_policy_kl") == expected
     expected = [(step, 1.0) for step in range(1, steps + 1)]
     assert line(page, "timers/rest of the step") == expected
-    assert [step for step, _ in line(page, "val/rewards")] == [0, steps]
+    validated_steps = [step for step, _ in line(page, "val/rewards")]
+    assert validated_steps == [0, steps]
     first, last = page["samples"]["validation"].values()
     assert last[0]["response"] == f"response 0 of step {steps} {EVIL}"
     assert first[3]["reward"] is None
@@ -185,15 +187,16 @@ def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validation
     for (before, _), (step, value) in itertools.pairwise(rewards):
         expected = (before + 1 + step) / 2
         assert value == pytest.approx(expected, rel=1e-4), "the mean of the bin's steps"
-    assert max(value for _, value in line(page, "train/grad_norm")) == 50.0
+    largest = max(value for _, value in line(page, "train/grad_norm"))
+    assert largest == 50.0
     assert line(page, "val/rewards") == [(step, step / 10) for step in range(0, 10_001, 2000)]
     assert list(page["samples"]["rollouts"]) == ["1", "11", "21", "30", "40"]
 
 
 def test_errors_of_the_mean_reward(tmp_path):
-    """Prompts with means far apart count once each, whatever the number of samples.
+    """Prompts with distant means count once each, whatever the number of samples.
 
-    Equal ones count as their samples.
+    Prompts with equal means count as their samples.
     """
     generator = random.Random(1)
     for name, spread in (("apart", 3.0), ("alike", 0.0)):
@@ -310,7 +313,8 @@ def test_the_top_operations_of_a_profile(tmp_path):
     steps = [{**step, "step": i, "operations": [operation] * 30} for i in range(5)]
     path.write_text(json.dumps({"steps": steps}))
     tables = read(write_report(tmp_path))["tables"][1:]
-    assert [table["title"][:7] for table in tables] == ["Step 2:", "Step 3:", "Step 4:"]
+    titles = [table["title"][:7] for table in tables]
+    assert titles == ["Step 2:", "Step 3:", "Step 4:"]
     expected = [["aten::<mm>", "7", "1.250", "50.0%"]] * 12
     assert tables[0]["rows"] == expected
     path.write_text("{}")

@@ -33,7 +33,7 @@ def log(folder: Path, steps, resume_step: int | None = None, **metrics: float) -
 
 
 def test_the_lines_are_those_of_the_file_whatever_the_writer_does(tmp_path):
-    """Follow a run that appends, dies within a line, resumes earlier and merges its last line."""
+    """The writer appends, dies within a line, resumes earlier and merges its last line."""
     log(tmp_path, range(1, 6))
     run = RunFolder(tmp_path)
 
@@ -47,7 +47,7 @@ def test_the_lines_are_those_of_the_file_whatever_the_writer_does(tmp_path):
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 8, "train/rewa')
     assert seen() == [*range(1, 8)]
-    log(tmp_path, (4, 5), resume_step=3, kl=1.0)  # the torn line goes, and the steps after 3
+    log(tmp_path, (4, 5), resume_step=3, kl=1.0)  # the torn line and the steps after 3 are dropped
     assert seen() == [1, 2, 3, 4, 5]
     expected = [(4, 1.0), (5, 1.0)]
     assert run.series("train/kl") == expected
@@ -66,7 +66,8 @@ def test_cut_anywhere_only_the_new_lines_are_read(tmp_path, monkeypatch):
     run = RunFolder(tmp_path)
     parse = metrics_file.parse_line
     monkeypatch.setattr(metrics_file, "parse_line", lambda line: read.append(1) or parse(line))
-    for end in [*sorted(random.Random(0).sample(range(len(whole)), 40)), len(whole)]:
+    places = random.Random(0).sample(range(len(whole)), 40)
+    for end in [*sorted(places), len(whole)]:
         path.write_bytes(whole[:end])
         run.refresh()
     expected = [json.loads(line) for line in whole.decode().splitlines()]
@@ -255,7 +256,9 @@ def test_an_alert_is_over_after_some_steps_without(tmp_path):
         ("skipped", 12, 12, 1),
         ("skipped", 2, 6, 3),
     ]
-    assert [(a.kind, a.first, a.last, a.count) for a in RunFolder(tmp_path).alerts()] == expected
+    fired = RunFolder(tmp_path).alerts()
+    alerts = [(a.kind, a.first, a.last, a.count) for a in fired]
+    assert alerts == expected
     (tmp_path / "config.yaml").write_text("alerts: {rules: {skipped: 'off'}}\n")
     assert RunFolder(tmp_path).alerts() == []
 

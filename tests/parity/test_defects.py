@@ -1,4 +1,4 @@
-"""NeMo-Aligner's defects, one test each: what holds here in its place.
+"""NeMo-Aligner's defects, one test each: what this project does instead.
 
 The numbers are those of docs.
 """
@@ -239,7 +239,7 @@ def test_defect_07_never_silently_off_policy(tmp_path, mesh):
 
 
 def test_defect_08_log_probs_are_of_the_distribution_that_was_sampled_from(tmp_path, mesh):
-    # Else the trainer takes the generator's log-probs for its own, and they equal themselves.
+    # Otherwise the trainer reuses the generator's log-probs, which equal themselves.
     recomputed = f"{RL}.generator_log_probs=false"
     config = tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.temperature=0.5", recomputed)
     with tiny_trainer(config, mesh) as trainer:
@@ -256,7 +256,7 @@ def test_defect_08_log_probs_are_of_the_distribution_that_was_sampled_from(tmp_p
 
 
 def test_defect_09_state_is_in_a_file_and_a_resume_is_bit_exact(tmp_path, mesh):
-    """The checkpoint's name says another step."""
+    """The checkpoint's name has another step."""
     keys = [f"{RL}.max_epochs=2", f"{RL}.advantage_estimator=running_mean"]
     (tmp_path / "whole").mkdir()
     whole = run(tmp_path / "whole", mesh, *keys)
@@ -273,7 +273,7 @@ def test_defect_09_state_is_in_a_file_and_a_resume_is_bit_exact(tmp_path, mesh):
 
 
 def test_defect_10_validation_has_its_own_set_and_sampling(tmp_path, mesh):
-    """Greedy, on the three prompts of its file, whatever training samples."""
+    """Greedy, on the three prompts of its file, for any sampling in training."""
     answers = []
     for name, keys in {
         "one": [f"{ROLLOUT}.num_rollout_samples=2", "model.seed=5"],
@@ -345,7 +345,7 @@ def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tm
         with pytest.raises(ConfigError, match="vocabulary size 64 here, 128 there"):
             client.check_compatible(other, 64, "tokens")
         tokens = torch.tensor([[5, 6, 7], [5, 999, 7], [8, 9, 0]])
-        for _ in range(2):  # the bad one stalls nothing
+        for _ in range(2):  # the bad request stalls nothing
             request = RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)
             rewards = client.infer_rm(request).result()
             assert rewards.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN, STATUS_OK]

@@ -1,7 +1,6 @@
 """NeMo-Aligner's features, each through its config key: algorithm, model, generation.
 
-Whole runs on the tiny model. What each is compared with in depth stands in the tests of the part
-concerned.
+Whole runs on the tiny model; the tests of each part compare in depth.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SAMPLING = f"{ROLLOUT}.sampling_params"
 VAL_SAMPLING = f"{ROLLOUT}.val_sampling_params"
 BIASED = f"{ROLLOUT}.allow_biased_sampling=true"
 ONE_STEP = f"{RL}.max_steps=1"
-SAME = 2e-5  # of numbers that may differ by rounding
+SAME = 2e-5  # numbers that may differ by rounding
 
 
 def of_prompts(rows: list[dict]) -> dict[int, list[dict]]:
@@ -51,7 +50,7 @@ def of_prompts(rows: list[dict]) -> dict[int, list[dict]]:
 
 
 def changed(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
-    """The norm of the difference of all weights."""
+    """Return the norm of the difference of all weights."""
     return math.sqrt(
         sum(
             float((b.double() - a.double()).square().sum())
@@ -62,14 +61,14 @@ def changed(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, mesh) -> Path:
-    """Two epochs, two steps each, with the keys as they are."""
+    """Two epochs of two steps each, with the keys unchanged."""
     folder = tmp_path_factory.mktemp("plain")
     run(folder, mesh, f"{RL}.max_epochs=2")
     return folder
 
 
 def same_as(plain: Path, lines: list[dict]) -> bool:
-    """Whether a run's steps have the numbers of the plain one's."""
+    """Return whether a run's steps have the numbers of the plain run's steps."""
     pairs = zip(map(however_cut, metrics_of(plain)), map(however_cut, lines), strict=False)
     return max(largest_difference(*pair) for pair in pairs) < SAME
 
@@ -112,7 +111,7 @@ class TestAlgorithm:
                 assert row["advantage"] == pytest.approx(expected, abs=1e-6)
 
     def test_feature_responses_that_left_the_vocabulary_are_dropped(self, tmp_path, mesh):
-        """An engine with a padded vocabulary draws 32 where the model has the tokens 0 to 31."""
+        """An engine with a padded vocabulary draws 32; the model has the tokens 0 to 31."""
 
         class Outside:
             is_exact = False
@@ -241,7 +240,7 @@ class TestModel:
 
     @pytest.mark.slow
     def test_feature_work_queue_over_data_parallel_ranks(self, tmp_path):
-        """Rank 0 is slow and takes one prompt of its two; the step is that of the fixed split."""
+        """Rank 0 is slow and takes one of its two prompts; the step equals the fixed split's."""
         processes = TrainerProcesses()
         lines = []
         try:
@@ -471,7 +470,7 @@ class TestLoad:
 
     @pytest.mark.slow
     def test_feature_padding_to_a_fixed_length_on_context_parallel_ranks(self, tmp_path, plain):
-        """Which positions a rank has depends on the padded length."""
+        """The positions of a rank depend on the padded length."""
         processes = TrainerProcesses()
         try:
             keys = [

@@ -97,7 +97,7 @@ class TestRewardClient:
 
                 setattr(model, name, spy)
             trainer.fit()
-        # the latter is the reference's too
+        # the latter serves the reference too
         passes = ["get_init_policy_logprobs", "get_inference_log_probs"]
         assert log == ["infer", "ask", "infer", "ask", *passes, "wait", "wait"]
 
@@ -119,7 +119,7 @@ class TestRewardClient:
     def test_feature_waits_until_the_server_is_ready(self, tmp_path, mesh, server):
         port = free_port()
         late = FakeRewardServer(port=port)
-        late._server.server_close()  # the port is free until it is there
+        late._server.server_close()  # the port is free until the server starts
         started: list[FakeRewardServer] = []
 
         def start() -> None:
@@ -170,9 +170,9 @@ class TestData:
         assert prompts == {"eta", "tea"}
 
     def test_feature_train_validation_and_test(self, tmp_path, mesh):
-        """The test set is answered once, after the last step.
+        """The test set is evaluated once, after the last step.
 
-        It is no part of what is trained or saved.
+        It affects neither training nor checkpoints.
         """
         test = write_prompts(tmp_path / "test.jsonl", ["sin", "tan"])
         keys = [f"model.data.data_prefix.test={test}", f"{RL}.val_check_interval=1"]
@@ -190,7 +190,7 @@ class TestData:
         assert lines[2]["test/rewards"] == pytest.approx(expected)
 
     def test_feature_blending_of_files_by_weight(self, tmp_path, mesh):
-        """Six of eight draws are of a file with two prompts; a stop in between changes nothing."""
+        """Six of eight draws use a file with two prompts; a stop in between changes nothing."""
         few = write_prompts(tmp_path / "few.jsonl", ["sin", "tan"])
         many = write_prompts(tmp_path / "many.jsonl", three_letters(6))
         keys = [f"model.data.data_prefix.train=[3,{few},1,{many}]", f"{RL}.max_epochs=3"]
@@ -226,7 +226,7 @@ class TestData:
 
 
 class FakeWandb(ModuleType):
-    """What the logger calls of wandb."""
+    """The part of wandb that the logger calls."""
 
     Error = RuntimeError
 
@@ -335,7 +335,7 @@ class TestOperations:
         assert len(answered) == 3
         for row in rows + answered:
             assert {"prompt", "response", "reward", "finish_reason"} <= row.keys()
-        # Which names a source of rewards must not have is written down where torch is not imported.
+        # The names that a reward source must not have are listed where torch is not imported.
         from reinforce_rl.config.rules import REWARD_METRICS
 
         assert {name[6:] for name in lines[1] if name.startswith("train/rewards_")} == set(
@@ -353,7 +353,7 @@ class TestOperations:
             evaluate = trainer.val_dataloader
 
             class Validation:
-                """The score of a validation is known; that of training is not touched."""
+                """Sets the score of a validation; training scores are unchanged."""
 
                 def infer_rm(self, request: RewardRequest) -> ReadyRewards:
                     rewards = source.infer_rm(request).rewards
@@ -399,7 +399,7 @@ class TestOperations:
 
 
 class StopsAfter(RunTimer):
-    """Has time for so many steps."""
+    """Has time for this many steps."""
 
     def __init__(self, steps: int):
         super().__init__(None, JobTimes())

@@ -39,7 +39,7 @@ class Trained:
 
 
 class OneRank:
-    """In place of a mesh."""
+    """Stands in for a mesh."""
 
     dp_rank = 0
     world_size = 1
@@ -56,10 +56,9 @@ class OneRank:
 
 
 class GivenLogProbs:
-    """In place of the actor: the policy has the batch's numbers, and optimizer steps change
-    nothing.
+    """Stands in for the policy: log-probs are the batch's, and optimizer steps change nothing.
 
-    The first optimizer step on a batch is on-policy by definition, as in the actor. The second has
+    The first optimizer step on a batch is on-policy by definition, as in the policy. The second has
     a ratio.
     """
 
@@ -130,7 +129,7 @@ def train(
     cut = torch.zeros_like(valid)
     cut[list(truncated)] = True
     if config.trainer.reinforce.truncated_samples == "drop":
-        valid = valid & ~cut  # the rollout maker's part
+        valid = valid & ~cut  # the rollout source's part
     lengths = batch.mask.sum(-1)
     finish_reasons = tuple(FINISH_LENGTH if is_cut else FINISH_STOP for is_cut in cut.tolist())
     sequences = torch.zeros(batch.mask.shape, dtype=torch.long)
@@ -177,7 +176,7 @@ def train(
 
 
 class _Loader:
-    """In place of a loader of prompts: one batch, never drawn."""
+    """Stands in for a loader of prompts: one batch, never drawn."""
 
     finished = False
 

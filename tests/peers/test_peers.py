@@ -1,4 +1,4 @@
-"""Each preset and option that names a peer's formula, against the code of the peer's wheel."""
+"""Each preset and option that names a peer's formula, against the peer's code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [
 Ours = Callable[..., Trained]
 PeerNumbers = dict[str, Tensor]
 
-# Beta, the generator weights' cap, max_length, gamma and the entropy bonus are those of
+# Beta, the cap of generator weights, max_length, gamma and the entropy bonus are set in
 # verl_side.py and trl_side.py.
 NO_KL = {"initial_policy_kl_penalty": 0}
 KL = {"initial_policy_kl_penalty": 0.05}
@@ -45,7 +45,7 @@ PPO = {**OFF_POLICY, "importance_ratio": "token"}
 
 
 def settings(preset: str, *parts: dict[str, Any], **keys: Any) -> tuple[str, ...]:
-    """A preset and what is asked of it besides, as overrides."""
+    """Return a preset and further settings as overrides."""
     chosen = {key: value for part in (*parts, keys) for key, value in part.items()}
     return (
         f"algorithm={preset}",
@@ -54,7 +54,7 @@ def settings(preset: str, *parts: dict[str, Any], **keys: Any) -> tuple[str, ...
 
 
 def run(command: list[str], seconds: int) -> None:
-    # Idle threads that spin cost a busy machine dearly, and no model hub is asked.
+    # Spinning idle threads are expensive on a busy machine, and no model hub is used.
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -228,7 +228,7 @@ class TestVerl:
             assert_close(trained.gradient, theirs, f"gradient of batch {i}")
 
     def test_its_steered_kl_coefficient(self, verl: PeerNumbers, ours: Ours):
-        # verl steers by the mean of a token, whichever way the KL enters the reward.
+        # verl adapts by the mean per token, however the KL enters the reward.
         steered = settings("rloo", KL, kl_reduction="mean", kl_target=0.1, kl_horizon=1000)
         for i, batch in enumerate(BATCHES):
             coefficient = torch.tensor(ours(batch, *steered).kl_coefficient, dtype=torch.float64)
@@ -271,11 +271,13 @@ class TestTrl:
     def test_advantages_losses_and_gradients(self, name: str, trl: PeerNumbers, ours: Ours):
         for i, batch in enumerate(BATCHES):
             trained = ours(batch, *TRL_LOSSES[name])
-            expected = torch.where(batch.mask, trl[f"{i}/{name}/advantages"][:, None], 0.0)
+            advantages = trl[f"{i}/{name}/advantages"]
+            expected = torch.where(batch.mask, advantages[:, None], 0.0)
             assert_close(trained.advantages, expected, f"advantages of batch {i}")
             theirs = trl[f"{i}/{name}/loss"]
             assert_close(trained.loss, theirs, f"loss of batch {i}")
-            assert_close(trained.gradient, trl[f"{i}/{name}/gradient"], f"gradient of batch {i}")
+            gradient = trl[f"{i}/{name}/gradient"]
+            assert_close(trained.gradient, gradient, f"gradient of batch {i}")
 
     @pytest.mark.parametrize("name", ["rloo", "grpo"])
     def test_samples_without_a_score(self, name: str, trl: PeerNumbers, ours: Ours):
@@ -286,8 +288,8 @@ class TestTrl:
             }
             expected = torch.where(batch.mask, theirs["advantages"][:, None], 0.0)
             assert_close(trained.advantages, expected, f"advantages of batch {i}")
-            # TRL's loss is a mean over the samples that have no score too; this project's is over
-            # those that count.
+            # TRL's loss is a mean that includes samples without a score; this project's is over
+            # the samples that count.
             share = float(batch.scored.double().mean())
             assert_close(trained.loss * share, theirs["loss"], f"loss of batch {i}")
             assert_close(trained.gradient * share, theirs["gradient"], f"gradient of batch {i}")
@@ -343,10 +345,8 @@ def test_nemo_aligner_by_hand(ours: Ours):
     assert_close(trained.advantages, expected, "advantages")
     # -A / (tokens of the response) / (6 responses), where the one that was cut counts. Here the
     # mean is over five.
-    per_token = (
-        torch.tensor([0.001 / 2, 1.498, -1.499 / 3, -0.998 / 2, 0.998, 0.0], dtype=torch.float64)
-        / 6
-    )
+    shares = [0.001 / 2, 1.498, -1.499 / 3, -0.998 / 2, 0.998, 0.0]
+    per_token = torch.tensor(shares, dtype=torch.float64) / 6
     expected = torch.where(batch.mask, per_token[:, None], 0.0)
     assert_close(trained.gradient * 5 / 6, expected, "gradient")
     # -(A of a response) (l of each of its tokens): (-0.0015 - 3.745 + 2.2485 + 0.998 - 1.497) / 6.

@@ -62,12 +62,13 @@ class FromInputs:
     ) -> Tensor:
         # TRL's own would round to float32. NaN is its mark of a sample that no reward function
         # scored.
-        return torch.where(self.scored, self.batch["rewards"], torch.nan)[:, None]
+        rewards = torch.where(self.scored, self.batch["rewards"], torch.nan)
+        return rewards[:, None]
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, **options: Any
     ) -> tuple[Tensor, Any, None]:
-        if options.get("compute_entropy"):  # asked for by the loss alone
+        if options.get("compute_entropy"):  # requested by the loss only
             return self.leaf, self.batch["entropy"], None
         name = "reference_log_probs" if model is self.ref_model else "old_log_probs"
         return self.batch[name], None, None
@@ -85,10 +86,11 @@ def trainer_of(
     kind: type, config: type, folder: str, batch: dict[str, Tensor], **settings: Any
 ) -> Any:
     count = len(batch["rewards"])
+    groups = batch["group_ids"].unique()
     arguments = config(
         output_dir=tempfile.gettempdir(),  # nothing is written there: nothing is trained
         per_device_train_batch_size=count,
-        num_generations=count // len(batch["group_ids"].unique()),
+        num_generations=count // len(groups),
         max_completion_length=FIXED_LENGTH,
         pad_to_multiple_of=None,
         gradient_checkpointing=False,
@@ -97,11 +99,12 @@ def trainer_of(
         bf16=False,
         **settings,
     )
+    prompts = Dataset.from_list([{"prompt": "x"}] * count)
     trainer = kind(
         model=AutoModelForCausalLM.from_pretrained(folder),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": "x"}] * count),
+        train_dataset=prompts,
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
     trainer.model.train()
@@ -113,7 +116,8 @@ def trainer_of(
 def outputs_of(trainer: Any, *, scored: Tensor | None = None) -> dict[str, Tensor]:
     batch = trainer.batch
     trainer.scored = torch.ones_like(batch["scored"]) if scored is None else scored
-    inputs = trainer._generate_and_score_completions([{"prompt": "x"}] * len(batch["rewards"]))
+    prompts = [{"prompt": "x"}] * len(batch["rewards"])
+    inputs = trainer._generate_and_score_completions(prompts)
     trainer.leaf = batch["log_probs"].clone().requires_grad_()
     loss = trainer._compute_loss(trainer.model, inputs)
     (gradient,) = torch.autograd.grad(loss, trainer.leaf)

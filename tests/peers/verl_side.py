@@ -51,7 +51,7 @@ def actor_config(aggregation: str, **others: object) -> ActorConfig:
 
 
 def token_rewards(batch: dict[str, Tensor]) -> Tensor:
-    """A reward at the last token of each response, where verl's reward managers put it: [N, T]."""
+    """A reward at the last token of each response, as verl's reward managers do: [N, T]."""
     scores = torch.zeros_like(batch["log_probs"])
     last = batch["mask"].sum(-1) - 1
     scores[torch.arange(len(last)), last] = batch["rewards"]
@@ -60,14 +60,13 @@ def token_rewards(batch: dict[str, Tensor]) -> Tensor:
 
 def with_kl(batch: dict[str, Tensor], estimator: str) -> tuple[Tensor, float]:
     """Token rewards with verl's KL in them [N, T], and its steered coefficient after the step."""
-    data = DataProto.from_dict(
-        {
-            "response_mask": batch["mask"].double(),
-            "token_level_scores": token_rewards(batch),
-            "old_log_probs": batch["old_log_probs"],
-            "ref_log_prob": batch["reference_log_probs"],
-        }
-    )
+    columns = {
+        "response_mask": batch["mask"].double(),
+        "token_level_scores": token_rewards(batch),
+        "old_log_probs": batch["old_log_probs"],
+        "ref_log_prob": batch["reference_log_probs"],
+    }
+    data = DataProto.from_dict(columns)
     controller = core_algos.AdaptiveKLController(init_kl_coef=BETA, target_kl=0.1, horizon=1000)
     data, _ = ray_trainer.apply_kl_penalty(data, controller, kl_penalty=estimator)
     return data.batch["token_level_rewards"], float(controller.value)
@@ -77,7 +76,7 @@ def advantages_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     index = batch["group_ids"].numpy()
     common = {"response_mask": batch["mask"].double(), "index": index}
     plus_plus_baseline = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage
-    # Each call its own rewards: verl's functions write into what they are given.
+    # Each call gets a copy of the rewards: verl's functions write into their arguments.
     results = {
         "rloo": core_algos.compute_rloo_outcome_advantage(token_rewards(batch), **common),
         "rloo_vectorized": core_algos.compute_rloo_vectorized_outcome_advantage(
@@ -109,8 +108,9 @@ def advantages_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def losses_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Each loss and its gradient with respect to the policy's token log-probabilities."""
     mask = batch["mask"]
+    index = batch["group_ids"].numpy()
     advantages, _ = core_algos.compute_rloo_outcome_advantage(
-        token_rewards(batch), mask.double(), batch["group_ids"].numpy()
+        token_rewards(batch), mask.double(), index
     )
     results: dict[str, Tensor] = {}
 
@@ -132,8 +132,9 @@ def losses_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         policy(f"clip/{aggregation}", "vanilla", aggregation)
     policy("gspo", "gspo", "seq-mean-token-mean")
     for level in ("token", "sequence"):
+        log_ratios = batch["old_log_probs"] - batch["generator_log_probs"]
         weights, _ = rollout_corr_helper.compute_rollout_correction_weights(
-            batch["old_log_probs"] - batch["generator_log_probs"],
+            log_ratios,
             mask,
             rollout_is=level,
             rollout_is_threshold=GENERATOR_CAP,
@@ -175,20 +176,21 @@ def whole_loss(
         return torch.cat(rows)
 
     rows = [torch.zeros(length, dtype=torch.long) for length in lengths]
+    columns = {
+        "prompts": torch.nested.as_nested_tensor(
+            [torch.zeros(1, dtype=torch.long) for _ in lengths], layout=torch.jagged
+        ),
+        "responses": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
+        "response_mask": batch["mask"],
+        "old_log_probs": batch["old_log_probs"],
+        "ref_log_prob": batch["reference_log_probs"],
+        "advantages": advantages,
+        "dp_size": NonTensorData(1),
+        "batch_num_tokens": NonTensorData(sum(lengths)),
+        "global_batch_size": NonTensorData(len(lengths)),
+    }
     data = TensorDict(
-        {
-            "prompts": torch.nested.as_nested_tensor(
-                [torch.zeros(1, dtype=torch.long) for _ in lengths], layout=torch.jagged
-            ),
-            "responses": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
-            "response_mask": batch["mask"],
-            "old_log_probs": batch["old_log_probs"],
-            "ref_log_prob": batch["reference_log_probs"],
-            "advantages": advantages,
-            "dp_size": NonTensorData(1),
-            "batch_num_tokens": NonTensorData(sum(lengths)),
-            "global_batch_size": NonTensorData(len(lengths)),
-        },
+        columns,
         batch_size=[len(lengths)],
     )
     config = actor_config(

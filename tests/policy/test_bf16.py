@@ -1,4 +1,4 @@
-"""bf16: what is kept and computed in fp32, on one process and on two ranks; whole runs."""
+"""bf16: state and sums in fp32, on one process and on two ranks; whole runs."""
 
 from __future__ import annotations
 
@@ -63,9 +63,11 @@ def test_gradients_and_main_weights_are_fp32(distributed, folder, mesh):
     assert {main.dtype for main in mains} == {torch.float32}
     dtypes = {value.dtype for state in inner.state.values() for value in state.values()}
     assert dtypes == {torch.float32}
-    # They keep what bf16 rounds away, and the model has them rounded.
-    fp32_weights = torch.cat([main.detach().flatten() for main in mains]).sort().values
-    rounded = torch.cat([p.detach().flatten() for p in parameters]).sort().values
+    # They keep what bf16 rounds off; the model has the rounded values.
+    flat = [main.detach().flatten() for main in mains]
+    fp32_weights = torch.cat(flat).sort().values
+    flat_parameters = [p.detach().flatten() for p in parameters]
+    rounded = torch.cat(flat_parameters).sort().values
     assert not torch.equal(fp32_weights, rounded.float())
     assert torch.equal(fp32_weights.to(BF16), rounded)
     for a, b in zip(before, parameters, strict=True):
@@ -89,9 +91,8 @@ def test_log_probs_and_entropy_are_fp32_from_the_logits(folder, mesh):
             chunk_tokens=5,
             with_entropy=True,
         )
-        table = torch.log_softmax(
-            actor.lm.full_logits(hidden.flatten(0, 1)).double() / TEMPERATURE, dim=-1
-        )
+        logits = actor.lm.full_logits(hidden.flatten(0, 1)).double()
+        table = torch.log_softmax(logits / TEMPERATURE, dim=-1)
     table = table.view(*hidden.shape[:2], -1)
     assert scores.entropy is not None
     assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
@@ -101,9 +102,8 @@ def test_log_probs_and_entropy_are_fp32_from_the_logits(folder, mesh):
         for column in range(response):
             log_p = table[row, prompt + column - 1]
             token = rollouts.sequences[row, prompt + column]
-            assert float(scores.log_probs[row, column]) == pytest.approx(
-                float(log_p[token]), abs=2e-6
-            )
+            log_prob = float(scores.log_probs[row, column])
+            assert log_prob == pytest.approx(float(log_p[token]), abs=2e-6)
             expected = float(-(log_p.exp() * log_p).sum())
             assert float(scores.entropy[row, column]) == pytest.approx(expected, abs=5e-6)
 
@@ -151,15 +151,13 @@ def test_the_gradient_is_near_that_of_fp32(folder, mesh):
         actor.get_loss_and_metrics(whole_batch(), sequences(10))
         gradients[dtype, size] = gradient_of(actor)
     for size in (12, 1):
-        assert (
-            relative_difference(gradients[BF16, size], gradients[torch.float32, 12])
-            < GRADIENT_BOUND
-        )
+        difference = relative_difference(gradients[BF16, size], gradients[torch.float32, 12])
+        assert difference < GRADIENT_BOUND
 
 
 @pytest.mark.slow
 def test_layouts_of_two_ranks(folder, mesh, tmp_path):
-    """No further from fp32 than one process in bf16 is, within a factor of two."""
+    """The distance to fp32 is at most twice that of one process in bf16."""
     exact = computed(Layout(), folder, mesh)
     single = computed(Layout(dtype=BF16), folder, mesh)
     run_ranks(SCRIPT, 2, tmp_path, folder, *BF16_LAYOUTS, timeout=600)
@@ -234,7 +232,8 @@ def test_a_run_goes_on_bit_for_bit(options, mesh, tmp_path):
         lm = trainer.model.lm
         dtypes = {p.dtype for p in lm.parameters()}
         assert dtypes == {BF16}
-        results.append((weights(trainer), [without_times(line) for line in metrics_of(folder)]))
+        metrics = [without_times(line) for line in metrics_of(folder)]
+        results.append((weights(trainer), metrics))
     lines = results[0][1]
     assert lines[0]["train/init_policy_kl"] == pytest.approx(0.0, abs=1e-6)
     assert lines[-1]["train/init_policy_kl"] > 0.01

@@ -1,4 +1,4 @@
-"""What an actor is made with where the configuration leaves it open."""
+"""Values of a policy that the configuration leaves open."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ def actor_of(cfg: TrainConfig, mesh):
 def test_the_logits_of_fewer_tokens_at_a_time_on_a_cpu(tmp_path):
     model = tiny_config(tmp_path).model
     assert model.logits_chunk_tokens is None, "as shipped"
-    assert (model.chunk_tokens(gpu=False), model.chunk_tokens(gpu=True)) == (
-        128,
-        1024,
-    )
+    assert model.chunk_tokens(gpu=False) == 128
+    assert model.chunk_tokens(gpu=True) == 1024
     changed = model.model_copy(update={"logits_chunk_tokens": 7})
     assert {changed.chunk_tokens(gpu=gpu) for gpu in (False, True)} == {7}
 
@@ -46,10 +44,11 @@ def test_the_actor_has_them(tmp_path, mesh):
 
 
 def test_a_model_that_its_weights_do_not_bear_out_is_not_built(tmp_path, mesh):
-    """Its embedding alone would take terabytes."""
+    """Its embedding alone would need terabytes."""
     cfg = tiny_config(tmp_path)
     file = Path(cfg.pretrained_checkpoint.restore_from_path) / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 10**13}))
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "vocab_size": 10**13}))
     named = ("embed_tokens.weight", f"({10**13}, ")
     with raises_error("model.weights.not_of_config", *named):
         actor_of(cfg, mesh)
@@ -100,7 +99,8 @@ def test_every_end_of_the_folder_ends_a_response_and_a_difference_is_said_once(
         assert stop_token_ids(folder, load_tokenizer(folder)) == (2, 9, 11, 12)
     assert actor.sampling.stop_token_ids == (2, 9, 11, 12)
     assert actor.val_sampling.stop_token_ids == (2, 9, 11, 12)
-    assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
+    names_folder = [str(folder) in record.getMessage() for record in caplog.records]
+    assert names_folder == [True]
 
 
 def test_sampling_is_the_configurations_whatever_the_folder_says(tmp_path, mesh):

@@ -1,4 +1,4 @@
-"""The gradient of a batch: the formula's, however the batch is cut, padded or spread over ranks."""
+"""The gradient of a batch equals the formula's, for any cut, padding or spread over ranks."""
 
 from __future__ import annotations
 
@@ -90,10 +90,11 @@ def test_independent_of_padding_and_order(folder, mesh):
 
 
 def test_invalid_samples_play_no_part(folder, mesh):
-    """Whatever they hold: NaN as reward and advantage, another response."""
+    """Whatever their fields hold: NaN as reward and advantage, another response."""
     batch = whole_batch()
     _, reference = loss_and_gradient(folder, mesh, batch)
-    sequences = torch.where(batch.rollouts.valid[:, None], batch.rollouts.sequences, 7)
+    valid = batch.rollouts.valid[:, None]
+    sequences = torch.where(valid, batch.rollouts.sequences, 7)
     advantages = torch.where(batch.rollouts.valid[:, None], batch.advantages, torch.nan)
     spoilt = replace(
         batch, rollouts=replace(batch.rollouts, sequences=sequences), advantages=advantages
@@ -121,7 +122,7 @@ def test_negated_advantages_negate_the_gradient(folder, mesh, expected):
 
 
 def test_a_step_against_the_gradient_makes_good_responses_likelier(folder, mesh):
-    """Guards the sign itself, which two equal formulas with the same slip would not."""
+    """Checks the sign itself, which two equal formulas with the same mistake would not."""
     batch = rows_of(whole_batch(), [0, 2])
     advantages = torch.tensor([[1.0], [-1.0]]).expand(2, batch.rollouts.width)
     batch = replace(batch, advantages=advantages)
@@ -158,9 +159,8 @@ def test_log_probs_do_not_depend_on_the_forward_micro_batch_size(size, folder, m
 
 def test_log_probs_of_no_sequences(folder, mesh):
     nothing = torch.zeros(0, dtype=torch.long)
-    log_probs = actor_of(folder, mesh, with_reference=False).get_inference_log_probs(
-        nothing[:, None], nothing, nothing
-    )
+    actor = actor_of(folder, mesh, with_reference=False)
+    log_probs = actor.get_inference_log_probs(nothing[:, None], nothing, nothing)
     assert log_probs.shape == (0, 0)
 
 
@@ -186,6 +186,6 @@ def test_two_ranks_equal_one(tp_size, folder, mesh, expected, tmp_path):
         assert results["norm"] == pytest.approx(float(gradient.norm()), rel=1e-5)
         assert results["foreach norm"] == pytest.approx(
             results["norm"], rel=1e-6
-        )  # what a GPU takes
+        )  # the sizes of a GPU
     ranks = [torch.load(tmp_path / f"found.{rank}")["log_probs"] for rank in (0, 1)]
-    assert torch.equal(*ranks)  # after the step, the policies are one
+    assert torch.equal(*ranks)  # after the step, all ranks have one policy

@@ -48,9 +48,9 @@ def check(name, folder, one_process, out):
         who = f"{name}, rank {rank}"
         for kind in ("greedy", "sampled"):
             assert results[kind]["tokens"] == expected[kind]["tokens"], who
-            torch.testing.assert_close(
-                results[kind]["log_probs"], expected[kind]["log_probs"], atol=1e-5, rtol=0, msg=who
-            )
+            log_probs = results[kind]["log_probs"]
+            expected_log_probs = expected[kind]["log_probs"]
+            torch.testing.assert_close(log_probs, expected_log_probs, atol=1e-5, rtol=0, msg=who)
         assert results["bounded"]["tokens"] == expected["sampled"]["tokens"], who
         for kind in ("log_probs", "reference_log_probs"):
             torch.testing.assert_close(results[kind], expected[kind], atol=1e-5, rtol=0, msg=who)
@@ -61,14 +61,15 @@ def check(name, folder, one_process, out):
         if "gradient" in results:
             assert relative_difference(results["gradient"], expected["gradient"]) <= 1e-5, who
         moved = expected["weights"] - expected["weights_before"]
-        assert float((results["weights"] - expected["weights"]).norm()) <= 1e-3 * float(
-            moved.norm()
-        ), who
-        # Ranks of a block go on to compute with these, so they must agree to the bit.
+        distance = (results["weights"] - expected["weights"]).norm()
+        assert float(distance) <= 1e-3 * float(moved.norm()), who
+        # Ranks of a block compute on with these, so they must agree bit for bit.
         for kind in ("log_probs_after", "losses", "norms"):
-            assert torch.equal(torch.as_tensor(results[kind]), torch.as_tensor(ranks[0][kind])), who
+            result = torch.as_tensor(results[kind])
+            assert torch.equal(result, torch.as_tensor(ranks[0][kind])), who
     exported = transformers_model(out / name)
-    assert torch.equal(flat(dict(exported.named_parameters())), ranks[0]["weights"]), name
+    exported_weights = flat(dict(exported.named_parameters()))
+    assert torch.equal(exported_weights, ranks[0]["weights"]), name
     tokens = random_tokens(VOCAB_SIZE, 2, 12)
     theirs = transformers_logits(transformers_model(folder / kind_of_training), tokens)
     torch.testing.assert_close(
@@ -77,14 +78,15 @@ def check(name, folder, one_process, out):
 
 
 def run_and_check(names, folder, one_process, out):
-    run_ranks(SCRIPT, ALL_LAYOUTS[names[0]].ranks, out, folder, *names, timeout=600)
+    ranks = ALL_LAYOUTS[names[0]].ranks
+    run_ranks(SCRIPT, ranks, out, folder, *names, timeout=600)
     for name in names:
         check(name, folder, one_process, out)
 
 
 @pytest.mark.parametrize("folder", ["tied"], indirect=True)
 def test_every_layout_of_two_ranks(folder, one_process, tmp_path):
-    quick = ("PP2 LoRA", "DP2 distributed optimizer LoRA")  # of LoRA
+    quick = ("PP2 LoRA", "DP2 distributed optimizer LoRA")  # LoRA
     names = [name for name in ON_TWO if name in (*LAYOUTS, *quick)]
     run_and_check(names, folder, one_process, tmp_path)
 

@@ -1,4 +1,4 @@
-"""Micro-batches: every row once, padding small, the bound on tokens kept."""
+"""Micro-batches: each row once, little padding, the bound on tokens kept."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_every_row_once_within_the_bound(lengths, max_tokens):
 
 def test_fixed_ones_are_cut_by_number():
     groups = micro_batches(torch.tensor([1, 5, 3]), 2)
-    assert [group.tolist() for group in groups] == [[1, 2], [0]]
+    rows = [group.tolist() for group in groups]
+    assert rows == [[1, 2], [0]]
     nothing = torch.zeros(0, dtype=torch.long)
     assert micro_batches(nothing, 2) == micro_batches(nothing, 2, 9) == []
 
@@ -61,7 +62,8 @@ def test_packed_ones_hold_groups_together_where_there_is_room(groups, size, max_
         for number, (prompt, lengths) in enumerate(groups)
         for length in lengths
     ]
-    ids, prompts, responses = torch.tensor(rows, dtype=torch.long).reshape(-1, 3).unbind(1)
+    table = torch.tensor(rows, dtype=torch.long).reshape(-1, 3)
+    ids, prompts, responses = table.unbind(1)
     passes = [
         rows.tolist() for rows in packed_micro_batches(ids, prompts, responses, size, max_tokens)
     ]
@@ -79,7 +81,8 @@ def test_packed_ones_hold_groups_together_where_there_is_room(groups, size, max_
     for number in range(len(groups)):
         members = (ids == number).nonzero()[:, 0].tolist()
         if fits(members):
-            assert sum(bool(set(part) & set(members)) for part in passes) == 1
+            num_shared = sum(bool(set(part) & set(members)) for part in passes)
+            assert num_shared == 1
 
 
 def test_packed_groups_that_fill_a_pass_exactly_share_it():
@@ -105,7 +108,8 @@ def test_padding_is_what_a_pass_has_besides_its_sequences():
 
 
 def test_packing_by_tokens_pads_less_than_a_number_of_sequences():
-    lengths = torch.randint(10, 1000, (256,), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(10, 1000, (256,), generator=generator)
     tokens, padded = padding(lengths, micro_batches(lengths, 8, 8000))
     assert 1 - tokens / padded < 0.06
     unsorted = [torch.arange(256)[i : i + 8] for i in range(0, 256, 8)]

@@ -1,4 +1,4 @@
-"""The reference policy: the weights of step 0, whatever becomes of the actor's.
+"""The reference policy keeps the weights of step 0 while the policy changes.
 
 In each of its three forms.
 """

@@ -87,12 +87,12 @@ GIGABYTE = 1e9
 @pytest.mark.parametrize(
     ("kind", "ranks", "nodes", "seconds"),
     [
-        # Of a sum every rank receives all, of a gather what it does not have.
+        # In a sum each rank receives everything, in a gather only what it lacks.
         ("all_reduce", 8, 1, 1 / 450),
         ("broadcast", 8, 1, 1 / 450),
         ("all_gather", 8, 1, 7 / 8 / 450),
         ("reduce_scatter", 2, 1, 1 / 2 / 450),
-        # A network card each: one rank a node has one, eight have eight.
+        # Each rank has a network card: one rank a node has one, eight have eight.
         ("reduce_scatter", 4, 4, 3 / 4 / 50),
         ("all_gather", 16, 2, 1 / 2 / (8 * 50)),
         ("all_reduce", 16, 2, 1 / (8 * 50)),

@@ -66,7 +66,7 @@ def job_of(layout: Layout = ONE_RANK, **keys: Any) -> Job:
 
 
 def role_of(stage: int = 0, **costs: Cost) -> Role:
-    """A rank that costs nothing but what is given, `_` for a blank."""
+    """A rank whose costs are the given ones; `_` stands for a blank."""
     named = {name.replace("_", " "): cost for name, cost in costs.items()}
     every = {"prefill": Cost(), "decode": Cost({"passes": 1 / 32}), "optimizer": Cost()}
     for name in PASSES:
@@ -113,7 +113,7 @@ def test_passes_cost_what_a_micro_batch_does_and_read_the_weights():
 def test_micro_batches_by_tokens_are_as_few_as_the_tokens_allow():
     job = job_of(model__tokens_per_micro_batch=4096)
     assert job.fewest_micro_batches(32, 2) == pytest.approx(32 * 601 / 4096)
-    # A longer sequence has one of its own.
+    # A longer sequence has a pass of its own.
     assert job_of(model__tokens_per_micro_batch=100).fewest_micro_batches(32, 2) == 32
 
 

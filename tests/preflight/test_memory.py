@@ -1,4 +1,4 @@
-"""The bytes that the preflight says, against those of a real actor and optimizer."""
+"""The bytes that the preflight reports against the bytes of a real policy and optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF_ONE = ("one", "full", "lora")
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def folder(request, tmp_path_factory) -> Path:
-    """Large enough that what torch rounds up, and tensors of a few numbers, do not count."""
+    """Large enough that torch's rounding and tensors of a few numbers do not matter."""
     folder = tiny_llama_folder(
         tmp_path_factory.mktemp("model"),
         vocab_size=2000,

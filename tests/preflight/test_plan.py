@@ -1,4 +1,4 @@
-"""How batches divide, in numbers that were worked out by hand."""
+"""How batches divide, in numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_the_grid_of_many_ranks_is_cut():
 
 
 def test_what_a_rank_holds_is_all_of_it():
-    """fp32 weights, gradients, moments and the reference: 4, 4, 8 and 4 bytes of 1,000 weights."""
+    """fp32 weights, gradients, moments and the reference: 4, 4, 8 and 4 bytes for 1,000 weights."""
     on_device = memory_of(reference="device")
     assert on_device.held == 4000 + 4000 + 8000 + 4000
     assert memory_of(reference="host").held == 4000 + 4000 + 8000

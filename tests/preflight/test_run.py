@@ -118,7 +118,7 @@ def test_a_large_model_from_its_config_alone(files, monkeypatch):
 
 
 def test_every_fault_is_in_one_message(files, tmp_path, monkeypatch):
-    """One that the configuration alone shows, and those of model, tokenizer, prompts and disk."""
+    """Faults of the configuration, and of model, tokenizer, prompts and disk."""
     model = shutil.copytree(files / "model", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(
@@ -140,7 +140,8 @@ def test_every_fault_is_in_one_message(files, tmp_path, monkeypatch):
     of_feed_forward = "config.tensor_model_parallel_size.not_a_divisor_of_feed_forward"
     check_fault(faults, of_feed_forward, "model.tensor_model_parallel_size is 2", 33)
     for value in ("model.global_batch_size is 7", "32 tokens", "bad.jsonl:2", "long.jsonl:1"):
-        assert sum(value in fault for fault in faults) == 1, (value, faults)
+        num_faults = sum(value in fault for fault in faults)
+        assert num_faults == 1, (value, faults)
     check_fault(faults, "model.weights.not_of_config", model)
 
 
@@ -203,7 +204,7 @@ def test_the_real_start_tells_the_same_faults_together(files, tmp_path):
     ("extra", "code"), [([], 0), (["trainer.devices=0"], 1)], ids=["right", "wrong"]
 )
 def test_the_script_starts_nothing(files, extra, code):
-    """Though two ranks are asked for; and its exit status says whether there is a fault."""
+    """Two ranks are requested, and none starts; the exit status says whether there is a fault."""
     script = ROOT / "examples" / "train_reinforce_actor.py"
     command = [sys.executable, str(script), *right(files), "trainer.devices=2", *extra]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

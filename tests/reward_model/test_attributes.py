@@ -1,4 +1,4 @@
-"""Attributes by name from a head of several scores to the client.
+"""Named attributes from a head of several scores to the client.
 
 A served classifier equals transformers.
 """
@@ -34,12 +34,12 @@ from reinforce_rl.rewards.sources import CombinedRewards
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("sum", "length", "odd")
-TOKEN_ODD_NAN = 104  # one attribute is not finite, the reward is
+TOKEN_ODD_NAN = 104  # one attribute is not finite, but the reward is
 WEIGHTS = {"helpfulness": 0.65, "correctness": 0.8, "verbosity": -0.4}
 
 
 class AttributeToy(ToyScorer):
-    """The toy's score, the length, and whether it is odd; the reward is the first one."""
+    """The toy's score, the length, and whether it is odd; the reward is the toy's score."""
 
     attributes = NAMES
 
@@ -60,19 +60,20 @@ def tokenizer(tmp_path_factory):
 
 
 def arrays_of(sequences: list[list[int]]) -> dict[str, np.ndarray]:
-    tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
+    width = max(map(len, sequences))
+    tokens = np.zeros((len(sequences), width), np.int64)
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = sequence
-    return {"tokens": tokens, "sequence_lengths": np.array([[len(s)] for s in sequences], np.int64)}
+    lengths = np.array([[len(s)] for s in sequences], np.int64)
+    return {"tokens": tokens, "sequence_lengths": lengths}
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_each_request_gets_its_own_attributes(tokenizer, deterministic):
     scorer = RequestScorer(AttributeToy(0.0, 0.0), tokenizer, deterministic=deterministic)
     sequences = [[1, 2, 3], [4, 5]]
-    first, second = scorer(
-        [arrays_of(sequences), arrays_of([[6], [TOKEN_NAN], [TOKEN_ODD_NAN, 7]])]
-    )
+    wrong = [[6], [TOKEN_NAN], [TOKEN_ODD_NAN, 7]]
+    first, second = scorer([arrays_of(sequences), arrays_of(wrong)])
     assert first["attributes"].dtype == np.float32
     expected = [[toy_score([1, 2, 3]), 3, 1], [toy_score([4, 5]), 2, 0]]
     np.testing.assert_allclose(first["attributes"], expected)
@@ -82,19 +83,22 @@ def test_each_request_gets_its_own_attributes(tokenizer, deterministic):
         base.STATUS_NOT_FINITE,
     ]
     assert second["status"][:, 0].tolist() == expected
-    np.testing.assert_allclose(second["attributes"][0], [toy_score([6]), 1, 1])
+    expected_first = [toy_score([6]), 1, 1]
+    np.testing.assert_allclose(second["attributes"][0], expected_first)
     assert np.isnan(second["attributes"][1:]).all()
     assert np.isnan(second["rewards"][1:]).all()
 
 
 def test_a_model_that_raises_gives_no_attributes(tokenizer):
-    (answer,) = RequestScorer(AttributeToy(0.0, 0.0), tokenizer)([arrays_of([[TOKEN_RAISE]])])
+    scorer = RequestScorer(AttributeToy(0.0, 0.0), tokenizer)
+    (answer,) = scorer([arrays_of([[TOKEN_RAISE]])])
     assert np.isnan(answer["attributes"]).all()
     assert answer["status"].tolist() == [[base.STATUS_INTERNAL]]
 
 
 def test_without_attributes_the_answer_is_as_before(tokenizer):
-    (answer,) = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)([arrays_of([[1, 2]])])
+    scorer = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)
+    (answer,) = scorer([arrays_of([[1, 2]])])
     assert set(answer) == {"rewards", "status"}
 
 
@@ -133,7 +137,8 @@ def test_several_sources_keep_their_attributes_apart():
             return self
 
         def result(self):
-            return Rewards(torch.ones(1), torch.zeros(1).int(), {"kind": torch.tensor([0.5])})
+            kinds = {"kind": torch.tensor([0.5])}
+            return Rewards(torch.ones(1), torch.zeros(1).int(), kinds)
 
         def close(self):
             pass
@@ -144,7 +149,7 @@ def test_several_sources_keep_their_attributes_apart():
 
 
 class ServedModel(ToyServer):
-    """`examples/serve_reward_model.py` itself."""
+    """`examples/serve_reward_model.py` as a process."""
 
     def command(self) -> list[str]:
         places = [f"inference.port={self.port}", f"inference.ready_file={self.ready_file}"]

@@ -1,4 +1,4 @@
-"""Preference pairs and rated answers: files, faults, split, and the actor's token format."""
+"""Preference pairs and rated answers: files, faults, split, and the policy's token format."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tokenizer(tmp_path_factory):
 
 
 def pairs_of(path: Path, tokenizer, **data: Any):
-    """What `read_examples` makes of a file of pairs."""
+    """Return what `read_examples` reads from a file of pairs."""
     data = {"max_length": 1000, **data}
     return read_examples(
         TrainRewardModelConfig(data=PairsConfig(pairs_path=str(path), **data)), tokenizer
@@ -78,7 +78,8 @@ def test_no_prompt_is_on_both_sides():
     keys = [f"prompt {i % 60}" for i in range(200)]
     train, held_out = split_by_prompt(keys, 0.25, seed=3)
     assert sorted(train + held_out) == list(range(200))
-    assert not {keys[i] for i in train} & {keys[i] for i in held_out}
+    train_keys = {keys[i] for i in train}
+    assert not train_keys & {keys[i] for i in held_out}
     assert 0.1 < len(held_out) / 200 < 0.45
     assert split_by_prompt(keys, 0.25, seed=4) != (train, held_out)
 
@@ -97,7 +98,8 @@ def test_prompts_that_differ_in_case_and_space_are_one(tmp_path, tokenizer):
         {"prompt": "how are YOU?", "chosen": "c", "rejected": "d"},
         {"messages": [{"role": "user", "content": "How are you?"}], "chosen": "e", "rejected": "f"},
     ]
-    pairs, skipped, count = pairs_of(write_lines(tmp_path / "pairs.jsonl", *rows), tokenizer)
+    path = write_lines(tmp_path / "pairs.jsonl", *rows)
+    pairs, skipped, count = pairs_of(path, tokenizer)
     assert len({pair.prompt_key for pair in pairs}) == 1
     assert skipped == {}
     assert count == len(pairs) == 3
@@ -178,18 +180,18 @@ def test_an_answer_that_is_a_message_is_checked(tmp_path, tokenizer, answer, key
 def test_conversations_as_answers_are_the_same_pairs(tmp_path, tokenizer):
     prompt = "What?"
     turns = [{"role": "user", "content": "What?"}]
-    texts = write_lines(
-        tmp_path / "texts.jsonl", *[{"prompt": prompt, "chosen": "a", "rejected": "b"}] * 3
-    )
+    row = {"prompt": prompt, "chosen": "a", "rejected": "b"}
+    texts = write_lines(tmp_path / "texts.jsonl", *[row] * 3)
     answers = {
-        key: [{"role": "assistant", "content": text}]
-        for key, text in (("chosen", "a"), ("rejected", "b"))
+        "chosen": [{"role": "assistant", "content": "a"}],
+        "rejected": [{"role": "assistant", "content": "b"}],
     }
     whole = {key: turns + answer for key, answer in answers.items()}
     lines = [{"prompt": prompt, **whole}, {"prompt": turns, **answers}, whole]
     pairs = pairs_of(write_lines(tmp_path / "lists.jsonl", *lines), tokenizer)
     assert pairs[0] == pairs_of(texts, tokenizer)[0]
-    other = {**whole, "rejected": [{"role": "user", "content": "Who?"}, *answers["rejected"]]}
+    other_turns = [{"role": "user", "content": "Who?"}, *answers["rejected"]]
+    other = {**whole, "rejected": other_turns}
     unanswered = {**whole, "chosen": turns}
     bad = tmp_path / "bad.jsonl"
     values = ("2 lines", "bad.jsonl:1: chosen and rejected ", "bad.jsonl:2: chosen ")
@@ -375,19 +377,20 @@ def test_pairs_are_what_transformers_makes_of_the_conversations(
     tokenizer = chat_tokenizers[name]
     prompt = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     answers = {
-        key: {"role": "assistant", "content": text}
-        for key, text in (("chosen", "Hello. "), ("rejected", "No"))
+        "chosen": {"role": "assistant", "content": "Hello. "},
+        "rejected": {"role": "assistant", "content": "No"},
     }
     line: dict[str, Any] = {key: [answer] for key, answer in answers.items()}
     if form == "prompt apart":
         line["prompt"] = prompt
     else:
         line = {key: [*prompt, *messages] for key, messages in line.items()}
-    (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
+    path = write_lines(tmp_path / "pairs.jsonl", line)
+    (pair,), _, _ = pairs_of(path, tokenizer)
     for key, answer in answers.items():
         expected = tokenizer.apply_chat_template([*prompt, answer], return_dict=False)
         assert [*pair.prompt, *getattr(pair, key)] == expected
-    # The answers' own tokens begin behind all that the template writes before them.
+    # The answers' tokens start after everything that the template writes before them.
     assert tokenizer.decode(pair.rejected).startswith("No")
 
 
@@ -401,10 +404,12 @@ def test_pairs_have_the_roles_of_prompts(tmp_path, chat_tokenizers, role, form):
     line: dict[str, Any] = {"prompt": prompt, "chosen": "Hello.", "rejected": "No"}
     if form == "whole conversations":
         line = {"chosen": [*prompt, chosen], "rejected": [*prompt, rejected]}
-    (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
+    path = write_lines(tmp_path / "pairs.jsonl", line)
+    (pair,), _, _ = pairs_of(path, tokenizer)
     expected = tokenizer.apply_chat_template([*prompt, chosen], return_dict=False)
     assert [*pair.prompt, *pair.chosen] == expected
-    line = {"prompt": [{**prompt[0], "role": "critic"}, prompt[1]], "chosen": "a", "rejected": "b"}
+    critic = {**prompt[0], "role": "critic"}
+    line = {"prompt": [critic, prompt[1]], "chosen": "a", "rejected": "b"}
     values = ("bad.jsonl:1: prompt[0].role is 'critic'", "developer")
     with raises_error("data.message.unknown_role", *values):
         pairs_of(write_lines(tmp_path / "bad.jsonl", line), tokenizer)
@@ -429,14 +434,16 @@ def test_the_rest_of_a_conversation_follows_a_prompt_of_messages(tmp_path, chat_
         "rejected": [*rest, rejected],
         "tools": json.dumps([tool]),
     }
-    (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
+    path = write_lines(tmp_path / "pairs.jsonl", line)
+    (pair,), _, _ = pairs_of(path, tokenizer)
     function["arguments"] = {"city": "Rome"}  # type: ignore[assignment]
     expected = tokenizer.apply_chat_template(
         [*prompt, *rest, chosen], tools=[tool], return_dict=False
     )
     assert [*pair.prompt, *pair.chosen] == expected
     called = {"prompt": prompt, "chosen": [asked], "rejected": [rejected], "tools": [tool]}
-    (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", called), tokenizer)
+    path = write_lines(tmp_path / "pairs.jsonl", called)
+    (pair,), _, _ = pairs_of(path, tokenizer)
     expected = tokenizer.apply_chat_template([*prompt, asked], tools=[tool], return_dict=False)
     assert [*pair.prompt, *pair.chosen] == expected
 
@@ -448,10 +455,8 @@ def test_template_arguments_of_the_data_and_of_a_line(tmp_path, tokenizer):
     with_mood = {**line, "chat_template_kwargs": {"mood": "merry"}}
     path = write_lines(tmp_path / "pairs.jsonl", line, with_mood)
     pairs, _, _ = pairs_of(path, tokenizer, chat_template_kwargs={"mood": "sad"})
-    assert [tokenizer.decode([*pair.prompt, *pair.chosen]) for pair in pairs] == [
-        "sad|p|a",
-        "merry|p|a",
-    ]
+    texts = [tokenizer.decode([*pair.prompt, *pair.chosen]) for pair in pairs]
+    assert texts == ["sad|p|a", "merry|p|a"]
     with raises_error("chat_template.argument.not_read", "data.chat_template_kwargs.moody "):
         pairs_of(path, tokenizer, chat_template_kwargs={"moody": "sad"})
     bad = write_lines(tmp_path / "bad.jsonl", {**line, "chat_template_kwargs": [1]})
@@ -465,7 +470,8 @@ def test_the_reward_server_reads_what_training_reads(tmp_path, chat_tokenizers, 
     renderer = ChatRenderer(chat_tokenizers[name])
     sample = TextSample("unused", "hello.", {}, tuple(MESSAGES))
     line = {"prompt": MESSAGES, "chosen": "hello.", "rejected": "no"}
-    (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), renderer.tokenizer)
+    path = write_lines(tmp_path / "pairs.jsonl", line)
+    (pair,), _, _ = pairs_of(path, renderer.tokenizer)
     assert encode_sample(renderer, sample) == [*pair.prompt, *pair.chosen]
     end = end_of_turn_ids(renderer)
     cut = encode_sample(renderer, dataclasses.replace(sample, finished=False))
@@ -485,15 +491,15 @@ def test_the_reward_server_gives_the_template_a_records_tools_and_arguments(chat
 
 
 def actor_sequence(tokenizer, folder: Path, prompt: str, response: list[int]) -> list[int]:
-    """What the actor reads and writes, made by the actor's own code."""
+    """Return the tokens that the policy reads and writes, by the policy's own code."""
     file = folder / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": prompt}))
     dataset = PromptDataset.from_files(
         tokenizer, file, max_prompt_tokens=None, apply_chat_template=True
     )
-    completions = Completions(
-        torch.tensor([response]), torch.tensor([len(response)]), (FINISH_STOP,)
-    )
+    tokens = torch.tensor([response])
+    lengths = torch.tensor([len(response)])
+    completions = Completions(tokens, lengths, (FINISH_STOP,))
     rows, _ = join_prompts_and_responses([dataset[0]], completions, pad_id=0)
     return rows[0].tolist()
 

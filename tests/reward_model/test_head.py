@@ -100,9 +100,8 @@ def made_features(
     direction /= direction.norm()
     first = torch.randn(pairs, width, generator=generator, dtype=torch.float64) + 5
     second = torch.randn(pairs, width, generator=generator, dtype=torch.float64) + 5
-    margin = (first - second) @ direction + noise * torch.randn(
-        pairs, generator=generator, dtype=torch.float64
-    )
+    unit_noise = torch.randn(pairs, generator=generator, dtype=torch.float64)
+    margin = (first - second) @ direction + noise * unit_noise
     better = (margin > 0)[:, None]
     chosen = torch.where(better, first, second)
     rejected = torch.where(better, second, first)
@@ -133,9 +132,8 @@ def test_standardising_keeps_the_log_odds():
     difference = (features.chosen - features.rejected).double()
     size = difference.square().sum(1).mean().sqrt()
     log_odds = difference @ (fit_direction(difference / size, 0.01) / size)
-    ours = (
-        scores(trained.head, features.chosen) - scores(trained.head, features.rejected)
-    ) * trained.raw_std
+    margins = scores(trained.head, features.chosen) - scores(trained.head, features.rejected)
+    ours = (margins) * trained.raw_std
     torch.testing.assert_close(ours, log_odds, atol=1e-4, rtol=1e-4)
 
 
@@ -162,7 +160,7 @@ def test_training_is_deterministic_and_blind_to_the_order_of_pairs():
 def test_extra_pairs_are_learnt_but_not_standardised_by():
     features, direction = made_features(400)
     away = torch.zeros(16, dtype=torch.float64)
-    away[0] = 1  # a region that no pair shows, and that the preferred direction leans to
+    away[0] = 1  # a region without pairs, on the side of the preferred direction
     orthogonal = away - direction[0] * direction
     bad = features.chosen.mean(0) + 20 * orthogonal + 2 * direction
     extra = PairFeatures(features.chosen, bad.expand(400, 16))
@@ -171,8 +169,10 @@ def test_extra_pairs_are_learnt_but_not_standardised_by():
     assert head_accuracy(plain.head, extra).value < 0.5
     assert head_accuracy(taught.head, extra).value > 0.95
     assert head_accuracy(taught.head, features).value > 0.8
-    # The extra pairs are many and all contradict the pairs: they win the fit.
-    against = PairFeatures(features.rejected.repeat(5, 1), features.chosen.repeat(5, 1))
+    # The many extra pairs all contradict the pairs: they dominate the fit.
+    chosen = features.chosen.repeat(5, 1)
+    rejected = features.rejected.repeat(5, 1)
+    against = PairFeatures(rejected, chosen)
     assert head_accuracy(train_head(features, "mean", L2, extra=against).head, features).value < 0.2
     values = scores(taught.head, torch.cat((features.chosen, features.rejected)))
     assert float(values.std()) == pytest.approx(1, abs=1e-4)

@@ -74,18 +74,18 @@ def ranking_overrides(folder: Path, *, noise: float = 0.0) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory):
-    """The folder of a run of 30 steps, with an evaluation every 10."""
+    """The folder of a run of 30 steps with an evaluation every 10."""
     folder = tmp_path_factory.mktemp("ranked")
     run(*ranking_overrides(folder), f"full.max_steps={STEPS}")
     return folder
 
 
 def held_out_groups(overrides: list[str]) -> tuple[list[Any], list[tuple[int, ...]]]:
-    """The held-out examples of a run, and their sequences."""
+    """Return the held-out examples of a run, and their sequences."""
     cfg = tiny_config(*overrides)
-    objective: Objective = (
-        Ranking() if cfg.full.objective == "ranking" else Regression(cfg.full.attributes)
-    )
+    objective: Objective = Ranking()
+    if cfg.full.objective != "ranking":
+        objective = Regression(cfg.full.attributes)
     examples = load_examples(cfg, load_tokenizer(cfg.model.restore_from_path)).held_out
     return examples, [s for example in examples for s in objective.sequences_of(example)]
 
@@ -95,20 +95,20 @@ def transformers_scores(folder: Path, sequences: list[tuple[int, ...]]) -> torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    batch: Any = AutoTokenizer.from_pretrained(folder).pad(
-        {"input_ids": [list(s) for s in sequences]}
-    )
+    inputs = {"input_ids": [list(s) for s in sequences]}
+    batch: Any = AutoTokenizer.from_pretrained(folder).pad(inputs)
     rows = {name: torch.tensor(batch[name]) for name in ("input_ids", "attention_mask")}
     return model(**rows).logits
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """Metrics without times."""
+    """Return the metrics without times."""
     lines = read_metrics(folder / "out/metrics.jsonl")
     timeless = []
     for line in lines:
-        names = [name for name in line if name != "time" and not name.startswith("timers/")]
-        timeless.append({name: line[name] for name in names})
+        numbers = {name: value for name, value in line.items() if not name.startswith("timers/")}
+        del numbers["time"]
+        timeless.append(numbers)
     return timeless
 
 
@@ -134,9 +134,8 @@ def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_serv
     evaluation = Ranking().evaluate(scores.view(-1, 2, 1), examples)
     assert evaluation.loss == pytest.approx(best.evaluation.loss, rel=1e-4)
     with parallel_mesh() as mesh:
-        served = load_reward_model(ranked / "out/model", None, mesh).score(
-            [list(s) for s in sequences]
-        )
+        model = load_reward_model(ranked / "out/model", None, mesh)
+        served = model.score([list(s) for s in sequences])
     torch.testing.assert_close(torch.tensor(served), scores[:, 0], atol=1e-5, rtol=0)
     config = json.loads((ranked / "out/model/config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
@@ -170,18 +169,18 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
     for name in others:
         assert torch.equal(weights[name], others[name])
     assert weights.keys() == others.keys()
-    assert (tmp_path / "out" / EVALUATION_FILE).read_text() == (
-        ranked / "out" / EVALUATION_FILE
-    ).read_text()
+    expected = (ranked / "out" / EVALUATION_FILE).read_text()
+    assert (tmp_path / "out" / EVALUATION_FILE).read_text() == expected
 
-    again = run(*overrides)  # it is over: nothing is made again
+    again = run(*overrides)  # it has ended: nothing is computed again
     assert again.step == STEPS
     assert lines_of(tmp_path) == lines_of(ranked)
     changes = "full.global_batch_size: 32 -> 16; data.max_pairs: null -> 300. "
     with raises_error("reward_model.resume.other_settings", changes):
         run(*overrides, "data.max_pairs=300", "full.global_batch_size=16", "model.optim.lr=1e-5")
     pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[:300]))
+    lines = pairs.read_text().splitlines(keepends=True)
+    pairs.write_text("".join(lines[:300]))
     with raises_error("reward_model.checkpoint.other_data"):
         run(*overrides)
 
@@ -202,18 +201,17 @@ def test_a_run_with_another_split_or_seed_is_refused(tmp_path, change, said):
 
 
 def test_it_stops_early_and_keeps_the_best(tmp_path):
-    """Half of the pairs are turned around, so whatever is learnt beyond that is memorised."""
+    """Half of the pairs are reversed, so anything learnt beyond that is memorised."""
     overrides = [
         *ranking_overrides(tmp_path, noise=0.5),
         "full.val_check_interval=4",
         "full.patience=2",
     ]
     trainer = run(*overrides, "full.keep_last=1")
-    losses = {
-        line["step"]: line["val/loss"]
-        for line in lines_of(tmp_path)
-        if "val/loss" in line and line["step"]
-    }
+    losses = {}
+    for line in lines_of(tmp_path):
+        if "val/loss" in line and line["step"]:
+            losses[line["step"]] = line["val/loss"]
     best_step = min(losses, key=lambda step: losses[step])
     assert trainer.best is not None
     assert trainer.best.step == best_step
@@ -224,7 +222,8 @@ def test_it_stops_early_and_keeps_the_best(tmp_path):
     assert names == expected
     examples, sequences = held_out_groups(overrides)
     scores = transformers_scores(tmp_path / "out/model", sequences).view(-1, 2, 1)
-    assert Ranking().evaluate(scores, examples).loss == pytest.approx(losses[best_step], rel=1e-4)
+    evaluation = Ranking().evaluate(scores, examples)
+    assert evaluation.loss == pytest.approx(losses[best_step], rel=1e-4)
     again = run(*overrides, "full.keep_last=1")
     assert again.step == trainer.step
 
@@ -249,7 +248,8 @@ def test_regression_recovers_planted_attributes(tmp_path):
     assert trainer.best.evaluation.loss < 0.1
     examples, sequences = held_out_groups(overrides)
     scores = transformers_scores(tmp_path / "out/model", sequences)
-    evaluation = Regression(NAMES).evaluate(scores.view(len(examples), 1, 2), examples)
+    by_attribute = scores.view(len(examples), 1, 2)
+    evaluation = Regression(NAMES).evaluate(by_attribute, examples)
     assert evaluation.loss == pytest.approx(trainer.best.evaluation.loss, rel=1e-3)
     with parallel_mesh() as mesh:
         assert load_reward_model(tmp_path / "out/model", None, mesh).attributes == NAMES
@@ -262,15 +262,16 @@ DATED = "{{ strftime_now('%d %B') }}{% for m in messages %}{{ m.content }}{% end
 
 
 def test_the_date_of_a_template_is_that_of_the_first_start(tmp_path, monkeypatch):
-    """A resume has it from the run's config.yaml; without one, and anew, it is today's."""
+    """A resume reads it from config.yaml; without one, and for a new run, it is today's date."""
     dates = []
     monkeypatch.setattr(job, "parallel_mesh", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(job, "_run_full", lambda cfg, *_: dates.append(cfg.data.chat_template_date))
 
     def start(day: str, *extra: str) -> None:
+        today = classmethod(lambda cls: date.fromisoformat(day))
         monkeypatch.setattr(
             "reinforce_rl.config.template.date",
-            type("Stopped", (date,), {"today": classmethod(lambda cls: date.fromisoformat(day))}),
+            type("Stopped", (date,), {"today": today}),
         )
         train_reward_model(tiny_config(*overrides, *extra))
 
@@ -366,7 +367,8 @@ def test_the_script_on_two_ranks(layout, ranked, tmp_path):
     ]
     done = run_script(SCRIPT, *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    pairs = zip(lines_of(tmp_path)[:6], lines_of(ranked)[:6], strict=True)
+    lines = lines_of(tmp_path)
+    pairs = zip(lines[:6], lines_of(ranked)[:6], strict=True)
     for line, other in pairs:
         # rounding grows from then on
         for key, value in other.items():
@@ -382,15 +384,16 @@ def trunk(tmp_path_factory) -> Path:
 
 
 def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
-    """Of several splits, one is to be chosen; the record of the data fits no single file."""
-    rows = [
-        {"prompt": f"question {i}", "chosen": f"please {i}", "rejected": f"XX {i} ZZ"}
-        for i in range(24)
-    ]
+    """One of several splits has to be chosen; the record of the data names no single file."""
+    rows = []
+    for i in range(24):
+        row = {"prompt": f"question {i}", "chosen": f"please {i}", "rejected": f"XX {i} ZZ"}
+        rows.append(row)
     folder = tmp_path / "pairs"
     folder.mkdir()
-    for name, part in (("train-0", rows[:12]), ("train-1", rows[12:]), ("test-0", rows[:3])):
-        write_lines(folder / f"{name}.jsonl", part)
+    write_lines(folder / "train-0.jsonl", rows[:12])
+    write_lines(folder / "train-1.jsonl", rows[12:])
+    write_lines(folder / "test-0.jsonl", rows[:3])
     overrides = [
         f"model.restore_from_path={trunk}",
         f"output_dir={tmp_path / 'out'}",
@@ -409,10 +412,10 @@ def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
 
 
 def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
-    rows = [
-        {"prompt": f"question {i}", "chosen": f"please, {i} is fine", "rejected": f"XX {i} ZZ!!"}
-        for i in range(24)
-    ]
+    rows = []
+    for i in range(24):
+        answers = {"chosen": f"please, {i} is fine", "rejected": f"XX {i} ZZ!!"}
+        rows.append({"prompt": f"question {i}", **answers})
     pairs = write_lines(tmp_path / "pairs.jsonl", rows)
     out = tmp_path / "out"
     overrides = [
@@ -466,9 +469,8 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
         model = load_reward_model(trunk, out / "head.safetensors", mesh)
         tokenizer = load_tokenizer(trunk)
         samples = [TextSample("", text, {}, tuple(messages)) for text in texts]
-        good, bad = model.score(
-            [encode_sample(ChatRenderer(tokenizer), sample) for sample in samples]
-        )
+        sequences = [encode_sample(ChatRenderer(tokenizer), sample) for sample in samples]
+        good, bad = model.score(sequences)
     assert good > bad
 
 

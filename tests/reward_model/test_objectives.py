@@ -34,7 +34,10 @@ def test_bradley_terry_is_a_sum_over_pairs():
     chosen = 3 * doubles(50, 0)
     rejected = 3 * doubles(50, 1)
     margins = (chosen - rejected).tolist()
-    expected = sum(-math.log(1 / (1 + math.exp(-margin))) for margin in margins)
+    expected = 0.0
+    for margin in margins:
+        likelihood = 1 / (1 + math.exp(-margin))
+        expected -= math.log(likelihood)
     assert float(bradley_terry(chosen, rejected)) == pytest.approx(expected, rel=1e-12)
     head = bradley_terry(chosen[:13], rejected[:13])
     rest = bradley_terry(chosen[13:], rejected[13:])
@@ -65,34 +68,38 @@ def test_calibration_bin_by_bin():
     generator = random.Random(0)
     pairs = [(generator.gauss(0, 2), generator.gauss(0, 2)) for _ in range(400)]
     pairs += [(1.0, 1.0)] * 5
-    found_error, bins = calibration(*(torch.tensor(side) for side in zip(*pairs, strict=True)))
+    sides = (torch.tensor(side) for side in zip(*pairs, strict=True))
+    found_error, bins = calibration(*sides)
     buckets: dict[int, list[tuple[float, float]]] = {}
     for chosen, rejected in pairs:
-        confidence = 1 / (1 + math.exp(-abs(chosen - rejected)))
-        right = 1.0 if chosen > rejected else 0.0 if chosen < rejected else 0.5
-        number = min(int((confidence - 0.5) / 0.5 * NUM_BINS), NUM_BINS - 1)
+        margin = abs(chosen - rejected)
+        confidence = 1 / (1 + math.exp(-margin))
+        right = 0.5
+        if chosen != rejected:
+            right = float(chosen > rejected)
+        share = (confidence - 0.5) / 0.5
+        number = min(int(share * NUM_BINS), NUM_BINS - 1)
         buckets.setdefault(number, []).append((confidence, right))
     expected = [len(buckets[i]) for i in sorted(buckets)]
     assert [confidence_bin.count for confidence_bin in bins] == expected
     error = 0.0
     for i, confidence_bin in zip(sorted(buckets), bins, strict=True):
-        predicted, observed = (
-            sum(values) / len(values) for values in zip(*buckets[i], strict=True)
-        )
-        assert (confidence_bin.predicted, confidence_bin.observed) == pytest.approx(
-            (predicted, observed)
-        )
+        count = len(buckets[i])
+        predicted = sum(confidence for confidence, _ in buckets[i]) / count
+        observed = sum(right for _, right in buckets[i]) / count
+        assert confidence_bin.predicted == pytest.approx(predicted)
+        assert confidence_bin.observed == pytest.approx(observed)
         assert confidence_bin.low <= confidence_bin.predicted <= confidence_bin.high
         assert confidence_bin.high - confidence_bin.low == pytest.approx(0.5 / NUM_BINS)
-        error += len(buckets[i]) / len(pairs) * abs(predicted - observed)
+        weight = count / len(pairs)
+        error += weight * abs(predicted - observed)
     assert found_error == pytest.approx(error)
 
 
 def test_a_calibrated_model_has_little_calibration_error():
     margins = 2 * doubles(20_000, 3)
-    chosen_first = torch.rand(20_000, generator=torch.Generator().manual_seed(4)) < torch.sigmoid(
-        margins
-    )
+    draws = torch.rand(20_000, generator=torch.Generator().manual_seed(4))
+    chosen_first = draws < torch.sigmoid(margins)
     chosen = torch.where(chosen_first, margins, 0)
     rejected = torch.where(chosen_first, 0, margins)
     assert calibration(chosen, rejected)[0] < 0.01
@@ -121,7 +128,8 @@ def test_correlations():
     spread = math.sqrt(squares_x * squares_y)
     assert correlation(x, y) == pytest.approx(covariance / spread)
     # Without ties Spearman's is 1 - 6 sum d^2 / (n (n^2 - 1)).
-    differences = sum(difference**2 for difference in (ranks(x) - ranks(y)).tolist())
+    rank_differences = (ranks(x) - ranks(y)).tolist()
+    differences = sum(difference**2 for difference in rank_differences)
     targets = torch.cat((y, torch.tensor([NAN, NAN])))
     predicted = torch.cat((x, torch.ones(2)))
     fit = attribute_fit(predicted, targets)
@@ -130,13 +138,16 @@ def test_correlations():
     assert fit["pearson"] == pytest.approx(covariance / spread)
     expected = sum((a - b) ** 2 for a, b in pairs) / 40
     assert fit["mse"] == pytest.approx(expected)
-    assert math.isnan(attribute_fit(torch.ones(3), torch.arange(3.0))["pearson"])
-    assert math.isnan(attribute_fit(torch.ones(3), torch.full((3,), NAN))["mse"])
+    constant = attribute_fit(torch.ones(3), torch.arange(3.0))
+    assert math.isnan(constant["pearson"])
+    unrated = attribute_fit(torch.ones(3), torch.full((3,), NAN))
+    assert math.isnan(unrated["mse"])
 
 
 def test_the_objectives_agree_with_their_parts():
     examples = [EncodedPair(str(i), (1,), (2,) * (i + 1), (3,) * 2) for i in range(4)]
-    scores = torch.tensor([[[1.0], [0.0]], [[0.0], [2.0]], [[1.0], [1.0]], [[3.0], [0.0]]])
+    pair_scores = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0], [3.0, 0.0]])
+    scores = pair_scores[:, :, None]
     loss, sums = Ranking().loss(scores, examples)
     evaluation = Ranking().evaluate(scores, examples)
     assert evaluation.loss == pytest.approx(loss.item() / 4)
@@ -152,18 +163,23 @@ def test_the_objectives_agree_with_their_parts():
     predicted = torch.tensor([[[1.0, 5.0]], [[2.0, 3.0]]])
     loss, _ = objective.loss(predicted, rated)
     assert objective.count(rated) == 3
-    assert objective.evaluate(predicted, rated).loss == pytest.approx(loss.item() / 3) == 5 / 3
-    assert objective.evaluate(predicted, rated).metrics["mse_b"] == pytest.approx(4.0)
+    fit = objective.evaluate(predicted, rated)
+    assert fit.loss == pytest.approx(loss.item() / 3) == 5 / 3
+    assert fit.metrics["mse_b"] == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("cut", list(itertools.pairwise((0, 3, 7))))
 def test_a_loss_is_the_sum_of_its_cuts(cut):
-    examples = [EncodedRating("", (1,), (float(i), NAN if i % 2 else 1.0)) for i in range(7)]
+    examples = []
+    for i in range(7):
+        second = NAN if i % 2 else 1.0
+        examples.append(EncodedRating("", (1,), (float(i), second)))
     predicted = doubles(14, 8).view(7, 1, 2)
     objective = Regression(["a", "b"])
     whole, _ = objective.loss(predicted, examples)
     inside = slice(*cut)
-    rest = [i for i in range(7) if not cut[0] <= i < cut[1]]
+    rest = [i for i in range(7) if i not in range(*cut)]
     parts = objective.loss(predicted[inside], examples[inside])[0]
-    parts = parts + objective.loss(predicted[rest], [examples[i] for i in rest])[0]
+    rest_loss = objective.loss(predicted[rest], [examples[i] for i in rest])[0]
+    parts = parts + rest_loss
     torch.testing.assert_close(parts, whole)

@@ -1,4 +1,4 @@
-"""How a call is cut into forward passes and dealt to copies of the model."""
+"""How a call is divided into forward passes and dealt to copies of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ CUTS = [
 
 def some_sequences(count: int, longest: int = 40) -> list[list[int]]:
     rng = np.random.default_rng(count)
-    return [rng.integers(1, 60, length).tolist() for length in rng.integers(1, longest, count)]
+    lengths = rng.integers(1, longest, count)
+    return [rng.integers(1, 60, length).tolist() for length in lengths]
 
 
 @pytest.mark.parametrize("batching", CUTS)
@@ -34,21 +35,16 @@ def test_every_sequence_is_in_one_pass_unchanged(batching, count):
     sequences = some_sequences(count)
     tokens_of_rows: dict[int, list[int]] = {}
     for micro_batch in batching.plan(sequences):
-        assert (
-            micro_batch.tokens.dtype
-            == micro_batch.lengths.dtype
-            == micro_batch.rows.dtype
-            == np.int64
-        )
+        assert micro_batch.tokens.dtype == np.int64
+        assert micro_batch.lengths.dtype == np.int64
+        assert micro_batch.rows.dtype == np.int64
         assert micro_batch.tokens.shape[1] % batching.pad_to_multiple == 0
         assert micro_batch.tokens.shape[1] - micro_batch.lengths.max() < batching.pad_to_multiple
         if batching.tokens_per_micro_batch is None:
             assert len(micro_batch.rows) <= batching.micro_batch_size
         else:
-            assert (
-                len(micro_batch.rows) == 1
-                or micro_batch.tokens.size <= batching.tokens_per_micro_batch
-            )
+            is_within = micro_batch.tokens.size <= batching.tokens_per_micro_batch
+            assert is_within or len(micro_batch.rows) == 1
         triples = zip(
             micro_batch.rows.tolist(),
             micro_batch.tokens.tolist(),
@@ -63,9 +59,9 @@ def test_every_sequence_is_in_one_pass_unchanged(batching, count):
 
 
 def test_passes_hold_sequences_of_like_length():
+    micro_batches = Batching(4).plan(some_sequences(30))
     widths = [
-        (micro_batch.lengths.min(), micro_batch.lengths.max())
-        for micro_batch in Batching(4).plan(some_sequences(30))
+        (micro_batch.lengths.min(), micro_batch.lengths.max()) for micro_batch in micro_batches
     ]
     for this, following in itertools.pairwise(widths):
         assert this[0] >= following[1]
@@ -78,7 +74,8 @@ def test_passes_are_dealt_once_and_evenly(blocks):
     expected = list(range(len(passes)))
     assert sorted(index for local_passes in dealt for index in local_passes) == expected
     loads = [sum(passes[index].tokens.size for index in local_passes) for local_passes in dealt]
-    fair = max(sum(loads) / blocks, max(micro_batch.tokens.size for micro_batch in passes))
+    largest = max(micro_batch.tokens.size for micro_batch in passes)
+    fair = max(sum(loads) / blocks, largest)
     assert max(loads) <= 4 / 3 * fair
 
 

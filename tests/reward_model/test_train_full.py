@@ -1,11 +1,12 @@
-"""The gradient of a reward model's loss is autograd's on transformers' model.
+"""The gradient of a reward model's loss equals autograd's on transformers' model.
 
-However the batch is cut or spread.
+For any cut and spread of the batch.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,11 @@ def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, to
         margins = scores[:, 0, 0] - scores[:, 1, 0]
         loss = -torch.log(torch.sigmoid(margins)).mean()
     else:
-        errors = [
-            (scores[i, 0, k] - rating) ** 2
-            for i, example in enumerate(examples)
-            for k, rating in enumerate(example.ratings)
-            if rating == rating
-        ]
+        errors = []
+        for i, example in enumerate(examples):
+            for k, rating in enumerate(example.ratings):
+                if not math.isnan(rating):
+                    errors.append((scores[i, 0, k] - rating) ** 2)
         loss = torch.stack(errors).mean()
     loss.backward()
     tensors = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -133,7 +133,7 @@ def on_two_ranks(request, folder, expected, tmp_path_factory) -> Path:
 
 
 def test_two_ranks_equal_one(on_two_ranks):
-    """See `check_layouts`."""
+    """`check_layouts` has the checks."""
 
 
 @pytest.mark.slow
@@ -151,9 +151,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_here(case, on_two_ranks, folder, mesh
     model = model_of(folder, mesh, case)
     checkpoint = on_two_ranks / f"{case}.checkpoints" / "step_00000002"
     saved = Checkpoint(checkpoint, {})
-    Checkpointer(
-        saved.folder.parent, mesh, model.ddp, *build_optimizer(model.ddp, **SETTINGS)
-    ).restore(saved)
+    optimizer = build_optimizer(model.ddp, **SETTINGS)
+    Checkpointer(saved.folder.parent, mesh, model.ddp, *optimizer).restore(saved)
     objective, _ = CASES[case]
     scores = model.scores([objective.sequences_of(example) for example in examples_of(objective)])
     torch.testing.assert_close(scores, expected[f"{case} scores after"], atol=2e-5, rtol=1e-5)
@@ -169,16 +168,16 @@ def test_a_folder_exported_by_two_ranks_scores_as_in_transformers(on_two_ranks, 
     sequences = [s for example in examples_of(objective) for s in objective.sequences_of(example)]
     with torch.no_grad():
         logits = torch.cat([model(torch.tensor([sequence])).logits for sequence in sequences])
-    torch.testing.assert_close(
-        logits.view(-1, 2, 1), expected["ranking scores after"], atol=2e-5, rtol=1e-5
-    )
+    scores = logits.view(-1, 2, 1)
+    torch.testing.assert_close(scores, expected["ranking scores after"], atol=2e-5, rtol=1e-5)
 
 
 def test_a_model_that_its_weights_do_not_bear_out_is_not_built(folder, mesh, tmp_path):
-    """Its embedding alone would take terabytes."""
+    """Its embedding alone would need terabytes."""
     shutil.copytree(folder, tmp_path / "model")
     file = tmp_path / "model/config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 10**13}))
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "vocab_size": 10**13}))
     with raises_error("model.weights.not_of_config", "embed_tokens.weight", f"({10**13}, "):
         load_trainable(tmp_path / "model", mesh, (), seed=0)
 

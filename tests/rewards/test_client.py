@@ -1,4 +1,4 @@
-"""The client against a real PyTriton server that is killed and restarted, and against one that misbehaves."""
+"""The client against a real PyTriton server that is killed, and against one that misbehaves."""
 
 from __future__ import annotations
 
@@ -31,8 +31,14 @@ from helpers.toy_server import ToyServer, free_port, wait_for
 
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.rewards import base, transport
-from reinforce_rl.rewards.base import RewardRequest
+from reinforce_rl.rewards import transport
+from reinforce_rl.rewards.base import (
+    STATUS_BAD_TOKEN,
+    STATUS_EMPTY,
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    RewardRequest,
+)
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.transport import Call
 
@@ -82,8 +88,12 @@ def make_client():
 def test_large_batches_are_split_and_joined_in_order(server, make_client, options):
     rng = random.Random(1)
     # Three requests of at most 8.
-    sequences = [[rng.randrange(4, 100) for _ in range(rng.randrange(1, 12))] for _ in range(19)]
-    rewards = make_client(server.port, **options).infer_rm(request_of(sequences)).result()
+    sequences = []
+    for _ in range(19):
+        length = rng.randrange(1, 12)
+        sequences.append([rng.randrange(4, 100) for _ in range(length)])
+    client = make_client(server.port, **options)
+    rewards = client.infer_rm(request_of(sequences)).result()
     assert rewards.values.dtype == torch.float32
     assert rewards.status.dtype == torch.int32
     assert rewards.status.tolist() == [0] * 19
@@ -96,11 +106,8 @@ def test_a_proxy_of_the_environment_is_not_asked(server, make_client, monkeypatc
             monkeypatch.setenv(name, f"http://127.0.0.1:{nobody.getsockname()[1]}")
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
-        rewards = (
-            make_client(server.port, attempt_timeout_seconds=1.0)
-            .infer_rm(request_of([[5, 6]]))
-            .result()
-        )
+        client = make_client(server.port, attempt_timeout_seconds=1.0)
+        rewards = client.infer_rm(request_of([[5, 6]])).result()
     assert rewards.values.tolist() == toy_scores([[5, 6]])
 
 
@@ -108,46 +115,44 @@ def test_a_proxy_of_the_environment_is_not_asked(server, make_client, monkeypatc
 def test_a_fault_of_the_network_between_is_borne(server, make_client, fault):
     sequences = [[row + 4, 2 * row + 4] for row in range(19)]
     with FaultyProxy(server.port, [fault] * 2) as proxy:
-        rewards = (
-            make_client(proxy.port, attempt_timeout_seconds=1.0)
-            .infer_rm(request_of(sequences))
-            .result()
-        )
+        client = make_client(proxy.port, attempt_timeout_seconds=1.0)
+        rewards = client.infer_rm(request_of(sequences)).result()
         assert proxy.happened == [fault] * 2
     assert rewards.status.tolist() == [0] * 19
     assert rewards.values.tolist() == toy_scores(sequences)
 
 
 def test_failed_samples_are_nan_and_keep_their_status(server, make_client):
-    rewards = (
-        make_client(server.port)
-        .infer_rm(request_of([[1, 2], [], [TOKEN_NAN], [VOCAB_SIZE], [3]]))
-        .result()
-    )
+    sequences = [[1, 2], [], [TOKEN_NAN], [VOCAB_SIZE], [3]]
+    request = request_of(sequences)
+    rewards = make_client(server.port).infer_rm(request).result()
     assert rewards.status.tolist() == [
-        base.STATUS_OK,
-        base.STATUS_EMPTY,
-        base.STATUS_NOT_FINITE,
-        base.STATUS_BAD_TOKEN,
-        base.STATUS_OK,
+        STATUS_OK,
+        STATUS_EMPTY,
+        STATUS_NOT_FINITE,
+        STATUS_BAD_TOKEN,
+        STATUS_OK,
     ]
-    assert torch.isnan(rewards.values).tolist() == [False, True, True, True, False]
-    assert [rewards.values[0].item(), rewards.values[4].item()] == toy_scores([[1, 2], [3]])
+    is_missing = torch.isnan(rewards.values)
+    assert is_missing.tolist() == [False, True, True, True, False]
+    ends = [rewards.values[0].item(), rewards.values[4].item()]
+    assert ends == toy_scores([[1, 2], [3]])
 
 
 def test_requests_without_samples_or_tokens(server, make_client):
     client = make_client(server.port)
-    assert client.infer_rm(request_of([])).result().values.shape == (0,)
-    assert client.infer_rm(request_of([[], []])).result().status.tolist() == [base.STATUS_EMPTY] * 2
+    rewards = client.infer_rm(request_of([])).result()
+    assert rewards.values.shape == (0,)
+    rewards = client.infer_rm(request_of([[], []])).result()
+    assert rewards.status.tolist() == [STATUS_EMPTY] * 2
 
 
 def test_infer_rm_returns_at_once_and_several_can_be_under_way(server, make_client):
     client = make_client(server.port)
     futures = [client.infer_rm(request_of([[TOKEN_SLOW, i]])) for i in range(2)]
     assert not futures[0].done()
-    assert [f.result().values.tolist() for f in futures] == [
-        toy_scores([[TOKEN_SLOW, i]]) for i in range(2)
-    ]
+    scores = [f.result().values.tolist() for f in futures]
+    assert scores == [toy_scores([[TOKEN_SLOW, i]]) for i in range(2)]
 
 
 def test_conversations_go_as_texts_and_plain_prompts_as_tokens(server, make_client, tmp_path):
@@ -161,18 +166,19 @@ def test_conversations_go_as_texts_and_plain_prompts_as_tokens(server, make_clie
         messages=(messages, (), messages, (), (), messages),
         finished=(True, True, False, True, True, True),
     )
-    rendered = {row: "U: hi<eos>A: " + request.responses[row] + "<eos>" for row in (0, 5)}
-    rendered[2] = "U: hi<eos>A: c"  # cut
-    sequences = [
-        tokenizer(rendered[row], add_special_tokens=False)["input_ids"]
-        if row in rendered
-        else [7, row]
-        for row in range(6)
-    ]
+    rendered = {
+        0: "U: hi<eos>A: a<eos>",
+        2: "U: hi<eos>A: c",  # cut
+        5: "U: hi<eos>A: f<eos>",
+    }
+    sequences = [[7, row] for row in range(6)]
+    for row, text in rendered.items():
+        sequences[row] = tokenizer(text, add_special_tokens=False)["input_ids"]
     client = make_client(server.port)
     info = TokenizerInfo.from_tokenizer(tokenizer)
     assert client.check_compatible(info, VOCAB_SIZE) == "tokens"
-    assert client.infer_rm(request).result().values.tolist() == pytest.approx(toy_scores(sequences))
+    rewards = client.infer_rm(request).result()
+    assert rewards.values.tolist() == pytest.approx(toy_scores(sequences))
     assert client.check_compatible(info, VOCAB_SIZE, "tokens") == "tokens"
     as_tokens = client.infer_rm(request).result().values.tolist()
     assert as_tokens == toy_scores([[7, row] for row in range(6)]), (
@@ -186,9 +192,10 @@ def test_the_handshake_accepts_the_same_tokenizer_and_names_every_difference(
     same = TokenizerInfo.from_tokenizer(
         load_tokenizer(write_tiny_tokenizer(tmp_path / "same", vocab_size=VOCAB_SIZE))
     )
-    other = TokenizerInfo.from_tokenizer(
-        load_tokenizer(write_tiny_tokenizer(tmp_path / "other", vocab_size=VOCAB_SIZE - 30))
+    other_tokenizer = load_tokenizer(
+        write_tiny_tokenizer(tmp_path / "other", vocab_size=VOCAB_SIZE - 30)
     )
+    other = TokenizerInfo.from_tokenizer(other_tokenizer)
     client = make_client(server.port)
     assert client.check_compatible(same, VOCAB_SIZE) == "tokens"
     assert client.check_compatible(other, VOCAB_SIZE + 1) == "text"  # by the server's own template
@@ -235,14 +242,14 @@ def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(se
         future.result()
     assert re.search("refused|HTTP 502", str(caught.value))
     assert server.process.wait(30) == 1
-    # not as its last line: an interpreter that ends may warn after it
+    # not the last line: the interpreter may print a warning as it exits
     assert "died" in server.log.read_text()
     assert wait_for(lambda: not server.left_behind()), server.left_behind()
 
 
 @pytest.mark.slow
 def test_five_thousand_requests_leave_nothing_behind(tmp_path):
-    """Memory, threads, tasks and open files of a process that asks and asks."""
+    """Memory, threads, tasks and open files of a process that sends many requests."""
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     script = """
 import asyncio, sys, threading
@@ -257,20 +264,25 @@ async def tasks():
     return len(asyncio.all_tasks())
 
 sequences = [[row + 4, 2 * row + 4] for row in range(8)]
-me, found = psutil.Process(), []
+process = psutil.Process()
+usage = []
 client = RemoteGPTRMClient(port=int(sys.argv[1]))
 for number in range(1, 5001):
     assert client.infer_rm(request_of(sequences)).result().values.tolist() == toy_scores(sequences)
     if number % 1000 == 0:
-        found.append((me.memory_info().rss, threading.active_count(), transport.wait_for(tasks()), me.num_fds()))
+        num_tasks = transport.wait_for(tasks())
+        memory = process.memory_info().rss
+        usage.append((memory, threading.active_count(), num_tasks, process.num_fds()))
 client.close()
-for row in found:
+for row in usage:
     print(*row)
 """
     server = ToyServer(tmp_path).start()
     try:
         command = [sys.executable, "-c", script, str(server.port)]
-        paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+        tests = Path(__file__).parents[1]
+        folders = [str(tests), str(tests.parent)]
+        paths = os.pathsep.join(folders)
         output = subprocess.check_output(
             command, env={**os.environ, "PYTHONPATH": paths}, timeout=900, text=True
         )
@@ -298,9 +310,8 @@ def test_past_the_deadline_is_an_error_that_says_what_to_check(make_client):
     with raises_error("reward_server.server.no_answer", place, "connection refused", what_to_check):
         client.infer_rm(request_of([[1]])).result()
     assert time.monotonic() - start > 0.9
-    assert (
-        said[0]
-        == f"reward server 127.0.0.1:{port} does not answer (connection refused); retrying, 0 s of 1 s"
+    assert said[0] == (
+        f"reward server 127.0.0.1:{port} does not answer (connection refused); retrying, 0 s of 1 s"
     )
     assert 2 <= len(said) <= 5  # at most every 0.3 s
 
@@ -317,11 +328,12 @@ def test_a_server_that_takes_its_time_is_said_to_be_scoring(make_client):
         threading.Timer(1.5, server.gate.set).start()
         assert future.result().values.tolist() == [1.0, 2.0]
     assert 1 <= len(said) <= 10, "none for the first intervals"
-    assert all(f"127.0.0.1:{server.port} is scoring 2 samples, " in text for text in said), said
+    for text in said:
+        assert f"127.0.0.1:{server.port} is scoring 2 samples, " in text, said
 
 
 def test_a_silent_server_is_given_up_at_the_deadline(make_client):
-    """It accepts connections and never answers."""
+    """The server accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         client = make_client(port, deadline_seconds=1.0)
@@ -331,12 +343,13 @@ def test_a_silent_server_is_given_up_at_the_deadline(make_client):
 
 
 def test_an_answer_that_takes_longer_than_one_attempt_may_comes_in_the_end(make_client):
-    """The server begins anew with each attempt and takes 0.5 s, so attempts of 0.15 and 0.3 s are in vain."""
+    """The server starts again at each attempt and takes 0.5 s: attempts of 0.15 and 0.3 s fail."""
     with FakeRewardServer(score=lambda _: (time.sleep(0.5), 1.5)[1]) as fake:
         client = make_client(fake.port, attempt_timeout_seconds=0.15, deadline_seconds=12.0)
         for number in (1, 2):
             before = len(fake.requests)
-            assert client.infer_rm(request_of([[number]])).result().values.tolist() == [1.5]
+            rewards = client.infer_rm(request_of([[number]])).result()
+            assert rewards.values.tolist() == [1.5]
             attempts = fake.requests[before:]
             assert attempts == [[[number]]] * len(attempts), "each asks for the same"
             assert len(attempts) >= 3, "the next request begins with a short attempt again"
@@ -361,8 +374,12 @@ def test_a_foreign_program_on_the_port_is_named(make_client):
 
 
 def test_server_errors_are_retried_and_refusals_are_not(make_client):
-    with FakeRewardServer([(500, {"error": "ouch"}), (503, {}), answer([1.5], [0])]) as fake:
-        assert make_client(fake.port).infer_rm(request_of([[1]])).result().values.tolist() == [1.5]
+    scored = answer([1.5], [0])
+    answers = [(500, {"error": "ouch"}), (503, {}), scored]
+    with FakeRewardServer(answers) as fake:
+        client = make_client(fake.port)
+        rewards = client.infer_rm(request_of([[1]])).result()
+        assert rewards.values.tolist() == [1.5]
         assert fake.calls == 3
     with FakeRewardServer([(400, {"error": "such requests are refused"})]) as fake:
         with raises_error("reward_server.request.refused", "HTTP 400: such requests are refused"):
@@ -371,14 +388,15 @@ def test_server_errors_are_retried_and_refusals_are_not(make_client):
 
 
 def test_a_busy_server_says_when_to_come_back(make_client):
-    """The client waits as long as that, longer than its own pause would be, and keeps the request's id."""
+    """The client waits for Retry-After, which exceeds its own pause, and keeps the request's id."""
     busy = (503, {"error": "busy"}, {"Retry-After": "1"})
     with FakeRewardServer([busy, answer([1.5], [0])]) as fake:
         client = make_client(
             fake.port, token="t" * 20, caller="run-rank1", max_backoff_seconds=0.05
         )
         start = time.monotonic()
-        assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.5]
+        rewards = client.infer_rm(request_of([[1]])).result()
+        assert rewards.values.tolist() == [1.5]
         assert time.monotonic() - start >= 1.0
         first, second = fake.headers
     assert first["X-Request-ID"] == second["X-Request-ID"]
@@ -414,7 +432,7 @@ def test_wrong_answers_are_an_error_and_never_a_reward(make_client):
 
 @pytest.mark.parametrize("value", ["1", True, None], ids=str)
 def test_what_is_no_number_is_no_reward(make_client, value):
-    """numpy would make 1.0 or NaN of it."""
+    """numpy would convert these values to 1.0 or NaN."""
     with FakeRewardServer([answer([value], [0])]) as fake:
         with raises_error("reward_server.answer.wrong", "'rewards'", "JSON"):
             make_client(fake.port).infer_rm(request_of([[1]])).result()
@@ -422,9 +440,10 @@ def test_what_is_no_number_is_no_reward(make_client, value):
 
 
 def test_what_a_server_says_is_told_in_short(make_client):
-    """A long text with control characters: an id, an error, the name of a model."""
+    """The long text with control characters is an id, an error or the name of a model."""
     said = "a\x1b[2J\ud800" * 20_000
-    wrong_id = (200, {**answer([1.0], [0])[1], "id": said})
+    body = answer([1.0], [0])[1]
+    wrong_id = (200, {**body, "id": said})
     answers = {
         "reward_server.answer.wrong": wrong_id,
         "reward_server.request.refused": (400, {"error": said}),
@@ -433,18 +452,22 @@ def test_what_a_server_says_is_told_in_short(make_client):
         with FakeRewardServer([served]) as fake, raises_error(key) as error:
             make_client(fake.port).infer_rm(request_of([[1]])).result()
         assert len(str(error.value)) < 2500
-        assert "\x1b" not in str(error.value) and "\ud800" not in str(error.value)
+        assert "\x1b" not in str(error.value)
+        assert "\ud800" not in str(error.value)
     with FakeRewardServer([answer([1.0], [0])]) as fake:
         fake.info = describe(name="other\n\x1b" * 50_000)
         with raises_error("reward_server.model.other_name", "'other") as error:
             make_client(fake.port).wait_until_ready()
-        assert len(str(error.value)) < 700 and "\x1b" not in str(error.value)
+        assert len(str(error.value)) < 700
+        assert "\x1b" not in str(error.value)
 
 
 def test_an_answer_may_be_as_long_as_its_scores_need(make_client, monkeypatch):
-    with FakeRewardServer([(200, {**answer([1.0], [0])[1], "more": "a" * 3000})]) as fake:
+    body = answer([1.0], [0])[1]
+    with FakeRewardServer([(200, {**body, "more": "a" * 3000})]) as fake:
         client = make_client(fake.port, deadline_seconds=5.0)
-        assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.0]
+        rewards = client.infer_rm(request_of([[1]])).result()
+        assert rewards.values.tolist() == [1.0]
         client = make_client(fake.port, deadline_seconds=0.5)
         client.wait_until_ready()
         monkeypatch.setattr("reinforce_rl.rewards.transport.MAX_ANSWER_BYTES", 2000)
@@ -453,9 +476,12 @@ def test_an_answer_may_be_as_long_as_its_scores_need(make_client, monkeypatch):
 
 
 def test_another_model_behind_the_same_address_is_noticed_after_an_outage(make_client):
-    with FakeRewardServer([answer([1.0], [0]), (503, {}), answer([2.0], [0])]) as fake:
+    again = answer([2.0], [0])
+    answers = [answer([1.0], [0]), (503, {}), again]
+    with FakeRewardServer(answers) as fake:
         client = make_client(fake.port)
-        assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.0]
+        rewards = client.infer_rm(request_of([[1]])).result()
+        assert rewards.values.tolist() == [1.0]
         fake.info = describe(details={"head_path": "another"})
         with raises_error("reward_server.server.replaced", f"127.0.0.1:{fake.port}", "head_path"):
             client.infer_rm(request_of([[1]])).result()
@@ -465,19 +491,22 @@ def test_jitter_leaves_the_random_state_of_the_trainer_alone(make_client):
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    state = random.getstate()
+    numpy_state = np.random.get_state()[1].tolist()
+    torch_state = torch.get_rng_state()
     with raises_error("reward_server.server.no_answer"):
-        make_client(free_port(), deadline_seconds=0.3).infer_rm(request_of([[1]])).result()
-    assert random.getstate() == before[0]
-    assert np.random.get_state()[1].tolist() == before[1]
-    assert torch.equal(torch.get_rng_state(), before[2])
+        client = make_client(free_port(), deadline_seconds=0.3)
+        client.infer_rm(request_of([[1]])).result()
+    assert random.getstate() == state
+    assert np.random.get_state()[1].tolist() == numpy_state
+    assert torch.equal(torch.get_rng_state(), torch_state)
 
 
 def test_a_request_whose_shapes_do_not_fit_is_refused(make_client):
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    request = RewardRequest(tokens, torch.zeros(3), ("",), ("",))
     with pytest.raises(ValueError, match=r"expected \[N, S\] and \[N\]"):
-        make_client(1).infer_rm(
-            RewardRequest(torch.zeros(2, 3, dtype=torch.long), torch.zeros(3), ("",), ("",))
-        )
+        make_client(1).infer_rm(request)
 
 
 class TestDeadlines:
@@ -489,7 +518,10 @@ class TestDeadlines:
     def attempts(
         self, make_client, monkeypatch, call: Call, outcomes: Sequence[object], **options: float
     ) -> list[float]:
-        """Return the seconds that each attempt of a call is given; `outcomes` are raised or returned in turn."""
+        """Return the seconds that each attempt of a call may take.
+
+        `outcomes` are raised or returned in turn.
+        """
         client = make_client(1, **options)
         given: list[float] = []
         left = list(outcomes)
@@ -536,7 +568,7 @@ class TestDeadlines:
         assert given == [5.0, 10.0, 10.0, 20.0]
 
     def test_a_call_whose_time_is_up_asks_for_next_to_nothing(self, make_client, monkeypatch):
-        """Not for a negative time, which would be none."""
+        """The timeout is small and positive: a negative one would mean no timeout."""
         call = self.call(seconds=10.0, elapsed=11.0)
         (seconds,) = self.attempts(make_client, monkeypatch, call, ["scores"])
         assert 0.0 < seconds <= 0.01
@@ -547,7 +579,7 @@ class TestDeadlines:
             self.attempts(make_client, monkeypatch, self.call(seconds=1000.0, elapsed=0.0), wrong)
 
     def test_a_server_that_does_not_answer_is_given_up_in_time(self, make_client):
-        """It describes itself, and a call waits for it a minute."""
+        """The server describes itself; a call waits for it for a minute."""
         with FakeRewardServer(score=sum) as fake:
             client = make_client(fake.port, deadline_seconds=1.0, attempt_timeout_seconds=60.0)
             client.wait_until_ready()
@@ -559,7 +591,10 @@ class TestDeadlines:
             fake.gate.set()
 
     def test_conversations_and_plain_prompts_keep_their_rows(self, make_client, monkeypatch):
-        """They are asked for apart, since they go in other forms; the scores come back in the rows' order."""
+        """The two kinds are sent as separate requests.
+
+        The scores come back in the order of the rows.
+        """
         client = make_client(1)
         info = describe(input_forms=("tokens", "text"))
         client._sends_chats_as_texts = True
@@ -573,14 +608,16 @@ class TestDeadlines:
         ) -> tuple[np.ndarray, ...]:
             count = len(next(iter(arrays.values())))
             is_text = "tokens" not in "".join(arrays)
-            values = np.full(count, 100.0 if is_text else 0.0, np.float32) + np.arange(
-                count, dtype=np.float32
-            )
-            return values, np.zeros(count, np.int32), np.zeros((count, 0), np.float32)
+            values = np.arange(count, dtype=np.float32)
+            if is_text:
+                values += 100.0
+            status = np.zeros(count, np.int32)
+            return values, status, np.zeros((count, 0), np.float32)
 
         monkeypatch.setattr(client._replicas, "describe", described)
         monkeypatch.setattr(client, "_attempts", scored)
         chat = ({"role": "user", "content": "hi"},)
-        request = replace(request_of([[1], [2], [3], [4]]), messages=(chat, (), chat, ()))
+        tokens = request_of([[1], [2], [3], [4]])
+        request = replace(tokens, messages=(chat, (), chat, ()))
         rewards = asyncio.run(client._score(request, self.call(seconds=10.0, elapsed=0.0)))
         assert rewards.values.tolist() == [100.0, 0.0, 101.0, 1.0]

@@ -1,4 +1,4 @@
-"""What a hostile sample can do to the others of its batch, to later ones and to the machine."""
+"""What a hostile sample can do to other samples, of its batch and later, and to the machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from helpers.errors import raises_error
@@ -18,8 +19,14 @@ from helpers.toy_server import is_alive, wait_for
 
 from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.rewards import base, function_pool
-from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards import function_pool
+from reinforce_rl.rewards.base import (
+    STATUS_BAD_PROMPT,
+    STATUS_INTERNAL,
+    STATUS_OK,
+    FunctionSpec,
+    TextSample,
+)
 from reinforce_rl.rewards.function_pool import FunctionPool, bubblewrap
 
 NAME = "helpers.reward_functions."
@@ -42,12 +49,17 @@ def started(function: str, **options) -> Iterator[FunctionPool]:
 
 def run_alone(*lines: str, **options) -> subprocess.CompletedProcess[str]:
     """Run these lines in another process, as `owner_code` does."""
-    command = [sys.executable, "-c", owner_code(*lines), str(Path(__file__).parents[1])]
+    code = owner_code(*lines)
+    tests = str(Path(__file__).parents[1])
+    command = [sys.executable, "-c", code, tests]
     return subprocess.run(command, timeout=120, text=True, check=False, **options)
 
 
 def owner_code(*lines: str) -> str:
-    """Return a program of these lines, which may use `sample` and `started`; its argument is the tests' folder."""
+    """Return a program of these lines; its argument is the folder of the tests.
+
+    The lines may use `sample` and `started`.
+    """
     head = (
         "import sys; sys.path.insert(0, sys.argv[1])",
         "from rewards.test_function_isolation import sample, started",
@@ -56,16 +68,16 @@ def owner_code(*lines: str) -> str:
 
 
 def bubblewrap_or_host(pool: FunctionPool) -> psutil.Process:
-    """What the pool has started."""
-    (found,) = [
-        p for p in psutil.Process().children() if pool._host and p.pid == pool._host.process.pid
-    ]
-    return found
+    """Return the process that the pool has started."""
+    assert pool._host is not None
+    children = psutil.Process().children()
+    (host,) = [p for p in children if p.pid == pool._host.process.pid]
+    return host
 
 
 @pytest.fixture(scope="module")
 def pool():
-    """Of one worker, so that each sample comes where the one before it was."""
+    """A pool of one worker, so that each sample runs where the sample before it ran."""
     with started("hostile", num_workers=1, sample_timeout_seconds=20.0) as pool:
         yield pool
 
@@ -84,48 +96,57 @@ ENDS = {
     "bad", [*STATE, *ERRORS, *ENDS, "memory", "close all", "garbage", "fork", "child"]
 )
 def test_whatever_one_sample_does_the_others_have_their_scores(pool, bad):
-    scores = pool.submit(
-        "f", [sample("", 0.5), sample(bad), *(sample("", 2.0 + i) for i in range(6))]
-    ).result()
-    assert scores.values[[0, *range(2, 8)]].tolist() == [0.5, *(2.0 + i for i in range(6))]
-    assert scores.status[[0, *range(2, 8)]].tolist() == [base.STATUS_OK] * 7
-    assert (scores.status[1] == base.STATUS_OK) != (scores.values[1] != scores.values[1]), (
-        "failed samples have NaN"
-    )
+    samples = [sample("", 0.5), sample(bad)]
+    for i in range(6):
+        samples.append(sample("", 2.0 + i))
+    scores = pool.submit("f", samples).result()
+    others = [0, 2, 3, 4, 5, 6, 7]
+    assert scores.values[others].tolist() == [0.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert scores.status[others].tolist() == [STATUS_OK] * 7
+    has_failed = scores.status[1] != STATUS_OK
+    assert np.isnan(scores.values[1]) == has_failed
     if bad in (*ERRORS, *ENDS, "memory"):
-        assert scores.status[1] == base.STATUS_INTERNAL
+        assert scores.status[1] == STATUS_INTERNAL
 
 
 def test_flags_of_the_output_are_not_those_of_later_samples(pool):
-    assert (
-        pool.submit("f", [sample("nonblocking"), sample("is blocking")]).result().values[1] == 1.0
-    )
+    samples = [sample("nonblocking"), sample("is blocking")]
+    scores = pool.submit("f", samples).result()
+    assert scores.values[1] == 1.0
 
 
 @pytest.mark.parametrize("key", ["status", "value"])
 @pytest.mark.parametrize("number", ["999", "1" + 30 * "0", "1" + 400 * "0", "-1"])
 def test_an_answer_that_a_function_writes_itself_stays_with_its_sample(pool, key, number):
-    """It does not know what stands before an answer, so it fails itself and nothing else."""
+    """The function does not know the prefix of an answer, so only its own sample fails."""
     answer = {"status": "0", "value": "1.0", key: number}
-    said = f'write {{"status": {answer["status"]}, "value": {answer["value"]}, "fault": "", "message": ""}}'
-    scores = pool.submit("f", [sample("", 0.5), sample(said), sample("", 1.5)]).result()
+    forged = f'"status": {answer["status"]}, "value": {answer["value"]}, "fault": "", "message": ""'
+    forging = sample(f"write {{{forged}}}")
+    samples = [sample("", 0.5), forging, sample("", 1.5)]
+    scores = pool.submit("f", samples).result()
     assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
-    assert scores.status[[0, 2]].tolist() == [base.STATUS_OK] * 2
-    assert scores.status[1] == base.STATUS_INTERNAL
-    assert pool.submit("f", [sample("", 2.5)]).result().values.tolist() == [2.5]
+    assert scores.status[[0, 2]].tolist() == [STATUS_OK] * 2
+    assert scores.status[1] == STATUS_INTERNAL
+    last_scores = pool.submit("f", [sample("", 2.5)]).result()
+    assert last_scores.values.tolist() == [2.5]
 
 
 @pytest.mark.parametrize("how", ["forges", "its program forges", "its fork forges"])
 def test_an_answer_that_is_forged_is_no_score(pool, how):
-    scores = pool.submit("f", [sample("", 0.5), sample(how), sample("", 1.5)]).result()
+    samples = [sample("", 0.5), sample(how), sample("", 1.5)]
+    scores = pool.submit("f", samples).result()
     assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
-    # It had its own score, if what it wrote reached nothing; never the forged one.
-    assert scores.status[1] == base.STATUS_INTERNAL or scores.values[1] == 1.0
+    # The sample has its own score if the forged line was ignored, and never the forged score.
+    assert scores.status[1] == STATUS_INTERNAL or scores.values[1] == 1.0
 
 
 def test_a_module_that_keeps_a_file_open_is_refused(tmp_path, monkeypatch):
     (tmp_path / "table.txt").write_text("letters")
-    code = "HANDLE = open({!r})\ndef f(prompt, response, record):\n    return float(len(HANDLE.read()))\n"
+    code = (
+        "HANDLE = open({!r})\n"
+        "def f(prompt, response, record):\n"
+        "    return float(len(HANDLE.read()))\n"
+    )
     (tmp_path / "keeps_a_file.py").write_text(code.format(str(tmp_path / "table.txt")))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -142,7 +163,8 @@ def test_a_log_that_is_full_holds_up_nobody():
     with open("/dev/full", "w") as full:
         done = run_alone(
             "with started('prints', num_workers=1, sample_timeout_seconds=20.0) as pool:",
-            "    sys.stdout.write(str(pool.submit('f', [sample('')] * 5).result().values.tolist()))",
+            "    scores = pool.submit('f', [sample('')] * 5).result()",
+            "    sys.stdout.write(str(scores.values.tolist()))",
             stdout=subprocess.PIPE,
             stderr=full,
         )
@@ -152,15 +174,14 @@ def test_a_log_that_is_full_holds_up_nobody():
 @pytest.mark.parametrize("end", ENDS)
 def test_a_process_that_ended_is_no_time_out(pool, end):
     scores = pool.submit("f", [sample(end)]).result()
-    assert scores.status.tolist() == [base.STATUS_INTERNAL]
+    assert scores.status.tolist() == [STATUS_INTERNAL]
     assert ENDS[end] in scores.faults[0]
 
 
 def test_a_file_cannot_fill_the_disk(pool, tmp_path):
-    assert (
-        pool.submit("f", [sample("file", folder=str(tmp_path))]).result().status[0]
-        == base.STATUS_INTERNAL
-    )
+    samples = [sample("file", folder=str(tmp_path))]
+    scores = pool.submit("f", samples).result()
+    assert scores.status[0] == STATUS_INTERNAL
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
 
 
@@ -176,16 +197,16 @@ def test_a_record_that_is_nested_too_deeply_fails_alone(pool):
     deep: list = []
     for _ in range(5000):
         deep = [deep]
-    scores = pool.submit(
-        "f", [sample("", 1.0), sample("", 2.0, deep=deep), sample("", 3.0)]
-    ).result()
-    assert scores.status.tolist() == [base.STATUS_OK, base.STATUS_BAD_PROMPT, base.STATUS_OK]
+    samples = [sample("", 1.0), sample("", 2.0, deep=deep), sample("", 3.0)]
+    scores = pool.submit("f", samples).result()
+    assert scores.status.tolist() == [STATUS_OK, STATUS_BAD_PROMPT, STATUS_OK]
     assert scores.values[[0, 2]].tolist() == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("odd", ["\ud800", "\x00", "\n", '"}\n{"', "é" * 3_000_000])
 def test_odd_texts_are_scored(pool, odd):
-    scores = pool.submit("f", [sample(odd, 1.0), sample("", 2.0)]).result()
+    samples = [sample(odd, 1.0), sample("", 2.0)]
+    scores = pool.submit("f", samples).result()
     assert scores.values.tolist() == [1.0, 2.0]
 
 
@@ -194,7 +215,8 @@ def test_secrets_are_not_in_the_functions_environment(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     names = ["REINFORCE_REWARD_TOKEN", "WANDB_API_KEY", "PATH", "PYTHONPATH"]
     with started("sees") as pool:
-        scores = pool.submit("f", [sample(f"variable {name}") for name in names]).result()
+        samples = [sample(f"variable {name}") for name in names]
+        scores = pool.submit("f", samples).result()
     assert scores.values.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
@@ -219,20 +241,23 @@ def test_which_variables_a_function_sees(monkeypatch):
     for name, value in {**given, **secret}.items():
         monkeypatch.setenv(name, value)
     with started("sees") as pool:
-        scores = pool.submit(
-            "f", [sample(f"variable {name}") for name in [*given, *secret]]
-        ).result()
-    assert scores.values.tolist() == [1.0] * len(given) + [0.0] * len(secret)
+        names = [*given, *secret]
+        samples = [sample(f"variable {name}") for name in names]
+        scores = pool.submit("f", samples).result()
+    expected = [1.0] * len(given) + [0.0] * len(secret)
+    assert scores.values.tolist() == expected
 
 
 def test_a_variable_that_is_named_is_seen_as_it_is(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://user:word@proxy.example:3128")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     with started("sees", environment=["HTTP_PROXY"]) as pool:
-        scores = pool.submit("f", [sample("variable HTTP_PROXY"), sample("threads")]).result()
+        more_samples = [sample("variable HTTP_PROXY"), sample("threads")]
+        scores = pool.submit("f", more_samples).result()
         assert scores.values.tolist() == [1.0, 1.0]
     with started("sees", environment=["OMP_NUM_THREADS"]) as pool:
-        assert pool.submit("f", [sample("threads")]).result().values.tolist() == [3.0]
+        last_scores = pool.submit("f", [sample("threads")]).result()
+        assert last_scores.values.tolist() == [3.0]
 
 
 def bubblewrap_fault() -> str:
@@ -288,7 +313,8 @@ class TestSandbox:
             "writes /tmp/written": 1.0,
         }
         with started("sees", sandbox=True, sample_timeout_seconds=10.0) as pool:
-            scores = pool.submit("f", [sample(kind) for kind in [*kinds, "processes"]]).result()
+            samples = [sample(kind) for kind in [*kinds, "processes"]]
+            scores = pool.submit("f", samples).result()
         assert dict(zip(kinds, scores.values.tolist(), strict=False)) == kinds
         assert scores.values[-1] < 12, "its own processes alone"
 
@@ -301,29 +327,26 @@ class TestSandbox:
     @pytest.mark.parametrize("how", ["forges", "its program forges", "its fork forges"])
     def test_an_answer_that_is_forged_is_no_score(self, how):
         with started("hostile", sandbox=True, num_workers=1, sample_timeout_seconds=10.0) as pool:
-            scores = pool.submit("f", [sample("", 0.5), sample(how), sample("", 1.5)]).result()
+            samples = [sample("", 0.5), sample(how), sample("", 1.5)]
+            scores = pool.submit("f", samples).result()
         assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
-        assert scores.status[1] == base.STATUS_INTERNAL or scores.values[1] == 1.0
+        assert scores.status[1] == STATUS_INTERNAL or scores.values[1] == 1.0
 
     def test_the_same_without_a_sandbox_is_reached(self, tmp_path):
-        """So that the other test can fail."""
+        """This shows that the test with a sandbox can fail."""
         with started("sees") as pool, socket.create_server(("127.0.0.1", 0)) as server:
-            kinds = [
-                f"port {server.getsockname()[1]}",
-                f"process {os.getpid()}",
-                f"writes {tmp_path}/written",
-            ]
-            assert (
-                pool.submit("f", [sample(kind) for kind in kinds]).result().values.tolist()
-                == [1.0] * 3
-            )
+            port = server.getsockname()[1]
+            process = os.getpid()
+            kinds = [f"port {port}", f"process {process}", f"writes {tmp_path}/written"]
+            scores = pool.submit("f", [sample(kind) for kind in kinds]).result()
+            assert scores.values.tolist() == [1.0] * 3
 
     def test_scores_and_failures_are_those_without_it(self):
         kinds = ["", "code", "", "exit 7", "segfault", "memory", "KeyboardInterrupt", "host", ""]
         with started("hostile", sandbox=True, num_workers=1, sample_timeout_seconds=5.0) as pool:
             scores = pool.submit("f", [sample(kind) for kind in kinds]).result()
         assert scores.values[[0, 2, 8]].tolist() == [1.0, 1.0, 1.0]
-        assert scores.status[3:7].tolist() == [base.STATUS_INTERNAL] * 4
+        assert scores.status[3:7].tolist() == [STATUS_INTERNAL] * 4
 
     def test_the_provided_functions_work_in_it(self):
         spec = FunctionSpec("reward_function", "reinforce_rl.rewards.functions.gsm8k")
@@ -333,7 +356,8 @@ class TestSandbox:
             samples = [
                 TextSample("", "the answer is 72", {"answer": text}) for text in ("72", "73")
             ]
-            assert pool.submit("f", samples).result().values.tolist() == [1.0, 0.0]
+            scores = pool.submit("f", samples).result()
+            assert scores.values.tolist() == [1.0, 0.0]
         finally:
             pool.close()
 
@@ -342,7 +366,7 @@ class TestSandbox:
             pool.submit("f", [sample("child")] * 8).result()
 
             def all_reaped() -> bool:
-                """After a further sample, since what was killed may take a while to end."""
+                """Submit one more sample first: killed processes may take a while to end."""
                 pool.submit("f", [sample("")]).result()
                 return len(bubblewrap_or_host(pool).children(recursive=True)) == 1
 
@@ -355,11 +379,11 @@ class TestSandbox:
             "    print('ready', flush=True)",
             "    pending.result()",
         )
-        owner = subprocess.Popen(
-            [sys.executable, "-c", code, str(Path(__file__).parents[1])], stdout=subprocess.PIPE
-        )
+        tests = str(Path(__file__).parents[1])
+        owner = subprocess.Popen([sys.executable, "-c", code, tests], stdout=subprocess.PIPE)
         try:
-            assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
+            assert owner.stdout is not None
+            assert owner.stdout.readline() == b"ready\n"
             running = psutil.Process(owner.pid)
             assert wait_for(lambda: len(running.children(recursive=True)) == 4, 60), (
                 "bubblewrap, host, two samples"
@@ -378,7 +402,9 @@ def test_a_sandbox_that_cannot_be_made_ends_the_start(monkeypatch, tmp_path):
         started("sees", sandbox=True).__enter__()
     program = tmp_path / "bwrap"
     program.write_text(
-        f"#!{sys.executable}\nimport sys\nsys.exit('bwrap: No permissions to create new namespace')\n"
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        "sys.exit('bwrap: No permissions to create new namespace')\n"
     )
     program.chmod(0o755)
     said = "bwrap: No permissions to create"
@@ -395,7 +421,8 @@ def test_a_host_that_hangs_fails_its_batch_and_the_next_has_another(monkeypatch)
             pool.submit("f", [sample("")]).result()
         assert wait_for(lambda: not is_alive(host), 60)
         assert wait_for(lambda: pool._host is not None and pool._host.ended, 60)
-        assert pool.submit("f", [sample("", 3.0)]).result().values.tolist() == [3.0]
+        scores = pool.submit("f", [sample("", 3.0)]).result()
+        assert scores.values.tolist() == [3.0]
 
 
 @pytest.mark.parametrize(
@@ -416,7 +443,7 @@ def test_a_module_that_ends_its_import_is_named(how, key, tmp_path, monkeypatch)
 
 
 def test_what_functions_print_does_not_count_as_their_files(tmp_path):
-    """A log may be longer than what a function may write."""
+    """A log may be longer than the limit on files that a function writes."""
     log = tmp_path / "log"
     with log.open("ab") as file:
         file.truncate((64 << 20) + 1)

@@ -1,4 +1,4 @@
-"""Reward functions in their processes: each kind of misbehaviour fails its own sample and no other."""
+"""Reward functions in worker processes: a sample that misbehaves fails alone."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ from helpers.toy_server import is_alive, wait_for
 
 from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.rewards import base
-from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards.base import (
+    STATUS_INTERNAL,
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    STATUS_TIMED_OUT,
+    FunctionSpec,
+    TextSample,
+)
 from reinforce_rl.rewards.function_pool import (
     FORK_SECONDS,
     PING,
@@ -47,8 +53,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(folder):
+    function = FunctionSpec("reward_function", TOLD, {"folder": str(folder)})
     pool = FunctionPool(
-        {"told": FunctionSpec("reward_function", TOLD, {"folder": str(folder)})},
+        {"told": function},
         RewardFunctionConfig(sample_timeout_seconds=2.0),
     )
     pool.start()
@@ -57,69 +64,69 @@ def pool(folder):
 
 
 def processes() -> list[psutil.Process]:
-    """Hosts of this process, and their workers."""
-    hosts = [
-        p
-        for p in psutil.Process().children()
-        if "reinforce_rl.rewards.function_host" in p.cmdline()
-    ]
+    """Return the hosts that this process has started, and their workers."""
+    children = psutil.Process().children()
+    hosts = [p for p in children if "reinforce_rl.rewards.function_host" in p.cmdline()]
     return [*hosts, *(child for host in hosts for child in host.children(recursive=True))]
 
 
 def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog):
     kinds = {
-        "sleep": base.STATUS_TIMED_OUT,
-        "loop": base.STATUS_TIMED_OUT,
-        "backtrack": base.STATUS_TIMED_OUT,
-        "exit": base.STATUS_INTERNAL,
-        "sys.exit": base.STATUS_INTERNAL,
-        "secret": base.STATUS_INTERNAL,
+        "sleep": STATUS_TIMED_OUT,
+        "loop": STATUS_TIMED_OUT,
+        "backtrack": STATUS_TIMED_OUT,
+        "exit": STATUS_INTERNAL,
+        "sys.exit": STATUS_INTERNAL,
+        "secret": STATUS_INTERNAL,
     }
     values = {
-        float("nan"): base.STATUS_NOT_FINITE,
-        1e300: base.STATUS_NOT_FINITE,  # float32 cannot hold it
-        None: base.STATUS_INTERNAL,
-        "1.0": base.STATUS_INTERNAL,
-        True: base.STATUS_OK,
+        float("nan"): STATUS_NOT_FINITE,
+        1e300: STATUS_NOT_FINITE,  # float32 cannot hold it
+        None: STATUS_INTERNAL,
+        "1.0": STATUS_INTERNAL,
+        True: STATUS_OK,
     }
     bad = [sample(kind) for kind in kinds] + [sample("", value) for value in values]
     good = [sample("print", 0.5 + i) for i in range(len(bad))]
-    mixed = [one for pair in zip(bad, good, strict=True) for one in pair]
+    mixed = [text_sample for pair in zip(bad, good, strict=True) for text_sample in pair]
     with caplog.at_level(logging.INFO):
         scores = pool.submit("told", mixed).result()
     expected = [*kinds.values(), *values.values()]
     assert scores.status[0::2].tolist() == expected
-    assert np.isnan(scores.values[0::2]).tolist() == [
-        code != base.STATUS_OK for code in scores.status[0::2]
-    ]
-    assert scores.status[1::2].tolist() == [base.STATUS_OK] * len(good)
-    assert scores.values[1::2].tolist() == [0.5 + i for i in range(len(good))]
+    is_missing = np.isnan(scores.values[0::2]).tolist()
+    assert is_missing == [code != STATUS_OK for code in expected]
+    assert scores.status[1::2].tolist() == [STATUS_OK] * len(good)
+    good_values = [0.5 + i for i in range(len(good))]
+    assert scores.values[1::2].tolist() == good_values
     assert re.fullmatch(rf"{TOLD}: ValueError at /.*/reward_functions\.py:\d+", scores.faults[10])
     defined = r" \(defined at /.*/reward_functions\.py:\d+\)"
     assert re.fullmatch(rf"{TOLD}: returned nan{defined}", scores.faults[12])
     assert re.fullmatch(
         rf"{TOLD}: returned a NoneType; expected a number{defined}", scores.faults[16]
     )
-    used = {
-        row: re.match(r"it used (\d) s of CPU and was in state ([RSD])$", scores.texts[row])
-        for row in (0, 2)
-    }
-    assert used[0] and used[0].groups() == ("0", "S")
-    # 0 where a busy machine has given it less than half a second
-    assert used[2] and used[2][1] in "012"
-    # whoever asked tells, or logs
-    assert "secret" not in caplog.text and "function_failed" not in caplog.text
+    use = re.compile(r"it used (\d) s of CPU and was in state ([RSD])$")
+    used = {row: use.match(scores.texts[row]) for row in (0, 2)}
+    assert used[0]
+    assert used[0].groups() == ("0", "S")
+    # 0 if a busy machine gave it less than half a second
+    assert used[2]
+    assert used[2][1] in "012"
+    # the caller reports or logs it
+    assert "secret" not in caplog.text
+    assert "function_failed" not in caplog.text
 
 
 def test_the_texts_of_errors_are_apart(pool):
-    scores = pool.submit("told", [sample(""), sample("secret"), TextSample("", "")]).result()
-    assert scores.texts == {1: "secret", 2: "'value'"} and scores.faults.keys() == {1, 2}
+    samples = [sample(""), sample("secret"), TextSample("", "")]
+    scores = pool.submit("told", samples).result()
+    assert scores.texts == {1: "secret", 2: "'value'"}
+    assert scores.faults.keys() == {1, 2}
 
 
 def test_workers_are_light_have_one_thread_and_are_replaced(pool, folder):
-    scores = pool.submit(
-        "told", [sample("heavy"), sample("threads")] + [sample("pid")] * 50
-    ).result()
+    pids = [sample("pid")] * 50
+    samples = [sample("heavy"), sample("threads"), *pids]
+    scores = pool.submit("told", samples).result()
     assert scores.values[:2].tolist() == [0.0, 1.0]
     before = {int(path.name) for path in folder.iterdir()}
     pool.submit("told", [sample("loop")] * 2).result()
@@ -132,12 +139,14 @@ def test_workers_are_light_have_one_thread_and_are_replaced(pool, folder):
 
 def test_several_batches_at_once_and_none_at_all(pool):
     pending = [pool.submit("told", [sample("", i)] * i) for i in (0, 3, 1)]
-    assert [scores.result().values.tolist() for scores in pending] == [[], [3.0] * 3, [1.0]]
+    values = [scores.result().values.tolist() for scores in pending]
+    assert values == [[], [3.0] * 3, [1.0]]
 
 
 def test_a_ping_calls_no_function(pool):
     scores = pool.submit(PING, [sample("exit")]).result()
-    assert (scores.status.tolist(), scores.values.tolist()) == ([base.STATUS_OK], [0.0])
+    assert scores.status.tolist() == [STATUS_OK]
+    assert scores.values.tolist() == [0.0]
 
 
 def test_the_hosts_death_fails_what_is_under_way_and_the_next_request_has_another(pool):
@@ -146,16 +155,18 @@ def test_the_hosts_death_fails_what_is_under_way_and_the_next_request_has_anothe
     key = "reward_function.processes.ended_under_way"
     with raises_error(key, "1 samples", "exit code -9"):
         pending.result()
-    assert pool.submit("told", [sample("", 4.0)]).result().values.tolist() == [4.0]
+    scores = pool.submit("told", [sample("", 4.0)]).result()
+    assert scores.values.tolist() == [4.0]
 
 
 def test_faults_come_at_the_start_and_leave_no_process():
     before = {process.pid for process in processes()}
+    functions = {
+        "a": FunctionSpec("reward_function", "helpers.reward_functions.tld"),
+        "b": FunctionSpec("reward_function.more_functions.b", TOLD, {"foldr": ""}),
+    }
     pool = FunctionPool(
-        {
-            "a": FunctionSpec("reward_function", "helpers.reward_functions.tld"),
-            "b": FunctionSpec("reward_function.more_functions.b", TOLD, {"foldr": ""}),
-        },
+        functions,
         RewardFunctionConfig(),
     )
     with pytest.raises(ConfigError) as caught:
@@ -216,7 +227,10 @@ def test_workers_die_with_a_killed_host(tmp_path):
 
 
 class Queued:
-    """Stands for the processes: keeps what is queued, and has so many samples of earlier requests in flight."""
+    """Stands in for the processes.
+
+    It keeps the queue, with `in_flight` samples of earlier requests.
+    """
 
     ended = False
 
@@ -229,7 +243,7 @@ class Queued:
 
 
 class TestDeadlines:
-    """A request may take as long as all samples before and in it, one after another on every worker."""
+    """A request's deadline covers all samples before it and in it, one by one on each worker."""
 
     def seconds(self, samples: int, workers: int, in_flight: int = 0) -> float:
         config = RewardFunctionConfig(num_workers=workers, sample_timeout_seconds=3.0)
@@ -252,7 +266,9 @@ class TestDeadlines:
         ],
     )
     def test_a_request_has_time_for_all_rounds(self, samples, workers, in_flight, rounds):
-        """Less, and a large batch would time out although every sample keeps to its limit of 3 s."""
+        """Otherwise a large batch would time out although each sample stays within its limit of 3
+        s.
+        """
         seconds = self.seconds(samples, workers, in_flight)
         assert seconds == pytest.approx(rounds * (3.0 + FORK_SECONDS) + SLACK_SECONDS, abs=1.0)
 
@@ -272,18 +288,20 @@ class TestDeadlines:
 
 
 def test_what_a_sample_s_program_prints_is_shown_on_a_terminal(tmp_path):
-    """It prints through a pipe of its own, and the pool passes that on."""
+    """It prints through a pipe, whose text the pool passes on."""
     (tmp_path / "printing.py").write_text(
         "import subprocess, sys\n"
         "def f(prompt, response, record):\n"
-        "    subprocess.run([sys.executable, '-c', r\"print('\\x1b[2J\\x9b \\xe4')\"], check=True)\n"
+        "    program = r\"print('\\x1b[2J\\x9b \\xe4')\"\n"
+        "    subprocess.run([sys.executable, '-c', program], check=True)\n"
         "    return 1.0\n"
     )
     program = (
         "from reinforce_rl.config.rewards import RewardFunctionConfig\n"
         "from reinforce_rl.rewards.base import FunctionSpec, TextSample\n"
         "from reinforce_rl.rewards.function_pool import FunctionPool\n"
-        "pool = FunctionPool({'f': FunctionSpec('reward_function', 'printing.f', {})}, RewardFunctionConfig())\n"
+        "functions = {'f': FunctionSpec('reward_function', 'printing.f', {})}\n"
+        "pool = FunctionPool(functions, RewardFunctionConfig())\n"
         "pool.start()\n"
         "pool.submit('f', [TextSample('', '', {})]).result()\n"
         "pool.close()\n"

@@ -1,4 +1,4 @@
-"""Runs with a reward function: in the trainer, and behind the server; both are the same run."""
+"""Runs with a reward function, in the trainer and behind the server: both give the same numbers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import TooManyFailedRewardsError
 from reinforce_rl.monitoring.run import SilentMonitor
-from reinforce_rl.rewards import base, transport, wire
-from reinforce_rl.rewards.base import RewardRequest, RewardSource
+from reinforce_rl.rewards import transport, wire
+from reinforce_rl.rewards.base import (
+    STATUS_BAD_PROMPT,
+    STATUS_INTERNAL,
+    STATUS_OK,
+    RewardRequest,
+    RewardSource,
+)
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.sources import CombinedRewards, FunctionRewards, connect_to_reward_servers
 from reinforce_rl.rewards.transport import ModelAddress
@@ -43,17 +49,18 @@ FUNCTION = ["reward=function", f"reward_function.name={SHARE}", "+reward_functio
 
 
 def function_config(folder: Path, *overrides: str) -> TrainConfig:
-    """Of two steps; each prompt's line has the letters that the function asks for, and is rendered as messages."""
+    """Return the configuration of a run of two steps.
+
+    Each line of prompts is rendered as messages and has the `letters` that the function reads.
+    """
     options = tiny_overrides(folder)
-    lines = [
-        {
-            "messages": [{"role": "user", "content": text[:1]}],
-            "letters": LETTERS[i % len(LETTERS)],
-            "number": i,
-        }
-        for i, text in enumerate(three_letters(8))
-    ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = []
+    for i, text in enumerate(three_letters(8)):
+        messages = [{"role": "user", "content": text[:1]}]
+        letters = LETTERS[i % len(LETTERS)]
+        line = {"messages": messages, "letters": letters, "number": i}
+        lines.append(json.dumps(line) + "\n")
+    (folder / "train.jsonl").write_text("".join(lines))
     options += ["trainer.reinforce.max_steps=2", "model.data.data_prefix.validation=null"]
     return load_config(compose(*options, *overrides))
 
@@ -83,7 +90,7 @@ def connect(cfg: TrainConfig, mesh) -> RewardSource:
 def run(
     folder: Path, mesh, *overrides: str
 ) -> tuple[list[float], list[torch.Tensor], list[RewardRequest]]:
-    """Rewards of both steps, the weights at the end, and what was asked."""
+    """Return the rewards of both steps, the final weights and the samples of the requests."""
     folder.mkdir()
     cfg = function_config(folder, *overrides)
     source = connect(cfg, mesh)
@@ -103,7 +110,8 @@ def server(tmp_path_factory):
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     options = [f"reward_function.name={SHARE}", "+reward_function.kwargs.scale=2.0"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+        folders = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(folders))
         server = RealServer(tmp_path_factory.mktemp("server"), *options).start()
     yield server
     server.close()
@@ -119,75 +127,88 @@ def test_a_run_asks_the_function_with_the_prompts_own_fields(in_trainer):
     (rewards, _, requests), folder = in_trainer
     samples = [sample for request in requests for sample in request.samples]
     assert len(rewards) == len(samples) == 2 * 4 * 4
-    expected = [
-        2.0 * sum(s.response.count(x) for x in s.record["letters"]) / max(len(s.response), 1)
-        + len(s.prompt) / 1000
-        for s in samples
-    ]
+    expected = []
+    for sample in samples:
+        count = sum(sample.response.count(letter) for letter in sample.record["letters"])
+        share = count / max(len(sample.response), 1)
+        expected.append(2.0 * share + len(sample.prompt) / 1000)
     assert rewards == pytest.approx(expected, abs=1e-6)
     assert len(set(rewards)) > 3
     rows = [row for step in (1, 2) for row in rollouts_of(folder, step)]
     for sample, row in zip(samples, rows, strict=True):
         assert sample.messages == ({"role": "user", "content": sample.prompt[3]},)
-        assert sample.prompt == row["prompt"] and sample.response == row["response"]
+        assert sample.prompt == row["prompt"]
+        assert sample.response == row["response"]
         assert sample.finished == (row["finish_reason"] == "stop")
         assert set(sample.record) == {"letters", "number"}
     assert {sample.finished for sample in samples} == {True, False}
 
 
 def test_the_served_function_makes_the_same_run(in_trainer, server, tmp_path, mesh):
-    rewards, final, _ = run(tmp_path / "run", mesh, f"remote_rm.reward_model.port={server.port}")
+    port = f"remote_rm.reward_model.port={server.port}"
+    rewards, final, _ = run(tmp_path / "run", mesh, port)
     (expected, expected_final, _), _ = in_trainer
     assert rewards == expected
-    assert all(torch.equal(left, right) for left, right in zip(final, expected_final, strict=True))
+    for left, right in zip(final, expected_final, strict=True):
+        assert torch.equal(left, right)
 
 
 def test_the_served_functions_answers(server):
     model = ModelAddress(Address("127.0.0.1", server.port), "reward_model", None)
     info = transport.wait_for(transport.ask_description(model, 10.0))
     assert info.input_forms == (wire.TEXT_FORM,)
-    assert (info.tokenizer, info.max_length, info.vocab_size) == (None, None, None)
-    assert info.details["function"] == SHARE and info.details["kwargs"] == {"scale": 2.0}
+    assert info.tokenizer is None
+    assert info.max_length is None
+    assert info.vocab_size is None
+    assert info.details["function"] == SHARE
+    assert info.details["kwargs"] == {"scale": 2.0}
     assert len(info.details["source_sha256"]) == 64
 
     def ask(*columns: tuple[str, list[str]]) -> dict:
-        inputs = [
-            {"name": n, "datatype": "BYTES", "shape": [len(data), 1], "data": data}
-            for n, data in columns
-        ]
+        inputs = []
+        for name, data in columns:
+            shape = [len(data), 1]
+            inputs.append({"name": name, "datatype": "BYTES", "shape": shape, "data": data})
         return transport.infer_json(model, inputs, 30.0)
 
-    metadata = [json.dumps({"letters": "e"}), "{}", "{", json.dumps({"letters": "e"})]
-    answer = ask(
-        ("prompts", ["abc"] * 4), ("responses", ["eeoo"] * 3 + [""]), ("metadata", metadata)
-    )
+    record = json.dumps({"letters": "e"})
+    metadata = [record, "{}", "{", record]
+    prompts = ("prompts", ["abc"] * 4)
+    responses = ("responses", ["eeoo"] * 3 + [""])
+    answer = ask(prompts, responses, ("metadata", metadata))
     assert answer["status"] == [
-        base.STATUS_OK,
-        base.STATUS_INTERNAL,
-        base.STATUS_BAD_PROMPT,
-        base.STATUS_OK,
+        STATUS_OK,
+        STATUS_INTERNAL,
+        STATUS_BAD_PROMPT,
+        STATUS_OK,
     ]
-    assert [answer["rewards"][0], answer["rewards"][3]] == pytest.approx([2 * 0.5 + 0.003, 0.003])
-    assert all(math.isnan(answer["rewards"][row]) for row in (1, 2))
+    rewards = answer["rewards"]
+    assert rewards[0] == pytest.approx(2 * 0.5 + 0.003)
+    assert rewards[3] == pytest.approx(0.003)
+    for row in (1, 2):
+        assert math.isnan(rewards[row])
     with raises_error("reward_server.answer.not_proper", "HTTP 400"):
         ask(("sentences", ["abc"]))
 
 
 def test_a_request_larger_than_the_servers_limit_is_split(server):
-    request = request_of([f"p{i}" for i in range(300)], ["e"] * 300, [{"letters": "e"}] * 300)
+    prompts = [f"p{i}" for i in range(300)]
+    request = request_of(prompts, ["e"] * 300, [{"letters": "e"}] * 300)
     client = RemoteGPTRMClient(port=server.port)
     try:
         values = client.infer_rm(request).result().values
     finally:
         client.close()
-    assert values.tolist() == pytest.approx([2.0 + len(f"p{i}") / 1000 for i in range(300)])
+    expected = [2.0 + len(prompt) / 1000 for prompt in prompts]
+    assert values.tolist() == pytest.approx(expected)
 
 
 def request_of(prompts: list[str], responses: list[str], records: list[dict]) -> RewardRequest:
     tokens = torch.zeros((len(prompts), 1), dtype=torch.long)
+    lengths = torch.ones(len(prompts), dtype=torch.long)
     return RewardRequest(
         tokens,
-        torch.ones(len(prompts), dtype=torch.long),
+        lengths,
         tuple(prompts),
         tuple(responses),
         metadata=tuple(records),
@@ -195,43 +216,47 @@ def request_of(prompts: list[str], responses: list[str], records: list[dict]) ->
 
 
 def test_several_functions_are_a_weighted_sum(tmp_path, mesh):
-    more = "+reward_function.more_functions.told"
+    added = "+reward_function.more_functions.told"
     cfg = function_config(
         tmp_path,
         *FUNCTION,
         "reward_function.weight=0.5",
-        f"{more}.name={TOLD}",
-        f"{more}.weight=-3",
+        f"{added}.name={TOLD}",
+        f"{added}.weight=-3",
     )
     source = connect(cfg, mesh)
     try:
         assert isinstance(source, CombinedRewards)
         records = [{"letters": "e", "value": 1.0}, {"letters": "e"}, {"letters": "x", "value": 0.5}]
-        found = source.infer_rm(request_of(["", "", ""], ["ee", "ee", "ee"], records)).result()
+        request = request_of(["", "", ""], ["ee", "ee", "ee"], records)
+        scores = source.infer_rm(request).result()
     finally:
         source.close()
-    assert found.status.tolist() == [base.STATUS_OK, base.STATUS_INTERNAL, base.STATUS_OK]
-    assert found.values[[0, 2]].tolist() == [0.5 * 2.0 - 3.0, 0.5 * 0.0 - 1.5]
-    assert found.values[1].isnan()
-    assert found.by_source["share_of_letters"].tolist() == [2.0, 2.0, 0.0]
+    assert scores.status.tolist() == [STATUS_OK, STATUS_INTERNAL, STATUS_OK]
+    weighted_sums = [0.5 * 2.0 - 3.0, 0.5 * 0.0 - 1.5]
+    assert scores.values[[0, 2]].tolist() == weighted_sums
+    assert scores.values[1].isnan()
+    assert scores.by_source["share_of_letters"].tolist() == [2.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize(
-    "more", [[], [f"+reward_function.more_functions.told.name={TOLD}"]], ids=["one", "several"]
+    "overrides",
+    [[], [f"+reward_function.more_functions.told.name={TOLD}"]],
+    ids=["one", "several"],
 )
-def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, more):
+def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, overrides):
     name = "helpers.reward_functions.share_of_letters"
-    cfg = function_config(tmp_path, *FUNCTION, *more)
-    lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
-    for line in lines:
-        del line["letters"]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cfg = function_config(tmp_path, *FUNCTION, *overrides)
+    prompts = tmp_path / "train.jsonl"
+    lines = []
+    for line in prompts.read_text().splitlines():
+        record = json.loads(line)
+        del record["letters"]
+        lines.append(json.dumps(record) + "\n")
+    prompts.write_text("".join(lines))
     source = connect(cfg, mesh)
-    line = next(
-        i
-        for i, text in enumerate(Path(reward_functions.__file__).read_text().splitlines(), 1)
-        if '["letters"]' in text
-    )
+    code = Path(reward_functions.__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(code, 1) if '["letters"]' in text)
     try:
         with (
             tiny_trainer(cfg, mesh, source) as trainer,
@@ -246,7 +271,7 @@ def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, more):
 
 
 class OtherRank:
-    """A mesh whose rank is not the one that asks for rewards."""
+    """A mesh of a rank that does not request rewards."""
 
     is_model_parallel_rank_0 = False
 

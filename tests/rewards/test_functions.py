@@ -1,4 +1,4 @@
-"""The provided reward functions; gsm8k on every form that people and models write, and on all of GSM8K."""
+"""The provided reward functions; gsm8k on answers of many forms, and on all of GSM8K."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ GSM8K = [SHARED / f"gsm8k_{split}.jsonl" for split in ("train", "test")]
 def test_every_gold_solution_of_gsm8k_is_right_and_a_changed_digit_is_wrong(file):
     if not file.is_file():
         pytest.skip(f"{file} is not there")
-    records = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line]
+    lines = file.read_text("utf-8").split("\n")
+    records = [json.loads(line) for line in lines if line]
     assert len(records) == {"gsm8k_train": 7473, "gsm8k_test": 1319}[file.stem]
     for record in records:
         solution = record["solution"]
@@ -41,7 +42,8 @@ def test_every_gold_solution_of_gsm8k_is_right_and_a_changed_digit_is_wrong(file
         marker = solution.index("####")
         for place in [match.start() for match in re.finditer(r"\d", solution[marker:])]:
             at = marker + place
-            changed = solution[:at] + str((int(solution[at]) + 1) % 10) + solution[at + 1 :]
+            digit = (int(solution[at]) + 1) % 10
+            changed = solution[:at] + str(digit) + solution[at + 1 :]
             assert gsm8k("", changed, record) == 0.0, changed
             assert gsm8k("", solution, {"answer": changed[marker:]}) == 0.0, changed
 
@@ -74,10 +76,10 @@ def test_matches(response, kwargs, reward):
     ("count", "reward"), [(0, 0.0), (5, 0.0), (8, 0.6), (10, 1.0), (12, 0.6), (20, 0.0)]
 )
 def test_length_is_a_triangle(count, reward):
-    assert length("", "word " * count, {}, target=10, tolerance=5) == pytest.approx(reward)
-    assert length("", "w" * count, {}, target=10, tolerance=5, unit="characters") == pytest.approx(
-        reward
-    )
+    by_words = length("", "word " * count, {}, target=10, tolerance=5)
+    assert by_words == pytest.approx(reward)
+    by_characters = length("", "w" * count, {}, target=10, tolerance=5, unit="characters")
+    assert by_characters == pytest.approx(reward)
 
 
 def test_vader_tells_good_from_bad():
@@ -164,12 +166,13 @@ def test_a_module_that_raises_or_lacks_a_library_is_told(tmp_path, monkeypatch):
 
 
 def test_all_that_is_provided_is_named():
-    own = {
+    provided = {
         name
         for name, value in vars(functions).items()
         if getattr(value, "__module__", "") == PROVIDED
     }
-    assert {name for name in own if not name.startswith("_")} == set(PROVIDED_FUNCTIONS)
+    public = {name for name in provided if not name.startswith("_")}
+    assert public == set(PROVIDED_FUNCTIONS)
 
 
 ASKED = {"keys": ["tip", "why"], "min_words": 5, "max_words": 9, "keyword": "tea"}
@@ -177,12 +180,12 @@ ASKED = {"keys": ["tip", "why"], "min_words": 5, "max_words": 9, "keyword": "tea
 
 @pytest.mark.parametrize(
     ("response", "reached"),
-    # opens with a brace, names the keys, is the object, at most 9 words, at least 5 different ones,
-    # the word
+    # starts with a brace, has the keys, is an object, at most 9 words, at least 5 distinct words,
+    # the keyword
     [
         ('{"tip": "Drink tea warm.", "why": "It tastes better."}', (1, 1, 1, 1, 1, 1)),
         ('  {"why": "Teas are good", "tip": "Drink\\ntea"}\n', (1, 1, 1, 1, 1, 1)),
-        ('{"tip": "Drink tea.", "why": "drink TEA. "}', (1, 1, 0, 1, 0, 1)),  # the same said twice
+        ('{"tip": "Drink tea.", "why": "drink TEA. "}', (1, 1, 0, 1, 0, 1)),  # a repeated sentence
         ('{"tip": "tea tea tea", "why": "tea tea"}', (1, 1, 1, 1, 0, 1)),
         ('{"tip": "Drink steam and teapots now.", "why": "It is good"}', (1, 1, 1, 1, 1, 0)),
         (
@@ -200,7 +203,8 @@ ASKED = {"keys": ["tip", "why"], "min_words": 5, "max_words": 9, "keyword": "tea
     ],
 )
 def test_instructions_give_credit_for_each_step_and_success_for_all(response, reached):
-    assert instructions("", response, ASKED) == pytest.approx(sum(reached) / 6)
+    share = sum(reached) / 6
+    assert instructions("", response, ASKED) == pytest.approx(share)
     assert instructions("", response, ASKED, partial=False) == float(min(reached) == 1)
 
 
@@ -208,7 +212,8 @@ def test_a_whole_solution_of_the_hubs_gsm8k_is_its_answer():
     record = {
         "answer": "She sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
     }
-    assert [gsm8k("", response, record) for response in ("#### 72", "#### 48")] == [1.0, 0.0]
+    scores = [gsm8k("", response, record) for response in ("#### 72", "#### 48")]
+    assert scores == [1.0, 0.0]
 
 
 def test_instructions_check_what_the_record_asks_for_alone():

@@ -1,4 +1,4 @@
-"""A language model as judge, behind a real server that speaks its protocol, well and badly."""
+"""A language model as the judge, behind a server that speaks its protocol well or badly."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from helpers.fake_reward_server import FakeRewardServer
 from yarl import URL
 
 from reinforce_rl.config.rewards import RewardFunctionConfig
-from reinforce_rl.rewards import base, transport
-from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards import transport
+from reinforce_rl.rewards.base import (
+    STATUS_INTERNAL,
+    STATUS_OK,
+    STATUS_TIMED_OUT,
+    FunctionSpec,
+    TextSample,
+)
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.function_host import LoadFault, load_function
 from reinforce_rl.rewards.function_pool import PROXY_VARIABLES, FunctionPool, Scores
@@ -54,9 +60,12 @@ def test_the_score_of_the_answer_is_the_reward_and_the_question_has_no_chat_temp
             == 9.0
         )
     first, second = judge.asked
-    assert first["model"] == "m" and first["temperature"] == 0.0
+    assert first["model"] == "m"
+    assert first["temperature"] == 0.0
     text = first["messages"][0]["content"]
-    assert "Capital of France?" in text and "Paris." in text and "1 (worst) to 10\n(best)" in text
+    assert "Capital of France?" in text
+    assert "Paris." in text
+    assert "1 (worst) to 10\n(best)" in text
     assert "[Question]\nCapital?\n" in second["messages"][0]["content"]
     assert second["seed"] == 3 and "max_tokens" not in second, (
         "options take the place of the defaults"
@@ -91,14 +100,16 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
                 {"role": "assistant", "content": None, "tool_calls": [CALL]},
                 {"role": "tool", "content": "no"},
             ],
-            'user: Rain?\n\nassistant: {"name": "weather", "arguments": {"city": "Köln"}}\n\ntool: no',
+            'user: Rain?\n\nassistant: {"name": "weather", "arguments": {"city": "Köln"}}\n\n'
+            "tool: no",
         ),
         (
             [
                 {"role": "user", "content": "a"},
                 {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]},
             ],
-            'user: a\n\nassistant: Let me look.\n{"name": "weather", "arguments": {"city": "Köln"}}',
+            "user: a\n\nassistant: Let me look.\n"
+            '{"name": "weather", "arguments": {"city": "Köln"}}',
         ),
         ([], "the rendered prompt"),
     ],
@@ -113,7 +124,8 @@ def test_the_question_of_openais_messages(messages, question) -> None:
             )
             == 5.0
         )
-    assert f"[Question]\n{question}\n" in judge.asked[0]["messages"][0]["content"]
+    prompt = judge.asked[0]["messages"][0]["content"]
+    assert f"[Question]\n{question}\n" in prompt
 
 
 @pytest.fixture
@@ -134,7 +146,8 @@ def test_a_judge_outside_is_asked_through_the_proxy(variable, monkeypatch, no_pr
         )
         with contextlib.closing(pool):
             pool.start()
-            assert pool.submit("f", [TextSample("p", "r", {})]).result().values.tolist() == [9.0]
+            scores = pool.submit("f", [TextSample("p", "r", {})]).result()
+            assert scores.values.tolist() == [9.0]
         monkeypatch.setenv("NO_PROXY", "other.example,.invalid")
         with pytest.raises(JudgeError, match="host name is unknown"):
             llm_judge("p", "r", {}, **outside)
@@ -142,7 +155,7 @@ def test_a_judge_outside_is_asked_through_the_proxy(variable, monkeypatch, no_pr
 
 
 def test_the_proxy_of_a_server(monkeypatch, no_proxies) -> None:
-    """As curl and requests read the variables, but for this machine."""
+    """The variables are read as curl and requests read them; this machine is excepted."""
     server = URL("https://judge.invalid:8443/v1")
     assert transport.proxy_of(server) is None
     monkeypatch.setenv("ALL_PROXY", "http://all.invalid:1")
@@ -207,9 +220,8 @@ def test_a_template_of_ones_own_has_fields_of_the_prompts_line(tmp_path) -> None
         )
         with pytest.raises(JudgeError, match=r"asks for \$answer, which the prompt's line has not"):
             score_of(judge, template_file=str(file))
-    assert [body["messages"][0]["content"] for body in judge.asked] == [
-        "Is Paris. equal to 72? It costs $5. {json} 0-1"
-    ]
+    prompts = [body["messages"][0]["content"] for body in judge.asked]
+    assert prompts == ["Is Paris. equal to 72? It costs $5. {json} 0-1"]
 
 
 @pytest.mark.parametrize(
@@ -323,9 +335,8 @@ def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_s
     monkeypatch.setenv("JUDGE_KEY", "key-123")
 
     def reply(text: str):
-        return {"right": "Score: 10", "wrong": "Score: 1", "slow": 60.0}.get(
-            text.split()[-1], "no idea"
-        )
+        word = text.split()[-1]
+        return {"right": "Score: 10", "wrong": "Score: 1", "slow": 60.0}.get(word, "no idea")
 
     prompt = ({"role": "user", "content": "What?"},)
     samples = [
@@ -333,18 +344,20 @@ def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_s
         for word in ("right", "rubbish", "slow", "wrong")
     ]
     with FakeJudge(reply) as judge:
-        found = pool_scores(samples, 4.0, url=judge.url, api_key_variable="JUDGE_KEY", retries=0)
-    assert found.values.tolist()[::3] == [10.0, 1.0]
-    assert all(value != value for value in found.values[1:3]), "never 0"
-    assert found.status.tolist() == [
-        base.STATUS_OK,
-        base.STATUS_INTERNAL,
-        base.STATUS_TIMED_OUT,
-        base.STATUS_OK,
+        scores = pool_scores(samples, 4.0, url=judge.url, api_key_variable="JUDGE_KEY", retries=0)
+    assert scores.values.tolist()[::3] == [10.0, 1.0]
+    for value in scores.values[1:3]:
+        assert value != value, "never 0"
+    assert scores.status.tolist() == [
+        STATUS_OK,
+        STATUS_INTERNAL,
+        STATUS_TIMED_OUT,
+        STATUS_OK,
     ]
-    assert "JudgeError: the judge's answer holds no score at" in found.faults[1]
+    assert "JudgeError: the judge's answer holds no score at" in scores.faults[1]
     assert set(judge.keys) == {"Bearer key-123"}
-    assert all("[Question]\nWhat?\n" in body["messages"][0]["content"] for body in judge.asked)
+    for body in judge.asked:
+        assert "[Question]\nWhat?\n" in body["messages"][0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -390,19 +403,24 @@ def test_the_base_of_the_api_is_understood_as_openais_clients_do() -> None:
     assert str(Judge("https://h/openai/v2", "m").address) == "https://h/openai/v2/chat/completions"
 
 
+def part_of(text: str, heading: str) -> str:
+    _, _, rest = text.partition(f"[{heading}]\n")
+    return rest.partition("\n")[0]
+
+
 def test_a_preference_is_asked_in_both_orders_and_disagreement_is_a_tie() -> None:
     def reply(text: str) -> object:
-        first, question = (
-            text.partition(f"[{part}]\n")[2].partition("\n")[0] for part in ("Answer A", "Question")
-        )
+        first = part_of(text, "Answer A")
+        question = part_of(text, "Question")
         if question != "clear":
             return {"biased": "[[A]]", "broken": "neither", "alike": "[[C]]"}[question]
         return "[[A]]" if first == "good" else "Not [[A]], but [[B]]"
 
     pairs = [(question, "good", "bad") for question in ("clear", "biased", "alike", "broken")]
     with FakeJudge(reply) as judge:
-        found = preferences(Judge(judge.url, "m", **ONCE), [*pairs, ("clear", "bad", "good")])
-    assert [found[0], found[1], found[2], found[4]] == [1.0, 0.5, 0.5, 0.0]
-    assert found[3] == "the judge's answer holds no [[A]], [[B]] or [[C]]"
+        questions = [*pairs, ("clear", "bad", "good")]
+        llm = Judge(judge.url, "m", **ONCE)
+        preferred = preferences(llm, questions)
+    assert preferred == [1.0, 0.5, 0.5, "the judge's answer holds no [[A]], [[B]] or [[C]]", 0.0]
     assert len(judge.asked) == 2 * 5
     assert preferences(Judge("http://127.0.0.1:1", "m"), []) == []

@@ -1,4 +1,4 @@
-"""What bad networks do to requests for rewards, one by one, and to a whole run, which must not notice."""
+"""Faults of the network between client and reward server: single requests, and a whole run."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def share_of_response(row: list[int]) -> float:
 
 
 def outcome(fault: str) -> tuple[int, list[str], list[str], str]:
-    """The proxy's port, the faults that happened, the reports and the error of a request through this fault."""
+    """Return the proxy's port, the faults that occurred, the reports and the error of a request."""
     said: list[str] = []
     seconds = 60.0 if LASTING[fault].startswith("3 wrong answers") else 4.0
     with (
@@ -106,7 +106,7 @@ def outcome(fault: str) -> tuple[int, list[str], list[str], str]:
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Of every fault that lasts, all at the same time, since they mostly wait."""
+    """Outcomes of all faults that last; they run in parallel, since they mostly wait."""
     with ThreadPoolExecutor(len(LASTING)) as pool:
         return {fault: pool.submit(outcome, fault) for fault in LASTING}
 
@@ -115,7 +115,8 @@ def outcomes():
 def test_a_fault_that_lasts_is_a_named_error_within_the_deadline(outcomes, fault):
     port, happened, said, text = outcomes[fault].result(timeout=60)
     assert f"127.0.0.1:{port}" in text
-    assert re.search(LASTING[fault], "\n".join([*said, text])), (said, text)
+    messages = "\n".join([*said, text])
+    assert re.search(LASTING[fault], messages), (said, text)
     assert fault in happened
 
 
@@ -139,14 +140,16 @@ def test_late_doubled_and_compressed_answers_are_answers():
 
 @pytest.mark.parametrize("replays", [2, 9])
 def test_the_answer_to_another_request_is_never_a_reward(replays):
-    """Two requests of equally many samples; the second gets the answer to the first, for a while or for ever."""
+    """Of two requests of equal size the second gets the first one's answer, once or each time."""
     faults = [None, *[faulty_proxy.REPLAY] * replays]
     with (
         FakeRewardServer(score=sum) as server,
         FaultyProxy(server.port, faults) as proxy,
         connected(proxy.port) as client,
     ):
-        assert client.infer_rm(request_of([[50, 60], [70, 80]])).result().values.tolist() == [
+        request = request_of([[50, 60], [70, 80]])
+        rewards = client.infer_rm(request).result()
+        assert rewards.values.tolist() == [
             110.0,
             150.0,
         ]
@@ -160,9 +163,9 @@ def test_the_answer_to_another_request_is_never_a_reward(replays):
 @pytest.mark.parametrize(
     "faults",
     [
-        [faulty_proxy.CUT_BODY] * 5,  # a lost connection, however often
+        [faulty_proxy.CUT_BODY] * 5,  # a lost connection, at each attempt
         [faulty_proxy.UNDELIMITED] * 5,
-        # each byte comes in time, the whole answer does not
+        # each byte comes in time, but not the whole answer
         [faulty_proxy.TRICKLE, faulty_proxy.CONTINUES],
         [faulty_proxy.FAR_AWAY] * 2,  # an absurd Retry-After
     ],
@@ -209,7 +212,7 @@ def test_the_request_for_the_description_bears_the_same(fault, monkeypatch):
 
 
 def test_another_servers_description_is_not_believed():
-    """A proxy gives the description of a server that was there before."""
+    """A proxy returns the description of a server that ran there before."""
     with FakeRewardServer(score=sum) as server, FaultyProxy(server.port, path=INFO) as proxy:
         with connected(proxy.port) as client:
             client.wait_until_ready()
@@ -248,7 +251,7 @@ def test_the_network_is_cut_during_a_call_and_restored():
 
 
 class Disturbed:
-    """A reward source that cuts networks with certain requests, and restores them a little later."""
+    """A reward source that cuts networks at certain requests and restores them a little later."""
 
     def __init__(self, client: RemoteGPTRMClient, cuts: dict[int, list[FaultyProxy]]):
         self._client = client
@@ -273,7 +276,10 @@ def rows_of(folder: Path, steps: int) -> list[list[dict]]:
 def test_a_run_through_bad_networks_and_two_servers_equals_the_one_through_a_good_one(
     tmp_path, mesh
 ):
-    """Each step makes two requests, the first of two parts. Both networks fail in each way, and are cut."""
+    """Each step sends two requests, the first in two parts.
+
+    Both networks have each kind of fault, and are cut.
+    """
     steps = 6
     options = ["trainer.reinforce.max_epochs=3"]
     for name in ("good", "bad"):
@@ -289,7 +295,7 @@ def test_a_run_through_bad_networks_and_two_servers_equals_the_one_through_a_goo
             client.close()
         asked = first.requests
         first.requests = []
-        # Of wrong answers one request may have two, so that no chance gives it three.
+        # At most two wrong answers a request: three would fail it.
         lost = [fault for fault in faulty_proxy.ALL if "wrong answer" not in LASTING.get(fault, "")]
         faults = {
             first: [faulty_proxy.CHANGE_REQUEST, *lost],
@@ -305,27 +311,34 @@ def test_a_run_through_bad_networks_and_two_servers_equals_the_one_through_a_goo
                 deadline_seconds=60.0,
                 **QUICK,
             )
-            rm = Disturbed(client, {3: [left], 5: [right], 8: [left, right]})
+            cuts = {3: [left], 5: [right], 8: [left, right]}
+            rm = Disturbed(client, cuts)
             try:
                 run(tmp_path / "bad", mesh, *options, rm=rm)
             finally:
                 client.close()
-            assert len({*left.happened, *right.happened}) >= 5, (left.happened, right.happened)
-    found = [list(map(without_times, metrics_of(tmp_path / name))) for name in ("good", "bad")]
-    assert len(found[0]) == steps
-    assert found[0] == found[1]
+            happened = {*left.happened, *right.happened}
+            assert len(happened) >= 5, (left.happened, right.happened)
+    good = [without_times(line) for line in metrics_of(tmp_path / "good")]
+    bad = [without_times(line) for line in metrics_of(tmp_path / "bad")]
+    assert len(good) == steps
+    assert good == bad
     assert rows_of(tmp_path / "good", steps) == rows_of(tmp_path / "bad", steps)
-    # Whoever was asked, and however often, it was for the same parts.
-    assert first.requests and second.requests
-    assert {str(part) for part in asked} == {str(part) for part in first.requests + second.requests}
+    # The parts are the same, whichever server got them and however often.
+    assert first.requests
+    assert second.requests
+    received = {str(part) for part in first.requests + second.requests}
+    assert {str(part) for part in asked} == received
 
 
 def test_a_sample_that_the_server_could_not_score_leaves_its_group(tmp_path, mesh):
-    """From HTTP to advantages: the baseline of its three neighbours is the mean of two, not of three."""
+    """From HTTP to advantages: the baseline of its neighbours is the mean of two, not of three."""
 
     def score(row: list[int]) -> float:
         scored.append(row)
-        return math.nan if len(scored) == 7 else float(sum(row) % 11)
+        if len(scored) == 7:
+            return math.nan
+        return float(sum(row) % 11)
 
     scored: list[list[int]] = []
     with FakeRewardServer(score=score) as server:
@@ -339,15 +352,19 @@ def test_a_sample_that_the_server_could_not_score_leaves_its_group(tmp_path, mes
         finally:
             client.close()
     rows = rollouts_of(tmp_path, 1)
-    assert [i for i, row in enumerate(rows) if row["reward"] is None] == [6]
-    assert (rows[6]["valid"], rows[6]["advantage"]) == (False, 0.0)
+    unscored = [i for i, row in enumerate(rows) if row["reward"] is None]
+    assert unscored == [6]
+    assert rows[6]["valid"] is False
+    assert rows[6]["advantage"] == 0.0
     for start in range(0, 16, 4):
         group = [row for row in rows[start : start + 4] if row["valid"]]
         assert len(group) == (3 if start == 4 else 4)
         for row in group:
             others = [other["reward"] for other in group if other is not row]
-            assert row["baseline"] == pytest.approx(sum(others) / len(others))
-            assert row["advantage"] == pytest.approx(row["reward"] - row["baseline"], abs=1e-6)
+            mean = sum(others) / len(others)
+            assert row["baseline"] == pytest.approx(mean)
+            advantage = row["reward"] - row["baseline"]
+            assert row["advantage"] == pytest.approx(advantage, abs=1e-6)
 
 
 def test_too_many_such_samples_save_and_end_the_run(tmp_path, mesh):
@@ -361,4 +378,5 @@ def test_too_many_such_samples_save_and_end_the_run(tmp_path, mesh):
         finally:
             client.close()
     checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert checkpoint is not None and checkpoint.trainer_state["step"] == 1
+    assert checkpoint is not None
+    assert checkpoint.trainer_state["step"] == 1

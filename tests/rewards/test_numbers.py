@@ -1,4 +1,4 @@
-"""Numbers in answers, on every form that people and models write, with the verdicts of math-verify."""
+"""Numbers in answers, in the forms that people and models write, with math-verify's verdicts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ CASES = [
     ("1\u202f234\u202f567", 1234567),
     (r"\boxed{1\,234}", 1234),
     (r"\boxed{-\frac{-1}{2}}", Fraction(1, 2)),
-    # Two readings, or an expression: never its first number.
+    # Ambiguous numbers and expressions: the first number must not be taken.
     ("3,5", None),
     ("12,34,567", None),
     ("The answer is 5-10 apples", None),
@@ -99,7 +99,7 @@ CASES = [
     ("##### 2 of 3\nThat makes 18", 18),
     ("#### Step 1\n#### **18**", 18),
     ("#### x = 18", 18),
-    # No space before the number, as in Chinese and Japanese, and their wide signs
+    # No space before the number, and full-width signs, as in Chinese and Japanese
     ("\u7b54\u6848\u662f42\u3002", 42),
     ("\u5171\u670942\u4e2a\u82f9\u679c", 42),
     ("\u7b54\u3048\u306f-42\u3067\u3059", -42),
@@ -229,7 +229,7 @@ def test_answers_are_judged_as_math_verify_does(answer, response, is_right):
     assert gsm8k("", response, {"answer": answer}) == float(is_right)
 
 
-# What math-verify 0.9.0 judges the other way: exponents, more than six decimals, digits in groups,
+# math-verify 0.9.0 decides otherwise: exponents, more than six decimals, digits in groups,
 # percent in both.
 OTHERWISE = [
     ("1e-05", "0.00001", True),
@@ -291,12 +291,14 @@ def test_a_whole_number_is_exact_as_a_float_too():
 def test_parquet_numbers_are_compared_as_numbers(tmp_path, type_, value):
     path = tmp_path / "data.parquet"
     answers = pa.array([value], type_)
-    nested = pa.array([{"all": [value]}], pa.struct([("all", pa.list_(type_))]))
+    struct = pa.struct([("all", pa.list_(type_))])
+    nested = pa.array([{"all": [value]}], struct)
     parquet.write_table(pa.table({"answer": answers, "nested": nested}), path)
     (record,) = read_records(path, lambda record: record.value, LineFaults())
     decimal = f"{Decimal(str(value)):f}"
     assert gsm8k("", decimal, record) == 1.0
-    assert gsm8k("", decimal, {"answer": record["nested"]["all"][0]}) == 1.0
+    reference = record["nested"]["all"][0]
+    assert gsm8k("", decimal, {"answer": reference}) == 1.0
     assert gsm8k("", decimal + "1", record) == 0.0
 
 
@@ -357,9 +359,8 @@ def test_answers_that_were_reported():
     if not SHARED.is_file():
         pytest.skip(f"{SHARED} is not there")
     records = [json.loads(line) for line in SHARED.read_text("utf-8").splitlines()]
-    for record, decimal in zip(
-        records, ["42", "42", "0.00001", "1" + "0" * 20, "0.00000025"], strict=False
-    ):
+    decimals = ["42", "42", "0.00001", "1" + "0" * 20, "0.00000025"]
+    for record, decimal in zip(records, decimals, strict=False):
         assert gsm8k("", decimal, record) == 1.0
         assert gsm8k("", "1", record) == 0.0
     for record in records[5:]:

@@ -1,4 +1,4 @@
-"""Several servers of one reward model: who is asked, what becomes of one that fails, and who is refused."""
+"""Several servers of one reward model: how requests are spread, and how failures are handled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEQUENCES = [[row % 50 + 4, row % 7 + 4, row % 3 + 4][: 1 + row % 3] for row in 
 
 @pytest.fixture
 def world():
-    """Makes servers that score, and a client of ports; all end with the test."""
+    """Makes servers that score, and clients of their ports; all are closed after the test."""
     with ExitStack() as stack:
 
         def serve(port: int = 0, **options) -> FakeRewardServer:
@@ -63,7 +63,8 @@ def test_addresses_that_are_none(text):
 
 def test_addresses():
     assert Address.parse("rm-2.cluster:5555") == Address("rm-2.cluster", 5555)
-    assert (Address.parse("[::1]:80"), str(Address("::1", 80))) == (Address("::1", 80), "[::1]:80")
+    assert Address.parse("[::1]:80") == Address("::1", 80)
+    assert str(Address("::1", 80)) == "[::1]:80"
 
 
 def test_the_parts_of_a_request_are_spread_and_joined_in_order(world):
@@ -80,11 +81,12 @@ def test_the_parts_of_a_request_are_spread_and_joined_in_order(world):
         server.gate.set()
     assert future.result().values.tolist() == toy_scores(SEQUENCES)
     parts = [part for server in servers for part in server.requests]
-    assert sorted(parts) == sorted(SEQUENCES[start : start + 8] for start in range(0, 60, 8))
+    expected_parts = [SEQUENCES[start : start + 8] for start in range(0, 60, 8)]
+    assert sorted(parts) == sorted(expected_parts)
 
 
 def test_the_least_busy_server_is_asked(world):
-    """By samples, not by requests."""
+    """Busy by samples, not by requests."""
     serve, connect = world
     servers = [serve(), serve()]
     client = connect(*(server.port for server in servers), max_in_flight=4)
@@ -100,16 +102,17 @@ def test_the_least_busy_server_is_asked(world):
     assert busy.calls == 1
     for server in servers:
         server.gate.set()
-    assert [future.result().values.tolist() for future in futures] == [
-        toy_scores(SEQUENCES[:8])
-    ] + [toy_scores(SEQUENCES[:1])] * 4
+    scores = [future.result().values.tolist() for future in futures]
+    assert scores[0] == toy_scores(SEQUENCES[:8])
+    assert scores[1:] == [toy_scores(SEQUENCES[:1])] * 4
 
 
 def test_the_first_request_of_many_clients_does_not_go_to_one_server(world):
     serve, connect = world
     servers = [serve(), serve()]
     for _ in range(12):
-        connect(*(server.port for server in servers)).infer_rm(request_of([[5]])).result()
+        ports = (server.port for server in servers)
+        connect(*ports).infer_rm(request_of([[5]])).result()
     assert sum(server.calls for server in servers) == 12
     assert min(server.calls for server in servers) > 0  # by chance 0 once in 2,048 times
 
@@ -125,28 +128,32 @@ def test_a_run_goes_on_while_one_lives_and_the_other_is_taken_back(world):
             client.infer_rm(request_of(SEQUENCES[:8])).result()
     start = time.monotonic()
     for _ in range(5):
-        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(
-            SEQUENCES
-        )
+        rewards = client.infer_rm(request_of(SEQUENCES)).result()
+        assert rewards.values.tolist() == toy_scores(SEQUENCES)
     assert time.monotonic() - start < 15  # far from the deadline
-    assert any(f"127.0.0.1:{port} does not answer" in text for text in client.missing())
+    missing = client.missing()
+    assert any(f"127.0.0.1:{port} does not answer" in text for text in missing)
     again = serve(port)
-    assert wait_for(lambda: client.infer_rm(request_of([[5]])).result() and again.calls > 0, 60)
+
+    def is_asked_again() -> bool:
+        client.infer_rm(request_of([[5]])).result()
+        return again.calls > 0
+
+    assert wait_for(is_asked_again, 60)
     assert client.missing() == []
 
 
 def test_a_busy_server_leaves_its_requests_to_the_other(world):
-    """It wants a minute; nobody waits for it."""
+    """The busy server asks for a minute; the client does not wait."""
     serve, connect = world
     busy = serve(score=None, answers=[(503, {"error": "busy"}, {"Retry-After": "60"})])
     other = serve()
     client = connect(busy.port, other.port)
     client.wait_until_ready()
     for _ in range(4):
-        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(
-            SEQUENCES
-        )
-    assert 1 <= busy.calls <= 4  # once for each part that was under way at the time
+        rewards = client.infer_rm(request_of(SEQUENCES)).result()
+        assert rewards.values.tolist() == toy_scores(SEQUENCES)
+    assert 1 <= busy.calls <= 4  # once for each part in flight at that time
 
 
 def test_the_pause_of_a_server_that_never_scores_grows(world):
@@ -161,7 +168,8 @@ def test_the_pause_of_a_server_that_never_scores_grows(world):
         times += [time.monotonic()] * (broken.calls - len(times))
         time.sleep(0.02)
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    assert all(gap > 0.4 * pause for gap, pause in zip(gaps, (0.2, 0.4, 0.8), strict=True)), gaps
+    for gap, pause in zip(gaps, (0.2, 0.4, 0.8), strict=True):
+        assert gap > 0.4 * pause, gaps
 
 
 def test_without_any_server_the_deadline_names_all(world):
@@ -176,7 +184,8 @@ def test_without_any_server_the_deadline_names_all(world):
         assert any(
             f"127.0.0.1:{port} does not answer (connection refused)" in text for text in said
         )
-    assert said[-1].startswith("reward servers: ") and "; retrying, " in said[-1]
+    assert said[-1].startswith("reward servers: ")
+    assert "; retrying, " in said[-1]
 
 
 def test_a_wait_for_all_of_them_ends_when_one_comes(world):
@@ -232,7 +241,7 @@ def test_a_replica_that_becomes_another_model_ends_the_run(world):
 
 
 def test_a_wrong_token_at_one_of_two_is_an_error_at_the_start_and_not_later(world):
-    """A server that is no good any more is like one that is down, as long as the other lives."""
+    """A server that rejects the token later counts as down while the other one answers."""
     serve, connect = world
     first = serve()
     second = serve()
@@ -242,9 +251,8 @@ def test_a_wrong_token_at_one_of_two_is_an_error_at_the_start_and_not_later(worl
     second.answers = [(401, {"error": "no"})]
     second.info = describe(name="other")
     for _ in range(4):
-        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(
-            SEQUENCES
-        )
+        rewards = client.infer_rm(request_of(SEQUENCES)).result()
+        assert rewards.values.tolist() == toy_scores(SEQUENCES)
     assert second.calls >= 1
     with raises_error("reward_server.model.other_name", "'other'", "'reward_model'"):
         connect(first.port, second.port).wait_until_ready()
@@ -252,7 +260,8 @@ def test_a_wrong_token_at_one_of_two_is_an_error_at_the_start_and_not_later(worl
 
 def test_a_refused_request_fails_as_a_whole_and_alone(world):
     serve, connect = world
-    server = serve(score=None, answers=[(400, {"error": "no such input"}), answer([1.5], [0])])
+    answers = [(400, {"error": "no such input"}), answer([1.5], [0])]
+    server = serve(score=None, answers=answers)
     client = connect(server.port, max_in_flight=1)
     first = client.infer_rm(request_of(SEQUENCES))
     second = client.infer_rm(request_of([[5]]))
@@ -277,34 +286,33 @@ def test_close_ends_what_waits_and_what_is_under_way(world):
     with raises_error("reward_server.client.closed"):
         client.infer_rm(request_of([[1]]))
     server.gate.set()
-    left = [thread.name for thread in threading.enumerate() if str(server.port) in thread.name]
+    threads = threading.enumerate()
+    left = [thread.name for thread in threads if str(server.port) in thread.name]
     assert wait_for(lambda: not left, 1), left
 
 
 def test_what_is_sent_stays_within_the_servers_limit(world):
-    """The estimate of a request's size is not below its real one."""
+    """The estimate of a request's size is at least the real size."""
     serve, connect = world
     server = serve()
     server.info = describe(max_batch_size=256, max_request_bytes=ENVELOPE_BYTES + 10 * 32)
-    assert connect(server.port).infer_rm(
-        request_of(SEQUENCES)
-    ).result().values.tolist() == toy_scores(SEQUENCES)
+    rewards = connect(server.port).infer_rm(request_of(SEQUENCES)).result()
+    assert rewards.values.tolist() == toy_scores(SEQUENCES)
     assert [len(part) for part in server.requests] == [10] * 6
-    assert (
-        max(int(headers["Content-Length"]) for headers in server.headers)
-        <= ENVELOPE_BYTES + 10 * 32
-    )
+    largest = max(int(headers["Content-Length"]) for headers in server.headers)
+    assert largest <= ENVELOPE_BYTES + 10 * 32
 
 
 @pytest.fixture
 def replicas(monkeypatch) -> Replicas:
-    """One server, which is up whenever it is asked."""
+    """One server, which is up at each health check."""
 
     async def describe_it(model: ModelAddress, seconds: float) -> ServerInfo:
         return ServerInfo(model.name, 8, 8, 8, None, deterministic=True, add_special_tokens=False)
 
     monkeypatch.setattr(transport, "ask_description", describe_it)
-    return Replicas([ModelAddress(Address("127.0.0.1", 1), "rm", None)], 0.01, 0.01, None, 60.0)
+    address = ModelAddress(Address("127.0.0.1", 1), "rm", None)
+    return Replicas([address], 0.01, 0.01, None, 60.0)
 
 
 def test_a_failure_from_before_a_server_came_back_does_not_set_it_aside(replicas):
@@ -317,8 +325,10 @@ def test_a_failure_from_before_a_server_came_back_does_not_set_it_aside(replicas
                 raise FailedAttempt("failed")
 
     async def play() -> None:
-        soon, late = asyncio.Event(), asyncio.Event()
-        first, second = (asyncio.create_task(fail(when)) for when in (soon, late))
+        soon = asyncio.Event()
+        late = asyncio.Event()
+        first = asyncio.create_task(fail(soon))
+        second = asyncio.create_task(fail(late))
         async with replicas.lease(1, call):
             while replicas._replicas[0].outstanding < 3:
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A reward source of one's own, `reward=my_module.MySource`."""
+"""Reward sources of a user's class, `reward=my_module.MySource`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from reinforce_rl.runtime.trust import authorities
 
 
 class Lengths:
-    """The length of each sample; notes what it was made with, and its end."""
+    """Scores by length; records its arguments and whether it was closed."""
 
     made: ClassVar[list[tuple[TrainConfig, Any]]] = []
     closed: ClassVar[int] = 0
@@ -69,7 +69,7 @@ class WithoutClose:
 
 @pytest.fixture
 def own_name(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A dotted name of `Lengths` that can be imported."""
+    """The dotted name under which `Lengths` can be imported."""
     monkeypatch.setattr(Lengths, "made", [])
     monkeypatch.setattr(Lengths, "closed", 0)
     return f"{__name__}.Lengths"
@@ -93,7 +93,8 @@ def test_it_is_asked_alone(own_name: str, connect: Callable, tmp_path: Path) -> 
     ((given, tokenizer),) = Lengths.made
     assert given is cfg
     assert tokenizer.eos_token_id is not None
-    scores = source.infer_rm(request_of([[4, 5, 6], [4]])).result()
+    request = request_of([[4, 5, 6], [4]])
+    scores = source.infer_rm(request).result()
     assert scores.values.tolist() == [3.0, 1.0]
     source.close()
     assert Lengths.closed == 1
@@ -144,16 +145,18 @@ def test_a_class_is_told_from_a_function() -> None:
 def test_functions_are_added_to_its_scores(
     own_name: str, connect: Callable, tmp_path: Path
 ) -> None:
-    more = "+reward_function.more_functions.short"
-    length = [f"{more}.name=reinforce_rl.rewards.functions.length", f"{more}.weight=10"]
-    arguments = [f"{more}.kwargs.target=5", f"{more}.kwargs.tolerance=10"]
+    short = "+reward_function.more_functions.short"
+    length = [f"{short}.name=reinforce_rl.rewards.functions.length", f"{short}.weight=10"]
+    arguments = [f"{short}.kwargs.target=5", f"{short}.kwargs.tolerance=10"]
     cfg = tiny_config(tmp_path, f"reward={own_name}", *length, *arguments)
     source = connect(cfg)
-    scores = source.infer_rm(request_of([[4, 5, 6], [4]])).result()
+    request = request_of([[4, 5, 6], [4]])
+    scores = source.infer_rm(request).result()
     source.close()
-    own = scores.by_source["Lengths"]
-    assert own.tolist() == [3.0, 1.0]
-    assert scores.values.tolist() == (own + 10 * scores.by_source["short"]).tolist()
+    lengths = scores.by_source["Lengths"]
+    assert lengths.tolist() == [3.0, 1.0]
+    weighted_sum = lengths + 10 * scores.by_source["short"]
+    assert scores.values.tolist() == weighted_sum.tolist()
     assert names_of_scores(cfg) == tuple(scores.by_source) == ("Lengths", "short")
     assert Lengths.closed == 1
 
@@ -176,12 +179,13 @@ def test_what_is_no_source_is_refused_before_the_start(
 ) -> None:
     with raises_error(key, f"reward is '{name}'", value):
         load_source_class(name)
-    check_fault(function_faults(tiny_config(tmp_path, f"reward={name}")), key, name, value)
+    cfg = tiny_config(tmp_path, f"reward={name}")
+    check_fault(function_faults(cfg), key, name, value)
 
 
 def test_a_fault_of_the_class_does_not_hide_one_of_a_function(tmp_path: Path) -> None:
-    more = "+reward_function.more_functions.other.name=nowhere_either.f"
-    faults = function_faults(tiny_config(tmp_path, "reward=nowhere.Source", more))
+    missing = "+reward_function.more_functions.other.name=nowhere_either.f"
+    faults = function_faults(tiny_config(tmp_path, "reward=nowhere.Source", missing))
     check_fault(faults, "reward.class.not_importable", "nowhere")
     check_fault(faults, "reward_function.module.missing", "nowhere_either")
 
@@ -208,7 +212,8 @@ def test_reading_a_configuration_does_not_import_it(
 def test_a_folder_has_no_authority_to_name_it(own_name: str, tmp_path: Path) -> None:
     cfg = tiny_config(tmp_path, f"reward={own_name}")
     (authority,) = authorities(cfg)
-    assert (authority.key, authority.value) == ("reward", own_name)
+    assert authority.key == "reward"
+    assert authority.value == own_name
     assert list(authorities(cfg, rewards=False)) == []
 
 

@@ -1,4 +1,4 @@
-"""Reward servers named by a configuration, and the weighted sum of several sources."""
+"""Reward servers of a configuration, and the weighted sum of several sources."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ def closed(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def servers(tmp_path):
-    """Two that score two samples each, for the tiny model's tokenizer."""
+    """Two servers that score two samples each, for the tiny model's tokenizer."""
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer", VOCAB_SIZE))
     with (
         FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as first,
         FakeRewardServer([answer([10.0, 20.0], [0, 0])]) as second,
     ):
-        first.info = second.info = describe(
-            tokenizer=TokenizerInfo.from_tokenizer(tokenizer), vocab_size=VOCAB_SIZE
-        )
+        info = TokenizerInfo.from_tokenizer(tokenizer)
+        first.info = describe(tokenizer=info, vocab_size=VOCAB_SIZE)
+        second.info = first.info
         yield first, second
 
 
@@ -79,26 +79,25 @@ def connect(cfg: TrainConfig, mesh) -> RewardSource:
 
 def test_the_weighted_sum_of_two(tmp_path, mesh, servers, closed):
     first, second = servers
-    own = [
+    options = [
         f"{RM}.reward_model.port={first.port}",
         f"{RM}.reward_model.name=helpful",
         f"{RM}.reward_model.weight=0.5",
     ]
     first.info = describe(name="helpful", tokenizer=first.info.tokenizer, vocab_size=VOCAB_SIZE)
-    cfg = tiny_config(tmp_path, *own, f"{MORE}.port={second.port}", f"{MORE}.weight=-2")
+    cfg = tiny_config(tmp_path, *options, f"{MORE}.port={second.port}", f"{MORE}.weight=-2")
     rm = connect(cfg, mesh)
-    found = rm.infer_rm(REQUEST).result()
-    assert found.values.tolist() == [0.5 - 20.0, 1.0 - 40.0]
-    assert {name: values.tolist() for name, values in found.by_source.items()} == {
-        "helpful": [1.0, 2.0],
-        "safety": [10.0, 20.0],
-    }
-    assert names_of_scores(cfg) == tuple(found.by_source)
+    rewards = rm.infer_rm(REQUEST).result()
+    assert rewards.values.tolist() == [0.5 - 20.0, 1.0 - 40.0]
+    by_source = {name: values.tolist() for name, values in rewards.by_source.items()}
+    assert by_source == {"helpful": [1.0, 2.0], "safety": [10.0, 20.0]}
+    assert names_of_scores(cfg) == tuple(rewards.by_source)
     second.answers = [answer([10.0, float("nan")], [STATUS_OK, STATUS_BAD_TOKEN])]
     second.calls = 0
-    found = rm.infer_rm(REQUEST).result()
-    assert found.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN]
-    assert found.values[0] == 0.5 - 20.0 and found.values.isnan().tolist() == [False, True]
+    rewards = rm.infer_rm(REQUEST).result()
+    assert rewards.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN]
+    assert rewards.values[0] == 0.5 - 20.0
+    assert rewards.values.isnan().tolist() == [False, True]
     rm.close()
     assert sorted(closed) == sorted([first.port, second.port])
 
@@ -106,11 +105,12 @@ def test_the_weighted_sum_of_two(tmp_path, mesh, servers, closed):
 def test_a_single_one(tmp_path, mesh, servers, closed):
     first, _ = servers
     port = f"{RM}.reward_model.port={first.port}"
-    for options, values in (([], [1.0, 2.0]), ([f"{RM}.reward_model.weight=3"], [3.0, 6.0])):
+    weighted = [f"{RM}.reward_model.weight=3"]
+    for options, values in (([], [1.0, 2.0]), (weighted, [3.0, 6.0])):
         rm = connect(tiny_config(tmp_path, port, *options), mesh)
-        found = rm.infer_rm(REQUEST).result()
-        assert found.values.tolist() == values
-        assert list(found.by_source) == (["reward_model"] if options else [])
+        rewards = rm.infer_rm(REQUEST).result()
+        assert rewards.values.tolist() == values
+        assert list(rewards.by_source) == (["reward_model"] if options else [])
         rm.close()
     assert closed == [first.port] * 2
 
@@ -125,11 +125,13 @@ def test_servers_that_write_their_addresses_while_the_trainer_waits(tmp_path, me
     write_ready_file(files[0], first)
     later = threading.Timer(1.0, write_ready_file, (files[1], second))
     later.start()
-    cfg = tiny_config(tmp_path, f"{RM}.reward_model.ready_files=[{files[0]},{files[1]}]")
+    ready_files = f"{RM}.reward_model.ready_files=[{files[0]},{files[1]}]"
+    cfg = tiny_config(tmp_path, ready_files)
     rm = connect(cfg, mesh)
     later.join()
     assert isinstance(rm, RemoteGPTRMClient)
-    assert rm.infer_rm(REQUEST).result().values.tolist() in ([1.0, 2.0], [10.0, 20.0])
+    rewards = rm.infer_rm(REQUEST).result()
+    assert rewards.values.tolist() in ([1.0, 2.0], [10.0, 20.0])
     rm.close()
 
 
@@ -180,9 +182,11 @@ def test_a_replica_that_is_down_is_noted_and_the_run_starts(
     notes: list[str] = []
     monkeypatch.setattr(SilentMonitor, "note", lambda self, text, **_: notes.append(text))
     replicas = f"{RM}.reward_model.replicas=['127.0.0.1:{down}','127.0.0.1:{second.port}']"
-    rm = connect(tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}", replicas), mesh)
+    cfg = tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}", replicas)
+    rm = connect(cfg, mesh)
     while not (first.calls and second.calls):
-        assert rm.infer_rm(REQUEST).result().values.tolist() == [1.0, 2.0]
+        rewards = rm.infer_rm(REQUEST).result()
+        assert rewards.values.tolist() == [1.0, 2.0]
     rm.close()
     assert any(
         f"The reward server at 127.0.0.1:{down} does not answer (connection refused)" in text
@@ -213,14 +217,14 @@ def test_a_shorter_context_is_said_at_the_start(
     first.info = replace(first.info, max_length=max_length, input_forms=forms, tokenizer=tokenizer)
     notes: list[str] = []
     monkeypatch.setattr(SilentMonitor, "note", lambda self, text, **_: notes.append(text))
-    connect(tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}"), mesh).close()
+    cfg = tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}")
+    connect(cfg, mesh).close()
     warnings = [text for text in notes if text.startswith("warning: ")]
     assert len(warnings) == is_short
     for text in warnings:
         assert f"127.0.0.1:{first.port}" in text or f"localhost:{first.port}" in text
-        assert (
-            "reads at most 15 tokens (reward_model.max_length" in text and f"16 ({LONGEST})" in text
-        )
+        assert "reads at most 15 tokens (reward_model.max_length" in text
+        assert f"16 ({LONGEST})" in text
         assert "trainer.reinforce.max_failed_fraction" in text
         assert ("tokens of the policy" in text) == ("text" in forms)
 
@@ -229,7 +233,8 @@ def test_a_context_for_which_every_sample_is_too_long(tmp_path, mesh, servers, c
     first, _ = servers
     first.info = replace(first.info, max_length=4)
     port = f"{RM}.reward_model.port={first.port}"
-    connect(tiny_config(tmp_path, port, f"{SHORTEST}=3", BIASED), mesh).close()
+    cfg = tiny_config(tmp_path, port, f"{SHORTEST}=3", BIASED)
+    connect(cfg, mesh).close()
     values = ["4 tokens", f"5 ({SHORTEST} ", LONGEST]
     with raises_error("reward_server.length.too_short", *values):
         connect(tiny_config(tmp_path, port, f"{SHORTEST}=4", BIASED), mesh)
@@ -302,23 +307,23 @@ def test_the_names_of_scores_follow_from_the_configuration(tmp_path, overrides, 
 def test_what_is_asked_follows_from_the_configuration(tmp_path, overrides, is_asked, terms):
     cfg = tiny_config(tmp_path, *overrides)
     assert cfg.uses_reward_model is is_asked
-    assert [(term.setting, term.name, term.weight) for term in cfg.reward_terms] == terms
+    read_terms = [(term.setting, term.name, term.weight) for term in cfg.reward_terms]
+    assert read_terms == terms
 
 
 THREE = request_of([[0]] * 3)
 
 
 class Known:
-    """Answers with what it was given, and writes down what is asked of it."""
+    """Returns the given rewards and logs each request."""
 
     def __init__(
         self, name: str, values: list[float], log: list[str], status: list[int] | None = None
     ):
         self.name = name
         self.log = log
-        self.rewards = Rewards(
-            torch.tensor(values), torch.tensor(status or [STATUS_OK] * len(values)).int()
-        )
+        statuses = torch.tensor(status or [STATUS_OK] * len(values))
+        self.rewards = Rewards(torch.tensor(values), statuses.int())
 
     def infer_rm(self, request: RewardRequest) -> Known:
         assert request is THREE
@@ -341,20 +346,23 @@ def combined(*sources: tuple[Known, float]) -> CombinedRewards:
 
 def test_the_weighted_sum_with_every_part_kept():
     log: list[str] = []
-    one = Known("one", [1.0, 2.0, 3.0], log)
-    two = Known("two", [10.0, 20.0, -30.0], log)
-    found = combined((one, 2.0), (two, -0.5)).infer_rm(THREE).result()
-    assert found.values.tolist() == [-3.0, -6.0, 21.0] and found.values.dtype == torch.float32
-    assert found.status.tolist() == [STATUS_OK] * 3 and found.status.dtype == torch.int32
-    assert {name: values.tolist() for name, values in found.by_source.items()} == {
-        "one": [1.0, 2.0, 3.0],
-        "two": [10.0, 20.0, -30.0],
-    }
+    first = Known("one", [1.0, 2.0, 3.0], log)
+    second = Known("two", [10.0, 20.0, -30.0], log)
+    source = combined((first, 2.0), (second, -0.5))
+    rewards = source.infer_rm(THREE).result()
+    assert rewards.values.tolist() == [-3.0, -6.0, 21.0]
+    assert rewards.values.dtype == torch.float32
+    assert rewards.status.tolist() == [STATUS_OK] * 3
+    assert rewards.status.dtype == torch.int32
+    by_source = {name: values.tolist() for name, values in rewards.by_source.items()}
+    assert by_source == {"one": [1.0, 2.0, 3.0], "two": [10.0, 20.0, -30.0]}
 
 
 def test_all_are_asked_before_any_is_waited_for():
     log: list[str] = []
-    rm = combined((Known("one", [1.0] * 3, log), 1.0), (Known("two", [1.0] * 3, log), 1.0))
+    first = Known("one", [1.0] * 3, log)
+    second = Known("two", [1.0] * 3, log)
+    rm = combined((first, 1.0), (second, 1.0))
     future = rm.infer_rm(THREE)
     assert log == ["ask one", "ask two"]
     future.result()
@@ -365,22 +373,27 @@ def test_all_are_asked_before_any_is_waited_for():
 @pytest.mark.parametrize("weight", [1.0, 0.0])
 @pytest.mark.parametrize("made_up", [math.nan, 0.0, 5.0])
 def test_a_sample_that_one_cannot_score_has_failed(weight, made_up):
-    """Whatever stands in its place, and however little it weighs: never a reward without that part."""
+    """A sum without that part is no reward, whatever the placeholder's value and the weight."""
     log: list[str] = []
-    one = Known("one", [1.0, 2.0, made_up], log, [STATUS_OK, STATUS_OK, STATUS_EMPTY])
-    two = Known("two", [1.0, made_up, made_up], log, [STATUS_OK, STATUS_BAD_TEXT, STATUS_BAD_TEXT])
-    found = combined((one, 1.0), (two, weight)).infer_rm(THREE).result()
-    assert found.values[0] == 1.0 + weight and found.values[1:].isnan().all()
-    assert found.status.tolist() == [STATUS_OK, STATUS_BAD_TEXT, STATUS_EMPTY], (
+    first = Known("one", [1.0, 2.0, made_up], log, [STATUS_OK, STATUS_OK, STATUS_EMPTY])
+    second = Known(
+        "two", [1.0, made_up, made_up], log, [STATUS_OK, STATUS_BAD_TEXT, STATUS_BAD_TEXT]
+    )
+    source = combined((first, 1.0), (second, weight))
+    rewards = source.infer_rm(THREE).result()
+    assert rewards.values[0] == 1.0 + weight
+    assert rewards.values[1:].isnan().all()
+    assert rewards.status.tolist() == [STATUS_OK, STATUS_BAD_TEXT, STATUS_EMPTY], (
         "the first that failed says why"
     )
 
 
 def test_one_source_is_that_source():
-    one = Known("one", [0.25, math.nan, -4.0], [], [STATUS_OK, STATUS_EMPTY, STATUS_OK])
-    found = combined((one, 1.0)).infer_rm(THREE).result()
-    torch.testing.assert_close(found.values, one.rewards.values, equal_nan=True)
-    assert torch.equal(found.status, one.rewards.status)
+    statuses = [STATUS_OK, STATUS_EMPTY, STATUS_OK]
+    source = Known("one", [0.25, math.nan, -4.0], [], statuses)
+    rewards = combined((source, 1.0)).infer_rm(THREE).result()
+    torch.testing.assert_close(rewards.values, source.rewards.values, equal_nan=True)
+    assert torch.equal(rewards.status, source.rewards.status)
 
 
 def test_a_server_that_does_not_answer_is_not_left_out_of_the_sum():
@@ -389,9 +402,9 @@ def test_a_server_that_does_not_answer_is_not_left_out_of_the_sum():
             raise RewardServerError("no answer within 3 s")
 
     log: list[str] = []
-    future = combined((Known("one", [1.0] * 3, log), 1.0), (Silent("two", [], log), 1.0)).infer_rm(
-        THREE
-    )
+    answering = Known("one", [1.0] * 3, log)
+    silent = Silent("two", [], log)
+    future = combined((answering, 1.0), (silent, 1.0)).infer_rm(THREE)
     with pytest.raises(RewardServerError, match="no answer"):
         future.result()
 
@@ -404,9 +417,10 @@ def test_all_are_closed_also_after_one_that_cannot_be():
             super().close()
             raise OSError("cannot be closed")
 
-    rm = combined(
-        (Known("one", [], log), 1.0), (Stuck("two", [], log), 1.0), (Known("three", [], log), 1.0)
-    )
+    first = Known("one", [], log)
+    stuck = Stuck("two", [], log)
+    third = Known("three", [], log)
+    rm = combined((first, 1.0), (stuck, 1.0), (third, 1.0))
     with pytest.raises(OSError, match="cannot be closed"):
         rm.close()
     assert log == ["close one", "close two", "close three"]

@@ -1,4 +1,4 @@
-"""What travels: texts as arrays, the choice of a form, answers outside the protocol, and the access token."""
+"""The wire format: text arrays, the choice of a form, malformed answers and the access token."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.reward_model.scorer import load_reward_model
 from reinforce_rl.reward_model.server.scoring import RequestScorer
 from reinforce_rl.reward_model.server.server import token_of
-from reinforce_rl.rewards import base, wire
-from reinforce_rl.rewards.base import RewardRequest, TextSample
+from reinforce_rl.rewards import wire
+from reinforce_rl.rewards.base import (
+    STATUS_BAD_PROMPT,
+    STATUS_BAD_TEXT,
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    STATUS_TOO_LONG,
+    RewardRequest,
+    TextSample,
+)
 from reinforce_rl.rewards.client import choose_form
 from reinforce_rl.rewards.wire import (
     ENVELOPE_BYTES,
@@ -47,8 +55,10 @@ SAMPLES = [
 ]
 # The reward model's own template, unlike the actor's.
 OTHER_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
 
@@ -57,41 +67,44 @@ def test_samples_come_back_from_their_arrays():
     assert {array.shape for array in arrays.values()} == {(3, 1)}
     read, status = read_samples(arrays)
     assert read == SAMPLES
-    assert status.tolist() == [base.STATUS_OK] * 3
+    assert status.tolist() == [STATUS_OK] * 3
     required = {name: arrays[name] for name in (wire.PROMPTS, wire.RESPONSES)}
-    assert read_samples(required)[0] == [TextSample(one.prompt, one.response) for one in SAMPLES]
+    samples = read_samples(required)[0]
+    assert samples == [TextSample(sample.prompt, sample.response) for sample in SAMPLES]
 
 
 @pytest.mark.parametrize(
     ("name", "raw", "status"),
     [
-        (wire.RESPONSES, b"\xff", base.STATUS_BAD_TEXT),
-        (wire.RESPONSES, "\ud800".encode("utf-8", "surrogatepass"), base.STATUS_BAD_TEXT),
-        (wire.METADATA, b"{", base.STATUS_BAD_PROMPT),
-        (wire.METADATA, b"[1]", base.STATUS_BAD_PROMPT),
-        (wire.METADATA, b"[" * 100_000, base.STATUS_BAD_PROMPT),
-        (wire.MESSAGES, b'{"role": "user"}', base.STATUS_BAD_PROMPT),
-        (wire.MESSAGES, b'["hi"]', base.STATUS_BAD_PROMPT),
-        (wire.MESSAGES, b'[{"role": "user", "content": ["hi"]}]', base.STATUS_BAD_PROMPT),
+        (wire.RESPONSES, b"\xff", STATUS_BAD_TEXT),
+        (wire.RESPONSES, "\ud800".encode("utf-8", "surrogatepass"), STATUS_BAD_TEXT),
+        (wire.METADATA, b"{", STATUS_BAD_PROMPT),
+        (wire.METADATA, b"[1]", STATUS_BAD_PROMPT),
+        (wire.METADATA, b"[" * 100_000, STATUS_BAD_PROMPT),
+        (wire.MESSAGES, b'{"role": "user"}', STATUS_BAD_PROMPT),
+        (wire.MESSAGES, b'["hi"]', STATUS_BAD_PROMPT),
+        (wire.MESSAGES, b'[{"role": "user", "content": ["hi"]}]', STATUS_BAD_PROMPT),
     ],
 )
 def test_what_cannot_be_read_fails_alone(name, raw, status):
     arrays = text_arrays(SAMPLES)
     arrays[name][1, 0] = raw
-    samples, found = read_samples(arrays)
-    assert found.tolist() == [base.STATUS_OK, status, base.STATUS_OK]
-    assert [samples[0], samples[2]] == [SAMPLES[0], SAMPLES[2]]
+    samples, statuses = read_samples(arrays)
+    assert statuses.tolist() == [STATUS_OK, status, STATUS_OK]
+    assert samples[0] == SAMPLES[0]
+    assert samples[2] == SAMPLES[2]
 
 
 def test_fields_of_different_lengths_are_refused():
     tokens = torch.zeros((2, 3), dtype=torch.long)
-    request = RewardRequest(tokens, torch.tensor([3, 3]), ("a", "b"), ("c", "d"), finished=(True,))
+    lengths = torch.tensor([3, 3])
+    request = RewardRequest(tokens, lengths, ("a", "b"), ("c", "d"), finished=(True,))
     with pytest.raises(ValueError):
         _ = request.samples
 
 
 def description(**changes: object) -> str:
-    """A server's description with these values, of whatever type."""
+    """Return a server's description with these values, of any type."""
     return json.dumps({**json.loads(describe().to_json()), **changes})
 
 
@@ -137,7 +150,8 @@ def test_a_description_that_no_client_can_use_is_refused_with_its_key(text, word
 def test_another_version_and_differences_are_told_in_short():
     with pytest.raises(wire.OtherVersion) as error:
         wire.ServerInfo.from_json(description(protocol="3\n" * 100_000))
-    assert len(str(error.value)) < 250 and "\n" not in str(error.value)
+    assert len(str(error.value)) < 250
+    assert "\n" not in str(error.value)
     other = describe(details={"a": "b\u009b" * 100_000})
     (difference,) = describe().differences(other, "before", "now")
     assert difference.startswith(r"details: {} before, {'a': 'b\x9bb\x9bb")
@@ -212,11 +226,13 @@ def test_the_handshake_refuses_what_the_server_cannot_read(info, asked, key, val
 
 def test_a_request_is_split_by_count_and_by_bytes():
     # 3 tokens and a length: 32 bytes a sample
-    arrays = request_arrays(request_of([[4] * 3] * 60), "tokens", None, 0)
+    request = request_of([[4] * 3] * 60)
+    arrays = request_arrays(request, "tokens", None, 0)
+    of_five = ENVELOPE_BYTES + 5 * 32
     for info, sizes in (
         (describe(), [8] * 7 + [4]),
-        (describe(max_request_bytes=ENVELOPE_BYTES + 5 * 32), [5] * 12),
-        (describe(max_request_bytes=ENVELOPE_BYTES + 6 * 32 - 1), [5] * 12),
+        (describe(max_request_bytes=of_five), [5] * 12),
+        (describe(max_request_bytes=of_five + 31), [5] * 12),
         (describe(max_request_bytes=10), [1] * 60),
     ):
         parts = split(arrays, info)
@@ -227,16 +243,18 @@ def test_a_request_is_split_by_count_and_by_bytes():
 
 def test_texts_are_split_by_their_own_lengths():
     texts = ("a" * 3000, "b", "c", "d" * 3000, "e" * 9000, "f")
-    request = RewardRequest(torch.zeros((6, 1)).long(), torch.ones(6).long(), texts, texts)
+    tokens = torch.zeros((6, 1)).long()
+    request = RewardRequest(tokens, torch.ones(6).long(), texts, texts)
     parts = split(text_arrays(request.samples), describe(max_request_bytes=ENVELOPE_BYTES + 6200))
-    assert [len(part["prompts"]) for part in parts] == [3, 1, 1, 1]
+    sizes = [len(part["prompts"]) for part in parts]
+    assert sizes == [3, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("rewards", "status", "values", "codes"),
     [
         ([1.0, 2.0], [0, 7], [1.0, None], [0, 7]),
-        ([np.inf, np.nan], [0, 0], [None, None], [base.STATUS_NOT_FINITE] * 2),
+        ([np.inf, np.nan], [0, 0], [None, None], [STATUS_NOT_FINITE] * 2),
         ([0.0, 3.0], [1, 0], [None, 3.0], [1, 0]),
     ],
 )
@@ -245,9 +263,10 @@ def test_whatever_failed_is_nan(rewards, status, values, codes):
         "rewards": np.array(rewards, np.float32)[:, None],
         "status": np.array(status, np.int32)[:, None],
     }
-    found, found_codes, _ = wire.check_answer(outputs.get, 2, 0)
-    assert [None if np.isnan(value) else value for value in found.tolist()] == values
-    assert found_codes.tolist() == codes
+    checked, checked_codes, _ = wire.check_answer(outputs.get, 2, 0)
+    or_none = [None if np.isnan(value) else value for value in checked.tolist()]
+    assert or_none == values
+    assert checked_codes.tolist() == codes
 
 
 @pytest.mark.parametrize(
@@ -267,16 +286,15 @@ def test_answers_outside_the_protocol_are_refused(rewards, status):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A reward model with its own tokenizer and template, and the folder of an actor's tokenizer."""
+    """A reward model with a tokenizer and a template, and a folder of the policy's tokenizer."""
     folder = tmp_path_factory.mktemp("world")
     tiny_llama_folder(
         folder / "trunk", vocab_size=96, layers=1, hidden=16, ffn=32, max_positions=64
     )
     write_tiny_tokenizer(folder / "trunk", vocab_size=96, chat_template=OTHER_TEMPLATE)
     write_tiny_tokenizer(folder / "actor", vocab_size=48)
-    RewardHead(
-        torch.randn(16, generator=torch.Generator().manual_seed(0)), torch.tensor(0.5), "mean"
-    ).save(folder / "head.safetensors")
+    weight = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    RewardHead(weight, torch.tensor(0.5), "mean").save(folder / "head.safetensors")
     return folder
 
 
@@ -293,32 +311,19 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
         vocab_size=96,
         input_forms=scorer.input_forms,
     )
-    assert (
-        choose_form(info, "", TokenizerInfo.from_tokenizer(ours), len(ours), "auto")
-        == wire.TEXT_FORM
-    )
+    form = choose_form(info, "", TokenizerInfo.from_tokenizer(ours), len(ours), "auto")
+    assert form == wire.TEXT_FORM
 
+    chat = ours.apply_chat_template(MESSAGES, tokenize=False)
     samples = [
-        TextSample(
-            ours.apply_chat_template(MESSAGES, tokenize=False),
-            "oh dear",
-            {},
-            MESSAGES,
-            finished=True,
-        ),
-        TextSample(
-            ours.apply_chat_template(MESSAGES, tokenize=False),
-            "oh dear",
-            {},
-            MESSAGES,
-            finished=False,
-        ),
+        TextSample(chat, "oh dear", {}, MESSAGES, finished=True),
+        TextSample(chat, "oh dear", {}, MESSAGES, finished=False),
         TextSample("tell me", " no ", {}),
         TextSample("", "", {}, ({"role": "tool", "content": "1"},)),
         TextSample("tell me", "no" * 100, {}),
     ]
     rendered = [
-        "<bos>[system] be kind [user] hi [assistant] oh dear ",  # as the template ends a turn
+        "<bos>[system] be kind [user] hi [assistant] oh dear ",  # the template ends a turn so
         "<bos>[system] be kind [user] hi [assistant] oh dear",  # cut: it must not look finished
         "<bos>[user] tell me [assistant] no ",
     ]
@@ -327,8 +332,8 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
         0,
         0,
         0,
-        base.STATUS_BAD_PROMPT,
-        base.STATUS_TOO_LONG,
+        STATUS_BAD_PROMPT,
+        STATUS_TOO_LONG,
     ]
     assert np.isnan(answer["rewards"][3:]).all()
 
@@ -339,13 +344,14 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
         ids = torch.tensor([theirs.convert_tokens_to_ids(tokens_of(text))])
         with torch.no_grad():
             hidden = trunk.model(ids).last_hidden_state[0]
-        expected.append(float(hidden.mean(0) @ head.weight + head.bias))
+        score = hidden.mean(0) @ head.weight + head.bias
+        expected.append(float(score))
     assert answer["rewards"][:3, 0].tolist() == pytest.approx(expected, abs=1e-5)
     assert len({round(value, 3) for value in expected}) == 3
 
 
 def tokens_of(text: str) -> list[str]:
-    """By hand: a character a token, special ones whole."""
+    """Tokenize by hand: a token a character, special tokens whole."""
     for special, letter in (("<bos>", "\x01"), ("<eos>", "\x02")):
         text = text.replace(special, letter)
     return [{"\x01": "<bos>", "\x02": "<eos>"}.get(letter, letter) for letter in text]
@@ -423,8 +429,11 @@ def test_only_the_token_opens():
 
 
 def test_only_the_loopback_goes_without_a_token(monkeypatch):
-    assert is_loopback("127.0.0.1") and is_loopback("localhost") and is_loopback("::1")
-    assert not is_loopback("0.0.0.0") and not is_loopback("no-such-host.invalid")
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("localhost")
+    assert is_loopback("::1")
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("no-such-host.invalid")
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert token_of(InferenceConfig()) is None
     assert token_of(InferenceConfig(host="0.0.0.0", allow_no_token=True)) is None

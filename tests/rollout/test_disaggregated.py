@@ -1,5 +1,7 @@
-"""Generation on ranks of its own: the colocated run's numbers without staleness; else the same ones for any number of
-generators, and through kills.
+"""Generation on separate ranks.
+
+Without staleness the numbers equal the colocated run's; with staleness they are equal for any
+number of generators, and after kills.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ SLOW = pytest.mark.slow
 FAILED = STATUS_OK + 1
 APART = ("placement=disaggregated", "generation_ranks=1")
 TWO_GENERATORS = ("placement=disaggregated", "generation_ranks=2")
-# What state carries over steps, and two saves between which steps are lost by a kill.
+# State that lasts over steps, and two saves: a kill loses the steps after the first.
 STATEFUL = (
     "trainer.reinforce.advantage_estimator=running_mean",
     "trainer.reinforce.kl_target=0.05",
@@ -94,10 +96,14 @@ def assert_same_training(folder: Path, other: Path) -> None:
         assert without_times(line) == without_times(expected)
     for step in range(1, len(metrics_of(other))):  # filtering uses the prompts up sooner
         assert rollouts_of(folder, step) == rollouts_of(other, step)
-    found, others = (
-        load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, other)
-    )
-    assert all(torch.equal(found[name], others[name]) for name in others)
+    weights = load_file(folder / "run" / "hf" / "model.safetensors")
+    other_weights = load_file(other / "run" / "hf" / "model.safetensors")
+    for name in other_weights:
+        assert torch.equal(weights[name], other_weights[name])
+
+
+def without_padding(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in without_times(line).items() if "padding" not in key}
 
 
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
@@ -152,8 +158,8 @@ def test_the_layouts_of_trainers_and_generators_change_no_number(
     trainers, tensor, lora, processes, tmp_path
 ):
     ranks, kind = TRAINERS[trainers]
-    more = LORA if lora else ()
-    expected = finish_two_layers(processes, tmp_path / "one", *more, ranks=1)
+    adapters = LORA if lora else ()
+    expected = finish_two_layers(processes, tmp_path / "one", *adapters, ranks=1)
     layout = (
         f"model.{kind}_model_parallel_size={ranks}",
         f"generation_tensor_parallel_size={tensor}",
@@ -163,23 +169,21 @@ def test_the_layouts_of_trainers_and_generators_change_no_number(
         f"generation_ranks={tensor}",
         "max_staleness=0",
         *layout,
-        *more,
+        *adapters,
     )
-    found = finish_two_layers(processes, tmp_path / "apart", *settings, ranks=ranks + tensor)
-    for line, other in zip(metrics_of(found), metrics_of(expected), strict=True):
-        pair = [
-            {key: value for key, value in without_times(m).items() if "padding" not in key}
-            for m in (line, other)
-        ]
+    apart = finish_two_layers(processes, tmp_path / "apart", *settings, ranks=ranks + tensor)
+    for line, other in zip(metrics_of(apart), metrics_of(expected), strict=True):
+        pair = [without_padding(line), without_padding(other)]
         assert largest_difference(*pair) < 1e-4, line["step"]
 
 
 def test_a_trainer_without_prompts_takes_part_in_the_step(processes, tmp_path):
-    """The last step of the epoch has one prompt, for two trainers."""
+    """The epoch's last step has one prompt for two trainers."""
     settings = ("trainer.reinforce.max_epochs=1", "model.reinforce.num_rollout_samples=3")
     processes.finish(tmp_path, *SETTINGS, *APART, *settings, ranks=3)
     lines = metrics_of(tmp_path)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    steps = [line["step"] for line in lines]
+    assert steps == [0, 1, 2, 3, 4]
     assert lines[-1]["train/consumed_prompts"] == NUM_PROMPTS
     for line in lines[2:]:
         assert "train/generator_gap_age_1" in line
@@ -190,35 +194,33 @@ def test_each_token_is_of_the_version_that_its_step_asks_for(staleness, apart, p
     folder = apart
     if staleness != 1:
         folder = finish(processes, tmp_path, *APART, f"max_staleness={staleness}")
+    lines = metrics_of(folder)
     for step in range(1, STEPS + 1):
         expected = max(0, step - 1 - staleness)
         tokens = read_tokens(folder / "run" / "rollouts" / f"step_{step:05d}.parquet")
-        assert {version for one in tokens for version in one.weight_versions or []} == {expected}
-        assert metrics_of(folder)[step]["train/staleness"] == step - 1 - expected
-    assert {
-        name
-        for name in metrics_of(folder)[STEPS]
-        if name not in ("step", "time") and not metric_of(name)
-    } == set()
-    assert "timers/send_weights" in metrics_of(folder)[STEPS]
-    prompts = [
-        Counter(row["prompt_id"] for row in rollouts_of(folder, step))
-        for step in range(1, STEPS + 1)
-    ]
+        versions = {version for response in tokens for version in response.weight_versions or []}
+        assert versions == {expected}
+        assert lines[step]["train/staleness"] == step - 1 - expected
+    for name in lines[STEPS].keys() - {"step", "time"}:
+        assert metric_of(name), name
+    assert "timers/send_weights" in lines[STEPS]
     for epoch in range(4):
-        assert sum(prompts[3 * epoch : 3 * epoch + 3], Counter()) == dict.fromkeys(
-            range(NUM_PROMPTS), 4
-        )
+        prompts: Counter[int] = Counter()
+        for step in range(3 * epoch + 1, 3 * epoch + 4):
+            prompts.update(row["prompt_id"] for row in rollouts_of(folder, step))
+        assert prompts == dict.fromkeys(range(NUM_PROMPTS), 4)
 
 
 def test_the_log_probs_of_older_weights_are_corrected(apart):
-    """The KL and the ratio are of the weights that train, not of those that drew."""
+    """The KL and the ratio use the weights being trained, not the weights that generated."""
     lines = metrics_of(apart)
     assert "generator_correction: sequence" in (apart / "run" / "config.yaml").read_text()
     assert lines[1]["train/generator_gap"] < 1e-6  # of the same weights
-    assert all(line["train/generator_gap"] > 1e-3 for line in lines[2:])
+    for line in lines[2:]:
+        assert line["train/generator_gap"] > 1e-3
     assert lines[1]["train/effective_sample_size"] > 0.999999
-    assert min(line["train/effective_sample_size"] for line in lines[2:]) < 0.999
+    smallest = min(line["train/effective_sample_size"] for line in lines[2:])
+    assert smallest < 0.999
 
 
 def test_neither_the_number_of_generators_nor_their_speed_changes_a_number(
@@ -249,11 +251,11 @@ def test_a_signal_saves_the_rollouts_under_way(rank, apart, processes, tmp_path)
     said = (tmp_path / "log").read_text()
     assert processes.statuses[0] == EXIT_STOPPED, said
     assert processes.statuses[1] in (0, EXIT_STOPPED), said
-    newest = tmp_path / "run" / "checkpoints"
-    stored = torch.load(
-        newest / (newest / "latest").read_text().strip() / "rollouts.pt", weights_only=True
-    )
-    assert [one["step"] for one in stored] == [stored[0]["version"] + 2]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    newest = checkpoints / (checkpoints / "latest").read_text().strip()
+    stored = torch.load(newest / "rollouts.pt", weights_only=True)
+    steps = [handle["step"] for handle in stored]
+    assert steps == [stored[0]["version"] + 2]
     finish(processes, tmp_path, *APART)
     assert_same_training(tmp_path, apart)
 
@@ -277,17 +279,22 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(rank, phase, number, apart, pr
     said = (tmp_path / "log").read_text()
     assert processes.statuses[1 - rank] == EXIT_LOST_RANK, said
     status = read_status(tmp_path / "run")
-    assert status is not None and status.exit_code == EXIT_LOST_RANK
-    assert f"rank {rank} (host " in status.reason and f"phase {phase} of step 4" in status.reason
+    assert status is not None
+    assert status.exit_code == EXIT_LOST_RANK
+    assert f"rank {rank} (host " in status.reason
+    assert f"phase {phase} of step 4" in status.reason
     finish(processes, tmp_path, *APART)
     assert_same_training(tmp_path, apart)
 
 
 @pytest.mark.engine
 def test_an_engine_generates(processes, tmp_path):
-    """The real vLLM on the rank that generates: without staleness what it gives beside the trainer, bit for bit."""
+    """The real vLLM on a generation rank.
+
+    Without staleness it equals the colocated engine bit for bit.
+    """
     runs = {}
-    for name, ranks, more in [
+    for name, ranks, settings in [
         ("colocated", 1, ()),
         ("apart", 2, (*APART, "max_staleness=0")),
         ("older", 2, APART),
@@ -295,13 +302,15 @@ def test_an_engine_generates(processes, tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         vllm_model(folder)
-        runs[name] = finish(processes, folder, *vllm_overrides(), *OF_RUNS, *more, ranks=ranks)
-    assert all(line["train/generator_gap"] < 1e-5 for line in metrics_of(runs["apart"])[1:])
-    for line, expected in zip(
-        metrics_of(runs["apart"]), metrics_of(runs["colocated"]), strict=True
-    ):
+        runs[name] = finish(processes, folder, *vllm_overrides(), *OF_RUNS, *settings, ranks=ranks)
+    apart = metrics_of(runs["apart"])
+    colocated = metrics_of(runs["colocated"])
+    for line in apart[1:]:
+        assert line["train/generator_gap"] < 1e-5
+    for line, expected in zip(apart, colocated, strict=True):
         assert without_times(line) == without_times(expected)
-    assert [line["train/staleness"] for line in metrics_of(runs["older"])[1:]] == [0.0, 1.0, 1.0]
+    staleness = [line["train/staleness"] for line in metrics_of(runs["older"])[1:]]
+    assert staleness == [0.0, 1.0, 1.0]
 
 
 FUNCTION = (
@@ -313,18 +322,18 @@ FUNCTION = (
 
 @pytest.mark.slow
 def test_the_generators_ask_for_the_rewards(processes, tmp_path):
-    """A real reward function in processes of the rank that generates; then one that cannot be used there."""
-    own = (
+    """A real reward function in processes of the generation rank; then one that fails there."""
+    function = (
         *FUNCTION,
         "reward_function.name=reinforce_rl.rewards.functions.length",
         "max_staleness=0",
     )
     unit = "+reward_function.kwargs.unit=characters"
-    found = finish(processes, tmp_path / "apart", *APART, *own, unit)
-    rows = rollouts_of(found, STEPS)
-    assert [row["reward"] for row in rows] == [
-        max(0.0, 1 - abs(len(row["response"]) - 4) / 4) for row in rows
-    ]
+    apart = finish(processes, tmp_path / "apart", *APART, *function, unit)
+    rows = rollouts_of(apart, STEPS)
+    for row in rows:
+        too_long = len(row["response"]) - 4
+        assert row["reward"] == max(0.0, 1 - abs(too_long) / 4)
     (tmp_path / "wrong").mkdir()
     wrong = (
         *FUNCTION,
@@ -335,24 +344,25 @@ def test_the_generators_ask_for_the_rewards(processes, tmp_path):
     processes.wait()
     said = (tmp_path / "wrong" / "log").read_text()
     assert processes.statuses == [1, 0], said
-    assert (
-        "reward_function" in said
-        and "unexpected keyword argument" in said
-        and "Traceback" not in said
-    )
+    assert "reward_function" in said
+    assert "unexpected keyword argument" in said
+    assert "Traceback" not in said
 
 
 def test_a_generator_that_cannot_begin_ends_a_run_that_goes_on(processes, tmp_path):
-    """The trainers have sent weights by then, which it never receives."""
-    own = (*FUNCTION, "reward_function.name=reinforce_rl.rewards.functions.length")
-    processes.start(tmp_path, *SETTINGS, *APART, *own, die_before="rollouts/step_00005", ranks=2)
+    """The trainers have sent weights by then, which the generator never receives."""
+    function = (*FUNCTION, "reward_function.name=reinforce_rl.rewards.functions.length")
+    processes.start(
+        tmp_path, *SETTINGS, *APART, *function, die_before="rollouts/step_00005", ranks=2
+    )
     processes.wait()
-    wrong = (*own, "+reward_function.kwargs.of=1", "resume_with_changes=true")
+    wrong = (*function, "+reward_function.kwargs.of=1", "resume_with_changes=true")
     processes.start(tmp_path, *SETTINGS, *APART, *wrong, ranks=2, patience=60)
     processes.wait()
     said = (tmp_path / "log").read_text()
     assert processes.statuses == [1, 0], said
-    assert "after step 3 of 12" in said and "unexpected keyword argument" in said
+    assert "after step 3 of 12" in said
+    assert "unexpected keyword argument" in said
 
 
 def test_stored_rollouts_of_other_settings_are_not_trained_on(processes, tmp_path):
@@ -362,12 +372,14 @@ def test_stored_rollouts_of_other_settings_are_not_trained_on(processes, tmp_pat
     processes.wait()
     finish(processes, tmp_path, *APART, "max_staleness=0", "resume_with_changes=true")
     lines = metrics_of(tmp_path)[1:]
-    assert [line.get("train/staleness") for line in lines] == [0.0, 1.0, 1.0] + [None] * (STEPS - 3)
-    assert all(line["train/generator_gap"] < 1e-6 for line in lines[3:])
+    staleness = [line.get("train/staleness") for line in lines]
+    assert staleness == [0.0, 1.0, 1.0] + [None] * (STEPS - 3)
+    for line in lines[3:]:
+        assert line["train/generator_gap"] < 1e-6
 
 
 class LostPool:
-    """A pool of which a generator has failed."""
+    """A pool with a generator that has failed."""
 
     def await_results(self, numbers: list[int], *rest: object) -> bool:
         raise GenerationError("the engine is gone")
@@ -382,27 +394,30 @@ def test_a_failed_generator_does_not_keep_the_last_step_from_being_saved():
     generators = Generators(model, pool, None, StopRequest())  # type: ignore[arg-type]
     generators.version = 3
     stored = {7: {"tokens": torch.zeros(2, 3)}}
-    content = generators.state(
-        {4: RolloutHandle([], 2, stored), 5: RolloutHandle([[0]], 2), 6: RolloutHandle([[1]], 2)}
-    )
-    found = generators.restore(content)
-    assert list(found) == [4] and found[4].version == 2
-    assert found[4].stored is not None and torch.equal(
-        found[4].stored[7]["tokens"], stored[7]["tokens"]
-    )
+    handles = {4: RolloutHandle([], 2, stored)}
+    handles[5] = RolloutHandle([[0]], 2)
+    handles[6] = RolloutHandle([[1]], 2)
+    content = generators.state(handles)
+    restored = generators.restore(content)
+    assert list(restored) == [4]
+    assert restored[4].version == 2
+    restored_rollouts = restored[4].stored
+    assert restored_rollouts is not None
+    assert torch.equal(restored_rollouts[7]["tokens"], stored[7]["tokens"])
 
 
 @pytest.mark.slow
 def test_slow_rewards_are_no_hang(processes, tmp_path):
-    """12 samples of a second each in one process, where no rank may stand still for 5 s."""
-    own = ("reward=function", "reward_function.name=helpers.reward_functions.takes_a_second")
+    """12 samples take a second each in one process; the collective timeout is 5 s."""
+    function = ("reward=function", "reward_function.name=helpers.reward_functions.takes_a_second")
     limits = (
         "reward_function.num_workers=1",
         "trainer.collective_timeout_seconds=5",
         "trainer.reinforce.max_steps=2",
     )
-    finish(processes, tmp_path, *APART, *own, *limits)
-    assert [line["step"] for line in metrics_of(tmp_path)] == [0, 1, 2]
+    finish(processes, tmp_path, *APART, *function, *limits)
+    steps = [line["step"] for line in metrics_of(tmp_path)]
+    assert steps == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -484,7 +499,7 @@ def test_what_cannot_work_is_told(overrides, key, named, tmp_path):
 
 
 class EngineThatFails:
-    """Wakes, and fails at its second answer."""
+    """Wakes, and fails at its second call."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -498,13 +513,13 @@ class EngineThatFails:
     def refit(self) -> None:
         self.events.append("refit")
 
-    def infer(self, prompts: Any, *rest: Any, **more: Any) -> Completions:
+    def infer(self, prompts: Any, *rest: Any, **options: Any) -> Completions:
         self.events.append("answers")
         if self.events.count("answers") == 2:
             raise GenerationError("out of memory")
-        return Completions(
-            torch.ones(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long), ("stop",)
-        )
+        tokens = torch.ones(1, 1, dtype=torch.long)
+        lengths = torch.ones(1, dtype=torch.long)
+        return Completions(tokens, lengths, ("stop",))
 
 
 def test_an_engine_that_failed_is_not_put_to_sleep():
@@ -519,12 +534,13 @@ def test_an_engine_that_failed_is_not_put_to_sleep():
     with pytest.raises(GenerationError):
         rank._answer(request)
     rank._sleep()
-    assert completions is not None and completions.weight_versions.tolist() == [[1]]
+    assert completions is not None
+    assert completions.weight_versions.tolist() == [[1]]
     assert engine.events == ["wakes", "answers", "answers"]
 
 
 class RecordedPool:
-    """Rank 0's queue, which keeps what it is given and has these results."""
+    """Rank 0's queue; records submissions and returns these results."""
 
     def __init__(self, *results: GenerationResult) -> None:
         self.submitted: list[GenerationRequest] = []
@@ -554,7 +570,7 @@ class RecordedPool:
 def generators_of(
     pool: RecordedPool | None, monkeypatch: pytest.MonkeyPatch, *, takes_finished: bool = False
 ) -> Generators:
-    """The trainers' side of generators, on one rank, two prompts in a micro-batch."""
+    """The trainers' side of generation: one rank, two prompts in a micro-batch."""
 
     def cut(prompts: Sequence[Prompt], validation: bool) -> list[Sequence[Prompt]]:
         return [prompts[start : start + 2] for start in range(0, len(prompts), 2)]
@@ -573,29 +589,29 @@ def generators_of(
 def result_of(
     number: int, *prompts: int, version: int = 1, statuses: Sequence[int] = ()
 ) -> GenerationResult:
-    """Two responses a prompt, whose tokens, log-probs and scores are all different numbers."""
+    """Two responses a prompt; all tokens, log-probs and scores differ."""
     count = 2 * len(prompts)
     tokens = torch.arange(count * 3).reshape(count, 3)
+    finish_reasons = tuple("stop" if row % 2 else "length" for row in range(count))
     completions = Completions(
         tokens=tokens,
         lengths=torch.arange(count) % 3 + 1,
-        finish_reasons=tuple("stop" if row % 2 else "length" for row in range(count)),
+        finish_reasons=finish_reasons,
         log_probs=-tokens / 7,
         weight_versions=torch.full((count, 3), version),
     )
     status = torch.tensor(statuses or [STATUS_OK] * count, dtype=torch.int32)
     values = torch.arange(count).float().masked_fill(status != STATUS_OK, torch.nan)
     faults = {row: f"fault of row {row}" for row in range(count) if int(status[row]) != STATUS_OK}
-    return GenerationResult(
-        number, prompts, completions, Rewards(values, status, {"a": values * 2}, faults)
-    )
+    rewards = Rewards(values, status, {"a": values * 2}, faults)
+    return GenerationResult(number, prompts, completions, rewards)
 
 
 PROMPTS = [Prompt(number, "", (3,)) for number in (7, 8, 9)]
 
 
 class TestHandles:
-    """Which weights a request asks for, and which rollouts a checkpoint keeps."""
+    """Which weights a request names, and which rollouts a checkpoint keeps."""
 
     def test_a_step_asks_for_its_version_however_new_the_weights_are(self, monkeypatch):
         pool = RecordedPool()
@@ -603,16 +619,14 @@ class TestHandles:
         generators.publish(5)
         handle = generators.submit(PROMPTS, 2, 1, 6, 3)
         assert handle.version == 3
-        assert [
+        submitted = [
             (request.number, request.version, len(request.prompts)) for request in pool.submitted
-        ] == [
-            (0, 3, 2),
-            (1, 3, 1),
         ]
+        assert submitted == [(0, 3, 2), (1, 3, 1)]
         assert pool.announced == [5]
 
     def test_after_a_resume_nothing_older_than_the_checkpoint_is_asked_for(self, monkeypatch):
-        """Its weights are the oldest that generators have; later ones change nothing about that."""
+        """Generators have nothing older than the checkpoint's weights, also after later updates."""
         pool = RecordedPool()
         generators = generators_of(pool, monkeypatch)
         generators.publish(4, as_oldest=True)
@@ -630,10 +644,8 @@ class TestHandles:
         generators.publish(6)
         generators.submit(PROMPTS[:1], 2, 1, 7, 5)
         generators.submit(PROMPTS[:1], 1, 1, 0, generators.version)
-        assert [(request.version, request.allow_newer) for request in pool.submitted] == [
-            (4, True),
-            (6, False),
-        ]
+        submitted = [(request.version, request.allow_newer) for request in pool.submitted]
+        assert submitted == [(4, True), (6, False)]
 
     @pytest.mark.parametrize("version", [1, 3])
     def test_rollouts_of_older_weights_come_back_as_they_were(self, version, monkeypatch):
@@ -643,25 +655,30 @@ class TestHandles:
         generators.version = 4
         content = generators.state({5: RolloutHandle([[0]], version)})
         handles = generators_of(RecordedPool(), monkeypatch).restore(content)
-        assert {step: handle.version for step, handle in handles.items()} == {5: version}
+        versions = {step: handle.version for step, handle in handles.items()}
+        assert versions == {5: version}
         results = generators.collect(handles[5], PROMPTS[:2])
-        assert [one.prompt_ids for one in results] == [(7,), (8,)]
-        assert result.completions is not None and result.rewards is not None
-        for place, one in enumerate(results):
+        prompt_ids = [group.prompt_ids for group in results]
+        assert prompt_ids == [(7,), (8,)]
+        assert result.completions is not None
+        assert result.rewards is not None
+        for place, group in enumerate(results):
             rows = slice(2 * place, 2 * place + 2)
-            assert one.completions is not None and one.rewards is not None
+            assert group.completions is not None
+            assert group.rewards is not None
             for name in ("tokens", "lengths", "log_probs", "weight_versions"):
-                stored = getattr(one.completions, name)
+                stored = getattr(group.completions, name)
                 drawn = getattr(result.completions, name)
                 assert torch.equal(stored, drawn[rows]), name
-            assert one.completions.finish_reasons == result.completions.finish_reasons[rows]
-            assert torch.equal(one.rewards.values, result.rewards.values[rows])
-            assert torch.equal(one.rewards.by_source["a"], result.rewards.by_source["a"][rows])
+            assert group.completions.finish_reasons == result.completions.finish_reasons[rows]
+            assert torch.equal(group.rewards.values, result.rewards.values[rows])
+            assert torch.equal(group.rewards.by_source["a"], result.rewards.by_source["a"][rows])
 
     def test_rollouts_of_the_newest_weights_are_made_again(self, monkeypatch):
         generators = generators_of(RecordedPool(result_of(0, 7), result_of(1, 8)), monkeypatch)
         generators.version = 4
-        content = generators.state({5: RolloutHandle([[0]], 3), 6: RolloutHandle([[1]], 4)})
+        handles = {5: RolloutHandle([[0]], 3), 6: RolloutHandle([[1]], 4)}
+        content = generators.state(handles)
         assert list(generators.restore(content)) == [5]
 
     def test_a_lost_rank_ends_the_state_on_all_ranks_and_a_failed_generation_does_not(
@@ -698,19 +715,21 @@ class TestHandles:
 
     @pytest.mark.parametrize("statuses", [(STATUS_OK, FAILED), (FAILED, FAILED)])
     def test_a_step_with_a_failed_score_and_all_after_it_are_not_kept(self, statuses, monkeypatch):
-        """A run that goes on asks for them again, and may get a score this time."""
+        """The resumed run requests them again and may get the score then."""
         results = result_of(0, 7), result_of(1, 8, statuses=statuses), result_of(2, 9)
         generators = generators_of(RecordedPool(*results), monkeypatch)
         generators.version = 9
-        content = generators.state(
-            {step: RolloutHandle([[number]], 1) for number, step in enumerate((5, 6, 7))}
-        )
+        handles = {step: RolloutHandle([[step - 5]], 1) for step in (5, 6, 7)}
+        content = generators.state(handles)
         assert list(generators.restore(content)) == [5]
         one_step = generators.state({5: RolloutHandle([[0, 1]], 1)})
         assert generators.restore(one_step) == {}, "a step is kept as a whole"
 
     def test_faults_stay_with_their_samples(self, monkeypatch):
-        """A run in any order keeps results by prompt; its own pool leaves out failed ones, others may not."""
+        """In any order, results are kept by prompt.
+
+        Failed ones are left out of the rank's own pool alone.
+        """
         result = result_of(
             0, 7, 8, 9, statuses=[STATUS_OK, FAILED, STATUS_OK, STATUS_OK, FAILED, STATUS_OK]
         )
@@ -721,11 +740,10 @@ class TestHandles:
             [GenerationRequest(n, 1, 0, (prompt,), 2, 1, True) for n, prompt in enumerate(PROMPTS)],
             pool,
         )  # type: ignore[arg-type]
-        faults = [dict(one.rewards.faults) for _, one in pool.readmitted if one.rewards is not None]
-        assert faults == [{1: "fault of row 1"}, {}, {0: "fault of row 4"}]
-        assert [(request.number, one.number) for request, one in pool.readmitted] == [
-            (0, 0),
-            (1, 1),
-            (2, 2),
+        faults = [
+            dict(kept.rewards.faults) for _, kept in pool.readmitted if kept.rewards is not None
         ]
+        assert faults == [{1: "fault of row 1"}, {}, {0: "fault of row 4"}]
+        numbers = [(request.number, kept.number) for request, kept in pool.readmitted]
+        assert numbers == [(0, 0), (1, 1), (2, 2)]
         assert pool.submitted == []

@@ -1,4 +1,7 @@
-"""Rollouts that are taken as they finish, and new weights for responses under way: what is kept, dropped, resumed."""
+"""Rollouts in the order in which they finish, and weight updates during generation.
+
+Responses under way are kept, dropped or resumed.
+"""
 
 from __future__ import annotations
 
@@ -120,12 +123,15 @@ def test_a_signal_keeps_what_is_finished(processes, tmp_path):
 def test_another_order_goes_on_with_the_prompts_under_way(other, processes, tmp_path):
     processes.start(tmp_path, *SETTINGS, *FINISHED, die_before="rollouts/step_00008", ranks=2)
     processes.wait()
-    overrides, ranks = ((), 1) if other == "colocated" else (FINISHED[:2], 2)
+    overrides = ()
+    ranks = 1
+    if other != "colocated":
+        overrides = FINISHED[:2]
+        ranks = 2
     finish(processes, tmp_path, *overrides, "resume_with_changes=true", ranks=ranks)
-    drawn = sum(
-        (Counter(row["prompt_id"] for row in rollouts_of(tmp_path, step)) for step in range(1, 13)),
-        Counter(),
-    )
+    drawn: Counter[int] = Counter()
+    for step in range(1, 13):
+        drawn.update(row["prompt_id"] for row in rollouts_of(tmp_path, step))
     assert drawn == dict.fromkeys(range(NUM_PROMPTS), 16)
 
 
@@ -174,15 +180,16 @@ def test_a_generator_that_cannot_go_on_is_told(tmp_path):
 
 
 def request_of(number: int, prompt: int) -> GenerationRequest:
-    return GenerationRequest(number, 1, 0, (Prompt(prompt, "", (3,)),), 2, 0, allow_newer=True)
+    prompts = (Prompt(prompt, "", (3,)),)
+    return GenerationRequest(number, 1, 0, prompts, 2, 0, allow_newer=True)
 
 
 def result_of(request: GenerationRequest, *versions: int) -> GenerationResult:
     tokens = torch.ones(1, len(versions), dtype=torch.long)
     lengths = torch.tensor([len(versions)])
-    found = Completions(tokens, lengths, ("stop",), weight_versions=torch.tensor([versions]))
+    completions = Completions(tokens, lengths, ("stop",), weight_versions=torch.tensor([versions]))
     rewards = Rewards(torch.ones(1), torch.zeros(1).int())
-    return GenerationResult(request.number, (request.prompts[0].id,), found, rewards)
+    return GenerationResult(request.number, (request.prompts[0].id,), completions, rewards)
 
 
 class Sent:
@@ -210,10 +217,20 @@ def pool_of(requests: list[GenerationRequest], results: list[GenerationResult]) 
 
 
 def numbers_of(taken: tuple[list[GenerationResult], int] | None) -> tuple[list[int], int] | None:
-    return None if taken is None else ([result.number for result in taken[0]], taken[1])
+    if taken is None:
+        return None
+    results, count = taken
+    return [result.number for result in results], count
 
 
 REQUESTS = [request_of(number, prompt) for number, prompt in enumerate([10, 11, 12, 11, 14])]
+
+
+def pool_with(*numbers: int) -> Any:
+    """A pool in which these requests have results of version 3."""
+    results = [result_of(REQUESTS[number], 3) for number in numbers]
+    pool, _ = pool_of(REQUESTS, results)
+    return pool
 
 
 @pytest.mark.parametrize("filters", [False, True])
@@ -242,7 +259,8 @@ def test_prompts_under_way_are_drawn_once_by_filtering_too(filters):
     )
     source = RemoteRollouts(RolloutContext(**parts), generators)
     source.load_state_dict({"step": 4, "under_way": [3, 5, 7], "rollouts": b""})
-    assert [batch.prompts for batch in source._ahead] == [[3, 5], [7]]
+    ahead = [batch.prompts for batch in source._ahead]
+    assert ahead == [[3, 5], [7]]
     assert submitted == ([] if filters else [[3, 5], [7]])  # filtering submits them itself
 
 
@@ -261,7 +279,8 @@ class TestWhatAStepTakes:
     def test_a_share_that_needs_nothing_waits_for_nothing(self):
         pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[0], 3)])
         pool._given_again = {4}
-        assert numbers_of(pool.take([([0], 1), ([4], 0)], 3)) == ([0], 0)
+        taken = numbers_of(pool.take([([0], 1), ([4], 0)], 3))
+        assert taken == ([0], 0)
         assert pool.take([([0], 1), ([4], 1)], 3) is None
 
     def test_works_that_are_not_asked_for_any_more(self):
@@ -271,32 +290,38 @@ class TestWhatAStepTakes:
         assert list(pool._idle) == [1]
 
     def test_what_is_finished_first_in_the_order_of_numbers(self):
-        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[n], 3) for n in (4, 0, 2)])
-        assert numbers_of(pool.take([(range(5), 2)], 3)) == ([0, 4], 0)
+        pool = pool_with(4, 0, 2)
+        taken = numbers_of(pool.take([(range(5), 2)], 3))
+        assert taken == ([0, 4], 0)
 
     def test_it_waits_for_as_many_as_it_needs(self):
-        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[n], 3) for n in (4, 0)])
+        pool = pool_with(4, 0)
         assert pool.take([(range(5), 3)], 3) is None
 
     def test_each_share_has_its_own(self):
-        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[n], 3) for n in (4, 0, 2)])
+        pool = pool_with(4, 0, 2)
         assert pool.take([([0, 1], 1), ([2, 3, 4], 3)], 3) is None
-        assert numbers_of(pool.take([([0, 1], 1), ([2, 3, 4], 2)], 3)) == (
-            [0, 2, 4],
-            0,
-        )
-        assert numbers_of(pool.take([([0, 1], 1), ([], 0)], 3)) == ([0], 0)
+        taken = numbers_of(pool.take([([0, 1], 1), ([2, 3, 4], 2)], 3))
+        assert taken == ([0, 2, 4], 0)
+        taken = numbers_of(pool.take([([0, 1], 1), ([], 0)], 3))
+        assert taken == ([0], 0)
 
     def test_a_prompt_of_two_epochs_is_taken_once(self):
-        pool, _ = pool_of(REQUESTS, [result_of(REQUESTS[n], 3) for n in (3, 1, 2)])
-        assert numbers_of(pool.take([(range(5), 2)], 3)) == ([2, 3], 0)
+        pool = pool_with(3, 1, 2)
+        taken = numbers_of(pool.take([(range(5), 2)], 3))
+        assert taken == ([2, 3], 0)
 
     def test_the_rest_is_taken_where_there_is_no_more(self):
-        pool, _ = pool_of(REQUESTS[:2], [result_of(request, 3) for request in REQUESTS[:2]])
-        assert numbers_of(pool.take([(range(2), 4)], 3)) == ([0, 1], 0)
+        results = [result_of(request, 3) for request in REQUESTS[:2]]
+        pool, _ = pool_of(REQUESTS[:2], results)
+        taken = numbers_of(pool.take([(range(2), 4)], 3))
+        assert taken == ([0, 1], 0)
 
     def test_one_token_that_is_too_old_is_enough_to_be_drawn_again(self):
-        """At once, before prompts that wait; this call does not wait for it, and the next does."""
+        """It is submitted at once, before waiting prompts.
+
+        The next call waits for it, this one does not.
+        """
         results = [
             result_of(REQUESTS[0], 2, 3),
             result_of(REQUESTS[1], 3, 4),
@@ -304,15 +329,18 @@ class TestWhatAStepTakes:
         ]
         pool, sent = pool_of(REQUESTS, results)
         pool.submit([REQUESTS[4]])
-        assert numbers_of(pool.take([(range(5), 2)], 3)) == ([1, 2], 1)
+        taken = numbers_of(pool.take([(range(5), 2)], 3))
+        assert taken == ([1, 2], 1)
         pool.forget([1, 2])
         pool._idle.extend([1, 1])
         pool._assign()
         assert sent.requests == [0, 4]
-        pool._results[4], pool._results[3] = result_of(REQUESTS[4], 4), result_of(REQUESTS[3], 4)
+        pool._results[4] = result_of(REQUESTS[4], 4)
+        pool._results[3] = result_of(REQUESTS[3], 4)
         assert pool.take([([0, 3, 4], 2)], 4) is None
         pool._results[0] = result_of(REQUESTS[0], 5)
-        assert numbers_of(pool.take([([0, 3, 4], 2)], 4)) == ([0, 4], 0)
+        taken = numbers_of(pool.take([([0, 3, 4], 2)], 4))
+        assert taken == ([0, 4], 0)
 
 
 class Links:
@@ -326,7 +354,10 @@ class Links:
 
 
 class PlannedGenerator:
-    """Draws a token for each response at a time, after asking what to do; ends those of prompt 0 after two."""
+    """Draws one token a response at a time, after asking for the next action.
+
+    Responses of prompt 0 end after two tokens.
+    """
 
     def __init__(self, before: dict[int, Any]):
         self.before = before
@@ -339,29 +370,33 @@ class PlannedGenerator:
         from dataclasses import replace
 
         self.calls += 1
-        found = list(responses)
-        while any(one.finish_reason is None for one in found):
+        drawn = list(responses)
+        while any(response.finish_reason is None for response in drawn):
             self.steps += 1
             self.before.get(self.steps, lambda: None)()
-            action = updates.next_action(sum(one.finish_reason is None for one in found))
+            action = updates.next_action(sum(response.finish_reason is None for response in drawn))
             if action == "stop":
                 break
             if action == "load":
                 updates.load()
-            for row, one in enumerate(found):
-                if one.finish_reason is None:
-                    versions = (*one.versions, updates.version)
-                    ends = "stop" if len(versions) == (2 if one.prompt.id == 0 else 6) else None
-                    found[row] = replace(
-                        one, tokens=(*one.tokens, 5), versions=versions, finish_reason=ends
+            for row, response in enumerate(drawn):
+                if response.finish_reason is None:
+                    versions = (*response.versions, updates.version)
+                    length = 2 if response.prompt.id == 0 else 6
+                    ends = "stop" if len(versions) == length else None
+                    drawn[row] = replace(
+                        response,
+                        tokens=(*response.tokens, 5),
+                        versions=versions,
+                        finish_reason=ends,
                     )
-        return found
+        return drawn
 
 
 def rank_of(
     generator: PlannedGenerator, inflight: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """A generator's rank without connections and model, whose results are kept."""
+    """A generator's rank without connections and model; its results are kept."""
     rank: Any = object.__new__(GeneratorRank)
     mesh = SimpleNamespace(
         from_model_parallel_rank_0=lambda value: value,
@@ -396,8 +431,10 @@ def rank_of(
     rank._wake = lambda: None
     rank.results = []
     rank._deliver = lambda result, future: rank.results.append(result)
-    rank._ask_for_scores = lambda request, found: None
-    monkeypatch.setattr("reinforce_rl.rollout.generator_rank.load_weights", lambda lm, found: None)
+    rank._ask_for_scores = lambda request, completions: None
+    monkeypatch.setattr(
+        "reinforce_rl.rollout.generator_rank.load_weights", lambda lm, weights: None
+    )
     return rank
 
 
@@ -405,65 +442,75 @@ def groups_of(*prompts: int) -> dict[int, Any]:
     groups = {}
     for number, prompt in enumerate(prompts):
         request = request_of(number, prompt)
-        groups[number] = (
-            request,
-            [PartialResponse(request.prompts[0], sample) for sample in range(2)],
-        )
+        responses = [PartialResponse(request.prompts[0], sample) for sample in range(2)]
+        groups[number] = (request, responses)
     return groups
 
 
 class TestWeightsThatComeWhileResponsesAreDrawn:
     def versions(self, result: GenerationResult) -> list[list[int]]:
-        assert result.completions is not None and result.completions.weight_versions is not None
+        assert result.completions is not None
+        assert result.completions.weight_versions is not None
         return result.completions.weight_versions.tolist()
 
     def test_they_wait(self, monkeypatch):
-        """A group that is whole is given back all the same, once half of the responses have ended."""
-        rank = rank_of(
-            PlannedGenerator({2: lambda: rank._staged.update({2: {}})}), None, monkeypatch
-        )
+        """A finished group is returned too, once half of the responses have ended."""
+        generator = PlannedGenerator({2: lambda: rank._staged.update({2: {}})})
+        rank = rank_of(generator, None, monkeypatch)
         rank._resume_groups(groups := groups_of(0, 7), 4)
-        assert list(groups) == [1] and self.versions(rank.results[0]) == [[1] * 2] * 2
+        assert list(groups) == [1]
+        assert self.versions(rank.results[0]) == [[1] * 2] * 2
         rank._resume_groups(groups, 4)
-        assert not groups and self.versions(rank.results[1]) == [[1] * 6] * 2
+        assert not groups
+        assert self.versions(rank.results[1]) == [[1] * 6] * 2
 
     def test_the_call_ends_and_goes_on_with_them(self, monkeypatch):
-        rank = rank_of(
-            PlannedGenerator({4: lambda: rank._staged.update({3: {}})}), "recompute", monkeypatch
-        )
+        generator = PlannedGenerator({4: lambda: rank._staged.update({3: {}})})
+        rank = rank_of(generator, "recompute", monkeypatch)
         rank._resume_groups(groups := groups_of(7, 8), 4)
-        assert list(groups) == [0, 1] and not rank.results
-        assert [len(one.tokens) for _, own in groups.values() for one in own] == [3] * 4
+        assert list(groups) == [0, 1]
+        assert not rank.results
+        lengths = [
+            len(response.tokens) for _, responses in groups.values() for response in responses
+        ]
+        assert lengths == [3] * 4
         rank._advance(3)
         rank._resume_groups(groups, 4)
         assert not groups
-        assert [self.versions(result) for result in rank.results] == [[[1, 1, 1, 3, 3, 3]] * 2] * 2
+        versions = [self.versions(result) for result in rank.results]
+        assert versions == [[[1, 1, 1, 3, 3, 3]] * 2] * 2
 
     def test_the_call_goes_on_with_them(self, monkeypatch):
         generator = PlannedGenerator({4: lambda: rank._staged.update({2: {}, 3: {}})})
         rank = rank_of(generator, "keep", monkeypatch)
         rank._resume_groups(groups := groups_of(7), 4)
-        assert generator.calls == 1 and rank.version == 3 and not rank._staged
-        assert not groups and self.versions(rank.results[0]) == [[1, 1, 1, 3, 3, 3]] * 2
+        assert generator.calls == 1
+        assert rank.version == 3
+        assert not rank._staged
+        assert not groups
+        assert self.versions(rank.results[0]) == [[1, 1, 1, 3, 3, 3]] * 2
 
     def test_prompts_that_come_are_drawn_beside_them(self, monkeypatch):
-        rank = rank_of(
-            PlannedGenerator({4: lambda: rank._inbox.append(request_of(9, 9))}),
-            "recompute",
-            monkeypatch,
-        )
+        generator = PlannedGenerator({4: lambda: rank._inbox.append(request_of(9, 9))})
+        rank = rank_of(generator, "recompute", monkeypatch)
         rank._resume_groups(groups := groups_of(7), 4)
-        assert list(groups) == [0] and [len(one.tokens) for one in groups[0][1]] == [3, 3]
+        assert list(groups) == [0]
+        lengths = [len(response.tokens) for response in groups[0][1]]
+        assert lengths == [3, 3]
 
     def test_weights_that_newer_ones_have_replaced_are_not_waited_for(self, monkeypatch):
-        """While an engine falls asleep the next version may come, and the one before is dropped."""
+        """The next version may come while an engine goes to sleep; the previous one is dropped."""
         rank = rank_of(PlannedGenerator({}), "recompute", monkeypatch)
         rank._staged = {5: {}}
-        rank._awake = SimpleNamespace(
-            close=lambda: (rank._staged.clear(), rank._staged.update({6: {}}))
-        )
+
+        def replace_staged() -> None:
+            rank._staged.clear()
+            rank._staged[6] = {}
+
+        rank._awake = SimpleNamespace(close=replace_staged)
         rank._advance(5)
-        assert rank.version == 6 and not rank._staged
+        assert rank.version == 6
+        assert not rank._staged
 
     def test_nor_are_those_that_are_replaced_as_they_are_taken(self, monkeypatch):
         rank = rank_of(PlannedGenerator({}), "recompute", monkeypatch)
@@ -475,20 +522,22 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
 
         rank._model.mesh.gather_on_model_parallel_rank_0 = next_version_comes
         rank._advance(5)
-        assert rank.version == 6 and not rank._staged
+        assert rank.version == 6
+        assert not rank._staged
 
     def test_other_works_wait_for_responses_of_one_version(self, monkeypatch):
-        """A validation would change the weights under them."""
+        """A validation would change the weights during their generation."""
         rank = rank_of(PlannedGenerator({}), None, monkeypatch)
         rank._inbox.append(request_of(9, 9))
-        assert rank._take(0, 0, waits=False) == [] and not rank._links.asked
-        assert [request.number for request in rank._take(2, 2, waits=False)] == [
-            9
-        ] and rank._links.asked == [1]
+        assert rank._take(0, 0, waits=False) == []
+        assert not rank._links.asked
+        taken_numbers = [request.number for request in rank._take(2, 2, waits=False)]
+        assert taken_numbers == [9]
+        assert rank._links.asked == [1]
         assert not rank._inbox
 
     def test_those_that_are_on_their_way_come_along(self, monkeypatch):
-        """Else a generator that once had half of its prompts goes on so, in as many seconds a call."""
+        """Otherwise a generator with half of its prompts keeps half, at the same cost a call."""
         rank = rank_of(PlannedGenerator({}), None, monkeypatch)
         rank._phases = SimpleNamespace(begin=lambda phase: None)
         monkeypatch.setattr("reinforce_rl.rollout.generator_rank._ON_THEIR_WAY_SECONDS", 30.0)
@@ -499,37 +548,37 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
 
         rank._inbox.extend([request_of(0, 0), request_of(1, 1)])
         rank._links.send = lambda to, *parts: answer()
-        assert [request.number for request in rank._take(4, 4)] == [0, 1, 2, 3]
+        taken_numbers = [request.number for request in rank._take(4, 4)]
+        assert taken_numbers == [0, 1, 2, 3]
 
     def test_no_more_groups_than_there_is_room_for(self, monkeypatch):
         """At an update a generator asks for one more request, which may be a validation."""
-        rank = rank_of(
-            PlannedGenerator({2: lambda: rank._inbox.append(request_of(9, 9))}),
-            "recompute",
-            monkeypatch,
-        )
+        generator = PlannedGenerator({2: lambda: rank._inbox.append(request_of(9, 9))})
+        rank = rank_of(generator, "recompute", monkeypatch)
         rank._resume_groups(groups := groups_of(7), 1)
         assert not groups, "the call was not stopped for it"
         rank._inbox.append(replace(request_of(8, 8), allow_newer=False, step=0))
-        assert [request.number for request in rank._take(1, 0, waits=False)] == [8]
-        assert [request.number for request in rank._take(1, 1, waits=False)] == [
-            9
-        ] and not rank._inbox
+        taken_numbers = [request.number for request in rank._take(1, 0, waits=False)]
+        assert taken_numbers == [8]
+        taken_numbers = [request.number for request in rank._take(1, 1, waits=False)]
+        assert taken_numbers == [9]
+        assert not rank._inbox
 
     @pytest.mark.parametrize("inflight", [None, "recompute"])
     def test_what_it_cannot_begin_soon_is_left_to_others(self, inflight, monkeypatch):
         rank = rank_of(PlannedGenerator({}), inflight, monkeypatch)
         rank._asked = 3
         rank._resume_groups(groups_of(7), 4)
-        assert rank._links.asked == ([] if inflight else [-3]) and rank._asked == (
-            3 if inflight else 0
-        )
+        assert rank._links.asked == ([] if inflight else [-3])
+        assert rank._asked == (3 if inflight else 0)
         rank._on_message(0, encode(GenerationRequests((request_of(9, 9),))))  # it was on its way
-        assert len(rank._inbox) == 1 and rank._asked == (2 if inflight else 0)
+        assert len(rank._inbox) == 1
+        assert rank._asked == (2 if inflight else 0)
 
     def test_the_end_of_the_run_ends_the_call(self, monkeypatch):
-        rank = rank_of(
-            PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)}), None, monkeypatch
-        )
+        generator = PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)})
+        rank = rank_of(generator, None, monkeypatch)
         rank._resume_groups(groups := groups_of(7), 4)
-        assert [len(one.tokens) for one in groups[0][1]] == [1, 1] and not rank.results
+        lengths = [len(response.tokens) for response in groups[0][1]]
+        assert lengths == [1, 1]
+        assert not rank.results

@@ -1,4 +1,4 @@
-"""The weights that a generator's rank draws with are those that its tokens are labelled with."""
+"""Tokens are labelled with the version of the weights that generated them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from reinforce_rl.rollout import generator_rank
 from reinforce_rl.rollout.generator_rank import GeneratorRank
 from reinforce_rl.rollout.messages import GenerationRequest, GenerationResult, NewWeights
 
-pytestmark = pytest.mark.timeout(20)  # weights that never come would be waited for
+pytestmark = pytest.mark.timeout(20)  # a test that waits for missing weights would hang
 
 PROMPT = Prompt(5, "", (3,))
 
 
 class Engine:
-    """An engine with a copy of the weights, a number. It draws the number of its weights as every token.
+    """An engine whose weights are a number, which it returns as every token.
 
     So a token says which weights drew it, whatever its label says. Responses have four tokens.
     """
@@ -32,7 +32,7 @@ class Engine:
     def __init__(self, rank: Any) -> None:
         self.rank = rank
         self.weights = rank.loaded
-        # called before this token of the run, from 1
+        # called before the token of this number, counted from 1
         self.before: dict[int, Callable[[], None]] = {}
         self.drawn = 0
 
@@ -75,7 +75,7 @@ def rank_of(
     groups: int | None = None,
     inflight: Any = None,
 ) -> Any:
-    """A generator's rank without connections, whose weights are the number of their version."""
+    """A generator's rank without connections; its weights are the number of their version."""
     rank: Any = object.__new__(GeneratorRank)
     rank._changed = threading.Condition()
     rank._staged = {}
@@ -126,8 +126,9 @@ def request_of(
 
 
 def labels_and_weights(result: GenerationResult) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the versions that the tokens are labelled with, and those of the weights that drew them."""
-    assert result.completions is not None and result.completions.weight_versions is not None
+    """Return the versions in the tokens' labels, and the versions of the weights that drew them."""
+    assert result.completions is not None
+    assert result.completions.weight_versions is not None
     return result.completions.weight_versions.tolist(), result.completions.tokens.tolist()
 
 
@@ -138,7 +139,7 @@ def assert_drawn_with(result: GenerationResult, *versions: int) -> None:
 
 class TestWorksInTheirOrder:
     def test_each_is_drawn_with_the_weights_that_it_asks_for(self, monkeypatch):
-        """Newer weights that are there are left alone until a request asks for them."""
+        """Newer weights that have arrived are not loaded until a request names them."""
         rank = rank_of(monkeypatch, staleness=2)
         rank._staged = {1: 1, 2: 2, 3: 3}
         for number, version in enumerate([0, 1, 1, 2, 3]):
@@ -169,11 +170,16 @@ class TestWorksInTheirOrder:
     ("staleness", "kept"), [(0, [5]), (1, [4, 5]), (2, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
 )
 def test_as_many_versions_are_kept_as_may_be_asked_for(staleness, kept, monkeypatch):
-    """While nothing is drawn, weights 1 to 5 come: `staleness` before the newest may be asked for."""
+    """Weights 1 to 5 arrive while idle.
+
+    Requests may name the `staleness` versions before the newest.
+    """
     rank = rank_of(monkeypatch, staleness=staleness)
     monkeypatch.setattr(generator_rank, "receive_weights", lambda lm, group: "weights")
-    rank._offers = deque(NewWeights(1, version, 1, 2) for version in (1, 2, 3, 4, 5))
-    rank._wait = lambda condition, phase="": None  # with nothing offered, the thread ends
+    rank._offers = deque()
+    for version in (1, 2, 3, 4, 5):
+        rank._offers.append(NewWeights(1, version, 1, 2))
+    rank._wait = lambda condition, phase="": None  # the thread ends when nothing is offered
     rank._receive()
     assert rank._failure is None
     assert list(rank._staged) == kept
@@ -181,10 +187,11 @@ def test_as_many_versions_are_kept_as_may_be_asked_for(staleness, kept, monkeypa
 
 class TestWhateverIsFinishedFirst:
     def groups(self, *requests: GenerationRequest) -> dict[int, Any]:
-        return {
-            request.number: (request, [PartialResponse(PROMPT, sample) for sample in range(2)])
-            for request in requests
-        }
+        groups = {}
+        for request in requests:
+            responses = [PartialResponse(PROMPT, sample) for sample in range(2)]
+            groups[request.number] = (request, responses)
+        return groups
 
     def test_without_updates_in_flight_a_response_has_one_version(self, monkeypatch):
         rank = rank_of(monkeypatch, groups=2)
@@ -211,7 +218,10 @@ class TestWhateverIsFinishedFirst:
     def test_the_newest_weights_are_taken_where_nothing_keeps_older_ones(
         self, inflight, expected, monkeypatch
     ):
-        """Between two calls weights 3 come, while one response of a group is under way and the other has ended."""
+        """Weights 3 arrive between two calls.
+
+        One response of a group is under way then, and the other has ended.
+        """
         rank = rank_of(monkeypatch, groups=1, inflight=inflight)
         groups = self.groups(request_of(0, 0, allow_newer=True))
         calls = []
@@ -220,7 +230,7 @@ class TestWhateverIsFinishedFirst:
             calls.append(rank.version)
             if len(calls) == 1:  # one token, then the call is interrupted
                 request, responses = groups[0]
-                begun = [replace(one, tokens=(0,), versions=(0,)) for one in responses]
+                begun = [replace(response, tokens=(0,), versions=(0,)) for response in responses]
                 ended = replace(begun[1], finish_reason="stop")
                 groups[0] = request, [begun[0], ended]
                 rank._staged[3] = 3
@@ -238,17 +248,18 @@ class TestWhateverIsFinishedFirst:
     def test_while_responses_are_under_way_no_work_is_asked_for_without_updates_in_flight(
         self, monkeypatch
     ):
-        """A validation that came with them would draw with other weights."""
+        """A validation among the requests would be generated with other weights."""
         asked = []
         rank = rank_of(monkeypatch, groups=2)
         request = request_of(0, 0, allow_newer=True)
 
         def take(count: int, room: int, *, waits: bool = True) -> list[GenerationRequest] | None:
             asked.append(count)
-            return [request] if len(asked) == 1 else None if len(asked) == 3 else []
+            answers = ([request], [], None)
+            return answers[len(asked) - 1]
 
         def interrupted(groups: dict[int, Any], count: int) -> None:
-            """The call ends with both responses under way."""
+            """End the call with both responses under way."""
 
         rank._take = take
         rank._resume_groups = interrupted
@@ -266,7 +277,7 @@ def test_a_validation_is_drawn_with_its_version_while_nothing_is_under_way(monke
 
 
 def test_the_label_is_of_the_weights_even_where_the_work_asked_for_others(monkeypatch):
-    """The trainers refuse such an answer; a label of the request's version would hide it."""
+    """The trainers refuse such a result; a label with the request's version would hide it."""
     rank = rank_of(monkeypatch, version=3)
     result, _ = rank._answer(request_of(0, 1))
     assert_drawn_with(result, 3, 3, 3, 3)

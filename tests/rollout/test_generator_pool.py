@@ -1,4 +1,4 @@
-"""Which results are too old, which are kept in a checkpoint, and which answers count at all."""
+"""Which results are too old, which are kept in a checkpoint, and which are accepted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SILENCE = 30.0
 
 
 class Sent:
-    """Links that keep what is sent."""
+    """Links that record what is sent."""
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
@@ -62,8 +62,8 @@ def pool_of(
 ) -> tuple[Any, Sent]:
     """A pool without connections.
 
-    Its only generator has been given these requests, and has asked for `room` more. With a `role` it is
-    a rank of the job.
+    Its only generator has these requests and asks for `room` more. With a `role` it is a rank of
+    the job.
     """
     pool: Any = object.__new__(GeneratorPool)
     pool._begin_empty(ResultBounds(vocab_size=32, max_length=8))
@@ -82,34 +82,39 @@ def pool_of(
 def request_of(
     number: int, *, version: int = 0, allow_newer: bool = True, step: int = 1
 ) -> GenerationRequest:
-    return GenerationRequest(
-        number, step, version, (Prompt(100 + number, "", (3,)),), 1, 7, allow_newer
-    )
+    prompts = (Prompt(100 + number, "", (3,)),)
+    return GenerationRequest(number, step, version, prompts, 1, 7, allow_newer)
 
 
 def result_of(
     request: GenerationRequest,
     *versions: int,
     statuses: tuple[int, ...] = (STATUS_OK,),
-    **more: Any,
+    **fields: Any,
 ) -> GenerationResult:
-    """As many responses as statuses, of a token a version."""
+    """One response a status, one token a version."""
     count = len(statuses)
+    length = len(versions)
     completions = Completions(
-        tokens=torch.ones(count, len(versions), dtype=torch.long),
-        lengths=torch.full((count,), len(versions)),
+        tokens=torch.ones(count, length, dtype=torch.long),
+        lengths=torch.full((count,), length),
         finish_reasons=("stop",) * count,
         weight_versions=torch.tensor([versions] * count),
     )
     values = torch.tensor([1.0 if status == STATUS_OK else float("nan") for status in statuses])
     rewards = Rewards(values, torch.tensor(statuses, dtype=torch.int32))
+    prompt_ids = tuple(prompt.id for prompt in request.prompts)
     return GenerationResult(
-        request.number, tuple(prompt.id for prompt in request.prompts), completions, rewards, **more
+        request.number,
+        prompt_ids,
+        completions,
+        rewards,
+        **fields,
     )
 
 
 def taken(pool: Any, numbers: list[int], count: int, oldest: int) -> list[int] | None:
-    """Return the numbers of the results that a step takes; None if it has to wait."""
+    """Return the numbers of the results that a step takes, or None if it has to wait."""
     made = pool.take([(numbers, count)], oldest)
     return None if made is None else [result.number for result in made[0]]
 
@@ -188,7 +193,7 @@ def test_no_token_is_of_weights_that_nobody_was_sent(newest, drawn, is_accepted)
 
 
 class TestAGeneratorOfTheJob:
-    """Its end is the run's; nobody takes its place."""
+    """If it ends, the run ends: it is not replaced."""
 
     def test_the_loss_of_its_rank_names_the_rank_of_the_job(self):
         pool, sent = pool_of(request_of(0), role=ROLE)
@@ -214,7 +219,8 @@ class TestAGeneratorOfTheJob:
         failure = RewardServerError("no answer", key="rewards.server.no_answer")
         pool._on_message(RANKS, encode(result_of(request, 0, failure=failure)))
         assert [result.number for result in pool._results.values()] == [0]
-        assert pool._failure is None and list(pool._generators) == [1, 2]
+        assert pool._failure is None
+        assert list(pool._generators) == [1, 2]
 
     def test_an_answer_that_cannot_be_one_ends_the_run(self):
         request = request_of(0)
@@ -226,7 +232,7 @@ class TestAGeneratorOfTheJob:
 
 
 def test_a_checkpoint_has_finished_rollouts_that_passed_their_check_alone():
-    """Neither a failure, nor a response without its score, nor a validation's."""
+    """Failures, responses without a score and validations are left out."""
     requests = [request_of(number) for number in range(4)]
     validation = request_of(4, allow_newer=False, step=0)
     pool, _ = pool_of(*requests, validation)
@@ -268,7 +274,7 @@ def pool_and_generator(tmp_path: Path):
 
 
 def test_a_generator_that_is_busy_when_the_run_ends_reads_that_it_has(pool_and_generator):
-    """A closed connection takes with it what its peer has not read, and the generator would call the run lost."""
+    """Closing the connection drops unread messages; the generator would report the run as lost."""
     pool, generator = pool_and_generator
     closing = threading.Thread(target=pool.close)
     closing.start()

@@ -1,4 +1,4 @@
-"""Messages between trainers and generators: what arrives is what was sent, and data alone."""
+"""Messages between trainers and generators arrive as sent, and hold data only."""
 
 import json
 import os
@@ -35,7 +35,7 @@ from reinforce_rl.rollout.messages import (
     RunEnded,
 )
 
-# What a prompt's line may hold: numbers that no 64 bits hold, NaN, a lone surrogate, names like
+# Values that a line of prompts may hold: integers beyond 64 bits, NaN, a lone surrogate, names like
 # those on the wire.
 METADATA = {
     "answer": 10**30,
@@ -82,20 +82,17 @@ RESULT = GenerationResult(7, (3, 9), completions(), rewards())
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, of one type, with NaN equal to NaN."""
+    """Return whether two values are equal and of one type; NaN equals NaN."""
     if isinstance(a, torch.Tensor):
-        return (
-            a.dtype == b.dtype
-            and torch.equal(a.nan_to_num(-9), b.nan_to_num(-9))
-            and a.shape == b.shape
-        )
-    if hasattr(a, "__dataclass_fields__"):
-        return type(a) is type(b) and all(
-            same(getattr(a, n), getattr(b, n)) for n in a.__dataclass_fields__
-        )
+        values_equal = torch.equal(a.nan_to_num(-9), b.nan_to_num(-9))
+        return values_equal and a.dtype == b.dtype and a.shape == b.shape
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    return type(a) is type(b) and a == b
+    if type(a) is not type(b):
+        return False
+    if hasattr(a, "__dataclass_fields__"):
+        return same(vars(a), vars(b))
+    return a == b
 
 
 @pytest.mark.parametrize(
@@ -134,10 +131,12 @@ def test_what_arrives_is_what_was_sent(message):
 def test_errors_keep_their_text(error, kind):
     arrived = decode(encode(GeneratorFailed(error)))
     assert isinstance(arrived, GeneratorFailed)
-    assert (type(arrived.failure), str(arrived.failure)) == (kind, str(error))
+    assert type(arrived.failure) is kind
+    assert str(arrived.failure) == str(error)
     result = decode(encode(replace(RESULT, rewards=None, failure=error)))
     assert isinstance(result, GenerationResult)
-    assert (type(result.failure), str(result.failure)) == (kind, str(error))
+    assert type(result.failure) is kind
+    assert str(result.failure) == str(error)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ def test_errors_keep_their_text(error, kind):
     [("rewards.no_answer", "rewards.no_answer"), ("", ""), ("No\nkey", ""), ("a" * 201, "")],
 )
 def test_errors_keep_their_key(sent, received):
-    """What cannot be a key of this package's errors is left out."""
+    """A text that cannot be a key of this package's errors is left out."""
     arrived = decode(encode(GeneratorFailed(RewardServerError("c", key=sent))))
     assert isinstance(arrived, GeneratorFailed)
     assert arrived.failure.key == received
@@ -168,19 +167,22 @@ class Bomb:
 
 
 def changed(**values: Any) -> list[bytes]:
-    """The result's parts with other fields."""
+    """Return the result's parts with other fields."""
     text, tensors = encode(RESULT)
     return [json.dumps({**json.loads(text), **values}).encode(), tensors]
 
 
+def with_dots(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+
+
 def with_tensors(**tensors: torch.Tensor) -> list[bytes]:
-    """The result's parts with other tensors, by names with `__` for a point."""
+    """Return the result's parts with other tensors; `__` in a name stands for a dot."""
     base = {
         "completions.tokens": torch.zeros(4, 3).long(),
         "completions.lengths": torch.ones(4).long(),
-        **{name.replace("__", "."): tensor for name, tensor in tensors.items()},
     }
-    return [encode(RESULT)[0], save(base)]
+    return [encode(RESULT)[0], save(base | with_dots(tensors))]
 
 
 def empty_of(*shape: int) -> bytes:
@@ -247,7 +249,7 @@ def test_what_is_no_message_is_refused_and_runs_nothing(parts, tmp_path, monkeyp
 
 
 def right_but(**tensors: torch.Tensor) -> list[bytes]:
-    """A result of four responses with scores of one source, right but for these tensors, by names as above."""
+    """Four responses with scores of one source, valid but for these tensors, named as above."""
     text, _ = changed(sources=[], faults={})
     right = {
         "completions.tokens": torch.zeros(4, 3).long(),
@@ -257,10 +259,7 @@ def right_but(**tensors: torch.Tensor) -> list[bytes]:
         "rewards.values": torch.zeros(4),
         "rewards.status": torch.zeros(4).int(),
     }
-    return [
-        text,
-        save(right | {name.replace("__", "."): tensor for name, tensor in tensors.items()}),
-    ]
+    return [text, save(right | with_dots(tensors))]
 
 
 def test_the_result_that_the_next_test_spoils_is_right():

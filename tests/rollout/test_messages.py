@@ -1,4 +1,4 @@
-"""A result has to be the answer to the request that it names."""
+"""A result must match the request that it names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALLOW_NEWER = replace(REQUEST, allow_newer=True)
 
 
 def completions_of(versions: torch.Tensor | None) -> Completions:
-    """Four responses of 3, 0, 1 and 2 tokens; the rest of a row is padding, whose version counts for nothing."""
+    """Four responses of 3, 0, 1 and 2 tokens; versions of padding are ignored."""
     reasons = ("stop", "length", "outside_vocabulary", "stop")
     tokens = torch.arange(12).reshape(4, 3)
     return Completions(tokens, torch.tensor([3, 0, 1, 2]), reasons, weight_versions=versions)

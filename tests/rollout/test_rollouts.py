@@ -1,4 +1,4 @@
-"""Which weights each step's rollouts are asked for, which log-probs its KL is taken from, and what a state keeps."""
+"""Weights that each step's rollouts use, log-probs of the KL, and the state of rollouts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class OneRank:
 
 
 class Loader:
-    """Prompts 0, 1, 2, ... two a step."""
+    """Prompts 0, 1, 2, ..., two a step."""
 
     prompts_per_step = 2
 
@@ -80,9 +80,9 @@ class Loader:
     finished = False
 
     def __next__(self) -> list[Prompt]:
-        prompts = [Prompt(self.drawn + i, "", (3,)) for i in range(self.prompts_per_step)]
+        first = self.drawn
         self.drawn += self.prompts_per_step
-        return prompts
+        return self.share(range(first, self.drawn))
 
     def share(self, ids: Sequence[int]) -> list[Prompt]:
         return [Prompt(number, "", (3,)) for number in ids]
@@ -94,7 +94,7 @@ class Loader:
 def result_of(
     number: int, prompt: Prompt, versions: Sequence[int], status: int = STATUS_OK
 ) -> GenerationResult:
-    """One response, of a token a version, with a score."""
+    """One response with a score; it has one token a version."""
     width = len(versions)
     completions = Completions(
         tokens=torch.full((1, width + 2), 5),  # two columns of padding
@@ -104,22 +104,18 @@ def result_of(
         weight_versions=torch.tensor([[*versions, 0, 0]]),
     )
     values = torch.tensor([1.0 if status == STATUS_OK else float("nan")])
-    return GenerationResult(
-        number,
-        (prompt.id,),
-        completions,
-        Rewards(values, torch.tensor([status], dtype=torch.int32)),
-    )
+    rewards = Rewards(values, torch.tensor([status], dtype=torch.int32))
+    return GenerationResult(number, (prompt.id,), completions, rewards)
 
 
 class RecordedGenerators:
-    """Keeps what is asked of the generators, and answers each prompt with tokens of the version that it asks for."""
+    """Records requests and answers each prompt with tokens of the requested version."""
 
     def __init__(self, *, takes_finished: bool = False) -> None:
         self.takes_finished = takes_finished
         self.version = 0
         self.asked: list[tuple[int, int, int]] = []  # step, version, seed
-        self.oldest: list[int] = []  # that `collect_first` was asked for
+        self.oldest: list[int] = []  # passed to `collect_first`
         self.kept: dict[int, RolloutHandle] = {}
         # versions of each answer's tokens; empty: one token, as asked
         self.drawn_with: list[list[int]] = []
@@ -150,7 +146,8 @@ class RecordedGenerators:
         self, numbers: Sequence[int], count: int, oldest: int
     ) -> tuple[list[GenerationResult], int]:
         self.oldest.append(oldest)
-        return [result_of(number, self._prompts[number], [oldest]) for number in numbers[:count]], 0
+        taken = numbers[:count]
+        return [result_of(number, self._prompts[number], [oldest]) for number in taken], 0
 
     def forget(self, handle: RolloutHandle) -> None:
         pass
@@ -164,7 +161,7 @@ class RecordedGenerators:
 
 
 class Policy:
-    """Log-probs that name who computed them: -2 the policy, -3 the reference."""
+    """Log-probs that name the model: -2 is the policy, -3 the reference."""
 
     pad_id = 0
 
@@ -193,9 +190,9 @@ class Policy:
     ) -> Completions:
         self.seeds.append(seed)
         count = len(prompts) * num_samples
-        return Completions(
-            torch.full((count, 1), 5), torch.ones(count, dtype=torch.long), ("stop",) * count
-        )
+        tokens = torch.full((count, 1), 5)
+        lengths = torch.ones(count, dtype=torch.long)
+        return Completions(tokens, lengths, ("stop",) * count)
 
     def get_inference_log_probs(
         self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor
@@ -232,27 +229,32 @@ def context_of(
     )
 
 
-def remote_of(staleness: int, generators: RecordedGenerators, **more: Any) -> RemoteRollouts:
-    return RemoteRollouts(context_of(staleness, **more), generators)  # type: ignore[arg-type]
+def remote_of(staleness: int, generators: RecordedGenerators, **settings: Any) -> RemoteRollouts:
+    return RemoteRollouts(context_of(staleness, **settings), generators)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_each_step_asks_for_weights_of_exactly_so_many_steps_before(staleness):
-    """Step s trains weights of s - 1 updates; those that draw its tokens have `staleness` fewer, at least none."""
+    """Step s trains weights of s - 1 updates.
+
+    Its tokens come from weights of `staleness` updates before, at least 0.
+    """
     generators = RecordedGenerators()
     source = remote_of(staleness, generators, max_steps=6)
     for step in range(1, 7):
         generators.version = step - 1
         made = source.next_batch(step)
-        assert (
-            made.metrics["staleness"] == min(staleness, step - 1)
-            if staleness
-            else "staleness" not in made.metrics
-        )
-        # No more is drawn ahead than the bound allows, and nothing after the run's last step.
-        assert len({number for number, _, _ in generators.asked}) == min(step + staleness, 6)
-    updates_before = {step: step - 1 for step in range(1, 7)}
-    expected = {step: max(0, count - staleness) for step, count in updates_before.items()}
+        if staleness:
+            assert made.metrics["staleness"] == min(staleness, step - 1)
+        else:
+            assert "staleness" not in made.metrics
+        # Requests stay within the bound, and end with the run's last step.
+        num_asked = len({number for number, _, _ in generators.asked})
+        assert num_asked == min(step + staleness, 6)
+    expected = {}
+    for step in range(1, 7):
+        updates_before = step - 1
+        expected[step] = max(0, updates_before - staleness)
     assert {step: version for step, version, _ in generators.asked} == expected
 
 
@@ -267,7 +269,7 @@ def test_every_step_has_a_seed_of_its_own():
 
 
 def test_the_staleness_of_a_step_is_the_mean_age_of_its_tokens():
-    """Padding, whose version is 0 here, is no token."""
+    """Padding does not count; its version is 0 here."""
     generators = RecordedGenerators()
     generators.drawn_with = [[3, 4, 4], [4]]
     source = remote_of(2, generators)
@@ -289,7 +291,7 @@ def test_the_oldest_weights_that_a_step_takes_are_so_many_steps_old(staleness):
 
 
 class TestLogProbs:
-    """Which policy the log-probs of a batch are of. The KL is taken from them."""
+    """Which policy a batch's log-probs come from. The KL uses them."""
 
     def batch(self) -> RolloutBatch:
         completions = result_of(0, Prompt(0, "", (3,)), [0, 0]).completions
@@ -298,32 +300,38 @@ class TestLogProbs:
     def test_what_is_generated_with_the_present_weights_needs_no_pass(self):
         context = context_of(0)
         batch = RolloutScorer(context).with_log_probs(self.batch())
-        assert batch.log_probs is not None and batch.generator_log_probs is not None
+        assert batch.log_probs is not None
+        assert batch.generator_log_probs is not None
         assert torch.equal(batch.log_probs, batch.generator_log_probs)
         assert context.model.passes == ["reference"]  # type: ignore[attr-defined]
 
     @pytest.mark.parametrize("staleness", [1, 2, 5])
     def test_the_kl_of_older_rollouts_is_that_of_the_present_policy(self, staleness):
-        """The generator's own log-probs are those of the weights `staleness` steps before."""
+        """The generator's log-probs come from the weights `staleness` steps before."""
         context = context_of(staleness)
         batch = RolloutScorer(context).with_log_probs(self.batch())
-        assert batch.log_probs is not None and batch.init_log_probs is not None
+        assert batch.log_probs is not None
+        assert batch.init_log_probs is not None
         assert batch.log_probs.tolist() == [[-2.0, -2.0]]
         assert batch.init_log_probs.tolist() == [[-3.0, -3.0]]
-        assert batch.generator_log_probs is not None and batch.generator_log_probs.max() == -1.0
+        assert batch.generator_log_probs is not None
+        assert batch.generator_log_probs.max() == -1.0
 
     def test_another_engines_log_probs_are_not_the_policys(self):
         batch = RolloutScorer(context_of(0, is_exact=False)).with_log_probs(self.batch())
-        assert batch.log_probs is not None and batch.log_probs.tolist() == [[-2.0, -2.0]]
+        assert batch.log_probs is not None
+        assert batch.log_probs.tolist() == [[-2.0, -2.0]]
 
     def test_ratios_begin_from_the_trainers_own(self):
         batch = RolloutScorer(context_of(0, has_ratios=True)).with_log_probs(self.batch())
-        assert batch.log_probs is not None and batch.log_probs.tolist() == [[-2.0, -2.0]]
+        assert batch.log_probs is not None
+        assert batch.log_probs.tolist() == [[-2.0, -2.0]]
 
     def test_ratios_need_them_without_a_kl_too(self):
         context = context_of(0, has_ratios=True, initial_policy_kl_penalty=0.0)
         batch = RolloutScorer(context).with_log_probs(self.batch())
-        assert batch.log_probs is not None and batch.init_log_probs is None
+        assert batch.log_probs is not None
+        assert batch.init_log_probs is None
         assert context.model.passes == ["policy"]  # type: ignore[attr-defined]
 
     def test_without_a_kl_and_ratios_there_is_no_pass(self):
@@ -333,7 +341,10 @@ class TestLogProbs:
 
 
 def test_a_state_has_the_steps_after_its_own():
-    """A run that is stopped between steps has the rollouts of steps 3 to 5; one stopped within step 3 still has it."""
+    """Stopped between steps, a run has the rollouts of steps 3 to 5.
+
+    Stopped within step 3, it still has the rollouts of step 3.
+    """
     generators = RecordedGenerators()
     source = remote_of(2, generators)
     source.next_batch(1)
@@ -343,7 +354,8 @@ def test_a_state_has_the_steps_after_its_own():
         source.next_batch(3)
     source.state_dict()
     assert list(generators.kept) == [3, 4, 5]
-    assert {step: handle.version for step, handle in generators.kept.items()} == {3: 0, 4: 1, 5: 2}
+    versions = {step: handle.version for step, handle in generators.kept.items()}
+    assert versions == {3: 0, 4: 1, 5: 2}
     generators.is_stopped = False
     source.next_batch(3)
     source.state_dict()
@@ -354,7 +366,7 @@ def test_a_state_has_the_steps_after_its_own():
 def test_stored_rollouts_are_those_of_their_own_steps_prompts(
     failed_after: int, asked: list[int]
 ) -> None:
-    """A step that fails after it had taken its rollouts leaves those of later steps alone."""
+    """A step that fails after it took its rollouts leaves the later steps' rollouts alone."""
     generators = RecordedGenerators()
     source = remote_of(2, generators)
     for step in range(1, failed_after + 1):
@@ -373,18 +385,21 @@ def test_prompts_under_way_are_asked_for_as_of_the_steps_after_the_checkpoint():
     source = remote_of(2, generators)
     source.load_state_dict({"step": 4, "under_way": [3, 5, 7, 8], "rollouts": b""})
     assert generators.published == [(4, True)]
-    assert [(step, version) for step, version, _ in generators.asked] == [(5, 2), (6, 3)]
+    asked = [(step, version) for step, version, _ in generators.asked]
+    assert asked == [(5, 2), (6, 3)]
 
 
 def test_samples_without_a_score_are_not_valid_and_groups_are_numbered():
-    completions = Completions(
-        torch.ones(4, 2, dtype=torch.long), torch.tensor([2, 1, 2, 2]), ("stop",) * 4
-    )
-    batch = unscored_batch([Prompt(9, "", (3,)), Prompt(4, "", (3, 3))], completions, pad_id=0)
+    tokens = torch.ones(4, 2, dtype=torch.long)
+    lengths = torch.tensor([2, 1, 2, 2])
+    completions = Completions(tokens, lengths, ("stop",) * 4)
+    prompts = [Prompt(9, "", (3,)), Prompt(4, "", (3, 3))]
+    batch = unscored_batch(prompts, completions, pad_id=0)
     assert batch.group_ids.tolist() == [9, 9, 4, 4]
     assert batch.sample_ids.tolist() == [0, 1, 0, 1]
     assert batch.prompt_lengths.tolist() == [1, 1, 2, 2]
-    assert batch.rewards.isnan().all() and not batch.valid.any()
+    assert batch.rewards.isnan().all()
+    assert not batch.valid.any()
 
 
 @pytest.mark.parametrize(
@@ -394,10 +409,10 @@ def test_a_step_may_lack_as_many_scores_as_the_bound_says(failed, ends):
     generators = RecordedGenerators()
     source = remote_of(1, generators, max_failed_fraction=0.5)
     prompts = [Prompt(i, "", (3,)) for i in range(4)]
-    results = [
-        result_of(i, prompt, [0], STATUS_BAD if i < failed else STATUS_OK)
-        for i, prompt in enumerate(prompts)
-    ]
+    results = []
+    for i, prompt in enumerate(prompts):
+        status = STATUS_BAD if i < failed else STATUS_OK
+        results.append(result_of(i, prompt, [0], status))
     pending = source._pending(prompts, results)
     if ends:
         with raises_error("rewards.samples.too_many_failed", "max_failed_fraction = 0.5", "step 1"):
@@ -408,7 +423,7 @@ def test_a_step_may_lack_as_many_scores_as_the_bound_says(failed, ends):
 
 
 def test_scores_of_other_sources_than_the_first_ones_are_kept_beside_them():
-    """Rollouts of a checkpoint may have been scored by other sources than today's."""
+    """Rollouts of a checkpoint may have scores of other sources than the current ones."""
     prompts = [Prompt(0, "", (3,)), Prompt(1, "", (3,))]
     results = []
     for number, names in enumerate([("old", "kept"), ("kept", "new")]):
@@ -418,8 +433,10 @@ def test_scores_of_other_sources_than_the_first_ones_are_kept_beside_them():
         results.append(replace(result, rewards=replace(result.rewards, by_source=scores)))
     source = remote_of(1, RecordedGenerators())
     batch = source._scorer.score(source._pending(prompts, results), "step 1")
-    scores = {name: values.nan_to_num(-1).tolist() for name, values in batch.source_rewards.items()}
-    assert scores == {"old": [0.0, -1.0], "kept": [0.0, 1.0], "new": [-1.0, 1.0]}
+    by_source = {}
+    for name, values in batch.source_rewards.items():
+        by_source[name] = values.nan_to_num(-1).tolist()
+    assert by_source == {"old": [0.0, -1.0], "kept": [0.0, 1.0], "new": [-1.0, 1.0]}
 
 
 class TestLocalRollouts:
@@ -428,8 +445,10 @@ class TestLocalRollouts:
         source = LocalRollouts(context)
         for step in (1, 2):
             rollouts = source.next_batch(step)
-            assert [prompt.id for prompt in rollouts.prompts] == [2 * step - 2, 2 * step - 1]
-            assert rollouts.batch.group_ids.tolist() == [2 * step - 2, 2 * step - 1]
+            expected_ids = [2 * step - 2, 2 * step - 1]
+            ids = [prompt.id for prompt in rollouts.prompts]
+            assert ids == expected_ids
+            assert rollouts.batch.group_ids.tolist() == expected_ids
             assert rollouts.position == {"consumed_prompts": 2 * step}
         seeds = context.model.seeds  # type: ignore[attr-defined]
         assert seeds == [step_seed(SEED, 1), step_seed(SEED, 2)]
@@ -439,8 +458,10 @@ class TestLocalRollouts:
         source = LocalRollouts(context)
         source.load_state_dict({"step": 4, "under_way": [3, 5, 7], "rollouts": b"of generators"})
         steps = [source.next_batch(step) for step in (5, 6, 7)]
-        assert [[prompt.id for prompt in step.prompts] for step in steps] == [[3, 5], [7], [0, 1]]
-        assert [step.position.get("under_way") for step in steps] == [[7], [], None]
+        prompt_ids = [[prompt.id for prompt in step.prompts] for step in steps]
+        assert prompt_ids == [[3, 5], [7], [0, 1]]
+        under_way = [step.position.get("under_way") for step in steps]
+        assert under_way == [[7], [], None]
 
     def test_a_step_that_was_stopped_is_made_again_of_the_same_prompts(self):
         context = context_of()
@@ -452,7 +473,8 @@ class TestLocalRollouts:
             source.next_batch(1)
         assert not source.is_over
         context.stop.reason = None
-        assert [prompt.id for prompt in source.next_batch(1).prompts] == [0, 1]
+        ids = [prompt.id for prompt in source.next_batch(1).prompts]
+        assert ids == [0, 1]
         assert source.is_over
 
     def test_weights_are_the_models_own_and_nothing_is_kept(self):

@@ -1,4 +1,4 @@
-"""What a reward source is asked: texts without the token that ended them, and the prompt's own fields."""
+"""What a reward source gets: texts without the token that ended them, and the prompt's fields."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def test_the_texts_of_a_request_are_those_that_the_tokens_spell(tmp_path):
 
 
 def test_what_a_template_opens_for_the_model_is_in_the_prompt(tmp_path):
-    """DeepSeek's distilled models and Qwen3.5 get `<think>` from the template, and do not write it."""
+    """Some templates write `<think>`, and their models do not.
+
+    Examples are DeepSeek's distilled models and Qwen3.5.
+    """
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
     opened = "{% if add_generation_prompt %}A: <think>\n{% endif %}"
     tokenizer.chat_template = (
@@ -73,57 +76,56 @@ def test_what_a_template_opens_for_the_model_is_in_the_prompt(tmp_path):
     tokens = torch.tensor([[*tokenizer("a</think>b")["input_ids"], 2]])
     completions = Completions(tokens, torch.tensor([tokens.shape[1]]), ("stop",))
     (sample,) = request_about([prompt], completions, tokenizer, [2]).samples
-    assert (sample.prompt, sample.response) == ("user: hi\nA: <think>\n", "a</think>b")
+    assert sample.prompt == "user: hi\nA: <think>\n"
+    assert sample.response == "a</think>b"
 
 
 def test_special_tokens_of_a_response_are_kept_where_a_reward_reads_them(tmp_path, caplog):
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     ids = tokenizer("<think>a</think>b<eos>")["input_ids"]
-    assert len(ids) == 5 and tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+    assert len(ids) == 5
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"
     completions = Completions(torch.tensor([ids]), torch.tensor([5]), ("stop",))
-    ask = partial(request_about, [Prompt(0, "p", (5,))], completions, tokenizer, [2])
+    prompts = [Prompt(0, "p", (5,))]
+    ask = partial(request_about, prompts, completions, tokenizer, [2])
     warn_once.cache_clear()
     assert ask(skip_special_tokens=False).responses == ("<think>a</think>b",)
     assert not caplog.messages
     for _ in range(2):
         assert ask(skip_special_tokens=True).responses == ("ab",)
-    assert ["token <think>," in said or "token </think>," in said for said in caplog.messages] == [
-        True
-    ] * 2
-    assert all("model.reinforce.skip_special_tokens=false" in said for said in caplog.messages)
+    assert len(caplog.messages) == 2
+    for message in caplog.messages:
+        assert "token <think>," in message or "token </think>," in message
+        assert "model.reinforce.skip_special_tokens=false" in message
 
 
 def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     dot = tokenizer.convert_tokens_to_ids(".")  # ends a response here, and is no special token
-    rows = [
-        ("ab.", "stop"),
-        ("ab.a", "length"),
-        (".", "stop"),
-        ("", "length"),
-        ("ab", "stop"),
-        ("a<eos>", "stop"),
-    ]
-    ids = [tokenizer(text)["input_ids"] for text, _ in rows]
-    tokens = torch.zeros((len(rows), 4), dtype=torch.long)
-    for row, sequence in enumerate(ids):
-        tokens[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
-    completions = Completions(
-        tokens, torch.tensor([len(x) for x in ids]), tuple(reason for _, reason in rows)
+    texts = ["ab.", "ab.a", ".", "", "ab", "a<eos>"]
+    finish_reasons = ("stop", "length", "stop", "length", "stop", "stop")
+    tokens = torch.zeros((6, 4), dtype=torch.long)
+    lengths = torch.zeros(6, dtype=torch.long)
+    for row, text in enumerate(texts):
+        ids = tokenizer(text)["input_ids"]
+        lengths[row] = len(ids)
+        tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+    completions = Completions(tokens, lengths, finish_reasons)
+    mesh = SimpleNamespace(
+        is_model_parallel_rank_0=True,
+        dp_size=1,
+        world_size=1,
+        any_rank=bool,
+        raise_if_any=lambda failure: None,
+        raise_on_all_ranks=contextlib.nullcontext,
     )
+    reinforce = SimpleNamespace(skip_special_tokens=True)
     model: Any = SimpleNamespace(
         tokenizer=tokenizer,
         pad_id=0,
-        mesh=SimpleNamespace(
-            is_model_parallel_rank_0=True,
-            dp_size=1,
-            world_size=1,
-            any_rank=bool,
-            raise_if_any=lambda failure: None,
-            raise_on_all_ranks=contextlib.nullcontext,
-        ),
+        mesh=mesh,
         generator=SimpleNamespace(awake=contextlib.nullcontext),
-        settings=SimpleNamespace(seed=0, reinforce=SimpleNamespace(skip_special_tokens=True)),
+        settings=SimpleNamespace(seed=0, reinforce=reinforce),
         sampling=SimpleNamespace(stop_token_ids=(2, dot)),
         infer=lambda *_, **__: completions,
     )
@@ -138,12 +140,16 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     )
     LocalRollouts(context).sample(prompts, 3, step=1)
     samples = rm.requests[0].samples
-    assert [sample.response for sample in samples] == ["ab", "ab.a", "", "", "ab", "a"]
-    assert [sample.finished for sample in samples] == [True, False, True, False, True, True]
-    assert [sample.messages for sample in samples] == [()] * 3 + [MESSAGES] * 3
-    assert [sample.record for sample in samples] == [{"answer": "1"}] * 3 + [{}] * 3
-    # tokens are all there
-    assert rm.requests[0].lengths.tolist() == [1 + 3, 1 + 4, 1 + 1, 2 + 0, 2 + 2, 2 + 2]
+    responses = [sample.response for sample in samples]
+    assert responses == ["ab", "ab.a", "", "", "ab", "a"]
+    finished = [sample.finished for sample in samples]
+    assert finished == [True, False, True, False, True, True]
+    messages = [sample.messages for sample in samples]
+    assert messages == [()] * 3 + [MESSAGES] * 3
+    records = [sample.record for sample in samples]
+    assert records == [{"answer": "1"}] * 3 + [{}] * 3
+    # The request has all tokens: the prompts have 1 and 2, the responses 3, 4, 1, 0, 2 and 2.
+    assert rm.requests[0].lengths.tolist() == [4, 5, 2, 2, 4, 4]
 
 
 class Scored:
@@ -158,16 +164,18 @@ class Scored:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_score_that_is_not_finite_is_a_failed_one(value):
-    found = scores_of(Scored([1.0, value], [STATUS_OK, STATUS_OK]), 2)
-    assert found.status.tolist() == [STATUS_OK, STATUS_NOT_FINITE]
-    assert found.values[0] == 1.0 and found.values[1].isnan()
+    scores = scores_of(Scored([1.0, value], [STATUS_OK, STATUS_OK]), 2)
+    assert scores.status.tolist() == [STATUS_OK, STATUS_NOT_FINITE]
+    assert scores.values[0] == 1.0
+    assert scores.values[1].isnan()
 
 
 def test_a_failed_sample_has_no_score_whatever_number_came_with_it():
-    found = scores_of(Scored([0.0, 2.0, 3.0], [STATUS_TIMED_OUT, STATUS_OK, STATUS_INTERNAL]), 3)
-    assert found.values.isnan().tolist() == [True, False, True]
-    assert found.status.tolist() == [STATUS_TIMED_OUT, STATUS_OK, STATUS_INTERNAL]
-    assert [fault is None for fault in faults_of(found)] == [False, True, False]
+    scores = scores_of(Scored([0.0, 2.0, 3.0], [STATUS_TIMED_OUT, STATUS_OK, STATUS_INTERNAL]), 3)
+    assert scores.values.isnan().tolist() == [True, False, True]
+    assert scores.status.tolist() == [STATUS_TIMED_OUT, STATUS_OK, STATUS_INTERNAL]
+    is_scored = [fault is None for fault in faults_of(scores)]
+    assert is_scored == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +183,7 @@ def test_a_failed_sample_has_no_score_whatever_number_came_with_it():
     [("keep", [True, True, False, False, False]), ("drop", [True, False, False, False, False])],
 )
 def test_which_samples_are_valid(option, expected):
-    """Whole, cut, empty, without a score, and with a token outside of the vocabulary."""
+    """Complete, cut, empty, without a score, and with a token outside of the vocabulary."""
     batch = RolloutBatch(
         sequences=torch.zeros(5, 4, dtype=torch.long),
         prompt_lengths=torch.ones(5, dtype=torch.long),

@@ -1,4 +1,7 @@
-"""Generators that are programs of their own: whoever dies, stands still, leaves or comes changes no number."""
+"""Generators as separate processes.
+
+A generator that dies, stalls, leaves or joins changes no number.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ SLOW = pytest.mark.slow
 JOINED = ("placement=disaggregated", "generation_ranks=1")
 SEPARATE = ("placement=disaggregated", "generation_ranks=0", "generator_timeout_seconds=60")
 FINISHED = ("rollout_order=finished",)
-# so that each of two has something to do at each step
+# each of two generators has requests at each step
 BUSY: dict[str, Any] = {"generate_seconds": 0.3}
 PATIENT = "trainer.heartbeat_timeout_seconds=60"
 
@@ -108,14 +111,14 @@ class Programs:
 
     @property
     def of_generators(self) -> str:
-        return "\n".join(
-            f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("generator-*"))
-        )
+        logs = sorted(self.folder.glob("generator-*"))
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in logs)
 
-    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_for(self, condition: Callable[[], bool], message: str) -> None:
         deadline = time.monotonic() + RUN_SECONDS / 2
         while not condition():
-            assert time.monotonic() < deadline, f"{what}:\n{self.said}\n{self.of_generators}"
+            logs = f"{self.said}\n{self.of_generators}"
+            assert time.monotonic() < deadline, f"{message}:\n{logs}"
             time.sleep(0.02)
 
     def wait_for_step(self, step: int) -> None:
@@ -162,7 +165,7 @@ def programs(
 def joined(
     processes: tuple[TrainerProcesses, TrainerProcesses], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """An undisturbed run whose generator is a rank of its job."""
+    """A run without faults, whose generator is a rank of its job."""
     folder = tmp_path_factory.mktemp("joined")
     processes[0].start(folder, *SETTINGS, *JOINED, ranks=2)
     assert processes[0].wait() == 0, (folder / "log").read_text()
@@ -174,7 +177,10 @@ def ended(log: Path, status: int) -> bool:
 
 
 def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
-    """The first dies at step 4. The third comes, and is alone from step 10 on, when the second dies too."""
+    """The first dies at step 4.
+
+    The third joins, and is alone from step 10 on, when the second dies.
+    """
     programs.generate(
         act={"rank": 0, "phase": "generate", "step": 4, "signal": signal.SIGKILL}, **BUSY
     )
@@ -197,14 +203,15 @@ def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
     programs.wait_for(lambda: ended(third, 0), third.read_text())
     assert not (programs.folder / "run" / RENDEZVOUS_FILE).exists()
     status = read_status(programs.folder / "run")
-    assert status is not None and status.pid == process  # the same one to the end
+    assert status is not None
+    assert status.pid == process  # the trainer's process has not been replaced
     assert_equal_runs(programs.folder, joined)
 
 
 @pytest.mark.parametrize("transfer", [1, 3])
 @pytest.mark.slow
 def test_a_death_as_weights_come(transfer, programs, joined):
-    """The trainers go on at once, and those that are left get the weights again."""
+    """The trainers continue at once, and the other generators get the weights again."""
     programs.generate(PATIENT)
     programs.generate(PATIENT, die_receiving=transfer)
     programs.train(PATIENT, generators=[1, 2])
@@ -248,15 +255,16 @@ def test_one_that_is_stopped_ends_what_it_has_under_way(programs, joined):
 
 
 def test_without_a_generator_the_run_is_saved_and_goes_on_later(programs, joined):
-    """All weights of the step before are gone, so one step is drawn with newer ones than else."""
+    """All weights of the step before are lost, so one step uses newer ones than otherwise."""
     short = "generator_timeout_seconds=4"
     programs.generate(act={"rank": 0, "phase": "generate", "step": 5, "signal": signal.SIGKILL})
     programs.train(short, step_seconds=0.3)
     programs.wait_for_loss()
     status = read_status(programs.folder / "run")
-    assert status is not None and (status.state, status.reason) == (
-        "running",
-        "Waiting for a generator to register (`reinforce-rl generate`), up to 4 s",
+    assert status is not None
+    assert status.state == "running"
+    assert (
+        status.reason == "Waiting for a generator to register (`reinforce-rl generate`), up to 4 s"
     )
     assert programs.wait() == 1
     assert printed_keys(programs.said) == ["generators.generator.missing"]
@@ -266,7 +274,8 @@ def test_without_a_generator_the_run_is_saved_and_goes_on_later(programs, joined
         assert value in status.reason
     assert "Traceback" not in programs.said
     saved = int((programs.folder / "run" / "checkpoints" / "latest").read_text().strip()[5:])
-    assert 3 <= saved < 5 and saved == len(metrics_of(programs.folder)) - 1
+    assert 3 <= saved < 5
+    assert saved == len(metrics_of(programs.folder)) - 1
     programs.generate()
     programs.train()
     assert programs.wait() == 0, programs.said
@@ -287,13 +296,13 @@ def test_a_lone_newcomer_answers_with_the_oldest_weights_that_there_are(programs
     )
     assert "The wait for a generator is over" in programs.said
     lines = metrics_of(programs.folder)[1:]
-    assert len(lines) == STEPS and all(line["train/staleness"] <= 1.0 for line in lines)
+    assert len(lines) == STEPS
     for line in lines:
-        tokens = read_tokens(
-            programs.folder / "run" / "rollouts" / f"step_{line['step']:05d}.parquet"
-        )
-        versions = {version for one in tokens for version in one.weight_versions or []}
-        assert versions <= {max(0, line["step"] - 2), line["step"] - 1}
+        step = line["step"]
+        assert line["train/staleness"] <= 1.0
+        tokens = read_tokens(programs.folder / "run" / "rollouts" / f"step_{step:05d}.parquet")
+        versions = {version for response in tokens for version in response.weight_versions or []}
+        assert versions <= {max(0, step - 2), step - 1}
     assert {rollouts_of(programs.folder, STEPS)[0]["step"]} == {STEPS}
 
 
@@ -323,14 +332,16 @@ def test_a_generator_of_two_ranks_dies_as_a_whole(trainers, programs, joined):
     programs.generate(*shared, ranks=2, **BUSY)
     programs.train(*shared, ranks=trainers)
     assert programs.wait() == 0, programs.said
-    assert " died" in programs.said and programs.said.count(" has come\n") == 2
+    assert " died" in programs.said
+    assert programs.said.count(" has come\n") == 2
     is_sent_away = "generators.generator.sent_away" in printed_keys(log.read_text())
     assert is_sent_away or "rank 1 (host " in log.read_text()
-    assert [line["step"] for line in metrics_of(programs.folder)] == list(range(STEPS + 1))
+    steps = [line["step"] for line in metrics_of(programs.folder)]
+    assert steps == list(range(STEPS + 1))
 
 
 class TestWhatIsFinishedFirst:
-    """With generators that come and go, each prompt is trained on once an epoch, and no token is too old."""
+    """Generators come and go: each prompt is trained on once an epoch, and no token is too old."""
 
     IN_FLIGHT = (*FINISHED, "inflight_updates=recompute")
 
@@ -436,7 +447,7 @@ def test_no_generator_registers_where_ranks_of_the_job_generate(tmp_path):
 
 
 class Sent:
-    """Links that keep what is sent."""
+    """Links that record what is sent."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[int, GenerationRequest]] = []
@@ -447,6 +458,10 @@ class Sent:
             self.messages += [(rank, request) for request in message.requests]
         elif isinstance(message, Dismissed):
             self.dismissed.append(rank)
+
+    def versions(self) -> list[tuple[int, int, int]]:
+        """Return the generator, the number and the version of each request."""
+        return [(rank // 4096, request.number, request.version) for rank, request in self.messages]
 
 
 def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple[Any, Sent]:
@@ -460,10 +475,12 @@ def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple
     pool._settings = {"seed": 1}
     pool._newest = 3
     pool.group = SimpleNamespace(abandon=lambda *_: None)
-    pool._generators = {
-        n: _Generator(n, 1, f"g{n}", {n * 4096}, is_ready=True, version=version, since=since)
-        for n, since, version in generators
-    }
+    pool._generators = {}
+    for number, since, version in generators:
+        generator = _Generator(number, 1, f"g{number}", {number * 4096}, is_ready=True)
+        generator.since = since
+        generator.version = version
+        pool._generators[number] = generator
     pool._idle = deque(pool._generators)
     return pool, sent
 
@@ -475,23 +492,27 @@ def requests(*versions: int) -> list[GenerationRequest]:
     ]
 
 
+def request_for(version: int, *, allow_newer: bool = False) -> GenerationRequest:
+    prompts = (Prompt(7, "hi", (3,)),)
+    return GenerationRequest(0, 1, version, prompts, 1, 7, allow_newer=allow_newer)
+
+
 def test_work_goes_to_who_has_its_weights():
     pool, sent = pool_of(1, [(1, 3, 3), (2, 0, 3)])
     pool.submit(requests(2, 3, 3))
-    assert [(rank // 4096, request.number, request.version) for rank, request in sent.messages] == [
-        (2, 0, 2),
-        (1, 1, 3),
-    ]
+    assert sent.versions() == [(2, 0, 2), (1, 1, 3)]
     pool._on_message(4096, encode(RequestCredit(1)))
-    assert [(rank // 4096, request.number) for rank, request in sent.messages[2:]] == [(1, 2)]
+    assert sent.versions()[2:] == [(1, 2, 3)]
     pool._on_lost(2 * 4096, "died")
     assert [request.number for request in pool._waiting] == [0]
-    assert "1 of its micro-batches go to others" in pool._notes[-1] or "any more" in pool._notes[-1]
+    note = pool._notes[-1]
+    assert "1 of its micro-batches go to others" in note or "any more" in note
     pool._on_message(4096, encode(RequestCredit(1)))
     rank, request = sent.messages[-1]
-    assert (rank, request.number, request.version, request.seed) == (4096, 0, 3, 7), (
-        "nobody has version 2 any more"
-    )
+    assert rank == 4096
+    assert request.number == 0
+    assert request.version == 3, "nobody has version 2 any more"
+    assert request.seed == 7
     assert [
         note for note in pool._notes if "No generator has the weights after step 2 any more" in note
     ]
@@ -502,17 +523,16 @@ def answer_to(
 ) -> GenerationResult:
     """One response of one token to a request of one prompt."""
     versions = torch.tensor([[request.version if version is None else version]])
-    completions = Completions(
-        torch.tensor([[token]]), torch.tensor([1]), ("stop",), weight_versions=versions
-    )
+    tokens = torch.tensor([[token]])
+    lengths = torch.tensor([1])
+    completions = Completions(tokens, lengths, ("stop",), weight_versions=versions)
     rewards = Rewards(torch.ones(1), torch.zeros(1).int())
-    return GenerationResult(
-        request.number, tuple(prompt.id for prompt in request.prompts), completions, rewards
-    )
+    prompt_ids = tuple(prompt.id for prompt in request.prompts)
+    return GenerationResult(request.number, prompt_ids, completions, rewards)
 
 
 def failure_alone(request: GenerationRequest) -> list[bytes]:
-    """A result that has no responses, which this package's own cannot be."""
+    """A result without responses, which this package's generators never send."""
     fields = {
         "kind": "GenerationResult",
         "number": request.number,
@@ -545,7 +565,7 @@ WRONG_ANSWERS = {
 
 
 def of_shape(*shape: int) -> bytes:
-    """Tensors of a result in safetensors' format, of which one has no bytes and this shape."""
+    """Tensors of a result in safetensors' format; one has no bytes and this shape."""
     values = {"completions.tokens": {"dtype": "I64", "shape": shape, "data_offsets": [0, 0]}}
     header = json.dumps(values).encode()
     return len(header).to_bytes(8, "little") + header
@@ -554,7 +574,7 @@ def of_shape(*shape: int) -> bytes:
 @pytest.mark.parametrize("wrong", [None, *WRONG_ANSWERS], ids=str)
 def test_an_answer_that_cannot_be_one_sends_its_generator_away(wrong):
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
-    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    request = request_for(3)
     pool.submit([request])
     assert [rank for rank, _ in sent.messages] == [4096]
     answer = encode(answer_to(request)) if wrong is None else WRONG_ANSWERS[wrong](request)
@@ -565,7 +585,8 @@ def test_an_answer_that_cannot_be_one_sends_its_generator_away(wrong):
         return
     assert pool._results == {}
     assert set(pool._generators) == {2}
-    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096], "the other one gets its request"
+    ranks = [rank for rank, _ in sent.messages]
+    assert ranks == [4096, 2 * 4096], "the other one gets its request"
     assert sent.dismissed == [4096]
 
 
@@ -579,7 +600,7 @@ def test_a_stranger_is_sent_away_and_told_of():
 
 def test_a_second_answer_sends_its_generator_away_and_the_first_one_counts():
     pool, sent = pool_of(1, [(1, 0, 3)])
-    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    request = request_for(3)
     pool.submit([request])
     pool._on_message(4096, encode(answer_to(request)))
     pool._on_message(4096, encode(answer_to(request, token=2)))
@@ -596,9 +617,9 @@ def test_a_generator_that_asks_again_and_again_is_sent_away():
 
 
 def test_scores_that_fail_twice_end_the_run_and_once_only_the_generator():
-    """The first one may be the only one that does not reach the reward server."""
+    """The first generator may be the only one that does not reach the reward server."""
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
-    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    request = request_for(3)
     pool.submit([request])
     failure = RewardServerError("no answer\nwithin 9 s")
     failed = encode(replace(answer_to(request), rewards=None, failure=failure))
@@ -607,22 +628,23 @@ def test_scores_that_fail_twice_end_the_run_and_once_only_the_generator():
     assert pool._notes[-1].startswith(
         "Generator g1 gave no scores: no answer within 9 s; 1 of its "
     )
-    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096]
+    ranks = [rank for rank, _ in sent.messages]
+    assert ranks == [4096, 2 * 4096]
     pool._on_message(2 * 4096, failed)
     assert sent.dismissed == [4096]
     assert isinstance(pool._results[0].failure, RewardServerError)
 
 
 def without_scores(request: GenerationRequest) -> list[bytes]:
-    """An answer whose generator could not reach the reward server."""
+    """A result of a generator that could not reach the reward server."""
     failure = RewardServerError("no answer within 9 s", key="rewards.unreachable")
     return encode(replace(answer_to(request), rewards=None, failure=failure))
 
 
 def test_scores_that_the_only_generator_does_not_get_end_the_run():
-    """Nobody else could get them: without this one the trainers would wait for a newcomer."""
+    """No other generator could get them: the trainers would wait for a new one."""
     pool, sent = pool_of(1, [(1, 0, 3)])
-    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    request = request_for(3)
     pool.submit([request])
     pool._on_message(4096, without_scores(request))
     assert sent.dismissed == []
@@ -634,7 +656,7 @@ def test_scores_that_the_only_generator_does_not_get_end_the_run():
 def test_a_generator_that_is_not_ready_cannot_get_the_scores():
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
     pool._generators[2].is_ready = False
-    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    request = request_for(3)
     pool.submit([request])
     pool._on_message(4096, without_scores(request))
     assert sent.dismissed == []
@@ -642,12 +664,13 @@ def test_a_generator_that_is_not_ready_cannot_get_the_scores():
 
 
 def test_an_outage_that_all_generators_see_ends_the_run():
-    """Each sees it with a request of its own; the last one is not sent away."""
+    """Each sees it with a request of its own; the last one is not removed."""
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3), (3, 0, 3)])
-    first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    first = request_for(3)
     given = [first, replace(first, number=1), replace(first, number=2)]
     pool.submit(given)
-    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096, 3 * 4096]
+    ranks = [rank for rank, _ in sent.messages]
+    assert ranks == [4096, 2 * 4096, 3 * 4096]
     for number, request in enumerate(given, start=1):
         pool._on_message(number * 4096, without_scores(request))
     assert sent.dismissed == [4096, 2 * 4096]
@@ -656,11 +679,11 @@ def test_an_outage_that_all_generators_see_ends_the_run():
 
 @pytest.mark.parametrize(("is_scored_again", "dismissed"), [(False, []), (True, [2 * 4096])])
 def test_whoever_lacked_scores_counts_once_it_gets_them_again(is_scored_again, dismissed):
-    """The first generator was alone when it got none, and the second one came later."""
+    """The first generator was alone when it got none; the second one joined later."""
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
     pool._generators[2].is_ready = False
     pool._idle = deque([1, 1])
-    first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    first = request_for(3)
     second = replace(first, number=1)
     third = replace(first, number=2)
     pool.submit([first, second])
@@ -675,7 +698,7 @@ def test_whoever_lacked_scores_counts_once_it_gets_them_again(is_scored_again, d
 
 def test_a_generator_without_responses_is_not_called_one_without_scores():
     pool, sent = pool_of(1, [(1, 0, 3)])
-    request = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    request = request_for(3)
     pool.submit([request])
     pool._on_message(4096, failure_alone(request))
     assert sent.dismissed == [4096]
@@ -684,12 +707,13 @@ def test_a_generator_without_responses_is_not_called_one_without_scores():
 
 
 def test_names_of_scores_of_one_generator_send_no_other_one_away():
-    """A reward server names its attributes, which the trainers do not ask."""
+    """A reward server names its attributes, which the trainers do not request."""
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
-    first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    first = request_for(3)
     second = replace(first, number=1)
     pool.submit([first, second])
-    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096]
+    ranks = [rank for rank, _ in sent.messages]
+    assert ranks == [4096, 2 * 4096]
     pool._on_message(4096, encode(answer_to(first)))
     other = Rewards(torch.ones(1), torch.zeros(1).int(), {"kind": torch.ones(1)})
     answer = replace(answer_to(second), rewards=other)
@@ -702,7 +726,7 @@ def test_names_of_scores_of_one_generator_send_no_other_one_away():
 def test_scores_of_more_sources_than_a_run_can_have_are_left_out():
     pool, sent = pool_of(1, [(1, 0, 3)])
     pool._idle = deque([1, 1, 1, 1])
-    first = GenerationRequest(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    first = request_for(3)
     given = [first, *(replace(first, number=number) for number in (1, 2, 3))]
     pool.submit(given)
     for request in given:
@@ -717,7 +741,7 @@ def test_scores_of_more_sources_than_a_run_can_have_are_left_out():
 
 
 def deep(levels: int) -> list[bytes]:
-    """An registration with a setting that is nested too deep for a `repr`."""
+    """A registration with a setting that is nested too deep for `repr`."""
     text, tensors = encode(Register(1, "x", {"seed": 0}))
     return [text.replace(b'"seed": 0', b'"seed": ' + b"[" * levels + b"]" * levels), tensors]
 
@@ -751,7 +775,9 @@ def test_who_cannot_be_a_generator_is_sent_away_once_in_a_sentence(registration,
     assert sent.dismissed == [5 * 4096]
     assert pool._generators == {}
     assert len(pool._notes) == bool(words)
-    assert all(words in note and len(note) < 600 for note in pool._notes)
+    for note in pool._notes:
+        assert words in note
+        assert len(note) < 600
 
 
 def test_what_a_generator_says_of_its_end_is_one_line():
@@ -766,7 +792,8 @@ def test_what_a_generator_says_of_its_end_is_one_line():
 def test_work_of_weights_that_are_on_their_way_waits():
     pool, sent = pool_of(1, [(1, 0, 2)])
     pool.submit(requests(3))
-    assert not sent.messages and [request.version for request in pool._waiting] == [3]
+    assert not sent.messages
+    assert [request.version for request in pool._waiting] == [3]
 
 
 @pytest.mark.parametrize(("other", "expected"), [({1, 6}, 6), ({1}, 1), ({1, 5}, 5)])
@@ -777,7 +804,7 @@ def test_a_generator_draws_with_weights_that_all_of_its_ranks_have(other, expect
     rank.version = 1
     rank._staged = {5: {}, 6: {}}
     mesh = SimpleNamespace(
-        gather_on_model_parallel_rank_0=lambda own: [own, other],
+        gather_on_model_parallel_rank_0=lambda version: [version, other],
         from_model_parallel_rank_0=lambda value: value,
     )
     rank._model = SimpleNamespace(mesh=mesh)
@@ -785,26 +812,25 @@ def test_a_generator_draws_with_weights_that_all_of_its_ranks_have(other, expect
 
 
 def test_a_prompt_in_any_order_goes_to_who_has_the_least_to_do():
-    """With weights that are new enough, however new; and a generator may ask for several at once."""
+    """Any weights that are new enough will do; a generator may ask for several requests at once."""
     pool, sent = pool_of(1, [(1, 5, 5), (2, 0, 1), (3, 0, 3)])
     pool._idle = deque()
     for number, room in ((1, 3), (2, 1), (3, 2)):
         pool._on_message(number * 4096, encode(RequestCredit(room)))
     pool.submit([replace(request, allow_newer=True) for request in requests(2, 2, 2, 2, 2, 2)])
-    assert [(rank // 4096, request.version) for rank, request in sent.messages] == [
-        (1, 2),
-        (3, 2),
-        (1, 2),
-        (3, 2),
-        (1, 2),
-    ]
-    assert len(pool._waiting) == 1 and set(pool._given) == set(range(5))
+    given = [(rank // 4096, request.version) for rank, request in sent.messages]
+    assert given == [(1, 2), (3, 2), (1, 2), (3, 2), (1, 2)]
+    assert len(pool._waiting) == 1
+    assert set(pool._given) == set(range(5))
     pool._on_lost(3 * 4096, "died")
     assert [request.number for request in pool._waiting] == [1, 3, 5]
 
 
 class SwappedWeights:
-    """A rank without connections, whose weights are the number of their version and change places with older ones."""
+    """A rank without connections; its weights are the number of their version.
+
+    They change places with older weights.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, staleness: int):
         self.loaded = -1
@@ -837,9 +863,9 @@ class SwappedWeights:
         rank._forget_old()
 
 
-@pytest.mark.timeout(20)  # weights that never come would be waited for
+@pytest.mark.timeout(20)  # a test that waits for missing weights would hang
 class TestVersions:
-    """Work is drawn with the version that it names, by whoever has it, whatever happened before."""
+    """A request is generated with the version that it names, by a generator that has it."""
 
     @pytest.mark.parametrize("staleness", [0, 1, 2])
     def test_a_generator_has_its_newest_weights_and_so_many_before(self, staleness, monkeypatch):
@@ -849,7 +875,10 @@ class TestVersions:
         assert sorted(swapped.rank._staged) == list(range(4 - staleness, 5))
 
     def test_weights_that_are_used_again_are_those_of_their_version(self, monkeypatch):
-        """Requests of a lost generator come back with an older version; later ones have newer ones."""
+        """Requests of a lost generator return with an older version.
+
+        Later requests have newer versions.
+        """
         swapped = SwappedWeights(monkeypatch, staleness=2)
         for version in (1, 2, 3):
             swapped.receive(version)
@@ -858,9 +887,10 @@ class TestVersions:
             assert swapped.rank.version == version
             assert swapped.loaded == version
             others = {1, 2, 3} - {version}
-            assert {
+            staged = {
                 number: weights[0] for number, weights in swapped.rank._staged.items() if number > 0
-            } == {number: number for number in others}
+            }
+            assert staged == {number: number for number in others}
 
     def test_weights_that_are_not_there_are_waited_for(self, monkeypatch):
         swapped = SwappedWeights(monkeypatch, staleness=2)
@@ -875,7 +905,8 @@ class TestVersions:
         timer.start()
         swapped.rank._load(2)
         timer.join()
-        assert (swapped.rank.version, swapped.loaded) == (2, 2)
+        assert swapped.rank.version == 2
+        assert swapped.loaded == 2
 
     def test_older_weights_than_may_be_asked_for_go_when_they_are_put_back(self, monkeypatch):
         swapped = SwappedWeights(monkeypatch, staleness=1)
@@ -899,8 +930,8 @@ class TestVersions:
     def test_a_generator_is_given_work_of_the_versions_that_it_has(
         self, since, newest, staleness, able
     ):
-        """Those since it came, of which it keeps `staleness` besides the newest."""
-        other = (2, 0, 9)  # so that no version is given up: this one is never idle
+        """Versions since it joined; it keeps `staleness` of them besides the newest."""
+        other = (2, 0, 9)  # never idle, so that no version is given up
         given = set()
         for version in range(5):
             pool, sent = pool_of(staleness, [(1, since, newest), other])
@@ -916,38 +947,26 @@ class TestVersions:
         pool._idle = deque([1])
         pool.submit(requests(1, 2, 3))
         pool._on_message(4096, encode(RequestCredit(1)))
-        assert [
-            (rank // 4096, request.number, request.version) for rank, request in sent.messages
-        ] == [
-            (1, 0, 1),
-            (1, 1, 2),
-        ]
+        assert sent.versions() == [(1, 0, 1), (1, 1, 2)]
         pool._on_lost(4096, "died")
         assert [request.number for request in pool._waiting] == [0, 1, 2]
         for _ in range(3):
             pool._on_message(2 * 4096, encode(RequestCredit(1)))
-        again = [
-            (rank // 4096, request.number, request.version, request.seed)
-            for rank, request in sent.messages[2:]
-        ]
-        assert again == [(2, 0, 1, 7), (2, 1, 2, 7), (2, 2, 3, 7)]
+        assert sent.versions()[2:] == [(2, 0, 1), (2, 1, 2), (2, 2, 3)]
+        for _, request in sent.messages[2:]:
+            assert request.seed == 7
 
     def test_weights_are_given_up_only_where_nobody_has_them_and_then_for_the_oldest_there_are(
         self,
     ):
-        """Generator 1 has 3 alone; 2, which is busy, has 2 and 3: a request of 1 gets 2, not 3."""
+        """Generator 1 has only 3; 2 is busy and has 2 and 3: a request of 1 gets 2, not 3."""
         pool, sent = pool_of(1, [(1, 3, 3), (2, 0, 3)])
         pool._idle = deque([1])
         pool.submit(requests(1, 2))
         assert sent.messages == []
         assert [request.version for request in pool._waiting] == [2, 2]
         pool._on_message(2 * 4096, encode(RequestCredit(2)))
-        assert [
-            (rank // 4096, request.number, request.version) for rank, request in sent.messages
-        ] == [
-            (2, 0, 2),
-            (2, 1, 2),
-        ]
+        assert sent.versions() == [(2, 0, 2), (2, 1, 2)]
 
     def settled(self, since: int, version: int, faults: dict[int, str], *, epoch: int = 1) -> Any:
         """Return a generator of a pool after weights 4 were sent to it."""
@@ -965,13 +984,17 @@ class TestVersions:
 
     def test_a_generator_that_received_weights_has_them_and_keeps_those_since_it_came(self):
         newcomer = self.settled(-1, -1, {4096: ""})
-        assert (newcomer.since, newcomer.version) == (4, 4)
+        assert newcomer.since == 4
+        assert newcomer.version == 4
         older = self.settled(2, 3, {4096: ""})
-        assert (older.since, older.version) == (2, 4)
+        assert older.since == 2
+        assert older.version == 4
 
     def test_a_generator_that_could_not_receive_them_does_not_have_them(self):
-        one = self.settled(2, 3, {4096: "the connection was closed"})
-        assert (one.since, one.version, one.failures) == (2, 3, 1)
+        generator = self.settled(2, 3, {4096: "the connection was closed"})
+        assert generator.since == 2
+        assert generator.version == 3
+        assert generator.failures == 1
 
     def test_an_answer_of_an_earlier_transfer_does_not_count(self):
         assert self.settled(2, 3, {4096: ""}, epoch=0) is None, (
@@ -988,7 +1011,7 @@ class TestVersions:
     @pytest.mark.parametrize(("version", "is_accepted"), [(2, True), (3, True), (4, False)])
     def test_no_token_is_of_weights_that_nobody_was_sent(self, version, is_accepted):
         pool, _ = pool_of(1, [(1, 0, 3)])
-        request = GenerationRequest(0, 1, 2, (Prompt(7, "hi", (3,)),), 1, 7, allow_newer=True)
+        request = request_for(2, allow_newer=True)
         pool.submit([request])
         pool._on_message(4096, encode(answer_to(request, version=version)))
         assert list(pool._results) == ([0] if is_accepted else [])

@@ -1,4 +1,4 @@
-"""The work queue: what each rank takes may vary, and nothing else does, also where a rank stops or fails."""
+"""The work queue: only the ranks that generate vary, also if a rank stops or fails."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TRTLLM = "generation=tensorrt_llm"
 
 
 class Threads:
-    """What ranks that are threads share."""
+    """State that ranks, which are threads here, share."""
 
     def __init__(self):
         self.barrier = threading.Barrier(RANKS, timeout=DEADLINE)
@@ -53,7 +53,7 @@ class Threads:
 
 
 class ThreadMesh:
-    """As much of a `Mesh` as rollouts need."""
+    """The part of a `Mesh` that rollouts use."""
 
     is_model_parallel_rank_0 = True
     world_size = RANKS
@@ -68,9 +68,9 @@ class ThreadMesh:
     def gather_over_dp(self, value: Any) -> list[Any]:
         self._threads.values[self.rank] = value
         self._threads.barrier.wait()
-        found = list(self._threads.values)
+        gathered = list(self._threads.values)
         self._threads.barrier.wait()
-        return found
+        return gathered
 
     def sum_over_dp(self, values: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.gather_over_dp(values)).sum(dim=0)
@@ -103,9 +103,9 @@ class ThreadMesh:
 
 
 class FakeModel:
-    """Answers follow from prompt, sample and seed; `before` is called with the number of the call.
+    """Responses depend on prompt, sample and seed; `before` is called with the number of the call.
 
-    Log-probs say who generated, so that they show where a sample was made.
+    Log-probs name the rank that generated.
     """
 
     pad_id = 0
@@ -126,17 +126,20 @@ class FakeModel:
     ) -> Completions:
         self.calls += 1
         self._before(self.calls)
-        rows = [[seed + p.id] * (1 + (p.id + i) % 3) for p in prompts for i in range(samples)]
-        width = max(map(len, rows))
+        rows = []
+        for prompt in prompts:
+            for sample in range(samples):
+                length = 1 + (prompt.id + sample) % 3
+                rows.append([seed + prompt.id] * length)
+        lengths = torch.tensor([len(row) for row in rows])
+        width = int(lengths.max())
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         made_by = torch.full(tokens.shape, float(self.mesh.rank))
-        return Completions(
-            tokens, torch.tensor([len(row) for row in rows]), ("stop",) * len(rows), made_by
-        )
+        return Completions(tokens, lengths, ("stop",) * len(rows), made_by)
 
 
 class FailingReward(FunctionReward):
-    """Fails once the score of the prompt with this id is asked for."""
+    """Fails once the score of the prompt with this id is requested."""
 
     def __init__(self, of: int | None):
         super().__init__(lambda ids: ids[0] + len(ids) / 10, 1)
@@ -152,18 +155,15 @@ class FailingReward(FunctionReward):
 
 
 def two_by_two(prompts: list[Prompt], validation: bool) -> Iterator[list[Prompt]]:
-    yield from (prompts[i : i + 2] for i in range(0, len(prompts), 2))
+    for first in range(0, len(prompts), 2):
+        yield prompts[first : first + 2]
 
 
 Outcome = tuple[RolloutBatch | None, int, Exception | None]
 
 
 class Phases:
-    """Generation phases, one after the other, on ranks that are threads.
-
-    Attributes:
-        threads: what they share.
-    """
+    """Generation phases in sequence, on ranks that are threads."""
 
     def __init__(self):
         self.threads = Threads()
@@ -176,14 +176,18 @@ class Phases:
         before: Callable[[int, int, StopRequest], None] = lambda *_: None,
         failing_reward: int | None = None,
     ) -> list[Outcome]:
-        """The batch, the micro-batches taken and the error of each rank; `before` gets rank and number of the call."""
+        """Return the batch, the number of micro-batches and the error of each rank.
+
+        `before` gets the rank and the number of the call.
+        """
 
         def of_rank(rank: int) -> Outcome:
             mesh = ThreadMesh(rank, self.threads)
             stop = self._stops[rank]
             model: Any = FakeModel(mesh, lambda call: before(rank, call, stop))
             first = 10 + sum(SHARES[:rank])
-            prompts = [Prompt(i, str(i), (i,)) for i in range(first, first + SHARES[rank])]
+            ids = range(first, first + SHARES[rank])
+            prompts = [Prompt(i, str(i), (i,)) for i in ids]
             rm = FailingReward(failing_reward)
             cut = two_by_two
             cfg = ReinforceConfig(generation_work_queue=queue)
@@ -210,9 +214,12 @@ class Phases:
             time.sleep(0.002)
 
 
-def assert_equal_batches(found: list[Outcome], expected: list[Outcome]) -> None:
-    for rank, ((batch, _, _), (other, _, _)) in enumerate(zip(found, expected, strict=True)):
-        assert batch is not None and other is not None
+def assert_equal_batches(outcomes: list[Outcome], expected: list[Outcome]) -> None:
+    for rank in range(RANKS):
+        batch, _, _ = outcomes[rank]
+        other, _, _ = expected[rank]
+        assert batch is not None
+        assert other is not None
         assert len(batch.rewards) == SAMPLES * SHARES[rank]
         assert batch.finish_reasons == other.finish_reasons
         for name in (
@@ -229,50 +236,54 @@ def assert_equal_batches(found: list[Outcome], expected: list[Outcome]) -> None:
 
 @pytest.fixture(scope="module")
 def fixed() -> list[Outcome]:
-    found = Phases().run(queue=False)
-    assert [calls for _, calls, _ in found] == [3, 2, 0, 2]
-    return found
+    outcomes = Phases().run(queue=False)
+    num_calls = [calls for _, calls, _ in outcomes]
+    assert num_calls == [3, 2, 0, 2]
+    return outcomes
 
 
 @pytest.mark.parametrize("slow", range(RANKS))
 def test_the_others_take_what_a_slow_rank_leaves_and_it_comes_back(slow, fixed):
     phases = Phases()
-    for _ in range(2):  # the second phase begins anew
-        found = phases.run(before=lambda rank, *_: phases.all_taken() if rank == slow else None)
-        calls = [calls for _, calls, _ in found]
-        assert calls[slow] <= 1 and sum(calls) == MICRO_BATCHES
-        assert_equal_batches(found, fixed)
+    for _ in range(2):  # the second phase has a new queue
+        outcomes = phases.run(before=lambda rank, *_: phases.all_taken() if rank == slow else None)
+        calls = [calls for _, calls, _ in outcomes]
+        assert calls[slow] <= 1
+        assert sum(calls) == MICRO_BATCHES
+        assert_equal_batches(outcomes, fixed)
 
 
 def test_samples_were_made_elsewhere_and_scores_were_asked_for_there(fixed):
-    """Rank 2 has no prompts and does nearly everything."""
+    """Rank 2 has no prompts and generates nearly everything."""
     phases = Phases()
-    found = phases.run(before=lambda rank, *_: None if rank == 2 else phases.all_taken())
-    assert found[2][1] >= MICRO_BATCHES - RANKS + 1
-    makers = [
-        set(batch.generator_log_probs.unique().tolist())
-        for batch, _, _ in found
-        if len(batch.rewards)
-    ]  # type: ignore
-    assert all(2.0 in made_by for made_by in makers if len(made_by) > 1) and 2.0 in set.union(
-        *makers
-    )
-    assert_equal_batches(found, fixed)
+    outcomes = phases.run(before=lambda rank, *_: None if rank == 2 else phases.all_taken())
+    assert outcomes[2][1] >= MICRO_BATCHES - RANKS + 1
+    makers = []
+    for batch, _, _ in outcomes:
+        if len(batch.rewards):
+            made_by = set(batch.generator_log_probs.unique().tolist())
+            makers.append(made_by)
+            if len(made_by) > 1:
+                assert 2.0 in made_by
+    assert 2.0 in set.union(*makers)
+    assert_equal_batches(outcomes, fixed)
 
 
 def test_a_rank_that_stops_leaves_no_work_to_the_others():
-    """It is asked in its first call, while the others are in theirs."""
+    """It gets the request to stop in its first call, while the others are in theirs."""
 
     def ask(rank: int, call: int, stop: StopRequest) -> None:
         if rank == 0:
             stop.reason = "SIGTERM"
         else:
-            phases.all_taken()  # which comes of the stop
+            phases.all_taken()  # which the stop causes
 
     phases = Phases()
-    found = phases.run(before=ask)
-    assert [type(error) for _, _, error in found] == [StoppedEarly] * RANKS
-    assert all(calls <= 1 for _, calls, _ in found)
+    outcomes = phases.run(before=ask)
+    kinds = [type(error) for _, _, error in outcomes]
+    assert kinds == [StoppedEarly] * RANKS
+    for _, calls, _ in outcomes:
+        assert calls <= 1
 
 
 def test_an_engine_that_fails_ends_the_phase_on_all_ranks(fixed):
@@ -282,19 +293,22 @@ def test_an_engine_that_fails_ends_the_phase_on_all_ranks(fixed):
         phases.all_taken()
 
     phases = Phases()
-    found = phases.run(before=fail)
-    assert [type(error) for _, _, error in found] == [GenerationError] * RANKS
-    assert all(calls <= 1 for _, calls, _ in found)
-    assert_equal_batches(phases.run(), fixed)  # what the failed phase left behind does not count
+    outcomes = phases.run(before=fail)
+    kinds = [type(error) for _, _, error in outcomes]
+    assert kinds == [GenerationError] * RANKS
+    for _, calls, _ in outcomes:
+        assert calls <= 1
+    assert_equal_batches(phases.run(), fixed)  # leftovers of the failed phase are ignored
 
 
 @pytest.mark.parametrize("prompt", [10, 21])
 def test_scores_that_fail_end_the_phase_on_all_ranks(prompt, fixed):
-    """Whoever asked for them."""
+    """It does not matter which rank requested them."""
     phases = Phases()
-    found = phases.run(failing_reward=prompt)
-    assert [type(error) for _, _, error in found] == [RewardServerError] * RANKS
-    assert sum(calls for _, calls, _ in found) == MICRO_BATCHES
+    outcomes = phases.run(failing_reward=prompt)
+    kinds = [type(error) for _, _, error in outcomes]
+    assert kinds == [RewardServerError] * RANKS
+    assert sum(calls for _, calls, _ in outcomes) == MICRO_BATCHES
     assert_equal_batches(phases.run(), fixed)
 
 
@@ -342,7 +356,10 @@ def finish(
 
 
 def taken(folder: Path) -> Iterator[tuple[int, int, int, int]]:
-    """Of each phase and rank: the rank, the micro-batches that it took, of how many, and its own."""
+    """Yield the rank, its micro-batches, their total, and those of its own prompts.
+
+    One row for each phase and rank.
+    """
     pattern = re.compile(r"queue: rank (\d) took (\d+) of (\d+), its own (\d+)")
     for match in pattern.finditer((folder / "log").read_text()):
         yield tuple(map(int, match.groups()))  # type: ignore[misc]
@@ -358,7 +375,10 @@ def taken(folder: Path) -> Iterator[tuple[int, int, int, int]]:
     ],
 )
 def test_runs_are_those_of_the_fixed_split(case, slow, processes, tmp_path):
-    """One rank takes a single micro-batch of a phase. Metrics, samples, weights and checkpoints are the same."""
+    """One rank takes a single micro-batch of a phase.
+
+    Metrics, samples, weights and checkpoints are the same.
+    """
     ranks, overrides = case
     fixed = tmp_path / "fixed"
     queued = tmp_path / "queued"
@@ -371,22 +391,24 @@ def test_runs_are_those_of_the_fixed_split(case, slow, processes, tmp_path):
 def assert_the_slow_rank_took_one_each(
     queued: Path, ranks: int, slow: int, *, block: int = 1
 ) -> None:
-    found = list(taken(queued))
-    of_slow = [phase for phase in found if phase[0] == slow]
-    leaders = len({rank for rank, *_ in found})
-    assert leaders == ranks and len(found) == ranks * len(of_slow) > len(metrics_of(queued))
-    assert all(number <= 1 for _, number, _, _ in of_slow)
-    assert any(own > 1 for _, _, _, own in of_slow), "which the others took"
-    assert sum(number for _, number, _, _ in found) == block * sum(
-        total for _, _, total, _ in of_slow
-    )
+    phases = list(taken(queued))
+    of_slow = [phase for phase in phases if phase[0] == slow]
+    leaders = len({rank for rank, *_ in phases})
+    assert leaders == ranks
+    assert len(phases) == ranks * len(of_slow) > len(metrics_of(queued))
+    for _, number, _, _ in of_slow:
+        assert number <= 1
+    assert any(local > 1 for _, _, _, local in of_slow), "which the others took"
+    num_taken = sum(number for _, number, _, _ in phases)
+    assert num_taken == block * sum(total for _, _, total, _ in of_slow)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # eight engines
 def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
-    """Four ranks on the fake TensorRT-LLM, an engine each."""
-    (ranks, overrides), slow = FOUR, 3
+    """Four ranks on the fake TensorRT-LLM, with an engine each."""
+    ranks, overrides = FOUR
+    slow = 3
     fixed = tmp_path / "fixed"
     queued = tmp_path / "queued"
     finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
@@ -404,13 +426,14 @@ def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
     assert_the_slow_rank_took_one_each(queued, ranks, slow)
     split = calls_of(fixed, "BaseLLM.generate_async")
     asked = calls_of(queued, "BaseLLM.generate_async")
-    assert sum(asked) == sum(split) and asked[slow] < split[slow]
+    assert sum(asked) == sum(split)
+    assert asked[slow] < split[slow]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # five engines
 def test_an_engine_that_dies_is_started_anew_while_the_other_rank_generates(processes, tmp_path):
-    """After the first step, so that it needs the trained weights, and makes the same samples with them."""
+    """It dies after step 1, so the new engine needs the trained weights and repeats the samples."""
     ranks, overrides = TWO
     fixed = tmp_path / "fixed"
     queued = tmp_path / "queued"
@@ -418,21 +441,24 @@ def test_an_engine_that_dies_is_started_anew_while_the_other_rank_generates(proc
     # Rank 1 answers nearly all requests: up to 31 until the first update, and at least 48
     # altogether.
     fault = [1, {"fault": "die", "after": 31}]
-    more = {"slow_rank": 0, "engine": str(queued / "engines"), "engine_fault": fault}
-    finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, **more)
+    options = {"slow_rank": 0, "engine": str(queued / "engines"), "engine_fault": fault}
+    finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, **options)
     assert_equal_runs(queued, fixed)
     assert calls_of(queued, "AsyncLLM.setup_async") == [1, 2]
 
 
 def calls_of(folder: Path, name: str) -> list[int]:
-    """How often the fake engine of each rank was called so."""
-    texts = [path.read_text() for path in sorted((folder / "engines").glob("*/calls.txt"))]
-    return [sum(line.startswith(f"{name} ") for line in text.splitlines()) for text in texts]
+    """Return how often each rank's fake engine got this call."""
+    counts = []
+    for path in sorted((folder / "engines").glob("*/calls.txt")):
+        calls = [line for line in path.read_text().splitlines() if line.startswith(f"{name} ")]
+        counts.append(len(calls))
+    return counts
 
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_in_generation_goes_on(processes, tmp_path):
-    """Rank 1 is told, saves with the other, and a run without the queue has the same steps."""
+    """Rank 1 gets the signal and saves with rank 0; a run without the queue has the same steps."""
     ranks, overrides = TWO
     fixed = tmp_path / "fixed"
     queued = tmp_path / "queued"

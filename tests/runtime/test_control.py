@@ -1,4 +1,4 @@
-"""Two ranks' watches in one process, with the other side's end of the connection in the test's hand."""
+"""The watches of two ranks in one process; the test holds the other end of the connection."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEADLINE = 30.0
 
 
 class Rank:
-    """A watch whose verdict, in place of ending the process, is kept."""
+    """A watch that keeps its verdict and does not end the process."""
 
     def __init__(self, rank: int, **limits: float):
         self.verdicts: list[Verdict] = []
@@ -102,7 +102,8 @@ def test_a_connection_that_closes_without_a_word_is_a_death(make, lost):
     where = ("phase export", "phase generate of step 7")[lost]
     rank = f"rank {lost} (host {socket.gethostname()})"
     check_error(verdict.error(), "ranks.rank.died", rank, where)
-    assert (verdict.exit_code, verdict.of_first) == (EXIT_LOST_RANK, lost == 0)
+    assert verdict.exit_code == EXIT_LOST_RANK
+    assert verdict.of_first == (lost == 0)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -114,11 +115,12 @@ def test_an_error_of_one_rank_is_told_to_the_other(make, failing):
     error = verdict.error()
     check_error(error, "ranks.rank.failed", rank, "phase", "ValueError: boom")
     assert isinstance(error, LostRankError)
-    assert (error.exit_code, error.code_of_lost) == (EXIT_LOST_RANK, EXIT_ERROR)
+    assert error.exit_code == EXIT_LOST_RANK
+    assert error.code_of_lost == EXIT_ERROR
 
 
 CODES_OF_RUNS = [
-    # a rank of another role, say, that has diverged alone
+    # such as a rank of another role that has diverged alone
     (failed(Report(1, "b"), EXIT_DIVERGED, "diverged"), EXIT_DIVERGED, "failed"),
     (failed(Report(1, "b"), EXIT_ERROR, "boom"), EXIT_ERROR, "failed"),
     (failed(Report(1, "b"), EXIT_INTERRUPTED, "interrupted"), EXIT_INTERRUPTED, "interrupted"),
@@ -134,7 +136,9 @@ def test_the_status_has_the_code_of_the_rank_that_failed_first(tmp_path, verdict
     with pytest.raises(type(error)), run.running():
         raise error
     status = read_status(tmp_path)
-    assert status is not None and (status.exit_code, status.state) == (code, state)
+    assert status is not None
+    assert status.exit_code == code
+    assert status.state == state
 
 
 @pytest.mark.parametrize(("verdict", "code", "state"), CODES_OF_RUNS)
@@ -145,7 +149,9 @@ def test_so_it_has_where_the_main_thread_is_stuck(tmp_path, monkeypatch, verdict
     run.status.begin()
     run.leave(verdict)
     status = read_status(tmp_path)
-    assert status is not None and (status.exit_code, status.state) == (code, state)
+    assert status is not None
+    assert status.exit_code == code
+    assert status.state == state
     assert exit_codes == [EXIT_STOPPED if code == EXIT_STOPPED else EXIT_LOST_RANK]
 
 
@@ -158,14 +164,14 @@ def test_a_rank_that_was_stopped_gives_the_others_its_key(make):
 
 
 def test_a_rank_that_stands_still_ends_both(make):
-    """The main thread of the test is both ranks' main thread; it sits here."""
+    """The test's main thread is the main thread of both ranks; it waits here."""
     first, second = make(hang_seconds=1.0)
     for rank in (first, second):
         check_error(rank.verdict().error(), "ranks.rank.hangs", "phase")
 
 
 def test_strangers_are_turned_away(make):
-    """Whoever does not speak the protocol, and whoever has keys of his own."""
+    """Clients that do not speak the protocol, and clients with other keys."""
     first = Rank(0)
     invitation = first.watch.open("localhost")
     try:
@@ -205,7 +211,8 @@ def test_a_first_rank_that_does_not_answer(monkeypatch):
 def test_where_a_thread_is():
     watcher = StackWatcher(threading.get_ident())
     places = []
-    sitting, done = threading.Event(), threading.Event()
+    sitting = threading.Event()
+    done = threading.Event()
 
     def look() -> None:
         sitting.wait(DEADLINE)
@@ -233,7 +240,9 @@ HANGS = Report(1, "b", "generate", 3, 17, line="generation/native/generator.py:9
 
 def test_a_rank_that_does_not_wait_hangs_once_nobody_moves():
     verdict = hung([WAITS, HANGS], 30.0)
-    assert verdict is not None and verdict.exit_code == EXIT_LOST_RANK and not verdict.of_first
+    assert verdict is not None
+    assert verdict.exit_code == EXIT_LOST_RANK
+    assert not verdict.of_first
     error = verdict.error()
     assert isinstance(error, LostRankError)
     check_error(
@@ -257,12 +266,14 @@ def test_who_waits_for_the_reward_server_is_left_alone():
 
 
 def test_a_collective_that_timed_out_is_blamed_on_whom_it_waited_for():
-    """Rank 0 gave up waiting, rank 1 does something and moves, rank 2 waits for it too."""
+    """Rank 0 timed out, rank 1 computes and moves, and rank 2 waits for it too."""
     moves = replace(HANGS, still=0.1)
     also_waits = replace(WAITS, rank=2)
     gave_up = replace(WAITS, in_collective=False, still=0.1)
     verdict = waited_for([gave_up, moves, also_waits], {0: "Timed out waiting 60000ms for recv\n"})
-    assert verdict is not None and verdict.exit_code == EXIT_LOST_RANK and not verdict.of_first
+    assert verdict is not None
+    assert verdict.exit_code == EXIT_LOST_RANK
+    assert not verdict.of_first
     assert verdict.text.startswith("rank 1 (host b) ")
     waiter = ("rank 0", "(Timed out waiting 60000ms for recv).")
     check_error(
@@ -278,7 +289,8 @@ def test_what_is_said_of_a_lost_rank():
     assert verdict is not None
     check_error(verdict.error(), "ranks.rank.died", "rank 1 (host b)", "phase generate of step 3")
     verdict = lost([], silent, 60.0)
-    assert verdict is not None and verdict.of_first
+    assert verdict is not None
+    assert verdict.of_first
     check_error(verdict.error(), "ranks.rank.silent", "60 s", "phase export")
     assert "of step" not in verdict.text
     assert lost([], [], 60.0) is None
@@ -287,6 +299,8 @@ def test_what_is_said_of_a_lost_rank():
     where = "phase generate of step 3"
     check_error(broken.error(), "ranks.rank.failed", "rank 1 (host b)", where, cause)
     stopped = failed(HANGS, EXIT_STOPPED, "stopped by SIGTERM", "run.stop.by_signal")
-    assert (stopped.exit_code, stopped.key) == (EXIT_STOPPED, "run.stop.by_signal")
+    assert stopped.exit_code == EXIT_STOPPED
+    assert stopped.key == "run.stop.by_signal"
     many = lost([replace(WAITS, rank=rank) for rank in range(1, 11)], [], 60.0)
-    assert many is not None and "rank 8 (host a) and 2 more" in many.text
+    assert many is not None
+    assert "rank 8 (host a) and 2 more" in many.text

@@ -19,7 +19,7 @@ HOSTS = [
     "127.0.0.1",
     "localhost",
     pytest.param(
-        "0:0:0:0:0:0:0:1",  # as an address of another machine, since ::1 is taken for 127.0.0.1
+        "0:0:0:0:0:0:0:1",  # stands for another machine's address, since ::1 is taken for 127.0.0.1
         marks=pytest.mark.skipif(
             not socket.has_dualstack_ipv6(), reason="this machine has no IPv6"
         ),
@@ -62,7 +62,7 @@ def test_an_invitation_keeps_its_keys():
 
 
 def stranger_of(invitation: Invitation, name: bytes) -> zmq.Socket:
-    """A program that has the invitation, and calls itself so."""
+    """A program that has the invitation and uses its name."""
     stranger: zmq.Socket = zmq.Context().socket(zmq.DEALER)
     if name:
         stranger.routing_id = name

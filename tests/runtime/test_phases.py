@@ -1,4 +1,4 @@
-"""Where the main thread is, seen from another thread."""
+"""Where the main thread is, as another thread sees it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ print(gc.isenabled())
 
 
 def test_looking_never_meets_a_garbage_collection():
-    """Which deadlocks CPython 3.11 within `sys._current_frames`."""
+    """A collection within `sys._current_frames` deadlocks CPython 3.11."""
     result = subprocess.run(
         [sys.executable, "-c", LOOKING], capture_output=True, text=True, timeout=120
     )
@@ -72,7 +72,7 @@ def test_looking_never_meets_a_garbage_collection():
 
 
 def seen(wait: Callable[[], object], end: Callable[[], object]) -> tuple[StackLocation, float]:
-    """Return where a thread is while it waits, and the seconds that are counted as waiting."""
+    """Return where a thread is while it waits, and its seconds of waiting."""
     thread = threading.Thread(target=wait)
     thread.start()
     assert thread.ident is not None
@@ -94,23 +94,26 @@ def test_a_wait_for_another_role_is_seen(condition: Callable[[], bool] | None) -
             wait_for_role(changed, 1.0, condition)
 
     place, seconds = seen(wait, lambda: None)
-    assert place.in_collective and place.of_role
+    assert place.in_collective
+    assert place.of_role
     assert seconds > 0.2
 
 
 def test_a_wait_for_a_collective_is_seen() -> None:
     done = threading.Lock()
     done.acquire()
-    work = SimpleNamespace(wait=done.acquire)  # as torch's, it waits outside of Python
+    work = SimpleNamespace(wait=done.acquire)  # waits outside of Python, as torch's function does
     place, seconds = seen(lambda: wait_for_ranks(work), done.release)
-    assert place.in_collective and not place.of_role
+    assert place.in_collective
+    assert not place.of_role
     assert seconds > 0.2
 
 
 def test_other_waits_are_not_for_ranks() -> None:
     done = threading.Event()
     place, seconds = seen(done.wait, done.set)
-    assert not place.in_collective and not place.of_role
+    assert not place.in_collective
+    assert not place.of_role
     assert seconds == 0.0
 
 
@@ -124,11 +127,12 @@ def test_a_wait_is_named_by_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(phases, "PACKAGE", Path(phases.__file__).parents[2])
     place, _ = seen(wait, lambda: None)
-    assert place.line.startswith("tests/runtime/test_phases.py:") and place.of_role
+    assert place.line.startswith("tests/runtime/test_phases.py:")
+    assert place.of_role
 
 
 def test_nothing_here_names_a_file_of_a_higher_folder() -> None:
-    """What waits elsewhere says so by `wait_for_role` and `wait_for_ranks`."""
+    """Code in other folders reports its waits by `wait_for_role` and `wait_for_ranks`."""
     higher = house.FLOORS[house.FLOORS.index("runtime") + 1 :]
     named = []
     for path in house.source_files(house.PACKAGE / "runtime"):

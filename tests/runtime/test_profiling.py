@@ -1,4 +1,4 @@
-"""Profiles of chosen steps: what is written, of which steps and ranks, and that no number changes."""
+"""Profiles of chosen steps: the files, their steps and ranks; the run's numbers do not change."""
 
 from __future__ import annotations
 
@@ -78,23 +78,22 @@ def test_a_run_and_its_resume_profile_the_chosen_steps_and_change_no_number(tmp_
         longest = step["operations"][0]["name"]
         assert longest[:40] in (folder / step["trace"]).with_name("rank_0.txt").read_text()
         shares = [operation["share"] for operation in step["operations"]]
-        assert shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1.0 + 1e-9
-        assert all(
-            one["self_seconds"] == pytest.approx(one["share"] * step["seconds"])
-            for one in step["operations"]
-        )
+        assert shares == sorted(shares, reverse=True)
+        assert 0.5 < sum(shares) <= 1.0 + 1e-9
+        for operation in step["operations"]:
+            assert operation["self_seconds"] == pytest.approx(operation["share"] * step["seconds"])
 
     tables = overview(RunFolder(tmp_path / "profiled" / "run"))["tables"]
     assert len(tables) == 3
     assert [row[0] for row in tables[1]["rows"]] == [
-        one["name"] for one in steps[0]["operations"][:12]
+        operation["name"] for operation in steps[0]["operations"][:12]
     ]
 
 
 class TestOfOneStep:
-    def profile(self, folder: Path, told: list[str], **keys) -> StepProfiler:
+    def profile(self, folder: Path, messages: list[str], **keys) -> StepProfiler:
         profiler = StepProfiler(
-            ProfileConfig(steps=[2], **keys), folder, 0, torch.device("cpu"), told.append
+            ProfileConfig(steps=[2], **keys), folder, 0, torch.device("cpu"), messages.append
         )
         for step in (1, 2, 3):
             profiler.start(step)
@@ -105,12 +104,13 @@ class TestOfOneStep:
         return profiler
 
     def test_calls_are_those_of_the_step_alone(self, tmp_path):
-        told: list[str] = []
-        self.profile(tmp_path, told)
+        messages: list[str] = []
+        self.profile(tmp_path, messages)
         (step,) = top_of(tmp_path)
-        calls = {one["name"]: one["calls"] for one in step["operations"]}
-        assert calls["aten::mm"] == 2 and calls["phase: generate"] == 2
-        assert told == [f"profile: step 2 is in {tmp_path / 'step_00002'}"]
+        calls = {operation["name"]: operation["calls"] for operation in step["operations"]}
+        assert calls["aten::mm"] == 2
+        assert calls["phase: generate"] == 2
+        assert messages == [f"profile: step 2 is in {tmp_path / 'step_00002'}"]
 
     def test_no_profiler_is_on_outside_of_the_step(self, tmp_path):
         profiler = StepProfiler(ProfileConfig(steps=[2]), tmp_path, 0, torch.device("cpu"), print)
@@ -123,22 +123,24 @@ class TestOfOneStep:
 
     def test_too_many_events_are_not_written(self, tmp_path, monkeypatch):
         monkeypatch.setattr(profiling, "MAX_EVENTS", 3)
-        told: list[str] = []
-        self.profile(tmp_path, told)
-        assert len(told) == 1 and "events, too many to be written" in told[0]
+        messages: list[str] = []
+        self.profile(tmp_path, messages)
+        assert len(messages) == 1
+        assert "events, too many to be written" in messages[0]
         assert list(tmp_path.rglob("*.gz")) == []
 
     def test_a_large_trace_is_warned_of(self, tmp_path, monkeypatch):
         monkeypatch.setattr(profiling, "LARGE_BYTES", 10)
-        told: list[str] = []
-        self.profile(tmp_path, told)
-        assert any("a viewer may not open it" in text for text in told)
+        messages: list[str] = []
+        self.profile(tmp_path, messages)
+        assert any("a viewer may not open it" in text for text in messages)
 
     def test_one_that_cannot_write_is_given_up(self, tmp_path):
         (tmp_path / "step_00002").write_text("a file")
-        told: list[str] = []
-        self.profile(tmp_path, told)
-        assert len(told) == 1 and "given up (FileExistsError" in told[0]
+        messages: list[str] = []
+        self.profile(tmp_path, messages)
+        assert len(messages) == 1
+        assert "given up (FileExistsError" in messages[0]
         assert not torch.autograd._profiler_enabled()
 
     def test_one_that_cannot_start_does_not_stay_on(self, tmp_path, monkeypatch):
@@ -146,11 +148,11 @@ class TestOfOneStep:
             raise RuntimeError("no memory history")
 
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
-        told: list[str] = []
+        messages: list[str] = []
         cfg = ProfileConfig(steps=[2], memory=True)
-        profiler = StepProfiler(cfg, tmp_path, 0, torch.device("cuda"), told.append)
+        profiler = StepProfiler(cfg, tmp_path, 0, torch.device("cuda"), messages.append)
         profiler.start(2)
-        assert told == ["profile: given up (RuntimeError: no memory history); the run goes on"]
+        assert messages == ["profile: given up (RuntimeError: no memory history); the run goes on"]
         assert not torch.autograd._profiler_enabled()
         with profiler.phase("generate"):
             pass
@@ -158,13 +160,13 @@ class TestOfOneStep:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize(
-        ("keys", "what"),
+        ("keys", "artifacts"),
         [({"tool": "nsys"}, "NVTX ranges"), ({"memory": True}, "memory snapshots")],
     )
-    def test_a_cpu_says_what_it_does_not_make(self, tmp_path, keys, what):
-        told: list[str] = []
-        self.profile(tmp_path, told, **keys)
-        assert told[0] == f"profile: {what} need CUDA; none are made on a CPU"
+    def test_a_cpu_says_what_it_does_not_make(self, tmp_path, keys, artifacts):
+        messages: list[str] = []
+        self.profile(tmp_path, messages, **keys)
+        assert messages[0] == f"profile: {artifacts} need CUDA; none are made on a CPU"
         assert any(tmp_path.iterdir()) is (keys.get("tool") != "nsys"), (
             "nsys is the one that records"
         )

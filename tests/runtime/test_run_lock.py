@@ -1,4 +1,4 @@
-"""A second run in a folder is refused, and the lock of one that has died is not there any more."""
+"""A second run in a folder is refused, and a dead run leaves no lock."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def other_process(code: str) -> Iterator[subprocess.Popen[bytes]]:
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         try:
-            assert other.stdout is not None and other.stdout.readline()
+            assert other.stdout is not None
+            assert other.stdout.readline()
             yield other
         finally:
             other.kill()
@@ -69,39 +70,42 @@ def other_process(code: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def refused(folder: Path) -> list[str]:
-    """Return what both ways of looking say of a folder that is in use."""
-    found = []
+    """Return what both functions that check a folder say while it is in use."""
+    refusals = []
     for look in (lambda: refuse_second_run(folder), lambda: run_lock(folder).__enter__()):
         with pytest.raises(ConfigError) as error:
             look()
         check_error(error.value, "run.folder.in_use", folder)
-        found.append(error.value.faults[0])
-    return found
+        refusals.append(error.value.faults[0])
+    return refusals
 
 
 def test_a_run_on_this_machine_is_left_alone_and_its_end_is_seen(tmp_path):
     import socket
 
     with other_process(HOLDS.format(host=socket.gethostname(), folder=str(tmp_path))) as other:
-        assert all(f"process {other.pid} " in fault for fault in refused(tmp_path))
+        for fault in refused(tmp_path):
+            assert f"process {other.pid} " in fault
     refuse_second_run(tmp_path)
     with run_lock(tmp_path):
         assert (tmp_path / LOCK_FILE).read_bytes() == b""
 
 
 def test_a_lock_of_this_machine_is_not_waited_for(tmp_path, monkeypatch):
-    """Not even where the process that the status names has ended, and one that it started holds the lock."""
+    """Also if the process of the status has ended and one of its children holds the lock."""
     import socket
 
     monkeypatch.setattr(module, "is_alive", lambda status: False)
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     with other_process(HOLDS.format(host=socket.gethostname(), folder=str(tmp_path))) as other:
-        assert all(f"process {other.pid} " in fault for fault in refused(tmp_path))
+        for fault in refused(tmp_path):
+            assert f"process {other.pid} " in fault
 
 
 def test_a_run_without_a_lock_is_known_by_its_status(tmp_path):
     with other_process(HAS_STATUS.format(folder=str(tmp_path))) as other:
-        assert all(f"process {other.pid} " in fault for fault in refused(tmp_path))
+        for fault in refused(tmp_path):
+            assert f"process {other.pid} " in fault
     with run_lock(tmp_path):
         pass
 
@@ -142,7 +146,8 @@ def test_whatever_the_status_says_of_its_owner_the_lock_counts(tmp_path, monkeyp
     monkeypatch.setattr(module, "LEASE_SECONDS", 0.0)
     with other_process(HOLDS.format(host="node7", folder=str(tmp_path))):
         (tmp_path / STATUS_FILE).write_bytes(said)
-        assert all("another machine" in fault for fault in refused(tmp_path))
+        for fault in refused(tmp_path):
+            assert "another machine" in fault
     with run_lock(tmp_path):
         pass
 
@@ -198,7 +203,7 @@ def test_a_folder_that_leads_out_is_one_fault_whatever_lies_there(tmp_path):
 
 @pytest.mark.parametrize("before", [None, 0o644, 0o666])
 def test_no_other_user_can_open_it_and_hold_it(tmp_path, before):
-    """A shared lock, for which reading is enough, would keep the run from starting."""
+    """A shared lock needs only read access, and would keep the run from starting."""
     if before is not None:
         (tmp_path / LOCK_FILE).touch()
         (tmp_path / LOCK_FILE).chmod(before)

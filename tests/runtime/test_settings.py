@@ -1,4 +1,4 @@
-"""Going on with other settings, and starting what has finished: what is refused, shown and kept."""
+"""Resuming with other settings, and starting a finished run: what is refused, shown and kept."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ MORE = (f"{RL}.max_epochs=3", f"{RL}.max_steps=4")
 
 @pytest.fixture
 def begun(tmp_path, mesh) -> Path:
-    """A run of two steps of six."""
+    """A run stopped after two of its six steps."""
     run(tmp_path, mesh, f"{RL}.max_epochs=3", TWO_STEPS)
     return tmp_path
 
 
 @pytest.fixture
 def set_today(monkeypatch):
-    """Have the clock of a start stand on a day."""
+    """Set the date that a start reads."""
 
     def set_day(day: str) -> None:
         stopped = type(
@@ -94,8 +94,8 @@ class TestDateOfTemplates:
         assert [line["step"] for line in history(tmp_path)] == [0, 2]
         prompts = {row["prompt"] for step in (1, 4) for row in rollouts_of(tmp_path, step)}
         assert {prompt[:3] for prompt in prompts} == {"Mon"}
-        # The same command finds that the run has ended, an evaluation like the run and a generator
-        # have its date.
+        # The same command detects the run's end; an evaluation and a generator, like the run,
+        # use its date.
         again = tiny_config(tmp_path, *self.OVERRIDES, f"{RL}.max_steps=4")
         freeze_template_date(again)
         assert check_changes(again) == {}
@@ -179,14 +179,15 @@ class TestOtherSettings:
         )
         assert [line["step"] for line in lines] == [1, 2, 3, 4]
         assert "num_rollouts_per_prompt: 4 -> 2" in capfd.readouterr().out
-        found = [
+        settings = [
             (line["step"], OmegaConf.create(line["config"]).trainer.reinforce)
             for line in history(begun)
         ]
-        assert [(step, rl.num_rollouts_per_prompt) for step, rl in found] == [(0, 4), (2, 2)]
+        assert [(step, rl.num_rollouts_per_prompt) for step, rl in settings] == [(0, 4), (2, 2)]
         page = write_report(begun / "run").read_text()
-        assert "after step 2" in page and "num_rollouts_per_prompt: 4 -> 2" in page
-        # Now these are the run's settings: the same command needs no leave, and the first ones
+        assert "after step 2" in page
+        assert "num_rollouts_per_prompt: 4 -> 2" in page
+        # These are now the run's settings: the same command needs no permission, and the first ones
         # would.
         raised = f"{RL}.max_steps=5"
         check_changes(tiny_config(begun, *MORE, raised, f"{RL}.num_rollouts_per_prompt=2"))
@@ -197,7 +198,8 @@ class TestOtherSettings:
         lines = run(begun, mesh, *MORE, "model.optim.lr=0.5", "model.micro_batch_size=4")
         assert len(lines) == 4
         said = capfd.readouterr().out
-        assert "model.optim.lr: 0.01 -> 0.5" in said and "model.micro_batch_size: 5 -> 4" in said
+        assert "model.optim.lr: 0.01 -> 0.5" in said
+        assert "model.micro_batch_size: 5 -> 4" in said
         assert "max_steps: 2 -> 4" in said
         assert [line["step"] for line in history(begun)] == [0, 2]
         assert config_yaml(begun).model.optim.lr == 0.5
@@ -227,7 +229,7 @@ class TestOtherSettings:
         assert "removed_key" in history(begun)[0]["config"]
 
     def test_what_a_start_did_that_made_no_step_is_forgotten(self, begun):
-        """And a rank that asks after the first one has recorded gets the same answer as before."""
+        """A rank that asks after the first rank has recorded gets the same answer as before."""
         changed = tiny_config(
             begun, *MORE, f"{RL}.num_rollouts_per_prompt=2", "resume_with_changes=true"
         )
@@ -270,8 +272,8 @@ class TestOtherSettings:
         assert check_changes(config) == {"my_own.short": "its file was changed"}
         record(config)
         assert [line["step"] for line in history(tmp_path)] == [0, 2]
-        told = ["changed after step 2: my_own.short: its file was changed"]
-        assert run_settings.settings_of(tmp_path / "run", 3)[1] == told
+        notes = ["changed after step 2: my_own.short: its file was changed"]
+        assert run_settings.settings_of(tmp_path / "run", 3)[1] == notes
 
     def test_what_the_next_start_could_not_read_is_refused_at_the_first(self, tmp_path):
         given = [
@@ -314,7 +316,7 @@ class TestOtherSettings:
         for step in range(2, 6):
             with raises_error("history.settings.dropped", f"step {step}", "2 to 5"):
                 rate_of(step)
-        # From a checkpoint of the steps whose settings were dropped.
+        # Resumes from a checkpoint of the steps whose settings were dropped.
         start_at(3)
         assert [line["step"] for line in history(tmp_path)] == [0, 3]
         assert [rate_of(step) for step in (1, 4, 5)] == [0.5, 3.5, 3.5]
@@ -392,17 +394,17 @@ class TestFinished:
             p: p.stat().st_mtime_ns for p in (finished / "run").rglob("*") if p.is_file()
         } == files
         status = read_status(finished / "run")
-        assert status is not None and (status.state, status.step, status.max_steps) == (
-            "finished",
-            2,
-            2,
-        )
+        assert status is not None
+        assert status.state == "finished"
+        assert status.step == 2
+        assert status.max_steps == 2
 
     def test_without_torch(self, finished):
         overrides = [*tiny_overrides(finished, num_prompts=10), TWO_STEPS]
         code = (
             "import sys\n"
-            "from reinforce_rl.config.compose import compose\nfrom reinforce_rl.config.load import load_config\n"
+            "from reinforce_rl.config.compose import compose\n"
+            "from reinforce_rl.config.load import load_config\n"
             "from reinforce_rl.runtime.settings import may_start\n"
             f"assert not may_start(load_config(compose('train_reinforce_actor', {overrides!r})))\n"
             "assert 'torch' not in sys.modules or sys.modules['torch'].cuda.is_available()"
@@ -446,27 +448,30 @@ def test_a_start_that_fails_leaves_the_step_in_the_status(begun, mesh):
     status = StatusFile(begun / "run", enabled=True)
     status._write(Status(state="stopped", step=2, max_steps=6))
     StatusFile(begun / "run", enabled=True).begin()
-    found = read_status(begun / "run")
-    assert found is not None and (found.state, found.step, found.max_steps) == ("running", 2, 6)
+    restarted = read_status(begun / "run")
+    assert restarted is not None
+    assert restarted.state == "running"
+    assert restarted.step == 2
+    assert restarted.max_steps == 6
     assert metrics_of(begun)[-1]["step"] == 2
 
 
 def files_of(run_folder: Path) -> dict[str, bytes]:
-    found = {
+    contents = {
         str(path.relative_to(run_folder)): path.read_bytes()
         for path in run_folder.rglob("*")
         if path.is_file()
     }
-    return {name: content for name, content in found.items() if name != LOCK_FILE}
+    return {name: content for name, content in contents.items() if name != LOCK_FILE}
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_start_that_is_refused_changes_no_file_of_the_run(begun, mesh, monkeypatch, is_late):
-    """Before the model is loaded, or by whatever is built last."""
+    """Refused before the model is loaded, or by the component that is built last."""
     status = StatusFile(begun / "run", enabled=True)
     status._write(Status(state="stopped", step=2, max_steps=6))
     with (begun / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "time": 1.0}\n')  # of a step that was not saved
+        file.write('{"step": 3, "time": 1.0}\n')  # the step was not saved
     before = files_of(begun / "run")
     changed = [f"{RL}.val_check_interval=1"]
 

@@ -1,4 +1,4 @@
-"""A job that Slurm starts again and again at the same checkpoint gives up."""
+"""A job that Slurm restarts at the same checkpoint several times gives up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_fourth_start_at_one_checkpoint_is_refused(tmp_path: Path) -> None:
         start(tmp_path, 3)
     with raises_error("slurm.job.no_progress", "3 attempts"):
         start(tmp_path, 3)  # a refused one does not count
-    start(tmp_path, 2)  # that of another program of the same start
+    start(tmp_path, 2)  # another program of the same start
 
 
 def test_whatever_gets_further_begins_to_count_anew(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What launchers read of a run."""
+"""The status file of a run, which launchers read."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ def test_a_restarted_run_knows_how_long_a_save_took(tmp_path):
     first.saved(12.5)
     first.progress(3, 9)
     first.end(EXIT_STOPPED, "the time is used up")
-    found = read_status(tmp_path)
-    assert found is not None and (found.state, found.step, found.save_seconds) == (
-        "stopped",
-        3,
-        12.5,
-    )
+    status = read_status(tmp_path)
+    assert status is not None
+    assert status.state == "stopped"
+    assert status.step == 3
+    assert status.save_seconds == 12.5
 
     again = StatusFile(tmp_path, enabled=True)
     again.begin()
-    found = read_status(tmp_path)
-    assert found is not None and (found.state, found.step, found.reason) == ("running", 3, "")
-    assert again.save_seconds == found.save_seconds == 12.5
+    status = read_status(tmp_path)
+    assert status is not None
+    assert status.state == "running"
+    assert status.step == 3
+    assert status.reason == ""
+    assert again.save_seconds == status.save_seconds == 12.5
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "finished", "unheard_of": 1}'])
@@ -56,17 +58,20 @@ def without_space() -> Callable[..., int]:
 
 @pytest.mark.parametrize("reason", ["no space left on the disk", "é" * 9000])
 def test_the_end_of_a_run_is_written_on_a_full_disk(tmp_path, monkeypatch, reason):
-    """Into the blocks that status.json has."""
+    """It is written into the blocks that status.json already has."""
     status = StatusFile(tmp_path, enabled=True)
     status.begin()
     status.progress(3, 9, {"cut": "x" * 300})
     blocks = (tmp_path / STATUS_FILE).stat().st_blocks
     monkeypatch.setattr("reinforce_rl.utils.files.os.open", without_space())
     status.end(EXIT_ERROR, reason)
-    found = read_status(tmp_path)
-    assert found is not None
-    assert (found.state, found.exit_code, found.step) == ("failed", EXIT_ERROR, 3)
-    assert found.reason and reason.startswith(found.reason)
+    written = read_status(tmp_path)
+    assert written is not None
+    assert written.state == "failed"
+    assert written.exit_code == EXIT_ERROR
+    assert written.step == 3
+    assert written.reason
+    assert reason.startswith(written.reason)
     assert (tmp_path / STATUS_FILE).stat().st_blocks == blocks
     assert run_status(tmp_path).state == "failed"
 
@@ -77,8 +82,9 @@ def test_a_shorter_end_leaves_nothing_of_the_longer_status(tmp_path, monkeypatch
     status.waiting("w" * 3000)
     monkeypatch.setattr("reinforce_rl.utils.files.os.open", without_space())
     status.end(EXIT_ERROR, "short")
-    found = read_status(tmp_path)
-    assert found is not None and found.reason == "short"
+    written = read_status(tmp_path)
+    assert written is not None
+    assert written.reason == "short"
 
 
 def test_other_ranks_write_nothing(tmp_path):

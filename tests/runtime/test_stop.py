@@ -1,4 +1,4 @@
-"""When a run stops: a signal as it ends, how long it may take, and what still fits into that."""
+"""When a run stops: signals during shutdown, and steps that still fit into the remaining time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from reinforce_rl.runtime.stop import (
 from reinforce_rl.trainer.run import times_of_job
 from reinforce_rl.utils.job_time import JobTimes
 
-# An object that lives until the modules are taken down, when Python no longer runs handlers of
+# An object that lives until the modules are cleared, when Python no longer runs handlers of
 # signals.
 PROGRAM = f"""
 import os, sys
@@ -61,16 +61,17 @@ def test_a_second_signal_changes_nothing(monkeypatch):
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_second_signal_while_python_shuts_down_does_not_change_the_exit_code(number):
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(int(number))], capture_output=True, timeout=60
     )
-    assert (found.returncode, found.stdout) == (EXIT_STOPPED, b"after the signal"), found.stderr
+    assert (done.returncode, done.stdout) == (EXIT_STOPPED, b"after the signal"), done.stderr
 
 
 def test_the_time_counts_from_the_start_of_the_process():
     age = time.time() - psutil.Process().create_time()
     endless = RunTimer(None, JobTimes())
-    assert endless.seconds_left() == float("inf") and endless.time_budget().shortage is None
+    assert endless.seconds_left() == float("inf")
+    assert endless.time_budget().shortage is None
     assert RunTimer(age + 3600, JobTimes()).seconds_left() == pytest.approx(3600, abs=5)
     assert RunTimer(age + 3600, JobTimes()).time_budget().shortage is None
     assert "counted from the process's start" in str(
@@ -113,9 +114,9 @@ def test_what_is_told_of_a_shortage(clock):
     budget = timer.time_budget(validation_after=True)
     assert budget.validates
     assert budget.shortage == (
-        "the time of this run is used up (30.0 s are left by exp_manager.max_time_per_run, counted from the "
-        "allocation's start; a step 70.0 s, a validation 2.0 s, a save 8.0 s, and with a margin all that is to come "
-        f"{1.1 * 80 + MARGIN_SECONDS:.1f} s)"
+        "the time of this run is used up (30.0 s are left by exp_manager.max_time_per_run, "
+        "counted from the allocation's start; a step 70.0 s, a validation 2.0 s, a save 8.0 s, "
+        f"and with a margin all that is to come {1.1 * 80 + MARGIN_SECONDS:.1f} s)"
     )
     clock.now = 80.0
     assert not timer.time_budget().validates
@@ -150,7 +151,7 @@ def test_a_first_save_is_guessed_from_its_bytes():
 
 @pytest.mark.parametrize("seed", range(300))
 def test_a_run_ends_in_time_and_never_without_need(clock, seed):
-    """A simulated run: its durations vary within the margin, and it obeys the budget as the trainer does."""
+    """A simulated run follows the budget as the trainer does; durations vary within the margin."""
     draw = random.Random(seed)
     step, validation, save = (draw.choice([0.1, 1.0, 20.0, 300.0]) for _ in range(3))
     val_interval = draw.choice([0, 1, 3])
@@ -200,7 +201,7 @@ def test_a_run_ends_in_time_and_never_without_need(clock, seed):
     assert left_before < most, "it ended although there was time"
     clock.now = max(clock.now, running)
     takes(save)
-    # Only the first step, of which nothing was known, may have been too long.
+    # Only the first step, whose duration was unknown, may have been too long.
     assert clock.now <= limit or number == 1, (
         step,
         validation,
@@ -212,7 +213,7 @@ def test_a_run_ends_in_time_and_never_without_need(clock, seed):
 
 
 def test_the_time_budget_against_brute_force(clock):
-    """Every combination of durations and of what is due: the sum of a plan's parts, one by one."""
+    """Every combination of durations and of due parts: the plan's parts are added one by one."""
     for step, validation, save, left in itertools.product(
         [1.0, 30.0], [2.0, 50.0], [0.5, 40.0], [30.0, 90.0, 200.0]
     ):
@@ -258,7 +259,10 @@ def test_the_first_rank_asks_slurm_for_the_end_of_its_job(tmp_path, monkeypatch,
     monitor = SimpleNamespace(note=notes.append)
     slurm.answer("squeue", "12|1000|5000\n")
     expected = JobTimes(1000, 5000) if is_first else JobTimes()
-    assert times_of_job(mesh, monitor) == expected and not notes
+    assert times_of_job(mesh, monitor) == expected
+    assert not notes
     slurm.answer("squeue", error="Unable to contact slurm controller", code=1)
     assert times_of_job(mesh, monitor) == JobTimes()
-    assert len(notes) == is_first and all("Unable to contact" in note for note in notes)
+    assert len(notes) == is_first
+    for note in notes:
+        assert "Unable to contact" in note

@@ -1,4 +1,4 @@
-"""A configuration in somebody else's folder is parsed within bounds, and an interpolation of it is never resolved."""
+"""A stored configuration of an untrusted folder is parsed within bounds, without interpolations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a run's folder values are taken, and never authority."""
+"""A run's folder provides values, and never anything that gives it authority."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def config(*overrides: str) -> TrainConfig:
 
 
 def keys(*overrides: str, **parts: bool) -> list[str]:
-    return [one.key for one in authorities(config(*overrides), **parts)]
+    return [authority.key for authority in authorities(config(*overrides), **parts)]
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (["reward=function", f"{FUNCTION}=cProfile.run"], [FUNCTION]),
-        # A shipped function, too: what it gets may name an address, a file and a secret.
+        # A shipped function too: its arguments may name an address, a file and a secret.
         (
             [
                 "reward=function",
@@ -72,12 +72,12 @@ def keys(*overrides: str, **parts: bool) -> list[str]:
             ["reward=function", f"{FUNCTION}=a.b", "generation=vllm", "engine.python=/tmp/python"],
             [FUNCTION, "engine.python"],
         ),
-        # A port that the folder has chosen, on whatever host.
+        # A port that the folder chose, on any host.
         (
             ["remote_rm.reward_model.port=6000"],
             ["remote_rm.reward_model.ip", "remote_rm.reward_model.port"],
         ),
-        # Not used: an engine's Python where there is no engine, a server where a function scores.
+        # Unused values: an engine's Python without an engine, a server where a function scores.
         (
             [
                 "reward=function",
@@ -151,12 +151,14 @@ class TestUse:
         assert error.value.keys == ["trust.setting.only_of_folder"] * 2
         settings = [fault.split(" ")[0] for fault in error.value.faults]
         assert settings == [FUNCTION, "remote_rm.more_reward_models.b.ip"]
-        assert all(str(tmp_path) in fault and "--trust" in fault for fault in error.value.faults)
+        for fault in error.value.faults:
+            assert str(tmp_path) in fault
+            assert "--trust" in fault
         assert "evil.f" in error.value.faults[0]
         assert sys.path == before
 
     def test_each_factor_of_a_crowd_is_the_readers_or_refused(self, tmp_path):
-        """With one factor of the reader's, the other one would be the folder's."""
+        """If the reader gave one factor, the other one would come from the folder."""
         cfg = config("trainer.devices=5000", "trainer.num_nodes=1")
         nodes = ["trainer.num_nodes=1"]
         named = ("trainer.devices", "'5000'", "5000 ranks", "trainer.devices=VALUE")
@@ -189,7 +191,7 @@ class TestUse:
         ],
     )
     def test_a_mapping_vouches_for_nothing_below_it(self, tmp_path, override, key):
-        """Hydra merges it into the folder's own, whose other entries stay."""
+        """Hydra merges it into the folder's mapping, whose other entries stay."""
         folder = ["reward=function", f"{FUNCTION}=my.f", "+reward_function.kwargs.url=http://evil"]
         folder.append("+remote_rm.more_reward_models.b.ip=evil")
         cfg = config(*folder)
@@ -261,7 +263,7 @@ def test_hydra_finds_no_plugins_there(tmp_path):
 
 
 def test_an_environment_within_the_folder_stays_on_the_path(tmp_path, monkeypatch):
-    """As of `explicit_log_dir=.` in a project with its own .venv."""
+    """Such as `explicit_log_dir=.` in a project with a .venv."""
     packages = tmp_path / ".venv" / "lib" / "site-packages"
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages), str(tmp_path / "run")])
@@ -270,7 +272,7 @@ def test_an_environment_within_the_folder_stays_on_the_path(tmp_path, monkeypatc
 
 
 def test_the_folder_of_the_tests_is_still_found():
-    """`remove_from_import_path` is called with folders of runs, below the one where the reader starts."""
+    """`remove_from_import_path` gets folders of runs, below the reader's current folder."""
     before = [*sys.path]
     remove_from_import_path(Path(os.getcwd()) / "no" / "such" / "run")
     assert sys.path == before

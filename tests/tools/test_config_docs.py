@@ -1,4 +1,4 @@
-"""What is generated from the configuration schemas: YAML, the page of keys and JSON schemas."""
+"""Files generated from the configuration schemas: YAML, the page of keys and JSON schemas."""
 
 from __future__ import annotations
 

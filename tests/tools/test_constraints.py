@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.10", "3.11", "3.12")
 # The Pythons of each file.
 FILES = {"gpu.txt": PYTHONS, "cpu-py311.txt": ("3.11", "3.12")}
-# What megatron-core 0.16.1's extra `dev` asks for, and the newest flash-attn that Transformer
+# The requirement of megatron-core 0.16.1's extra `dev`, and the newest flash-attn that Transformer
 # Engine 2.11 uses.
 OPTIONAL = {"transformer-engine": ">=2.9.0a0,<2.12.0", "flash-attn": "<=2.8.3"}
 
@@ -91,7 +91,7 @@ def test_optional_ones_are_what_megatron_asks_for():
 
 
 def test_the_image_leaves_out_the_pins_of_what_its_base_has(tmp_path):
-    """By the Dockerfile's own awk program: two constraints on one package cannot both hold."""
+    """Two constraints on one package cannot both hold; the Dockerfile's own awk program is used."""
     dockerfile = (ROOT / "slurm/containers/gpu.Dockerfile").read_text(encoding="utf-8")
     awk_call = re.search(
         r"awk -F== '(.*?)' /tmp/base\.txt constraints/gpu\.txt", dockerfile, re.DOTALL

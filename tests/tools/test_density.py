@@ -1,6 +1,6 @@
 """The measure of density and its ratchet.
 
-Each figure is of a source whose figures are counted by hand.
+Figures of sources that are counted by hand.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The documentation as a site: built without a warning, whole, and from no other host."""
+"""The documentation as a site: it builds without a warning, is complete, and uses no other host."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_nothing_is_loaded_from_another_host(site):
             page.read_text(encoding="utf-8"),
         )
         assert [tag for tag in loaded if 'rel="canonical"' not in tag] == []
-        # for which the theme asks a CDN
+        # the theme would load them from a CDN
         assert 'class="mermaid"' not in page.read_text(encoding="utf-8")
 
 

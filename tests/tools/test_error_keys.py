@@ -1,4 +1,4 @@
-"""The list of errors and their keys: what counts as an error without one; the list is today's."""
+"""The list of errors and their keys: errors without a key are found, and the list is current."""
 
 from __future__ import annotations
 

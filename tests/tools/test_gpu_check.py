@@ -186,7 +186,7 @@ class TestCorrectness:
     @pytest.mark.parametrize("fault", ["a wrong weight", "NaN"])
     def test_a_fault_in_a_weight_is_found(self, context, monkeypatch, fault):
         monkeypatch.setattr(our_side, "fill_ours", planted(fault))
-        if fault == "NaN":  # training refuses to make a step of it
+        if fault == "NaN":  # training refuses to step on it
             monkeypatch.setattr(our_side.OurSide, "run", lambda *_: None)
         finding = correctness.check(context)
         assert finding.verdict == FAIL

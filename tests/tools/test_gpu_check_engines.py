@@ -1,4 +1,4 @@
-"""The checks of engines, run on the native one and TensorRT-LLM's fake, with planted faults."""
+"""The checks of engines, with planted faults, on the native one and the fake TensorRT-LLM."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ FP32 = torch.float32
 TOLERANCE = TOLERANCES["log-probs"][0]
 TINY = Architecture.from_hf(SHAPES["tiny"])
 WORKLOAD = Workload(prompts=2, group=2, prompt_tokens=7, response_tokens=5, micro_batch=3)
-# A bare machine has none of these.
+# A bare machine has none of them.
 WITHOUT = (
     "hydra",
     "omegaconf",
@@ -211,7 +211,7 @@ def test_training_flops_are_those_of_a_count(mesh):
 
 
 class FakeSide:
-    """Writes down what is run, and may run out of memory."""
+    """Records what is run, and may run out of memory."""
 
     def __init__(self, name: str, log: list[str], fails: str | None, error: Exception):
         self._name = name
@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_skipped_and_the_rest_goes_on():
     }
     lengths = {key: len(samples) for key, samples in results.samples.items()}
     assert lengths == expected
-    # Anew after the failure, and not tried again in the second round.
+    # Restarted after the failure, and not tried again in the second round.
     assert log.count(f"{OURS} built") == 3
     assert results.speedup(TRAINING) is None
 

@@ -1,4 +1,4 @@
-"""Environments of other people's code: whole or not there, made once, apart from the project's."""
+"""Environments for other projects' code: complete or absent, made once, apart."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write_wheel(folder: Path, name: str, release: str) -> None:
 
 @pytest.fixture
 def wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tool.Environment]:
-    """An environment of one small wheel, from a folder."""
+    """An environment with one small wheel from a folder."""
     write_wheel(tmp_path, "small_thing", "1.0")
     write_wheel(tmp_path, "small_thing", "2.0")
     pins = tmp_path / "pins.txt"
@@ -148,7 +148,7 @@ def script(path: Path, text: str) -> str:
 
 
 class TestInterpreters:
-    """Interpreters by the words that they print when they are started."""
+    """Interpreters by the words that start them."""
 
     @pytest.fixture(autouse=True)
     def no_others(self, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Wheels for a machine without an index: all that it lacks, at the pins of the GPU environment."""
+"""Wheels for a machine without an index: everything missing, at the GPU environment's pins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_all_that_is_missing_and_nothing_large(python):
     assert names >= MISSING
     assert not names & LARGE
     assert not [name for name in names if name.startswith("nvidia")]
-    # Of Python 3.10 alone, which is in no environment that was tested.
+    # Python 3.10 alone needs it, which no tested environment has.
     unpinned = {
         requirement.name for requirement in requirements if "==" not in str(requirement.specifier)
     }
@@ -59,7 +59,7 @@ def test_only_what_the_image_lacks():
     assert names >= MISSING | {"pydantic", "pyzmq", "plotly", "hypothesis", "sortedcontainers"}
     there = {line.partition("==")[0] for line in image.read_text().splitlines() if "==" in line}
     assert there >= {"pyarrow", "ml_dtypes", "aiohttp", "rich"}
-    # By far the largest of what the project needs, which made the folder too large to be carried.
+    # By far the largest requirement, which made the folder too large to be carried.
     assert not names & {"pyarrow", "ml-dtypes", "pandas", "scipy", "grpcio", "aiohttp", "rich"}
 
 

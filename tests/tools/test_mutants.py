@@ -1,4 +1,4 @@
-"""The table of mutants fits the tree, and the tool tells killed ones, survivors and hangs apart."""
+"""The table of mutants matches the tree; the tool detects killed mutants, survivors and hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_table_fits_the_tree():
 
 
 def tree_of(folder: Path, **tests: str) -> Path:
-    """A tree of one module, `value = 1 + 1`, and these files of tests."""
+    """A tree with one module, `value = 1 + 1`, and these files of tests."""
     (folder / "package.py").write_text("value = 1 + 1\nother = 2\n")
     for name, text in tests.items():
         (folder / f"test_{name}.py").write_text(text)
@@ -91,7 +91,7 @@ def test_the_share_and_the_survivors_are_in_the_tables():
 
 
 def test_a_mutant_is_killed_survives_or_hangs(tmp_path, monkeypatch):
-    """In a tree of its own, whose file is as it was afterwards."""
+    """In a separate tree, whose file is restored afterwards."""
     monkeypatch.syspath_prepend(ROOT / "tools")  # for the process that runs the tests
     test = "import package\n\n\ndef test_value():\n    assert package.value == 2\n"
     tree = tree_of(tmp_path, value=test)

@@ -1,4 +1,4 @@
-"""From scored rollouts to advantages: whose rows, which KL, and which samples train."""
+"""From scored rollouts to advantages: rows of ranks, the KL, and samples that train."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ LOG_RATIO = 0.25
 
 
 def batch_of(rows: list[int]) -> RolloutBatch:
-    """These of the samples above; beyond a response, log-probs are garbage."""
+    """A batch of these samples; log-probs beyond a response are garbage."""
     count = len(rows)
     width = max((LENGTHS[row] for row in rows), default=0)
     lengths = torch.tensor([LENGTHS[row] for row in rows], dtype=torch.long)
     mask = torch.arange(width)[None, :] < lengths[:, None]
-    log_probs = torch.full((count, width), -1.0).where(mask, torch.tensor(float("nan")))
+    garbage = torch.tensor(float("nan"))
+    log_probs = torch.full((count, width), -1.0).where(mask, garbage)
     return RolloutBatch(
         sequences=torch.zeros(count, 1 + width, dtype=torch.long),
         prompt_lengths=torch.ones(count, dtype=torch.long),
@@ -57,20 +58,21 @@ MASK = torch.arange(3)[None, :] < torch.tensor(LENGTHS)[:, None]
 
 def test_the_kl_is_of_the_policy_from_the_reference_and_lowers_the_reward():
     """By hand: k1 is log pi - log pi_ref, 0.25 a token."""
-    found = made(ALL, advantage_estimator="none")
-    torch.testing.assert_close(found.kl, KL)
-    torch.testing.assert_close(found.rewards_with_kl, torch.tensor(REWARDS) - BETA * KL)
-    torch.testing.assert_close(found.advantages[:, 0], torch.tensor(REWARDS) - BETA * KL)
-    assert found.shaped_rewards is not None
-    torch.testing.assert_close(found.shaped_rewards, torch.tensor(REWARDS))
+    batch = made(ALL, advantage_estimator="none")
+    torch.testing.assert_close(batch.kl, KL)
+    torch.testing.assert_close(batch.rewards_with_kl, torch.tensor(REWARDS) - BETA * KL)
+    rewards_less_kl = torch.tensor(REWARDS) - BETA * KL
+    torch.testing.assert_close(batch.advantages[:, 0], rewards_less_kl)
+    assert batch.shaped_rewards is not None
+    torch.testing.assert_close(batch.shaped_rewards, torch.tensor(REWARDS))
 
 
 @pytest.mark.parametrize("placement", ["advantage", "loss"])
 def test_elsewhere_the_kl_is_not_in_the_reward(placement):
-    found = made(ALL, advantage_estimator="none", kl_placement=placement)
-    torch.testing.assert_close(found.rewards_with_kl, torch.tensor(REWARDS))
+    batch = made(ALL, advantage_estimator="none", kl_placement=placement)
+    torch.testing.assert_close(batch.rewards_with_kl, torch.tensor(REWARDS))
     less = BETA * KL if placement == "advantage" else 0.0 * KL
-    torch.testing.assert_close(found.advantages[:, 0], torch.tensor(REWARDS) - less)
+    torch.testing.assert_close(batch.advantages[:, 0], torch.tensor(REWARDS) - less)
 
 
 def test_a_beta_that_has_adapted_is_the_one_that_counts():
@@ -82,14 +84,14 @@ def test_a_beta_that_has_adapted_is_the_one_that_counts():
     )
     past = RunningBaselines(cfg)
     past.beta.value = 2.0
-    found = reinforce_batch(batch_of(ALL), cfg, past, step=1, max_length=8)
-    torch.testing.assert_close(found.advantages[:, 0], torch.tensor(REWARDS) - 2.0 * found.kl)
+    batch = reinforce_batch(batch_of(ALL), cfg, past, step=1, max_length=8)
+    torch.testing.assert_close(batch.advantages[:, 0], torch.tensor(REWARDS) - 2.0 * batch.kl)
 
 
 def test_advantages_are_0_beyond_a_response():
-    found = made(ALL)
-    assert bool((found.advantages[~MASK] == 0).all())
-    assert not found.advantages.isnan().any()
+    batch = made(ALL)
+    assert bool((batch.advantages[~MASK] == 0).all())
+    assert not batch.advantages.isnan().any()
 
 
 def test_truncated_samples_are_compared_with_and_do_not_train():
@@ -103,9 +105,9 @@ def test_truncated_samples_are_compared_with_and_do_not_train():
 
 
 def test_whitening_counts_the_samples_that_train_alone():
-    """Mean 0 and, but for its epsilon, deviation 1 over their tokens."""
-    found = made(ALL, truncated_samples="mask", advantage_whitening="token")
-    kept = found.advantages[MASK & found.trains[:, None]].double()
+    """Over their tokens the mean is 0 and, but for epsilon, the deviation is 1."""
+    batch = made(ALL, truncated_samples="mask", advantage_whitening="token")
+    kept = batch.advantages[MASK & batch.trains[:, None]].double()
     assert float(kept.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(kept.std()) == pytest.approx(1.0, abs=1e-4)
 
@@ -120,7 +122,7 @@ def test_ranks_of_unequal_shares_have_their_own_rows(shares):
         cfg = ReinforceConfig(
             initial_policy_kl_penalty=BETA, kl_estimator="k1", advantage_estimator="batch_mean"
         )
-        found = reinforce_batch(
+        batch = reinforce_batch(
             batch_of(shares[rank]),
             cfg,
             RunningBaselines(cfg),
@@ -129,10 +131,13 @@ def test_ranks_of_unequal_shares_have_their_own_rows(shares):
             gather_over_ranks=gather,
             rank=rank,
         )
-        first = found.advantages[:, 0] if len(shares[rank]) else torch.zeros(0)
-        return first, found.rewards_with_kl
+        first = batch.advantages[:, 0] if len(shares[rank]) else torch.zeros(0)
+        return first, batch.rewards_with_kl
 
-    found = gathering_ranks(len(shares), of_rank)
+    shares_of_ranks = gathering_ranks(len(shares), of_rank)
     whole = made(ALL, advantage_estimator="batch_mean")
-    torch.testing.assert_close(torch.cat([one for one, _ in found]), whole.advantages[:, 0])
-    torch.testing.assert_close(torch.cat([rewards for _, rewards in found]), whole.rewards_with_kl)
+    joined = torch.cat([advantages for advantages, _ in shares_of_ranks])
+    torch.testing.assert_close(joined, whole.advantages[:, 0])
+    torch.testing.assert_close(
+        torch.cat([rewards for _, rewards in shares_of_ranks]), whole.rewards_with_kl
+    )

@@ -1,4 +1,4 @@
-"""The real trainer on a policy that can be enumerated ends at the optimum that theory gives."""
+"""The real trainer on an enumerable policy reaches the optimum that theory gives."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ VOCABULARY = 8
 LENGTH = 2
 BETA = 0.5
 STEPS = 160
-# With their token ids. Of different lengths, and no token repeated: attention over equal tokens
-# gives what it gives over one, so a policy cannot tell the contexts "a" and "aa" apart, and the
+# Prompts and token ids, of different lengths and without repeated tokens: attention over equal
+# tokens equals attention over one, so a policy cannot tell the contexts "a" and "aa" apart, and the
 # optimum would be out of its reach.
 PROMPTS = {"at": (7, 6), "tea": (6, 5, 7)}
 RESPONSES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
 
 
 def forget_stop_tokens(model: Path) -> None:
-    """Without them every response has exactly `LENGTH` tokens, drawn from the whole vocabulary."""
+    """Without them each response has exactly `LENGTH` tokens of the whole vocabulary."""
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         values = json.loads((model / name).read_text())
         values.pop("eos_token", None)
@@ -45,10 +45,13 @@ def forget_stop_tokens(model: Path) -> None:
 
 def log_distribution(model: Path, prompt: tuple[int, ...], temperature: float) -> Tensor:
     """log pi of every response, by transformers: float64 [64]."""
-    sequences = torch.cat([torch.tensor([prompt]).expand(len(RESPONSES), -1), RESPONSES], dim=1)
+    contexts = torch.tensor([prompt]).expand(len(RESPONSES), -1)
+    sequences = torch.cat([contexts, RESPONSES], dim=1)
     logits = transformers_logits(transformers_model(model), sequences).double() / temperature
-    predicted = logits[:, len(prompt) - 1 : -1].log_softmax(dim=-1)
-    return predicted.gather(2, RESPONSES[:, :, None])[..., 0].sum(dim=1)
+    response_logits = logits[:, len(prompt) - 1 : -1]
+    predicted = response_logits.log_softmax(dim=-1)
+    of_tokens = predicted.gather(2, RESPONSES[:, :, None])[..., 0]
+    return of_tokens.sum(dim=1)
 
 
 def kl(left: Tensor, right: Tensor) -> float:
@@ -66,7 +69,7 @@ def kl(left: Tensor, right: Tensor) -> float:
     ],
 )
 def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, generation, temperature):
-    """pi_ref * exp(r / beta) / Z, which a wrong sign, beta, temperature or mask would miss."""
+    """pi_ref * exp(r / beta) / Z; a wrong sign, beta, temperature or mask would miss it."""
     shape, rate = (SHAPE, 0.003) if generation == "vllm" else ({}, 0.01)
     model = tiny_llama_folder(
         tmp_path / "model",
@@ -79,18 +82,20 @@ def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, generation, tempe
     )
     forget_stop_tokens(model)
     generator = torch.Generator().manual_seed(1)
-    rewards = {
-        ids: torch.rand(len(RESPONSES), generator=generator) * 2 - 1 for ids in PROMPTS.values()
-    }
+    rewards = {}
+    for ids in PROMPTS.values():
+        rewards[ids] = torch.rand(len(RESPONSES), generator=generator) * 2 - 1
 
     def score(sequence: list[int]) -> float:
         first, second = sequence[-LENGTH:]
-        return float(rewards[tuple(sequence[:-LENGTH])][first * VOCABULARY + second])
+        of_prompt = rewards[tuple(sequence[:-LENGTH])]
+        return float(of_prompt[first * VOCABULARY + second])
 
+    prompts = write_prompts(tmp_path / "prompts.jsonl", [*PROMPTS] * 24)
     config = load_config(
         compose(
             f"pretrained_checkpoint.restore_from_path={model}",
-            f"model.data.data_prefix.train={write_prompts(tmp_path / 'prompts.jsonl', [*PROMPTS] * 24)}",
+            f"model.data.data_prefix.train={prompts}",
             f"exp_manager.explicit_log_dir={tmp_path / 'run'}",
             "model.encoder_seq_length=8",
             *(vllm_overrides() if generation == "vllm" else ()),
@@ -125,7 +130,7 @@ def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, generation, tempe
             f"{distance} from the optimum; the reference is {kl(reference, optimum())} from it"
         )
         assert kl(optimum(), policy) < 0.01
-        # What would pass must be able to fail: other optima are farther away than the bound.
+        # The check can fail: other optima are farther away than the bound.
         assert kl(reference, optimum()) > 0.1
         assert kl(policy, optimum(-1.0)) > 0.1
         assert kl(policy, optimum(beta=BETA / 1.5)) > 0.015 < kl(policy, optimum(beta=BETA * 1.5))

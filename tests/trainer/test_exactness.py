@@ -1,4 +1,4 @@
-"""Exactness by enumeration: the expected gradient of every option against the true gradient of E[r] - beta KL."""
+"""Exactness by enumeration: each option's expected gradient against E[r] - beta KL's gradient."""
 
 from __future__ import annotations
 
@@ -39,14 +39,18 @@ def bias(world: World, samples: int = 2, **options) -> float:
 
 def test_the_tree_has_a_dozen_sequences_of_unequal_length():
     assert NUM_SEQUENCES == 15
-    assert sorted(set(TREE.mask.sum(1).tolist())) == [1, 2, 3]
+    lengths = TREE.mask.sum(1).tolist()
+    assert sorted(set(lengths)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("estimator", sorted(EXACT))
 @pytest.mark.parametrize("placement", ["reward", "advantage", "loss"])
 @pytest.mark.parametrize("credit", ["sequence", "token"])
 def test_exact_estimators_have_the_true_gradient(world, estimator, placement, credit):
-    """Detached, summed k1 in the reward or the advantage, in the loss with prefix weights; by response or by token."""
+    """Summed k1, detached, in the reward or the advantage, or in the loss with prefix weights.
+
+    By response or by token.
+    """
     options = {
         "advantage_estimator": estimator,
         "kl_placement": placement,
@@ -61,8 +65,8 @@ def test_exact_with_three_samples_too(world):
 
 @pytest.mark.parametrize("estimator", ["batch_mean", "prompt_mean"])
 def test_a_baseline_that_includes_the_sample_shortens_the_gradient(world, estimator):
-    found = expected_gradient(world, Options(advantage_estimator=estimator), 2)
-    assert relative_error(2 * found, world.true_gradient) < 1e-8
+    gradient = expected_gradient(world, Options(advantage_estimator=estimator), 2)
+    assert relative_error(2 * gradient, world.true_gradient) < 1e-8
 
 
 def test_the_others_are_biased_and_this_test_would_see_it(world):
@@ -89,7 +93,7 @@ def test_in_the_loss_only_prefix_weights_are_exact_and_only_for_unbiased_values(
 
 
 def test_k1_in_the_loss_without_score_weights_is_no_kl_at_all(world, monkeypatch):
-    """A known trap: its expected gradient is zero, so that nothing holds the policy."""
+    """A known trap: its expected gradient is zero, so nothing restrains the policy."""
     options = Options(kl_placement="loss", kl_loss_weights="none")
     without = expected_gradient(world, options, 2)
     monkeypatch.setattr(enumeration, "BETA", 100 * enumeration.BETA)
@@ -105,7 +109,7 @@ def test_on_policy_no_ratio_changes_the_gradient(world, ratio, aggregation):
 
 
 class TestOffPolicy:
-    """Samples drawn from another policy; the default's advantages, without a KL, so that nothing else interferes."""
+    """Samples of another policy, with the default's advantages and without a KL."""
 
     @pytest.fixture
     def behaviour(self) -> Tensor:
@@ -131,7 +135,7 @@ class TestOffPolicy:
         ("ratio", "exact"), [("sequence", True), ("token", False), ("sequence_geometric", False)]
     )
     def test_an_earlier_policy(self, world, behaviour, ratio, exact):
-        """Unclipped, only the ratio of the whole response is exact; clipping biases it."""
+        """Without clipping, only the ratio of the whole response is exact; clipping biases it."""
         free = LossSettings(importance_ratio=ratio, ratio_clip_low=1.0, ratio_clip_high=1e9)
         error = self.error(world, behaviour, free, as_old=True)
         assert error < 1e-8 if exact else error > 0.02
@@ -140,26 +144,31 @@ class TestOffPolicy:
         )
 
     def error(self, world: World, behaviour: Tensor, loss: LossSettings, *, as_old: bool) -> float:
-        # A KL would be that of the policy, which the samples of another one do not estimate.
+        # A KL is the policy's, which samples of another policy do not estimate.
         world = replace(world, reference=TREE.log_probs(world.parameters).detach())
         objective = TREE.log_probs(world.parameters).sum(1).exp() @ world.rewards
         (true,) = torch.autograd.grad(objective, world.parameters)
-        found = expected_gradient(world, Options(loss=loss), 2, behaviour=behaviour, as_old=as_old)
-        return relative_error(found, true)
+        gradient = expected_gradient(
+            world, Options(loss=loss), 2, behaviour=behaviour, as_old=as_old
+        )
+        return relative_error(gradient, true)
 
 
 class TestVariance:
     def test_more_samples_a_prompt_are_worth_more_than_more_groups(self, world):
-        """Four samples as one group against two groups of two, whose average has half the variance of one."""
+        """Four samples as one group against the mean of two groups of two.
+
+        The mean of two groups has half the variance of one group.
+        """
         four, two = (gradient_variance(world, Options(), samples) for samples in (4, 2))
         assert four <= two / 2
 
     def test_samples_without_a_baseline_are_independent(self, world):
-        one, two = (
+        of_one_group, of_two_groups = (
             gradient_variance(world, Options(advantage_estimator="none"), samples)
             for samples in (1, 2)
         )
-        assert two == pytest.approx(one / 2, rel=1e-12)
+        assert of_two_groups == pytest.approx(of_one_group / 2, rel=1e-12)
 
     @pytest.mark.slow
     def test_no_baseline_wins_near_a_mean_of_zero_and_loses_far_from_it(self):
@@ -169,8 +178,5 @@ class TestVariance:
             return gradient_variance(world, Options(), 4) / none
 
         assert ratio(3.0) < 0.3
-        assert (
-            min(ratio(mean / 10) for mean in range(-10, 11))
-            < 1
-            < max(ratio(mean / 10) for mean in range(-10, 11))
-        )
+        ratios = [ratio(mean / 10) for mean in range(-10, 11)]
+        assert min(ratios) < 1 < max(ratios)

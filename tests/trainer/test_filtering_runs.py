@@ -1,4 +1,4 @@
-"""Dynamic filtering on whole runs: which prompts are drawn, which of them are trained on, and what is counted."""
+"""Dynamic filtering in whole runs: prompts that are drawn, prompts that train, and the counts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPTS = three_letters(18)
 
 
 class Recorder(FunctionReward):
-    """Remembers each sample that it scored: the prompt's text and the reward."""
+    """Records the prompt's text and the reward of each sample that it scores."""
 
     def __init__(self, score: Callable[[list[int]], float] = odd_share_or_alike):
         super().__init__(score, 0)
@@ -52,20 +52,23 @@ class Recorder(FunctionReward):
         return answer
 
     def steps(self, lines: list[dict]) -> list[dict[str, set[float]]]:
-        """The different rewards of each prompt that a step drew, in the order in which they were drawn."""
-        found = []
+        """Return the distinct rewards of each prompt of a step, in the order of drawing."""
+        rewards_of_steps = []
         start = 0
         for line in lines:
             end = 4 * line["train/consumed_prompts"]
             drawn: dict[str, set[float]] = {}
-            for prompt, reward in zip(
-                self.prompts[start:end], self.rewards[start:end], strict=True
-            ):
-                drawn.setdefault(prompt, set()).add(reward)
-            found.append(drawn)
+            for row in range(start, end):
+                drawn.setdefault(self.prompts[row], set()).add(self.rewards[row])
+            rewards_of_steps.append(drawn)
             start = end
         assert start == len(self.prompts)
-        return found
+        return rewards_of_steps
+
+
+def responses_of(folder: Path, step: int) -> dict[tuple[int, int], str]:
+    rows = rollouts_of(folder, step)
+    return {(row["prompt_id"], row["sample_id"]): row["response"] for row in rows}
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 5])
@@ -73,7 +76,8 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
     recorder = Recorder()
     bound = f"{RL}.max_resampling_rounds={rounds}"
     lines = run(tmp_path, mesh, *FILTERING, bound, rm=recorder, prompts=PROMPTS)
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(1, len(lines) + 1))
     consumed = [0, *(line["train/consumed_prompts"] for line in lines)]
     assert consumed[-1] == 2 * len(PROMPTS) and len(PROMPTS) in consumed, (
         "an epoch's end is a step's end"
@@ -86,13 +90,14 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
         assert line["train/groups_trained"] == min(len(differ), WANTED)
         assert line["train/resampling_rounds"] == -(-len(drawn) // WANTED) - 1 <= rounds
         rows = rollouts_of(tmp_path, step)
-        assert Counter(row["prompt"] for row in rows) == dict.fromkeys(differ[:WANTED], 4)
-        assert all(row["valid"] for row in rows)
-        # No batch was drawn once there were enough, and another one whenever there were not.
-        before_last = [
-            len(drawn[p]) > 1 for p in list(drawn)[: WANTED * line["train/resampling_rounds"]]
-        ]
-        assert sum(before_last) < WANTED or not before_last
+        num_responses = Counter(row["prompt"] for row in rows)
+        assert num_responses == dict.fromkeys(differ[:WANTED], 4)
+        for row in rows:
+            assert row["valid"]
+        # No batch is drawn once there are enough prompts, and another one as long as there are not.
+        before_last = list(drawn)[: WANTED * line["train/resampling_rounds"]]
+        num_differ = sum(len(drawn[prompt]) > 1 for prompt in before_last)
+        assert num_differ < WANTED or not before_last
         ended = consumed[step] % len(PROMPTS) == 0
         assert len(differ) >= WANTED or ended or line["train/resampling_rounds"] == rounds
         filled += len(differ) >= WANTED
@@ -100,7 +105,8 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
         "else this test sees nothing"
     )
     for epoch in (0, 1):
-        seen = recorder.prompts[epoch * 4 * len(PROMPTS) : (epoch + 1) * 4 * len(PROMPTS)]
+        an_epoch = 4 * len(PROMPTS)
+        seen = recorder.prompts[epoch * an_epoch : (epoch + 1) * an_epoch]
         assert Counter(seen) == dict.fromkeys(PROMPTS, 4), "every prompt once an epoch"
 
 
@@ -110,9 +116,8 @@ def test_the_rewards_that_are_logged_are_those_of_all_that_were_drawn(tmp_path, 
     start = 0
     for line in lines:
         end = 4 * line["train/consumed_prompts"]
-        assert line["train/rewards"] == pytest.approx(
-            sum(recorder.rewards[start:end]) / (end - start)
-        )
+        total = sum(recorder.rewards[start:end])
+        assert line["train/rewards"] == pytest.approx(total / (end - start))
         start = end
 
 
@@ -125,13 +130,12 @@ def test_optimizer_steps_on_what_is_left(tmp_path, mesh):
     lines = run(tmp_path, mesh, *FILTERING, *options, rm=SOME_ALIKE, prompts=PROMPTS)
     trained = [line["train/groups_trained"] for line in lines]
     assert len(set(trained)) > 1
-    assert [line["train/optimizer_steps"] for line in lines] == [
-        max(-(-count // 2), 1) for count in trained
-    ]
+    optimizer_steps = [line["train/optimizer_steps"] for line in lines]
+    assert optimizer_steps == [max(-(-count // 2), 1) for count in trained]
 
 
 def test_nothing_to_train_on(tmp_path, mesh):
-    """The prompts are used up by two steps, long before the number of steps that was planned with."""
+    """Two steps use up all prompts, long before the planned number of steps."""
     options = [
         f"{RL}.max_resampling_rounds=9",
         f"{RL}.val_check_interval=4",
@@ -141,20 +145,19 @@ def test_nothing_to_train_on(tmp_path, mesh):
     with tiny_trainer(config, mesh, lambda ids: 0.25) as trainer:
         before = weights(trainer)
         trainer.fit()
-        assert trainer.max_steps == 10 and trainer.step == 2
-        assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+        assert trainer.max_steps == 10
+        assert trainer.step == 2
+        for a, b in zip(before, weights(trainer), strict=True):
+            assert torch.equal(a, b)
     lines = metrics_of(tmp_path)
-    assert [line["step"] for line in lines if "val/rewards" in line] == [0, 2], (
-        "validated at the end too"
-    )
+    validated_steps = [line["step"] for line in lines if "val/rewards" in line]
+    assert validated_steps == [0, 2], "validated at the end too"
     for line in lines[1:]:
         counts = [line[f"train/groups_{name}"] for name in ("drawn", "without_spread", "trained")]
         assert counts == [18, 18, 0]
-        assert (line["train/rewards"], line["train/actor_loss"], line["train/grad_norm"]) == (
-            0.25,
-            0.0,
-            0.0,
-        )
+        assert line["train/rewards"] == 0.25
+        assert line["train/actor_loss"] == 0.0
+        assert line["train/grad_norm"] == 0.0
         assert line["train/skipped_step"] == 0
     assert rollouts_of(tmp_path, 1) == []
 
@@ -181,18 +184,17 @@ def test_nothing_to_train_on_with_other_options(options, tmp_path, mesh):
     lines = run(tmp_path, mesh, *FILTERING, *options, rm=lambda ids: 0.25)
     assert len(lines) == 2
     for line in lines:
-        assert (
-            line["train/groups_trained"],
-            line["train/actor_loss"],
-            line["train/skipped_step"],
-        ) == (0, 0, 0)
+        assert line["train/groups_trained"] == 0
+        assert line["train/actor_loss"] == 0
+        assert line["train/skipped_step"] == 0
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, mesh):
-    """Interrupted within the first epoch, at a step that drew more than once."""
+    """Interrupted within the first epoch, in a step that drew several batches."""
     folders = tmp_path / "whole", tmp_path / "parts"
     whole = run(folders[0], mesh, *FILTERING, rm=SOME_ALIKE, prompts=PROMPTS)
-    assert whole[1]["train/resampling_rounds"] > 0 and whole[1]["train/epoch"] == 0
+    assert whole[1]["train/resampling_rounds"] > 0
+    assert whole[1]["train/epoch"] == 0
     for steps in (2, 3, -1):
         parts = run(
             folders[1], mesh, *FILTERING, f"{RL}.max_steps={steps}", rm=SOME_ALIKE, prompts=PROMPTS
@@ -214,16 +216,12 @@ def test_two_ranks_equal_one(tmp_path, mesh):
     with tiny_trainer(load_config(compose(*overrides, places[0])), mesh, SOME_ALIKE) as trainer:
         trainer.fit()
     run_ranks(SCRIPT, 2, tmp_path, "SOME_ALIKE", *overrides, places[1], "trainer.devices=2")
-    expected, found = (list(map(however_cut, metrics_of(folder))) for folder in folders)
+    expected, filtered = (list(map(however_cut, metrics_of(folder))) for folder in folders)
     assert any(line["train/groups_without_spread"] for line in expected)
-    for step, (line, other) in enumerate(zip(found, expected, strict=True), 1):
+    for step, (line, other) in enumerate(zip(filtered, expected, strict=True), 1):
         assert largest_difference(line, other) < 1e-4
-        one, two = (
-            {(r["prompt_id"], r["sample_id"]): r["response"] for r in rollouts_of(folder, step)}
-            for folder in folders
-        )
-        assert one == two
+        assert responses_of(folders[0], step) == responses_of(folders[1], step)
     for rank in (0, 1):
         parameters = torch.load(tmp_path / f"weights.{rank}")
-        for one, other in zip(parameters, weights(trainer), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+        for parameter, other in zip(parameters, weights(trainer), strict=True):
+            torch.testing.assert_close(parameter, other, rtol=0, atol=1e-4)

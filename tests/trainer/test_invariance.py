@@ -1,7 +1,7 @@
-"""What must not matter: order, a constant in a group, padding, micro-batches and the ranks' layout.
+"""Invariance to order, a constant in a group, padding, micro-batches and layouts of ranks.
 
-The whole chain from rewards to the gradient of each token's log-prob, in float64, for every estimator, credit,
-whitening, aggregation and ratio.
+The whole chain from rewards to the gradient of each token's log-prob, in float64, for every
+estimator, credit, whitening, aggregation and ratio.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIXED_LENGTH = 7.0
 
 @dataclass(frozen=True)
 class Batch:
-    """N samples with everything that a loss may read."""
+    """N samples with all fields that a loss may read."""
 
     rewards: Tensor
     group_ids: Tensor
@@ -51,7 +51,8 @@ class Batch:
 
     @property
     def mask(self) -> Tensor:
-        return torch.arange(self.log_probs.shape[1])[None, :] < self.lengths[:, None]
+        positions = torch.arange(self.log_probs.shape[1])[None, :]
+        return positions < self.lengths[:, None]
 
     def select(self, rows: Tensor) -> Batch:
         return Batch(*(values[rows] for values in vars(self).values()))
@@ -98,9 +99,11 @@ def batches(draw: st.DrawFn, largest: float = 0.99 * MAX_REWARD) -> Batch:
     rewards = torch.tensor(
         draw(st.lists(numbers, min_size=count, max_size=count)), dtype=torch.float64
     )
-    groups = torch.tensor(draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
+    group_lists = st.lists(st.integers(0, 3), min_size=count, max_size=count)
+    groups = torch.tensor(draw(group_lists))
     valid = torch.tensor(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
-    lengths = torch.tensor(draw(st.lists(st.integers(1, width), min_size=count, max_size=count)))
+    length_lists = st.lists(st.integers(1, width), min_size=count, max_size=count)
+    lengths = torch.tensor(draw(length_lists))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     tables = -3 * torch.rand(4, count, width, generator=generator, dtype=torch.float64)
     log_probs = tables[0]
@@ -123,16 +126,14 @@ def chain(
     kl_tokens = torch.where(batch.mask, batch.log_probs - batch.reference, 0.0)
     kl = kl_tokens.sum(1)
     in_reward = BETA if choice.placement == "reward" else 0.0
-    # Advantages are taken of the global batch, gathered in rank order.
+    # Advantages use the global batch, gathered in the order of ranks.
     order = torch.cat(parts)
-    found = ADVANTAGE_ESTIMATORS[choice.estimator].function(
-        RewardGroups.of(
-            (rewards - in_reward * kl)[order], batch.group_ids[order], batch.valid[order], 0.3
-        )
-    )
-    counted = batch.mask[order] & found.trains[:, None]
+    with_kl = rewards - in_reward * kl
+    groups = RewardGroups.of(with_kl[order], batch.group_ids[order], batch.valid[order], 0.3)
+    advantages_of_groups = ADVANTAGE_ESTIMATORS[choice.estimator].function(groups)
+    counted = batch.mask[order] & advantages_of_groups.trains[:, None]
     advantages = assign_credit(
-        found,
+        advantages_of_groups,
         rewards[order],
         kl[order],
         kl_tokens[order],
@@ -141,18 +142,21 @@ def chain(
         kl_placement=choice.placement,
         assignment=choice.credit,
     )
-    cuts = list(torch.arange(len(order)).split([len(part) for part in parts]))
+    sizes = [len(part) for part in parts]
+    cuts = list(torch.arange(len(order)).split(sizes))
     if choice.whitening != "none":
         advantages = whiten_over_ranks(advantages, counted, choice.whitening, cuts)
-    lengths = torch.where(found.trains, batch.lengths[order], 0)
-    denominators = Denominators(float(found.trains.sum()), float(lengths.sum()), FIXED_LENGTH)
+    lengths = torch.where(advantages_of_groups.trains, batch.lengths[order], 0)
+    denominators = Denominators(
+        float(advantages_of_groups.trains.sum()), float(lengths.sum()), FIXED_LENGTH
+    )
     leaf = batch.log_probs[order].clone().requires_grad_()
     for cut in cuts:
         for rows in cut.split(micro):
             inputs = LossInputs(
                 batch.mask[order][rows],
                 advantages[rows],
-                found.trains[rows],
+                advantages_of_groups.trains[rows],
                 batch.old[order][rows],
                 batch.generator[order][rows],
                 batch.reference[order][rows],
@@ -165,7 +169,7 @@ def chain(
 
 
 def whiten_over_ranks(advantages: Tensor, mask: Tensor, unit: str, cuts: list[Tensor]) -> Tensor:
-    """As each rank would call it: a first round finds the totals over ranks, as an all-reduce would."""
+    """Whiten as each rank would; a first round computes the totals, as an all-reduce would."""
     totals: list[list[Tensor]] = [[], []]
 
     def record(call: list[int]):
@@ -190,9 +194,10 @@ def whiten_over_ranks(advantages: Tensor, mask: Tensor, unit: str, cuts: list[Te
     )
 
 
-def assert_equal(found: Tensor, expected: Tensor) -> None:
-    assert torch.isfinite(found).all()
-    assert (found - expected).abs().max() <= 1e-9 * max(1.0, float(expected.abs().max()))
+def assert_equal(gradient: Tensor, expected: Tensor) -> None:
+    assert torch.isfinite(gradient).all()
+    scale = max(1.0, float(expected.abs().max()))
+    assert (gradient - expected).abs().max() <= 1e-9 * scale
 
 
 CHOICES = (
@@ -214,8 +219,9 @@ a_few = settings(deadline=None, max_examples=12)
 @a_few
 @given(batch=batches(), seed=st.integers(0, 99))
 def test_order_does_not_matter(choice, batch, seed):
-    if choice.estimator == "raft":  # of equally good ones it takes the first
-        batch = replace(batch, rewards=batch.rewards + torch.arange(len(batch.rewards)) * 1e-3)
+    if choice.estimator == "raft":  # of equally good samples it takes the first
+        offsets = torch.arange(len(batch.rewards)) * 1e-3
+        batch = replace(batch, rewards=batch.rewards + offsets)
         batch = replace(batch, rewards=batch.rewards.clamp(-MAX_REWARD / 2, MAX_REWARD / 2))
         if len(set(batch.rewards.tolist())) < len(batch.rewards):
             return
@@ -231,9 +237,9 @@ def test_order_does_not_matter(choice, batch, seed):
     garbage=st.sampled_from([0.0, math.nan, math.inf, -math.inf]),
 )
 def test_padding_does_not_matter(choice, batch, columns, garbage):
-    found = chain(batch.wider(columns, garbage), choice)
-    assert not found[:, -columns:].any()
-    assert_equal(found[:, :-columns], chain(batch, choice))
+    gradient = chain(batch.wider(columns, garbage), choice)
+    assert not gradient[:, -columns:].any()
+    assert_equal(gradient[:, :-columns], chain(batch, choice))
 
 
 @every_choice
@@ -244,7 +250,7 @@ def test_micro_batches_and_ranks_do_not_matter(choice, batch, ranks, micro):
     owner = batch.group_ids % ranks
     parts = [(owner == rank).nonzero()[:, 0] for rank in range(ranks)]
     by_group = torch.argsort(batch.group_ids % ranks, stable=True)
-    if choice.estimator == "raft":  # its choice among equals follows the order, which the ranks' is
+    if choice.estimator == "raft":  # its choice among equals follows the order, which ranks change
         batch = batch.select(by_group)
         parts = list(torch.arange(len(by_group)).split([len(p) for p in parts]))
     assert_equal(chain(batch, choice, parts, micro), chain(batch, choice))
@@ -258,19 +264,21 @@ def test_a_constant_added_to_a_groups_rewards_does_not_matter(estimator, batch, 
     shifts = torch.tensor(constants, dtype=torch.float64).round(decimals=3)
     shifted = replace(rounded, rewards=rounded.rewards + shifts[batch.group_ids])
     choice = Choice(estimator=estimator)
-    found = chain(shifted, choice)
+    gradient = chain(shifted, choice)
     expected = chain(rounded, choice)
     # GRPO divides by a deviation that a shift changes in its last digits.
-    assert (found - expected).abs().max() <= 1e-7 * max(1.0, float(expected.abs().max()))
+    scale = max(1.0, float(expected.abs().max()))
+    assert (gradient - expected).abs().max() <= 1e-7 * scale
 
 
 @a_few
 @given(batch=batches(1e3), constant=st.floats(-1e3, 1e3))
 def test_a_constant_added_to_all_rewards_does_not_matter_to_the_batch_mean(batch, constant):
     choice = Choice(estimator="batch_mean")
-    found = chain(replace(batch, rewards=batch.rewards + constant), choice)
+    gradient = chain(replace(batch, rewards=batch.rewards + constant), choice)
     expected = chain(batch, choice)
-    assert (found - expected).abs().max() <= 1e-7 * max(1.0, float(expected.abs().max()))
+    scale = max(1.0, float(expected.abs().max()))
+    assert (gradient - expected).abs().max() <= 1e-7 * scale
 
 
 @a_few
@@ -287,63 +295,62 @@ def test_leave_one_out_is_the_mean_of_the_group_stretched(batch):
 @a_few
 @given(batch=batches())
 def test_invalid_samples_have_no_gradient_and_change_nobody_elses(choice, batch):
-    found = chain(batch, choice)
-    assert not found[~batch.valid].any()
+    gradient = chain(batch, choice)
+    assert not gradient[~batch.valid].any()
     kept = batch.valid.nonzero()[:, 0]
     if len(kept):
-        assert_equal(chain(batch.select(kept), choice), found[kept])
+        assert_equal(chain(batch.select(kept), choice), gradient[kept])
 
 
 def test_equal_rewards_with_one_invalid_teach_nothing():
-    """Counted in the divisor, the invalid one would give -0.5 here."""
-    groups = RewardGroups.of(
-        torch.ones(4), torch.zeros(4).long(), torch.tensor([True, True, True, False])
-    )
+    """With the invalid sample in the divisor, the advantage would be -0.5."""
+    valid = torch.tensor([True, True, True, False])
+    groups = RewardGroups.of(torch.ones(4), torch.zeros(4).long(), valid)
     assert leave_one_out(groups).values.tolist() == [0.0] * 4
 
 
 def test_nearly_equal_others_do_not_blow_up():
-    """Divided by the deviation of the others, [0, 0.95 x 7] gave an advantage of -2075 to users of a peer."""
+    """Divided by the others' deviation, [0, 0.95 x 7] gave users of a peer advantages of -2075."""
     rewards = torch.tensor([0.0] + [0.95] * 7)
     for estimator in ADVANTAGE_ESTIMATORS:
-        found = ADVANTAGE_ESTIMATORS[estimator].function(
-            RewardGroups.of(rewards, torch.zeros(8).long())
-        )
-        assert found.values.abs().max() < 3
+        groups = RewardGroups.of(rewards, torch.zeros(8).long())
+        advantages = ADVANTAGE_ESTIMATORS[estimator].function(groups)
+        assert advantages.values.abs().max() < 3
 
 
 def hard_batches() -> dict[str, Batch]:
-    """In float32, as in a run: what has made peers divide by zero or exceed the range of a float."""
+    """float32 batches, as in a run, that made peers divide by zero or overflow."""
     groups = torch.arange(7).repeat_interleave(2)
     generator = torch.Generator().manual_seed(0)
     log_probs = -3 * torch.rand(len(groups), 4, generator=generator)
     largest = 0.99 * MAX_REWARD
-    far = torch.where(torch.arange(len(groups))[:, None] % 2 == 0, 150.0, -150.0)
+    rows = torch.arange(len(groups))[:, None]
+    far = torch.where(rows % 2 == 0, 150.0, -150.0)
     near = (groups < 4)[:, None]
+    old = torch.where(near, log_probs + 0.1, log_probs - far)
+    generator_log_probs = torch.where(near, log_probs - 0.1, log_probs - far.roll(1, 0))
     easy = Batch(
         rewards=torch.randn(len(groups), generator=generator),
         group_ids=groups,
         valid=torch.ones(len(groups), dtype=torch.bool),
         lengths=torch.tensor([4, 1, 2, 3, 4, 1, 2] * 2),
         log_probs=log_probs,
-        old=torch.where(near, log_probs + 0.1, log_probs - far),
-        generator=torch.where(near, log_probs - 0.1, log_probs - far.roll(1, 0)),
+        old=old,
+        generator=generator_log_probs,
         reference=log_probs - 0.2,
     )
-    one = torch.arange(len(groups)) == 4
-    rewards = torch.tensor(
-        [1 / 3, 1 / 3, largest, -largest, largest - 1 / 3, largest - 1 / 3] + [0.5, -0.5] * 4
-    )
-    lengths = torch.where(torch.arange(len(groups)) % 4 == 1, 0, easy.lengths)
+    samples = torch.arange(len(groups))
+    rewards = [1 / 3, 1 / 3, largest, -largest, largest - 1 / 3, largest - 1 / 3]
+    rewards = torch.tensor(rewards + [0.5, -0.5] * 4)
+    lengths = torch.where(samples % 4 == 1, 0, easy.lengths)
+    equal = torch.full((len(groups),), 1 / 3)
+    one_token = torch.ones_like(groups)
+    nothing = torch.zeros_like(easy.valid)
     return {
-        "everything": replace(
-            easy, rewards=rewards, lengths=lengths, valid=torch.arange(len(groups)) != 7
-        ),
-        "equal rewards": replace(
-            easy, rewards=torch.full((len(groups),), 1 / 3), reference=log_probs
-        ),
-        "one valid token": replace(easy, valid=one, lengths=torch.ones_like(groups)),
-        "nothing valid": replace(easy, valid=~one & one),
+        "everything": replace(easy, rewards=rewards, lengths=lengths, valid=samples != 7),
+        "equal rewards": replace(easy, rewards=equal, reference=log_probs),
+        "one valid token": replace(easy, valid=samples == 4, lengths=one_token),
+        "nothing valid": replace(easy, valid=nothing),
     }
 
 
@@ -354,12 +361,14 @@ HARD = hard_batches()
 @pytest.mark.parametrize("whitening", ADVANTAGE_WHITENINGS)
 @pytest.mark.parametrize("name", HARD)
 def test_no_choice_gives_a_nan_or_an_infinity(estimator, whitening, name):
-    """For every credit, aggregation and ratio that the configuration lets through."""
+    """For each credit, aggregation and ratio that the configuration accepts."""
     for credit in CREDIT_ASSIGNMENTS:
         for aggregation in LOSS_AGGREGATIONS:
             for ratio in IMPORTANCE_RATIOS:
                 if credit == "sequence" or not ratio.startswith("sequence"):
                     loss = LossSettings(aggregation, ratio, generator_correction="sequence")
                     choice = Choice(estimator, credit, whitening, loss)
-                    found = chain(HARD[name], choice)
-                    assert found.dtype == torch.float32 and torch.isfinite(found).all(), str(choice)
+                    gradient = chain(HARD[name], choice)
+                    assert gradient.dtype == torch.float32 and torch.isfinite(gradient).all(), str(
+                        choice
+                    )

@@ -1,4 +1,7 @@
-"""One of two ranks dies or hangs: the other ends within a bound and says who it was, and the run goes on exactly."""
+"""One of two ranks dies or hangs; the other ends within a bound and names it.
+
+The run resumes exactly.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from reinforce_rl.runtime.status import read_status
 
 SLOW = pytest.mark.slow
 LIMITS = ["trainer.heartbeat_timeout_seconds=6", "trainer.collective_timeout_seconds=6"]
-NOTHING = 0  # the rank does nothing any more
-BUSY = -1  # the rank does something else for ever
+NOTHING = 0  # the rank stands still
+BUSY = -1  # the rank is busy with something else for ever
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +46,9 @@ def lose(
     key: str,
     **options: object,
 ) -> str:
-    """Start a run in which a rank is lost.
+    """Start a run and lose one of its ranks.
 
-    Returns what is said of it by the other, which nobody ends, and whose error has this key.
+    Return what the other rank reports; it ends by itself, with an error of this key.
     """
     act = {"rank": lost, "phase": phase, "step": step, "signal": number}
     # A stopped process cannot end itself.
@@ -55,14 +58,16 @@ def lose(
     processes.wait()
     said = (folder / "log").read_text()
     assert processes.statuses[1 - lost] == EXIT_LOST_RANK, said
-    assert processes.statuses[lost] == (
-        EXIT_LOST_RANK if number in (NOTHING, BUSY) else -signal.SIGKILL
-    ), said
+    code = EXIT_LOST_RANK if number in (NOTHING, BUSY) else -signal.SIGKILL
+    assert processes.statuses[lost] == code, said
     status = read_status(folder / "run")
-    assert status is not None and (status.state, status.exit_code) == ("failed", EXIT_LOST_RANK)
+    assert status is not None
+    assert status.state == "failed"
+    assert status.exit_code == EXIT_LOST_RANK
     assert f"error: {status.reason} [{key}]" in said
     where = f"phase {phase} of step {step}" if step else f"phase {phase}, before the first step"
-    assert f"rank {lost} (host " in status.reason and where in status.reason
+    assert f"rank {lost} (host " in status.reason
+    assert where in status.reason
     return status.reason
 
 
@@ -102,7 +107,7 @@ def test_outside_of_steps(processes, tmp_path, phase, step):
 
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=SLOW), 1])
 def test_torchs_own_limit_of_a_collective(processes, tmp_path, lost):
-    """It is busy, not still, so that nobody finds it hanging until gloo gives up waiting for it."""
+    """The rank is busy, not still, so it counts as alive until gloo times out."""
     key = "ranks.rank.hangs"
     reason = lose(processes, tmp_path, lost, "generate", 5, BUSY, key, torch_timeout=12)
     assert "imed out waiting" in reason

@@ -1,4 +1,4 @@
-"""Several optimizer steps on one rollout batch: which sequences each takes, and against which policy."""
+"""Several optimizer steps on one rollout batch: the sequences of each, and its old policy."""
 
 from __future__ import annotations
 
@@ -66,10 +66,9 @@ class Updates:
         original = trainer.model.get_loss_and_metrics
 
         def look_on(batch: ReinforceBatch, *args: Any, rows: Tensor, **kwargs: Any):
-            own = batch.rollouts
-            self.rows.append(
-                list(zip(own.group_ids[rows].tolist(), own.sample_ids[rows].tolist(), strict=True))
-            )
+            prompts = batch.rollouts.group_ids[rows].tolist()
+            samples = batch.rollouts.sample_ids[rows].tolist()
+            self.rows.append(list(zip(prompts, samples, strict=True)))
             share = original(batch, *args, rows=rows, **kwargs)
             self.sums.append(share.sums)
             return share
@@ -99,24 +98,33 @@ class TestOptimizerSteps:
         epochs = [seen.rows[i] + seen.rows[i + 1] for i in (0, 2, 4, 6)]
         epochs += [seen.rows[8], seen.rows[9]]
         for first, second in zip(epochs[::2], epochs[1::2], strict=True):
-            assert len(set(first)) == len(first) and sorted(first) == sorted(second)
-        assert {group for rows in seen.rows for group, _ in rows} == set(range(10))
+            assert len(set(first)) == len(first)
+            assert sorted(first) == sorted(second)
+        groups_seen = {group for rows in seen.rows for group, _ in rows}
+        assert groups_seen == set(range(10))
         assert any(seen.rows[i] != seen.rows[i + 2] for i in (0, 4)), "another order every epoch"
 
     def test_the_schedule_ends_with_the_last_optimizer_step(self, tmp_path, mesh):
-        """Nine prompts: steps of 2, 2 and 1 mini-batches, the last of a single prompt; each twice, in two epochs."""
+        """Nine prompts in steps of 2, 2 and 1 mini-batches, each twice, for two epochs.
+
+        The last mini-batch has a single prompt.
+        """
         schedule = ["name=linear", "warmup_steps=5", "constant_steps=1", "min_lr=0.001"]
         options = [f"model.optim.sched.{item}" for item in schedule]
         lines = run(
             tmp_path, mesh, *TWICE, *options, f"{RL}.max_epochs=2", prompts=three_letters(9)
         )
         assert sum(line["train/optimizer_steps"] for line in lines) == 20
-        taken = [sum(line["train/optimizer_steps"] for line in lines[: i + 1]) for i in range(6)]
+        taken = []
+        for line in lines:
+            taken.append(line["train/optimizer_steps"] + (taken[-1] if taken else 0))
         assert taken == [4, 8, 10, 14, 18, 20]
         # Up to 0.01 by step 5, then straight down to 0.001 at step 19.
-        expected = [
-            0.01 * k / 5 if k <= 5 else max(0.01 - 0.009 * (k - 5) / 14, 0.001) for k in taken
-        ]
+        expected = []
+        for step in taken:
+            warm_up = 0.01 * step / 5
+            decay = max(0.01 - 0.009 * (step - 5) / 14, 0.001)
+            expected.append(warm_up if step <= 5 else decay)
         assert [line["train/lr"] for line in lines] == pytest.approx(expected)
 
     def test_only_the_first_step_on_a_batch_is_on_policy(self, tmp_path, mesh, monkeypatch):
@@ -128,47 +136,45 @@ class TestOptimizerSteps:
             trainer.fit()
         assert len(seen.sums) == 8
         for first in (0, 4):
-            assert (seen.clip_fraction(first), seen.effective_sample_size(first)) == (0.0, 1.0)
+            assert seen.clip_fraction(first) == 0.0
+            assert seen.effective_sample_size(first) == 1.0
             for later in range(first + 1, first + 4):
                 assert seen.clip_fraction(later) > 0
                 assert seen.effective_sample_size(later) < 1 - 1e-5
         for line in metrics_of(tmp_path):
-            assert (
-                0 < line["train/clip_fraction"] < 1 and 0 < line["train/effective_sample_size"] < 1
-            )
+            assert 0 < line["train/clip_fraction"] < 1
+            assert 0 < line["train/effective_sample_size"] < 1
 
     def test_one_step_on_the_whole_batch_has_a_ratio_of_one(self, tmp_path, mesh):
-        """With a ratio and without one it is the same run."""
+        """The run with a ratio equals the run without."""
         lines = []
         for ratio in ("none", "token", "sequence", "sequence_geometric"):
             overrides = [f"{RL}.importance_ratio={ratio}", "model.global_batch_size=16"]
-            lines.append(list(map(without_times, run(tmp_path / ratio, mesh, *overrides))))
-        for found in lines:
-            assert [line["train/optimizer_steps"] for line in found] == [1, 1]
-            assert all(
-                (x["train/clip_fraction"], x["train/effective_sample_size"]) == (0, 1)
-                for x in found
-            )
-            # The loss is another number, since a ratio is 1 where a log-prob is not; the gradient
+            run_lines = run(tmp_path / ratio, mesh, *overrides)
+            lines.append(list(map(without_times, run_lines)))
+        for lines_of_run in lines:
+            assert [line["train/optimizer_steps"] for line in lines_of_run] == [1, 1]
+            for line in lines_of_run:
+                assert line["train/clip_fraction"] == 0
+                assert line["train/effective_sample_size"] == 1
+            # The loss differs, since a ratio is 1 where a log-prob is not; the gradient
             # is the same.
-            for line, other in zip(found, lines[0], strict=True):
-                without_loss = [
-                    {k: v for k, v in x.items() if k != "train/actor_loss"} for x in (line, other)
-                ]
-                assert largest_difference(*without_loss) < 1e-5
+            for line, other in zip(lines_of_run, lines[0], strict=True):
+                assert largest_difference(without_loss(line), without_loss(other)) < 1e-5
 
     def test_independent_of_the_micro_batch_size(self, tmp_path, mesh):
-        found = []
+        results = []
         for size in (16, 3, 1):
             with tiny_trainer(
                 tiny_config(tmp_path / str(size), *TWICE, f"model.micro_batch_size={size}"), mesh
             ) as it:
                 it.fit()
-            found.append((list(map(however_cut, metrics_of(tmp_path / str(size)))), weights(it)))
-        for lines, parameters in found[1:]:
-            assert max(map(largest_difference, lines, found[0][0])) < 1e-4
-            for one, other in zip(parameters, found[0][1], strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+            metrics = list(map(however_cut, metrics_of(tmp_path / str(size))))
+            results.append((metrics, weights(it)))
+        for lines, parameters in results[1:]:
+            assert max(map(largest_difference, lines, results[0][0])) < 1e-4
+            for parameter, other in zip(parameters, results[0][1], strict=True):
+                torch.testing.assert_close(parameter, other, rtol=0, atol=1e-4)
 
     @pytest.mark.parametrize("change", [f"{RL}.reinforce_epochs=2", "model.global_batch_size=8"])
     def test_refused_without_a_ratio(self, tmp_path, change):
@@ -189,21 +195,25 @@ class TestMiniBatches:
     def test_the_same_groups_however_many_ranks_hold_them(self):
         groups = torch.tensor([7, 7, 3, 3, 9, 9, 1, 1, 4, 4])
         alone = [groups[rows].tolist() for rows in mini_batches([groups], 0, 2, 2, seed=5)]
-        assert [len(ids) for ids in alone] == [4, 4, 2, 4, 4, 2]
+        sizes = [len(ids) for ids in alone]
+        assert sizes == [4, 4, 2, 4, 4, 2]
         parts = [groups[:4], groups[4:4], groups[4:]]
         for spread in zip(
             *(list(mini_batches(parts, rank, 2, 2, seed=5)) for rank in range(3)), strict=True
         ):
-            joined = torch.cat([part[rows] for part, rows in zip(parts, spread, strict=True)])
+            pairs = zip(parts, spread, strict=True)
+            joined = torch.cat([part[rows] for part, rows in pairs])
             assert joined.tolist() == alone.pop(0)
         assert not alone
 
     def test_another_order_for_another_seed(self):
         groups = torch.arange(50)
-        orders = [
-            torch.cat(list(mini_batches([groups], 0, 5, 1, seed))).tolist() for seed in (1, 1, 2)
-        ]
-        assert orders[0] == orders[1] != orders[2]
+        orders = []
+        for seed in (1, 1, 2):
+            batches = list(mini_batches([groups], 0, 5, 1, seed))
+            orders.append(torch.cat(batches).tolist())
+        assert orders[0] == orders[1]
+        assert orders[1] != orders[2]
 
     def test_no_group_at_all_still_makes_as_many_steps_on_every_rank(self):
         nothing = torch.zeros(0, dtype=torch.long)
@@ -221,7 +231,7 @@ def brute_force_ratio_gradient(
     low: float,
     high: float,
 ) -> Tensor:
-    """PPO's clipped term of these rows, response by response, by autograd on transformers' model."""
+    """PPO's clipped term of these rows, by autograd on transformers' model, one by one."""
     rollouts = batch.rollouts.select(rows)
     log_probs = brute_force_log_probs(
         model,
@@ -240,9 +250,8 @@ def brute_force_ratio_gradient(
         elif ratio == "sequence_geometric":
             difference = difference.mean().expand(length)
         rho = difference.exp()
-        total = (
-            total - torch.minimum(rho * advantage, rho.clamp(1 - low, 1 + high) * advantage).sum()
-        )
+        clipped = rho.clamp(1 - low, 1 + high)
+        total = total - torch.minimum(rho * advantage, clipped * advantage).sum()
     model.zero_grad()
     (total / len(rows)).backward()
     return flat({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -254,7 +263,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 class TestAgainstBruteForce:
-    """After a step, the gradient of the next one against the policy before the first."""
+    """After one step, the next step's gradient against the policy before the first step."""
 
     @pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_geometric"])
     def test_second_step(self, ratio, folder, mesh, tmp_path):
@@ -290,7 +299,7 @@ class TestAgainstBruteForce:
             )
             expected = brute_force_ratio_gradient(after, batch, part, old, ratio, low, high)
             assert relative_difference(gradient_of(actor), expected) < 1e-4
-            # Nothing of this would show were the policy still where it was, or everything clipped.
+            # The test would see nothing if the policy had not moved or if everything were clipped.
             assert 0 < share.sums["clipped"] < share.sums["tokens"]
         actor.get_loss_and_metrics(batch, sequences(len(second)), rows=second, on_policy=True)
         assert relative_difference(gradient_of(actor), expected) > 0.01
@@ -302,7 +311,8 @@ class TestAgainstBruteForce:
             rollouts, _, _ = trainer.generate_rollouts()
             where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
             before = trainer.model.get_inference_log_probs(*where)
-            assert rollouts.log_probs is not None and torch.equal(rollouts.log_probs, before)
+            assert rollouts.log_probs is not None
+            assert torch.equal(rollouts.log_probs, before)
             batch, _ = trainer.generate_reinforce_data(rollouts)
             trainer.run_training(batch)
             assert torch.equal(rollouts.log_probs, before)
@@ -313,7 +323,7 @@ class TestAgainstBruteForce:
 
 @pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path, mesh):
-    """Five prompts in steps of three and optimizer steps of one: a rank has nothing to do in each of them."""
+    """Five prompts, steps of three, optimizer steps of one: in each a rank has nothing to do."""
     overrides = [
         *tiny_overrides(tmp_path, prompts=three_letters(5)),
         "model.reinforce.num_rollout_samples=3",
@@ -328,16 +338,21 @@ def test_two_ranks_equal_one(tmp_path, mesh):
     run_ranks(
         SCRIPT, 2, tmp_path, "odd_share", *overrides, log_dir(folders[1]), "trainer.devices=2"
     )
-    found, expected = (list(map(however_cut, metrics_of(folder))) for folder in reversed(folders))
+    expected = [however_cut(line) for line in metrics_of(folders[0])]
+    two_ranks = [however_cut(line) for line in metrics_of(folders[1])]
     assert [line["train/optimizer_steps"] for line in expected] == [6, 4]
-    for line, other in zip(found, expected, strict=True):
+    for line, other in zip(two_ranks, expected, strict=True):
         assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
     for rank in (0, 1):
         parameters = torch.load(tmp_path / f"weights.{rank}")
-        for one, other in zip(parameters, weights(trainer), strict=True):
-            assert relative_difference(one, other) < 1e-5
+        for parameter, other in zip(parameters, weights(trainer), strict=True):
+            assert relative_difference(parameter, other) < 1e-5
+
+
+def without_loss(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name != "train/actor_loss"}
 
 
 def log_dir(folder: Path) -> str:
-    """`metrics_of` looks below `run`."""
+    """Return the override of the folder that `metrics_of` reads."""
     return f"exp_manager.explicit_log_dir={folder / 'run'}"

@@ -1,4 +1,4 @@
-"""Options of KL, credit, rewards and truncation on whole runs: what stands in the files is what the page says."""
+"""Options of KL, credit, rewards and truncation in whole runs: files hold what the page says."""
 
 from __future__ import annotations
 
@@ -40,21 +40,20 @@ BETA = 0.1  # of `tiny_overrides`
 
 
 def of_others(rows: list[dict], row: dict, key: str) -> float:
-    """The mean over the other valid samples of the row's prompt."""
-    others = [
-        r[key] for r in rows if r["prompt_id"] == row["prompt_id"] and r is not row and r["valid"]
-    ]
+    """Return the mean over the other valid samples of the row's prompt."""
+    of_prompt = [other for other in rows if other["prompt_id"] == row["prompt_id"]]
+    others = [other[key] for other in of_prompt if other is not row and other["valid"]]
     return sum(others) / len(others)
 
 
 class TestAdaptiveKL:
     @pytest.mark.parametrize("target, direction", [(1e-4, 1), (1e4, -1)])
     def test_beta_moves_against_the_error(self, target, direction, tmp_path, mesh):
-        """By the most that it may, 20 % a horizon, since the KL is far off."""
+        """It moves by the largest step, 20 % a horizon, since the KL is far off."""
         lines = run(
             tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.kl_target={target}", f"{RL}.kl_horizon=64"
         )
-        found = [line["train/kl_coefficient"] for line in lines]
+        coefficients = [line["train/kl_coefficient"] for line in lines]
         # The first step's KL is exactly 0, below any target.
         factors = [1 - 0.2 * 16 / 64] + [1 + direction * 0.2 * 16 / 64] * 2
         expected = [
@@ -63,23 +62,26 @@ class TestAdaptiveKL:
             BETA * factors[0] * factors[1],
             BETA * math.prod(factors),
         ]
-        assert all(line["train/init_policy_kl"] > 0 for line in lines[1:])
-        assert found == pytest.approx(expected)
+        for line in lines[1:]:
+            assert line["train/init_policy_kl"] > 0
+        assert coefficients == pytest.approx(expected)
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
         assert checkpoint is not None
         last = 1 + direction * 0.2 * 16 / 64
         assert checkpoint.trainer_state["kl_coefficient"] == pytest.approx(expected[-1] * last)
-        for step, beta in enumerate(found, 1):
+        for step, beta in enumerate(coefficients, 1):
             for row in rollouts_of(tmp_path, step):
                 assert row["reward_with_kl"] == pytest.approx(
                     row["reward"] - beta * row["kl"], abs=1e-6
                 )
 
     def test_without_a_target_a_resumed_run_has_the_beta_of_its_configuration(self, tmp_path, mesh):
-        assert [line["train/kl_coefficient"] for line in run(tmp_path, mesh)] == [BETA] * 2
+        kl_coefficients = [line["train/kl_coefficient"] for line in run(tmp_path, mesh)]
+        assert kl_coefficients == [BETA] * 2
         changed = [f"{RL}.initial_policy_kl_penalty=0.3", "resume_with_changes=true"]
         lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", *changed)
-        assert [line["train/kl_coefficient"] for line in lines] == [BETA] * 2 + [0.3] * 2
+        kl_coefficients = [line["train/kl_coefficient"] for line in lines]
+        assert kl_coefficients == [BETA] * 2 + [0.3] * 2
 
 
 class TestPlacementOfTheKL:
@@ -103,13 +105,13 @@ class TestPlacementOfTheKL:
             assert line["train/grad_norm"] > 0
 
     def test_in_the_loss_it_pulls_back_to_the_reference(self, tmp_path, mesh):
-        """Moved away from the reference first; then there is no reward to earn, and the KL alone acts."""
+        """The policy moves away from the reference; then the KL acts alone, without rewards."""
         options = [f"{RL}.kl_placement=loss", f"{RL}.num_rollouts_per_prompt=8"]
         away = run(tmp_path, mesh, *options, f"{RL}.max_epochs=4", "model.optim.lr=0.02")
         lines = run(tmp_path, mesh, *options, f"{RL}.max_epochs=12", rm=lambda ids: 0.5)
         assert away == lines[:8]
-        found = [line["train/kl_k3"] for line in lines[8:]]
-        assert sum(found[8:]) / 8 < 0.75 * sum(found[:3]) / 3
+        divergences = [line["train/kl_k3"] for line in lines[8:]]
+        assert sum(divergences[8:]) / 8 < 0.75 * sum(divergences[:3]) / 3
 
 
 class TestTokenCredit:
@@ -121,26 +123,24 @@ class TestTokenCredit:
             trainer.run_training(trainer.generate_reinforce_data(rollouts)[0])
             rollouts, _, _ = trainer.generate_rollouts()
             data, _ = trainer.generate_reinforce_data(rollouts)
-            assert rollouts.log_probs is not None and rollouts.init_log_probs is not None
+            assert rollouts.log_probs is not None
+            assert rollouts.init_log_probs is not None
             kl = token_kl(rollouts.log_probs, rollouts.init_log_probs, rollouts.response_mask)
             assert kl.abs().max() > 0.01
             for i, length in enumerate(rollouts.response_lengths.tolist()):
                 for t in range(length):
-                    expected = float(rollouts.rewards[i]) * discount ** (length - 1 - t) - float(
-                        data.baseline[i]
-                    )
-                    expected -= BETA * sum(
-                        discount ** (s - t) * float(kl[i, s]) for s in range(t, length)
-                    )
+                    discounts = [discount ** (s - t) for s in range(t, length)]
+                    expected = float(rollouts.rewards[i]) * discounts[-1]
+                    expected -= float(data.baseline[i])
+                    for s in range(t, length):
+                        expected -= BETA * discounts[s - t] * float(kl[i, s])
                     assert float(data.advantages[i, t]) == pytest.approx(expected, abs=1e-5)
                 assert not data.advantages[i, length:].any()
 
     def test_a_run(self, tmp_path, mesh):
-        """On-policy at step 1 the KL is 0, so that credit by token is credit by sequence; then they differ."""
-        lines, other = (
-            run(tmp_path / name, mesh, f"{RL}.credit_assignment={name}")
-            for name in ("token", "sequence")
-        )
+        """At step 1 the KL is 0: credit by token equals credit by sequence; later they differ."""
+        lines = run(tmp_path / "token", mesh, f"{RL}.credit_assignment=token")
+        other = run(tmp_path / "sequence", mesh, f"{RL}.credit_assignment=sequence")
         assert largest_difference(without_times(lines[0]), without_times(other[0])) < 1e-5
         assert lines[1]["train/grad_norm"] != pytest.approx(other[1]["train/grad_norm"], rel=1e-3)
 
@@ -151,21 +151,22 @@ def test_an_entropy_bonus_is_all_that_acts_where_no_reward_differs(tmp_path, mes
         f"{RL}.max_epochs=4",
         "model.optim.weight_decay=0",
     ]
-    found = {}
+    entropies = {}
     for bonus in (0.0, 1.0):
         lines = run(
             tmp_path / str(bonus), mesh, *options, f"{RL}.entropy_bonus={bonus}", rm=lambda ids: 0.5
         )
-        found[bonus] = [line["train/entropy"] for line in lines]
-        assert all((line["train/grad_norm"] > 0) == (bonus > 0) for line in lines)
-    assert 0 < found[0.0][0] == pytest.approx(found[1.0][0], rel=1e-5)
-    assert found[1.0][-1] > found[0.0][-1] + 0.1
-    assert found[1.0][-1] < math.log(32)
+        entropies[bonus] = [line["train/entropy"] for line in lines]
+        for line in lines:
+            assert (line["train/grad_norm"] > 0) == (bonus > 0)
+    assert 0 < entropies[0.0][0] == pytest.approx(entropies[1.0][0], rel=1e-5)
+    assert entropies[1.0][-1] > entropies[0.0][-1] + 0.1
+    assert entropies[1.0][-1] < math.log(32)
 
 
 class TestTruncatedSamples:
     def test_mask(self, tmp_path, mesh):
-        """Out of the loss, but in the baseline of the others."""
+        """Masked samples are out of the loss, but in the baseline of the others."""
         lines = run(tmp_path, mesh, f"{RL}.truncated_samples=mask")
         for step, line in enumerate(lines, 1):
             rows = rollouts_of(tmp_path, step)
@@ -184,11 +185,11 @@ class TestTruncatedSamples:
         with tiny_trainer(tiny_config(tmp_path, f"{RL}.truncated_samples=mask"), mesh) as trainer:
             rollouts, _, _ = trainer.generate_rollouts()
             data, _ = trainer.generate_reinforce_data(rollouts)
-            assert torch.equal(data.trains, rollouts.is_end) and rollouts.log_probs is not None
+            assert torch.equal(data.trains, rollouts.is_end)
+            assert rollouts.log_probs is not None
             terms = (data.sequence_advantages * rollouts.log_probs.sum(dim=1))[rollouts.is_end]
-            assert trainer.run_training(data)["actor_loss"] == pytest.approx(
-                -float(terms.mean()), rel=1e-4
-            )
+            metrics = trainer.run_training(data)
+            assert metrics["actor_loss"] == pytest.approx(-float(terms.mean()), rel=1e-4)
 
     @pytest.mark.parametrize("buffer", [0, 3])
     def test_penalise(self, buffer, tmp_path, mesh):
@@ -203,23 +204,20 @@ class TestTruncatedSamples:
             rows = rollouts_of(tmp_path, step)
             for row in rows:
                 cut = row["finish_reason"] == "length"
-                into = (
-                    min(max(row["response_length"] - (MAX_LENGTH - buffer), 0) / buffer, 1.0)
-                    if buffer
-                    else 0.0
-                )
+                into = 0.0
+                if buffer:
+                    too_long = max(row["response_length"] - (MAX_LENGTH - buffer), 0)
+                    into = min(too_long / buffer, 1.0)
                 penalty = 0.8 * (1.0 if cut else into)
                 partly += 0 < penalty < 0.8
                 assert row["valid"]
-                assert row["reward_with_kl"] == pytest.approx(
-                    row["reward"] - penalty - BETA * row["kl"], abs=1e-6
-                )
+                expected = row["reward"] - penalty - BETA * row["kl"]
+                assert row["reward_with_kl"] == pytest.approx(expected, abs=1e-6)
                 baseline = of_others(rows, row, "reward_with_kl")
                 assert row["baseline"] == pytest.approx(baseline, abs=1e-6)
                 assert row["advantage"] == pytest.approx(row["reward_with_kl"] - baseline, abs=1e-6)
-            assert line["train/rewards"] == pytest.approx(
-                sum(r["reward"] for r in rows) / len(rows), abs=1e-6
-            )
+            mean = sum(row["reward"] for row in rows) / len(rows)
+            assert line["train/rewards"] == pytest.approx(mean, abs=1e-6)
         assert (partly > 0) == (buffer > 0)
 
 
@@ -253,7 +251,7 @@ class TestGeneratorCorrection:
             assert line["train/effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
 
     def test_another_generator_is_corrected_and_seen(self, tmp_path, mesh):
-        """One that thinks each of its tokens half as likely as the actor does: every weight is 2, or at the cap."""
+        """It halves the likelihood of each of its tokens: every weight is 2, or at the cap."""
         gradients = {}
         masked = [("token_mask", 2.5), ("token_mask", 1.5), ("sequence_mask", 1.5)]
         for correction, cap in (("none", 2.5), ("token", 2.5), ("token", 1.5), *masked):
@@ -265,16 +263,18 @@ class TestGeneratorCorrection:
                 assert rollouts.generator_log_probs is not None
                 rollouts.generator_log_probs[rollouts.response_mask] -= math.log(2)
                 data, _ = trainer.generate_reinforce_data(rollouts)
-                found = trainer.run_training(data)
-            gradients[correction, cap] = found["grad_norm"]
-            assert found["generator_gap"] == pytest.approx(math.log(2), abs=1e-4)
-            assert found["generator_kl"] == pytest.approx(2 - 1 - math.log(2), abs=1e-4)
-            assert found["generator_capped"] == (cap < 2)
+                metrics = trainer.run_training(data)
+            gradients[correction, cap] = metrics["grad_norm"]
+            assert metrics["generator_gap"] == pytest.approx(math.log(2), abs=1e-4)
+            expected_kl = 2 - 1 - math.log(2)
+            assert metrics["generator_kl"] == pytest.approx(expected_kl, abs=1e-4)
+            assert metrics["generator_capped"] == (cap < 2)
             for name in GAP_SHARES:
-                assert found[name] == pytest.approx(math.log(2), abs=1e-4)
+                assert metrics[name] == pytest.approx(math.log(2), abs=1e-4)
             if correction.endswith("_mask"):
-                assert found["generator_masked"] == (cap < 2)
-        assert gradients["token", 2.5] == pytest.approx(2 * gradients["none", 2.5], rel=1e-4)
+                assert metrics["generator_masked"] == (cap < 2)
+        uncorrected = gradients["none", 2.5]
+        assert gradients["token", 2.5] == pytest.approx(2 * uncorrected, rel=1e-4)
         assert gradients["token", 1.5] == pytest.approx(1.5 * gradients["none", 2.5], rel=1e-4)
         assert gradients["token_mask", 2.5] == pytest.approx(gradients["token", 2.5], rel=1e-6)
         assert gradients["token_mask", 1.5] == gradients["sequence_mask", 1.5] == 0
@@ -286,10 +286,10 @@ class TestGeneratorCorrection:
     )
     @pytest.mark.slow
     def test_the_quantiles_are_those_of_all_ranks(self, cut, tmp_path):
-        """Of two, each with half of the prompts or of the layers, with two optimizer steps of which one has ratios."""
+        """Two ranks share the prompts or the layers; one of two optimizer steps has ratios."""
         script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "gap.py"
         options = [f"{RL}.importance_ratio=token", "model.global_batch_size=8", f"{RL}.max_steps=1"]
-        found = []
+        quantiles = []
         for ranks, layout in ((1, []), (2, cut)):
             folder = tmp_path / str(ranks)
             tiny_llama_folder(
@@ -304,26 +304,26 @@ class TestGeneratorCorrection:
                 f"trainer.devices={ranks}",
             )
             (line,) = metrics_of(folder)
-            found.append([line[f"train/{name}"] for name in ("generator_gap", *GAP_SHARES)])
-        assert found[1] == pytest.approx(found[0], abs=1e-5)
-        _, median, p99, largest = found[0]
+            quantiles.append([line[f"train/{name}"] for name in ("generator_gap", *GAP_SHARES)])
+        assert quantiles[1] == pytest.approx(quantiles[0], abs=1e-5)
+        _, median, p99, largest = quantiles[0]
         assert 0.01 < median < p99 <= largest < 0.11
 
     def test_one_token_that_the_engine_sees_differently_is_named(
         self, tmp_path, mesh, monkeypatch, capsys
     ):
-        """In the log and as an alert in the run's folder, and in the report with the text before it."""
+        """The log and an alert name it; the report also shows the text before it."""
         infer = MegatronGPTReinforceActorModel.infer
 
         def disturbed(self, prompts, *args, **kwargs):
-            found = infer(self, prompts, *args, **kwargs)
-            for i, prompt in enumerate(found.repeat_to_samples(prompts)):
+            completions = infer(self, prompts, *args, **kwargs)
+            for i, prompt in enumerate(completions.repeat_to_samples(prompts)):
                 if prompt.id == 5 and i % 4 == 2:
-                    found.log_probs[i, 1] -= 6.0
-            return found
+                    completions.log_probs[i, 1] -= 6.0
+            return completions
 
         monkeypatch.setattr(MegatronGPTReinforceActorModel, "infer", disturbed)
-        # of prompt 5 and others
+        # prompt 5 and others
         lines = run(tmp_path, mesh, f"{RL}.initial_policy_kl_penalty=0", f"{RL}.max_steps=1")
         (step,) = [line["step"] for line in lines if line["train/generator_gap_max"] > 1]
         (row,) = [
@@ -334,14 +334,20 @@ class TestGeneratorCorrection:
             for line in capsys.readouterr().out.splitlines()
             if "trainer and generator differ" in line
         ]
-        assert said.startswith(f"warning: step {step}: ") and "; prompt 5 sample 2 token 1 " in said
+        assert said.startswith(f"warning: step {step}: ")
+        assert "; prompt 5 sample 2 token 1 " in said
         assert "generator_gap_max is 6" in said
-        found = RunFolder(tmp_path / "run")
-        texts = found.tokens(step, [5])[5, 2].token_texts or []
+        run_folder = RunFolder(tmp_path / "run")
+        texts = run_folder.tokens(step, [5])[5, 2].token_texts or []
         assert f"token 1 {texts[1]!r} after {row['prompt'] + texts[0]!r}: " in said
-        assert ("generator_gap", step) in [(alert.kind, alert.first) for alert in found.alerts()]
-        tables = [table for table in overview(found)["tables"] if "largest gap" in table["title"]]
-        assert [table["rows"][0][:3] for table in tables] == [["5", "2", "1"]]
+        assert ("generator_gap", step) in [
+            (alert.kind, alert.first) for alert in run_folder.alerts()
+        ]
+        tables = [
+            table for table in overview(run_folder)["tables"] if "largest gap" in table["title"]
+        ]
+        places = [table["rows"][0][:3] for table in tables]
+        assert places == [["5", "2", "1"]]
 
     @pytest.mark.parametrize(
         "options",
@@ -360,27 +366,26 @@ class TestGeneratorCorrection:
         ids=lambda options: options[0].split(".")[-1],
     )
     def test_the_quantiles_do_not_depend_on_the_layout(self, options, tmp_path, mesh):
-        """By sorting the gaps of what is recorded, where the generator's numbers are off by known noise."""
+        """The recorded gaps are sorted here; the generator's numbers have known noise."""
         fixed = f"{RL}.initial_policy_kl_penalty=0"
         with tiny_trainer(tiny_config(tmp_path, *options, fixed), mesh) as trainer:
             rollouts, _, _ = trainer.generate_rollouts()
             known = rollouts.generator_log_probs
             mask = rollouts.response_mask
             assert known is not None
-            noise = (
-                0.3
-                * torch.randn(1000, generator=torch.Generator().manual_seed(3))[: int(mask.sum())]
-            )
+            generator = torch.Generator().manual_seed(3)
+            noise = 0.3 * torch.randn(1000, generator=generator)[: int(mask.sum())]
             known[mask] += noise
             data, _ = trainer.generate_reinforce_data(rollouts)
             trains = torch.arange(len(data.trains)) % 5 != 0
             data = replace(data, trains=trains)
-            found = trainer.run_training(data)
+            metrics = trainer.run_training(data)
             tokens = trainer.step_samples(data).tokens
             assert tokens is not None
         kept = trains[:, None].expand_as(mask)[mask]
         gaps = noise[kept].abs().sort().values
-        assert {name: found[name] for name in GAP_SHARES} == pytest.approx(
+        metric_quantiles = {name: metrics[name] for name in GAP_SHARES}
+        assert metric_quantiles == pytest.approx(
             {name: float(gaps[math.ceil(q * len(gaps)) - 1]) for name, q in GAP_SHARES.items()},
             abs=2e-5,
         )
@@ -397,7 +402,8 @@ class FailsOnFirst(FunctionReward):
         answer = super().infer_rm(request)
         values = answer.rewards.values.clone()
         status = answer.rewards.status.clone()
-        values[0], status[0] = math.nan, STATUS_BAD_TEXT
+        values[0] = math.nan
+        status[0] = STATUS_BAD_TEXT
         return type(answer)(Rewards(values, status))
 
 
@@ -418,17 +424,21 @@ class TestSeveralSources:
             expected = 2.0 * line["train/rewards_odd"] - 0.25 * line["train/rewards_length"]
             assert line["train/rewards"] == pytest.approx(expected, abs=1e-6)
             odd = [(row["reward"] + 0.25 * row["response_length"]) / 2.0 for row in rows]
-            assert all(0 <= share <= 1 + 1e-6 for share in odd) and len(set(odd)) > 2
+            for share in odd:
+                assert 0 <= share <= 1 + 1e-6
+            assert len(set(odd)) > 2
             assert line["train/rewards_odd"] == pytest.approx(sum(odd) / len(rows), abs=1e-6)
 
     def test_a_sample_that_one_of_them_cannot_score_has_failed(self, tmp_path, mesh):
-        """The first of each of the two requests of a step; the other source's own mean knows its scores."""
+        """The first sample of each of two requests; the mean of the other source includes it."""
         rm = self.both(FailsOnFirst(odd_share, PROMPT_TOKENS))
         lines = run(tmp_path, mesh, f"{RL}.max_failed_fraction=0.2", rm=rm)
         for step, line in enumerate(lines, 1):
             rows = rollouts_of(tmp_path, step)
-            assert [i for i, row in enumerate(rows) if row["reward"] is None] == [0, 12]
-            assert [row["valid"] for row in rows] == [row["reward"] is not None for row in rows]
+            unscored = [i for i, row in enumerate(rows) if row["reward"] is None]
+            assert unscored == [0, 12]
+            valid = [row["valid"] for row in rows]
+            assert valid == [row["reward"] is not None for row in rows]
             assert line["train/fraction_of_samples_scored"] == 14 / 16
             lengths = [row["response_length"] for row in rows]
             assert line["train/rewards_length"] == pytest.approx(sum(lengths) / 16)

@@ -1,4 +1,4 @@
-"""What the optimizer steps on one rollout batch add up to."""
+"""Sums over the optimizer steps on one rollout batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAN = math.nan
 
 
 def rollouts_of(log_probs: Tensor | None) -> RolloutBatch:
-    """Two responses, of one token and of two."""
+    """Two responses, of one token and of two tokens."""
     return RolloutBatch(
         sequences=torch.zeros(2, 3, dtype=torch.long),
         prompt_lengths=torch.ones(2, dtype=torch.long),
@@ -32,9 +32,10 @@ def rollouts_of(log_probs: Tensor | None) -> RolloutBatch:
 
 
 def test_before_the_first_step_log_probs_are_those_of_the_rollouts():
-    # a column of padding more than needed
+    # one column of padding too many
     known = torch.tensor([[-1.0, 0.0, 0.0], [-2.0, -3.0, 0.0]])
-    assert PolicyUpdate.on(rollouts_of(known)).log_probs.tolist() == [[-1.0, 0.0], [-2.0, -3.0]]
+    update = PolicyUpdate.on(rollouts_of(known))
+    assert update.log_probs.tolist() == [[-1.0, 0.0], [-2.0, -3.0]]
     unknown = PolicyUpdate.on(rollouts_of(None)).log_probs
     assert unknown.shape == (2, 2)
     assert unknown.isnan().all()
@@ -43,14 +44,17 @@ def test_before_the_first_step_log_probs_are_those_of_the_rollouts():
 def test_each_step_adds_the_log_probs_of_its_rows():
     update = PolicyUpdate.on(rollouts_of(None))
     optimizer_step = OptimizerUpdate(grad_norm=1.0, lr=0.1, skipped=False)
-    update.add(LossShare(0.0, {}, torch.tensor([[-1.0, NAN], [NAN, NAN]])), optimizer_step)
-    update.add(LossShare(0.0, {}, torch.tensor([[NAN, NAN], [-2.0, -3.0]])), optimizer_step)
-    # Steps that are not on-policy know none.
+    first_row = torch.tensor([[-1.0, NAN], [NAN, NAN]])
+    update.add(LossShare(0.0, {}, first_row), optimizer_step)
+    second_row = torch.tensor([[NAN, NAN], [-2.0, -3.0]])
+    update.add(LossShare(0.0, {}, second_row), optimizer_step)
+    # Steps that are not on-policy have none.
     update.add(LossShare(0.0, {}, torch.full((2, 2), NAN)), optimizer_step)
     update.add(LossShare(0.0, {}, None), optimizer_step)
+    expected = torch.tensor([[-1.0, NAN], [-2.0, -3.0]])
     torch.testing.assert_close(
         update.log_probs,
-        torch.tensor([[-1.0, NAN], [-2.0, -3.0]]),
+        expected,
         equal_nan=True,
         rtol=0,
         atol=0,

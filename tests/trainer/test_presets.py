@@ -1,4 +1,4 @@
-"""The published algorithms that `algorithm=NAME` stands for: files, documentation and two steps of each."""
+"""The published algorithms of `algorithm=NAME`: files, documentation and two steps of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDER = CONF_FOLDER / "algorithm"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
-# How the page's table of presets names what the keys name.
+# The names in the page's table of presets, by key.
 KL_NAMES = {"k1": "k1", "abs(k1)": "absolute_k1", "k3": "k3"}
 AGGREGATIONS = {
     "sum over tokens, mean over sequences": "sequence_sum",
@@ -35,7 +35,7 @@ every_preset = pytest.mark.parametrize("preset", PRESETS)
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory) -> list[str]:
-    """Overrides on which only the preset decides whether a configuration is refused."""
+    """Overrides with which only the preset decides whether a configuration is valid."""
     overrides = tiny_overrides(tmp_path_factory.mktemp("run"))
     return [override for override in overrides if "initial_policy_kl_penalty" not in override]
 
@@ -45,24 +45,24 @@ def config_of(right: list[str], *overrides: str) -> TrainConfig:
 
 
 def table(heading: str) -> dict[str, list[str]]:
-    """The first table below a heading of the page: the other cells of each row by the name in its first."""
+    """Return the first table below a heading: the other cells of each row, by its first cell."""
     rows = re.search(rf"^## {heading}\n.*?((?:^\|[^\n]*\n)+)", PAGE, re.MULTILINE | re.DOTALL)
     assert rows is not None, heading
-    cells = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in rows[1].splitlines()[2:]
-    ]
+    lines = rows[1].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {re.findall(r"`(\w+)`", row[0])[0]: row[1:] for row in cells}
 
 
 @every_preset
 def test_it_sets_keys_of_the_algorithm_and_passes_the_checks(preset, right):
     text = (FOLDER / f"{preset}.yaml").read_text(encoding="utf-8")
-    own = OmegaConf.to_container(OmegaConf.create(text))
+    settings = OmegaConf.to_container(OmegaConf.create(text))
     assert text.startswith("# @package trainer.reinforce\n")
-    assert isinstance(own, dict) and own
-    assert own.keys() <= ReinforceConfig.model_fields.keys()
-    found = vars(config_of(right, f"algorithm={preset}").trainer.reinforce)
-    assert {key: found[str(key)] for key in own} == own
+    assert isinstance(settings, dict)
+    assert settings
+    assert settings.keys() <= ReinforceConfig.model_fields.keys()
+    loaded = vars(config_of(right, f"algorithm={preset}").trainer.reinforce)
+    assert {key: loaded[str(key)] for key in settings} == settings
 
 
 def test_the_default_is_rloo(right):
@@ -72,11 +72,11 @@ def test_the_default_is_rloo(right):
 @every_preset
 def test_a_key_given_besides_it_wins(preset, right):
     overrides = [f"{RL}.num_rollouts_per_prompt=3", f"{RL}.initial_policy_kl_penalty=0.125"]
-    own = config_of(right, f"algorithm={preset}").trainer.reinforce
-    expected = own.model_copy(
+    settings = config_of(right, f"algorithm={preset}").trainer.reinforce
+    expected = settings.model_copy(
         update={"num_rollouts_per_prompt": 3, "initial_policy_kl_penalty": 0.125}
     )
-    assert own != expected
+    assert settings != expected
     assert config_of(right, *overrides, f"algorithm={preset}").trainer.reinforce == expected
     assert config_of(right, f"algorithm={preset}", *overrides).trainer.reinforce == expected
 
@@ -94,52 +94,53 @@ def test_the_page_has_a_row_for_each():
 
 @every_preset
 def test_the_page_says_what_it_sets(preset, right):
-    found = config_of(right, f"algorithm={preset}").trainer.reinforce
+    settings = config_of(right, f"algorithm={preset}").trainer.reinforce
     rows = table("Presets")
     _, kl, ratio, loss, samples = rows[preset]
     if kl == "the same":
         kl = rows["rloo"][1]
     if loss == "the same":
         loss = rows["rloo"][3]
-    assert found.num_rollouts_per_prompt == int(samples)
+    assert settings.num_rollouts_per_prompt == int(samples)
     beta = re.search(r"β ([\d.]+)", kl)
     default = 0.0 if kl == "none" else ReinforceConfig().initial_policy_kl_penalty
-    assert found.initial_policy_kl_penalty == (float(beta[1]) if beta else default)
+    assert settings.initial_policy_kl_penalty == (float(beta[1]) if beta else default)
     if kl != "none":
         estimator = re.search(r"abs\(k1\)|k\d", kl)
-        assert estimator is not None and found.kl_estimator_used == KL_NAMES[estimator[0]]
-        assert found.kl_reduction == ("mean" if "mean over tokens" in kl else "sum")
-        assert found.kl_placement == ("loss" if "in the loss" in kl else "reward")
-    assert found.loss_aggregation == AGGREGATIONS[loss]
+        assert estimator is not None
+        assert settings.kl_estimator_used == KL_NAMES[estimator[0]]
+        assert settings.kl_reduction == ("mean" if "mean over tokens" in kl else "sum")
+        assert settings.kl_placement == ("loss" if "in the loss" in kl else "reward")
+    assert settings.loss_aggregation == AGGREGATIONS[loss]
     name, _, clip = ratio.partition(", ")
-    assert found.importance_ratio == name
+    assert settings.importance_ratio == name
     if clip:
-        assert found.ratio_clip_low == found.ratio_clip_high == float(clip)
+        assert settings.ratio_clip_low == settings.ratio_clip_high == float(clip)
 
 
 @every_preset
 def test_it_trains(preset, tmp_path: Path, mesh):
-    """With responses of which most end in time, since one of them drops the others."""
+    """Most responses end in time, since one of the presets drops the others."""
     sizes = "model.reinforce.length_params.max_length=13", "model.micro_batch_size=16"
     lines = run(tmp_path, mesh, f"algorithm={preset}", *sizes)
     assert [line["step"] for line in lines] == [1, 2]
-    own = OmegaConf.to_container(OmegaConf.load(FOLDER / f"{preset}.yaml"))
-    assert isinstance(own, dict)
+    settings = OmegaConf.to_container(OmegaConf.load(FOLDER / f"{preset}.yaml"))
+    assert isinstance(settings, dict)
     # Undefined where a prompt has one sample.
     of_groups = ["train/reward_group_deviation", "train/fraction_of_groups_without_spread"]
     for line in lines:
         undefined = [
             name for name, value in line.items() if value is None or not math.isfinite(value)
         ]
-        assert undefined == (of_groups if own.get("num_rollouts_per_prompt") == 1 else [])
+        assert undefined == (of_groups if settings.get("num_rollouts_per_prompt") == 1 else [])
         assert line["train/grad_norm"] > 0 == line["train/skipped_step"]
     assert any(row["advantage"] for row in rollouts_of(tmp_path, 2))
 
 
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_of_advantages_can_be_chosen(estimator, right):
-    found = config_of(right, f"{RL}.advantage_estimator={estimator}").trainer.reinforce
-    assert found.advantage_estimator == estimator
+    settings = config_of(right, f"{RL}.advantage_estimator={estimator}").trainer.reinforce
+    assert settings.advantage_estimator == estimator
 
 
 def test_the_page_has_a_row_for_every_estimator_of_advantages():

@@ -1,4 +1,4 @@
-"""The trainer on a tiny model: what it writes, what it leaves out, and what it does when rewards fail."""
+"""The trainer on a tiny model: its files, samples that it leaves out, and failing rewards."""
 
 from __future__ import annotations
 
@@ -63,15 +63,13 @@ class TestAStep:
         config = tiny_config(tmp_path, "model.reinforce.sampling_params.temperature=0.7")
         with tiny_trainer(config, mesh) as trainer:
             batch, metrics, timings = trainer.generate_rollouts()
-            assert (
-                batch.sequences.shape[0] == 16
-                and batch.log_probs.shape == batch.response_mask.shape
-            )
+            assert batch.sequences.shape[0] == 16
+            assert batch.log_probs.shape == batch.response_mask.shape
             assert batch.sample_ids.tolist() == [0, 1, 2, 3] * 4
             assert list(Counter(batch.group_ids.tolist()).values()) == [4] * 4
             assert set(timings) == {"generate", "logprobs", "init_logprobs", "reward_wait"}
             assert metrics["rewards"] == pytest.approx(float(batch.rewards.mean()))
-            # The reference is the policy still, at the same temperature: no KL but for rounding.
+            # The policy still equals the reference, at the same temperature: the KL is rounding.
             assert batch.init_log_probs is not None
             torch.testing.assert_close(batch.log_probs, batch.init_log_probs, rtol=0, atol=1e-5)
 
@@ -80,11 +78,13 @@ class TestAStep:
             assert not data.advantages.requires_grad
             before = weights(trainer)
             update = trainer.run_training(data)
-            assert math.isfinite(update["actor_loss"]) and update["grad_norm"] > 0
-            assert any(not torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+            assert math.isfinite(update["actor_loss"])
+            assert update["grad_norm"] > 0
+            pairs = zip(before, weights(trainer), strict=True)
+            assert any(not torch.equal(a, b) for a, b in pairs)
 
     def test_log_probs_are_those_that_the_generator_sampled_with(self, tmp_path, mesh):
-        """Off by one token, another temperature, padding taken for text: all would show here."""
+        """An offset of one token, another temperature or padding taken for text would show here."""
         overrides = (
             "model.reinforce.sampling_params.temperature=1.4",
             "model.reinforce.length_params.min_length=0",
@@ -94,14 +94,18 @@ class TestAStep:
             seed = step_seed(trainer.model.settings.seed, 3)
             completions = trainer.model.infer(prompts, 4, seed=seed)
             batch = trainer.rollouts.sample(prompts, 4, step=3).batch
-            found = trainer.model.get_inference_log_probs(
+            log_probs = trainer.model.get_inference_log_probs(
                 batch.sequences, batch.prompt_lengths, batch.response_lengths
             )
-            assert completions.log_probs is not None and len(set(completions.lengths.tolist())) > 1
-            torch.testing.assert_close(found, completions.log_probs, rtol=0, atol=1e-5)
+            assert completions.log_probs is not None
+            assert len(set(completions.lengths.tolist())) > 1
+            torch.testing.assert_close(log_probs, completions.log_probs, rtol=0, atol=1e-5)
 
     def test_the_generators_own_log_probs_save_a_pass(self, tmp_path, mesh):
-        """The same run but for rounding, with and without; a second update on a batch takes the trainer's own."""
+        """With and without, the run is equal but for rounding.
+
+        A second update on a batch needs the trainer's own log-probs.
+        """
         passes = {}
         lines = {}
         for name, keys in {
@@ -124,14 +128,14 @@ class TestAStep:
                 if "train/loss" in line or "train/rewards" in line
             ]
         assert passes == {"generator": 1, "policy": 2, "updates": 2}, "one is the reference's"
-        for one, other in zip(lines["generator"], lines["policy"], strict=True):
+        for line, other in zip(lines["generator"], lines["policy"], strict=True):
             for key in (
                 "train/init_policy_kl",
                 "train/rewards_with_kl",
                 "train/grad_norm",
                 "train/actor_loss",
             ):
-                assert one[key] == pytest.approx(other[key], abs=1e-5), key
+                assert line[key] == pytest.approx(other[key], abs=1e-5), key
 
     def test_the_update_does_not_depend_on_how_the_batch_is_cut(self, tmp_path, mesh):
         lines = []
@@ -146,8 +150,10 @@ class TestAStep:
                 f"model.reinforce.rollout_micro_batch_size={generated}",
             ]
             (tmp_path / str(i)).mkdir()
-            lines.append(list(map(however_cut, run(tmp_path / str(i), mesh, *sizes))))
-        assert ["val/rewards" in line for line in lines[0]] == [True] * 3
+            run_lines = run(tmp_path / str(i), mesh, *sizes)
+            lines.append(list(map(however_cut, run_lines)))
+        is_validated = ["val/rewards" in line for line in lines[0]]
+        assert is_validated == [True] * 3
         for other in lines[1:]:
             assert max(map(largest_difference, lines[0], other)) < 2e-5
 
@@ -168,12 +174,12 @@ class TestAStep:
 
 
 class TestWhatAStepLeaves:
-    """The version of the weights, the terms of the loss, and the state that goes on."""
+    """The version of the weights, the terms of the loss, and the state for the next step."""
 
     def test_weights_are_numbered_by_the_steps_that_have_trained_them(
         self, tmp_path, mesh, monkeypatch
     ):
-        """Those that a resumed run begins with are the oldest that it has."""
+        """The oldest weights of a resumed run are the ones that it starts with."""
         trained = []
         given = []
         update = ReinforceTrainer.run_training
@@ -206,7 +212,7 @@ class TestWhatAStepLeaves:
     def test_a_step_whose_weights_no_generator_takes_is_saved_with_them(
         self, tmp_path, mesh, monkeypatch
     ):
-        """The resumed run makes the next step, with the numbers of a run that never failed."""
+        """The resumed run makes the next step, with the numbers of a run without the failure."""
         settings = [f"{RL}.max_steps=3", f"{RL}.max_epochs=2"]
         uninterrupted = run(tmp_path / "uninterrupted", mesh, *settings)
 
@@ -221,12 +227,11 @@ class TestWhatAStepLeaves:
                 run(folder, mesh, *settings)
         assert metrics_of(folder)[-1]["step"] == 2
         resumed = run(folder, mesh, *settings)
-        assert [without_times(line) for line in resumed] == [
-            without_times(line) for line in uninterrupted
-        ]
+        numbers = [without_times(line) for line in resumed]
+        assert numbers == [without_times(line) for line in uninterrupted]
 
     def test_the_age_of_a_token_is_counted_from_the_weights_that_it_trains(self, tmp_path, mesh):
-        """At step 3, weights of version 1 are a step old: two updates were made before this one."""
+        """At step 3, weights of version 1 are a step old: two updates came before this step."""
         with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:
             rollouts, _, _ = trainer.generate_rollouts()
             assert rollouts.generator_log_probs is not None
@@ -259,7 +264,8 @@ class TestWhatAStepLeaves:
             for _ in range(2):
                 rollouts, _, _ = trainer.generate_rollouts()
                 trainer.run_training(trainer.generate_reinforce_data(rollouts)[0])
-        assert [call["on_policy"] for call in calls] == [True, False, False] * 2
+        on_policy = [call["on_policy"] for call in calls]
+        assert on_policy == [True, False, False] * 2
 
     def test_mini_batches_are_cut_anew_each_step(self, tmp_path, mesh, monkeypatch):
         seeds = []
@@ -275,7 +281,7 @@ class TestWhatAStepLeaves:
         assert len(seeds) == len(set(seeds)) == 4
 
     def test_a_state_is_of_the_last_whole_step(self, tmp_path, mesh):
-        """Prompts of the next one that were drawn already are drawn again by a resumed run."""
+        """A resumed run draws the next step's prompts again."""
         keys = (
             f"{RL}.kl_target=0.5",
             f"{RL}.kl_horizon=50",
@@ -284,7 +290,8 @@ class TestWhatAStepLeaves:
         with tiny_trainer(tiny_config(tmp_path, *keys, f"{RL}.max_steps=1"), mesh) as trainer:
             trainer.fit()
             whole = trainer.state_dict()
-        assert (whole["step"], whole["data"]["consumed_prompts"]) == (1, 4)
+        assert whole["step"] == 1
+        assert whole["data"]["consumed_prompts"] == 4
         assert whole["past_rewards"]["count"] == 16, "the rewards of a step count once it is over"
         with tiny_trainer(tiny_config(tmp_path, *keys), mesh) as resumed:
             assert resumed.state_dict() == whole
@@ -306,7 +313,7 @@ class TestWhatAStepLeaves:
 
 
 def recorded_calls(trainer: ReinforceTrainer) -> list[dict[str, Any]]:
-    """Return the keyword arguments of the calls of the loss, as they are made."""
+    """Return the list of keyword arguments of the loss, which grows with each call."""
     calls: list[dict[str, Any]] = []
     compute = trainer.model.get_loss_and_metrics
 
@@ -339,15 +346,19 @@ class TestFiles:
             "consumed_prompts",
         ]
         timers = ["generate", "logprobs", "init_logprobs", "reward_wait", "train_time", "step_time"]
-        assert {f"val/{name}" for name in rollouts} <= lines[0].keys()
+        rollout_metrics = {f"val/{name}" for name in rollouts}
+        assert rollout_metrics <= lines[0].keys()
         names = [f"train/{name}" for name in rollouts + algorithm] + [
             f"timers/{name}" for name in timers
         ]
         for line in lines[1:]:
-            assert [name for name in names if not math.isfinite(line[name])] == []
+            not_finite = [name for name in names if not math.isfinite(line[name])]
+            assert not_finite == []
             assert line["val/prompt_lengths"] == line["train/prompt_lengths"] == PROMPT_TOKENS
         assert lines[2]["train/consumed_prompts"] == 8
-        assert abs(lines[1]["train/init_policy_kl"]) < 1e-6 < abs(lines[2]["train/init_policy_kl"])
+        first_kl = abs(lines[1]["train/init_policy_kl"])
+        second_kl = abs(lines[2]["train/init_policy_kl"])
+        assert first_kl < 1e-6 < second_kl
 
     def test_rows_hold_the_algorithm(self, tmp_path, mesh):
         """Rewards, KL, baselines and advantages of every row, recomputed from the files alone."""
@@ -356,51 +367,46 @@ class TestFiles:
             rows = rollouts_of(tmp_path, step)
             assert len(rows) == 16
             for row in rows:
-                others = [r for r in rows if r["prompt_id"] == row["prompt_id"] and r is not row]
+                of_prompt = row["prompt_id"]
+                others = [r for r in rows if r["prompt_id"] == of_prompt and r is not row]
                 assert len(others) == 3
                 baseline = sum(r["reward_with_kl"] for r in others) / 3
-                assert row["reward_with_kl"] == pytest.approx(
-                    row["reward"] - 0.1 * row["kl"], abs=1e-6
-                )
+                with_kl = row["reward"] - 0.1 * row["kl"]
+                assert row["reward_with_kl"] == pytest.approx(with_kl, abs=1e-6)
                 assert row["baseline"] == pytest.approx(baseline, abs=1e-6)
                 assert row["advantage"] == pytest.approx(row["reward_with_kl"] - baseline, abs=1e-6)
-                assert row["finish_reason"] == (
-                    "length" if row["response_length"] == MAX_LENGTH else "stop"
-                ) or (row["response_length"] == MAX_LENGTH)
+                if row["response_length"] != MAX_LENGTH:
+                    assert row["finish_reason"] == "stop"
                 assert len(row["prompt"]) == PROMPT_TOKENS
             for name, key in [
                 ("rewards", "reward"),
                 ("init_policy_kl", "kl"),
                 ("baseline", "baseline"),
             ]:
-                assert lines[step - 1][f"train/{name}"] == pytest.approx(
-                    sum(r[key] for r in rows) / 16, abs=1e-6
-                )
+                mean = sum(r[key] for r in rows) / 16
+                assert lines[step - 1][f"train/{name}"] == pytest.approx(mean, abs=1e-6)
         assert any(row["kl"] != 0 for row in rollouts_of(tmp_path, 4))
 
     def test_every_prompt_comes_once_an_epoch(self, tmp_path, mesh):
         """Ten prompts in steps of four; two of them equal, which stay two groups."""
         prompts = [*three_letters(9), three_letters(1)[0]]
         run(tmp_path, mesh, f"{RL}.max_epochs=2", prompts=prompts)
-        epochs = [
-            [row for step in steps for row in rollouts_of(tmp_path, step)]
-            for steps in ((1, 2, 3), (4, 5, 6))
-        ]
+        expected = Counter((prompt, sample) for prompt in range(10) for sample in range(4))
+        epochs = [rows_of_steps(tmp_path, 1, 2, 3), rows_of_steps(tmp_path, 4, 5, 6)]
         for rows in epochs:
-            assert Counter((row["prompt_id"], row["sample_id"]) for row in rows) == Counter(
-                (prompt, sample) for prompt in range(10) for sample in range(4)
-            )
-            assert {row["prompt_id"]: row["prompt"] for row in rows} == dict(enumerate(prompts))
+            samples = Counter((row["prompt_id"], row["sample_id"]) for row in rows)
+            assert samples == expected
+            recorded_prompts = {row["prompt_id"]: row["prompt"] for row in rows}
+            assert recorded_prompts == dict(enumerate(prompts))
         orders = [[row["prompt_id"] for row in rows] for rows in epochs]
         assert orders[0] != orders[1]
 
     def test_samples_of_one_prompt_differ_and_so_do_epochs(self, tmp_path, mesh):
         run(tmp_path, mesh, f"{RL}.max_epochs=2", "model.optim.lr=1e-9")
-        first, second = (
-            {(r["prompt_id"], r["sample_id"]): r["response"] for r in rows}
-            for rows in two_epochs(tmp_path)
-        )
-        assert first.keys() == second.keys() and first != second
+        first = responses_of(rows_of_steps(tmp_path, 1, 2))
+        second = responses_of(rows_of_steps(tmp_path, 3, 4))
+        assert first.keys() == second.keys()
+        assert first != second
         assert len(set(first.values())) > len(first) / 2
 
     def test_wandb_gets_the_same_numbers(self, tmp_path, mesh, monkeypatch):
@@ -418,20 +424,21 @@ class TestFiles:
         (path,) = offline_files(tmp_path / "run")
         logged = history(path)
         for line in lines:
-            expected = {
-                key: value
-                for key, value in line.items()
-                if key.startswith(("train/", "val/", "timers/"))
-            }
-            assert {key: logged[line["step"]][key] for key in expected} == pytest.approx(expected)
+            names = [name for name in line if name.startswith(("train/", "val/", "timers/"))]
+            expected = {name: line[name] for name in names}
+            logged_numbers = {key: logged[line["step"]][key] for key in expected}
+            assert logged_numbers == pytest.approx(expected)
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
-        assert checkpoint is not None and checkpoint.trainer_state["wandb_run_id"] in path.name
+        assert checkpoint is not None
+        assert checkpoint.trainer_state["wandb_run_id"] in path.name
 
 
-def two_epochs(folder: Path) -> list[list[dict]]:
-    return [
-        [row for step in steps for row in rollouts_of(folder, step)] for steps in ((1, 2), (3, 4))
-    ]
+def rows_of_steps(folder: Path, *steps: int) -> list[dict]:
+    return [row for step in steps for row in rollouts_of(folder, step)]
+
+
+def responses_of(rows: list[dict]) -> dict[tuple[int, int], str]:
+    return {(row["prompt_id"], row["sample_id"]): row["response"] for row in rows}
 
 
 class TestWithoutAReference:
@@ -468,10 +475,10 @@ class EmptyEverySecond:
         lengths[rows] = 0
         tokens = full.tokens.clone()
         tokens[rows] = 0
-        reasons = tuple(
-            FINISH_STOP if row in rows else reason for row, reason in enumerate(full.finish_reasons)
-        )
-        return replace(full, tokens=tokens, lengths=lengths, finish_reasons=reasons)
+        reasons = list(full.finish_reasons)
+        for row in rows:
+            reasons[row] = FINISH_STOP
+        return replace(full, tokens=tokens, lengths=lengths, finish_reasons=tuple(reasons))
 
     def awake(self):
         return self._inner.awake()
@@ -492,40 +499,37 @@ class TestWhatDoesNotCount:
             trainer.fit()
         for line in metrics_of(tmp_path):
             assert line["train/fraction_of_samples_valid"] == 0.5
-            assert [name for name, value in line.items() if value is None] == []
+            missing = [name for name, value in line.items() if value is None]
+            assert missing == []
             assert line["train/grad_norm"] > 0
-        for row in rollouts_of(tmp_path, 2):
+        rows = rollouts_of(tmp_path, 2)
+        for row in rows:
             if row["sample_id"] % 2:
-                assert (row["response"], row["valid"], row["advantage"], row["kl"]) == (
-                    "",
-                    False,
-                    0.0,
-                    0.0,
-                )
+                assert row["response"] == ""
+                assert row["valid"] is False
+                assert row["advantage"] == 0.0
+                assert row["kl"] == 0.0
             else:
-                (other,) = [
-                    r["reward_with_kl"]
-                    for r in rollouts_of(tmp_path, 2)
-                    if r["prompt_id"] == row["prompt_id"] and r["sample_id"] == 2 - row["sample_id"]
-                ]
-                assert row["baseline"] == pytest.approx(other, abs=1e-6)
+                place = (row["prompt_id"], 2 - row["sample_id"])
+                (other,) = [r for r in rows if (r["prompt_id"], r["sample_id"]) == place]
+                assert row["baseline"] == pytest.approx(other["reward_with_kl"], abs=1e-6)
 
     def test_a_batch_of_empty_responses_only(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path, "model.optim.weight_decay=0"), mesh) as trainer:
             before = weights(trainer)
             trainer.model.generator = EmptyEverySecond(trainer.model.generator, lambda sample: True)
             trainer.fit()
-            assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+            for a, b in zip(before, weights(trainer), strict=True):
+                assert torch.equal(a, b)
         line = metrics_of(tmp_path)[-1]
-        assert (
-            line["train/response_lengths"],
-            line["train/grad_norm"],
-            line["train/actor_loss"],
-        ) == (0.0, 0.0, 0.0)
-        assert line["train/rewards"] == 0.5 and line["train/rewards_with_kl"] is None
+        assert line["train/response_lengths"] == 0.0
+        assert line["train/grad_norm"] == 0.0
+        assert line["train/actor_loss"] == 0.0
+        assert line["train/rewards"] == 0.5
+        assert line["train/rewards_with_kl"] is None
 
     def test_a_group_without_a_valid_sample(self, tmp_path, mesh):
-        """All samples of one prompt fail, and one sample of each of the others."""
+        """All samples of one prompt fail, and one sample of each other prompt."""
         score = FailingReward(
             lambda row: math.nan if row[0] == 6 else odd_share(row[PROMPT_TOKENS:])
         )
@@ -534,15 +538,16 @@ class TestWhatDoesNotCount:
         lines = run(tmp_path, mesh, EVERY_FAILURE, rm=score, prompts=prompts)
         rows = rollouts_of(tmp_path, 1)
         failed = [row for row in rows if row["reward"] is None]
-        assert {row["prompt_id"] for row in failed} == {
-            i for prompt, i in first.items() if prompt[0] == "t"
-        }
+        failed_prompts = {row["prompt_id"] for row in failed}
+        assert failed_prompts == {i for prompt, i in first.items() if prompt[0] == "t"}
         assert len(failed) == 8
-        assert all(
-            (row["valid"], row["advantage"], row["baseline"]) == (False, 0.0, 0.0) for row in failed
-        )
-        assert all(row["valid"] for row in rows if row not in failed)
-        assert [name for name, value in lines[0].items() if value is None] == []
+        for row in rows:
+            assert row["valid"] is (row not in failed)
+        for row in failed:
+            assert row["advantage"] == 0.0
+            assert row["baseline"] == 0.0
+        missing = [name for name, value in lines[0].items() if value is None]
+        assert missing == []
         good = [row["reward"] for row in rows if row["reward"] is not None]
         assert lines[0]["train/rewards"] == pytest.approx(sum(good) / 8)
         assert lines[0]["train/fraction_of_samples_scored"] == 0.5
@@ -553,10 +558,13 @@ class TestWhatDoesNotCount:
         with tiny_trainer(config, mesh, lambda ids: math.nan) as trainer:
             before = weights(trainer)
             trainer.fit()
-            assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+            for a, b in zip(before, weights(trainer), strict=True):
+                assert torch.equal(a, b)
         line = metrics_of(tmp_path)[0]
-        assert line["train/rewards"] is None and line["train/grad_norm"] == 0.0
-        assert all(row["reward"] is None for row in rollouts_of(tmp_path, 1))
+        assert line["train/rewards"] is None
+        assert line["train/grad_norm"] == 0.0
+        for row in rollouts_of(tmp_path, 1):
+            assert row["reward"] is None
 
     @pytest.mark.parametrize("option", ["keep", "drop"])
     def test_truncated_samples(self, tmp_path, mesh, option):
@@ -570,21 +578,17 @@ class TestWhatDoesNotCount:
             shares = [line["train/fraction_of_samples_valid"] for line in lines]
             assert sum(shares) / 2 == 1 - len(truncated) / len(rows)
         for row in rows:
-            others = [
-                r
-                for r in rows
-                if r["prompt_id"] == row["prompt_id"] and r is not row and r["valid"]
-            ]
+            of_prompt = [other for other in rows if other["prompt_id"] == row["prompt_id"]]
+            others = [other for other in of_prompt if other is not row and other["valid"]]
             if row["valid"] and others:
-                assert row["baseline"] == pytest.approx(
-                    sum(r["reward_with_kl"] for r in others) / len(others), abs=1e-6
-                )
+                mean = sum(r["reward_with_kl"] for r in others) / len(others)
+                assert row["baseline"] == pytest.approx(mean, abs=1e-6)
             if row["valid"] and not others:
                 assert row["advantage"] == 0
 
 
 class FailingReward(FunctionReward):
-    """Scores whole sequences, and can end a run at its n-th request (from 1) as the client does past its deadline."""
+    """Scores whole sequences, and can raise at its n-th request (from 1), as past a deadline."""
 
     def __init__(self, score, fail_at: int | None = None):
         super().__init__(score, 0)
@@ -599,7 +603,7 @@ class FailingReward(FunctionReward):
 
 
 class OwnSource:
-    """A reward source that answers with these values and statuses, of a number of samples."""
+    """A reward source that returns these values and statuses for its number of samples."""
 
     def __init__(self, values, status):
         self.values = values
@@ -646,10 +650,11 @@ class TestWhenRewardsFail:
     def test_a_source_of_ones_own_that_calls_no_number_a_score_has_failed(
         self, tmp_path, mesh, bad
     ):
-        source = OwnSource(
-            lambda n: torch.tensor([bad] * 2 + [1.0] * (n - 2), dtype=torch.float64),
-            lambda n: [0] * n,
-        )
+
+        def values(count: int) -> torch.Tensor:
+            return torch.tensor([bad, bad] + [1.0] * (count - 2), dtype=torch.float64)
+
+        source = OwnSource(values, lambda n: [0] * n)
         reason = STATUS_TEXT[STATUS_NOT_FINITE]
         with (
             raises_error(TOO_MANY, "step 1", f"{reason} (4)"),
@@ -661,20 +666,18 @@ class TestWhenRewardsFail:
         source = OwnSource(torch.zeros, lambda n: [STATUS_INTERNAL] + [0] * (n - 1))
         run(tmp_path, mesh, EVERY_FAILURE, rm=source)
         rows = rollouts_of(tmp_path, 1)
-        assert (
-            [row["reward"] for row in rows].count(None)
-            == [row["valid"] for row in rows].count(False)
-            == 2
-        )
+        rewards = [row["reward"] for row in rows]
+        assert rewards.count(None) == 2
+        valid = [row["valid"] for row in rows]
+        assert valid.count(False) == 2
 
     @pytest.mark.parametrize("shape", ["short", "column"])
     def test_a_source_of_ones_own_that_misses_a_sample_is_named(self, tmp_path, mesh, shape):
-        values = {"short": lambda n: torch.ones(n - 1), "column": lambda n: torch.ones(n, 1)}[shape]
+        shapes = {"short": lambda n: torch.ones(n - 1), "column": lambda n: torch.ones(n, 1)}
+        source = OwnSource(shapes[shape], lambda n: [0] * n)
         with (
             raises_error("rewards.answer.wrong_shape", "ReadyRewards", "values") as error,
-            tiny_trainer(
-                tiny_config(tmp_path), mesh, OwnSource(values, lambda n: [0] * n)
-            ) as trainer,
+            tiny_trainer(tiny_config(tmp_path), mesh, source) as trainer,
         ):
             trainer.fit()
         assert re.search(r"\[\d.*\].* \[\d+\]$", str(error.value))
@@ -688,19 +691,19 @@ class TestWhenRewardsFail:
 
         lines = run(tmp_path, mesh, rm=score)
         rows = rollouts_of(tmp_path, 1)
-        assert [i for i, row in enumerate(rows) if row["reward"] is None] == [6]
-        assert (rows[6]["valid"], rows[6]["advantage"]) == (False, 0.0)
-        assert all(
-            row["baseline"] == pytest.approx(5.0) and abs(row["advantage"]) < 1e-6
-            for row in rows
-            if row["valid"]
-        )
+        unscored = [i for i, row in enumerate(rows) if row["reward"] is None]
+        assert unscored == [6]
+        assert rows[6]["valid"] is False
+        assert rows[6]["advantage"] == 0.0
+        for row in rows:
+            if row["valid"]:
+                assert row["baseline"] == pytest.approx(5.0) and abs(row["advantage"]) < 1e-6
         assert lines[0]["train/rewards"] == 5.0
 
     def test_a_server_that_is_gone_saves_the_last_whole_step_and_the_run_goes_on_from_there(
         self, tmp_path, mesh
     ):
-        """Three prompts are generated together, so each step makes two requests; the fifth is in step 3."""
+        """Three prompts a batch, so each step sends two requests; the fifth belongs to step 3."""
         (tmp_path / "whole").mkdir()
         whole = run(tmp_path / "whole", mesh, f"{RL}.max_epochs=3")
         config = tiny_config(tmp_path, f"{RL}.max_epochs=3")
@@ -711,8 +714,10 @@ class TestWhenRewardsFail:
             trainer.fit()
         assert saved_step(tmp_path) == 2
         lines = run(tmp_path, mesh, f"{RL}.max_epochs=3", rm=FailingReward(share_of_response))
-        assert [without_times(line) for line in lines] == [without_times(line) for line in whole]
-        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+        numbers = [without_times(line) for line in lines]
+        assert numbers == [without_times(line) for line in whole]
+        steps = [line["step"] for line in lines]
+        assert steps == [1, 2, 3, 4, 5, 6]
 
     def test_a_server_that_is_gone_at_a_later_validation(self, tmp_path, mesh):
         """Its step is done and saved; the validation is made up for."""
@@ -737,15 +742,12 @@ class TestWhenRewardsFail:
         ):
             trainer.fit()
         assert saved_step(tmp_path) is None
-        assert [line["step"] for line in run(tmp_path, mesh, f"{RL}.val_check_interval=1")] == [
-            0,
-            1,
-            2,
-        ]
+        steps = [line["step"] for line in run(tmp_path, mesh, f"{RL}.val_check_interval=1")]
+        assert steps == [0, 1, 2]
 
 
 class StopsAfter(RunTimer):
-    """Is asked twice before the first step of a new run, around its validation, and once after each."""
+    """Is asked around the validation before a new run's first step, and once after each step."""
 
     def __init__(self, questions: int):
         super().__init__(None, JobTimes())
@@ -767,11 +769,12 @@ class TestTheEnd:
             trainer.fit()
         assert isinstance(error.value, StoppedEarly)
         assert trainer.step == saved_step(tmp_path) == 3
-        assert [line["step"] for line in run(tmp_path, mesh, *overrides)] == [1, 2, 3, 4, 5, 6]
+        steps = [line["step"] for line in run(tmp_path, mesh, *overrides)]
+        assert steps == [1, 2, 3, 4, 5, 6]
         assert saved_step(tmp_path) == 6
 
     def test_when_the_time_is_up_it_validates_too(self, tmp_path, mesh):
-        """Across an epoch, and with the time of the start counted: the fifth question is asked after step 3."""
+        """Across an epoch; with two checks at the start, the fifth one is after step 3."""
         overrides = [f"{RL}.max_epochs=3", f"{RL}.val_check_interval=5"]
         with (
             pytest.raises(StoppedEarly),
@@ -779,10 +782,12 @@ class TestTheEnd:
         ):
             trainer.run_timer = StopsAfter(4)
             trainer.fit()
-        assert [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line] == [0, 3]
+        validated_steps = [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line]
+        assert validated_steps == [0, 3]
         lines = run(tmp_path, mesh, *overrides)
         assert [line["step"] for line in lines] == list(range(7))
-        assert [line["step"] for line in lines if "val/rewards" in line] == [0, 3, 5, 6]
+        validated_steps = [line["step"] for line in lines if "val/rewards" in line]
+        assert validated_steps == [0, 3, 5, 6]
 
     def test_time_that_is_up_with_the_last_step_is_no_reason_to_stop(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:
@@ -795,21 +800,23 @@ class TestTheEnd:
         config = tiny_config(tmp_path, "exp_manager.max_time_per_run='0:1'")
         with raises_error("run.time.used_up", "step 0"), tiny_trainer(config, mesh) as trainer:
             trainer.fit()
-        assert trainer.step == 0 and saved_step(tmp_path) is None
-        assert [line["step"] for line in run(tmp_path, mesh)] == [1, 2]
+        assert trainer.step == 0
+        assert saved_step(tmp_path) is None
+        steps = [line["step"] for line in run(tmp_path, mesh)]
+        assert steps == [1, 2]
 
     def test_max_steps_ends_within_an_epoch_and_a_higher_one_goes_on(self, tmp_path, mesh):
-        assert [
-            line["step"] for line in run(tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.max_steps=3")
-        ] == [1, 2, 3]
+        run_lines = run(tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.max_steps=3")
+        steps = [line["step"] for line in run_lines]
+        assert steps == [1, 2, 3]
         assert saved_step(tmp_path) == 3
         lines = run(
             tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.max_steps=5", "model.optim.lr=0.003"
         )
-        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-        assert [line["train/lr"] for line in lines] == [0.01] * 3 + [0.003] * 2, (
-            "the configuration's, not the old run's"
-        )
+        steps = [line["step"] for line in lines]
+        assert steps == [1, 2, 3, 4, 5]
+        learning_rates = [line["train/lr"] for line in lines]
+        assert learning_rates == [0.01] * 3 + [0.003] * 2, "the configuration's, not the old run's"
 
     @pytest.mark.parametrize(
         ("estimator", "weights"),
@@ -820,7 +827,7 @@ class TestTheEnd:
         ],
     )
     def test_the_baseline_is_a_mean_of_past_rewards(self, estimator, weights, tmp_path, mesh):
-        """Weights of the last step, of the one before, and so on; every step has equally many samples."""
+        """Weights by age of the step; each step has the same number of samples."""
         options = [
             f"{RL}.advantage_estimator={estimator}",
             f"{RL}.baseline_window=2",
@@ -832,7 +839,8 @@ class TestTheEnd:
         expected = [0.0]
         for step in range(1, 4):
             weighted = list(zip(weights, reversed(rewards[:step]), strict=False))
-            expected.append(sum(w * reward for w, reward in weighted) / sum(w for w, _ in weighted))
+            total_weight = sum(w for w, _ in weighted)
+            expected.append(sum(w * reward for w, reward in weighted) / total_weight)
         assert baselines == pytest.approx(expected, abs=1e-6)
 
     @pytest.mark.parametrize(
@@ -867,7 +875,8 @@ class TestTheEnd:
             f"{RL}.val_check_interval=4",
             f"{RL}.save_interval=2",
         )
-        assert [line["step"] for line in lines if "val/rewards" in line] == [0, 4, 6]
+        validated_steps = [line["step"] for line in lines if "val/rewards" in line]
+        assert validated_steps == [0, 4, 6]
         kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
         assert kept == ["step_00000004", "step_00000006"]
 

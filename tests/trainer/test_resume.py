@@ -1,4 +1,4 @@
-"""A run that is killed at any moment and started again equals one that was never killed, bit for bit."""
+"""A run that is killed and restarted at any moment equals an uninterrupted run bit for bit."""
 
 from __future__ import annotations
 
@@ -84,25 +84,35 @@ def kill_when(processes: TrainerProcesses, folder: Path, condition: Callable[[],
     assert processes.wait() == -signal.SIGKILL, "the run had ended before it could be killed"
 
 
+def samples_of(folder: Path, step: int) -> list[tuple[int, int, str]]:
+    rows = rollouts_of(folder, step)
+    return sorted((row["prompt_id"], row["sample_id"], row["response"]) for row in rows)
+
+
 def finish(processes: TrainerProcesses, folder: Path) -> None:
     processes.start(folder, *SETTINGS)
     assert processes.wait() == 0, (folder / "log").read_text()
 
 
 def test_the_uninterrupted_run_learns_and_takes_every_prompt_once_an_epoch(uninterrupted):
-    """So that what the others are compared with is worth it."""
+    """This shows that a comparison with it means something."""
     lines = metrics_of(uninterrupted)
     assert lines[STEPS]["val/rewards"] > lines[0]["val/rewards"] + 0.1
-    assert all(line["train/init_policy_kl"] > 0.01 for line in lines[4:])
+    for line in lines[4:]:
+        assert line["train/init_policy_kl"] > 0.01
     kept = sorted(path.name for path in (uninterrupted / "run" / "checkpoints").glob("[!.]*"))
     assert kept == ["latest", "step_00000009", "step_00000012"]
     for epoch in range(4):
         rows = [row for step in (1, 2, 3) for row in rollouts_of(uninterrupted, 3 * epoch + step)]
-        assert Counter(row["prompt_id"] for row in rows) == dict.fromkeys(range(NUM_PROMPTS), 4)
+        num_responses = Counter(row["prompt_id"] for row in rows)
+        assert num_responses == dict.fromkeys(range(NUM_PROMPTS), 4)
 
 
 def test_a_run_goes_on_where_it_was_moved_to(mesh, tmp_path, monkeypatch):
-    """No path of a run's folder leads out of it. The user has no name and no home, as in many containers."""
+    """No path within a run's folder leaves it.
+
+    The user has no name and no home, as in many containers.
+    """
 
     def no_such_user(*_: object) -> None:
         raise KeyError("getpwuid(): uid not found: 1000")
@@ -120,12 +130,12 @@ def test_a_run_goes_on_where_it_was_moved_to(mesh, tmp_path, monkeypatch):
     ]
     for folder in ("whole", "first"):
         (tmp_path / folder).mkdir()
-        run(tmp_path / folder, mesh, *settings, f"{RL}.max_steps={3 if folder == 'whole' else 2}")
+        max_steps = 3 if folder == "whole" else 2
+        run(tmp_path / folder, mesh, *settings, f"{RL}.max_steps={max_steps}")
     (tmp_path / "first" / "run").rename(tmp_path / "moved to")
     moved = f"exp_manager.explicit_log_dir={tmp_path / 'moved to'}"
-    config = load_config(
-        compose(*tiny_overrides(tmp_path / "first"), *settings, f"{RL}.max_steps=3", moved)
-    )
+    overrides = tiny_overrides(tmp_path / "first")
+    config = load_config(compose(*overrides, *settings, f"{RL}.max_steps=3", moved))
     with tiny_trainer(config, mesh) as trainer:
         assert trainer.step == 2
         trainer.fit()
@@ -134,24 +144,23 @@ def test_a_run_goes_on_where_it_was_moved_to(mesh, tmp_path, monkeypatch):
     expected = metrics_of(tmp_path / "whole")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     for line, other in zip(lines, expected, strict=True):
-        assert {name: line[name] for name in line if "rewards" in name} == {
-            name: other[name] for name in other if "rewards" in name
-        }
+        rewards = {name: line[name] for name in line if "rewards" in name}
+        assert rewards == {name: other[name] for name in other if "rewards" in name}
 
 
 @pytest.mark.parametrize(
     "moment",
     [
-        pytest.param("run/config.yaml", marks=SLOW),  # nothing is there yet
+        pytest.param("run/config.yaml", marks=SLOW),  # nothing is saved yet
         pytest.param("rollouts/step_00001", marks=SLOW),  # within the first step
         "rollouts/step_00005",  # within a step after the first checkpoint
         # the step is done, its metrics are not written
         pytest.param("validation/step_00005", marks=SLOW),
-        # the first checkpoint is whole, but has no name yet
+        # the first checkpoint is complete, but not yet named
         pytest.param("checkpoints/step_00000003", marks=SLOW),
-        # it has its name, and `latest` does not say so
+        # it is named, but `latest` does not name it
         pytest.param("checkpoints/latest", marks=SLOW),
-        "run/hf",  # the last checkpoint is there, the export is not
+        "run/hf",  # the last checkpoint is saved, the export is not
     ],
 )
 def test_killed_at_a_certain_moment(processes, uninterrupted, tmp_path, moment):
@@ -163,7 +172,7 @@ def test_killed_at_a_certain_moment(processes, uninterrupted, tmp_path, moment):
 
 @pytest.mark.slow
 def test_killed_again_and_again_from_outside(processes, uninterrupted, tmp_path):
-    """Before the first checkpoint, between checkpoints, while one is being written, right after a step."""
+    """Before the first checkpoint, between checkpoints, while saving, and right after a step."""
     kill_when(processes, tmp_path, metrics_reach(tmp_path, 1))
     kill_when(processes, tmp_path, appears(tmp_path, "checkpoints/step_00000003.part"))
     kill_when(processes, tmp_path, metrics_reach(tmp_path, 5))
@@ -173,7 +182,7 @@ def test_killed_again_and_again_from_outside(processes, uninterrupted, tmp_path)
     finish(processes, tmp_path)
     assert_equal_runs(tmp_path, uninterrupted)
     assert resumed_from == 3
-    # Were the reference that of the checkpoint, there would be no KL right after a resume.
+    # With the checkpoint's weights as the reference, there would be no KL right after a resume.
     said = (tmp_path / "log").read_text()
     assert said.count("Going on from") >= 3
 
@@ -186,7 +195,7 @@ def latest(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(12))
 def test_killed_at_any_time(processes, uninterrupted, tmp_path, attempt):
-    """At moments spread evenly over the first seconds of a run; a fast machine has ended some runs by then."""
+    """Kills are spread evenly over a run's first seconds; a fast machine may have ended the run."""
     (process,) = processes.start(tmp_path, *SETTINGS)
     time.sleep(0.25 * (attempt + 1))
     with contextlib.suppress(ProcessLookupError):
@@ -235,7 +244,7 @@ def write_model_of_two_layers(folder: Path) -> None:
 
 
 def two_rank_settings(folder: Path) -> list[str]:
-    """Five prompts in steps of two: the third step has a single one, and so nothing for one of two ranks."""
+    """Five prompts in steps of two: the third step has one prompt, and one of two ranks none."""
     prompts = write_prompts(folder / "five.jsonl", three_letters(5))
     return [
         f"model.data.data_prefix.train={prompts}",
@@ -264,8 +273,9 @@ def test_two_ranks_started_by_plain_python_equal_one(one_process, tmp_path, layo
         "trainer.devices=2",
         *layout,
     ]
+    command = [sys.executable, str(DRIVER), *overrides]
     process = subprocess.Popen(
-        [sys.executable, str(DRIVER), *overrides],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -276,18 +286,14 @@ def test_two_ranks_started_by_plain_python_equal_one(one_process, tmp_path, layo
     finally:
         kill_tree(process.pid)
     assert process.returncode == 0, said
-    found, expected = (list(map(however_cut, metrics_of(f))) for f in (tmp_path, one_process))
-    assert [line["step"] for line in found] == [0, 1, 2, 3]
-    for line, other, bound in zip(found, expected, (1e-6, 1e-5, 1e-4, 1e-3), strict=True):
+    resumed = [however_cut(line) for line in metrics_of(tmp_path)]
+    expected = [however_cut(line) for line in metrics_of(one_process)]
+    assert [line["step"] for line in resumed] == [0, 1, 2, 3]
+    for line, other, bound in zip(resumed, expected, (1e-6, 1e-5, 1e-4, 1e-3), strict=True):
         assert largest_difference(line, other) < bound
     for step in (1, 2, 3):
-        samples = [
-            sorted((r["prompt_id"], r["sample_id"], r["response"]) for r in rollouts_of(f, step))
-            for f in (tmp_path, one_process)
-        ]
-        assert samples[0] == samples[1]
-    weights, others = (
-        load_file(f / "run" / "hf" / "model.safetensors") for f in (tmp_path, one_process)
-    )
+        assert samples_of(tmp_path, step) == samples_of(one_process, step)
+    weights = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    others = load_file(one_process / "run" / "hf" / "model.safetensors")
     for name in others:
         torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-3)

@@ -1,4 +1,4 @@
-"""One rank and two, killed at random moments, with all that carries state; and other layouts in one run."""
+"""One rank and two, killed at random moments with all kinds of state, and changes of layout."""
 
 from __future__ import annotations
 
@@ -76,14 +76,18 @@ def uninterrupted(processes, tmp_path_factory) -> Path:
     ],
 )
 def whole(request, processes, tmp_path_factory) -> tuple[Path, int, tuple[str, ...], float]:
-    """A run without interruption, in which saves are not asynchronous; ranks, overrides, seconds of its steps."""
+    """A run without interruptions and asynchronous saves.
+
+    Its ranks, its overrides and the seconds of its steps.
+    """
     ranks, overrides = request.param
     folder = tmp_path_factory.mktemp("whole")
     finish(processes, folder, *overrides, ranks=ranks)
     lines = metrics_of(folder)
     assert any(line.get("train/groups_without_spread") for line in lines)
     assert any(line.get("train/resampling_rounds") for line in lines)
-    return folder, ranks, overrides, lines[-1]["time"] - lines[0]["time"]
+    seconds = lines[-1]["time"] - lines[0]["time"]
+    return folder, ranks, overrides, seconds
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,7 @@ def test_killed_at_random_moments(kills, whole, processes, tmp_path):
     draw = random.Random(seed)
     folder, ranks, overrides, seconds = whole
     for _ in range(kills):
-        # A part of the run each, so that the last ones are not left with nothing to kill.
+        # One kill in each part of the run, so that the last kills still find steps.
         processes.kill_at_random(
             tmp_path, draw, seconds / kills, *STATEFUL, *overrides, ASYNC, ranks=ranks
         )
@@ -105,7 +109,7 @@ def test_killed_at_random_moments(kills, whole, processes, tmp_path):
 
 
 def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
-    """And moves in this run, so that leaving it out would show in the others."""
+    """The state changes in this run, so a missing part would show in the others."""
     folder = uninterrupted / "run" / "checkpoints"
     newest = folder / (folder / "latest").read_text().strip()
     state = json.loads((newest / "trainer_state.json").read_text())
@@ -122,26 +126,22 @@ def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
         ),
         *("past_scores", "step", "validation_is_due", "version", "wandb_run_id"),
     ]
-    assert (state["step"], state["epoch"], state["data"]["consumed_prompts"]) == (
-        STEPS,
-        4,
-        4 * NUM_PROMPTS,
-    )
+    assert state["step"] == STEPS
+    assert state["epoch"] == 4
+    assert state["data"]["consumed_prompts"] == 4 * NUM_PROMPTS
     assert state["past_scores"]["count"] == 4 * 4 * NUM_PROMPTS
     assert 0 < state["past_scores"]["mean"] < 1
     assert state["past_rewards"]["mean"] != 0
     means = [state["past_rewards"]["mean"], state["decayed_rewards"]["mean"]]
-    assert (
-        len(state["last_rewards"]) == 10
-        and len({*means, *(of["mean"] for of in state["last_rewards"])}) > 3
-    )
+    assert len(state["last_rewards"]) == 10
+    assert len({*means, *(of["mean"] for of in state["last_rewards"])}) > 3
     assert state["kl_coefficient"] != 0.1
     values = {
         line["step"]: line["val/rewards"]
         for line in metrics_of(uninterrupted)
         if "val/rewards" in line
     }
-    # of equal ones the first
+    # the first of equal ones
     best = max((step for step in values if step > 0), key=lambda step: values[step])
     assert state["best"] == {
         "metric": "val/rewards",
@@ -175,7 +175,7 @@ ONE = (1, ())
 )
 @pytest.mark.slow
 def test_every_prompt_once_an_epoch_through_kills_and_layouts(layouts, processes, tmp_path):
-    """Each is killed within some step, but the last one, which ends the run."""
+    """Each start is killed within a step, but for the last one, which ends the run."""
     tiny_llama_folder(
         tmp_path / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16
     )
@@ -183,21 +183,24 @@ def test_every_prompt_once_an_epoch_through_kills_and_layouts(layouts, processes
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed of the moments: {seed}")
     draw = random.Random(seed)
-    moments = [
-        f"rollouts/step_{step:05d}"
-        for step in sorted(draw.sample(range(2, STEPS), len(layouts) - 1))
-    ]
+    killed = sorted(draw.sample(range(2, STEPS), len(layouts) - 1))
+    moments = [f"rollouts/step_{step:05d}" for step in killed]
     for (ranks, overrides), moment in zip(layouts, [*moments, ""], strict=True):
         processes.start(tmp_path, *settings, *overrides, die_before=moment, ranks=ranks)
-        assert processes.wait() == (-signal.SIGKILL if moment else 0), (
-            tmp_path / "log"
-        ).read_text()
+        code = -signal.SIGKILL if moment else 0
+        assert processes.wait() == code, (tmp_path / "log").read_text()
     lines = metrics_of(tmp_path)
-    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(STEPS + 1))
     assert lines[-1]["train/consumed_prompts"] == 4 * NUM_PROMPTS
     for epoch in range(4):
         rows = [row for step in (1, 2, 3) for row in rollouts_of(tmp_path, 3 * epoch + step)]
-        assert Counter(row["prompt_id"] for row in rows) == dict.fromkeys(range(NUM_PROMPTS), 4)
+        num_responses = Counter(row["prompt_id"] for row in rows)
+        assert num_responses == dict.fromkeys(range(NUM_PROMPTS), 4)
+
+
+def without_padding(line: dict) -> dict:
+    return {key: value for key, value in without_times(line).items() if "padding" not in key}
 
 
 def test_another_number_of_ranks_in_the_middle_of_an_epoch(processes, uninterrupted, tmp_path):
@@ -207,9 +210,7 @@ def test_another_number_of_ranks_in_the_middle_of_an_epoch(processes, uninterrup
     assert processes.wait() == -signal.SIGKILL
     finish(processes, tmp_path, every_step)
     assert "after step 5 of 12" in (tmp_path / "log").read_text()
-    for line, other in list(zip(metrics_of(tmp_path), metrics_of(uninterrupted), strict=True))[:9]:
-        pair = [
-            {key: value for key, value in without_times(m).items() if "padding" not in key}
-            for m in (line, other)
-        ]
+    pairs = zip(metrics_of(tmp_path), metrics_of(uninterrupted), strict=True)
+    for line, other in list(pairs)[:9]:
+        pair = [without_padding(line), without_padding(other)]
         assert largest_difference(*pair) < 1e-3, line["step"]

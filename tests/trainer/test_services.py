@@ -1,4 +1,4 @@
-"""What a trainer has beyond NeMo-Aligner's arguments."""
+"""The trainer's arguments beyond NeMo-Aligner's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step inherits: reward moments, beta, the best checkpoints."""
+"""State between steps: reward moments, beta, the best checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from reinforce_rl.trainer.state import BestCheckpoints, NonFiniteGuard, RunningB
 ESTIMATORS = ["running_mean", "moving_average", "exponential_moving_average"]
 WINDOW = 3
 DECAY = 0.8
-Rewards = list[list[float]]  # of each step; NaN where a sample is not valid
+Rewards = list[list[float]]  # of each step; NaN if a sample is not valid
 
 
 def new_past() -> RunningBaselines:
@@ -32,7 +32,10 @@ def new_past() -> RunningBaselines:
 
 
 def batch_of(rewards: list[float], kl: float = 0.0) -> ReinforceBatch:
-    """Responses of one token; `rewards` without the KL, NaN where a sample is not valid."""
+    """Responses of one token.
+
+    `rewards` are without the KL; they are NaN for samples that are not valid.
+    """
     count = len(rewards)
     scores = torch.tensor(rewards, dtype=torch.float64)
     ids = torch.arange(count)
@@ -56,22 +59,28 @@ def alone(value: Any) -> list[Any]:
 
 
 def brute_force(steps: Rewards, estimator: str) -> float:
-    """The weighted mean of all valid rewards, each with the weight of its step."""
+    """Return the mean of all valid rewards, weighted by step."""
     weighted = []
     for age, rewards in enumerate(reversed(steps)):
         weights = {"running_mean": 1.0, "moving_average": float(age < WINDOW)}
         weight = weights.get(estimator, DECAY**age)
         weighted += [(weight, reward) for reward in rewards if not math.isnan(reward)]
     total = math.fsum(weight for weight, _ in weighted)
-    return math.fsum(weight * reward for weight, reward in weighted) / total if total else 0.0
+    if total == 0:
+        return 0.0
+    return math.fsum(weight * reward for weight, reward in weighted) / total
 
 
 def random_steps(seed: int, count: int = 12) -> Rewards:
-    """Unequal numbers of samples, whose level moves; some are not valid, and of the sixth step none is."""
+    """Steps with different numbers of samples and moving rewards.
+
+    Some samples are not valid; none of the sixth step is.
+    """
     draw = random.Random(seed)
-    steps = [
-        [draw.gauss(5.0 * step, 1.0) for _ in range(draw.randint(1, 9))] for step in range(count)
-    ]
+    steps = []
+    for step in range(count):
+        num_samples = draw.randint(1, 9)
+        steps.append([draw.gauss(5.0 * step, 1.0) for _ in range(num_samples)])
     steps = [[reward if draw.random() < 0.8 else math.nan for reward in step] for step in steps]
     steps[5] = [math.nan] * 4
     return steps
@@ -83,9 +92,8 @@ def test_each_is_the_weighted_mean_of_all_past_rewards(estimator, seed):
     past = new_past()
     steps = random_steps(seed)
     for step, rewards in enumerate(steps):
-        assert past.reward_mean(estimator) == pytest.approx(
-            brute_force(steps[:step], estimator), rel=1e-13, abs=1e-13
-        )
+        expected = brute_force(steps[:step], estimator)
+        assert past.reward_mean(estimator) == pytest.approx(expected, rel=1e-13, abs=1e-13)
         past.add(batch_of(rewards), alone)
     assert past.reward_mean(estimator) == pytest.approx(brute_force(steps, estimator), rel=1e-13)
 
@@ -119,15 +127,14 @@ def test_a_state_through_json_goes_on_bit_for_bit(saved_after):
             state = json.loads(json.dumps(parts.state_dict()))
             parts = new_past()
             parts.load_state_dict(state)
-        assert [parts.reward_mean(name) for name in ESTIMATORS] == [
-            whole.reward_mean(name) for name in ESTIMATORS
-        ]
+        reward_means = [parts.reward_mean(name) for name in ESTIMATORS]
+        assert reward_means == [whole.reward_mean(name) for name in ESTIMATORS]
     assert parts.state_dict() == whole.state_dict()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_have_the_same_bit_for_bit(ranks):
-    """Ranks are threads, and each has its own share of a step's samples, which may be none."""
+    """Ranks are threads, each with its own and possibly empty share of a step's samples."""
     steps = random_steps(2)
 
     def run(rank: int, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
@@ -137,7 +144,8 @@ def test_all_ranks_have_the_same_bit_for_bit(ranks):
         return {**past.state_dict(), **{name: past.reward_mean(name) for name in ESTIMATORS}}
 
     first, *others = gathering_ranks(ranks, run)
-    assert all(other == first for other in others)
+    for other in others:
+        assert other == first
     for name in ESTIMATORS:
         assert first[name] == pytest.approx(brute_force(steps, name), rel=1e-13)
 
@@ -146,7 +154,8 @@ def test_rewards_are_those_less_their_kl_and_scores_are_not():
     past = new_past()
     past.add(batch_of([1.0, 3.0], kl=0.5), alone)
     assert past.scores.mean == 2.0
-    assert [past.reward_mean(name) for name in ESTIMATORS] == pytest.approx([1.95] * 3, rel=1e-14)
+    reward_means = [past.reward_mean(name) for name in ESTIMATORS]
+    assert reward_means == pytest.approx([1.95] * 3, rel=1e-14)
 
 
 VALUES = {1: 0.3, 2: 0.5, 3: math.nan, 4: 0.5, 5: 0.1, 6: 0.7}
@@ -216,8 +225,13 @@ class TestNonFiniteGuard:
         return SimpleNamespace(skipped=skipped, weights_lost=weights_lost)
 
     def check(self, guard: NonFiniteGuard, *skipped: bool, loss: float = 0.5) -> None:
+        updates = [self.update(skipped=is_skipped) for is_skipped in skipped]
         guard.check(
-            1, [self.update(skipped=one) for one in skipped], loss, self.MESH, lambda text: None
+            1,
+            updates,
+            loss,
+            self.MESH,
+            lambda text: None,
         )
 
     @pytest.mark.parametrize("most", [1, 2, 3])
@@ -250,9 +264,8 @@ class TestNonFiniteGuard:
 
     def test_lost_weights_end_it_at_once(self):
         with raises_error("trainer.weights.not_finite", "step 4") as error:
-            NonFiniteGuard(9).check(
-                4, [self.update(weights_lost=True)], 0.5, self.MESH, lambda text: None
-            )
+            updates = [self.update(weights_lost=True)]
+            NonFiniteGuard(9).check(4, updates, 0.5, self.MESH, lambda text: None)
         assert isinstance(error.value, DivergedError)
 
 

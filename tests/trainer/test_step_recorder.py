@@ -1,4 +1,4 @@
-"""Checksums tell any changed element; a step's record is of its own moment, whatever happens while it is made."""
+"""Checksums change with any element, and a step's record holds the state of its moment."""
 
 from __future__ import annotations
 
@@ -30,19 +30,16 @@ def mesh():
 def test_any_element_changes_the_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     whole = int(checksum(tensor))
-    assert (
-        whole == int(checksum(tensor.clone())) == int(checksum(torch.cat((tensor[:1], tensor))[1:]))
-    )
+    assert int(checksum(tensor.clone())) == whole
+    longer = torch.cat((tensor[:1], tensor))
+    assert int(checksum(longer[1:])) == whole
     flat = tensor.view(-1)
-    for place in torch.randint(
-        flat.numel(), (50,), generator=torch.Generator().manual_seed(2)
-    ).tolist():
+    generator = torch.Generator().manual_seed(2)
+    for place in torch.randint(flat.numel(), (50,), generator=generator).tolist():
         changed = flat.clone()
-        changed[place] = (
-            torch.nextafter(changed[place].float(), torch.tensor(9.0))
-            if dtype == torch.float32
-            else 7
-        )
+        changed[place] = 7
+        if dtype == torch.float32:
+            changed[place] = torch.nextafter(flat[place], torch.tensor(9.0))
         assert int(checksum(changed)) != whole
     swapped = flat.clone()
     swapped[[0, 1]] = swapped[[1, 0]]
@@ -53,7 +50,7 @@ def test_any_element_changes_the_sum(dtype: torch.dtype, shape: tuple[int, ...])
 def test_a_record_is_of_its_own_moment(
     tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sums are made late, while the parameters point to the reference's weights; the next update waits."""
+    """Sums run late, while the parameters hold the reference's weights; the next update waits."""
     run(tmp_path / "plain", mesh, f"{RL}.max_steps=2")
     held = threading.Event()
     taken = step_recorder.checksum
@@ -77,15 +74,18 @@ def test_a_record_is_of_its_own_moment(
             return reference(*args)
 
         monkeypatch.setattr(trainer.model, "get_init_policy_logprobs", swapped)
-        monkeypatch.setattr(trainer.recorder, "finish", _after(held, trainer.recorder.finish))  # type: ignore[union-attr]
+        recorder = trainer.recorder
+        assert recorder is not None
+        monkeypatch.setattr(recorder, "finish", _after(held, recorder.finish))
         trainer.fit()
     for step in (1, 2):
-        one, other = (read_record(tmp_path / name / "run", step) for name in ("plain", "late"))
-        assert (
-            one.ranks[0].after == other.ranks[0].after
-            and one.ranks[0].optimizer == other.ranks[0].optimizer
+        plain_record, late_record = (
+            read_record(tmp_path / name / "run", step) for name in ("plain", "late")
         )
-        assert one.ranks[0].before != one.ranks[0].after and one.updates == other.updates
+        assert plain_record.ranks[0].after == late_record.ranks[0].after
+        assert plain_record.ranks[0].optimizer == late_record.ranks[0].optimizer
+        assert plain_record.ranks[0].before != plain_record.ranks[0].after
+        assert plain_record.updates == late_record.updates
 
 
 def _after(held: threading.Event, finish: Any) -> Any:
@@ -110,7 +110,8 @@ def test_tokens_are_recorded_every_so_many_steps(
     )
     files = rollout_files(tmp_path / "run")
     assert list(files) == [1, 2, 3]
-    assert [step for step, file in files.items() if read_tokens(file)] == expected
+    steps_with_tokens = [step for step, file in files.items() if read_tokens(file)]
+    assert steps_with_tokens == expected
 
 
 def test_what_is_kept(tmp_path: Path, mesh: Mesh) -> None:
@@ -118,11 +119,12 @@ def test_what_is_kept(tmp_path: Path, mesh: Mesh) -> None:
     run(tmp_path, mesh, *settings, f"{RL}.max_steps=4")
     assert list(record_files(tmp_path / "run")) == [3, 4]
     lines = metrics_of(tmp_path)
-    assert all(
-        0 <= line["timers/record"] < line["timers/step_time"] for line in lines if line["step"]
-    )
+    for line in lines:
+        if line["step"]:
+            assert 0 <= line["timers/record"] < line["timers/step_time"]
     last = read_record(tmp_path / "run", 4)
-    assert last.ranks[0].before == read_record(tmp_path / "run", 3).ranks[0].after
+    earlier = read_record(tmp_path / "run", 3)
+    assert last.ranks[0].before == earlier.ranks[0].after
     assert last.updates[0]["grad_norm"] == lines[-1]["train/grad_norm"]
     run(tmp_path, mesh, *settings, f"{RL}.max_steps=5")
     assert list(record_files(tmp_path / "run")) == [4, 5]
@@ -134,25 +136,26 @@ def test_less_is_recorded_where_that_is_asked_for(
 ) -> None:
     run(tmp_path, mesh, f"{RL}.max_steps=2", f"exp_manager.record={record}")
     assert len(list((tmp_path / "run").glob("rollouts/*.parquet"))) == samples
-    assert len(record_files(tmp_path / "run")) == records and len(metrics_of(tmp_path)) == 2
+    assert len(record_files(tmp_path / "run")) == records
+    assert len(metrics_of(tmp_path)) == 2
     assert not any("timers/record" in line for line in metrics_of(tmp_path))
 
 
 class Gathered:
-    """The mesh of the first of two data-parallel ranks; the other one sends these."""
+    """The mesh of the first of two data-parallel ranks; the other rank sends `other`."""
 
     def __init__(self, other: Any, dp_rank: int = 0):
         self.other = other
         self.dp_rank = dp_rank
         self.is_model_parallel_rank_0 = True
 
-    def gather_on_main(self, own: Any) -> list[Any]:
-        return [own, self.other]
+    def gather_on_main(self, value: Any) -> list[Any]:
+        return [value, self.other]
 
 
 def test_what_is_recorded_of_an_update_is_of_all_ranks(tmp_path: Path) -> None:
-    """A loss and its sums are shares of each rank; the norm of the gradient and the learning rate are everybody's."""
-    own = [{LOSS: 0.25, f"{SUM}tokens": 3.0, "grad_norm": 2.0, "lr": 0.1}]
+    """The loss and its sums are shares of each rank; gradient norm and learning rate are common."""
+    updates = [{LOSS: 0.25, f"{SUM}tokens": 3.0, "grad_norm": 2.0, "lr": 0.1}]
     others = [{LOSS: -1.0, f"{SUM}tokens": 4.0, f"{SUM}entropy": 1.5, "grad_norm": 2.0, "lr": 0.1}]
     state = RankState(0, {}, {}, {}, "")
     recorder: Any = object.__new__(StepRecorder)
@@ -167,20 +170,22 @@ def test_what_is_recorded_of_an_update_is_of_all_ranks(tmp_path: Path) -> None:
         "files": {},
     }
     record = StepRecord(step=7, past={}, updates=[], data={}, scorer=None, reference=None, **facts)
-    recorder._pending = record, lambda: state, own
+    recorder._pending = record, lambda: state, updates
     recorder.finish()
     written = read_record(tmp_path, 7)
     assert written.updates == [
         {LOSS: -0.75, f"{SUM}tokens": 7.0, "grad_norm": 2.0, "lr": 0.1, f"{SUM}entropy": 1.5}
     ]
-    assert [one.rank for one in written.ranks] == [0, 1]
+    assert [rank_state.rank for rank_state in written.ranks] == [0, 1]
 
 
 @pytest.mark.parametrize("dp_rank", [0, 1])
 def test_the_checksums_of_a_copy_are_one(dp_rank: int, tmp_path: Path) -> None:
-    """Data-parallel ranks hold the same weights; a record has those of the first, and one sum of each other."""
+    """Data-parallel ranks hold equal weights: a record has the first rank's, and one sum of each
+    other.
+    """
     recorder: Any = object.__new__(StepRecorder)
     recorder._mesh = Gathered(None, dp_rank)
     sums = {"embedding": "0a", "head": "0b"}
-    found = recorder._of_copy(sums)
-    assert found == sums if dp_rank == 0 else list(found) == ["all"]
+    kept_sums = recorder._of_copy(sums)
+    assert kept_sums == sums if dp_rank == 0 else list(kept_sums) == ["all"]

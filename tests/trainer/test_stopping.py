@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 in every phase: the run saves, ends with its own exit code, and goes on bit for bit."""
+"""SIGTERM and SIGUSR1 in each phase: the run saves, exits with its code, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def log(folder: Path) -> str:
 
 
 def status(folder: Path) -> Status:
-    found = read_status(folder / "run")
-    assert found is not None
-    return found
+    run_status = read_status(folder / "run")
+    assert run_status is not None
+    return run_status
 
 
 def saved_step(folder: Path) -> int:
@@ -107,17 +107,15 @@ def act(phase: str, step: int, number: int, rank: int = 0) -> dict[str, object]:
 def test_in_every_phase(processes, uninterrupted, tmp_path, phase, step, number, saved):
     stop(processes, tmp_path, act=act(phase, step, number))
     assert saved_step(tmp_path) == saved
-    found = status(tmp_path)
-    assert (found.state, found.step, found.max_steps, found.exit_code) == (
-        "stopped",
-        saved,
-        STEPS,
-        EXIT_STOPPED,
-    )
+    stopped = status(tmp_path)
+    assert stopped.state == "stopped"
+    assert stopped.step == saved
+    assert stopped.max_steps == STEPS
+    assert stopped.exit_code == EXIT_STOPPED
     if saved < STEPS:
         assert printed_keys(log(tmp_path)) == ["run.stop.by_signal"]
-        assert signal.Signals(number).name in found.reason
-        assert f"step {saved} of {STEPS}" in found.reason
+        assert signal.Signals(number).name in stopped.reason
+        assert f"step {saved} of {STEPS}" in stopped.reason
         assert not (tmp_path / "run" / "hf").exists(), "nothing is exported"
     finish(processes, tmp_path)
     assert_equal_runs(tmp_path, uninterrupted)
@@ -127,7 +125,7 @@ def test_in_every_phase(processes, uninterrupted, tmp_path, phase, step, number,
     ("phase", "step"), [("checkpoint", 6), pytest.param("validation", 5, marks=SLOW)]
 )
 def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
-    """Nothing is saved, and what was saved before is whole."""
+    """Nothing is saved, and earlier checkpoints are complete."""
     processes.start(tmp_path, *SETTINGS, act=act(phase, step, signal.SIGINT))
     assert processes.wait() == EXIT_INTERRUPTED, log(tmp_path)
     assert "Traceback" not in log(tmp_path)
@@ -135,7 +133,8 @@ def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
         "interrupted by Ctrl-C; the same command goes on after step 3, the last one saved"
         in log(tmp_path)
     )
-    assert (status(tmp_path).state, status(tmp_path).exit_code) == ("interrupted", EXIT_INTERRUPTED)
+    assert status(tmp_path).state == "interrupted"
+    assert status(tmp_path).exit_code == EXIT_INTERRUPTED
     assert saved_step(tmp_path) == 3
     finish(processes, tmp_path)
     assert_equal_runs(tmp_path, uninterrupted)
@@ -161,9 +160,10 @@ def test_a_full_disk(processes, uninterrupted, tmp_path, file_bytes, key, path):
     assert re.search(named, said), said
     step = saved_step(tmp_path)
     assert re.search(rf"(goes on after step {step}|resumes from it)", said), said
-    found = status(tmp_path)
-    assert (found.state, found.exit_code) == ("failed", EXIT_ERROR)
-    assert said.strip() == f"{found.reason} [{key}]"
+    failed = status(tmp_path)
+    assert failed.state == "failed"
+    assert failed.exit_code == EXIT_ERROR
+    assert said.strip() == f"{failed.reason} [{key}]"
     assert files == {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
     assert list((tmp_path / "run").glob(".*")) == []
     assert list((tmp_path / "run" / "checkpoints").glob("*.part")) == []
@@ -173,7 +173,7 @@ def test_a_full_disk(processes, uninterrupted, tmp_path, file_bytes, key, path):
 
 
 def test_while_loading(processes, tmp_path):
-    """There is nothing to save, and nothing is waited for."""
+    """There is nothing to save and nothing to wait for."""
     stop(processes, tmp_path, act=act("loading the model", 0, signal.SIGTERM))
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert printed_keys(log(tmp_path)) == ["run.stop.before_first_step"]
@@ -193,12 +193,14 @@ def test_one_of_two_ranks_is_told(processes, uninterrupted_on_two, tmp_path):
 
 @pytest.mark.slow
 def test_an_alert_stops_every_rank(processes, uninterrupted_on_two, tmp_path):
-    """The first rank's verdict is all ranks'; the run goes on without stopping for the same again."""
+    """The first rank decides for all; the resumed run does not stop for the same reason."""
     processes.start(tmp_path, *SETTINGS, "alerts.rules.prompts_repeated=stop", ranks=2, patience=30)
     assert processes.wait() == EXIT_ALERT, log(tmp_path)
-    assert processes.statuses == [EXIT_ALERT] * 2 and "Traceback" not in log(tmp_path)
+    assert processes.statuses == [EXIT_ALERT] * 2
+    assert "Traceback" not in log(tmp_path)
     assert set(printed_keys(log(tmp_path))) == {"run.stop.by_alert"}
-    assert saved_step(tmp_path) == 1 and "prompts_repeated" in status(tmp_path).reason
+    assert saved_step(tmp_path) == 1
+    assert "prompts_repeated" in status(tmp_path).reason
     assert not (tmp_path / "run" / "hf").exists(), "nothing is exported"
     finish(processes, tmp_path, ranks=2)
     assert_equal_runs(tmp_path, uninterrupted_on_two)
@@ -207,13 +209,14 @@ def test_an_alert_stops_every_rank(processes, uninterrupted_on_two, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_two_ranks_of_a_plain_python(processes, uninterrupted_on_two, tmp_path, number):
-    """The process that starts the ranks passes the signal on, waits for them, and has their exit code."""
+    """The process that starts the ranks forwards the signal, waits, and exits with their code."""
     command = [*tiny_overrides(tmp_path, num_prompts=NUM_PROMPTS), *SETTINGS, "trainer.devices=2"]
     process = subprocess.Popen([sys.executable, str(DRIVER), *command], start_new_session=True)
     try:
         deadline = time.monotonic() + 4 * RUN_SECONDS
         while not ((tmp_path / "run" / "metrics.jsonl").exists() and len(metrics_of(tmp_path)) > 2):
-            assert time.monotonic() < deadline and process.poll() is None
+            assert time.monotonic() < deadline
+            assert process.poll() is None
             time.sleep(0.01)
         process.send_signal(number)
         assert process.wait(RUN_SECONDS) == EXIT_STOPPED
@@ -225,19 +228,19 @@ def test_two_ranks_of_a_plain_python(processes, uninterrupted_on_two, tmp_path, 
 
 
 def test_it_ends_by_itself_before_the_allocation_does(processes, tmp_path):
-    """Steps of two seconds; the allocation ends in 30 s, besides what is the launcher's."""
+    """Steps take two seconds; the allocation ends in 30 s, besides the launcher's share."""
     steps = ["trainer.reinforce.max_epochs=400", "exp_manager.max_time_per_run='02:30:00'"]
     stop(processes, tmp_path, *steps, allocation=round(LAUNCHER_SECONDS) + 30, step_seconds=2.0)
-    end = int(
-        next(line for line in log(tmp_path).splitlines() if "allocation ends" in line).split()[-1]
-    )
-    found = status(tmp_path)
+    lines = log(tmp_path).splitlines()
+    end = int(next(line for line in lines if "allocation ends" in line).split()[-1])
+    stopped = status(tmp_path)
     assert printed_keys(log(tmp_path)) == ["run.time.used_up"]
-    assert "SLURM_JOB_END_TIME" in found.reason
-    assert f"step {found.step} of 1200" in found.reason
-    assert found.step == saved_step(tmp_path) == metrics_of(tmp_path)[-1]["step"] > 0
-    assert found.time < end - LAUNCHER_SECONDS, "with room"
-    assert found.save_seconds is not None and found.save_seconds > 0
+    assert "SLURM_JOB_END_TIME" in stopped.reason
+    assert f"step {stopped.step} of 1200" in stopped.reason
+    assert stopped.step == saved_step(tmp_path) == metrics_of(tmp_path)[-1]["step"] > 0
+    assert stopped.time < end - LAUNCHER_SECONDS, "with room"
+    assert stopped.save_seconds is not None
+    assert stopped.save_seconds > 0
 
 
 def test_one_of_two_ranks_is_told_while_they_load(processes, tmp_path):

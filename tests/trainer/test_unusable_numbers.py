@@ -1,4 +1,4 @@
-"""A policy, rewards or responses that cannot be trained on: what the run says, how it ends, and what it saves."""
+"""Policies, rewards or responses that cannot be trained on: messages, exit codes and saves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 class Score:
-    """The task's reward, but for the calls (from 1) that `is_odd` names."""
+    """The task's reward, except for the calls (from 1) that `is_odd` names."""
 
     def __init__(self, is_odd: Callable[[int], bool], value: float = math.nan):
         self.calls = 0
@@ -44,7 +44,7 @@ class Score:
 
 
 def spoil(at_step: int, value: float) -> Callable[..., None]:
-    """Weights of this value once so many steps are done, as an overflow or a broken device leaves them."""
+    """Set all weights to this value after so many steps, as an overflow or a bad device would."""
 
     def install(trainer) -> None:
         train = trainer.run_training
@@ -75,12 +75,13 @@ class TestAPolicyThatIsNotANumber:
         with pytest.raises(DivergedError) as raised, tiny_trainer(config, mesh) as trainer:
             trainer.fit()
         assert raised.value.key.endswith(".not_finite")
-        assert "model.optim.lr" in str(raised.value) and "reward" not in str(raised.value)
+        assert "model.optim.lr" in str(raised.value)
+        assert "reward" not in str(raised.value)
         assert saved_steps(tmp_path) == []
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, 1e15])
     def test_the_last_good_checkpoint_stays(self, tmp_path, mesh, value):
-        """1e15 is finite, and its square in float32 too, but no forward pass is."""
+        """1e15 and its square are finite in float32, but no forward pass is."""
         config = tiny_config(tmp_path, NO_KL, f"{RL}.max_epochs=6", f"{RL}.save_interval=2")
         good = []
         with pytest.raises(DivergedError), tiny_trainer(config, mesh) as trainer:
@@ -98,7 +99,7 @@ class TestAPolicyThatIsNotANumber:
 
     @pytest.mark.parametrize("value", [math.nan, 1e15])
     def test_found_at_the_very_end(self, tmp_path, mesh, value):
-        """The step before the last one spoils the weights: a single skipped step is no success either."""
+        """The step before the last one spoils the weights: a skipped step is no success either."""
         config = tiny_config(tmp_path, NO_KL, f"{RL}.max_epochs=2", f"{RL}.save_interval=0")
         with pytest.raises(DivergedError), tiny_trainer(config, mesh) as trainer:
             spoil(3, value)(trainer)
@@ -146,15 +147,13 @@ class TestAPolicyThatIsNotANumber:
         check_error(raised.value, "trainer.gradient.not_finite", f"{most} optimizer steps")
         assert steps[-1] == (10 if most > 2 else 5)
         lines = metrics_of(tmp_path)
-        assert [line["step"] for line in lines if line["train/skipped_step"]] == [
-            s for s in bad if s < steps[-1]
-        ]
+        skipped_steps = [line["step"] for line in lines if line["train/skipped_step"]]
+        assert skipped_steps == [s for s in bad if s < steps[-1]]
         said = capfd.readouterr().out
         assert f"1 of at most {most} in a row" in said
-        assert (
-            "1 steps skipped" in said
-            and f"{len([s for s in bad if s < steps[-1]])} steps skipped" in said
-        )
+        assert "1 steps skipped" in said
+        num_skipped = len([s for s in bad if s < steps[-1]])
+        assert f"{num_skipped} steps skipped" in said
 
     def test_a_single_skipped_step_is_no_end(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path, NO_KL), mesh) as trainer:
@@ -197,10 +196,13 @@ class TestAPolicyThatIsNotANumber:
         assert (code, processes.statuses) == (EXIT_DIVERGED, [EXIT_DIVERGED] * ranks), said
         assert "Traceback" not in said
         status = read_status(tmp_path / "run")
-        assert status is not None and (status.state, status.exit_code) == ("failed", EXIT_DIVERGED)
+        assert status is not None
+        assert status.state == "failed"
+        assert status.exit_code == EXIT_DIVERGED
         keys = printed_keys(said)
         assert keys
-        assert all(key.endswith(".not_finite") for key in keys)
+        for key in keys:
+            assert key.endswith(".not_finite")
         assert not (tmp_path / "run" / "hf").exists()
 
 
@@ -240,7 +242,7 @@ class TestRewardsOutOfRange:
 
 
 class EmptyResponses:
-    """Answers some prompts with nothing at all."""
+    """Gives some prompts empty responses."""
 
     def __init__(self, generator, empty: Callable[[int], bool]):
         self._generator = generator
@@ -250,21 +252,24 @@ class EmptyResponses:
         return getattr(self._generator, name)
 
     def generate(self, prompts, num_samples, params, seed) -> Completions:
-        found = self._generator.generate(prompts, num_samples, params, seed)
-        none = torch.tensor([self._empty(p.id) for p in prompts for _ in range(num_samples)])
-        lengths = torch.where(none, 0, found.lengths)
+        completions = self._generator.generate(prompts, num_samples, params, seed)
+        empty = [self._empty(prompt.id) for prompt in prompts for _ in range(num_samples)]
+        none = torch.tensor(empty)
+        lengths = torch.where(none, 0, completions.lengths)
         width = int(lengths.max())
-        log_probs = (
-            None
-            if found.log_probs is None
-            else torch.where(none[:, None], 0.0, found.log_probs)[:, :width]
-        )
-        reasons = tuple(
-            FINISH_STOP if e else r
-            for e, r in zip(none.tolist(), found.finish_reasons, strict=True)
-        )
+        log_probs = completions.log_probs
+        if log_probs is not None:
+            log_probs = torch.where(none[:, None], 0.0, log_probs)[:, :width]
+        finish_reasons = list(completions.finish_reasons)
+        for row, is_empty in enumerate(empty):
+            if is_empty:
+                finish_reasons[row] = FINISH_STOP
+        tokens = torch.where(none[:, None], 0, completions.tokens)[:, :width]
         return Completions(
-            torch.where(none[:, None], 0, found.tokens)[:, :width], lengths, reasons, log_probs
+            tokens,
+            lengths,
+            tuple(finish_reasons),
+            log_probs,
         )
 
 
@@ -284,12 +289,10 @@ class TestEmptyResponses:
                 "nothing was learnt from nothing"
             )
         lines = metrics_of(tmp_path)
-        # which draws all prompts in the first step
+        # so that the first step draws all prompts
         assert len(lines) == (2 if "dynamic" in str(options) else 3)
-        assert (
-            lines[1]["train/response_lengths"] == 0
-            and lines[1]["train/fraction_of_samples_valid"] == 0
-        )
+        assert lines[1]["train/response_lengths"] == 0
+        assert lines[1]["train/fraction_of_samples_valid"] == 0
         assert not any(line.get("train/skipped_step") for line in lines)
 
     @pytest.mark.parametrize("options", [[], ["model.shared_prefix=true"]])
@@ -319,7 +322,8 @@ class TestAnEvaluationThatFails:
             metrics_of(tmp_path)
         )
         lines = run(tmp_path, mesh, f"{RL}.val_check_interval=1")  # made up for
-        assert [line["step"] for line in lines if "val/rewards" in line] == [0, 1, 2]
+        validated_steps = [line["step"] for line in lines if "val/rewards" in line]
+        assert validated_steps == [0, 1, 2]
 
     def test_a_later_one_saves_its_step(self, tmp_path, mesh):
         score = Score(lambda call: call > 3 + 16)

@@ -1,4 +1,4 @@
-"""How a rollout batch is cut into optimizer steps."""
+"""How a rollout batch is divided into optimizer steps."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_st
 def steps(
     groups: list[int], samples: int, ranks: int, size: int | None, epochs: int, seed: int
 ) -> list[Counter[int]]:
-    """How often each group comes in each optimizer step, over all ranks."""
-    ids = [
-        torch.tensor(shard(groups, rank, ranks)).long().repeat_interleave(samples)
-        for rank in range(ranks)
-    ]
+    """Return how often each group is in each optimizer step, over all ranks."""
+    ids = []
+    for rank in range(ranks):
+        local_groups = torch.tensor(shard(groups, rank, ranks)).long()
+        ids.append(local_groups.repeat_interleave(samples))
     of_ranks = [list(mini_batches(ids, rank, size, epochs, seed)) for rank in range(ranks)]
     assert len({len(batches) for batches in of_ranks}) == 1, (
         "or a rank would wait for the others forever"
     )
-    found = [Counter[int]() for _ in of_ranks[0]]
-    for own, batches in zip(ids, of_ranks, strict=True):
-        for counter, rows in zip(found, batches, strict=True):
-            assert rows.dtype == torch.int64 and len(set(rows.tolist())) == len(rows)
-            counter.update(own[rows].tolist())
-    return found
+    counters = [Counter[int]() for _ in of_ranks[0]]
+    for local_ids, batches in zip(ids, of_ranks, strict=True):
+        for counter, rows in zip(counters, batches, strict=True):
+            assert rows.dtype == torch.int64
+            assert len(set(rows.tolist())) == len(rows)
+            counter.update(local_ids[rows].tolist())
+    return counters
 
 
 group_lists = st.lists(st.integers(-(2**62), 2**62), min_size=1, max_size=9, unique=True)
@@ -52,7 +53,8 @@ def test_whole_groups_once_an_epoch_and_the_same_on_any_number_of_ranks(
     for start in range(0, len(alone), an_epoch):
         parts = alone[start : start + an_epoch]
         assert sum(parts, Counter()) == dict.fromkeys(groups, samples)
-        assert [len(part) for part in parts[:-1]] == [size] * (an_epoch - 1)
+        sizes = [len(part) for part in parts[:-1]]
+        assert sizes == [size] * (an_epoch - 1)
     for ranks in (2, 3, 4):
         assert steps(groups, samples, ranks, size, epochs, seed) == alone
 
@@ -60,13 +62,15 @@ def test_whole_groups_once_an_epoch_and_the_same_on_any_number_of_ranks(
 @settings(deadline=None, max_examples=20)
 @given(group_lists, st.integers(1, 4), st.integers(1, 3))
 def test_without_a_size_a_step_takes_the_whole_batch(groups, ranks, epochs):
-    assert steps(groups, 2, ranks, None, epochs, 0) == [Counter(dict.fromkeys(groups, 2))] * epochs
+    each_twice = Counter(dict.fromkeys(groups, 2))
+    assert steps(groups, 2, ranks, None, epochs, 0) == [each_twice] * epochs
 
 
 def test_the_order_differs_by_epoch_and_by_seed():
     groups = list(range(20))
     first, second = (steps(groups, 1, 1, 20 // 5, 2, seed) for seed in (1, 2))
-    assert first[:5] != first[5:] and first[:5] != second[:5]
+    assert first[:5] != first[5:]
+    assert first[:5] != second[:5]
     assert first == steps(groups, 1, 1, 20 // 5, 2, 1)
 
 
@@ -78,10 +82,8 @@ def test_rows_stay_in_the_order_of_the_batch():
 
 def test_samples_of_a_group_need_not_lie_together():
     ids = torch.tensor([5, 3, 5, 3])
-    assert sorted(rows.tolist() for rows in mini_batches([ids], 0, 1, 1, seed=0)) == [
-        [0, 2],
-        [1, 3],
-    ]
+    parts = sorted(rows.tolist() for rows in mini_batches([ids], 0, 1, 1, seed=0))
+    assert parts == [[0, 2], [1, 3]]
 
 
 class TestCounts:
@@ -102,8 +104,10 @@ class TestCounts:
         self, sizes, size, passes, max_epochs, max_steps
     ):
         cfg = ReinforceConfig(reinforce_epochs=passes, max_epochs=max_epochs, max_steps=max_steps)
-        batches = [sizes[step % len(sizes)] for step in range(total_steps(cfg, len(sizes)))]
-        made = sum(len(list(mini_batches([torch.arange(b)], 0, size, passes, 0))) for b in batches)
+        made = 0
+        for step in range(total_steps(cfg, len(sizes))):
+            groups = torch.arange(sizes[step % len(sizes)])
+            made += len(list(mini_batches([groups], 0, size, passes, 0)))
         assert total_updates(cfg, size, sizes) == made
 
     @pytest.mark.parametrize(("size", "expected"), [(None, 2 * 5), (2, 2 * (2 + 2 + 1 + 2 + 2))])
@@ -114,14 +118,14 @@ class TestCounts:
 
 
 class TestDenominators:
-    """What the loss of an optimizer step is divided by: counts of what trains, on all ranks."""
+    """The divisors of an optimizer step's loss: counts of training samples over all ranks."""
 
     TRAINS = torch.tensor([True, False, True, True, False, True])  # two of the valid samples do not
     LENGTHS = (5, 7, 2, 0, 3, 4)
     MAX_LENGTH = 9
 
     def batch(self, rows: list[int]) -> ReinforceBatch:
-        """These samples, all of them valid, of responses that are shorter than the run's longest."""
+        """These samples, all valid; their responses are shorter than the run's longest."""
         count = len(rows)
         lengths = torch.tensor([self.LENGTHS[row] for row in rows], dtype=torch.long)
         zeros = torch.zeros(count)
@@ -140,35 +144,37 @@ class TestDenominators:
         )
 
     def test_samples_that_do_not_train_are_in_none_of_them(self):
-        """A response that is empty trains, and has no token."""
+        """An empty response trains, and has no token."""
         whole = self.batch([0, 1, 2, 3, 4, 5])
-        found = denominators_of(whole, torch.arange(6), self.MAX_LENGTH, lambda own: own)
-        assert (found.sequences, found.tokens, found.fixed_length) == (
-            4.0,
-            5.0 + 2.0 + 0.0 + 4.0,
-            9.0,
-        )
+        denominators = denominators_of(whole, torch.arange(6), self.MAX_LENGTH, lambda total: total)
+        assert denominators.sequences == 4.0
+        assert denominators.tokens == 5.0 + 2.0 + 0.0 + 4.0
+        assert denominators.fixed_length == 9.0
 
     def test_they_are_of_the_rows_of_this_optimizer_step(self):
         whole = self.batch([0, 1, 2, 3, 4, 5])
-        first = denominators_of(whole, torch.tensor([0, 1]), self.MAX_LENGTH, lambda own: own)
-        second = denominators_of(
-            whole, torch.tensor([2, 3, 4, 5]), self.MAX_LENGTH, lambda own: own
-        )
-        assert (first.sequences, first.tokens) == (1.0, 5.0)
-        assert (second.sequences, second.tokens) == (3.0, 6.0)
+        first = denominators_of(whole, torch.tensor([0, 1]), self.MAX_LENGTH, lambda total: total)
+        rows = torch.tensor([2, 3, 4, 5])
+        second = denominators_of(whole, rows, self.MAX_LENGTH, lambda total: total)
+        assert first.sequences == 1.0
+        assert first.tokens == 5.0
+        assert second.sequences == 3.0
+        assert second.tokens == 6.0
         nothing = denominators_of(
-            whole, torch.tensor([], dtype=torch.long), self.MAX_LENGTH, lambda own: own
+            whole, torch.tensor([], dtype=torch.long), self.MAX_LENGTH, lambda total: total
         )
-        assert (nothing.sequences, nothing.tokens) == (0.0, 0.0)
+        assert nothing.sequences == 0.0
+        assert nothing.tokens == 0.0
 
     @pytest.mark.parametrize(
         "shares", [[[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3, 4, 5]], [[0], [1, 2, 3], [4, 5]]]
     )
     def test_any_number_of_ranks_has_the_same(self, shares):
         def of_rank(rank: int, total: Callable[[Tensor], Tensor]) -> tuple[float, float, float]:
-            own = self.batch(shares[rank])
-            found = denominators_of(own, torch.arange(len(shares[rank])), self.MAX_LENGTH, total)
-            return found.sequences, found.tokens, found.fixed_length
+            local_batch = self.batch(shares[rank])
+            denominators = denominators_of(
+                local_batch, torch.arange(len(shares[rank])), self.MAX_LENGTH, total
+            )
+            return denominators.sequences, denominators.tokens, denominators.fixed_length
 
         assert on_ranks(len(shares), of_rank) == [(4.0, 11.0, 9.0)] * len(shares)

@@ -1,4 +1,4 @@
-"""Validation sets with names: the numbers of each are those that it has alone, and those of all are of their union."""
+"""Named validation sets: each set's numbers equal a run with it alone; totals are of the union."""
 
 from __future__ import annotations
 
@@ -33,13 +33,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sets")
     texts = three_letters(30)
     return {
-        name: write_prompts(folder / f"{name}.jsonl", texts[a:b])
-        for name, a, b in (("one", 9, 13), ("two", 20, 26))
+        "one": write_prompts(folder / "one.jsonl", texts[9:13]),
+        "two": write_prompts(folder / "two.jsonl", texts[20:26]),
     }
 
 
 def of_validation(folder: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k.startswith("val/")} for line in metrics_of(folder)]
+
+
+def without_validation(line: dict) -> dict:
+    numbers = without_times(line)
+    return {name: value for name, value in numbers.items() if not name.startswith("val/")}
 
 
 def test_each_set_has_the_numbers_that_it_has_alone(
@@ -51,7 +56,7 @@ def test_each_set_has_the_numbers_that_it_has_alone(
         "two": f"{VALIDATION}={files['two']}",
         "union": f"{VALIDATION}=[{files['one']},{files['two']}]",
     }
-    found = {}
+    metrics = {}
     whole = {}
     for name, override in ways.items():
         (tmp_path / name).mkdir()
@@ -59,26 +64,28 @@ def test_each_set_has_the_numbers_that_it_has_alone(
             [f"{BEST}keep_best=1", f"{BEST}best_metric=val/two/rewards"] if name == "sets" else []
         )
         whole[name] = run(tmp_path / name, mesh, *STEPS, override, *best)
-        found[name] = of_validation(tmp_path / name)
-    assert len(found["sets"]) == 3
-    for step, line in enumerate(found["sets"]):
+        metrics[name] = of_validation(tmp_path / name)
+    assert len(metrics["sets"]) == 3
+    for step, line in enumerate(metrics["sets"]):
         for name in ("one", "two"):
-            own = {
-                k.replace(f"val/{name}/", "val/"): v
-                for k, v in line.items()
-                if k.startswith(f"val/{name}/")
-            }
-            assert own == found[name][step]
+            prefix = f"val/{name}/"
+            of_set = {}
+            for metric, value in line.items():
+                if metric.startswith(prefix):
+                    of_set["val/" + metric.removeprefix(prefix)] = value
+            assert of_set == metrics[name][step]
         together = {k: v for k, v in line.items() if k.count("/") == 1}
-        assert together == found["union"][step]
-    trained = [
-        [{k: v for k, v in without_times(line).items() if k[:4] != "val/"} for line in whole[n]]
-        for n in ways
-    ]
-    assert trained[0] == trained[1] == trained[2], "no validation changes the training"
+        assert together == metrics["union"][step]
+    trained = {}
+    for name in ways:
+        trained[name] = [without_validation(line) for line in whole[name]]
+    assert trained["sets"] == trained["one"], "no validation changes the training"
+    assert trained["sets"] == trained["two"]
     records = RunFolder(tmp_path / "sets" / "run")
-    assert [row.prompt_id for row in records.samples(0, "validation")] == list(range(10))
-    assert [row.set_name for row in records.samples(2, "validation")] == ["one"] * 4 + ["two"] * 6
+    prompt_ids = [row.prompt_id for row in records.samples(0, "validation")]
+    assert prompt_ids == list(range(10))
+    set_names = [row.set_name for row in records.samples(2, "validation")]
+    assert set_names == ["one"] * 4 + ["two"] * 6
     assert "on the same 10 prompts" in verdict(records)
 
 
@@ -94,15 +101,13 @@ def test_prompts_are_numbered_over_all_sets_and_the_first_of_each_are_taken(
         tokenizer, prefix, max_prompt_tokens=None
     ).validation
     assert both is not None
-    assert [prompt.set_name for prompt in fixed_prompts(both)[0]] == ["one"] * 4 + ["two"] * 6
+    set_names = [prompt.set_name for prompt in fixed_prompts(both)[0]]
+    assert set_names == ["one"] * 4 + ["two"] * 6
     parts = [fixed_prompts(both, 2, rank, 3)[0] for rank in range(3)]
-    assert [(p.id, p.set_name) for part in parts for p in part] == [
-        (0, "one"),
-        (1, "one"),
-        (4, "two"),
-        (5, "two"),
-    ]
-    texts = [json.loads(line)["prompt"] for line in files["two"].read_text().splitlines()]
+    prompts = [(p.id, p.set_name) for part in parts for p in part]
+    assert prompts == [(0, "one"), (1, "one"), (4, "two"), (5, "two")]
+    lines = files["two"].read_text().splitlines()
+    texts = [json.loads(line)["prompt"] for line in lines]
     assert parts[2][-1].text == texts[1]
     named = ("set one has 4 prompts", "1 to 4")
     with raises_error("data.validation.too_few_prompts", *named):
@@ -141,7 +146,6 @@ def test_a_run_with_sets_goes_on_as_if_it_had_not_stopped(
         (tmp_path / name).mkdir()
         for last in steps:
             run(tmp_path / name, mesh, *sets, f"trainer.reinforce.max_steps={last}")
-        lines[name] = [
-            without_times(line) for line in json_lines(tmp_path / name / "run" / "metrics.jsonl")
-        ]
+        metrics = json_lines(tmp_path / name / "run" / "metrics.jsonl")
+        lines[name] = [without_times(line) for line in metrics]
     assert lines["parts"] == lines["whole"]

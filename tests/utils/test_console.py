@@ -1,4 +1,4 @@
-"""The width of tables, and texts of others in what the commands print."""
+"""The width of tables, and untrusted texts in the commands' output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reinforce_rl.utils.console import Console, table_console
 from reinforce_rl.utils.statistics import Estimate
 
 PACKAGE = Path(__file__).parents[2] / "reinforce_rl"
-# rich raises MarkupError for the last tag where it takes the text for markup.
+# rich raises MarkupError for the last tag if it parses the text as markup.
 HOSTILE = "[red]x[/red] [link=http://x]y[/link] :warning: [@click=f]z [/b]"
 
 
@@ -85,7 +85,7 @@ def test_a_status_is_no_markup() -> None:
 
 
 def test_the_package_prints_on_this_console_only() -> None:
-    """rich's own Console takes texts for markup, as `from_markup` and `rich.print` do."""
+    """rich's own Console parses texts as markup, as `from_markup` and `rich.print` do."""
     others = (
         r"rich\.console import (\w+, )*Console\b|from_markup|from rich import (print|get_console)"
     )

@@ -1,4 +1,4 @@
-"""Texts of others are shown on a terminal, and not obeyed by it."""
+"""Control characters in untrusted texts are shown on a terminal and have no effect."""
 
 from __future__ import annotations
 
@@ -51,12 +51,13 @@ def test_prints_logs_tracebacks_and_errors_are_shown(capsys):
         print(HOSTILE)
         handler = logging.StreamHandler()
         handler.emit(logging.LogRecord("x", logging.WARNING, "", 1, HOSTILE, (), None))
-        # Not sys.excepthook: torch.distributed sets another one for the rest of a process.
+        # Not sys.excepthook: torch.distributed replaces it for the rest of the process.
         sys.__excepthook__(ValueError, ValueError(HOSTILE), None)
         raise ReinforceError(HOSTILE)
     output, errors = capsys.readouterr()
     assert output == f"{SHOWN}\n"
-    assert errors.count(SHOWN) == 3 and f"error: {SHOWN}\n" in errors
+    assert errors.count(SHOWN) == 3
+    assert f"error: {SHOWN}\n" in errors
     assert "\x1b" not in errors
 
 
@@ -73,13 +74,14 @@ def test_what_a_program_makes_itself_stays():
     stream = io.StringIO()
     stream.isatty = lambda: True  # type: ignore[method-assign]
     wrapped = shown(stream)
-    wrapped.write("\r 10 %")  # of a library's progress bar
+    wrapped.write("\r 10 %")  # a library's progress bar
     wrapped.write("\r 20 %")
     assert stream.getvalue() == "\r 10 %\r 20 %"
     wrapped.write("\n")
     console = Console(file=stream, force_terminal=True, color_system="standard", width=60)
     console.print(Text(HOSTILE, style="red"))
-    assert "\x1b[31m" in stream.getvalue() and "\x1b[2J" not in stream.getvalue()
+    assert "\x1b[31m" in stream.getvalue()
+    assert "\x1b[2J" not in stream.getvalue()
 
 
 def test_a_carriage_return_hides_nothing_of_its_line():
@@ -110,7 +112,8 @@ def test_tables_show_and_keep_their_width():
     Console(file=stream, width=40).print(table)
     text = stream.getvalue()
     assert r"\x1b" in text
-    assert all(len(line) <= 40 for line in text.splitlines())
+    for line in text.splitlines():
+        assert len(line) <= 40
     assert not any(character in text for character in "\x1b\x9b\u202e")
 
 
@@ -118,7 +121,8 @@ def test_a_console_behind_a_shown_stream_keeps_its_colours(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", shown(stream))
     Console(force_terminal=True, color_system="standard").print(Text("a\x9b", style="red"))
-    assert "\x1b[31m" in stream.getvalue() and "\x9b" not in stream.getvalue()
+    assert "\x1b[31m" in stream.getvalue()
+    assert "\x9b" not in stream.getvalue()
 
 
 def test_lines_of_progress_are_shown():
@@ -140,7 +144,8 @@ def test_an_error_of_a_command_shows_a_hostile_name():
     command = [sys.executable, "-m", "reinforce_rl", "report", "no\x1b[2J\u202erun"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
-    assert r"no\x1b[2J\u202erun" in done.stderr and "\x1b" not in done.stderr
+    assert r"no\x1b[2J\u202erun" in done.stderr
+    assert "\x1b" not in done.stderr
 
 
 def test_an_error_of_typers_shows_a_hostile_argument():
@@ -153,7 +158,7 @@ def test_an_error_of_typers_shows_a_hostile_argument():
 
 
 def test_the_traceback_of_a_defect_is_shown():
-    """Python prints it when nothing of ours runs any more."""
+    """Python prints it when none of this package's code runs any more."""
     program = (
         "import sys\n"
         "from reinforce_rl.launch import main\n"

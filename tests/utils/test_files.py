@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and JSON that any reader takes."""
+"""Files are whole or absent, and JSON is valid for every reader."""
 
 from __future__ import annotations
 
@@ -42,11 +42,15 @@ def test_a_file_without_space_is_named_and_leaves_no_part(tmp_path):
     write_atomically(path, "old")
     with files_of_at_most(1000), pytest.raises(OSError) as caught:
         write_atomically(path, "x" * 2000)
-    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
-    assert list(path.parent.iterdir()) == [path] and path.read_text() == "old"
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(path)
+    assert list(path.parent.iterdir()) == [path]
+    assert path.read_text() == "old"
     with files_of_at_most(1000):
         text = write_fault(caught.value)
-    assert f"{path} cannot be written" in text and "1000 bytes" in text and "ulimit -f" in text
+    assert f"{path} cannot be written" in text
+    assert "1000 bytes" in text
+    assert "ulimit -f" in text
 
 
 def test_a_failed_rename_names_the_file_alone(tmp_path):
@@ -58,7 +62,7 @@ def test_a_failed_rename_names_the_file_alone(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_what_is_said_of_a_disk(tmp_path, number):
-    """Of a file in a folder that is not there yet, too."""
+    """Also for a file in a folder that does not exist yet."""
     path = tmp_path / "gone" / "file"
     text = write_fault(OSError(number, os.strerror(number), str(path)))
     assert text.startswith(f"{path} cannot be written: {os.strerror(number)} (")
@@ -72,7 +76,8 @@ def test_a_fault_of_safetensors_becomes_the_systems(tmp_path):
     path = tmp_path / "weights.safetensors"
     with files_of_at_most(1000), pytest.raises(OSError) as caught, naming(path):
         save_file({"a": torch.zeros(1000)}, path)
-    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(path)
     with pytest.raises(ValueError, match="else"), naming(path):
         raise ValueError("something else (os error of no number)")
 
@@ -96,7 +101,8 @@ def test_numbers_of_any_kind(value, plain):
 
 def test_a_line_is_strict_json_and_keeps_floats_exactly():
     line = json_line({"a": 0.1 + 0.2, "b": math.nan, "c": "é\u2028"})
-    assert line.endswith("\n") and "NaN" not in line
+    assert line.endswith("\n")
+    assert "NaN" not in line
     assert json.loads(line) == {"a": 0.1 + 0.2, "b": None, "c": "é\u2028"}
 
 
@@ -111,7 +117,7 @@ def test_lines_read_back_and_a_torn_last_one_is_left_out(tmp_path):
 
 
 def test_a_file_system_without_modes_takes_files(tmp_path, monkeypatch):
-    """Of gcsfuse, Mountpoint for S3 and some shares: every chmod fails."""
+    """On gcsfuse, Mountpoint for S3 and some shares every chmod fails."""
 
     def refuse(path: object, mode: int) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
@@ -129,7 +135,7 @@ def test_a_file_system_without_modes_takes_files(tmp_path, monkeypatch):
     ("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664), (0o027, 0o640)]
 )
 def test_new_files_follow_the_umask(umask, mode, tmp_path):
-    """docs/security.md: `umask 077` keeps them to their owner."""
+    """docs/security.md: `umask 077` restricts them to their owner."""
     before = os.umask(umask)
     try:
         (tmp_path / "run").mkdir(mode=0o777)
@@ -191,7 +197,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, "new")
-    assert [p.name for p in tmp_path.iterdir()] == ["file"] and path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert path.read_text() == "old"
 
 
 def test_what_could_not_be_appended_whole_is_taken_away(tmp_path, monkeypatch):
@@ -247,9 +254,8 @@ def test_the_old_folder_stays_where_the_new_one_is_missing(tmp_path):
 def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert list(output_faults("--json", tmp_path / "new" / "found.json")) == []
-    assert (
-        list(output_faults("--json", tmp_path / "file")) == [] and not (tmp_path / "new").exists()
-    )
+    assert list(output_faults("--json", tmp_path / "file")) == []
+    assert not (tmp_path / "new").exists()
     (fault,) = output_faults("--json", tmp_path)
     check_fault([fault], "file.is_folder", "--json", tmp_path)
     (fault,) = output_faults("--json", tmp_path / "file" / "found.json")

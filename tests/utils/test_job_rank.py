@@ -1,4 +1,4 @@
-"""What a launcher tells a rank by its environment."""
+"""The environment variables by which a launcher describes a rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_plain_python_is_the_only_rank() -> None:
     job = JobRank.of_process()
-    assert (job.rank, job.size, job.local_rank) == (0, 1, 0)
+    assert job.rank == 0
+    assert job.size == 1
+    assert job.local_rank == 0
     assert job.host_of_first == "127.0.0.1"
-    assert is_first_rank() and ranks_started() is None
+    assert is_first_rank()
+    assert ranks_started() is None
 
 
 @pytest.mark.parametrize(
@@ -39,10 +42,14 @@ def test_a_rank_of_a_launcher(
     for name, value in zip(NAMES, values, strict=True):
         environment.setenv(name, value)
     job = JobRank.of_process()
-    assert (job.rank, job.size, job.local_rank) == (3, 4, 1)
-    assert (job.meeting, job.host_of_first) == ("node7:29500", host)
+    assert job.rank == 3
+    assert job.size == 4
+    assert job.local_rank == 1
+    assert job.meeting == "node7:29500"
+    assert job.host_of_first == host
     assert job.variables() == dict(zip(NAMES, values, strict=True))
-    assert not is_first_rank() and ranks_started() == "4"
+    assert not is_first_rank()
+    assert ranks_started() == "4"
     assert host_of_meeting() == "node7"
 
 
@@ -57,7 +64,7 @@ def test_ranks_without_an_address_are_asked_by_name(environment: pytest.MonkeyPa
 
 
 def test_a_port_of_something_else_does_not_matter(environment: pytest.MonkeyPatch) -> None:
-    """As Kubernetes sets it where a service has the name master."""
+    """Kubernetes sets such a variable if a service is named master."""
     environment.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
     assert JobRank.of_process().host_of_first == "127.0.0.1"
 

@@ -1,4 +1,4 @@
-"""Hosts and ports: written and read, listened on, and reached, with IPv4, IPv6 and names."""
+"""Hosts and ports with IPv4, IPv6 and names: parsing, listening and connecting."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_every_address_of_ipv6_takes_ipv4_too():
 
 
 def test_a_name_whose_first_address_is_not_here(monkeypatch):
-    """As where /etc/hosts has ::1 for localhost, and the machine has no IPv6."""
+    """Such as ::1 for localhost in /etc/hosts of a machine without IPv6."""
     resolve = socket.getaddrinfo
     absent = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("198.51.100.7", 0))
 
@@ -188,7 +188,7 @@ def test_names_of_this_machine_need_no_name_server(monkeypatch):
 
 def has_route() -> bool:
     try:
-        return bool(address_towards("192.0.2.1"))  # of RFC 5737's addresses, which nobody has
+        return bool(address_towards("192.0.2.1"))  # an address of RFC 5737, which no host has
     except OSError:
         return False
 
@@ -202,9 +202,11 @@ def test_the_printed_address_is_what_http_clients_take():
     with FakeRewardServer() as server:
         address = Address("127.0.0.1", server.port)
         connection = HTTPConnection(str(address))
-        assert (connection.host, connection.port) == ("127.0.0.1", server.port)
+        assert connection.host == "127.0.0.1"
+        assert connection.port == server.port
     connection = HTTPConnection(str(Address("::1", 5555)))
-    assert (connection.host, connection.port) == ("::1", 5555)
+    assert connection.host == "::1"
+    assert connection.port == 5555
 
 
 CLAIMED = range(FIRST_CLAIMED_PORT, FIRST_CLAIMED_PORT + CLAIMED_PORTS)
@@ -233,11 +235,12 @@ def test_two_processes_with_the_same_wish_get_different_ports() -> None:
     try:
         with claim_ports(2, "7-0 actor") as ours:
             assert len({*ours, *theirs}) == 4
-            assert all(port in CLAIMED for port in [*ours, *theirs])
+            for port in [*ours, *theirs]:
+                assert port in CLAIMED
     finally:
         process.kill()
         process.communicate(timeout=30)
-    with claim_ports(2, "7-0 actor") as ours:  # a killed process holds nothing
+    with claim_ports(2, "7-0 actor") as ours:  # a killed process holds no port
         assert ours == theirs
 
 
@@ -257,7 +260,8 @@ def test_a_port_that_is_listened_on_is_left_out() -> None:
 def test_the_numbers_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(net.zlib, "crc32", lambda key: CLAIMED_PORTS - 1)
     with claim_ports(2, "key") as ports:
-        assert all(port in CLAIMED for port in ports)
+        for port in ports:
+            assert port in CLAIMED
 
 
 def address_with(
@@ -265,13 +269,13 @@ def address_with(
     names: dict[str, str],
     route: str = "",
 ) -> str:
-    """`own_address` of a node called here; packets go from `route`."""
+    """Return `own_address` of a node with this name; packets go from `route`."""
     play_names(monkeypatch, names, route)
     return own_address(["there"])
 
 
 def play_names(monkeypatch: pytest.MonkeyPatch, names: dict[str, str], route: str) -> None:
-    """Let this be a machine called here, with the address `route`; empty for no network."""
+    """Let this machine have this name and the address `route`; an empty route means no network."""
 
     class Probe:
         def __init__(self, *_: object) -> None: ...

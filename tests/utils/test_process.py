@@ -1,4 +1,4 @@
-"""Children: how they end, and that they end with their parent."""
+"""Child processes: how they end, and that they end with their parent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def python(code: str, **options) -> Child:
 
 @pytest.fixture
 def echo(tmp_path, monkeypatch):
-    """A ModuleChild that sends back what it is sent, and the list of what came."""
+    """A ModuleChild that returns its messages, and the list of received ones."""
     (tmp_path / "echo_of_tests.py").write_text(ECHO)
     folders = [str(tmp_path), str(Path(__file__).parents[2])]
     came: list[Message | None] = []
@@ -82,8 +82,10 @@ def test_memory_beyond_a_fraction_of_the_machines_is_not_given(before, expected_
 
 def test_a_child_that_ignores_sigterm_is_killed_and_another_is_not():
     stubborn = python(STUBBORN, stdout=subprocess.PIPE)
-    assert stubborn.process.stdout is not None and stubborn.process.stdout.readline()
-    assert stubborn.wait(0.0) is None and stubborn.exit_code is None
+    assert stubborn.process.stdout is not None
+    assert stubborn.process.stdout.readline()
+    assert stubborn.wait(0.0) is None
+    assert stubborn.exit_code is None
     stubborn.stop(0.1)
     assert stubborn.exit_code == -signal.SIGKILL
     stubborn.stop(0.1)
@@ -97,7 +99,8 @@ def test_what_a_child_started_ends_with_it():
     child = Child(["sh", "-c", "sleep 600 & echo $!"], stdout=subprocess.PIPE)
     assert child.process.stdout is not None
     grandchild = psutil.Process(int(child.process.stdout.readline()))
-    assert child.wait(30.0) == 0 and is_alive(grandchild)
+    assert child.wait(30.0) == 0
+    assert is_alive(grandchild)
     child.kill()
     assert wait_for(lambda: not is_alive(grandchild), 30)
     child.process.stdout.close()
@@ -122,9 +125,10 @@ def test_messages_come_back_and_the_end_is_one_too(echo):
     assert wait_for(lambda: came == [{"text": "é" * 100_000}], 60)
     assert child.fault(60.0) is None
     child.stop(60.0)
-    assert child.exit_code == 0 and wait_for(lambda: came[-1] is None, 30)
+    assert child.exit_code == 0
+    assert wait_for(lambda: came[-1] is None, 30)
     assert child.fault(60.0) == f"died (process {child.pid}, exit code 0)"
-    child.send({})  # nobody is there
+    child.send({})  # nobody reads any more
 
 
 def test_a_child_that_writes_garbage_counts_as_gone(echo):
@@ -141,7 +145,8 @@ def test_a_stop_does_not_wait_for_what_is_being_sent(echo):
     sender.start()
     child.stop(0.1)
     sender.join(30.0)
-    assert not sender.is_alive() and child.exit_code == -signal.SIGKILL
+    assert not sender.is_alive()
+    assert child.exit_code == -signal.SIGKILL
 
 
 def test_secrets_stay_out_of_programs_of_others():

@@ -1,4 +1,4 @@
-"""The launcher of one machine's ranks: what it listens on, and what it says at a bad end."""
+"""The launcher of one machine's ranks: its sockets, and its messages when a rank fails."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def launch(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(300)
 def test_nobody_else_reaches_the_ranks_of_one_machine():
-    """torchrun's own store is open to the network, and the launcher unpickles what is written there."""
+    """torchrun's own store is open to the network, and the launcher unpickles its contents."""
     done = launch(LISTENERS)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["listening"]
-    assert [pid for pid, _ in found["listening"] if pid == found["launcher"]] == []
-    assert {address for _, address in found["listening"]} == {"127.0.0.1"}
-    assert found["opened"] == []
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["listening"]
+    assert [pid for pid, _ in report["listening"] if pid == report["launcher"]] == []
+    assert {address for _, address in report["listening"]} == {"127.0.0.1"}
+    assert report["opened"] == []
 
 
 @pytest.mark.timeout(300)
@@ -62,4 +62,5 @@ def test_an_error_is_told_once(tmp_path, end, code, said):
         f"import os, signal, sys, time\nif os.environ['RANK'] == '0':\n    {end}\ntime.sleep(60)\n"
     )
     done = launch(script)
-    assert (done.returncode, done.stderr) == (code, said)
+    assert done.returncode == code
+    assert done.stderr == said

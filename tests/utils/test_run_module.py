@@ -1,4 +1,4 @@
-"""A module is run as by `python -m`, and never from the current folder."""
+"""A module runs as with `python -m`, and never from the current folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from reinforce_rl.utils.process import PACKAGE_PARENT, RUN_MODULE, import_path
 PROGRAM = "import json, sys\nprint(json.dumps([__name__, *sys.argv[1:]]))\n"
 
 
-def run(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(folder / "mine"), **more}
+def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(folder / "mine"), **variables}
     options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
     return subprocess.run(
         [sys.executable, *command, "program", "a", "b"], timeout=60, check=False, **options
@@ -30,19 +30,22 @@ def test_files_of_the_current_folder_shadow_nothing(safe_path, tmp_path):
     (tmp_path / "json.py").write_text("raise SystemExit('json of the current folder')")
     (tmp_path / "runpy.py").write_text("raise SystemExit('runpy of the current folder')")
     done = run(tmp_path, RUN_MODULE, PYTHONSAFEPATH=safe_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, '["__main__", "a", "b"]\n', "")
+    assert done.returncode == 0
+    assert done.stdout == '["__main__", "a", "b"]\n'
+    assert done.stderr == ""
     assert "of the current folder" in run(tmp_path, "-m", PYTHONSAFEPATH="").stderr, (
         "so that the test can fail"
     )
 
 
 def test_files_beside_the_program_shadow_nothing(tmp_path):
-    """Python puts that folder first on the path; it has a file `statistics.py`."""
+    """Python puts the program's folder first on the path; it has a file `statistics.py`."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "program.py").write_text("import statistics\nprint(statistics.__file__)\n")
     assert Path(RUN_MODULE).with_name("statistics.py").is_file()
     done = run(tmp_path, RUN_MODULE, PYTHONSAFEPATH="")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == ""
     assert done.stdout.strip() == statistics.__file__
 
 
@@ -74,11 +77,12 @@ def test_the_package_as_a_module_imports_nothing_of_the_current_folder(words, tm
         check=False,
     )
     assert "a file of the current folder" not in done.stderr
-    assert (done.returncode, "usage" in done.stdout.lower()) == (0, True)
+    assert done.returncode == 0
+    assert "usage" in done.stdout.lower()
 
 
 def test_the_folder_of_a_module_that_imports_the_package_stays(tmp_path):
-    """Of `python -m mine.program`, whose package imports this one."""
+    """`python -m mine.program`, whose package imports this one."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("import reinforce_rl\n")
     (tmp_path / "mine" / "program.py").write_text("import other\nprint(other.VALUE)\n")
@@ -94,11 +98,12 @@ def test_the_folder_of_a_module_that_imports_the_package_stays(tmp_path):
         timeout=60,
         check=False,
     )
-    assert (done.stdout, done.stderr) == ("3\n", "")
+    assert done.stdout == "3\n"
+    assert done.stderr == ""
 
 
 def test_a_child_finds_what_its_parent_does(tmp_path, monkeypatch):
-    """The current folder too, as of an interactive Python, in its place."""
+    """The current folder keeps its place on the path, as in an interactive Python."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", "/elsewhere"])
     assert import_path().split(os.pathsep)[1:] == [str(tmp_path), "/elsewhere"]

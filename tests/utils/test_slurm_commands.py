@@ -1,4 +1,4 @@
-"""Commands of Slurm that fail or do not answer, and a job's times by a squeue that is played."""
+"""Commands of Slurm that fail or do not answer, and a job's times with a fake squeue."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_its_environment() -> None:
 
 def test_both_outputs() -> None:
     line = ["sh", "-c", "echo out; echo err >&2"]
-    assert (call(line), call(line, stderr=True)) == ("out\n", "out\nerr\n")
+    assert call(line) == "out\n"
+    assert call(line, stderr=True) == "out\nerr\n"
 
 
 @pytest.fixture

@@ -36,16 +36,17 @@ def test_a_mean_is_over_the_finite_values(values: list[float], expected: float) 
 
 def test_with_one_sample_a_prompt_the_error_is_the_usual_one() -> None:
     values = [0.5, 1.0, -2.0, 0.25]
-    found = estimate({i: [value] for i, value in enumerate(values)})
-    assert found.mean == statistics.fmean(values)
-    assert found.standard_error == pytest.approx(statistics.stdev(values) / 2)
+    mean = estimate({i: [value] for i, value in enumerate(values)})
+    assert mean.mean == statistics.fmean(values)
+    assert mean.standard_error == pytest.approx(statistics.stdev(values) / 2)
 
 
 def test_samples_of_one_prompt_that_are_all_alike_are_worth_one() -> None:
     once = {i: [value] for i, value in enumerate([1.0, 0.0, 0.0, 1.0, 1.0])}
     often = {i: group * 8 for i, group in once.items()}
     assert estimate(often).standard_error == pytest.approx(estimate(once).standard_error)
-    assert (estimate(often).mean, estimate(often).count) == (0.6, 40)
+    assert estimate(often).mean == 0.6
+    assert estimate(often).count == 40
 
 
 def test_the_error_is_the_means_spread_over_repeated_draws() -> None:
@@ -57,15 +58,16 @@ def test_the_error_is_the_means_spread_over_repeated_draws() -> None:
         for prompt in range(12):
             level = draw.gauss(0, 1)
             groups[prompt] = [level + draw.gauss(0, 1) for _ in range(4)]
-        found = estimate(groups)
-        means.append(found.mean)
-        errors.append(found.standard_error)
+        mean = estimate(groups)
+        means.append(mean.mean)
+        errors.append(mean.standard_error)
     assert statistics.fmean(errors) == pytest.approx(statistics.stdev(means), rel=0.1)
 
 
 def test_failed_samples_count_neither_as_zero_nor_at_all() -> None:
     assert estimate({0: [1.0, NAN], 1: [NAN], 2: [3.0]}) == estimate({0: [1.0], 2: [3.0]})
-    assert estimate({0: [NAN]}).count == 0 and math.isnan(estimate({}).mean)
+    assert estimate({0: [NAN]}).count == 0
+    assert math.isnan(estimate({}).mean)
     assert math.isnan(estimate({0: [1.0, 2.0]}).standard_error), (
         "one prompt says nothing about others"
     )
@@ -89,16 +91,19 @@ def test_pass_at_k_is_that_of_all_subsets(k: int) -> None:
     assert pass_at_k({**groups, 4: [1.0] * (k - 1)}, k).count == 4, "too few samples to say"
 
 
-def test_a_win_rate_counts_ties_half_and_its_interval_holds_the_truth_about_as_often_as_it_says() -> (
-    None
-):
+def test_a_win_rate_counts_ties_half_and_its_interval_covers_the_true_rate() -> None:
     rate = WinRate.of([1.0, 0.5, 0.0, 1.0], failed=2)
-    assert (rate.wins, rate.ties, rate.losses, rate.failed, rate.rate) == (2, 1, 1, 2, 0.625)
+    assert rate.wins == 2
+    assert rate.ties == 1
+    assert rate.losses == 1
+    assert rate.failed == 2
+    assert rate.rate == 0.625
     low, high = WinRate(8, 0, 2).interval
     assert (low, high) == (pytest.approx(0.4902, abs=1e-3), pytest.approx(0.9433, abs=1e-3)), (
         "Wilson 1927"
     )
-    assert WinRate(5, 0, 0).interval[1] == 1.0 and math.isnan(WinRate(0, 0, 0).rate)
+    assert WinRate(5, 0, 0).interval[1] == 1.0
+    assert math.isnan(WinRate(0, 0, 0).rate)
     draw = random.Random(1)
     held = 0
     for _ in range(1000):
@@ -135,7 +140,7 @@ def test_quantiles_are_those_of_the_table(share, degrees, t):
 @pytest.mark.parametrize("degrees", [1, 2.5, 7, 63, 400, 999, 2000])
 @pytest.mark.parametrize("t", [0.0, 0.01, 0.7, -1.9, 2.5, 4.0])
 def test_p_is_the_integral_of_the_density(t, degrees):
-    """By the midpoint rule."""
+    """Integrated by the midpoint rule."""
     scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(
         degrees * math.pi
     )
@@ -155,16 +160,20 @@ def test_p_of_a_large_t_keeps_its_digits():
 @pytest.mark.parametrize("gain", [0.4, -0.4, 0.0])
 def test_equal_differences_are_not_tested(gain):
     rewards = [0.1, 0.9, 0.4, -0.3]  # the differences are equal but for rounding
-    found = paired(dict(enumerate(rewards)), {i: reward + gain for i, reward in enumerate(rewards)})
-    assert found.standard_error == 0 and math.isnan(found.p) and math.isnan(found.smallest_gain)
-    assert found.sentence() == (
-        f"0.275 -> {0.275 + gain:.3f}: {found.mean_difference:+.3f} ± 0.000 on the same 4 prompts: all differences "
-        "are equal, so there is no spread to test them by"
+    difference = paired(
+        dict(enumerate(rewards)), {i: reward + gain for i, reward in enumerate(rewards)}
+    )
+    assert difference.standard_error == 0
+    assert math.isnan(difference.p)
+    assert math.isnan(difference.smallest_gain)
+    assert difference.sentence() == (
+        f"0.275 -> {0.275 + gain:.3f}: {difference.mean_difference:+.3f} ± 0.000 on the same "
+        "4 prompts: all differences are equal, so there is no spread to test them by"
     )
 
 
 def test_p_agrees_with_that_of_all_permutations():
-    """Under no effect each difference may as well have the other sign."""
+    """Without an effect each difference has either sign with equal probability."""
     generator = random.Random(5)
     for gain in (0.0, 0.4, 0.9):
         differences = [gain + generator.gauss(0, 1) for _ in range(12)]
@@ -180,8 +189,8 @@ def test_intervals_hold_the_truth_and_the_smallest_gain_is_found_as_often_as_the
     generator = torch.Generator().manual_seed(n)
     noise = torch.randn(20_000, n, dtype=torch.float64, generator=generator)
     errors = noise.std(1) / math.sqrt(n)
-    found = Difference(n, 0.0, 0.0, 1.0, n - 1)
-    half = found.interval[1]  # in standard errors
+    difference = Difference(n, 0.0, 0.0, 1.0, n - 1)
+    half = difference.interval[1]  # in standard errors
     assert float((noise.mean(1).abs() <= half * errors).double().mean()) == pytest.approx(
         0.95, abs=0.01
     )
@@ -202,20 +211,22 @@ def test_welchs_intervals_hold_the_truth_with_sides_of_other_sizes_and_spreads()
 
 
 def test_welch_by_hand():
-    found = unpaired([1.0, 2.0, 3.0, NAN], [2.0, 6.0])
-    assert (found.n, found.unpaired, found.left_out, found.mean_difference) == (3, 2, 1, 2.0)
+    difference = unpaired([1.0, 2.0, 3.0, NAN], [2.0, 6.0])
+    assert difference.n == 3
+    assert difference.unpaired == 2
+    assert difference.left_out == 1
+    assert difference.mean_difference == 2.0
     v = 1 / 3
     w = 8 / 2
-    assert found.standard_error == pytest.approx(math.sqrt(v + w))
-    assert found.degrees == pytest.approx((v + w) ** 2 / (v**2 / 2 + w**2 / 1))
-    assert (
-        "+2.000 ± 2.082 over 3 and 2 seeds (p = " in found.sentence()
-        and " in all; 1 left" in found.sentence()
-    )
-    pairs = replace(found, unpaired=0)
-    assert found.needed == pytest.approx(pairs.needed * (3 + 2) / 3)
+    assert difference.standard_error == pytest.approx(math.sqrt(v + w))
+    assert difference.degrees == pytest.approx((v + w) ** 2 / (v**2 / 2 + w**2 / 1))
+    assert "+2.000 ± 2.082 over 3 and 2 seeds (p = " in difference.sentence()
+    assert " in all; 1 left" in difference.sentence()
+    pairs = replace(difference, unpaired=0)
+    assert difference.needed == pytest.approx(pairs.needed * (3 + 2) / 3)
     alike = unpaired([1.0, 1.0], [2.0, 2.0])
-    assert alike.standard_error == 0 and "no spread" in alike.sentence()
+    assert alike.standard_error == 0
+    assert "no spread" in alike.sentence()
     assert unpaired([NAN], [1.0]).sentence() == "no seed was scored on both sides"
     assert (
         unpaired([1.0], [1.0, 2.0])
@@ -227,25 +238,26 @@ def test_welch_by_hand():
 @pytest.mark.parametrize("n", [4, 64])
 def test_as_many_as_are_said_to_be_needed_show_the_gain(n):
     generator = random.Random(n)
-    found = of([0.05 + generator.gauss(0, 1) for _ in range(n)])
-    spread = found.standard_error * math.sqrt(n)
-    needed = found.needed
+    difference = of([0.05 + generator.gauss(0, 1) for _ in range(n)])
+    spread = difference.standard_error * math.sqrt(n)
+    needed = difference.needed
     assert needed > n
     there = Difference(0, 0.0, 0.0, spread / math.sqrt(needed), needed - 1)
-    assert there.smallest_gain == pytest.approx(abs(found.mean_difference), rel=1e-3)
+    assert there.smallest_gain == pytest.approx(abs(difference.mean_difference), rel=1e-3)
 
 
 def test_sentences():
     values = [0.1 * (-1) ** i for i in range(64)]
-    found = of([0.05 + value for value in values])
+    difference = of([0.05 + value for value in values])
     error = statistics.stdev(values) / 8
-    assert found.sentence() == (
-        f"0.000 -> 0.050: +0.050 ± {error:.3f} on the same 64 prompts (p < 0.001): a real gain at the 5 % level; "
-        f"this many prompts can detect gains of {(1.9983 + 0.8474) * error:.3f} or more"
+    assert difference.sentence() == (
+        f"0.000 -> 0.050: +0.050 ± {error:.3f} on the same 64 prompts (p < 0.001): a real gain at "
+        "the 5 % level; this many prompts can detect gains of "
+        f"{(1.9983 + 0.8474) * error:.3f} or more"
     )
     assert ": a real loss at the 5 % level" in of([value - 0.05 for value in values]).sentence()
     assert of([0.02 + value for value in values]).sentence(".1%") == (
-        "0.0% -> 2.0%: +2.0% ± 1.3% on the same 64 prompts (p = 0.117): indistinguishable from noise; this many "
-        "prompts can detect gains of 3.6% or more; detecting 2.0% needs about 200"
+        "0.0% -> 2.0%: +2.0% ± 1.3% on the same 64 prompts (p = 0.117): indistinguishable from "
+        "noise; this many prompts can detect gains of 3.6% or more; detecting 2.0% needs about 200"
     )
     assert of(values).sentence().endswith("detecting 0.000 needs more than a million")

@@ -1,4 +1,4 @@
-"""Files that somebody else may have made: what is no regular file is an error at once."""
+"""Files that others may have made: one that is not a regular file is an error at once."""
 
 from __future__ import annotations
 
@@ -241,7 +241,11 @@ def test_yaml_that_could_become_large_or_fail_oddly_is_one_sentence(text, part):
 
 def test_yaml_within_the_bounds_is_what_omegaconf_reads():
     digest = "0123456789abcdef" * 4
-    text = f"a: 1e-5\nb: [0x1f, 1.5, -3, .inf, true, null, '{'7' * 99}', {digest}]\nc: {{<<: {{d: 1}}}}\n"
+    text = (
+        "a: 1e-5\n"
+        f"b: [0x1f, 1.5, -3, .inf, true, null, '{'7' * 99}', {digest}]\n"
+        "c: {<<: {d: 1}}\n"
+    )
     expected = {
         "a": 1e-5,
         "b": [31, 1.5, -3, float("inf"), True, None, "7" * 99, digest],

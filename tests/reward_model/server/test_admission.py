@@ -1,4 +1,4 @@
-"""How many requests are held, in what order they go on, and when they are told to come back."""
+"""Admission of requests: how many are held, their order, and when clients must retry."""
 
 from __future__ import annotations
 
@@ -41,14 +41,19 @@ def test_turns_come_in_order_and_one_too_many_is_busy():
         release = asyncio.Event()
         tasks = [asyncio.create_task(hold(admission, name, order, release)) for name in "abcd"]
         await settle()
-        assert (order, admission.in_flight, admission.queued) == (["a", "b"], 2, 2)
+        assert order == ["a", "b"]
+        assert admission.in_flight == 2
+        assert admission.queued == 2
         with pytest.raises(Refusal) as caught:
             await hold(admission, "e", order, release)
         assert caught.value.code == 503
-        assert caught.value.retry_after is not None and caught.value.retry_after >= 1
+        assert caught.value.retry_after is not None
+        assert caught.value.retry_after >= 1
         release.set()
         await asyncio.gather(*tasks)
-        assert (order, admission.in_flight, admission.queued) == (list("abcd"), 0, 0)
+        assert order == list("abcd")
+        assert admission.in_flight == 0
+        assert admission.queued == 0
 
     asyncio.run(run())
 
@@ -60,15 +65,19 @@ def test_whoever_hangs_up_frees_the_place():
         release = asyncio.Event()
         tasks = {name: asyncio.create_task(hold(admission, name, order, release)) for name in "abc"}
         await settle()
-        tasks["b"].cancel()  # one that waits
+        tasks["b"].cancel()  # a request that waits
         await settle()
-        assert (admission.in_flight, admission.queued) == (1, 1)
-        tasks["a"].cancel()  # the one that is served
+        assert admission.in_flight == 1
+        assert admission.queued == 1
+        tasks["a"].cancel()  # the request being served
         await settle()
-        assert (order, admission.in_flight, admission.queued) == (["a", "c"], 1, 0)
+        assert order == ["a", "c"]
+        assert admission.in_flight == 1
+        assert admission.queued == 0
         tasks["c"].cancel()
         await settle()
-        assert (admission.in_flight, admission.queued) == (0, 0)
+        assert admission.in_flight == 0
+        assert admission.queued == 0
         release.set()
         await hold(admission, "d", order, release)
         assert order == ["a", "c", "d"]
@@ -86,10 +95,11 @@ def test_a_turn_that_comes_together_with_the_hang_up_is_passed_on():
         tasks += [asyncio.create_task(hold(admission, name, order, release)) for name in "bc"]
         await settle()
         first.set()
-        await asyncio.sleep(0)  # a is awake, and gives b its turn within this step
+        await asyncio.sleep(0)  # a is awake, and passes the turn to b within this step
         tasks[1].cancel()
         await settle()
-        assert (order, admission.in_flight) == (["a", "c"], 1)
+        assert order == ["a", "c"]
+        assert admission.in_flight == 1
         release.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert admission.in_flight == 0
@@ -102,9 +112,8 @@ def test_a_drain_sends_those_that_wait_away_and_keeps_the_others():
         admission = admission_of(1, 5)
         order = []
         release = asyncio.Event()
-        served, waiting = (
-            asyncio.create_task(hold(admission, name, order, release)) for name in "ab"
-        )
+        served = asyncio.create_task(hold(admission, "a", order, release))
+        waiting = asyncio.create_task(hold(admission, "b", order, release))
         await settle()
         admission.drain()
         await settle()

@@ -1,4 +1,4 @@
-"""The front door as a process, before a stand-in for Triton: who is let in, how many, and what is told of them."""
+"""The front door as a process in front of a fake Triton: admission, limits and descriptions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_only_the_token_lets_in_and_health_is_open(start):
 
 
 def test_the_front_door_itself_describes_the_server(start):
-    """The model's side may be busy, or hang."""
+    """The model's side may be busy or hang."""
     front = start(token=TOKEN, description='{"name": "rm"}')
     front.backend.dead = True
     right = {"Authorization": f"Bearer {TOKEN}"}
@@ -121,18 +121,21 @@ def test_what_is_not_served_does_not_reach_triton(start):
 def test_sizes_are_capped_before_and_while_reading(start):
     front = start()
     answer = front.infer(infer_body([1] * 65))
-    assert (answer.code, "max_sequence_length" in error_of(answer)) == (400, True)
+    assert answer.code == 400
+    assert ("max_sequence_length" in error_of(answer)) is True
     answer = front.infer(infer_body(*[[1]] * 9))
-    assert (answer.code, "<= 8" in error_of(answer)) == (400, True)
+    assert answer.code == 400
+    assert ("<= 8" in error_of(answer)) is True
     answer = front.infer(BODY, Content_Encoding="gzip")
     assert answer.code == 415
     answer = front.infer(b" " * 10_001)
-    assert (answer.code, "10001 bytes" in error_of(answer)) == (413, True)
+    assert answer.code == 413
+    assert ("10001 bytes" in error_of(answer)) is True
     head = "POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\n"
     for headers, sent in (
-        ("Content-Length: 1000000000\r\n", b""),  # a claim is enough
+        ("Content-Length: 1000000000\r\n", b""),  # Content-Length is enough
         ("Content-Length: 1000000000\r\nExpect: 100-continue\r\n", b""),
-        # an endless one ends here
+        # an endless body ends here
         ("Transfer-Encoding: chunked\r\n", b"4000\r\n" + b" " * 0x4000 + b"\r\n"),
     ):
         with socket.create_connection(("127.0.0.1", front.port), timeout=10) as connection:
@@ -143,7 +146,7 @@ def test_sizes_are_capped_before_and_while_reading(start):
 
 
 def health_from(port: int, source: str) -> bytes:
-    """The first line of the answer to somebody of another address."""
+    """Return the first line of the answer to a client at another address."""
     with socket.create_connection(
         ("127.0.0.1", port), timeout=10, source_address=(source, 0)
     ) as connection:
@@ -166,7 +169,8 @@ def test_half_sent_headers_of_one_address_shut_nobody_out(start):
             connection.sendall(b"POST /v2/models/rm/infer HTTP/1.1\r\nHost: ")
         assert health_from(front.port, "127.0.0.2") == b"HTTP/1.1 200 OK"
         answer = connections[-1].recv(1000)
-        assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After" in answer
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"Retry-After" in answer
         assert connections[0].recv(1000) == b""  # the header did not come in time
         assert wait_for(lambda: health_from(front.port, "127.0.0.1") == b"HTTP/1.1 200 OK")
     finally:
@@ -176,7 +180,7 @@ def test_half_sent_headers_of_one_address_shut_nobody_out(start):
 
 
 def test_bodies_that_pause_take_no_place_and_no_memory(start):
-    """Each says that it will be as long as may be, and is one byte so far."""
+    """Each declares the largest length, and has sent one byte."""
     front = start(max_in_flight=1, max_queue=0, max_request_bytes=1 << 20, idle_seconds=5.0)
     head = f"POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 20}\r\n\r\n{{"
     with contextlib.ExitStack() as stack:
@@ -214,8 +218,10 @@ def test_a_full_queue_is_busy_and_frees_itself(start):
         calls = [pool.submit(front.infer, BODY) for _ in range(3)]
         assert wait_for(lambda: front.health()[1]["in_flight"] + front.health()[1]["queued"] == 3)
         answer = front.infer(BODY)
-        assert (answer.code, "busy" in error_of(answer)) == (503, True)
-        assert answer.retry_after is not None and 1 <= answer.retry_after <= 60
+        assert answer.code == 503
+        assert ("busy" in error_of(answer)) is True
+        assert answer.retry_after is not None
+        assert 1 <= answer.retry_after <= 60
         assert front.backend.inferences - canaries_of(front) == 1
         front.backend.go.set()
         assert [call.result().code for call in calls] == [200] * 3
@@ -247,26 +253,29 @@ def test_a_client_that_hangs_up_frees_its_place(start):
 def test_health_tells_busy_from_stuck_and_from_dead(start):
     front = start(stuck_seconds=3.0)
     code, values = front.health()
-    assert (code, values["healthy"], values["state"]) == (200, True, "ready")
+    assert code == 200
+    assert values["healthy"] is True
+    assert values["state"] == "ready"
     before = front.backend.inferences
     began = time.monotonic()
     for _ in range(50):
         front.health()
-    assert front.backend.inferences - before <= 2 + (time.monotonic() - began) / CACHE_SECONDS
+    seconds = time.monotonic() - began
+    assert front.backend.inferences - before <= 2 + (seconds) / CACHE_SECONDS
 
-    front.progress.begin()  # a long call, with something finished now and then
+    front.progress.begin()  # a long call that finishes samples now and then
     for _ in range(5):
         time.sleep(0.9)
         front.progress.beat()
         code, values = front.health()
         assert code == 200, values
     assert "busy" in values["text"]
-    assert wait_for(lambda: front.health()[0] == 503)  # nothing was finished any more
+    assert wait_for(lambda: front.health()[0] == 503)  # nothing finishes any more
     assert "stuck" in front.health()[1]["text"]
     front.progress.end()
     assert wait_for(lambda: front.health()[0] == 200)
 
-    front.backend.go.clear()  # idle, and yet no answer
+    front.backend.go.clear()  # idle, without an answer
     assert wait_for(lambda: front.health()[0] == 503)
     assert "no answer within 0.5 s" in front.health()[1]["text"]
     front.backend.go.set()
@@ -279,17 +288,18 @@ def test_health_tells_busy_from_stuck_and_from_dead(start):
 
 
 def test_health_is_not_held_up_by_other_work(start):
-    """The canary waits behind what Triton has; another's answer says that this is all right."""
+    """The canary waits behind Triton's requests; the answer to another request shows health."""
     front = start(stuck_seconds=30.0)
     front.backend.holds_canaries_only = True
     front.backend.go.clear()
-    found = []
-    canary = threading.Thread(target=lambda: found.append(front.health()))
+    answers = []
+    canary = threading.Thread(target=lambda: answers.append(front.health()))
     canary.start()
     assert wait_for(lambda: front.backend.inferences == 1)
     assert front.infer(BODY).code == 200
     canary.join(20)
-    assert found[0][0] == 200 and "answered other requests" in found[0][1]["text"]
+    assert answers[0][0] == 200
+    assert "answered other requests" in answers[0][1]["text"]
 
 
 def test_a_canary_that_was_scored_and_not_answered_is_no_health(start):
@@ -303,14 +313,17 @@ def test_a_canary_that_was_scored_and_not_answered_is_no_health(start):
     front.progress.end()
     canary.join(20)
     code, values = front.health()
-    assert (code, "had no answer" in values["text"]) == (503, True)
+    assert code == 503
+    assert ("had no answer" in values["text"]) is True
 
 
 def test_states(start):
     front = start(ready=False)
     assert front.health() == (503, {**front.health()[1], "state": "starting", "healthy": False})
     answer = front.infer(BODY)
-    assert (answer.code, "starting" in error_of(answer), answer.retry_after) == (503, True, 5.0)
+    assert answer.code == 503
+    assert ("starting" in error_of(answer)) is True
+    assert answer.retry_after == 5.0
     assert front.get("/v2/health/live").code == 200
     assert front.get("/v2/health/ready").code == 503
     front.process.set_state(FAILED, "tritonserver died")
@@ -330,7 +343,8 @@ def test_a_drain_finishes_what_is_in_flight_and_refuses_the_rest(start):
         assert waiting.result(20).code == 503
         assert front.infer(BODY).retry_after is not None
         assert front.health()[1]["state"] == "draining"
-        assert not served.done() and not drained.done()
+        assert not served.done()
+        assert not drained.done()
         front.backend.go.set()
         assert served.result(20).code == 200
         assert drained.result(20)
@@ -339,16 +353,18 @@ def test_a_drain_finishes_what_is_in_flight_and_refuses_the_rest(start):
 def test_requests_have_ids_and_metrics(start, caplog, capfd):
     caplog.set_level(logging.INFO)
     front = start()
-    assert front.infer(infer_body([1, 2], [3, 4]), X_Request_ID="run-rank3-call7").headers[
-        "x-request-id"
-    ] == ("run-rank3-call7")
-    made = [
-        front.infer(BODY, **{"X-Request-ID": bad}).headers["x-request-id"]
-        for bad in ("", "a b", "x" * 129)
-    ]
-    assert len(set(made)) == 3 and all(len(one) == 16 for one in made)
+    answer = front.infer(infer_body([1, 2], [3, 4]), X_Request_ID="run-rank3-call7")
+    assert answer.headers["x-request-id"] == "run-rank3-call7"
+    made = []
+    for bad in ("", "a b", "x" * 129):
+        answer = front.infer(BODY, **{"X-Request-ID": bad})
+        made.append(answer.headers["x-request-id"])
+    assert len(set(made)) == 3
+    for request_id in made:
+        assert len(request_id) == 16
     front.infer(b"{")
-    front.progress.count(4, {0: 5, 3: 2, 8: 3, 9: 4}, 11, 0.02)
+    statuses = {0: 5, 3: 2, 8: 3, 9: 4}
+    front.progress.count(4, statuses, 11, 0.02)
     text = front.get("/metrics").body.decode()
     for line in (
         'reward_server_requests_total{code="200"} 4.0',
@@ -403,19 +419,20 @@ def test_every_status_has_a_label_in_the_metrics():
 
 
 def test_nothing_of_an_error_inside_is_shown(start, capfd):
-    """PyTriton answers with a traceback, which may quote a sample; what Triton itself says is in the log."""
+    """PyTriton's traceback may quote a sample, so clients do not get it; Triton's log has it."""
     front = start()
     front.backend.code = 500
     answer = front.infer(BODY)
-    assert (answer.code, answer.body) == (
-        500,
-        b'{"error": "the model\'s side failed; the reward server\'s log says why"}',
+    assert answer.code == 500
+    assert (
+        answer.body == b'{"error": "the model\'s side failed; the reward server\'s log says why"}'
     )
     front.backend.error = "Stub process 'rm_0_0' is not healthy."
     assert b"not healthy" not in front.infer(BODY).body
     front.close()
     log = capfd.readouterr().err
-    assert log.count("event=backend_fault code=500") == 1 and "is not healthy." in log
+    assert log.count("event=backend_fault code=500") == 1
+    assert "is not healthy." in log
     assert "secret" not in log
 
 

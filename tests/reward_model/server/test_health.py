@@ -1,4 +1,4 @@
-"""The scorer's progress, as the front door knows it."""
+"""The scorer's progress as the front door sees it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from reinforce_rl.rewards import base
 
 
 class Server:
-    """Counts the questions, and answers at once unless it hangs."""
+    """Counts the health checks, and answers at once unless it hangs."""
 
     def __init__(self) -> None:
         self.progress = Progress()
@@ -45,12 +45,18 @@ def test_each_answer_is_new() -> None:
         return [first, await server.reader.read()]
 
     before, after = asyncio.run(read_twice())
-    assert (before.busy, before.samples) == (0, 0)
-    assert (after.busy, after.batches, after.requests, after.tokens) == (1, 1, 2, 11)
-    assert (after.samples, after.failed, after.seconds) == (4, 1, 0.02)
-    assert [
-        after.buckets[i] for i, bound in enumerate(health.SECONDS_BOUNDS) if bound == 0.025
-    ] == [1]
+    assert before.busy == 0
+    assert before.samples == 0
+    assert after.busy == 1
+    assert after.batches == 1
+    assert after.requests == 2
+    assert after.tokens == 11
+    assert after.samples == 4
+    assert after.failed == 1
+    assert after.seconds == 0.02
+    bounds = enumerate(health.SECONDS_BOUNDS)
+    counts = [after.buckets[i] for i, bound in bounds if bound == 0.025]
+    assert counts == [1]
     assert sum(after.buckets) == 1
 
 

@@ -1,4 +1,4 @@
-"""Whatever one request holds, the others that Triton merges with it get their right scores, from a real server."""
+"""On a real server, requests that Triton merges with a bad request get their right scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
-DELAY = 30.0  # milliseconds in which eight requests come, to be merged
+DELAY = 30.0  # milliseconds in which eight requests arrive and are merged
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,10 @@ def encode(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """All requests of a batch share one call of the model: the mode in which a bad one is the nearest to others."""
+    """All requests of a batch share one call of the model, so a bad one is next to others."""
     options = ["deterministic=false", f"max_queue_delay_ms={DELAY}", "max_batch_size=64"]
-    server = ToyServer(
-        tmp_path_factory.mktemp("server"), *(f"inference.{option}" for option in options)
-    ).start()
+    overrides = (f"inference.{option}" for option in options)
+    server = ToyServer(tmp_path_factory.mktemp("server"), *overrides).start()
     yield server
     server.close()
 
@@ -53,9 +52,11 @@ async def send_batches(
     port: int, batches: list[list[WireRequest]]
 ) -> list[list[tuple[int, bytes]]]:
     async with ClientSession(timeout=ClientTimeout(120)) as session:
-        return [
-            await asyncio.gather(*(send(session, port, one) for one in batch)) for batch in batches
-        ]
+        answers = []
+        for batch in batches:
+            calls = [send(session, port, draft) for draft in batch]
+            answers.append(await asyncio.gather(*calls))
+        return answers
 
 
 def outputs_of(body: bytes) -> dict[str, list]:
@@ -71,10 +72,10 @@ def check_right(request: WireRequest, answer: tuple[int, bytes], bad: WireReques
 
 
 def merged_requests(server: ToyServer) -> tuple[float, float]:
-    """Requests that were answered 200, and the batches that they came in."""
+    """Return the number of requests with code 200, and the number of their batches."""
     text = call("127.0.0.1", server.port, "/metrics", 30.0).body.decode()
-    found = [re.search(rf"^{name} (\S+)$", text, re.M) for name in REQUESTS_AND_BATCHES]
-    return tuple(float(one.group(1)) if one else 0.0 for one in found)
+    matches = [re.search(rf"^{name} (\S+)$", text, re.M) for name in REQUESTS_AND_BATCHES]
+    return tuple(float(match.group(1)) if match else 0.0 for match in matches)
 
 
 REQUESTS_AND_BATCHES = (
@@ -99,9 +100,10 @@ ROW = [int_tensor("tokens", [[5, 6]]), int_tensor("sequence_lengths", [[2]])]
 
 
 def said(**message: object) -> list[dict]:
+    conversation = [{"role": "user", "content": "hi", **message}]
     return [
         *HI,
-        *texts(messages=[json.dumps([{"role": "user", "content": "hi", **message}]).encode()]),
+        *texts(messages=[json.dumps(conversation).encode()]),
     ]
 
 
@@ -117,7 +119,7 @@ KNOWN = {
     ),
     "no width": (Draft([int_tensor("tokens", [[]]), ROW[1]], True), 400),
     "no width in JSON": (Draft([int_tensor("tokens", [[]]), ROW[1]], False), 400),
-    "no samples": (Draft([{**one, "shape": [0, 1], "data": []} for one in ROW], False), 400),
+    "no samples": (Draft([{**tensor, "shape": [0, 1], "data": []} for tensor in ROW], False), 400),
     "two forms": (Draft([*HI, *ROW], True), 400),
     "two other forms": (Draft([*texts(sentences=[b"a"]), *ROW], False), 400),
     "a float": (Draft([{**ROW[0], "data": [5, 6.5]}, ROW[1]], False), 400),
@@ -154,7 +156,8 @@ def test_a_bad_request_is_refused_and_its_neighbours_are_scored(server, encode, 
     fuzzer = BatchFuzzer(1, encode)
     good = [fuzzer._right(form, 2, optional) for _ in range(7)]
     for _ in range(2):  # in the second round, connections are open
-        ((first, *others),) = asyncio.run(send_batches(server.port, [[bad, *good]]))
+        batches = [[bad, *good]]
+        ((first, *others),) = asyncio.run(send_batches(server.port, batches))
         for request, answer in zip(good, others, strict=True):
             check_right(request, answer, bad)
         code, body = first
@@ -183,11 +186,11 @@ def fuzz(server: ToyServer, encode, rounds: int, seed: int) -> None:
         for request, answer in zip(batch[1:], answers[1:], strict=True):
             check_right(request, answer, batch[0])
     requests, batches = np.subtract(merged_requests(server), before)
-    print(
-        f"seed {seed}: bad answers by code {dict(codes)}, {requests / batches:.1f} requests in a batch"
-    )
-    assert codes[400] > rounds / 10 and codes[200] > rounds / 10
-    assert requests / batches > 3  # they were merged indeed
+    per_batch = requests / batches
+    print(f"seed {seed}: bad answers by code {dict(codes)}, {per_batch:.1f} requests in a batch")
+    assert codes[400] > rounds / 10
+    assert codes[200] > rounds / 10
+    assert per_batch > 3  # requests were merged
 
 
 def test_one_bad_request_among_seven_good(server, encode):

@@ -1,4 +1,4 @@
-"""What another user of the server's machine can do to it. `docs/security.md` says what these tests hold."""
+"""What another user of the server's machine can do, as docs/security.md describes it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,16 @@ def pids_of(server: ToyServer) -> list[int]:
 
 
 def ports_of(server: ToyServer) -> list[int]:
-    """On which a process of the server listens, but for the front door's."""
-    found = [one for process in server.descendants for one in process.net_connections("tcp")]
+    """Return the ports on which the server's processes listen, without the front door's."""
+    connections = [
+        connection
+        for process in server.descendants
+        for connection in process.net_connections("tcp")
+    ]
     return [
-        one.laddr.port
-        for one in found
-        if one.status == psutil.CONN_LISTEN and one.laddr.port != server.port
+        connection.laddr.port
+        for connection in connections
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port != server.port
     ]
 
 
@@ -51,23 +55,27 @@ def sockets_of(server: ToyServer) -> list[str]:
 def test_another_user_cannot_run_code_in_the_server(server, tmp_path):
     written = tmp_path / "written"
     places = [*ports_of(server), *sockets_of(server)]
-    found = as_nobody("load_model", pids_of(server), places, str(written))
-    assert not written.exists(), found
-    assert found["secrets"] == []
-    assert len(found["answers"]) >= 3 and set(found["answers"]) == {"PermissionError"}
+    report = as_nobody("load_model", pids_of(server), places, str(written))
+    assert not written.exists(), report
+    assert report["secrets"] == []
+    assert len(report["answers"]) >= 3
+    assert set(report["answers"]) == {"PermissionError"}
 
 
 def test_nor_does_triton_load_code_for_its_own_user(server, tmp_path):
-    """Such as for a reward function, which runs as the server's user."""
+    """Such as a reward function, which runs as the server's user."""
     written = tmp_path / "written"
     triton = [path for path in sockets_of(server) if path.endswith("triton.sock")]
-    found = load_model(pids_of(server), [*ports_of(server), *triton], str(written))
-    assert not written.exists(), found
-    assert len(found["answers"]) == 1 and found["answers"][0].split()[1] in ("400", "503"), found
+    ports = [*ports_of(server), *triton]
+    report = load_model(pids_of(server), ports, str(written))
+    assert not written.exists(), report
+    assert len(report["answers"]) == 1 and report["answers"][0].split()[1] in ("400", "503"), report
 
 
 def test_another_user_cannot_read_requests(server):
-    mapped = {Path(one.path) for process in server.descendants for one in process.memory_maps()}
+    mapped = {
+        Path(region.path) for process in server.descendants for region in process.memory_maps()
+    }
     shared = [str(path) for path in mapped if path.is_relative_to("/dev/shm") and path.exists()]
     assert any(SHARED_MEMORY_PREFIX in path for path in shared)
     files = [str(path) for path in server.temporary.rglob("*") if path.is_file()]
@@ -76,7 +84,7 @@ def test_another_user_cannot_read_requests(server):
 
 
 def test_no_secret_is_in_the_log_or_in_tritonserver(tmp_path, monkeypatch):
-    """tritonserver keeps the rest of the environment, and it reads its Python by PATH."""
+    """tritonserver keeps the rest of the environment and finds its Python by PATH."""
     secret = "s3cret" * 8
     for name in ("REINFORCE_REWARD_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, secret)
@@ -94,11 +102,9 @@ def test_no_secret_is_in_the_log_or_in_tritonserver(tmp_path, monkeypatch):
 
 
 def test_a_healthy_server_logs_no_error(server):
-    assert [
-        line
-        for line in server.log.read_text().splitlines()
-        if line.startswith(("E1", "E0", "W1", "W0"))
-    ] == []
+    lines = server.log.read_text().splitlines()
+    errors = [line for line in lines if line.startswith(("E1", "E0", "W1", "W0"))]
+    assert errors == []
     assert "\x1b[" not in server.log.read_text()
 
 

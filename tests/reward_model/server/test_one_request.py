@@ -1,4 +1,4 @@
-"""Which files and processes one scored request enters, as docs/architecture.md lists them."""
+"""The files and processes that one scored request enters, as docs/architecture.md lists them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ IDLE = 1
 REQUEST = 2
 IDLE_SECONDS = 1.5  # the server looks at its processes twice a second
 ANSWER_SECONDS = 60.0
-# The model's forward pass, which is that of the trainer: all that `MegatronRewardModel` calls.
+# The model's forward pass, which the trainer shares: everything that `MegatronRewardModel` calls.
 FORWARD_PASS = ("actor/", "config/", "megatron/")
 
 
 @dataclass(frozen=True)
 class CallTrace:
-    """What the processes called that were started with `variables`."""
+    """Records the calls of processes that start with `variables`."""
 
     folder: Path
 
@@ -51,12 +51,12 @@ class CallTrace:
         }
 
     def set_window(self, number: int) -> None:
-        """Begin to record calls under this number; 0 stops."""
-        with (self.folder / "window").open("r+b") as file:  # the processes have mapped it
+        """Record calls under this number from now on; 0 stops."""
+        with (self.folder / "window").open("r+b") as file:  # the processes have mapped the file
             file.write(bytes([number]))
 
     def files(self, pid: int) -> list[str]:
-        """Return the files whose functions a process called for the request, and not while idle."""
+        """Return the files whose functions a process calls for the request, and not while idle."""
         path = self.folder / f"{pid}.calls"
         lines = path.read_text().splitlines() if path.exists() else []
         calls = [line.split(" ", 1) for line in lines]
@@ -83,7 +83,7 @@ def model(tmp_path_factory) -> ModelFiles:
 
 @pytest.fixture(scope="module")
 def server(trace, model, tmp_path_factory) -> Iterator[RealServer]:
-    # Health looks at the model ten times in this time; none of them is to be taken for the request.
+    # Ten health checks reach the model in this time; none of them belongs to the request.
     quiet = "inference.stuck_seconds=36000"
     warm_up = "inference.warm_up_lengths=[]"
     server = RealServer(tmp_path_factory.mktemp("server"), *model.overrides, quiet, warm_up)
@@ -127,7 +127,8 @@ def test_files_and_processes_of_one_request(trace, model, server) -> None:
             client.wait(ANSWER_SECONDS)
     with parallel_mesh(1, 1) as mesh:
         (expected,) = model.scores(mesh, [SEQUENCES])
-    assert [float(score) for score in scores.split()] == pytest.approx(expected, abs=1e-4)
+    printed = [float(score) for score in scores.split()]
+    assert printed == pytest.approx(expected, abs=1e-4)
 
     processes = {"trainer": client.pid, "front door": server.front.pid, "server": server.server_pid}
     entered = {pid: files for pid in pids_of(trace) if (files := trace.files(pid))}
@@ -143,7 +144,7 @@ def pids_of(trace: CallTrace) -> list[int]:
 
 
 def wait_for_line(process: subprocess.Popen[str], seconds: float) -> str:
-    """Return the next line of its output, "" at its end; kills it if there is none in time."""
+    """Return the next line of the output, "" at its end; kill the process if none comes in time."""
     assert process.stdout is not None
     timer = threading.Timer(seconds, process.kill)
     timer.start()

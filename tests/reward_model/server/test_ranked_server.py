@@ -1,4 +1,4 @@
-"""The real server under load, with one rank and with several, and the end of one of its ranks."""
+"""The real server under load, with one rank and with several, and a rank that dies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from reinforce_rl.rewards.transport import FailedAttempt
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
-# on a busy machine; everything that is waited for has a deadline of its own
+# on a busy machine; each wait has its own deadline
 pytestmark = pytest.mark.timeout(1500)
 
 QUICK_REQUESTS = 300
@@ -76,14 +76,17 @@ def start(files, tmp_path) -> Iterator[Callable[..., ToyServer]]:
 
 
 def check_end(server: ToyServer, seconds: float) -> str:
-    """It ends by itself, says by its exit code that a rank was lost, and leaves nothing; its log."""
+    """Check that the server ends with the code of a lost rank and leaves nothing.
+
+    Return its log.
+    """
     assert server.process.wait(seconds) == EXIT_LOST_RANK
     assert wait_for(lambda: not server.left_behind()), server.left_behind()
     return server.log.read_text()
 
 
 def health_until_the_end(server: ToyServer, seconds: float) -> list[dict[str, Any]]:
-    """What /health answers until nobody does."""
+    """Return the answers of /health until the server is gone."""
     answers = []
     deadline = time.monotonic() + seconds
     with contextlib.suppress(FailedAttempt):
@@ -121,7 +124,8 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
     follower.kill()
     health = health_until_the_end(server, 60)
     log = check_end(server, 60)
-    assert [(one["state"], one["healthy"]) for one in health[-1:]] == [("failed", False)]
+    states = [(answer["state"], answer["healthy"]) for answer in health[-1:]]
+    assert states == [("failed", False)]
     assert health[-1]["text"].startswith(
         f"rank 1 (host {os.uname().nodename}, process {follower.pid}) died"
     )
@@ -130,7 +134,7 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
         in log
     )
     assert f"error: rank 1 (host {os.uname().nodename}, process {follower.pid}) died" in log
-    # On one rank now; to its clients it is the same server.
+    # Now on one rank; for its clients it is the same server.
     after = start(
         "inference.max_queue_delay_ms=5", "inference.tokens_per_micro_batch=128", port=server.port
     )
@@ -139,16 +143,15 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
     some = requests[:64]
     alone = score_all(after.port, some, clients=1, seconds=LOAD_SECONDS)
     together = score_all(after.port, some, clients=8, seconds=LOAD_SECONDS)
-    assert [answer.values.tolist() for answer in together] == [
-        answer.values.tolist() for answer in alone
-    ]
+    values = [answer.values.tolist() for answer in together]
+    assert values == [answer.values.tolist() for answer in alone]
     os.kill(after.process.pid, signal.SIGTERM)
     assert after.process.wait(60) == 0
 
 
 @dataclass(frozen=True)
 class Impossible:
-    """Overrides that cannot work, and all faults that are told of them: key, then values."""
+    """Overrides that cannot work, and their faults: key, then values."""
 
     overrides: list[str]
     faults: list[tuple[object, ...]]
@@ -258,11 +261,10 @@ def test_deterministic_scores_of_several_ranks_do_not_depend_on_other_clients(
     requests = mixed_requests(80, most=20)
     alone = score_all(server.port, requests, clients=1, seconds=LOAD_SECONDS)
     together = score_all(server.port, requests, clients=8, seconds=LOAD_SECONDS)
-    assert [answer.values.tolist() for answer in together] == [
-        answer.values.tolist() for answer in alone
-    ]
+    values = [answer.values.tolist() for answer in together]
+    assert values == [answer.values.tolist() for answer in alone]
     check_scores(alone, files.scores(mesh, requests))
-    server.process.terminate()  # the launcher, which passes it on to the ranks
+    server.process.terminate()  # the launcher forwards it to the ranks
     assert server.process.wait(60) == EXIT_FINISHED
     assert "event=stopped signal=SIGTERM" in server.log.read_text()
     assert "rank_lost" not in server.log.read_text()
@@ -292,7 +294,7 @@ def test_many_requests(start, files, mesh, options, deterministic, count):
 
 @pytest.mark.slow
 def test_requests_of_smollm2(mesh, tmp_path):
-    """64 clients share one server of a real model, whose queue is short enough that some are told to come back."""
+    """64 clients share a server of a real model with a short queue; some of them must retry."""
     files = ModelFiles(tmp_path, smollm2_folder())
     weight = torch.randn(576, generator=torch.Generator().manual_seed(0)) / 24
     RewardHead(weight, torch.tensor(0.5), "mean").save(files.head)
@@ -318,10 +320,8 @@ def test_a_stopped_rank_is_named_and_ended(start, layout):
     _, follower = server.ranks()
     follower.suspend()
     log = check_end(server, 90)  # torchrun gives a rank 30 s between SIGTERM and SIGKILL
-    assert (
-        f"rank 1 (host {os.uname().nodename}, process {follower.pid}) hangs: it gave no sign of life"
-        in log
-    )
+    rank = f"rank 1 (host {os.uname().nodename}, process {follower.pid})"
+    assert f"{rank} hangs: it gave no sign of life" in log
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A reward model on several ranks: the numbers of one rank, and what happens when a rank fails, dies or hangs."""
+"""A reward model on several ranks: equal numbers, and ranks that fail, die or hang."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MISCOUNT = 103
 
 
 class SumModel:
-    """Scores are sums of tokens; `only` is the rank on which a token does harm."""
+    """Scores are sums of tokens; the harmful tokens work on the rank `only`."""
 
     max_length = 32
     vocab_size = 128
@@ -57,8 +57,8 @@ class SumModel:
     def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
         tokens = [
             row[:n].tolist()
-            for one in micro_batches
-            for row, n in zip(one.tokens, one.lengths, strict=True)
+            for micro_batch in micro_batches
+            for row, n in zip(micro_batch.tokens, micro_batch.lengths, strict=True)
         ]
         self.seen += tokens
         if self._me.rank == self._only or self._only < 0:
@@ -69,7 +69,7 @@ class SumModel:
             if any(MISCOUNT in row for row in tokens):
                 return np.zeros((len(tokens) + 1, self._columns))
         elif any(FAIL in row for row in tokens):
-            self.hang.wait(60)  # in a collective, for the rank that failed
+            self.hang.wait(60)  # waiting in a collective for the rank that failed
         sums = np.array([float(sum(row)) for row in tokens])
         return np.stack([sums * (1 + column) for column in range(self._columns)], axis=1)
 
@@ -116,7 +116,8 @@ class Group:
     def _follow(
         self, invitation: Invitation, leader: ScorerRank, me: ScorerRank, rank_timeout: float
     ) -> None:
-        links = self.links[me.rank] = connect(invitation, me, 10)
+        links = connect(invitation, me, 10)
+        self.links[me.rank] = links
         end = self.ends.setdefault
         follow(
             me,
@@ -128,13 +129,13 @@ class Group:
         )
 
     def kill(self, rank: int) -> None:
-        """End a rank's connection on its own thread, as the kernel does for a process that dies."""
+        """Close a rank's connection on its own thread, as the kernel does when a process dies."""
         links = self.links[rank]
         links.poll = lambda seconds: links._socket.close(0) or time.sleep(seconds) or []
         links.wake()
 
     def mute(self, rank: int) -> None:
-        """Its process is alive and its connection open, but nothing comes any more."""
+        """The process is alive and its connection open, but it sends nothing any more."""
         links = self.links[rank]
         links._flush = lambda: links._outbox.clear()
 
@@ -176,7 +177,8 @@ def test_every_sequence_goes_to_one_block_and_comes_back_in_its_place(group_of, 
         sequences = some_sequences(count)
         assert group.scorer.score(sequences) == [sum(sequence) for sequence in sequences]
         of_block = {block: group.models[rank].seen for rank, block in enumerate(blocks)}
-        assert all(group.models[rank].seen == of_block[block] for rank, block in enumerate(blocks))
+        for rank, block in enumerate(blocks):
+            assert group.models[rank].seen == of_block[block]
         assert sorted(itertools.chain(*of_block.values())) == sorted(sequences)
         if count == 40:
             tokens = [sum(map(len, seen)) for seen in of_block.values()]
@@ -185,11 +187,11 @@ def test_every_sequence_goes_to_one_block_and_comes_back_in_its_place(group_of, 
 
 def test_scores_of_several_columns_come_back_whole(group_of):
     sequences = some_sequences(9)
-    found = group_of(0, 1, 0, 1, columns=3).scorer.score_attributes(sequences)
-    assert found.attributes == [
+    scores = group_of(0, 1, 0, 1, columns=3).scorer.score_attributes(sequences)
+    assert scores.attributes == [
         [sum(sequence) * (1 + column) for column in range(3)] for sequence in sequences
     ]
-    assert found.rewards == pytest.approx([2 * sum(sequence) for sequence in sequences])
+    assert scores.rewards == pytest.approx([2 * sum(sequence) for sequence in sequences])
 
 
 def test_calls_from_many_threads_do_not_mix(group_of):
@@ -212,7 +214,7 @@ def test_calls_from_many_threads_do_not_mix(group_of):
 
 @pytest.mark.parametrize("only", [-1, 0, 1])
 def test_a_block_that_raises_fails_the_call_and_not_the_next(group_of, only):
-    """A block waits for nobody outside, so another may go on for longer than silence is suffered."""
+    """A block waits for no other, so another block may run longer than the silence limit."""
     group = group_of(0, 1, only=only, rank_timeout=0.5)
     # for both blocks
     scorer = group.scorer
@@ -233,7 +235,7 @@ def test_a_block_that_raises_fails_the_call_and_not_the_next(group_of, only):
 
 
 def test_a_rank_that_waits_for_one_that_failed_ends_the_server(group_of):
-    """The ranks are out of step then: the next call of one would meet this call of the other."""
+    """The ranks are out of step: one rank's next call would meet the other's current call."""
     scorer = group_of(0, 0, only=1, rank_timeout=1.0).scorer
     values = ["rank 1 ", "MemoryError: no room", "rank 0 "]
     with raises_error("serve.ranks.out_of_step", *values) as caught:
@@ -273,7 +275,7 @@ def test_a_rank_that_dies_fails_the_call_under_way_at_once(group_of):
 def test_an_idle_rank_that_falls_silent_is_found(group_of, silent):
     group = group_of(0, 1, rank_timeout=0.5)
     time.sleep(1.5)
-    group.scorer.check()  # signs of life go to and fro
+    group.scorer.check()  # both sides send signs of life
     group.mute(silent)
     deadline = time.monotonic() + 20
     with pytest.raises(RankLostError) as caught:
@@ -313,7 +315,7 @@ def test_a_rank_that_never_comes_is_named():
 
 
 def test_what_comes_with_a_hello_is_not_held_back(monkeypatch):
-    """A rank that has loaded at once may report it before rank 0 has all hellos."""
+    """A rank that loads at once may report it before rank 0 has all hellos."""
     links, invitation = Links.listen("127.0.0.1")
     other = connect(invitation, ScorerRank(1, 1, True), 10)
     accept(links, 1, 10)
@@ -322,7 +324,8 @@ def test_what_comes_with_a_hello_is_not_held_back(monkeypatch):
     monkeypatch.setattr(
         links._poller, "poll", lambda milliseconds: waits.append(milliseconds) or []
     )
-    assert [(rank, bytes(kind)) for rank, (kind,) in links.poll(60.0)] == [(1, b"loaded")]
+    messages = [(rank, bytes(kind)) for rank, (kind,) in links.poll(60.0)]
+    assert messages == [(1, b"loaded")]
     assert waits[0] <= 1
     other.close()
     links.close()
@@ -336,10 +339,11 @@ def test_a_large_call_arrives_whole():
     other.send(0, b"kind", numbers.data)
     other.poll(0)
     deadline = time.monotonic() + 30
-    while not (found := links.poll(1.0)) and time.monotonic() < deadline:
+    while not (messages := links.poll(1.0)) and time.monotonic() < deadline:
         pass
-    ((rank, (kind, array)),) = found
-    assert (rank, bytes(kind)) == (1, b"kind")
+    ((rank, (kind, array)),) = messages
+    assert rank == 1
+    assert bytes(kind) == b"kind"
     np.testing.assert_array_equal(np.frombuffer(array, np.int64), numbers)
     other.close()
     links.close()
@@ -371,14 +375,14 @@ def check_layouts(folder: Path, mesh, num_ranks: int, *layouts: str) -> None:
         expected = one_by_one.score(sequences)
         assert np.std(expected) > 0.1
         for layout in layouts:
-            found = json.loads(
+            scores = json.loads(
                 (folder / f"scores_{layout.replace(' ', '_')}_{pooling}.json").read_text()
             )
-            np.testing.assert_allclose(found["first"], expected, atol=1e-5, err_msg=layout)
-            assert found["second"] == found["first"]
-            # All ranks raise; whose word comes first is chance.
+            np.testing.assert_allclose(scores["first"], expected, atol=1e-5, err_msg=layout)
+            assert scores["second"] == scores["first"]
+            # All ranks raise; which message comes first is random.
             assert re.search(
-                r"rank \d \(host .*failed \(MemoryError: no memory for this one\)", found["error"]
+                r"rank \d \(host .*failed \(MemoryError: no memory for this one\)", scores["error"]
             )
 
 

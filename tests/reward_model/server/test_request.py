@@ -1,4 +1,4 @@
-"""What the front door understands of a request, and writes anew for Triton."""
+"""How the front door reads a request and rewrites it for Triton."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def binary(shape, size: int, name="tokens", datatype="INT64") -> dict:
 
 
 def samples_of(body: bytes, header: str | None) -> int:
-    """Asserts that Triton can read what becomes of it."""
+    """Return the request's samples, after a check that Triton can read the rewritten request."""
     request = read_request(body, header, LIMITS, ALL_FORMS)
     arrays_of(request)
     return request.samples
@@ -112,9 +112,10 @@ def test_what_is_asked_of_the_answer_is_passed_on_and_nothing_else():
     request = read_request(
         body_of(tensor([1, 1], [1]), lengths(1), **rest), None, LIMITS, ALL_FORMS
     )
-    found = json.loads(request.body[: request.json_length])
-    assert [tensor["name"] for tensor in found.pop("inputs")] == ["tokens", "sequence_lengths"]
-    assert found == {
+    written = json.loads(request.body[: request.json_length])
+    names = [tensor["name"] for tensor in written.pop("inputs")]
+    assert names == ["tokens", "sequence_lengths"]
+    assert written == {
         "id": "7",
         "outputs": [{"name": "rewards", "parameters": {"binary_data": True}}],
         "parameters": {"binary_data_output": False},
@@ -124,8 +125,8 @@ def test_what_is_asked_of_the_answer_is_passed_on_and_nothing_else():
 def test_texts_are_written_as_they_were_and_half_a_pair_as_bytes_that_are_no_text():
     texts = ["", "\u00fc\U0001f600\0", "\ud800"]
     body = body_of(tensor([3, 1], texts, "sentences", "BYTES"))
-    found = arrays_of(read_request(body, None, LIMITS, ALL_FORMS))["sentences"][:, 0].tolist()
-    assert found == [text.encode("utf-8", "surrogatepass") for text in texts]
+    sentences = arrays_of(read_request(body, None, LIMITS, ALL_FORMS))["sentences"][:, 0].tolist()
+    assert sentences == [text.encode("utf-8", "surrogatepass") for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,10 @@ def test_texts_are_written_as_they_were_and_half_a_pair_as_bytes_that_are_no_tex
         (body_of(tensor([1, 1], [1], parameters={"binary_data_size": 8})), "'data' besides"),
         (body_of(*[tensor([1, 1], [1])] * 17), "at most 16"),
         (
-            b'{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, 1], "data": [NaN]}]}',
+            (
+                b'{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, 1], '
+                b'"data": [NaN]}]}'
+            ),
             "no whole number",
         ),
         (b'{"inputs": []', "no JSON object"),

@@ -1,4 +1,4 @@
-"""Requests to rewards without a server: what merging does, and that a bad request or sample leaves the others alone.
+"""From requests to rewards without a server: merging, and the isolation of bad requests.
 
 `test_isolation_server.py` sends the same over HTTP, to be merged by Triton.
 """
@@ -34,8 +34,8 @@ from reinforce_rl.rewards.function_pool import PING, FunctionPool, PendingScores
 from reinforce_rl.rewards.wire import PROTOCOL_VERSION, ServerInfo, text_arrays
 
 NOISE = 0.25
-# As that of a model with tools: it fails on what is no list of calls, and on a text it cannot add
-# to.
+# Like the template of a model with tools: it fails if the calls are no list, and on a text that it
+# cannot add to.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] | upper }}: {{ m.content + '' }}"
     "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}{{ eos_token }}{% endfor %}"
@@ -52,7 +52,7 @@ def tokenizer(tmp_path_factory):
 
 
 class RaisingScorer(ToyScorer):
-    """Raises whatever a test wants where it meets a certain token."""
+    """Raises a test's exception at a certain token."""
 
     def __init__(self, error: type[BaseException]):
         super().__init__(0.0, 0.0)
@@ -73,13 +73,13 @@ def request_of(*rows: list[int]) -> dict[str, np.ndarray]:
     }
 
 
-def assert_right(answer: dict[str, np.ndarray], scores: np.ndarray, what: object) -> None:
-    assert answer["status"].tolist() == [[base.STATUS_OK]] * len(scores), what
-    np.testing.assert_allclose(answer["rewards"][:, 0], scores, rtol=1e-5, err_msg=str(what))
+def assert_right(answer: dict[str, np.ndarray], scores: np.ndarray, label: object) -> None:
+    assert answer["status"].tolist() == [[base.STATUS_OK]] * len(scores), label
+    np.testing.assert_allclose(answer["rewards"][:, 0], scores, rtol=1e-5, err_msg=str(label))
 
 
 def fuzz(scorer: RequestScorer, fuzzer: BatchFuzzer, rounds: int, rank: int = 0) -> Counter[str]:
-    """What became of the wrong ones."""
+    """Return the counts of the outcomes of wrong requests."""
     outcomes: Counter[str] = Counter()
     for _ in range(rounds):
         bad, *good = fuzzer.batch()
@@ -133,15 +133,19 @@ def test_the_sample_at_which_a_model_raises_fails_alone(tokenizer, deterministic
     scorer = RequestScorer(model, tokenizer, deterministic=deterministic)
     left, right = scorer([request_of(*bad), request_of([7, 8])])
     assert_right(right, np.array([toy_score([7, 8])], np.float32), error)
-    assert [row for row, status in enumerate(left["status"][:, 0]) if status] == [20]
-    assert left["status"][20, 0] == base.STATUS_INTERNAL and np.isnan(left["rewards"][20, 0])
+    failed_rows = [row for row, status in enumerate(left["status"][:, 0]) if status]
+    assert failed_rows == [20]
+    assert left["status"][20, 0] == base.STATUS_INTERNAL
+    assert np.isnan(left["rewards"][20, 0])
     others = [row for row in range(32) if row != 20]
     np.testing.assert_allclose(
         left["rewards"][others, 0], [toy_score(rows[row]) for row in others], rtol=1e-6
     )
-    assert model.calls < 2 + 2 * 6 + 2  # by halves, and not one by one
+    assert model.calls < 2 + 2 * 6 + 2  # in halves, not one by one
     done = scorer.progress.read()
-    assert (done.requests, done.samples, done.failed) == (2, 33, 1)
+    assert done.requests == 2
+    assert done.samples == 33
+    assert done.failed == 1
 
 
 @pytest.mark.parametrize(
@@ -169,7 +173,7 @@ def test_a_message_that_the_template_or_the_tokenizer_cannot_read_fails_alone(
 
 
 def test_a_request_of_no_form_fails_alone_among_others_and_raises_alone(tokenizer):
-    """The front door lets none in; here each is read by itself all the same."""
+    """The front door admits none; each is parsed separately all the same."""
     scorer = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)
     odd = [
         {"tokens": np.ones((2, 3), np.int64)},
@@ -178,7 +182,8 @@ def test_a_request_of_no_form_fails_alone_among_others_and_raises_alone(tokenize
     first, good, last = scorer([odd[0], request_of([7, 8]), odd[1]])
     assert_right(good, np.array([toy_score([7, 8])], np.float32), "")
     assert first["status"].tolist() == [[base.STATUS_INTERNAL]] * 2
-    assert last["status"].tolist() == [[base.STATUS_INTERNAL]] and np.isnan(last["rewards"]).all()
+    assert last["status"].tolist() == [[base.STATUS_INTERNAL]]
+    assert np.isnan(last["rewards"]).all()
     with pytest.raises(
         ValueError, match=r"this model reads tokens or text; this request holds \['tokens'\]"
     ):
@@ -186,7 +191,7 @@ def test_a_request_of_no_form_fails_alone_among_others_and_raises_alone(tokenize
 
 
 class Functions(FunctionPool):
-    """Of the response's length; started for a module."""
+    """Scores by the response's length; started for the module."""
 
     def __init__(self):
         spec = FunctionSpec("reward_function", "helpers.reward_functions.counted", {})
@@ -230,14 +235,15 @@ def test_a_sample_that_ends_all_processes_of_a_function_fails_alone(functions):
     first, bad, last = scorer([good, killer, good])
     assert_right(first, np.array([3, 2], np.float32), "")
     assert_right(last, np.array([3, 2], np.float32), "")
-    assert bad["status"].tolist() == [[base.STATUS_INTERNAL]] and np.isnan(bad["rewards"]).all()
+    assert bad["status"].tolist() == [[base.STATUS_INTERNAL]]
+    assert np.isnan(bad["rewards"]).all()
     with pytest.raises(RewardServerError):  # an error of HTTP: the next server may do better
         scorer([killer])
     assert_right(scorer([good])[0], np.array([3, 2], np.float32), "")
 
 
 def test_metadata_that_is_nested_deeply_never_reaches_the_processes(functions):
-    """Each of them would read it anew, with another stack above it."""
+    """Each process would parse it again, with a deeper stack."""
     scorer = FunctionRequestScorer(FunctionScorer(functions, {"counted": 1.0}))
     pid = functions._host.process.pid if functions._host else None
     for depth in (10, 62, 100, 500, 900, 960, 990):
@@ -248,7 +254,8 @@ def test_metadata_that_is_nested_deeply_never_reaches_the_processes(functions):
         (answer,) = scorer([arrays])
         expected = base.STATUS_OK if depth < 64 else base.STATUS_BAD_PROMPT
         assert answer["status"][:, 0].tolist() == [expected, base.STATUS_OK], depth
-    assert functions._host is not None and functions._host.process.pid == pid
+    assert functions._host is not None
+    assert functions._host.process.pid == pid
 
 
 def test_deterministic_requests_are_scored_apart_and_others_together(tokenizer):
@@ -264,7 +271,7 @@ def test_deterministic_requests_are_scored_apart_and_others_together(tokenizer):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_lost_rank_is_an_error_of_the_request_and_no_status(tokenizer, deterministic):
-    """A status would be final; an HTTP error is tried again, and the next server can score the samples."""
+    """A status is final; an HTTP error is retried, and the next server can score the samples."""
 
     class Lost(ToyScorer):
         def score(self, sequences):
@@ -310,7 +317,7 @@ def test_a_description_survives_its_json_and_other_versions_are_refused(tokenize
 
 
 class LengthPool(FunctionPool):
-    """Scores by the response's length, at once; an empty one times out."""
+    """Scores by the response's length at once; an empty response times out."""
 
     def __init__(self):
         self.asked: list[tuple[str, int]] = []
@@ -348,25 +355,31 @@ def test_merged_requests_are_asked_together_and_a_bad_sample_is_left_out(pool):
         [base.STATUS_TIMED_OUT],
         [base.STATUS_BAD_PROMPT],
     ]
-    assert left["rewards"][0, 0] == 3 and all(math.isnan(value) for value in left["rewards"][1:, 0])
-    assert (right["status"].tolist(), right["rewards"].tolist()) == ([[0]], [[1.0]])
+    assert left["rewards"][0, 0] == 3
+    for value in left["rewards"][1:, 0]:
+        assert math.isnan(value)
+    assert right["status"].tolist() == [[0]]
+    assert right["rewards"].tolist() == [[1.0]]
     assert pool.asked == [("f", 2), ("f", 1)]
     done = scorer.progress.read()
-    assert (done.requests, done.samples, done.failed) == (2, 4, 2)
+    assert done.requests == 2
+    assert done.samples == 4
+    assert done.failed == 2
     assert scorer.input_forms == (wire.TEXT_FORM,)
 
 
 def test_the_canary_does_not_reach_the_function(pool):
     scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))
     canary = {
-        one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs()
+        tensor["name"]: np.array([[tensor["data"][0].encode()]], object)
+        for tensor in scorer.canary_inputs()
     }
     scorer([canary])
     assert pool.asked == [(PING, 1)]
 
 
 def test_each_sample_is_progress(pool, monkeypatch):
-    """A long batch of a function that is slow, but within its time limit, is no stuck server."""
+    """A long batch of a slow function within its time limit is no stuck server."""
     beats: list[None] = []
     scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))
     monkeypatch.setattr(Progress, "beat", lambda _: beats.append(None))
@@ -396,7 +409,7 @@ def test_no_sample_of_a_client_passes_for_the_canary(pool, record):
 
 
 class Raises(ToyScorer):
-    """Scores as the toy does, but fails on a sequence of one odd length."""
+    """Scores as the toy does, and raises for a sequence of one odd length."""
 
     attributes = ("even",)
 
@@ -413,13 +426,13 @@ def test_functions_beside_a_model_are_a_weighted_sum_and_each_score_is_sent(pool
     rows = [encode_sample(ChatRenderer(tokenizer), sample) for sample in samples]
     model.odd = len(rows[3])
     weights = {"brief": -0.5, "shown": 0.0}
-    own = FunctionScorer(pool, weights, model, "rm", 2.0)
-    scorer = FunctionRequestScorer(own, tokenizer)
+    function_scorer = FunctionScorer(pool, weights, model, "rm", 2.0)
+    scorer = FunctionRequestScorer(function_scorer, tokenizer)
     assert scorer.attributes == ("rm", "rm/even", "brief", "shown")
     arrays = text_arrays([*samples, TextSample("p", "abc")])
     arrays[wire.METADATA][4, 0] = b"{"
     (answer,) = scorer([arrays])
-    # function, model, neither was asked
+    # neither the function nor the model was called
     failed = [base.STATUS_TIMED_OUT, base.STATUS_INTERNAL, base.STATUS_BAD_PROMPT]
     assert answer["status"][:, 0].tolist() == [0, 0, *failed]
     for row in (0, 1):
@@ -429,10 +442,12 @@ def test_functions_beside_a_model_are_a_weighted_sum_and_each_score_is_sent(pool
         np.testing.assert_allclose(
             answer["attributes"][row], [score, len(rows[row]) % 2 == 0, size, size], rtol=1e-5
         )
-    assert np.isnan(answer["rewards"][2:]).all() and np.isnan(answer["attributes"][2:]).all()
+    assert np.isnan(answer["rewards"][2:]).all()
+    assert np.isnan(answer["attributes"][2:]).all()
     assert scorer.input_forms == (wire.TEXT_FORM,)
     canary = {
-        one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs()
+        tensor["name"]: np.array([[tensor["data"][0].encode()]], object)
+        for tensor in scorer.canary_inputs()
     }
     pool.asked.clear()
     scorer([canary])
@@ -442,4 +457,5 @@ def test_functions_beside_a_model_are_a_weighted_sum_and_each_score_is_sent(pool
 def test_a_single_function_with_a_weight_is_a_sum_of_one(pool):
     scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 3.0}))
     (answer,) = scorer([text_arrays([TextSample("p", "abc")])])
-    assert (answer["rewards"].tolist(), answer["attributes"].tolist()) == ([[9.0]], [[3.0]])
+    assert answer["rewards"].tolist() == [[9.0]]
+    assert answer["attributes"].tolist() == [[3.0]]

@@ -1,4 +1,4 @@
-"""A real PyTriton server around a toy model, spoken to by curl and tritonclient."""
+"""A real PyTriton server with a toy model, called by curl and tritonclient."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from reinforce_rl.utils.net import check_port
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 triton = pytest.importorskip("tritonclient.http")
 
-NOISE = 0.001  # of the toy model: the score depends on how many samples one call holds
+NOISE = 0.001  # toy model: the score depends on the number of samples of a call
 SLOW_SECONDS = 1.5
 SECRET = "xylophone"
 
@@ -75,7 +75,7 @@ def server(shared_server):
 
 
 def direct(sequences: list[list[int]]) -> list[float]:
-    """The scorer itself, in float32 as the protocol has it."""
+    """The scorer without a server, in float32 as in the protocol."""
     return np.asarray(ToyScorer(0.0, NOISE).score(sequences), np.float32).tolist()
 
 
@@ -126,7 +126,7 @@ def outputs_of(body: dict) -> tuple[list[float], list[int]]:
 
 
 def infer(server: ToyServer, **arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By tritonclient, with binary tensors."""
+    """Score by tritonclient, with binary tensors."""
     with triton.InferenceServerClient(f"127.0.0.1:{server.port}", network_timeout=60) as client:
         inputs = []
         for name, array in arrays.items():
@@ -174,7 +174,8 @@ def test_tritonclient_agrees_with_the_scorer_in_both_forms(server, tokenizer):
 def test_padding_does_not_matter(server):
     tokens, lengths = padded([[5, 6, 7], [9]])
     wide = np.full((2, 20), 77, np.int64)
-    wide[0, :3], wide[1, :1] = [5, 6, 7], [9]
+    wide[0, :3] = [5, 6, 7]
+    wide[1, :1] = [9]
     narrow_rewards, _ = infer(server, tokens=tokens, sequence_lengths=lengths)
     wide_rewards, _ = infer(server, tokens=wide, sequence_lengths=lengths)
     assert narrow_rewards.tolist() == wide_rewards.tolist()
@@ -217,7 +218,8 @@ def test_each_bad_text_fails_alone(server, tokenizer):
 def test_a_model_that_raises_gives_a_status_and_goes_on(server):
     rewards, status = infer_sequences(server, [[1, 2], [TOKEN_RAISE, 1]])
     assert status.tolist() == [base.STATUS_OK, base.STATUS_INTERNAL]
-    assert rewards[0] == direct([[1, 2]])[0] and np.isnan(rewards[1])
+    assert rewards[0] == direct([[1, 2]])[0]
+    assert np.isnan(rewards[1])
     assert infer_sequences(server, [[1, 2]])[0].tolist() == direct([[1, 2]])
 
 
@@ -243,7 +245,7 @@ def test_a_malformed_request_is_refused_and_the_server_stays_up(server, inputs, 
 
 
 def test_scores_do_not_depend_on_other_clients(server):
-    """The toy model's scores change with the number of samples in a call, so merging requests would show."""
+    """The toy's scores change with the number of samples in a call: merged requests would show."""
     rng = np.random.default_rng(0)
     requests = [rng.integers(0, 100, (1 + i % 4, 6)).tolist() for i in range(24)]
     alone = [infer_sequences(server, request)[0].tolist() for request in requests]
@@ -259,7 +261,9 @@ def test_the_server_describes_itself(server, tokenizer):
     assert code == 200
     info = ServerInfo.from_json(body["outputs"][0]["data"][0])
     assert info.name == "reward_model"
-    assert (info.max_batch_size, info.max_length, info.vocab_size) == (8, MAX_LENGTH, VOCAB_SIZE)
+    assert info.max_batch_size == 8
+    assert info.max_length == MAX_LENGTH
+    assert info.vocab_size == VOCAB_SIZE
     assert info.tokenizer == TokenizerInfo.from_tokenizer(tokenizer)
 
 
@@ -270,7 +274,8 @@ def test_only_the_front_door_listens_and_on_the_loopback(server):
         for c in p.net_connections("tcp")
         if c.status == "LISTEN"
     ]
-    assert [(address.ip, address.port) for address in listening] == [("127.0.0.1", server.port)]
+    addresses = [(address.ip, address.port) for address in listening]
+    assert addresses == [("127.0.0.1", server.port)]
 
 
 def test_a_busy_port_is_an_error_before_anything_starts(tokenizer, monkeypatch):
@@ -338,7 +343,10 @@ def test_a_long_temporary_folder_does_not_break_the_sockets(tmp_path, monkeypatc
 
 
 def test_sigterm_lets_calls_finish_and_leaves_nothing(server):
-    """The last test of this file: it ends the server. An idle connection must not hold up the stop."""
+    """The last test of this file, since it ends the server.
+
+    An idle connection must not delay the stop.
+    """
     curl(server, sentence_inputs([SECRET]))
     curl(server, sentence_inputs([SECRET * 9]))  # a bad one is logged
     answers = []
@@ -359,5 +367,5 @@ def test_sigterm_lets_calls_finish_and_leaves_nothing(server):
     assert wait_for(lambda: not server.left_behind()), server.left_behind()
     log = Path(server.log).read_text()
     assert "event=stopped signal=SIGTERM" in log
-    assert "Timeout 0:" not in log  # of Triton, which waits so long for an open connection
+    assert "Timeout 0:" not in log  # Triton waits so long for an open connection
     assert SECRET not in log

@@ -1,4 +1,4 @@
-"""A real reward server with an access token: bad requests of every kind, its log, and each process dead or stopped."""
+"""A real reward server with a token: bad requests, its log, and dead or stopped processes."""
 
 from __future__ import annotations
 
@@ -127,8 +127,9 @@ def test_tritonclient_and_our_client_get_in_with_the_token(server, client):
         np.float32(toy_score([3, 4])),
     ]
     with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as other:
-        assert other.is_server_live() and other.is_server_ready()
-        headers = dict(BEARER)  # the client adds to what it gets
+        assert other.is_server_live()
+        assert other.is_server_ready()
+        headers = dict(BEARER)  # the client adds to the given headers
         assert other.is_model_ready("reward_model", headers=headers)
         assert not other.is_model_ready("reward_model")
         assert other.get_model_metadata("reward_model", headers=headers)["name"] == "reward_model"
@@ -136,8 +137,8 @@ def test_tritonclient_and_our_client_get_in_with_the_token(server, client):
             triton.InferInput("tokens", [1, 2], "INT64"),
             triton.InferInput("sequence_lengths", [1, 1], "INT64"),
         ]
-        for one, array in zip(inputs, ([[1, 2]], [[2]]), strict=True):
-            one.set_data_from_numpy(np.array(array, np.int64))
+        for tensor, array in zip(inputs, ([[1, 2]], [[2]]), strict=True):
+            tensor.set_data_from_numpy(np.array(array, np.int64))
         answer = other.infer("reward_model", inputs, headers=headers)
         assert answer.as_numpy("rewards").tolist() == [[np.float32(toy_score([1, 2]))]]
 
@@ -173,9 +174,11 @@ def test_the_check_tells_a_person(server, tmp_path):
     ):
         assert part in text, text
     code, text = check(server.port, "w" * 20, tmp_path)
-    assert (code, "--token-file" in text.splitlines()[-1]) == (1, True)
+    assert code == 1
+    assert ("--token-file" in text.splitlines()[-1]) is True
     code, text = check(free_port(), None, tmp_path)
-    assert (code, "nothing listens" in text) == (1, True)
+    assert code == 1
+    assert ("nothing listens" in text) is True
 
 
 def test_a_request_of_a_gigabyte_is_refused_before_it_is_read(server, client):
@@ -227,7 +230,7 @@ def test_nothing_of_a_request_is_in_the_logs_and_ids_are(server, client, caplog)
 
 
 class Fuzzer:
-    """Sends fuzzed requests over one connection, which it opens again where the server closes it."""
+    """Sends fuzzed requests over one connection, which it reopens if the server closes it."""
 
     def __init__(self, port: int):
         self.port = port
@@ -243,7 +246,7 @@ class Fuzzer:
         answer = self._connection.getresponse()
         body = answer.read()
         self.codes[answer.status] += 1
-        assert answer.status not in (502, 504), request  # of a back end that has died or hangs
+        assert answer.status not in (502, 504), request  # the back end has died or hangs
         if request.sequences is not None:
             assert answer.status == 200, (request, body)
             outputs = {output["name"]: output["data"] for output in self._json_of(answer, body)}
@@ -255,11 +258,15 @@ class Fuzzer:
 
     def _json_of(self, answer: http.client.HTTPResponse, body: bytes) -> list[dict]:
         length = answer.headers.get("Inference-Header-Content-Length")
-        assert length is None  # binary outputs are given only where they are asked for
+        assert length is None  # binary outputs are sent only on request
         return json.loads(body)["outputs"]
 
     def _send_a_part(self, request: FuzzedRequest) -> None:
-        head = f"POST /v2/models/reward_model/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {request.claimed}\r\n"
+        head = (
+            "POST /v2/models/reward_model/infer HTTP/1.1\r\n"
+            "Host: x\r\n"
+            f"Content-Length: {request.claimed}\r\n"
+        )
         headers = {**BEARER, **request.headers}
         head += "".join(f"{key}: {value}\r\n" for key, value in headers.items())
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
@@ -350,7 +357,8 @@ def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
         said = re.search(
             r"error: the model has been in one call for (\d+) s (.*)", server.log.read_text()
         )
-        assert said and int(said.group(1)) in range(4, 60)
+        assert said
+        assert int(said.group(1)) in range(4, 60)
         assert said.group(2).startswith("(inference.stuck_seconds is 2)")
     finally:
         server.close()
@@ -385,7 +393,7 @@ def with_argument(text: str) -> Callable[[ToyServer], psutil.Process]:
 
 
 def manager_of(stub: str) -> Callable[[ToyServer], psutil.Process]:
-    """The process of a stub that keeps its shared memory."""
+    """Return the process of a stub that keeps its shared memory."""
     return lambda server: next(
         p
         for p in server.descendants
@@ -414,7 +422,7 @@ def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds
         code = None
         end = time.monotonic() + seconds
         while code is None and time.monotonic() < end:
-            if which != "front":  # nobody else answers
+            if which != "front":  # no other process answers
                 with contextlib.suppress(FailedAttempt):
                     answer = call("127.0.0.1", server.port, "/health", 15.0)
                     texts += [json.loads(answer.body)["text"]] if answer.code != 200 else []
@@ -425,7 +433,8 @@ def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds
         error = next(
             line for line in server.log.read_text().splitlines() if line.startswith("error: ")
         )
-        assert f"process {victim.pid}" in error and "inference.stuck_seconds" in error
+        assert f"process {victim.pid}" in error
+        assert "inference.stuck_seconds" in error
         assert wait_for(lambda: not server.left_behind()), server.left_behind()
     finally:
         server.close()
@@ -460,7 +469,7 @@ def test_a_lost_reaper_is_replaced_and_the_next_one_cleans_up(tmp_path, how):
 
         assert wait_for(is_replaced)
         assert call("127.0.0.1", server.port, "/health", 10.0).code == 200
-        time.sleep(2.0)  # it looks for what is there once a second
+        time.sleep(2.0)  # it checks once a second
         os.kill(server.server_pid, signal.SIGKILL)
         server.process.wait(10)
         assert wait_for(lambda: not server.left_behind()), server.left_behind()
