@@ -1,8 +1,9 @@
-"""torch's flash attention operators on the CPU, where it has none: their mathematics, in plain torch.
+"""torch's flash attention operators on the CPU, which has none, in plain torch.
 
-What the kernels do is taken from flash-attention's own description of `flash_attn_varlen_func` (causality and windows
-are aligned to the lower right corner of the score matrix) and from `torch.nn.attention.varlen` and `.bias`, which call
-the same operators. Their autograd formulas are torch's: only the two kernels behind each are replaced.
+The semantics are from flash-attention's description of `flash_attn_varlen_func` (causality and
+windows are aligned to the lower right corner of the score matrix) and from
+`torch.nn.attention.varlen` and `.bias`, which call the same operators. The autograd formulas are
+torch's: only the forward and backward kernels are replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from reinforce_rl.megatron.model import attention, decoding, sequences
 
 @contextlib.contextmanager
 def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
-    """Enable emulated flash attention on the CPU in any dtype.
+    """Emulate flash attention on the CPU in any dtype.
 
     `calls` records (sequences, queries, keys) of each forward call.
     """
@@ -53,13 +54,13 @@ def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
 
     def of_sequences_backward(grad, q, k, v, _, __, starts_q, starts_k, *rest, scale=None, **sides):
         causal = rest[3]
-        found = [torch.zeros_like(part) for part in (q, k, v)]
+        gradients = [torch.zeros_like(part) for part in (q, k, v)]
         for of_q, of_k in _sequences(starts_q, starts_k):
             each = (part.transpose(0, 1) for part in (grad[of_q], q[of_q], k[of_k], v[of_k]))
             parts = _gradients(*each, _sides(causal, **sides), scale)
-            for total, where, part in zip(found, (of_q, of_k, of_k), parts, strict=True):
+            for total, where, part in zip(gradients, (of_q, of_k, of_k), parts, strict=True):
                 total[where] = part.transpose(0, 1)
-        return tuple(found)
+        return tuple(gradients)
 
     def dense(q, k, v, dropout, causal, _=False, *, scale=None):
         assert dropout == 0
@@ -114,7 +115,7 @@ def _sequences(starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[slice, slic
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], scale: float | None
 ) -> tuple[Tensor, ...]:
-    """Return the output and what its gradient needs.
+    """Return the output and the values that its gradient needs.
 
     Args:
         q: [h, s, d]; k, v: [g, t, d].
@@ -145,7 +146,7 @@ def _gradients(
 
 
 def _check(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout) -> None:
-    """Check the kernel's requirements, and reject slow or untested cases."""
+    """Check the kernel's requirements; reject slow and untested cases."""
     _check_heads(q, k, v)
     assert dropout == 0
     for starts, tokens, longest in ((starts_q, len(q), longest_q), (starts_k, len(k), longest_k)):
@@ -160,7 +161,7 @@ def _check(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout) -> None:
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """[..., heads, d]."""
+    """Check q and k or v, [..., heads, d]."""
     assert k.shape == v.shape
     assert q.shape[-2] % k.shape[-2] == 0
     assert q.shape[-1] % 8 == 0, "the kernel reads 16 bytes at a time"
@@ -176,9 +177,10 @@ def emulated_varlen_attention(
     used: Tensor,
     most: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """Emulate `decoding.varlen_attention` without reading values on the host, for graph capture.
+    """Emulate `decoding.varlen_attention` for graph capture: read no values on the host.
 
-    Outputs that the kernel leaves undefined are NaN: queries beyond `most`, or outside all sequences.
+    Outputs that the kernel leaves undefined are NaN: queries beyond `most`, or outside all
+    sequences.
     """
     for bounds in (query_starts, starts, used):
         assert bounds.dtype == torch.int32 and bounds.is_contiguous()
@@ -201,6 +203,6 @@ def emulated_varlen_attention(
 
 
 def decode_statically(patch: pytest.MonkeyPatch) -> None:
-    """Make the native engine decode as on a GPU in bf16, with the kernel emulated."""
+    """Make the native engine decode like on a GPU in bf16, with an emulated kernel."""
     patch.setattr(decoding, "varlen_attention", emulated_varlen_attention)
     patch.setattr(native, "can_decode_statically", lambda *_: True)

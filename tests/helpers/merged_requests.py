@@ -1,4 +1,4 @@
-"""Requests without a server, decoded by the front door, Triton and PyTriton."""
+"""Requests decoded by the front door, Triton and PyTriton, without a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def let_in(request: WireRequest, forms: tuple[str, ...] = ALL_FORMS) -> dict[str
 
 
 def arrays_of(request: TritonRequest) -> dict[str, np.ndarray]:
-    """Return the arrays; assert that Triton can read them."""
+    """Return the arrays; assert that Triton can parse them."""
     header = json.loads(request.body[: request.json_length])
     tail = request.body[request.json_length :]
     arrays = {}

@@ -6,9 +6,9 @@ from transformer_engine import _kernels
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """pytorch/optimizers/fused_adam.py, with fp32 states: a group has one step count, a parameter none.
+    """pytorch/optimizers/fused_adam.py, with fp32 states.
 
-    Of its arguments those that megatron gives.
+    A group has a step count, a parameter has none. It takes the arguments that megatron passes.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
 
 
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
-    """transformer_engine_torch: fp32 [1], and of each tensor, which is not asked for here."""
+    """transformer_engine_torch: fp32 [1]; norms of single tensors are not requested here."""
     return _kernels.l2norm(tensor_lists[0]), None
 
 
