@@ -1,4 +1,4 @@
-"""`reinforce-rl check machine`; test_check_server.py and generation/test_comparison.py have the others."""
+"""`reinforce-rl check machine`; see also test_check_server.py, generation/test_comparison.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_without_a_gpu_the_build_of_torch_is_said(monkeypatch, cuda, words):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Make torch.cuda show one GPU, whose numbers are made up."""
+    """Make torch.cuda report one GPU, with made-up properties."""
     properties = SimpleNamespace(name="H200", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

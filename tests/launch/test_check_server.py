@@ -1,4 +1,4 @@
-"""What a person is told of a server that cannot be used. One that can is in test_server_faults.py."""
+"""Errors about unusable servers; test_server_faults.py tests usable ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `reinforce-rl`, as a person types it."""
+"""The command `reinforce-rl`, as a user types it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMANDS: Any = get_command(app)
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`python -m reinforce_rl WORDS` in a folder."""
+    """Run `python -m reinforce_rl WORDS` in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     return subprocess.run(
         [sys.executable, "-m", "reinforce_rl", *words],
@@ -37,7 +37,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("words", [["records"], ["report"], ["diff", "."], ["compare"], ["chat"]])
 def test_a_command_that_opens_a_folder_imports_nothing_from_it(tmp_path, words):
-    """Libraries look for optional modules that are not installed; the folder may have such files."""
+    """Libraries look for optional modules; the folder may contain modules of the same names."""
     for name in ("pickle5", "pytz", "bottleneck", "apex", "einops", "flash_attn", "gmpy2", "lz4"):
         (tmp_path / f"{name}.py").write_text("open('ran', 'a').write(__name__ + ' ')\n")
     command(tmp_path, *words, ".")
@@ -46,7 +46,7 @@ def test_a_command_that_opens_a_folder_imports_nothing_from_it(tmp_path, words):
 
 @pytest.fixture
 def process_as_before(monkeypatch):
-    """Restore what a command changes in its process."""
+    """Restore the process state that a command changes."""
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)

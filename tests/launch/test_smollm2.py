@@ -1,4 +1,4 @@
-"""The preparation of SmolLM2: the folder it makes, the second call, and the errors a person can act on."""
+"""The preparation of SmolLM2: its folder, a second call, and errors that a user can fix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reinforce_rl.launch.smollm2 import gguf_from_wheel, is_complete, prepare_sm
 
 
 def make_folder(folder: Path, weights: bytes = b"weights") -> Path:
-    """A folder with a manifest, as the preparation leaves it, with other contents."""
+    """Create a folder with a manifest, like the preparation, with other contents."""
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(weights)
     manifest = {"gguf_sha256": smollm2.GGUF_SHA256, "files": {"model.safetensors": len(weights)}}
@@ -80,7 +80,7 @@ def test_second_call_returns_the_folder_untouched_and_needs_no_extra(
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("name", ["gguf", "accelerate"])  # transformers asks for the second
+@pytest.mark.parametrize("name", ["gguf", "accelerate"])  # transformers asks for accelerate
 def test_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     block(monkeypatch, name)
     with raises_error("smollm2.package.missing", f"`{name}`", "reinforce-rl[demo]"):

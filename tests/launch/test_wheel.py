@@ -1,4 +1,4 @@
-"""The wheel in an environment without the repository, as a person has it after `pip install`."""
+"""The wheel in an environment without the repository, as after `pip install`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def brought() -> set[str]:
-    """Files and folders of this environment that `pip install reinforce-rl[demo]` would bring too."""
+    """Return files and folders that `pip install reinforce-rl[demo]` would also install."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     todo = [
         Requirement(text) for text in [*project["dependencies"], *extras["server"], *extras["demo"]]
     ]
     seen: set[tuple[str, str]] = set()
-    found: set[str] = set()
+    names: set[str] = set()
     while todo:
         wanted = todo.pop()
         for extra in ("", *wanted.extras):
@@ -45,25 +45,25 @@ def brought() -> set[str]:
                 continue
             seen.add(name)
             with contextlib.suppress(metadata.PackageNotFoundError):
-                one = metadata.distribution(name[0])
-                found |= {
+                distribution = metadata.distribution(name[0])
+                names |= {
                     file.parts[0]
-                    for file in one.files or ()
+                    for file in distribution.files or ()
                     if file.parts[0] not in ("..", "__pycache__")
                 }
-                needed = map(Requirement, one.requires or [])
+                needed = map(Requirement, distribution.requires or [])
                 todo += [
                     other
                     for other in needed
                     if other.marker is None or other.marker.evaluate({"extra": extra})
                 ]
-    assert {"torch", "pytriton", "gguf"} <= found and not {"pytest", "peft", "wandb"} & found
-    return found
+    assert {"torch", "pytriton", "gguf"} <= names and not {"pytest", "peft", "wandb"} & names
+    return names
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of an environment with the wheel; what it depends on is borrowed."""
+    """Install the wheel in an environment that borrows its dependencies; return the bin folder."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, check=True, cwd=ROOT, timeout=120, capture_output=True)
@@ -132,13 +132,13 @@ def test_the_wheel_brings_the_command_and_what_a_run_needs(
         "demo = sorted(path.name for path in shipped('demo', 'examples/demo').rglob('*.*'))\n"
         "print(json.dumps([reinforce_rl.__file__, str(CONF_FOLDER), str(DEFAULT_FOLDER), demo]))"
     )
-    found = json.loads(run("python", "-c", code).stdout)
-    assert all(place.startswith(str(installed.parent)) for place in found[:2]), found
-    assert found[2] == str(tmp_path / ".cache/reinforce_rl/models/SmolLM2-135M-Instruct")
-    assert {
-        path.name for path in (ROOT / "examples/demo").rglob("*.*") if path.suffix != ".pyc"
-    } <= set(found[3])
-    assert (Path(found[0]).parent / "py.typed").is_file()
+    package, conf, model_folder, demo = json.loads(run("python", "-c", code).stdout)
+    assert package.startswith(str(installed.parent))
+    assert conf.startswith(str(installed.parent))
+    assert model_folder == str(tmp_path / ".cache/reinforce_rl/models/SmolLM2-135M-Instruct")
+    demo_files = (ROOT / "examples/demo").rglob("*.*")
+    assert {path.name for path in demo_files if path.suffix != ".pyc"} <= set(demo)
+    assert (Path(package).parent / "py.typed").is_file()
 
 
 def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> None:
@@ -152,7 +152,8 @@ def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> N
         "reward_function: {name: mine_too.vowels, sample_timeout_seconds: 60}\n"
     )
     (here / "mine_too.py").write_text(
-        "def vowels(prompt, response, record):\n    return float(sum(letter in 'aeiou' for letter in response))\n"
+        "def vowels(prompt, response, record):\n"
+        "    return float(sum(letter in 'aeiou' for letter in response))\n"
     )
     given = [
         f"{key}={value}"
@@ -181,7 +182,7 @@ def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> N
 def test_a_deep_preflight_says_that_it_needs_a_clone(
     run: Run, installed: Path, tmp_path: Path
 ) -> None:
-    """Its fake GPUs are a helper of the tests, which the wheel does not bring."""
+    """It needs the fake GPUs, a test helper that the wheel does not contain."""
     done = run("reinforce-rl", "preflight", "--deep", *tiny_overrides(tmp_path))
     assert done.returncode == 1
     assert printed_keys(done.stderr) == ["preflight.deep.needs_clone"], done.stdout + done.stderr
@@ -191,7 +192,7 @@ def test_a_deep_preflight_says_that_it_needs_a_clone(
 
 
 def test_a_slurm_job_is_planned(run: Run, installed: Path, tmp_path: Path) -> None:
-    # Without a Slurm, which this machine may have, on the PATH.
+    # Hide a Slurm of this machine from PATH.
     words = [
         "/usr/bin/env",
         f"PATH={installed}",

@@ -1,4 +1,4 @@
-"""Signals to steps that are retried and bounded, with commands of Slurm that are played."""
+"""Signals to steps are retried and bounded; Slurm's commands are fakes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def said(monkeypatch) -> list[str]:
 
 @contextlib.contextmanager
 def step(home: Path, when_asked: str, name: str = "actor") -> Iterator[subprocess.Popen[bytes]]:
-    """A step that runs, and what it does at SIGTERM; the file stands in the list of steps."""
+    """Run a step with an action at SIGTERM; its file is its entry in the list of steps."""
     file = home / f"step-{name}"
     action = when_asked.replace("FILE", str(file))
     script = (
@@ -51,7 +51,7 @@ def step(home: Path, when_asked: str, name: str = "actor") -> Iterator[subproces
     )
     with subprocess.Popen(["sh", "-c", script], start_new_session=True) as process:
         try:
-            # it may have been ended already
+            # the step may have ended already
             assert wait_for(lambda: file.exists() or process.poll() is not None, 20)
             yield process
         finally:
@@ -154,10 +154,10 @@ def test_a_controller_that_does_not_answer_is_asked_again(home, said, monkeypatc
     ("number", "left", "expected"),
     [
         (signal.SIGTERM, 600, 50.0),
-        # others than the actor, which ended before
+        # tasks other than the actor, which ended before
         (signal.SIGTERM, 60, 30.0),
         (signal.SIGTERM, 25, 10.0),
-        # before the time limit there is all the time that is left, less that for a requeue
+        # SIGUSR1 comes before the time limit: all remaining time, minus the time for a requeue
         (signal.SIGUSR1, 600, 570.0),
         (signal.SIGUSR1, 25, 10.0),
         (signal.SIGUSR1, "unlimited", 50.0),

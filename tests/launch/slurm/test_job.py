@@ -1,4 +1,4 @@
-"""The script of a job, with commands of Slurm and programs that are played."""
+"""The job's script, with fakes of Slurm's commands and of the programs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SECONDS = 180.0
 
 
 class Job:
-    """A job's script as a process, in a job of one server and one node with two actor tasks."""
+    """The script as a process, for a job with one server and one node with two actor tasks."""
 
     def __init__(
         self, folder: Path, settings: dict[str, int | Path] | None = None, **variables: str
@@ -90,7 +90,7 @@ class Job:
         )
 
     def finish(self) -> tuple[int, list[str]]:
-        """The exit code and the lines that it said, without their times of day."""
+        """Return the exit code and the output lines without times of day."""
         output, _ = self.process.communicate(timeout=SECONDS)
         assert not list(self.home.glob("step-*")), output
         return self.process.returncode, [line[9:] for line in output.splitlines()]
@@ -112,7 +112,7 @@ class Job:
         return (self.folder / "calls").read_text().splitlines()
 
     def rank(self, number: int) -> dict[str, Any]:
-        """What a rank of the actor has got: its `arguments` and `environment`."""
+        """Return the `arguments` and `environment` of a rank of the actor."""
         return json.loads((self.run_dir / f"began.{number}").read_text())
 
     @property
@@ -199,9 +199,9 @@ def test_a_signal_saves_and_requeues_what_got_further(
 @pytest.mark.parametrize(
     ("number", "seconds_left", "grace", "saves"),
     [
-        (signal.SIGUSR1, 600, 2, True),  # before the time limit there is all the time that is left
-        (signal.SIGUSR1, 25, 60, True),  # and ten seconds where none is
-        # nobody knows how long Slurm waits with a job that is cancelled
+        (signal.SIGUSR1, 600, 2, True),  # before the time limit: all remaining time
+        (signal.SIGUSR1, 25, 60, True),  # at least ten seconds
+        # Slurm does not say how long it waits after a cancellation
         (signal.SIGTERM, 600, 2, False),
     ],
     ids=["much time", "no time", "cancelled"],
@@ -221,18 +221,18 @@ def test_how_long_an_actor_may_take_to_save(
 
 
 def test_an_actor_that_hangs_is_killed_in_time_for_a_requeue(started: type[Job]) -> None:
-    """Half a minute before the end of the allocation, though it would have more time by the settings."""
+    """It is killed half a minute before the allocation ends, although its own limit is longer."""
     begin = time.time()
     job = started(
         FAKE_ACTOR="saves and hangs", FAKE_SECONDS_LEFT="42", REINFORCE_GRACE_SECONDS="150"
     )
     job.wait_until_training()
-    told = time.time()
+    signalled = time.time()
     job.process.send_signal(signal.SIGUSR1)
     _, lines = job.finish()
     assert any("actor has not ended in time; killing it" in line for line in lines), lines
     assert job.requeued and "; requeued: from step 0 to step 7" in lines[-1], lines
-    due = max(begin + 42 - 30, told + 10)
+    due = max(begin + 42 - 30, signalled + 10)
     assert due - 2 < time.time() < due + 25, lines
 
 
@@ -240,9 +240,9 @@ def test_an_actor_that_hangs_is_killed_in_time_for_a_requeue(started: type[Job])
 def test_tasks_that_wait_for_one_that_was_stopped_alone_are_stopped_too(
     started: type[Job], others: str
 ) -> None:
-    """Slurm may end one node's tasks of an attempt that has just begun, for the attempt that the node missed.
+    """Slurm may end tasks of a new attempt on one node, because that node missed the last end.
 
-    The others wait for it, or are programs that still start and die of the signal.
+    The other tasks wait for it, or are programs that are still starting and die of the signal.
     """
     job = started(FAKE_ACTOR=others)
     code, lines = job.finish()
@@ -255,25 +255,26 @@ def test_tasks_that_wait_for_one_that_was_stopped_alone_are_stopped_too(
 
 
 @pytest.mark.parametrize(
-    ("what", "expected", "how"), [("fails", 5, "exit code 5"), ("killed", 137, "SIGKILL")]
+    ("actor_fault", "expected", "how"), [("fails", 5, "exit code 5"), ("killed", 137, "SIGKILL")]
 )
-def test_an_actor_task_that_fails(started: type[Job], what: str, expected: int, how: str) -> None:
-    job = started(FAKE_ACTOR=what)
+def test_an_actor_task_that_fails(
+    started: type[Job], actor_fault: str, expected: int, how: str
+) -> None:
+    job = started(FAKE_ACTOR=actor_fault)
     code, lines = job.finish()
     assert code == expected, lines
     assert lines[-2].startswith("first to fail: actor rank 1 on ") and how in lines[-2]
     assert "not requeued after a failure" in lines[-1]
-    assert "  | an error of rank 1" in lines or what == "killed"
+    assert "  | an error of rank 1" in lines or actor_fault == "killed"
     (attempt,) = job.attempts
-    assert (attempt.first_failed or "").startswith(
-        "actor rank 1 on "
-    ) and attempt.exit_code == expected
+    assert (attempt.first_failed or "").startswith("actor rank 1 on ")
+    assert attempt.exit_code == expected
 
 
 @pytest.mark.parametrize(
     ("server", "actor", "expected", "first", "last"),
     [
-        # The server's code, though the actor has saved.
+        # The server's code, although the actor has saved.
         (
             "dies",
             "trains",
@@ -281,7 +282,7 @@ def test_an_actor_task_that_fails(started: type[Job], what: str, expected: int, 
             "first to fail: rm-0 rank 0 on ",
             "requeued: from step 0 to step 7",
         ),
-        # It has made progress, but would do the same again.
+        # It has made progress, but would fail again.
         ("", "diverges", 77, "first to fail: actor rank ", "not requeued: the policy has diverged"),
         (
             "",
@@ -310,11 +311,13 @@ THREE_SERVERS = {
 
 
 def recording_python(folder: Path) -> Path:
-    """A `batch_python` that writes down what the script asks of it."""
+    """Write a `batch_python` that records the calls of the script."""
     python = folder / "recording-python"
     python.write_text(
         "#!/bin/sh\nwords=$*\n"
-        f'case $words in *slurm.attempt*) echo "${{words##*slurm.attempt }}" >>{folder}/calls ;; esac\n'
+        "case $words in\n"
+        f'*slurm.attempt*) echo "${{words##*slurm.attempt }}" >>{folder}/calls ;;\n'
+        "esac\n"
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o700)
@@ -370,7 +373,7 @@ def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: typ
         "'generation_ranks=0'" in log and "remote_rm.reward_model.ready_files=" in log
         for log in logs
     )
-    # tasks of one node would meet at its loopback
+    # with a loopback address only tasks of one node could meet
     assert all("'generator_host=act0'" in log for log in logs)
     assert "generator_host=act0" in job.rank(0)["arguments"]
 
@@ -414,19 +417,21 @@ def test_generators_and_components_belong_together(started: type[Job]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "expected", "start", "more"),
+    ("server_fault", "expected", "start", "detail"),
     [
         ("loads", 1, "no healthy reward server within 4 s (rm-0: ", "log"),
         ("fails", 3, "rm-0 ended before it was healthy; first to fail: rm-0 rank 0 on ", ""),
     ],
 )
 def test_a_server_that_is_never_healthy(
-    started: type[Job], what: str, expected: int, start: str, more: str
+    started: type[Job], server_fault: str, expected: int, start: str, detail: str
 ) -> None:
-    job = started(FAKE_SERVER=what, REINFORCE_READY_SECONDS="4" if what == "loads" else "600")
+    job = started(
+        FAKE_SERVER=server_fault, REINFORCE_READY_SECONDS="4" if server_fault == "loads" else "600"
+    )
     code, lines = job.finish()
     assert code == expected, lines
-    assert lines[-2].startswith(start) and more in lines[-2]
+    assert lines[-2].startswith(start) and detail in lines[-2]
     assert not list(job.run_dir.glob("began.*"))
 
 
@@ -555,7 +560,7 @@ def test_tasks_know_when_their_job_ends(started: type[Job], left: str) -> None:
 
 
 def test_a_folder_is_read_before_a_file_is_missed(started: type[Job], tmp_path: Path) -> None:
-    """As with NFS, where a file that was missed appears once its folder is read."""
+    """Like on NFS, a missing file appears after its folder is read."""
     commands = write_commands(tmp_path / "bin")
     programs = write_python(tmp_path / "programs").parent
     for name, file in (

@@ -1,4 +1,4 @@
-"""A time limit that is really reached, and the bounds on how often a job puts itself back into the queue."""
+"""A time limit that is reached, and bounds on the number of requeues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command line and environment of submit.py; times, memory and GPUs as Slurm's users write them."""
+"""Command line and environment of submit.py; times, memory and GPUs in Slurm's notation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_variables_of_options_are_known():
 
 
 def test_what_counts_first():
-    """The component's own option, that of both, then the same two of the environment, then sbatch's own."""
+    """The component's option precedes the common one, then the environment, then sbatch's."""
     environment = {
         "SBATCH_PARTITION": "e",
         "REINFORCE_PARTITION": "d",

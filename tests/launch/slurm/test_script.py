@@ -1,4 +1,4 @@
-"""The batch file: what shellcheck says of it, and its settings filled in."""
+"""The batch file passes shellcheck, and its settings are filled in."""
 
 from __future__ import annotations
 

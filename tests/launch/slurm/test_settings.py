@@ -1,4 +1,4 @@
-"""The settings of a job: all faults in one message, defaults as the table says; what Slurm gave the job."""
+"""A job's settings: all faults in one message, the documented defaults, Slurm's variables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reinforce_rl.launch.slurm.settings import (
 )
 
 REPOSITORY = Path("/repo")
-# As Slurm 22.05 sets them for `-N2 --ntasks-per-node=1 : -N2 --ntasks-per-node=2 -c 2`.
+# Set by Slurm 22.05 for `-N2 --ntasks-per-node=1 : -N2 --ntasks-per-node=2 -c 2`.
 ENVIRONMENT = {
     "SLURM_HET_SIZE": "2",
     "SLURM_JOB_ID": "7",
@@ -42,8 +42,8 @@ def faults_of(argv: list[str], **environment: str) -> list[str]:
 
 
 def test_defaults_are_those_of_the_table() -> None:
-    found = read_settings(["a=1", "--", "b=2"], {names.RUN_DIR: "/shared/run"}, REPOSITORY)
-    assert found == Settings(
+    settings = read_settings(["a=1", "--", "b=2"], {names.RUN_DIR: "/shared/run"}, REPOSITORY)
+    assert settings == Settings(
         Path("/shared/run"), REPOSITORY, actor_args=("a=1",), server_args=("b=2",)
     )
 
@@ -94,7 +94,7 @@ def test_all_variables_are_read() -> None:
 
 
 def test_all_faults_are_told_at_once() -> None:
-    found = faults_of(
+    faults = faults_of(
         ["nonsense", "remote_rm.reward_model.port=1", "--", "inference.port=2"],
         REINFORCE_RUN_DIR="relative",
         REINFORCE_SERVERS="0",
@@ -120,7 +120,7 @@ def test_all_faults_are_told_at_once() -> None:
         ("slurm.argument.set_by_job", "remote_rm.reward_model.port", "actor"),
         ("slurm.argument.set_by_job", "inference.port", "server"),
     ]
-    for fault, (key, *values) in zip(found, expected, strict=True):
+    for fault, (key, *values) in zip(faults, expected, strict=True):
         check_fault([fault], key, *values)
 
 

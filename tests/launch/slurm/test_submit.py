@@ -1,4 +1,4 @@
-"""submit.py as a user sees it, with commands of Slurm that are played."""
+"""submit.py as a user runs it, with fakes of Slurm's commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def files(tmp_path_factory) -> Path:
 
 
 class Submit:
-    """submit.py, with a right configuration unless a test says otherwise."""
+    """submit.py, with a valid configuration by default."""
 
     def __init__(self, files: Path, folder: Path, slurm: SlurmClient):
         self.run_dir = folder / "run"
@@ -59,7 +59,7 @@ class Submit:
         self.code = -1
 
     def __call__(self, *words: str, server: tuple[str, ...] = ()) -> str:
-        """What it prints."""
+        """Return its output."""
         out = io.StringIO()
         console = Console(file=out, width=110, soft_wrap=True)
         self.code = main([*self.right_actor, *words, "--", *self.right_server, *server], console)
@@ -85,7 +85,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
     )
     assert submit.code == 0
     for words in (
-        "4 ranks: 4 data x 1 pipeline",  # of the trainer's own plan
+        "4 ranks: 4 data x 1 pipeline",  # from the trainer's plan
         "night-rm                   night-actor",
         "nodes        1                          2",
         "1 x 1 = 1                  2 x 2 = 4",
@@ -163,9 +163,11 @@ def test_every_fault_is_in_one_message(submit):
     assert submit.slurm.submissions() == []
 
     submit.slurm.answer("squeue")
-    more = submit("--max-restarts=never", "--time=1:00:00", "trainer.num_nodes=5")
-    assert printed_keys(more) == ["slurm.variable.invalid", "slurm.sbatch.refuses"]
-    assert "REINFORCE_MAX_RESTARTS" in more and "the actor (--nodes=5 --ntasks" in more
+    second_text = submit("--max-restarts=never", "--time=1:00:00", "trainer.num_nodes=5")
+    assert printed_keys(second_text) == ["slurm.variable.invalid", "slurm.sbatch.refuses"]
+    assert (
+        "REINFORCE_MAX_RESTARTS" in second_text and "the actor (--nodes=5 --ntasks" in second_text
+    )
 
 
 def test_keys_that_the_job_sets_itself(submit):
@@ -187,7 +189,7 @@ def test_an_unknown_key_of_either_side(submit):
 
 
 def test_a_chain(submit, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "1")  # of the allocation in which somebody may type this
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # an allocation in which a user may call this
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
     monkeypatch.setenv("REINFORCE_MPI", "pmix")
     monkeypatch.setenv("REINFORCE_MAX_RESTARTS", "3")
@@ -208,18 +210,18 @@ def test_a_chain(submit, monkeypatch):
     script = submit.run_dir / "slurm" / "train_hetjob.sbatch"
     overrides = first[first.index(str(script)) + 1 :]
     assert overrides[-3:] == ["--", *submit.right_server]
-    # the job's own
+    # set by the job itself
     assert not [word for word in overrides if word.startswith("exp_manager.explicit_log_dir")]
 
-    found = submit.slurm.environment(102)
+    job_environment = submit.slurm.environment(102)
     expected = {
         "REINFORCE_RUN_DIR": str(submit.run_dir),
         "REINFORCE_MAX_RESTARTS": "3",
         "SLURM_CONF": "/etc/slurm.conf",
     }
-    assert {name: found.get(name) for name in expected} == expected
-    # what the script has been given is no variable of the job
-    assert not {"SLURM_JOB_ID", "REINFORCE_MPI"} & found.keys()
+    assert {name: job_environment.get(name) for name in expected} == expected
+    # variables that the script was given are not variables of the job
+    assert not {"SLURM_JOB_ID", "REINFORCE_MPI"} & job_environment.keys()
     assert "--unset=REINFORCE_MAX_RESTARTS --unset=REINFORCE_MPI REINFORCE_RUN_DIR=" in text
     lines = script.read_text().splitlines()
     assignments = (line.partition("#")[0].partition("=") for line in lines)
@@ -241,7 +243,7 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_again(submit):
     assert submit.slurm.calls("squeue")[-1][1] == "--jobs=100,101"
     for answer in (
         {"text": ""},
-        {"text": "101|101|RUNNING|another\n"},  # its number was given again
+        {"text": "101|101|RUNNING|another\n"},  # its job id was reused
         {"error": "slurm_load_jobs error: Invalid job id specified", "code": 1},
     ):
         submit.slurm.answer("squeue", **answer)
@@ -266,7 +268,7 @@ def test_a_finished_run_is_told(submit):
     assert f"the run in {submit.run_dir} has finished, at step 12. Nothing was submitted." in text
     assert submit.slurm.submissions() == []
     arguments = (("trainer.reinforce.max_steps=12",), ())
-    # it may be asked for more now
+    # it may be called again now
     attempt = Attempt("55", 0, 1.0, 0, arguments, end=2.0, exit_code=0)
     write_attempt(submit.run_dir / "slurm", attempt)
     assert "Submitted: 100" in submit()
@@ -301,9 +303,9 @@ def test_what_sbatch_refuses_is_told_with_the_component(submit):
     submit.slurm.answer("test-reinforce-actor", error="allocation failure: Invalid\nqos", code=1)
     text = submit("--actor-qos=none")
     assert submit.code == 1
-    what = "the component of the actor (--qos=none --nodes=1 --ntasks-per-node=1)"
+    component = "the component of the actor (--qos=none --nodes=1 --ntasks-per-node=1)"
     assert printed_keys(text) == ["slurm.sbatch.refuses"]
-    assert f"{what}: allocation failure: Invalid qos" in text
+    assert f"{component}: allocation failure: Invalid qos" in text
     submit.slurm.answer("test-reinforce-actor")
     submit.slurm.answer("test", error="allocation failure: Invalid qos", code=1)
     text = submit()
@@ -403,7 +405,7 @@ def test_a_relative_folder_becomes_absolute(submit, tmp_path, monkeypatch):
     assert "REINFORCE_RUN_DIR=/shared/b " in submit("--dry-run")
 
 
-# As of a Slurm 22.05.
+# Output of Slurm 22.05.
 PARTITIONS = "batch*|up|infinite\nsmall|up|1:00:00\noff|down|infinite\ndgx|up|2-00:00:00\n"
 
 
@@ -426,7 +428,7 @@ def ask(server: Component, actor: Component, megabytes: int = 0) -> Answer:
         (None, None, "", ()),
         ("dgx,small", 3600, "", ()),
         ("small", 3600, "", ()),
-        ("dgx,small", 3660, "", ()),  # one of several is enough
+        ("dgx,small", 3660, "", ()),  # one feature of several is enough
         ("small", 3660, "slurm.partition.unusable", ("partition small", "3600 s", "3660")),
         ("small", None, "slurm.partition.unusable", ("no limit",)),
         ("off", 600, "slurm.partition.unusable", ("the actor", "partition off is not up")),
@@ -478,7 +480,7 @@ def test_components_that_fit_singly_but_not_together(slurm):
 
 
 def test_a_server_that_takes_nodes_which_the_actor_cannot_do_without(slurm):
-    """As on a real Slurm, which leaves four idle nodes idle."""
+    """Like a real Slurm, which leaves four idle nodes idle."""
     actor = component(2, constraint="gpu")
     (fault,) = ask(component(1, "server"), actor).faults
     values = ("the server would get n0", "--server-constraint")

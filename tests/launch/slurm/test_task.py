@@ -1,4 +1,4 @@
-"""The wrapper of a task as a process, with toy programs."""
+"""The wrapper of a task as a process, with small programs."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-def wait_until(found: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
-    while not found():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("code", "returned"), [(0, 0), (1, 1), (76, 76), (75, 0)])
 def test_codes(tmp_path: Path, code: int, returned: int) -> None:
-    # Of a task that has saved srun is to think well: else it would kill those that still do.
+    # srun must see success of a task that has saved, or it would kill those that are still saving.
     assert finish(start(tmp_path, f"raise SystemExit({code})"))[0] == returned
     assert [end.code for end in read_ends(tmp_path)] == [code]
 
@@ -65,7 +65,7 @@ def test_codes(tmp_path: Path, code: int, returned: int) -> None:
     ("program", "recorded"),
     [
         (SLEEP, 75),
-        # One that dies of the signal; others may still save.
+        # A task dies of the signal; others may still save.
         (SLEEP.replace("sys.exit(75)", "signal.raise_signal(9)").replace("TERM, l", "INT, l"), 143),
     ],
 )
@@ -108,10 +108,11 @@ def test_a_program_does_not_outlive_its_wrapper(tmp_path: Path) -> None:
 
 
 def test_what_a_program_leaves_is_ended(tmp_path: Path) -> None:
-    # One that would run on, and one that has work left for a moment, as a reaper has.
+    # One child would continue to run; the other has work left for a moment, like a reaper.
     program = """
 import os, subprocess, sys
-reaper = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(1); open(WORK, 'w')"
+reaper = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); "
+reaper += "time.sleep(1); open(WORK, 'w')"
 rank = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 children = [
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
