@@ -1,4 +1,4 @@
-"""A checkpoint resumed at another layout gives the losses of its own layout, with padding.
+"""Resuming a checkpoint at another layout gives the losses of its own layout, with padding.
 
 At its own layout it resumes bit for bit. Three steps are compared.
 """
@@ -34,7 +34,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/resharding.py"
 SHARED = "DP2 distributed optimizer"
 ON_TWO = ("TP2 SP", "PP2", "PP2 uneven", "CP2", "DP2", SHARED, "CP2 distributed optimizer")
 ON_FOUR = ("TP2 PP2 SP", "PP2 DP2 distributed optimizer", "PP4", "CP2 DP2")
-# Each kind of layout to another kind, the shared optimizer to the plain one and back.
+# From each kind of layout to another, from the distributed optimizer to the plain one and back.
 QUICK = {
     "TP2 SP": [ONE, "PP2 uneven"],
     "PP2 uneven": [SHARED],
@@ -84,7 +84,7 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
 
 
 def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
-    """Those in fp32 of one process and of each layout, after two steps from the same start."""
+    """Compare fp32 weights of one process and of each layout, two steps after a common start."""
     fresh = run_of(out, "bf16", ONE, "start", mesh).checkpointer
     fresh.save(1, {"step": 1})
     fresh.finish()
@@ -102,7 +102,7 @@ def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
     moved = torch.stack([(single[name] - start[name]).norm() for name in single]).norm()
     for layout in layouts:
         other = main_weights(layout)
-        # less the padding
+        # without padding
         differences = []
         for name, weight in single.items():
             differences.append(weight - other[name][tuple(map(slice, weight.shape))])
