@@ -1,4 +1,4 @@
-"""What holds for every engine: TensorRT-LLM's fake, and the real vLLM by `make test-engine`."""
+"""Tests of every engine: TensorRT-LLM's fake, and the real vLLM by `make test-engine`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from reinforce_rl.generation.responses import new_responses
 from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 
 pytestmark = pytest.mark.timeout(600)
-# Each of these starts vLLM once or twice more; test_vllm.py and test_vllm_weights.py have another
-# of the kind.
+# Each of these starts vLLM once or twice more; test_vllm.py and test_vllm_weights.py have similar
+# tests.
 vllm_is_slow = pytest.mark.parametrize(
     "engine",
     ["tensorrt_llm", pytest.param("vllm", marks=[pytest.mark.engine, pytest.mark.slow])],
@@ -80,7 +80,7 @@ def strike(
     attack: Callable[[Any], None],
     times: int = 1,
 ) -> None:
-    """Call `attack` with the engine's process as the next commands begin."""
+    """Call `attack` with the engine's process at the start of the next commands."""
     call = process.EngineProcess.call
     left = [command] * times
 
@@ -94,7 +94,7 @@ def strike(
 
 
 def kill_soon(child: Any) -> None:
-    """Kill it in the middle of the command."""
+    """Kill it during the command."""
     child.send_signal(signal.SIGSTOP)
     threading.Timer(0.5, child.send_signal, (signal.SIGKILL,)).start()
 
@@ -138,7 +138,7 @@ def test_the_second_time_the_run_ends(engine, expected, monkeypatch):
 
 
 def misdirect(engine: EngineGenerator, monkeypatch, times: int) -> None:
-    """Offer the next buckets to a device that no worker has."""
+    """Send the next buckets to a device that no worker has."""
     bucket_of = engine._adapter.bucket_of
     count = 0
 
@@ -184,7 +184,7 @@ class TestResponsesThatGoOn:
     def check(
         self, responses: list[PartialResponse], expected: torch.Tensor, version: int = 0
     ) -> None:
-        """They are those of `generate`, and at their end."""
+        """Check that they equal the results of `generate`, and that they have ended."""
         assert len(responses) == len(expected)
         for response, row in zip(responses, expected, strict=True):
             count = len(response.tokens)

@@ -1,4 +1,4 @@
-"""Responses of the native engine that stop and resume, and weights that change meanwhile."""
+"""Responses of the native engine that stop and resume while weights change."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Policy:
 
     @torch.no_grad()
     def log_probs(self, response: PartialResponse, version: int) -> list[float]:
-        """Return the response's log-probs by one version alone."""
+        """Return the response's log-probs under a single version."""
         tokens = torch.tensor([[*response.prompt.tokens, *response.tokens]])
         logits = self.versions[version](tokens).logits[0, len(response.prompt.tokens) - 1 : -1]
         table = logits.log_softmax(dim=-1)
@@ -134,7 +134,7 @@ class Policy:
 
     @torch.no_grad()
     def kept(self, response: PartialResponse, count: int) -> list[float]:
-        """Return the log-probs after `count` tokens by version 1.
+        """Return the log-probs after `count` tokens under version 1.
 
         All but the last of these tokens keep the keys and values of version 0.
         """
@@ -196,7 +196,7 @@ def test_weights_that_change_with_the_cache_made_anew(decoder, policy, folder, p
 
 
 def test_samples_that_wait_are_of_the_new_weights_alone(decoder, policy, folder, prompts):
-    """A prompt of which some samples wait is read again."""
+    """A prompt with waiting samples is read again."""
     engine = engine_of(policy.lm, folder, max_tokens=75)
     updates = PlannedUpdates("load", load=policy.change, version=3)
     responses = engine.resume(new_responses(prompts, 4, 3), LONG, updates)
