@@ -1,4 +1,4 @@
-"""Wrong configurations: found before a model is loaded, all in one message that says what to do."""
+"""Invalid configurations: rejected before a model is loaded, in one message with the fixes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from reinforce_rl.errors import ConfigError, key_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_reinforce_actor.py"
-# what a slow and busy machine may take for a message that comes at once elsewhere
+# a slow and busy machine may need this long for a message that is immediate elsewhere
 DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Everything that a configuration names, but for the weights: whoever loads a model from here fails."""
+    """Every file that a configuration names except weights: loading a model from here fails."""
     folder = tmp_path_factory.mktemp("config")
     write_model_without_weights(folder / "model")
     write_prompts(folder / "train.jsonl", three_letters(8))
@@ -85,7 +85,7 @@ PARALLEL = ["trainer.devices=8", "model.tensor_model_parallel_size=2"]
     [
         (False, PARALLEL, "32", (False, False)),
         (True, PARALLEL, "bf16", (True, True)),
-        (True, [], "bf16", (False, False)),  # nobody to share with
+        (True, [], "bf16", (False, False)),  # no other process on the device
         (True, ["trainer.devices=2", "model.context_parallel_size=2"], "bf16", (True, True)),
         (
             True,
@@ -99,7 +99,7 @@ PARALLEL = ["trainer.devices=8", "model.tensor_model_parallel_size=2"]
             "bf16",
             (True, False),
         ),
-        (False, [*PARALLEL, "preflight=deep"], "bf16", (True, True)),  # of a run on GPUs
+        (False, [*PARALLEL, "preflight=deep"], "bf16", (True, True)),  # a plan for GPUs
     ],
 )
 def test_defaults_that_depend_on_a_gpu(folder, monkeypatch, gpu, overrides, precision, shared):
@@ -110,11 +110,13 @@ def test_defaults_that_depend_on_a_gpu(folder, monkeypatch, gpu, overrides, prec
 
 
 def test_a_home_folder_is_written_with_a_tilde(folder, tmp_path, monkeypatch):
-    """No shell expands KEY=~/folder, and no YAML; Hydra's grammar has no ~ without quotes."""
+    """Neither a shell nor YAML expands KEY=~/folder, and Hydra's grammar requires quotes for ~."""
     monkeypatch.setenv("HOME", str(folder))
     home = ["pretrained_checkpoint.restore_from_path=~/model", "exp_manager.explicit_log_dir=~/run"]
-    own = [override for override in right(folder) if override.partition("=")[0] not in str(home)]
-    config = load_config(composed("train_reinforce_actor", [*own, *home]))
+    overrides = [
+        override for override in right(folder) if override.partition("=")[0] not in str(home)
+    ]
+    config = load_config(composed("train_reinforce_actor", [*overrides, *home]))
     assert config.pretrained_checkpoint.restore_from_path == str(folder / "model")
     assert config.exp_manager.explicit_log_dir == str(folder / "run")
 
@@ -150,7 +152,7 @@ def _nullable_texts(section: Section, prefix: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_none_is_no_text_where_null_is_meant(name):
-    """Hydra and YAML read None as a text; it became a system prompt, or the name of a project."""
+    """Hydra and YAML read None as a string, which became a system prompt or a project's name."""
     keys = list(_nullable_texts(PROGRAMS[name]()))
     assert len(keys) > 3
     _, faults = read(PROGRAMS[name], composed(name, [f"{key}=None" for key in keys]))
@@ -172,9 +174,9 @@ BY_FUNCTION = ["reward=function", "reward_function.name=a.b"]
 
 @dataclass(frozen=True)
 class Wrong:
-    """Overrides that are one fault, its key, and the values that its sentence names."""
+    """Overrides with a single fault, its key, and the values in its message."""
 
-    name: str  # of the test
+    name: str  # id of the test
     overrides: list[str]
     key: str
     values: list[object]
@@ -293,7 +295,7 @@ OF_KEYS = [
 ]
 
 OF_ONE_VALUE = [
-    # What is no choice, with the choices.
+    # Invalid choices, with the valid ones.
     Wrong(
         "granularity",
         ["model.activations_checkpoint_granularity=some"],
@@ -378,7 +380,7 @@ OF_ONE_VALUE = [
         "config.value.not_a_choice",
         ["preflight", "'depe'", "true", "false", "deep"],
     ),
-    # Out of bounds, with the bounds.
+    # Out of range, with the bounds.
     Wrong(
         "no sample",
         [f"{RL}.num_rollouts_per_prompt=0"],
@@ -616,7 +618,7 @@ OF_ONE_VALUE = [
         "config.value.no_host",
         ["remote_rm.reward_model.ip is 'node 7'"],
     ),
-    # What no type says.
+    # Rules that types do not express.
     Wrong(
         "replica without a port",
         ["remote_rm.reward_model.replicas=[b]"],
@@ -1023,7 +1025,7 @@ def test_one_fault_is_told_in_one_sentence(folder, wrong):
 
 
 def test_graphs_of_stages(folder):
-    """This model of one layer cannot have two, which is another fault."""
+    """A model of one layer cannot have two stages, which is another fault."""
     graphs = [f"{ROLLOUT}.static_decoding=true", f"{ROLLOUT}.cuda_graphs=true"]
     faults = faults_of(folder, *graphs, "model.pipeline_model_parallel_size=2")
     assert len([fault for fault in faults if "cuda_graphs" in fault]) == 1
@@ -1120,10 +1122,12 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
 
 def test_the_yaml_and_the_dataclasses_have_the_same_keys_and_defaults():
     composed = flat(OmegaConf.to_container(compose(), resolve=True))
-    own = flat(defaults())
-    assert sorted(composed) == sorted(own)
-    assert {key: (value, own[key]) for key, value in composed.items() if value != own[key]} == {}
-    types = {(type(value), type(own[key])) for key, value in composed.items()}
+    declared = flat(defaults())
+    assert sorted(composed) == sorted(declared)
+    assert {
+        key: (value, declared[key]) for key, value in composed.items() if value != declared[key]
+    } == {}
+    types = {(type(value), type(declared[key])) for key, value in composed.items()}
     assert {pair for pair in types if pair[0] is not pair[1]} <= {(int, float)}, (
         "a float may be written as 60"
     )
@@ -1131,8 +1135,11 @@ def test_the_yaml_and_the_dataclasses_have_the_same_keys_and_defaults():
 
 def test_checking_a_configuration_imports_no_heavy_library(folder):
     code = (
-        "import sys; from omegaconf import OmegaConf; from reinforce_rl.config.load import load_config\n"
-        "load_config(OmegaConf.load(sys.argv[1])); from reinforce_rl.launch.programs import with_config\n"
+        "import sys\n"
+        "from omegaconf import OmegaConf\n"
+        "from reinforce_rl.config.load import load_config\n"
+        "load_config(OmegaConf.load(sys.argv[1]))\n"
+        "from reinforce_rl.launch.programs import with_config\n"
         "print(*(m for m in ('torch', 'transformers', 'megatron') if m in sys.modules))"
     )
     (folder / "composed.yaml").write_text(OmegaConf.to_yaml(compose(*right(folder))))
@@ -1142,7 +1149,7 @@ def test_checking_a_configuration_imports_no_heavy_library(folder):
 
 
 def run_script(*overrides: str, deadline: float = DEADLINE_S) -> str:
-    """What the real script says before it ends with exit code 1 within the deadline, without a traceback."""
+    """Run the real script until exit code 1, in time and without a traceback; return its output."""
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *overrides],
