@@ -36,7 +36,7 @@ def test_the_estimators_a_token():
 
 
 def test_k3_is_never_below_0():
-    """At any distance, though its two terms cancel where policies are nearly equal."""
+    """This holds at any distance, although its two terms cancel for nearly equal policies."""
     normal = torch.randn(20_000, generator=torch.Generator().manual_seed(5))
     for scale in (1e-9, 1e-7, 1e-6, 1e-4, 1e-2, 1.0, 20.0):
         differences = normal * scale
@@ -44,7 +44,7 @@ def test_k3_is_never_below_0():
 
 
 def test_k3_of_nearly_equal_policies_is_not_cancelled():
-    """exp(x) - 1 - x of float32 has no digit left at 1e-4; some of its values would be negative."""
+    """exp(x) - 1 - x in float32 has no correct digit at 1e-4; some values would be negative."""
     log_probs = torch.linspace(-1e-3, 1e-3, 101)
     estimates = k3(log_probs, torch.zeros(101))
     torch.testing.assert_close(estimates, log_probs**2 / 2, rtol=1e-3, atol=1e-10)
@@ -85,7 +85,7 @@ def test_it_carries_no_gradient():
 
 
 def test_k1_is_unbiased_and_its_absolute_value_is_not():
-    """Exact expectations over all tokens of a small distribution."""
+    """Compare exact expectations over all tokens of a small distribution."""
     policy = torch.tensor([0.5, 0.3, 0.2]).double()
     reference = torch.tensor([0.2, 0.2, 0.6]).double()
     true_kl = (policy * (policy / reference).log()).sum()
@@ -116,7 +116,7 @@ def test_reductions():
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs of two policies, with NaN and infinity on the padding, and the mask.
+    """Return log-probs of two policies, with NaN and infinity in the padding, and the mask.
 
     The first response is empty.
     """
@@ -152,7 +152,7 @@ class TestInTheLoss:
     @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
     @pytest.mark.parametrize("weights", KL_LOSS_WEIGHTS)
     def test_value_and_gradient_are_written_out_by_hand(self, estimator, weights):
-        """d/dl of w_t k_t: its own slope, and the estimates that the token answers for."""
+        """d/dl of w_t k_t: its own slope, and the estimates that the token influences."""
         slope = {
             "k1": lambda d: 1.0,
             "absolute_k1": lambda d: math.copysign(1.0, d),
@@ -210,7 +210,7 @@ class TestKLCoefficient:
         [(6.0, 1.0), (6.6, 1.01), (5.4, 0.99), (60.0, 1.02), (0.0, 0.98), (-3.0, 0.98)],
     )
     def test_by_hand(self, measured, expected):
-        """A target of 6 nats and a tenth of the horizon."""
+        """With a target of 6 nats and a tenth of the horizon."""
         beta = KLCoefficient(1.0, 6.0, 1000.0)
         beta.update(measured, 100)
         assert beta.value == pytest.approx(expected)

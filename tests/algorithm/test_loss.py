@@ -1,4 +1,4 @@
-"""The loss of a micro-batch and its terms: by hand, by formula, and however the batch is cut."""
+"""The loss of a micro-batch and its terms, by hand, by formula and for any split of the batch."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_no_gradient_flows_through_the_advantages():
 
 
 def test_lengths_are_not_normalised_away():
-    """Twice as many tokens of the same log-prob make twice the loss: the response is one action."""
+    """Twice as many tokens of equal log-prob double the loss: the response is one action."""
     short = torch.tensor([[True, False]])
     long = torch.tensor([[True, True]])
     arguments = torch.ones(1), torch.ones(1, dtype=torch.bool), sequences(1)
@@ -175,7 +175,7 @@ def by_formula(
 ) -> tuple[list[float], list[list[float]], list[list[float]], list[list[bool]]]:
     """Return each response's sum of terms, and each token's gradient, ratio and clip flag.
 
-    The flag says whether clipping took the token's gradient.
+    The flag is set if clipping removed the token's gradient.
     """
     values = []
     gradients = []
@@ -191,7 +191,7 @@ def by_formula(
             stop = [False] * length
             surrogate = [-a * x for x in logs]
         else:
-            # The pessimistic one of two: above the range a good sample stops, below it a bad one.
+            # The pessimistic minimum: a good sample stops above the range, a bad one below it.
             stop = [rho > 1 + high if a > 0 else a < 0 and rho < 1 - low for rho in rhos]
             clipped = [min(max(rho, 1 - low), 1 + high) for rho in rhos]
             surrogate = [-min(rho * a, c * a) for rho, c in zip(rhos, clipped, strict=True)]
@@ -220,7 +220,7 @@ class TestPolicyTerms:
         leaf = (tables[0] - 3).requires_grad_()
         new = torch.where(mask, leaf, 0.0)
         old = torch.where(mask, tables[0] - 3 + spread * tables[1], 0.0)
-        # Beyond the bound the ratio is not the formula's.
+        # Beyond the bound the ratio differs from the formula.
         log_ratios = (new.detach() - old).sum(1)
         assume(float(log_ratios.abs().max()) < MAX_LOG_RATIO)
         advantages = torch.randn(4, generator=generator, dtype=torch.float64)
@@ -249,7 +249,7 @@ class TestPolicyTerms:
         ("advantage", "stopped"), [(1.0, [False, False, True]), (-1.0, [True, False, False])]
     )
     def test_which_entries_count_as_clipped(self, advantage, stopped):
-        """Only where the sample would be pushed further out; the way back stays open."""
+        """Only entries that would move further out are clipped; the way back stays open."""
         rho = torch.tensor([[0.5, 1.0, 1.5]])
         log_probs = rho.log().requires_grad_()
         mask = torch.ones(1, 3, dtype=torch.bool)
@@ -270,7 +270,7 @@ class TestPolicyTerms:
     ):
         """exp(200) is infinite in float32, and infinity times 0 is NaN.
 
-        Either can appear in the value, or in the gradient alone.
+        Either could appear in the value, or only in the gradient.
         """
         log_probs = torch.full((1, 3), -1.0).requires_grad_()
         old_log_probs = torch.full((1, 3), -1.0 - difference)
@@ -306,9 +306,9 @@ class TestPolicyTerms:
         assert not clipped.any()
 
     def test_the_ratio_of_a_long_response_is_of_the_sum(self):
-        """4,096 tokens of a thousandth each: exp(4.096).
+        """4,096 tokens of 0.001 each: exp(4.096).
 
-        A product of rounded ratios, or a mean, would be off.
+        A product of rounded ratios, or a mean, would be wrong.
         """
         log_probs = torch.full((1, 4096), -2.0)
         old = log_probs - 1e-3
@@ -327,7 +327,7 @@ class TestPolicyTerms:
 
 
 class TestFirstPass:
-    """Without old log-probs the policy is the one that drew the samples."""
+    """Without old log-probs, the current policy has drawn the samples."""
 
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
     @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
@@ -352,9 +352,9 @@ class TestFirstPass:
 
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
     def test_the_ratio_is_exactly_1_whatever_the_noise(self, ratio):
-        """A second pass in bf16 nulled 20 to 40 % of the on-policy samples of a peer's ratio.
+        """In a peer, noise of a second pass in bf16 zeroed 20 to 40 % of on-policy samples.
 
-        The peer takes the ratio of a sequence.
+        The peer uses the ratio of a sequence.
         """
         clean = -3 * torch.rand(8, 512, generator=torch.Generator().manual_seed(0))
         noisy = clean.bfloat16().float()
@@ -428,9 +428,9 @@ class TestGeneratorWeights:
 
     @pytest.mark.parametrize("correction", GENERATOR_CORRECTIONS)
     def test_they_multiply_the_policys_terms_only(self, correction):
-        """The KL and the entropy keep their weight.
+        """KL and entropy keep their weight.
 
-        They are not of samples that the generator drew too often.
+        They do not correct for samples that the generator draws too often.
         """
         log_probs, mask, advantages, trains = random_batch(6, 4, seed=8)
         noise = torch.randn(
@@ -528,7 +528,7 @@ class TestSums:
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
     @pytest.mark.parametrize("correction", GENERATOR_CORRECTIONS)
     def test_by_brute_force(self, ratio, correction):
-        """NaN and infinity wherever a token does not train; the sums of micro-batches add up."""
+        """NaN and infinity in tokens that do not train; sums over micro-batches add up."""
         log_probs, mask, advantages, trains = random_batch(8, 5, seed=11)
         noise = 0.4 * torch.randn(
             2, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)

@@ -1,4 +1,4 @@
-"""Reward shaping, running moments and the groups that have a spread."""
+"""Reward shaping, running moments, and groups with unequal rewards."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TestStandardisation:
 
     @pytest.mark.parametrize("seen", [[], [5.0]])
     def test_the_first_step_takes_its_own_moments(self, seen):
-        """A single number seen has no deviation yet."""
+        """A single number has no deviation yet."""
         past = RunningMoments.of(torch.tensor(seen, dtype=torch.float64))
         standardised = shaped([1.0, 2.0, 6.0], RUNNING, past=past)
         deviation = math.sqrt((4 + 1 + 9) / 2)
@@ -93,7 +93,7 @@ class TestStandardisation:
     @pytest.mark.parametrize("reward", [0.0, 0.95, -1e6 + 1 / 3])
     @pytest.mark.parametrize("noise", [0.0, 1e-7])
     def test_equal_rewards_do_not_blow_up(self, reward, noise):
-        """Of the first step by its own moments, and then a reward that does differ."""
+        """The first step uses its own moments; then a reward differs."""
         equal = [reward, reward * (1 + noise), reward * (1 - noise), reward]
         assert shaped(equal, RUNNING) == [0.0] * 4
         past = RunningMoments.of(torch.tensor(equal, dtype=torch.float64))
@@ -168,7 +168,7 @@ class TestOrder:
             ended=[True, True, False],
             **CUT_AT_FOUR,
         )
-        # (1.2 - 1) / 2 * 10 = 1; the others are clipped to 5 before anything is subtracted.
+        # (1.2 - 1) / 2 * 10 = 1; the others are clipped to 5 before the subtraction.
         assert rewards == pytest.approx([1.0 - 0.5, 5.0 - 1.0, -5.0 - 1.0 - 100.0])
 
     def test_penalties_are_neither_scaled_nor_clipped(self):
@@ -223,7 +223,7 @@ def test_an_invalid_sample_changes_nobody_elses_reward(
     shaped_rewards = run(torch.where(valid, rewards, anything))
     assert torch.isfinite(shaped_rewards[valid]).all()
     assert torch.equal(shaped_rewards[valid], run(torch.where(valid, rewards, 0.0))[valid])
-    # What an invalid sample was left with is out of all that follows.
+    # The value of an invalid sample has no further effect.
     if bool((shaped_rewards[valid].abs() <= MAX_REWARD).all()):
         groups = RewardGroups.of(shaped_rewards, torch.zeros(len(valid)).long(), valid)
         assert torch.isfinite(groups.mean_by_group()).all()
@@ -292,7 +292,7 @@ def test_one_number_has_no_deviation():
 
 
 def test_a_small_spread_on_a_large_mean_is_not_cancelled():
-    """The difference of the mean square and the squared mean would be 0 here, or negative."""
+    """The mean square minus the squared mean would be 0 here, or negative."""
     moments = RunningMoments()
     for value in (1e9, 1e9 + 1, 1e9 + 2):
         moments.update(double([value]))
