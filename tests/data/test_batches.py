@@ -1,4 +1,4 @@
-"""Batches cut and joined: every field keeps its row, and only padding is added or lost."""
+"""Batches are split and joined: each field keeps its row, and only padding changes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=6)
 def rollouts(
     lengths: list[tuple[int, int]], *, start: int = 0, extra: int = 0, with_log_probs: bool = True
 ):
-    """A batch whose every number encodes its row and column.
+    """Return a batch in which each number encodes its row and column.
 
-    `extra` adds columns of padding that nothing needs.
+    `extra` adds columns of unnecessary padding.
     """
     count = len(lengths)
     prompts = [pair[0] for pair in lengths]
@@ -62,7 +62,7 @@ def rollouts(
 
 
 def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
-    """Each sample by itself, without padding."""
+    """Return each sample separately, without padding."""
     samples = []
     for i in range(len(batch.rewards)):
         length = int(batch.response_lengths[i])
@@ -82,7 +82,7 @@ def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
 
 
 def assert_tight(batch: RolloutBatch) -> None:
-    """As wide as its longest sample."""
+    """Assert that the batch is as wide as its longest sample."""
     total = (batch.prompt_lengths + batch.response_lengths).tolist()
     expected = (len(total), max(total, default=0))
     assert batch.sequences.shape == expected
@@ -130,7 +130,7 @@ def test_joined_rollouts_are_their_parts_one_after_the_other(parts):
     joined = join_rollouts(batches, PAD)
     assert rows_of(joined) == [row for batch in batches for row in rows_of(batch)]
     assert_tight(joined)
-    # Cut apart again, each part is what it was.
+    # Split again, each part equals the original.
     for batch, start in zip(batches, starts, strict=True):
         again = joined.select(torch.arange(start, start + len(batch.rewards)))
         assert rows_of(again) == rows_of(batch)
@@ -159,7 +159,7 @@ def test_scores_of_a_source_that_one_part_lacks_are_nan():
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [1, 1, 0]])
 def test_a_round_without_a_prompt_on_this_rank_takes_nothing_away(order):
-    """It asked no source and no generator, so it knows no names of sources and no log-probs."""
+    """Without a prompt, a rank has neither the names of reward sources nor log-probs."""
     some = rollouts([(1, 2), (2, 1)])
     none = dataclasses.replace(rollouts([], with_log_probs=False), source_rewards={})
     parts = [[some, none][i] for i in order]

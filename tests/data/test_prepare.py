@@ -42,7 +42,7 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def rows_of(path: Path) -> list[dict]:
-    with path.open(encoding="utf-8") as lines:  # `splitlines` would cut at U+2028 too
+    with path.open(encoding="utf-8") as lines:  # `splitlines` would also split at U+2028
         return [json.loads(line) for line in lines]
 
 
@@ -216,9 +216,9 @@ OF_ROLES = {
 
 @pytest.mark.parametrize("messages", OF_ROLES.values(), ids=OF_ROLES)
 def test_what_comes_before_the_last_answer_is_kept_and_train_reads_it(tmp_path, messages):
-    """Each with an answer and without one.
+    """Rows with an answer and without one.
 
-    `train` reads what `prepare` writes, and refuses the answer.
+    `train` reads the output of `prepare`, and rejects the answer.
     """
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
     tokenizer.chat_template = (
@@ -417,7 +417,7 @@ def test_a_folder_of_several_splits_needs_a_choice(tmp_path):
 
 
 def test_the_split_is_by_prompt_and_by_seed(tmp_path):
-    # Every prompt occurs twice, so a split by line would put some into both files.
+    # Every prompt occurs twice, so splitting by line would put some into both files.
     rows = [{"prompt": hh(f"number {i % 40}")} for i in range(80)]
     file = write(tmp_path / "in.jsonl", *rows)
 
@@ -492,7 +492,7 @@ def test_wrong_options_and_files(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_leaves_both_as_they_were(tmp_path, monkeypatch):
-    """Else training prompts would stand beside the validation prompts of an earlier split."""
+    """Otherwise training prompts would be stored beside validation prompts of an earlier split."""
     file = write(tmp_path / "in.jsonl", *({"prompt": f"question {i}"} for i in range(8)))
     out = tmp_path / "out"
     prepare_prompts([file], out, PrepareOptions(seed=0))
