@@ -36,7 +36,7 @@ FUNCTION = ["reward=function", "reward_function.name=helpers.reward_functions.sh
 def train(
     folder: Path, name: str, *overrides: str, source: bool = False, base: str | None = None
 ) -> Path:
-    """Train in `folder`/`name`; go on from a copy of the run `base` if given."""
+    """Train in `folder`/`name`, resuming from a copy of the run `base` if given."""
     path = folder / name
     if base is not None:
         shutil.copytree(folder / base, path)
@@ -57,7 +57,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of one step (`start`), and of a second one with the same settings (`mine`)."""
+    """Runs of one step (`start`), and of a second step with equal settings (`mine`)."""
     folder = tmp_path_factory.mktemp("recompute")
     train(folder, "start", f"{RL}.max_steps=1", "model.optim.lr=0.05")
     train(folder, "mine", f"{RL}.max_steps=2", "model.optim.lr=0.05", base="start")
@@ -158,7 +158,7 @@ def test_it_agrees_with_a_real_run_of_these_settings(
     ids=["moving_average", "exponential_moving_average"],
 )
 def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: Path) -> None:
-    """Weights that stand still: both runs draw the same rollouts at every step."""
+    """With constant weights, both runs draw equal rollouts at every step."""
     still = [f"{RL}.max_epochs=2", "model.optim.lr=1e-30", "model.optim.weight_decay=0"]
     mine = train(tmp_path, "mine", *still)
     real = train(tmp_path, "real", *still, *overrides)
