@@ -1,4 +1,4 @@
-"""Evaluation of tiny models: the trainer's numbers, those of transformers, and likely mistakes."""
+"""Evaluation of tiny models: the trainer's and transformers' numbers, and likely mistakes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LETTERS = "etaoinshr"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models of one tokenizer, and prompts whose lines say which letters are good."""
+    """Two models with one tokenizer, and prompts whose lines name the good letters."""
     folder = tmp_path_factory.mktemp("evaluation")
     tiny_overrides(folder)
     tiny_llama_folder(
@@ -193,7 +193,7 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
             + [tokenizer.eos_token_id] * row.is_end
         )
         if len(response) != row.response_length:
-            # a special token in the middle, which the text does not show
+            # a special token in the middle, which the text omits
             continue
         checked.append(row.kl)
         ids = torch.tensor([prompt + response])
@@ -211,9 +211,9 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
 def test_right_answers_are_counted_and_a_failed_reward_counts_apart(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Lines 0 to 3 hold no answer, so `gsm8k` fails there.
+    """Lines 0 to 3 have no answer, so `gsm8k` fails there.
 
-    No response of the rest can hold the number 7.
+    No other response can contain the number 7.
     """
     lines = [{"prompt": "eta", **({"answer": "7"} if i > 3 else {})} for i in range(10)]
     data = tmp_path / "data.jsonl"

@@ -220,7 +220,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_loaded(
 def test_two_end_tokens_of_the_generation_config_end_responses_as_in_transformers(
     tmp_path: Path, mesh: Mesh
 ) -> None:
-    """As in Qwen2.5, Qwen3 and Llama 3 Instruct.
+    """Like in Qwen2.5, Qwen3 and Llama 3 Instruct.
 
     config.json names one end token, generation_config.json two.
     """
