@@ -112,7 +112,7 @@ def test_the_advantages_of_a_group_sum_to_zero(rows):
 
 @settings(deadline=None, max_examples=100)
 @given(samples, st.sampled_from([math.nan, math.inf, -math.inf]))
-def test_what_stands_at_an_invalid_sample_does_not_matter(rows, anything):
+def test_the_value_of_an_invalid_sample_does_not_matter(rows, anything):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
     spoilt = [reward if ok else anything for reward, ok in zip(rewards, valid, strict=True)]
     arguments = torch.tensor(groups), torch.tensor(valid)

@@ -332,7 +332,7 @@ class TestFirstPass:
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
     @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
     @pytest.mark.parametrize("clip", [0.0, 0.2])
-    def test_the_gradient_is_that_of_no_ratio(self, ratio, aggregation, clip):
+    def test_the_gradient_equals_the_one_without_a_ratio(self, ratio, aggregation, clip):
         log_probs, mask, advantages, trains = random_batch(9, 5, seed=4)
         inputs = LossInputs(mask, advantages[:, None].expand(9, 5), trains)
         denominators = Denominators(float(trains.sum()), float(mask[trains].sum()), 7.0)

@@ -77,7 +77,7 @@ class TestStandardisation:
         expected = [-2 / deviation, -1 / deviation, 3 / deviation]
         assert standardised == pytest.approx(expected)
 
-    def test_a_later_step_takes_those_of_the_past_alone(self):
+    def test_a_later_step_takes_past_moments_only(self):
         # mean 2, deviation sqrt(8)
         past = RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64))
         assert shaped([2.0, 10.0], RUNNING, past=past) == pytest.approx([0.0, math.sqrt(8)])
@@ -122,7 +122,7 @@ class TestOverlongResponses:
             (20480, -1),
         ],
     )
-    def test_ended_ones_are_equation_13_of_dapo(self, length, expected):
+    def test_ended_responses_follow_equation_13_of_dapo(self, length, expected):
         assert shaped([0.0], lengths=[length], **DAPO) == pytest.approx([expected], abs=1e-7)
 
     @settings(deadline=None, max_examples=40)
@@ -134,7 +134,7 @@ class TestOverlongResponses:
         rewards = shaped([1.0], lengths=[length], penalty=2.5, buffer=buffer, max_length=longest)
         assert rewards == pytest.approx([1.0 + 2.5 * punishment], abs=1e-6)
 
-    def test_a_cut_one_has_all_of_it(self):
+    def test_a_cut_response_has_the_whole_penalty(self):
         assert shaped([0.0], lengths=[20480], ended=[False], **DAPO) == [-1.0]
 
     def test_a_buffer_as_long_as_the_response_begins_at_once(self):
@@ -142,7 +142,7 @@ class TestOverlongResponses:
         rewards = shaped([0.0] * 5, lengths=lengths, penalty=1.0, buffer=4, max_length=4)
         assert rewards == pytest.approx([0, -0.25, -0.5, -0.75, -1])
 
-    def test_without_a_buffer_only_cut_ones_are_penalised(self):
+    def test_without_a_buffer_only_cut_responses_are_penalised(self):
         cut = {"lengths": [8, 8], "ended": [True, False]}
         assert shaped([1.0, 1.0], **cut, penalty=3.0, max_length=8) == [1.0, -2.0]
 
@@ -197,9 +197,7 @@ class TestOrder:
     buffer=st.integers(0, 8),
     past=st.lists(st.floats(-MAX_REWARD, MAX_REWARD), max_size=4),
 )
-def test_an_invalid_sample_changes_nobody_elses_reward(
-    standardisation, rows, anything, buffer, past
-):
+def test_an_invalid_sample_changes_no_other_reward(standardisation, rows, anything, buffer, past):
     columns = list(zip(*rows, strict=True)) or [()] * 4
     rewards = torch.tensor(columns[0], dtype=torch.float64)
     valid = torch.tensor(columns[1], dtype=torch.bool)

@@ -144,7 +144,7 @@ def test_lengths_have_their_mean_and_their_bound(tail):
     assert drawn(7) == drawn(7) != drawn(8) or tail == "constant"
 
 
-def test_a_run_of_ones_own(tmp_path, mesh, monkeypatch, capsys):
+def test_a_users_run(tmp_path, mesh, monkeypatch, capsys):
     lines = tiny_run.run(
         tmp_path, mesh, "trainer.reinforce.max_steps=4", "trainer.reinforce.max_epochs=4"
     )

@@ -115,7 +115,7 @@ def with_samples(pair: Pair, **fields: object) -> Pair:
         ),
     ],
 )
-def test_sides_that_did_not_the_same_are_refused(pair, message):
+def test_sides_that_did_different_work_are_refused(pair, message):
     with pytest.raises(NotTheSame, match=message.replace("bf", "bfloat16")):
         check_same(WORKLOAD, pair)
 

@@ -238,7 +238,7 @@ def quick(folder: Path, *cells: str) -> tuple[str, list[dict]]:
 
 
 @pytest.mark.slow
-def test_quick_form_runs_with_a_generator_of_its_own(tmp_path):
+def test_quick_form_runs_with_a_separate_generator(tmp_path):
     base, of_now, older = (cell.name for cell in LAGGING[2][:3])
     summary, lines = quick(tmp_path, base, of_now, older)
     assert CELLS[older].title in summary
@@ -259,7 +259,7 @@ def test_quick_form_runs_with_a_generator_of_its_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_quick_form_runs_and_goes_on_where_it_was(tmp_path):
+def test_quick_form_runs_and_resumes(tmp_path):
     summary, first = quick(tmp_path, "rloo4", "vanilla_plus4")
     assert CELLS["vanilla_plus4"].title in summary
     summary, lines = quick(tmp_path, "rloo4", "vanilla_plus4", "raft4_noise2", "running_mean")

@@ -62,7 +62,7 @@ def test_versions_are_a_given_kl_apart_and_get_better(problem, path):
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_means_are_those_of_all_ordered_pairs(problem, path, name):
+def test_means_equal_all_ordered_pairs(problem, path, name):
     """The mean does not depend on G, so pairs suffice."""
     now = path[-1]
     behaviour = path[-3]
@@ -73,7 +73,7 @@ def test_means_are_those_of_all_ordered_pairs(problem, path, name):
     assert relative_error(mean, expected) < 1e-12
 
 
-def test_variance_on_policy_is_that_of_all_ordered_groups():
+def test_variance_on_policy_equals_all_ordered_groups():
     problem = Problem.draw(0)
     now = problem.path(STEP_KL, versions=1)[-1]
     variance = Estimate(problem, now, now, CORRECTIONS["none"], scores_of(now)).variance

@@ -151,7 +151,7 @@ def _nullable_texts(section: Section, prefix: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_none_is_no_text_where_null_is_meant(name):
+def test_none_is_not_a_string_where_null_is_meant(name):
     """Hydra and YAML read None as a string, which became a system prompt or a project's name."""
     keys = list(_nullable_texts(PROGRAMS[name]()))
     assert len(keys) > 3
@@ -1019,7 +1019,7 @@ WRONG = [*OF_KEYS, *OF_ONE_VALUE, *OF_SEVERAL_SETTINGS]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=[wrong.name for wrong in WRONG])
-def test_one_fault_is_told_in_one_sentence(folder, wrong):
+def test_one_fault_gives_one_message(folder, wrong):
     (fault,) = faults_of(folder, *wrong.overrides)
     check_fault([fault], wrong.key, *wrong.values)
 
@@ -1165,7 +1165,7 @@ def run_script(*overrides: str, deadline: float = DEADLINE_S) -> str:
     return done.stderr
 
 
-def test_the_script_says_an_unknown_override(folder):
+def test_the_script_reports_an_unknown_override(folder):
     said = run_script(*right(folder), f"{RL}.max_stps=5")
     assert said.startswith("error: ")
     assert printed_keys(said) == ["config.key.unknown"]
@@ -1186,7 +1186,7 @@ def test_the_script_says_how_to_fill_a_group_of_free_names(folder):
     assert "+model.megatron_overrides.NAME=VALUE" in said
 
 
-def test_the_script_says_what_must_be_set_and_what_is_missing(folder):
+def test_the_script_reports_what_must_be_set_and_what_is_missing(folder):
     said = run_script("model.optim.lr=0", "trainer.devices=two")
     assert said.startswith("error: 4 faults"), "required keys that are not set hide no other fault"
     assert sorted(printed_keys(said)) == [
@@ -1207,7 +1207,7 @@ def test_the_script_says_what_must_be_set_and_what_is_missing(folder):
     assert "model.optim.lr is 0" in said
 
 
-def test_the_script_says_an_unreachable_server_before_it_loads_a_model(folder):
+def test_the_script_reports_an_unreachable_server_before_it_loads_a_model(folder):
     port = free_port()
     overrides = [f"remote_rm.reward_model.port={port}", "remote_rm.ready_timeout_seconds=2"]
     said = run_script(
@@ -1216,7 +1216,7 @@ def test_the_script_says_an_unreachable_server_before_it_loads_a_model(folder):
     assert "error: " in said and f"localhost:{port}" in said
 
 
-def test_the_script_says_a_wrong_tokenizer_before_it_loads_a_model(folder):
+def test_the_script_reports_a_wrong_tokenizer_before_it_loads_a_model(folder):
     with FakeRewardServer() as server:
         overrides = [
             f"remote_rm.reward_model.port={server.port}",
@@ -1226,7 +1226,7 @@ def test_the_script_says_a_wrong_tokenizer_before_it_loads_a_model(folder):
     assert "tokenizer" in said and "vocabulary" in said
 
 
-def test_the_script_says_an_unsupported_model_before_it_waits_for_the_server(folder, tmp_path):
+def test_the_script_reports_an_unsupported_model_before_it_waits_for_the_server(folder, tmp_path):
     shutil.copytree(folder / "model", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))

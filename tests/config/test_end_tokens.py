@@ -72,7 +72,7 @@ def test_the_union_and_what_generate_would_use(
 
 
 @pytest.mark.parametrize("eos", ["</s>", [2, "</s>"], True, -1, [None], 2.0, {}])
-def test_what_is_no_id_is_refused_with_its_file(eos, tmp_path):
+def test_an_invalid_id_is_refused_with_its_file(eos, tmp_path):
     for place in ("config.json", "generation_config.json"):
         folder = write_folder(
             tmp_path, eos if place == "config.json" else 2, 2 if place == "config.json" else eos

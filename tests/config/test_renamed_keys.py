@@ -324,7 +324,7 @@ def test_every_key_of_nemo_aligner_is_answered_and_none_of_ours(name, schema, th
     ],
     ids=["actor", "server", "reward model", "if off"],
 )
-def test_the_answers_name_keys_that_there_are(table, keys):
+def test_the_answers_name_existing_keys(table, keys):
     named = {
         key for advice in table.values() for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", advice)
     }
@@ -429,7 +429,7 @@ def test_values_are_judged_in_the_same_round_as_keys():
     assert keys_by_setting(given_ones(raised.value)) == by_setting
 
 
-def test_unknown_keys_are_told_together_however_they_are_given():
+def test_all_unknown_keys_are_reported_together():
     """Hydra alone stops at the first one, and accepts keys with a plus."""
     plain = [
         "trainer.devces=2",
@@ -482,7 +482,7 @@ def test_unknown_keys_are_told_together_however_they_are_given():
         ("trainer.devces=2", "config.key.unknown", ["trainer.devces", "trainer.devices"]),
     ],
 )
-def test_what_else_hydra_refuses_is_told_in_its_place(override, key, values):
+def test_other_errors_of_hydra_are_reported_in_place(override, key, values):
     with pytest.raises(ConfigError) as raised:
         compose_or_explain("train_reinforce_actor", [override])
     (fault,) = given_ones(raised.value)

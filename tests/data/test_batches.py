@@ -141,7 +141,7 @@ def test_one_part_is_itself():
     assert join_rollouts([batch], PAD) is batch
 
 
-def test_log_probs_that_one_part_lacks_are_lacking():
+def test_log_probs_missing_in_one_part_are_missing():
     parts = [rollouts([(1, 2)]), rollouts([(1, 3)], with_log_probs=False)]
     joined = join_rollouts(parts, PAD)
     assert joined.generator_log_probs is joined.log_probs is joined.init_log_probs is None
@@ -201,7 +201,7 @@ class TestCompletions:
         expected = [[-1, -2, -3], [-4, 0, 0], [-5, -6, 0]]
         assert joined.log_probs.tolist() == expected
 
-    def test_log_probs_that_one_part_lacks_are_lacking(self):
+    def test_log_probs_missing_in_one_part_are_missing(self):
         parts = [completions([[1]]), completions([[2]], with_log_probs=False)]
         assert join_completions(parts, PAD).log_probs is None
 

@@ -378,7 +378,7 @@ def test_tools_and_template_arguments_make_prompts_different(tmp_path):
     assert counts.skipped == {"duplicate of an earlier prompt": 1}
 
 
-def test_roles_that_there_are_not_and_turns_without_a_place(tmp_path):
+def test_unknown_roles_and_misplaced_turns(tmp_path):
     bad = write(
         tmp_path / "bad.jsonl", {"messages": [{"role": "critic", "content": "x"}, user("a")]}
     )
@@ -443,7 +443,7 @@ def test_the_split_is_by_prompt_and_by_seed(tmp_path):
     assert split("c", 2)[1] != validation
 
 
-def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
+def test_bad_lines_are_reported_and_nothing_is_written(tmp_path):
     bad: tuple[tuple[object, str, str], ...] = (
         (b"{", "data.line.not_json", "column"),
         (

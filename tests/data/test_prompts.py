@@ -536,7 +536,7 @@ def test_byte_order_mark_and_unicode_line_separators(tokenizer, tmp_path):
     assert texts == ["a\u2028b", "c"]
 
 
-def test_fingerprint_tells_texts_and_their_order(tokenizer, tmp_path):
+def test_fingerprint_depends_on_texts_and_their_order(tokenizer, tmp_path):
     def fingerprint(*texts: str) -> str:
         return load(
             tokenizer, write(tmp_path / "f.jsonl", *({"prompt": text} for text in texts))
@@ -669,7 +669,7 @@ def test_the_shares_of_all_ranks_join_to_the_global_batches(size):
 
 
 @pytest.mark.parametrize("step", range(8))
-def test_a_resumed_loader_goes_on_as_the_uninterrupted_one(step):
+def test_a_resumed_loader_equals_the_uninterrupted_one(step):
     dataset = dataset_of(10)
     loader = loader_of(dataset)
     for _ in range(step):

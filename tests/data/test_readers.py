@@ -501,7 +501,7 @@ def test_lines_are_taken_for_lines_also_where_one_is_broken(tmp_path, content):
     assert list(read_records(path, lambda record: record.value, LineFaults()))
 
 
-def test_what_is_no_file(tmp_path):
+def test_paths_that_are_not_files(tmp_path):
     check_fault([fault_of(tmp_path / "none")], "data.file.missing", f"{tmp_path}/none ")
     os.mkfifo(tmp_path / "pipe")
     # The reader does not wait for its writer.

@@ -191,7 +191,7 @@ def test_tools_reach_the_template_as_objects_and_as_json(tokenizers):
         ([3], "data.tools.not_an_object", "tools[0] is a number"),
     ],
 )
-def test_tools_that_are_none_are_refused(tools, key, value):
+def test_invalid_tools_are_refused(tools, key, value):
     with raises_error(key, value) as raised:
         read_tools(tools)
     assert isinstance(raised.value, DataError)
@@ -422,7 +422,7 @@ def test_every_form_of_a_date(tmp_path, form):
     assert len(today.splitlines()) == len(text.splitlines())
 
 
-def test_a_date_that_is_none_is_refused(tokenizers):
+def test_an_invalid_date_is_refused(tokenizers):
     value = "model.data.chat_template_date is '5.2.2024'"
     with raises_error("chat_template.date.invalid", value):
         ChatRenderer(tokenizers["llama3.2"], TemplateOptions(date="5.2.2024"))

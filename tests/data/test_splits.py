@@ -102,7 +102,7 @@ def splits_of_datasets(
     ],
     ids=lambda names: names[0],
 )
-def test_names_tell_the_splits_that_they_tell_datasets(tmp_path, names):
+def test_names_give_the_same_splits_as_in_datasets(tmp_path, names):
     folder = write(tmp_path / "folder", names)
     expected = splits_of_datasets(folder, tmp_path / "cache")
     assert sorted(name for files in expected.values() for name in files) == sorted(names)
@@ -118,7 +118,7 @@ def test_names_tell_the_splits_that_they_tell_datasets(tmp_path, names):
 
 
 @pytest.mark.parametrize("name", ["Train.jsonl", "TEST.jsonl"])
-def test_names_in_capitals_tell_splits_too(tmp_path, name):
+def test_names_in_capitals_give_splits_too(tmp_path, name):
     folder = write(tmp_path / "folder", [name, "validation.jsonl"])
     check_refused(folder, None, "data.split.several", folder)
 
@@ -229,7 +229,7 @@ def test_patterns(tmp_path):
     check_refused(f"{folder}/none-*.jsonl", None, "data.file.missing", f"{folder}/none-*.jsonl")
 
 
-def test_files_beside_folders_are_told_apart(tmp_path):
+def test_files_beside_folders_are_distinguished(tmp_path):
     folder = write(tmp_path / "folder", ["a.jsonl", "old/b.jsonl"])
     values = ("a.jsonl", "old", f"'{folder}/*.jsonl'")
     check_refused(folder, "train", "data.configuration.files_beside_folders", *values)

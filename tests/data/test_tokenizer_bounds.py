@@ -291,7 +291,7 @@ def test_a_long_token_is_not_loaded(tmp_path: Path) -> None:
         load_tokenizer(write(folder, rules))
 
 
-def test_a_panic_of_the_library_is_a_sentence(tmp_path: Path) -> None:
+def test_a_panic_of_the_library_becomes_an_error(tmp_path: Path) -> None:
     folder = write_tiny_tokenizer(tmp_path)
     rules = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}

@@ -193,7 +193,7 @@ def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: P
     ],
     ids=["state", "log-probs of a pass", "two updates"],
 )
-def test_a_record_of_a_run_that_went_on_with_other_settings(
+def test_a_record_of_a_run_resumed_with_other_settings(
     folder: Path, changes: list[str], tmp_path: Path
 ) -> None:
     shutil.copytree(folder / "start", tmp_path / "run")
@@ -321,7 +321,7 @@ MISTAKES = [
 @pytest.mark.parametrize(
     ("steps", "overrides", "key", "named"), MISTAKES, ids=[key for _, _, key, _ in MISTAKES]
 )
-def test_mistakes_are_sentences(
+def test_mistakes_give_clear_errors(
     folder: Path, steps: str, overrides: list[str], key: str, named: list[str]
 ) -> None:
     with raises_error(key, *named):
@@ -341,7 +341,7 @@ def test_all_faults_of_overrides_are_one_message(folder: Path) -> None:
     assert {fault.partition(" ")[0] for fault in error.value.faults} == expected
 
 
-def test_what_a_record_lacks_is_a_sentence(
+def test_a_missing_part_of_a_record_is_an_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with raises_error("run.folder.no_run", tmp_path):
@@ -371,7 +371,7 @@ def test_what_a_record_lacks_is_a_sentence(
         recompute(folder / "mine")
 
 
-def test_a_record_that_was_changed_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_changed_record_is_reported(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "mine", tmp_path / "run")
     for name in ("config.yaml", "config_history.jsonl"):
         path = tmp_path / "run" / name

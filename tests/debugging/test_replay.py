@@ -290,7 +290,7 @@ def test_one_weight_changed_by_a_millionth(folder: Path, monkeypatch: pytest.Mon
         assert "the checkpoint or the initial model was changed" in replayed.sentence
 
 
-def test_what_is_missing_is_told(folder: Path) -> None:
+def test_missing_parts_are_reported(folder: Path) -> None:
     run = folder / "run"
     expected = [1, 2, 3, 4, 5, 6]
     assert list(record_files(run)) == expected
@@ -332,7 +332,7 @@ def test_what_is_missing_is_told(folder: Path) -> None:
         again(run, 5)
 
 
-def test_a_server_that_is_not_there_is_told_while_it_is_waited_for(
+def test_a_missing_server_is_reported_while_waiting(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = f"127.0.0.1:{free_port()}"
@@ -414,9 +414,7 @@ def test_recorded_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "generates"), [(0, "same"), (1, "not replayed")])
-def test_recorded_with_generators_of_its_own(
-    staleness: int, generates: str, tmp_path: Path
-) -> None:
+def test_recorded_with_separate_generators(staleness: int, generates: str, tmp_path: Path) -> None:
     """One rank trains and one generates.
 
     A single rank replays them, and generates only the samples of current weights.

@@ -280,7 +280,9 @@ def test_an_error_or_a_reward_cannot_drive_the_terminal(monkeypatch):
     assert stream.getvalue() == expected
 
 
-def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, monkeypatch, tmp_path):
+def test_a_function_scores_and_an_unreachable_server_is_reported(
+    folder, capsys, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "REWARD_SECONDS", 2.0)
     how = [

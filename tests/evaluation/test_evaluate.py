@@ -286,7 +286,7 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
     assert judged.wins.wins == expected
 
 
-def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(
+def test_what_cannot_be_evaluated_is_reported_before_a_model_is_loaded(
     folder: Path, tmp_path: Path
 ) -> None:
     model = folder / "model"

@@ -186,7 +186,7 @@ def test_it_answers_as_the_trainers_own_actor_without_room_for_gradients(
 @pytest.mark.parametrize(
     ("exported", "model_step"), [(10, "step 10"), (20, None), (None, "an earlier step")]
 )
-def test_an_export_older_than_the_newest_checkpoint_is_told(
+def test_an_export_older_than_the_newest_checkpoint_is_reported(
     exported, model_step, tmp_path, mesh, caplog
 ) -> None:
     config = tiny_llama_folder(tmp_path / "hf", vocab_size=32) / "config.json"

@@ -150,7 +150,7 @@ def test_memory_is_as_the_plan_has_it(
             assert peaks[name] == pytest.approx(plan.held + phase.total, rel=0.025), name
 
 
-def test_collectives_are_told_by_group_and_nodes(
+def test_collectives_are_listed_by_group_and_nodes(
     machine: Machine, folders: dict[int, Path]
 ) -> None:
     phases = blocks(machine, folders[2])

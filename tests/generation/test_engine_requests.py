@@ -117,7 +117,7 @@ def asked(token: int) -> Request:
 
 
 class TestUnderway:
-    def test_answers_come_as_they_are_there(self):
+    def test_answers_come_as_soon_as_they_are_ready(self):
         async def run():
             engine = Engine()
             begun = await engine.advance({7: asked(1), 8: asked(2)}, 0.0, 60.0)
@@ -138,7 +138,7 @@ class TestUnderway:
         expected = (0, {7: Answer((1,)), 9: Answer((3,))})
         assert rest == expected
 
-    def test_late_ones_are_lost_together(self):
+    def test_late_requests_are_lost_together(self):
         async def run():
             engine = Engine()
             await engine.advance({7: asked(1), 8: asked(2)}, 0.0, 60.0)
@@ -150,7 +150,7 @@ class TestUnderway:
         assert late == expected
         assert none == (0, {})
 
-    def test_those_taken_back_say_so(self):
+    def test_cancelled_requests_say_so(self):
         async def run():
             engine = Engine()
             await engine.advance({7: asked(1), 8: asked(2)}, 0.0, 60.0)

@@ -247,7 +247,7 @@ def test_first_tokens_follow_the_model(engine, folder):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_those_of_the_training_pass(temperature, engine, lm, prompts):
+def test_log_probs_equal_the_training_pass(temperature, engine, lm, prompts):
     params = SamplingParams(max_length=12, temperature=temperature, stop_token_ids=(EOS, 5, 6, 7))
     completions = engine.generate(prompts, 3, params, seed=5)
     sequences, prompt_lengths = join_prompts_and_responses(

@@ -170,7 +170,7 @@ EXPANDABLE = "expandable_segments:True"
         ("", None),
     ],
 )
-def test_memory_pools_do_not_stand_expandable_segments(name, given, expected):
+def test_memory_pools_do_not_support_expandable_segments(name, given, expected):
     if "[" in given:
         expected = "roundup_power2_divisions:[256:1,512:2,>:8],max_split_size_mb:64"
     environment = engine_environment({name: given, "PATH": "/bin"}, Path("/tmp/rrl-5-1"), None, "")

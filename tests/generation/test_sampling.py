@@ -201,7 +201,7 @@ def test_top_p_that_is_reached_exactly_keeps_no_further_token(tokens, top_p, kep
 @pytest.mark.parametrize(
     "options", [{"top_k": 7}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.6}], ids=str
 )
-def test_kept_sets_equal_those_of_transformers(options, seed):
+def test_kept_sets_equal_transformers(options, seed):
     """Sample rows of many shapes at once.
 
     The drawn tokens of each row must cover its kept set and never leave it.
@@ -235,7 +235,7 @@ def test_banned_tokens_are_never_drawn():
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3, 0.8])
-def test_repetition_penalty_equals_that_of_transformers(penalty):
+def test_repetition_penalty_equals_transformers(penalty):
     from transformers import RepetitionPenaltyLogitsProcessor
 
     generator = torch.Generator().manual_seed(0)
@@ -246,7 +246,7 @@ def test_repetition_penalty_equals_that_of_transformers(penalty):
     assert torch.equal(penalise_repetition(logits, seen, penalty), expected)
 
 
-def test_log_probs_are_those_of_the_temperature():
+def test_log_probs_are_at_the_temperature():
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(0)) * 3
     tokens = torch.arange(6)
     expected = torch.log_softmax(logits / 0.7, dim=-1)[torch.arange(6), tokens]

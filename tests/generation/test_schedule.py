@@ -71,7 +71,7 @@ def test_every_sample_is_decoded_once_within_the_bound(max_tokens, seed):
         assert schedule.slots == 1
 
 
-def test_one_that_ends_makes_room_at_once():
+def test_a_sample_that_ends_makes_room_at_once():
     schedule = Schedule([4, 4], num_samples=2, max_length=5, max_tokens=18)
     assert schedule.rows == 2
     assert schedule.slots == 2

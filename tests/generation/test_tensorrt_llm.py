@@ -132,7 +132,7 @@ class TestRun:
         assert "BaseLLM.shutdown" in calls
 
     @pytest.mark.slow
-    def test_an_engine_that_dies_is_started_anew_with_the_present_weights(
+    def test_an_engine_that_dies_is_restarted_with_the_present_weights(
         self, runs, mesh, fake_engine
     ):
         """After the first step; its validation and prompts were 3 + 16 requests."""
@@ -382,7 +382,7 @@ class TestFaults:
             draw(engine)
         engine.close()
 
-    def test_an_engine_that_loses_all_requests_is_started_anew(self, tmp_path, mesh, fake_engine):
+    def test_an_engine_that_loses_all_requests_is_restarted(self, tmp_path, mesh, fake_engine):
         given = fake_engine(model="scripted", fault="lost", times=4)
         engine = generator_of(tmp_path, mesh, "engine.request_timeout_seconds=2")
         assert draw(engine).lengths.tolist() == [3] * 4
@@ -416,7 +416,7 @@ class TestFaults:
         assert completions.finish_reasons.count(FINISH_OUTSIDE) == 1
         assert int(completions.tokens.max()) < 32
 
-    def test_an_engine_that_dies_is_started_anew(self, tmp_path, mesh, fake_engine):
+    def test_an_engine_that_dies_is_restarted(self, tmp_path, mesh, fake_engine):
         given = fake_engine(model="scripted", fault="die")
         with tiny_trainer(tiny_config(tmp_path, *ENGINE), mesh) as trainer:
             trainer.fit()

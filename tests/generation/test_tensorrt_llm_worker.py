@@ -179,7 +179,7 @@ def test_another_attribute_of_the_module_is_not_there():
 
 class TestBitSum:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_is_that_of_the_parts_in_any_order_and_with_zeros(self, dtype):
+    def test_is_the_sum_of_the_parts_in_any_order_and_with_zeros(self, dtype):
         whole = torch.randn(12, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
         parts = [*whole[:, :5].T.split(2), whole[:, 5:]]
         padded = torch.cat([whole.flip(0), whole.new_zeros(3, 8)])

@@ -173,7 +173,7 @@ class Killer:
         ),
     ],
 )
-def test_a_killed_engine_is_started_anew_with_the_present_weights(
+def test_a_killed_engine_is_restarted_with_the_present_weights(
     tmp_path, mesh, undisturbed, monkeypatch, names
 ):
     """test_engines.py kills a host while it works."""
@@ -245,7 +245,7 @@ class TestHung:
             ),
         ],
     )
-    def test_it_is_started_anew(self, engine, caplog, name, command, reason):
+    def test_it_is_restarted(self, engine, caplog, name, command, reason):
         generator, expected = engine
         generator._was_restarted = False
         stopped = processes_of(generator)

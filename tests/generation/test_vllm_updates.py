@@ -195,7 +195,7 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
     assert max(engine.gaps(1, again, weights=0)) > 10 * TOLERANCE
 
 
-def test_stopped_and_gone_on_under_newer_weights(engine):
+def test_stopped_and_resumed_under_newer_weights(engine):
     stop = PlannedUpdates("go on", engine.once_drawing("stop"))
     partial = engine.resume(new_responses([PROMPT], 6, 3), stop, pace=SLOW)
     assert [response.finish_reason for response in partial] == [None] * 6
@@ -216,7 +216,7 @@ def test_stopped_and_gone_on_under_newer_weights(engine):
     assert max(engine.gaps(1, responses, weights=0)) > 10 * TOLERANCE
 
 
-def test_a_greedy_response_in_parts_is_that_in_one(engine):
+def test_a_greedy_response_in_parts_equals_the_whole(engine):
     """With a penalty for previous tokens, including the prompt.
 
     An end token must not come too early.
@@ -282,7 +282,7 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
     assert max(engine.gaps(updates.version, responses)) < TOLERANCE
 
 
-def test_two_ranks_that_share_matrices_are_told_alike(tmp_path):
+def test_two_tensor_parallel_ranks_get_the_same_actions(tmp_path):
     tiny_llama_folder(
         tmp_path / "model", vocab_size=32, layers=2, max_positions=128, logit_scale=2.0, **SHAPE
     )

@@ -75,7 +75,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize(("family", "tied", "dtype"), FAMILIES)
-def test_log_probs_are_those_of_transformers(tmp_path, mesh, family, tied, dtype):
+def test_log_probs_equal_transformers(tmp_path, mesh, family, tied, dtype):
     """Before and after an update, with weights in many buckets and transformers' names."""
     keys: dict[str, Any] = {
         "hidden_size": 64,

@@ -54,7 +54,7 @@ class TestChecksum:
         extreme = torch.full((64 * WIDTH,), 2**31 - 1, dtype=torch.int32).view(torch.float32)
         assert checksum(extreme) == by_hand(extreme)
 
-    def test_of_a_part_of_a_buffer_or_of_a_transpose_is_that_of_its_copy(self):
+    def test_of_a_slice_or_a_transpose_equals_its_copys(self):
         whole = random_tensor(600).view(20, 30)
         for part in (whole[3:7], whole.T, whole[:, 5:6]):
             assert checksum(part) == checksum(part.clone())

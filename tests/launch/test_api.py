@@ -98,7 +98,7 @@ def test_a_script_without_a_guard(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_whose_function_uses_what_stands_beside_it(tmp_path: Path, model: Path) -> None:
+def test_a_script_whose_function_uses_its_module(tmp_path: Path, model: Path) -> None:
     function = FUNCTION.replace('re.findall("[aeiou]", response)', "VOWELS.findall(response)")
     function = function.replace(
         "import Mapping\n", 'import Mapping\nVOWELS = re.compile("[aeiou]")\n'
@@ -144,7 +144,7 @@ def test_a_function_that_no_other_process_can_have(tmp_path: Path) -> None:
             _by_name(reward, tmp_path, {})
 
 
-def test_mistakes_are_told_before_a_model_is_loaded(tmp_path: Path, model: Path) -> None:
+def test_mistakes_are_reported_before_a_model_is_loaded(tmp_path: Path, model: Path) -> None:
     with raises_error("config.key.unknown", "trainer.devces", "trainer.devices"):
         reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, **{"trainer.devces": 2})
     with raises_error("config.key.unknown", "max_steps is", "trainer.reinforce.max_steps"):

@@ -37,7 +37,7 @@ def run_demo(
     )
 
 
-def test_without_demo_steps_the_configuration_stands():
+def test_without_demo_steps_the_configuration_is_unchanged():
     assert steps_override("") == []
 
 

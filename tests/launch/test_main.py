@@ -65,9 +65,7 @@ def process_as_before(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("process_as_before")
-def test_the_current_folder_is_imported_from_for_code_of_ones_own(
-    tmp_path, monkeypatch, words, expected
-):
+def test_the_current_folder_is_searched_for_user_code(tmp_path, monkeypatch, words, expected):
     monkeypatch.setattr(main, "limit_memory", lambda fraction: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -174,7 +172,7 @@ def test_a_mistake_of_an_own_command_is_one_message(tmp_path: Path) -> None:
     assert both.returncode == 2 and "not allowed with" in both.stderr
 
 
-def test_hydras_own_options_and_yaml_of_ones_own(tmp_path: Path) -> None:
+def test_hydras_options_and_a_users_yaml(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "long.yaml").write_text(
         "defaults: [train_reinforce_actor]\nmodel: {optim: {lr: 3.0e-5}}\n"
@@ -215,9 +213,7 @@ def test_hydras_own_options_and_yaml_of_ones_own(tmp_path: Path) -> None:
         (["--config-dir=mine", "--config-name=wrong"], ["model.optim.lrr"]),
     ],
 )
-def test_mistakes_with_a_yaml_of_ones_own(
-    tmp_path: Path, words: list[str], said: list[str]
-) -> None:
+def test_mistakes_with_a_users_yaml(tmp_path: Path, words: list[str], said: list[str]) -> None:
     (tmp_path / "mine").mkdir()
     head = "defaults: [train_reinforce_actor]\n"
     texts = {

@@ -208,7 +208,7 @@ def test_an_engine_that_was_switched_off_is_not_advised(theirs):
         ),
     ],
 )
-def test_a_value_without_counterpart_is_said(theirs, old, new, word):
+def test_a_value_without_counterpart_is_reported(theirs, old, new, word):
     theirs.write_text(theirs.read_text().replace(old, new))
     head = " ".join(
         line.lstrip("# ") for line in converted(theirs).splitlines() if line.startswith("#")

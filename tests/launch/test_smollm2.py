@@ -98,7 +98,7 @@ def test_truncated_or_missing_file_makes_a_folder_incomplete(tmp_path: Path) -> 
     assert not is_complete(tmp_path / "absent")
 
 
-def test_folder_of_somebody_else_is_refused_and_kept(tmp_path: Path) -> None:
+def test_foreign_folder_is_refused_and_kept(tmp_path: Path) -> None:
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "chapter1.txt").write_text("words")

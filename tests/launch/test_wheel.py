@@ -141,7 +141,7 @@ def test_the_wheel_brings_the_command_and_what_a_run_needs(
     assert (Path(package).parent / "py.typed").is_file()
 
 
-def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> None:
+def test_a_users_yaml_and_reward_on_two_ranks(run: Run, tmp_path: Path) -> None:
     here = tmp_path / "here"
     overrides = dict(word.split("=", 1) for word in tiny_overrides(tmp_path))
     (here / "mine").mkdir()

@@ -398,7 +398,7 @@ def test_feed_forward_size_that_does_not_divide():
         Architecture.from_hf(SMOLLM2).padded(5)
 
 
-def test_rope_of_every_kind_is_that_of_transformers():
+def test_rope_of_every_kind_equals_transformers():
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -446,7 +446,7 @@ ROPE_FORMS = {
 
 
 @pytest.mark.parametrize("keys", ROPE_FORMS.values(), ids=ROPE_FORMS.keys())
-def test_rope_in_every_spelling_is_that_of_transformers(keys):
+def test_rope_in_every_spelling_equals_transformers(keys):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -55,7 +55,7 @@ FORMS = {"plain": {}, "shared": SHARED, "bf16": BF16, "bf16 shared": BF16 | SHAR
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_goes_on_bit_for_bit(form, mesh, models, tmp_path):
+def test_resumes_bit_for_bit(form, mesh, models, tmp_path):
     """Three steps are compared with the uninterrupted run.
 
     A step counter or moment that is restored wrongly shows at the third step at the latest.
@@ -85,7 +85,7 @@ def test_goes_on_bit_for_bit(form, mesh, models, tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_seconds_of_a_save_are_told_once_it_is_complete(
+def test_the_seconds_of_a_save_are_reported_once_it_is_complete(
     mesh, models, tmp_path, asynchronous, monkeypatch
 ):
     """For a save in the background, count its own time, not the training before it is checked."""
@@ -113,7 +113,7 @@ def test_the_seconds_of_a_save_are_told_once_it_is_complete(
     )
 
 
-def test_the_size_of_a_checkpoint_is_about_what_is_foretold(mesh, models, tmp_path):
+def test_the_size_of_a_checkpoint_is_about_as_estimated(mesh, models, tmp_path):
     run = Run(mesh, models[0], tmp_path)
     run.train(1)
     folder = run.checkpointer.save(1, {})
@@ -188,7 +188,7 @@ def test_the_optimizer_may_become_a_shared_one_and_back(forms, mesh, models, tmp
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_states_that_were_moved_are_those_that_are_saved(form, mesh, models, tmp_path, monkeypatch):
+def test_states_that_were_moved_are_saved(form, mesh, models, tmp_path, monkeypatch):
     """Like on a GPU, moments and fp32 weights are offloaded for each generation and restored."""
     runs = []
     for moved in (True, False):
@@ -311,7 +311,9 @@ def test_keep_last_and_leftovers(mesh, models, tmp_path):
     assert latest_checkpoint(tmp_path).trainer_state == {"step": 3}
 
 
-def test_going_on_from_an_older_one_never_removes_what_was_just_written(mesh, models, tmp_path):
+def test_resuming_from_an_older_checkpoint_never_removes_the_one_just_written(
+    mesh, models, tmp_path
+):
     """Error messages say to write an older name to `latest`.
 
     The newer checkpoints are another branch then.

@@ -193,7 +193,7 @@ def accumulated(folder, mesh, options=None, dtype=torch.float32, **settings):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("options", [None, RECOMPUTED])
-def test_gradients_are_those_of_autograd(tied, overlap, options, tmp_path, mesh):
+def test_gradients_equal_autograd(tied, overlap, options, tmp_path, mesh):
     folder = tiny_llama_folder(tmp_path / "model", tied=tied)
     _, plain = accumulated(folder, mesh, options, in_place_gradients=False)
     ddp, accumulated_in_place = accumulated(folder, mesh, options, overlap_grad_sync=overlap)

@@ -20,7 +20,7 @@ def swiglu_formula(x):
 
 
 @pytest.mark.parametrize("shape", [(8,), (5, 8), (3, 2, 8)])
-def test_gradients_are_those_of_finite_differences(shape):
+def test_gradients_equal_finite_differences(shape):
     assert torch.autograd.gradcheck(swiglu, (random(*shape),))
     if len(shape) > 1:
         assert torch.autograd.gradcheck(

@@ -254,9 +254,7 @@ def inputs():
 @pytest.mark.parametrize("chunk_tokens", [1, 3, POSITIONS, POSITIONS + 5])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("loss", [LOG_PROBS, ENTROPY, BOTH], ids=["log_probs", "entropy", "both"])
-def test_values_and_gradients_are_those_of_whole_logits(
-    loss, temperature, chunk_tokens, shard, inputs
-):
+def test_values_and_gradients_equal_whole_logits(loss, temperature, chunk_tokens, shard, inputs):
     hidden, weight, targets = inputs
     weights = torch.randn(
         2, POSITIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(1)

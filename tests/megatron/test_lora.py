@@ -176,7 +176,7 @@ def test_merged_folder_differs_in_its_targets_only(name, lora_results, folders, 
     assert changed == targets
 
 
-def test_at_the_start_the_logits_are_those_of_the_base(folders, mesh):
+def test_at_the_start_the_logits_equal_the_base(folders, mesh):
     lm = megatron_model(folders["qwen3"], mesh)
     tokens = tokens_of(lm.architecture.vocab_size)
     before = all_logits(lm, tokens)

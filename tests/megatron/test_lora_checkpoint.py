@@ -99,7 +99,7 @@ def test_checkpoint_holds_the_updates_alone(whole_run):
     )
 
 
-def test_goes_on_bit_for_bit(whole_run, mesh, tmp_path):
+def test_resumes_bit_for_bit(whole_run, mesh, tmp_path):
     run(tmp_path, mesh, *LONG, "trainer.reinforce.max_steps=12")
     again = run(tmp_path, mesh, *LONG)
     metrics = metrics_of(tmp_path)

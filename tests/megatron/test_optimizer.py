@@ -230,7 +230,7 @@ def test_a_step_takes_one_norm_and_is_megatrons_to_the_last_bit(
 
 
 @KINDS
-def test_the_step_of_a_gpu_is_that_of_a_cpu(dtype, distributed, folder, mesh):
+def test_the_step_of_a_gpu_equals_a_cpus(dtype, distributed, folder, mesh):
     steps = []
     for on_gpu in (False, True):
         ddp, _, _, optimizer = of_kind(folder, mesh, dtype, distributed)

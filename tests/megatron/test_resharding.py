@@ -133,7 +133,7 @@ def test_every_layout_to_itself_and_two_others(case, layouts, mesh, tmp_path):
 
 
 @pytest.mark.parametrize(("extra_rows", "fits"), [(0, True), (1, True), (-1, False)])
-def test_a_smaller_vocabulary_is_no_padding(extra_rows, fits, mesh, tmp_path, monkeypatch):
+def test_a_smaller_vocabulary_is_not_padding(extra_rows, fits, mesh, tmp_path, monkeypatch):
     write_model(tmp_path, "tied")
     lm = run_of(tmp_path, "tied", ONE, "run", mesh).lm
     state = trained_state(lm)

@@ -268,7 +268,7 @@ class TestLabelsWithoutNames:
         ({"mean": None}, False),
     ],
 )
-def test_moments_that_openrlhf_would_apply_are_said(config, is_said, tmp_path):
+def test_moments_that_openrlhf_would_apply_are_reported(config, is_said, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     sentence = unused_moments(tmp_path)
     assert (sentence is not None) == is_said

@@ -127,7 +127,7 @@ def check_kernels(report, *, recomputed):
     assert not {"rope", "gemm"} & set(report["generation"])
 
 
-def test_missing_is_told(mesh, out, without):
+def test_a_missing_package_is_reported(mesh, out, without):
     values = ("model.transformer_engine", OLDEST_VERSION)
     with raises_error("config.transformer_engine.missing_or_old", *values):
         model_folder = out / FAMILIES[0] / "model"

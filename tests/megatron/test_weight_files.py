@@ -54,7 +54,7 @@ def saved_twice(tmp_path) -> Path:
     return folder
 
 
-def test_saved_twice_is_read_as_by_transformers_and_said(saved_twice, mesh, caplog):
+def test_saved_twice_is_read_as_by_transformers_and_reported(saved_twice, mesh, caplog):
     with caplog.at_level(logging.WARNING):
         assert_read_as_by_transformers(saved_twice, mesh)
         HFFolder(saved_twice)
@@ -72,7 +72,7 @@ def test_an_old_index_whose_shards_are_gone_does_not_matter(saved_twice, mesh):
     assert_read_as_by_transformers(saved_twice, mesh)
 
 
-def test_the_fingerprint_of_a_trunk_is_that_of_the_weights_that_are_loaded(saved_twice):
+def test_the_fingerprint_of_a_trunk_covers_the_loaded_weights(saved_twice):
     before = sha256_of_trunk(saved_twice)
     for shard in saved_twice.glob("model-*.safetensors"):
         shard.unlink()

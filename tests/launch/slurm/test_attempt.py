@@ -92,7 +92,7 @@ def test_a_stale_step_that_outlives_even_that_is_an_error(home, said, monkeypatc
     assert len(said) == 2
 
 
-def test_other_steps_are_let_alone(home, said):
+def test_other_steps_are_left_alone(home, said):
     (home / "step-batch").write_text("")
     for name in ("bash", "actor-of-mine", "rm-1x"):
         (home / f"step-{name}").write_text("")

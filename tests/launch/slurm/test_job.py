@@ -324,7 +324,7 @@ def recording_python(folder: Path) -> Path:
     return python
 
 
-def test_a_run_goes_on_while_one_of_its_servers_lives(started: type[Job], tmp_path: Path) -> None:
+def test_a_run_continues_while_one_of_its_servers_lives(started: type[Job], tmp_path: Path) -> None:
     job = started(
         FAKE_SERVER="dies1",
         FAKE_ACTOR="finishes later",
@@ -378,7 +378,7 @@ def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: typ
     assert "generator_host=act0" in job.rank(0)["arguments"]
 
 
-def test_a_generator_that_always_dies_is_left_out_and_the_run_goes_on(
+def test_a_generator_that_always_dies_is_left_out_and_the_run_continues(
     started: type[Job], tmp_path: Path
 ) -> None:
     variables = {**GENERATORS, "SLURM_TASKS_PER_NODE_HET_GROUP_2": "1"}
@@ -667,7 +667,7 @@ def test_more_steps_than_a_finished_run_was_asked_for(started: type[Job], tmp_pa
     assert code == 0 and lines[0].endswith("nothing was started")
 
 
-def test_all_faults_of_the_settings_are_told(started: type[Job]) -> None:
+def test_all_faults_of_the_settings_are_reported(started: type[Job]) -> None:
     job = started(
         {"servers": 0},
         REINFORCE_MAX_RESTARTS="many",

@@ -18,7 +18,7 @@ def run(lab, world, tmp_path) -> SlurmRun:
     return SlurmRun(lab, world, tmp_path / "run", overrides=ENDLESS)
 
 
-def test_a_time_limit_saves_in_time_requeues_and_goes_on(lab, run):
+def test_a_time_limit_saves_in_time_requeues_and_resumes(lab, run):
     """The signal comes 60 to 90 s before the end of five minutes."""
     job = run.submit(options=["--time=5", "--signal=B:USR1@60"])
     run.wait_for_step(job, 1, seconds=230)

@@ -172,7 +172,7 @@ FIRST = Attempt("7", 0, 100.0, 4, (("a=1",), ("b=2",)))
         (0, 10, 4, 2, False, "saved nothing beyond step 4"),  # a checkpoint was deleted
     ],
 )
-def test_a_job_is_requeued_while_it_gets_further(
+def test_a_job_is_requeued_while_it_makes_progress(
     restart: int, most: int, before: int, after: int, requeued: bool, why: str
 ) -> None:
     may, reason = may_requeue(
@@ -182,7 +182,7 @@ def test_a_job_is_requeued_while_it_gets_further(
     assert why in reason
 
 
-def test_a_job_that_gets_no_further_is_not_begun_again() -> None:
+def test_a_job_without_progress_is_not_restarted() -> None:
     def asked(attempts: list[Attempt], restart: int = 3, step: int = 4) -> Fault | None:
         return refusal(attempts, job="7", restart=restart, max_restarts=5, step=step)
 

@@ -41,7 +41,7 @@ def faults_of(argv: list[str], **environment: str) -> list[str]:
     return caught.value.faults
 
 
-def test_defaults_are_those_of_the_table() -> None:
+def test_defaults_equal_the_table() -> None:
     settings = read_settings(["a=1", "--", "b=2"], {names.RUN_DIR: "/shared/run"}, REPOSITORY)
     assert settings == Settings(
         Path("/shared/run"), REPOSITORY, actor_args=("a=1",), server_args=("b=2",)
@@ -93,7 +93,7 @@ def test_all_variables_are_read() -> None:
     ]
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     faults = faults_of(
         ["nonsense", "remote_rm.reward_model.port=1", "--", "inference.port=2"],
         REINFORCE_RUN_DIR="relative",
@@ -124,7 +124,7 @@ def test_all_faults_are_told_at_once() -> None:
         check_fault([fault], key, *values)
 
 
-def test_run_dir_is_needed_and_may_be_said_twice() -> None:
+def test_run_dir_is_needed_and_may_be_given_twice() -> None:
     (fault,) = faults_of([])
     check_fault([fault], "slurm.run_dir.not_set", "REINFORCE_RUN_DIR")
     args = ["exp_manager.explicit_log_dir=/run/"]

@@ -101,7 +101,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
     assert not submit.run_dir.exists()
 
 
-def test_generators_of_their_own_are_a_third_component(submit):
+def test_separate_generators_are_a_third_component(submit):
     apart = ("placement=disaggregated", "generation_tensor_parallel_size=2")
     text = submit(
         "--dry-run", "--job-name=night", "--generator-nodes=2", "--generator-devices=4", *apart
@@ -260,7 +260,7 @@ def test_a_job_that_was_submitted_by_hand_counts_too(submit):
     assert "Submitted: 100" in submit()
 
 
-def test_a_finished_run_is_told(submit):
+def test_a_finished_run_is_reported(submit):
     submit.run_dir.mkdir()
     (submit.run_dir / "status.json").write_text(json.dumps({"state": "finished", "step": 12}))
     text = submit()
@@ -299,7 +299,7 @@ def test_a_controller_that_does_not_answer(submit):
     assert printed_keys(text) == ["slurm.partition.not_known"]
 
 
-def test_what_sbatch_refuses_is_told_with_the_component(submit):
+def test_a_refusal_of_sbatch_names_the_component(submit):
     submit.slurm.answer("test-reinforce-actor", error="allocation failure: Invalid\nqos", code=1)
     text = submit("--actor-qos=none")
     assert submit.code == 1
@@ -338,7 +338,7 @@ def test_an_edited_script_is_not_replaced_in_silence(submit):
     assert not script.read_text().endswith("echo edited\n")
 
 
-def test_a_chain_that_breaks_off_tells_which_jobs_there_are(submit):
+def test_a_broken_chain_names_its_jobs(submit):
     submit.slurm.answer("sbatch-101", error="sbatch: error: too many jobs", code=1)
     text = submit("--chain=3")
     assert submit.code == 1
@@ -458,7 +458,7 @@ def test_a_cluster_without_a_default_partition():
     assert not list(partition_faults(job(component(1), component(1), 60), "batch*|up|n/a\n"))
 
 
-def test_a_line_of_sinfo_that_is_none_is_named():
+def test_an_invalid_line_of_sinfo_is_named():
     with pytest.raises(SlurmCallError, match=r"printed 'act0\|idle'"):
         list(partition_faults(job(component(1), component(1)), "act0|idle\n"))
 

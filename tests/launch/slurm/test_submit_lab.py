@@ -82,7 +82,7 @@ DO_NOT_FIT = "slurm.components.do_not_fit"
         (1, {"exclude": "act[0-1]"}, component(2, constraint="gpu"), "", ""),
     ],
 )
-def test_what_is_told_of_the_cluster(
+def test_checks_of_the_cluster(
     slurm_conf, monkeypatch, tmp_path, servers, server_options, actor, key, value
 ):
     monkeypatch.setenv("SLURM_CONF", str(slurm_conf))

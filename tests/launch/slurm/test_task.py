@@ -140,7 +140,7 @@ def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
     assert (end.component, end.code) == ("gen-0", 1) and "nothing" in end.reason
 
 
-def test_an_end_that_cannot_be_written_down_is_said(tmp_path: Path) -> None:
+def test_an_end_that_cannot_be_recorded_is_reported(tmp_path: Path) -> None:
     (tmp_path / "exit").touch()
     code, output = finish(start(tmp_path, "raise SystemExit(3)"))
     assert code == 3
