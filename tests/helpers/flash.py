@@ -49,8 +49,10 @@ def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
         out = torch.empty_like(q)
         for of_q, of_k in _sequences(starts_q, starts_k):
             each = (part.transpose(0, 1) for part in (q[of_q], k[of_k], v[of_k]))
-            out[of_q] = _attended(*each, _sides(causal, **sides), scale)[0].transpose(0, 1)
-        return out, q.new_zeros(q.shape[1], len(q)), torch.zeros(2), torch.zeros(0), q.new_zeros(0)
+            attended = _attended(*each, _sides(causal, **sides), scale)[0]
+            out[of_q] = attended.transpose(0, 1)
+        log_sum_exp = q.new_zeros(q.shape[1], len(q))
+        return out, log_sum_exp, torch.zeros(2), torch.zeros(0), q.new_zeros(0)
 
     def of_sequences_backward(grad, q, k, v, _, __, starts_q, starts_k, *rest, scale=None, **sides):
         causal = rest[3]
@@ -84,7 +86,8 @@ def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
     library.impl("_scaled_dot_product_flash_attention", dense, "CPU")
     library.impl("_scaled_dot_product_flash_attention_backward", dense_backward, "CPU")
     before = attention.flash_takes
-    attention.flash_takes = sequences.flash_takes = lambda *_: True
+    attention.flash_takes = lambda *_: True
+    sequences.flash_takes = attention.flash_takes
     try:
         yield
     finally:
@@ -121,8 +124,10 @@ def _attended(
         q: [h, s, d]; k, v: [g, t, d].
         sides: visible keys left and right of the lower-right-aligned diagonal; -1 for all.
     """
-    k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
-    scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    heads_per_group = len(q) // len(k)
+    k = k.repeat_interleave(heads_per_group, dim=0)
+    v = v.repeat_interleave(heads_per_group, dim=0)
+    scores = q @ k.transpose(1, 2) * _scale(q, scale)
     for i in range(scores.shape[1]):
         diagonal = i + scores.shape[2] - scores.shape[1]
         for j in range(scores.shape[2]):
@@ -137,12 +142,19 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients explicitly: autograd does not work inside an operator."""
     out, weights, keys, values = _attended(q, k, v, sides, scale)
-    of_scores = weights * (grad @ values.transpose(1, 2) - (grad * out).sum(-1, keepdim=True))
-    of_scores = of_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
-    of_keys, of_values = of_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad
-    return of_scores @ keys, *(
-        part.unflatten(0, (len(k), -1)).sum(1) for part in (of_keys, of_values)
-    )
+    of_weights = grad @ values.transpose(1, 2)
+    of_scores = weights * (of_weights - (grad * out).sum(-1, keepdim=True))
+    of_scores = of_scores * _scale(q, scale)
+    of_keys = of_scores.transpose(1, 2) @ q
+    of_values = weights.transpose(1, 2) @ grad
+    groups = (len(k), -1)
+    of_keys = of_keys.unflatten(0, groups).sum(1)
+    of_values = of_values.unflatten(0, groups).sum(1)
+    return of_scores @ keys, of_keys, of_values
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _check(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout) -> None:

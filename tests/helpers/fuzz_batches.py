@@ -152,8 +152,10 @@ class BatchFuzzer:
 
     def batch(self, good: int = 7) -> list[WireRequest]:
         """Return the invalid request followed by `good` valid ones."""
-        form, width = self._rng.choice(self._forms), self._rng.randint(1, MAX_LENGTH)
-        optional = self._rng.sample(sorted(TEXT_OPTIONAL), self._rng.randint(0, len(TEXT_OPTIONAL)))
+        form = self._rng.choice(self._forms)
+        width = self._rng.randint(1, MAX_LENGTH)
+        num_optional = self._rng.randint(0, len(TEXT_OPTIONAL))
+        optional = self._rng.sample(sorted(TEXT_OPTIONAL), num_optional)
         return [
             self._wrong(form, width, optional),
             *(self._right(form, width, optional) for _ in range(good)),

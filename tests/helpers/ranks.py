@@ -69,7 +69,7 @@ def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 12
 def _parent_of_ranks(path: str, environment: dict[str, str]) -> subprocess.Popen[str]:
     if path not in _PARENTS:
         command = [sys.executable, str(TESTS / "helpers" / "forked_ranks.py")]
-        _PARENTS[path] = parent = subprocess.Popen(
+        parent = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -77,6 +77,7 @@ def _parent_of_ranks(path: str, environment: dict[str, str]) -> subprocess.Popen
             text=True,
             start_new_session=True,
         )
+        _PARENTS[path] = parent
         atexit.register(kill_tree, parent.pid)
     return _PARENTS[path]
 

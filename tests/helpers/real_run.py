@@ -214,7 +214,8 @@ def launch_local(
             process.wait()
         launched.left_in_tmp = sorted(path.name for path in temporary.iterdir())
         shutil.rmtree(temporary, ignore_errors=True)
-    launched.code, launched.output = process.returncode, log.read_text()
+    launched.code = process.returncode
+    launched.output = log.read_text()
     return launched
 
 

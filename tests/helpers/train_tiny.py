@@ -103,7 +103,8 @@ def die_before(suffix: str) -> None:
 def die_receiving(transfer: int) -> None:
     from reinforce_rl.rollout.weight_group import ElasticWeightGroup
 
-    broadcast, calls = ElasticWeightGroup.broadcast, itertools.count(1)
+    broadcast = ElasticWeightGroup.broadcast
+    calls = itertools.count(1)
 
     def die(group: ElasticWeightGroup, tensor):
         if next(calls) == transfer:

@@ -31,7 +31,8 @@ def slow_down(trainer: ReinforceTrainer) -> None:
         time.sleep(SECONDS)
         return train(*args, **options)
 
-    model.infer, model.get_loss_and_metrics = slow_infer, slow_train  # type: ignore[method-assign]
+    model.infer = slow_infer  # type: ignore[method-assign]
+    model.get_loss_and_metrics = slow_train  # type: ignore[method-assign]
 
 
 def main() -> None:

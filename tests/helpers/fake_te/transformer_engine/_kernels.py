@@ -67,11 +67,12 @@ def swiglu(x: Tensor) -> Tensor:
 
 @_kernel("dswiglu", lambda grad, x: torch.empty_like(x))
 def dswiglu(grad: Tensor, x: Tensor) -> Tensor:
-    (a, b), wide = _wide(x).chunk(2, dim=-1), _wide(grad)
+    a, b = _wide(x).chunk(2, dim=-1)
+    wide = _wide(grad)
     sigmoid = a.sigmoid()
-    return torch.cat((wide * b * sigmoid * (1 + a * (1 - sigmoid)), wide * a * sigmoid), dim=-1).to(
-        x.dtype
-    )
+    of_a = wide * b * sigmoid * (1 + a * (1 - sigmoid))
+    of_b = wide * a * sigmoid
+    return torch.cat((of_a, of_b), dim=-1).to(x.dtype)
 
 
 @_kernel("rope", lambda t, angles, backward: t.new_empty(t.shape))

@@ -30,15 +30,16 @@ class FusedAdam(torch.optim.Optimizer):
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
-            (beta1, beta2), step = group["betas"], group["step"]
+            beta1, beta2 = group["betas"]
             params = [p for p in group["params"] if p.grad is not None]
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["exp_avg_sq"] = torch.zeros_like(p)
                 assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
             moments = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")]
-            numbers = group["lr"], beta1, beta2, group["eps"], step, group["weight_decay"]
+            numbers = group["lr"], beta1, beta2, group["eps"], group["step"], group["weight_decay"]
             if params:
                 _kernels.adam(
                     [p.grad for p in params], [p.detach() for p in params], *moments, *numbers
