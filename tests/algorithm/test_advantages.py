@@ -37,11 +37,10 @@ def brute_force(rewards: list[float], groups: list[int], valid: list[bool]) -> l
     """Return each reward minus the mean of the group's other valid rewards, by a loop."""
     out = []
     for i, reward in enumerate(rewards):
-        others = [
-            rewards[j]
-            for j in range(len(rewards))
-            if j != i and groups[j] == groups[i] and valid[j]
-        ]
+        others = []
+        for j, other in enumerate(rewards):
+            if j != i and groups[j] == groups[i] and valid[j]:
+                others.append(other)
         if valid[i] and others:
             out.append(reward - math.fsum(others) / len(others))
         else:
@@ -326,6 +325,10 @@ widths = st.integers(0, 6)
 some = settings(deadline=None, max_examples=40)
 
 
+def discounted_sum(values: list[float], discount: float) -> float:
+    return math.fsum(discount**steps * value for steps, value in enumerate(values))
+
+
 class TestReturnsToGo:
     @some
     @given(seeds, counts, widths, st.sampled_from([1.0, 0.9, 0.5, 1e-3]))
@@ -334,13 +337,10 @@ class TestReturnsToGo:
         expected = torch.zeros(count, width, dtype=torch.float64)
         for i, t in itertools.product(range(count), range(width)):
             if mask[i, t]:
-                later = [s for s in range(t, width) if mask[i, s]]
-                expected[i, t] = math.fsum(
-                    discount ** (s - t) * float(rewards[i, s]) for s in later
-                )
-        torch.testing.assert_close(
-            returns_to_go(rewards, mask, discount), expected, rtol=1e-12, atol=1e-12
-        )
+                later = rewards[i, t:][mask[i, t:]].tolist()
+                expected[i, t] = discounted_sum(later, discount)
+        returns = returns_to_go(rewards, mask, discount)
+        torch.testing.assert_close(returns, expected, rtol=1e-12, atol=1e-12)
 
     def test_by_hand(self):
         rewards = double([[1.0, 10.0, 100.0, NAN]])
@@ -361,8 +361,7 @@ class TestTokenCredit:
         expected = torch.zeros(count, width, dtype=torch.float64)
         for i in range(count):
             for t in range(lengths[i]):
-                later = range(t, lengths[i])
-                charged = math.fsum(discount ** (s - t) * float(penalty[i, s]) for s in later)
+                charged = discounted_sum(penalty[i, t : lengths[i]].tolist(), discount)
                 gain = discount ** (lengths[i] - 1 - t) * terminal[i]
                 expected[i, t] = gain - charged - baseline[i]
         credit = token_credit(terminal, baseline, penalty, mask, discount)
@@ -379,11 +378,12 @@ class TestAssignCredit:
     TOKEN_KL = double([[0.5, -1.0, 0.0], [2.0, 0.0, 0.0]])
     KL = double([-0.5, 2.0])
     REWARDS = double([3.0, 7.0])
-    FOUND = Advantages(double([10.0, 20.0]), double([1.0, 2.0]), torch.tensor([True, True]))
+    TRAINS = torch.tensor([True, True])
+    ADVANTAGES = Advantages(double([10.0, 20.0]), double([1.0, 2.0]), TRAINS)
 
     def credit(self, **options) -> list[list[float]]:
         return assign_credit(
-            self.FOUND, self.REWARDS, self.KL, self.TOKEN_KL, self.MASK, beta=0.1, **options
+            self.ADVANTAGES, self.REWARDS, self.KL, self.TOKEN_KL, self.MASK, beta=0.1, **options
         ).tolist()
 
     def test_by_response(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -184,17 +185,24 @@ def by_formula(
     for logs, olds, a in zip(new, old, advantages, strict=True):
         differences = [x - y for x, y in zip(logs, olds, strict=True)]
         length = len(logs)
-        whole = math.exp(math.fsum(differences) / (length if ratio == "sequence_geometric" else 1))
-        rhos = [math.exp(d) for d in differences] if ratio == "token" else [whole] * length
+        log_ratio = math.fsum(differences)
+        if ratio == "sequence_geometric":
+            log_ratio = log_ratio / length
+        rhos = [math.exp(log_ratio)] * length
+        if ratio == "token":
+            rhos = [math.exp(difference) for difference in differences]
         if ratio == "none":
             rhos = [1.0] * length
             stop = [False] * length
             surrogate = [-a * x for x in logs]
         else:
             # The pessimistic minimum: a good sample stops above the range, a bad one below it.
-            stop = [rho > 1 + high if a > 0 else a < 0 and rho < 1 - low for rho in rhos]
-            clipped = [min(max(rho, 1 - low), 1 + high) for rho in rhos]
-            surrogate = [-min(rho * a, c * a) for rho, c in zip(rhos, clipped, strict=True)]
+            stop = []
+            surrogate = []
+            for rho in rhos:
+                stop.append(rho > 1 + high if a > 0 else a < 0 and rho < 1 - low)
+                clipped = min(max(rho, 1 - low), 1 + high)
+                surrogate.append(-min(rho * a, clipped * a))
         values.append(math.fsum(surrogate) / (length if ratio == "sequence" else 1))
         pairs = zip(stop, rhos, strict=True)
         gradients.append([0.0 if is_stopped else -a * rho for is_stopped, rho in pairs])
@@ -237,9 +245,10 @@ class TestPolicyTerms:
         )
         assert leaf.grad is not None
         assert not rho.requires_grad
+        close = partial(pytest.approx, rel=1e-9, abs=1e-12)
         for i, n in enumerate(lengths.tolist()):
-            assert terms[i, :n].sum().item() == pytest.approx(values[i], rel=1e-9, abs=1e-12)
-            assert leaf.grad[i, :n].tolist() == pytest.approx(gradients[i], rel=1e-9, abs=1e-12)
+            assert terms[i, :n].sum().item() == close(values[i])
+            assert leaf.grad[i, :n].tolist() == close(gradients[i])
             assert rho[i, :n].tolist() == pytest.approx(ratios[i], rel=1e-9)
             expected = stopped[i] + [False] * (5 - n)
             assert clipped[i].tolist() == expected

@@ -48,14 +48,17 @@ def shaped(
     values = torch.tensor(rewards, dtype=torch.float64)
     everything = [True] * len(rewards)
     response_lengths = torch.tensor(lengths or [1] * len(rewards))
-    return subtract_truncation_penalty(
-        shape_rewards(values, torch.tensor(valid or everything), response_lengths, shaping, past),
+    is_valid = torch.tensor(valid or everything)
+    has_ended = torch.tensor(everything if ended is None else ended)
+    penalised = subtract_truncation_penalty(
+        shape_rewards(values, is_valid, response_lengths, shaping, past),
         response_lengths,
-        torch.tensor(everything if ended is None else ended),
+        has_ended,
         penalty=penalty,
         buffer=buffer,
         max_length=max_length,
-    ).tolist()
+    )
+    return penalised.tolist()
 
 
 def test_by_default_nothing_is_done():

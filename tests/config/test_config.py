@@ -72,7 +72,8 @@ def test_a_right_configuration_loads(folder):
     )
     assert config.trainer.reinforce.num_rollouts_per_prompt == 8
     assert config.trainer.precision == "bf16"
-    assert config.model.optim.lr == 1.0 and isinstance(config.model.optim.lr, float)
+    assert config.model.optim.lr == 1.0
+    assert isinstance(config.model.optim.lr, float)
     assert config.model.max_prompt_tokens == 48
     assert config.model.data.data_prefix.train == str(folder / "train.jsonl")
 
@@ -1213,7 +1214,8 @@ def test_the_script_reports_an_unreachable_server_before_it_loads_a_model(folder
     said = run_script(
         *right(folder), *overrides, f"exp_manager.explicit_log_dir={folder / 'unreachable'}"
     )
-    assert "error: " in said and f"localhost:{port}" in said
+    assert "error: " in said
+    assert f"localhost:{port}" in said
 
 
 def test_the_script_reports_a_wrong_tokenizer_before_it_loads_a_model(folder):
@@ -1223,7 +1225,8 @@ def test_the_script_reports_a_wrong_tokenizer_before_it_loads_a_model(folder):
             f"exp_manager.explicit_log_dir={folder / 'wrong'}",
         ]
         said = run_script(*right(folder), *overrides)
-    assert "tokenizer" in said and "vocabulary" in said
+    assert "tokenizer" in said
+    assert "vocabulary" in said
 
 
 def test_the_script_reports_an_unsupported_model_before_it_waits_for_the_server(folder, tmp_path):

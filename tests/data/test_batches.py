@@ -40,24 +40,34 @@ def rollouts(
     ids = torch.arange(start, start + count)
     columns = torch.arange(1, width + extra + 1)
     table = 100.0 * ids[:, None] + columns
-    table = torch.where(length_mask(torch.tensor(responses).long(), width + extra), table, 0.0)
+    mask = length_mask(torch.tensor(responses).long(), width + extra)
+    table = torch.where(mask, table, 0.0)
     sequences = 1000 + 100 * ids[:, None] + torch.arange(used)
-    total = torch.tensor(prompts).long() + torch.tensor(responses).long()
-    return RolloutBatch(
+    prompt_lengths = torch.tensor(prompts).long()
+    response_lengths = torch.tensor(responses).long()
+    total = prompt_lengths + response_lengths
+    finish_reasons = [FINISH_STOP if i % 3 else FINISH_LENGTH for i in ids.tolist()]
+    score_faults = [None if i % 4 else f"late by {i} s" for i in ids.tolist()]
+    batch = RolloutBatch(
         sequences=torch.where(length_mask(total, used), sequences, PAD),
-        prompt_lengths=torch.tensor(prompts).long(),
-        response_lengths=torch.tensor(responses).long(),
+        prompt_lengths=prompt_lengths,
+        response_lengths=response_lengths,
         group_ids=ids // 2,
         sample_ids=ids % 2,
-        finish_reasons=tuple(FINISH_STOP if i % 3 else FINISH_LENGTH for i in ids.tolist()),
+        finish_reasons=tuple(finish_reasons),
         rewards=ids.float() / 7,
         valid=ids % 4 != 1,
-        generator_log_probs=table if with_log_probs else None,
-        log_probs=table + 0.25 if with_log_probs else None,
-        init_log_probs=table + 0.5 if with_log_probs else None,
-        weight_versions=table.long() // 100 if with_log_probs else None,
         source_rewards={"one": ids.float(), "two": -ids.float()},
-        score_faults=tuple(None if i % 4 else f"late by {i} s" for i in ids.tolist()),
+        score_faults=tuple(score_faults),
+    )
+    if not with_log_probs:
+        return batch
+    return dataclasses.replace(
+        batch,
+        generator_log_probs=table,
+        log_probs=table + 0.25,
+        init_log_probs=table + 0.5,
+        weight_versions=table.long() // 100,
     )
 
 

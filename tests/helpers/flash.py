@@ -195,7 +195,8 @@ def emulated_varlen_attention(
     sequences.
     """
     for bounds in (query_starts, starts, used):
-        assert bounds.dtype == torch.int32 and bounds.is_contiguous()
+        assert bounds.dtype == torch.int32
+        assert bounds.is_contiguous()
     assert len(query_starts) == len(starts) == len(used) + 1
     at = torch.arange(len(query), device=query.device)
     sequence = torch.searchsorted(query_starts, at, right=True) - 1

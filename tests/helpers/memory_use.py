@@ -121,7 +121,8 @@ def overrides_of(folder: Path, ranks: int, *overrides: str) -> list[str]:
 def planned(overrides: list[str]) -> list[RankMemory]:
     cfg = load_config(compose(*overrides))
     inputs = read_inputs(cfg)
-    assert inputs.faults == [] and inputs.layers is not None
+    assert inputs.faults == []
+    assert inputs.layers is not None
     layout = layout_of(cfg)
     assert layout is not None
     batches = plan_batches(cfg, layout, inputs.datasets)

@@ -36,7 +36,8 @@ def arrays_of(request: TritonRequest) -> dict[str, np.ndarray]:
         part = tail[:size]
         tail = tail[size:]
         count = shape[0] * shape[1]
-        assert count > 0 and shape[0] == request.samples
+        assert count > 0
+        assert shape[0] == request.samples
         if tensor["datatype"] == "INT64":
             arrays[tensor["name"]] = np.frombuffer(part, "<i8", count).reshape(shape)
             continue

@@ -47,7 +47,8 @@ def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 12
             "ranks": nproc,
             "environment": environment,
         }
-        assert parent.stdin is not None and parent.stdout is not None
+        assert parent.stdin is not None
+        assert parent.stdout is not None
         status = None
         try:
             parent.stdin.write(json.dumps({**request, "output": output.name}) + "\n")

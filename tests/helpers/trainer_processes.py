@@ -155,9 +155,8 @@ def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
     assert kept[-1] == others[-1], "the one after the last step"
     # A checkpoint of a stop between two intervals may be among the newest; none is older than
     # without the stop.
-    assert len(kept) == len(others) and all(
-        name >= other for name, other in zip(kept, others, strict=True)
-    )
+    assert len(kept) == len(others)
+    assert all(name >= other for name, other in zip(kept, others, strict=True))
 
 
 def assert_sound(folder: Path, staleness: int = 1, *, one_version: bool = False) -> None:
@@ -179,7 +178,8 @@ def assert_sound(folder: Path, staleness: int = 1, *, one_version: bool = False)
             assert len(set(versions)) <= 1 or not one_version
             assert all(step - 1 - staleness <= version < step for version in versions)
     lines = metrics_of(folder)
-    assert len(lines) == STEPS + 1 and groups == 4 * NUM_PROMPTS
+    assert len(lines) == STEPS + 1
+    assert groups == 4 * NUM_PROMPTS
     assert samples == dict.fromkeys(range(NUM_PROMPTS), 16)
     assert all(line["train/dropped_groups"] >= 0 for line in lines[1:])
     assert lines[-1]["train/consumed_prompts"] == 4 * NUM_PROMPTS

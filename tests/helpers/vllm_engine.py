@@ -118,14 +118,16 @@ def check_log_probs(folder: Path) -> None:
         rows = read_tokens(rollout_files(folder / "run")[step])
         trainer_log_probs = torch.cat([torch.tensor(row.policy_log_probs) for row in rows])
         engine_log_probs = torch.cat([torch.tensor(row.generator_log_probs) for row in rows])
-        assert trainer_log_probs.shape == engine_log_probs.shape and len(trainer_log_probs) > 16
+        assert trainer_log_probs.shape == engine_log_probs.shape
+        assert len(trainer_log_probs) > 16
         assert float((trainer_log_probs - engine_log_probs).abs().max()) < TOLERANCE
         assert float(((trainer_log_probs - engine_log_probs).exp() - 1).abs().max()) < TOLERANCE
 
 
 def processes_of(generator: EngineGenerator) -> dict[str, psutil.Process]:
     """Return the engine's processes: host, EngineCore, and Worker or Worker 0, 1, ..."""
-    assert generator._engine is not None and generator._engine._child is not None
+    assert generator._engine is not None
+    assert generator._engine._child is not None
     return processes_below(psutil.Process(generator._engine._child.pid))
 
 

@@ -46,7 +46,8 @@ def test_every_key_of_the_yaml_has_its_line(name: str) -> None:
         for line in shown(name).splitlines()
         if "; default " in line or "; required" in line
     ]
-    assert set(lines) == expected and len(lines) == len(expected)
+    assert set(lines) == expected
+    assert len(lines) == len(expected)
 
 
 def test_a_line_has_sentence_type_unit_bound_and_default_and_is_not_cut() -> None:
@@ -82,7 +83,8 @@ def test_an_unknown_word_gets_near_ones() -> None:
 
 def test_a_terminal_gets_tables_of_its_width() -> None:
     text = shown("train_reinforce_actor", "model.optim", terminal=True)
-    assert "\x1b[" in text and "in_place_gradients" in text
+    assert "\x1b[" in text
+    assert "in_place_gradients" in text
     assert max(len(Text.from_ansi(line).plain) for line in text.splitlines()) <= 80
     assert "fields" in shown("serve_reward_model", terminal=True, width=200)
 
@@ -101,6 +103,7 @@ def test_the_script_and_the_command_say_the_same_but_for_their_name(tmp_path: Pa
         for program in ([script], ["-m", "reinforce_rl", "serve"])
     ]
     first, second = (text.split("\n", 1) for text in said)
-    assert first[1] == second[1] and "reward_model.head_path" in first[1]
+    assert first[1] == second[1]
+    assert "reward_model.head_path" in first[1]
     assert first[0] == f"Usage: python {script} [OPTION ...] KEY=VALUE ..."
     assert second[0] == "Usage: reinforce-rl serve [OPTION ...] KEY=VALUE ..."

@@ -140,7 +140,8 @@ def test_every_command_says_what_it_does(name: str) -> None:
 def test_an_error_is_not_taken_for_a_difference(tmp_path: Path) -> None:
     for words in (["diff", ".", "."], ["diff", "absent", ".", "--json", "."], ["replay", "."]):
         done = command(tmp_path, *words)
-        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: "), done
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert done.stderr.startswith("error: "), done
 
 
 def test_a_wrong_key_is_one_message_and_a_wrong_command_gets_a_hint(tmp_path: Path) -> None:
@@ -151,14 +152,16 @@ def test_a_wrong_key_is_one_message_and_a_wrong_command_gets_a_hint(tmp_path: Pa
     assert "trainer.devices" in wrong.stderr
     assert "Traceback" not in wrong.stderr
     typo = command(tmp_path, "trian")
-    assert typo.returncode == 2 and "Did you mean 'train'" in typo.stderr
+    assert typo.returncode == 2
+    assert "Did you mean 'train'" in typo.stderr
 
 
 def test_a_mistake_of_an_own_command_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("{")
     done = command(tmp_path, "prepare", "in.jsonl", "--output", "out")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: ") and "in.jsonl:1: " in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "in.jsonl:1: " in done.stderr
     assert printed_keys(done.stderr) == ["data.line.not_json"]
     both = command(
         tmp_path,
@@ -169,7 +172,8 @@ def test_a_mistake_of_an_own_command_is_one_message(tmp_path: Path) -> None:
         "--num-validation=1",
         "--validation-fraction=.5",
     )
-    assert both.returncode == 2 and "not allowed with" in both.stderr
+    assert both.returncode == 2
+    assert "not allowed with" in both.stderr
 
 
 def test_hydras_options_and_a_users_yaml(tmp_path: Path) -> None:
@@ -190,7 +194,8 @@ def test_hydras_options_and_a_users_yaml(tmp_path: Path) -> None:
     ]
     done = command(tmp_path, *words, "model.optim.weight_decay=0.5")
     assert done.returncode == 0, done.stderr
-    assert "lr: 3.0e-05" in done.stdout and "weight_decay: 0.5" in done.stdout
+    assert "lr: 3.0e-05" in done.stdout
+    assert "weight_decay: 0.5" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["mine"], "nothing was started"
 
 
@@ -224,8 +229,10 @@ def test_mistakes_with_a_users_yaml(tmp_path: Path, words: list[str], said: list
     for name, text in texts.items():
         (tmp_path / "mine" / f"{name}.yaml").write_text(text)
     done = command(tmp_path, "train", *words)
-    assert done.returncode == 1 and all(part in done.stderr for part in said), done.stderr
-    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    assert done.returncode == 1, done.stderr
+    assert all(part in done.stderr for part in said), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
 
 
 def test_a_shell_completes_commands_options_and_keys() -> None:
@@ -245,9 +252,8 @@ def test_a_shell_completes_commands_options_and_keys() -> None:
     assert complete("reinforce-rl tr") == ["train", "train-rm"]
     assert complete("reinforce-rl prepare --num") == ["--num-validation"]
     keys = complete("reinforce-rl train trainer.devices=2 model.optim.s")
-    assert "model.optim.sched.min_lr=" in keys and all(
-        key.startswith("model.optim.s") for key in keys
-    )
+    assert "model.optim.sched.min_lr=" in keys
+    assert all(key.startswith("model.optim.s") for key in keys)
     assert "reward_model.head_path=" in complete("reinforce-rl serve reward_model.h")
 
 
@@ -266,7 +272,8 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()
         assert (process.wait(60), said) == (141, b"")

@@ -148,7 +148,8 @@ def test_a_file_composes_and_means_the_same(theirs, tmp_path, capsys):
         str(tmp_path / "logs"),
     )
     assert (cfg.remote_rm.reward_model.ip, cfg.remote_rm.reward_model.port) == ("node7", 5567)
-    assert cfg.remote_rm.pad_to_length is None and cfg.model.global_batch_size is None
+    assert cfg.remote_rm.pad_to_length is None
+    assert cfg.model.global_batch_size is None
 
 
 def test_every_key_is_carried_over_or_named_with_its_reason(theirs):
@@ -173,10 +174,8 @@ def test_every_key_is_carried_over_or_named_with_its_reason(theirs):
         "trainer.reinforce.batch_iterator.use_flask",
     ]
     assert "pretrained_checkpoint.restore_from_path=VALUE" in head
-    assert (
-        "model.hidden_dropout: no such key here" in head
-        and "+model.megatron_overrides.NAME" in head
-    )
+    assert "model.hidden_dropout: no such key here" in head
+    assert "+model.megatron_overrides.NAME" in head
     assert "trainer.reinforce.trt_llm.enable: set generation=tensorrt_llm" in head
     assert "trainer.reinforce.trt_llm.max_input_len: model.encoder_seq_length bounds" in head
 

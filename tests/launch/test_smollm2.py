@@ -148,5 +148,6 @@ def test_script_prints_the_folder_and_ends_with_an_error_text_instead_of_a_trace
         [*script, "--out", str(folder)], capture_output=True, text=True, timeout=60
     )
     assert bad.returncode == 1
-    assert bad.stderr.startswith("error: ") and "Traceback" not in bad.stderr
+    assert bad.stderr.startswith("error: ")
+    assert "Traceback" not in bad.stderr
     assert printed_keys(bad.stderr) == ["smollm2.folder.not_ours"]

@@ -57,7 +57,8 @@ def brought() -> set[str]:
                     for other in needed
                     if other.marker is None or other.marker.evaluate({"extra": extra})
                 ]
-    assert {"torch", "pytriton", "gguf"} <= names and not {"pytest", "peft", "wandb"} & names
+    assert {"torch", "pytriton", "gguf"} <= names
+    assert not {"pytest", "peft", "wandb"} & names
     return names
 
 
@@ -169,7 +170,8 @@ def test_a_users_yaml_and_reward_on_two_ranks(run: Run, tmp_path: Path) -> None:
         "exp_manager.explicit_log_dir=out",
     ]
     plan = run("reinforce-rl", "preflight", *words)
-    assert plan.returncode == 0 and "2 ranks" in plan.stdout, plan.stdout + plan.stderr
+    assert plan.returncode == 0, plan.stdout + plan.stderr
+    assert "2 ranks" in plan.stdout, plan.stdout + plan.stderr
     assert not (here / "out").exists()
     done = run("reinforce-rl", "train", *words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -220,5 +222,6 @@ def test_server_and_actor_of_the_wheel_on_one_machine(run: Run, tmp_path: Path) 
     words += ["--actor-args", *tiny_overrides(tmp_path), "trainer.reinforce.max_steps=1"]
     done = run(*words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "reward server: ready" in done.stderr and (tmp_path / "run" / "report.html").is_file()
+    assert "reward server: ready" in done.stderr
+    assert (tmp_path / "run" / "report.html").is_file()
     shutil.rmtree(tmp_path / "run")

@@ -31,9 +31,8 @@ def main() -> None:
             bounded = NativeGenerator(lm, tokenizer, max_tokens=60).generate(
                 prompts, 4, params, seed=3
             )
-            assert torch.equal(bounded.tokens, completions.tokens) and torch.equal(
-                bounded.lengths, completions.lengths
-            )
+            assert torch.equal(bounded.tokens, completions.tokens)
+            assert torch.equal(bounded.lengths, completions.lengths)
             values = {
                 "tokens": completions.tokens,
                 "lengths": completions.lengths,

@@ -40,7 +40,8 @@ def main() -> None:
             assert {tensor.dtype for tensor in sent} == {torch.float32}
             assert {tensor.shape[-1] for tensor in sent} == {HIDDEN}
             lengths = [tensor.shape[0] for tensor in sent]
-            assert len(lengths) == 4 and len(set(lengths)) > 1, lengths
+            assert len(lengths) == 4, lengths
+            assert len(set(lengths)) > 1, lengths
             assert gradient_of(actor).isfinite().all()
             sent.clear()
     print("all checks passed")

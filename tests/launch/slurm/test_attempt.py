@@ -230,7 +230,9 @@ def test_an_actor_whose_tasks_met_and_left_no_record(home, monkeypatch, tmp_path
     folder.attempt.mkdir(parents=True)
     facts = attempt._parser().parse_args(["end"])
     missed = attempt._judge(folder, facts)
-    assert (missed.code, missed.log_of) == (1, "") and "could not start" in missed.text
+    assert (missed.code, missed.log_of) == (1, "")
+    assert "could not start" in missed.text
     (folder.attempt / "rendezvous-actor.json").touch()
     full = attempt._judge(folder, facts)
-    assert (full.code, full.log_of) == (1, "actor") and "left no record" in full.text
+    assert (full.code, full.log_of) == (1, "actor")
+    assert "left no record" in full.text

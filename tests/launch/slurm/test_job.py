@@ -98,14 +98,16 @@ class Job:
     def wait_until_training(self) -> None:
         deadline = time.monotonic() + SECONDS
         while len(list(self.run_dir.glob("began.*"))) < 2:  # tasks of the actor
-            assert self.process.poll() is None and time.monotonic() < deadline
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(0.3)
 
     def wait_for(self, path: Path) -> None:
         deadline = time.monotonic() + SECONDS
         while not path.exists():
-            assert self.process.poll() is None and time.monotonic() < deadline
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
             time.sleep(0.05)
 
     def calls(self) -> list[str]:
@@ -156,7 +158,8 @@ def test_a_run_that_finishes_and_the_next_link_of_its_chain(started: type[Job]) 
         False,
     )
     token = job.run_dir / "slurm" / "token"
-    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text().strip()) > 16
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(token.read_text().strip()) > 16
 
     link = started(SLURM_JOB_ID="9")
     code, lines = link.finish()
@@ -231,7 +234,8 @@ def test_an_actor_that_hangs_is_killed_in_time_for_a_requeue(started: type[Job])
     job.process.send_signal(signal.SIGUSR1)
     _, lines = job.finish()
     assert any("actor has not ended in time; killing it" in line for line in lines), lines
-    assert job.requeued and "; requeued: from step 0 to step 7" in lines[-1], lines
+    assert job.requeued, lines
+    assert "; requeued: from step 0 to step 7" in lines[-1], lines
     due = max(begin + 42 - 30, signalled + 10)
     assert due - 2 < time.time() < due + 25, lines
 
@@ -248,9 +252,11 @@ def test_tasks_that_wait_for_one_that_was_stopped_alone_are_stopped_too(
     code, lines = job.finish()
     assert code == 75, lines
     (line,) = [line for line in lines if "the others have not" in line]
-    assert line.startswith("actor rank 1 on ") and "exit code 75" in line
+    assert line.startswith("actor rank 1 on ")
+    assert "exit code 75" in line
     assert not any("killing it" in line for line in lines), lines
-    assert job.requeued and job.attempts[0].requeued, lines
+    assert job.requeued, lines
+    assert job.attempts[0].requeued, lines
     assert (job.attempts[0].step_before, job.attempts[0].step_after) == (0, 0)
 
 
@@ -263,7 +269,8 @@ def test_an_actor_task_that_fails(
     job = started(FAKE_ACTOR=actor_fault)
     code, lines = job.finish()
     assert code == expected, lines
-    assert lines[-2].startswith("first to fail: actor rank 1 on ") and how in lines[-2]
+    assert lines[-2].startswith("first to fail: actor rank 1 on ")
+    assert how in lines[-2]
     assert "not requeued after a failure" in lines[-1]
     assert "  | an error of rank 1" in lines or actor_fault == "killed"
     (attempt,) = job.attempts
@@ -355,18 +362,21 @@ def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: typ
     job.wait_until_training()
     deadline = time.monotonic() + SECONDS
     while len(list(job.run_dir.glob("generates.*"))) < 3:
-        assert job.process.poll() is None and time.monotonic() < deadline
+        assert job.process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.3)
     job.process.send_signal(signal.SIGUSR1)
     code, lines = job.finish()
     assert code == 75, lines
     again = [line for line in lines if line.endswith("; it is started again, 1 of 5")]
-    assert len(again) == 1 and "was ended by SIGKILL (exit code 137)" in again[0], lines
+    assert len(again) == 1, lines
+    assert "was ended by SIGKILL (exit code 137)" in again[0], lines
     name = again[0].partition(" ")[0]
     assert f"{name}.1: log {job.run_dir}/slurm/7-0/{name}.1.log" in lines
     assert len(list(job.run_dir.glob("drained.*"))) == 2
-    assert job.requeued and "; requeued: from step 0 to step 7" in lines[-1]
+    assert job.requeued
+    assert "; requeued: from step 0 to step 7" in lines[-1]
     logs = [(job.run_dir / "slurm" / "7-0" / f"gen-{number}.log").read_text() for number in (0, 1)]
     assert [log.split()[0] for log in logs] == ["MIG-a", "MIG-b"], "devices of one node"
     assert all(
@@ -413,7 +423,8 @@ def test_generators_and_components_belong_together(started: type[Job]) -> None:
     output, _ = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
     assert printed_keys(output) == ["slurm.components.wrong_number"]
-    assert "2 components" in output and "generators" in output
+    assert "2 components" in output
+    assert "generators" in output
 
 
 @pytest.mark.parametrize(
@@ -431,7 +442,8 @@ def test_a_server_that_is_never_healthy(
     )
     code, lines = job.finish()
     assert code == expected, lines
-    assert lines[-2].startswith(start) and detail in lines[-2]
+    assert lines[-2].startswith(start)
+    assert detail in lines[-2]
     assert not list(job.run_dir.glob("began.*"))
 
 
@@ -478,7 +490,8 @@ def test_a_batch_host_without_the_interpreter(
     job = started({"batch_python": python})
     output, _ = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
-    assert f"batch_python is '{python}'" in output and "3.9" in output
+    assert f"batch_python is '{python}'" in output
+    assert "3.9" in output
     assert not job.run_dir.exists()
 
 
@@ -556,7 +569,8 @@ def test_tasks_know_when_their_job_ends(started: type[Job], left: str) -> None:
     if left == "unlimited":
         assert end is None
     else:
-        assert end is not None and 899 <= int(end) - begin < 1000
+        assert end is not None
+        assert 899 <= int(end) - begin < 1000
 
 
 def test_a_folder_is_read_before_a_file_is_missed(started: type[Job], tmp_path: Path) -> None:
@@ -612,16 +626,19 @@ def test_files_of_another_job_with_the_same_number_count_for_nothing(
         (folder / name).touch()
     job = started(FAKE_SERVER="loads", REINFORCE_READY_SECONDS="4")
     code, lines = job.finish()
-    assert code == 1 and lines[-2].startswith("no healthy reward server"), lines
+    assert code == 1, lines
+    assert lines[-2].startswith("no healthy reward server"), lines
     assert not list(job.run_dir.glob("began.*"))
-    assert not (folder / "draining").exists() and not (folder / "gen-0.1.srun").exists()
+    assert not (folder / "draining").exists()
+    assert not (folder / "gen-0.1.srun").exists()
     assert [end.component for end in read_ends(folder)] == ["rm-0"]
 
 
 def test_seconds_are_no_octal_numbers(started: type[Job]) -> None:
     job = started(REINFORCE_READY_SECONDS="099", REINFORCE_GRACE_SECONDS="08")
     code, lines = job.finish()
-    assert code == 0 and not any("base" in line for line in lines), lines
+    assert code == 0, lines
+    assert not any("base" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("component", [0, 1, 2])
@@ -640,8 +657,10 @@ def test_a_job_that_gets_no_further_does_not_train(started: type[Job], tmp_path:
     code, lines = started(SLURM_RESTART_COUNT="3").finish()
     assert code == 1
     (line,) = lines
-    assert line.startswith("error: ") and printed_keys(line) == ["slurm.job.no_progress"]
-    assert "3 attempts" in line and line.count("step 0") == 2
+    assert line.startswith("error: ")
+    assert printed_keys(line) == ["slurm.job.no_progress"]
+    assert "3 attempts" in line
+    assert line.count("step 0") == 2
 
 
 def test_two_jobs_do_not_work_in_one_folder(started: type[Job], tmp_path: Path) -> None:
@@ -651,7 +670,9 @@ def test_two_jobs_do_not_work_in_one_folder(started: type[Job], tmp_path: Path) 
     code, lines = started().finish()
     assert code == 1
     assert printed_keys(lines[0]) == ["slurm.run_dir.in_use"]
-    assert "job 5" in lines[0] and str(tmp_path / "run") in lines[0] and "scancel 5" in lines[0]
+    assert "job 5" in lines[0]
+    assert str(tmp_path / "run") in lines[0]
+    assert "scancel 5" in lines[0]
 
 
 def test_more_steps_than_a_finished_run_was_asked_for(started: type[Job], tmp_path: Path) -> None:
@@ -661,10 +682,12 @@ def test_more_steps_than_a_finished_run_was_asked_for(started: type[Job], tmp_pa
     done = Attempt("5", 0, 1.0, 0, (("max_steps=4",), ()), 2.0, 4, "", 0)
     write_attempt(run_dir / "slurm", done)
     code, lines = started().finish()
-    assert code == 0 and lines[-2] == "the run has finished"
+    assert code == 0
+    assert lines[-2] == "the run has finished"
     write_attempt(run_dir / "slurm", replace(done, job="8", arguments=(("a=1",), ("b=2",))))
     code, lines = started().finish()
-    assert code == 0 and lines[0].endswith("nothing was started")
+    assert code == 0
+    assert lines[0].endswith("nothing was started")
 
 
 def test_all_faults_of_the_settings_are_reported(started: type[Job]) -> None:
@@ -689,4 +712,5 @@ def test_a_job_without_a_folder_says_so(started: type[Job]) -> None:
     job = started(REINFORCE_RUN_DIR="")
     output, _ = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
-    assert "REINFORCE_RUN_DIR" in output and not list(job.folder.glob("slurm"))
+    assert "REINFORCE_RUN_DIR" in output
+    assert not list(job.folder.glob("slurm"))

@@ -51,7 +51,8 @@ def test_the_tasks_of_a_step_meet_at_the_first(tmp_path: Path) -> None:
     expected = JobRank(0, 4, 0, 2, first["MASTER_ADDR"], first["MASTER_PORT"])
     assert first == expected.variables() | {"OMP_NUM_THREADS": "8"}
     assert third == {**first, "RANK": "3", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "1"}
-    assert second["RANK"] == "1" and second["LOCAL_RANK"] == "1"
+    assert second["RANK"] == "1"
+    assert second["LOCAL_RANK"] == "1"
     with claim_ports(1, str(file)) as ports:  # the command tries the same port first
         assert ports != [int(first["MASTER_PORT"])]
 

@@ -110,14 +110,13 @@ def test_separate_generators_are_a_third_component(submit):
     for words in ("night-gen", "2 x 4 = 8", "2: generators", "generator_ranks"):
         assert words in text, text
     command = " ".join(text.partition("Command")[2].replace("\\", " ").split())
-    assert (
-        command.count(" : ") == 2
-        and "--job-name=night-gen --nodes=2 --ntasks-per-node=4" in command
-    )
+    assert command.count(" : ") == 2
+    assert "--job-name=night-gen --nodes=2 --ntasks-per-node=4" in command
     text = submit("--dry-run", "--generator-devices=3", *apart)
     assert submit.code == 1
     assert printed_keys(text) == ["slurm.generators.not_a_multiple"]
-    assert "--generator-devices is 3" in text and "generation_tensor_parallel_size is 2" in text
+    assert "--generator-devices is 3" in text
+    assert "generation_tensor_parallel_size is 2" in text
 
 
 def test_every_fault_is_in_one_message(submit):
@@ -165,9 +164,8 @@ def test_every_fault_is_in_one_message(submit):
     submit.slurm.answer("squeue")
     second_text = submit("--max-restarts=never", "--time=1:00:00", "trainer.num_nodes=5")
     assert printed_keys(second_text) == ["slurm.variable.invalid", "slurm.sbatch.refuses"]
-    assert (
-        "REINFORCE_MAX_RESTARTS" in second_text and "the actor (--nodes=5 --ntasks" in second_text
-    )
+    assert "REINFORCE_MAX_RESTARTS" in second_text
+    assert "the actor (--nodes=5 --ntasks" in second_text
 
 
 def test_keys_that_the_job_sets_itself(submit):
@@ -175,7 +173,8 @@ def test_keys_that_the_job_sets_itself(submit):
         "remote_rm.reward_model.ip=rm-node", "preflight=true", server=("inference.port=5555",)
     )
     keys = printed_keys(text)
-    assert keys.count("slurm.argument.set_by_job") == 2 and "slurm.preflight.in_a_job" in keys
+    assert keys.count("slurm.argument.set_by_job") == 2
+    assert "slurm.preflight.in_a_job" in keys
     assert "remote_rm.reward_model.ip is given among the actor's" in text
     assert "inference.port is given among the server's" in text
     assert "preflight is true" in text
@@ -195,7 +194,8 @@ def test_a_chain(submit, monkeypatch):
     monkeypatch.setenv("REINFORCE_MAX_RESTARTS", "3")
     text = submit("--chain=3", "--servers=2", "--partition=batch", "trainer.devices=2")
     assert submit.code == 0, text
-    assert "Submitted: 100 then 101 then 102" in text and "scancel 100 101 102" in text
+    assert "Submitted: 100 then 101 then 102" in text
+    assert "scancel 100 101 102" in text
     first, second, third = submit.slurm.submissions()
     assert not [word for word in first if word.startswith("--dependency")]
     assert second == [first[0], first[1], "--dependency=afterany:100", *first[2:]]
@@ -278,7 +278,9 @@ def test_without_slurm_there_is_a_plan_at_most(submit, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     text = submit("--dry-run")
     assert submit.code == 0
-    assert "sbatch --parsable" in text and "Not checked:\n  sbatch " in text and "PATH" in text
+    assert "sbatch --parsable" in text
+    assert "Not checked:\n  sbatch " in text
+    assert "PATH" in text
     assert printed_keys(text) == []
     text = submit()
     assert submit.code == 1
@@ -292,7 +294,8 @@ def test_a_controller_that_does_not_answer(submit):
     )
     text = submit("--dry-run")
     assert submit.code == 0
-    assert "Not checked:" in text and "sinfo" in text
+    assert "Not checked:" in text
+    assert "sinfo" in text
     assert "Unable to contact slurm controller" in text
     text = submit()
     assert submit.code == 1
@@ -381,7 +384,8 @@ def test_gpus_memory_and_tasks(submit):
 
 def test_a_reward_function_instead_of_a_model(submit):
     submit.right_server = ["reward_function.name=reinforce_rl.rewards.functions.gsm8k"]
-    assert submit("--dry-run") and submit.code == 0
+    assert submit("--dry-run")
+    assert submit.code == 0
     assert "but one process serves a reward function" in submit("--dry-run", server=("devices=2",))
     text = submit("reward=function", "reward_function.name=builtins.len")
     assert "slurm.servers.not_needed" in printed_keys(text)
@@ -510,7 +514,5 @@ def test_nodes_with_too_little_memory(slurm):
 def test_an_sbatch_that_names_no_nodes(slurm):
     slurm.answer("test-actor", error="sbatch: something else")
     answer = ask(component(1, "server"), component(1))
-    assert (
-        answer.faults == []
-        and "whether the components fit together is not known" in answer.warnings[0]
-    )
+    assert answer.faults == []
+    assert "whether the components fit together is not known" in answer.warnings[0]

@@ -71,7 +71,8 @@ def test_codes(tmp_path: Path, code: int, returned: int) -> None:
 )
 def test_signals_are_passed_on(tmp_path: Path, program: str, recorded: int) -> None:
     process = start(tmp_path, program)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     assert finish(process)[0] == 0
     assert [end.code for end in read_ends(tmp_path)] == [recorded]
@@ -137,7 +138,8 @@ def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
     )
     assert process.returncode == 1
     (end,) = read_ends(tmp_path)
-    assert (end.component, end.code) == ("gen-0", 1) and "nothing" in end.reason
+    assert (end.component, end.code) == ("gen-0", 1)
+    assert "nothing" in end.reason
 
 
 def test_an_end_that_cannot_be_recorded_is_reported(tmp_path: Path) -> None:
@@ -145,7 +147,8 @@ def test_an_end_that_cannot_be_recorded_is_reported(tmp_path: Path) -> None:
     code, output = finish(start(tmp_path, "raise SystemExit(3)"))
     assert code == 3
     assert printed_keys(output) == ["slurm.task.end_not_written"]
-    assert "actor rank 2" in output and "exit code 3" in output
+    assert "actor rank 2" in output
+    assert "exit code 3" in output
 
 
 PRINT_GPUS = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
@@ -175,5 +178,6 @@ def test_fewer_gpus_than_tasks(tmp_path: Path) -> None:
     process = start(tmp_path, PRINT_GPUS, "--gpus=1,2", step="gen-0", CUDA_VISIBLE_DEVICES="6,7")
     code, output = finish(process)
     assert code == 1
-    assert printed_keys(output) == ["slurm.task.too_few_gpus"] and "6,7" in output
+    assert printed_keys(output) == ["slurm.task.too_few_gpus"]
+    assert "6,7" in output
     assert [end.code for end in read_ends(tmp_path)] == [1]

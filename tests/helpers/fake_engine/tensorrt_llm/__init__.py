@@ -168,7 +168,8 @@ class AsyncLLM:
     def _check_tags(self, tags: list[str]) -> None:
         known = SIGNATURES["ExecutorMemoryType"]["values"].values()
         for tag in tags:
-            assert tag in known and not tag.startswith("_no_capture"), f"Unknown memory tag '{tag}'"
+            assert tag in known, f"Unknown memory tag '{tag}'"
+            assert not tag.startswith("_no_capture"), f"Unknown memory tag '{tag}'"
 
     def _lose_dropped(self, tags: list[str]) -> None:
         """Fill the weights with NaN, like memory that is restored without its content."""
@@ -194,7 +195,8 @@ class AsyncLLM:
 
     def generate_async(self, *args: Any, **kwargs: Any) -> Result:
         given = bind("BaseLLM.generate_async", *args, **kwargs).arguments
-        assert not self._asleep and self._updates, "asked without weights, or while it sleeps"
+        assert not self._asleep, "asked without weights, or while it sleeps"
+        assert self._updates, "asked without weights, or while it sleeps"
         if strikes("die"):
             os._exit(13)
         return Result(self._model, given["inputs"], given["sampling_params"])

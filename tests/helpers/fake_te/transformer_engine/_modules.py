@@ -262,19 +262,14 @@ def apply_rotary_pos_emb(
     common/fused_rope/fused_rope.cu and pytorch/csrc/extensions/apply_rope.cpp only take angles of
     [s2, 1, 1, d2].
     """
-    assert (
-        fused
-        and tensor_format == "sbhd"
-        and start_positions is None
-        and not interleaved
-        and cp_size == 1
-    )
-    assert freqs.dim() == 4 and freqs.shape[1] == freqs.shape[2] == 1, (
-        f"angles of shape {tuple(freqs.shape)}"
-    )
-    assert (
-        freqs.shape[0] >= t.shape[0]
-        and freqs.shape[3] <= t.shape[3]
-        and freqs.dtype == torch.float32
-    )
+    assert fused
+    assert tensor_format == "sbhd"
+    assert start_positions is None
+    assert not interleaved
+    assert cp_size == 1
+    assert freqs.dim() == 4, f"angles of shape {tuple(freqs.shape)}"
+    assert freqs.shape[1] == freqs.shape[2] == 1, f"angles of shape {tuple(freqs.shape)}"
+    assert freqs.shape[0] >= t.shape[0]
+    assert freqs.shape[3] <= t.shape[3]
+    assert freqs.dtype == torch.float32
     return _RopeFunction.apply(t, freqs[: t.shape[0]])
