@@ -476,7 +476,7 @@ class TestGeneratorWeights:
         torch.testing.assert_close(leaf.grad, other.grad)
 
 
-class TestWhatIsAdded:
+class TestAddedTerms:
     @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
     def test_the_entropy_bonus_has_the_weights_of_the_loss(self, aggregation):
         log_probs, mask, advantages, trains = random_batch(7, 5, seed=3)

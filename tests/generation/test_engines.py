@@ -173,7 +173,7 @@ def test_an_engine_that_always_refuses_them_ends_the_run(engine, expected, monke
         draw(engine)
 
 
-class TestResponsesThatGoOn:
+class TestResumedResponses:
     def resume(
         self, engine: EngineGenerator, responses=None, updates: PlannedUpdates | None = None
     ):

@@ -73,7 +73,7 @@ def run_of(out: Path, case: str, layout: str, folder: str, mesh: Mesh) -> Run:
     )
 
 
-def save_and_go_on(
+def save_and_train(
     out: Path, case: str, layout: str, mesh: Mesh
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Save, train three steps, and return the losses and this rank's weights."""
@@ -85,10 +85,10 @@ def save_and_go_on(
     return losses, run.weights()
 
 
-def load_and_go_on(
+def load_and_train(
     out: Path, case: str, source: str, layout: str, mesh: Mesh
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Load, save to OUT/CASE/SOURCE to LAYOUT, then continue like `save_and_go_on`."""
+    """Load, save to OUT/CASE/SOURCE to LAYOUT, then continue like `save_and_train`."""
     run = run_of(out, case, layout, f"{source} to {layout}", mesh)
     run.train_on(50, 1)
     newest = latest_checkpoint(out / case / source)

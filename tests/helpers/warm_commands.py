@@ -34,7 +34,9 @@ class WarmCommands:
     """A context manager; `shell_function` defines `reinforce-rl` for bash."""
 
     def __init__(self, environment: Mapping[str, str]):
-        self._folder = tempfile.TemporaryDirectory(prefix="warm-")  # short, since socket paths are
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="warm-"
+        )  # short: socket paths are bounded
         self._address = str(Path(self._folder.name) / "socket")
         self._environment = dict(environment)
         self.shell_function = (

@@ -140,7 +140,7 @@ def test_within_a_load(run):
     assert interrupted > MOMENTS * 0.8
 
 
-class TestWhatIsSaidOfAFailure:
+class TestReportsOfFailures:
     def check(self, run: Run, key: str, *values: object) -> None:
         with raises_error(key, run.checkpointer.folder / "step_00000099.part", *values):
             run.checkpointer.save(99, {"step": 99})

@@ -19,9 +19,9 @@ from helpers.resharding import (
     CASES,
     ONE,
     assert_equal_but_for_padding,
-    load_and_go_on,
+    load_and_train,
     run_of,
-    save_and_go_on,
+    save_and_train,
     stored_tensors,
     write_model,
 )
@@ -48,7 +48,7 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
     uninterrupted = {}
     for case in cases:
         write_model(out, case)
-        uninterrupted[case], _ = save_and_go_on(out, case, ONE, mesh)
+        uninterrupted[case], _ = save_and_train(out, case, ONE, mesh)
     plan = {
         "cases": cases,
         "saves": layouts,
@@ -61,7 +61,7 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
             check_main_weights(mesh, out, layouts)
         losses = json.loads((out / case / "losses.json").read_text())
         for source in (*layouts, ONE):
-            losses[f"{source} to {ONE}"], _ = load_and_go_on(out, case, source, ONE, mesh)
+            losses[f"{source} to {ONE}"], _ = load_and_train(out, case, source, ONE, mesh)
         assert losses[f"{ONE} to {ONE}"] == uninterrupted[case]
         exact = CASES[case].dtype == torch.float32
         for runs, losses_of_runs in losses.items():

@@ -17,7 +17,7 @@ from helpers.layouts import LORA, Layout, computed
 from helpers.models import tiny_family_folder
 from helpers.policies import megatron_model, transformers_model
 from helpers.resharding import CASES as SETTINGS
-from helpers.resharding import load_and_go_on, save_and_go_on, stored_tensors, write_model
+from helpers.resharding import load_and_train, save_and_train, stored_tensors, write_model
 from helpers.with_te import CASES, ONE, SAVED, TE_LAYOUTS, run_with_fake, with_te
 
 from reinforce_rl.megatron.model.layers import OLDEST_VERSION
@@ -53,7 +53,7 @@ def losses(out, mesh):
     losses_of_cases = {}
     for case in CASES:
         write_model(out, case)
-        losses_of_cases[case], _ = save_and_go_on(out, case, ONE, mesh)
+        losses_of_cases[case], _ = save_and_train(out, case, ONE, mesh)
     return losses_of_cases
 
 
@@ -75,7 +75,7 @@ def test_the_same_numbers_kernels_and_checkpoints(ranks, out, without, losses, m
     report = json.loads((out / f"{saved}.json").read_text())
     check_kernels(report, recomputed=ranks == 2)
     for case, expected in losses.items():
-        back, _ = load_and_go_on(out, case, saved, ONE, mesh)
+        back, _ = load_and_train(out, case, saved, ONE, mesh)
         # bf16 results differ in the rounding of RoPE's sines.
         rel = 1e-5 if SETTINGS[case].dtype == torch.float32 else 2e-2
         close = pytest.approx(expected, rel=rel)

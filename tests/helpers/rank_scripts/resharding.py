@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from helpers.checkpoint_run import Run
 from helpers.errors import check_error
-from helpers.resharding import ALL_LAYOUTS, SAVED_AFTER, load_and_go_on, run_of, save_and_go_on
+from helpers.resharding import ALL_LAYOUTS, SAVED_AFTER, load_and_train, run_of, save_and_train
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
@@ -52,7 +52,7 @@ def main() -> None:
     for layout in plan["saves"]:
         with ALL_LAYOUTS[layout].mesh() as mesh:
             for case in plan["cases"]:
-                losses[case][layout], uninterrupted[case, layout] = save_and_go_on(
+                losses[case][layout], uninterrupted[case, layout] = save_and_train(
                     out, case, layout, mesh
                 )
             if layout == plan["full_disk"]:
@@ -64,7 +64,7 @@ def main() -> None:
         with ALL_LAYOUTS[layout].mesh() as mesh:
             for case in plan["cases"]:
                 for source in sources:
-                    resumed, weights = load_and_go_on(out, case, source, layout, mesh)
+                    resumed, weights = load_and_train(out, case, source, layout, mesh)
                     losses[case][f"{source} to {layout}"] = resumed
                     if source == layout:
                         expected = uninterrupted[case, layout]

@@ -99,8 +99,8 @@ def main() -> None:
                 check_that_an_old_one_is_refused(Path(out) / families[0] / "model", layout, mesh)
                 for case in CASES:
                     report["losses"][case] = {
-                        "saved": resharding.save_and_go_on(Path(out), case, name, mesh)[0],
-                        "loaded": resharding.load_and_go_on(Path(out), case, ONE, name, mesh)[0],
+                        "saved": resharding.save_and_train(Path(out), case, name, mesh)[0],
+                        "loaded": resharding.load_and_train(Path(out), case, ONE, name, mesh)[0],
                     }
     if torch.distributed.get_rank() == 0:
         (Path(out) / f"{saved}.json").write_text(json.dumps(report))
