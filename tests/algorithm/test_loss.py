@@ -360,7 +360,7 @@ class TestFirstPass:
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=0)
 
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
-    def test_the_ratio_is_exactly_1_whatever_the_noise(self, ratio):
+    def test_the_ratio_is_exactly_1_for_any_noise(self, ratio):
         """In a peer, noise of a second pass in bf16 zeroed 20 to 40 % of on-policy samples.
 
         The peer uses the ratio of a sequence.

@@ -338,7 +338,7 @@ def differs(
     ),
     st.sampled_from([math.nan, math.inf, -math.inf]),
 )
-def test_by_brute_force_whatever_the_invalid_hold(rows, anything):
+def test_by_brute_force_for_any_invalid_values(rows, anything):
     distinct = defaultdict(set)
     for reward, group, is_valid in rows:
         if is_valid:

@@ -1064,7 +1064,7 @@ def test_missing_files_and_folders_are_named(folder, tmp_path):
     check_fault([fault], "folder.not_writable", logs, file / "run", file, "Not a directory")
 
 
-def test_the_ranks_that_were_started_must_be_those_of_the_configuration(folder, monkeypatch):
+def test_the_number_of_ranks_must_match_the_configuration(folder, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     (fault,) = faults_of(folder, "trainer.devices=2")
     check_fault([fault], "config.devices.not_the_ranks_started", 4, "WORLD_SIZE", "1 x 2 = 2")

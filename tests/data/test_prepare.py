@@ -61,7 +61,7 @@ def hh(text: str) -> str:
     return f"\n\nHuman: {text}\n\nAssistant:"
 
 
-def test_null_is_no_prompt_and_messages_may_be_json(tmp_path):
+def test_null_is_not_a_prompt_and_messages_may_be_json(tmp_path):
     whole = [user("a"), assistant("b")]
     empty = {"prompt": None, "text": None, "messages": None, "conversations": None, "chosen": None}
     file = write(

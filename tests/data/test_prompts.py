@@ -141,7 +141,7 @@ def test_a_tokenizer_that_was_saved_with_truncation_cuts_nothing(tokenizer, tmp_
         assert [p.tokens for p in prompts] == expected
 
 
-def test_null_is_no_prompt(tokenizer, tmp_path):
+def test_null_is_not_a_prompt(tokenizer, tmp_path):
     # `datasets.concatenate_datasets` gives each record all columns, with null.
     messages = [{"role": "user", "content": "hi"}]
     empty = {"prompt": None, "text": None, "messages": None, "conversations": None}

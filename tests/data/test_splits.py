@@ -298,12 +298,12 @@ def test_a_card_that_takes_for_ever_is_refused(tmp_path, card, key, value):
         choose_files(tmp_path)
 
 
-def test_a_card_whose_configs_is_no_list_is_refused(tmp_path):
+def test_a_card_whose_configs_is_not_a_list_is_refused(tmp_path):
     folder = write(tmp_path / "folder", ["a.jsonl"], "---\nconfigs:\n  data_files: a.jsonl\n---\n")
     check_refused(folder, None, "data.card.configs_not_a_list", folder, "README.md")
 
 
-def test_a_folder_named_data_is_no_configuration(tmp_path):
+def test_a_folder_named_data_is_not_a_configuration(tmp_path):
     names = ["data/train.jsonl", "test.jsonl"]
     folder = write(tmp_path / "folder", names)
     expected = {"train": names[:1], "test": names[1:]}

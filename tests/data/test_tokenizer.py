@@ -45,7 +45,7 @@ def test_a_name_of_the_hub_is_not_looked_up(
     assert asked == []
 
 
-def test_a_config_that_is_no_object_is_a_message(tmp_path: Path) -> None:
+def test_a_config_that_is_not_an_object_is_one_message(tmp_path: Path) -> None:
     write_model_without_weights(tmp_path / "m")
     file = tmp_path / "m" / "config.json"
     for text in ("[]", "{"):
@@ -208,7 +208,7 @@ def test_the_class_of_a_tokenizer_is_the_one_that_transformers_takes(
     assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
 
 
-def test_a_models_type_that_is_no_name_is_passed_over(tmp_path: Path) -> None:
+def test_a_models_type_that_is_not_a_name_is_ignored(tmp_path: Path) -> None:
     write_model_without_weights(tmp_path)
     for kind in ([], {}, 3, None):
         change(tmp_path / "config.json", model_type=kind)
@@ -282,7 +282,7 @@ def test_a_template_that_leaves_out_a_turn_is_a_fault(tmp_path: Path) -> None:
     assert renderer.prompt_text(empty) == "system: \nuser: Hi\n"
 
 
-def test_a_link_out_of_the_folder_is_no_fault_of_the_tokenizer(tmp_path):
+def test_a_link_out_of_the_folder_is_not_a_fault_of_the_tokenizer(tmp_path):
     folder = write_tiny_tokenizer(tmp_path / "model")
     weights = tmp_path / "weights"
     weights.touch()

@@ -252,7 +252,7 @@ def test_added_tokens_have_bounds(tmp_path: Path) -> None:
     assert tokenizer_fault(write(tmp_path, many, "added_tokens.json")) is None
 
 
-def test_a_loaded_tokenizer_is_checked_whatever_file_it_came_from(tmp_path: Path) -> None:
+def test_a_loaded_tokenizer_is_checked_for_any_source_file(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path)).backend_tokenizer
     assert loaded_fault(tokenizer) is None
     tokenizer.normalizer = Sequence([Replace("a", "aa")] * 7)

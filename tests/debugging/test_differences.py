@@ -47,40 +47,34 @@ def test_nan_equals_nan_alone(other, bounds):
     assert number_differences({"loss": nan}, {"loss": nan}, bounds) == []
     assert len(number_differences({"loss": nan}, {"loss": other}, bounds)) == 1
     assert len(number_differences({"loss": other}, {"loss": nan}, bounds)) == 1
-    for left, right in ((nan, other), (other, nan)):
-        table = pa.table(
-            {
-                "prompt_id": [0],
-                "sample_id": [0],
-                "x": pa.array([left], pa.float64(), from_pandas=False),
-            }
-        )
-        another = pa.table(
-            {
-                "prompt_id": [0],
-                "sample_id": [0],
-                "x": pa.array([right], pa.float64(), from_pandas=False),
-            }
-        )
-        assert len(sample_differences(table, another, ["x"], bounds)) == 1
+    of_nan = table_of(pa.array([nan], pa.float64(), from_pandas=False))
+    of_other = table_of(pa.array([other], pa.float64(), from_pandas=False))
+    assert len(sample_differences(of_nan, of_other, ["x"], bounds)) == 1
+    assert len(sample_differences(of_other, of_nan, ["x"], bounds)) == 1
+
+
+def table_of(column: pa.Array | list) -> pa.Table:
+    """Return a single sample with the column `x`."""
+    return pa.table({"prompt_id": [0], "sample_id": [0], "x": column})
 
 
 @pytest.mark.parametrize("bounds", [EQUAL_BITS, ROUNDING])
 def test_nan_within_a_list_equals_nan_alone(bounds):
-    def table(*values: float) -> pa.Table:
-        return pa.table({"prompt_id": [0], "sample_id": [0], "x": [list(values)]})
-
-    assert sample_differences(table(0.5, math.nan), table(0.5, math.nan), ["x"], bounds) == []
-    (difference,) = sample_differences(table(0.5, math.nan), table(0.5, 0.25), ["x"], bounds)
+    numbers = table_of([[0.5, 0.25]])
+    second_nan = table_of([[0.5, math.nan]])
+    also_second_nan = table_of([[0.5, math.nan]])
+    assert sample_differences(second_nan, also_second_nan, ["x"], bounds) == []
+    (difference,) = sample_differences(second_nan, numbers, ["x"], bounds)
     assert difference.token == 1
-    (difference,) = sample_differences(table(0.5, 0.25), table(math.nan, 0.25), ["x"], bounds)
+    first_nan = table_of([[math.nan, 0.25]])
+    (difference,) = sample_differences(numbers, first_nan, ["x"], bounds)
     assert difference.token == 0
 
 
 def test_a_response_that_is_the_beginning_of_another_one_is_another():
     """Comparisons stop at the end of the shorter one, so lengths are compared too."""
-    short = pa.table({"prompt_id": [0], "sample_id": [0], "x": [[0.5, 0.25]]})
-    long = pa.table({"prompt_id": [0], "sample_id": [0], "x": [[0.5, 0.25, 0.125]]})
+    short = table_of([[0.5, 0.25]])
+    long = table_of([[0.5, 0.25, 0.125]])
     for bounds in (EQUAL_BITS, ROUNDING):
         for left, right in ((short, long), (long, short)):
             (difference,) = sample_differences(left, right, ["x"], bounds)

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "drawn"])
-def test_the_mean_reward_is_that_of_the_trainers_validation_before_step_1(
+def test_the_mean_reward_equals_the_trainers_validation_before_step_1(
     folder: Path, tmp_path: Path, sampled
 ) -> None:
     how = [f"model.reinforce.val_sampling_params.use_greedy={not sampled}", *SHORT]
@@ -164,7 +164,7 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
     assert "+0.000 ± 0.000 on the same 12 prompts: all differences are equal" in said
 
 
-def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_path: Path) -> None:
+def test_the_kl_equals_transformers_and_is_zero_from_itself(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     data = folder / "data.jsonl"

@@ -202,7 +202,7 @@ class TestSamplesDependOnTheirKeysAlone:
             assert (tokens, reason) == other[:2]
             assert mine == pytest.approx(other[2], abs=1e-5)
 
-    def test_when_nobody_finishes_early(self, engine, prompts, together):
+    def test_when_no_response_finishes_early(self, engine, prompts, together):
         """Without stop tokens each response begins with the response that has them."""
         completions = engine.generate(prompts, 4, replace(self.PARAMS, stop_token_ids=()), seed=3)
         unstopped = rows_of(completions)
@@ -317,7 +317,7 @@ class TestEnds:
             assert len(tokens) > 5
             assert not set(tokens[:5]) & set(params.stop_token_ids)
 
-    def test_end_of_sequence_inside_the_prompt_is_no_end(self, engine, folder):
+    def test_end_of_sequence_inside_the_prompt_is_not_an_end(self, engine, folder):
         """Chat templates end every turn with it."""
         prompt = prompt_of(0, [9, EOS, 21, EOS])
         params = SamplingParams(max_length=10, use_greedy=True, stop_token_ids=(EOS,))
@@ -363,7 +363,7 @@ class TestEnds:
         assert max(first) > 7
         assert 0 in first
 
-    def test_end_string_in_the_prompt_is_no_end(self, engine, folder):
+    def test_end_string_in_the_prompt_is_not_an_end(self, engine, folder):
         tokenizer = load_tokenizer(folder)
         prompt = prompt_of(0, tokenizer("the").input_ids)
         params = SamplingParams(max_length=6, end_strings=("th", "the", "he"))

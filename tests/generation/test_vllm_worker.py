@@ -198,7 +198,7 @@ class TestWorker:
         assert set(columns) <= set(range(size))
 
     @pytest.mark.parametrize("is_tied", [False, True])
-    def test_tied_embeddings_are_those_of_the_output_layer_too(self, is_tied):
+    def test_tied_embeddings_are_passed_on_as_the_output_layer_too(self, is_tied):
         buffer, path = shared_buffer(64, torch.float32)
         views = {"model.embed_tokens.weight": buffer[:12].view(4, 3)}
         bucket = {**describe(buffer, views), "places": {"cpu": path}}

@@ -229,7 +229,7 @@ def test_the_servers_own_host_is_asked(tmp_path, given, listens, asked):
     assert f"remote_rm.reward_model.ip={asked}" in plan.actor
 
 
-def test_a_host_that_is_none_is_named(tmp_path):
+def test_an_invalid_host_is_named(tmp_path):
     with raises_error("launch.host.invalid", "inference.host is 'fe80::1%eth0'"):
         make_plan(tmp_path, ["inference.host=fe80::1%eth0"], [], server=("s",), actor=("a",))
 

@@ -266,7 +266,7 @@ def test_preflight_is_train_without_a_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_a_reader_that_closes_the_pipe_is_not_an_error(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "reinforce_rl", "train", "--cfg", "job"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

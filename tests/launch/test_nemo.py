@@ -293,7 +293,7 @@ def test_only_values_of_the_file_itself_come_into_the_new_one(text, tmp_path, mo
     }
 
 
-def test_a_key_that_is_a_number_is_no_index_into_a_list(tmp_path):
+def test_a_key_that_is_a_number_is_not_an_index_into_a_list(tmp_path):
     """Only the value of such a key is omitted, like for any other key."""
     tree = {
         "trainer": {"reinforce": {"max_steps": 5}},

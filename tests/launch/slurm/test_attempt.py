@@ -203,7 +203,7 @@ def test_a_step_whose_srun_has_ended_is_looked_for_once_a_second(home, said, mon
     assert 2 <= len(looks) <= 5
 
 
-def test_a_process_of_another_user_is_no_srun(home, monkeypatch):
+def test_a_process_of_another_user_is_not_an_srun(home, monkeypatch):
     def kill(process: int, number: int) -> None:
         raise PermissionError
 

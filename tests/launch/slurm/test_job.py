@@ -527,7 +527,7 @@ def test_the_first_signal_counts(started: type[Job]) -> None:
     assert (code, job.requeued) == (75, True), lines
 
 
-def test_a_run_in_a_folder_whose_name_is_no_plain_word(started: type[Job], tmp_path: Path) -> None:
+def test_a_run_in_a_folder_whose_name_needs_quotes(started: type[Job], tmp_path: Path) -> None:
     job = started(REINFORCE_RUN_DIR=str(tmp_path / "lr=1e-6~#é"))
     code, lines = job.finish()
     assert code == 0, lines

@@ -44,7 +44,7 @@ def test_records_are_read_again(tmp_path: Path) -> None:
     assert read_ends(tmp_path / "nothing") == []
 
 
-def test_tasks_without_a_record_are_those_of_srun(tmp_path: Path) -> None:
+def test_tasks_without_a_record_are_taken_from_srun(tmp_path: Path) -> None:
     record(tmp_path, end_of(1, 76))
     (tmp_path / "actor.srun").write_text(
         "srun: error: act0: tasks 0-1: Exited with exit code 1\n"

@@ -70,7 +70,7 @@ def test_a_file_of_an_earlier_step_is_not_believed(
     assert meet_ranks_of_step(variables_of_task(file, 1))["RANK"] == "1"
 
 
-def test_what_is_not_asked_to_meet_is_no_rank(tmp_path: Path) -> None:
+def test_a_process_that_is_not_asked_to_meet_is_not_a_rank(tmp_path: Path) -> None:
     task = variables_of_task(tmp_path / "actor.json", 0)
     assert meet_ranks_of_step({**task, RENDEZVOUS_VARIABLE: ""}) == {}
     assert meet_ranks_of_step({**task, "RANK": "0"}) == {}

@@ -140,7 +140,7 @@ def test_mounts_need_a_container() -> None:
     check_fault([fault], "slurm.container.no_image", *values)
 
 
-def test_a_file_is_no_shell_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_not_a_shell_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "the env.sh"
     file.write_text("export A=1\n")
     monkeypatch.chdir(tmp_path)
