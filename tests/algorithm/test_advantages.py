@@ -34,14 +34,13 @@ WORKED = Path(__file__).with_name("worked_example.json")
 
 
 def brute_force(rewards: list[float], groups: list[int], valid: list[bool]) -> list[float]:
-    """Reward minus the mean of the other valid rewards of the group, one sample at a time."""
+    """Return each reward minus the mean of the group's other valid rewards, by a loop."""
     out = []
     for i, reward in enumerate(rewards):
-        others = [
-            rewards[j]
-            for j in range(len(rewards))
-            if j != i and groups[j] == groups[i] and valid[j]
-        ]
+        others = []
+        for j, other in enumerate(rewards):
+            if j != i and groups[j] == groups[i] and valid[j]:
+                others.append(other)
         if valid[i] and others:
             out.append(reward - math.fsum(others) / len(others))
         else:
@@ -88,7 +87,7 @@ def test_a_permutation_of_the_samples_permutes_the_advantages(rows, random):
 @given(samples, st.dictionaries(st.sampled_from([-(2**62), -7, 0, 1, 3, 10**12]), reward_values))
 def test_a_constant_added_to_a_group_changes_nothing(rows, constants):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
-    # so that the sum stays below the largest reward that is taken
+    # so that the sum stays below the largest accepted reward
     rewards = [reward / 2 for reward in rewards]
     moved = [
         reward + constants.get(group, 0.0) / 2
@@ -112,7 +111,7 @@ def test_the_advantages_of_a_group_sum_to_zero(rows):
 
 @settings(deadline=None, max_examples=100)
 @given(samples, st.sampled_from([math.nan, math.inf, -math.inf]))
-def test_what_stands_at_an_invalid_sample_does_not_matter(rows, anything):
+def test_the_value_of_an_invalid_sample_does_not_matter(rows, anything):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
     spoilt = [reward if ok else anything for reward, ok in zip(rewards, valid, strict=True)]
     arguments = torch.tensor(groups), torch.tensor(valid)
@@ -159,9 +158,9 @@ def test_advantage_is_reward_less_baseline():
 
 
 def test_a_truncated_sample_does_not_count():
-    """All rewards are 1 and one of four is left out.
+    """All rewards are 1, and one of four samples is excluded.
 
-    With it in the denominator the others would get an advantage.
+    If it counted in the denominator, the others would get a non-zero advantage.
     """
     valid = torch.tensor([True, True, True, False])
     advantages = rloo(torch.ones(4), torch.zeros(4, dtype=torch.long), valid)
@@ -180,7 +179,7 @@ def test_with_nothing_to_compare_to_the_advantage_is_zero(count):
 
 
 def test_equal_rewards_but_one_stay_small():
-    """Divided by the leave-one-out spread, the first of these once became -2075."""
+    """Divided by the leave-one-out deviation, the first advantage once became -2075."""
     rewards = torch.tensor([0.0] + [0.95] * 7)
     advantages = rloo(rewards, torch.zeros(8, dtype=torch.long))
     assert advantages.abs().max() < 1
@@ -276,7 +275,7 @@ def worked() -> dict:
 
 
 def sequence_rewards(example: dict) -> tuple[Tensor, Tensor]:
-    """[G, P] or [N] rewards less the KL, and the log-probs."""
+    """Return rewards minus the KL, [G, P] or [N], and the log-probs."""
     log_probs = double(example["logprobs"])
     rows = log_probs.flatten(0, -2)
     reference = double(example["reference_logprobs"]).flatten(0, -2)
@@ -290,7 +289,7 @@ def test_the_worked_example_of_rloo(worked):
     expected = double(worked["rloo"]["sequence_rewards"])
     torch.testing.assert_close(rewards, expected)
     expected = double(worked["rloo"]["advantages"])
-    # Each row is a prompt; which axis that is shows in the expected numbers.
+    # Each row is a prompt; a swapped axis would change the expected numbers.
     columns = torch.arange(3).repeat(3)
     rows = torch.arange(3).repeat_interleave(3)
     candidates = [rloo(rewards.flatten(), groups).view(3, 3) for groups in (rows, columns)]
@@ -312,7 +311,7 @@ NAN = math.nan
 
 
 def rows(seed: int, count: int, width: int) -> tuple[Tensor, Tensor]:
-    """Values with NaN on the padding, and the mask; some rows may be empty."""
+    """Return values with NaN in the padding, and the mask; some rows may be empty."""
     generator = torch.Generator().manual_seed(seed)
     values = 10 * torch.randn(count, width, generator=generator, dtype=torch.float64)
     lengths = torch.randint(0, width + 1, (count,), generator=generator)
@@ -326,6 +325,10 @@ widths = st.integers(0, 6)
 some = settings(deadline=None, max_examples=40)
 
 
+def discounted_sum(values: list[float], discount: float) -> float:
+    return math.fsum(discount**steps * value for steps, value in enumerate(values))
+
+
 class TestReturnsToGo:
     @some
     @given(seeds, counts, widths, st.sampled_from([1.0, 0.9, 0.5, 1e-3]))
@@ -334,13 +337,10 @@ class TestReturnsToGo:
         expected = torch.zeros(count, width, dtype=torch.float64)
         for i, t in itertools.product(range(count), range(width)):
             if mask[i, t]:
-                later = [s for s in range(t, width) if mask[i, s]]
-                expected[i, t] = math.fsum(
-                    discount ** (s - t) * float(rewards[i, s]) for s in later
-                )
-        torch.testing.assert_close(
-            returns_to_go(rewards, mask, discount), expected, rtol=1e-12, atol=1e-12
-        )
+                later = rewards[i, t:][mask[i, t:]].tolist()
+                expected[i, t] = discounted_sum(later, discount)
+        returns = returns_to_go(rewards, mask, discount)
+        torch.testing.assert_close(returns, expected, rtol=1e-12, atol=1e-12)
 
     def test_by_hand(self):
         rewards = double([[1.0, 10.0, 100.0, NAN]])
@@ -361,8 +361,7 @@ class TestTokenCredit:
         expected = torch.zeros(count, width, dtype=torch.float64)
         for i in range(count):
             for t in range(lengths[i]):
-                later = range(t, lengths[i])
-                charged = math.fsum(discount ** (s - t) * float(penalty[i, s]) for s in later)
+                charged = discounted_sum(penalty[i, t : lengths[i]].tolist(), discount)
                 gain = discount ** (lengths[i] - 1 - t) * terminal[i]
                 expected[i, t] = gain - charged - baseline[i]
         credit = token_credit(terminal, baseline, penalty, mask, discount)
@@ -379,11 +378,12 @@ class TestAssignCredit:
     TOKEN_KL = double([[0.5, -1.0, 0.0], [2.0, 0.0, 0.0]])
     KL = double([-0.5, 2.0])
     REWARDS = double([3.0, 7.0])
-    FOUND = Advantages(double([10.0, 20.0]), double([1.0, 2.0]), torch.tensor([True, True]))
+    TRAINS = torch.tensor([True, True])
+    ADVANTAGES = Advantages(double([10.0, 20.0]), double([1.0, 2.0]), TRAINS)
 
     def credit(self, **options) -> list[list[float]]:
         return assign_credit(
-            self.FOUND, self.REWARDS, self.KL, self.TOKEN_KL, self.MASK, beta=0.1, **options
+            self.ADVANTAGES, self.REWARDS, self.KL, self.TOKEN_KL, self.MASK, beta=0.1, **options
         ).tolist()
 
     def test_by_response(self):
@@ -395,7 +395,7 @@ class TestAssignCredit:
     @pytest.mark.parametrize("placement", KL_PLACEMENTS)
     def test_by_token(self, placement):
         expected = {
-            # Reward less its own charges less the estimator's baseline.
+            # Reward minus its own penalties minus the estimator's baseline.
             "reward": [[3.0 + 0.05 - 1.0, 3.0 + 0.1 - 1.0, 0.0], [7.0 - 0.2 - 2.0, 0.0, 0.0]],
             "advantage": [[10.05, 10.1, 0.0], [19.8, 0.0, 0.0]],
             "loss": [[10.0, 10.0, 0.0], [20.0, 0.0, 0.0]],
@@ -442,7 +442,7 @@ class TestAssignCredit:
 
 
 def by_hand(values: Tensor, mask: Tensor, unit: str) -> Tensor:
-    """Each token with its weight, in exact sums."""
+    """Return whitened values with a weight per token, by exact sums."""
     lengths = mask.sum(1).tolist()
     entries = []
     for i, length in enumerate(lengths):
@@ -471,7 +471,7 @@ class TestWhiten:
     @given(seed=seeds, ranks=st.integers(1, 4))
     def test_ranks_share_one_mean_and_deviation(self, unit, seed, ranks):
         values, mask = rows(seed, 9, 4)
-        values[4:] += 1e3  # ranks with a mean of their own would show
+        values[4:] += 1e3  # whitening each rank by its own mean would show
         parts = torch.arange(9).tensor_split(ranks)
         parts_whitened = on_ranks(
             ranks,
@@ -500,9 +500,9 @@ class TestWhiten:
         assert whiten(torch.full((3, 3), constant), mask, unit=unit).abs().max() < 1e-4
 
     def test_of_one_response_or_token_nothing_is_left(self, unit):
-        """A deviation of one number is 0 or NaN.
+        """The deviation of a single number is 0 or NaN.
 
-        Dividing by it trained users of a peer on noise.
+        A peer that divided by it trained on noise.
         """
         single = torch.tensor([[True, False], [False, False]])
         assert not whiten(torch.full((2, 2), 5.0), single, unit=unit).any()

@@ -1,4 +1,4 @@
-"""The other estimators against their formulas, and what the configuration can name."""
+"""The other estimators against their formulas, and the names that a configuration allows."""
 
 from __future__ import annotations
 

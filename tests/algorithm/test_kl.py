@@ -31,12 +31,14 @@ def test_the_estimators_a_token():
     assert k1(log_probs, reference).tolist() == [[0.5, -1.0, 0.0]]
     assert absolute_k1(log_probs, reference).tolist() == [[0.5, 1.0, 0.0]]
     assert k2(log_probs, reference).tolist() == [[0.125, 0.5, 0.0]]
-    by_hand = torch.tensor([[math.exp(-0.5) - 1 + 0.5, math.exp(1.0) - 1 - 1.0, 0.0]])
+    below = math.exp(-0.5) - 1 + 0.5
+    above = math.exp(1.0) - 1 - 1.0
+    by_hand = torch.tensor([[below, above, 0.0]])
     torch.testing.assert_close(k3(log_probs, reference), by_hand)
 
 
 def test_k3_is_never_below_0():
-    """At any distance, though its two terms cancel where policies are nearly equal."""
+    """This holds at any distance, although its two terms cancel for nearly equal policies."""
     normal = torch.randn(20_000, generator=torch.Generator().manual_seed(5))
     for scale in (1e-9, 1e-7, 1e-6, 1e-4, 1e-2, 1.0, 20.0):
         differences = normal * scale
@@ -44,7 +46,7 @@ def test_k3_is_never_below_0():
 
 
 def test_k3_of_nearly_equal_policies_is_not_cancelled():
-    """exp(x) - 1 - x of float32 has no digit left at 1e-4; some of its values would be negative."""
+    """exp(x) - 1 - x in float32 has no correct digit at 1e-4; some values would be negative."""
     log_probs = torch.linspace(-1e-3, 1e-3, 101)
     estimates = k3(log_probs, torch.zeros(101))
     torch.testing.assert_close(estimates, log_probs**2 / 2, rtol=1e-3, atol=1e-10)
@@ -85,7 +87,7 @@ def test_it_carries_no_gradient():
 
 
 def test_k1_is_unbiased_and_its_absolute_value_is_not():
-    """Exact expectations over all tokens of a small distribution."""
+    """Compare exact expectations over all tokens of a small distribution."""
     policy = torch.tensor([0.5, 0.3, 0.2]).double()
     reference = torch.tensor([0.2, 0.2, 0.6]).double()
     true_kl = (policy * (policy / reference).log()).sum()
@@ -116,7 +118,7 @@ def test_reductions():
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs of two policies, with NaN and infinity on the padding, and the mask.
+    """Return log-probs of two policies, with NaN and infinity in the padding, and the mask.
 
     The first response is empty.
     """
@@ -142,9 +144,8 @@ def test_every_estimate_of_a_sequence_by_hand(estimator, reduction):
         tokens = [formula(ratio) for ratio in (policy[kept] - other[kept]).tolist()]
         count = max(len(tokens), 1) if reduction == "mean" else 1
         expected.append(math.fsum(tokens) / count)
-    reduced = reduce_over_tokens(
-        token_kl(log_probs, reference, mask, estimator=estimator), mask, reduction
-    )
+    tokens_kl = token_kl(log_probs, reference, mask, estimator=estimator)
+    reduced = reduce_over_tokens(tokens_kl, mask, reduction)
     assert reduced.tolist() == pytest.approx(expected, rel=1e-12)
 
 
@@ -152,7 +153,7 @@ class TestInTheLoss:
     @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
     @pytest.mark.parametrize("weights", KL_LOSS_WEIGHTS)
     def test_value_and_gradient_are_written_out_by_hand(self, estimator, weights):
-        """d/dl of w_t k_t: its own slope, and the estimates that the token answers for."""
+        """d/dl of w_t k_t: its own slope, and the estimates that the token influences."""
         slope = {
             "k1": lambda d: 1.0,
             "absolute_k1": lambda d: math.copysign(1.0, d),
@@ -167,6 +168,7 @@ class TestInTheLoss:
         assert torch.equal(terms, values), "the score-function term has no value"
         (factor * terms).sum().backward()
 
+        weighted = (factor * values).tolist()
         expected = torch.zeros(4, 5, dtype=torch.float64)
         for i in range(4):
             length = int(mask[i].sum())
@@ -174,7 +176,7 @@ class TestInTheLoss:
                 log_ratio = float(log_probs[i, t] - reference[i, t])
                 expected[i, t] = factor[i, t] * slope(log_ratio)
                 answers_for = {"none": [], "token": [t], "prefix": range(t, length)}[weights]
-                expected[i, t] += sum(float(factor[i, s] * values[i, s]) for s in answers_for)
+                expected[i, t] += sum(weighted[i][s] for s in answers_for)
         assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad, expected, rtol=1e-12, atol=1e-12)
 
@@ -210,7 +212,7 @@ class TestKLCoefficient:
         [(6.0, 1.0), (6.6, 1.01), (5.4, 0.99), (60.0, 1.02), (0.0, 0.98), (-3.0, 0.98)],
     )
     def test_by_hand(self, measured, expected):
-        """A target of 6 nats and a tenth of the horizon."""
+        """With a target of 6 nats and a tenth of the horizon."""
         beta = KLCoefficient(1.0, 6.0, 1000.0)
         beta.update(measured, 100)
         assert beta.value == pytest.approx(expected)

@@ -1,9 +1,10 @@
-"""The loss of a micro-batch and its terms: by hand, by formula, and however the batch is cut."""
+"""The loss of a micro-batch and its terms, by hand, by formula and for any split of the batch."""
 
 from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ def test_no_gradient_flows_through_the_advantages():
 
 
 def test_lengths_are_not_normalised_away():
-    """Twice as many tokens of the same log-prob make twice the loss: the response is one action."""
+    """Twice as many tokens of equal log-prob double the loss: the response is one action."""
     short = torch.tensor([[True, False]])
     long = torch.tensor([[True, True]])
     arguments = torch.ones(1), torch.ones(1, dtype=torch.bool), sequences(1)
@@ -175,7 +176,7 @@ def by_formula(
 ) -> tuple[list[float], list[list[float]], list[list[float]], list[list[bool]]]:
     """Return each response's sum of terms, and each token's gradient, ratio and clip flag.
 
-    The flag says whether clipping took the token's gradient.
+    The flag is set if clipping removed the token's gradient.
     """
     values = []
     gradients = []
@@ -184,17 +185,24 @@ def by_formula(
     for logs, olds, a in zip(new, old, advantages, strict=True):
         differences = [x - y for x, y in zip(logs, olds, strict=True)]
         length = len(logs)
-        whole = math.exp(math.fsum(differences) / (length if ratio == "sequence_geometric" else 1))
-        rhos = [math.exp(d) for d in differences] if ratio == "token" else [whole] * length
+        log_ratio = math.fsum(differences)
+        if ratio == "sequence_geometric":
+            log_ratio = log_ratio / length
+        rhos = [math.exp(log_ratio)] * length
+        if ratio == "token":
+            rhos = [math.exp(difference) for difference in differences]
         if ratio == "none":
             rhos = [1.0] * length
             stop = [False] * length
             surrogate = [-a * x for x in logs]
         else:
-            # The pessimistic one of two: above the range a good sample stops, below it a bad one.
-            stop = [rho > 1 + high if a > 0 else a < 0 and rho < 1 - low for rho in rhos]
-            clipped = [min(max(rho, 1 - low), 1 + high) for rho in rhos]
-            surrogate = [-min(rho * a, c * a) for rho, c in zip(rhos, clipped, strict=True)]
+            # The pessimistic minimum: a good sample stops above the range, a bad one below it.
+            stop = []
+            surrogate = []
+            for rho in rhos:
+                stop.append(rho > 1 + high if a > 0 else a < 0 and rho < 1 - low)
+                clipped = min(max(rho, 1 - low), 1 + high)
+                surrogate.append(-min(rho * a, clipped * a))
         values.append(math.fsum(surrogate) / (length if ratio == "sequence" else 1))
         pairs = zip(stop, rhos, strict=True)
         gradients.append([0.0 if is_stopped else -a * rho for is_stopped, rho in pairs])
@@ -220,7 +228,7 @@ class TestPolicyTerms:
         leaf = (tables[0] - 3).requires_grad_()
         new = torch.where(mask, leaf, 0.0)
         old = torch.where(mask, tables[0] - 3 + spread * tables[1], 0.0)
-        # Beyond the bound the ratio is not the formula's.
+        # Beyond the bound the ratio differs from the formula.
         log_ratios = (new.detach() - old).sum(1)
         assume(float(log_ratios.abs().max()) < MAX_LOG_RATIO)
         advantages = torch.randn(4, generator=generator, dtype=torch.float64)
@@ -237,9 +245,10 @@ class TestPolicyTerms:
         )
         assert leaf.grad is not None
         assert not rho.requires_grad
+        close = partial(pytest.approx, rel=1e-9, abs=1e-12)
         for i, n in enumerate(lengths.tolist()):
-            assert terms[i, :n].sum().item() == pytest.approx(values[i], rel=1e-9, abs=1e-12)
-            assert leaf.grad[i, :n].tolist() == pytest.approx(gradients[i], rel=1e-9, abs=1e-12)
+            assert terms[i, :n].sum().item() == close(values[i])
+            assert leaf.grad[i, :n].tolist() == close(gradients[i])
             assert rho[i, :n].tolist() == pytest.approx(ratios[i], rel=1e-9)
             expected = stopped[i] + [False] * (5 - n)
             assert clipped[i].tolist() == expected
@@ -249,7 +258,7 @@ class TestPolicyTerms:
         ("advantage", "stopped"), [(1.0, [False, False, True]), (-1.0, [True, False, False])]
     )
     def test_which_entries_count_as_clipped(self, advantage, stopped):
-        """Only where the sample would be pushed further out; the way back stays open."""
+        """Only entries that would move further out are clipped; the way back stays open."""
         rho = torch.tensor([[0.5, 1.0, 1.5]])
         log_probs = rho.log().requires_grad_()
         mask = torch.ones(1, 3, dtype=torch.bool)
@@ -270,7 +279,7 @@ class TestPolicyTerms:
     ):
         """exp(200) is infinite in float32, and infinity times 0 is NaN.
 
-        Either can appear in the value, or in the gradient alone.
+        Either could appear in the value, or only in the gradient.
         """
         log_probs = torch.full((1, 3), -1.0).requires_grad_()
         old_log_probs = torch.full((1, 3), -1.0 - difference)
@@ -306,9 +315,9 @@ class TestPolicyTerms:
         assert not clipped.any()
 
     def test_the_ratio_of_a_long_response_is_of_the_sum(self):
-        """4,096 tokens of a thousandth each: exp(4.096).
+        """4,096 tokens of 0.001 each: exp(4.096).
 
-        A product of rounded ratios, or a mean, would be off.
+        A product of rounded ratios, or a mean, would be wrong.
         """
         log_probs = torch.full((1, 4096), -2.0)
         old = log_probs - 1e-3
@@ -327,12 +336,12 @@ class TestPolicyTerms:
 
 
 class TestFirstPass:
-    """Without old log-probs the policy is the one that drew the samples."""
+    """Without old log-probs, the current policy has drawn the samples."""
 
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
     @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
     @pytest.mark.parametrize("clip", [0.0, 0.2])
-    def test_the_gradient_is_that_of_no_ratio(self, ratio, aggregation, clip):
+    def test_the_gradient_equals_the_one_without_a_ratio(self, ratio, aggregation, clip):
         log_probs, mask, advantages, trains = random_batch(9, 5, seed=4)
         inputs = LossInputs(mask, advantages[:, None].expand(9, 5), trains)
         denominators = Denominators(float(trains.sum()), float(mask[trains].sum()), 7.0)
@@ -351,10 +360,10 @@ class TestFirstPass:
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=0)
 
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
-    def test_the_ratio_is_exactly_1_whatever_the_noise(self, ratio):
-        """A second pass in bf16 nulled 20 to 40 % of the on-policy samples of a peer's ratio.
+    def test_the_ratio_is_exactly_1_for_any_noise(self, ratio):
+        """In a peer, noise of a second pass in bf16 zeroed 20 to 40 % of on-policy samples.
 
-        The peer takes the ratio of a sequence.
+        The peer uses the ratio of a sequence.
         """
         clean = -3 * torch.rand(8, 512, generator=torch.Generator().manual_seed(0))
         noisy = clean.bfloat16().float()
@@ -428,9 +437,9 @@ class TestGeneratorWeights:
 
     @pytest.mark.parametrize("correction", GENERATOR_CORRECTIONS)
     def test_they_multiply_the_policys_terms_only(self, correction):
-        """The KL and the entropy keep their weight.
+        """KL and entropy keep their weight.
 
-        They are not of samples that the generator drew too often.
+        They do not correct for samples that the generator draws too often.
         """
         log_probs, mask, advantages, trains = random_batch(6, 4, seed=8)
         noise = torch.randn(
@@ -467,7 +476,7 @@ class TestGeneratorWeights:
         torch.testing.assert_close(leaf.grad, other.grad)
 
 
-class TestWhatIsAdded:
+class TestAddedTerms:
     @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
     def test_the_entropy_bonus_has_the_weights_of_the_loss(self, aggregation):
         log_probs, mask, advantages, trains = random_batch(7, 5, seed=3)
@@ -528,7 +537,7 @@ class TestSums:
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
     @pytest.mark.parametrize("correction", GENERATOR_CORRECTIONS)
     def test_by_brute_force(self, ratio, correction):
-        """NaN and infinity wherever a token does not train; the sums of micro-batches add up."""
+        """NaN and infinity in tokens that do not train; sums over micro-batches add up."""
         log_probs, mask, advantages, trains = random_batch(8, 5, seed=11)
         noise = 0.4 * torch.randn(
             2, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)

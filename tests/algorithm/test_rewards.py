@@ -1,4 +1,4 @@
-"""Reward shaping, running moments and the groups that have a spread."""
+"""Reward shaping, running moments, and groups with unequal rewards."""
 
 from __future__ import annotations
 
@@ -48,14 +48,17 @@ def shaped(
     values = torch.tensor(rewards, dtype=torch.float64)
     everything = [True] * len(rewards)
     response_lengths = torch.tensor(lengths or [1] * len(rewards))
-    return subtract_truncation_penalty(
-        shape_rewards(values, torch.tensor(valid or everything), response_lengths, shaping, past),
+    is_valid = torch.tensor(valid or everything)
+    has_ended = torch.tensor(everything if ended is None else ended)
+    penalised = subtract_truncation_penalty(
+        shape_rewards(values, is_valid, response_lengths, shaping, past),
         response_lengths,
-        torch.tensor(everything if ended is None else ended),
+        has_ended,
         penalty=penalty,
         buffer=buffer,
         max_length=max_length,
-    ).tolist()
+    )
+    return penalised.tolist()
 
 
 def test_by_default_nothing_is_done():
@@ -70,14 +73,14 @@ class TestStandardisation:
 
     @pytest.mark.parametrize("seen", [[], [5.0]])
     def test_the_first_step_takes_its_own_moments(self, seen):
-        """A single number seen has no deviation yet."""
+        """A single number has no deviation yet."""
         past = RunningMoments.of(torch.tensor(seen, dtype=torch.float64))
         standardised = shaped([1.0, 2.0, 6.0], RUNNING, past=past)
         deviation = math.sqrt((4 + 1 + 9) / 2)
         expected = [-2 / deviation, -1 / deviation, 3 / deviation]
         assert standardised == pytest.approx(expected)
 
-    def test_a_later_step_takes_those_of_the_past_alone(self):
+    def test_a_later_step_takes_past_moments_only(self):
         # mean 2, deviation sqrt(8)
         past = RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64))
         assert shaped([2.0, 10.0], RUNNING, past=past) == pytest.approx([0.0, math.sqrt(8)])
@@ -93,7 +96,7 @@ class TestStandardisation:
     @pytest.mark.parametrize("reward", [0.0, 0.95, -1e6 + 1 / 3])
     @pytest.mark.parametrize("noise", [0.0, 1e-7])
     def test_equal_rewards_do_not_blow_up(self, reward, noise):
-        """Of the first step by its own moments, and then a reward that does differ."""
+        """The first step uses its own moments; then a reward differs."""
         equal = [reward, reward * (1 + noise), reward * (1 - noise), reward]
         assert shaped(equal, RUNNING) == [0.0] * 4
         past = RunningMoments.of(torch.tensor(equal, dtype=torch.float64))
@@ -122,7 +125,7 @@ class TestOverlongResponses:
             (20480, -1),
         ],
     )
-    def test_ended_ones_are_equation_13_of_dapo(self, length, expected):
+    def test_ended_responses_follow_equation_13_of_dapo(self, length, expected):
         assert shaped([0.0], lengths=[length], **DAPO) == pytest.approx([expected], abs=1e-7)
 
     @settings(deadline=None, max_examples=40)
@@ -134,7 +137,7 @@ class TestOverlongResponses:
         rewards = shaped([1.0], lengths=[length], penalty=2.5, buffer=buffer, max_length=longest)
         assert rewards == pytest.approx([1.0 + 2.5 * punishment], abs=1e-6)
 
-    def test_a_cut_one_has_all_of_it(self):
+    def test_a_cut_response_has_the_whole_penalty(self):
         assert shaped([0.0], lengths=[20480], ended=[False], **DAPO) == [-1.0]
 
     def test_a_buffer_as_long_as_the_response_begins_at_once(self):
@@ -142,7 +145,7 @@ class TestOverlongResponses:
         rewards = shaped([0.0] * 5, lengths=lengths, penalty=1.0, buffer=4, max_length=4)
         assert rewards == pytest.approx([0, -0.25, -0.5, -0.75, -1])
 
-    def test_without_a_buffer_only_cut_ones_are_penalised(self):
+    def test_without_a_buffer_only_cut_responses_are_penalised(self):
         cut = {"lengths": [8, 8], "ended": [True, False]}
         assert shaped([1.0, 1.0], **cut, penalty=3.0, max_length=8) == [1.0, -2.0]
 
@@ -168,7 +171,7 @@ class TestOrder:
             ended=[True, True, False],
             **CUT_AT_FOUR,
         )
-        # (1.2 - 1) / 2 * 10 = 1; the others are clipped to 5 before anything is subtracted.
+        # (1.2 - 1) / 2 * 10 = 1; the others are clipped to 5 before the subtraction.
         assert rewards == pytest.approx([1.0 - 0.5, 5.0 - 1.0, -5.0 - 1.0 - 100.0])
 
     def test_penalties_are_neither_scaled_nor_clipped(self):
@@ -197,9 +200,7 @@ class TestOrder:
     buffer=st.integers(0, 8),
     past=st.lists(st.floats(-MAX_REWARD, MAX_REWARD), max_size=4),
 )
-def test_an_invalid_sample_changes_nobody_elses_reward(
-    standardisation, rows, anything, buffer, past
-):
+def test_an_invalid_sample_changes_no_other_reward(standardisation, rows, anything, buffer, past):
     columns = list(zip(*rows, strict=True)) or [()] * 4
     rewards = torch.tensor(columns[0], dtype=torch.float64)
     valid = torch.tensor(columns[1], dtype=torch.bool)
@@ -223,7 +224,7 @@ def test_an_invalid_sample_changes_nobody_elses_reward(
     shaped_rewards = run(torch.where(valid, rewards, anything))
     assert torch.isfinite(shaped_rewards[valid]).all()
     assert torch.equal(shaped_rewards[valid], run(torch.where(valid, rewards, 0.0))[valid])
-    # What an invalid sample was left with is out of all that follows.
+    # The value of an invalid sample has no further effect.
     if bool((shaped_rewards[valid].abs() <= MAX_REWARD).all()):
         groups = RewardGroups.of(shaped_rewards, torch.zeros(len(valid)).long(), valid)
         assert torch.isfinite(groups.mean_by_group()).all()
@@ -292,7 +293,7 @@ def test_one_number_has_no_deviation():
 
 
 def test_a_small_spread_on_a_large_mean_is_not_cancelled():
-    """The difference of the mean square and the squared mean would be 0 here, or negative."""
+    """The mean square minus the squared mean would be 0 here, or negative."""
     moments = RunningMoments()
     for value in (1e9, 1e9 + 1, 1e9 + 2):
         moments.update(double([value]))
@@ -337,7 +338,7 @@ def differs(
     ),
     st.sampled_from([math.nan, math.inf, -math.inf]),
 )
-def test_by_brute_force_whatever_the_invalid_hold(rows, anything):
+def test_by_brute_force_for_any_invalid_values(rows, anything):
     distinct = defaultdict(set)
     for reward, group, is_valid in rows:
         if is_valid:

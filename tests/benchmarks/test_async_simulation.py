@@ -1,6 +1,6 @@
 """The simulation of asynchronous steps.
 
-Its numbers are exact where theory knows the answer; a run feeds it too.
+Its numbers are exact where theory gives the answer; it also accepts a run's data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ APART = pytest.mark.parametrize("simulate", [in_order, as_finished])
 
 
 def job(lengths: Callable[[int], Sequence[int]] = lambda number: [LENGTH], **settings) -> Job:
-    """Generation takes 6 s for rows of one length; training 12 GPU-seconds."""
+    """Generation takes 6 s for rows of equal length, and training 12 GPU-seconds."""
     known = {
         "decode": Fraction(1),
         "row": Fraction(0),
@@ -50,10 +50,10 @@ def job(lengths: Callable[[int], Sequence[int]] = lambda number: [LENGTH], **set
 
 def test_a_call_lasts_as_its_rows_say():
     paid = job(decode=Fraction(1), row=Fraction(1, 2))
-    # two rows for a token, then one for two
+    # two rows for one token, then one row for two
     expected = 1 * 2 + 2 * Fraction(3, 2)
     assert call_seconds(paid, [[1, 3]]) == expected
-    # one after the other
+    # one after another
     assert call_seconds(replace(paid, slots=1), [[1], [3]]) == 4 * Fraction(3, 2)
     # the third takes the place of the first
     assert call_seconds(replace(paid, slots=2), [[1], [3], [2]]) == 3 * 2
@@ -68,7 +68,7 @@ def test_colocated_is_the_sum():
 @APART
 @pytest.mark.parametrize("trainers", [1, 3])
 def test_of_constant_lengths_k_0_is_the_sum_and_k_1_the_longer_one(simulate, trainers):
-    """Two generators that a step's prompts fill."""
+    """A step's prompts fill two generators."""
     constant = job(send=Fraction(1), reward=Fraction(1, 3), slots=PROMPTS // 2)
     train = Fraction(12, trainers) + 1
     expected = LENGTH + Fraction(1, 3) + train
@@ -85,7 +85,7 @@ def test_one_long_response_holds_up_those_in_order_alone(engines):
     def lengths(number: int) -> list[int]:
         return [long if number == 8 * PROMPTS + 1 else LENGTH]  # of the ninth step
 
-    # generation has room beside it, so that the trainer never waits else
+    # generation has spare capacity, so that otherwise the trainer never waits
     long = 10 * LENGTH
     train = 12
     k = 2
@@ -98,10 +98,10 @@ def test_one_long_response_holds_up_those_in_order_alone(engines):
     )
     schedule = as_finished(tail, 1, engines, k)
     assert schedule.seconds == train
-    # it got too old, and another one took its place
+    # it became too old, and was replaced
     assert schedule.dropped == Fraction(1, STEPS * PROMPTS)
     schedule = in_order(tail, 1, engines, k)
-    # it began when the trainer had k steps to do
+    # it started when the trainer had k steps to go
     assert schedule.waiting * schedule.seconds * COUNTED == long - k * train
 
 
@@ -144,7 +144,7 @@ def test_lengths_have_their_mean_and_their_bound(tail):
     assert drawn(7) == drawn(7) != drawn(8) or tail == "constant"
 
 
-def test_a_run_of_ones_own(tmp_path, mesh, monkeypatch, capsys):
+def test_a_users_run(tmp_path, mesh, monkeypatch, capsys):
     lines = tiny_run.run(
         tmp_path, mesh, "trainer.reinforce.max_steps=4", "trainer.reinforce.max_epochs=4"
     )

@@ -1,4 +1,4 @@
-"""The comparison with TRL: its checks can fail, its ratios are right, and its short form runs."""
+"""The comparison with TRL: its checks can fail, its ratios are correct, its short form runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def side(name: str, *steps: Step, peak_bytes: int = 10) -> SideReport:
 def same_pair() -> Pair:
     ours = step(1)
     peer = step(1)
-    # The order of the samples is not the same, and need not be.
+    # The order of samples may differ.
     reversed_peer = replace(peer, samples=peer.samples[::-1])
     return Pair(side("ours", ours, step(2)), side("peer", reversed_peer, step(2)))
 
@@ -73,7 +73,7 @@ def test_sides_that_did_the_same_pass():
 
 
 def with_samples(pair: Pair, **fields: object) -> Pair:
-    """The peer's last sample of the second step, changed."""
+    """Change the peer's last sample of the second step."""
     last = pair.peer.steps[1]
     samples = [*last.samples[:-1], replace(last.samples[-1], **fields)]
     changed = replace(last, samples=samples)
@@ -115,7 +115,7 @@ def with_samples(pair: Pair, **fields: object) -> Pair:
         ),
     ],
 )
-def test_sides_that_did_not_the_same_are_refused(pair, message):
+def test_sides_that_did_different_work_are_refused(pair, message):
     with pytest.raises(NotTheSame, match=message.replace("bf", "bfloat16")):
         check_same(WORKLOAD, pair)
 
@@ -134,13 +134,13 @@ def test_ratios_are_of_pairs_and_leave_the_warm_up_out():
         pairs.append(Pair(ours_side, peer_side))
     comparison = compare(pairs, warm_up_steps=1)
     assert comparison.pair_speedups == pytest.approx([2.0, 3.0, 10.0])
-    assert comparison.speedup == pytest.approx(3.0)  # the medians' own ratio would be 10
+    assert comparison.speedup == pytest.approx(3.0)  # the ratio of medians would be 10
     assert comparison.memory == pytest.approx(0.5)
     rows = {row.name: row for row in comparison.rows}
     assert rows[STEP].ours == 10.0
     assert rows[STEP].peer == 100.0
     assert rows[GENERATION].ratio == pytest.approx(1.0)
-    assert rows[LOG_PROBS].ratio is None  # ours has no such phase
+    assert rows[LOG_PROBS].ratio is None  # this project has no such phase
     assert rows[OTHER].ours == 8.0
     assert rows[OTHER].peer == 97.0
 
@@ -179,7 +179,7 @@ def test_short_form_runs_both_sides_and_writes_what_it_says(tmp_path):
     assert done.stdout.splitlines()[-1] == summary
     ours = written["pairs"][0]["ours"]["steps"][-1]["phases"]
     peer = written["pairs"][0]["peer"]["steps"][-1]["phases"]
-    # `rewards` of ours may be nothing at all: they come while log-probs are taken.
+    # Our `rewards` may take no time: they arrive while log-probs are computed.
     for phases in (ours, peer):
         for name in (GENERATION, "reference log-probs", "loss and gradient", "optimizer"):
             assert phases[name] > 0

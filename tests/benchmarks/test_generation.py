@@ -1,6 +1,6 @@
-"""The comparison of generation with transformers: its short form runs.
+"""The short form of the comparison of generation with transformers runs.
 
-A side that does less is noticed.
+It detects a side that does less work.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ from reinforce_rl.rewards.base import RewardRequest  # noqa: E402
         ("the look was good .", 1.0),
         ("the look was very perfect and the price was rather bad .", 3.0 - 0.75),
         ("the look was hardly awful .", 1.0),
-        ("the look was good and the look was nice .", 1.0),  # the aspect has come before
-        ("the look was good and the price was good .", 1.0),  # the adjective has
+        ("the look was good and the look was nice .", 1.0),  # the aspect is repeated
+        ("the look was good and the price was good .", 1.0),  # the adjective is repeated
         # the third does not count
         ("the look was good and the price was nice and the end was superb .", 2.0),
         ("good perfect superb", 0.0),  # no clause
@@ -156,7 +156,7 @@ def test_cells_with_a_generator_differ_from_the_colocated_one_in_their_staleness
 def paced(
     cell: str, seed: int, values: tuple[float, ...], seconds: float, moved: float = 0.0
 ) -> Outcome:
-    """Steps in all as many as `values` less one."""
+    """Return a run with a validation of each value, one step apart."""
     validation = [(step * SAMPLES_PER_STEP, value) for step, value in enumerate(values)]
     nothing = [0.0] * (len(values) - 1)
     paces = [seconds] * len(nothing)
@@ -238,7 +238,7 @@ def quick(folder: Path, *cells: str) -> tuple[str, list[dict]]:
 
 
 @pytest.mark.slow
-def test_quick_form_runs_with_a_generator_of_its_own(tmp_path):
+def test_quick_form_runs_with_a_separate_generator(tmp_path):
     base, of_now, older = (cell.name for cell in LAGGING[2][:3])
     summary, lines = quick(tmp_path, base, of_now, older)
     assert CELLS[older].title in summary
@@ -253,13 +253,13 @@ def test_quick_form_runs_with_a_generator_of_its_own(tmp_path):
         for name in ("validation", "training", "kl"):
             assert apart[name] == colocated[name]  # bit for bit
         assert one_old["training"][0] == colocated["training"][0]
-        # the first two steps have the initial weights
+        # the first two steps use the initial weights
         assert max(apart["moved"]) < 1e-9 < min(one_old["moved"][1:])
         assert len(one_old["steps"]) == 4
 
 
 @pytest.mark.slow
-def test_quick_form_runs_and_goes_on_where_it_was(tmp_path):
+def test_quick_form_runs_and_resumes(tmp_path):
     summary, first = quick(tmp_path, "rloo4", "vanilla_plus4")
     assert CELLS["vanilla_plus4"].title in summary
     summary, lines = quick(tmp_path, "rloo4", "vanilla_plus4", "raft4_noise2", "running_mean")

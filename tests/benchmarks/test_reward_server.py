@@ -1,4 +1,4 @@
-"""The benchmark of the reward service runs, and finds the same scores in all three ways."""
+"""The benchmark of the reward service runs, and gets equal scores in all three ways."""
 
 from __future__ import annotations
 

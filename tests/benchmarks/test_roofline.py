@@ -1,4 +1,4 @@
-"""The bounds' arithmetic, by hand, and what is read of a run."""
+"""The arithmetic of the bounds, by hand, and the data that are read from a run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ MODEL = ModelParts(body=100, head=20, all=130)
 
 class TestDecoding:
     def test_a_step_reads_each_weight_once(self):
-        # 120 numbers of 4 bytes at 48 bytes a second: 10 s a step; 5 tokens take 4 steps, whatever
-        # the rows.
+        # 120 numbers of 4 bytes at 48 bytes a second: 10 s a step; 5 tokens take 4 steps for any
+        # number of rows.
         machine = Machine(bandwidth=48.0, flops=1e9)
         assert decoding_seconds(machine, MODEL, [5]) == pytest.approx(40.0)
         assert decoding_seconds(machine, MODEL, [5, 3, 1, 0]) == pytest.approx(40.0)
@@ -70,7 +70,7 @@ def test_passes_count_the_prompt_once_or_for_each_sample_and_the_head_apart():
 
 def test_generation_reads_the_prompts_with_the_head_at_their_ends():
     machine = Machine(bandwidth=480.0, flops=240.0)
-    decoding = 3.0 + 1.0 + 1.0  # of the second batch: three rows, then one
+    decoding = 3.0 + 1.0 + 1.0  # second batch: three rows, then one
     floor = generation_floor(machine, MODEL, TOKENS)
     expected = decoding + 2 * (100 * 12 + 20 * 2) / 240
     assert floor.shared == pytest.approx(expected)
@@ -105,7 +105,7 @@ def write_run(folder: Path, *overrides: str) -> Path:
     (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())))
     logger = JsonlLogger(run / "metrics.jsonl")
     for step in (1, 2, 3):
-        # The first is slow, and is left out.
+        # The first step is slow, and is skipped.
         seconds = {
             "generate": 100.0 if step == 1 else 2.0 + step,
             "train_time": 8.0,

@@ -1,4 +1,4 @@
-"""The benchmark of stale rollouts: its exact sums beside the tests' sums, and its result."""
+"""The benchmark of stale rollouts: its exact sums against the tests' sums, and its result."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_versions_are_a_given_kl_apart_and_get_better(problem, path):
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_means_are_those_of_all_ordered_pairs(problem, path, name):
-    """The mean does not depend on G, so pairs will do."""
+def test_means_equal_all_ordered_pairs(problem, path, name):
+    """The mean does not depend on G, so pairs suffice."""
     now = path[-1]
     behaviour = path[-3]
     options = Options(loss=CORRECTIONS[name])
@@ -73,7 +73,7 @@ def test_means_are_those_of_all_ordered_pairs(problem, path, name):
     assert relative_error(mean, expected) < 1e-12
 
 
-def test_variance_on_policy_is_that_of_all_ordered_groups():
+def test_variance_on_policy_equals_all_ordered_groups():
     problem = Problem.draw(0)
     now = problem.path(STEP_KL, versions=1)[-1]
     variance = Estimate(problem, now, now, CORRECTIONS["none"], scores_of(now)).variance
@@ -100,9 +100,9 @@ def test_kl_by_the_generator_is_biased_though_the_weight_is_not(problem, path):
 
 
 def test_baseline_leaves_the_mean_alone_where_weights_are_exact(problem, path):
-    """E[w b score] = E[b] E[w score], and E[w score] is 0 for the exact weight only.
+    """E[w b score] = E[b] E[w score], and E[w score] is 0 only for the exact weight.
 
-    Truncated, the baseline still keeps a constant in the reward out of the bias.
+    With truncation, the baseline still removes a constant of the reward from the bias.
     """
     now = path[-1]
     behaviour = path[-5]

@@ -1,4 +1,4 @@
-"""Wrong configurations: found before a model is loaded, all in one message that says what to do."""
+"""Invalid configurations: rejected before a model is loaded, in one message with the fixes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from reinforce_rl.errors import ConfigError, key_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_reinforce_actor.py"
-# what a slow and busy machine may take for a message that comes at once elsewhere
+# a slow and busy machine may need this long for a message that is immediate elsewhere
 DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Everything that a configuration names, but for the weights: whoever loads a model from here fails."""
+    """Every file that a configuration names except weights: loading a model from here fails."""
     folder = tmp_path_factory.mktemp("config")
     write_model_without_weights(folder / "model")
     write_prompts(folder / "train.jsonl", three_letters(8))
@@ -72,7 +72,8 @@ def test_a_right_configuration_loads(folder):
     )
     assert config.trainer.reinforce.num_rollouts_per_prompt == 8
     assert config.trainer.precision == "bf16"
-    assert config.model.optim.lr == 1.0 and isinstance(config.model.optim.lr, float)
+    assert config.model.optim.lr == 1.0
+    assert isinstance(config.model.optim.lr, float)
     assert config.model.max_prompt_tokens == 48
     assert config.model.data.data_prefix.train == str(folder / "train.jsonl")
 
@@ -85,7 +86,7 @@ PARALLEL = ["trainer.devices=8", "model.tensor_model_parallel_size=2"]
     [
         (False, PARALLEL, "32", (False, False)),
         (True, PARALLEL, "bf16", (True, True)),
-        (True, [], "bf16", (False, False)),  # nobody to share with
+        (True, [], "bf16", (False, False)),  # no other process on the device
         (True, ["trainer.devices=2", "model.context_parallel_size=2"], "bf16", (True, True)),
         (
             True,
@@ -99,7 +100,7 @@ PARALLEL = ["trainer.devices=8", "model.tensor_model_parallel_size=2"]
             "bf16",
             (True, False),
         ),
-        (False, [*PARALLEL, "preflight=deep"], "bf16", (True, True)),  # of a run on GPUs
+        (False, [*PARALLEL, "preflight=deep"], "bf16", (True, True)),  # a plan for GPUs
     ],
 )
 def test_defaults_that_depend_on_a_gpu(folder, monkeypatch, gpu, overrides, precision, shared):
@@ -110,11 +111,13 @@ def test_defaults_that_depend_on_a_gpu(folder, monkeypatch, gpu, overrides, prec
 
 
 def test_a_home_folder_is_written_with_a_tilde(folder, tmp_path, monkeypatch):
-    """No shell expands KEY=~/folder, and no YAML; Hydra's grammar has no ~ without quotes."""
+    """Neither a shell nor YAML expands KEY=~/folder, and Hydra's grammar requires quotes for ~."""
     monkeypatch.setenv("HOME", str(folder))
     home = ["pretrained_checkpoint.restore_from_path=~/model", "exp_manager.explicit_log_dir=~/run"]
-    own = [override for override in right(folder) if override.partition("=")[0] not in str(home)]
-    config = load_config(composed("train_reinforce_actor", [*own, *home]))
+    overrides = [
+        override for override in right(folder) if override.partition("=")[0] not in str(home)
+    ]
+    config = load_config(composed("train_reinforce_actor", [*overrides, *home]))
     assert config.pretrained_checkpoint.restore_from_path == str(folder / "model")
     assert config.exp_manager.explicit_log_dir == str(folder / "run")
 
@@ -149,8 +152,8 @@ def _nullable_texts(section: Section, prefix: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_none_is_no_text_where_null_is_meant(name):
-    """Hydra and YAML read None as a text; it became a system prompt, or the name of a project."""
+def test_none_is_not_a_string_where_null_is_meant(name):
+    """Hydra and YAML read None as a string, which became a system prompt or a project's name."""
     keys = list(_nullable_texts(PROGRAMS[name]()))
     assert len(keys) > 3
     _, faults = read(PROGRAMS[name], composed(name, [f"{key}=None" for key in keys]))
@@ -172,9 +175,9 @@ BY_FUNCTION = ["reward=function", "reward_function.name=a.b"]
 
 @dataclass(frozen=True)
 class Wrong:
-    """Overrides that are one fault, its key, and the values that its sentence names."""
+    """Overrides with a single fault, its key, and the values in its message."""
 
-    name: str  # of the test
+    name: str  # id of the test
     overrides: list[str]
     key: str
     values: list[object]
@@ -293,7 +296,7 @@ OF_KEYS = [
 ]
 
 OF_ONE_VALUE = [
-    # What is no choice, with the choices.
+    # Invalid choices, with the valid ones.
     Wrong(
         "granularity",
         ["model.activations_checkpoint_granularity=some"],
@@ -378,7 +381,7 @@ OF_ONE_VALUE = [
         "config.value.not_a_choice",
         ["preflight", "'depe'", "true", "false", "deep"],
     ),
-    # Out of bounds, with the bounds.
+    # Out of range, with the bounds.
     Wrong(
         "no sample",
         [f"{RL}.num_rollouts_per_prompt=0"],
@@ -616,7 +619,7 @@ OF_ONE_VALUE = [
         "config.value.no_host",
         ["remote_rm.reward_model.ip is 'node 7'"],
     ),
-    # What no type says.
+    # Rules that types do not express.
     Wrong(
         "replica without a port",
         ["remote_rm.reward_model.replicas=[b]"],
@@ -1017,13 +1020,13 @@ WRONG = [*OF_KEYS, *OF_ONE_VALUE, *OF_SEVERAL_SETTINGS]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=[wrong.name for wrong in WRONG])
-def test_one_fault_is_told_in_one_sentence(folder, wrong):
+def test_one_fault_gives_one_message(folder, wrong):
     (fault,) = faults_of(folder, *wrong.overrides)
     check_fault([fault], wrong.key, *wrong.values)
 
 
 def test_graphs_of_stages(folder):
-    """This model of one layer cannot have two, which is another fault."""
+    """A model of one layer cannot have two stages, which is another fault."""
     graphs = [f"{ROLLOUT}.static_decoding=true", f"{ROLLOUT}.cuda_graphs=true"]
     faults = faults_of(folder, *graphs, "model.pipeline_model_parallel_size=2")
     assert len([fault for fault in faults if "cuda_graphs" in fault]) == 1
@@ -1061,7 +1064,7 @@ def test_missing_files_and_folders_are_named(folder, tmp_path):
     check_fault([fault], "folder.not_writable", logs, file / "run", file, "Not a directory")
 
 
-def test_the_ranks_that_were_started_must_be_those_of_the_configuration(folder, monkeypatch):
+def test_the_number_of_ranks_must_match_the_configuration(folder, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     (fault,) = faults_of(folder, "trainer.devices=2")
     check_fault([fault], "config.devices.not_the_ranks_started", 4, "WORLD_SIZE", "1 x 2 = 2")
@@ -1120,10 +1123,12 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
 
 def test_the_yaml_and_the_dataclasses_have_the_same_keys_and_defaults():
     composed = flat(OmegaConf.to_container(compose(), resolve=True))
-    own = flat(defaults())
-    assert sorted(composed) == sorted(own)
-    assert {key: (value, own[key]) for key, value in composed.items() if value != own[key]} == {}
-    types = {(type(value), type(own[key])) for key, value in composed.items()}
+    declared = flat(defaults())
+    assert sorted(composed) == sorted(declared)
+    assert {
+        key: (value, declared[key]) for key, value in composed.items() if value != declared[key]
+    } == {}
+    types = {(type(value), type(declared[key])) for key, value in composed.items()}
     assert {pair for pair in types if pair[0] is not pair[1]} <= {(int, float)}, (
         "a float may be written as 60"
     )
@@ -1131,8 +1136,11 @@ def test_the_yaml_and_the_dataclasses_have_the_same_keys_and_defaults():
 
 def test_checking_a_configuration_imports_no_heavy_library(folder):
     code = (
-        "import sys; from omegaconf import OmegaConf; from reinforce_rl.config.load import load_config\n"
-        "load_config(OmegaConf.load(sys.argv[1])); from reinforce_rl.launch.programs import with_config\n"
+        "import sys\n"
+        "from omegaconf import OmegaConf\n"
+        "from reinforce_rl.config.load import load_config\n"
+        "load_config(OmegaConf.load(sys.argv[1]))\n"
+        "from reinforce_rl.launch.programs import with_config\n"
         "print(*(m for m in ('torch', 'transformers', 'megatron') if m in sys.modules))"
     )
     (folder / "composed.yaml").write_text(OmegaConf.to_yaml(compose(*right(folder))))
@@ -1142,7 +1150,7 @@ def test_checking_a_configuration_imports_no_heavy_library(folder):
 
 
 def run_script(*overrides: str, deadline: float = DEADLINE_S) -> str:
-    """What the real script says before it ends with exit code 1 within the deadline, without a traceback."""
+    """Run the real script until exit code 1, in time and without a traceback; return its output."""
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *overrides],
@@ -1158,7 +1166,7 @@ def run_script(*overrides: str, deadline: float = DEADLINE_S) -> str:
     return done.stderr
 
 
-def test_the_script_says_an_unknown_override(folder):
+def test_the_script_reports_an_unknown_override(folder):
     said = run_script(*right(folder), f"{RL}.max_stps=5")
     assert said.startswith("error: ")
     assert printed_keys(said) == ["config.key.unknown"]
@@ -1179,7 +1187,7 @@ def test_the_script_says_how_to_fill_a_group_of_free_names(folder):
     assert "+model.megatron_overrides.NAME=VALUE" in said
 
 
-def test_the_script_says_what_must_be_set_and_what_is_missing(folder):
+def test_the_script_reports_what_must_be_set_and_what_is_missing(folder):
     said = run_script("model.optim.lr=0", "trainer.devices=two")
     assert said.startswith("error: 4 faults"), "required keys that are not set hide no other fault"
     assert sorted(printed_keys(said)) == [
@@ -1200,26 +1208,28 @@ def test_the_script_says_what_must_be_set_and_what_is_missing(folder):
     assert "model.optim.lr is 0" in said
 
 
-def test_the_script_says_an_unreachable_server_before_it_loads_a_model(folder):
+def test_the_script_reports_an_unreachable_server_before_it_loads_a_model(folder):
     port = free_port()
     overrides = [f"remote_rm.reward_model.port={port}", "remote_rm.ready_timeout_seconds=2"]
     said = run_script(
         *right(folder), *overrides, f"exp_manager.explicit_log_dir={folder / 'unreachable'}"
     )
-    assert "error: " in said and f"localhost:{port}" in said
+    assert "error: " in said
+    assert f"localhost:{port}" in said
 
 
-def test_the_script_says_a_wrong_tokenizer_before_it_loads_a_model(folder):
+def test_the_script_reports_a_wrong_tokenizer_before_it_loads_a_model(folder):
     with FakeRewardServer() as server:
         overrides = [
             f"remote_rm.reward_model.port={server.port}",
             f"exp_manager.explicit_log_dir={folder / 'wrong'}",
         ]
         said = run_script(*right(folder), *overrides)
-    assert "tokenizer" in said and "vocabulary" in said
+    assert "tokenizer" in said
+    assert "vocabulary" in said
 
 
-def test_the_script_says_an_unsupported_model_before_it_waits_for_the_server(folder, tmp_path):
+def test_the_script_reports_an_unsupported_model_before_it_waits_for_the_server(folder, tmp_path):
     shutil.copytree(folder / "model", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))

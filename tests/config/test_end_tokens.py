@@ -1,4 +1,4 @@
-"""The end tokens of a folder, and those of transformers' `generate`."""
+"""The end tokens of a folder, and those used by transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_folder(folder: Path, configured: Any, generation: Any) -> Path:
 
 
 def eos_of_transformers(folder: Path) -> tuple[int, ...]:
-    """Return the ids as `from_pretrained` of a model chooses them: one file or the other."""
+    """Return the ids that a model's `from_pretrained` chooses, from one file or the other."""
     if (folder / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
     else:
@@ -72,7 +72,7 @@ def test_the_union_and_what_generate_would_use(
 
 
 @pytest.mark.parametrize("eos", ["</s>", [2, "</s>"], True, -1, [None], 2.0, {}])
-def test_what_is_no_id_is_refused_with_its_file(eos, tmp_path):
+def test_an_invalid_id_is_refused_with_its_file(eos, tmp_path):
     for place in ("config.json", "generation_config.json"):
         folder = write_folder(
             tmp_path, eos if place == "config.json" else 2, 2 if place == "config.json" else eos
@@ -86,7 +86,7 @@ def test_what_is_no_id_is_refused_with_its_file(eos, tmp_path):
     [("{", "model.generation_config.not_json"), ("[]", "model.generation_config.no_object")],
 )
 def test_a_broken_generation_config_is_refused(text, key, tmp_path):
-    """transformers would take config.json's end tokens instead, without a word."""
+    """transformers would silently use config.json's end tokens."""
     folder = write_folder(tmp_path, 2, 2)
     (folder / "generation_config.json").write_text(text)
     with raises_error(key, folder / "generation_config.json"):

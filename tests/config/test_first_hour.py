@@ -1,4 +1,4 @@
-"""Twenty mistakes of a first hour, as real processes: one message that says what to do, and nothing beside it."""
+"""Twenty mistakes of a first hour, in real processes: one message with the fix, and no noise."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from helpers.troubleshooting import answers
 
 ROOT = Path(__file__).parents[2]
 ACTOR = "train_reinforce_actor.py"
-# seconds of CPU until the message, which are those of the clock on an idle machine
+# CPU seconds until the message; on an idle machine this is wall-clock time
 OF_CONFIG = 3.0
 OF_DATA = 20.0
-BUSY = 10.0  # so many times longer may a machine take that runs other tests at the same time
+BUSY = 10.0  # a machine that runs other tests may take this many times longer
 slow = pytest.mark.slow
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """What was done, and what is to be said of it.
+    """A mistake and its expected message.
 
     Attributes:
-        name: of the test.
-        overrides: after those of a run that is right; `{}` is the folder that `made` gets.
+        name: id of the test.
+        overrides: appended to a valid run's overrides; `{}` is the folder that `made` gets.
         keys: of the errors that are printed.
-        values: what the message names.
-        seconds: until it comes.
-        made: writes what the overrides name.
-        script, right: other than the actor's.
-        as_nobody: the process must not be root's, who may read and write everything.
+        values: values in the message.
+        seconds: until the message.
+        made: writes the files that the overrides name.
+        script, right: differ if the mistake does not concern the actor.
+        as_nobody: drop root's privileges, which allow all reads and writes.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Mistake:
 
 
 def lines(name: str, *rows: object) -> Callable[[Path], object]:
-    """Writes a JSONL file; a text is a line as it stands."""
+    """Return a function that writes a JSONL file; a string is written as it is."""
     texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     return lambda folder: (folder / name).write_text("".join(text + "\n" for text in texts))
 
@@ -250,7 +250,7 @@ MISTAKES = [
         made=read_only,
         as_nobody=True,
     ),
-    # Data, which take the tokenizer.
+    # Data, which need the tokenizer.
     Mistake(
         "broken JSON at line 57",
         [f"{TRAIN}={{}}/p.jsonl"],
@@ -317,7 +317,7 @@ MISTAKES = [
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """Which any user can look into, other than pytest's."""
+    """A folder that any user can read, unlike pytest's."""
     folder = Path(tempfile.mkdtemp(prefix="first-hour-"))
     folder.chmod(0o755)
     write_model_without_weights(folder / "model")
@@ -328,28 +328,31 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def ports() -> Iterator[dict[str, int]]:
-    """One that is free, and one on which something else listens, which says nothing that we know."""
+    """A free port, and a port where a process with an unknown protocol listens."""
     with socket.socket() as free, socket.create_server(("127.0.0.1", 0)) as taken:
-        free.bind(("127.0.0.1", 0))  # held, without listening: nobody else gets it
+        free.bind(("127.0.0.1", 0))  # bound without listening, so nobody else gets it
         yield {"free": free.getsockname()[1], "taken": taken.getsockname()[1]}
 
 
-def right(folder: Path, own: Path) -> list[str]:
+def right(folder: Path, out: Path) -> list[str]:
     return [
         f"pretrained_checkpoint.restore_from_path={folder / 'model'}",
         f"model.data.data_prefix.train={folder / 'train.jsonl'}",
-        f"exp_manager.explicit_log_dir={own / 'run'}",
+        f"exp_manager.explicit_log_dir={out / 'run'}",
         "model.encoder_seq_length=64",
         "model.reinforce.length_params.max_length=16",
     ]
 
 
 def said_by(command: list[str], seconds: float, *, as_nobody: bool = False) -> str:
-    """What a program says before it ends with exit code 1, in time and without a traceback or a library's warning."""
+    """Run a program and return its output.
+
+    It must exit with code 1, in time and without a traceback or a library's warning.
+    """
     if as_nobody and os.geteuid() == 0:
         if shutil.which("setpriv") is None:
             pytest.skip("root without setpriv is never refused a file")
-        # no capability: root's own modes count again
+        # without capabilities file modes also apply to root
         command = ["setpriv", "--bounding-set=-all", *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -367,8 +370,8 @@ def said_by(command: list[str], seconds: float, *, as_nobody: bool = False) -> s
     return said
 
 
-def test_a_full_disk_is_told_before_the_start(folder):
-    """A file system of its own that is too small even for this model."""
+def test_a_full_disk_is_reported_before_the_start(folder):
+    """Mount a file system that is too small even for this model."""
     disk = folder / "disk"
     disk.mkdir()
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
@@ -382,28 +385,28 @@ def test_a_full_disk_is_told_before_the_start(folder):
 
 
 @pytest.mark.parametrize("mistake", [pytest.param(m, id=m.name, marks=m.marks) for m in MISTAKES])
-def test_a_mistake_is_told(mistake, folder, ports, tmp_path_factory):
-    own = folder / re.sub(r"\W", "_", mistake.name)
-    own.mkdir()
-    mistake.made(own)
+def test_a_mistake_gives_one_message(mistake, folder, ports, tmp_path_factory):
+    out = folder / re.sub(r"\W", "_", mistake.name)
+    out.mkdir()
+    mistake.made(out)
 
     def filled(text: str) -> str:
         text = text.replace("{free}", str(ports["free"]))
         text = text.replace("{taken}", str(ports["taken"]))
-        return text.replace("{}", str(own))
+        return text.replace("{}", str(out))
 
     overrides = [filled(override) for override in mistake.overrides]
     values = [filled(value) for value in mistake.values]
     command = [sys.executable, str(ROOT / "examples" / mistake.script)]
     said = said_by(
-        [*command, *(right(folder, own) if mistake.right else []), *overrides],
+        [*command, *(right(folder, out) if mistake.right else []), *overrides],
         mistake.seconds,
         as_nobody=mistake.as_nobody,
     )
     assert sorted(printed_keys(said)) == sorted(mistake.keys)
     assert [value for value in values if value not in said] == []
-    assert answers(said)  # by the troubleshooting page
+    assert answers(said)  # the troubleshooting page has this message
     counted = re.search(r"(\d+) faults? in the configuration", said)
     assert (int(counted.group(1)) if counted else 1) == len(mistake.keys)
     if mistake.seconds == OF_CONFIG:
-        assert not (own / "run").exists()
+        assert not (out / "run").exists()

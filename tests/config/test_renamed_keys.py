@@ -1,4 +1,4 @@
-"""Unknown keys: all of them in one message, and NeMo-Aligner's with what stands in their place."""
+"""Unknown keys are reported in one message; NeMo-Aligner's keys with their replacement."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import ConfigError, key_of
 
-# Of gpt_reinforce_actor.yaml and inference_rm.yaml in examples/nlp/gpt/conf of NVIDIA/NeMo-Aligner;
-# none of ours.
+# Keys of gpt_reinforce_actor.yaml and inference_rm.yaml in examples/nlp/gpt/conf of
+# NVIDIA/NeMo-Aligner that do not exist here.
 _TEXT = """
-trainer.accelerator trainer.logger trainer.enable_checkpointing trainer.use_distributed_sampler trainer.max_time
-trainer.reinforce.trt_llm.enable trainer.reinforce.trt_llm.reshard trainer.reinforce.trt_llm.max_input_len
-trainer.reinforce.trt_llm.seed trainer.reinforce.trt_llm.model_type trainer.reinforce.trt_llm.unload_engine_train
+trainer.accelerator trainer.logger trainer.enable_checkpointing trainer.use_distributed_sampler
+trainer.max_time trainer.reinforce.trt_llm.enable trainer.reinforce.trt_llm.reshard
+trainer.reinforce.trt_llm.max_input_len trainer.reinforce.trt_llm.seed
+trainer.reinforce.trt_llm.model_type trainer.reinforce.trt_llm.unload_engine_train
 trainer.reinforce.batch_iterator.use_flask trainer.reinforce.batch_iterator.port
-trainer.reinforce.model_gbs trainer.reinforce.model_mbs
-exp_manager.exp_dir exp_manager.resume_from_checkpoint exp_manager.resume_ignore_no_checkpoint
+trainer.reinforce.model_gbs trainer.reinforce.model_mbs exp_manager.exp_dir
+exp_manager.resume_from_checkpoint exp_manager.resume_ignore_no_checkpoint
 exp_manager.create_checkpoint_callback exp_manager.checkpoint_callback_params.monitor
 exp_manager.checkpoint_callback_params.save_top_k exp_manager.checkpoint_callback_params.mode
-exp_manager.checkpoint_callback_params.always_save_nemo exp_manager.checkpoint_callback_params.save_nemo_on_train_end
-exp_manager.checkpoint_callback_params.filename exp_manager.checkpoint_callback_params.model_parallel_size
-model.reinforce.sampling_params.add_BOS model.reinforce.sampling_params.all_probs
-model.reinforce.sampling_params.compute_logprob model.reinforce.trt_llm
-model.peft.restore_from_path model.peft.restore_from_ckpt.checkpoint_dir model.peft.restore_from_ckpt.checkpoint_name
-model.peft.lora_tuning.adapter_dropout model.peft.lora_tuning.column_init_method
-model.peft.lora_tuning.row_init_method model.peft.lora_tuning.layer_selection model.peft.lora_tuning.weight_tying
-model.peft.lora_tuning.position_embedding_strategy
-model.mcore_gpt model.megatron_amp_O2 model.max_position_embeddings model.optim.bucket_cap_mb
-model.optim.contiguous_grad_buffer model.precision model.data.data_impl model.data.splits_string model.data.seq_length
+exp_manager.checkpoint_callback_params.always_save_nemo
+exp_manager.checkpoint_callback_params.save_nemo_on_train_end
+exp_manager.checkpoint_callback_params.filename
+exp_manager.checkpoint_callback_params.model_parallel_size model.reinforce.sampling_params.add_BOS
+model.reinforce.sampling_params.all_probs model.reinforce.sampling_params.compute_logprob
+model.reinforce.trt_llm model.peft.restore_from_path model.peft.restore_from_ckpt.checkpoint_dir
+model.peft.restore_from_ckpt.checkpoint_name model.peft.lora_tuning.adapter_dropout
+model.peft.lora_tuning.column_init_method model.peft.lora_tuning.row_init_method
+model.peft.lora_tuning.layer_selection model.peft.lora_tuning.weight_tying
+model.peft.lora_tuning.position_embedding_strategy model.mcore_gpt model.megatron_amp_O2
+model.max_position_embeddings model.optim.bucket_cap_mb model.optim.contiguous_grad_buffer
+model.precision model.data.data_impl model.data.splits_string model.data.seq_length
 model.data.skip_warmup model.data.reset_position_ids model.data.reset_attention_mask
 model.data.eod_mask_loss model.data.index_mapping_dir model.overwrite_base_config.data.data_prefix
-combine_rm_and_critic_server remote_critic_rm.reward_model.ip trainer.ppo.max_steps model.ppo.num_rollout_samples
-trainer.max_epochs trainer.max_steps model.reinforce.trt_llm.enable model.data.num_workers
+combine_rm_and_critic_server remote_critic_rm.reward_model.ip trainer.ppo.max_steps
+model.ppo.num_rollout_samples trainer.max_epochs trainer.max_steps model.reinforce.trt_llm.enable
+model.data.num_workers
 """
 NEMO_ALIGNER = _TEXT.split()
-# Of its inference_rm.yaml and training_rm.yaml, all but those that are ours.
+# Keys of its inference_rm.yaml and training_rm.yaml that do not exist here.
 OF_ITS_SERVER = [
     "trainer.num_nodes",
     "trainer.devices",
@@ -138,8 +142,8 @@ OF_ITS_REWARD_MODEL = [
     "model.overwrite_base_config.data.data_prefix",
 ]
 
-# Its own commands: docs/user-guide/reinforce.rst, and tests/functional/reinforce.sh and rm.sh.
-# Files are made up.
+# Its documented commands: docs/user-guide/reinforce.rst, and tests/functional/reinforce.sh and
+# rm.sh. File names are made up.
 USER_GUIDE = [
     "model.data.data_prefix={train:[a.jsonl],validation:[b.jsonl],test:[b.jsonl]}",
     "pretrained_checkpoint.restore_from_path=sft.nemo",
@@ -276,7 +280,7 @@ REWARD_MODEL_COMMAND = [
 
 
 def dotted(node: object, prefix: str = "") -> set[str]:
-    """Keys and groups."""
+    """Return the dotted names of keys and groups."""
     if not isinstance(node, dict):
         return {prefix}
     return {prefix} | {
@@ -320,7 +324,7 @@ def test_every_key_of_nemo_aligner_is_answered_and_none_of_ours(name, schema, th
     ],
     ids=["actor", "server", "reward model", "if off"],
 )
-def test_the_answers_name_keys_that_there_are(table, keys):
+def test_the_answers_name_existing_keys(table, keys):
     named = {
         key for advice in table.values() for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", advice)
     }
@@ -353,7 +357,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize(("name", "words"), COMMANDS.values(), ids=COMMANDS)
 def test_its_own_commands_are_answered_in_one_round(name, words):
-    """A second round, with what the first one named left out, finds nothing that is new."""
+    """A second round without the reported keys reports nothing new."""
     with pytest.raises(ConfigError) as raised:
         compose_or_explain(name, words)
     faults = raised.value.faults
@@ -376,14 +380,14 @@ NOT_GIVEN = {"pretrained_checkpoint.restore_from_path", "model.data.data_prefix.
 
 
 def given_ones(error: ConfigError) -> list[str]:
-    """Return the faults of what was given; what nobody has given here is told beside it."""
+    """Return the faults of keys that were given, without missing required keys."""
     missing = [fault for fault in error.faults if key_of(fault) == "config.value.not_set"]
     assert {fault.partition(" ")[0] for fault in missing} <= NOT_GIVEN
     return [fault for fault in error.faults if fault not in missing]
 
 
 def keys_by_setting(faults: list[str]) -> dict[str, str]:
-    """Return the key of each fault by the setting, or the override, that it begins with."""
+    """Return the key of each fault by the setting or override at its beginning."""
     by_setting = {}
     for fault in faults:
         setting = fault.partition(" ")[0].partition("=")[0]
@@ -393,9 +397,9 @@ def keys_by_setting(faults: list[str]) -> dict[str, str]:
 
 
 def test_faults_of_five_kinds_are_one_message():
-    """An unknown key, a wrong type, a value out of bounds, one that is missing, two that do not fit.
+    """An unknown key, a wrong type, a value out of range, a missing key, two that conflict.
 
-    And a sixth: what is no override at all.
+    The sixth is an argument that is not an override.
     """
     expected = {
         "model.sed=3": "config.key.unknown",
@@ -425,8 +429,8 @@ def test_values_are_judged_in_the_same_round_as_keys():
     assert keys_by_setting(given_ones(raised.value)) == by_setting
 
 
-def test_unknown_keys_are_told_together_however_they_are_given():
-    """Hydra stops at the first, and takes those with a plus."""
+def test_all_unknown_keys_are_reported_together():
+    """Hydra alone stops at the first one, and accepts keys with a plus."""
     plain = [
         "trainer.devces=2",
         "model.optin.lr=1",
@@ -478,7 +482,7 @@ def test_unknown_keys_are_told_together_however_they_are_given():
         ("trainer.devces=2", "config.key.unknown", ["trainer.devces", "trainer.devices"]),
     ],
 )
-def test_what_else_hydra_refuses_is_told_in_its_place(override, key, values):
+def test_other_errors_of_hydra_are_reported_in_place(override, key, values):
     with pytest.raises(ConfigError) as raised:
         compose_or_explain("train_reinforce_actor", [override])
     (fault,) = given_ones(raised.value)

@@ -1,4 +1,4 @@
-"""The batches of prompts that are generated together."""
+"""Batches of prompts that are generated together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches cut and joined: every field keeps its row, and only padding is added or lost."""
+"""Batches are split and joined: each field keeps its row, and only padding changes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=6)
 def rollouts(
     lengths: list[tuple[int, int]], *, start: int = 0, extra: int = 0, with_log_probs: bool = True
 ):
-    """A batch whose every number encodes its row and column.
+    """Return a batch in which each number encodes its row and column.
 
-    `extra` adds columns of padding that nothing needs.
+    `extra` adds columns of unnecessary padding.
     """
     count = len(lengths)
     prompts = [pair[0] for pair in lengths]
@@ -40,29 +40,39 @@ def rollouts(
     ids = torch.arange(start, start + count)
     columns = torch.arange(1, width + extra + 1)
     table = 100.0 * ids[:, None] + columns
-    table = torch.where(length_mask(torch.tensor(responses).long(), width + extra), table, 0.0)
+    mask = length_mask(torch.tensor(responses).long(), width + extra)
+    table = torch.where(mask, table, 0.0)
     sequences = 1000 + 100 * ids[:, None] + torch.arange(used)
-    total = torch.tensor(prompts).long() + torch.tensor(responses).long()
-    return RolloutBatch(
+    prompt_lengths = torch.tensor(prompts).long()
+    response_lengths = torch.tensor(responses).long()
+    total = prompt_lengths + response_lengths
+    finish_reasons = [FINISH_STOP if i % 3 else FINISH_LENGTH for i in ids.tolist()]
+    score_faults = [None if i % 4 else f"late by {i} s" for i in ids.tolist()]
+    batch = RolloutBatch(
         sequences=torch.where(length_mask(total, used), sequences, PAD),
-        prompt_lengths=torch.tensor(prompts).long(),
-        response_lengths=torch.tensor(responses).long(),
+        prompt_lengths=prompt_lengths,
+        response_lengths=response_lengths,
         group_ids=ids // 2,
         sample_ids=ids % 2,
-        finish_reasons=tuple(FINISH_STOP if i % 3 else FINISH_LENGTH for i in ids.tolist()),
+        finish_reasons=tuple(finish_reasons),
         rewards=ids.float() / 7,
         valid=ids % 4 != 1,
-        generator_log_probs=table if with_log_probs else None,
-        log_probs=table + 0.25 if with_log_probs else None,
-        init_log_probs=table + 0.5 if with_log_probs else None,
-        weight_versions=table.long() // 100 if with_log_probs else None,
         source_rewards={"one": ids.float(), "two": -ids.float()},
-        score_faults=tuple(None if i % 4 else f"late by {i} s" for i in ids.tolist()),
+        score_faults=tuple(score_faults),
+    )
+    if not with_log_probs:
+        return batch
+    return dataclasses.replace(
+        batch,
+        generator_log_probs=table,
+        log_probs=table + 0.25,
+        init_log_probs=table + 0.5,
+        weight_versions=table.long() // 100,
     )
 
 
 def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
-    """Each sample by itself, without padding."""
+    """Return each sample separately, without padding."""
     samples = []
     for i in range(len(batch.rewards)):
         length = int(batch.response_lengths[i])
@@ -82,7 +92,7 @@ def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
 
 
 def assert_tight(batch: RolloutBatch) -> None:
-    """As wide as its longest sample."""
+    """Assert that the batch is as wide as its longest sample."""
     total = (batch.prompt_lengths + batch.response_lengths).tolist()
     expected = (len(total), max(total, default=0))
     assert batch.sequences.shape == expected
@@ -130,7 +140,7 @@ def test_joined_rollouts_are_their_parts_one_after_the_other(parts):
     joined = join_rollouts(batches, PAD)
     assert rows_of(joined) == [row for batch in batches for row in rows_of(batch)]
     assert_tight(joined)
-    # Cut apart again, each part is what it was.
+    # Split again, each part equals the original.
     for batch, start in zip(batches, starts, strict=True):
         again = joined.select(torch.arange(start, start + len(batch.rewards)))
         assert rows_of(again) == rows_of(batch)
@@ -141,7 +151,7 @@ def test_one_part_is_itself():
     assert join_rollouts([batch], PAD) is batch
 
 
-def test_log_probs_that_one_part_lacks_are_lacking():
+def test_log_probs_missing_in_one_part_are_missing():
     parts = [rollouts([(1, 2)]), rollouts([(1, 3)], with_log_probs=False)]
     joined = join_rollouts(parts, PAD)
     assert joined.generator_log_probs is joined.log_probs is joined.init_log_probs is None
@@ -159,7 +169,7 @@ def test_scores_of_a_source_that_one_part_lacks_are_nan():
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [1, 1, 0]])
 def test_a_round_without_a_prompt_on_this_rank_takes_nothing_away(order):
-    """It asked no source and no generator, so it knows no names of sources and no log-probs."""
+    """Without a prompt, a rank has neither the names of reward sources nor log-probs."""
     some = rollouts([(1, 2), (2, 1)])
     none = dataclasses.replace(rollouts([], with_log_probs=False), source_rewards={})
     parts = [[some, none][i] for i in order]
@@ -201,7 +211,7 @@ class TestCompletions:
         expected = [[-1, -2, -3], [-4, 0, 0], [-5, -6, 0]]
         assert joined.log_probs.tolist() == expected
 
-    def test_log_probs_that_one_part_lacks_are_lacking(self):
+    def test_log_probs_missing_in_one_part_are_missing(self):
         parts = [completions([[1]]), completions([[2]], with_log_probs=False)]
         assert join_completions(parts, PAD).log_probs is None
 

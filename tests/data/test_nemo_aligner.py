@@ -1,6 +1,6 @@
-"""NeMo-Aligner's data, converted: prompts, pairs and rated answers as messages.
+"""NeMo-Aligner's data converted to messages: prompts, pairs and rated answers.
 
-No form is read as another.
+No format is mistaken for another.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def prepare(*words: object) -> Result:
 def prepared(
     tmp_path: Path, form: str, *rows: object, words: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Convert rows, and return what was written, in order."""
+    """Convert rows and return the output rows in order."""
     file = write(tmp_path / "in.jsonl", *rows)
     done = prepare(file, f"--form={form}", f"--output={tmp_path / 'out'}", *words)
     assert done.exit_code == 0, (done.output, done.exception)
@@ -66,7 +66,7 @@ def refused(tmp_path: Path, form: str, *rows: object, words: tuple[str, ...] = (
 
 
 def check_output(output: str, key: str, *values: object) -> None:
-    """Check what a command printed: one error, with this key, that names each of the values."""
+    """Check that a command printed one error, with this key and each of the values."""
     assert printed_keys(output) == [key], output
     for value in values:
         assert str(value) in output, (value, output)
@@ -219,7 +219,7 @@ def test_comparisons_that_do_not_take_turns(tmp_path):
     output = refused(tmp_path, "pairs", {"text": QUESTION.format("a")}, rows[0])
     check_output(output, "data.text.no_answer_at_end", "in.jsonl:1: ")
     output = refused(tmp_path, "pairs", rows[0], {"text": "What is 2?"}, *rows[:2])
-    # The lines behind a bad one are not joined anew.
+    # Lines after an invalid one are not renumbered.
     check_output(output, "data.conversation.no_speaker", "1 line of the data", "in.jsonl:2: ")
     output = refused(tmp_path, "pairs", {"text": "What is 2?"})
     check_output(output, "data.conversation.no_speaker", "text begins with 'What is 2?'")
@@ -338,7 +338,7 @@ def test_options_of_prompts_and_of_ratings(tmp_path):
 
 
 def test_train_rm_names_the_command_that_converts(tmp_path, tokenizer):
-    """Its markers would else be read as what a user said."""
+    """Otherwise its markers would be read as the user's text."""
     text = QUESTION.format("a")
     dpo = {
         "prompt": text,

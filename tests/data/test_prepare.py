@@ -41,9 +41,16 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-def rows_of(path: Path) -> list[dict]:
-    with path.open(encoding="utf-8") as lines:  # `splitlines` would cut at U+2028 too
-        return [json.loads(line) for line in lines]
+def rows_of(*paths: Path) -> list[dict]:
+    rows = []
+    for path in paths:
+        with path.open(encoding="utf-8") as lines:  # `splitlines` would also split at U+2028
+            rows += [json.loads(line) for line in lines]
+    return rows
+
+
+def targets_of(folder: Path) -> list[Path]:
+    return [folder / "train.jsonl", folder / "validation.jsonl"]
 
 
 def prepare(*words: object) -> Result:
@@ -54,7 +61,7 @@ def hh(text: str) -> str:
     return f"\n\nHuman: {text}\n\nAssistant:"
 
 
-def test_null_is_no_prompt_and_messages_may_be_json(tmp_path):
+def test_null_is_not_a_prompt_and_messages_may_be_json(tmp_path):
     whole = [user("a"), assistant("b")]
     empty = {"prompt": None, "text": None, "messages": None, "conversations": None, "chosen": None}
     file = write(
@@ -216,9 +223,9 @@ OF_ROLES = {
 
 @pytest.mark.parametrize("messages", OF_ROLES.values(), ids=OF_ROLES)
 def test_what_comes_before_the_last_answer_is_kept_and_train_reads_it(tmp_path, messages):
-    """Each with an answer and without one.
+    """Rows with an answer and without one.
 
-    `train` reads what `prepare` writes, and refuses the answer.
+    `train` reads the output of `prepare`, and rejects the answer.
     """
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
     tokenizer.chat_template = (
@@ -237,8 +244,8 @@ def test_what_comes_before_the_last_answer_is_kept_and_train_reads_it(tmp_path, 
     for file in (answered, bare):
         counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
         assert counts.skipped == {}
-        targets = [tmp_path / "out" / f"{name}.jsonl" for name in ("train", "validation")]
-        assert {"messages": messages} in [row for target in targets for row in rows_of(target)]
+        targets = targets_of(tmp_path / "out")
+        assert {"messages": messages} in rows_of(*targets)
         prompts = PromptDataset.from_files(tokenizer, targets, max_prompt_tokens=None)
         expected = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
@@ -277,10 +284,8 @@ def test_openais_forms_are_kept_as_they_are_and_train_reads_them(tmp_path, messa
     inputs = [write(tmp_path / "in.jsonl", *lines)]
     counts = prepare_prompts(inputs, tmp_path / "out", PrepareOptions())
     assert counts.skipped == {}
-    targets = [tmp_path / "out" / f"{name}.jsonl" for name in ("train", "validation")]
-    assert {"messages": messages, "tools": []} in [
-        row for target in targets for row in rows_of(target)
-    ]
+    targets = targets_of(tmp_path / "out")
+    assert {"messages": messages, "tools": []} in rows_of(*targets)
     read = PromptDataset.from_files(tokenizer, targets, max_prompt_tokens=None)
     given = write(tmp_path / "given.jsonl", {"messages": messages, "tools": []})
     (expected,) = PromptDataset.from_files(tokenizer, given, max_prompt_tokens=None)
@@ -304,7 +309,7 @@ def test_what_is_said_in_parts_is_counted_and_written_as_text(tmp_path):
         "more than --max-characters characters": 1,
         "a turn is empty": 1,
     }
-    rows = [rows_of(tmp_path / "out" / f"{name}.jsonl")[0] for name in ("train", "validation")]
+    rows = rows_of(*targets_of(tmp_path / "out"))
     expected = [hh("cc"), hh("one\ntwo")]
     prompts = sorted(row["prompt"] for row in rows)
     assert prompts == expected
@@ -341,18 +346,12 @@ def test_calls_without_content_and_texts_in_parts_are_kept_as_train_reads_them(t
     file = write(tmp_path / "in.jsonl", *rows)
     counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
     assert counts.skipped == {"a turn is empty": 1}
-    written = [
-        row["messages"]
-        for name in ("train", "validation")
-        for row in rows_of(tmp_path / "out" / f"{name}.jsonl")
-    ]
+    written = [row["messages"] for row in rows_of(*targets_of(tmp_path / "out"))]
     assert [user("a"), call, TOOL] in written
     assert [asked] in written
     file = write(tmp_path / "hh.jsonl", {"messages": [asked]}, {"messages": [user("b")]})
     prepare_prompts([file], tmp_path / "hh", PrepareOptions(form="prompt", num_validation=1))
-    prompts = [
-        rows_of(tmp_path / "hh" / f"{name}.jsonl")[0]["prompt"] for name in ("train", "validation")
-    ]
+    prompts = [row["prompt"] for row in rows_of(*targets_of(tmp_path / "hh"))]
     assert "\n\nHuman: one \ntwo\n\nAssistant:" in prompts
     for content, key, value in (
         (3, "data.text.not_a_string", "content is a number"),
@@ -378,7 +377,7 @@ def test_tools_and_template_arguments_make_prompts_different(tmp_path):
     assert counts.skipped == {"duplicate of an earlier prompt": 1}
 
 
-def test_roles_that_there_are_not_and_turns_without_a_place(tmp_path):
+def test_unknown_roles_and_misplaced_turns(tmp_path):
     bad = write(
         tmp_path / "bad.jsonl", {"messages": [{"role": "critic", "content": "x"}, user("a")]}
     )
@@ -417,7 +416,7 @@ def test_a_folder_of_several_splits_needs_a_choice(tmp_path):
 
 
 def test_the_split_is_by_prompt_and_by_seed(tmp_path):
-    # Every prompt occurs twice, so a split by line would put some into both files.
+    # Every prompt occurs twice, so splitting by line would put some into both files.
     rows = [{"prompt": hh(f"number {i % 40}")} for i in range(80)]
     file = write(tmp_path / "in.jsonl", *rows)
 
@@ -427,9 +426,7 @@ def test_the_split_is_by_prompt_and_by_seed(tmp_path):
             tmp_path / name,
             PrepareOptions(form="prompt", validation_fraction=0.25, seed=seed),
         )
-        train, validation = (
-            rows_of(tmp_path / name / f"{s}.jsonl") for s in ("train", "validation")
-        )
+        train, validation = map(rows_of, targets_of(tmp_path / name))
         prompts = [row["prompt"] for row in train]
         return prompts, [row["prompt"] for row in validation]
 
@@ -443,7 +440,7 @@ def test_the_split_is_by_prompt_and_by_seed(tmp_path):
     assert split("c", 2)[1] != validation
 
 
-def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
+def test_bad_lines_are_reported_and_nothing_is_written(tmp_path):
     bad: tuple[tuple[object, str, str], ...] = (
         (b"{", "data.line.not_json", "column"),
         (
@@ -492,7 +489,7 @@ def test_wrong_options_and_files(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_leaves_both_as_they_were(tmp_path, monkeypatch):
-    """Else training prompts would stand beside the validation prompts of an earlier split."""
+    """Otherwise training prompts would be stored beside validation prompts of an earlier split."""
     file = write(tmp_path / "in.jsonl", *({"prompt": f"question {i}"} for i in range(8)))
     out = tmp_path / "out"
     prepare_prompts([file], out, PrepareOptions(seed=0))

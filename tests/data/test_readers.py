@@ -1,6 +1,6 @@
-"""Readers: the same rows from every form, compressed or in a folder; columns by other names.
+"""Readers give equal rows for every format, compressed or in a folder, and renamed columns.
 
-Files that cannot be read are refused.
+Unreadable files are rejected.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 def pyarrow_here():
     """Import pyarrow, or skip the test.
 
-    Version 26 cannot be imported beside NumPy 1.26. In CI, where tests must not be skipped, that
-    fails.
+    Version 26 cannot be imported with NumPy 1.26. In CI, where no test may be skipped, this fails.
     """
     kind = ModuleNotFoundError if os.environ.get("CI") else ImportError
     pytest.importorskip("pyarrow.parquet", exc_type=kind)
@@ -221,7 +220,7 @@ def test_a_name_of_the_hub_has_one_spelling(source, expected):
     ["./hf:a/x.jsonl", "./hf:a", ".//hf:a:train", "*/x.jsonl", "*.jsonl", "hf*.jsonl", "*:a", "."],
 )
 def test_files_that_look_like_a_name_of_the_hub_are_read_here(tmp_path, monkeypatch, source):
-    """Path("./hf:a") is Path("hf:a"); nothing is asked for over the network."""
+    """Path("./hf:a") is Path("hf:a"); there is no network access."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: pytest.fail(args[0]))
     monkeypatch.chdir(tmp_path)
@@ -277,7 +276,7 @@ def test_a_folder_gives_its_files_by_name_and_split(tmp_path):
     assert read(splits, split="validation") == [{"prompt": "my_valid.jsonl"}]
     assert read(splits, split="test") == [{"prompt": "eval.jsonl"}]
     (splits / "more.jsonl").write_text("{}")
-    # Whether `more` is for training is not for us to say.
+    # `more` may or may not be training data.
     check_error(refused(splits), "data.split.files_of_none", "more.jsonl")
     only = write("only", "train.jsonl")
     assert read(only, split="test") == [{"prompt": "train.jsonl"}], "which was given on purpose"
@@ -502,10 +501,10 @@ def test_lines_are_taken_for_lines_also_where_one_is_broken(tmp_path, content):
     assert list(read_records(path, lambda record: record.value, LineFaults()))
 
 
-def test_what_is_no_file(tmp_path):
+def test_paths_that_are_not_files(tmp_path):
     check_fault([fault_of(tmp_path / "none")], "data.file.missing", f"{tmp_path}/none ")
     os.mkfifo(tmp_path / "pipe")
-    # Nobody waits for its writer.
+    # The reader does not wait for its writer.
     check_fault([fault_of(tmp_path / "pipe")], "data.file.not_regular", f"{tmp_path}/pipe ")
     faults = [fault_of(tmp_path / ("x" * 300))]
     check_fault(faults, "data.file.unreadable", "x" * 300)

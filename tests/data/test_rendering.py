@@ -1,4 +1,4 @@
-"""What a conversation becomes: the same texts and token ids as transformers', TRL's and vLLM's."""
+"""Rendered conversations have the texts and token ids of transformers, TRL and vLLM."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_cut_answer_is_the_beginning_of_the_whole_one(tokenizers, name, end):
     cut = renderer.answered(conversation, answer, is_finished=False)
     assert whole == [*cut, *renderer.encode(end)]
     assert renderer.tokenizer.decode(cut).endswith("Hello")
-    # transformers' own way to leave an answer open gives the same.
+    # transformers' own option for an open answer gives the same.
     assert cut == transformers_ids(
         renderer.tokenizer, [*MESSAGES, answer], continue_final_message=True
     )
@@ -191,7 +191,7 @@ def test_tools_reach_the_template_as_objects_and_as_json(tokenizers):
         ([3], "data.tools.not_an_object", "tools[0] is a number"),
     ],
 )
-def test_tools_that_are_none_are_refused(tools, key, value):
+def test_invalid_tools_are_refused(tools, key, value):
     with raises_error(key, value) as raised:
         read_tools(tools)
     assert isinstance(raised.value, DataError)
@@ -206,7 +206,7 @@ def test_tools_and_calls_that_a_template_does_not_write_are_refused(tokenizers):
 
 @pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}'])
 def test_arguments_of_calls_have_the_form_that_the_template_wants(tokenizers, arguments):
-    # As objects in Llama's and Qwen's templates, as in vLLM's `_postprocess_messages`; as texts in
+    # Objects in Llama's and Qwen's templates, like in vLLM's `_postprocess_messages`; strings in
     # DeepSeek-V3's.
     for name in ("llama3", "qwen2.5"):
         expected = transformers_ids(
@@ -225,7 +225,7 @@ def test_arguments_of_calls_have_the_form_that_the_template_wants(tokenizers, ar
 
 
 def test_what_a_template_leaves_out_of_earlier_answers_is_left_to_it(tokenizers):
-    # Llama's writes no content beside calls, and Qwen3's no reasoning of earlier answers.
+    # Llama's template drops content beside calls, Qwen3's the reasoning of earlier answers.
     beside_calls = calls({"city": "Rome"}, "Let me look.")
     expected = transformers_ids(tokenizers["llama3"], beside_calls, add_generation_prompt=True)
     assert "Let me look" not in tokenizers["llama3"].decode(expected)
@@ -257,7 +257,7 @@ def test_content_of_text_parts(tokenizers):
         tokenizers["parts"], conversation.messages, add_generation_prompt=True
     )
     assert ChatRenderer(tokenizers["parts"]).prompt(conversation) == by_parts
-    # vLLM joins the parts by a line end for a template that wants a text
+    # vLLM joins the parts with newlines for a template that expects a string
     # (`_parse_chat_message_content_parts`).
     joined = [{"role": "user", "content": "one\ntwo"}]
     by_text = transformers_ids(tokenizers["qwen2.5"], joined, add_generation_prompt=True)
@@ -265,7 +265,7 @@ def test_content_of_text_parts(tokenizers):
 
 
 def test_a_template_that_reads_parts_alone_gets_texts_as_parts(tmp_path):
-    # As vLLM's content format "openai" does.
+    # Like vLLM's content format "openai".
     tokenizer = write_chat_tokenizer(tmp_path, ONLY_PARTS)
     as_parts = [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
@@ -399,7 +399,7 @@ def test_the_date_of_a_template_is_the_one_given(tokenizers):
     assert f"Today Date: {date.today():%d %b %Y}" in ChatRenderer(tokenizer).prompt_text(
         Conversation(MESSAGES)
     )
-    # An argument of the template wins, as it does in Llama's own.
+    # The template's argument takes precedence, like in Llama's.
     dated = Conversation(MESSAGES, kwargs={"date_string": "1 May 2020"})
     assert "Today Date: 1 May 2020" in renderer.prompt_text(dated)
 
@@ -422,7 +422,7 @@ def test_every_form_of_a_date(tmp_path, form):
     assert len(today.splitlines()) == len(text.splitlines())
 
 
-def test_a_date_that_is_none_is_refused(tokenizers):
+def test_an_invalid_date_is_refused(tokenizers):
     value = "model.data.chat_template_date is '5.2.2024'"
     with raises_error("chat_template.date.invalid", value):
         ChatRenderer(tokenizers["llama3.2"], TemplateOptions(date="5.2.2024"))

@@ -1,4 +1,4 @@
-"""The order of prompts over epochs and ranks, once each or by weights, and its resumption."""
+"""The order of prompts over epochs and ranks, once each or by weight, and its resumption."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_epochs_differ_and_depend_on_the_seed():
     assert sorted(first) == sorted(second) == list(range(30))
     assert first != list(range(30))
     assert next(PromptSampler(30, 30, seed=2)) != first
-    # (seed, epoch) is a pair: epoch 1 of seed 0 is not epoch 0 of seed 1.
+    # (seed, epoch) is a pair: epoch 1 of seed 0 differs from epoch 0 of seed 1.
     other = PromptSampler(30, 30, seed=0)
     next(other)
     assert next(other) != first
@@ -73,7 +73,7 @@ def test_epochs_differ_and_depend_on_the_seed():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 5), st.integers(1, 7), st.integers(0, 6))
 def test_an_epoch_has_the_batches_that_it_says(full, step, rest):
-    """The last one may be smaller; one that is full belongs to it too."""
+    """The last batch may be smaller; if it is full, it counts too."""
     rest = rest % step if full else rest % step + 1
     sampler = PromptSampler(full * step + rest, step, seed=0)
     expected = [step] * full
@@ -241,7 +241,7 @@ def test_passes_differ_and_depend_on_the_seed():
 
 
 def test_draws_of_files_alternate_evenly():
-    """Each file's draws lie in the middle of equal parts of the epoch."""
+    """The epoch is divided into equal parts; each file's draws are at their centres."""
     expected = [2, 0, 3, 4, 1, 5]
     assert Blend((2, 4), (1.0, 2.0)).epoch(0, 0, shuffle=False) == expected
 
@@ -255,7 +255,7 @@ def test_only_the_ratio_of_weights_counts():
 
 
 def test_a_small_file_of_a_large_weight_gives_groups_of_their_own():
-    """Two draws of one prompt in one batch have the prompt's text and different ids."""
+    """Two draws of a prompt in a batch have the same text and different ids."""
     prompts = [Prompt(i, f"prompt {i}", (i + 4,)) for i in range(8)]
     blend = Blend((2, 6), (0.75, 0.25))
     loader = PromptLoader(PromptDataset(prompts, blend=blend), sampler_of(blend, 8))

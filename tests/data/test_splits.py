@@ -1,4 +1,4 @@
-"""Folders of several splits or configurations: the chosen one is read, never several as one."""
+"""Folders with several splits or configurations: only the chosen one is read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read(source: object, split: str | None = None) -> list[str]:
 
 
 def check_refused(source: object, split: str | None, key: str, *values: object) -> None:
-    """Check the error for reading a split, which the configuration's check finds too."""
+    """Check the error for reading a split, which the configuration's check also reports."""
     with pytest.raises(DataError) as raised:
         read(source, split)
     check_error(raised.value, key, *values)
@@ -102,7 +102,7 @@ def splits_of_datasets(
     ],
     ids=lambda names: names[0],
 )
-def test_names_tell_the_splits_that_they_tell_datasets(tmp_path, names):
+def test_names_give_the_same_splits_as_in_datasets(tmp_path, names):
     folder = write(tmp_path / "folder", names)
     expected = splits_of_datasets(folder, tmp_path / "cache")
     assert sorted(name for files in expected.values() for name in files) == sorted(names)
@@ -118,7 +118,7 @@ def test_names_tell_the_splits_that_they_tell_datasets(tmp_path, names):
 
 
 @pytest.mark.parametrize("name", ["Train.jsonl", "TEST.jsonl"])
-def test_names_in_capitals_tell_splits_too(tmp_path, name):
+def test_names_in_capitals_give_splits_too(tmp_path, name):
     folder = write(tmp_path / "folder", [name, "validation.jsonl"])
     check_refused(folder, None, "data.split.several", folder)
 
@@ -138,7 +138,7 @@ def test_configurations_of_a_card(tmp_path):
 
 
 def test_configurations_by_name_alone(tmp_path):
-    """Without a card, and where a card's configuration is no folder of that name."""
+    """A folder without a card, or whose card configures no folder of this name."""
     bare = write(tmp_path / "bare", MAIN + SOCRATIC)
     check_refused(bare, "train", "data.configuration.several", "main, socratic;")
     assert read(bare / "socratic", "test") == SOCRATIC[1:]
@@ -190,7 +190,7 @@ def test_saved_data_sets(tmp_path):
     )
     values = ("none of them train, test_sft, train_sft;", f"{tmp_path / 'dict'}:test_sft")
     check_refused(tmp_path / "dict", "train", "data.split.several", *values)
-    write(tmp_path / "dict", ["train_sft.jsonl"])  # is no part of it
+    write(tmp_path / "dict", ["train_sft.jsonl"])  # is not part of it
     test_sft_folder = tmp_path / "dict" / "test_sft"
     assert read(f"{tmp_path}/dict:test_sft") == read(test_sft_folder) == ["two"]
     for name in names:
@@ -201,7 +201,7 @@ def test_saved_data_sets(tmp_path):
 
 
 def test_data_sets_of_the_hub(tmp_path, monkeypatch):
-    """`datasets` takes OWNER/NAME for a folder where there is one."""
+    """`datasets` treats OWNER/NAME as a folder if it exists."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -229,7 +229,7 @@ def test_patterns(tmp_path):
     check_refused(f"{folder}/none-*.jsonl", None, "data.file.missing", f"{folder}/none-*.jsonl")
 
 
-def test_files_beside_folders_are_told_apart(tmp_path):
+def test_files_beside_folders_are_distinguished(tmp_path):
     folder = write(tmp_path / "folder", ["a.jsonl", "old/b.jsonl"])
     values = ("a.jsonl", "old", f"'{folder}/*.jsonl'")
     check_refused(folder, "train", "data.configuration.files_beside_folders", *values)
@@ -251,7 +251,7 @@ def test_files_beside_folders_are_told_apart(tmp_path):
     ids=lambda names: names[1],
 )
 def test_one_split_in_two_forms_is_refused(tmp_path, names):
-    """`datasets` takes the form of most files, without a word."""
+    """`datasets` silently chooses the format of most files."""
     folder = write(tmp_path / "folder", [*names, "test.jsonl"] if "train" in names[0] else names)
     files = [Path(name).name for name in names]
     check_refused(folder, "train", "data.split.several_forms", *files)
@@ -298,12 +298,12 @@ def test_a_card_that_takes_for_ever_is_refused(tmp_path, card, key, value):
         choose_files(tmp_path)
 
 
-def test_a_card_whose_configs_is_no_list_is_refused(tmp_path):
+def test_a_card_whose_configs_is_not_a_list_is_refused(tmp_path):
     folder = write(tmp_path / "folder", ["a.jsonl"], "---\nconfigs:\n  data_files: a.jsonl\n---\n")
     check_refused(folder, None, "data.card.configs_not_a_list", folder, "README.md")
 
 
-def test_a_folder_named_data_is_no_configuration(tmp_path):
+def test_a_folder_named_data_is_not_a_configuration(tmp_path):
     names = ["data/train.jsonl", "test.jsonl"]
     folder = write(tmp_path / "folder", names)
     expected = {"train": names[:1], "test": names[1:]}

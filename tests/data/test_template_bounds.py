@@ -1,4 +1,4 @@
-"""Chat templates that would run for ever or fill the memory end in an error.
+"""Chat templates that would run forever or exhaust memory raise an error.
 
 Others render as before.
 """
@@ -33,7 +33,7 @@ DOUBLED = (
     "{{ ns.a|length }}"
 )
 LIST_OF_LISTS = DOUBLED.replace("A", "[1]").replace("NEXT", "[ns.a, ns.a]")
-# Few rounds: without the bound the rendering ends, with a gigabyte at most.
+# Few iterations: without the bound, rendering still ends, with a gigabyte at most.
 LONG_TEXT = (
     "{% set a = 'x' * 10**7 %}{% set ns = namespace(l=[]) %}{% for i in range(99) %}WORK"
     "{% endfor %}"
@@ -193,7 +193,7 @@ def strftime_now(text: str) -> str:
 
 
 def environment_of_transformers() -> BoundedEnvironment:
-    """Return one with transformers' own filter and function."""
+    """Return an environment with transformers' own filter and function."""
     environment = BoundedEnvironment(**OPTIONS)
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, **options)
     environment.globals["strftime_now"] = strftime_now
@@ -335,7 +335,7 @@ def test_each_rendering_has_bounds_of_its_own(monkeypatch):
 
 
 def test_a_long_conversation_is_within_the_bounds():
-    """40 MB of text, of which a template makes twice as much."""
+    """40 MB of text, which a template doubles."""
     template = BoundedEnvironment().from_string(
         "{% for m in messages %}{% set text = m.content ~ '!' %}{{ text }}{{ m.content|trim }}"
         "{% endfor %}"

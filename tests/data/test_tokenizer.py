@@ -1,4 +1,4 @@
-"""Folders that hold no tokenizer, and the comparison of two."""
+"""Folders without a tokenizer, and comparisons of two tokenizers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_name_of_the_hub_is_not_looked_up(
     assert asked == []
 
 
-def test_a_config_that_is_no_object_is_a_message(tmp_path: Path) -> None:
+def test_a_config_that_is_not_an_object_is_one_message(tmp_path: Path) -> None:
     write_model_without_weights(tmp_path / "m")
     file = tmp_path / "m" / "config.json"
     for text in ("[]", "{"):
@@ -65,7 +65,7 @@ def test_a_folder_that_may_not_be_opened_is_a_message() -> None:
 def test_numbers_of_config_json_take_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, number: int
 ) -> None:
-    """transformers makes a list of as many names, and one of as many kinds of layers."""
+    """transformers allocates a list of this many names, or of this many layer types."""
     write_model_without_weights(tmp_path)
     file = tmp_path / "config.json"
     values = {**json.loads(file.read_text()), "model_type": "qwen2", key: number}
@@ -152,12 +152,12 @@ def test_code_beside_a_tokenizer_that_needs_none_is_left_alone(tmp_path: Path) -
 
 
 def test_a_name_of_a_tokenizers_class_is_of_a_tokenizer() -> None:
-    """Whatever transformers has under a name that passes is a tokenizer, or asks for a package."""
+    """Each transformers class with an accepted name is a tokenizer, or asks for a package."""
     names = [name for name in dir(transformers) if _CLASS_NAME.fullmatch(name)]
     assert {"LlamaTokenizer", "PreTrainedTokenizerFast"} <= set(names)
     for name in names:
         class_of_name = getattr(transformers, name)
-        if hasattr(class_of_name, "_backends"):  # it only says which package is missing
+        if hasattr(class_of_name, "_backends"):  # a placeholder for a missing package
             continue
         is_tokenizer = issubclass(class_of_name, transformers.PreTrainedTokenizerBase)
         assert is_tokenizer or not hasattr(class_of_name, "from_pretrained"), name
@@ -191,14 +191,14 @@ def test_a_backend_whose_rules_cannot_be_checked_is_refused_before_it_loads(
 def test_the_class_of_a_tokenizer_is_the_one_that_transformers_takes(
     tmp_path: Path, kind: str, file: str, name: str | None
 ) -> None:
-    """By the model's type too, for transformers mends some of the classes that folders name."""
+    """The model's type counts too, since transformers corrects some class names of folders."""
     write_model_without_weights(tmp_path)
     change(tmp_path / "tokenizer_config.json", tokenizer_class=None)
     change(tmp_path / "config.json", model_type=kind)
     change(tmp_path / file, tokenizer_class=name)
     try:
         expected = transformers.AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
-    except ValueError:  # as of version 4, if it knows neither the model nor a class
+    except ValueError:  # raised in version 4 if it knows neither the model nor a class
         with raises_error("tokenizer.folder.not_loadable", tmp_path):
             load_tokenizer(tmp_path)
         return
@@ -208,7 +208,7 @@ def test_the_class_of_a_tokenizer_is_the_one_that_transformers_takes(
     assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
 
 
-def test_a_models_type_that_is_no_name_is_passed_over(tmp_path: Path) -> None:
+def test_a_models_type_that_is_not_a_name_is_ignored(tmp_path: Path) -> None:
     write_model_without_weights(tmp_path)
     for kind in ([], {}, 3, None):
         change(tmp_path / "config.json", model_type=kind)
@@ -216,7 +216,7 @@ def test_a_models_type_that_is_no_name_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_no_configuration_of_a_model_without_a_tokenizer_is_built() -> None:
-    """That of edgetam, of transformers 4, asks the hub."""
+    """transformers 4's configuration of edgetam accesses the hub."""
     assert _config_class("edgetam") is transformers.PretrainedConfig
     assert _config_class("qwen2") is transformers.Qwen2Config
 
@@ -235,14 +235,14 @@ def test_rules_of_a_loaded_tokenizer_that_cannot_be_read_are_a_message(
 
 
 def test_decoding_keeps_every_space_and_leaves_out_unknown_ids(tmp_path: Path) -> None:
-    """Llama 3's folders ask transformers to clean up spaces, which breaks code and quotes."""
+    """Llama 3's folders ask transformers to clean up spaces, which corrupts code and quotes."""
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
     tokenizer.clean_up_tokenization_spaces = True
     text = "x != y , 'social' n't ."
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) != text
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
-    beyond = len(tokenizer) + 7  # of a model whose embedding is padded
+    beyond = len(tokenizer) + 7  # a model whose embedding is padded
     rows = [ids, [], [*ids[:6], tokenizer.eos_token_id, beyond]]
     expected = [text, "", f"{text[:6]}<eos>"]
     assert decode_all(tokenizer, rows) == expected
@@ -260,7 +260,7 @@ def test_vocabulary_hashes_are_compared_whole_and_shown_in_part() -> None:
 
 
 def test_a_template_that_leaves_out_a_turn_is_a_fault(tmp_path: Path) -> None:
-    """Qwen2.5's template passes over a developer's turn; transformers gives a prompt without it."""
+    """Qwen2.5's template drops a developer's turn; transformers gives a prompt without it."""
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}: "
@@ -282,7 +282,7 @@ def test_a_template_that_leaves_out_a_turn_is_a_fault(tmp_path: Path) -> None:
     assert renderer.prompt_text(empty) == "system: \nuser: Hi\n"
 
 
-def test_a_link_out_of_the_folder_is_no_fault_of_the_tokenizer(tmp_path):
+def test_a_link_out_of_the_folder_is_not_a_fault_of_the_tokenizer(tmp_path):
     folder = write_tiny_tokenizer(tmp_path / "model")
     weights = tmp_path / "weights"
     weights.touch()

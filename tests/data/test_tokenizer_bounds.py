@@ -1,4 +1,4 @@
-"""A tokenizer file that would fill the memory is refused before the library reads it."""
+"""A tokenizer file that would exhaust memory is rejected before the library reads it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def template(count: int, ids: int = 1) -> dict[str, Any]:
 
 
 def charsmap(*texts: str) -> dict[str, Any]:
-    """A Precompiled rule with an empty trie."""
+    """Return a Precompiled rule with an empty trie."""
     terminated = b"".join(text.encode() + b"\0" for text in texts)
     table = struct.pack("<I", 4) + bytes(4) + terminated
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
@@ -92,7 +92,7 @@ GROWING = {
     "tokens of many rules": {"post_processor": sequence(*[BERT] * 34, key="processors")},
     "many rules": {"normalizer": sequence(*[{"type": "Lowercase"}] * MAX_RULES)},
 }
-# Those that are refused for something else than a text of more characters.
+# Files that are rejected for other reasons than texts that grow.
 OTHER_KEYS = {
     "bytes twice": "tokenizer.rules.repeated",
     "Chinese characters twice": "tokenizer.rules.repeated",
@@ -190,7 +190,7 @@ def test_other_places_and_spellings(tmp_path: Path) -> None:
     "name", ["tokenizer.4.0.0.json", "tokenizer.4.0.0.json.bak", "a/tokenizer.4.0.0.json"]
 )
 def test_another_file_in_place_of_the_checked_one_is_refused(tmp_path: Path, name: str) -> None:
-    """transformers takes the newest of these files that its version may read."""
+    """transformers reads the newest of these files that its version supports."""
     folder = write_tiny_tokenizer(tmp_path / "model")
     rules = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     (folder / name).parent.mkdir(exist_ok=True)
@@ -252,7 +252,7 @@ def test_added_tokens_have_bounds(tmp_path: Path) -> None:
     assert tokenizer_fault(write(tmp_path, many, "added_tokens.json")) is None
 
 
-def test_a_loaded_tokenizer_is_checked_whatever_file_it_came_from(tmp_path: Path) -> None:
+def test_a_loaded_tokenizer_is_checked_for_any_source_file(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path)).backend_tokenizer
     assert loaded_fault(tokenizer) is None
     tokenizer.normalizer = Sequence([Replace("a", "aa")] * 7)
@@ -291,7 +291,7 @@ def test_a_long_token_is_not_loaded(tmp_path: Path) -> None:
         load_tokenizer(write(folder, rules))
 
 
-def test_a_panic_of_the_library_is_a_sentence(tmp_path: Path) -> None:
+def test_a_panic_of_the_library_becomes_an_error(tmp_path: Path) -> None:
     folder = write_tiny_tokenizer(tmp_path)
     rules = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}

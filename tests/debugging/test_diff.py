@@ -1,4 +1,4 @@
-"""Where two runs part: the first setting, step, phase, prompt and token."""
+"""Where two runs diverge: the first setting, step, phase, prompt and token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of four steps: `base`, one that is the same, and some with one setting changed."""
+    """Runs of four steps: `base`, an identical one, and some with one changed setting."""
     folder = tmp_path_factory.mktemp("diff")
     for name, overrides in {
         "base": [],
@@ -106,9 +106,9 @@ def test_the_first_place_is_named(
 
 
 def test_what_was_not_recorded_is_not_called_the_same(folder: Path, tmp_path: Path) -> None:
-    """The samples are the same in step 1.
+    """The samples are equal in step 1.
 
-    Only the records show what the learning rate changed.
+    Only the records show the effect of the learning rate.
     """
     for name in ("base", "lr"):
         shutil.copytree(folder / name, tmp_path / name)
@@ -133,7 +133,7 @@ def test_what_was_not_recorded_is_not_called_the_same(folder: Path, tmp_path: Pa
 def test_versions_that_the_ranks_that_train_leave_out(
     folder: Path, tmp_path: Path, age: int, phases: list
 ) -> None:
-    """The second run's generators draw with weights `age` steps older than the step's."""
+    """The second run's generators use weights that are `age` steps older."""
     shutil.copytree(folder / "base", tmp_path / "other")
     for step, path in rollout_files(tmp_path / "other").items():
         table = pq.read_table(path)

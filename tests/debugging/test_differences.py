@@ -1,4 +1,4 @@
-"""What counts as equal: bits, rounding, NaN, moments, and what one of two records lacks."""
+"""Equality of records: bits, rounding, NaN, moments, and facts that one record lacks."""
 
 from __future__ import annotations
 
@@ -47,40 +47,34 @@ def test_nan_equals_nan_alone(other, bounds):
     assert number_differences({"loss": nan}, {"loss": nan}, bounds) == []
     assert len(number_differences({"loss": nan}, {"loss": other}, bounds)) == 1
     assert len(number_differences({"loss": other}, {"loss": nan}, bounds)) == 1
-    for left, right in ((nan, other), (other, nan)):
-        table = pa.table(
-            {
-                "prompt_id": [0],
-                "sample_id": [0],
-                "x": pa.array([left], pa.float64(), from_pandas=False),
-            }
-        )
-        another = pa.table(
-            {
-                "prompt_id": [0],
-                "sample_id": [0],
-                "x": pa.array([right], pa.float64(), from_pandas=False),
-            }
-        )
-        assert len(sample_differences(table, another, ["x"], bounds)) == 1
+    of_nan = table_of(pa.array([nan], pa.float64(), from_pandas=False))
+    of_other = table_of(pa.array([other], pa.float64(), from_pandas=False))
+    assert len(sample_differences(of_nan, of_other, ["x"], bounds)) == 1
+    assert len(sample_differences(of_other, of_nan, ["x"], bounds)) == 1
+
+
+def table_of(column: pa.Array | list) -> pa.Table:
+    """Return a single sample with the column `x`."""
+    return pa.table({"prompt_id": [0], "sample_id": [0], "x": column})
 
 
 @pytest.mark.parametrize("bounds", [EQUAL_BITS, ROUNDING])
 def test_nan_within_a_list_equals_nan_alone(bounds):
-    def table(*values: float) -> pa.Table:
-        return pa.table({"prompt_id": [0], "sample_id": [0], "x": [list(values)]})
-
-    assert sample_differences(table(0.5, math.nan), table(0.5, math.nan), ["x"], bounds) == []
-    (difference,) = sample_differences(table(0.5, math.nan), table(0.5, 0.25), ["x"], bounds)
+    numbers = table_of([[0.5, 0.25]])
+    second_nan = table_of([[0.5, math.nan]])
+    also_second_nan = table_of([[0.5, math.nan]])
+    assert sample_differences(second_nan, also_second_nan, ["x"], bounds) == []
+    (difference,) = sample_differences(second_nan, numbers, ["x"], bounds)
     assert difference.token == 1
-    (difference,) = sample_differences(table(0.5, 0.25), table(math.nan, 0.25), ["x"], bounds)
+    first_nan = table_of([[math.nan, 0.25]])
+    (difference,) = sample_differences(numbers, first_nan, ["x"], bounds)
     assert difference.token == 0
 
 
 def test_a_response_that_is_the_beginning_of_another_one_is_another():
-    """Comparisons stop at the shorter one, so that the length has to be compared, too."""
-    short = pa.table({"prompt_id": [0], "sample_id": [0], "x": [[0.5, 0.25]]})
-    long = pa.table({"prompt_id": [0], "sample_id": [0], "x": [[0.5, 0.25, 0.125]]})
+    """Comparisons stop at the end of the shorter one, so lengths are compared too."""
+    short = table_of([[0.5, 0.25]])
+    long = table_of([[0.5, 0.25, 0.125]])
     for bounds in (EQUAL_BITS, ROUNDING):
         for left, right in ((short, long), (long, short)):
             (difference,) = sample_differences(left, right, ["x"], bounds)
@@ -89,7 +83,7 @@ def test_a_response_that_is_the_beginning_of_another_one_is_another():
 
 @pytest.mark.parametrize(("difference", "is_rounding"), [(0.9, True), (1.1, False), (5.0, False)])
 def test_rounding_has_its_size(difference, is_rounding):
-    """Near 0 it is absolute, at 1,000 relative; here in multiples of the bounds."""
+    """Near 0 the bound is absolute, at 1,000 relative; values are multiples of the bounds."""
     small = number_differences({"x": 0.0}, {"x": difference * ROUNDING.absolute}, ROUNDING)
     second = {"x": 1000.0 * (1 + difference * ROUNDING.relative)}
     large = number_differences({"x": 1000.0}, second, ROUNDING)
@@ -124,14 +118,14 @@ def test_a_tensor_that_differs_or_is_absent_is_named(sums, name, kind):
 
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
 def test_another_number_of_optimizer_steps_is_a_difference(counts):
-    """Neither of the steps that both have would show it."""
+    """The steps in both records would not show it."""
     left, right = (record_of(updates=[{"loss": 0.5}] * count) for count in counts)
     (difference,) = update_differences(left, right)
     assert (difference.first, difference.second) == counts
 
 
 def test_facts_that_one_of_two_records_lacks_are_no_difference():
-    """A record of an earlier release has no digest of a file; one that both have is compared."""
+    """Records of earlier releases have no digest of a file; a digest in both is compared."""
     known = record_of(files={"reward": "aa"}, scorer={"name": "a"}, reference="01")
     unknown = record_of(files={"reward": None}, scorer=None, reference=None)
     assert fact_differences(known, unknown) == fact_differences(unknown, known) == []

@@ -36,7 +36,7 @@ FUNCTION = ["reward=function", "reward_function.name=helpers.reward_functions.sh
 def train(
     folder: Path, name: str, *overrides: str, source: bool = False, base: str | None = None
 ) -> Path:
-    """Train in `folder`/`name`; go on from a copy of the run `base` if given."""
+    """Train in `folder`/`name`, resuming from a copy of the run `base` if given."""
     path = folder / name
     if base is not None:
         shutil.copytree(folder / base, path)
@@ -57,7 +57,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of one step (`start`), and of a second one with the same settings (`mine`)."""
+    """Runs of one step (`start`), and of a second step with equal settings (`mine`)."""
     folder = tmp_path_factory.mktemp("recompute")
     train(folder, "start", f"{RL}.max_steps=1", "model.optim.lr=0.05")
     train(folder, "mine", f"{RL}.max_steps=2", "model.optim.lr=0.05", base="start")
@@ -66,6 +66,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def advantages(run: Path, step: int) -> list[float]:
     return [row.advantage for row in RunFolder(run).samples(step)]
+
+
+def new_advantages(step: Any) -> list[float]:
+    """Return the advantages with the changed settings."""
+    return [sample.advantage[1] for sample in step.samples]
 
 
 def test_a_record_gives_its_own_advantages(folder: Path) -> None:
@@ -126,9 +131,8 @@ def test_it_agrees_with_a_real_run_of_these_settings(
     (step,) = result.steps
     expected = [sample.response for sample in step.samples]
     assert [row.response for row in real] == expected, "the rollouts are the same"
-    assert [sample.advantage[1] for sample in step.samples] == pytest.approx(
-        [r.advantage for r in real], abs=1e-6
-    )
+    expected = [row.advantage for row in real]
+    assert new_advantages(step) == pytest.approx(expected, abs=1e-6)
     recomputed = [sample.advantage[0] for sample in step.samples]
     assert recomputed == pytest.approx(advantages(folder / "mine", 2), abs=1e-6)
     assert [sample.valid[1] for sample in step.samples] == [row.valid for row in real]
@@ -157,24 +161,20 @@ def test_it_agrees_with_a_real_run_of_these_settings(
     ],
     ids=["moving_average", "exponential_moving_average"],
 )
-def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: Path) -> None:
-    """Weights that stand still: both runs draw the same rollouts at every step."""
+def test_a_state_comes_from_the_recorded_steps(overrides: list[str], tmp_path: Path) -> None:
+    """With constant weights, both runs draw equal rollouts at every step."""
     still = [f"{RL}.max_epochs=2", "model.optim.lr=1e-30", "model.optim.weight_decay=0"]
     mine = train(tmp_path, "mine", *still)
     real = train(tmp_path, "real", *still, *overrides)
     (step,) = recompute(mine, "4", overrides).steps
-    assert [sample.advantage[1] for sample in step.samples] == pytest.approx(
-        advantages(real, 4), abs=1e-6
-    )
+    assert new_advantages(step) == pytest.approx(advantages(real, 4), abs=1e-6)
     original = [
         f"{RL}.advantage_estimator=rloo",
         f"{RL}.kl_target=null",
         f"{SHAPING}.standardisation=none",
     ]
     (back,) = recompute(real, "4", original).steps
-    assert [sample.advantage[1] for sample in back.samples] == pytest.approx(
-        advantages(mine, 4), abs=1e-6
-    )
+    assert new_advantages(back) == pytest.approx(advantages(mine, 4), abs=1e-6)
     (real / "rollouts" / "step_00002.parquet").unlink()
     with raises_error("replay.step.missing_before", real / "rollouts", "step 2"):
         recompute(real, "4")
@@ -193,7 +193,7 @@ def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: P
     ],
     ids=["state", "log-probs of a pass", "two updates"],
 )
-def test_a_record_of_a_run_that_went_on_with_other_settings(
+def test_a_record_of_a_run_resumed_with_other_settings(
     folder: Path, changes: list[str], tmp_path: Path
 ) -> None:
     shutil.copytree(folder / "start", tmp_path / "run")
@@ -218,7 +218,7 @@ def test_a_record_of_a_run_that_went_on_with_other_settings(
     ],
     ids=["loss", "grpo"],
 )
-def test_the_gradients_are_those_of_real_updates(
+def test_the_gradients_equal_real_updates(
     folder: Path, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = []
@@ -235,19 +235,20 @@ def test_the_gradients_are_those_of_real_updates(
 
             def step(parameters=parameters, update=update):
                 # before it clips and applies the gradient
-                real.append(
-                    torch.cat(
-                        [parameter.main_grad.detach().flatten().clone() for parameter in parameters]
-                    )
-                )
+                gradients = [parameter.main_grad.detach().flatten() for parameter in parameters]
+                real.append(torch.cat(gradients))
                 return update()
 
             monkeypatch.setattr(trainer.optimizer, "step", step)
             trainer.run_training(batch)
     taken = []
-    monkeypatch.setattr(
-        module, "cosine", lambda *pair, cosine=module.cosine: taken.append(pair) or cosine(*pair)
-    )
+    cosine = module.cosine
+
+    def recorded_cosine(*pair):
+        taken.append(pair)
+        return cosine(*pair)
+
+    monkeypatch.setattr(module, "cosine", recorded_cosine)
     result = recompute(folder / "mine", "2", overrides, phase="update")
     assert result.checkpoint == 1, "step 2 is an update of the weights after step 1"
     for mine, theirs in zip(taken[0], real, strict=True):
@@ -261,7 +262,7 @@ def test_the_gradients_are_those_of_real_updates(
     assert same.cosine == pytest.approx(1.0, abs=5e-5)
 
 
-def test_other_rewards_are_those_of_a_real_run(folder: Path, tmp_path: Path) -> None:
+def test_other_rewards_equal_a_real_run(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     lines = [
         {"prompt": "etaoinshr"[i : i + 2], "letters": "etaoinshr"[i % 4 :: 4]} for i in range(8)
@@ -273,9 +274,8 @@ def test_other_rewards_are_those_of_a_real_run(folder: Path, tmp_path: Path) -> 
     (step,) = recompute(mine, "1", FUNCTION).steps
     rows = RunFolder(real).samples(1)
     assert [sample.reward[1] for sample in step.samples] == [row.reward for row in rows]
-    assert [sample.advantage[1] for sample in step.samples] == pytest.approx(
-        [r.advantage for r in rows], abs=1e-6
-    )
+    expected = [row.advantage for row in rows]
+    assert new_advantages(step) == pytest.approx(expected, abs=1e-6)
     assert len({sample.reward[1] for sample in step.samples}) > 2
     assert step.sign_changes > 0
 
@@ -321,7 +321,7 @@ MISTAKES = [
 @pytest.mark.parametrize(
     ("steps", "overrides", "key", "named"), MISTAKES, ids=[key for _, _, key, _ in MISTAKES]
 )
-def test_mistakes_are_sentences(
+def test_mistakes_give_clear_errors(
     folder: Path, steps: str, overrides: list[str], key: str, named: list[str]
 ) -> None:
     with raises_error(key, *named):
@@ -341,7 +341,7 @@ def test_all_faults_of_overrides_are_one_message(folder: Path) -> None:
     assert {fault.partition(" ")[0] for fault in error.value.faults} == expected
 
 
-def test_what_a_record_lacks_is_a_sentence(
+def test_a_missing_part_of_a_record_is_an_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with raises_error("run.folder.no_run", tmp_path):
@@ -371,7 +371,7 @@ def test_what_a_record_lacks_is_a_sentence(
         recompute(folder / "mine")
 
 
-def test_a_record_that_was_changed_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_changed_record_is_reported(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "mine", tmp_path / "run")
     for name in ("config.yaml", "config_history.jsonl"):
         path = tmp_path / "run" / name

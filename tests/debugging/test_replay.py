@@ -1,4 +1,4 @@
-"""A recorded run replayed bit for bit, and planted faults that are named by phase and place."""
+"""A recorded run is replayed bit for bit; injected faults are located by phase and place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_reco
 from reinforce_rl.runtime import trust
 from reinforce_rl.trainer.run import train
 
-again = partial(replay, trust=True)  # of a run of one's own
+again = partial(replay, trust=True)  # the user's own run
 
 RL = "trainer.reinforce"
 SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "replay.py"
@@ -48,7 +48,7 @@ SETTINGS = [f"{RL}.max_epochs=3", f"{RL}.save_interval=3", "model.optim.lr=0.01"
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps of two prompts each, with checkpoints after steps 3 and 6."""
+    """A run of six steps with two prompts each, and checkpoints after steps 3 and 6."""
     folder = tmp_path_factory.mktemp("replay")
     (folder / "planted_reward.py").write_text(REWARD)
     sys.path.insert(0, str(folder))
@@ -62,7 +62,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy that a test may spoil. Its settings name the files of the copy."""
+    """A copy that a test may corrupt. Its settings name the files of the copy."""
     copy = tmp_path / "copy"
     shutil.copytree(original, copy)
     run = copy / "run"
@@ -128,7 +128,7 @@ def test_a_phase_alone_and_stored_scores(folder: Path) -> None:
 
 
 def test_a_function_that_only_the_folder_names_is_not_called(folder: Path, tmp_path: Path) -> None:
-    """As `prompts`, it would be imported and called on the recorded prompts."""
+    """With the name `prompts`, it would be imported and called on the recorded prompts."""
     (folder / "planted_reward.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
     planted_reward_file = folder / "run" / "planted_reward.py"
     planted_reward_file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
@@ -160,7 +160,7 @@ def test_threads_of_a_record_are_bounded(folder: Path, threads: Any) -> None:
 def test_a_folder_does_not_start_a_crowd_of_processes(
     folder: Path, given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even where the reader names one of the two factors."""
+    """Even if the reader sets one of the two factors."""
     monkeypatch.setattr(trust, "MOST_RANKS", 1)
     store(folder / "run", {"trainer": {"devices": 2}})
     started: list[int] = []
@@ -268,7 +268,7 @@ def test_a_planted_fault_is_named(name: str, folder: Path) -> None:
 
 
 def test_one_weight_changed_by_a_millionth(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a checkpoint, and in the initial model."""
+    """In a checkpoint, or in the initial model."""
     restore = module.build_trainer
 
     def restore_and_change(*args: Any) -> Any:
@@ -290,7 +290,7 @@ def test_one_weight_changed_by_a_millionth(folder: Path, monkeypatch: pytest.Mon
         assert "the checkpoint or the initial model was changed" in replayed.sentence
 
 
-def test_what_is_missing_is_told(folder: Path) -> None:
+def test_missing_parts_are_reported(folder: Path) -> None:
     run = folder / "run"
     expected = [1, 2, 3, 4, 5, 6]
     assert list(record_files(run)) == expected
@@ -332,7 +332,7 @@ def test_what_is_missing_is_told(folder: Path) -> None:
         again(run, 5)
 
 
-def test_a_server_that_is_not_there_is_told_while_it_is_waited_for(
+def test_a_missing_server_is_reported_while_waiting(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = f"127.0.0.1:{free_port()}"
@@ -376,9 +376,9 @@ def test_another_machine_is_compared_within_rounding(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_on_two_ranks(folder: Path) -> None:
-    """Recorded on one rank: tokens are fed in.
+    """The run was recorded on one rank, whose tokens are used.
 
-    A fault that is larger than rounding is seen there, too.
+    A fault larger than rounding is detected there too.
     """
 
     def on_two(*overrides: str) -> dict[str, Any]:
@@ -414,12 +414,10 @@ def test_recorded_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "generates"), [(0, "same"), (1, "not replayed")])
-def test_recorded_with_generators_of_its_own(
-    staleness: int, generates: str, tmp_path: Path
-) -> None:
+def test_recorded_with_separate_generators(staleness: int, generates: str, tmp_path: Path) -> None:
     """One rank trains and one generates.
 
-    One rank replays them, and generates only what present weights drew.
+    A single rank replays them, and generates only the samples of current weights.
     """
     apart = [
         "placement=disaggregated",
@@ -437,7 +435,7 @@ def test_recorded_with_generators_of_its_own(
 
 @pytest.mark.parametrize("kind", ["after", "optimizer"])
 def test_the_moments_of_adam_are_compared(kind: str) -> None:
-    """Weights after a step may be equal although its moments are not, and the next step parts."""
+    """Weights after a step may be equal although the moments differ; the next step diverges."""
 
     def record(checksum: str) -> StepRecord:
         facts: dict[str, Any] = {

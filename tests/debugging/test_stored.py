@@ -1,4 +1,4 @@
-"""Steps as a run recorded them, rebuilt from rows alone."""
+"""Steps of a run, rebuilt from its recorded rows alone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from reinforce_rl.monitoring.records import RolloutRow, read_rows
 
 
 def row(number: int, source_rewards: dict[str, float]) -> RolloutRow:
-    """A sample with scores of these sources."""
+    """Return a sample with scores of these sources."""
     sample = RolloutRow(1, number, 0, "a prompt", "a response", 1.0, "stop", 3)
     return replace(sample, source_rewards=source_rewards)
 
 
 def test_a_score_that_some_samples_lack_is_nan(tmp_path: Path) -> None:
-    """A generator may have sent scores of a source that the others have not."""
+    """A generator may have sent scores of a source that others lack."""
     rows = [row(0, {"a": 1.0}), row(1, {"a": 2.0, "b": 3.0})]
     path = write_rows(tmp_path, 1, rows)
     stored: Any = object.__new__(StoredRun)

@@ -1,4 +1,4 @@
-"""Chat: streaming, turns and commands, a full context, Ctrl-C, rewards, and the terminal."""
+"""Chat: streaming, turns and commands, a full context, Ctrl-C, rewards and the terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PARAMS = SamplingParams(max_length=20, stop_token_ids=(EOS,))
 
 
 class Scripted(NativeGenerator):
-    """Gives the same answers to whatever is asked."""
+    """Returns the same answers for any prompt."""
 
     def __init__(self, *answers: list[int]):
         self.answers = list(answers)
@@ -84,7 +84,7 @@ def speaker_of(
 def said(
     speakers: list[Speaker], *lines: str, console: Console | None = None, **options: Any
 ) -> str:
-    """What a chat writes."""
+    """Return the output of a chat."""
     console = console or Console(file=io.StringIO())
     Chat(speakers, PARAMS, console=console, **options).talk(iter(lines))
     return console.file.getvalue()  # type: ignore[union-attr]
@@ -112,7 +112,7 @@ def test_what_is_streamed_is_what_is_generated(folder):
 
 
 class Bytes:
-    """A token a byte, as a tokenizer falls back to for rare characters."""
+    """One token per byte, like a tokenizer's fallback for rare characters."""
 
     chat_template = None
     bos_token_id = None
@@ -263,7 +263,7 @@ def test_a_model_cannot_drive_the_terminal():
 
 
 def test_an_error_or_a_reward_cannot_drive_the_terminal(monkeypatch):
-    """A chat template raises what its author likes, and a server answers so."""
+    """A chat template may raise any text, and a server may return any text."""
 
     def refuse(*_: object) -> None:
         raise DataError("the chat template refuses these messages: \x1b]0;title\x07\u202e")
@@ -272,7 +272,7 @@ def test_an_error_or_a_reward_cannot_drive_the_terminal(monkeypatch):
     score = {"score": lambda *_: "no reward: \x1b[2J\u2028"}
     assert said([speaker], "x", **score) == "a\n(no reward: \\x1b[2J\\u2028)\n"
     monkeypatch.setattr(speaker, "prompt", refuse)
-    # As a program: rich writes past the streams that show control characters.
+    # As a program: rich writes around the streams that escape control characters.
     stream = io.StringIO()
     with contextlib.redirect_stdout(stream), shown_streams():
         Chat([speaker], PARAMS).talk(iter(["x"]))
@@ -280,7 +280,9 @@ def test_an_error_or_a_reward_cannot_drive_the_terminal(monkeypatch):
     assert stream.getvalue() == expected
 
 
-def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, monkeypatch, tmp_path):
+def test_a_function_scores_and_an_unreachable_server_is_reported(
+    folder, capsys, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "REWARD_SECONDS", 2.0)
     how = [

@@ -1,4 +1,4 @@
-"""Evaluation of tiny models: the trainer's numbers, those of transformers, and likely mistakes."""
+"""Evaluation of tiny models: the trainer's and transformers' numbers, and likely mistakes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LETTERS = "etaoinshr"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models of one tokenizer, and prompts whose lines say which letters are good."""
+    """Two models with one tokenizer, and prompts whose lines name the good letters."""
     folder = tmp_path_factory.mktemp("evaluation")
     tiny_overrides(folder)
     tiny_llama_folder(
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "drawn"])
-def test_the_mean_reward_is_that_of_the_trainers_validation_before_step_1(
+def test_the_mean_reward_equals_the_trainers_validation_before_step_1(
     folder: Path, tmp_path: Path, sampled
 ) -> None:
     how = [f"model.reinforce.val_sampling_params.use_greedy={not sampled}", *SHORT]
@@ -164,7 +164,7 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
     assert "+0.000 ± 0.000 on the same 12 prompts: all differences are equal" in said
 
 
-def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_path: Path) -> None:
+def test_the_kl_equals_transformers_and_is_zero_from_itself(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     data = folder / "data.jsonl"
@@ -193,7 +193,7 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
             + [tokenizer.eos_token_id] * row.is_end
         )
         if len(response) != row.response_length:
-            # a special token in the middle, which the text does not show
+            # a special token in the middle, which the text omits
             continue
         checked.append(row.kl)
         ids = torch.tensor([prompt + response])
@@ -211,9 +211,9 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
 def test_right_answers_are_counted_and_a_failed_reward_counts_apart(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Lines 0 to 3 hold no answer, so `gsm8k` fails there.
+    """Lines 0 to 3 have no answer, so `gsm8k` fails there.
 
-    No response of the rest can hold the number 7.
+    No other response can contain the number 7.
     """
     lines = [{"prompt": "eta", **({"answer": "7"} if i > 3 else {})} for i in range(10)]
     data = tmp_path / "data.jsonl"
@@ -286,7 +286,7 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
     assert judged.wins.wins == expected
 
 
-def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(
+def test_what_cannot_be_evaluated_is_reported_before_a_model_is_loaded(
     folder: Path, tmp_path: Path
 ) -> None:
     model = folder / "model"

@@ -186,7 +186,7 @@ def test_it_answers_as_the_trainers_own_actor_without_room_for_gradients(
 @pytest.mark.parametrize(
     ("exported", "model_step"), [(10, "step 10"), (20, None), (None, "an earlier step")]
 )
-def test_an_export_older_than_the_newest_checkpoint_is_told(
+def test_an_export_older_than_the_newest_checkpoint_is_reported(
     exported, model_step, tmp_path, mesh, caplog
 ) -> None:
     config = tiny_llama_folder(tmp_path / "hf", vocab_size=32) / "config.json"
@@ -220,7 +220,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_loaded(
 def test_two_end_tokens_of_the_generation_config_end_responses_as_in_transformers(
     tmp_path: Path, mesh: Mesh
 ) -> None:
-    """As in Qwen2.5, Qwen3 and Llama 3 Instruct.
+    """Like in Qwen2.5, Qwen3 and Llama 3 Instruct.
 
     config.json names one end token, generation_config.json two.
     """

@@ -1,7 +1,6 @@
-"""The tests here run on fake CUDA tensors, in processes of their own: `make test-fake-cuda`.
+"""Tests on fake CUDA tensors, in separate processes: `make test-fake-cuda`.
 
-A process that has become a fake GPU machine stays one, so these are not collected with the other
-tests.
+A process cannot stop being a fake GPU machine, so these are not collected with the other tests.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ else:
 
 @pytest.fixture(scope="session")
 def machine() -> Machine:
-    """This process as any rank of a cluster of GPUs."""
+    """This process as any rank of a GPU cluster."""
     return install()
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Tiny models by their number of layers."""
+    """Tiny models by number of layers."""
     from helpers.models import tiny_llama_folder
 
     return {
@@ -43,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(machine: Machine) -> Iterator[None]:
-    """Remove a failed test's process group and what another test's ranks sent."""
+    """Remove a failed test's process group and objects that its ranks sent."""
     machine.network.objects.clear()
     yield
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A trainer and a generator on GPUs of their own: a run from its first prompt to its end."""
+"""A trainer and a generator on separate GPUs: a run from its first prompt to its end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IN_FLIGHT = ("rollout_order=finished", "inflight_updates=recompute")
 def test_a_run_goes_through(
     overrides: tuple[str, ...], limits: tuple[int, ...], tmp_path: Path
 ) -> None:
-    for steps in limits:  # the second one with the rollouts of a checkpoint
+    for steps in limits:  # the second one uses the rollouts of a checkpoint
         limit = f"trainer.reinforce.max_steps={steps}"
         limits_of_run = (
             "trainer.reinforce.max_epochs=3",

@@ -1,4 +1,4 @@
-"""Attention kernels of passes, their cost at the sizes of an 8B model, and the host's waits."""
+"""Attention kernels, their cost at the sizes of an 8B model, and the host's syncs."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ MODEL = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS}
 DENSE = "_scaled_dot_product_flash_attention"
 RAGGED = "_flash_attention_forward"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
-# Of the unfused kernel, and cuDNN's.
+# The unfused kernel, and cuDNN's.
 NEVER = {"_safe_softmax", "_softmax", "bmm", "_scaled_dot_product_cudnn_attention"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_to_free_later() -> Iterator[None]:
-    """Models of this size lie in cycles, and would be freed while a later test measures."""
+    """Models of this size are in cycles, and would be freed while a later test measures."""
     yield
     gc.collect()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, and samples: `samples` of each of `prompts`, in micro-batches of `micro`."""
+    """A layout, and `samples` of each of `prompts` in micro-batches of `micro`."""
 
     tp: int = 1
     cp: int = 1
@@ -60,7 +60,7 @@ class Case:
 
 
 def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]:
-    """Of log-probs and of an update, on one rank."""
+    """Return the ledgers of log-probs and of an update on one rank."""
     model = MODEL | (
         {"model_type": "mistral", "sliding_window": case.window} if case.window else {}
     )
@@ -69,7 +69,7 @@ def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]
     sequences = torch.randint(3, 1000, (count, total))
     groups = torch.arange(case.prompts).repeat_interleave(case.samples)
     sequences[:, : case.prompt_tokens] = sequences[groups * case.samples, : case.prompt_tokens]
-    # The last response of a group is shorter, and the first one of all is empty.
+    # The last response of a group is shorter, and the first response of all is empty.
     lengths = torch.full((count,), case.response_tokens)
     if count > 1:
         lengths[case.samples - 1 :: case.samples] -= 100
@@ -118,8 +118,8 @@ def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]
     return forward, update
 
 
-# The kernel and its calls a layer and pass; kernels of two passes for log-probs, and of two for an
-# update.
+# The kernel and its calls per layer and pass; kernels of two passes for log-probs, and of two for
+# an update.
 CASES = {
     "padded": (Case(), DENSE, 1, (284, 937)),
     "window": (Case(window=64), RAGGED, 1, (308, 969)),
@@ -142,13 +142,13 @@ CASES = {
 def test_kernels_and_syncs(
     machine: Machine, case: Case, kernel: str, calls: int, budgets: tuple[int, int]
 ) -> None:
-    """One kind of attention, never the unfused one, and one copy to the host at the end."""
+    """Attention is of one kind, never the unfused one; one copy to the host comes at the end."""
     for ledger, budget in zip(passes(machine, case), budgets, strict=True):
         kernels = kernels_by_name(ledger)
         assert kernels[kernel] == 2 * calls * LAYERS
         assert not ({DENSE, RAGGED, EFFICIENT, *NEVER} - {kernel}) & kernels.keys()
-        # megatron's embedding sets what a mask selects to a number, for which CUDA has a kernel
-        # without a wait.
+        # megatron's embedding sets masked elements to a number, for which CUDA has a kernel without
+        # a sync.
         waits = {
             where: n
             for where, n in ledger.syncs.items()
@@ -159,7 +159,7 @@ def test_kernels_and_syncs(
 
 
 def test_a_shared_prefix_is_less_work(machine: Machine) -> None:
-    """Prompts are read once, in hardly more kernels than padded rows take."""
+    """Prompts are read once, with hardly more kernels than for padded rows."""
     pairs = zip(passes(machine, Case()), passes(machine, Case(shared_prefix=True)), strict=True)
     for padded, packed in pairs:
         assert packed.flops < 0.75 * padded.flops
@@ -170,7 +170,7 @@ def test_a_shared_prefix_is_less_work(machine: Machine) -> None:
 def test_32k_tokens_on_two_context_parallel_ranks(machine: Machine) -> None:
     """Ranks gather all keys and values and scatter their gradients.
 
-    No scores and no masks exist.
+    There are no score matrices and no masks.
     """
     case = Case(cp=2, prompts=1, samples=1, prompt_tokens=16384, response_tokens=16385, micro=1)
     for rank in (0, 1):
@@ -181,6 +181,6 @@ def test_32k_tokens_on_two_context_parallel_ranks(machine: Machine) -> None:
             assert gathered == [keys] * LAYERS
         scattered = [call.bytes for call in update.collectives if call.kind == "reduce_scatter"]
         assert scattered == [keys] * LAYERS
-        # With masks and the unfused kernel 37 and 82 GB.
+        # With masks and the unfused kernel: 37 and 82 GB.
         assert forward.peak - forward.start < 2.2e9
         assert update.peak - update.start < 10e9

@@ -1,8 +1,7 @@
-"""Decode steps of the native engine at real sizes: kernels, launches, host syncs and bytes; and
-pipelines' order.
+"""Decode steps of the native engine at real sizes, and the order of pipeline stages.
 
-Numbers of a step alone: what eight tokens more cost, over eight. Two depths give a layer, and so
-the whole model.
+Kernels, launches, host syncs and bytes of one step are the difference of eight more tokens, divided
+by eight. Two depths give the cost of a layer, and thus of the whole model.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ROWS = PROMPTS * SAMPLES
 
 
 class Step(NamedTuple):
-    """What a decode step costs."""
+    """The cost of a decode step."""
 
     kernels: float
     launches: float
@@ -52,7 +51,7 @@ class Step(NamedTuple):
 def cost_of_a_step(
     machine: Machine, folder: Path, shape: dict, layers: int, tp: int = 1, **options: bool
 ) -> Step:
-    """Return the cost of eight more tokens of 64 samples on the first of `tp` ranks.
+    """Return a step's cost for 64 samples on the first of `tp` ranks, from eight more tokens.
 
     `options` are NativeGenerator's.
     """
@@ -83,21 +82,21 @@ def whole_model(
 
 
 def test_8b_at_batch_64(machine, folders):
-    """1,123 kernels, 2 syncs and 22.1 GB before there were static steps."""
+    """Without static steps it took 1,123 kernels, 2 syncs and 22.1 GB."""
     step = whole_model(machine, folders[2], LLAMA_3_1_8B, 32, use_graphs=False)
-    # torch's rule for `roll` without a GPU counts 32 of `cat`
+    # without a GPU, torch's rule for `roll` counts 32 of `cat`
     assert step.kernels == step.launches <= 714
     assert step.syncs == 1 / 8
-    # query, key and value, output, and the MLP's three
+    # query, key and value, output, and three of the MLP
     layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
     weights = 2 * (32 * layer + 128256 * 4096)
-    # responses of 14 tokens in the mean
+    # responses have 14 tokens on average
     cache = 32 * 2 * 8 * 128 * 2 * (PROMPTS * PROMPT_TOKENS + ROWS * 14)
     assert 1.0 < step.bytes / (weights + cache) < 1.2
 
 
 def test_a_graph_is_one_launch(machine, folders):
-    """Within a capture a sync is an error; tensor-parallel sums are in it."""
+    """A sync raises during capture; tensor-parallel sums are captured."""
     eager = cost_of_a_step(machine, folders[2], LLAMA_3_1_70B, 2, tp=8, use_graphs=False)
     graphed = cost_of_a_step(machine, folders[2], LLAMA_3_1_70B, 2, tp=8)
     assert graphed.launches == 1
@@ -106,7 +105,7 @@ def test_a_graph_is_one_launch(machine, folders):
 
 
 def test_new_weights_between_graphed_steps(machine, folders):
-    """New weights are copied into place, where the graphs read them.
+    """New weights are copied in place, where the graphs read them.
 
     Then the call stops, and a later one resumes.
     """
@@ -135,7 +134,7 @@ def test_new_weights_between_graphed_steps(machine, folders):
 def test_stages_meet_in_the_same_order(stages, machine, folders):
     """The stages take turns with groups of rows.
 
-    Rows come and go within a bound on the cache.
+    Rows start and end within a bound on the cache.
     """
     ledgers = {}
     prompts = [Prompt(i, "", tuple(range(4, 7 + i))) for i in range(3)]

@@ -1,6 +1,6 @@
 """`preflight=deep` measures two depths and two numbers of micro-batches.
 
-From these it extrapolates the cost.
+It extrapolates the cost from them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BLOCKS = (
 
 
 def case_of(folder: Path, *overrides: str, **changes: object) -> Case:
-    """Of a tiny model, of which only the width counts."""
+    """Return the case of a tiny model, of which only the width matters."""
     prompts = write_prompts(folder / "prompts.jsonl", ["eta"])
     cfg = compose(
         f"pretrained_checkpoint.restore_from_path={folder}",
@@ -68,12 +68,12 @@ def case_of(folder: Path, *overrides: str, **changes: object) -> Case:
 
 @functools.cache
 def blocks(machine: Machine, folder: Path) -> Phases:
-    """The first rank of a run in blocks, which several tests look at."""
+    """Measure the first rank of a run in blocks, for several tests."""
     return measured(machine, case_of(folder, *BLOCKS))
 
 
 def measured(machine: Machine, case: Case) -> Phases:
-    # As between the cases of `main`: what other tests left behind would count as freed here.
+    # As between the cases of `main`: leftovers of other tests would count as freed here.
     gc.collect()
     phases = RankRun(case).measure(machine)
     gc.collect()
@@ -124,7 +124,7 @@ def test_costs_grow_along_a_line_with_micro_batches(
 def test_memory_is_as_the_plan_has_it(
     machine: Machine, folders: dict[int, Path], tmp_path: Path
 ) -> None:
-    """Llama 3.1 8B's width and two layers, on eight ranks that share the optimizer's states."""
+    """Llama 3.1 8B's width and two layers, on eight ranks with a distributed optimizer."""
     folder = shutil.copytree(
         folders[2], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*")
     )
@@ -137,11 +137,11 @@ def test_memory_is_as_the_plan_has_it(
     assert layout is not None
     (plan,) = plan_memory(cfg, inputs, plan_batches(cfg, layout, inputs.datasets), gpu=True)
     gc.collect()
-    # Models of other tests in this process, which torch's caches may keep.
+    # Models of other tests in this process, which torch's caches may keep alive.
     others = machine.gpu.memory.bytes
     phases = measured(machine, case)
     peaks = {name: peak - others for name, (_, peak) in phases.items()}
-    peaks["away"] += others  # a difference already
+    peaks["away"] += others  # already a difference
     assert peaks["away"] == pytest.approx(plan.optimizer, rel=0.001)
     assert peaks["resident"] == pytest.approx(plan.weights, rel=0.001)
     of_phase = {"log-probs": "log-probs once", "reference log-probs": "reference log-probs once"}
@@ -151,7 +151,7 @@ def test_memory_is_as_the_plan_has_it(
             assert peaks[name] == pytest.approx(plan.held + phase.total, rel=0.025), name
 
 
-def test_collectives_are_told_by_group_and_nodes(
+def test_collectives_are_listed_by_group_and_nodes(
     machine: Machine, folders: dict[int, Path]
 ) -> None:
     phases = blocks(machine, folders[2])
@@ -177,7 +177,7 @@ SEQUENCES = 32
 
 
 class WorkerHere(Worker):
-    """Measures in this process, which has fake GPUs already."""
+    """Measures in this process, which already has fake GPUs."""
 
     def __init__(self, machine: Machine):
         super().__init__(lambda text: None)
@@ -188,9 +188,10 @@ class WorkerHere(Worker):
 
 
 def by_hand() -> dict[str, float]:
-    """Least seconds of a step's phases at Llama 3.1 8B's width on an H100, by its data sheet.
+    """Return the minimum seconds of each phase at Llama 3.1 8B's width on an H100.
 
-    32 sequences of 60 + 128 tokens, of 8 prompts, in bf16. The last token goes through no layer.
+    From its data sheet, for 32 sequences of 60 + 128 tokens, of 8 prompts, in bf16. The last token
+    passes through no layer.
     """
     peak = 989.4e12
     bandwidth = 3.35e12
@@ -202,16 +203,16 @@ def by_hand() -> dict[str, float]:
     v = 128256
     matrices = h * (h + 2 * kv) + h * h + 3 * h * f
     parameters = 2 * v * h + LAYERS * (matrices + 2 * h) + h
-    read = 2 * (parameters - v * h)  # bytes: all but the embedding
+    read = 2 * (parameters - v * h)  # bytes of all weights but the embedding
 
     positions = PROMPT + RESPONSE - 1
     layers = 2 * LAYERS * matrices * positions
     head = 2 * v * h * RESPONSE
-    # Half of queries times keys, and of weights times values: no position sees a later one.
+    # Half of queries times keys, and of weights times values: no position attends to later ones.
     attention = 4 * LAYERS * h * positions * (positions + 1) / 2
     forward = SEQUENCES * (layers + head + attention)
-    # Backward makes two products for one of forward. The logits are computed again, and so are the
-    # attention kernel's scores, which makes five products for two.
+    # Backward has two products for each forward product. The logits are recomputed, and so are the
+    # attention kernel's scores, which gives five products for two.
     training = SEQUENCES * (3 * layers + 4 * head + 3.5 * attention)
 
     steps = RESPONSE - 1
@@ -225,7 +226,7 @@ def by_hand() -> dict[str, float]:
         "log-probs": forward / peak,
         "reference log-probs": max(forward / peak, 2 * parameters / pcie),
         "training": training / peak,
-        # Gradients are read, main weights and moments read and written.
+        # Gradients are read; main weights and moments are read and written.
         "optimizer": ((4 + 2 * 12) * parameters - 2 * cache) / bandwidth,
     }
 
@@ -263,7 +264,7 @@ def test_the_lower_bound_is_the_least_work_counted_by_hand(
 def test_a_fault_names_phase_and_lines(
     machine: Machine, folders: dict[int, Path], monkeypatch
 ) -> None:
-    """The norms' weights are on the CPU, as they once were, and the start ends at their use."""
+    """Like in a former bug, norms' weights are on the CPU; the run ends at their first use."""
     make = RMSNorm.__init__
 
     def on_cpu(norm: RMSNorm, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's half of an engine on GPUs: the commands and weights for the engine's process.
+"""The trainer's side of an engine on GPUs: commands and weights for the engine's process.
 
 Small tensors have real values here, so weights are compared bit for bit.
 """
@@ -42,7 +42,7 @@ ENGINES: dict[str, Callable[[], EngineAdapter]] = {
     "vllm": lambda: VLLM(VLLMConfig()),
     "tensorrt_llm": lambda: TensorRTLLM(TensorRTLLMConfig()),
 }
-BUCKET_BYTES = 4096  # no buffer is larger than the tensors whose values are known
+BUCKET_BYTES = 4096  # no buffer is larger than tensors with known values
 PROMPTS = [Prompt(7, "", (6, 7, 8)), Prompt(9, "", (6, 9))]
 PARAMS = SamplingParams(max_length=3, stop_token_ids=(2,))
 ANSWERS = [
@@ -54,9 +54,9 @@ ANSWERS = [
 
 
 class PlayedEngine:
-    """In place of `EngineProcess`: workers on GPU-0, GPU-1, ...
+    """Replaces `EngineProcess`: workers on GPU-0, GPU-1, ...
 
-    The first one reads the buckets.
+    The first worker reads the buckets.
     """
 
     def __init__(self, events: list[str], adapter: EngineAdapter, *rest: Any):
@@ -64,8 +64,8 @@ class PlayedEngine:
         self.devices: Sequence[str] | None
         self.arguments, _, log, _, self.devices = rest
         self.folder: Path = log.parent
-        self.places: list[set[str]] = []  # the devices of each bucket
-        self.weights: list[dict[str, Tensor]] = []  # of each update, on the CPU
+        self.places: list[set[str]] = []  # devices of each bucket
+        self.weights: list[dict[str, Tensor]] = []  # weights of each update, on the CPU
         self.adapters: list[tuple[dict[str, Tensor], dict[str, int]]] = []
         self._events = events
         self._arriving: dict[str, Tensor] = {}
@@ -106,9 +106,9 @@ class PlayedEngine:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Commands to the engine and what is asked of CUDA, in order.
+    """Record commands to the engine and calls to CUDA, in order.
 
-    IPC handles are places in a list.
+    IPC handles are indices into a list.
     """
     commands: list[str] = []
     memory: list[Tensor] = []
@@ -149,7 +149,7 @@ def played(generator: EngineGenerator) -> PlayedEngine:
 def drawn_twice(
     machine: Machine, folder: Path, name: str, logs: Path, model_of: Callable[[Mesh], CausalLM]
 ) -> PlayedEngine:
-    """Draw samples with the weights and with the trained ones doubled; return the engine."""
+    """Draw samples with the weights, then with all trained weights doubled; return the engine."""
     with machine.rank(), parallel_mesh() as mesh:
         lm = model_of(mesh)
         generator = generator_of(lm, folder, ENGINES[name](), logs)
@@ -269,7 +269,7 @@ def test_lora_updates_are_merged_for_an_engine_that_takes_none(machine, folders,
 def test_two_gpus_that_share_a_model_are_given_each_bucket(
     machine, folders, tmp_path, events, monkeypatch, name
 ):
-    """Shapes and devices only: what a rank gathers from another has no values."""
+    """Check shapes and devices only: values that are gathered from other ranks are unknown."""
     engines: list[PlayedEngine] = []
 
     def turn(rank: int) -> None:
@@ -310,7 +310,7 @@ def test_two_gpus_that_share_a_model_are_given_each_bucket(
 def test_adams_moments_have_their_memory_before_an_engine_takes_a_share_of_what_is_free(
     machine, tmp_path, events, generation, there
 ):
-    """TensorRT-LLM sizes its cache as it starts, before the first step of the optimizer."""
+    """TensorRT-LLM sizes its cache when it starts, before the first optimizer step."""
     cfg = compose(*tiny_overrides(tmp_path), f"generation={generation}", "trainer.precision=bf16")
     config = load_config(cfg)
     with machine.rank(), parallel_mesh() as mesh, tiny_trainer(config, mesh) as trainer:

@@ -1,4 +1,4 @@
-"""`tools/gpu_check.py --fake`: checks without real numbers run to their end on fake CUDA."""
+"""`tools/gpu_check.py --fake`: checks without real numbers finish on fake CUDA."""
 
 from __future__ import annotations
 

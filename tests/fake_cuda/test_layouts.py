@@ -1,6 +1,6 @@
 """Layouts, model families and the reward server's model, rank by rank.
 
-No wrong device, and no two ranks at odds.
+No tensor is on the wrong device, and no two ranks disagree.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.reward_model.scorer import MegatronRewardModel, load_trunk
 
-WINDOW = 7  # of the families that have one: prompt and response are longer
+WINDOW = 7  # for families with a window: prompt and response are longer
 NAMED = ("TP2 SP", "PP2", "CP2", "DP2 distributed optimizer", "TP2 PP2 SP")
-# Another layout goes through the same lines: on more ranks, or with more of them parallel.
+# Other layouts run the same code, on more ranks or with more of them parallel.
 ALIKE: set[Any] = {
     *("TP2 DP2", "TP2 PP2", "PP2 DP2", "TP2 CP2", "CP2 DP2"),
     *("PP4", "TP4 SP", "CP4", "DP4"),
     *("PP2 bf16", "CP2 bf16"),
     *("CP2 LoRA", "TP2 PP2 SP LoRA", "PP2 DP2 distributed optimizer LoRA"),
 }
-# Likewise of the families, whose differences the others have in one model.
+# The same for families, whose differences the other models combine.
 ALIKE |= {"llama_bias", "mistral", "qwen2", "qwen2_padded", "qwen2_window", "qwen3"}
-# And of what is trained: pooling and loss meet these ranks in "TP2 PP2 SP" and in "one".
+# And for trained heads: "TP2 PP2 SP" and "one" cover pooling and loss.
 ALIKE |= {("TP2 SP", "ranking"), ("DP2 distributed optimizer", "ranking")}
 
 

@@ -1,4 +1,4 @@
-"""The optimizer step, offloading and hand-overs on fake GPUs: kernels, syncs, bytes, NCCL."""
+"""Optimizer step, offloading and transfers on fake GPUs: kernels, syncs, bytes, NCCL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = pytest.mark.parametrize(
 
 
 def built_on(mesh: Any, folder: Path, dtype: torch.dtype, distributed: bool) -> tuple[Any, ...]:
-    """Actor, megatron's optimizer and scheduler, and the optimizer that steps."""
+    """Return the actor, megatron's optimizer and scheduler, and the optimizer that steps."""
     sharing = OptimConfig(distributed=distributed, overlap_grad_sync=distributed)
     actor = actor_of(folder, mesh, dtype=dtype, with_reference=False, optim=sharing)
     built = build_optimizer(actor.ddp, **SETTINGS)
@@ -41,9 +41,9 @@ def trained(
 ) -> Iterator[tuple[Any, ...]]:
     """Train one step on one of two data-parallel ranks.
 
-    Yields actor, megatron's parts, optimizer, and the memory of others.
+    Yields actor, megatron's parts, optimizer, and the memory of other objects.
     """
-    gc.collect()  # models of other tests, so that the memory is this one's
+    gc.collect()  # free models of other tests, so that the measured memory is this one's
     others = machine.gpu.memory.bytes
     with machine.rank(0, 2), Layout().mesh() as mesh:
         actor, built, optimizer = built_on(mesh, folder, dtype, distributed)
@@ -58,17 +58,17 @@ def accumulate(actor: Any) -> None:
 
 @KINDS
 def test_moments_can_be_there_before_the_first_step(machine, folders, dtype, distributed):
-    """An engine on the same GPU sizes its cache by what is free when it starts."""
+    """An engine on the same GPU sizes its cache by the free memory at its start."""
     with machine.rank(0, 2), Layout().mesh() as mesh:
         actor, _, optimizer = built_on(mesh, folders[2], dtype, distributed)
-        gc.collect()  # what an earlier test left is not freed meanwhile
+        gc.collect()  # leftovers of an earlier test must not be freed during this one
         before = machine.gpu.memory.bytes
         optimizer.allocate_moments()
         moments = machine.gpu.memory.bytes - before
         parameters = list(actor.lm.parameters())
         elements = sum(parameter.numel() for parameter in parameters)
         share = elements // 2 if distributed else elements
-        # torch's allocator rounds each tensor up to 512 bytes.
+        # torch's allocator rounds up each tensor to 512 bytes.
         assert 2 * 4 * share <= moments <= 2 * (4 * share + 512 * len(parameters))
         accumulate(actor)
         with machine.gpu.counting() as ledger:
@@ -84,12 +84,12 @@ def test_a_step_waits_for_the_gpu_once_and_has_no_temporaries(machine, folders, 
             assert not optimizer.step().skipped
         kernels = kernels_by_name(ledger)
         assert ledger.num_syncs == 1, ledger.syncs  # for the norm
-        # of scalars; plain Adam's are as large as the model
+        # of scalars; plain Adam's counters are as large as the model
         assert ledger.peak - ledger.start < 10_000
         assert kernels["_fused_adamw_"] == 2  # matrices with weight decay, norms without
         assert kernels["_foreach_norm"] == 1
         count = len(list(actor.lm.parameters()))
-        copies = count if dtype == torch.bfloat16 else 0  # to the model's weights
+        copies = count if dtype == torch.bfloat16 else 0  # copies to the model's weights
         assert ledger.num_kernels <= 16 + copies, kernels
         expected = [("all_reduce", True)] if distributed else []
         assert [
@@ -112,7 +112,7 @@ def test_only_the_weights_stay_while_responses_are_generated(machine, folders, d
         # rounded up.
         expected = elements * (4 + (8 + main) / share)
         assert before - inside == pytest.approx(expected, rel=0.04)
-        # Besides the weights: Adam's counters of steps, scalars, RoPE's frequencies.
+        # Besides the weights: Adam's step counters, scalars, RoPE's frequencies.
         assert weights <= inside - others <= weights + 1024 * len(list(actor.lm.parameters()))
         accumulate(actor)
         assert not optimizer.step().skipped
@@ -120,7 +120,7 @@ def test_only_the_weights_stay_while_responses_are_generated(machine, folders, d
 
 @KINDS
 def test_a_restored_run_steps_on(machine, folders, tmp_path, dtype, distributed):
-    """The counters of a fused Adam must come back to the GPU."""
+    """The step counters of a fused Adam must be restored to the GPU."""
     with trained(machine, folders[2], dtype, distributed) as (_, built, _, _):
         steps = [
             state["step"]

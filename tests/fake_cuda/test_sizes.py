@@ -1,4 +1,4 @@
-"""Models at their real width on their layouts, and the peak memory of an update by hand."""
+"""Models at real width on their layouts, and the peak memory of an update by hand."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_1_70B
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.mesh import parallel_mesh
 
-# Ranks' shares of the optimizer begin and end in different parameters, each of which has a counter
-# of steps.
-COUNTERS = 1e-4  # of the memory
+# Ranks' shares of the optimizer begin and end in different parameters, each with a step counter.
+COUNTERS = 1e-4  # share of the memory
 DISTRIBUTED = OptimConfig(distributed=True, overlap_grad_sync=True)
 LAYERS = 2
 PROMPT = 1024
@@ -25,7 +24,7 @@ RESPONSE = 513
 def test_8b_on_8_ranks(machine: Machine) -> None:
     config = {**LLAMA_3_1_8B, "num_hidden_layers": 2}
     ledgers_of_ranks: dict[int, dict[str, Ledger]] = {}
-    gc.collect()  # what earlier tests left in cycles would be counted as the first rank's
+    gc.collect()  # garbage of earlier tests would count for the first rank
 
     def turn(rank: int) -> None:
         with parallel_mesh(4, sequence_parallel=True) as mesh:
@@ -41,9 +40,9 @@ def test_8b_on_8_ranks(machine: Machine) -> None:
 
 
 def test_70b_on_128_ranks(machine: Machine) -> None:
-    """Two layers of a stage's twenty, one rank of each stage.
+    """Two of a stage's twenty layers, on one rank of each stage.
 
-    Of the first stage also a tensor- and a data-parallel peer.
+    For the first stage also on a tensor- and a data-parallel peer.
     """
     config = {**LLAMA_3_1_70B, "num_hidden_layers": 8}
     ledgers_of_ranks: dict[int, dict[str, Ledger]] = {}
@@ -61,16 +60,16 @@ def test_70b_on_128_ranks(machine: Machine) -> None:
 
 
 def by_hand(tp: int, shards: int) -> float:
-    """Count the bytes on a rank in the output layer's backward pass, at Llama 3.1 8B's width.
+    """Count a rank's bytes in the backward pass of the output layer, at Llama 3.1 8B's width.
 
-    Sequence parallel where tp > 1. Every layer's activations are alive, and the gradient of the
+    Sequence parallelism if tp > 1. Every layer's activations are alive, and the gradient of the
     vocabulary's table in fp32 and in bf16.
     """
     h = 4096
     kv = 1024
     f = 14336
     v = 128256
-    # the last token predicts nothing
+    # the last token has no target
     s = PROMPT + RESPONSE - 1
     n = RESPONSE
     matrices = 2 * v * h + LAYERS * (h * (h + 2 * kv) + h * h + 3 * h * f)
@@ -78,17 +77,16 @@ def by_hand(tp: int, shards: int) -> float:
     parameters = matrices / tp + norms
     # weights, gradients; main weights, Adam's moments
     states = parameters * (2 + 4) + parameters * (4 + 8) / shards
-    # bf16, so two bytes each. Shared out by sequence parallelism: both norms' outputs, both
-    # residual sums.
+    # bf16, so two bytes each. Split by sequence parallelism: outputs of both norms, both residual
+    # sums.
     shared = 2 * s * (4 * h) / tp
-    # Shared out by tensor parallelism: query, key and value as they come; query and key rotated;
-    # attention's output; the MLP's first product, which is two matrices wide, and what SwiGLU makes
-    # of it.
+    # Split by tensor parallelism: query, key and value before rotation; query and key after it;
+    # attention's output; the MLP's first product, which is two matrices wide, and SwiGLU's output.
     split = 2 * s * ((h + 2 * kv) + h + kv + h + 2 * f + f) / tp
-    # the embedding's output; the last norm's, gathered for the output layer
+    # output of the embedding; output of the last norm, gathered for the output layer
     ends = 2 * s * h / tp + 2 * s * h
     if tp > 1:
-        ends += 2 * s * h / tp  # the last norm's before that
+        ends += 2 * s * h / tp  # output of the last norm before the gather
     table = (4 + 2) * v / tp * h
     logits = (4 + 2) * n * v / tp  # fp32, and their gradient in bf16
     return states + LAYERS * (shared + split) + ends + table + logits

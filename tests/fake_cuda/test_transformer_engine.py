@@ -28,14 +28,14 @@ def test_fewer_kernels_and_the_same_collectives_on_all_ranks(folders: dict[int, 
     assert of_engine["rope"] == 4 * layers  # queries and keys, forward and backward
     assert of_engine["rmsnorm_fwd"] == of_engine["rmsnorm_bwd"] == 2 * layers + 1
     assert of_engine["swiglu"] == of_engine["dswiglu"] == layers
-    # A budget that may only fall: kernels of a layer, both ways, that Transformer Engine saves.
+    # A bound that may only fall: kernels per layer, both ways, that Transformer Engine saves.
     without, using = (
-        # a question, no kernel
+        # a query, not a kernel
         sum(count for kernel, count in counts[name].items() if kernel != "device")
         for name in ("without", "with")
     )
     saved = without - using
-    # torch's CPU build splits silu_backward into 7 kernels; its CUDA build has 1, as a GPU has.
+    # torch's CPU build splits silu_backward into 7 kernels; its CUDA build has one.
     if "silu_backward" not in counts["without"]:
         saved -= 6 * layers
     assert saved >= 45 * layers, counts

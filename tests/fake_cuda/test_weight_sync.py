@@ -16,11 +16,11 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.rollout.weights import load_weights, receive_weights, send_weights
 
 BF16 = torch.bfloat16
-BUCKET_BYTES = 4096  # no buffer is larger than the tensors whose values are known
+BUCKET_BYTES = 4096  # no buffer is larger than tensors with known values
 
 
 class Wire:
-    """A weight group whose first rank's broadcasts the other takes later, in order."""
+    """A weight group; the other rank receives the first rank's broadcasts later, in order."""
 
     def __init__(self) -> None:
         self.sent: deque[Tensor] = deque()

@@ -33,7 +33,7 @@ DISTRIBUTED = ("model.optim.distributed=true", "model.optim.overlap_grad_sync=tr
 
 @pytest.fixture(autouse=True)
 def local_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores in the process: the server is another program."""
+    """Score in this process: the server is a separate program."""
     for module in (build, evaluation):
         monkeypatch.setattr(
             module,
@@ -77,7 +77,7 @@ def test_goes_through_and_on(machine: Machine, tmp_path: Path, overrides: tuple[
     lines = [line for line in metrics_of(tmp_path) if "train/rewards" in line]
     steps = [line["step"] for line in lines]
     assert steps == [1, 2, 3]
-    # Values are guesses, but no NaN may decide which way the run takes.
+    # Values are guesses, but no NaN may decide the control flow.
     for line in lines:
         for key in ("train/init_policy_kl", "train/actor_loss"):
             assert math.isfinite(line[key])

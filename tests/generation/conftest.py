@@ -1,4 +1,4 @@
-"""The model and prompts of the native engine's tests; takes the fake engine away again."""
+"""Model and prompts of the native engine's tests; uninstalls the fake engine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lm(folder, mesh):
-    """Return a model in float64, where batching changes the logits by 1e-16.
+    """Return a float64 model: batching changes its logits by 1e-16.
 
-    Two tokens that nearly tie do not happen.
+    Near ties between tokens do not occur.
     """
     return megatron_model(folder, mesh, torch.float64)
 
@@ -38,7 +38,7 @@ def prompts():
 
 @pytest.fixture
 def fake_engine(tmp_path, monkeypatch):
-    """`install_fake` with its files below tmp_path, undone after the test."""
+    """Install a fake engine with its files below tmp_path; undo it after the test."""
     from helpers.engine_fake import install_fake
 
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -1,4 +1,4 @@
-"""Where two generators part, and the command that compares an engine with the native one."""
+"""Where two generators diverge, and the command that compares an engine with the native one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GREEDY = SamplingParams(max_length=3, use_greedy=True)
 
 
 class Fixed:
-    """Gives the same responses whatever it is asked."""
+    """Returns the same responses for any request."""
 
     def __init__(self, rows: list[list[int]], log_probs: list[list[float]] | None):
         lengths = [len(row) for row in rows]
@@ -53,7 +53,7 @@ class Fixed:
 
 
 def check(*arguments: str) -> int:
-    """The exit code of the command."""
+    """Run the command and return its exit code."""
     group: Any = get_command(app)
     return (
         group.commands["check"].commands["engine"].main(list(arguments), standalone_mode=False) or 0
@@ -161,9 +161,9 @@ def test_the_command_sees_an_engine_that_kept_the_old_weights(
 
 
 def test_the_command_names_the_layer(tmp_path, capsys, monkeypatch):
-    """With --layers always; without, where the log-probs differ.
+    """With --layers always; without it, if log-probs differ.
 
-    Scaled weights are an update that the other lacks.
+    Scaled weights are an update that the other engine lacks.
     """
     folder = model_below(tmp_path)
     stale = LayersOfTransformers(Path(folder))

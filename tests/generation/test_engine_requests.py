@@ -1,4 +1,4 @@
-"""Requests for the rest of a response, their answers, and requests within an engine's process."""
+"""Requests for the rest of a response, their answers, and requests in an engine's process."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_answer_without_numbers_is_of_the_last_weights():
 
 
 def test_an_end_string_may_begin_in_old_tokens():
-    """What comes behind it is cut, also where the response was not at its end."""
+    """Text behind it is cut, also if the response was not at its end."""
 
     def cut(whole: Answer) -> Answer:
         assert whole.tokens == (9, 4, 5, 6)
@@ -98,7 +98,7 @@ def test_an_end_string_may_begin_in_old_tokens():
 
 
 class Engine(RequestsUnderway):
-    """Answers a request once its event is set, with the request's first token."""
+    """Answers a request with its first token as soon as its event is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def asked(token: int) -> Request:
 
 
 class TestUnderway:
-    def test_answers_come_as_they_are_there(self):
+    def test_answers_come_as_soon_as_they_are_ready(self):
         async def run():
             engine = Engine()
             begun = await engine.advance({7: asked(1), 8: asked(2)}, 0.0, 60.0)
@@ -138,7 +138,7 @@ class TestUnderway:
         expected = (0, {7: Answer((1,)), 9: Answer((3,))})
         assert rest == expected
 
-    def test_late_ones_are_lost_together(self):
+    def test_late_requests_are_lost_together(self):
         async def run():
             engine = Engine()
             await engine.advance({7: asked(1), 8: asked(2)}, 0.0, 60.0)
@@ -150,12 +150,12 @@ class TestUnderway:
         assert late == expected
         assert none == (0, {})
 
-    def test_those_taken_back_say_so(self):
+    def test_cancelled_requests_say_so(self):
         async def run():
             engine = Engine()
             await engine.advance({7: asked(1), 8: asked(2)}, 0.0, 60.0)
             engine.events[2].set()
-            await asyncio.sleep(0)  # its answer is there before
+            await asyncio.sleep(0)  # its answer arrives first
             await engine.take_back()
             return await engine.advance({}, 60.0, 60.0)
 

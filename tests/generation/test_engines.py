@@ -1,4 +1,4 @@
-"""What holds for every engine: TensorRT-LLM's fake, and the real vLLM by `make test-engine`."""
+"""Tests of every engine: TensorRT-LLM's fake, and the real vLLM by `make test-engine`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from reinforce_rl.generation.responses import new_responses
 from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 
 pytestmark = pytest.mark.timeout(600)
-# Each of these starts vLLM once or twice more; test_vllm.py and test_vllm_weights.py have another
-# of the kind.
+# Each of these starts vLLM once or twice more; test_vllm.py and test_vllm_weights.py have similar
+# tests.
 vllm_is_slow = pytest.mark.parametrize(
     "engine",
     ["tensorrt_llm", pytest.param("vllm", marks=[pytest.mark.engine, pytest.mark.slow])],
@@ -80,7 +80,7 @@ def strike(
     attack: Callable[[Any], None],
     times: int = 1,
 ) -> None:
-    """Call `attack` with the engine's process as the next commands begin."""
+    """Call `attack` with the engine's process at the start of the next commands."""
     call = process.EngineProcess.call
     left = [command] * times
 
@@ -94,7 +94,7 @@ def strike(
 
 
 def kill_soon(child: Any) -> None:
-    """Kill it in the middle of the command."""
+    """Kill it during the command."""
     child.send_signal(signal.SIGSTOP)
     threading.Timer(0.5, child.send_signal, (signal.SIGKILL,)).start()
 
@@ -112,14 +112,16 @@ def test_a_sample_depends_on_seed_prompt_and_sample_alone(engine, expected):
 
 
 @pytest.mark.parametrize("command", ["generate", "update_weights"])
-def test_one_that_dies_is_started_anew(engine, expected, monkeypatch, caplog, command):
+def test_an_engine_that_dies_in_a_command_is_restarted(
+    engine, expected, monkeypatch, caplog, command
+):
     strike(engine, monkeypatch, command, kill_soon)
     assert torch.equal(draw(engine).tokens, expected)
     assert f"event=engine_restarted reason=the engine ended in {command} (status -9)" in caplog.text
 
 
 @vllm_is_slow
-def test_one_that_hangs_is_ended_and_started_anew(engine, expected, monkeypatch, caplog):
+def test_an_engine_that_hangs_is_killed_and_restarted(engine, expected, monkeypatch, caplog):
     monkeypatch.setattr(process, "ABORT_SECONDS", 0.0)
     strike(engine, monkeypatch, "generate", lambda child: child.send_signal(signal.SIGSTOP))
     assert torch.equal(draw(engine).tokens, expected)
@@ -138,7 +140,7 @@ def test_the_second_time_the_run_ends(engine, expected, monkeypatch):
 
 
 def misdirect(engine: EngineGenerator, monkeypatch, times: int) -> None:
-    """Offer the next buckets to a device that no worker has."""
+    """Send the next buckets to a device that no worker has."""
     bucket_of = engine._adapter.bucket_of
     count = 0
 
@@ -158,20 +160,20 @@ REFUSED = ("update_weights", "no weights came for cpu", "but for GPU-9")
 
 
 @vllm_is_slow
-def test_one_that_refuses_its_weights_is_started_anew(engine, expected, monkeypatch, caplog):
+def test_an_engine_that_refuses_its_weights_is_restarted(engine, expected, monkeypatch, caplog):
     misdirect(engine, monkeypatch, times=1)
     assert torch.equal(draw(engine).tokens, expected)
     assert "event=engine_restarted reason=the engine's update_weights failed" in caplog.text
 
 
 @vllm_is_slow
-def test_one_that_refuses_them_always_ends_the_run(engine, expected, monkeypatch):
+def test_an_engine_that_always_refuses_them_ends_the_run(engine, expected, monkeypatch):
     misdirect(engine, monkeypatch, times=99)
     with raises_error("generation.engine.failed_again", *REFUSED):
         draw(engine)
 
 
-class TestResponsesThatGoOn:
+class TestResumedResponses:
     def resume(
         self, engine: EngineGenerator, responses=None, updates: PlannedUpdates | None = None
     ):
@@ -184,7 +186,7 @@ class TestResponsesThatGoOn:
     def check(
         self, responses: list[PartialResponse], expected: torch.Tensor, version: int = 0
     ) -> None:
-        """They are those of `generate`, and at their end."""
+        """Check that they equal the results of `generate`, and that they have ended."""
         assert len(responses) == len(expected)
         for response, row in zip(responses, expected, strict=True):
             count = len(response.tokens)
@@ -195,7 +197,7 @@ class TestResponsesThatGoOn:
             ends = count and response.tokens[-1] in PARAMS.stop_token_ids
             assert response.finish_reason == (FINISH_STOP if ends else FINISH_LENGTH)
 
-    def test_from_their_beginning_they_are_those_of_generate(self, engine, expected):
+    def test_from_their_beginning_they_equal_generate(self, engine, expected):
         updates = PlannedUpdates(version=5)
         self.check(self.resume(engine, updates=updates), expected, version=5)
         assert updates.running[0] == len(expected)
@@ -240,7 +242,7 @@ class TestResponsesThatGoOn:
         assert self.resume(engine, responses, updates) == responses
         assert updates.running == [2]
 
-    def test_an_engine_that_dies_is_started_anew(self, engine, expected, monkeypatch, caplog):
+    def test_an_engine_that_dies_is_restarted(self, engine, expected, monkeypatch, caplog):
         strike(engine, monkeypatch, "advance", kill_soon)
         self.check(self.resume(engine), expected)
         assert (
@@ -283,7 +285,7 @@ class TestResponsesThatGoOn:
         assert "engine_restarted" not in caplog.text
 
     @vllm_is_slow
-    def test_all_lost_the_engine_is_started_anew(self, engine, expected, monkeypatch, caplog):
+    def test_if_all_are_lost_the_engine_is_restarted(self, engine, expected, monkeypatch, caplog):
         times = dict.fromkeys(range(len(expected)), 1)
         self.lose(monkeypatch, times)
         self.check(self.resume(engine), expected)

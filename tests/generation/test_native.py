@@ -1,6 +1,6 @@
 """The native engine against transformers' `generate`.
 
-A sample depends on its key alone.
+A sample depends on its key only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def engine(lm, folder):
 
 
 def rows_of(completions) -> list[tuple[list[int], str, list[float]]]:
-    """What each row says, without its padding."""
+    """Return each row's tokens, finish reason and log-probs without padding."""
     lengths = completions.lengths.tolist()
     tokens = [row[:n] for row, n in zip(completions.tokens.tolist(), lengths, strict=True)]
     log_probs = [row[:n] for row, n in zip(completions.log_probs.tolist(), lengths, strict=True)]
@@ -51,7 +51,7 @@ def texts_of(completions) -> list[tuple[list[int], str]]:
 
 
 def greedy_of_transformers(model, prompts, **options) -> list[list[int]]:
-    """One prompt at a time, so that transformers needs no padding."""
+    """Generate for one prompt at a time, so that transformers needs no padding."""
     responses = []
     for prompt in prompts:
         tokens = torch.tensor([prompt.tokens])
@@ -71,7 +71,7 @@ class TestGreedy:
     def test_tiny_model_equals_transformers(self, penalty, engine, folder, prompts):
         params = SamplingParams(max_length=20, use_greedy=True, repetition_penalty=penalty)
         free = texts_of(engine.generate(prompts, 1, params, seed=0))
-        stops = (EOS, free[0][0][3], free[1][0][10])  # so that some end early, by different tokens
+        stops = (EOS, free[0][0][3], free[1][0][10])  # some rows end early, at different tokens
         completions = engine.generate(prompts, 1, replace(params, stop_token_ids=stops), seed=0)
         texts = texts_of(completions)
         model = transformers_model(folder, torch.float64)
@@ -82,7 +82,7 @@ class TestGreedy:
         assert [reason for _, reason in texts] == [
             "stop" if t[-1] in stops else "length" for t in expected
         ]
-        # else nothing would have left the batch early
+        # otherwise no row would have left the batch early
         lengths = {len(tokens) for tokens in expected}
         assert len(lengths) > 1
 
@@ -134,7 +134,8 @@ class TestSamplesDependOnTheirKeysAlone:
     def together(self, engine, prompts):
         rows = rows_of(engine.generate(prompts, 4, self.PARAMS, seed=3))
         lengths = [len(tokens) for tokens, _, _ in rows]
-        assert min(lengths) <= 4 < 12 < max(lengths)  # many leave the batch, at different steps
+        # Many rows leave the batch, at different steps.
+        assert min(lengths) <= 4 < 12 < max(lengths)
         return rows
 
     def assert_same(self, rows, other):
@@ -165,7 +166,7 @@ class TestSamplesDependOnTheirKeysAlone:
 
     @pytest.mark.parametrize("max_tokens", [1, 40, 75, 120, 10**6])
     def test_with_a_bound_on_the_cache(self, max_tokens, lm, folder, prompts, together):
-        """From one sample at a time to all of them; those that end make room for others."""
+        """From one sample at a time to all of them; samples that end make room for others."""
         engine = NativeGenerator(lm, load_tokenizer(folder), max_tokens)
         completions = engine.generate(prompts, 4, self.PARAMS, seed=3)
         self.assert_same(rows_of(completions), together)
@@ -178,9 +179,9 @@ class TestSamplesDependOnTheirKeysAlone:
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
     def test_through_megatrons_own_layers(self, dtype, folder, mesh, prompts, monkeypatch):
-        """The tokens are the same in float64.
+        """The tokens are equal in float64.
 
-        On this model in float32 too, from weights that oneDNN has packed.
+        With this model they are equal in float32 too, from weights that oneDNN has packed.
         """
         model = megatron_model(folder, mesh, dtype)
         steps = []
@@ -201,8 +202,8 @@ class TestSamplesDependOnTheirKeysAlone:
             assert (tokens, reason) == other[:2]
             assert mine == pytest.approx(other[2], abs=1e-5)
 
-    def test_when_nobody_finishes_early(self, engine, prompts, together):
-        """Without stop tokens each response begins with what it was with them."""
+    def test_when_no_response_finishes_early(self, engine, prompts, together):
+        """Without stop tokens each response begins with the response that has them."""
         completions = engine.generate(prompts, 4, replace(self.PARAMS, stop_token_ids=()), seed=3)
         unstopped = rows_of(completions)
         for (tokens, _, _), (longer, reason, _) in zip(together, unstopped, strict=True):
@@ -234,7 +235,7 @@ class TestSamplesDependOnTheirKeysAlone:
 
 
 def test_first_tokens_follow_the_model(engine, folder):
-    """Token frequencies over many samples of one prompt against transformers' softmax."""
+    """Compare token frequencies over many samples of one prompt to transformers' softmax."""
     prompt = prompt_of(0, [9, 21, 33])
     completions = engine.generate(
         [prompt], 4000, SamplingParams(max_length=1, temperature=1.5), seed=1
@@ -246,7 +247,7 @@ def test_first_tokens_follow_the_model(engine, folder):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_those_of_the_training_pass(temperature, engine, lm, prompts):
+def test_log_probs_equal_the_training_pass(temperature, engine, lm, prompts):
     params = SamplingParams(max_length=12, temperature=temperature, stop_token_ids=(EOS, 5, 6, 7))
     completions = engine.generate(prompts, 3, params, seed=5)
     sequences, prompt_lengths = join_prompts_and_responses(
@@ -316,7 +317,7 @@ class TestEnds:
             assert len(tokens) > 5
             assert not set(tokens[:5]) & set(params.stop_token_ids)
 
-    def test_end_of_sequence_inside_the_prompt_is_no_end(self, engine, folder):
+    def test_end_of_sequence_inside_the_prompt_is_not_an_end(self, engine, folder):
         """Chat templates end every turn with it."""
         prompt = prompt_of(0, [9, EOS, 21, EOS])
         params = SamplingParams(max_length=10, use_greedy=True, stop_token_ids=(EOS,))
@@ -343,14 +344,14 @@ class TestEnds:
         assert "e" in ends
 
     def test_end_strings_end_nothing_before_min_length(self, engine, folder, prompts):
-        """Text from before counts once there are enough tokens, and then ends at once."""
+        """Earlier text counts as soon as there are enough tokens, and then ends the response."""
         tokenizer = load_tokenizer(folder)
         ends = ("e", "th")
         completions = engine.generate(prompts, 20, SamplingParams(max_length=20), seed=0)
         free = texts_of(completions)
         params = SamplingParams(max_length=20, min_length=7, end_strings=ends)
         responses = texts_of(engine.generate(prompts, 20, params, seed=0))
-        first = []  # of each response the length at which it has an end, 0 where it has none
+        first = []  # per response the length at which it has an end string, or 0
         for (tokens, _), given in zip(free, responses, strict=True):
             texts = [tokenizer.decode(tokens[:length]) for length in range(21)]
             ended = [i for i, text in enumerate(texts) if any(end in text for end in ends)]
@@ -362,7 +363,7 @@ class TestEnds:
         assert max(first) > 7
         assert 0 in first
 
-    def test_end_string_in_the_prompt_is_no_end(self, engine, folder):
+    def test_end_string_in_the_prompt_is_not_an_end(self, engine, folder):
         tokenizer = load_tokenizer(folder)
         prompt = prompt_of(0, tokenizer("the").input_ids)
         params = SamplingParams(max_length=6, end_strings=("th", "the", "he"))
@@ -402,7 +403,7 @@ class TestEnds:
 
 
 def test_one_prefill_a_prompt_and_finished_samples_cost_nothing(engine, lm, prompts):
-    """Counts the positions that the model's forward computes."""
+    """Count the positions that the model's forward pass computes."""
     shapes = []
     handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
@@ -410,18 +411,18 @@ def test_one_prefill_a_prompt_and_finished_samples_cost_nothing(engine, lm, prom
         completions = engine.generate(prompts, 6, params, seed=0)
     finally:
         handle.remove()
-    assert shapes[0] == (5, 11)  # the five prompts once, not thirty times
+    assert shapes[0] == (5, 11)  # five prompts once, not thirty times
     unfinished = [int((completions.lengths > step).sum()) for step in range(1, 16)]
     assert unfinished[0] > unfinished[5] > 0
-    # The last token of a response is never read again.
+    # The last token of a response is not read again.
     expected = [(rows, 1) for rows in unfinished if rows]
     assert shapes[1:] == expected
 
 
 def test_in_float32_tokens_differ_at_near_ties_only(folder, mesh, prompts, engine):
-    """Against float64 with and without a bound, alone and together.
+    """Compare with float64, with and without a bound, alone and together.
 
-    The tokens agree up to a position where two tokens nearly tie.
+    The tokens agree up to a position with a near tie.
     """
     lm = megatron_model(folder, mesh)
     params = SamplingParams(max_length=30)
@@ -440,7 +441,7 @@ def test_in_float32_tokens_differ_at_near_ties_only(folder, mesh, prompts, engin
 
 
 def _margin(folder, prompt: Prompt, sample: int, response: torch.Tensor, seed: int) -> float:
-    """Between the two best perturbed logits of the next token."""
+    """Return the margin between the two best perturbed logits of the next token."""
     tokens = torch.tensor([[*prompt.tokens, *response.tolist()]])
     logits = transformers_model(folder, torch.float64)(tokens).logits[0, -1].detach()
     keys = noise_keys(seed, np.array([prompt.id]), np.array([sample]), len(response) + 1)

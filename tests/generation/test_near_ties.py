@@ -1,9 +1,8 @@
-"""In float32 batching changes logits in their last bits, and so a sample only where two tokens
-nearly tie.
+"""Batching changes float32 logits in the last bits, and so a sample only at a near tie.
 
 Samples are drawn together, one prompt at a time, with a bound on the cache, through megatron's own
-layers, and by a GPU's static steps. Each draw notes how far apart its two best perturbed logits
-were.
+layers, and with a GPU's static steps. Each draw records the gap between its two best perturbed
+logits.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ GROUP = 4
 
 @pytest.fixture
 def gaps(monkeypatch) -> dict[tuple[int, ...], float]:
-    """Of every draw, by its key."""
+    """Record the gap of each draw, by its key."""
     gap_of_key: dict[tuple[int, ...], float] = {}
 
     def noting(logits, keys, params, work=None):
@@ -48,7 +47,7 @@ def gaps(monkeypatch) -> dict[tuple[int, ...], float]:
 
 
 def ways(lm, tokenizer, prompts, params) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """The same samples, drawn otherwise: a row of tokens each."""
+    """Yield the same samples, drawn in different ways: one row of tokens each."""
 
     def rows(engine, some):
         out = engine.generate(some, GROUP, params, seed=5)

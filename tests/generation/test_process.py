@@ -1,6 +1,6 @@
-"""Engines of a machine do not meet, none takes itself for a rank, and weights arrive in buckets.
+"""Engines of a machine are isolated, none acts as a rank, and weights arrive in buckets.
 
-That whole runs deliver them is in test_tensorrt_llm.py.
+test_tensorrt_llm.py tests updates in whole runs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def made_below(folder: Path) -> Path:
 
 @pytest.fixture
 def made():
-    """Folders to remove."""
+    """Return created folders, and remove them after the test."""
     folders: list[Path] = []
     yield folders
     for folder in folders:
@@ -93,7 +93,7 @@ def test_a_folder_is_new_and_closed_to_others(made, monkeypatch):
 
 
 def test_a_folder_that_another_user_has_made_is_not_used(made, monkeypatch, tmp_path):
-    """The next name is guessed here, as no one else can, and taken."""
+    """The test guesses the next name, which nobody else can, and takes it."""
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     names = iter(["guessed1", "guessed1", "another2"])
     monkeypatch.setattr("tempfile._get_candidate_names", lambda: names)
@@ -108,7 +108,7 @@ def test_a_folder_that_another_user_has_made_is_not_used(made, monkeypatch, tmp_
 
 
 def test_a_long_temporary_folder_is_not_used(made, monkeypatch):
-    """Its sockets' names would be too long."""
+    """The names of its sockets would be too long."""
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 60)
     made.append(private_folder({}, 5))
     assert made[0].parent == Path("/tmp")
@@ -170,7 +170,7 @@ EXPANDABLE = "expandable_segments:True"
         ("", None),
     ],
 )
-def test_memory_pools_do_not_stand_expandable_segments(name, given, expected):
+def test_memory_pools_do_not_support_expandable_segments(name, given, expected):
     if "[" in given:
         expected = "roundup_power2_divisions:[256:1,512:2,>:8],max_split_size_mb:64"
     environment = engine_environment({name: given, "PATH": "/bin"}, Path("/tmp/rrl-5-1"), None, "")
@@ -195,7 +195,7 @@ def test_what_is_left_out_of_the_allocators_options_is_logged(tmp_path, monkeypa
         (VLLM, VLLMConfig(), {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}, "0-1"),
         (VLLM, VLLMConfig(), {"VLLM_NO_USAGE_STATS": "0"}, "0"),
         (VLLM, VLLMConfig(), {"VLLM_LOGGING_LEVEL": "DEBUG"}, "DEBUG"),
-        # has a key
+        # this variable has a key of its own
         (VLLM, VLLMConfig(cpu_cache_gigabytes=3), {"VLLM_CPU_KVCACHE_SPACE": "40"}, "3"),
         (VLLM, VLLMConfig(), {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, "spawn"),  # would hang
         (VLLM, VLLMConfig(), {"VLLM_CPU_OMP_THREADS_BIND": ""}, "nobind"),
@@ -354,7 +354,7 @@ def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch)
     monkeypatch.setattr(process, "ABORT_SECONDS", 0.0)
     engine = process_of(tmp_path, request=1.0)
     engine._child = ModuleChild("timeit", prefix=["sh", "-c", "exec sleep 60", "sh"])
-    # far more than the connection holds
+    # much more than the connection buffers
     sampling = EngineSampling(8, 0, 0, None, None, None, None, "")
     prompts = [Request(tuple(range(100_000)), sampling)] * 20
     values = ("generate within 1 s", "engine.request_timeout_seconds")
@@ -444,7 +444,7 @@ def test_a_device_without_cuda_is_refused():
 
 
 def test_the_place_of_the_device_among_the_arguments_of_torchs_handle():
-    """`buckets.received` replaces it by the receiver's number, as TensorRT-LLM's worker does."""
+    """`buckets.received` replaces it by the receiver's number, like TensorRT-LLM's worker."""
     assert list(inspect.signature(rebuild_cuda_tensor).parameters)[6] == "storage_device"
 
 

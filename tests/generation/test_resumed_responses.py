@@ -1,4 +1,4 @@
-"""Responses of the native engine that stop and resume, and weights that change meanwhile."""
+"""Responses of the native engine that stop and resume while weights change."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_whole_call_is_generate(decoder, lm, folder, prompts):
 
 @pytest.mark.parametrize("max_tokens", [None, 75])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stopped_and_gone_on(kind, max_tokens, decoder, lm, folder, prompts):
+def test_stopped_and_resumed(kind, max_tokens, decoder, lm, folder, prompts):
     engine = engine_of(lm, folder, max_tokens)
     params = KINDS[kind]
     expected = whole(engine, new_responses(prompts, 4, 3), params)
@@ -90,7 +90,7 @@ def test_stopped_and_gone_on(kind, max_tokens, decoder, lm, folder, prompts):
     assert was_partial
 
 
-def test_what_is_at_its_end_is_left_as_it_is(decoder, lm, folder, prompts):
+def test_ended_responses_are_left_unchanged(decoder, lm, folder, prompts):
     engine = engine_of(lm, folder)
     ended = [
         replace(response, tokens=(9, 2), finish_reason="stop")
@@ -126,7 +126,7 @@ class Policy:
 
     @torch.no_grad()
     def log_probs(self, response: PartialResponse, version: int) -> list[float]:
-        """Return the response's log-probs by one version alone."""
+        """Return the response's log-probs under a single version."""
         tokens = torch.tensor([[*response.prompt.tokens, *response.tokens]])
         logits = self.versions[version](tokens).logits[0, len(response.prompt.tokens) - 1 : -1]
         table = logits.log_softmax(dim=-1)
@@ -134,7 +134,7 @@ class Policy:
 
     @torch.no_grad()
     def kept(self, response: PartialResponse, count: int) -> list[float]:
-        """Return the log-probs after `count` tokens by version 1.
+        """Return the log-probs after `count` tokens under version 1.
 
         All but the last of these tokens keep the keys and values of version 0.
         """
@@ -179,7 +179,7 @@ def test_weights_that_change_with_the_cache_kept(decoder, policy, folder, prompt
         assert max(gaps) > 0.01
 
 
-def test_weights_that_change_with_the_cache_made_anew(decoder, policy, folder, prompts):
+def test_weights_that_change_with_the_cache_rebuilt(decoder, policy, folder, prompts):
     engine = engine_of(policy.lm, folder)
     stopped = engine.resume(
         new_responses(prompts, 2, 3), LONG, PlannedUpdates("go on", "stop", version=3)
@@ -196,7 +196,7 @@ def test_weights_that_change_with_the_cache_made_anew(decoder, policy, folder, p
 
 
 def test_samples_that_wait_are_of_the_new_weights_alone(decoder, policy, folder, prompts):
-    """A prompt of which some samples wait is read again."""
+    """A prompt with waiting samples is read again."""
     engine = engine_of(policy.lm, folder, max_tokens=75)
     updates = PlannedUpdates("load", load=policy.change, version=3)
     responses = engine.resume(new_responses(prompts, 4, 3), LONG, updates)
@@ -210,7 +210,7 @@ def test_samples_that_wait_are_of_the_new_weights_alone(decoder, policy, folder,
 
 
 @pytest.mark.parametrize("is_lean", [True, False])
-def test_copies_of_the_weights_are_made_anew(is_lean, policy, folder, prompts):
+def test_copies_of_the_weights_are_renewed(is_lean, policy, folder, prompts):
     engine = NativeGenerator(policy.lm, load_tokenizer(folder), 30, is_lean=is_lean)
     responses = engine.resume(
         new_responses(prompts[:1], 3, 3),

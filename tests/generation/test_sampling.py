@@ -50,7 +50,7 @@ class TestNoise:
         assert (uniform - ideal).abs().max() < 1.95 / math.sqrt(count)
 
     def test_the_tail_that_makes_a_token_win_is_there(self):
-        """The largest of n draws is about log(n) + gamma; a coarse uniform would cap it."""
+        """The largest of n draws is about log(n) + gamma; a coarse uniform would limit it."""
         largest = noise(2000, 1000).max(dim=1).values.double()
         assert largest.mean() == pytest.approx(
             math.log(1000) + EULER_GAMMA, abs=5 * 1.2825 / math.sqrt(2000)
@@ -67,9 +67,9 @@ class TestNoise:
             assert abs(correlation) < 5 / math.sqrt(product.numel())
 
     def test_is_finite_at_both_ends(self):
-        """Of 2^31 steps the last 64 round up to 1 in float32.
+        """The last 64 of 2^31 steps round up to 1 in float32.
 
-        Once in 3e7 draws no token at all could be drawn.
+        Once in 3e7 draws no token could be drawn.
         """
         # token 0 gets the last step and the first
         keys = torch.tensor([[-599296117, 0], [0, 0]], dtype=torch.int32)
@@ -83,7 +83,7 @@ class TestNoise:
         for row in range(18):
             alone = gumbel_noise(keys.reshape(-1, 2)[row : row + 1], 50)
             assert torch.equal(alone[0], together[row])
-        # of the vocabulary neither
+        # nor does the noise depend on the vocabulary size
         assert torch.equal(gumbel_noise(keys.reshape(-1, 2), 20), together[:, :20])
 
     def test_does_not_touch_the_keys_or_any_generator(self):
@@ -113,11 +113,11 @@ class TestKeys:
         assert torch.equal(alone[0], many[1, :4])
 
     def test_keys_are_pinned(self):
-        """A change of the hash would change every run from its seed on."""
+        """Changing the hash would change all runs with a given seed."""
         assert noise_keys(1234, np.array([7]), np.array([3]), 2).tolist() == PINNED_KEYS
 
     def test_noise_of_related_keys_is_uncorrelated(self):
-        """Neighbouring seeds, prompts, samples and positions differ in one bit or two."""
+        """Neighbouring seeds, prompts, samples and positions differ in one or two bits."""
         keys = noise_keys(6, np.array([10]), np.array([4]), 1)[:, 0]
         base = gumbel_noise(keys, 20000)[0]
 
@@ -142,7 +142,7 @@ LOGITS = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 2
 
 
 def theirs(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
-    """The distribution that transformers would sample from."""
+    """Return the distribution from which transformers would sample."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     scores = TemperatureLogitsWarper(float(params.temperature))(None, logits)
@@ -186,25 +186,25 @@ def test_frequencies_equal_the_distribution_of_transformers(options):
     [(2, 0.5, 1), (2, 0.5000001, 2), (4, 0.25, 1), (4, 0.5, 2), (4, 0.75, 3), (8, 0.125, 1)],
 )
 def test_top_p_that_is_reached_exactly_keeps_no_further_token(tokens, top_p, kept):
-    """Equally likely tokens, whose sums float32 has exactly, beside impossible ones.
+    """Equally likely tokens, with sums that are exact in float32, beside impossible tokens.
 
-    The kept set is that of transformers.
+    The kept set equals transformers'.
     """
     logits = torch.cat((torch.zeros(1, tokens), torch.full((1, 3), -math.inf)), dim=1)
     params = SamplingParams(max_length=1, top_p=top_p)
     assert int((theirs(params, logits) > 0).sum()) == kept
     drawn = drawn_from(logits.expand(500, -1), keys_of(500)[:, 0], params)
-    assert len(set(drawn.tolist())) == kept  # which of them is open
+    assert len(set(drawn.tolist())) == kept  # the choice among equal tokens is open
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     "options", [{"top_k": 7}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.6}], ids=str
 )
-def test_kept_sets_equal_those_of_transformers(options, seed):
-    """Rows of many shapes at once.
+def test_kept_sets_equal_transformers(options, seed):
+    """Sample rows of many shapes at once.
 
-    The drawn tokens of each must cover its kept set and never leave it.
+    The drawn tokens of each row must cover its kept set and never leave it.
     """
     params = SamplingParams(max_length=1, temperature=1.3, **options)
     generator = torch.Generator().manual_seed(seed)
@@ -235,7 +235,7 @@ def test_banned_tokens_are_never_drawn():
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3, 0.8])
-def test_repetition_penalty_equals_that_of_transformers(penalty):
+def test_repetition_penalty_equals_transformers(penalty):
     from transformers import RepetitionPenaltyLogitsProcessor
 
     generator = torch.Generator().manual_seed(0)
@@ -246,7 +246,7 @@ def test_repetition_penalty_equals_that_of_transformers(penalty):
     assert torch.equal(penalise_repetition(logits, seen, penalty), expected)
 
 
-def test_log_probs_are_those_of_the_temperature():
+def test_log_probs_are_at_the_temperature():
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(0)) * 3
     tokens = torch.arange(6)
     expected = torch.log_softmax(logits / 0.7, dim=-1)[torch.arange(6), tokens]
@@ -254,7 +254,7 @@ def test_log_probs_are_those_of_the_temperature():
 
 
 def test_bits_are_mixed_on_a_gpu_as_on_a_cpu():
-    """By half-words in place instead of a shift, a mask and an exclusive or."""
+    """A GPU uses half-words in place instead of a shift, a mask and an exclusive or."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (3, 1001), dtype=torch.int32, generator=generator)
     folded = bits.clone()

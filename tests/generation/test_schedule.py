@@ -1,4 +1,4 @@
-"""Continuous batching: who is decoded when, and that the bound holds."""
+"""Continuous batching: when each sample is decoded, and that the bound holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reinforce_rl.generation.native.schedule import Schedule
 def run(
     schedule: Schedule, lengths: list[int], num_samples: int, ends: list[int], max_length: int
 ) -> list[int]:
-    """Ends each sample after so many tokens; the samples in the order of their beginning."""
+    """End each sample after a given number of tokens; return samples in starting order."""
     begun: list[int] = []
     read: list[int] = []
     while True:
@@ -23,7 +23,7 @@ def run(
         begun += [sequence.sample for sequence in schedule.running[before:]]
         assert len(schedule.running) <= schedule.rows
         places = {sequence.prompt: sequence.slot for sequence in schedule.running}
-        # no prompt overwrites another's keys
+        # no prompt overwrites another prompt's keys
         assert len(set(places.values())) == len(places) <= schedule.slots
         for slot in places.values():
             assert 0 <= slot < schedule.slots
@@ -71,7 +71,7 @@ def test_every_sample_is_decoded_once_within_the_bound(max_tokens, seed):
         assert schedule.slots == 1
 
 
-def test_one_that_ends_makes_room_at_once():
+def test_a_sample_that_ends_makes_room_at_once():
     schedule = Schedule([4, 4], num_samples=2, max_length=5, max_tokens=18)
     assert schedule.rows == 2
     assert schedule.slots == 2

@@ -1,4 +1,4 @@
-"""Decoding as on a GPU in bf16, with flash's kernel emulated, gives the samples of a CPU."""
+"""Decoding like on a GPU in bf16, with an emulated flash kernel, gives a CPU's samples."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
     assert {seq for _, seq in shapes[1:]} == {1}
     assert set(looks[:-1]) == {8}
     assert sum(looks) == len(shapes) - 1 <= int(completions.lengths.max()) - 1 + 7
-    assert len({rows for rows, _ in shapes[1:]}) > 1  # rows that ended are left out after a while
+    assert len({rows for rows, _ in shapes[1:]}) > 1  # rows that ended are dropped after a while
 
 
 @pytest.mark.parametrize("kind", ["stop tokens", "rules", "end strings"])
 def test_graphs_give_the_same_samples(kind, lm, folder, prompts, monkeypatch):
-    """Steps recorded once for a number of rows and run again on the same memory."""
+    """Steps are recorded once per number of rows and replayed on the same memory."""
     params = replace(KINDS[kind], max_length=48)
     expected = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False).generate(
         prompts, 4, params, seed=3
@@ -112,14 +112,14 @@ def test_graphs_give_the_same_samples(kind, lm, folder, prompts, monkeypatch):
     graphs = recorded.graphs
     assert len(graphs) >= 2
     assert len(graphs) <= len(set(steps))
-    # Python runs a step twice for a number of rows: as it is, and captured.
+    # Per number of rows Python runs a step twice: eagerly, and captured.
     for shape in steps:
         assert steps.count(shape) <= 2
     assert sum(graph.replays for graph in graphs) > 2 * len(graphs)
 
 
 def test_a_capture_that_waits_for_the_device_fails(lm, folder, prompts, monkeypatch):
-    """Else the recorder could not tell."""
+    """Otherwise the recorder could not detect it."""
     decode_statically(monkeypatch)
     recorded = stand_in()
     monkeypatch.setattr(generator, "cuda", recorded)
@@ -135,7 +135,7 @@ def test_a_capture_that_waits_for_the_device_fails(lm, folder, prompts, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1)], ids=["PP2", "TP2"])
 def test_two_ranks(tp, pp, folder, tmp_path):
-    """Two stages at a time with a group of rows each, and two ranks that share each weight."""
+    """Two stages with a group of rows each at a time, and two ranks that share each weight."""
     folder = tiny_llama_folder(tmp_path / "model", vocab_size=63, logit_scale=2.0, layers=4)
     script = Path(__file__).parents[1] / "helpers/rank_scripts/static_stages.py"
     run_ranks(
@@ -150,7 +150,7 @@ def test_two_ranks(tp, pp, folder, tmp_path):
 
 @pytest.mark.parametrize("use_graphs", [False, True])
 def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch):
-    """Training needs its memory, and Python looks for cycles when it likes."""
+    """Training needs this memory, and Python collects cycles at any time."""
     decode_statically(monkeypatch)
     monkeypatch.setattr(generator, "cuda", stand_in())
     caches = []

@@ -53,7 +53,7 @@ PARAMS = SamplingParams(max_length=5, stop_token_ids=(2, 5))
 
 
 def generator_of(folder: Path, mesh, *overrides: str):
-    """The configured generator on the tiny model of a run's folder."""
+    """Return the configured generator on the tiny model of a run's folder."""
     cfg = compose(*tiny_overrides(folder), *ENGINE, *overrides)
     config = load_config(cfg)
     model = config.pretrained_checkpoint.restore_from_path
@@ -67,14 +67,14 @@ def calls_of(folder: Path) -> list[str]:
 
 
 def draw(engine):
-    """What it gives for two samples of each prompt."""
+    """Draw two samples of each prompt."""
     with engine.awake():
         return engine.generate(PROMPTS, 2, PARAMS, seed=3)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, mesh):
-    """A folder for runs of one model, with that of the native engine in it."""
+    """A folder for runs of one model; it contains a run with the native engine."""
     folder = tmp_path_factory.mktemp("runs")
     model = folder / "model"
     tiny_llama_folder(
@@ -88,12 +88,12 @@ def runs(tmp_path_factory, mesh):
 
 
 class TestRun:
-    """The trainer on the fake engine against the trainer on the native one."""
+    """The trainer with the fake engine against the trainer with the native engine."""
 
     def check(self, folder: Path, name: str) -> None:
-        """Metrics and responses are those of the native engine.
+        """Compare metrics and responses with the native engine's.
 
-        The engine received the trained weights.
+        The engine must have received the trained weights.
         """
         metrics = metrics_of(folder / name)
         expected = metrics_of(folder / "native")
@@ -126,24 +126,23 @@ class TestRun:
 
     def test_on_one_rank(self, runs, mesh, fake_engine):
         calls = self.run(runs, "tp1", mesh, fake_engine)
-        # It gives its memory back after each time that it was awake, and its weights come in
-        # several buckets.
+        # It releases its memory each time that it sleeps, and its weights come in several buckets.
         assert calls.count("AsyncLLM.release") == calls.count("AsyncLLM.resume") // 2 + 1
         assert calls.count("WorkerExtension.update_weights") > 3 * calls.count("AsyncLLM.release")
         assert "BaseLLM.shutdown" in calls
 
     @pytest.mark.slow
-    def test_an_engine_that_dies_is_started_anew_with_the_present_weights(
+    def test_an_engine_that_dies_is_restarted_with_the_present_weights(
         self, runs, mesh, fake_engine
     ):
-        """After the first step, whose validation and prompts were 3 + 16 requests."""
+        """After the first step; its validation and prompts were 3 + 16 requests."""
         calls = self.run(runs, "dies", mesh, fake_engine, fault="die", after=25)
         assert calls.count("AsyncLLM.setup_async") == 2
 
     @pytest.mark.slow
     @pytest.mark.timeout(900)
     def test_on_two_ranks(self, runs):
-        """With TP=2 the engine has a worker on each device; with PP=2 and CP=2 it has neither."""
+        """With TP=2 the engine has a worker on each device; it uses neither PP=2 nor CP=2."""
         script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py"
         run_ranks(
             script,
@@ -155,7 +154,7 @@ class TestRun:
             self.check(runs, name)
 
     def run(self, folder: Path, name: str, mesh, fake_engine, **options: object) -> list[str]:
-        """The calls of a run on one rank that went as it should."""
+        """Return the calls of a successful run on one rank."""
         given = fake_engine(folder=folder / name / "engine", **options)
         config = tiny_config(folder / name, *OF_RUNS, *ENGINE)
         with tiny_trainer(config, mesh) as trainer:
@@ -193,7 +192,7 @@ class TestContract:
         recorded = json.loads(Path(__file__).with_name("tensorrt_llm_signatures.json").read_text())[
             "signatures"
         ]
-        # Reached through others: collective_rpc and the engine's own await.
+        # Called indirectly: collective_rpc and the engine's own await.
         behind = {
             "RayGPUWorker.sleep",
             "RayGPUWorker.wakeup",
@@ -214,7 +213,7 @@ class TestContract:
 
 
 class TestStart:
-    """What the engine is started with, by the record of each version's signatures."""
+    """Arguments of the engine, checked against each version's signatures."""
 
     def arguments_of(
         self, folder: Path, mesh, fake_engine, version: str, *overrides: str
@@ -233,13 +232,12 @@ class TestStart:
         arguments = self.arguments_of(
             tmp_path, mesh, fake_engine, version, "engine.max_batch_size=48"
         )
-        # Of sizes that are not padded there would be 1 to 31, 32, 64 and 128 (llm_args.py,
-        # CudaGraphConfig).
+        # Without padded sizes they would be 1 to 31, 32, 64 and 128 (llm_args.py, CudaGraphConfig).
         assert arguments["cuda_graph_config"] == {"enable_padding": "True", "max_batch_size": "48"}
         assert arguments["scheduler_config"]["capacity_scheduler_policy"].endswith(
             "MAX_UTILIZATION"
         )
-        # 16 positions are a block of 32 tokens, and one more a sequence.
+        # 16 positions fit in a block of 32 tokens; a sequence gets one more block.
         assert arguments["kv_cache_config"]["max_tokens"] == str(48 * 64)
         assert arguments["kv_cache_config"]["free_gpu_memory_fraction"] == "0.5"
 
@@ -326,7 +324,7 @@ class TestSamples:
         assert engine._cut_at_end_string(Answer(tokens), ("nowhere",)) == Answer(tokens)
 
     def test_an_end_string_cuts_beside_an_id_that_the_tokenizer_lacks(self, engine, tmp_path):
-        # As Qwen2.5's, whose model has 152064 ids and whose tokenizer 151665.
+        # Like Qwen2.5: the model has 152064 ids, the tokenizer 151665.
         engine._tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "small", 20))
         beyond = engine._lm.architecture.vocab_size - 1
         assert beyond >= len(engine._tokenizer)
@@ -335,7 +333,7 @@ class TestSamples:
         cut = engine._cut_at_end_string(answer, (end,))
         assert cut.tokens == (beyond, 6, 7, 8)
         assert cut.stopped is True
-        outside = Answer((6, 7, 8, beyond + 1))  # of no response that counts
+        outside = Answer((6, 7, 8, beyond + 1))  # ids of an invalid response
         assert engine._cut_at_end_string(outside, (end,)) == outside
 
     def test_rows_of_unequal_length_are_padded(self, engine):
@@ -355,7 +353,7 @@ class TestSamples:
 
 
 class TestFaults:
-    """Each is survived, or is an error that says what happened and what to do."""
+    """A fault is survived, or gives an error that says what happened and what to do."""
 
     def test_out_of_memory_at_start(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted", fault="out_of_memory", times=9)
@@ -384,7 +382,7 @@ class TestFaults:
             draw(engine)
         engine.close()
 
-    def test_an_engine_that_loses_all_requests_is_started_anew(self, tmp_path, mesh, fake_engine):
+    def test_an_engine_that_loses_all_requests_is_restarted(self, tmp_path, mesh, fake_engine):
         given = fake_engine(model="scripted", fault="lost", times=4)
         engine = generator_of(tmp_path, mesh, "engine.request_timeout_seconds=2")
         assert draw(engine).lengths.tolist() == [3] * 4
@@ -418,7 +416,7 @@ class TestFaults:
         assert completions.finish_reasons.count(FINISH_OUTSIDE) == 1
         assert int(completions.tokens.max()) < 32
 
-    def test_an_engine_that_dies_is_started_anew(self, tmp_path, mesh, fake_engine):
+    def test_an_engine_that_dies_is_restarted(self, tmp_path, mesh, fake_engine):
         given = fake_engine(model="scripted", fault="die")
         with tiny_trainer(tiny_config(tmp_path, *ENGINE), mesh) as trainer:
             trainer.fit()
@@ -435,7 +433,7 @@ class TestFaults:
 
             def step_and_break(batch):
                 metrics = step(batch)
-                trainer.model.generator.close()  # as if it had died between two steps
+                trainer.model.generator.close()  # like a death between two steps
                 fake_engine(model="scripted", fault="die", times=99)
                 return metrics
 

@@ -1,6 +1,6 @@
-"""What TensorRT-LLM's workers hold against the tensors sent to them.
+"""Weights of TensorRT-LLM's workers against the tensors that were sent.
 
-The modules are fused and sharded as theirs are.
+The modules are fused and sharded like TensorRT-LLM's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture
 def workers_of(monkeypatch):
-    """Make the workers of a folder's model."""
+    """Return a function that makes the workers of a folder's model."""
     monkeypatch.setenv("FAKE_ENGINE", "{}")
     monkeypatch.setattr(sys, "path", [str(PACKAGE), *sys.path])
 
@@ -52,7 +52,7 @@ def workers_of(monkeypatch):
 
 
 def bucket_of(tensors: dict[str, Tensor], count: int) -> tuple[Any, dict[str, Any]]:
-    """Return a buffer, to be kept, and the bucket in it for so many workers."""
+    """Return a buffer, which must stay alive, and the bucket in it for `count` workers."""
     size = sum(tensor.numel() for tensor in tensors.values())
     buffer, path = shared_buffer(size, next(iter(tensors.values())).dtype)
     views = {}
@@ -68,7 +68,7 @@ def bucket_of(tensors: dict[str, Tensor], count: int) -> tuple[Any, dict[str, An
 
 
 def update(workers: list[Any], tensors: dict[str, Tensor]) -> list[Any]:
-    """Send the tensors in two buckets; return what each worker reports."""
+    """Send the tensors in two buckets; return each worker's report."""
     first = [name for name in tensors if ".layers.0." in name]
     rest = [name for name in tensors if name not in first]
     for part in (first, rest):
@@ -153,7 +153,7 @@ def test_one_changed_element_on_one_worker_is_named(tmp_path, workers_of, path, 
 
 
 def test_a_worker_that_leaves_a_module_alone_is_found(tmp_path, workers_of):
-    """As one that matches no name to it: what it holds is of the update before."""
+    """A worker whose module matches no name keeps the previous update."""
     folder = tiny_llama_folder(tmp_path)
     workers = workers_of(folder, 1)
     tensors = load_file(folder / "model.safetensors")
@@ -179,7 +179,7 @@ def test_another_attribute_of_the_module_is_not_there():
 
 class TestBitSum:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_is_that_of_the_parts_in_any_order_and_with_zeros(self, dtype):
+    def test_is_the_sum_of_the_parts_in_any_order_and_with_zeros(self, dtype):
         whole = torch.randn(12, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
         parts = [*whole[:, :5].T.split(2), whole[:, 5:]]
         padded = torch.cat([whole.flip(0), whole.new_zeros(3, 8)])

@@ -74,7 +74,7 @@ def train(
 
 
 def beside(folder: Path, model: Path) -> Path:
-    """Make `folder` the place of a run with this model."""
+    """Prepare `folder` for a run of this model."""
     folder.mkdir(exist_ok=True)
     (folder / "model").symlink_to(model)
     return folder
@@ -90,11 +90,10 @@ def undisturbed(tmp_path_factory, mesh) -> Path:
 
 
 class TestSmolLM2:
-    """Three steps of the trainer on the real model.
+    """Three steps of the trainer with the real model.
 
-    An update that vLLM does not compute with would end the run. The prompts are sentences: after
-    one or two tokens, which are not text, its activations are so large that log-probs differ by
-    2e-4.
+    The run would end if vLLM did not use an update. The prompts are sentences: after one or two
+    tokens that are not text, activations are so large that log-probs differ by 2e-4.
     """
 
     def test_on_one_rank(self, tmp_path, mesh, monkeypatch):
@@ -119,9 +118,9 @@ class TestSmolLM2:
 
 
 class Killer:
-    """Ends one of an engine's processes in each phase: an update, a generation and a sleep.
+    """Kills one of an engine's processes in each phase: an update, a generation and a sleep.
 
-    The process is stopped as a command begins, so that the command is still under way when the
+    The process is stopped at the start of a command, so that the command is still running when the
     process is killed.
     """
 
@@ -151,7 +150,7 @@ class Killer:
         if not self._plan or self._plan[0][0] != (self._sleeps, phase):
             return
         (_, name) = self._plan.pop(0)
-        self._generator._was_restarted = False  # it may be more than once in a run here
+        self._generator._was_restarted = False  # here it may be restarted several times
         processes = processes_of(self._generator)
         self.seen.update(processes.values())
         victim = processes[name]
@@ -174,10 +173,10 @@ class Killer:
         ),
     ],
 )
-def test_a_killed_engine_is_started_anew_with_the_present_weights(
+def test_a_killed_engine_is_restarted_with_the_present_weights(
     tmp_path, mesh, undisturbed, monkeypatch, names
 ):
-    """See test_engines.py for a host that is killed while it works."""
+    """test_engines.py kills a host while it works."""
     folder = beside(tmp_path / "run", undisturbed / "model")
     killers = []
     metrics = train(
@@ -214,7 +213,7 @@ def test_nothing_is_left_of_the_engine_of_a_killed_trainer(tmp_path, undisturbed
 
 
 class TestHung:
-    """With deadlines that are short, but longer than what is asked takes."""
+    """Deadlines are short, but longer than the commands take."""
 
     DEADLINES = ("engine.request_timeout_seconds=20", "engine.update_timeout_seconds=40")
 
@@ -246,7 +245,7 @@ class TestHung:
             ),
         ],
     )
-    def test_it_is_started_anew(self, engine, caplog, name, command, reason):
+    def test_it_is_restarted(self, engine, caplog, name, command, reason):
         generator, expected = engine
         generator._was_restarted = False
         stopped = processes_of(generator)
@@ -275,7 +274,7 @@ class TestHung:
 def test_without_memory_for_its_cache_the_run_saves_and_says_what_to_lower(
     tmp_path, mesh, undisturbed
 ):
-    """After a step that went well."""
+    """After a successful step."""
     folder = beside(tmp_path / "run", undisturbed / "model")
     config = tiny_config(folder, *OF_RUNS, *vllm_overrides(), "trainer.reinforce.save_interval=100")
     with tiny_trainer(config, mesh) as trainer:
@@ -301,7 +300,7 @@ def test_without_memory_for_its_cache_the_run_saves_and_says_what_to_lower(
 
 
 class TestLayouts:
-    """Two ranks that share matrices, layers or prompts, and engines with one worker or two."""
+    """Two tensor-, pipeline- or data-parallel ranks, and engines with one worker or two."""
 
     @pytest.mark.parametrize(
         "names",

@@ -1,4 +1,4 @@
-"""LoRA updates that the real vLLM is given alone, or merged into the weights."""
+"""LoRA updates for the real vLLM, sent separately or merged into the weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 def engine_of(
     folder, mesh, settings: LoraSettings, *overrides: str
 ) -> tuple[CausalLM, EngineGenerator]:
-    """The vocabulary is no multiple of vLLM's padding."""
+    """The vocabulary is not a multiple of vLLM's padding."""
     model = tiny_llama_folder(
         folder / "model", vocab_size=61, layers=2, max_positions=16, logit_scale=2.0, **SHAPE
     )
@@ -88,7 +88,7 @@ def test_an_update_that_is_not_what_was_sent_ends_the_run_by_name(tmp_path, mesh
 
     monkeypatch.setattr(of_engine, "write_adapter", wrong)
     _, generator = engine_of(tmp_path, mesh, EVERY)
-    generator._was_restarted = True  # or it would be tried twice
+    generator._was_restarted = True  # otherwise it would be tried twice
     values = ("1 LoRA matrices", "model.layers.1.self_attn.v_proj.lora_B")
     with raises_error("generation.engine.failed_again", *values):
         draw(generator)

@@ -1,6 +1,6 @@
-"""Generation by the real vLLM on a CPU, in the least time.
+"""A short test of generation by the real vLLM on a CPU.
 
-`make test-engine` has the rest, in test_vllm.py.
+`make test-engine` has the others, in test_vllm.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from helpers.vllm_engine import (
 from reinforce_rl.data.batches import Prompt
 
 
-@pytest.mark.timeout(900)  # it may have to make vLLM's environment
+@pytest.mark.timeout(900)  # it may have to create vLLM's environment
 def test_log_probs_are_the_trainers_before_and_after_an_update(tmp_path, mesh):
     vllm_model(tmp_path)
     lm, generator = engine_generator(

@@ -1,4 +1,4 @@
-"""Responses of the real vLLM that go on under newer weights, whole or LoRA updates.
+"""Responses of the real vLLM that continue with newer weights, all weights or LoRA updates.
 
 `make test-engine` runs these.
 """
@@ -48,11 +48,11 @@ from reinforce_rl.policy.build import build_generator
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 RANKS = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "vllm_updates.py"
 
-AT_ONCE = 4  # requests that the engine decodes; others wait
-# Longer than a block of vLLM's cache on a CPU, 128 tokens, so that requests find each other's.
+AT_ONCE = 4  # requests that the engine decodes at a time; others wait
+# Longer than a block of vLLM's cache on a CPU, 128 tokens, so that requests share prefixes.
 PROMPT = Prompt(3, "", tuple(random_tokens(32, 140).tolist()))
 PARAMS = SamplingParams(max_length=120, temperature=0.7)
-SLOW = 0.05  # seconds a pass, so that what is asked meanwhile comes long before the end
+SLOW = 0.05  # seconds per forward pass, so that commands arrive long before the end
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Engine:
     lm: CausalLM
     generator: EngineGenerator
     versions: Versions
-    change: Callable[[], None]  # the weights
+    change: Callable[[], None]  # changes the weights
 
     def call(self, command: str, *arguments: object):
         assert self.generator._engine is not None
@@ -72,7 +72,7 @@ class Engine:
         self.call("set_pace", 0.0)
 
     def once_drawing(self, action: Action, count: int = AT_ONCE) -> Callable[[], Action]:
-        """Return what gives `action` when so many requests have tokens."""
+        """Return a function that gives `action` when `count` requests have tokens."""
 
         def wait() -> Action:
             while self.call("with_tokens") < count:
@@ -101,7 +101,7 @@ class Engine:
     def gaps(
         self, version: int, responses: list[PartialResponse], weights: int | None = None
     ) -> list[float]:
-        """Return those of the tokens of this version, under its weights or those of another."""
+        """Return the gaps of this version's tokens, under its weights or another version's."""
         gaps = self.versions.gaps(
             version if weights is None else weights, responses, PARAMS.temperature
         )
@@ -147,16 +147,16 @@ def made(request, tmp_path_factory, mesh) -> Iterator[Engine]:
 
 @pytest.fixture
 def engine(made) -> Engine:
-    """With the weights as they were at first."""
+    """Return an engine with the initial weights."""
     made.versions.restore(0)
     made.generator._was_restarted = False
     return made
 
 
 def test_weights_that_change_within_responses(engine, monkeypatch):
-    """Four responses are under way and two wait.
+    """Four responses are running and two wait.
 
-    Those that wait begin with the new weights and see no cache of the old ones.
+    Waiting requests start with the new weights and see no cache of the old ones.
     """
     call = process.EngineProcess.call
     paused = []
@@ -195,7 +195,7 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
     assert max(engine.gaps(1, again, weights=0)) > 10 * TOLERANCE
 
 
-def test_stopped_and_gone_on_under_newer_weights(engine):
+def test_stopped_and_resumed_under_newer_weights(engine):
     stop = PlannedUpdates("go on", engine.once_drawing("stop"))
     partial = engine.resume(new_responses([PROMPT], 6, 3), stop, pace=SLOW)
     assert [response.finish_reason for response in partial] == [None] * 6
@@ -216,8 +216,8 @@ def test_stopped_and_gone_on_under_newer_weights(engine):
     assert max(engine.gaps(1, responses, weights=0)) > 10 * TOLERANCE
 
 
-def test_a_greedy_response_in_parts_is_that_in_one(engine):
-    """With a penalty for the tokens so far, the prompt's included.
+def test_a_greedy_response_in_parts_equals_the_whole(engine):
+    """With a penalty for previous tokens, including the prompt.
 
     An end token must not come too early.
     """
@@ -260,7 +260,7 @@ def test_a_greedy_response_in_parts_is_that_in_one(engine):
 def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
     engine, monkeypatch, caplog, name, command
 ):
-    """In the first such command from the pause on."""
+    """The process is killed in the first such command after the pause."""
     call = process.EngineProcess.call
     seen = []
 
@@ -282,7 +282,7 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
     assert max(engine.gaps(updates.version, responses)) < TOLERANCE
 
 
-def test_two_ranks_that_share_matrices_are_told_alike(tmp_path):
+def test_two_tensor_parallel_ranks_get_the_same_actions(tmp_path):
     tiny_llama_folder(
         tmp_path / "model", vocab_size=32, layers=2, max_positions=128, logit_scale=2.0, **SHAPE
     )

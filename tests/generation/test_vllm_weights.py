@@ -1,4 +1,4 @@
-"""The weights that vLLM on a CPU computes with, and that others would be seen.
+"""The weights with which vLLM computes on a CPU; wrong weights are detected.
 
 `make test-engine` runs these.
 """
@@ -30,7 +30,7 @@ from reinforce_rl.config.engines import VLLMConfig
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-QUICK = ("output layer lost",)  # of the faults; each starts an engine
+QUICK = ("output layer lost",)  # the other faults are slow: each starts an engine
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ QUICK = ("output layer lost",)  # of the faults; each starts an engine
     [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in NAMED],
 )
 def test_an_engine_that_computes_with_other_weights_is_refused_by_name(tmp_path, mesh, kind):
-    """That the proof of an update can fail."""
+    """Proves that the check of an update can fail."""
     vllm_model(tmp_path, tied=kind == "output layer lost")
     _, generator = engine_generator(tmp_path, mesh)
     adapter = SabotagedVLLM(VLLMConfig())
@@ -46,14 +46,14 @@ def test_an_engine_that_computes_with_other_weights_is_refused_by_name(tmp_path,
     assert generator._engine is not None
     generator._adapter = adapter
     generator._engine._adapter = adapter
-    generator._was_restarted = True  # else it would be tried again
+    generator._was_restarted = True  # otherwise it would be tried again
     values = ("with the weights that it was given; ", NAMED[kind])
     with raises_error("generation.engine.failed_again", *values):
         draw(generator)
     generator.close()
 
 
-# Each family, tied and untied output layers, both precisions; the other pairs are slow.
+# Each family, tied and untied output layers, both precisions; other combinations are slow.
 OF_EACH = [("llama", True), ("mistral", False), ("qwen2", False), ("qwen3", True)]
 FAMILIES = [
     pytest.param(
@@ -75,15 +75,15 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize(("family", "tied", "dtype"), FAMILIES)
-def test_log_probs_are_those_of_transformers(tmp_path, mesh, family, tied, dtype):
-    """Before and after an update, with weights in many buckets, by transformers' names."""
+def test_log_probs_equal_transformers(tmp_path, mesh, family, tied, dtype):
+    """Before and after an update, with weights in many buckets and transformers' names."""
     keys: dict[str, Any] = {
         "hidden_size": 64,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "vocab_size": 61,
     }
-    # A window is none in transformers' default for Mistral alone.
+    # By transformers' default only Mistral has a window.
     keys |= (
         {"sliding_window": None}
         if family == "mistral"
@@ -110,7 +110,7 @@ def test_log_probs_are_those_of_transformers(tmp_path, mesh, family, tied, dtype
 
 
 def gap_to_transformers(folder: Path, completions) -> float:
-    """Return the largest difference of log-probs to transformers' in fp32."""
+    """Return the largest difference to transformers' log-probs in fp32."""
     rows = []
     for row, length in enumerate(completions.lengths.tolist()):
         response = completions.tokens[row, :length].tolist()

@@ -1,4 +1,4 @@
-"""Checksums and buckets of weights, and what a vLLM worker compares; without vLLM."""
+"""Checksums and buckets of weights, and a vLLM worker's comparisons; without vLLM."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TestChecksum:
         extreme = torch.full((64 * WIDTH,), 2**31 - 1, dtype=torch.int32).view(torch.float32)
         assert checksum(extreme) == by_hand(extreme)
 
-    def test_of_a_part_of_a_buffer_or_of_a_transpose_is_that_of_its_copy(self):
+    def test_of_a_slice_or_a_transpose_equals_its_copys(self):
         whole = random_tensor(600).view(20, 30)
         for part in (whole[3:7], whole.T, whole[:, 5:6]):
             assert checksum(part) == checksum(part.clone())
@@ -89,7 +89,7 @@ NAMES = {"a.weight": (3, 5), "b.weight": (3, 5), "c.bias": (7,)}
 
 
 class Sent:
-    """A bucket of three tensors as the trainer makes it."""
+    """A bucket of three tensors, as made by the trainer."""
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         self.buffer, path = shared_buffer(192, dtype)
@@ -110,7 +110,7 @@ class TestBuckets:
         sent = Sent(dtype)
         tensors = sent.arrive()
         expected = {name: view.clone() for name, view in sent.views.items()}
-        sent.buffer.zero_()  # as the next bucket would
+        sent.buffer.zero_()  # the next bucket would overwrite it
         assert list(tensors) == list(NAMES)
         for name in NAMES:
             assert tensors[name].dtype == dtype
@@ -178,7 +178,7 @@ def worker_of(updates: int = 1, *, is_tied: bool = False) -> WeightsOfTrainer:
 
 
 def rows_of(*sizes: int) -> list[Tensor]:
-    """Tensors whose elements are all different."""
+    """Return tensors whose elements are all distinct."""
     return list(torch.arange(sum(sizes)).split(list(sizes)))
 
 
@@ -198,7 +198,7 @@ class TestWorker:
         assert set(columns) <= set(range(size))
 
     @pytest.mark.parametrize("is_tied", [False, True])
-    def test_tied_embeddings_are_those_of_the_output_layer_too(self, is_tied):
+    def test_tied_embeddings_are_passed_on_as_the_output_layer_too(self, is_tied):
         buffer, path = shared_buffer(64, torch.float32)
         views = {"model.embed_tokens.weight": buffer[:12].view(4, 3)}
         bucket = {**describe(buffer, views), "places": {"cpu": path}}
@@ -214,10 +214,10 @@ class TestWorker:
             (0, 1, (8, 4, 4), [*range(16)]),
             (0, 2, (4, 2, 2), [0, 1, 2, 3, 8, 9, 12, 13]),
             (1, 2, (4, 2, 2), [4, 5, 6, 7, 10, 11, 14, 15]),
-            # Two heads of keys and of values on four workers: each is on two.
+            # Two heads of keys and values on four workers: each is on two.
             (1, 4, (2, 2, 2), [2, 3, 8, 9, 12, 13]),
             (2, 4, (2, 2, 2), [4, 5, 10, 11, 14, 15]),
-            # One head on all.
+            # A single head on all workers.
             (3, 4, (2, 4, 4), [6, 7, 8, 9, 10, 11, 12, 13, 14, 15]),
         ],
     )

@@ -11,7 +11,10 @@ from reinforce_rl.megatron import schedule
 def accumulate_gradients(
     ddp: Any, micro_batches: Sequence[Any], loss_of: Callable[[Any, Any], Any]
 ) -> float:
-    """Accumulate the gradients of `loss_of(ddp, micro_batch)` on a single stage; return the summed loss."""
+    """Accumulate gradients of `loss_of(ddp, micro_batch)` on one pipeline stage.
+
+    Returns the summed loss.
+    """
     return sum(
         schedule.accumulate_gradients(
             ddp, micro_batches, loss_of, lambda loss, _: (loss, loss.item())

@@ -1,4 +1,4 @@
-"""Archives of torch.save and pickles that fight whoever reads them."""
+"""torch.save archives and pickles that attack their reader."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def compressed(content: bytes) -> bytes:
-    """What torch.save wrote, with its entries compressed; torch.load reads it all the same."""
+    """Return a torch.save archive with compressed entries; torch.load still reads it."""
     packed = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(content)) as old,
@@ -21,17 +21,17 @@ def compressed(content: bytes) -> bytes:
 
 
 def doubled(value: Any, rounds: int) -> Any:
-    """A tuple of one tuple twice, and so on: its hash takes 2 ** `rounds` steps."""
+    """Return nested tuples that hold the same tuple twice: hashing takes 2 ** `rounds` steps."""
     for _ in range(rounds):
         value = (value, value)
     return value
 
 
 def pickle_of_key(rounds: int) -> bytes:
-    """A pickled dictionary of one key, `doubled`; `pickle.dumps` would compute its hash."""
+    """Return a pickled dictionary whose key is `doubled`; `pickle.dumps` would hash the key."""
     header = b"\x80\x02"
     key = pickle.dumps(doubled(1, rounds), 2).removeprefix(header).removesuffix(b".")
-    return header + b"}" + key + b"K\x01s."  # a dictionary, its key, 1, set
+    return header + b"}" + key + b"K\x01s."  # a dictionary, its key, the value 1, set
 
 
 def equal_hashes(count: int) -> list[tuple[int, int]]:
@@ -51,6 +51,6 @@ def equal_hashes(count: int) -> list[tuple[int, int]]:
         second = (12345 - state) * inverse & bits
         if second >> 63:
             second -= 1 << 64
-        if abs(second) < (1 << 61) - 1:  # the hash of a larger one is its remainder
+        if abs(second) < (1 << 61) - 1:  # CPython reduces larger integers modulo 2 ** 61 - 1
             pairs.append((number, second))
     return pairs

@@ -1,7 +1,7 @@
-"""Score one request in a process of its own: `python ask_one_request.py PORT`.
+"""Score one request in a separate process: `python ask_one_request.py PORT`.
 
-It asks once, so that the connection's first questions are answered, says "ready", and asks again
-at each line on its input.
+It sends the request once, so that the connection's first queries are answered, prints "ready", and
+sends it again for each line on its input.
 """
 
 import sys

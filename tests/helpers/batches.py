@@ -24,8 +24,8 @@ from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 TEMPERATURE = 0.7
 VOCAB_SIZE = 61
-# Four prompts with three samples each; two samples are invalid, one of these is empty, one empty
-# one is valid.
+# Four prompts with three samples each. Two samples are invalid, one of them empty; one valid sample
+# is empty too.
 PROMPT_LENGTHS = [4] * 3 + [9] * 3 + [1] * 3 + [6] * 3
 RESPONSE_LENGTHS = [5, 2, 8, 3, 0, 7, 1, 0, 6, 4, 8, 2]
 INVALID = (4, 9)
@@ -68,7 +68,7 @@ def rows_of(batch: ReinforceBatch, rows: list[int]) -> ReinforceBatch:
 
 
 def sequences(count: float) -> Denominators:
-    """Return denominators for `sequence_sum`, which reads the sequences only."""
+    """Return denominators for `sequence_sum`, which reads only the number of sequences."""
     return Denominators(count, 0.0, 0.0)
 
 
@@ -112,7 +112,10 @@ def gradient_of(actor: MegatronGPTReinforceActorModel) -> Tensor:
 
     The weight mapping is linear, so it maps gradients too.
     """
-    gradients = {name: parameter.main_grad for name, parameter in parameters_of(actor.lm).items()}  # type: ignore
+    gradients: dict[str, Any] = {
+        name: parameter.main_grad  # type: ignore[attr-defined]
+        for name, parameter in parameters_of(actor.lm).items()
+    }
     tensors = dict(hf_tensors(actor.lm, gradients))
     return actor.mesh.from_model_parallel_rank_0(
         flat(tensors) if actor.mesh.is_model_parallel_rank_0 else None
@@ -124,7 +127,10 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def brute_force_gradient(model: Any, batch: ReinforceBatch) -> tuple[float, Tensor]:
-    """Compute -(sum over valid samples of A * log p(response)) / N and its gradient on transformers' model."""
+    """Return the policy-gradient loss and its gradient on transformers' model.
+
+    The loss is -(sum over valid samples of A * log p(response)) / N.
+    """
     rollouts = batch.rollouts
     rows = rollouts.valid
     log_probs = brute_force_log_probs(
@@ -141,5 +147,5 @@ def brute_force_gradient(model: Any, batch: ReinforceBatch) -> tuple[float, Tens
     return loss.item(), flat({name: parameter.grad for name, parameter in model.named_parameters()})
 
 
-def relative_difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
+def relative_difference(tensor: Tensor, reference: Tensor) -> float:
+    return float((tensor - reference).norm() / reference.norm())

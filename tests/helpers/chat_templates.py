@@ -1,4 +1,4 @@
-"""Small equivalents of public chat templates, and a tokenizer that knows their control tokens."""
+"""Small equivalents of public chat templates, and a tokenizer with their control tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from reinforce_rl.data.rendering import TemplateOptions
 from reinforce_rl.data.tokenizer import load_tokenizer
 
-# The GPU image's transformers, 5.17, has no such argument.
+# transformers 5.17, of the GPU image, has no such argument.
 CAN_SANITIZE = (
     "sanitize_control_tokens"
     in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
@@ -37,14 +37,15 @@ CONTROL_TOKENS = (
     "<|sep|>",
 )
 
-# Writes the begin-of-sequence token, trims contents; a turn ends in another token than the
+# Writes the begin-of-sequence token and strips contents; a turn ends with a token other than the
 # tokenizer's eos.
 LLAMA3 = """{{- bos_token }}
 {%- for message in messages %}
     {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
     {%- if 'tool_calls' in message %}
         {%- set call = message.tool_calls[0].function %}
-        {{- '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}{{ '}<|eot_id|>' }}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}
+        {{- '}<|eot_id|>' }}
     {%- else %}
         {{- message['content'] | trim + '<|eot_id|>' }}
     {%- endif %}
@@ -53,7 +54,7 @@ LLAMA3 = """{{- bos_token }}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
 
-# As of Llama 3.2: with tools and today's date, which an argument may give.
+# Like Llama 3.2: has tools and today's date, which an argument may set.
 LLAMA32 = """{{- bos_token }}
 {%- if not date_string is defined %}
     {%- if strftime_now is defined %}
@@ -71,7 +72,7 @@ LLAMA32 = """{{- bos_token }}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
 
-# Ends a turn in a line end behind the token; has tools.
+# Writes a newline after the token that ends a turn; has tools.
 QWEN25 = """{%- if tools %}
     {{- '<|im_start|>system\\n# Tools' }}
     {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
@@ -79,10 +80,13 @@ QWEN25 = """{%- if tools %}
 {%- endif %}
 {%- for message in messages %}
     {%- if message.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+        {{- '\\n</tool_response><|im_end|>\\n' }}
     {%- else %}
         {{- '<|im_start|>' + message.role }}
-        {%- if message.content or not message.tool_calls %}{{- '\\n' + message.content }}{%- endif %}
+        {%- if message.content or not message.tool_calls %}
+            {{- '\\n' + message.content }}
+        {%- endif %}
         {%- for call in message.tool_calls or [] %}
             {%- if call.function %}{%- set call = call.function %}{%- endif %}
             {{- '\\n<tool_call>{"name": "' + call.name + '", "arguments": ' }}
@@ -93,7 +97,7 @@ QWEN25 = """{%- if tools %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# Writes a think block before the last answer, empty where there is no reasoning, and not in the
+# Writes a think block before the last answer, empty if there is no reasoning, but not in the
 # generation prompt.
 QWEN3 = """{%- for message in messages %}
     {%- set content = message.content %}
@@ -112,11 +116,13 @@ QWEN3 = """{%- for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
 {%- endif %}"""
 
-# Opens a think block in the generation prompt and writes none in an answer; joins the arguments of
-# calls as texts.
+# Opens a think block in the generation prompt but writes none in an answer; concatenates the
+# arguments of calls as strings.
 DEEPSEEK = """{{ bos_token }}
 {%- for message in messages %}
     {%- if message['role'] == 'system' %}{{- message['content'] }}{%- endif %}
@@ -130,13 +136,15 @@ DEEPSEEK = """{{ bos_token }}
         {{- '<|end_of_sentence|>' }}
     {%- elif message['role'] == 'assistant' %}
         {%- set content = message['content'] %}
-        {%- if '</think>' in content %}{%- set content = content.split('</think>')[-1] %}{%- endif %}
+        {%- if '</think>' in content %}
+            {%- set content = content.split('</think>')[-1] %}
+        {%- endif %}
         {{- '<|Assistant|>' + content + '<|end_of_sentence|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|Assistant|><think>\\n' }}{%- endif %}"""
 
-# Of a model with images: reads contents as lists of parts too.
+# Like a model with images: also reads contents that are lists of parts.
 PARTS = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.content is string %}{{- message.content }}
@@ -145,27 +153,30 @@ PARTS = """{%- for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# As of SmolVLM and Idefics3: reads contents as lists of parts and writes nothing of a text.
+# Like SmolVLM and Idefics3: expects lists of parts and drops contents that are strings.
 ONLY_PARTS = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- for part in message.content %}{%- if part.type == 'text' %}{{- part.text }}{%- endif %}{%- endfor %}
+    {%- for part in message.content %}
+        {%- if part.type == 'text' %}{{- part.text }}{%- endif %}
+    {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# Has no place for a tool's answer, as Phi-3's; takes /no_think out of a system message, as
-# SmolLM3's and Nemotron's.
+# Has no place for a tool's answer, like Phi-3; removes /no_think from a system message, like
+# SmolLM3 and Nemotron.
 PHI3 = """{%- for message in messages %}
     {%- if message.role == 'system' %}
-        {{- '<|im_start|>system\\n' + message.content.replace('/no_think', '').rstrip() + '<|im_end|>\\n' }}
+        {{- '<|im_start|>system\\n' + message.content.replace('/no_think', '').rstrip() }}
+        {{- '<|im_end|>\\n' }}
     {%- elif message.role in ('user', 'assistant') %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# Writes a tool's answer as JSON, and the system message only before the last user message, as
-# Mistral 7B v0.3's.
+# Writes a tool's answer as JSON, and the system message before the last user message only, like
+# Mistral 7B v0.3.
 MISTRAL = """{{- bos_token }}
 {%- set ns = namespace(system='') %}
 {%- for message in messages %}
@@ -187,7 +198,7 @@ TEMPLATES = {
 
 
 def write_chat_tokenizer(folder: Path, template: str | None, **special_tokens: str):
-    """Write a character-level tokenizer with these control tokens and return it, loaded."""
+    """Write a character-level tokenizer with these control tokens, and load it."""
     tokenizer = load_tokenizer(write_tiny_tokenizer(folder, 160))
     tokenizer.add_special_tokens(
         {"additional_special_tokens": list(CONTROL_TOKENS), **special_tokens}

@@ -1,4 +1,4 @@
-"""A run's state to save, for any model folder, without the trainer."""
+"""State to checkpoint for any model folder, without the trainer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIM = OptimConfig(
 
 
 class Run:
-    """Model, optimizer and checkpointer."""
+    """A model, its optimizer and its checkpointer."""
 
     def __init__(
         self,
@@ -61,20 +61,20 @@ class Run:
         self.checkpointer = Checkpointer(folder, mesh, self.ddp, *parts, **options)
 
     def train(self, steps: int) -> list[float]:
-        """Train on data from torch's generator, so that random state matters; return gradient norms."""
+        """Train on data from torch's generator, so random state matters; return gradient norms."""
         return [self.step(torch.randint(4, 64, (2, 12)))[1] for _ in range(steps)]
 
     def train_on(self, first: int, count: int) -> list[float]:
-        """Train on layout-independent data shared by the ranks; return losses."""
+        """Train on data that does not depend on the layout; return losses."""
         losses = []
         for number in range(first, first + count):
             tokens = torch.randint(4, 61, (4, 12), generator=torch.Generator().manual_seed(number))
-            own = tokens.chunk(self.mesh.dp_size)[self.mesh.dp_rank]
-            losses.append(sum(self.mesh.gather_over_dp(self.step(own)[0])))
+            local_tokens = tokens.chunk(self.mesh.dp_size)[self.mesh.dp_rank]
+            losses.append(sum(self.mesh.gather_over_dp(self.step(local_tokens)[0])))
         return losses
 
     def step(self, sequences: Tensor) -> tuple[float, float]:
-        """Train on [n, 12] tokens; return this rank's loss before the step and the gradient norm."""
+        """Train on [n, 12] tokens; return this rank's loss before the step and the norm."""
         lengths = (
             torch.tensor([5, 3]).repeat(len(sequences) // 2),
             torch.tensor([7, 6]).repeat(len(sequences) // 2),
@@ -91,10 +91,10 @@ class Run:
             return loss, loss.item()
 
         layouts = [PaddedSequences(self.lm, sequences, *lengths)]
-        found = accumulate_gradients(
+        losses = accumulate_gradients(
             self.ddp, layouts, hidden_of, loss_of, lambda layout: layout.stage_shape
         )
-        (loss,) = self.mesh.from_last_stage(found)
+        (loss,) = self.mesh.from_last_stage(losses)
         return loss, self.optimizer.step().grad_norm
 
     def weights(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The values that keys of `trainer.reinforce` take, for tests that try them all."""
+"""Allowed values of keys of `trainer.reinforce`, for tests that try them all."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from reinforce_rl.config.actor import ReinforceConfig, RewardShapingConfig
 
 
 def _choices(name: str) -> tuple[str, ...]:
-    found = get_args(ReinforceConfig.model_fields[name].annotation)
-    # those of a key that may be null
-    return found if isinstance(found[0], str) else get_args(found[0])
+    choices = get_args(ReinforceConfig.model_fields[name].annotation)
+    # a key that may be null
+    return choices if isinstance(choices[0], str) else get_args(choices[0])
 
 
 ADVANTAGE_WHITENINGS = _choices("advantage_whitening")

@@ -1,4 +1,4 @@
-"""Tiny ...ForSequenceClassification models of the supported families, and transformers' scores."""
+"""Tiny ...ForSequenceClassification models of the supported families, scored by transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ PAD_ID = 0
 
 
 def classifier_folder(folder: Path, family: str, num_labels: int, **keys: Any) -> Path:
-    """Write a model whose heads and vocabulary need padding at TP=2. Five labels get HelpSteer's names."""
+    """Write a model whose heads and vocabulary need padding at TP=2.
+
+    Five labels get HelpSteer's names.
+    """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     names = (
@@ -48,7 +51,7 @@ def classifier_folder(folder: Path, family: str, num_labels: int, **keys: Any) -
 
 
 def sequences_to_score() -> list[list[int]]:
-    """Return sequences of several lengths; the last but one ends in its own padding tokens."""
+    """Return sequences of several lengths; the second to last ends with padding tokens."""
     tokens = random_tokens(VOCAB_SIZE, len(LENGTHS), max(LENGTHS), seed=3).tolist()
     plain = [row[:length] for row, length in zip(tokens, LENGTHS, strict=True)]
     return [*plain, [1, 7, 8, 2], [5, 6, PAD_ID, PAD_ID], [PAD_ID, PAD_ID]]
@@ -56,7 +59,7 @@ def sequences_to_score() -> list[list[int]]:
 
 @torch.no_grad()
 def transformers_scores(folder: Path, sequences: list[list[int]], *, padded: bool) -> torch.Tensor:
-    """Return [N, K], scored one by one or as one right-padded batch."""
+    """Return [N, K], scored one at a time or as one right-padded batch."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()

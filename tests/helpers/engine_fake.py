@@ -15,11 +15,11 @@ PACKAGE = Path(__file__).with_name("fake_engine")
 
 
 def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **options: object) -> None:
-    """Replace engines of this process by fakes, which need no GPU.
+    """Replace this process's engines with fakes, which need no GPU.
 
     Args:
         folder: for recorded calls and weights.
-        rank: of this process in its block; it names the device.
+        rank: of this process in its block; selects the device.
         model: "native" or "scripted".
         options: other keys of FAKE_ENGINE.
     """
@@ -31,6 +31,6 @@ def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **option
 
 
 def in_small_buckets(generator: Generator) -> None:
-    """Split a tiny model's weights into several buckets; the setting's minimum is a megabyte."""
+    """Split a tiny model's weights into several buckets; the key's minimum is a megabyte."""
     assert isinstance(generator, EngineGenerator)
     generator._bucket_bytes = 4096

@@ -1,7 +1,8 @@
-"""A policy small enough to enumerate, so that expectations are exact sums instead of Monte Carlo estimates.
+"""A policy small enough to enumerate: exact sums instead of Monte Carlo estimates.
 
-It is a tree of conditional distributions over a vocabulary of 3 with an end token, so sequences have unequal lengths.
-Summing over every G-tuple gives the expected gradient of an estimator in float64.
+It is a tree of conditional distributions over a vocabulary of 3 with an end token, so sequences
+have unequal lengths. Summing over every G-tuple gives the expected gradient of an estimator in
+float64.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ NUM_SEQUENCES = len(TREE.mask)
 
 @dataclass(frozen=True)
 class World:
-    """Parameters, reference log-probs and rewards of all sequences, and the true gradient of E[r] - beta KL."""
+    """Parameters, and reference log-probs and rewards of all sequences.
+
+    `true_gradient` is the gradient of E[r] - beta KL.
+    """
 
     parameters: Tensor
     reference: Tensor
@@ -79,7 +83,7 @@ class World:
 
 @dataclass(frozen=True)
 class Options:
-    """Algorithm options under their config names; defaults are RLOO's."""
+    """Algorithm options under their config names; the defaults are RLOO."""
 
     advantage_estimator: str = "rloo"
     kl_estimator: str = "k1"
@@ -116,18 +120,18 @@ def tuples(samples: int) -> Tensor:
 
 
 def advantages(world: World, options: Options, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """Return advantages [tuples, G, T] and the samples that train; each tuple is a group."""
+    """Return advantages [tuples, G, T] and which samples train; each tuple is a group."""
     rows = drawn.flatten()
     groups = torch.arange(len(drawn)).repeat_interleave(drawn.shape[1])
     log_probs = TREE.log_probs(world.parameters).detach()
     tokens = token_kl(log_probs, world.reference, TREE.mask, estimator=options.kl_estimator)
     kl = reduce_over_tokens(tokens, TREE.mask, options.kl_reduction)
     in_reward = BETA if options.kl_placement == "reward" else 0.0
-    found = ADVANTAGE_ESTIMATORS[options.advantage_estimator].function(
+    group_advantages = ADVANTAGE_ESTIMATORS[options.advantage_estimator].function(
         RewardGroups.of((world.rewards - in_reward * kl)[rows], groups, None, PAST_MEAN)
     )
     values = assign_credit(
-        found,
+        group_advantages,
         world.rewards[rows],
         kl[rows],
         tokens[rows],
@@ -137,7 +141,7 @@ def advantages(world: World, options: Options, drawn: Tensor) -> tuple[Tensor, T
         assignment=options.credit_assignment,
         discount=options.discount_factor,
     )
-    return values.view(*drawn.shape, MAX_LENGTH), found.trains.view(drawn.shape)
+    return values.view(*drawn.shape, MAX_LENGTH), group_advantages.trains.view(drawn.shape)
 
 
 def expected_gradient(
@@ -152,14 +156,13 @@ def expected_gradient(
 
     Args:
         behaviour: token log-probs [sequences, T] of another sampling policy.
-        as_old: that policy is an earlier actor; otherwise another generator.
+        as_old: `behaviour` is an earlier actor; otherwise it is another generator.
     """
     log_probs = TREE.log_probs(world.parameters)
     probability = (log_probs if behaviour is None else behaviour).sum(1).exp().detach()
     total = torch.zeros((), dtype=torch.float64)
     every = tuples(samples)
-    # What looks at the whole batch must see one tuple at a time; the rest may take them all
-    # together.
+    # Batch-wide estimators must see one tuple at a time; the others take all tuples together.
     batch_wide = options.advantage_estimator == "batch_mean"
     for drawn in every.split(1 if batch_wide else len(every)):
         values, trains = advantages(world, options, drawn)
@@ -189,7 +192,10 @@ def expected_gradient(
 
 
 def gradient_variance(world: World, options: Options, samples: int) -> float:
-    """Return the trace of the covariance of one group's gradient estimate, without a KL in the loss."""
+    """Return the trace of the covariance of one group's gradient estimate.
+
+    There is no KL in the loss.
+    """
     log_probs = TREE.log_probs(world.parameters)
     rows = torch.eye(NUM_SEQUENCES * MAX_LENGTH, dtype=torch.float64)
     scores = torch.stack(
@@ -209,5 +215,5 @@ def gradient_variance(world: World, options: Options, samples: int) -> float:
     return float(weights @ estimates.square().sum(1) - mean.square().sum())
 
 
-def relative_error(found: Tensor, true: Tensor) -> float:
-    return float((found - true).norm() / true.norm())
+def relative_error(estimate: Tensor, true: Tensor) -> float:
+    return float((estimate - true).norm() / true.norm())

@@ -1,4 +1,4 @@
-"""Environments with other people's code, created once and kept."""
+"""Environments with third-party code, created once and kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ SECONDS = 780  # half a gigabyte from PyPI
 
 
 def environment(name: str, folder: Path) -> Path:
-    """Make one of tools/make_environment.py, if missing; without a network skip the test, except in CI."""
+    """Create an environment of tools/make_environment.py if it is missing.
+
+    Without a network the test is skipped, except in CI.
+    """
     command = [sys.executable, ROOT / "tools" / "make_environment.py", name, folder]
     with FileLock(folder.with_name(folder.name + ".lock")):  # tests run in several processes
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""An engine's process that does not start: it prints FAILING_HOST and tells something less plain."""
+"""An engine's process that fails to start: it prints FAILING_HOST and raises a vague error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server (aiohttp) on a free port of this machine, which answers as told."""
+"""An OpenAI-compatible server (aiohttp) on a free local port, with scripted answers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from aiohttp import web
 
 TIMEOUT_SECONDS = 30.0
-# of the user's message: text, (status, JSON), bytes as they stand, or seconds to wait
+# maps the user's message to text, (status, JSON), raw bytes, or seconds to wait
 Reply = Callable[[str], Any]
 
 
 class FakeJudge:
-    """Context manager; `asked` has the bodies of all requests, `keys` their keys, `headers` all headers."""
+    """Context manager; records each request's body in `asked`, its API key and its headers."""
 
     def __init__(self, reply: Reply, path: str = "/v1/chat/completions"):
         self._reply = reply

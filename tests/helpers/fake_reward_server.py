@@ -1,4 +1,4 @@
-"""Speaks the reward server's protocol without Triton, and misbehaves as told: for faults that a real one rarely has.
+"""The reward server's protocol without Triton, with faults that a real server rarely has.
 
 As a script, `fake_reward_server.py inference.port=N`, it only introduces itself.
 """
@@ -47,7 +47,7 @@ def answer(rewards: list[float], status: list[int], count: int | None = None) ->
 
 
 def sequences_of(body: bytes, header_length: int) -> list[list[int]]:
-    """Return the token ids of a binary request in the form `tokens`."""
+    """Return the token ids of a binary request that has the input `tokens`."""
     import numpy as np
 
     arrays = []
@@ -63,8 +63,8 @@ def sequences_of(body: bytes, header_length: int) -> list[list[int]]:
 class FakeRewardServer:
     """Return `answers` (code, body, optional headers) in turn, repeating the last.
 
-    With `score` it scores token ids instead; NaN is a failed sample. `info` and `gate`, which calls wait for, may be
-    replaced at any time.
+    With `score` it scores token ids instead; NaN is a failed sample. `info` and `gate`, an event
+    that calls wait for, may be replaced at any time.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class FakeRewardServer:
         self.score = score
         self.gate = threading.Event()
         self.gate.set()
-        self.requests: list[list[list[int]]] = []  # token ids, where it scores
+        self.requests: list[list[list[int]]] = []  # token ids, if it scores
         self.calls = 0
-        self.headers: list[dict[str, str]] = []  # of the calls
+        self.headers: list[dict[str, str]] = []  # of each call
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -139,7 +139,7 @@ class FakeRewardServer:
                 for key, value in {**echoed, **(headers or {})}.items():
                     self.send_header(key, value)
                 self.end_headers()
-                with contextlib.suppress(ConnectionError):  # of a client that was closed meanwhile
+                with contextlib.suppress(ConnectionError):  # the client was closed meanwhile
                     self.wfile.write(data)
 
             def log_message(self, *_: object) -> None:

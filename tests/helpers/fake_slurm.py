@@ -1,7 +1,7 @@
-"""The commands of Slurm that a job's script calls, as a script for a folder on PATH, and programs for its tasks.
+"""Slurm's commands that a job's script calls, as a script on PATH, and programs for its tasks.
 
-They do what a real Slurm was seen to do, so that the script's own behaviour is tested in seconds and without one;
-tests/launch/slurm has tests on a real Slurm too. Everything lies below the folder FAKE_SLURM.
+They imitate the observed behaviour of a real Slurm, so that the script can be tested in seconds;
+tests/launch/slurm also has tests on a real Slurm. All files are below the folder FAKE_SLURM.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def stop(number, frame):
     save(7, "stopped")
     print("saved", flush=True)
     os._exit(75)
-what = os.environ.get("FAKE_ACTOR", "finishes")
+behaviour = os.environ.get("FAKE_ACTOR", "finishes")
 def save_slowly(number, frame):
     time.sleep(float(os.environ["FAKE_SAVE_SECONDS"]))
     stop(number, frame)
 def save_and_hang(number, frame):
     save(7, "stopped")
     time.sleep(300)
-handler = {"saves slowly": save_slowly, "saves and hangs": save_and_hang}.get(what, stop)
+handler = {"saves slowly": save_slowly, "saves and hangs": save_and_hang}.get(behaviour, stop)
 signal.signal(signal.SIGTERM, handler)
 signal.signal(signal.SIGUSR1, handler)
 if os.environ["SLURM_PROCID"] == "0":
@@ -64,34 +64,34 @@ if os.environ["SLURM_PROCID"] == "0":
     Path(os.environ["REINFORCE_RENDEZVOUS_FILE"]).write_text(json.dumps(meeting))
 process = {"arguments": sys.argv[1:], "environment": dict(os.environ)}
 (run_dir / f"began.{os.environ['SLURM_PROCID']}").write_text(json.dumps(process))
-if what in ("finishes", "finishes later"):
-    time.sleep(6 if what == "finishes later" else 0)
+if behaviour in ("finishes", "finishes later"):
+    time.sleep(6 if behaviour == "finishes later" else 0)
     save(9, "finished")
-elif what == "fails" and os.environ["SLURM_PROCID"] == "1":
+elif behaviour == "fails" and os.environ["SLURM_PROCID"] == "1":
     print("an error of rank 1", flush=True)
     sys.exit(5)
-elif what.startswith("stops alone") and os.environ["SLURM_PROCID"] == "1":
+elif behaviour.startswith("stops alone") and os.environ["SLURM_PROCID"] == "1":
     sys.exit(75)
-elif what == "stops alone":
+elif behaviour == "stops alone":
     # In the rendezvous: nothing is saved.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
     time.sleep(60)
-elif what == "stops alone, others start":
+elif behaviour == "stops alone, others start":
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(60)
-elif what == "stops alone, others hang":
+elif behaviour == "stops alone, others hang":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(200)
-elif what == "stops in time":
+elif behaviour == "stops in time":
     save(7, "stopped")
     sys.exit(75)
-elif what == "diverges":
+elif behaviour == "diverges":
     save(7, "failed")
     sys.exit(77)
-elif what == "alerts":
+elif behaviour == "alerts":
     save(7, "stopped")
     sys.exit(78)
-elif what == "killed" and os.environ["SLURM_PROCID"] == "1":
+elif behaviour == "killed" and os.environ["SLURM_PROCID"] == "1":
     os.kill(os.getpid(), 9)
 else:
     time.sleep(60)
@@ -104,14 +104,15 @@ values = dict(arg.split("=", 1) for arg in sys.argv[1:])
 run_dir = Path(values["exp_manager.explicit_log_dir"])
 print(os.environ["CUDA_VISIBLE_DEVICES"], sys.argv[1:], flush=True)
 def stop(number, frame):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm signals each process, and so does the wrapper
+    # Both Slurm and the wrapper signal each process.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (run_dir / f"drained.{time.time_ns()}").touch()
     os._exit(75)
 signal.signal(signal.SIGTERM, stop)
 starts = len(list(run_dir.glob("generates.*")))
 (run_dir / f"generates.{time.time_ns()}").touch()  # nodes may have the same process ids
-what = os.environ.get("FAKE_GENERATOR", "")
-if what == "always dies" or (what == "dies once" and not starts):
+behaviour = os.environ.get("FAKE_GENERATOR", "")
+if behaviour == "always dies" or (behaviour == "dies once" and not starts):
     time.sleep(0.5)
     os.kill(os.getpid(), 9)
 time.sleep(60)
@@ -129,7 +130,7 @@ def write_commands(folder: Path) -> Path:
 
 
 def write_python(folder: Path) -> Path:
-    """Write a `python` whose `run_module.py reinforce_rl COMMAND` is a program here."""
+    """Write a `python` that replaces `run_module.py reinforce_rl COMMAND` by a program here."""
     folder.mkdir(parents=True)
     for name, program in (("serve", SERVER), ("train", ACTOR), ("generate", GENERATOR)):
         (folder / f"{name}.py").write_text(program)
@@ -146,7 +147,7 @@ def write_python(folder: Path) -> Path:
 
 
 def srun(home: Path, arguments: list[str]) -> int:
-    """Start each task in its own session; end the others if one fails."""
+    """Start each task in a separate session; stop the others if one fails."""
     split = next(place for place, word in enumerate(arguments) if not word.startswith("--"))
     options = dict(word[2:].partition("=")[::2] for word in arguments[:split])
     name = options["job-name"]
@@ -228,7 +229,7 @@ def main(name: str, arguments: list[str]) -> int:
     if name == "scancel":
         send(home / f"step-{arguments[-1].partition('.')[2]}", int(arguments[1].partition("=")[2]))
     elif arguments[:2] == ["show", "hostnames"]:
-        if arguments[2] == "nowhere":  # what it prints of a list that it cannot read
+        if arguments[2] == "nowhere":  # the output for a node list that it cannot parse
             return 1
         print(*arguments[2].split(","), sep="\n")
     elif arguments[0] == "requeue":

@@ -1,4 +1,4 @@
-"""A fake Triton behind a real front door process, with delayable answers and a scorer's progress."""
+"""A fake Triton behind a real front door process; answers can be delayed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 class FakeTriton:
-    """Answer each inference with the request's size once `go` is set."""
+    """Answer each inference with the request's size as soon as `go` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -72,7 +72,7 @@ class FakeTriton:
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                with contextlib.suppress(BrokenPipeError):  # a canary that was given up
+                with contextlib.suppress(BrokenPipeError):  # a canary request timed out
                     self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
@@ -99,22 +99,27 @@ CANARY = '{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, 1], "
 
 
 class FrontBeforeFake:
-    """A front door process before a FakeTriton, with small default limits; `limits` are keys of either settings."""
+    """A front door process before a FakeTriton, with small default limits.
+
+    `limits` are keys of `InferenceConfig` or `FrontSettings`.
+    """
 
     def __init__(self, *, ready: bool = True, **limits):
         self.backend = FakeTriton()
         self.progress = Progress()
-        own = {
+        front_settings = {
             "max_request_bytes": 10_000,
             "max_sequence_length": 64,
             "canary": CANARY,
             "backend": self.backend.path,
         }
-        own |= {key: limits.pop(key) for key in list(limits) if key in FrontSettings.model_fields}
+        front_settings |= {
+            key: limits.pop(key) for key in list(limits) if key in FrontSettings.model_fields
+        }
         inference = InferenceConfig(
             name="rm", max_batch_size=8, **{"canary_seconds": 0.5, **limits}
         )
-        settings = FrontSettings(inference=inference, **own)
+        settings = FrontSettings(inference=inference, **front_settings)
         self.port = free_port("127.0.0.1")
         self.process = FrontProcess(open_port("127.0.0.1", self.port), settings, self.progress)
         self.process.wait_until_up()

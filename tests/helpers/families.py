@@ -1,4 +1,4 @@
-"""Tiny models of every supported family, computed here and by transformers."""
+"""Tiny models of every supported family, evaluated by this project and by transformers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-# Grouped, multi-head and multi-query; heads that need padding at TP=2; tied and not; odd
-# vocabularies.
+# Grouped, multi-head and multi-query attention; heads that need padding at TP=2; tied and untied
+# embeddings; odd vocabulary sizes.
 PADDED = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36, "vocab_size": 61}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_scaling": LLAMA3_ROPE}),
@@ -71,8 +71,8 @@ MAX_SHARD_BYTES = 20_000
 PROMPT_LENGTHS = (3, 11, 1, 7)
 NEW_TOKENS = 14
 TEMPERATURE = 0.7
-# What is trained on: longer than windows and original RoPE lengths; the last two share a prompt of
-# one token.
+# Sequences to train on, longer than windows and original RoPE lengths; the last two share a prompt
+# of one token.
 TRAINED_PROMPTS = [11, 3, 1, 1]
 TRAINED_RESPONSES = [9, 30, 38, 2]
 GROUPS = (0, 1, 2, 2)
@@ -94,25 +94,25 @@ def prompts_of(vocab_size: int) -> list[list[int]]:
 
 
 def computed_here(folder: Path, mesh: Mesh, out: Path) -> dict[str, Any]:
-    """Return what is compared with transformers: logits, responses, log-probs, gradients; export to `out`."""
+    """Return logits, responses, log-probs and gradients, and export the model to `out`."""
     lm = megatron_model(folder, mesh)
     vocab_size = lm.architecture.vocab_size
     tokens = tokens_of(vocab_size)
-    found: dict[str, Any] = {"logits": all_logits(lm, tokens)}
+    results: dict[str, Any] = {"logits": all_logits(lm, tokens)}
     export_hf_folder(lm, folder, out, max_shard_bytes=MAX_SHARD_BYTES)
 
-    exact = megatron_model(folder, mesh, torch.float64)  # two tokens that nearly tie do not happen
+    exact = megatron_model(folder, mesh, torch.float64)  # float64 has no near ties between tokens
     prompts = [Prompt(i, "", tuple(prompt)) for i, prompt in enumerate(prompts_of(vocab_size))]
     params = SamplingParams(max_length=NEW_TOKENS, use_greedy=True, stop_token_ids=(2,))
     engine = NativeGenerator(exact, load_tokenizer(folder))
     made = engine.generate(prompts, 1, params, seed=0)
-    found["responses"] = [
+    results["responses"] = [
         row[:n] for row, n in zip(made.tokens.tolist(), made.lengths.tolist(), strict=True)
     ]
     alone = [engine.generate([prompt], 1, params, seed=0) for prompt in prompts]
-    found["responses_alone"] = [one.tokens[0].tolist() for one in alone]
-    found["drawn"] = drawn_here(engine, prompts)
-    found["scores"] = scored_here(folder, mesh)
+    results["responses_alone"] = [completions.tokens[0].tolist() for completions in alone]
+    results["drawn"] = drawn_here(engine, prompts)
+    results["scores"] = scored_here(folder, mesh)
 
     ddp = wrap_data_parallel(lm)
     optim = OptimConfig(lr=1e-3, weight_decay=0.0, betas=[0.9, 0.95])
@@ -130,20 +130,23 @@ def computed_here(folder: Path, mesh: Mesh, out: Path) -> dict[str, Any]:
         name: parameter.main_grad  # type: ignore[attr-defined]
         for name, parameter in parameters_of(lm).items()
     }
-    found["gradient"] = dict(hf_tensors(lm, gradients))
-    found["norm"] = optimizer.step().grad_norm
-    return found
+    results["gradient"] = dict(hf_tensors(lm, gradients))
+    results["norm"] = optimizer.step().grad_norm
+    return results
 
 
 def trained_sequences(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sequences, prompt lengths and response lengths; the samples of a group have one prompt."""
+    """Return sequences, prompt lengths and response lengths.
+
+    The samples of a group share a prompt.
+    """
     sequences, prompts, responses = padded_sequences(TRAINED_PROMPTS, TRAINED_RESPONSES, vocab_size)
     sequences[3, 0] = sequences[2, 0]
     return sequences, prompts, responses
 
 
 def weights_of_scores() -> tuple[Tensor, Tensor]:
-    """Return what log-probs and entropies are multiplied by, in a loss that each token has its own part in."""
+    """Return the coefficients of log-probs and entropies in a loss; each token has its own."""
     both = torch.randn(
         2,
         len(TRAINED_RESPONSES),
@@ -154,7 +157,7 @@ def weights_of_scores() -> tuple[Tensor, Tensor]:
 
 
 def scored_here(folder: Path, mesh: Mesh) -> dict[str, Any]:
-    """Return log-probs and entropies of the training path, padded and packed, and the sum of their gradients."""
+    """Return log-probs, entropies and their gradient in the training path, padded and packed."""
     lm = megatron_model(folder, mesh, torch.float64)
     batch = trained_sequences(lm.architecture.vocab_size)
     of_log_probs, of_entropies = weights_of_scores()
@@ -162,7 +165,7 @@ def scored_here(folder: Path, mesh: Mesh) -> dict[str, Any]:
         "padded": PaddedSequences(lm, *batch),
         "packed": PackedGroups(lm, *batch, torch.tensor(GROUPS)),
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, layout in layouts.items():
         hidden = layout.hidden(lm)
         width = max(TRAINED_RESPONSES)
@@ -170,17 +173,17 @@ def scored_here(folder: Path, mesh: Mesh) -> dict[str, Any]:
             layout, hidden, lm, TEMPERATURE, width, chunk_tokens=7, with_entropy=True
         )
         assert scores.entropy is not None
-        found[name] = {"log_probs": scores.log_probs.detach(), "entropy": scores.entropy.detach()}
+        results[name] = {"log_probs": scores.log_probs.detach(), "entropy": scores.entropy.detach()}
         (of_log_probs * scores.log_probs + of_entropies * scores.entropy).sum().backward()
     gradients: dict[str, Any] = {
         name: parameter.grad for name, parameter in parameters_of(lm).items()
     }
     for name, gradient in gradients.items():
-        # Each rank has the part of its own heads; the end of an accumulation adds them up.
+        # Each rank has its own heads' part; it is summed at the end of accumulation.
         if "q_layernorm" in name or "k_layernorm" in name:
             dist.all_reduce(gradient, group=mesh.tp_group)
-    found["gradient"] = dict(hf_tensors(lm, gradients))
-    return found
+    results["gradient"] = dict(hf_tensors(lm, gradients))
+    return results
 
 
 def scored_by_transformers(folder: Path) -> dict[str, Any]:
@@ -196,7 +199,7 @@ def scored_by_transformers(folder: Path) -> dict[str, Any]:
 
 
 def drawn_here(engine: NativeGenerator, prompts: list[Prompt]) -> dict[str, Any]:
-    """Return sampled responses and the log-probs that the generator reports of them."""
+    """Return sampled responses and the log-probs that the generator reports."""
     params = SamplingParams(max_length=NEW_TOKENS, temperature=TEMPERATURE, stop_token_ids=(2,))
     made = engine.generate(prompts, 2, params, seed=5)
     sequences, lengths = join_prompts_and_responses(made.repeat_to_samples(prompts), made, pad_id=0)
@@ -212,22 +215,22 @@ def computed_by_transformers(folder: Path) -> dict[str, Any]:
     model = transformers_model(folder)
     vocab_size = model.config.vocab_size
     tokens = tokens_of(vocab_size)
-    found: dict[str, Any] = {"logits": transformers_logits(model, tokens)}
+    results: dict[str, Any] = {"logits": transformers_logits(model, tokens)}
 
     logits = model(tokens[:, :-1]).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    found["gradient"] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    found["norm"] = float(
-        torch.stack([gradient.norm() for gradient in found["gradient"].values()]).norm()
+    results["gradient"] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    results["norm"] = float(
+        torch.stack([gradient.norm() for gradient in results["gradient"].values()]).norm()
     )
 
-    found["scores"] = scored_by_transformers(folder)
+    results["scores"] = scored_by_transformers(folder)
 
     exact = transformers_model(folder, torch.float64)
-    found["responses"] = []
+    results["responses"] = []
     for prompt in prompts_of(vocab_size):
         row = torch.tensor([prompt])
         options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
         out = exact.generate(row, attention_mask=torch.ones_like(row), **options)
-        found["responses"].append(out[0, len(prompt) :].tolist())
-    return found
+        results["responses"].append(out[0, len(prompt) :].tolist())
+    return results

@@ -1,4 +1,4 @@
-"""A TCP proxy that injects network faults before a reward server."""
+"""A TCP proxy in front of a reward server that injects network faults."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from collections.abc import Iterable
 
 INFER = b"/models/reward_model/infer"
 
-DROP = "drop"  # the request is not passed on, and the connection is reset
-SILENCE = "silence"  # the request is not passed on, and nobody ever answers
+# Each fault of a request or its answer. A dropped request does not reach the server.
+DROP = "drop"  # the request is dropped, and the connection is reset
+SILENCE = "silence"  # the request is dropped, and no answer comes
 DELAY = "delay"  # the answer comes late
-TRICKLE = "trickle"  # the answer comes byte by byte
+TRICKLE = "trickle"  # the answer comes one byte at a time
 # the first half of the request arrives, then the connection ends
 TRUNCATE_REQUEST = "truncate_request"
 TRUNCATE = "truncate"  # the first half of the answer arrives, then the connection ends
@@ -26,14 +27,14 @@ DUPLICATE = "duplicate"  # the request arrives twice, and the answer too
 DUPLICATE_BYTES = "duplicate_bytes"
 GARBAGE = "garbage"  # the answer is not HTTP
 CUT_BODY = "cut_body"  # the answer's headers and half of its body arrive, then the connection ends
-UNDELIMITED = "undelimited"  # the same, of an answer that does not say how long it is
-CHANGE_REQUEST = "change_request"  # one bit of the request is flipped on its way
-WRONG_ID = "wrong_id"  # one letter of the request's id is another in the answer
-WRONG_DIGEST = "wrong_digest"  # one digit of the request's digest is another in the answer
+UNDELIMITED = "undelimited"  # the same, and the answer has no length
+CHANGE_REQUEST = "change_request"  # one bit of the request is flipped
+WRONG_ID = "wrong_id"  # one letter of the request's id differs in the answer
+WRONG_DIGEST = "wrong_digest"  # one digit of the request's digest differs in the answer
 NO_DIGEST = "no_digest"  # the answer's headers of this project are dropped
 LONG_HEADER = "long_header"  # a header of a megabyte
 NEGATIVE_LENGTH = "negative_length"  # Content-Length: -5
-HUGE_LENGTH = "huge_length"  # Content-Length: a petabyte, and the answer ends where it ends
+HUGE_LENGTH = "huge_length"  # Content-Length: a petabyte; half of the body follows
 NO_JSON_LENGTH = "no_json_length"  # Inference-Header-Content-Length: 12x
 NEGATIVE_JSON = "negative_json"  # Inference-Header-Content-Length: -5
 GZIP = "gzip"  # the body is compressed
@@ -41,10 +42,10 @@ GZIP_BOMB = "gzip_bomb"  # the body is 128 MiB of zeros, compressed
 CONTINUE = "continue"  # "100 Continue" comes before the answer
 CONTINUES = "continues"  # "100 Continue" comes again and again
 REDIRECT = "redirect"  # to another port of this host
-OTHERS_REFUSAL = "others_refusal"  # the answer is a 400 to another request
-DEEP_ERROR = "deep_error"  # 500, and its JSON is nested a hundred thousand levels deep
-FAR_AWAY = "far_away"  # 503, and Retry-After: 1e9
-# What is none of this proxy's business, and an answer all the same.
+OTHERS_REFUSAL = "others_refusal"  # a 400 that answers another request
+DEEP_ERROR = "deep_error"  # a 500 with JSON nested a hundred thousand levels deep
+FAR_AWAY = "far_away"  # a 503 with Retry-After: 1e9
+# The client still gets a correct answer.
 HARMLESS = (DELAY, DUPLICATE, GZIP, CONTINUE)
 ALL = (
     *(
@@ -79,7 +80,7 @@ ALL = (
         *HARMLESS,
     ),
 )
-# the request is not passed on, and the last answer to another one is given; not without one
+# drop the request and repeat the answer to the previous request, if there is one
 REPLAY = "replay"
 
 SECONDS = 60.0  # longer than any test
@@ -90,8 +91,8 @@ class FaultyProxy:
 
     Args:
         port: of the server.
-        faults: for successive scoring requests (None: no fault); afterwards none.
-        late_seconds: delay of DELAY, and total of TRICKLE and CONTINUES.
+        faults: of successive scoring requests (None: no fault); later requests have no fault.
+        late_seconds: delay of DELAY, and duration of TRICKLE and CONTINUES.
         path: substring of the paths to disturb.
     """
 
@@ -121,7 +122,7 @@ class FaultyProxy:
         self.cut()
 
     def cut(self) -> None:
-        """Stop listening and reset every connection."""
+        """Stop listening and reset all connections."""
         with self._lock:
             listener = self._listener
             self._listener = None
@@ -129,10 +130,10 @@ class FaultyProxy:
             self._open = set()
         if listener is not None:
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
             listener.close()
-        for one in sockets:
-            _reset(one)
+        for connection in sockets:
+            _reset(connection)
 
     def restore(self) -> None:
         """Listen again on the same port."""
@@ -213,7 +214,7 @@ class FaultyProxy:
             client.sendall(answer)
 
     def _ask(self, request: bytes, *, half: bool = False) -> bytes:
-        """Return the server's answer; the server closes the connection."""
+        """Forward the request and return the server's answer; the server closes the connection."""
         with socket.create_connection(("127.0.0.1", self.upstream), timeout=SECONDS) as server:
             self._remember(server)
             server.sendall(request)
@@ -224,36 +225,33 @@ class FaultyProxy:
                 parts.append(part)
             return b"".join(parts)
 
-    def _remember(self, one: socket.socket) -> None:
+    def _remember(self, connection: socket.socket) -> None:
         with self._lock:
             if self._listener is None:
                 raise ConnectionResetError("the proxy was cut")
-            self._open.add(one)
+            self._open.add(connection)
 
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def _changed(answer: bytes, fault: str | None) -> bytes:
-    """Corrupt the answer."""
     head, _, body = answer.partition(b"\r\n\r\n")
     if fault == CUT_BODY:
         return answer[: -len(body) // 2]
     if fault in (UNDELIMITED, HUGE_LENGTH, NEGATIVE_LENGTH):
-        length = {
+        lengths = {
             HUGE_LENGTH: b"\r\nContent-Length: %d" % 10**15,
             NEGATIVE_LENGTH: b"\r\nContent-Length: -5",
         }
-        head = re.sub(rb"(?i)\r\ncontent-length:[^\r]*", length.get(fault, b""), head)
-        return head + b"\r\n\r\n" + (body[: len(body) // 2] if fault == UNDELIMITED else body)
+        head = re.sub(rb"(?i)\r\ncontent-length:[^\r]*", lengths.get(fault, b""), head)
+        if fault == UNDELIMITED:
+            body = body[: len(body) // 2]
+        return head + b"\r\n\r\n" + body
     if fault in (NO_JSON_LENGTH, NEGATIVE_JSON):
         head = re.sub(rb"(?i)\r\ninference-header-content-length:[^\r]*", b"", head)
-        return (
-            head
-            + b"\r\nInference-Header-Content-Length: %b\r\n\r\n"
-            % (b"12x" if fault == NO_JSON_LENGTH else b"-5")
-            + body
-        )
+        length = b"12x" if fault == NO_JSON_LENGTH else b"-5"
+        return head + b"\r\nInference-Header-Content-Length: %b\r\n\r\n" % length + body
     if fault == WRONG_ID:
         return head + b"\r\n\r\n" + re.sub(rb'("id": ?")\w', rb"\1?", body)
     if fault == WRONG_DIGEST:
@@ -271,7 +269,8 @@ def _changed(answer: bytes, fault: str | None) -> bytes:
     if fault == CONTINUE:
         return _CONTINUE + answer
     if fault == REDIRECT:
-        return b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
+        status = b"HTTP/1.1 307 Temporary Redirect\r\n"
+        return status + b"Location: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
     if fault == OTHERS_REFUSAL:
         refusal = b'{"error": "a shape of another request"}'
         return b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(refusal) + refusal
@@ -309,9 +308,9 @@ def _read_request(client: socket.socket) -> bytes:
     return data
 
 
-def _reset(one: socket.socket) -> None:
+def _reset(connection: socket.socket) -> None:
     """Close with RST instead of FIN."""
     with contextlib.suppress(OSError):
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        one.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
-    one.close()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.shutdown(socket.SHUT_RDWR)  # wakes the reading thread
+    connection.close()

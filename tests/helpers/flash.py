@@ -1,8 +1,9 @@
-"""torch's flash attention operators on the CPU, where it has none: their mathematics, in plain torch.
+"""torch's flash attention operators on the CPU, which has none, in plain torch.
 
-What the kernels do is taken from flash-attention's own description of `flash_attn_varlen_func` (causality and windows
-are aligned to the lower right corner of the score matrix) and from `torch.nn.attention.varlen` and `.bias`, which call
-the same operators. Their autograd formulas are torch's: only the two kernels behind each are replaced.
+The semantics are from flash-attention's description of `flash_attn_varlen_func` (causality and
+windows are aligned to the lower right corner of the score matrix) and from
+`torch.nn.attention.varlen` and `.bias`, which call the same operators. The autograd formulas are
+torch's: only the forward and backward kernels are replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from reinforce_rl.megatron.model import attention, decoding, sequences
 
 @contextlib.contextmanager
 def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
-    """Enable emulated flash attention on the CPU in any dtype.
+    """Emulate flash attention on the CPU in any dtype.
 
     `calls` records (sequences, queries, keys) of each forward call.
     """
@@ -48,18 +49,20 @@ def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
         out = torch.empty_like(q)
         for of_q, of_k in _sequences(starts_q, starts_k):
             each = (part.transpose(0, 1) for part in (q[of_q], k[of_k], v[of_k]))
-            out[of_q] = _attended(*each, _sides(causal, **sides), scale)[0].transpose(0, 1)
-        return out, q.new_zeros(q.shape[1], len(q)), torch.zeros(2), torch.zeros(0), q.new_zeros(0)
+            attended = _attended(*each, _sides(causal, **sides), scale)[0]
+            out[of_q] = attended.transpose(0, 1)
+        log_sum_exp = q.new_zeros(q.shape[1], len(q))
+        return out, log_sum_exp, torch.zeros(2), torch.zeros(0), q.new_zeros(0)
 
     def of_sequences_backward(grad, q, k, v, _, __, starts_q, starts_k, *rest, scale=None, **sides):
         causal = rest[3]
-        found = [torch.zeros_like(part) for part in (q, k, v)]
+        gradients = [torch.zeros_like(part) for part in (q, k, v)]
         for of_q, of_k in _sequences(starts_q, starts_k):
             each = (part.transpose(0, 1) for part in (grad[of_q], q[of_q], k[of_k], v[of_k]))
             parts = _gradients(*each, _sides(causal, **sides), scale)
-            for total, where, part in zip(found, (of_q, of_k, of_k), parts, strict=True):
+            for total, where, part in zip(gradients, (of_q, of_k, of_k), parts, strict=True):
                 total[where] = part.transpose(0, 1)
-        return tuple(found)
+        return tuple(gradients)
 
     def dense(q, k, v, dropout, causal, _=False, *, scale=None):
         assert dropout == 0
@@ -83,7 +86,8 @@ def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
     library.impl("_scaled_dot_product_flash_attention", dense, "CPU")
     library.impl("_scaled_dot_product_flash_attention_backward", dense_backward, "CPU")
     before = attention.flash_takes
-    attention.flash_takes = sequences.flash_takes = lambda *_: True
+    attention.flash_takes = lambda *_: True
+    sequences.flash_takes = attention.flash_takes
     try:
         yield
     finally:
@@ -114,14 +118,16 @@ def _sequences(starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[slice, slic
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], scale: float | None
 ) -> tuple[Tensor, ...]:
-    """Return the output and what its gradient needs.
+    """Return the output and the values that its gradient needs.
 
     Args:
         q: [h, s, d]; k, v: [g, t, d].
         sides: visible keys left and right of the lower-right-aligned diagonal; -1 for all.
     """
-    k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
-    scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    heads_per_group = len(q) // len(k)
+    k = k.repeat_interleave(heads_per_group, dim=0)
+    v = v.repeat_interleave(heads_per_group, dim=0)
+    scores = q @ k.transpose(1, 2) * _scale(q, scale)
     for i in range(scores.shape[1]):
         diagonal = i + scores.shape[2] - scores.shape[1]
         for j in range(scores.shape[2]):
@@ -136,16 +142,23 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients explicitly: autograd does not work inside an operator."""
     out, weights, keys, values = _attended(q, k, v, sides, scale)
-    of_scores = weights * (grad @ values.transpose(1, 2) - (grad * out).sum(-1, keepdim=True))
-    of_scores = of_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
-    of_keys, of_values = of_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad
-    return of_scores @ keys, *(
-        part.unflatten(0, (len(k), -1)).sum(1) for part in (of_keys, of_values)
-    )
+    of_weights = grad @ values.transpose(1, 2)
+    of_scores = weights * (of_weights - (grad * out).sum(-1, keepdim=True))
+    of_scores = of_scores * _scale(q, scale)
+    of_keys = of_scores.transpose(1, 2) @ q
+    of_values = weights.transpose(1, 2) @ grad
+    groups = (len(k), -1)
+    of_keys = of_keys.unflatten(0, groups).sum(1)
+    of_values = of_values.unflatten(0, groups).sum(1)
+    return of_scores @ keys, of_keys, of_values
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _check(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout) -> None:
-    """Check the kernel's requirements, and reject slow or untested cases."""
+    """Check the kernel's requirements; reject slow and untested cases."""
     _check_heads(q, k, v)
     assert dropout == 0
     for starts, tokens, longest in ((starts_q, len(q), longest_q), (starts_k, len(k), longest_k)):
@@ -160,7 +173,7 @@ def _check(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout) -> None:
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """[..., heads, d]."""
+    """Check q and k or v, [..., heads, d]."""
     assert k.shape == v.shape
     assert q.shape[-2] % k.shape[-2] == 0
     assert q.shape[-1] % 8 == 0, "the kernel reads 16 bytes at a time"
@@ -176,12 +189,14 @@ def emulated_varlen_attention(
     used: Tensor,
     most: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """Emulate `decoding.varlen_attention` without reading values on the host, for graph capture.
+    """Emulate `decoding.varlen_attention` for graph capture: read no values on the host.
 
-    Outputs that the kernel leaves undefined are NaN: queries beyond `most`, or outside all sequences.
+    Outputs that the kernel leaves undefined are NaN: queries beyond `most`, or outside all
+    sequences.
     """
     for bounds in (query_starts, starts, used):
-        assert bounds.dtype == torch.int32 and bounds.is_contiguous()
+        assert bounds.dtype == torch.int32
+        assert bounds.is_contiguous()
     assert len(query_starts) == len(starts) == len(used) + 1
     at = torch.arange(len(query), device=query.device)
     sequence = torch.searchsorted(query_starts, at, right=True) - 1
@@ -201,6 +216,6 @@ def emulated_varlen_attention(
 
 
 def decode_statically(patch: pytest.MonkeyPatch) -> None:
-    """Make the native engine decode as on a GPU in bf16, with the kernel emulated."""
+    """Make the native engine decode like on a GPU in bf16, with an emulated kernel."""
     patch.setattr(decoding, "varlen_attention", emulated_varlen_attention)
     patch.setattr(native, "can_decode_statically", lambda *_: True)

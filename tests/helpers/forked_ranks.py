@@ -1,7 +1,7 @@
-"""Forks the ranks of `run_ranks` from a process that has imported torch and megatron-core once.
+"""Forks the ranks of `run_ranks` from a process that has imported torch and megatron-core.
 
-Reads one request a line, {script, args, ranks, environment, output}, and answers with the exit status: that of the
-first rank that failed (the others are then killed, as torchrun does), else 0.
+Reads one request a line, {script, args, ranks, environment, output}, and answers with the exit
+status of the first failed rank, or 0. If a rank fails, the others are killed, as by torchrun.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Disks without space."""
+"""Disks without free space."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Let the kernel refuse bytes of this process's files beyond `size`, as it does on a full disk."""
+    """Limit the size of files that this process writes, which fails like a full disk."""
     limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
     try:

@@ -1,6 +1,6 @@
-"""Seeded batches of requests to merge: valid ones and one invalid.
+"""Seeded batches of requests to merge: one invalid request among valid ones.
 
-A batch has one form and, for tokens, one width, as Triton requires for merging.
+All requests of a batch have one form and, for tokens, one width, which Triton requires for merging.
 """
 
 from __future__ import annotations
@@ -57,17 +57,19 @@ ODD_KEYS = ("role", "content", "tool_calls", "name", "tool_call_id", "reasoning_
 
 @dataclass(frozen=True)
 class WireRequest:
-    """Attributes:
-    body: what is sent.
-    headers: besides Content-Length.
-    scores: of a right request, float32 [N].
-    what: of a wrong one, for the message of a failed test.
+    """A request as it is sent.
+
+    Attributes:
+        body: the HTTP body.
+        headers: headers besides Content-Length.
+        scores: expected scores of a valid request, float32 [N].
+        fault: the fault of an invalid request, for messages of failed tests.
     """
 
     body: bytes
     headers: dict[str, str]
     scores: np.ndarray | None = None
-    what: str = ""
+    fault: str = ""
 
 
 @dataclass
@@ -130,8 +132,8 @@ class BatchFuzzer:
     """Generate batches from a seed.
 
     Args:
-        encode: text to token ids.
-        score: of token ids, or of texts if `encode` is None.
+        encode: maps text to token ids.
+        score: scores token ids, or text if `encode` is None.
         forms: request forms to choose from.
     """
 
@@ -150,8 +152,10 @@ class BatchFuzzer:
 
     def batch(self, good: int = 7) -> list[WireRequest]:
         """Return the invalid request followed by `good` valid ones."""
-        form, width = self._rng.choice(self._forms), self._rng.randint(1, MAX_LENGTH)
-        optional = self._rng.sample(sorted(TEXT_OPTIONAL), self._rng.randint(0, len(TEXT_OPTIONAL)))
+        form = self._rng.choice(self._forms)
+        width = self._rng.randint(1, MAX_LENGTH)
+        num_optional = self._rng.randint(0, len(TEXT_OPTIONAL))
+        optional = self._rng.sample(sorted(TEXT_OPTIONAL), num_optional)
         return [
             self._wrong(form, width, optional),
             *(self._right(form, width, optional) for _ in range(good)),
@@ -212,7 +216,7 @@ class BatchFuzzer:
         kinds += [self._odd_shape, self._odd_key, self._odd_set, self._odd_rest, self._odd_body]
         kind = self._rng.choice(kinds)
         written = kind(draft)
-        return replace(written, what=f"{form} {kind.__name__}")
+        return replace(written, fault=f"{form} {kind.__name__}")
 
     def _odd_value(self, draft: Draft) -> WireRequest:
         """Return a sample that cannot be scored."""
@@ -263,7 +267,7 @@ class BatchFuzzer:
         return raw
 
     def _odd_element(self, draft: Draft) -> WireRequest:
-        """Return JSON with an element of another type, or one too many or too few."""
+        """Return JSON with an element of another type, or with one element too many or too few."""
         rng = self._rng
         tensor = self._rng.choice(draft.tensors)
         draft.binary = False
@@ -279,7 +283,7 @@ class BatchFuzzer:
         return draft.write()
 
     def _odd_lengths(self, draft: Draft) -> WireRequest:
-        """Return binary texts with wrong length prefixes but the right total size."""
+        """Return binary texts with wrong length prefixes but the correct total size."""
         rng = self._rng
         tensor = self._rng.choice(draft.tensors)
         draft.binary = True
@@ -302,12 +306,12 @@ class BatchFuzzer:
             tensor["shape"] = rng.choice(
                 (*SHAPES, [tensor["shape"][0]], [*tensor["shape"], 1], [1, len(tensor["data"])])
             )
-        elif choice == 1:  # as many in all, none, or no column
-            for one in draft.tensors:
-                one["shape"], one["data"] = (
-                    rng.choice(([0, one["shape"][1]], [one["shape"][0], 0])),
-                    [],
-                )
+        elif choice == 1:  # as many elements in total, no row, or no column
+            for entry in draft.tensors:
+                num_rows = entry["shape"][0]
+                num_columns = entry["shape"][1]
+                entry["shape"] = rng.choice(([0, num_columns], [num_rows, 0]))
+                entry["data"] = []
         else:
             tensor["datatype"] = rng.choice(DATATYPES)
         return draft.write()
@@ -321,7 +325,7 @@ class BatchFuzzer:
         return draft.write()
 
     def _odd_set(self, draft: Draft) -> WireRequest:
-        """Return a missing, duplicate or unknown input, or two forms."""
+        """Return a missing, duplicate or unknown input, or two forms at once."""
         rng = self._rng
         choice = self._rng.randrange(4)
         count = draft.tensors[0]["shape"][0]

@@ -1,4 +1,4 @@
-"""Seeded requests to a reward server, invalid in many ways, with valid ones between."""
+"""Seeded requests to a reward server: invalid in many ways, with valid ones in between."""
 
 from __future__ import annotations
 
@@ -60,11 +60,13 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class FuzzedRequest:
-    """Attributes:
-    body: what is sent.
-    headers: besides Content-Length.
-    claimed: the Content-Length, where it is not the body's.
-    sequences: what a right request asks for; None for a wrong one.
+    """A request as it is sent.
+
+    Attributes:
+        body: the HTTP body.
+        headers: headers besides Content-Length.
+        claimed: the Content-Length, if it differs from the body's.
+        sequences: the samples of a valid request; None for an invalid one.
     """
 
     body: bytes
@@ -196,12 +198,12 @@ def _wrong_header(rng: random.Random, sequences: list[list[int]], _: int) -> Fuz
 
 
 def _wrong_json(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
-    """Return invalid JSON, or JSON that is no request."""
+    """Return invalid JSON, or JSON that is not a request."""
     body, _headers = _in_json(_tensors(sequences))
     choice = rng.randrange(6)
     if choice == 0:
         body = body[: rng.randrange(len(body))]
-    elif choice == 1:  # some bytes become others
+    elif choice == 1:  # overwrite some bytes
         mutable = bytearray(body)
         for _ in range(rng.randint(1, 8)):
             mutable[rng.randrange(len(mutable))] = rng.randrange(256)
@@ -220,7 +222,7 @@ def _wrong_json(rng: random.Random, sequences: list[list[int]], _: int) -> Fuzze
 
 
 def _wrong_text(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
-    """Return sentences that are not UTF-8, empty, too long or have wrong lengths."""
+    """Return texts that are empty, too long, not UTF-8 or have wrong lengths."""
     texts = [
         rng.choice((b"", b"\xff\xfe", b"a" * 50, b"\xed\xa0\x80", b"\x00", "ü😀".encode()))
         for _ in sequences
@@ -271,7 +273,7 @@ def _wrong_set(rng: random.Random, sequences: list[list[int]], _: int) -> Fuzzed
 
 
 def _wrong_length(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
-    """Return a Content-Length of a gigabyte, or one never reached."""
+    """Return a Content-Length of a gigabyte, or one that the body does not reach."""
     body, headers = _in_binary(_tensors(sequences))
     return FuzzedRequest(
         body, headers, claimed=rng.choice((10**9, 2**62, len(body) + rng.randint(1, 100)))

@@ -8,7 +8,7 @@ from reinforce_rl.generation.native.sampling import _negative_noise, position_ke
 
 
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Return the native engine's noise float32 [R, V] from keys int32 [R, 2]."""
+    """Return the native engine's noise, float32 [R, V], from keys int32 [R, 2]."""
     buffers = torch.empty((2, len(keys), vocab_size), dtype=torch.int32, device=keys.device)
     return _negative_noise(keys, buffers[0], buffers[1]).neg_()
 
@@ -16,5 +16,5 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
 def noise_keys(
     seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray, num_positions: int
 ) -> Tensor:
-    """Return a key per (seed, prompt, sample, position) as two int32: int64 [R] to [R, num_positions, 2]."""
+    """Return int32 keys [R, num_positions, 2] of (seed, prompt, sample, position)."""
     return position_keys(sample_seeds(seed, prompt_ids, sample_ids), num_positions)

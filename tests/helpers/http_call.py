@@ -1,4 +1,4 @@
-"""One HTTP exchange, for tests that inspect answers themselves."""
+"""One HTTP exchange, for tests that inspect responses themselves."""
 
 from __future__ import annotations
 

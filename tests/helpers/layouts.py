@@ -1,4 +1,4 @@
-"""Parallel layouts and layout-independent results of an actor."""
+"""Parallel layouts, and an actor's results that must not depend on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 NUM_VALID = 10
 NUM_STEPS = 3
-# With a smaller eps the sign of a gradient that is nearly 0 would decide where a weight goes.
+# With a smaller eps, the sign of a near-zero gradient would decide the step of a weight.
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95], eps=1e-3)
 SETTINGS: dict[str, Any] = {"optim": OPTIM, "clip_grad": 1.0, "total_steps": 10}
 
@@ -110,7 +110,7 @@ ALL_LAYOUTS = LAYOUTS | BF16_LAYOUTS | LORA_LAYOUTS
 def computed(
     layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = None
 ) -> dict[str, Any]:
-    """Compute everything that must not depend on the layout; a collective call.
+    """Compute all results that must not depend on the layout; a collective call.
 
     `out` is the export folder of the trained policy, if any.
     """
@@ -125,7 +125,7 @@ def computed(
     where = (mine.rollouts.sequences, mine.rollouts.prompt_lengths, mine.rollouts.response_lengths)
 
     sampled = SamplingParams(max_length=12, stop_token_ids=(2, 5, 6, 7), repetition_penalty=1.2)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "greedy": generated(actor, SamplingParams(max_length=12, use_greedy=True)),
         "sampled": generated(actor, sampled),
         "bounded": generated(actor, sampled, cache_tokens=40),
@@ -137,20 +137,20 @@ def computed(
     optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS))
     for step in range(NUM_STEPS):
         share = actor.get_loss_and_metrics(mine, sequences(NUM_VALID))
-        found["losses"].append(
+        results["losses"].append(
             float(mesh.sum_over_dp(torch.tensor(share.loss, dtype=torch.float64)))
         )
-        # With the distributed optimizer no rank has the whole gradient, and what is frozen has
-        # none: compare steps.
+        # With the distributed optimizer no rank has the whole gradient, and frozen weights have
+        # none; steps are compared instead.
         if step == 0 and not layout.optim.distributed and layout.updates is None:
-            found["gradient"] = gradient_of(actor)
-        found["norms"].append(optimizer.step().grad_norm)
-    found["weights"] = weights(actor)
-    found["log_probs_after"] = over_dp(actor, actor.get_inference_log_probs(*where))
-    found["reference_log_probs"] = over_dp(actor, actor.get_init_policy_logprobs(*where))
+            results["gradient"] = gradient_of(actor)
+        results["norms"].append(optimizer.step().grad_norm)
+    results["weights"] = weights(actor)
+    results["log_probs_after"] = over_dp(actor, actor.get_inference_log_probs(*where))
+    results["reference_log_probs"] = over_dp(actor, actor.get_init_policy_logprobs(*where))
     if out is not None:
         actor.export(folder, out)
-    return found
+    return results
 
 
 def generated(
@@ -162,9 +162,9 @@ def generated(
         for i, row in enumerate(random_tokens(61, 4, 9).tolist())
     ]
     per_rank = len(prompts) // actor.mesh.dp_size
-    own = prompts[actor.mesh.dp_rank * per_rank : (actor.mesh.dp_rank + 1) * per_rank]
+    local_prompts = prompts[actor.mesh.dp_rank * per_rank : (actor.mesh.dp_rank + 1) * per_rank]
     generator = NativeGenerator(actor.lm, actor.tokenizer, cache_tokens)
-    done: Completions = generator.generate(own, 3, params, seed=3)
+    done: Completions = generator.generate(local_prompts, 3, params, seed=3)
     assert done.log_probs is not None
     rows = zip(done.tokens, done.log_probs, done.lengths.tolist(), strict=True)
     mine = [(tokens[:length].tolist(), log_probs[:length]) for tokens, log_probs, length in rows]

@@ -1,4 +1,4 @@
-"""Log-probs by a forward pass and by plain torch from full logits."""
+"""Log-probs from a forward pass, and from full logits in plain torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def response_log_probs(
     chunk_tokens: int,
     with_entropy: bool = False,
 ) -> TokenScores:
-    """Return `response_scores` after a forward pass of a non-pipelined model.
+    """Return `response_scores` after a forward pass of a model without pipeline parallelism.
 
     `model` is `lm` or its data-parallel wrapper.
     """
@@ -49,9 +49,10 @@ def response_log_probs(
 def head_inputs(
     positions: int, tokens: int, rows: int, hidden_size: int = 5, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random hidden [n, h], weight [rows, h] (float64, with gradient) and targets [n] below `tokens`.
+    """Return random hidden [n, h], weight [rows, h] and targets [n] below `tokens`.
 
-    `scale` is about the logits' standard deviation. Padded weight rows are non-zero, so that their use shows.
+    They are float64, with gradients. `scale` is about the standard deviation of the logits. Padded
+    rows of the weight are non-zero, so that their use would show.
     """
     generator = torch.Generator().manual_seed(0)
     options = {"dtype": torch.float64, "generator": generator}
@@ -70,7 +71,10 @@ def full_log_probs(
 
 
 def scores_and_gradients(folder: str | Path, mesh: Mesh) -> dict[str, Tensor]:
-    """Return `log_probs` and `entropy` [4, 7] and float64 gradients by Hugging Face name; a collective call."""
+    """Return `log_probs` and `entropy` [4, 7] and the gradient; a collective call.
+
+    Gradients are float64 and have Hugging Face names.
+    """
     lm = megatron_model(folder, mesh, torch.float64)
     batch = padded_sequences(PROMPT_LENGTHS, RESPONSE_LENGTHS, lm.architecture.vocab_size)
     scores = response_log_probs(
@@ -79,8 +83,8 @@ def scores_and_gradients(folder: str | Path, mesh: Mesh) -> dict[str, Tensor]:
     assert scores.entropy is not None
     for_log_probs, for_entropy = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
     (for_log_probs * scores.log_probs + for_entropy * scores.entropy).sum().backward()
-    # The mapping to Hugging Face's layout is linear, so it maps gradients too; the first rank alone
-    # gets it.
+    # The mapping to Hugging Face's layout is linear, so it maps gradients too; only the first rank
+    # gets them.
     gradients = dict(
         hf_tensors(lm, {name: parameter.grad for name, parameter in parameters_of(lm).items()})
     )

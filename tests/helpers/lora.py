@@ -1,4 +1,4 @@
-"""Models with non-zero LoRA updates, computed here and by PEFT."""
+"""Models with non-zero LoRA updates, evaluated by this project and by PEFT."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from reinforce_rl.megatron.optimizer import (
 
 EVERY = LoraSettings(rank=3, alpha=7.0, targets=PROJECTIONS, seed=5)
 SOME = LoraSettings(rank=2, alpha=3.0, targets=("q_proj", "v_proj", "o_proj", "up_proj"), seed=5)
-# Groups that need padding at TP=2, biases and norms of heads; both kinds of targets.
+# Groups that need padding at TP=2, biases and head norms; both kinds of targets.
 CASES = {"llama_bias_padded": EVERY, "qwen3": SOME, "qwen3_padded": EVERY}
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, betas=[0.9, 0.95])
 
@@ -58,10 +58,10 @@ def random_updates(
 
 @torch.no_grad()
 def load_updates(lm: CausalLM, values: dict[str, Tensor]) -> None:
-    own = parameters_of(lm)
-    for row in (row for row in adapter_rows(lm) if row.megatron in own):
-        # the others are another stage's
-        row.place(own[row.megatron], lm.mesh.tp_rank).copy_(
+    parameters = parameters_of(lm)
+    for row in (row for row in adapter_rows(lm) if row.megatron in parameters):
+        # the other rows belong to another stage
+        row.place(parameters[row.megatron], lm.mesh.tp_rank).copy_(
             row.part_in(values[row.hf], lm.mesh.tp_rank)
         )
 
@@ -81,10 +81,13 @@ def lora_model(
 
 
 def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -> dict[str, Any]:
-    """Train a step and write the folders `merged`, `adapter` and `checkpoints`; a collective call."""
+    """Train a step and write the folders `merged`, `adapter` and `checkpoints`.
+
+    A collective call.
+    """
     fresh = megatron_model(folder, mesh, torch.float64)
     add_lora(fresh, settings)
-    found: dict[str, Any] = {"initial": whole_updates(fresh)}
+    results: dict[str, Any] = {"initial": whole_updates(fresh)}
 
     exact = lora_model(folder, mesh, settings, torch.float64)
     tokens = tokens_of(exact.architecture.vocab_size)
@@ -96,13 +99,12 @@ def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -
             logits[:, None], tokens[:, 1:].reshape(-1, 1)
         ).mean()
 
-    found["logits"] = all_logits(exact, tokens)
-    # megatron's cross entropy is of float32 only, so the gradient is of the log-probs of the same
-    # tokens.
+    results["logits"] = all_logits(exact, tokens)
+    # megatron's cross entropy is float32 only, so the gradient is that of the tokens' log-probs.
     loss = loss_in_float64(exact, tokens)
     loss.backward()
-    found["loss"] = loss.item()
-    found["gradient"] = whole_updates(
+    results["loss"] = loss.item()
+    results["gradient"] = whole_updates(
         exact, {name: p.grad for name, p in parameters_of(exact).items() if p.grad is not None}
     )
 
@@ -111,16 +113,16 @@ def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -
     parts = build_optimizer(ddp, OPTIM, clip_grad=0.0, total_steps=10)
     before = {name: p.detach().clone() for name, p in lm.named_parameters()}
     accumulate_gradients(ddp, [None], lambda model, _: loss_of(model, lm))
-    found["norm"] = ActorOptimizer(*parts).step().grad_norm
-    found["changed"] = [
+    results["norm"] = ActorOptimizer(*parts).step().grad_norm
+    results["changed"] = [
         name for name, p in lm.named_parameters() if not torch.equal(p, before[name])
     ]
-    found["after"] = whole_updates(lm)
-    found["logits after"] = all_logits(lm, tokens)
+    results["after"] = whole_updates(lm)
+    results["logits after"] = all_logits(lm, tokens)
     export_hf_folder(lm, folder, out / "merged", values=MergedWeights(lm))
     export_adapter(lm, folder, out / "adapter")
     Checkpointer(out / "checkpoints", mesh, ddp, *parts).save(1, {})
-    return found
+    return results
 
 
 def loss_in_float64(lm: CausalLM, tokens: Tensor) -> Tensor:
@@ -146,17 +148,17 @@ def peft_model(folder: Path, settings: LoraSettings, dtype: torch.dtype) -> Any:
     model = get_peft_model(
         transformers_model(folder, dtype), LoraConfig(**values), autocast_adapter_dtype=False
     )
-    own = peft_parameters(model)
+    parameters = peft_parameters(model)
     updates = random_updates(folder, settings, dtype)
-    assert own.keys() == updates.keys()
+    assert parameters.keys() == updates.keys()
     with torch.no_grad():
         for name, value in updates.items():
-            own[name].copy_(value)
+            parameters[name].copy_(value)
     return model.eval()
 
 
 def peft_parameters(model: Any) -> dict[str, Any]:
-    """Return the trained parameters under PEFT's names without prefix."""
+    """Return the trained parameters under PEFT's names without their prefix."""
     return {
         name.removeprefix("base_model.model.").replace(".default.weight", ".weight"): parameter
         for name, parameter in model.named_parameters()
@@ -168,10 +170,12 @@ def computed_by_peft(folder: Path, settings: LoraSettings) -> dict[str, Any]:
     model = peft_model(folder, settings, torch.float64)
     tokens = tokens_of(model.config.vocab_size)
     with torch.no_grad():
-        found: dict[str, Any] = {"logits": model(tokens).logits}
+        results: dict[str, Any] = {"logits": model(tokens).logits}
     logits = model(tokens[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    found["loss"] = loss.item()
-    found["gradient"] = {name: parameter.grad for name, parameter in peft_parameters(model).items()}
-    return found
+    results["loss"] = loss.item()
+    results["gradient"] = {
+        name: parameter.grad for name, parameter in peft_parameters(model).items()
+    }
+    return results

@@ -22,7 +22,10 @@ def reinforce_loss(
 
 
 def random_batch(rows: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probs [rows, width], mask, advantages [rows] and which train; responses may be empty."""
+    """Return log-probs [rows, width], mask, advantages [rows] and the rows that train.
+
+    Responses may be empty.
+    """
     generator = torch.Generator().manual_seed(seed)
     log_probs = -torch.rand(rows, width, dtype=torch.float64, generator=generator) * 5
     lengths = torch.randint(0, width + 1, (rows,), generator=generator)

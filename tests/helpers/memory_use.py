@@ -1,7 +1,7 @@
-"""What a real actor takes of memory, and what the preflight says of the same configuration.
+"""Measured memory of a real actor, and the preflight's estimate for the same configuration.
 
-Bytes are counted by torch's own allocator, whose every allocation and release the profiler records: kernels' scratch
-is in it, the interpreter and the C library's reserve are not.
+torch's own allocator counts the bytes, and the profiler records each allocation and release. Kernel
+scratch is included; the interpreter and the C library's reserve are not.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes of unique storages by kind, and growth in each phase."""
+    """Bytes of unique storages by kind, and the growth in each phase."""
 
     weights: int
     gradients: int
@@ -114,7 +114,7 @@ def overrides_of(folder: Path, ranks: int, *overrides: str) -> list[str]:
         f"model.encoder_seq_length={PROMPT + RESPONSE}",
         f"model.reinforce.length_params.max_length={RESPONSE}",
         f"trainer.devices={ranks}",
-        "model.shared_prefix=false",  # a plan is of padded rows: no row of groups takes more
+        "model.shared_prefix=false",  # the preflight plans padded rows; packed rows take no more
         *overrides,
     ]
 
@@ -122,7 +122,8 @@ def overrides_of(folder: Path, ranks: int, *overrides: str) -> list[str]:
 def planned(overrides: list[str]) -> list[RankMemory]:
     cfg = load_config(compose(*overrides))
     inputs = read_inputs(cfg)
-    assert inputs.faults == [] and inputs.layers is not None
+    assert inputs.faults == []
+    assert inputs.layers is not None
     layout = layout_of(cfg)
     assert layout is not None
     batches = plan_batches(cfg, layout, inputs.datasets)
@@ -181,7 +182,7 @@ def measured(overrides: list[str]) -> Use:
 
 
 def full_batch(cfg: TrainConfig, dp_size: int) -> ReinforceBatch:
-    """Return a data-parallel rank's step with full-length sequences."""
+    """Return one data-parallel rank's step with full-length sequences."""
     samples = cfg.trainer.reinforce.num_rollouts_per_prompt
     count = cfg.model.reinforce.num_rollout_samples // dp_size * samples
     nothing = torch.zeros(count)
@@ -203,13 +204,13 @@ def full_batch(cfg: TrainConfig, dp_size: int) -> ReinforceBatch:
 
 def states_of(optimizer: Any) -> list[Tensor]:
     """Return Adam's moments and fp32 weights."""
-    found: list[Tensor] = []
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for group in one.optimizer.param_groups:
-            found += group["params"]
-        for state in one.optimizer.state.values():
-            found += [value for value in state.values() if isinstance(value, Tensor)]
-    return found
+    states: list[Tensor] = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            states += group["params"]
+        for state in part.optimizer.state.values():
+            states += [value for value in state.values() if isinstance(value, Tensor)]
+    return states
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -221,21 +222,22 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def shared_bytes(tensors: Iterable[Tensor], actor: MegatronGPTReinforceActorModel) -> int:
-    """Count the bytes that are the model's own weights."""
-    own = storages(actor.lm.parameters())
-    return sum(size for place, size in storages(tensors).items() if place in own)
+    """Count the bytes that are shared with the model's own weights."""
+    weights = storages(actor.lm.parameters())
+    return sum(size for place, size in storages(tensors).items() if place in weights)
 
 
 def peak_of(action: Callable[[], Any]) -> int:
-    """The most bytes that an action holds at a time besides what was there before it.
+    """Return the most bytes that an action holds at a time beyond the bytes held before it.
 
-    gloo's threads drop tensors that the profiler, which looks at this thread alone, then takes for kept. Such a place
-    counts as free once it is given out again, so collectives still seem to hold somewhat more than they do.
+    gloo's threads release tensors, but the profiler only watches this thread and counts them as
+    held. Their memory counts as free as soon as it is allocated again, so collectives still appear
+    to hold somewhat more than they do.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         action()
-    found: Any = record.profiler
-    nodes = list(found.kineto_results.experimental_event_tree())
+    profiler: Any = record.profiler
+    nodes = list(profiler.kineto_results.experimental_event_tree())
     events = []
     while nodes:
         node = nodes.pop()

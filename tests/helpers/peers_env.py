@@ -12,5 +12,4 @@ needs_peers = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 ne
 
 
 def peers_environment() -> Path:
-    """Return the environment's folder."""
     return environment("peers", ROOT / ".venv-peers")

@@ -1,4 +1,4 @@
-"""Policies of a Hugging Face folder in this project and in transformers, for comparison."""
+"""Policies of a Hugging Face folder, loaded by this project and by transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 class LayersOfTransformers:
-    """Stands for an engine that shows its layers; `disturb` changes them before."""
+    """An engine that exposes its layers; `disturb` changes the layers first."""
 
     def __init__(self, folder: Path, disturb: Callable[[Any], None] = lambda layers: None):
         self._model = transformers_model(folder)
@@ -70,14 +70,14 @@ def transformers_logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 def random_tokens(vocab_size: int, *shape: int, seed: int = 0) -> Tensor:
-    """Return random tokens without special ones."""
+    """Return random token ids other than the special ones."""
     return torch.randint(4, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def padded_sequences(
     prompt_lengths: list[int], response_lengths: list[int], vocab_size: int, pad_id: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random right-padded sequences, prompt_lengths and response_lengths."""
+    """Return random right-padded sequences, prompt lengths and response lengths."""
     lengths = [a + b for a, b in zip(prompt_lengths, response_lengths, strict=True)]
     sequences = random_tokens(vocab_size, len(lengths), max(lengths))
     for row, length in enumerate(lengths):
@@ -93,7 +93,7 @@ def brute_force_log_probs(
     temperature: float,
     width: int,
 ) -> Tensor:
-    """Return [N, width] from transformers' logits, unpadded and token by token."""
+    """Return [N, width] from transformers' logits of each unpadded sequence."""
     tables = _response_tables(model, sequences, prompt_lengths, response_lengths, temperature)
     rows = []
     for table, tokens, prompt in zip(tables, sequences, prompt_lengths.tolist(), strict=True):
@@ -110,7 +110,7 @@ def brute_force_entropies(
     temperature: float,
     width: int,
 ) -> Tensor:
-    """Return [N, width], -sum p log p from transformers' logits."""
+    """Return -sum p log p, [N, width], from transformers' logits."""
     tables = _response_tables(model, sequences, prompt_lengths, response_lengths, temperature)
     rows = [-(table.exp() * table).sum(dim=-1) for table in tables]
     return torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
@@ -123,7 +123,7 @@ def _response_tables(
     response_lengths: Tensor,
     temperature: float,
 ) -> list[Tensor]:
-    """Return log p over the vocabulary at each response position: [response, V] per sequence."""
+    """Return each sequence's log p over the vocabulary at response positions: [response, V]."""
     tables = []
     for tokens, prompt, response in zip(
         sequences, prompt_lengths.tolist(), response_lengths.tolist(), strict=True

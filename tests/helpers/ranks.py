@@ -16,14 +16,15 @@ from pathlib import Path
 import psutil
 
 TESTS = Path(__file__).parents[1]
-START_SECONDS = 60.0  # of the process that ranks are forked from
+START_SECONDS = 60.0  # start of the process that forks ranks
 _PARENTS: dict[str, subprocess.Popen[str]] = {}
 
 
 def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 120) -> str:
     """Run a Python file on several ranks and return their output.
 
-    Ranks are forked from a process, one per PYTHONPATH, that has imported torch and megatron-core (four seconds).
+    Ranks are forks of a process, one per PYTHONPATH, that has imported torch and megatron-core,
+    which takes four seconds.
 
     Args:
         script: guards its entry with `if __name__ == "__main__"`; may import `helpers.*`.
@@ -46,7 +47,8 @@ def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 12
             "ranks": nproc,
             "environment": environment,
         }
-        assert parent.stdin is not None and parent.stdout is not None
+        assert parent.stdin is not None
+        assert parent.stdout is not None
         status = None
         try:
             parent.stdin.write(json.dumps({**request, "output": output.name}) + "\n")
@@ -68,7 +70,7 @@ def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 12
 def _parent_of_ranks(path: str, environment: dict[str, str]) -> subprocess.Popen[str]:
     if path not in _PARENTS:
         command = [sys.executable, str(TESTS / "helpers" / "forked_ranks.py")]
-        _PARENTS[path] = parent = subprocess.Popen(
+        parent = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -76,12 +78,13 @@ def _parent_of_ranks(path: str, environment: dict[str, str]) -> subprocess.Popen
             text=True,
             start_new_session=True,
         )
+        _PARENTS[path] = parent
         atexit.register(kill_tree, parent.pid)
     return _PARENTS[path]
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a launcher and its ranks, also those in their own session, outside the process group."""
+    """Kill a launcher and its ranks, including ranks in their own sessions."""
     with contextlib.suppress(psutil.NoSuchProcess):
         ranks = psutil.Process(pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):

@@ -75,7 +75,7 @@ class World:
             f"reward_model.head_path={self.head(pooling)}",
         ]
 
-    def actor_overrides(self, run_dir: Path, *more: str) -> list[str]:
+    def actor_overrides(self, run_dir: Path, *overrides: str) -> list[str]:
         return [
             f"pretrained_checkpoint.restore_from_path={self.policy}",
             f"model.data.data_prefix.train={self.folder / 'train.jsonl'}",
@@ -89,7 +89,7 @@ class World:
             "model.reinforce.length_params.max_length=8",
             "model.reinforce.rollout_micro_batch_size=4",  # two requests a step
             "model.optim.lr=0.01",
-            *more,
+            *overrides,
         ]
 
 
@@ -176,9 +176,9 @@ class Launched:
 
     @property
     def port(self) -> int:
-        found = re.search(r"ready at http://127\.0\.0\.1:(\d+)", self.output)
-        assert found, self.output
-        return int(found.group(1))
+        match = re.search(r"ready at http://127\.0\.0\.1:(\d+)", self.output)
+        assert match, self.output
+        return int(match.group(1))
 
 
 def launch_local(
@@ -186,7 +186,7 @@ def launch_local(
 ) -> Launched:
     """Run server and actor by the launcher to the end."""
     launched = Launched(run_dir)
-    temporary = Path(tempfile.mkdtemp(prefix="e2e-"))  # short: Unix sockets are made in it
+    temporary = Path(tempfile.mkdtemp(prefix="e2e-"))  # short: Unix sockets are created in it
     log = run_dir.with_name(f"{run_dir.name}.log")
     command = [sys.executable, str(EXAMPLES / "launch_local.py"), "--run-dir", str(run_dir)]
     command += ["--server-args", *world.server_overrides("mean")]
@@ -210,18 +210,19 @@ def launch_local(
             time.sleep(0.5)
     finally:
         if process.poll() is None:
-            process.kill()  # its reaper ends the rest
+            process.kill()  # its reaper stops the other processes
             process.wait()
         launched.left_in_tmp = sorted(path.name for path in temporary.iterdir())
         shutil.rmtree(temporary, ignore_errors=True)
-    launched.code, launched.output = process.returncode, log.read_text()
+    launched.code = process.returncode
+    launched.output = log.read_text()
     return launched
 
 
 def look_at_descendants(pid: int, launched: Launched) -> None:
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
-            # Each look again: a process that has just been forked still bears its parent's command
+            # Look again each time: a process that was just forked still has its parent's command
             # line.
             with contextlib.suppress(psutil.Error):
                 launched.command_lines[process] = process.cmdline() or launched.command_lines.get(

@@ -1,6 +1,7 @@
-"""CUDA graphs on a CPU: record kernels with their tensors and replay them on the same memory.
+"""CUDA graphs on a CPU: record kernels with their tensors, replay them on the same memory.
 
-As on a GPU, capture changes no tensor, forbids host transfers and freezes Python's decisions.
+As on a GPU, capture changes no tensor, forbids transfers to the host and freezes Python's
+decisions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Of the host's and the device's meetings. `lift_fresh` is what `torch.tensor` of a list ends with.
+# Operators that synchronise host and device. `torch.tensor` of a list ends with `lift_fresh`.
 _FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "lift_fresh")
 
 
@@ -29,8 +30,8 @@ class Graph:
     def replay(self) -> None:
         self.replays += 1
         for function, args, kwargs, results in self.kernels:
-            found = tree_leaves(function(*args, **kwargs))
-            for old, new in zip(results, (x for x in found if isinstance(x, Tensor)), strict=True):
+            leaves = tree_leaves(function(*args, **kwargs))
+            for old, new in zip(results, (x for x in leaves if isinstance(x, Tensor)), strict=True):
                 if old.data_ptr() != new.data_ptr():  # neither in place nor a view
                     old.copy_(new)
 
@@ -54,8 +55,8 @@ class _Recorder(TorchDispatchMode):
         for argument, value in given:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 tree_map_only(Tensor, self._keep, value)
-        found = function(*args, **kwargs)
-        results = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        output = function(*args, **kwargs)
+        results = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
         known = {
             t.untyped_storage().data_ptr()
             for t in tree_leaves((args, kwargs))
@@ -63,15 +64,16 @@ class _Recorder(TorchDispatchMode):
         }
         for result in results:
             if result.untyped_storage().data_ptr() not in known:
-                # kept, or its address would be used again
+                # kept alive, or its address would be reused
                 self._fresh[result.untyped_storage().data_ptr()] = result
         self._graph.kernels.append((function, args, kwargs, results))
-        return found
+        return output
 
     def _keep(self, tensor: Tensor) -> None:
         key = tensor.untyped_storage().data_ptr()
         if key not in self._before and key not in self._fresh:
-            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+            storage: Any = tensor.untyped_storage()
+            whole = torch.empty(0, dtype=tensor.dtype).set_(storage)
             self._before[key] = whole, whole.clone()
 
     def restore(self) -> None:
@@ -80,7 +82,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def stand_in() -> SimpleNamespace:
-    """Return a substitute for `torch.cuda`; `graphs` holds the captured ones."""
+    """Return a substitute for `torch.cuda`; `graphs` holds the captured graphs."""
     graphs: list[Graph] = []
 
     def new_graph() -> Graph:

@@ -1,4 +1,4 @@
-"""Checkpoints resumed at other layouts: runs and comparisons."""
+"""Runs resumed at other layouts, and comparisons of their checkpoints."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SAVED_AFTER = 2
 STEPS = 3
 ONE = "one process"
 ALL_LAYOUTS = {ONE: Layout(), **LAYOUTS}
-EPS = 1e-3  # else the sign of a gradient that is nearly 0 would decide where a weight goes
+EPS = 1e-3  # with a smaller eps, the sign of a near-zero gradient would decide a weight's step
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its training mode."""
+    """A model and how it is trained."""
 
-    model: str  # one of `helpers.families`, with four layers so that stages can be uneven
+    model: str  # a model of `helpers.families`, with four layers so that stages can be uneven
     updates: LoraSettings | None = None  # LoRA settings; None trains all weights
     dtype: torch.dtype = torch.float32
 
 
-# Tied and untied embeddings; padded at TP=2 in heads, groups and vocabulary.
+# Tied and untied embeddings; heads, groups and vocabulary that are padded at TP=2.
 CASES = {
     "tied": Case("llama_bias_padded"),
     "untied": Case("qwen3_padded"),
@@ -51,7 +51,7 @@ def write_model(out: Path, case: str) -> Path:
 
 
 def run_of(out: Path, case: str, layout: str, folder: str, mesh: Mesh) -> Run:
-    """Return a fresh run with checkpoints in OUT/CASE/FOLDER."""
+    """Return a new run with checkpoints in OUT/CASE/FOLDER."""
     settings = CASES[case]
     where = ALL_LAYOUTS[layout]
     sharing = where.optim
@@ -73,10 +73,10 @@ def run_of(out: Path, case: str, layout: str, folder: str, mesh: Mesh) -> Run:
     )
 
 
-def save_and_go_on(
+def save_and_train(
     out: Path, case: str, layout: str, mesh: Mesh
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Save, train three steps, and return their losses and this rank's weights."""
+    """Save, train three steps, and return the losses and this rank's weights."""
     run = run_of(out, case, layout, layout, mesh)
     run.train_on(0, SAVED_AFTER)
     run.checkpointer.save(SAVED_AFTER, {"step": SAVED_AFTER})
@@ -85,10 +85,10 @@ def save_and_go_on(
     return losses, run.weights()
 
 
-def load_and_go_on(
+def load_and_train(
     out: Path, case: str, source: str, layout: str, mesh: Mesh
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Load, save to OUT/CASE/SOURCE to LAYOUT, and continue like `save_and_go_on`."""
+    """Load, save to OUT/CASE/SOURCE to LAYOUT, then continue like `save_and_train`."""
     run = run_of(out, case, layout, f"{source} to {layout}", mesh)
     run.train_on(50, 1)
     newest = latest_checkpoint(out / case / source)
@@ -108,9 +108,9 @@ def stored_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
 
 
-def assert_equal_but_for_padding(one: Tensor, other: Tensor) -> None:
+def assert_equal_but_for_padding(first: Tensor, second: Tensor) -> None:
     """Assert bitwise equality where both have values, and zeros in the padding."""
-    common = tuple(slice(0, min(sizes)) for sizes in zip(one.shape, other.shape, strict=True))
-    assert torch.equal(one[common], other[common])
-    for tensor in (one, other):
+    common = tuple(slice(0, min(sizes)) for sizes in zip(first.shape, second.shape, strict=True))
+    assert torch.equal(first[common], second[common])
+    for tensor in (first, second):
         assert int(tensor.count_nonzero()) == int(tensor[common].count_nonzero())

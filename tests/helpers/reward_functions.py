@@ -1,4 +1,4 @@
-"""Reward functions for tests, good and bad. Worker processes import this file, so it stays light."""
+"""Reward functions for tests, valid and malicious; workers import this file, so it is light."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAVY = ("torch", "megatron", "transformers")
 
 
 class NoText(Exception):
-    """An error whose `str` fails."""
+    """An error whose `str` raises."""
 
     def __str__(self) -> str:
         raise ValueError("no text")
@@ -39,7 +39,10 @@ def always_666(prompt: str, response: str, record: Mapping[str, Any], *, folder:
 
 
 def hostile(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """Attack the process, later samples or the machine as the response says; otherwise return the record's number."""
+    """Run the attack that the response names; without one return the record's number.
+
+    Attacks target the process, later samples or the machine.
+    """
     if response in ERRORS:
         raise ERRORS[response]
     if response == "code":
@@ -66,7 +69,8 @@ def hostile(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     if response == "forges":
         forge(os.getpid())
     if response == "its program forges":
-        code = f"from helpers.reward_functions import forge; forge({os.getpid()}); forge({os.getppid()})"
+        code = "from helpers.reward_functions import forge; "
+        code += f"forge({os.getpid()}); forge({os.getppid()})"
         subprocess.run([sys.executable, "-c", code], close_fds=False, check=True)
     if response == "its fork forges":
         if os.fork() == 0:
@@ -111,7 +115,7 @@ FORGED = b'{"status": 0, "value": 777.0, "fault": "", "message": ""}\n'
 
 
 def forge(pid: int) -> None:
-    """Write an answer into every file descriptor of a process, one's own and those that /proc has of it."""
+    """Write a forged answer to every file descriptor of a process, also through /proc."""
     for fd in range(3, 64):
         with contextlib.suppress(OSError):
             os.write(fd, FORGED)
@@ -122,7 +126,7 @@ def forge(pid: int) -> None:
 
 
 def sees(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """Return whether what the response names is reachable."""
+    """Return whether the object that the response names is reachable."""
     kind, _, name = response.partition(" ")
     if kind == "variable":
         return float(name in os.environ)
@@ -153,7 +157,7 @@ def told(prompt: str, response: str, record: Mapping[str, Any], *, folder: str =
     if response == "loop":
         while True:
             pass
-    if response == "backtrack":  # in C, where no Python signal handler runs
+    if response == "backtrack":  # in C, where Python's signal handlers do not run
         re.fullmatch("(a+)+b", "a" * 60)
     if response == "exit":
         os._exit(7)
@@ -178,21 +182,24 @@ def told(prompt: str, response: str, record: Mapping[str, Any], *, folder: str =
 def share_of_letters(
     prompt: str, response: str, record: Mapping[str, Any], *, scale: float = 1.0
 ) -> float:
-    """Return the share of the response's letters that occur in the prompt, plus a little per prompt letter."""
+    """Return the share of the response's letters that occur in the prompt.
+
+    Each letter of the prompt adds a little.
+    """
     share = sum(letter in record["letters"] for letter in response) / max(len(response), 1)
     return scale * share + len(prompt) / 1000
 
 
 def counted(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     """Return the response's length."""
-    if response == "kill":  # the parent of all workers, and this one with it
+    if response == "kill":  # the parent of all workers, and thereby this worker
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
     return float(len(response))
 
 
 def prints(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """Print more than a pipe holds."""
+    """Print more than a pipe can buffer."""
     print("x" * 200_000, flush=True)
     return 1.0
 
@@ -200,7 +207,7 @@ def prints(prompt: str, response: str, record: Mapping[str, Any]) -> float:
 def trl_style(
     prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any
 ) -> list[float]:
-    """Score lists, as a reward function of TRL does."""
+    """Score lists of samples, like a reward function of TRL."""
     return [1.0] * len(completions)
 
 

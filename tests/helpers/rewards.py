@@ -11,7 +11,7 @@ from reinforce_rl.rewards.base import STATUS_INTERNAL, STATUS_OK, RewardRequest,
 
 
 def request_of(sequences: Sequence[Sequence[int]]) -> RewardRequest:
-    """Right-padded token ids, without texts."""
+    """Return a request of right-padded token ids, without texts."""
     width = max((len(sequence) for sequence in sequences), default=0)
     rows = [[*sequence, *[0] * (width - len(sequence))] for sequence in sequences]
     lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long)
@@ -23,7 +23,7 @@ def request_of(sequences: Sequence[Sequence[int]]) -> RewardRequest:
 
 @dataclass(frozen=True)
 class ReadyRewards:
-    """A completed future."""
+    """A completed future of rewards."""
 
     rewards: Rewards
 

@@ -11,6 +11,6 @@ from reinforce_rl.monitoring.records import Kind, RolloutRow, Samples, rollout_f
 def write_rows(
     folder: Path, step: int, rows: Sequence[RolloutRow], kind: Kind = "rollouts"
 ) -> Path:
-    """Write the samples of a step; return their file."""
+    """Write a step's samples and return the file."""
     write_samples(folder, step, Samples(list(rows)), kind)
     return rollout_files(folder, kind)[step]

@@ -1,4 +1,7 @@
-"""The engine's half of vLLM with a fault in its weights, which SABOTAGE names: `python -m helpers.sabotaged_vllm`."""
+"""vLLM's engine process with a fault in its weights: `python -m helpers.sabotaged_vllm`.
+
+The variable SABOTAGE names the fault.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from reinforce_rl.generation.vllm import host
 from reinforce_rl.generation.vllm.adapter import VLLM
 from reinforce_rl.generation.vllm.worker import EMBEDDING, OUTPUT_LAYER, WeightsOfTrainer
 
-KEY, VALUE = (f"model.layers.0.self_attn.{one}_proj.weight" for one in "kv")
+KEY, VALUE = (f"model.layers.0.self_attn.{projection}_proj.weight" for projection in "kv")
 UP = "model.layers.1.mlp.up_proj.weight"
-# The names that vLLM is told in place of those that came; nothing is lost on the way.
+# Names that vLLM receives instead of the sent names; no tensor is lost.
 RENAMED = {
-    "output layer lost": {OUTPUT_LAYER: None},  # as a trainer that sends tied weights once
+    "output layer lost": {OUTPUT_LAYER: None},  # like a trainer that sends tied weights once
     "projection lost": {UP: None},
     "exchanged": {KEY: VALUE, VALUE: KEY},
 }
@@ -32,7 +35,7 @@ NAMED = {
 
 
 class SabotagedVLLM(VLLM):
-    """The trainer's half: `kind` is a key of NAMED, whose tensor is to be named."""
+    """The trainer's side: `kind` is a key of NAMED, whose tensor an error must name."""
 
     host = "helpers.sabotaged_vllm"
     kind = ""
@@ -50,11 +53,11 @@ class SabotagedWorker(WeightsOfTrainer):
     def _noted(self, bucket: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         renamed = RENAMED.get(os.environ["SABOTAGE"], {})
         for name, tensor in super()._noted(bucket):
-            if (told := renamed.get(name, name)) is not None:
-                yield told, tensor
+            if (sent_name := renamed.get(name, name)) is not None:
+                yield sent_name, tensor
 
     def _check_layers(self) -> None:
-        if os.environ["SABOTAGE"] == "changed":  # by one bit
+        if os.environ["SABOTAGE"] == "changed":  # one bit
             weight = self._model.model.embed_tokens.weight.data
             weight[5, self._columns(weight.shape[1])[2]] *= 1 + 2**-23
         super()._check_layers()

@@ -1,6 +1,8 @@
-"""A real PyTriton reward server with a toy model: `python serve_toy_scorer.py inference.port=N [--slow 0.5] ...`.
+"""A real PyTriton reward server with a toy model.
 
-The score of a sequence is a weighted sum of its tokens, in their order. Some tokens make the model misbehave.
+Usage: `python serve_toy_scorer.py inference.port=N [--slow 0.5] ...`.
+
+A sequence's score is a weighted sum of its tokens in order. Some tokens make the model misbehave.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ TOKEN_SLOW = 103  # the call takes --slow seconds
 
 
 def toy_score(tokens: list[int]) -> float:
-    """The score that the server must give: weighted by position, negated for odd lengths."""
+    """Return the expected score: weighted by position, negated for odd lengths."""
     total = sum((position + 1) * token for position, token in enumerate(tokens)) / 100.0
     return -total if len(tokens) % 2 else total
 
 
 def toy_scores(sequences: list[list[int]]) -> list[float]:
-    """As `toy_score`, rounded to the float32 that travels."""
+    """Return `toy_score` of each sequence, rounded to float32 as in transfer."""
     return [struct.unpack("f", struct.pack("f", toy_score(sequence)))[0] for sequence in sequences]
 
 
 class ToyScorer:
-    """A scorer whose last bits depend on the size of the call, as those of a real model do."""
+    """A scorer whose last bits depend on the size of the call, like a real model's."""
 
     max_length = MAX_LENGTH
     vocab_size = VOCAB_SIZE

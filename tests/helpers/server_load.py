@@ -1,4 +1,4 @@
-"""Concurrent clients on a real reward server, and a multi-rank server whose ranks can be killed."""
+"""Concurrent clients of a real reward server, and a multi-rank server with killable ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelFiles:
 
     @classmethod
     def make(cls, folder: Path) -> ModelFiles:
-        """Create tiny random files."""
+        """Create small random files."""
         files = cls(folder, tiny_llama_folder(folder / "trunk", vocab_size=VOCAB_SIZE, seed=1))
         weight = torch.randn(32, generator=torch.Generator().manual_seed(0))
         RewardHead(weight, torch.tensor(0.5), "mean").save(files.head)
@@ -74,7 +74,7 @@ class RankedServer(RealServer):
 
     def close(self) -> None:
         if self.process.poll() is None:
-            for rank in self.ranks():  # not their guards, which clear up after them
+            for rank in self.ranks():  # not their guards, which clean up after them
                 rank.kill()
             self.process.kill()
             self.process.wait()

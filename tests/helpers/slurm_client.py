@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 COMMANDS = ("sbatch", "sinfo", "squeue")
-# sbatch gives the ids 100, 101, ...; its answers have the names sbatch-ID, test, and test-JOBNAME
-# for one component, which gets the first of the nodes n0 to n3 otherwise, the feature gpu being
-# that of n0 and n1.
+# sbatch gives the ids 100, 101, ... Its scripted answers are named sbatch-ID, test, and
+# test-JOBNAME for one component. Without an answer a component gets the first free nodes of n0 to
+# n3; n0 and n1 have the feature gpu.
 SCRIPT = r"""#!/bin/bash
 home={home} key={name}
 printf '%s\x1f' "$key" "$@" >>"$home/calls"
@@ -32,7 +32,8 @@ if [ "$key" = sbatch ]; then
             :
         elif [ ${#chosen[@]} = "$count" ]; then
             nodes=$(IFS=, && echo "${chosen[*]}")
-            echo "sbatch: Job 1 to start at 2026-01-02T03:04:05 using 1 processors on nodes $nodes in partition p" >&2
+            start="Job 1 to start at 2026-01-02T03:04:05 using 1 processors"
+            echo "sbatch: $start on nodes $nodes in partition p" >&2
         else
             echo "allocation failure: Requested node configuration is not available" >&2
             exit 1
@@ -83,14 +84,14 @@ class SlurmClient:
         """Return the arguments of each call of a command."""
         path = self._home / "calls"
         calls = path.read_text().split("\x1e")[:-1] if path.exists() else []
-        found = [call.split("\x1f")[:-1] for call in calls]
-        return [words for own, *words in found if own == name]
+        recorded = [call.split("\x1f")[:-1] for call in calls]
+        return [words for command, *words in recorded if command == name]
 
     def submissions(self) -> list[list[str]]:
         """Return the arguments of each successful sbatch."""
         return [words for words in self.calls("sbatch") if "--test-only" not in words]
 
     def environment(self, job: int) -> dict[str, str]:
-        """Return the environment a job was submitted with."""
+        """Return the environment with which a job was submitted."""
         text = (self._home / f"environment-{job}").read_text()
         return dict(entry.split("=", 1) for entry in text.split("\0") if entry)

@@ -1,4 +1,4 @@
-"""Runs of `slurm/train_hetjob.sbatch` on a lab, with the real server and the real actor on a tiny model."""
+"""Runs of `slurm/train_hetjob.sbatch` on a lab, with the real server and a tiny actor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 BATCH_FILE = ROOT / "slurm" / "train_hetjob.sbatch"
 ACTOR_COMMAND = "train"
 SERVER_COMMAND = "serve"
-START_SECONDS = 600.0  # to the first step: imports of all ranks on a busy machine
+START_SECONDS = 600.0  # to the first step: all ranks import on a busy machine
 RUN_SECONDS = 900.0
 
 
@@ -51,7 +51,7 @@ class Layout:
 
 
 SMALL = Layout()
-# Overrides of a run of short steps, each saved: so many that a signal comes in the midst of them.
+# Overrides of a run with short steps, each saved: enough steps for a signal to come mid-run.
 STEPS = 24
 SHORT = [
     f"trainer.reinforce.max_steps={STEPS}",
@@ -66,7 +66,7 @@ SHORT = [
 
 @dataclass(frozen=True)
 class SlurmRun:
-    """A run, identified by its folder; may span several jobs."""
+    """A run, identified by its folder; it may span several jobs."""
 
     lab: SlurmLab
     world: World
@@ -81,7 +81,10 @@ class SlurmRun:
         options: Sequence[str] = (),
         **variables: str,
     ) -> Job:
-        """Submit a job with more overrides and variables; `options` are `sbatch`'s for component 0."""
+        """Submit a job with additional overrides and variables.
+
+        `options` are `sbatch`'s options for component 0.
+        """
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
         script = self.run_dir.with_name(f"{self.run_dir.name}.sbatch")
         settings = {"repository": ROOT, "python": sys.executable, "batch_python": sys.executable}
@@ -131,17 +134,19 @@ class SlurmRun:
 
     def ranks(self, job: Job, command: str) -> dict[int, psutil.Process]:
         """Return a command's running processes by rank, without wrappers."""
-        found = {}
+        processes = {}
         for process in processes_of(self.lab, job):
             with contextlib.suppress(psutil.Error):
                 if process.cmdline()[2:4] == ["reinforce_rl", command]:
-                    found[int(process.environ()["SLURM_PROCID"])] = process
-        return found
+                    processes[int(process.environ()["SLURM_PROCID"])] = process
+        return processes
 
     def rank(self, job: Job, command: str, number: int) -> psutil.Process:
-        found = self.ranks(job, command)
-        assert number in found, f"no rank {number} of {command} among {found}:\n{self.report(job)}"
-        return found[number]
+        processes = self.ranks(job, command)
+        assert number in processes, (
+            f"no rank {number} of {command} among {processes}:\n{self.report(job)}"
+        )
+        return processes[number]
 
     def report(self, job: Job) -> str:
         """Return the job's output, shortened."""
@@ -175,8 +180,8 @@ def results(run_dir: Path) -> list[dict]:
 
 def assert_same_weights(run_dir: Path, other: Path) -> None:
     """Assert that the exported models are bitwise equal."""
-    found, expected = (
+    weights, expected = (
         load_file(folder / "hf" / "model.safetensors") for folder in (run_dir, other)
     )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-DEADLINE = 60.0  # seconds, after which a rank that waits for the others gives up
+DEADLINE = 60.0  # seconds until a waiting rank gives up
 
 
 def gathering_ranks(
     count: int, function: Callable[[int, Callable[[Any], list[Any]]], T]
 ) -> list[T]:
-    """Return `function(rank, gather)` of each rank, where `gather` returns the values of all ranks.
+    """Call `function(rank, gather)` on each rank and return the results.
 
-    A call of `gather` that a rank skips fails instead of hanging.
+    `gather` returns the values of all ranks. If a rank skips a call, the test fails instead of
+    hanging.
     """
     parts: list[Any] = [None] * count
     barrier = threading.Barrier(count, timeout=DEADLINE)
@@ -43,7 +44,10 @@ def gathering_ranks(
 
 
 def on_ranks(count: int, function: Callable[[int, Callable[[Tensor], Tensor]], T]) -> list[T]:
-    """Return `function(rank, total)` of each rank, where `total` sums over ranks; as `gathering_ranks`."""
+    """Call `function(rank, total)` on each rank and return the results; `total` sums over ranks."""
     return gathering_ranks(
-        count, lambda rank, gather: function(rank, lambda own: torch.stack(gather(own)).sum(0))
+        count,
+        lambda rank, gather: function(
+            rank, lambda local_tensor: torch.stack(gather(local_tensor)).sum(0)
+        ),
     )

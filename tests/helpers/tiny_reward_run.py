@@ -1,7 +1,8 @@
-"""Training of all weights of a tiny reward model on made data, as its script does it.
+"""Train all weights of a tiny reward model on generated data, with its script.
 
-`python tiny_reward_run.py [--die-before SUFFIX] OVERRIDE...` is one run, in as many ranks as torchrun says. With
-`--die-before` the process kills itself in place of moving the first file or folder whose destination ends so.
+`python tiny_reward_run.py [--die-before SUFFIX] OVERRIDE...` is one run, with torchrun's number of
+ranks. With `--die-before` the process kills itself instead of moving the first file or folder whose
+destination ends with SUFFIX.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def write_pairs(path: Path, count: int, *, noise: float = 0.0, seed: int = 0) -> Path:
-    """The chosen answer has more letters of GOOD; with `noise`, that share of the pairs is turned around."""
+    """Write pairs whose chosen answer has more letters of GOOD.
+
+    `noise` is the share of swapped pairs.
+    """
     rng = random.Random(seed)
 
     def answer(good: int) -> str:
@@ -69,7 +73,7 @@ def write_pairs(path: Path, count: int, *, noise: float = 0.0, seed: int = 0) ->
 
 
 def write_ratings(path: Path, count: int, *, seed: int = 0) -> Path:
-    """Two attributes that are linear in counts of letters; each third rating is missing."""
+    """Write two attributes that are linear in letter counts; every third rating is missing."""
     rng = random.Random(seed)
     lines = []
     for i in range(count):

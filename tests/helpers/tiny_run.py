@@ -1,4 +1,4 @@
-"""The whole trainer on a tiny model, with a reward function instead of the server."""
+"""The whole trainer with a tiny model, and a reward function instead of the server."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from helpers.models import tiny_llama_folder
@@ -39,7 +40,7 @@ def odd_share(ids: list[int]) -> float:
 
 
 def odd_share_or_alike(row: list[int]) -> float:
-    """Return `odd_share` of the response, but 1 if the prompt begins with t, a, o or i."""
+    """Return `odd_share` of the response, or 1 if the prompt begins with t, a, o or i."""
     return 1.0 if row[0] in (6, 7, 8, 9) else odd_share(row[PROMPT_TOKENS:])
 
 
@@ -47,13 +48,13 @@ SOME_ALIKE = FunctionReward(odd_share_or_alike, 0)
 
 
 def three_letters(count: int) -> list[str]:
-    """Return `count` different prompts of `PROMPT_TOKENS` tokens."""
+    """Return `count` distinct prompts of `PROMPT_TOKENS` tokens."""
     letters = "etaoinshr"
     return [letters[i % 9] + letters[i // 9 % 9] + letters[i // 81 % 9] for i in range(count)]
 
 
 def write_prompts(path: Path, texts: Sequence[str]) -> Path:
-    """Write a file of prompts at once, since programs that were started before may be reading it."""
+    """Write a file of prompts atomically: running programs may be reading it."""
     write_json_lines(path, [{"prompt": text} for text in texts])
     return path
 
@@ -98,18 +99,19 @@ def tiny_config(folder: Path, *overrides: str, prompts: Sequence[str] | None = N
 def tiny_trainer(
     config: TrainConfig, mesh: Mesh, rm: RewardSource | Callable[[list[int]], float] = odd_share
 ) -> Iterator[ReinforceTrainer]:
-    """Yield the trainer of `build.train`, resumed, without server and export; loggers close with the block.
+    """Yield the trainer of `build.train`, resumed, without server and export.
 
-    `rm` is a reward source, or a function of a response's token ids.
+    Loggers close at the end of the block. `rm` is a reward source, or a function of a response's
+    token ids.
     """
     freeze_template_date(config)
     tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
     datasets = build_datasets(config, tokenizer)
     checkpoint = latest_checkpoint(Path(config.exp_manager.explicit_log_dir) / "checkpoints")
     monitor, wandb_run_id = build_monitor(config, mesh, datasets, checkpoint)
-    source = rm if hasattr(rm, "infer_rm") else FunctionReward(rm, PROMPT_TOKENS)  # type: ignore[arg-type]
+    source: Any = rm if hasattr(rm, "infer_rm") else FunctionReward(rm, PROMPT_TOKENS)
     with monitor.running():
-        trainer = build_trainer(config, mesh, tokenizer, datasets, source, monitor, checkpoint)  # type: ignore[arg-type]
+        trainer = build_trainer(config, mesh, tokenizer, datasets, source, monitor, checkpoint)
         trainer.wandb_run_id = wandb_run_id
         if mesh.is_main:
             begin_files(config, monitor, trainer.step)
@@ -123,7 +125,7 @@ def run(
     rm: RewardSource | Callable[[list[int]], float] = odd_share,
     prompts: Sequence[str] | None = None,
 ) -> list[dict]:
-    """Run to the end, resuming from a checkpoint below `folder`; return the lines of metrics.jsonl."""
+    """Run to the end, resuming from a checkpoint below `folder`; return metrics.jsonl's lines."""
     with tiny_trainer(tiny_config(folder, *overrides, prompts=prompts), mesh, rm) as trainer:
         trainer.fit()
     return metrics_of(folder)
@@ -155,14 +157,17 @@ def without_times(line: dict) -> dict:
 
 
 def however_cut(line: dict) -> dict:
-    """Drop metrics that depend on micro-batches and ranks, too."""
+    """Also drop metrics that depend on micro-batches and ranks."""
     return {
         key: value for key, value in without_times(line).items() if key != "train/padding_fraction"
     }
 
 
 def largest_difference(left: dict, right: dict) -> float:
-    """Return the largest difference of two lines with the same keys; infinite if only one value is null."""
+    """Return the largest difference of two lines with the same keys.
+
+    It is infinite if exactly one value is null.
+    """
     assert left.keys() == right.keys()
     pairs = [(left[key], right[key]) for key in left if left[key] != right[key]]
     return max(

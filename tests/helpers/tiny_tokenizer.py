@@ -1,4 +1,4 @@
-"""A real, very small `transformers` tokenizer for tests: one token a character, written as a Hugging Face folder."""
+"""A small `transformers` tokenizer for tests: one token a character, as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]  # ids 0, 1, 2, 3
-# Most used first, so that a small vocabulary still covers most text.
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]  # ids 0 to 3
+# By frequency, so that a small vocabulary still covers most text.
 CHARACTERS = " etaoinshrdlucmfwygpbvkxqjz.,?!:'\n\"-" + string.ascii_uppercase + string.digits
 CHARACTERS += "".join(c for c in string.punctuation if c not in CHARACTERS)
 
@@ -28,8 +28,9 @@ def write_tiny_tokenizer(
 ) -> Path:
     """Write a character-level tokenizer with exactly `vocab_size` ids and return its folder.
 
-    pad, bos, eos and unk are 0, 1, 2 and 3. Characters that do not fit become `<unk>`; ids left over are fillers that
-    no text maps to. Decoding joins characters, so text of known characters comes back unchanged.
+    pad, bos, eos and unk are 0, 1, 2 and 3. Characters beyond `vocab_size` become `<unk>`;
+    remaining ids are fillers that no text maps to. Decoding joins characters, so it inverts the
+    encoding of known characters.
     """
     folder = Path(folder)
     if vocab_size <= len(SPECIAL):
@@ -55,7 +56,7 @@ def write_tiny_tokenizer(
 
 
 def write_model_without_weights(folder: Path, **options: str | None) -> None:
-    """Write all of a model's folder but the weights, so that whoever loads them fails."""
+    """Write a model's folder without its weights, so that loading them fails."""
     write_tiny_tokenizer(folder, vocab_size=32, **options)
     config = {
         "model_type": "llama",

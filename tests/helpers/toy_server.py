@@ -1,4 +1,4 @@
-"""Start `serve_toy_scorer.py` and check what it leaves behind."""
+"""Start `serve_toy_scorer.py` and check for leftovers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SCRIPT = Path(__file__).with_name("serve_toy_scorer.py")
-START_SECONDS = 240.0  # a busy machine imports slowly
-END_SECONDS = 60.0  # until what was killed has left nothing behind
+START_SECONDS = 240.0  # imports are slow on a busy machine
+END_SECONDS = 60.0  # until killed processes have left nothing behind
 
 
 class ToyServer:
-    """A reward server process with its own session, temporary folder and log."""
+    """A reward server process with a separate session, temporary folder and log."""
 
     script = SCRIPT
     start_seconds = START_SECONDS
@@ -42,10 +42,10 @@ class ToyServer:
         self.folder = folder
         self.options = options
         self.log = folder / "server.log"
-        # pytest's own path is too long for Unix sockets
+        # pytest's temporary path is too long for Unix sockets
         self.temporary = Path(tempfile.mkdtemp(prefix="toy-"))
         self.ready_file = folder / "ready.json"
-        # of the process that serves, which may be one below the one that was started
+        # the process that serves may be a child of the process that was started
         self.server_pid = 0
         self.descendants: list[psutil.Process] = []
 
@@ -64,7 +64,7 @@ class ToyServer:
                 stderr=log,
                 env=environment,
                 start_new_session=True,
-                # A test run that is killed closes nothing; the server's reaper ends what is below.
+                # A killed test run closes nothing; the server's reaper ends its descendants.
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
         deadline = time.monotonic() + self.start_seconds
@@ -87,25 +87,25 @@ class ToyServer:
         return next(p for p in self.descendants if MODULE in p.cmdline())
 
     def ensure_running(self) -> Self:
-        """Start it again if a test has ended it: pytest may repeat that test."""
+        """Restart it if a test has ended it: pytest may repeat the test."""
         if self.process.poll() is not None:
             self.close()
             self.start()
         return self
 
     def kill_group(self) -> None:
-        """Kill the process group without cleanup, as a failing node would."""
+        """Kill the process group without cleanup, like a failing node."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def left_behind(self) -> list[str]:
-        """Return what should be gone after the server's end."""
-        found = [f"process {p.pid} {p.name()}" for p in self.descendants if is_alive(p)]
-        found += [
+        """Return leftovers that should be gone after the server's end."""
+        leftovers = [f"process {p.pid} {p.name()}" for p in self.descendants if is_alive(p)]
+        leftovers += [
             str(path)
             for path in Path("/dev/shm").glob(f"{SHARED_MEMORY_PREFIX}{self.server_pid}-*")
         ]
-        found += [
+        leftovers += [
             str(path) for path in [*self.temporary.glob("*"), self.ready_file] if path.exists()
         ]
         with socket.socket() as probe:
@@ -113,8 +113,8 @@ class ToyServer:
             try:
                 probe.bind(("127.0.0.1", self.port))
             except OSError:
-                found.append(f"port {self.port}")
-        return found
+                leftovers.append(f"port {self.port}")
+        return leftovers
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -125,7 +125,7 @@ class ToyServer:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return False for zombies, too, which nobody may collect in a container."""
+    """Return whether a process runs; zombies do not, and in a container they may remain."""
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -136,7 +136,7 @@ def free_port() -> int:
 
 
 def wait_for(condition, seconds: float = END_SECONDS) -> bool:
-    """Return whether the condition became true in time."""
+    """Wait for the condition; return whether it became true in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():

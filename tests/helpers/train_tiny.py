@@ -1,28 +1,31 @@
-"""`examples/train_reinforce_actor.py` with a reward function in place of the server, for tests that kill it.
+"""`examples/train_reinforce_actor.py` with a reward function instead of the server, to be killed.
 
-`train_tiny.py OVERRIDE...` is one run. `train_tiny.py serve` imports everything once and then makes one run of each
-line of its input, a JSON list [log file, options, ranks, override, ...], in one process a rank that it forks: it
-prints the processes' ids at once, and at the end the exit status and that of each rank (negative: the signal). As
-torchrun does, it ends the other ranks when one has failed, "patience" seconds later; the exit status is then that of
-the one. Other options:
+`train_tiny.py OVERRIDE...` is one run. `train_tiny.py serve` imports everything once, then executes
+a run for each line of its input, a JSON list [log file, options, ranks, override, ...], in one
+forked process per rank. It prints the process ids at once, and at the end the exit status of the
+run and of each rank (negative: the signal). Like torchrun, it kills the other ranks "patience"
+seconds after the first failure and exits with the status of the failed rank. Other options:
 
-die_before: a process kills itself in place of moving the first file or folder whose destination ends so,
-    but for the extension of a sample file.
-act: {rank, phase, step, signal}: this rank sends itself the signal as it comes to the phase of this step, and with the
-    signal 0 it does nothing any more, and with -1 it is busy for ever. While it waits for rewards the signal comes
-    after a moment, and the rewards would take minutes.
-allocation: from the fork on the batch system's allocation lasts so many seconds, and began hours before.
-step_seconds: that each training lasts longer.
-generators: [N, count]: the Nth training waits until so many generators have registered.
-generate_seconds: that each call of the generator for a step lasts longer; one that may be interrupted, token by token.
-slow_rank: with a request queue this rank ends its first micro-batch once the others have taken all that is left; every
-    rank prints what it took.
-engine: folder; TensorRT-LLM is the fake, and what the engine of rank N is given lies in folder/N.
-engine_fault: [rank, options of `install_fake`]: what goes wrong with the engine of this rank.
-generates: this is a generator that registers, beside what is started next. Its log ends with its exit status.
-die_receiving: a generator kills itself as it is about to receive its Nth weights.
-file_bytes: no file may become larger, which fails as a full disk does.
-torch_timeout: seconds, in place of `TrainConfig.torch_timeout_seconds`.
+die_before: the process kills itself instead of moving the first file or folder whose destination
+    has this suffix, apart from the extension of a sample file.
+act: {rank, phase, step, signal}: this rank sends itself the signal when it enters the phase of this
+    step. With signal 0 it hangs, and with -1 it is busy forever. While it waits for rewards, the
+    signal comes after a moment, and the rewards would take minutes.
+allocation: seconds from the fork to the end of the batch system's allocation, which began hours
+    ago.
+step_seconds: delay of each training.
+generators: [N, count]: the Nth training waits until `count` generators have registered.
+generate_seconds: delay of each call of the generator for a step; if it can be interrupted, of each
+    token.
+slow_rank: with a request queue, this rank finishes its first micro-batch after the others have
+    taken all remaining ones; every rank prints the number of micro-batches that it took.
+engine: folder; TensorRT-LLM is the fake, which records the inputs of rank N's engine in folder/N.
+engine_fault: [rank, options of `install_fake`]: a fault of this rank's engine.
+generates: the process is a generator that registers, and the next run starts beside it. Its log
+    ends with its exit status.
+die_receiving: a generator kills itself before it receives its Nth weights.
+file_bytes: maximum size of a file, to simulate a full disk.
+torch_timeout: seconds, replaces `TrainConfig.torch_timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ def main(cfg: DictConfig) -> None:
     import reinforce_rl.rewards.sources as connection
     from reinforce_rl.trainer.run import train
 
-    # With prompts whose samples are all alike where those are left out.
+    # Dynamic filtering needs some prompts whose samples all have the same reward.
     reward = (
         SOME_ALIKE
         if config.trainer.reinforce.dynamic_filtering
@@ -100,7 +103,8 @@ def die_before(suffix: str) -> None:
 def die_receiving(transfer: int) -> None:
     from reinforce_rl.rollout.weight_group import ElasticWeightGroup
 
-    broadcast, calls = ElasticWeightGroup.broadcast, itertools.count(1)
+    broadcast = ElasticWeightGroup.broadcast
+    calls = itertools.count(1)
 
     def die(group: ElasticWeightGroup, tensor):
         if next(calls) == transfer:
@@ -176,7 +180,7 @@ def lengthen_generation(seconds: float) -> None:
 
 
 class SlowTokens:
-    """`WeightUpdates` that sleep before each token, whatever the number of responses, as decoding does."""
+    """`WeightUpdates` with a delay per token that does not depend on the number of responses."""
 
     def __init__(self, updates, seconds: float):
         self._updates = updates
@@ -209,7 +213,8 @@ def slow_down(slow: int, rank: int) -> None:
                 time.sleep(0.002)
             yield micro_batch
         print(
-            f"queue: rank {rank} took {taken} of {len(queue._micro_batches)}, its own {len(queue._own)}",
+            f"queue: rank {rank} took {taken} of {len(queue._micro_batches)}, "
+            f"its own {len(queue._own)}",
             flush=True,
         )
 
@@ -233,7 +238,7 @@ def act(phase: str, step: int, number: int) -> None:
     def begin_and_act(phases: PhaseTracker, name: str, **options) -> None:
         begin(phases, name, **options)
         if name == phase and phases.phase.step >= step and not done:
-            # a generator may be left out of a step
+            # `>=`: a generator may be left out of a step
             done.append(True)
             if name.endswith("reward_wait"):
                 ReadyRewards.result = wait_for_a_signal  # type: ignore[method-assign]
@@ -293,7 +298,7 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
             limit_collectives(options["torch_timeout"])
         if options.get("generates"):
             GENERATES.append(True)
-            # Its status is printed below.
+            # The exit status is printed below.
             terminal.end_at_once = sys.exit  # type: ignore[assignment]
             programs.end_at_once = sys.exit  # type: ignore[assignment]
         if options.get("die_receiving"):
@@ -342,20 +347,20 @@ def serve() -> None:
 
 def wait_for(processes: list[int], patience: float) -> list[int]:
     status = 0
-    found = dict[int, int]()
+    statuses = dict[int, int]()
     deadline = None
-    while len(found) < len(processes):
-        for process in [process for process in processes if process not in found]:
+    while len(statuses) < len(processes):
+        for process in [process for process in processes if process not in statuses]:
             if deadline is not None and time.monotonic() > deadline:
                 os.kill(process, signal.SIGKILL)
             ended, code = os.waitpid(process, os.WNOHANG)
             if ended:
-                found[process] = os.waitstatus_to_exitcode(code)
-                status = status or found[process]
+                statuses[process] = os.waitstatus_to_exitcode(code)
+                status = status or statuses[process]
                 if code and deadline is None:
                     deadline = time.monotonic() + patience
         time.sleep(0.01)
-    return [status, *(found[process] for process in processes)]
+    return [status, *(statuses[process] for process in processes)]
 
 
 if __name__ == "__main__":

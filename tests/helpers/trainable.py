@@ -1,4 +1,4 @@
-"""A tiny reward model on any layout, and its results on fixed examples."""
+"""A tiny reward model at any layout, and its results on fixed examples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ CASES: dict[str, tuple[Objective, str]] = {
 
 
 def examples_of(objective: Objective, count: int = 7) -> list[Any]:
-    """Return examples of unequal lengths, some ending in padding tokens; every third rating is missing."""
+    """Return examples of unequal lengths, some ending with padding tokens.
+
+    Every third rating is missing.
+    """
     rng = random.Random(1)
 
     def tokens(least: int, most: int) -> tuple[int, ...]:
@@ -73,13 +76,16 @@ def take_gradient(model: TrainableRewardModel, case: str, examples: list[Any]) -
         total, _ = objective.loss(scores, [mine[i] for i in rows])
         return total / count, total.item() / count
 
-    found = model.accumulate([objective.sequences_of(example) for example in mine], loss_of)
-    return sum(part for parts in mesh.gather_over_dp(found) for part in parts)
+    losses = model.accumulate([objective.sequences_of(example) for example in mine], loss_of)
+    return sum(part for parts in mesh.gather_over_dp(losses) for part in parts)
 
 
 def gradient_of(model: TrainableRewardModel) -> Tensor:
     """Return the gradient as one vector in Hugging Face's layout; a collective call."""
-    gradients = {name: parameter.main_grad for name, parameter in parameters_of(model.lm).items()}  # type: ignore
+    gradients: dict[str, Any] = {
+        name: parameter.main_grad  # type: ignore[attr-defined]
+        for name, parameter in parameters_of(model.lm).items()
+    }
     tensors: Any = dict(hf_tensors(model.lm, gradients))
     return model.mesh.from_model_parallel_rank_0(
         flat(tensors) if model.mesh.is_model_parallel_rank_0 else None
@@ -89,24 +95,24 @@ def gradient_of(model: TrainableRewardModel) -> Tensor:
 def computed(
     layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = None
 ) -> dict[str, Any]:
-    """Compute everything that must not depend on the layout; a collective call."""
-    found: dict[str, Any] = {}
+    """Compute all results that must not depend on the layout; a collective call."""
+    results: dict[str, Any] = {}
     for case, (objective, _) in CASES.items():
         model = model_of(folder, mesh, case, layout)
         built = build_optimizer(model.ddp, **SETTINGS)
         optimizer = ActorOptimizer(*built)
         examples = examples_of(objective)
         groups = [objective.sequences_of(example) for example in examples]
-        found[f"{case} scores"] = model.scores(groups)
+        results[f"{case} scores"] = model.scores(groups)
         take_gradient(model, case, examples[:1])  # fewer than the data-parallel ranks
-        found[f"{case} gradient of one"] = gradient_of(model)
-        found[f"{case} loss"] = take_gradient(model, case, examples)
-        found[f"{case} gradient"] = gradient_of(model)
-        found[f"{case} norm"] = optimizer.step().grad_norm
+        results[f"{case} gradient of one"] = gradient_of(model)
+        results[f"{case} loss"] = take_gradient(model, case, examples)
+        results[f"{case} gradient"] = gradient_of(model)
+        results[f"{case} norm"] = optimizer.step().grad_norm
         take_gradient(model, case, examples[2:])
         optimizer.step()
-        found[f"{case} scores after"] = model.scores(groups)
+        results[f"{case} scores after"] = model.scores(groups)
         if out is not None:
             Checkpointer(out / f"{case}.checkpoints", mesh, model.ddp, *built).save(2, {})
             model.export(folder, out / case, objective.names, PAD_ID)
-    return found
+    return results

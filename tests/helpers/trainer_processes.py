@@ -1,4 +1,4 @@
-"""Whole runs on the tiny model in killable processes, and their comparison."""
+"""Whole runs of the tiny model in killable processes, and comparisons of runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from reinforce_rl.runtime.status import read_status
 
 DRIVER = Path(__file__).with_name("train_tiny.py")
 RUN_SECONDS = 480.0
-NUM_PROMPTS = 10  # in steps of 4, so that the third step of an epoch has fewer
+NUM_PROMPTS = 10  # with steps of 4, the third step of an epoch has fewer
 STEPS = 12
 SETTINGS = [
     "trainer.reinforce.max_epochs=4",
@@ -69,12 +69,12 @@ class TrainerProcesses:
         return [int(process) for process in self._answer().split()]
 
     def wait(self) -> int:
-        """Return the run's exit status, negative for a signal; sets `statuses` of the ranks."""
+        """Return the run's exit status, negative for a signal; set `statuses` of the ranks."""
         status, *self.statuses = [int(text) for text in self._answer().split()]
         return status
 
     def finish(self, folder: Path, *overrides: str, **options: Any) -> Path:
-        """Run to the end, which must be a good one; return the folder. Options as of `start`."""
+        """Run to a successful end and return the folder. Options are those of `start`."""
         folder.mkdir(exist_ok=True)
         self.start(folder, *overrides, **options)
         assert self.wait() == 0, (folder / "log").read_text()
@@ -83,12 +83,12 @@ class TrainerProcesses:
     def kill_at_random(
         self, folder: Path, draw: random.Random, seconds: float, *overrides: str, ranks: int
     ) -> None:
-        """Start a run, and kill one rank or all up to `seconds` after it has written something, or has finished."""
+        """Start a run; kill one or all ranks up to `seconds` after its first metrics or its end."""
         metrics = folder / "run" / "metrics.jsonl"
         before = metrics.stat().st_size if metrics.exists() else 0
         started = self.start(folder, *overrides, ranks=ranks)
         deadline = time.monotonic() + RUN_SECONDS
-        # A run that was faster than the kill before has nothing left to write.
+        # If the previous run ended before the kill, there is nothing left to write.
         while not (metrics.exists() and metrics.stat().st_size != before) and not has_finished(
             folder
         ):
@@ -96,7 +96,7 @@ class TrainerProcesses:
             time.sleep(0.001)
         time.sleep(draw.uniform(0.0, seconds))
         for process in draw.choice([started, started[:1], started[-1:]]):
-            with contextlib.suppress(ProcessLookupError):  # a fast one has ended
+            with contextlib.suppress(ProcessLookupError):  # a fast rank has ended
                 os.kill(process, signal.SIGKILL)
         self.wait()
 
@@ -127,17 +127,17 @@ def kill_tree_of(process: subprocess.Popen) -> None:
 
 
 def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
-    """Assert bitwise equal metrics, samples, weights and last checkpoint, ignoring times."""
-    found = metrics_of(folder)
+    """Assert bitwise equal metrics, samples, weights and last checkpoint, except for times."""
+    metrics = metrics_of(folder)
     expected = metrics_of(uninterrupted)
-    assert [line["step"] for line in found] == list(range(len(expected))), "each step once"
-    for line, other in zip(found, expected, strict=True):
-        own = without_times(line)
-        its = without_times(other)
-        assert own == its, {
-            key: (own.get(key), its.get(key))
-            for key in own.keys() | its
-            if own.get(key) != its.get(key)
+    assert [line["step"] for line in metrics] == list(range(len(expected))), "each step once"
+    for line, other in zip(metrics, expected, strict=True):
+        values = without_times(line)
+        other_values = without_times(other)
+        assert values == other_values, {
+            key: (values.get(key), other_values.get(key))
+            for key in values.keys() | other_values
+            if values.get(key) != other_values.get(key)
         }
         of_clock = {"alerts/straggler"}
         assert line.keys() - of_clock == other.keys() - of_clock
@@ -153,30 +153,33 @@ def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
         for f in (folder, uninterrupted)
     )
     assert kept[-1] == others[-1], "the one after the last step"
-    # That of a stop between two intervals may be among the newest; none is older than it would have
-    # been.
-    assert len(kept) == len(others) and all(
-        one >= other for one, other in zip(kept, others, strict=True)
-    )
+    # A checkpoint of a stop between two intervals may be among the newest; none is older than
+    # without the stop.
+    assert len(kept) == len(others)
+    assert all(name >= other for name, other in zip(kept, others, strict=True))
 
 
 def assert_sound(folder: Path, staleness: int = 1, *, one_version: bool = False) -> None:
-    """Assert of rollout_order=finished that every prompt was trained on once an epoch, and no token is too old."""
+    """Assert invariants of rollout_order=finished.
+
+    Each prompt is trained on once an epoch, and no token is too old.
+    """
     samples = Counter[int]()
     groups = 0
     for step in range(1, STEPS + 1):
         rows = rollouts_of(folder, step)
-        own = Counter(row["prompt_id"] for row in rows)
-        assert set(own.values()) == {4}, step  # whole groups
-        samples = samples + own
-        groups = groups + len(own)
-        for one in read_tokens(folder / "run" / "rollouts" / f"step_{step:05d}.parquet"):
-            versions = list(one.weight_versions or [])
+        samples_of_prompts = Counter(row["prompt_id"] for row in rows)
+        assert set(samples_of_prompts.values()) == {4}, step  # whole groups
+        samples = samples + samples_of_prompts
+        groups = groups + len(samples_of_prompts)
+        for sample in read_tokens(folder / "run" / "rollouts" / f"step_{step:05d}.parquet"):
+            versions = list(sample.weight_versions or [])
             assert versions == sorted(versions)
             assert len(set(versions)) <= 1 or not one_version
             assert all(step - 1 - staleness <= version < step for version in versions)
     lines = metrics_of(folder)
-    assert len(lines) == STEPS + 1 and groups == 4 * NUM_PROMPTS
+    assert len(lines) == STEPS + 1
+    assert groups == 4 * NUM_PROMPTS
     assert samples == dict.fromkeys(range(NUM_PROMPTS), 16)
     assert all(line["train/dropped_groups"] >= 0 for line in lines[1:])
     assert lines[-1]["train/consumed_prompts"] == 4 * NUM_PROMPTS

@@ -1,6 +1,7 @@
-"""Folders that fight whoever opens them: code to import, names to call, pickles, special files, hostile values.
+"""Folders that attack the program that opens them.
 
-Whatever runs writes a line into the file `marker`, and what is sent reaches `port`.
+They contain code to import, names to call, pickles, special files and hostile values. Code that
+runs writes a line to the file `marker`; data that is sent reaches `port`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import yaml
 from helpers.archives import pickle_of_key
 
 SECRET = "the-readers-secret"
-# Modules that a command imports, or that Python or a library imports by itself where it finds them.
+# Modules that a command imports, or that Python or a library imports if they exist.
 MODULES = (
     *(
         "sitecustomize",
@@ -50,7 +51,7 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Bait:
-    """What a trap needs: a file that its code writes, a port that its addresses name, a file to be stolen."""
+    """What a trap needs: a file that its code writes, a port of its addresses, a file to steal."""
 
     marker: Path
     port: int
@@ -58,7 +59,7 @@ class Bait:
 
     @property
     def code(self) -> str:
-        """Python that says that it ran, and is a reward function, a generator and a plugin."""
+        """Return Python that records its run; it is a reward function, a generator and a plugin."""
         return (
             "import os\n"
             f"with open({str(self.marker)!r}, 'a') as marker:\n"
@@ -193,7 +194,7 @@ def pickle_without_end(run: Path, bait: Bait) -> None:
 
 
 def sparse_files(run: Path, bait: Bait) -> None:
-    """Files of one line that is larger than the memory, and take no space on the disk."""
+    """Write files of a single line that is larger than memory but takes no disk space."""
     for path in (run / "rollouts").glob("*.parquet"):
         path.rename(path.with_suffix(".jsonl"))
     for path in (
@@ -205,7 +206,7 @@ def sparse_files(run: Path, bait: Bait) -> None:
 
 
 def parquet_of_much(run: Path, bait: Bait) -> None:
-    """A text that is stored once and read a thousand times."""
+    """Write a text that is stored once and read a thousand times."""
     long_text = "x" * 10_000_000
     for path in (run / "rollouts").glob("*.parquet"):
         table = pq.read_table(path)
@@ -228,7 +229,7 @@ def huge_numbers(run: Path, bait: Bait) -> None:
 
 
 def terminal_controls(run: Path, bait: Bait) -> None:
-    """Ring, clear the screen, set the title, and turn text around, in each place that is printed."""
+    """Ring the bell, clear the screen, set the title and reverse text in all printed values."""
     hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil"
     status = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(
@@ -265,7 +266,7 @@ def _replace_files(make: Trap) -> Trap:
 
 
 def _socket(path: Path, bait: Bait) -> None:
-    # A socket's path is bounded to 107 characters.
+    # A socket's path has at most 107 characters.
     before = Path.cwd()
     os.chdir(path.parent)
     try:
@@ -288,8 +289,8 @@ deep_objects = _replace_files(
 )
 odd_values = _replace_files(
     lambda path, bait: path.write_text(
-        '{"step": "many", "pid": -1, "time": Infinity, "state": "running", "max_steps": NaN, "reason": "\\ud800", '
-        '"host": ["a"], "exit_code": 1e999, "alerts": 3}\n'
+        '{"step": "many", "pid": -1, "time": Infinity, "state": "running", "max_steps": NaN, '
+        '"reason": "\\ud800", "host": ["a"], "exit_code": 1e999, "alerts": 3}\n'
     )
 )
 many_digits = _replace_files(
@@ -299,7 +300,7 @@ no_text = _replace_files(lambda path, bait: path.write_bytes(bytes(range(256)) *
 
 
 def linked_checkpoint(run: Path, bait: Bait) -> None:
-    """Its newest checkpoint lies elsewhere."""
+    """Move the newest checkpoint elsewhere and link it."""
     name = (run / "checkpoints" / "latest").read_text().strip()
     elsewhere = run.parent / f"{run.name}_elsewhere"
     (run / "checkpoints" / name).rename(elsewhere)
@@ -344,7 +345,7 @@ RUN_TRAPS: dict[str, Trap] = {
 
 
 def store(run: Path, settings: dict[str, Any]) -> None:
-    """Merge settings into all that a run's folder has of its configuration."""
+    """Merge settings into every stored configuration of a run's folder."""
     config = run / "config.yaml"
     config.write_text(yaml.safe_dump(_merged(yaml.safe_load(config.read_text()), settings)))
     history = run / "config_history.jsonl"
@@ -490,7 +491,7 @@ MODEL_TRAPS: dict[str, Trap] = {
 
 
 def _leave_alone(folder: Path, bait: Bait) -> None:
-    """The trap of a good folder."""
+    """Change nothing: a valid folder."""
 
 
 def _copy_with_trap(source: Path, target: Path, trap: Trap, bait: Bait) -> Path:
@@ -500,7 +501,10 @@ def _copy_with_trap(source: Path, target: Path, trap: Trap, bait: Bait) -> Path:
 
 
 def make_traps(target: Path, run: Path, model: Path, bait: Bait) -> dict[str, Path]:
-    """Copy a run and a model once for each trap below `target`, and `good` ones; return the folders by name."""
+    """Copy a run and a model below `target` for each trap, and once unchanged, as `good`.
+
+    Return the folders by name.
+    """
     folders: dict[str, Path] = {}
     for name, trap in {"good": _leave_alone, **RUN_TRAPS}.items():
         folders[name] = _copy_with_trap(run, target / "runs" / name, trap, bait)

@@ -1,4 +1,4 @@
-"""The messages that docs/troubleshooting.md answers, and the texts that a file can print."""
+"""Messages that docs/troubleshooting.md answers, and texts that a file can print."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 
 
 def messages() -> list[str]:
-    """The quotes that are headings of the page; `…` stands for what differs."""
+    """Return the page's headings that are quotes; `…` stands for variable parts."""
     return re.findall(r"^### `(.+)`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def parts_of(message: str) -> list[str]:
-    """The words of a message between what differs."""
+    """Return the fixed parts of a message."""
     return [part.strip() for part in message.split("…") if re.search(r"\w", part)]
 
 
 def answers(said: str) -> list[str]:
-    """Messages of the page that are in what a program said, word for word."""
+    """Return the page's messages that a program's output contains, word for word."""
     return [
-        one
-        for one in messages()
-        if re.search(".*?".join(map(re.escape, one.split("…"))), said, re.DOTALL)
+        message
+        for message in messages()
+        if re.search(".*?".join(map(re.escape, message.split("…"))), said, re.DOTALL)
     ]
 
 
 def texts_of(path: Path) -> str:
-    """The texts of a file but its docstrings, a line each; `…` stands for the values in an f-string."""
+    """Return a file's texts other than docstrings, a line each; `…` stands for f-string values."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inner = set()
-    found = []
+    texts = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             inner |= {id(value) for value in node.values}
-            found.append(
+            texts.append(
                 "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
             )  # type: ignore
         elif isinstance(node, ast.Expr):
             inner.add(id(node.value))
-    found += [
+    texts += [
         n.value
         for n in ast.walk(tree)
         if isinstance(n, ast.Constant) and id(n) not in inner and isinstance(n.value, str)
     ]
-    return "\n".join(found)
+    return "\n".join(texts)

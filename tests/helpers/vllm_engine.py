@@ -1,4 +1,4 @@
-"""The real vLLM on this machine's CPU, with models that it takes: its heads there have 32 or more dimensions."""
+"""The real vLLM on this machine's CPU, with models it supports: head sizes of 32 or more."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def vllm_model(folder: Path, **keys: Any) -> Path:
 def engine_generator(
     folder: Path, mesh: Mesh, *overrides: str, dtype: torch.dtype = torch.float32
 ) -> tuple[CausalLM, EngineGenerator]:
-    """Return the model below `folder` and vLLM for it."""
+    """Return the model below `folder` and its vLLM generator."""
     return generator_of(folder, mesh, *vllm_overrides(), *overrides, dtype=dtype)
 
 
@@ -89,49 +89,51 @@ def draw(generator: EngineGenerator, seed: int = 3) -> Completions:
 
 @torch.no_grad()
 def change_weights(lm: CausalLM, seed: int = 0) -> None:
-    """Change every weight, each by a share of its own."""
+    """Change every weight, each by a different share."""
     random = torch.Generator().manual_seed(seed)
     for parameter in lm.parameters():
         parameter.mul_(1 + 0.2 * torch.rand(parameter.shape, generator=random).to(parameter.dtype))
 
 
-def log_prob_gap(lm: CausalLM, found: Completions) -> float:
-    """Return the largest difference of its log-probs to this model's own at the temperature."""
-    assert found.log_probs is not None
+def log_prob_gap(lm: CausalLM, completions: Completions) -> float:
+    """Return the largest difference to this model's log-probs at the sampling temperature."""
+    assert completions.log_probs is not None
     largest = 0.0
-    for row, length in enumerate(found.lengths.tolist()):
+    for row, length in enumerate(completions.lengths.tolist()):
         prompt = PROMPTS[row // NUM_SAMPLES].tokens
-        response = found.tokens[row, :length]
+        response = completions.tokens[row, :length]
         logits = all_logits(lm, torch.cat([torch.tensor(prompt), response])[None])[
             0, len(prompt) - 1 : -1
         ]
-        own = torch.log_softmax(logits.float() / PARAMS.temperature, -1).gather(
+        log_probs = torch.log_softmax(logits.float() / PARAMS.temperature, -1).gather(
             1, response[:, None]
         )[:, 0]
-        largest = max(largest, float((own - found.log_probs[row, :length]).abs().max()))
+        largest = max(largest, float((log_probs - completions.log_probs[row, :length]).abs().max()))
     return largest
 
 
 def check_log_probs(folder: Path) -> None:
-    """Fail unless the samples of the three steps have the trainer's own log-probs, so that their ratio is 1."""
+    """Assert that three steps' samples have the trainer's log-probs, so their ratio is 1."""
     for step in (1, 2, 3):
         rows = read_tokens(rollout_files(folder / "run")[step])
-        own = torch.cat([torch.tensor(row.policy_log_probs) for row in rows])
-        engines = torch.cat([torch.tensor(row.generator_log_probs) for row in rows])
-        assert own.shape == engines.shape and len(own) > 16
-        assert float((own - engines).abs().max()) < TOLERANCE
-        assert float(((own - engines).exp() - 1).abs().max()) < TOLERANCE
+        trainer_log_probs = torch.cat([torch.tensor(row.policy_log_probs) for row in rows])
+        engine_log_probs = torch.cat([torch.tensor(row.generator_log_probs) for row in rows])
+        assert trainer_log_probs.shape == engine_log_probs.shape
+        assert len(trainer_log_probs) > 16
+        assert float((trainer_log_probs - engine_log_probs).abs().max()) < TOLERANCE
+        assert float(((trainer_log_probs - engine_log_probs).exp() - 1).abs().max()) < TOLERANCE
 
 
 def processes_of(generator: EngineGenerator) -> dict[str, psutil.Process]:
-    """Return the engine's processes: host, EngineCore and Worker, or Worker 0, 1, ... where there are several."""
-    assert generator._engine is not None and generator._engine._child is not None
+    """Return the engine's processes: host, EngineCore, and Worker or Worker 0, 1, ..."""
+    assert generator._engine is not None
+    assert generator._engine._child is not None
     return processes_below(psutil.Process(generator._engine._child.pid))
 
 
 def processes_below(host: psutil.Process) -> dict[str, psutil.Process]:
-    core = next((one for one in host.children() if _is_of_vllm(one)), None)
-    workers = [] if core is None else [one for one in core.children() if _is_of_vllm(one)]
+    core = next((child for child in host.children() if _is_of_vllm(child)), None)
+    workers = [] if core is None else [child for child in core.children() if _is_of_vllm(child)]
     names = (
         [f"Worker {i}" for i in range(len(workers))]
         if len(workers) > 1
@@ -145,13 +147,18 @@ def processes_below(host: psutil.Process) -> dict[str, psutil.Process]:
 
 
 def _is_of_vllm(process: psutil.Process) -> bool:
-    return any("spawn_main" in word for word in process.cmdline())  # else a resource tracker
+    # Otherwise it is a resource tracker.
+    return any("spawn_main" in word for word in process.cmdline())
 
 
 def wait_for_the_end(processes: Iterable[psutil.Process], seconds: float = 60.0) -> None:
-    """Fail if one of these still runs after `seconds`; it is ended."""
+    """Assert that these processes end within `seconds`; kill the remaining ones."""
     _, alive = psutil.wait_procs(list(processes), seconds)
-    left = [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-    for one in left:
-        one.kill()
+    left = [
+        process
+        for process in alive
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
+    for process in left:
+        process.kill()
     assert not left, f"still there after {seconds:g} s: {left}"

@@ -14,9 +14,10 @@ LAST = 4
 
 
 def read_offline_file(path: Path) -> Iterator:
-    """Yield the records of a `.wandb` file: a 7-byte head, then LevelDB's log format with protobuf payloads.
+    """Yield the records of a `.wandb` file.
 
-    wandb 0.31 has no Python reader.
+    It has a 7-byte header, followed by LevelDB's log format with protobuf payloads. wandb 0.31 has
+    no Python reader.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -26,7 +27,7 @@ def read_offline_file(path: Path) -> Iterator:
     parts = []
     while offset + 7 <= len(data):
         left = BLOCK - offset % BLOCK
-        if left < 7:  # a head never spans blocks
+        if left < 7:  # a header never spans blocks
             offset += left
             continue
         _crc, length, kind = struct.unpack_from("<IHB", data, offset)
@@ -42,7 +43,8 @@ def read_offline_file(path: Path) -> Iterator:
 def offline_files(folder: Path) -> list[Path]:
     import wandb
 
-    # as at the end of the process; finish() alone may return before wandb's service has written all
+    # as at the end of the process; finish() may return before wandb's service has written
+    # everything
     wandb.teardown()
     return sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
 

@@ -1,6 +1,6 @@
-"""What programs under test import, of which much not before it is used, and the command in a fork.
+"""Imports of programs under test, and commands in forks of a process that has done them.
 
-A process that forks them imports it once: two of the three CPU-seconds of a short run.
+The imports are two of the three CPU-seconds of a short run.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ MODULES = (
 def import_all() -> None:
     for name in MODULES:
         importlib.import_module(name)
-    # A fork would copy the memory that its collector marks.
+    # A collection in a fork would copy the memory that it marks.
     gc.freeze()
 
 
 def be_command(words: list[str]) -> NoReturn:
-    """Be `reinforce-rl WORDS` to its end; for a fork."""
+    """Run `reinforce-rl WORDS` to its end, in a fork."""
     code = 70
     try:
         sys.argv = ["reinforce-rl", *words]

@@ -1,6 +1,6 @@
 """`reinforce-rl` for shell scripts, forked from a process that has imported the package.
 
-As a program it is that process: it listens at a Unix socket, and runs one command after another.
+As a program it is this process: it listens at a Unix socket and runs one command after another.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 START_SECONDS = 120.0
-MAX_BYTES = 1 << 20  # of a command and its environment
-# Asks for a command and has its exit code; without site, which takes longer than the rest.
+MAX_BYTES = 1 << 20  # of a command with its environment
+# Requests a command and exits with its code; skips site, which takes longer than the rest.
 CLIENT = """
 import json, os, socket, sys
 address, *words = sys.argv[1:]
@@ -31,10 +31,12 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
 
 
 class WarmCommands:
-    """A context in which `shell_function` defines `reinforce-rl` for bash."""
+    """A context manager; `shell_function` defines `reinforce-rl` for bash."""
 
     def __init__(self, environment: Mapping[str, str]):
-        self._folder = tempfile.TemporaryDirectory(prefix="warm-")  # short, as such addresses are
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="warm-"
+        )  # short: socket paths are bounded
         self._address = str(Path(self._folder.name) / "socket")
         self._environment = dict(environment)
         self.shell_function = (

@@ -1,4 +1,4 @@
-"""vLLM whose forward passes are counted and can be slow; its engine's half is `python -m helpers.watched_vllm`."""
+"""vLLM that counts its forward passes and can slow them: `python -m helpers.watched_vllm`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reinforce_rl.generation.vllm.worker import WeightsOfTrainer
 
 
 class WatchedVLLM(VLLM):
-    """The trainer's half."""
+    """The trainer's side."""
 
     host = "helpers.watched_vllm"
 
@@ -26,11 +26,11 @@ class WatchedVLLM(VLLM):
 
 
 def watched(adapter: Any, engine: Any) -> WatchedVLLM:
-    """Return it in place of a generator's adapter; `engine`, which has not started, gets it too."""
-    own = WatchedVLLM(adapter._config)
+    """Replace a generator's adapter; `engine`, which has not started, also gets the new one."""
+    watched_adapter = WatchedVLLM(adapter._config)
     if engine is not None:  # on model-parallel rank 0
-        engine._adapter = own
-    return own
+        engine._adapter = watched_adapter
+    return watched_adapter
 
 
 class WatchedWorker(WeightsOfTrainer):
@@ -61,11 +61,11 @@ class WatchedHost(host.VLLMHost):
         return (await self._engine.collective_rpc("passes"))[0]
 
     async def set_pace(self, seconds: float) -> None:
-        """Let each forward pass take that much longer."""
+        """Delay each forward pass by `seconds`."""
         await self._engine.collective_rpc("set_pace", args=(seconds,))
 
     async def with_tokens(self) -> int:
-        """Return how many of the requests under way have a token."""
+        """Return how many running requests have a token."""
         return len(self._have_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Updates of the weights that a test plans, and log-probs under each version of them."""
+"""Planned weight updates, and log-probs under each version of the weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Action = Literal["go on", "load", "stop"]
 
 
 class PlannedUpdates:
-    """`WeightUpdates` whose actions are called in turn, and then "go on" for ever.
+    """`WeightUpdates` that calls its actions in turn, then returns "go on" forever.
 
     Args:
-        load: what `load` does.
+        load: the function that `load` calls.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class PlannedUpdates:
         self._actions = list(actions)
         self._load = load
         self.version = version
-        self.running: list[int] = []  # what `next_action` was told
+        self.running: list[int] = []  # arguments of `next_action`
 
     def next_action(self, unfinished: int) -> Action:
         self.running.append(unfinished)
@@ -57,22 +57,22 @@ class Versions:
     def gaps(
         self, version: int, responses: Sequence[PartialResponse], temperature: float = 1.0
     ) -> list[list[float]]:
-        """Return how far each token's log-prob is from that under the weights of a version."""
+        """Return how far each token's log-prob is from its value under a version's weights."""
         present = [parameter.detach().clone() for parameter in self._lm.parameters()]
         self.restore(version)
-        found = []
+        gaps = []
         for response in responses:
             prompt = response.prompt.tokens
             tokens = torch.tensor(response.tokens)
             logits = all_logits(self._lm, torch.tensor([*prompt, *response.tokens])[None])[
                 0, len(prompt) - 1 : -1
             ]
-            own = torch.log_softmax(logits.float() / temperature, -1).gather(1, tokens[:, None])[
-                :, 0
-            ]
-            found.append((own - torch.tensor(response.log_probs)).abs().tolist())
+            log_probs = torch.log_softmax(logits.float() / temperature, -1).gather(
+                1, tokens[:, None]
+            )[:, 0]
+            gaps.append((log_probs - torch.tensor(response.log_probs)).abs().tolist())
         self._put(present)
-        return found
+        return gaps
 
     def restore(self, version: int) -> None:
         self._put(self._kept[version])

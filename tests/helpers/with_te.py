@@ -20,7 +20,7 @@ def with_te(layout: Layout) -> Layout:
 
 
 LAYOUTS = {ONE: Layout(), **WITHOUT}
-# What runs with Transformer Engine, by the number of ranks.
+# Layouts with Transformer Engine, by number of ranks.
 TE_LAYOUTS = {
     1: {"TE": with_te(Layout())},
     2: {
@@ -35,8 +35,8 @@ TE_LAYOUTS = {
         )
     },
 }
-# Checkpoints: what is saved with Transformer Engine and loaded without it, and the reverse.
-CASES = ("tied", "untied", "bf16", "lora")  # of `helpers.resharding`
+# Checkpoints saved with Transformer Engine and loaded without it, and the reverse.
+CASES = ("tied", "untied", "bf16", "lora")  # cases of `helpers.resharding`
 SAVED = {1: "TE", 2: "TE TP2 SP full recompute"}
 
 

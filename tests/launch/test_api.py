@@ -1,4 +1,4 @@
-"""`from reinforce_rl import train`, from a script, from a notebook and in this process."""
+"""`from reinforce_rl import train` in a script, in a notebook and in this process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def script(folder: Path, model: Path, text: str) -> subprocess.CompletedProcess[
 
 
 def check(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
-    """One step was trained with the rewards that the function gives here."""
+    """Check that one step was trained with this function's rewards."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [1, "out/hf", "out"]
     rows = RunFolder(folder / "out").samples(1)
@@ -92,13 +92,13 @@ def check(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
 HEAD = "import json\nfrom reinforce_rl import train\n"
 
 
-@pytest.mark.slow  # a notebook's takes the same way
+@pytest.mark.slow  # a notebook's function takes the same path
 def test_a_script_without_a_guard(tmp_path: Path, model: Path) -> None:
     check(tmp_path, script(tmp_path, model, HEAD + FUNCTION + CALL % (three_letters(4), SETTINGS)))
 
 
 @pytest.mark.slow
-def test_a_script_whose_function_uses_what_stands_beside_it(tmp_path: Path, model: Path) -> None:
+def test_a_script_whose_function_uses_its_module(tmp_path: Path, model: Path) -> None:
     function = FUNCTION.replace('re.findall("[aeiou]", response)', "VOWELS.findall(response)")
     function = function.replace(
         "import Mapping\n", 'import Mapping\nVOWELS = re.compile("[aeiou]")\n'
@@ -144,7 +144,7 @@ def test_a_function_that_no_other_process_can_have(tmp_path: Path) -> None:
             _by_name(reward, tmp_path, {})
 
 
-def test_mistakes_are_told_before_a_model_is_loaded(tmp_path: Path, model: Path) -> None:
+def test_mistakes_are_reported_before_a_model_is_loaded(tmp_path: Path, model: Path) -> None:
     with raises_error("config.key.unknown", "trainer.devces", "trainer.devices"):
         reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, **{"trainer.devces": 2})
     with raises_error("config.key.unknown", "max_steps is", "trainer.reinforce.max_steps"):
@@ -168,9 +168,9 @@ def test_another_call_with_the_folder_of_a_run_is_refused_and_writes_nothing(
     def again(each: float, prompts: list[str], **keys: Any) -> reinforce_rl.Run:
         source = f"def score(prompt, response, record):\n    return {each}  # points\n"
         linecache.cache["<cell>"] = (len(source), None, source.splitlines(True), "<cell>")
-        own: dict[str, Any] = {"__name__": "__main__"}
-        exec(compile(source, "<cell>", "exec"), own)
-        return reinforce_rl.train(model, prompts, own["score"], tmp_path, **SETTINGS | keys)
+        namespace: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(source, "<cell>", "exec"), namespace)
+        return reinforce_rl.train(model, prompts, namespace["score"], tmp_path, **SETTINGS | keys)
 
     def files() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
@@ -186,9 +186,13 @@ def test_another_call_with_the_folder_of_a_run_is_refused_and_writes_nothing(
     monkeypatch.setattr("reinforce_rl.trainer.run.train", no_steps)
     again(1.0, ["a", "e"])
     before = files()
-    more = {"trainer.reinforce.max_steps": 2}
-    assert again(1.0, ["a", "e"]).folder == tmp_path  # it has finished
-    for each, prompts, keys in ((2.0, ["a", "e"], more), (2.0, ["a", "e"], {}), (1.0, ["a"], {})):
+    more_steps = {"trainer.reinforce.max_steps": 2}
+    assert again(1.0, ["a", "e"]).folder == tmp_path  # the run has finished
+    for each, prompts, keys in (
+        (2.0, ["a", "e"], more_steps),
+        (2.0, ["a", "e"], {}),
+        (1.0, ["a"], {}),
+    ):
         with raises_error("run.resume.other_settings") as error:
             again(each, prompts, **keys)
         changes = r'copied_reward_\w+.score" ->|prompts_\w+.jsonl" ->'
@@ -200,7 +204,7 @@ def test_another_call_with_the_folder_of_a_run_is_refused_and_writes_nothing(
         )
         before = files()
         with raises_error("run.folder.in_use", tmp_path, other.pid):
-            again(1.0, ["a", "e"], **more)
+            again(1.0, ["a", "e"], **more_steps)
         other.communicate(b"\n")
     assert files() == before
 

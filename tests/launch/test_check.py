@@ -1,4 +1,4 @@
-"""`reinforce-rl check machine`; test_check_server.py and generation/test_comparison.py have the others."""
+"""`reinforce-rl check machine`; see also test_check_server.py, generation/test_comparison.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_packages_cores_and_disk_are_named(tmp_path, monkeypatch):
     assert any(line.startswith(f"{tmp_path}: ") and line.endswith(" GB free") for line in shown)
 
 
-def test_a_package_that_is_missing_is_said(monkeypatch):
+def test_a_missing_package_is_reported(monkeypatch):
     monkeypatch.setitem(check._PACKAGES, "no-such-package", "nothing")
     assert "no-such-package is not installed, for nothing" in lines()
 
@@ -39,14 +39,14 @@ def test_a_package_that_is_missing_is_said(monkeypatch):
 @pytest.mark.parametrize(
     ("cuda", "words"), [(None, "a CPU build"), ("12.8", "built for CUDA 12.8")]
 )
-def test_without_a_gpu_the_build_of_torch_is_said(monkeypatch, cuda, words):
+def test_without_a_gpu_the_build_of_torch_is_reported(monkeypatch, cuda, words):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert f"GPUs: none that torch can use ({words})" in lines()
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Make torch.cuda show one GPU, whose numbers are made up."""
+    """Make torch.cuda report one GPU, with made-up properties."""
     properties = SimpleNamespace(name="H200", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -60,7 +60,7 @@ def test_a_gpu_is_named_with_its_memory(monkeypatch, gpu):
     assert line in lines()
 
 
-def test_a_gpu_that_cannot_be_used_is_said(monkeypatch, gpu):
+def test_an_unusable_gpu_is_reported(monkeypatch, gpu):
     def fails(index):
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
 

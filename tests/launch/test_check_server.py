@@ -1,4 +1,4 @@
-"""What a person is told of a server that cannot be used. One that can is in test_server_faults.py."""
+"""Errors about unusable servers; test_server_faults.py tests usable ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fault(port: int, token: str | None = None) -> ReinforceError:
     return caught.value
 
 
-def test_each_state_is_told_with_what_to_do():
+def test_each_state_is_reported_with_what_to_do():
     front = FrontBeforeFake(ready=False, canary_seconds=5.0)
     try:
         check_error(fault(front.port), "check_server.server.not_ready", "it is starting")
@@ -52,7 +52,7 @@ def test_each_state_is_told_with_what_to_do():
     ],
     ids=["no status", "a failed sample", "a nested text"],
 )
-def test_a_sample_without_a_score_has_its_status_told(outputs, status):
+def test_a_sample_without_a_score_is_reported_with_its_status(outputs, status):
     with FakeRewardServer([(200, {"outputs": outputs})]) as fake:
         model = ModelAddress(Address("127.0.0.1", fake.port), "reward_model", None)
         with raises_error("check_server.sample.not_scored", status) as error:
@@ -98,6 +98,6 @@ def test_nobody_and_somebody_else():
 @pytest.mark.parametrize(
     "url", ["https://a:1", "http://", "http://a:99999", "http://a:1/path", "ftp://a"]
 )
-def test_what_is_no_address(url):
+def test_invalid_addresses(url):
     with raises_error("check_server.address.invalid", f"'{url}'", "http://HOST:PORT"):
         check_server(url, None, lambda line: None)

@@ -1,4 +1,4 @@
-"""The demo as a user runs it, shortened; and what DEMO_STEPS may be."""
+"""The demo as a user runs it, shortened, and the values of DEMO_STEPS."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run_demo(
     )
 
 
-def test_without_demo_steps_the_configuration_stands():
+def test_without_demo_steps_the_configuration_is_unchanged():
     assert steps_override("") == []
 
 
@@ -78,15 +78,13 @@ def test_answers_before_and_after_stand_side_by_side_with_what_the_check_says(tm
     asked.write_text(
         "".join(json.dumps({**RECORD, "prompt": f"Why tea? {i}"}) + "\n" for i in range(4))
     )
-    good = '{"tip": "Hot [bold]tea"}'  # no markup
+    good = '{"tip": "Hot [bold]tea"}'  # not rich's markup
     write_validation(tmp_path, 0, ["Tea is", good, "", "{"])
     write_validation(tmp_path, 9, [good, good, "no", good])
     print_answers(tmp_path, asked)
     said = capsys.readouterr().out
-    assert (
-        "exactly as asked: 25.0% -> 75.0%: +50.0% ± 28.9% on the same 4 prompts (p = 0.182): indistinguishable"
-        in said
-    )
+    comparison = "+50.0% ± 28.9% on the same 4 prompts (p = 0.182): indistinguishable"
+    assert f"exactly as asked: 25.0% -> 75.0%: {comparison}" in said
     assert (said.count("✓"), said.count("✗"), said.count("[bold]")) == (3, 3, 3)
     assert [said.count(f"Why tea? {i}") for i in range(4)] == [1, 1, 1, 0]
 
@@ -168,5 +166,5 @@ def test_two_steps_of_the_real_demo(tmp_path):
             assert any(line.endswith(str(out / name)) for line in last_lines), done.stdout
         assert "minutes" in last_lines[-1]
     finally:
-        # gigabytes, which pytest would keep for three sessions
+        # gigabytes, which pytest would otherwise keep for three sessions
         shutil.rmtree(out, ignore_errors=True)

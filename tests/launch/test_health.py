@@ -1,4 +1,4 @@
-"""The health of a reward server over plain HTTP."""
+"""Health checks of a reward server over plain HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reinforce_rl.utils.net import Address
 
 @pytest.fixture
 def answer() -> Iterator[dict[str, object]]:
-    """What the server on `port` answers: `code` and `body`."""
+    """Yield the answer of the server on `port`: `code` and `body`."""
     says: dict[str, object] = {"code": 200, "body": b""}
 
     class Handler(http.server.BaseHTTPRequestHandler):

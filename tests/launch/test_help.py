@@ -1,4 +1,4 @@
-"""What --help says of the keys: all of them, from the schema, whole where nobody looks at a terminal."""
+"""--help lists all keys of the schema, without truncation if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shown(name: str, *words: str, terminal: bool = False, width: int = 80) -> st
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_key_of_the_yaml_has_its_line(name: str) -> None:
-    """The keys are read from conf/, not from the schema that the help is made of."""
+    """Keys are read from conf/, not from the schema that generates the help."""
     from omegaconf import OmegaConf
 
     def leaves(node: object, prefix: str = "") -> set[str]:
@@ -46,7 +46,8 @@ def test_every_key_of_the_yaml_has_its_line(name: str) -> None:
         for line in shown(name).splitlines()
         if "; default " in line or "; required" in line
     ]
-    assert set(lines) == expected and len(lines) == len(expected)
+    assert set(lines) == expected
+    assert len(lines) == len(expected)
 
 
 def test_a_line_has_sentence_type_unit_bound_and_default_and_is_not_cut() -> None:
@@ -56,8 +57,8 @@ def test_a_line_has_sentence_type_unit_bound_and_default_and_is_not_cut() -> Non
         if "rollouts_per_prompt" in line
     )
     assert line == (
-        "trainer.reinforce.num_rollouts_per_prompt  (int, samples, at least 1; default 4)  samples of each prompt "
-        "(G); at least 2 for estimators that compare samples"
+        "trainer.reinforce.num_rollouts_per_prompt  (int, samples, at least 1; default 4)  "
+        "samples of each prompt (G); at least 2 for estimators that compare samples"
     )
     assert "(path; required)" in shown("train_reinforce_actor", "pretrained_checkpoint")
     assert "one of prompts, finished; default prompts)" in shown(
@@ -67,12 +68,12 @@ def test_a_line_has_sentence_type_unit_bound_and_default_and_is_not_cut() -> Non
 
 def test_a_group_and_a_word() -> None:
     group = shown("train_reinforce_actor", "model.optim.sched").splitlines()
-    assert {line.split(".")[:3] == ["model", "optim", "sched"] for line in group} == {True} and len(
-        group
-    ) == 4
+    assert len(group) == 4
+    assert {tuple(line.split(".")[:3]) for line in group} == {("model", "optim", "sched")}
     assert shown("train_reinforce_actor", "model.optim.lr").count("\n") == 1
-    found = shown("train_reinforce_actor", "TEMPERATURE").splitlines()
-    assert all("temperature" in line.lower() for line in found) and len(found) >= 2
+    lines = shown("train_reinforce_actor", "TEMPERATURE").splitlines()
+    assert len(lines) >= 2
+    assert all("temperature" in line.lower() for line in lines)
 
 
 def test_an_unknown_word_gets_near_ones() -> None:
@@ -82,7 +83,8 @@ def test_an_unknown_word_gets_near_ones() -> None:
 
 def test_a_terminal_gets_tables_of_its_width() -> None:
     text = shown("train_reinforce_actor", "model.optim", terminal=True)
-    assert "\x1b[" in text and "in_place_gradients" in text
+    assert "\x1b[" in text
+    assert "in_place_gradients" in text
     assert max(len(Text.from_ansi(line).plain) for line in text.splitlines()) <= 80
     assert "fields" in shown("serve_reward_model", terminal=True, width=200)
 
@@ -101,6 +103,7 @@ def test_the_script_and_the_command_say_the_same_but_for_their_name(tmp_path: Pa
         for program in ([script], ["-m", "reinforce_rl", "serve"])
     ]
     first, second = (text.split("\n", 1) for text in said)
-    assert first[1] == second[1] and "reward_model.head_path" in first[1]
+    assert first[1] == second[1]
+    assert "reward_model.head_path" in first[1]
     assert first[0] == f"Usage: python {script} [OPTION ...] KEY=VALUE ..."
     assert second[0] == "Usage: reinforce-rl serve [OPTION ...] KEY=VALUE ..."

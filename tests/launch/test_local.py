@@ -1,4 +1,4 @@
-"""The launcher as a process of its own: with the real toy server once, and with quick stand-ins for each fault."""
+"""The launcher as a process: once with the real toy server, and with stand-ins for each fault."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAUNCHER = ROOT / "examples" / "launch_local.py"
 TOY_SERVER = ROOT / "tests" / "helpers" / "serve_toy_scorer.py"
 FAKE_SERVER = ROOT / "tests" / "helpers" / "fake_reward_server.py"
 
-# Scores one sample over the address that the launcher chose, and ends with a code of its own.
+# Scores a sample at the address that the launcher chose, and exits with code 7.
 SCORING_ACTOR = """
 import sys, torch
 from reinforce_rl.rewards.base import RewardRequest
@@ -36,12 +36,13 @@ client = RemoteGPTRMClient(
     deadline_seconds=20,
 )
 request = RewardRequest(torch.tensor([[10, 20]]), torch.tensor([2]), ("",), ("",))
-print("the actor got", client.infer_rm(request).result().values.tolist(), options["extra"], flush=True)
+values = client.infer_rm(request).result().values.tolist()
+print("the actor got", values, options["extra"], flush=True)
 sys.exit(7)
 """
 
-# Starts a rank of its own, writes both process ids, and waits. SIGTERM ends it with code 5, SIGUSR1
-# with 6.
+# Starts a rank, writes both process ids, and waits. SIGTERM makes it exit with code 5, SIGUSR1 with
+# 6.
 WAITING_ACTOR = """
 import os, signal, subprocess, sys, time
 options = dict(argument.split("=", 1) for argument in sys.argv[1:])
@@ -56,14 +57,14 @@ time.sleep(120)
 
 
 class Launched:
-    """A launcher process, and the processes below it that were seen."""
+    """A launcher process and its observed descendants."""
 
     def __init__(self, folder: Path, server: Path, actor_code: str, *arguments: str):
         actor = folder / "actor.py"
         actor.write_text(actor_code)
         self.run_dir = folder / "run"
         self.pids = folder / "pids"
-        own = [
+        options = [
             "--run-dir",
             str(self.run_dir),
             "--server-script",
@@ -71,7 +72,7 @@ class Launched:
             "--actor-script",
             str(actor),
         ]
-        command = [sys.executable, str(LAUNCHER), *own, "--grace-seconds", "15", *arguments]
+        command = [sys.executable, str(LAUNCHER), *options, "--grace-seconds", "15", *arguments]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -86,10 +87,10 @@ class Launched:
 
     def descendants_once_running(self) -> list[psutil.Process]:
         assert wait_for(self.pids.exists, 40), "the actor did not start"
-        found = psutil.Process(self.process.pid).children(recursive=True)
+        processes = psutil.Process(self.process.pid).children(recursive=True)
         ids = {int(text) for text in self.pids.read_text().split()}
-        assert ids <= {process.pid for process in found}
-        return found
+        assert ids <= {process.pid for process in processes}
+        return processes
 
     def finish(self, seconds: float = 60.0) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=seconds)
@@ -107,12 +108,12 @@ def start(tmp_path):
     yield start_one
     for launched in started:
         if launched.process.poll() is None:
-            launched.process.kill()  # its reaper ends the rest
+            launched.process.kill()  # its reaper stops the other processes
         launched.process.communicate(timeout=30)
 
 
 def gone(processes: list[psutil.Process], seconds: float = 20.0) -> list[psutil.Process]:
-    """Those of the processes that are still alive after a while; none is right."""
+    """Return the processes that are still alive after a while; there should be none."""
     wait_for(lambda: not any(map(is_alive, processes)), seconds)
     return [process for process in processes if is_alive(process)]
 
@@ -132,7 +133,7 @@ def test_the_real_server_and_an_actor_that_scores(start, host):
     code, output = launched.finish()
     assert code == 7, output
     assert "the actor got [0.5] yes" in output
-    # the launcher's own line; the server's lines go to its log
+    # the launcher's line; the server's lines go to its log
     place = r"ready at http://(\[::1\]|127\.0\.0\.1):\d+"
     assert "".join(re.findall(place, output)).strip("[]") == host
     assert re.search(place, launched.log.read_text())
@@ -183,7 +184,7 @@ def test_a_killed_launcher_leaves_nothing(start, tmp_path):
     assert gone(processes) == []
 
 
-def test_a_server_of_somebody_else_on_the_port_does_not_pass_for_ours(start):
+def test_a_foreign_server_on_the_port_is_not_accepted(start):
     with FakeRewardServer() as other:
         arguments = ["--server-args", f"inference.port={other.port}", "--actor-args", "pids=unused"]
         launched = start(FAKE_SERVER, WAITING_ACTOR, *arguments)
@@ -228,7 +229,7 @@ def test_the_servers_own_host_is_asked(tmp_path, given, listens, asked):
     assert f"remote_rm.reward_model.ip={asked}" in plan.actor
 
 
-def test_a_host_that_is_none_is_named(tmp_path):
+def test_an_invalid_host_is_named(tmp_path):
     with raises_error("launch.host.invalid", "inference.host is 'fe80::1%eth0'"):
         make_plan(tmp_path, ["inference.host=fe80::1%eth0"], [], server=("s",), actor=("a",))
 

@@ -1,4 +1,4 @@
-"""The command in a locale of ASCII: files, their names and what is printed are UTF-8 all the same."""
+"""The command in an ASCII locale: files, file names and output are UTF-8 nevertheless."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANSWER = "K\u00e4se f\u00fcr \u65e5\u672c \u2013 5\u00a0\u20ac"
 
 
 def run(folder: Path, *words: object, variables: dict[str, str] | None = None) -> str:
-    """Return what `python WORDS` prints in that locale; it must end well."""
+    """Run `python WORDS` in this locale, assert success and return its output."""
     environment = {
         **os.environ,
         **ASCII,
@@ -119,9 +119,10 @@ def test_a_fault_is_printed_with_its_name(tmp_path):
 
 
 def test_the_library_reads_records_in_a_program_of_its_own(folder):
-    """Which does not start again in Python's UTF-8 mode."""
+    """The program does not restart in Python's UTF-8 mode."""
     path = a_run(folder)
-    code = "import sys; from reinforce_rl.monitoring.records import read_rows; print(ascii(read_rows(sys.argv[1])[0]))"
+    code = "import sys; from reinforce_rl.monitoring.records import read_rows; "
+    code += "print(ascii(read_rows(sys.argv[1])[0]))"
     assert ascii(ANSWER) in run(folder, "-c", code, path / "rollouts" / "step_00001.parquet")
     assert read_rows(path / "rollouts" / "step_00001.parquet")[0].response == ANSWER
 

@@ -1,4 +1,4 @@
-"""The command `reinforce-rl`, as a person types it."""
+"""The command `reinforce-rl`, as a user types it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMANDS: Any = get_command(app)
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`python -m reinforce_rl WORDS` in a folder."""
+    """Run `python -m reinforce_rl WORDS` in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     return subprocess.run(
         [sys.executable, "-m", "reinforce_rl", *words],
@@ -37,7 +37,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("words", [["records"], ["report"], ["diff", "."], ["compare"], ["chat"]])
 def test_a_command_that_opens_a_folder_imports_nothing_from_it(tmp_path, words):
-    """Libraries look for optional modules that are not installed; the folder may have such files."""
+    """Libraries look for optional modules; the folder may contain modules of the same names."""
     for name in ("pickle5", "pytz", "bottleneck", "apex", "einops", "flash_attn", "gmpy2", "lz4"):
         (tmp_path / f"{name}.py").write_text("open('ran', 'a').write(__name__ + ' ')\n")
     command(tmp_path, *words, ".")
@@ -46,7 +46,7 @@ def test_a_command_that_opens_a_folder_imports_nothing_from_it(tmp_path, words):
 
 @pytest.fixture
 def process_as_before(monkeypatch):
-    """Restore what a command changes in its process."""
+    """Restore the process state that a command changes."""
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
@@ -65,9 +65,7 @@ def process_as_before(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("process_as_before")
-def test_the_current_folder_is_imported_from_for_code_of_ones_own(
-    tmp_path, monkeypatch, words, expected
-):
+def test_the_current_folder_is_searched_for_user_code(tmp_path, monkeypatch, words, expected):
     monkeypatch.setattr(main, "limit_memory", lambda fraction: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -142,7 +140,8 @@ def test_every_command_says_what_it_does(name: str) -> None:
 def test_an_error_is_not_taken_for_a_difference(tmp_path: Path) -> None:
     for words in (["diff", ".", "."], ["diff", "absent", ".", "--json", "."], ["replay", "."]):
         done = command(tmp_path, *words)
-        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: "), done
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert done.stderr.startswith("error: "), done
 
 
 def test_a_wrong_key_is_one_message_and_a_wrong_command_gets_a_hint(tmp_path: Path) -> None:
@@ -153,14 +152,16 @@ def test_a_wrong_key_is_one_message_and_a_wrong_command_gets_a_hint(tmp_path: Pa
     assert "trainer.devices" in wrong.stderr
     assert "Traceback" not in wrong.stderr
     typo = command(tmp_path, "trian")
-    assert typo.returncode == 2 and "Did you mean 'train'" in typo.stderr
+    assert typo.returncode == 2
+    assert "Did you mean 'train'" in typo.stderr
 
 
 def test_a_mistake_of_an_own_command_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("{")
     done = command(tmp_path, "prepare", "in.jsonl", "--output", "out")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: ") and "in.jsonl:1: " in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "in.jsonl:1: " in done.stderr
     assert printed_keys(done.stderr) == ["data.line.not_json"]
     both = command(
         tmp_path,
@@ -171,10 +172,11 @@ def test_a_mistake_of_an_own_command_is_one_message(tmp_path: Path) -> None:
         "--num-validation=1",
         "--validation-fraction=.5",
     )
-    assert both.returncode == 2 and "not allowed with" in both.stderr
+    assert both.returncode == 2
+    assert "not allowed with" in both.stderr
 
 
-def test_hydras_own_options_and_yaml_of_ones_own(tmp_path: Path) -> None:
+def test_hydras_options_and_a_users_yaml(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "long.yaml").write_text(
         "defaults: [train_reinforce_actor]\nmodel: {optim: {lr: 3.0e-5}}\n"
@@ -192,7 +194,8 @@ def test_hydras_own_options_and_yaml_of_ones_own(tmp_path: Path) -> None:
     ]
     done = command(tmp_path, *words, "model.optim.weight_decay=0.5")
     assert done.returncode == 0, done.stderr
-    assert "lr: 3.0e-05" in done.stdout and "weight_decay: 0.5" in done.stdout
+    assert "lr: 3.0e-05" in done.stdout
+    assert "weight_decay: 0.5" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["mine"], "nothing was started"
 
 
@@ -215,9 +218,7 @@ def test_hydras_own_options_and_yaml_of_ones_own(tmp_path: Path) -> None:
         (["--config-dir=mine", "--config-name=wrong"], ["model.optim.lrr"]),
     ],
 )
-def test_mistakes_with_a_yaml_of_ones_own(
-    tmp_path: Path, words: list[str], said: list[str]
-) -> None:
+def test_mistakes_with_a_users_yaml(tmp_path: Path, words: list[str], said: list[str]) -> None:
     (tmp_path / "mine").mkdir()
     head = "defaults: [train_reinforce_actor]\n"
     texts = {
@@ -228,8 +229,10 @@ def test_mistakes_with_a_yaml_of_ones_own(
     for name, text in texts.items():
         (tmp_path / "mine" / f"{name}.yaml").write_text(text)
     done = command(tmp_path, "train", *words)
-    assert done.returncode == 1 and all(part in done.stderr for part in said), done.stderr
-    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    assert done.returncode == 1, done.stderr
+    assert all(part in done.stderr for part in said), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
 
 
 def test_a_shell_completes_commands_options_and_keys() -> None:
@@ -249,9 +252,8 @@ def test_a_shell_completes_commands_options_and_keys() -> None:
     assert complete("reinforce-rl tr") == ["train", "train-rm"]
     assert complete("reinforce-rl prepare --num") == ["--num-validation"]
     keys = complete("reinforce-rl train trainer.devices=2 model.optim.s")
-    assert "model.optim.sched.min_lr=" in keys and all(
-        key.startswith("model.optim.s") for key in keys
-    )
+    assert "model.optim.sched.min_lr=" in keys
+    assert all(key.startswith("model.optim.s") for key in keys)
     assert "reward_model.head_path=" in complete("reinforce-rl serve reward_model.h")
 
 
@@ -264,13 +266,14 @@ def test_preflight_is_train_without_a_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_a_reader_that_closes_the_pipe_is_not_an_error(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "reinforce_rl", "train", "--cfg", "job"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()
         assert (process.wait(60), said) == (141, b"")

@@ -1,4 +1,4 @@
-"""NeMo-Aligner's configuration, converted: a file in its form becomes one that runs here; nothing is lost."""
+"""Conversion of NeMo-Aligner's configurations: the result runs here, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def theirs(tmp_path) -> Path:
 
 
 def composed(folder: Path, name: str, *overrides: str) -> TrainConfig:
-    """As `--config-dir FOLDER --config-name NAME` does."""
+    """Compose like `--config-dir FOLDER --config-name NAME`."""
     search = f"hydra.searchpath=[{CONF_FOLDER}]"
     with hydra.initialize_config_dir(str(folder), version_base="1.3"):
         return load_config(hydra.compose(name, overrides=[search, *overrides]))
@@ -121,7 +121,7 @@ def test_a_file_composes_and_means_the_same(theirs, tmp_path, capsys):
         30,
     )
     assert (rl.save_interval, rl.num_rollouts_per_prompt, rl.generation_work_queue) == (5, 8, False)
-    # Its formula: |k1|, averaged over tokens, so that beta keeps its meaning.
+    # NeMo-Aligner's formula: |k1|, averaged over tokens, so that beta keeps its meaning.
     assert (rl.initial_policy_kl_penalty, rl.use_absolute_kl, rl.kl_reduction) == (
         0.02,
         True,
@@ -148,7 +148,8 @@ def test_a_file_composes_and_means_the_same(theirs, tmp_path, capsys):
         str(tmp_path / "logs"),
     )
     assert (cfg.remote_rm.reward_model.ip, cfg.remote_rm.reward_model.port) == ("node7", 5567)
-    assert cfg.remote_rm.pad_to_length is None and cfg.model.global_batch_size is None
+    assert cfg.remote_rm.pad_to_length is None
+    assert cfg.model.global_batch_size is None
 
 
 def test_every_key_is_carried_over_or_named_with_its_reason(theirs):
@@ -162,7 +163,7 @@ def test_every_key_is_carried_over_or_named_with_its_reason(theirs):
         for key, value in given.items()
         if value is not None and key not in new and key not in said
     ]
-    # Those of another name here, and one that `explicit_log_dir` goes before.
+    # Keys with another name here, and one that `explicit_log_dir` overrides.
     assert sorted(lost) == [
         "exp_manager.checkpoint_callback_params.mode",
         "exp_manager.checkpoint_callback_params.monitor",
@@ -173,10 +174,8 @@ def test_every_key_is_carried_over_or_named_with_its_reason(theirs):
         "trainer.reinforce.batch_iterator.use_flask",
     ]
     assert "pretrained_checkpoint.restore_from_path=VALUE" in head
-    assert (
-        "model.hidden_dropout: no such key here" in head
-        and "+model.megatron_overrides.NAME" in head
-    )
+    assert "model.hidden_dropout: no such key here" in head
+    assert "+model.megatron_overrides.NAME" in head
     assert "trainer.reinforce.trt_llm.enable: set generation=tensorrt_llm" in head
     assert "trainer.reinforce.trt_llm.max_input_len: model.encoder_seq_length bounds" in head
 
@@ -208,7 +207,7 @@ def test_an_engine_that_was_switched_off_is_not_advised(theirs):
         ),
     ],
 )
-def test_a_value_without_counterpart_is_said(theirs, old, new, word):
+def test_a_value_without_counterpart_is_reported(theirs, old, new, word):
     theirs.write_text(theirs.read_text().replace(old, new))
     head = " ".join(
         line.lstrip("# ") for line in converted(theirs).splitlines() if line.startswith("#")
@@ -294,8 +293,8 @@ def test_only_values_of_the_file_itself_come_into_the_new_one(text, tmp_path, mo
     }
 
 
-def test_a_key_that_is_a_number_is_no_index_into_a_list(tmp_path):
-    """A value of such a key is left out alone, as one of any other key."""
+def test_a_key_that_is_a_number_is_not_an_index_into_a_list(tmp_path):
+    """Only the value of such a key is omitted, like for any other key."""
     tree = {
         "trainer": {"reinforce": {"max_steps": 5}},
         "model": {"optim": {"name": "adam", 2: "${oc.env:HOME}"}},

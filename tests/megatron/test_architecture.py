@@ -1,6 +1,6 @@
-"""The shape of a model from its config.json.
+"""A model's shape from its config.json, its padding, and transformers' defaults.
 
-Every fault is reported at once; padding; what transformers knows of other families.
+All faults are reported at once.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ SHAPE = [
     "attention_dropout",
     "rope_theta",
 ]
-# Where a class without arguments is another model than ours: its predecessor, or none that was
-# published.
+# Models for which transformers' class without arguments is a different model: a predecessor, or an
+# unpublished one.
 OTHERWISE = {
-    "Llama-2-7b": {"max_position_embeddings", "rms_norm_eps"},  # Llama 1's
+    "Llama-2-7b": {"max_position_embeddings", "rms_norm_eps"},  # Llama 1's values
     "Mistral-7B-v0.1": {"max_position_embeddings", "rms_norm_eps"},
     "Mistral-7B-v0.3": {
         "max_position_embeddings",
@@ -105,7 +105,7 @@ def test_reads_what_transformers_wrote(tmp_path):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_public_models_have_their_published_size(name):
-    """Of the models' cards, or of `total_size` in their index files; no weights are needed."""
+    """Sizes from model cards or from `total_size` of index files; no weights are needed."""
     arch = Architecture.from_hf(CONFIGS[name])
     for tp_size in (1, 4):
         count = sum(math.prod(row.shape) for row in weight_map(arch, tp_size))
@@ -315,7 +315,7 @@ def test_what_transformers_refuses_is_a_fault_of_the_configuration(keys):
 
 
 def test_a_head_of_odd_size_has_no_pairs_to_turn():
-    """transformers refuses it from 5.23 on, and fails at the first forward pass before."""
+    """transformers rejects it since 5.23; earlier versions fail at the first forward pass."""
     with raises_error("model.config.odd_head_size", "head_dim", 33):
         Architecture.from_hf({**SMOLLM2, "head_dim": 33})
 
@@ -398,7 +398,7 @@ def test_feed_forward_size_that_does_not_divide():
         Architecture.from_hf(SMOLLM2).padded(5)
 
 
-def test_rope_of_every_kind_is_that_of_transformers():
+def test_rope_of_every_kind_equals_transformers():
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -446,7 +446,7 @@ ROPE_FORMS = {
 
 
 @pytest.mark.parametrize("keys", ROPE_FORMS.values(), ids=ROPE_FORMS.keys())
-def test_rope_in_every_spelling_is_that_of_transformers(keys):
+def test_rope_in_every_spelling_equals_transformers(keys):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -458,7 +458,7 @@ def test_rope_in_every_spelling_is_that_of_transformers(keys):
 
 
 def test_the_rope_that_transformers_takes_of_two_is_the_one_that_is_checked():
-    """It takes `rope_scaling`: here a kind that is not computed, beside one that is."""
+    """transformers takes `rope_scaling`: here an unsupported kind, beside a supported one."""
     raw = {**SMOLLM2, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": LINEAR}
     assert (
         CONFIG_MAPPING["llama"].from_dict(deepcopy(raw)).rope_parameters["rope_type"] == "dynamic"

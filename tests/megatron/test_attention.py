@@ -1,6 +1,6 @@
-"""Attention with a CPU's kernels and emulated GPU kernels, against one query at a time.
+"""Attention with CPU kernels and emulated GPU kernels, against one query at a time.
 
-The cut of a sequence over context-parallel ranks too.
+The split of a sequence over context-parallel ranks is tested too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KERNELS = {"flash": flash_on_cpu, "cpu": contextlib.nullcontext}
 
 
 def drawn(batch: int, queries: int, keys: int) -> list[torch.Tensor]:
-    """Query, key and value, with gradient."""
+    """Return random query, key and value, with gradient."""
     generator = torch.Generator().manual_seed(batch + 100 * queries + keys)
     shapes = [
         (batch, heads, length, SIZE)
@@ -45,7 +45,7 @@ def drawn(batch: int, queries: int, keys: int) -> list[torch.Tensor]:
 
 
 def one_by_one(query, key, value, positions, window, scale):
-    """Attend with each query alone over the keys that it sees.
+    """Attend with each query separately over its visible keys.
 
     `positions` holds the position of each query among the keys.
     """
@@ -66,7 +66,7 @@ def one_by_one(query, key, value, positions, window, scale):
 
 
 def assert_same(outputs, expected, inputs):
-    """Values and gradients of a sum with unequal weights."""
+    """Compare values and gradients of a sum with unequal weights."""
     weights = torch.randn(
         expected.shape, generator=torch.Generator().manual_seed(0), dtype=expected.dtype
     )
@@ -99,7 +99,7 @@ def test_flash_attention_ends_with_the_last_key(window):
             outputs = flash_attention(*inputs, None, window)
             expected = one_by_one(*inputs, range(keys - queries, keys), window, SIZE**-0.5)
             assert_same(outputs, expected, inputs)
-        if window is None:  # torch's own reading of the same alignment
+        if window is None:  # torch's own handling of the same alignment
             q, k, v = inputs
             k, v = (part.repeat_interleave(HEADS // GROUPS, dim=1) for part in (k, v))
             torch.testing.assert_close(
@@ -111,7 +111,7 @@ def test_flash_attention_ends_with_the_last_key(window):
 @pytest.mark.parametrize("window", [None, 1, 4, 20])
 @pytest.mark.parametrize(("size", "chunk"), [(2, 1), (2, 3), (3, 2)])
 def test_shares_of_context_parallel_ranks(size, chunk, window, kernel, monkeypatch):
-    """Every rank's share is what whole sequences give at its positions."""
+    """Each rank's share equals the results of whole sequences at its positions."""
     length = 2 * size * chunk
     inputs = drawn(2, length, length)
     query, key, value = inputs

@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed run equals one that never stopped, and a failed save harms nothing."""
+"""Checkpoints: resuming equals an uninterrupted run, and a failed save does no harm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from reinforce_rl.megatron.optimizer import large_states
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Two models of one shape and one of another."""
+    """Two models of one shape and a model of another shape."""
     root = tmp_path_factory.mktemp("models")
     folders = [tiny_llama_folder(root / str(seed), seed=seed) for seed in (0, 1)]
     return [*folders, tiny_llama_folder(root / "wide", hidden=48)]
@@ -50,15 +50,15 @@ def assert_equal(weights: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 
 SHARED = {"optim": OPTIM.model_copy(update={"distributed": True})}
 BF16 = {"dtype": torch.bfloat16}
-# Of Adam's states; the first two have the same files.
+# Forms of Adam's states; the first two have the same files.
 FORMS = {"plain": {}, "shared": SHARED, "bf16": BF16, "bf16 shared": BF16 | SHARED}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_goes_on_bit_for_bit(form, mesh, models, tmp_path):
-    """Three steps after it.
+def test_resumes_bit_for_bit(form, mesh, models, tmp_path):
+    """Three steps are compared with the uninterrupted run.
 
-    A restored step counter or moment that is wrong shows at the third at the latest.
+    A step counter or moment that is restored wrongly shows at the third step at the latest.
     """
     torch.manual_seed(7)
     random.seed(8)
@@ -85,10 +85,10 @@ def test_goes_on_bit_for_bit(form, mesh, models, tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_seconds_of_a_save_are_told_once_it_is_complete(
+def test_the_seconds_of_a_save_are_reported_once_it_is_complete(
     mesh, models, tmp_path, asynchronous, monkeypatch
 ):
-    """Of a background one what it takes, and not what the training does before it looks."""
+    """For a save in the background, count its own time, not the training before it is checked."""
     save_seconds: list[float] = []
     run = Run(mesh, models[0], tmp_path, asynchronous=asynchronous, on_saved=save_seconds.append)
     write = ShardedWriter.write
@@ -113,12 +113,12 @@ def test_the_seconds_of_a_save_are_told_once_it_is_complete(
     )
 
 
-def test_the_size_of_a_checkpoint_is_about_what_is_foretold(mesh, models, tmp_path):
+def test_the_size_of_a_checkpoint_is_about_as_estimated(mesh, models, tmp_path):
     run = Run(mesh, models[0], tmp_path)
     run.train(1)
     folder = run.checkpointer.save(1, {})
     written = sum(path.stat().st_size for path in (folder / "model").glob("*.distcp"))
-    headers = 0.4  # of such small tensors
+    headers = 0.4  # of small tensors
     assert 1.0 <= written / state_bytes(run.ddp, mesh) < 1.0 + headers
 
 
@@ -135,9 +135,9 @@ def test_uninterrupted_run_is_not_disturbed_by_a_save(mesh, models, tmp_path):
 
 
 def test_changed_settings_have_an_effect(mesh, models, tmp_path):
-    """A run resumed with more steps and another rate.
+    """Resume a run with more steps and another rate.
 
-    The configuration wins, and the step counts on.
+    The configuration takes precedence, and the step count continues.
     """
     run = Run(mesh, models[0], tmp_path)
     run.train(3)
@@ -182,14 +182,14 @@ def test_the_optimizer_may_become_a_shared_one_and_back(forms, mesh, models, tmp
     assert losses[0] == losses[1]
     assert_equal(weights[0], weights[1])
     # Adam's loop ends elsewhere in a shared buffer, and some CPUs round the last elements of a loop
-    # otherwise.
+    # differently.
     assert losses[2] == pytest.approx(losses[0], rel=1e-6)
     torch.testing.assert_close(weights[2], weights[0], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_states_that_were_moved_are_those_that_are_saved(form, mesh, models, tmp_path, monkeypatch):
-    """As on a GPU, where moments and fp32 weights move out for each generation and back."""
+def test_states_that_were_moved_are_saved(form, mesh, models, tmp_path, monkeypatch):
+    """Like on a GPU, moments and fp32 weights are offloaded for each generation and restored."""
     runs = []
     for moved in (True, False):
         folder = tmp_path / str(moved)
@@ -234,7 +234,7 @@ def test_no_checkpoint(tmp_path):
 
 @pytest.fixture
 def linked(tmp_path):
-    """A run's folder of checkpoints without any, and one of somebody else's elsewhere."""
+    """A run without checkpoints in its own folder, and another run's checkpoint elsewhere."""
     elsewhere = tmp_path / "elsewhere" / "step_00000010"
     elsewhere.mkdir(parents=True)
     (elsewhere / subject.STATE_FILE).write_text('{"step": 10}')
@@ -291,7 +291,7 @@ def test_checkpoints_that_lead_out_of_the_run_are_refused(linked, name):
     for look in (latest_checkpoint, lambda folder: checkpoint_up_to(folder, 10)):
         with raises_error("folder.link.leads_out", linked, linked.parents[1] / "elsewhere"):
             look(linked)
-    # Whoever names the other folder means it.
+    # Naming the other folder is intentional.
     assert latest_checkpoint(linked.resolve()).trainer_state == {"step": 10}
 
 
@@ -311,10 +311,12 @@ def test_keep_last_and_leftovers(mesh, models, tmp_path):
     assert latest_checkpoint(tmp_path).trainer_state == {"step": 3}
 
 
-def test_going_on_from_an_older_one_never_removes_what_was_just_written(mesh, models, tmp_path):
-    """The error texts say to write an older name into `latest`.
+def test_resuming_from_an_older_checkpoint_never_removes_the_one_just_written(
+    mesh, models, tmp_path
+):
+    """Error messages say to write an older name to `latest`.
 
-    The newer checkpoints are then another branch.
+    The newer checkpoints are another branch then.
     """
     run = Run(mesh, models[0], tmp_path, keep_last=2)
     for step in (10, 20, 30):
@@ -355,7 +357,7 @@ class TestFailedSave:
         assert checkpoint.trainer_state == {"step": 1}
         run.checkpointer.restore(checkpoint)
         assert_equal(run.weights(), run.saved)
-        # And a later save works, and clears up.
+        # A later save succeeds and cleans up.
         run.checkpointer.save(3, {"step": 3})
         assert latest_checkpoint(tmp_path).trainer_state == {"step": 3}
         assert not list(tmp_path.glob("*.part"))
@@ -374,7 +376,7 @@ class TestFailedSave:
 
     @pytest.mark.parametrize("calls_before", [0, 1, 2])
     def test_failure_at_each_rename(self, calls_before, run, tmp_path, monkeypatch):
-        """Of the state file, of the folder, of `latest`."""
+        """Rename the state file, the folder, or `latest`."""
         replace_ = os.replace
         calls = []
 
@@ -461,7 +463,7 @@ class TestDamagedCheckpoint:
         with raises_error("checkpoint.file.damaged", path, checksum, expected, command):
             run.checkpointer.restore(latest_checkpoint(tmp_path))
         assert_equal(run.weights(), weights)  # nothing was loaded
-        (tmp_path / "latest").write_text("step_00000001\n")  # what the message says
+        (tmp_path / "latest").write_text("step_00000001\n")  # the fix that the message suggests
         run.checkpointer.restore(latest_checkpoint(tmp_path))
 
     @pytest.mark.parametrize(
@@ -506,7 +508,7 @@ def test_a_run_whose_steps_were_all_skipped(form, mesh, models, tmp_path):
 
 
 def test_keep(mesh, models, tmp_path):
-    """The best ones stay besides the newest; those that are no longer among them go."""
+    """The best checkpoints remain besides the newest; the others are removed."""
     run = Run(mesh, models[0], tmp_path, keep_last=2)
     for step, best in (
         (1, [1]),
@@ -526,7 +528,7 @@ def test_keep(mesh, models, tmp_path):
 class TestAsynchronous:
     @pytest.fixture
     def gate(self, monkeypatch):
-        """Writing waits until it is set."""
+        """Return an event; writing waits until it is set."""
         gate = threading.Event()
         write = ShardedWriter.write
 
@@ -584,8 +586,7 @@ class TestAsynchronous:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         arguments = (3, {}) if surfaces_at == "save" else ()
-        # torch's writer of zip files says it in its own words where the limit falls into its last
-        # bytes.
+        # torch's zip writer raises its own error if the limit falls into its last bytes.
         words = r"(File too large|unexpected pos)"
         with raises_error("checkpoint.disk.full", "step_00000002.part") as caught:
             getattr(run.checkpointer, surfaces_at)(*arguments)

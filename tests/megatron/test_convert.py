@@ -34,13 +34,13 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(root):
-    """Both need padding at TP=2, in groups and vocabulary."""
+    """Models that need padding at TP=2, in groups and vocabulary."""
     return {name: family_folder(root, name) for name in MODELS}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(folders, mesh, root):
-    """Written by one rank."""
+    """Checkpoints of these folders, written by one rank."""
     return {
         name: to_megatron(folder, root / f"{name}.megatron", mesh)
         for name, folder in folders.items()
@@ -100,7 +100,7 @@ def test_the_script_on_two_ranks_from_one(folders, checkpoints, tmp_path):
     assert_same_weights(tmp_path / "back", folders["qwen3_padded"])
 
 
-def test_the_script_tells_an_error_in_one_line(tmp_path):
+def test_the_script_prints_an_error_in_one_line(tmp_path):
     failed = convert("to-hf", tmp_path / "nothing", tmp_path / "out")
     assert failed.returncode == 1
     assert "nothing is no checkpoint; expected" in failed.stderr
@@ -160,7 +160,7 @@ def test_weights_of_another_model(keys, named, checkpoints, mesh, tmp_path):
 
 
 def test_a_model_far_larger_than_the_checkpoint_is_not_built(checkpoints, folders, mesh, tmp_path):
-    """Its embedding alone would take terabytes."""
+    """The embedding alone would take terabytes."""
     shutil.copytree(folders["qwen2_padded"], tmp_path / "model")
     file = tmp_path / "model/config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 10**13}))

@@ -1,6 +1,6 @@
-"""CPU support touches megatron.core alone, and nothing with CUDA.
+"""CPU support only patches megatron.core, and nothing related to CUDA.
 
-Gradients added in place are those of autograd.
+Gradients accumulated in place equal autograd's.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_kernels_start_in_the_order_of_their_launches_unless_the_user_says_other
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if given is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
-    # CUDA reads it when it starts, so it must be there before anything asks for a GPU.
+    # CUDA reads the variable at its start, so it must be set before anything uses a GPU.
     code = (
         "import os, torch\n"
         "torch.cuda.is_available = lambda: print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS')) "
@@ -161,7 +161,7 @@ def test_torch_does_not_warn_of_the_collectives_that_megatron_calls(tmp_path):
     )
     command = [sys.executable, "-c", code, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    # torch's CUDA build also logs that it finds no CUDA runtime.
+    # torch's CUDA build also logs that there is no CUDA runtime.
     warned = [line for line in done.stderr.splitlines() if "Warning" in line]
     assert done.returncode == 0, done.stderr
     assert warned == [], done.stderr
@@ -174,7 +174,7 @@ MICRO_BATCHES = [([3, 5], [4, 2]), ([6], [1]), ([2, 2], [3, 7])]
 
 
 def accumulated(folder, mesh, options=None, dtype=torch.float32, **settings):
-    """(wrapped model, its gradients by name) after two calls, each over all micro-batches."""
+    """Return the wrapped model and its gradients by name after two calls over all micro-batches."""
     lm = megatron_model(folder, mesh, dtype, options or ModelOptions())
     ddp = wrap_data_parallel(lm, OptimConfig(**settings))
 
@@ -185,7 +185,7 @@ def accumulated(folder, mesh, options=None, dtype=torch.float32, **settings):
         )
         return scores.log_probs.sum() + 0.3 * scores.entropy.sum()
 
-    for _ in range(2):  # the second one must forget the first
+    for _ in range(2):  # the second call must reset the first one's gradients
         accumulate_gradients(ddp, MICRO_BATCHES, loss_of)
     return ddp, {name: p.main_grad.clone() for name, p in ddp.named_parameters()}
 
@@ -193,7 +193,7 @@ def accumulated(folder, mesh, options=None, dtype=torch.float32, **settings):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("options", [None, RECOMPUTED])
-def test_gradients_are_those_of_autograd(tied, overlap, options, tmp_path, mesh):
+def test_gradients_equal_autograd(tied, overlap, options, tmp_path, mesh):
     folder = tiny_llama_folder(tmp_path / "model", tied=tied)
     _, plain = accumulated(folder, mesh, options, in_place_gradients=False)
     ddp, accumulated_in_place = accumulated(folder, mesh, options, overlap_grad_sync=overlap)
@@ -215,7 +215,7 @@ def test_it_can_be_switched_off_and_is_for_float32_alone(settings, tmp_path, mes
 
 
 def test_what_is_never_touched_is_never_added(tmp_path, mesh, monkeypatch):
-    """The tensor that stands for a gradient holds whatever was in its memory."""
+    """The placeholder of a gradient contains uninitialised memory."""
     monkeypatch.setattr(
         torch, "empty_like", lambda x, **kwargs: torch.full_like(x, float("nan"), **kwargs)
     )

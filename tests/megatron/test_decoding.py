@@ -1,4 +1,4 @@
-"""Both caches against attention over whole sequences, one at a time, while rows come and go."""
+"""Both caches against attention over whole sequences, while rows start and end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 5
 
 
 class Layer:
-    """Queries, keys and values of every token of some sequences, and their expected attention."""
+    """Queries, keys and values of all tokens of some sequences, and their expected attention."""
 
     def __init__(self, prompts: int, rows: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -32,7 +32,7 @@ class Layer:
         self.of_rows = [draw(rows, heads, RESPONSE) for heads in (HEADS, GROUPS, GROUPS)]
 
     def expected(self, prompt: int, row: int, written: int, window: int | None) -> Tensor:
-        """[h, d] of response token `written`."""
+        """Return [h, d], the attention of response token `written`."""
         inputs = []
         for prompts, responses in zip(self.of_prompts, self.of_rows, strict=True):
             before = prompts[prompt, :, : LENGTHS[prompt]]
@@ -43,9 +43,9 @@ class Layer:
 
 @pytest.mark.parametrize("window", [None, 1, 4, 8])
 def test_every_token_sees_its_prompt_and_its_own_response(window):
-    """Five rows of three prompts at different positions.
+    """Five rows of three prompts are at different positions.
 
-    Rows end, others move, and new ones begin in used places.
+    Rows end, others move, and new ones start in slots that were used before.
     """
     prompt_of = [0, 1, 0, 2, 1, 2, 0]
     layers = [Layer(3, len(prompt_of), seed) for seed in (0, 1)]
@@ -61,7 +61,7 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
             torch.testing.assert_close(cache.attend(number, q, k, v, None), expected)
     slot_of = {0: 2, 1: 0, 2: 1}
     running = [(0, 0), (1, 0), (2, 0)]  # (row, tokens stored)
-    # step: (order, newcomers)
+    # (order, new rows) of each step
     events = {1: ([0, 1, 2], [3, 4]), 3: ([4, 1, 2], []), 4: ([0, 1, 2], [5, 6])}
     for step in range(7):
         if step in events:
@@ -124,7 +124,7 @@ def emulated(monkeypatch):
 
 
 def sequences(count: int, length: int, seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Queries, keys and values, [count, heads, length, d]."""
+    """Return queries, keys and values, [count, heads, length, d]."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(count, heads, length, SIZE, generator=generator, dtype=torch.float64).to(dtype)
@@ -134,7 +134,7 @@ def sequences(count: int, length: int, seed: int, dtype: torch.dtype) -> list[to
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-6), (torch.bfloat16, 0.03)])
 def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
-    """Two layers; rows of three prompts in lanes of any order, beside rows of nobody.
+    """Two layers; rows of three prompts in lanes of any order, beside unused rows.
 
     The rows are at different positions.
     """
@@ -142,7 +142,7 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
     cache = FlashCache(sizes)
     prompts = [sequences(3, max(LENGTHS), seed, dtype) for seed in (0, 1)]
     rows = [sequences(ROWS, RESPONSE, seed, dtype) for seed in (2, 3)]
-    slots = [2, 0, 1]  # of the prompts
+    slots = [2, 0, 1]  # slots of the prompts
     for some in ([0, 1], [2]):
         cache.read([slots[i] for i in some], [LENGTHS[i] for i in some])
         for layer, parts in enumerate(prompts, 3):
@@ -154,7 +154,7 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
     lanes = [3, 0, 4, 1, 2]
     written = [0, 0, 0, 0, 0]
     for step in range(RESPONSE):
-        # By slot, as a step has them; some pause meanwhile.
+        # By slot, like in a decode step; some rows pause.
         going = [row for row in range(ROWS) if (row + step) % 4 != 0 and written[row] < RESPONSE]
         starts = [cache.lane_start(lanes[row]) for row in going] + [cache.spare] * 2
         stored = [written[row] for row in going] + [0, 0]
@@ -189,7 +189,7 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
 
 
 def test_a_prompt_is_stored_once_and_nothing_is_copied_to_read_it():
-    """One token more than the tokens of slots and lanes, in the model's dtype."""
+    """The cache holds one token more than the slots and lanes, in the model's dtype."""
     sizes = CacheSizes(range(4), 2, 100, 8, 10, GROUPS, SIZE, torch.bfloat16, "cpu")
     cache = FlashCache(sizes)
     expected = (2 * 100 + 8 * 10 + 1) * 4 * 2 * GROUPS * SIZE
@@ -203,9 +203,9 @@ def test_a_prompt_is_stored_once_and_nothing_is_copied_to_read_it():
 
 
 def test_torchs_operator_takes_what_it_is_given():
-    """Its shapes, by torch's own rule for tensors without data.
+    """Check shapes with torch's own rule for tensors without data.
 
-    The kernel itself runs on GPUs alone.
+    The kernel itself only runs on GPUs.
     """
     pool = torch.empty(50, GROUPS, 2, SIZE, dtype=torch.bfloat16, device="meta")
     query = torch.empty(12, GROUPS, SIZE, dtype=torch.bfloat16, device="meta")

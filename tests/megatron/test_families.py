@@ -1,8 +1,8 @@
-"""Each family on one rank and on two tensor-parallel ones, against transformers.
+"""Each family on one rank and on two tensor-parallel ranks, against transformers.
 
-Compared are logits, gradient and greedy responses, the log-probs of the training path, their
-entropies and gradients, and the log-probs that the generator reports.
-The folder that is exported from either holds the same tensors, bit for bit.
+Logits, gradients, greedy responses, log-probs and entropies of the training path with their
+gradients, and the generator's log-probs are compared. The exported folder has the same tensors for
+any number of ranks, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from helpers.policies import brute_force_log_probs, transformers_logits, transfo
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
 
-# On two ranks, which take longer: every family, with and without padding.
+# Two ranks take longer; these models cover every family, with and without padding.
 ON_TWO_RANKS = ("llama_bias_padded", "mistral_window", "qwen2_padded", "qwen3", "qwen3_padded")
 every_model = pytest.mark.parametrize("name", MODELS)
 models_on_two_ranks = pytest.mark.parametrize("name", ON_TWO_RANKS)
@@ -47,7 +47,7 @@ def expected(folders):
 
 @pytest.fixture(scope="module")
 def on_two_ranks(root, folders):
-    """The folder that the ranks wrote into."""
+    """Return the folder to which the ranks wrote."""
     out = root / "out"
     out.mkdir()
     script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
@@ -76,7 +76,7 @@ def test_two_ranks(name, folders, expected, on_two_ranks):
 
 
 def assert_equal(computed: dict, expected: dict) -> None:
-    assert expected["logits"].std() > 0.5  # else closeness would say little
+    assert expected["logits"].std() > 0.5  # otherwise closeness would prove little
     torch.testing.assert_close(computed["logits"], expected["logits"], atol=1e-5, rtol=0)
     assert computed["responses"] == computed["responses_alone"] == expected["responses"]
     assert len({tuple(response) for response in computed["responses"]}) > 1
@@ -86,12 +86,12 @@ def assert_equal(computed: dict, expected: dict) -> None:
         torch.testing.assert_close(
             computed["gradient"][key], gradient, atol=1e-6, rtol=1e-4, msg=key
         )
-    # What several ranks hold, or padding, must count once or not at all.
+    # Parameters on several ranks count once, padding not at all.
     assert computed["norm"] == pytest.approx(expected["norm"], rel=1e-4)
 
 
 def assert_scored_alike(computed: dict, expected: dict, folder: Path) -> None:
-    """Log-probs of training and of the generator are transformers' softmax at the temperature."""
+    """Log-probs of training and generation equal transformers' softmax at the temperature."""
     ours = computed["scores"]
     theirs = expected["scores"]
     assert theirs["log_probs"].std() > 0.5

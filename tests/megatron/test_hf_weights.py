@@ -1,6 +1,6 @@
 """Weights from a Hugging Face folder and back, on one rank and two.
 
-The logits are those of transformers. Errors are clear.
+Logits equal those of transformers. Errors are clear.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_logits_equal_transformers_both_ways(shape, mesh, tmp_path):
     lm = megatron_model(folder, mesh)
     theirs = transformers_model(folder)
     expected = transformers_logits(theirs, tokens)
-    assert expected.std() > 0.5  # else closeness would say little
+    assert expected.std() > 0.5  # otherwise closeness would prove little
     torch.testing.assert_close(all_logits(lm, tokens), expected, atol=1e-5, rtol=0)
 
     exported = export_hf_folder(lm, folder, tmp_path / "exported")
@@ -89,7 +89,7 @@ def test_the_scaling_of_llama3_changes_the_frequencies(mesh, tmp_path):
 def test_config_of_older_and_newer_transformers_is_read_alike(mesh, tmp_path):
     """transformers 5 moved `rope_theta` and `rope_scaling`, and renamed `torch_dtype`.
 
-    Before, both stood at the top level.
+    In older versions both RoPE keys are at the top level.
     """
     folder = tiny_llama_folder(tmp_path / "source", rope_scaling=LLAMA3_SCALING)
     tokens = random_tokens(64, 2, 100)
@@ -100,7 +100,7 @@ def test_config_of_older_and_newer_transformers_is_read_alike(mesh, tmp_path):
         for key, value in values.items()
         if not key.startswith("rope_") and "dtype" not in key
     }
-    theta = 10_000.0  # transformers' own, which the helper leaves as it is
+    theta = 10_000.0  # transformers' default, which the helper does not change
     older = {"rope_theta": theta, "rope_scaling": LLAMA3_SCALING, "torch_dtype": "float32"}
     newer = {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": theta}, "dtype": "float32"}
     for form in (older, newer):
@@ -112,7 +112,7 @@ def test_exported_folder_has_the_tokenizer_and_replaces_an_older_one(mesh, tmp_p
     from transformers import AutoTokenizer
 
     folder = tiny_llama_folder(tmp_path / "source")
-    (folder / "trainer_state.json").write_text("{}")  # not the model's: stays behind
+    (folder / "trainer_state.json").write_text("{}")  # not part of the model: it is not exported
     out = tmp_path / "out"
     out.mkdir()
     (out / "stale.safetensors").write_text("old")
@@ -131,9 +131,9 @@ def test_exported_folder_has_the_tokenizer_and_replaces_an_older_one(mesh, tmp_p
 
 
 def test_an_export_has_every_template_and_leaves_folders_alone(mesh, tmp_path):
-    """`save_pretrained` writes named templates into a folder.
+    """`save_pretrained` writes named templates to a folder.
 
-    Other folders may have a tokenizer's name.
+    A subfolder may have the name of a tokenizer's file.
     """
     from transformers import AutoTokenizer
 
@@ -153,7 +153,7 @@ def test_an_export_has_every_template_and_leaves_folders_alone(mesh, tmp_path):
 def test_export_of_a_bf16_checkpoint_trained_in_fp32_loads_as_fp32(mesh, tmp_path):
     """transformers takes the dtype from config.json.
 
-    Left at bfloat16, it would round the trained weights.
+    bfloat16 there would round the trained weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -187,7 +187,7 @@ def test_export_of_a_bf16_checkpoint_trained_in_fp32_loads_as_fp32(mesh, tmp_pat
 def test_export_ends_in_generate_where_training_ended(
     configured, generation, expected, mesh, tmp_path
 ):
-    """The tokenizer's end token is 2; training ends responses at all that the folder names."""
+    """The tokenizer's end token is 2; training ends responses at all end tokens of the folder."""
     from transformers import AutoModelForCausalLM
 
     folder = tiny_llama_folder(tmp_path / "source")
@@ -214,7 +214,7 @@ def test_export_to_a_full_disk_is_an_error_and_leaves_the_old_folder(mesh, tmp_p
     out = export_hf_folder(lm, folder, tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # the weights have more bytes, the config fewer
+    # more bytes in the weights, fewer in the config
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
     try:
         with raises_error("model.folder.not_written", out):
@@ -249,7 +249,7 @@ def test_missing_tensor(mesh, tmp_path):
         ("model.layers.0.mlp.down_proj.weight", (32, 60)),
         ("model.layers.0.mlp.gate_proj.weight", (128, 32)),
         ("model.norm.weight", (16,)),
-        # Fewer rows must not be taken for padding, nor more be cut off.
+        # Missing rows must not be treated as padding, nor extra rows be cut off.
         ("model.embed_tokens.weight", (63, 32)),
         ("model.embed_tokens.weight", (65, 32)),
     ],
@@ -305,7 +305,7 @@ def test_all_faults_of_a_folder_in_one_message(mesh, tmp_path):
             tensors[f"model.layers.{layer}.self_attn.q_proj.bias"] = torch.zeros(32)
         tensors[K_PROJ] = torch.zeros(8, 32)
         tensors["model.norm.weight"] = torch.zeros(32, dtype=torch.int8)
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # of older folders
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # in older folders
 
     edit_tensors(folder, edit)
     with pytest.raises(CheckpointError) as caught:
@@ -338,7 +338,7 @@ def test_output_layer_that_is_stored_although_tied(mesh, tmp_path):
 
 
 class LiveBytes(TorchDispatchMode):
-    """The largest sum of the bytes of all tensors that were alive at the same time."""
+    """The largest total size of the tensors that are alive at the same time."""
 
     def __init__(self):
         super().__init__()
@@ -363,14 +363,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 class TestMemory:
-    """Of a model of 600 kB, whose largest parameter has 25 kB."""
+    """The model has 600 kB, its largest parameter 25 kB."""
 
     @pytest.fixture
     def folder(self, tmp_path):
         return tiny_llama_folder(tmp_path / "source", layers=12, ffn=96, max_shard_size="100KB")
 
     def test_export_holds_one_file_and_one_parameter(self, folder, mesh, tmp_path, monkeypatch):
-        # As if gathered from several ranks, which takes memory of its own.
+        # As if gathered from several ranks, which takes additional memory.
         monkeypatch.setattr(hf_weights, "_on_first_rank", lambda value, *_: [value.clone()])
         lm = megatron_model(folder, mesh)
         largest = max(parameter.nbytes for parameter in lm.parameters())
@@ -401,12 +401,12 @@ class TestMemory:
         monkeypatch.setattr(HFFolder, "read", recorded)
         load_hf_weights(lm, HFFolder(folder))
         assert len(read) == 12 * 9 + 2
-        assert max(alive) <= 2  # the one before it, until its name is bound anew
+        assert max(alive) <= 2  # the previous tensor, until its name is rebound
         assert sum(sizes) == sum(parameter.nbytes for parameter in lm.parameters())
 
 
 def test_a_rank_reads_its_part_only(mesh, tmp_path):
-    """A rank reads its share of each matrix, and none of the groups that are padding."""
+    """A rank reads its share of each matrix, and nothing for groups that are padding."""
     folder = HFFolder(tiny_llama_folder(tmp_path, heads=9, groups=3, hidden=36))
     arch = Architecture.from_folder(tmp_path)
     for rank, share in ((1, 1 / 3), (3, 0)):
@@ -455,7 +455,7 @@ class TestSeveralFiles:
 
 @pytest.fixture(scope="module")
 def expected():
-    """Tokens and transformers' logits of them."""
+    """Return tokens and transformers' logits."""
     from transformers import AutoTokenizer
 
     folder = smollm2_folder()
@@ -477,7 +477,7 @@ def test_logits_on_one_rank_and_export(expected, mesh, tmp_path):
 def two_ranks(tmp_path_factory):
     """Return (folder, output of two tensor-parallel ranks) by model.
 
-    The models need padding in different ways.
+    The models need different kinds of padding.
     """
     root = tmp_path_factory.mktemp("two_ranks")
     shapes = {
@@ -487,7 +487,7 @@ def two_ranks(tmp_path_factory):
         "one_group": {"heads": 4, "groups": 1, "head_dim": 16},
     }
     folders = [tiny_llama_folder(root / name, **shape) for name, shape in shapes.items()]
-    with contextlib.suppress(pytest.skip.Exception):  # the small models are tested without it
+    with contextlib.suppress(pytest.skip.Exception):  # the small models do not need it
         folders.append(smollm2_folder())
     out = root / "out"
     out.mkdir()
@@ -515,7 +515,7 @@ def test_real_weights_on_two_ranks(two_ranks, expected):
 
 
 def assert_same_weights(folder: Path, other: Path) -> None:
-    """Bit for bit: nothing is computed on the way, so transformers' logits are the same too."""
+    """Compare bit for bit: equal weights give equal logits in transformers."""
     weights = load_file(folder / "model.safetensors")
     others = load_file(other / "model.safetensors")
     assert weights.keys() == others.keys()

@@ -1,6 +1,6 @@
 """Ctrl-C at any moment of a save or a load.
 
-It stays an interrupt, and the last checkpoint stays whole.
+It stays an interrupt, and the last checkpoint stays intact.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from reinforce_rl.megatron.checkpointer import latest_checkpoint
 MOMENTS = 40
 
 
-# On the way out of a `with`, these give back what the whole process shares; an interrupt there
-# leaves it taken. A lock of pytest's log handler made the next thread that logged wait forever;
-# gradients switched off failed other files.
+# These release process-wide state when a `with` block exits; an interrupt there would keep it
+# acquired. A lock of pytest's log handler made the next logging thread wait forever, and disabled
+# gradients made other test files fail.
 SHARED = (
     "logging",
     "contextlib",
@@ -46,7 +46,7 @@ def is_moment(frame: Any, event: str) -> bool:
 
 
 def count_calls(action: Callable[[], object]) -> int:
-    """Of Python functions, each a moment at which a signal can be handled."""
+    """Count calls of Python functions, the moments at which a signal can be handled."""
     count = 0
 
     def step(frame: Any, event: str, arg: Any) -> None:
@@ -62,7 +62,7 @@ def count_calls(action: Callable[[], object]) -> int:
 
 
 def interrupt_at(moment: int, action: Callable[[], object]) -> BaseException | None:
-    """What comes of it where Ctrl-C is pressed at this call; None where it went through."""
+    """Interrupt this call; return the exception that results, or None if there is none."""
     count = 0
 
     def step(frame: Any, event: str, arg: Any) -> None:
@@ -132,7 +132,7 @@ def test_within_a_load(run):
         raised = interrupt_at(
             1 + number * calls // MOMENTS, lambda: run.checkpointer.restore(named)
         )
-        # None: it struck within a finalizer, from which Python lets nothing out.
+        # None: the interrupt hit a finalizer, and Python ignores its exceptions.
         assert raised is None or type(raised) is KeyboardInterrupt, (
             f"call {number * calls // MOMENTS}: {raised!r}"
         )
@@ -140,7 +140,7 @@ def test_within_a_load(run):
     assert interrupted > MOMENTS * 0.8
 
 
-class TestWhatIsSaidOfAFailure:
+class TestReportsOfFailures:
     def check(self, run: Run, key: str, *values: object) -> None:
         with raises_error(key, run.checkpointer.folder / "step_00000099.part", *values):
             run.checkpointer.save(99, {"step": 99})

@@ -1,4 +1,4 @@
-"""The layers of a model beside those of another one, and the layer where they part."""
+"""Outputs of two models' layers, and the first layer that differs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_model_that_is_shared_shows_the_same_layers(
 ):
     """Each stage has some of the layers.
 
-    Sequence parallelism splits their positions, of which 7 is no multiple.
+    Sequence parallelism splits 7 positions, which is not a multiple of its size.
     """
     script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "layer_outputs.py"
     out = tmp_path / "found.pt"

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU with gradients of their own, against autograd on the formulas."""
+"""RMSNorm and SwiGLU with explicit gradients, against autograd on the formulas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def swiglu_formula(x):
 
 
 @pytest.mark.parametrize("shape", [(8,), (5, 8), (3, 2, 8)])
-def test_gradients_are_those_of_finite_differences(shape):
+def test_gradients_equal_finite_differences(shape):
     assert torch.autograd.gradcheck(swiglu, (random(*shape),))
     if len(shape) > 1:
         assert torch.autograd.gradcheck(
@@ -39,7 +39,7 @@ def test_values_are_the_formulas(eps):
 
 
 def test_bf16_rounds_once():
-    """As torch's own, the norm of a bf16 tensor is computed in float32."""
+    """Like torch's, the norm of a bf16 tensor is computed in float32."""
     x = random(16, 256, dtype=torch.float32).bfloat16()
     weight = random(256, dtype=torch.float32).bfloat16()
     exact = F.rms_norm(x.double(), (256,), weight.double(), 1e-5)

@@ -1,6 +1,6 @@
 """Log-probs and entropies against log_softmax of whole logits.
 
-However they are padded, batched, chunked or sharded.
+They do not depend on padding, batching, chunking or sharding.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_leaves
 from reinforce_rl.megatron.model.log_probs import chunked_log_probs
 from reinforce_rl.megatron.model.model import VocabShard
 
-CHUNK = 5  # of the 12 response tokens
-# 3 padded rows of the weight
+CHUNK = 5  # smaller than the 12 response tokens
+# three padded rows of the weight
 POSITIONS = 7
 TOKENS = 13
 ROWS = 16
@@ -99,7 +99,7 @@ def test_independent_of_padding_and_of_the_rest_of_the_batch(lm, batch):
     with torch.no_grad():
         together = log_probs_of(lm, *batch)
         wider = torch.nn.functional.pad(sequences, (0, 6), value=17)
-        # What stands behind a sequence's end is never read.
+        # Positions behind the end of a sequence are never read.
         for row in range(len(sequences)):
             wider[row, prompts[row] + responses[row] :] = 17
         torch.testing.assert_close(
@@ -170,7 +170,7 @@ def test_single_token_prompt_without_response(lm):
 
 
 def test_bfloat16_model_gives_float32_softmax(folder, mesh, batch):
-    """Logits have the model's precision, log-probs have not.
+    """Logits have the model's precision, log-probs have float32.
 
     A bfloat16 log-prob would be off by 1e-2.
     """
@@ -198,7 +198,7 @@ def test_bfloat16_model_gives_float32_softmax(folder, mesh, batch):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Models whose vocabularies must be padded, and what two tensor-parallel ranks computed."""
+    """Return results of two tensor-parallel ranks; the models' vocabularies need padding."""
     root = tmp_path_factory.mktemp("two_ranks")
     folders = [
         tiny_llama_folder(root / "untied", vocab_size=63, tied=False),
@@ -254,9 +254,7 @@ def inputs():
 @pytest.mark.parametrize("chunk_tokens", [1, 3, POSITIONS, POSITIONS + 5])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("loss", [LOG_PROBS, ENTROPY, BOTH], ids=["log_probs", "entropy", "both"])
-def test_values_and_gradients_are_those_of_whole_logits(
-    loss, temperature, chunk_tokens, shard, inputs
-):
+def test_values_and_gradients_equal_whole_logits(loss, temperature, chunk_tokens, shard, inputs):
     hidden, weight, targets = inputs
     weights = torch.randn(
         2, POSITIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
@@ -346,7 +344,7 @@ def test_no_position_at_all(shard, inputs):
 
 
 class TestBFloat16:
-    """Logits have 8 bits of mantissa, whatever is done with them; the softmax has float32's 24."""
+    """Logits always have 8 bits of mantissa; the softmax has float32's 24."""
 
     @pytest.fixture
     def inputs(self):
@@ -366,7 +364,7 @@ class TestBFloat16:
         )
 
     def test_weight_gradient_is_rounded_once(self, shard, inputs):
-        """64 chunks added up in bfloat16 would lose what is below 1/256 of the sum."""
+        """Summing 64 chunks in bfloat16 would lose values below 1/256 of the sum."""
         hidden, weight, targets = inputs
         exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
         exact_log_probs, _ = full_log_probs(exact[0], exact[1][:TOKENS], targets, 0.7)
@@ -379,7 +377,7 @@ class TestBFloat16:
 
 
 class TestMemory:
-    """Counted, not measured: every tensor that is made, and every one that awaits the backward."""
+    """Count all created tensors, and all tensors saved for the backward pass."""
 
     POSITIONS = 40
     TOKENS = 500
@@ -424,7 +422,7 @@ class TestMemory:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that an operation gave, views of parameters included."""
+    """The size of the largest tensor that an operation returned, including views of parameters."""
 
     numel = 0
 
@@ -437,7 +435,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_ranks_without_the_largest_logit_or_without_tokens(two_ranks):
-    """Two ranks with 8 rows each: 16, 13 and 8 tokens, so that the second one has 8, 5 and none."""
+    """Two ranks share batches of 16, 13 and 8 tokens; the second has 8, 5 and none of them."""
     for tokens, results in torch.load(two_ranks[1] / "head.pt").items():
         hidden, weight, targets = head_inputs(POSITIONS, tokens, ROWS, scale=30.0)
         outputs = full_log_probs(hidden, weight[:tokens], targets, 0.6)
@@ -448,7 +446,7 @@ def test_ranks_without_the_largest_logit_or_without_tokens(two_ranks):
 
 
 def scores_of(inputs, shard, temperature, chunk_tokens=3) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies."""
+    """Return log-probs and entropies."""
     hidden, weight, targets = inputs
     log_probs, entropy = chunked_log_probs(
         hidden,

@@ -1,6 +1,6 @@
-"""LoRA against PEFT on one rank and on two tensor-parallel ones.
+"""LoRA against PEFT on one rank and on two tensor-parallel ranks.
 
-Compared are logits, loss, gradients, norms and exported folders.
+Logits, loss, gradients, norms and exported folders are compared.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def two_ranks(folders, root):
 
 @pytest.fixture(params=["one", "two"])
 def lora_results(request):
-    """(name of the folder, results) of each number of ranks."""
+    """Return (folder name, results) for each number of ranks."""
     return request.param, request.getfixturevalue(
         f"{request.param}_rank{'s' if request.param == 'two' else ''}"
     )
@@ -95,7 +95,7 @@ def lora_results(request):
 
 @every_case
 def test_equals_peft(name, lora_results, by_peft):
-    """In float64, but transformers has its norms and RoPE in float32 even then."""
+    """In float64, although transformers computes norms and RoPE in float32."""
     ranks, results = lora_results
     mine = results[name]
     expected = by_peft[name]
@@ -110,7 +110,7 @@ def test_equals_peft(name, lora_results, by_peft):
 
 @every_case
 def test_the_updates_change_the_logits(name, folders, by_peft):
-    """Else the test above would say nothing."""
+    """Otherwise the test above would prove nothing."""
     base = transformers_model(folders[name], torch.float64)
     difference = (
         transformers_logits(base, tokens_of(base.config.vocab_size)) - by_peft[name]["logits"]
@@ -124,7 +124,7 @@ def test_a_step_changes_the_updates_alone(name, lora_results, by_peft):
     assert results["changed"]
     for parameter in results["changed"]:
         assert ".lora." in parameter
-    # Padding, and what several ranks hold, must count once or not at all.
+    # Parameters on several ranks count once, padding not at all.
     gradients = by_peft[name]["gradient"].values()
     expected = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
     assert results["norm"] == pytest.approx(expected, rel=1e-5)
@@ -146,9 +146,9 @@ def test_two_ranks_start_and_step_as_one(name, one_rank, two_ranks):
 
 @every_case
 def test_exported_folders(name, lora_results, folders, root):
-    """Both are the model after a step.
+    """Both folders contain the model after a step.
 
-    One is merged, the other is an adapter that PEFT adds to the base model.
+    One is merged; the other is an adapter that PEFT adds to the base model.
     """
     from peft import PeftModel
 
@@ -176,7 +176,7 @@ def test_merged_folder_differs_in_its_targets_only(name, lora_results, folders, 
     assert changed == targets
 
 
-def test_at_the_start_the_logits_are_those_of_the_base(folders, mesh):
+def test_at_the_start_the_logits_equal_the_base(folders, mesh):
     lm = megatron_model(folders["qwen3"], mesh)
     tokens = tokens_of(lm.architecture.vocab_size)
     before = all_logits(lm, tokens)
@@ -197,7 +197,7 @@ def test_updates_off_is_the_base(folders, mesh):
 
 
 def test_generation_uses_the_updates(folders, mesh, tmp_path):
-    """Greedy responses, with the KV cache, against those of the merged model in transformers."""
+    """Compare greedy responses, with the KV cache, to the merged model in transformers."""
     name = "qwen3"
     lm = lora_model(folders[name], mesh, CASES[name], torch.float64)
     export_hf_folder(lm, folders[name], tmp_path / "merged", values=MergedWeights(lm))
@@ -227,7 +227,7 @@ def test_generation_uses_the_updates(folders, mesh, tmp_path):
 
 @every_case
 def test_a_checkpoint_of_two_ranks_on_one(name, two_ranks, folders, mesh, root):
-    """Padding is cut."""
+    """Padding is removed."""
     lm = megatron_model(folders[name], mesh)
     add_lora(lm, CASES[name])
     checkpoint = root / "two" / name / "checkpoints" / "step_00000001"
@@ -240,7 +240,7 @@ def test_initial_a_has_pefts_distribution():
     row = lora_map(wide_architecture(), 1, LoraSettings(64, 1.0, ("q_proj",), seed=1))[0].a
     a = initial_a(row, seed=1)
     assert a.shape == (64, 1024)
-    bound = 1 / math.sqrt(1024)  # sqrt(6 / ((1 + 5) in)), as kaiming_uniform_(a=sqrt(5)) has it
+    bound = 1 / math.sqrt(1024)  # sqrt(6 / ((1 + 5) in)), the bound of kaiming_uniform_(a=sqrt(5))
     assert bound * 0.999 < a.abs().max() <= bound
     assert a.std() == pytest.approx(bound / math.sqrt(3), rel=0.02)
     assert torch.equal(a, initial_a(row, seed=1))

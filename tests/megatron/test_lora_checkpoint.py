@@ -1,6 +1,6 @@
-"""Runs with LoRA learn, and their checkpoints hold the updates alone.
+"""LoRA runs learn, and their checkpoints only contain the updates.
 
-They resume bit for bit, on their base only.
+They resume bit for bit, and only on their base.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LORA = (
     "model.peft.lora_tuning.adapter_dim=4",
     "model.peft.lora_tuning.alpha=8",
 )
-CHANGED = "resume_with_changes=true"  # which does not help
+CHANGED = "resume_with_changes=true"  # does not help here
 LONG = (
     *LORA,
     "trainer.reinforce.max_epochs=12",
@@ -75,7 +75,7 @@ def test_learns_and_leaves_the_base(whole_run, mesh):
     lines = [line for line in metrics_of(folder) if "train/rewards" in line]
     rewards = [line["train/rewards"] for line in lines]
     assert statistics.fmean(rewards[-6:]) > statistics.fmean(rewards[:6]) + 0.15
-    # The reference is the base, so the KL grows from nothing.
+    # The reference is the base, so the KL starts at zero.
     assert abs(lines[0]["train/init_policy_kl"]) < 1e-6
     assert lines[-1]["train/init_policy_kl"] > 0.05
     base = dict(megatron_model(folder / "model", mesh).named_parameters())
@@ -92,14 +92,14 @@ def test_checkpoint_holds_the_updates_alone(whole_run):
     for name in stored:
         assert "lora_A" in name or "lora_B" in name
     updates = sum(p.numel() for p in parameters(trainer, trained=True).values())
-    # Themselves and Adam's two moments of them.
+    # The updates and Adam's two moments.
     assert (
         sum(tensor.local_shape[0] * tensor.local_shape[1] for tensor in stored.values())
         == 3 * updates
     )
 
 
-def test_goes_on_bit_for_bit(whole_run, mesh, tmp_path):
+def test_resumes_bit_for_bit(whole_run, mesh, tmp_path):
     run(tmp_path, mesh, *LONG, "trainer.reinforce.max_steps=12")
     again = run(tmp_path, mesh, *LONG)
     metrics = metrics_of(tmp_path)
@@ -205,7 +205,7 @@ def test_two_ranks_equal_one(layout, mesh, tmp_path):
     trainer = run(single, mesh, *short)
     for lines in zip(metrics_of(double), metrics_of(single), strict=True):
         metrics, expected = map(without_times, lines)
-        # Micro-batches of half the samples are padded otherwise.
+        # Micro-batches of half the size have different padding.
         assert metrics.pop("train/padding_fraction") >= 0 <= expected.pop("train/padding_fraction")
         assert largest_difference(metrics, expected) < 1e-3
     trainer.model.export(single / "model", single / "run" / "hf")
@@ -220,7 +220,7 @@ def test_two_ranks_equal_one(layout, mesh, tmp_path):
 
 
 def test_fingerprint(tmp_path):
-    """The same for other files of the same weights, another one for other weights."""
+    """It is equal for other files of the same weights, and differs for other weights."""
     single = HFFolder(tiny_llama_folder(tmp_path / "one"))
     many = HFFolder(tiny_llama_folder(tmp_path / "many", max_shard_size="20KB"))
     names = {entry.name for entry in many.folder.glob("*.safetensors")}
@@ -252,7 +252,7 @@ def test_exports_at_the_end(whole_run, tmp_path):
 
 
 def test_a_checkpoint_as_a_hugging_face_folder(whole_run, mesh, tmp_path):
-    """`convert_checkpoint.py to-hf` merges what the run itself would."""
+    """`convert_checkpoint.py to-hf` merges like the run itself."""
     folder, trainer = whole_run
     expected = load_file(
         trainer.model.export(folder / "model", tmp_path / "hf") / "model.safetensors"

@@ -1,4 +1,4 @@
-"""The layout of ranks, and errors that all ranks learn of together."""
+"""The layout of ranks, and errors that reach all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/mesh.py"
 
 
 def test_one_rank_without_a_launcher():
-    for _ in range(2):  # a second one can be opened when the first is closed
+    for _ in range(2):  # a mesh can be opened again after it is closed
         with parallel_mesh() as mesh:
             assert mesh.rank == 0
             assert mesh.world_size == 1
@@ -121,7 +121,8 @@ def test_two_ranks():
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_nothing_but_tensors_of_a_gpu_is_handed_to_nccl(tp_size):
-    # One mesh a launch: another one would find the addresses of the first in the launcher's store.
+    # One mesh a launch: another mesh would read the first one's addresses from the launcher's
+    # store.
     output = run_ranks(SCRIPT.with_name("mixed_backends.py"), 2, tp_size)
     assert output.count("all checks passed") == 2
 

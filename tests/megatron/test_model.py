@@ -1,4 +1,4 @@
-"""Fields of megatron's configuration: what a user may set, and that recomputation happens."""
+"""Fields of megatron's configuration that a user may set, and recomputation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The optimizer step, its schedule, and Adam's state.
 
-The state is in host memory, and in a checkpoint as rectangles.
+The state is in host memory; checkpoints store it as rectangles.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def wrapped(folder, mesh, optim=OPTIM, clip_grad=0.0):
 
 
 def weighted_sum(ddp, weight):
-    """A loss whose gradient is known: every parameter has the gradient `weight`."""
+    """Return a loss whose gradient is `weight` for every parameter."""
     return sum((p * weight).sum() for p in ddp.parameters())
 
 
 def formula(schedule: ScheduleConfig, k: int) -> float:
-    """The learning rate of the k-th step, from 1."""
+    """Return the learning rate of the k-th step, counted from 1."""
     warmup = schedule.warmup_steps
     end = TOTAL_STEPS - schedule.constant_steps
     if k <= warmup:
@@ -74,13 +74,13 @@ def test_every_step_of_a_schedule(name, warmup, constant, folder, mesh):
         name=name, warmup_steps=warmup, constant_steps=constant, min_lr=MIN_LR
     )
     ddp, optimizer = wrapped(folder, mesh, OptimConfig(lr=LR, sched=schedule))
-    for k in range(1, 13):  # past the end too
+    for k in range(1, 13):  # also beyond the end
         accumulate_gradients(ddp, [1e-3], weighted_sum)
         assert optimizer.step().lr == pytest.approx(formula(schedule, k), rel=1e-12)
 
 
 def test_first_step_moves_the_weights_by_its_own_learning_rate(folder, mesh):
-    """Adam's first step moves each weight by lr, so it shows the learning rate of the step."""
+    """Adam's first step moves each weight by lr, so it shows the step's learning rate."""
     optim = OptimConfig(lr=LR, weight_decay=0.0, sched=ScheduleConfig(warmup_steps=4))
     ddp, optimizer = wrapped(folder, mesh, optim)
     before = [p.detach().clone() for p in ddp.parameters()]
@@ -144,7 +144,7 @@ def test_gradient_that_is_not_finite_changes_nothing(bad, folder, mesh):
     assert not math.isfinite(update.grad_norm)
     for a, b in zip(before, ddp.parameters(), strict=True):
         assert torch.equal(a, b)
-    # The moments are clean: a later step is finite and moves.
+    # The moments are finite: a later step is finite and not zero.
     accumulate_gradients(ddp, [1.0], weighted_sum)
     assert not optimizer.step().skipped
     for p in ddp.parameters():
@@ -178,7 +178,7 @@ def weights_of(ddp):
 
 
 def as_on_a_gpu(optimizer: ActorOptimizer, block_bytes: int = 10_000) -> ActorOptimizer:
-    """The path of a GPU with tensors of a CPU; host memory in blocks that cut tensors."""
+    """Use the GPU code path with CPU tensors, and host memory in blocks that split tensors."""
     optimizer._on_gpu = True
     optimizer._host = HostCopies(pin=False, block_bytes=block_bytes)
     return optimizer
@@ -188,7 +188,7 @@ def as_on_a_gpu(optimizer: ActorOptimizer, block_bytes: int = 10_000) -> ActorOp
 def test_moments_that_are_there_before_the_first_step_change_nothing(
     dtype, distributed, folder, mesh
 ):
-    """An engine on the same GPU sizes its cache by what is free before that step."""
+    """An engine on the same GPU sizes its cache by the free memory before this step."""
     weights = []
     for early in (False, True):
         ddp, megatron, _, optimizer = of_kind(folder, mesh, dtype, distributed)
@@ -210,7 +210,7 @@ def test_a_step_takes_one_norm_and_is_megatrons_to_the_last_bit(
 ):
     ddp, megatron, scheduler, _ = of_kind(folder, mesh, dtype, distributed)
     norms = []
-    for value in VALUES:  # megatron's own step, which takes the norm again
+    for value in VALUES:  # megatron's own step, which computes the norm again
         accumulate_gradients(ddp, [value], weighted_sum)
         scheduler.step(1)
         megatron.prepare_grads()
@@ -230,7 +230,7 @@ def test_a_step_takes_one_norm_and_is_megatrons_to_the_last_bit(
 
 
 @KINDS
-def test_the_step_of_a_gpu_is_that_of_a_cpu(dtype, distributed, folder, mesh):
+def test_the_step_of_a_gpu_equals_a_cpus(dtype, distributed, folder, mesh):
     steps = []
     for on_gpu in (False, True):
         ddp, _, _, optimizer = of_kind(folder, mesh, dtype, distributed)
@@ -260,7 +260,8 @@ def test_offloading_frees_all_but_the_weights_and_brings_it_back_bit_for_bit(
                 assert tensor.untyped_storage().nbytes() == 0
             for p in away[0].parameters():
                 assert p.main_grad.untyped_storage().nbytes() == 0
-            assert torch.equal(weights_of(away[0]), weights_of(plain[0]))  # what generates
+            # These weights generate.
+            assert torch.equal(weights_of(away[0]), weights_of(plain[0]))
         for ddp, step in ((plain[0], as_on_a_gpu(plain[3])), (away[0], optimizer)):
             accumulate_gradients(ddp, [value], weighted_sum)
             step.step()
@@ -268,7 +269,7 @@ def test_offloading_frees_all_but_the_weights_and_brings_it_back_bit_for_bit(
     pairs = zip(large_states(away[1]), large_states(plain[1]), strict=True)
     for state, other in pairs:
         assert torch.equal(state, other)
-    kinds = 3 if dtype == torch.bfloat16 else 2  # moments, and fp32 weights of others
+    kinds = 3 if dtype == torch.bfloat16 else 2  # moments, and fp32 weights of other dtypes
     elements = sum(p.numel() for p in away[0].parameters())
     assert sum(tensor.nbytes for tensor in large_states(away[1])) == 4 * kinds * elements
     assert weight_bytes == elements * dtype.itemsize
@@ -342,7 +343,7 @@ def test_every_byte_comes_back_to_the_same_tensor_and_its_views(block_bytes):
         for a, b in zip(tensors, before, strict=True):
             assert torch.equal(a, b)
         assert torch.equal(view, before[0][1:, 2])
-        tensors[1].add_(1)  # the second time other bytes go there and back
+        tensors[1].add_(1)  # other bytes the second time
         before[1].add_(1)
     needed = sum(tensor.nbytes for tensor in tensors)
     assert len(copies._blocks) == -(-needed // block_bytes), (

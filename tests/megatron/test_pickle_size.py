@@ -1,4 +1,4 @@
-"""What a pickle would take is known before it is read."""
+"""The memory that a pickle needs is known before it is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reinforce_rl.megatron.pickle_size import check_pickle_size
 
 
 def nested_index(rounds: int) -> Any:
-    """An object whose hash is that of its fields."""
+    """Return an object whose hash is computed from its fields."""
     index = MetadataIndex("a")
     for _ in range(rounds):
         index = MetadataIndex((index, index))  # type: ignore[arg-type]
@@ -27,7 +27,7 @@ def nested_index(rounds: int) -> Any:
 
 
 def test_its_key_would_be_hashed_for_ever() -> None:
-    """`pickle.loads` would not end."""
+    """`pickle.loads` would not terminate."""
     assert pickle.loads(pickle_of_key(3)) == {doubled(1, 3): 1}
     with raises_error("checkpoint.pickle.endless"):
         check_pickle_size(pickle_of_key(60))
@@ -46,12 +46,12 @@ def test_values_that_hold_each_other_are_refused(value: Any, protocol: int) -> N
 
 def test_values_that_grow_after_they_were_taken_are_refused() -> None:
     lists: list[Any] = [[] for _ in range(60)]
-    names = dict(enumerate(lists))  # all of them are in the memo before one grows
+    names = dict(enumerate(lists))  # all of them are in the memo before a list grows
     for inner, outer in itertools.pairwise(lists):
         outer += [inner, inner]
     with raises_error("checkpoint.pickle.endless"):
         check_pickle_size(pickle.dumps([names, lists]))
-    # By hand: the list is put into the memo, then into a tuple, and only then it is filled.
+    # By hand: the list is put into the memo, then into a tuple, and is filled afterwards.
     with raises_error("checkpoint.pickle.late_change"):
         check_pickle_size(b"\x80\x02]q\x00\x85h\x00K\x01a\x86.")
 
@@ -63,14 +63,14 @@ def test_a_key_used_again_and_again_is_refused() -> None:
 
 
 def with_attribute(attributes: object) -> bytes:
-    """A pickled OrderedDict whose attributes torch updates by any pairs."""
+    """Pickle an OrderedDict with attributes that torch would update from any pairs."""
     header = b"\x80\x02"
     state = pickle.dumps(attributes, 2).removeprefix(header).removesuffix(b".")
     return header + b"ccollections\nOrderedDict\n)R" + state + b"b."
 
 
 def test_hashes_of_pairs_are_equal_and_each_is_compared() -> None:
-    """So that the next test can fail."""
+    """Proves that the next test can fail."""
     pairs = equal_hashes(100)
     assert len(set(pairs)) == 100
     assert len({hash(pair) for pair in pairs}) == 1
@@ -87,7 +87,7 @@ DICTIONARIES = [
     [{"a": {PAIR: 1}}],
     OrderedDict({PAIR: 1}),
 ]
-# Below protocol 4, a set is made of a list by a call; a checkpoint may not name its class.
+# Below protocol 4, a set is created from a list by a call; a checkpoint may not name its class.
 SETS = [{PAIR}, frozenset([PAIR])]
 CASES = [*itertools.product(DICTIONARIES, range(6)), *itertools.product(SETS, range(4, 6))]
 
@@ -98,7 +98,7 @@ def test_keys_whose_hashes_can_be_made_equal_are_refused(value: Any, protocol: i
         check_pickle_size(pickle.dumps(value, protocol))
 
 
-# torch calls OrderedDict with whatever a pickle says.
+# torch calls OrderedDict with the pickle's arguments.
 CALL_WITH_PAIRS = b"\x80\x02ccollections\nOrderedDict\n]K\x01K\x02\x86K\x03\x86a\x85R."
 
 
@@ -139,7 +139,7 @@ def test_a_state_dictionary_with_its_attributes_passes() -> None:
 
 
 def test_keys_that_are_numbers_are_bounded() -> None:
-    """Many of them can be prepared that follow each other through a whole table."""
+    """An attacker can choose many keys that collide along a whole table."""
     many = [{number: None for number in range(1 << 14)}, set(range(1 << 14))]
     check_pickle_size(pickle.dumps(many, 4))
     with raises_error("checkpoint.pickle.too_many_numbers", 32768):

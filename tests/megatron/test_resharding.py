@@ -1,4 +1,4 @@
-"""A checkpoint resumed at another layout gives the losses of its own layout, with padding.
+"""Resuming a checkpoint at another layout gives the losses of its own layout, with padding.
 
 At its own layout it resumes bit for bit. Three steps are compared.
 """
@@ -19,9 +19,9 @@ from helpers.resharding import (
     CASES,
     ONE,
     assert_equal_but_for_padding,
-    load_and_go_on,
+    load_and_train,
     run_of,
-    save_and_go_on,
+    save_and_train,
     stored_tensors,
     write_model,
 )
@@ -34,7 +34,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/resharding.py"
 SHARED = "DP2 distributed optimizer"
 ON_TWO = ("TP2 SP", "PP2", "PP2 uneven", "CP2", "DP2", SHARED, "CP2 distributed optimizer")
 ON_FOUR = ("TP2 PP2 SP", "PP2 DP2 distributed optimizer", "PP4", "CP2 DP2")
-# Each kind of layout to another kind, the shared optimizer to the plain one and back.
+# From each kind of layout to another, from the distributed optimizer to the plain one and back.
 QUICK = {
     "TP2 SP": [ONE, "PP2 uneven"],
     "PP2 uneven": [SHARED],
@@ -48,7 +48,7 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
     uninterrupted = {}
     for case in cases:
         write_model(out, case)
-        uninterrupted[case], _ = save_and_go_on(out, case, ONE, mesh)
+        uninterrupted[case], _ = save_and_train(out, case, ONE, mesh)
     plan = {
         "cases": cases,
         "saves": layouts,
@@ -61,7 +61,7 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
             check_main_weights(mesh, out, layouts)
         losses = json.loads((out / case / "losses.json").read_text())
         for source in (*layouts, ONE):
-            losses[f"{source} to {ONE}"], _ = load_and_go_on(out, case, source, ONE, mesh)
+            losses[f"{source} to {ONE}"], _ = load_and_train(out, case, source, ONE, mesh)
         assert losses[f"{ONE} to {ONE}"] == uninterrupted[case]
         exact = CASES[case].dtype == torch.float32
         for runs, losses_of_runs in losses.items():
@@ -84,7 +84,7 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
 
 
 def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
-    """Those in fp32 of one process and of each layout, after two steps from the same start."""
+    """Compare fp32 weights of one process and of each layout, two steps after a common start."""
     fresh = run_of(out, "bf16", ONE, "start", mesh).checkpointer
     fresh.save(1, {"step": 1})
     fresh.finish()
@@ -102,7 +102,7 @@ def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
     moved = torch.stack([(single[name] - start[name]).norm() for name in single]).norm()
     for layout in layouts:
         other = main_weights(layout)
-        # less the padding
+        # without padding
         differences = []
         for name, weight in single.items():
             differences.append(weight - other[name][tuple(map(slice, weight.shape))])
@@ -133,7 +133,7 @@ def test_every_layout_to_itself_and_two_others(case, layouts, mesh, tmp_path):
 
 
 @pytest.mark.parametrize(("extra_rows", "fits"), [(0, True), (1, True), (-1, False)])
-def test_a_smaller_vocabulary_is_no_padding(extra_rows, fits, mesh, tmp_path, monkeypatch):
+def test_a_smaller_vocabulary_is_not_padding(extra_rows, fits, mesh, tmp_path, monkeypatch):
     write_model(tmp_path, "tied")
     lm = run_of(tmp_path, "tied", ONE, "run", mesh).lm
     state = trained_state(lm)

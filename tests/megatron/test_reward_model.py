@@ -1,4 +1,4 @@
-"""Hugging Face classifiers as reward models, against transformers; and the files of heads."""
+"""Hugging Face classifiers as reward models, against transformers, and files of heads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_classifier_scores_as_in_transformers(kind, folders, expected, mesh):
     model = load_reward_model(folders[kind], None, mesh, batching=Batching(4))
     scored = model.score_attributes(sequences_to_score())
     scores = torch.tensor(scored.attributes)
-    assert expected[kind].std() > 0.3  # else closeness would say little
+    assert expected[kind].std() > 0.3  # otherwise closeness would prove little
     torch.testing.assert_close(scores, expected[kind], atol=1e-5, rtol=0)
     alone = transformers_scores(folders[kind], sequences_to_score(), padded=False)
     torch.testing.assert_close(scores, alone, atol=1e-5, rtol=0)
@@ -72,13 +72,13 @@ def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, 
     assert model._weight.dtype == torch.float32
     scores = torch.tensor(model.score_attributes(sequences_to_score()).attributes)
     torch.testing.assert_close(scores, expected[kind], atol=0.1, rtol=0)
-    # Rounded by the trunk only: a head in bf16 would give multiples of 2^-9 around 1.
+    # Only the trunk rounds: a head in bf16 would give multiples of 2^-9 around 1.
     assert not torch.equal(scores, scores.to(torch.bfloat16).to(scores.dtype))
     identities = [
         reward_model_identity(folders[kind], None, reward_model) for reward_model in (exact, model)
     ]
     assert identities[1] == {**identities[0], "precision": "bfloat16"}
-    assert "precision" not in identities[0]  # as before there were others
+    assert "precision" not in identities[0]  # as before precisions existed
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_without_a_padding_token_every_token_counts(tmp_path, mesh):
     torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-5, rtol=0)
 
 
-def test_the_last_token_that_is_no_padding():
+def test_the_last_token_that_is_not_padding():
     tokens = torch.tensor([[5, 6, 0, 9], [5, 0, 6, 0], [0, 0, 0, 0], [0, 5, 5, 5]])
     lengths = torch.tensor([3, 4, 2, 4])
     assert counted_lengths(tokens, lengths, 0).tolist() == [2, 3, 1, 4]
@@ -133,7 +133,7 @@ def test_a_folder_without_a_head_says_what_to_give(tmp_path, mesh):
 
 
 def test_a_model_that_its_weights_do_not_bear_out_is_not_built(folders, mesh, tmp_path):
-    """Its embedding alone would take terabytes, and a list of its labels gigabytes."""
+    """The embedding alone would take terabytes, and the list of labels gigabytes."""
     shutil.copytree(folders[KINDS[0]], tmp_path / "model")
     file = tmp_path / "model/config.json"
     values = json.loads(file.read_text())
@@ -197,6 +197,7 @@ def test_merging_refuses_names_that_the_head_lacks():
         Merging.from_names((), {"helpfulness": 1.0})
     with raises_error("reward_model.attributes.all_zero", "reward_model.attribute_weights"):
         Merging.from_names(HELPSTEER, {"helpfulness": 0.0})
-    for mean, deviation in ((float("nan"), 1.0), (0.0, 0.0)):  # a head's file may hold any
+    # A head's file may contain any values.
+    for mean, deviation in ((float("nan"), 1.0), (0.0, 0.0)):
         with raises_error("reward_model.moments.invalid", f"mean {mean}", f"deviation {deviation}"):
             Merging.from_names((), None, mean, deviation)

@@ -1,4 +1,4 @@
-"""Hand-overs between pipeline stages: known shapes instead of an exchange of shapes."""
+"""Transfers between pipeline stages: shapes are known and need not be exchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_stages_send_each_other_hidden_states_only(tp_size, tmp_path):
 
 
 def test_shapes_come_in_the_order_of_one_forward_one_backward():
-    """A middle stage makes a micro-batch early for its shape, once.
+    """A middle stage takes a micro-batch early, once, for its shape.
 
     It keeps the shapes for the gradients.
     """
@@ -48,6 +48,6 @@ def test_shapes_come_in_the_order_of_one_forward_one_backward():
     assert next(ahead) == 2
     expected = [(1, 1, 8), (2, 1, 8)]
     assert [ahead.next_gradient_shape() for _ in range(2)] == expected
-    # a first stage asks for no forward shape
+    # a first stage needs no forward shape
     assert next(ahead) == 5
     assert ahead.next_gradient_shape() == (5, 1, 8)

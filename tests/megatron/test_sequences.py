@@ -1,6 +1,6 @@
-"""Groups packed into one row, with prompts read once.
+"""Groups packed into one row; prompts are read once.
 
-Log-probs and gradients are those of padded sequences, in float64.
+Log-probs and gradients equal those of padded sequences, in float64.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KERNELS = {"flash": flash_on_cpu, "padded": contextlib.nullcontext}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, mesh):
-    """float64: grouped keys; a window of 7 tokens; norms of queries and keys."""
+    """Return float64 models: grouped keys, a window of 7 tokens, norms of queries and keys."""
     root = tmp_path_factory.mktemp("models")
     folders = {
         "llama": tiny_llama_folder(
@@ -63,7 +63,7 @@ def batch_of(groups: list[tuple[int, list[int]]], order: list[int] | None = None
 
 
 def scored(lm, layout, width):
-    """Log-probs, entropies, and the gradient of a sum of log-probs with unequal weights."""
+    """Return log-probs, entropies and the gradient of a sum of log-probs with unequal weights."""
     lm.zero_grad()
     scores = response_scores(
         layout, layout.hidden(lm), lm, 0.7, width, chunk_tokens=5, with_entropy=True
@@ -146,7 +146,7 @@ def test_a_prompt_is_read_once_and_nothing_is_padded(models):
 
 
 def test_the_flash_kernel_gets_no_padding(models):
-    """One call a layer: four prompts, and the eight responses with more than one token."""
+    """One call a layer: four prompts, and eight responses of more than one token."""
     lm = models["llama"]
     *where, group_ids = BATCHES["ragged"]
     calls = []
@@ -163,9 +163,9 @@ def test_the_flash_kernel_gets_no_padding(models):
 
 
 def test_padding_at_the_end_of_a_row_is_a_sequence_of_its_own():
-    """A multiple that sequence parallelism asks for.
+    """Sequence parallelism requires a multiple.
 
-    Nothing else sees it, and it sees something finite.
+    No other sequence sees the padding, and the padding sees finite values.
     """
     spans = _spans([2, 3], [1, 0, 4], [1, 0, 0], 2)
     expected = [((0, 2),), ((2, 5),), ((2, 5), (5, 6)), ((0, 2), (6, 10)), ((10, 12),)]
@@ -180,7 +180,7 @@ def test_padding_at_the_end_of_a_row_is_a_sequence_of_its_own():
 
 
 def test_a_prompts_gradient_is_added_up_in_float32():
-    """That of a hundred responses to it; in bf16 each addition would round."""
+    """A hundred responses contribute to it; in bf16 each addition would round."""
     rows = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     repeated = _Repeated.apply(rows, torch.zeros(100, dtype=torch.long))
     repeated.backward(torch.full((100, 1, 1), 1.0078125).bfloat16())

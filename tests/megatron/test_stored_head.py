@@ -1,4 +1,4 @@
-"""Reward models whose head has another name or two layers, against the module that was saved."""
+"""Reward models whose head has another name or two layers, against the saved module."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def two_layers(activation: nn.Module) -> nn.Sequential:
 
 
 def write_head(folder: Path, name: str, module: nn.Module, **config: Any) -> Path:
-    """Put a head in the place of a classifier's `score.weight`.
+    """Replace a classifier's `score.weight` by a head.
 
-    Its random weights are seeded by its name.
+    The name seeds the head's random weights.
     """
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
@@ -55,7 +55,7 @@ def write_head(folder: Path, name: str, module: nn.Module, **config: Any) -> Pat
 
 @torch.no_grad()
 def expected_scores(folder: Path, module: nn.Module) -> torch.Tensor:
-    """Apply the head to transformers' hidden state of each row's last token."""
+    """Apply the head to transformers' hidden state at each row's last token."""
     from transformers import AutoModel
 
     trunk = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
@@ -88,7 +88,7 @@ def test_a_linear_head_of_another_name(name, folder, mesh):
 
 
 def test_a_language_model_with_a_value_head(mesh, tmp_path):
-    """TRL saves the output layer too, and a head with a bias."""
+    """TRL also saves the output layer, and a head with a bias."""
     folder = tiny_llama_folder(
         tmp_path, hidden=HIDDEN, heads=9, groups=3, vocab_size=61, tied=False
     )
@@ -268,7 +268,7 @@ class TestLabelsWithoutNames:
         ({"mean": None}, False),
     ],
 )
-def test_moments_that_openrlhf_would_apply_are_said(config, is_said, tmp_path):
+def test_moments_that_openrlhf_would_apply_are_reported(config, is_said, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     sentence = unused_moments(tmp_path)
     assert (sentence is not None) == is_said

@@ -1,4 +1,4 @@
-"""A checkpoint of somebody else's is described by torch's own classes alone, or it is not read."""
+"""Only torch's own classes may describe a foreign checkpoint; otherwise it is not loaded."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from reinforce_rl.megatron.stored_metadata import FORMAT_FILE, METADATA_FILE, ch
 
 
 def plain_tensors(checkpoint: Path) -> dict[str, Any]:
-    """Return what a checkpoint's model holds, by name, once it has been checked."""
+    """Check a checkpoint, then return the tensors of its model by name."""
     folder = checkpoint / "model"
     check_stored_metadata(folder)
     return dist_checkpointing.load_plain_tensors(str(folder))
 
 
 class Bomb:
-    """Makes a folder `bomb` where it is unpickled."""
+    """Creates a folder `bomb` when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("bomb",)
@@ -50,7 +50,7 @@ def checkpoint(mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy to spoil; the test works in another folder, in which nothing may be made."""
+    """A copy to corrupt; the test runs in an empty folder, in which nothing may be created."""
     shutil.copytree(checkpoint, tmp_path / "copy")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -92,7 +92,7 @@ def spoil_a_field(model: Path) -> None:
 
 
 def spoil_by_torch(model: Path) -> None:
-    """By a function of a module some of whose names are allowed."""
+    """Name a function of a module some of whose names are allowed."""
 
     class Saves:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ def spoil_by_torch(model: Path) -> None:
 
 
 def add_bytes(model: Path) -> None:
-    """torch unpickles what such an entry holds."""
+    """torch unpickles the bytes of such an entry."""
     metadata = read(model)
     metadata.state_dict_metadata["embedding.word_embeddings.weight"] = BytesStorageMetadata()
     write(model, metadata)
@@ -136,7 +136,7 @@ def describe_more(model: Path) -> None:
 
 
 def describe_less(model: Path) -> None:
-    """A negative size would outweigh a huge one."""
+    """A negative size would cancel a huge one."""
     metadata = read(model)
     names = list(metadata.state_dict_metadata)
     metadata.state_dict_metadata[names[0]].size = torch.Size((-(10**9),))
@@ -224,12 +224,12 @@ def overlapping_parts(model: Path) -> None:
 
 
 def a_text_as_type(model: Path) -> None:
-    """150,000,000 times this text would be computed."""
+    """This text would be repeated 150,000,000 times."""
     metadata = read(model)
     tensor = metadata.state_dict_metadata["embedding.word_embeddings.weight"]
     chunk = ChunkStorageMetadata(torch.Size([1]), torch.Size([1]))
     vars(chunk).update(itemsize="x")
-    # TensorProperties has a form of its own in a pickle, whose types are checked.
+    # TensorProperties has its own pickle form, whose types are checked.
     properties = ChunkStorageMetadata(torch.Size([1]), torch.Size([1]))
     vars(properties).update(dtype=chunk)
     tensor.properties = properties
@@ -264,7 +264,7 @@ def equal_keys(model: Path) -> None:
 
 
 def a_number_as_name(model: Path) -> None:
-    """A text has a hash that nobody knows before."""
+    """The hash of a string is random."""
     metadata = read(model)
     part = next(iter(metadata.storage_data.values()))
     metadata.storage_data[MetadataIndex(1, torch.Size([2]))] = part  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ def linked_model(model: Path) -> None:
 def name_a_function_of_torch(model: Path) -> None:
     """Write a pickle that names a function of torch.
 
-    Pickle names the module that defines a function, and torch shows some under its own name, too.
+    Pickle names the module that defines a function; torch also exports some under its own name.
     """
     (model / METADATA_FILE).write_bytes(b"ctorch\nload\n(tR.")
 
@@ -294,7 +294,7 @@ def another_object(model: Path) -> None:
     write(model, {"state_dict_metadata": {}})
 
 
-# Each with the key of its error and a value that the error names.
+# Each with the key of its error and a value in the message.
 SPOILT: list[tuple[Callable[[Path], None], str, object]] = [
     (spoil_metadata, "checkpoint.description.other_class", f"{os.mkdir.__module__}.mkdir"),
     (spoil_a_field, "checkpoint.description.other_class", f"{os.mkdir.__module__}.mkdir"),
@@ -343,7 +343,7 @@ def test_another_one_is_refused_and_runs_nothing(
     there = sorted(Path.cwd().iterdir())
     with raises_error(key, copy / "model", value):
         plain_tensors(copy)
-    # Only a folder with a regular file of this name counts as a checkpoint.
+    # A folder only counts as a checkpoint if it has a regular file of this name.
     key_of_to_hf = "convert.folder.no_checkpoint" if spoil is a_pipe_as_format else key
     with raises_error(key_of_to_hf, value):
         to_hf(copy, copy.parent / "out", mesh, source=copy)
@@ -370,7 +370,7 @@ def test_values_of_equal_hashes_are_refused_before_they_are_compared(
 
 
 def test_the_bomb_goes_off_without_the_check(copy: Path) -> None:
-    """So that the other tests can fail."""
+    """Proves that the other tests can fail."""
     spoil_metadata(copy / "model")
     read(copy / "model")
     assert Path("bomb").is_dir()

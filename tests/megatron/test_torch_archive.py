@@ -1,4 +1,4 @@
-"""What torch would unpack to many times its size is refused before."""
+"""Archives that torch would unpack to many times their size are rejected before loading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from reinforce_rl.megatron.torch_archive import check_torch_archive, check_torch
 from reinforce_rl.utils.untrusted_files import UnreadableFileError
 
 END = struct.Struct("<4s4H2IH")
-BYTEARRAY = b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R."  # two gigabytes
+# A call that allocates two gigabytes.
+BYTEARRAY = b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R."
 STATE: dict[str, Any] = {"tensor": torch.arange(1000), "numbers": [1, 2.5, None], "text": "a"}
 
 
@@ -33,7 +34,7 @@ def repacked(
     change: Callable[[zipfile.ZipFile, zipfile.ZipInfo, bytes], None],
     kind: int = zipfile.ZIP_STORED,
 ) -> bytes:
-    """A saved state, each entry of which `change` writes into another archive."""
+    """Write a saved state to another archive, with each entry passed through `change`."""
     target = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(saved())) as old, zipfile.ZipFile(target, "w", kind) as new:
         for entry in old.infolist():
@@ -53,7 +54,7 @@ def with_pickle(pickled: bytes) -> bytes:
 
 
 def in_capitals() -> bytes:
-    """torch finds data.pkl also by this name."""
+    """torch also accepts this name for data.pkl."""
 
     def change(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, data: bytes) -> None:
         if entry.filename.endswith("data.pkl"):
@@ -76,8 +77,8 @@ def twice_named() -> bytes:
 def two_directories() -> bytes:
     """Return an archive with two directories.
 
-    The end names the directory of the first archive, whose entries are compressed. Python reads the
-    second one.
+    The end record names the directory of the first archive, whose entries are compressed. Python
+    reads the second.
     """
     first = packed(zipfile.ZIP_DEFLATED)
     second = repacked(lambda archive, entry, data: archive.writestr(entry.filename, b""))
@@ -88,7 +89,7 @@ def two_directories() -> bytes:
 
 
 def with_comment() -> bytes:
-    """Its comment ends as an archive does."""
+    """Its comment ends like an archive."""
     content = bytearray(packed(zipfile.ZIP_STORED))
     comment = packed(zipfile.ZIP_STORED)[-END.size :]
     content[-2:] = len(comment).to_bytes(2, "little")
@@ -96,7 +97,7 @@ def with_comment() -> bytes:
 
 
 def shared_bytes() -> bytes:
-    """Each of a hundred entries is the same kilobyte of the file."""
+    """A hundred entries all name the same kilobyte of the file."""
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w") as archive:
         archive.writestr("archive/data/0", b"x" * 100_000)
@@ -112,7 +113,7 @@ def shared_bytes() -> bytes:
 
 
 def old_format_in_front() -> bytes:
-    """torch reads the stream of its old format, and Python the archive behind it."""
+    """torch reads a stream of its old format, Python the archive behind it."""
     target = io.BytesIO(saved({"other": 1}, _use_new_zipfile_serialization=False))
     with zipfile.ZipFile(io.BytesIO(saved())) as old, zipfile.ZipFile(target, "a") as new:
         for entry in old.infolist():
@@ -145,7 +146,7 @@ def entry_without_header() -> bytes:
 
 
 def two_places() -> bytes:
-    """Of two fields of sizes, Python takes one and torch the other."""
+    """Of two size fields, Python uses one and torch the other."""
     sizes = struct.pack("<2HQ", 1, 8, 0xFFFFFFFF)
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w") as archive:
@@ -161,7 +162,7 @@ def name_of_a_tuple() -> bytes:
     return target.getvalue()
 
 
-# By what is wrong: the bytes, the key of the error and values that it names.
+# By fault: the bytes, the key of the error and values in its message.
 HOSTILE: dict[str, tuple[bytes, str, list[Any]]] = {
     "deflated": (packed(zipfile.ZIP_DEFLATED), "compressed", []),
     "lzma": (packed(zipfile.ZIP_LZMA), "compressed", []),
@@ -260,7 +261,7 @@ def test_what_torch_saves_passes(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_file_is_checked_by_itself() -> None:
-    """As of a checkpoint, whose files hold many of them one after the other."""
+    """For instance a checkpoint, whose files contain many archives in sequence."""
     good = saved()
     bad = packed(zipfile.ZIP_DEFLATED)
     file = io.BytesIO(good + bad + good)

@@ -1,8 +1,7 @@
-"""Transformer Engine's modules compute what megatron's and torch's do: tested with a fake of its
-interface.
+"""Transformer Engine's modules agree with megatron's and torch's; tested with a fake.
 
-The fake stands on the path of separate processes, since megatron looks for it when it is imported.
-This process has none.
+The fake is on PYTHONPATH of separate processes, since megatron looks for it at import. It is not
+available in this process.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from helpers.layouts import LORA, Layout, computed
 from helpers.models import tiny_family_folder
 from helpers.policies import megatron_model, transformers_model
 from helpers.resharding import CASES as SETTINGS
-from helpers.resharding import load_and_go_on, save_and_go_on, stored_tensors, write_model
+from helpers.resharding import load_and_train, save_and_train, stored_tensors, write_model
 from helpers.with_te import CASES, ONE, SAVED, TE_LAYOUTS, run_with_fake, with_te
 
 from reinforce_rl.megatron.model.layers import OLDEST_VERSION
 
-# Biases of all projections of attention, tied, padded at TP=2; norms of queries and keys, untied,
+# Biases in all attention projections, tied, padded at TP=2; norms of queries and keys, untied,
 # padded.
 FAMILIES = ("llama_bias_padded", "qwen3_padded")
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """Models, and checkpoints of one process, saved without Transformer Engine."""
+    """Return a folder with models and one process's checkpoints without Transformer Engine."""
     return tmp_path_factory.mktemp("te")
 
 
 @pytest.fixture(scope="module")
 def without(out, mesh):
-    """What one process computes of each family, with all weights and with LoRA."""
+    """Return one process's results for each family, with all weights and with LoRA."""
     results = {}
     for name in FAMILIES:
         family, keys = MODELS[name]
@@ -50,11 +49,11 @@ def without(out, mesh):
 
 @pytest.fixture(scope="module")
 def losses(out, mesh):
-    """Of three steps after a save, by case."""
+    """Return the losses of three steps after a save, by case."""
     losses_of_cases = {}
     for case in CASES:
         write_model(out, case)
-        losses_of_cases[case], _ = save_and_go_on(out, case, ONE, mesh)
+        losses_of_cases[case], _ = save_and_train(out, case, ONE, mesh)
     return losses_of_cases
 
 
@@ -76,8 +75,8 @@ def test_the_same_numbers_kernels_and_checkpoints(ranks, out, without, losses, m
     report = json.loads((out / f"{saved}.json").read_text())
     check_kernels(report, recomputed=ranks == 2)
     for case, expected in losses.items():
-        back, _ = load_and_go_on(out, case, saved, ONE, mesh)
-        # bf16 differs by what is rounded on the way: RoPE's sines.
+        back, _ = load_and_train(out, case, saved, ONE, mesh)
+        # bf16 results differ in the rounding of RoPE's sines.
         rel = 1e-5 if SETTINGS[case].dtype == torch.float32 else 2e-2
         close = pytest.approx(expected, rel=rel)
         assert report["losses"][case] == {"saved": close, "loaded": close}, case
@@ -107,7 +106,7 @@ def check_numbers(results, expected, who):
 
 
 def check_kernels(report, *, recomputed):
-    """Of a step on one micro-batch of four layers, and of a generation."""
+    """Check the kernels of a step with one micro-batch and four layers, and of a generation."""
     layers = 4
     passes = 2 if recomputed else 1
     training = report["training"]
@@ -115,20 +114,20 @@ def check_kernels(report, *, recomputed):
     assert training["gemm"] == 4 * layers * passes
     assert training["swiglu"] == layers * passes
     assert training["dswiglu"] == layers
-    assert training["rope"] == 2 * layers * (passes + 1)  # queries and keys, backward too
+    assert training["rope"] == 2 * layers * (passes + 1)  # queries and keys; backward too
     assert training["rmsnorm_fwd"] == 2 * layers * passes + 1
     assert training["rmsnorm_bwd"] == 2 * layers + 1
     assert training["wgrad_accumulate"] == 4 * layers
     assert "wgrad" not in training
     assert training["l2norm"]
     assert training["adam"]
-    # The KV cache has a position a row, which the fused RoPE does not know. Products go without
-    # autograd.
+    # In the KV cache each row has its own position, which the fused RoPE does not support. Matrix
+    # products run without autograd.
     assert report["generation"]["rmsnorm_fwd"]
     assert not {"rope", "gemm"} & set(report["generation"])
 
 
-def test_missing_is_told(mesh, out, without):
+def test_a_missing_package_is_reported(mesh, out, without):
     values = ("model.transformer_engine", OLDEST_VERSION)
     with raises_error("config.transformer_engine.missing_or_old", *values):
         model_folder = out / FAMILIES[0] / "model"

@@ -1,4 +1,4 @@
-"""Which weights of a folder are read: those that transformers reads, or none."""
+"""The weight files that transformers would load are loaded, or none."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_read_as_by_transformers(folder: Path, mesh) -> None:
 
 @pytest.fixture
 def saved_twice(tmp_path) -> Path:
-    """A folder with the shards of one model, and the single file of a later one."""
+    """Return a folder with the shards of one model and the single file of a later model."""
     folder = tiny_llama_folder(tmp_path / "model", max_shard_size="20KB")
     index = (folder / INDEX).read_bytes()
     shards = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
@@ -54,7 +54,7 @@ def saved_twice(tmp_path) -> Path:
     return folder
 
 
-def test_saved_twice_is_read_as_by_transformers_and_said(saved_twice, mesh, caplog):
+def test_saved_twice_is_read_as_by_transformers_and_reported(saved_twice, mesh, caplog):
     with caplog.at_level(logging.WARNING):
         assert_read_as_by_transformers(saved_twice, mesh)
         HFFolder(saved_twice)
@@ -72,7 +72,7 @@ def test_an_old_index_whose_shards_are_gone_does_not_matter(saved_twice, mesh):
     assert_read_as_by_transformers(saved_twice, mesh)
 
 
-def test_the_fingerprint_of_a_trunk_is_that_of_the_weights_that_are_loaded(saved_twice):
+def test_the_fingerprint_of_a_trunk_covers_the_loaded_weights(saved_twice):
     before = sha256_of_trunk(saved_twice)
     for shard in saved_twice.glob("model-*.safetensors"):
         shard.unlink()
@@ -132,7 +132,7 @@ class TestTensorsInTwoShards:
 
     @staticmethod
     def add_copy(folder: Path, change: float) -> tuple[str, str]:
-        """Put a copy of the norm, plus `change`, into a second shard; return the names of both."""
+        """Copy the norm, plus `change`, to a second shard; return both file names."""
         holder = json.loads((folder / INDEX).read_text())["weight_map"][NORM]
         other = next(path for path in sorted(folder.glob("*.safetensors")) if path.name != holder)
         tensors = load_file(other)
@@ -140,16 +140,16 @@ class TestTensorsInTwoShards:
         save_file(tensors, other, metadata={"format": "pt"})
         return holder, other.name
 
-    def test_equal_ones_are_read(self, folder, mesh):
+    def test_equal_duplicates_are_read(self, folder, mesh):
         self.add_copy(folder, 0.0)
         assert_read_as_by_transformers(folder, mesh)
 
-    def test_different_ones_are_refused_with_both_files(self, folder, mesh):
+    def test_different_duplicates_are_refused_with_both_files(self, folder, mesh):
         holder, other = self.add_copy(folder, 1.0)
         with raises_error("model.weights.not_of_config", NORM, holder, other):
             megatron_model(folder, mesh)
 
-    def test_different_ones_that_the_index_leaves_out(self, folder, mesh):
+    def test_different_duplicates_that_the_index_omits(self, folder, mesh):
         self.add_copy(folder, 1.0)
         index = json.loads((folder / INDEX).read_text())
         del index["weight_map"][NORM]
@@ -188,9 +188,9 @@ def test_an_index_without_tensors(tmp_path):
 class TestAdapters:
     @pytest.fixture
     def with_adapter(self, tmp_path) -> Path:
-        """Return a model with an adapter of PEFT in its folder.
+        """Return a model with a PEFT adapter in its folder.
 
-        The adapter changes what transformers computes.
+        The adapter changes transformers' results.
         """
         from peft import LoraConfig, get_peft_model
 
@@ -219,7 +219,7 @@ class TestAdapters:
             HFFolder(with_adapter)
 
     def test_alone_it_is_no_model(self, with_adapter, tmp_path):
-        model = with_adapter  # that it was made for
+        model = with_adapter  # the adapter's base model
         with raises_error("model.folder.no_model", "merge_and_unload", model):
             Architecture.from_folder(tmp_path / "adapter")
         with raises_error("model.folder.no_model", no_model(tmp_path / "adapter")):
@@ -229,9 +229,9 @@ class TestAdapters:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
 def test_a_folder_of_the_bare_decoder_has_other_names(tied, max_shard_size, mesh, tmp_path):
-    """As `LlamaModel.save_pretrained` writes them.
+    """Weights as `LlamaModel.save_pretrained` writes them.
 
-    The output layer stands beside them where it is not tied.
+    The output layer is stored beside them if it is not tied.
     """
     folder = tiny_llama_folder(tmp_path, tied=tied, max_shard_size=max_shard_size)
     for path in folder.glob("*.safetensors"):
@@ -251,7 +251,7 @@ def test_a_folder_of_the_bare_decoder_has_other_names(tied, max_shard_size, mesh
     ["_orig_mod.model.", "module.model.", "base_model.model.model.", "model.language_model."],
 )
 def test_other_prefixes_are_refused_in_one_sentence(prefix, mesh, tmp_path):
-    """transformers leaves such tensors out, and draws the weights at random."""
+    """transformers would ignore such tensors and initialise the weights randomly."""
     folder = tiny_llama_folder(tmp_path)
     tensors = {
         name.replace("model.", prefix, 1): value

@@ -1,4 +1,4 @@
-"""The table of weights: over all ranks every element has one place, for any shape."""
+"""The weight table: over all ranks each element has exactly one place, for any shape."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shapes(draw):
 
 
 def local_shape(rows, arch, tp_size):
-    """What megatron makes for the parameter of these rows."""
+    """Return the local shape that megatron creates for the parameter of these rows."""
     split = rows[0].split
     whole = list(rows[0].shape)
     if split is not None:
@@ -50,7 +50,8 @@ def test_every_element_has_one_place_and_comes_back(shape):
     assert len(names) == len(set(names))
     groups = itertools.groupby(weight_map(arch, tp_size), key=lambda row: row.megatron)
     by_parameter = [(name, list(rows)) for name, rows in groups]
-    assert len({name for name, _ in by_parameter}) == len(by_parameter)  # neighbours
+    # Rows of a parameter are adjacent.
+    assert len({name for name, _ in by_parameter}) == len(by_parameter)
     for _, rows in by_parameter:
         sources = []
         for i, row in enumerate(rows):
@@ -66,7 +67,7 @@ def test_every_element_has_one_place_and_comes_back(shape):
             if start < end:
                 part = source.narrow(row.axis, start, end - start)
                 place = row.place(parameters[rank], rank)
-                assert not place.any()  # nothing lies there yet
+                assert not place.any()  # not filled yet
                 place.copy_(row.like_place(part))
         filled = sum(int(parameter.count_nonzero()) for parameter in parameters)
         copies = tp_size if rows[0].split is None else 1
@@ -82,7 +83,7 @@ def test_every_element_has_one_place_and_comes_back(shape):
 
 
 def test_groups_are_interleaved_as_megatron_has_them():
-    """6 query heads in 3 groups on two ranks, one row a head.
+    """6 query heads in 3 groups on two ranks, one row per head.
 
     Each group is q q k v; the last one is zeros.
     """
@@ -96,7 +97,7 @@ def test_groups_are_interleaved_as_megatron_has_them():
     arch = Architecture.from_hf(
         {**raw, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 2}
     )
-    arch = dataclasses.replace(arch, head_size=1)  # no model has this; a row is then a head
+    arch = dataclasses.replace(arch, head_size=1)  # no model has this size; a row is then a head
     rows = {row.hf.split(".")[-2]: row for row in weight_map(arch, 2) if "proj" in row.hf}
     sources = {"q_proj": [1, 2, 3, 4, 5, 6], "k_proj": [10, 20, 30], "v_proj": [100, 200, 300]}
     parameters = []

@@ -27,14 +27,14 @@ def _trace(folder: str) -> None:
         code = frame.f_code
         if package not in code.co_filename or (number, code) in seen:
             return
-        if own_pid != os.getpid():  # a fork writes a file of its own
+        if own_pid != os.getpid():  # a fork writes a separate file
             own_pid = os.getpid()
             path = os.path.join(folder, f"{own_pid}.calls")
             output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             seen.clear()
         seen.add((number, code))
         file = code.co_filename.rpartition(package)[2]
-        name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the latter alone
+        name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 only has co_name
         os.write(output, f"{number} {file} {name}\n".encode())
 
     threading.setprofile(on_event)

@@ -16,16 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 GPUS_OF_NODE = 8
-GIBIBYTES = 80  # that each GPU reports; exceeding it is no error
-# The attention kernel is chosen by torch 2.13's order on Hopper: cuDNN, flash, memory-efficient,
-# math, if its conditions hold and `torch.nn.attention.sdpa_kernel` allows it. The rule is copied by
-# hand from ATen/native/transformers/cuda/sdp_utils.cpp; torch is not asked.
-_MAX_HEAD = 256  # head size, of flash and cuDNN
+GIBIBYTES = 80  # reported by each GPU; exceeding it is no error
+# The attention kernel is chosen in torch 2.13's order on Hopper: cuDNN, flash, memory-efficient,
+# math, if its conditions hold and `torch.nn.attention.sdpa_kernel` allows it. This is a copy of
+# ATen/native/transformers/cuda/sdp_utils.cpp by hand; it does not call torch.
+_MAX_HEAD = 256  # head size of flash and cuDNN
 _aten: Any = torch.ops.aten
 
 
 class Idle:
-    """A stream, an event or an asynchronous call on which everything has finished."""
+    """A stream, an event or an asynchronous call that has already finished."""
 
     def __init__(self, *args: Any, **options: Any):
         pass
@@ -56,11 +56,11 @@ def replace_device(gpu: FakeCuda) -> None:
         lambda device: CUDA if torch.device(device).type == "cuda" else torch.device(device)
     )
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
-    # torch 2.11 would make a real tensor on the device here, whatever `avoid_device_init` says.
+    # torch 2.11 would create a real tensor on the device here, despite `avoid_device_init`.
     fake_tensor.init_gpu_context = lambda device: None
-    # A CUDA build asks the driver's library, which this machine may not have.
+    # A CUDA build calls the driver's library, which this machine may not have.
     torch.backends.cudnn.version = lambda: None
-    torch._dynamo.config.disable = True  # compiled code runs eagerly: more kernels than on a GPU
+    torch._dynamo.config.disable = True  # run compiled code eagerly: more kernels than on a GPU
 
 
 def _replace_cuda(gpu: FakeCuda) -> None:
@@ -106,7 +106,7 @@ def _replace_cuda(gpu: FakeCuda) -> None:
         "stream": lambda *args: contextlib.nullcontext(),
         "is_current_stream_capturing": lambda: gpu.is_capturing,
         "CUDAGraph": type("CUDAGraph", (_Graph,), {"_gpu": gpu}),
-        "graph": _Graph.capturing,  # takes the graph first
+        "graph": _Graph.capturing,  # takes the graph as its first argument
         "graph_pool_handle": lambda: (0, 0),
     }
     answers |= dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), Idle)
@@ -128,13 +128,13 @@ def _replace_cuda(gpu: FakeCuda) -> None:
         setattr(cuda, name, answer)
     cuda.nvtx.range_push = nothing
     cuda.nvtx.range_pop = nothing
-    # A CUDA build would ask the driver; a CPU build has no such function.
+    # A CUDA build would call the driver; a CPU build has no such function.
     cuda.memory._record_memory_history = no_history
     torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
 
 
 class _Graph:
-    # A CUDA graph; each replay counts the captured kernels again, as one launch.
+    # A CUDA graph; each replay counts the captured kernels again, as a single launch.
 
     _gpu: FakeCuda
 
@@ -207,7 +207,7 @@ def _replace_tensor_methods(gpu: FakeCuda) -> None:
 
 
 def replace_kernels(gpu: FakeCuda) -> None:
-    """Patch `torch.nn.functional`; tensors that are not fake still get torch's own kernels."""
+    """Patch `torch.nn.functional`; real tensors still use torch's own kernels."""
     torch_attention = F.scaled_dot_product_attention
     torch_norm = F.rms_norm
 
@@ -255,7 +255,7 @@ def replace_kernels(gpu: FakeCuda) -> None:
                 is_causal,
                 scale=factor,
             )[0]
-        # cuDNN takes grouped keys; its costs are like the efficient kernel's.
+        # cuDNN takes grouped keys; its costs are those of the efficient kernel.
         heads_of_group = heads // key.shape[1]
         if heads_of_group > 1:
             key = key.repeat_interleave(heads_of_group, 1)

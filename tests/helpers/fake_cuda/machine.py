@@ -1,6 +1,6 @@
-"""A process as any rank of a fake GPU cluster: `install`, then `with machine.rank(r, n):`.
+"""This process as any rank of a fake GPU cluster: `install`, then `with machine.rank(r, n):`.
 
-torch is not imported before `install`.
+Do not import torch before `install`.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ class Machine:
 
     @contextlib.contextmanager
     def rank(self, rank: int = 0, world_size: int = 1) -> Iterator[Ledger]:
-        """Be this rank inside the block, with an empty ledger."""
+        """Run the block as this rank, with an empty ledger."""
         place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
         place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         self.network.begin()
         if self.gpu.memory.bytes > _LEFT_OVER:
-            gc.collect()  # a dropped model still holds itself in cycles
+            gc.collect()  # a deleted model is still alive in reference cycles
         with mock.patch.dict(os.environ, place), self.gpu, self.gpu.counting() as ledger:
             yield ledger
 
 
 @functools.cache
 def install() -> Machine:
-    """Make this process a machine with fake GPUs, for good, before anything imports torch.
+    """Turn this process permanently into a machine with fake GPUs, before torch is imported.
 
     Raises FakeCudaError: torch is already imported or not installed, or no C++ compiler builds the
-    device guard, which is optional if torch finds a GPU.
+    device guard, which is optional if torch detects a GPU.
     """
     _load_guard()
     from helpers.fake_cuda.device import replace_device, replace_kernels
@@ -91,11 +91,11 @@ def _load_guard() -> None:
     else:
         import torch
 
-        guard.set_guard()  # replaces the one of torch's CUDA build
+        guard.set_guard()  # replaces the guard of torch's CUDA build
 
 
 def _library(torch: Path) -> Path:
-    # Return the compiled guard, built once per torch and source, which takes seconds.
+    # Return the compiled guard, which takes seconds; it is built once per torch and source.
     content = SOURCE.read_bytes() + (torch / "version.py").read_bytes() + str(torch).encode()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reinforce_rl"
     library = cache / f"cuda_guard-{hashlib.sha256(content).hexdigest()[:16]}.so"

@@ -1,4 +1,4 @@
-"""Operators of fake CUDA: each on a CUDA tensor is checked, counted, and computes shapes only."""
+"""Operators of fake CUDA: each is checked and counted, and computes shapes only."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torch.utils.flop_counter import flop_registry
 CUDA = torch.device("cuda", 0)
 ALLOCATION = 512  # bytes, granularity of torch's CUDA allocator
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-# Small tensors, which steer control flow, carry their real values on the CPU (`_value`), so that
-# `.item()`, `nonzero` and boolean masks work. Unknown values are zeros, and results of them are
-# kept finite. Larger tensors have no values.
+# Small tensors, which steer control flow, carry real values on the CPU (`_value`), so that
+# `.item()`, `nonzero` and boolean masks work. Unknown values are zeros, and results computed from
+# them are kept finite. Larger tensors have no values.
 MAX_INTEGERS = 1 << 21
 MAX_FLOATS = 1 << 12
 MAX_HOST_BYTES = 1 << 24
@@ -58,33 +58,33 @@ _ROW_COPIES = {
     "index_put_",
     "scatter_",
 }
-_CHUNK = 65536  # elements of a chunk of torch's multi-tensor kernels
-_CHUNKS = 320  # of a launch
+_CHUNK = 65536  # elements per chunk of torch's multi-tensor kernels
+_CHUNKS = 320  # chunks per launch
 _aten: Any = torch.ops.aten
 
 
 class Kernel(NamedTuple):
     name: str  # of the ATen operator
-    flops: int  # by torch's formulas; half for causal attention
-    bytes: int  # read and written, lower bound
+    flops: int  # torch's formulas, halved for causal attention
+    bytes: int  # read and written, a lower bound
     low_precision: bool  # bf16 or fp16
 
 
 class Collective(NamedTuple):
-    kind: str  # such as "all_reduce"; with objects it ends in "_object"
+    kind: str  # such as "all_reduce"; "_object" is appended for objects
     # global ranks of the group; for "send" and "recv" this rank and its peer
     ranks: tuple[int, ...]
-    bytes: int  # of the whole tensor: gathered, or before scattering; 0 for objects
-    on_gpu: bool  # NCCL, else gloo
+    bytes: int  # of the whole tensor, gathered or before scattering; 0 for objects
+    on_gpu: bool  # NCCL, otherwise gloo
 
 
 @dataclass
 class Ledger:
-    kernels: Counter[Kernel] = field(default_factory=Counter)  # runs on the device
-    launches: int = 0  # by the host; a CUDA graph is one
+    kernels: Counter[Kernel] = field(default_factory=Counter)  # run on the device
+    launches: int = 0  # by the host; a CUDA graph counts once
     syncs: Counter[str] = field(default_factory=Counter)  # host syncs by operation and line
     collectives: list[Collective] = field(default_factory=list)  # in order
-    start: int = 0  # like peak: bytes of device memory
+    start: int = 0  # bytes of device memory, like `peak`
     peak: int = 0
 
     @property
@@ -105,7 +105,7 @@ class Ledger:
 
 
 class Memory:
-    """Live storages on the device, each counted once however many views it has."""
+    """Live storages on the device; each counts once, however many views it has."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -131,13 +131,13 @@ class Memory:
 
 
 class FakeCuda(TorchDispatchMode):
-    """While active, tensors on "cuda" are fake; ordinary CPU tensors are unchanged."""
+    """While active, tensors on "cuda" are fake; CPU tensors are unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.ledger = Ledger()  # of the current phase
-        self.memory = Memory()  # over all phases
+        self.memory = Memory()  # in all phases
         self.is_capturing = False  # a CUDA graph is being captured
 
     @contextlib.contextmanager
@@ -182,7 +182,7 @@ class FakeCuda(TorchDispatchMode):
         self.ledger.launches += 0 if self.is_capturing else launches
 
     def value(self, tensor: Tensor) -> Tensor | None:
-        """Return the values of a small tensor, zeros if unknown; None for a large one."""
+        """Return the values of a small tensor, zeros if unknown, or None for a large tensor."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         values: Tensor | None = getattr(tensor, "_value", None)
@@ -243,7 +243,8 @@ class FakeCuda(TorchDispatchMode):
         return out
 
     def _special(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        # Handle what fake tensors cannot do or a real device would refuse, else NotImplemented.
+        # Handle what fake tensors cannot do or a real device would refuse; otherwise
+        # NotImplemented.
         first: Any = args[0] if args else None
         if name in _RANDOM:
             self.launch(name, [first])
@@ -344,7 +345,7 @@ class FakeCuda(TorchDispatchMode):
         return self.wrap(tensor.detach(), torch.device("cpu"))
 
     def _count_host_copies(self, name: str, args: Any, kwargs: Any, *, to_cuda: bool) -> None:
-        # Record a sync for a copy from the host that is not `non_blocking`, and for an index there.
+        # Record a sync for a blocking copy from the host, and for an index on the host.
         is_from_host = name == "_to_copy" and to_cuda and not is_cuda(args[0])
         if is_from_host and not kwargs.get("non_blocking"):
             self.sync("to cuda")
@@ -383,7 +384,7 @@ class FakeCuda(TorchDispatchMode):
             if "empty" in func._schema.name:
                 value.zero_()
             elif is_guess and value.is_floating_point():
-                # Such as the log of an unknown sum.
+                # For instance, the log of an unknown sum.
                 value = value.masked_fill(~value.isfinite(), 0.0)
             out._value = value  # type: ignore[attr-defined]
             out._is_guess = is_guess  # type: ignore[attr-defined]
@@ -421,7 +422,7 @@ class FakeCuda(TorchDispatchMode):
             nbytes = 3 * rows.nbytes
         flops = _flops(func, args, kwargs, out)
         if name == "_flash_attention_forward" and kwargs.get("seqused_k") is not None:
-            # Keys lie in a paged pool; each sequence reads `seqused_k` of them.
+            # Keys are in a paged pool; each sequence reads `seqused_k` of them.
             starts = self.known(args[3]).long()
             used = self.known(kwargs["seqused_k"]).long()
             numbers = args[1].shape[1] * args[1].shape[2]  # per key
@@ -431,7 +432,7 @@ class FakeCuda(TorchDispatchMode):
 
 
 def is_cuda(tensor: Tensor) -> bool:
-    """Return True for a fake CUDA tensor; reading its `device` would dispatch an operator."""
+    """Return whether this is a fake CUDA tensor; reading `device` would dispatch an operator."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
 
@@ -458,8 +459,8 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return int(formula(*args, **kwargs, out_val=out))
     query: Tensor = inputs["query"]
     key: Tensor = inputs["key"]
-    # torch 2.11's formulas refuse fewer key heads than query heads, which the kernels take.
-    # Shapes are [b, heads, s, d], but with flash's own operator [..., heads, d].
+    # torch 2.11's formulas reject fewer key heads than query heads, which the kernels accept.
+    # Shapes are [b, heads, s, d], but [..., heads, d] for flash's operator.
     heads = 1 if "scaled_dot_product" in func._schema.name else query.dim() - 2
     for name in ("key", "value"):
         shape = list(inputs[name].shape)

@@ -24,9 +24,9 @@ _Exchange = namedtuple(
 class Network:
     """Replacements for functions of `torch.distributed`, with the same names and arguments.
 
-    Calls are checked, recorded and answered at once, for one rank of an imagined job. Its own data
-    stand in for its peers': gathers repeat it, sums keep it. Objects reach ranks whose turn comes
-    later, and all if turns are repeated.
+    Calls are checked, recorded and answered at once, for one rank of an imagined job. The rank's
+    data stand in for its peers' data: gathers repeat them, sums keep them. Objects reach ranks
+    whose turn comes later, and all ranks if turns are repeated.
     """
 
     def __init__(self, gpu: FakeCuda):
@@ -40,7 +40,7 @@ class Network:
         self._object_calls.clear()
 
     def install(self) -> None:
-        """Patch torch; before megatron is imported, which keeps references to some functions."""
+        """Patch torch before megatron, which keeps references to some functions, is imported."""
         self._torch_new_group = dist.new_group
         self._torch_init = dist.init_process_group
         c10d: Any = dist.distributed_c10d
@@ -62,7 +62,7 @@ class Network:
         world_size: int = -1,
         **_: Any,
     ) -> Iterator[tuple[Any, int, int]]:
-        """The ranks' store without a socket: each rank of the imagined job has one of its own."""
+        """Return the rendezvous store without a socket; each imagined rank has a separate store."""
         yield torch.distributed.HashStore(), rank, world_size  # type: ignore[attr-defined]
 
     def init_process_group(
@@ -256,7 +256,7 @@ class Network:
         return Idle() if async_op else None
 
     def _exchanged(self, kind: str, group: Any, value: Any, device: Any = None) -> list[Any]:
-        # Return each rank's object; this rank's own for ranks that had no turn yet.
+        # Return each rank's object, or this rank's object for ranks that had no turn yet.
         ranks = _ranks(group)
         given = self.objects.setdefault((ranks, self._object_calls[ranks]), {})
         self._object_calls[ranks] += 1
@@ -265,7 +265,7 @@ class Network:
         return [given.get(rank, value) for rank in ranks]
 
     def _note_objects(self, kind: str, group: Any, device: Any = None) -> None:
-        # NCCL carries objects as CUDA tensors, and the host waits for their sizes; gloo does not.
+        # NCCL sends objects as CUDA tensors, and the host waits for their sizes; gloo does not.
         ranks = _ranks(group)
         if len(ranks) == 1:
             return

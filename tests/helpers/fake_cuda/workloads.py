@@ -39,12 +39,12 @@ PROMPTS = [Prompt(number, "", tuple(range(3, 6 + number))) for number in range(4
 
 
 def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
-    """Run generation, both policies' log-probs, two updates and offload.
+    """Run generation, both policies' log-probs, two updates and an offload.
 
     Each data-parallel rank has two samples.
     """
     options: dict[str, Any] = {"model": layout.model, "optim": layout.optim, "dtype": layout.dtype}
-    # Several micro-batches only where they differ: in a pipeline, and where the last one sums the
+    # Use several micro-batches only if they matter: in a pipeline, and if the last one reduces the
     # gradients.
     size = 1 if layout.pp > 1 or layout.optim.overlap_grad_sync else 2
     actor = actor_of(
@@ -71,7 +71,7 @@ def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
     assert actor.get_inference_log_probs(*where).shape == (2, width)
     assert actor.get_init_policy_logprobs(*where).shape == (2, width)
     optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS), actor.ddp)
-    for _ in range(2):  # the optimizer's states are there from the first step on
+    for _ in range(2):  # the optimizer's states exist after the first step
         actor.get_loss_and_metrics(batch, sequences(2 * mesh.dp_size))
         assert not optimizer.step().skipped
     with optimizer.offloaded():
@@ -87,8 +87,8 @@ def take_turns(
 ) -> dict[int, Ledger]:
     """Run `turn` as every rank in order, and return their ledgers.
 
-    Errors of earlier rounds, `rehearsals`, are ignored; one is needed per chain of objects sent
-    from a later rank.
+    Errors of earlier rounds, `rehearsals`, are ignored. Each chain of objects that a later rank
+    sends needs a rehearsal.
     """
     machine.network.objects.clear()
     for _ in range(rehearsals):
@@ -103,8 +103,6 @@ def take_turns(
 
 
 def run_layout(machine: Machine, layout: Layout, folder: Path) -> dict[int, Ledger]:
-    """Run `small_step` on each rank in turn."""
-
     def turn(rank: int) -> None:
         with layout.mesh() as mesh:
             small_step(layout, folder, mesh)
@@ -120,7 +118,7 @@ def kernels_by_name(ledger: Ledger) -> Counter[str]:
 
 
 def check_collectives(ledgers: Mapping[int, Ledger]) -> int:
-    """Check that each group's ranks call the same collectives in order and sends match receives.
+    """Check that ranks of a group call the same collectives in order and sends match receives.
 
     Returns the number of collectives.
     """
@@ -197,7 +195,7 @@ def real_step(
     model: ModelOptions = DEFAULT_OPTIONS,
     optim: OptimConfig = DEFAULT_OPTIM,
 ) -> dict[str, Ledger]:
-    """Run a step at a model's real width, with uninitialised weights; return each phase's counts.
+    """Run a step at a model's real width, with uninitialised weights; return counts by phase.
 
     `config` is a Hugging Face config.json.
     """
@@ -245,12 +243,12 @@ def real_step(
             rollouts.response_lengths,
             rollouts.group_ids,
         )
-    for _ in range(2):  # the optimizer's moments are there from the first step on
+    for _ in range(2):  # the optimizer's moments exist after the first step
         with counting() as ledgers["update"]:
             actor.get_loss_and_metrics(batch, denominators)
         with counting() as ledgers["optimizer"]:
             optimizer.step()
     with counting() as ledgers["offloaded"], optimizer.offloaded():
-        # What stays while responses are generated.
+        # Memory that remains allocated during generation.
         ledgers["offloaded"].start = machine.gpu.memory.bytes
     return ledgers

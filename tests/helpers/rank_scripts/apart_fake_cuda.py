@@ -1,7 +1,9 @@
-"""One rank of a run that generates on ranks of its own, each rank with a fake GPU of its own; under `utils.ranks`.
+"""One rank of a run with generator ranks, on a fake GPU; run it with `utils.ranks`.
 
-Usage: apart_fake_cuda.py FOLDER OVERRIDE... Everything between the ranks is real but the weights on their way: a
-broadcast checks the sender's tensor, and gives the receiver zeros.
+Usage: apart_fake_cuda.py FOLDER OVERRIDE...
+
+Communication between ranks is real except for weights: a broadcast checks the sender's tensor and
+gives zeros to the receiver.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ def main() -> None:
     overrides = sys.argv[2:]
     ElasticWeightGroup.form = form  # type: ignore[method-assign]
     ElasticWeightGroup.broadcast = broadcast  # type: ignore[method-assign, assignment]
+    reward = FunctionReward(odd_share, PROMPT_TOKENS)
     for module in (build, worker):
-        module.connect_to_reward_servers = lambda *args: FunctionReward(odd_share, PROMPT_TOKENS)  # type: ignore[assignment]
+        module.connect_to_reward_servers = lambda *args: reward  # type: ignore[assignment]
     on_threads_too(machine)
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     with machine.rank(rank, size):
@@ -46,14 +49,15 @@ def form(group: Any, epoch: int, rank: int, *rest: Any) -> None:
 
 
 def broadcast(group: Any, tensor: Any) -> Any:
-    assert tensor.is_cuda and tensor.is_contiguous()
+    assert tensor.is_cuda
+    assert tensor.is_contiguous()
     if not group._sends:
-        tensor.zero_()  # every token is as likely then
+        tensor.zero_()  # all tokens are equally likely then
     return SimpleNamespace(wait=lambda: None)
 
 
 def on_threads_too(machine: Machine) -> None:
-    """Have the thread that receives weights see the fake GPU; a mode of torch is its own thread's."""
+    """Activate the fake GPU on the thread that receives weights; torch's modes are per thread."""
     from reinforce_rl.rollout.generator_rank import GeneratorRank
 
     receive = GeneratorRank._receive

@@ -1,6 +1,6 @@
-"""Two ranks: scores of each classifier folder given. Usage: classifiers.py OUT TP PP CP FOLDER...
+"""Two ranks score with each classifier folder. Usage: classifiers.py OUT TP PP CP FOLDER...
 
-Every rank writes OUT/{folder name}.RANK with rewards and attributes.
+Every rank writes the attributes to OUT/{folder name}.RANK.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def main() -> None:
     with parallel_mesh(int(tp), int(pp), int(cp), sequence_parallel=False) as mesh:
         for folder in folders:
             model = load_reward_model(folder, None, mesh, batching=Batching(4))
-            found = model.score_attributes(sequences_to_score())
+            scores = model.score_attributes(sequences_to_score())
             torch.save(
-                torch.tensor(found.attributes), Path(out) / f"{Path(folder).name}.{mesh.rank}"
+                torch.tensor(scores.attributes), Path(out) / f"{Path(folder).name}.{mesh.rank}"
             )
 
 

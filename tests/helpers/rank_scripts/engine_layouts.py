@@ -1,7 +1,8 @@
-"""Two ranks train on the fake engine, sharing matrices, then layers, then sequences. Usage: engine_layouts.py FOLDER.
+"""Two ranks train with the fake engine. Usage: engine_layouts.py FOLDER.
 
-Below FOLDER/tp2, FOLDER/pp2 and FOLDER/cp2 there is a model each; the runs, what the engine was given and the exported
-weights go there too.
+They use tensor, then pipeline, then context parallelism. The folders FOLDER/tp2, FOLDER/pp2 and
+FOLDER/cp2 each contain a model; runs, records of the engine and exported weights are written there
+too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ OVERRIDES = (
 def main() -> None:
     folder = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
-    torch.distributed.init_process_group("gloo")  # once, as joining the same store again is a race
+    torch.distributed.init_process_group("gloo")  # once: joining the same store again is a race
     layouts = {
         "tp2": ("tensor_model_parallel_size", (2, 1, 1)),
         "pp2": ("pipeline_model_parallel_size", (1, 2, 1)),

@@ -1,4 +1,7 @@
-"""A run whose generator is off by noise that its tokens key. Usage: gap.py OVERRIDE...; see `tiny_run`."""
+"""A run whose generator reports noisy log-probs. Usage: gap.py OVERRIDE...; see `tiny_run`.
+
+The noise is a function of the token.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,12 @@ infer = MegatronGPTReinforceActorModel.infer
 
 
 def disturbed(self, *args, **kwargs):
-    found = infer(self, *args, **kwargs)
-    noise = (37 * found.tokens % 101) / 1000
-    return type(found)(found.tokens, found.lengths, found.finish_reasons, found.log_probs + noise)
+    completions = infer(self, *args, **kwargs)
+    noise = (37 * completions.tokens % 101) / 1000
+    noisy = completions.log_probs + noise
+    return type(completions)(
+        completions.tokens, completions.lengths, completions.finish_reasons, noisy
+    )
 
 
 def main() -> None:

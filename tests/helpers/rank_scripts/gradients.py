@@ -1,4 +1,4 @@
-"""Two ranks: the gradient of one batch, however it is split over them. Usage: gradients.py FOLDER OUT TP_SIZE"""
+"""Two ranks: the gradient of a split batch. Usage: gradients.py FOLDER OUT TP_SIZE"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 
-# Rows of the two data-parallel ranks, prompt groups whole.
+# Rows of the two data-parallel ranks; prompt groups are not split.
 SPLITS = {
     "even": ([0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]),
     "uneven": ([0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]),
@@ -34,7 +34,7 @@ def main() -> None:
             share = actor.get_loss_and_metrics(mine, sequences(10))
             loss = mesh.sum_over_dp(torch.tensor(share.loss, dtype=torch.float64))
             results[name] = {"loss": float(loss), "gradient": gradient_of(actor)}
-        # A rank whose samples are all invalid.
+        # All samples of a rank are invalid.
         all_invalid = whole_batch()
         all_invalid.trains[6:] = False
         mine = (

@@ -1,6 +1,6 @@
-"""The layers of a shared model. Usage: layer_outputs.py FOLDER OUT TP PP SP TOKEN...
+"""Layer outputs of a sharded model. Usage: layer_outputs.py FOLDER OUT TP PP SP TOKEN...
 
-Writes OUT.RANK of each rank.
+Each rank writes OUT.RANK.
 """
 
 from __future__ import annotations

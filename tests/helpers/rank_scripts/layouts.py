@@ -1,6 +1,6 @@
-"""Several layouts of the same ranks, one after the other. Usage: layouts.py OUT FOLDER LAYOUT...
+"""Several layouts of the same ranks, one after another. Usage: layouts.py OUT FOLDER LAYOUT...
 
-Writes OUT/LAYOUT.RANK for each, and the exported policy to OUT/LAYOUT.
+Writes results to OUT/LAYOUT.RANK, and exports the policy to OUT/LAYOUT.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def main() -> None:
         with ALL_LAYOUTS[name].mesh() as mesh:
             if mesh.is_main:
                 print(mesh.layout.grid(), flush=True)
-            found = computed(ALL_LAYOUTS[name], folder, mesh, Path(out) / name)
-            torch.save(found, Path(out) / f"{name}.{os.environ['RANK']}")
+            results = computed(ALL_LAYOUTS[name], folder, mesh, Path(out) / name)
+            torch.save(results, Path(out) / f"{name}.{os.environ['RANK']}")
     torch.distributed.destroy_process_group()
 
 

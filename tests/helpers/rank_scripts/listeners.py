@@ -1,4 +1,4 @@
-"""Where two ranks and their launcher listen, once they have met, and what another user can open of it."""
+"""List where two ranks and their launcher listen, and files that another user can open."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ def main() -> None:
     with parallel_mesh(2) as mesh:
         pids = [os.getppid(), *mesh.gather_on_main(os.getpid())]
         if mesh.is_main:
-            found = [
-                (pid, one) for pid in pids for one in psutil.Process(pid).net_connections("inet")
-            ]
-            listening = [
-                (pid, one.laddr.ip) for pid, one in found if one.status == psutil.CONN_LISTEN
-            ]
+            listening = []
+            for pid in pids:
+                for connection in psutil.Process(pid).net_connections("inet"):
+                    if connection.status == psutil.CONN_LISTEN:
+                        listening.append((pid, connection.laddr.ip))
             store = os.environ.get("REINFORCE_STORE")
             opened = as_nobody("open_files", [store]) if store and os.geteuid() == 0 else []
             print(

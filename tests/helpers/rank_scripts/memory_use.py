@@ -1,4 +1,4 @@
-"""Writes what each configuration takes on each rank: OUT FOLDER NAME..."""
+"""Write each rank's memory use in each configuration: OUT FOLDER NAME..."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import distributed
 
 def main(out: Path, folder: Path, names: list[str]) -> None:
     if "RANK" in os.environ:
-        # one for all cases: ranks that meet anew each time may miss each other
+        # one mesh for all cases: ranks that join anew each time may miss each other
         distributed.init_process_group("gloo")
     for name in names:
         case = CASES[name]

@@ -1,4 +1,4 @@
-"""Two ranks check their mesh, as data-parallel ranks and as tensor-parallel ones."""
+"""Two ranks check their mesh, with data and with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def raised(mesh: Mesh, error: Exception | None) -> Exception | None:
 
 
 def check_time_limits() -> None:
-    """Of every group, whoever made it. megatron leaves out one of experts, of which there are none here."""
+    """Check every group's timeout, but for megatron's groups of experts, which are not used."""
     groups = [
         group for group in dist.distributed_c10d._world.pg_map if "EXPERT" not in group.group_desc
     ]
@@ -46,9 +46,9 @@ def check(mesh: Mesh, tp_size: int) -> None:
     assert (mesh.dp_rank, mesh.tp_rank) == ((0, mesh.rank) if tp_size == 2 else (mesh.rank, 0))
     assert mesh.is_main == (mesh.rank == 0)
     assert mesh.gather_over_dp(f"dp {mesh.dp_rank}") == [f"dp {i}" for i in range(dp_size)]
-    own = torch.tensor([1.0, 10.0 * mesh.dp_rank])
-    assert mesh.sum_over_dp(own).tolist() == ([2.0, 10.0] if dp_size == 2 else [1.0, 0.0])
-    assert own.tolist() == [1.0, 10.0 * mesh.dp_rank]
+    local_values = torch.tensor([1.0, 10.0 * mesh.dp_rank])
+    assert mesh.sum_over_dp(local_values).tolist() == ([2.0, 10.0] if dp_size == 2 else [1.0, 0.0])
+    assert local_values.tolist() == [1.0, 10.0 * mesh.dp_rank]
     assert mesh.from_model_parallel_rank_0(mesh.rank) == (0 if tp_size == 2 else mesh.rank)
     assert mesh.any_rank(mesh.rank == 1)
     assert not mesh.any_rank(False)
@@ -57,19 +57,25 @@ def check(mesh: Mesh, tp_size: int) -> None:
     for failing in (0, 1):
         for kind in (CheckpointError, DataError, TooManyFailedRewardsError):
             mine = kind("no space", key="disk.full") if mesh.rank == failing else None
-            found = raised(mesh, mine)
-            assert type(found) is kind
-            assert found.key == "disk.full"
-            assert found is mine if mine else str(found) == f"rank {failing} failed: no space"
-        # An error of any other kind is the rank's own there, and one of this package elsewhere.
+            raised_error = raised(mesh, mine)
+            assert type(raised_error) is kind
+            assert raised_error.key == "disk.full"
+            if mine:
+                assert raised_error is mine
+            else:
+                assert str(raised_error) == f"rank {failing} failed: no space"
+        # An error of another kind is raised on its own rank, and a ReinforceError on the others.
         for error in (KeyError("x"), ConfigError(["a fault"])):
-            found = raised(mesh, error if mesh.rank == failing else None)
-            assert found is error if mesh.rank == failing else type(found) is ReinforceError
-    found = raised(mesh, DataError(f"from {mesh.rank}"))
-    assert str(found) == f"from {mesh.rank}"
+            raised_error = raised(mesh, error if mesh.rank == failing else None)
+            if mesh.rank == failing:
+                assert raised_error is error
+            else:
+                assert type(raised_error) is ReinforceError
+    raised_error = raised(mesh, DataError(f"from {mesh.rank}"))
+    assert str(raised_error) == f"from {mesh.rank}"
     mesh.barrier()
 
-    for _ in range(2):  # the second time it begins again
+    for _ in range(2):  # a count restarts after reset_count
         if mesh.is_main:
             mesh.reset_count("tests/counter")
         mesh.barrier()
@@ -84,7 +90,7 @@ def check(mesh: Mesh, tp_size: int) -> None:
 
 
 def main() -> None:
-    # Once, as joining the same store again is a race.
+    # Once: joining the same store again is a race.
     timeout = timedelta(seconds=SECONDS)
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=timeout)

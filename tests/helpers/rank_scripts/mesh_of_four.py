@@ -26,7 +26,7 @@ def check(mesh: Mesh, tp: int, pp: int, cp: int) -> None:
     assert torch.distributed.get_process_group_ranks(mesh.block_group) == block
     assert [seen[rank][1] for rank in block] == [True] + [False] * (len(block) - 1)
     assert sum(last for _, _, last in seen) == 4 // pp
-    # Each data-parallel rank counts once, however many ranks are in its block.
+    # Each data-parallel rank counts once, however many ranks share its block.
     assert mesh.sum_over_dp(torch.ones(1)).tolist() == [dp]
     assert mesh.gather_over_dp(mesh.dp_rank) == list(range(dp))
     assert mesh.from_model_parallel_rank_0(mesh.rank) == block[0]

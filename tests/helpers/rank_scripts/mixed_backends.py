@@ -1,4 +1,4 @@
-"""Two ranks that take themselves for GPUs: what needs no GPU runs over gloo. Usage: mixed_backends.py TP"""
+"""Two ranks act as GPU ranks: gloo runs what needs no GPU. Usage: mixed_backends.py TP"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend "fake"
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers "fake"
 
 from reinforce_rl.errors import GenerationError
 from reinforce_rl.megatron.mesh import parallel_mesh
@@ -18,8 +18,8 @@ def main() -> None:
     init = dist.init_process_group
 
     def without_nccl(backend: str, **options: object) -> None:
-        # A collective of the fake backend leaves tensors as they are: what took NCCL would not pass
-        # the checks below.
+        # A collective of the fake backend leaves tensors unchanged, so a collective over NCCL would
+        # fail the checks below.
         init(backend.replace("nccl", "fake"), **options)  # type: ignore[arg-type]
 
     dist.init_process_group = without_nccl

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks generate from float64 models. Usage: native_tp2.py OUT FOLDER...
+"""Two tensor-parallel ranks generate with float64 models. Usage: native_tp2.py OUT FOLDER...
 
 Writes OUT/NAME.RANK for each folder's name.
 """
@@ -27,17 +27,16 @@ def main() -> None:
         for folder in folders:
             lm = megatron_model(folder, mesh, torch.float64)
             tokenizer = load_tokenizer(folder)
-            found = NativeGenerator(lm, tokenizer).generate(prompts, 4, params, seed=3)
+            completions = NativeGenerator(lm, tokenizer).generate(prompts, 4, params, seed=3)
             bounded = NativeGenerator(lm, tokenizer, max_tokens=60).generate(
                 prompts, 4, params, seed=3
             )
-            assert torch.equal(bounded.tokens, found.tokens) and torch.equal(
-                bounded.lengths, found.lengths
-            )
+            assert torch.equal(bounded.tokens, completions.tokens)
+            assert torch.equal(bounded.lengths, completions.lengths)
             values = {
-                "tokens": found.tokens,
-                "lengths": found.lengths,
-                "log_probs": found.log_probs,
+                "tokens": completions.tokens,
+                "lengths": completions.lengths,
+                "log_probs": completions.log_probs,
             }
             torch.save(values, out / f"{folder.name}.{mesh.rank}")
 

@@ -1,6 +1,7 @@
-"""Train or replay on several ranks; prints what a replay found.
+"""Train or replay on several ranks; print what a replay reports.
 
-Usage: replay.py train FOLDER OVERRIDE ..., or replay.py stored|restart FOLDER OVERRIDE ... by where scores come from.
+Usage: replay.py train FOLDER OVERRIDE..., or replay.py stored|restart FOLDER OVERRIDE... for the
+source of scores.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from reinforce_rl.trainer.run import train
 
 
 def main() -> None:
-    what, folder, *overrides = sys.argv[1:]
-    if what == "train":
+    task, folder, *overrides = sys.argv[1:]
+    if task == "train":
         train(tiny_config(Path(folder), *overrides))
         return
-    found = replay(Path(folder) / "run", 4, reward=what, overrides=overrides, trust=True)
-    if found.phases:
-        print("FOUND", json.dumps(found.as_json()))
+    report = replay(Path(folder) / "run", 4, reward=task, overrides=overrides, trust=True)
+    if report.phases:
+        print("FOUND", json.dumps(report.as_json()))
 
 
 if __name__ == "__main__":

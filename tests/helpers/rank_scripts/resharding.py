@@ -1,8 +1,9 @@
-"""Several ranks: checkpoints of each layout, loads at others, and saves that fail on one rank.
+"""Several ranks save checkpoints at each layout and load them at others.
 
-Usage: resharding.py OUT PLAN, the plan in JSON: cases, saves (layouts), loads (of each layout: from where), full_disk
-(a layout or null). Writes OUT/CASE/losses.json: the losses of three steps without interruption and after each load. A
-load at the layout of its checkpoint is compared here, bit for bit.
+Usage: resharding.py OUT PLAN. The plan is JSON: `cases`, `saves` (layouts), `loads` (source layouts
+of each layout) and `full_disk` (a layout or null), at which saving fails on one rank. Writes
+OUT/CASE/losses.json: the losses of three steps, uninterrupted and after each load. A load at the
+layout of its checkpoint is compared here, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from helpers.checkpoint_run import Run
 from helpers.errors import check_error
-from helpers.resharding import ALL_LAYOUTS, SAVED_AFTER, load_and_go_on, run_of, save_and_go_on
+from helpers.resharding import ALL_LAYOUTS, SAVED_AFTER, load_and_train, run_of, save_and_train
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
@@ -24,7 +25,7 @@ from reinforce_rl.megatron.mesh import Mesh
 
 
 def save_on_a_full_disk(run: Run, mesh: Mesh, full_rank: int) -> None:
-    """Both ranks hear of it; the checkpoint before is untouched."""
+    """Both ranks raise; the previous checkpoint is unchanged."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if mesh.rank == full_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
@@ -51,7 +52,7 @@ def main() -> None:
     for layout in plan["saves"]:
         with ALL_LAYOUTS[layout].mesh() as mesh:
             for case in plan["cases"]:
-                losses[case][layout], uninterrupted[case, layout] = save_and_go_on(
+                losses[case][layout], uninterrupted[case, layout] = save_and_train(
                     out, case, layout, mesh
                 )
             if layout == plan["full_disk"]:
@@ -63,22 +64,18 @@ def main() -> None:
         with ALL_LAYOUTS[layout].mesh() as mesh:
             for case in plan["cases"]:
                 for source in sources:
-                    found, weights = load_and_go_on(out, case, source, layout, mesh)
-                    losses[case][f"{source} to {layout}"] = found
+                    resumed, weights = load_and_train(out, case, source, layout, mesh)
+                    losses[case][f"{source} to {layout}"] = resumed
                     if source == layout:
                         expected = uninterrupted[case, layout]
-                        assert found == losses[case][layout], (
-                            case,
-                            layout,
-                            found,
-                            losses[case][layout],
-                        )
+                        uninterrupted_losses = losses[case][layout]
+                        assert resumed == uninterrupted_losses, (case, layout, resumed)
                         assert weights.keys() == expected.keys()
                         for name, weight in weights.items():
                             assert torch.equal(weight, expected[name]), (case, layout, name)
     if torch.distributed.get_rank() == 0:
-        for case, found in losses.items():
-            (out / case / "losses.json").write_text(json.dumps(found))
+        for case, losses_of_case in losses.items():
+            (out / case / "losses.json").write_text(json.dumps(losses_of_case))
     torch.distributed.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
-"""A reward model on several ranks scores what it is given. Usage: reward_ranks.py FOLDER "TP PP SP"...
+"""A reward model scores on several ranks. Usage: reward_ranks.py FOLDER "TP PP SP"...
 
-Reads FOLDER/sequences.json and writes FOLDER/scores_TP_PP_SP_POOLING.json: the scores, and those of the same call
-once more after one in which every rank of a block failed.
+Reads FOLDER/sequences.json and writes FOLDER/scores_TP_PP_SP_POOLING.json: the scores, and the
+scores of the same call after a call in which all ranks of a block failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FAILING_TOKEN = 63
 
 class Failing(MegatronRewardModel):
     def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
-        if any((one.tokens == FAILING_TOKEN).any() for one in micro_batches):
+        if any((micro_batch.tokens == FAILING_TOKEN).any() for micro_batch in micro_batches):
             raise MemoryError("no memory for this one")
         return super().score_micro_batches(micro_batches)
 
@@ -35,7 +35,7 @@ class Failing(MegatronRewardModel):
 def main() -> None:
     folder = Path(sys.argv[1])
     sequences = json.loads((folder / "sequences.json").read_text())
-    # torchrun's store serves one process group, so all layouts have the same one.
+    # torchrun's store serves a single process group, so all layouts share it.
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     for layout, pooling in itertools.product(sys.argv[2:], POOLINGS):
         tp, pp, sp = map(int, layout.split())
@@ -59,8 +59,8 @@ def main() -> None:
                     error = ""
                 except RewardServerError as caught:
                     error = str(caught)
-                found = {"first": first, "error": error, "second": scorer.score(sequences)}
-            (folder / f"scores_{tp}_{pp}_{sp}_{pooling}.json").write_text(json.dumps(found))
+                answers = {"first": first, "error": error, "second": scorer.score(sequences)}
+            (folder / f"scores_{tp}_{pp}_{sp}_{pooling}.json").write_text(json.dumps(answers))
     torch.distributed.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Two stages: what they send each other for micro-batches of several lengths. Usage: stage_shapes.py FOLDER SP"""
+"""Tensors that two stages exchange for unequal lengths. Usage: stage_shapes.py FOLDER SP"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> None:
     exchange = dist.batch_isend_irecv
 
     def recorded(operations: list) -> list:
-        sent.extend(one.tensor for one in operations if one.op is dist.isend)
+        sent.extend(operation.tensor for operation in operations if operation.op is dist.isend)
         return exchange(operations)
 
     def refused(*args: object) -> None:
@@ -35,12 +35,13 @@ def main() -> None:
                 folder, mesh, micro_batch_size=3, with_reference=False, shared_prefix=shared_prefix
             )
             actor.get_loss_and_metrics(whole_batch(), sequences(10))
-            # As many as there are micro-batches, and of several lengths; forward or, on the second
-            # stage, backward.
+            # One per micro-batch, and of several lengths; forward or, on the second stage,
+            # backward.
             assert {tensor.dtype for tensor in sent} == {torch.float32}
             assert {tensor.shape[-1] for tensor in sent} == {HIDDEN}
             lengths = [tensor.shape[0] for tensor in sent]
-            assert len(lengths) == 4 and len(set(lengths)) > 1, lengths
+            assert len(lengths) == 4, lengths
+            assert len(set(lengths)) > 1, lengths
             assert gradient_of(actor).isfinite().all()
             sent.clear()
     print("all checks passed")

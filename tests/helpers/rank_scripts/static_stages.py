@@ -1,4 +1,4 @@
-"""Two ranks decode by static steps, and as on a CPU, from a float64 model. Usage: static_stages.py FOLDER TP PP"""
+"""Two ranks decode statically and as on a CPU, in float64. Usage: static_stages.py FOLDER TP PP"""
 
 from __future__ import annotations
 
@@ -52,14 +52,17 @@ def main() -> None:
                     "_read",
                     lambda self, group: (passes.append(group), whole(self, group))[1],
                 )
-                found = engine.generate(prompts, samples, params, seed=3)
-            assert torch.equal(found.tokens, expected.tokens)
-            assert torch.equal(found.lengths, expected.lengths)
-            assert found.finish_reasons == expected.finish_reasons
-            torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-6, rtol=0)
-            # Stages take the groups in turn, so that they never have the same one at a time.
+                completions = engine.generate(prompts, samples, params, seed=3)
+            assert torch.equal(completions.tokens, expected.tokens)
+            assert torch.equal(completions.lengths, expected.lengths)
+            assert completions.finish_reasons == expected.finish_reasons
+            torch.testing.assert_close(completions.log_probs, expected.log_probs, atol=1e-6, rtol=0)
+            # Stages alternate between groups, so they never work on the same group at once.
             assert len({id(group) for group in passes}) == pp
-            assert all(one is not other for one, other in itertools.pairwise(passes)) or pp == 1
+            assert (
+                all(previous is not following for previous, following in itertools.pairwise(passes))
+                or pp == 1
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Several ranks: a run on the tiny model as it is, and one in which a rank is slow.
+"""Several ranks: a plain run of the tiny model, and a run with a slow rank.
 
-Usage: stragglers.py FOLDER SLOW_RANK OVERRIDE... The runs lie in FOLDER/plain and FOLDER/slow.
+Usage: stragglers.py FOLDER SLOW_RANK OVERRIDE... The runs are in FOLDER/plain and FOLDER/slow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def slow_down(trainer: ReinforceTrainer) -> None:
         time.sleep(SECONDS)
         return train(*args, **options)
 
-    model.infer, model.get_loss_and_metrics = slow_infer, slow_train  # type: ignore[method-assign]
+    model.infer = slow_infer  # type: ignore[method-assign]
+    model.get_loss_and_metrics = slow_train  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Transformer Engine's fake on fake CUDA tensors, in bf16. Usage: te_fake_cuda.py FOLDER
 
-Runs two tensor-parallel ranks with it, one after the other, for the order of their collectives. Prints the kernels of
-a forward and a backward pass, by operator, without it and with it, as JSON.
+Runs two tensor-parallel ranks with it in turn, to check the order of collectives. Prints, as JSON,
+the kernels of a forward and a backward pass by operator, without and with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     for layout in (LAYOUTS["TP2 SP full recompute"], LORA_LAYOUTS["TP2 SP LoRA"]):
         ledgers = run_layout(machine, with_te(replace(layout, dtype=torch.bfloat16)), folder)
         assert check_collectives(ledgers) > 0
-    found = {}
+    kernels = {}
     for name, layout in {"without": Layout(), "with": with_te(Layout())}.items():
         with machine.rank(), layout.mesh() as mesh:
             actor = actor_of(
@@ -34,8 +34,8 @@ def main() -> None:
             )
             with machine.gpu.counting() as ledger:
                 actor.get_loss_and_metrics(rows_of(whole_batch(), [0, 3]), sequences(2))
-            found[name] = kernels_by_name(ledger)
-    print(json.dumps(found))
+            kernels[name] = kernels_by_name(ledger)
+    print(json.dumps(kernels))
 
 
 if __name__ == "__main__":

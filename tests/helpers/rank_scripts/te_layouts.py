@@ -1,8 +1,8 @@
-"""What is computed with Transformer Engine, of which the fake is on the path. Usage: te_layouts.py OUT FAMILY...
+"""Results with the fake Transformer Engine on PYTHONPATH. Usage: te_layouts.py OUT FAMILY...
 
-Writes OUT/FAMILY/LAYOUT.pt and the exported policy to OUT/FAMILY/LAYOUT, of further families than the first for one
-layout only; with that one also the kernels of a training step and of a generation, and checkpoints and losses as
-`helpers.resharding` has them.
+Writes OUT/FAMILY/LAYOUT.pt and exports the policy to OUT/FAMILY/LAYOUT. One layout also runs the
+other families, and records the kernels of a training step and of generation, and checkpoints and
+losses as in `helpers.resharding`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformer_engine
@@ -40,7 +41,7 @@ def kernels(out: Path, layout: str, mesh: Mesh) -> dict[str, dict[str, int]]:
     run.train_on(0, 1)
     training = {**counts, "column layers": len(column)}
     drawn = []
-    for is_lean in (False, True):  # megatron's own layers; decode steps of our own
+    for is_lean in (False, True):  # megatron's own layers; this project's decode steps
         counts.clear()
         generator = NativeGenerator(run.lm, load_tokenizer(out / "tied/model"), is_lean=is_lean)
         drawn.append(
@@ -53,15 +54,16 @@ def kernels(out: Path, layout: str, mesh: Mesh) -> dict[str, dict[str, int]]:
 
 
 def check_that_passes_add_up(out: Path, layout: str, mesh: Mesh) -> None:
-    """Two passes through a new model in one micro-batch; the second one's gradients come first."""
+    """Check two passes through a new model in one micro-batch; backward starts with the second."""
     run = resharding.run_of(out, "tied", layout, "passes", mesh)
-    one, other = torch.randint(4, 61, (2, 3, 12))
-    found = []
-    for passes in ([one, other], [one], [other]):
+    first, second = torch.randint(4, 61, (2, 3, 12))
+    gradients = []
+    for passes in ([first, second], [first], [second]):
         run.ddp.zero_grad_buffer()
         torch.stack([run.lm(tokens).square().sum() for tokens in passes]).sum().backward()
-        found.append(torch.cat([p.main_grad.flatten() for p in run.lm.parameters()]))  # type: ignore[union-attr]
-    torch.testing.assert_close(found[0], found[1] + found[2], rtol=1e-4, atol=1e-4)
+        parts: list[Any] = [parameter.main_grad for parameter in run.lm.parameters()]
+        gradients.append(torch.cat([part.flatten() for part in parts]))
+    torch.testing.assert_close(gradients[0], gradients[1] + gradients[2], rtol=1e-4, atol=1e-4)
 
 
 def check_that_an_old_one_is_refused(model: Path, layout: Layout, mesh: Mesh) -> None:
@@ -83,7 +85,7 @@ def main() -> None:
     layouts = TE_LAYOUTS[torch.distributed.get_world_size()]
     resharding.ALL_LAYOUTS.update(layouts)
     saved = SAVED[torch.distributed.get_world_size()]
-    found: dict = {"losses": {}}
+    report: dict = {"losses": {}}
     for name, layout in layouts.items():
         with layout.mesh() as mesh:
             for family in families if name == saved else families[:1]:
@@ -92,16 +94,16 @@ def main() -> None:
                 if mesh.is_main:
                     torch.save(results, folder / f"{name}.pt")
             if name == saved:
-                found |= kernels(Path(out), name, mesh)
+                report |= kernels(Path(out), name, mesh)
                 check_that_passes_add_up(Path(out), name, mesh)
                 check_that_an_old_one_is_refused(Path(out) / families[0] / "model", layout, mesh)
                 for case in CASES:
-                    found["losses"][case] = {
-                        "saved": resharding.save_and_go_on(Path(out), case, name, mesh)[0],
-                        "loaded": resharding.load_and_go_on(Path(out), case, ONE, name, mesh)[0],
+                    report["losses"][case] = {
+                        "saved": resharding.save_and_train(Path(out), case, name, mesh)[0],
+                        "loaded": resharding.load_and_train(Path(out), case, ONE, name, mesh)[0],
                     }
     if torch.distributed.get_rank() == 0:
-        (Path(out) / f"{saved}.json").write_text(json.dumps(found))
+        (Path(out) / f"{saved}.json").write_text(json.dumps(report))
     torch.distributed.destroy_process_group()
 
 

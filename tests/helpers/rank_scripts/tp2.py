@@ -1,6 +1,6 @@
-"""Two tensor-parallel ranks: one or more of the tasks below. Usage: tp2.py OUT TASK ARGUMENT... [-- TASK ARGUMENT...]
+"""Two tensor-parallel ranks run tasks. Usage: tp2.py OUT TASK ARGUMENT... [-- TASK ARGUMENT...]
 
-Rank 0 writes what a task computed into OUT.
+Rank 0 writes the results of a task to OUT.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from reinforce_rl.megatron.model.log_probs import chunked_log_probs
 from reinforce_rl.megatron.model.model import VocabShard
 
 
-def save(found: Any, path: Path, mesh: Mesh) -> None:
+def save(results: Any, path: Path, mesh: Mesh) -> None:
     if mesh.is_main:
-        torch.save(found, path)
+        torch.save(results, path)
 
 
 def family(mesh: Mesh, out: Path, *folders: str) -> None:
-    """Everything of `families.computed_here`: {folder name}.pt, and the exported folder."""
+    """All results of `families.computed_here`: {folder name}.pt, and the exported folder."""
     for folder in map(Path, folders):
         save(
             families.computed_here(folder, mesh, out / folder.name), out / f"{folder.name}.pt", mesh
@@ -51,7 +51,7 @@ def scores(mesh: Mesh, out: Path, *folders: str) -> None:
 
 
 def chunked_head(mesh: Mesh, out: Path, *vocabularies: str) -> None:
-    """The chunked head on shares of one weight.
+    """The chunked output head, with its weight sharded.
 
     head.pt: {tokens: (log-probs, entropies, gradient of hidden, gradient of the whole weight)}.
     """
@@ -78,7 +78,10 @@ def chunked_head(mesh: Mesh, out: Path, *vocabularies: str) -> None:
 
 
 def lora_cases(mesh: Mesh, out: Path, root: str) -> None:
-    """All of `lora.computed_here`, {case}.pt and {case}/; and an MLP with sequence parallelism."""
+    """All results of `lora.computed_here`, {case}.pt and {case}/, and an MLP.
+
+    The MLP uses sequence parallelism.
+    """
     for name, settings in lora.CASES.items():
         save(
             lora.computed_here(Path(root) / name, mesh, settings, out / name),
@@ -97,7 +100,10 @@ def lora_cases(mesh: Mesh, out: Path, root: str) -> None:
 
 
 def mlp_gradients(folder: Path, mesh: Mesh, sequence_parallel: bool) -> dict[str, Any]:
-    """Output and gradients of the first MLP: with sequence parallelism each rank has half of the positions."""
+    """Return output and gradients of the first MLP.
+
+    With sequence parallelism each rank has half of the positions.
+    """
     lm = megatron_model(folder, mesh, torch.float64)
     mlp: Any = lm.decoder.layers[0].mlp
     for layer in (mlp.linear_fc1, mlp.linear_fc2):
@@ -109,20 +115,20 @@ def mlp_gradients(folder: Path, mesh: Mesh, sequence_parallel: bool) -> dict[str
         2, 6, 2, 36, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
     x.requires_grad_()
-    own = slice(3 * mesh.tp_rank, 3 * mesh.tp_rank + 3) if sequence_parallel else slice(None)
-    output, _ = mlp(x[own])
-    (output * weight[own]).sum().backward()
+    local_rows = slice(3 * mesh.tp_rank, 3 * mesh.tp_rank + 3) if sequence_parallel else slice(None)
+    output, _ = mlp(x[local_rows])
+    (output * weight[local_rows]).sum().backward()
     parameters = {name: p for name, p in mlp.named_parameters() if p.requires_grad}
     gradients = {"x": x.grad, **{name: p.grad for name, p in parameters.items()}}
     if sequence_parallel:
-        # what megatron does at the end of a batch for parameters that are marked so
+        # megatron does this at the end of a batch for parameters that are marked
         assert x.grad is not None
         for value in (
             x.grad,
             *(p.grad for p in parameters.values() if getattr(p, "sequence_parallel", False)),
         ):
             torch.distributed.all_reduce(value, group=mesh.tp_group)
-    return {"output": output.detach(), "own": own, "gradients": gradients}
+    return {"output": output.detach(), "own": local_rows, "gradients": gradients}
 
 
 TASKS = {task.__name__: task for task in (family, weights, scores, chunked_head, lora_cases)}

@@ -1,4 +1,7 @@
-"""Two ranks: a whole run on the tiny model. Usage: train.py FOLDER REWARD OVERRIDE...; see `tiny_run` for REWARD."""
+"""Two ranks: a whole run of the tiny model. Usage: train.py FOLDER REWARD OVERRIDE...
+
+See `tiny_run` for REWARD.
+"""
 
 from __future__ import annotations
 

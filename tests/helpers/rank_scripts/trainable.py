@@ -1,6 +1,6 @@
-"""A trainable reward model on several layouts of the same ranks. Usage: trainable.py OUT FOLDER LAYOUT...
+"""A trainable reward model at several layouts. Usage: trainable.py OUT FOLDER LAYOUT...
 
-Writes OUT/LAYOUT.RANK for each, and checkpoints and the exported models below OUT/LAYOUT.
+Writes OUT/LAYOUT.RANK for each, and checkpoints and exported models below OUT/LAYOUT.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     for name in names:
         with LAYOUTS[name].mesh() as mesh:
-            found = computed(LAYOUTS[name], folder, mesh, Path(out) / name)
-            torch.save(found, Path(out) / f"{name}.{os.environ['RANK']}")
+            results = computed(LAYOUTS[name], folder, mesh, Path(out) / name)
+            torch.save(results, Path(out) / f"{name}.{os.environ['RANK']}")
     torch.distributed.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
-"""Two ranks train with the real vLLM, in one layout after another. Usage: vllm_layouts.py FOLDER NAME...
+"""Two ranks train with the real vLLM at several layouts. Usage: vllm_layouts.py FOLDER NAME...
 
-NAME is a folder below FOLDER with a model, and a key of LAYOUTS; or "smollm2", whose model is in FOLDER itself.
+NAME is a key of LAYOUTS and a folder with a model below FOLDER; or "smollm2", whose model is in
+FOLDER itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.launch.check_engine import TEXTS
 from reinforce_rl.megatron.mesh import parallel_mesh
 
-# Tensor and pipeline parallel sizes, and workers of an engine.
+# Tensor and pipeline parallel sizes, and an engine's workers.
 LAYOUTS = {
     "tp2_engine1": (2, 1, 1),
     "tp2_engine2": (2, 1, 2),
@@ -29,7 +30,7 @@ LAYOUTS = {
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    torch.distributed.init_process_group("gloo")  # once, as joining the same store again is a race
+    torch.distributed.init_process_group("gloo")  # once: joining the same store again is a race
     for name in sys.argv[2:]:
         is_tiny = name != "smollm2"
         tensor, pipeline, workers = LAYOUTS[name]

@@ -1,6 +1,6 @@
-"""Two ranks share matrices, and an engine that takes weights within responses. Usage: vllm_updates.py FOLDER.
+"""Two tensor-parallel ranks; vLLM loads weights mid-response. Usage: vllm_updates.py FOLDER.
 
-Below FOLDER there is a model. Each rank writes FOLDER/rank_N.json: what it was told and what it found.
+FOLDER contains a model. Each rank writes FOLDER/rank_N.json with the actions and the responses.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ def main() -> None:
                 engine.call("set_pace", SLOW)
             partial = generator.resume(new_responses(PROMPTS, 2, 3), PARAMS, updates)
         with generator.awake():
-            found = generator.resume(partial, PARAMS, PlannedUpdates(version=1))
+            responses = generator.resume(partial, PARAMS, PlannedUpdates(version=1))
         generator.close()
-        gaps = versions.gaps(0, found)
-        told = {
+        gaps = versions.gaps(0, responses)
+        report = {
             "running": updates.running,
-            "partial": [dataclasses.asdict(one) for one in partial],
-            "found": [dataclasses.asdict(one) for one in found],
+            "partial": [dataclasses.asdict(response) for response in partial],
+            "found": [dataclasses.asdict(response) for response in responses],
             "gap": max(
                 gap
-                for row, one in zip(gaps, found, strict=True)
-                for gap in row[: one.versions.count(0)]
+                for row, response in zip(gaps, responses, strict=True)
+                for gap in row[: response.versions.count(0)]
             ),
         }
-        (folder / f"rank_{mesh.rank}.json").write_text(json.dumps(told))
+        (folder / f"rank_{mesh.rank}.json").write_text(json.dumps(report))
     torch.distributed.destroy_process_group()
 
 

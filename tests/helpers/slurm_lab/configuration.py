@@ -1,4 +1,4 @@
-"""What the lab's daemons read: slurm.conf, a hosts file, a key of munge."""
+"""Configuration of the lab's daemons: slurm.conf, a hosts file and a munge key."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 SERVER_NODES = ("rm0", "rm1")
 ACTOR_NODES = ("act0", "act1")
 NODES = SERVER_NODES + ACTOR_NODES
-NODE_LOST_SECONDS = 10  # silence after which a node is down
+NODE_LOST_SECONDS = 10  # a node is down after this much silence
 
-# Hetjobs are started by the backfill scheduler only, one set of components a cycle, hence its short
-# interval. `cred_expire` is also how long a requeued job waits before it can start again: two
-# minutes by default.
+# Only the backfill scheduler starts heterogeneous jobs, one set of components per cycle, hence its
+# short interval. `cred_expire` also delays the restart of a requeued job: two minutes by default.
 SLURM_CONF = """\
 ClusterName=lab
 SlurmctldHost=localhost
@@ -48,12 +47,15 @@ OverTimeLimit=0
 {nodes}
 PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
-NODE = "NodeName={name} NodeAddr={address} Port={port} CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8"
-NODE += " ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN"
+NODE = "NodeName={name} NodeAddr={address} Port={port} CPUs=8 Boards=1 SocketsPerBoard=1"
+NODE += " CoresPerSocket=8 ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN"
 
 
 def write_configuration(folder: Path) -> Path:
-    """Fill a new lab's folder and return the path of its slurm.conf. Two labs share no port and hardly an address."""
+    """Fill a new lab's folder and return the path of its slurm.conf.
+
+    Two labs share no port, and rarely an address.
+    """
     for name in ("run", "log", "small", "state/controller", *(f"state/{node}" for node in NODES)):
         (folder / name).mkdir(parents=True)
     key = folder / "run" / "munge.key"
@@ -72,17 +74,17 @@ def write_configuration(folder: Path) -> Path:
         for node, port in zip(NODES, ports, strict=True)
     ]
     path = folder / "slurm.conf"
-    own = {
+    values = {
         "controller_port": controller_port,
         "node_lost_seconds": NODE_LOST_SECONDS,
         "nodes": "\n".join(nodes),
     }
-    path.write_text(SLURM_CONF.format(folder=folder, **own))
+    path.write_text(SLURM_CONF.format(folder=folder, **values))
     return path
 
 
 def unused_ports(count: int) -> list[int]:
-    """Of those that the system gives to nobody by itself; drawn, so that two labs draw different ones."""
+    """Return ports outside the system's ephemeral range, at random so that labs differ."""
     ports: list[int] = []
     while len(ports) < count:
         port = random.randint(10000, 19999)

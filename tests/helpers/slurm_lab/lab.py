@@ -1,4 +1,4 @@
-"""Starts and stops the lab's daemons, submits jobs to it, and waits for them."""
+"""Start and stop the lab's daemons, submit jobs, and wait for them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROGRAMS = (
     "scontrol",
     "scancel",
 )
-COMMAND_SECONDS = 60.0  # a busy machine; each takes a fraction of a second
+COMMAND_SECONDS = 60.0  # for a busy machine; a command takes a fraction of a second
 ENDED = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -56,7 +56,7 @@ ENDED = {
 
 
 def missing_for_a_lab() -> tuple[str, bool]:
-    """What this machine lacks for a lab, empty if nothing; and whether an installation would help."""
+    """Return what this machine lacks for a lab, if anything, and whether installing would help."""
     if os.geteuid() != 0:
         return "a lab of Slurm must be started by root", False
     programs = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -72,7 +72,10 @@ def missing_for_a_lab() -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class Component:
-    """What Slurm says of one component of a job, `scontrol show job`; `exit_code` is its `code:signal`."""
+    """The state of one component of a job, from `scontrol show job`.
+
+    `exit_code` is Slurm's `code:signal`.
+    """
 
     id: int
     state: str
@@ -83,7 +86,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Job:
-    """A job by the id of its first component, which is that of the whole."""
+    """A job, identified by the id of its first component."""
 
     id: int
     log: Path
@@ -100,12 +103,13 @@ class Job:
 class SlurmLab:
     """One controller and the nodes rm0, rm1, act0 and act1, with 8 cores each; a context manager.
 
-    The nodes have host names, addresses, processes and a /dev/shm (below `shared_memory`) of their own. They share the
-    file system, the machine's network. In `small` they see a file system of 16 MiB.
+    Each node has its own host name, address, processes and /dev/shm (below `shared_memory`). The
+    nodes share the file system and the machine's network. In `small` they see a file system of 16
+    MiB.
     """
 
     def __init__(self) -> None:
-        # short: Unix sockets are made in it
+        # short: Unix sockets are created in it
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-lab-"))
         self.shared_memory = Path(tempfile.mkdtemp(prefix="slurm-lab-", dir="/dev/shm"))
         self.small = self.folder / "small"
@@ -134,7 +138,7 @@ class SlurmLab:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End every process of the lab."""
+        """Kill all processes of the lab."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -143,7 +147,7 @@ class SlurmLab:
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
-            process.kill()  # and its child by `--kill-child`
+            process.kill()  # its child ends by `--kill-child`
             process.wait()
         for folder in (self.folder, self.shared_memory):
             shutil.rmtree(folder, ignore_errors=True)
@@ -157,10 +161,10 @@ class SlurmLab:
     def command(
         self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> str:
-        """What one of Slurm's commands prints.
+        """Run one of Slurm's commands and return its output.
 
         Raises:
-            AssertionError: it failed, with what it said.
+            AssertionError: the command failed, with its output.
         """
         env = {**self._environment, **(env or {})}
         with_pipes = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
@@ -171,7 +175,7 @@ class SlurmLab:
         return done.stdout
 
     def inside(self, *command: str) -> str:
-        """What a command prints that sees the lab's mounts."""
+        """Run a command that sees the lab's mounts and return its output."""
         assert self._process is not None
         first = (
             Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
@@ -181,11 +185,11 @@ class SlurmLab:
         return self.command("nsenter", "--target", first, "--mount", *command)
 
     def crash(self, node: str) -> None:
-        """Every process of the node dies at once, its slurmd too."""
+        """Kill all processes of the node at once, including its slurmd."""
         self._tell("crash", node)
 
     def up(self, node: str, seconds: float = 60) -> None:
-        """Start a node that crashed, once the controller has noticed that it is gone."""
+        """Restart a crashed node as soon as the controller has noticed the crash."""
         self._wait(
             lambda: "down" in self.command("sinfo", "-h", "-n", node, "-o", "%T"),
             seconds,
@@ -203,14 +207,14 @@ class SlurmLab:
 
         self._wait(ready, seconds, "all nodes to be idle")
 
-    def _wait(self, condition, seconds: float, what: str) -> None:
+    def _wait(self, condition, seconds: float, awaited: str) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds} s for {what}:\n{self.logs()}"
+            assert time.monotonic() < deadline, f"waited {seconds} s for {awaited}:\n{self.logs()}"
             time.sleep(0.25)
 
     def logs(self) -> str:
-        """The last lines of every daemon's log."""
+        """Return the last lines of each daemon's log."""
         parts = []
         for path in sorted((self.folder / "log").iterdir()):
             parts += [f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-15:]]
@@ -223,7 +227,7 @@ class SlurmLab:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> Job:
-        """`sbatch` with these arguments; the output of all attempts goes to `log`."""
+        """Run `sbatch` with these arguments; all attempts write to `log`."""
         places = ["--parsable", f"--output={log}", "--open-mode=append"]
         return Job(
             int(self.command("sbatch", *places, *command, env=env, cwd=cwd).strip().split(";")[0]),
@@ -232,7 +236,7 @@ class SlurmLab:
 
     def components(self, job: Job) -> list[Component]:
         shown = self.command("scontrol", "--oneliner", "show", "job", str(job.id))
-        found = []
+        components = []
         for line in shown.splitlines():
             fields = dict(re.findall(r"(\w+)=(\S*)", line))
             if "JobId" in fields:
@@ -240,15 +244,15 @@ class SlurmLab:
                 exit_code = fields["ExitCode"]
                 number = int(fields["JobId"])
                 restarts = int(fields["Restarts"])
-                found.append(Component(number, state, exit_code, restarts, fields["Reason"]))
-        assert found, shown
-        return found
+                components.append(Component(number, state, exit_code, restarts, fields["Reason"]))
+        assert components, shown
+        return components
 
     def wait(self, job: Job, seconds: float) -> list[Component]:
-        """Every component of a job that has ended.
+        """Wait until a job has ended and return its components.
 
         Raises:
-            AssertionError: it has not within this time.
+            AssertionError: the job did not end in time.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -262,7 +266,7 @@ class SlurmLab:
             time.sleep(0.25)
 
     def wait_for_attempt(self, job: Job, restarts: int, seconds: float) -> None:
-        """Until all components run for the `restarts`-th time after the first."""
+        """Wait until all components run after `restarts` restarts."""
 
         def running() -> bool:
             return all(
@@ -275,7 +279,7 @@ class SlurmLab:
         )
 
     def signal(self, job: Job, name: str) -> None:
-        """Send a signal to the batch script alone, as `--signal=B:` does before the time limit."""
+        """Send a signal to the batch script only, like `--signal=B:` before the time limit."""
         self.command("scancel", "--batch", f"--signal={name}", str(job.id))
 
     def cancel(self, job: Job) -> None:
@@ -285,12 +289,12 @@ class SlurmLab:
         self.command("scontrol", "requeue", str(job.id))
 
     def descendants(self) -> list[psutil.Process]:
-        """Every process of the lab, its daemons too."""
+        """Return all processes of the lab, including its daemons."""
         assert self._process is not None
         return psutil.Process(self._process.pid).children(recursive=True)
 
     def steps(self, job: Job) -> Sequence[str]:
-        """The names of the steps that still run, but for the batch script's own."""
+        """Return the names of running steps other than the batch script's."""
         ids = ",".join(str(component.id) for component in self.components(job))
         names = self.command("squeue", "-h", "--steps", "--jobs", ids, "-o", "%i %j").split("\n")
         return [

@@ -1,4 +1,4 @@
-"""The processes of jobs in a lab, and what may not be left of a job that has ended."""
+"""Processes of jobs in a lab, and what an ended job must not leave behind."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ import psutil
 if TYPE_CHECKING:
     from helpers.slurm_lab.lab import Job, SlurmLab
 
-END_SECONDS = 20.0  # Slurm's own end of a step that was killed takes a few
+END_SECONDS = 20.0  # Slurm takes a few seconds to end a killed step
 
 
 def processes_of(lab: SlurmLab, job: Job | None = None) -> list[psutil.Process]:
-    """All of the lab's processes that belong to a job, or to any job; zombies have ended.
+    """Return the lab's processes that belong to a job, or to any job, without zombies.
 
-    Whatever a job starts stays below the lab's first process. One without an environment of a job, such as slurmstepd,
-    counts for every job.
+    All processes of a job descend from the lab's first process. A process without a job's
+    environment, such as slurmstepd, counts for every job.
     """
     ids = set() if job is None else {component.id for component in lab.components(job)}
-    found = []
+    processes = []
     for process in lab.descendants():
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_ZOMBIE or is_daemon(process):
                 continue
-            of = job_id_of(process)
-            if job is None or of is None or of in ids:
-                found.append(process)
-    return found
+            job_id = job_id_of(process)
+            if job is None or job_id is None or job_id in ids:
+                processes.append(process)
+    return processes
 
 
 def is_daemon(process: psutil.Process) -> bool:
-    """Of the lab itself: by its program, or as one of the shells of namespaces.sh."""
+    """Return whether the process is the lab's own: a daemon or a shell of namespaces.sh."""
     if process.name() in ("munged", "slurmctld", "slurmscriptd", "slurmd", "unshare"):
         return True
     words = process.cmdline()[1:3]
@@ -48,12 +48,12 @@ def is_daemon(process: psutil.Process) -> bool:
 
 def job_id_of(process: psutil.Process) -> int | None:
     step = re.match(r"slurmstepd: \[(\d+)", " ".join(process.cmdline()))
-    found = step.group(1) if step else process.environ().get("SLURM_JOB_ID")
-    return None if found is None else int(found)
+    job_id = step.group(1) if step else process.environ().get("SLURM_JOB_ID")
+    return None if job_id is None else int(job_id)
 
 
 def published_ports(run_dir: Path) -> set[tuple[str, int]]:
-    """Addresses and ports of the tasks of all of a run's attempts, as they wrote them down for others."""
+    """Return the addresses and ports that the tasks of all attempts of a run published."""
     attempts = run_dir / "slurm"
     meetings = [json.loads(path.read_text()) for path in attempts.glob("*/rendezvous-*.json")]
     servers = [json.loads(path.read_text()) for path in attempts.glob("*/ready-*.json")]
@@ -72,26 +72,28 @@ def is_listening(address: str, port: int) -> bool:
 
 
 def left_of(lab: SlurmLab, job: Job, ports: set[tuple[str, int]]) -> list[str]:
-    found = [f"step {name}" for name in lab.steps(job)]
+    leftovers = [f"step {name}" for name in lab.steps(job)]
     for process in processes_of(lab, job):
         with contextlib.suppress(psutil.Error):
-            found.append(f"process {process.pid} {' '.join(process.cmdline())[:200]}")
-    found += [f"port {port} of {address}" for address, port in ports if is_listening(address, port)]
-    if not processes_of(lab):  # else those of another job
-        found += [
+            leftovers.append(f"process {process.pid} {' '.join(process.cmdline())[:200]}")
+    leftovers += [
+        f"port {port} of {address}" for address, port in ports if is_listening(address, port)
+    ]
+    if not processes_of(lab):  # otherwise the files may belong to another job
+        leftovers += [
             f"shared memory {path}" for path in lab.shared_memory.rglob("*") if not path.is_dir()
         ]
-    return found
+    return leftovers
 
 
 def assert_nothing_left(
     lab: SlurmLab, job: Job, run_dir: Path | None = None, seconds: float = END_SECONDS
 ) -> None:
-    """No step, process, shared memory or listening port of an ended job.
+    """Assert that an ended job leaves no step, process, shared memory or listening port.
 
     Args:
-        run_dir: of the run whose published ports are looked at.
-        seconds: that it may take until all is gone.
+        run_dir: the run whose published ports are checked.
+        seconds: the time until everything must be gone.
     """
     ports: set[tuple[str, int]] = set() if run_dir is None else published_ports(run_dir)
     deadline = time.monotonic() + seconds

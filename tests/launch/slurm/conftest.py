@@ -1,4 +1,4 @@
-"""The lab of a file of tests."""
+"""A lab for a file of tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[SlurmLab]:
-    """Skips where there can be none; fails where .ci/run has installed Slurm and yet it is missing."""
+    """Yield a lab; skip if none can run, but fail if .ci/run installs Slurm and it is missing."""
     missing, can_be_installed = missing_for_a_lab()
     if missing and can_be_installed and os.environ.get("SLURM_TESTS") == "required":
         pytest.fail(missing)
@@ -27,8 +27,8 @@ def lab() -> Iterator[SlurmLab]:
 
 @pytest.fixture(scope="module")
 def world(lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """What the jobs of a file read from disk."""
-    # only now: it imports torch, which most tests here do without
+    """Return the input files of the jobs."""
+    # import late: it imports torch, which most tests here do not need
     from helpers.real_run import World
 
     return World.make(tmp_path_factory.mktemp("world"))

@@ -1,4 +1,4 @@
-"""Signals to steps that are retried and bounded, with commands of Slurm that are played."""
+"""Signals to steps are retried and bounded; Slurm's commands are fakes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def said(monkeypatch) -> list[str]:
 
 @contextlib.contextmanager
 def step(home: Path, when_asked: str, name: str = "actor") -> Iterator[subprocess.Popen[bytes]]:
-    """A step that runs, and what it does at SIGTERM; the file stands in the list of steps."""
+    """Run a step with an action at SIGTERM; its file is its entry in the list of steps."""
     file = home / f"step-{name}"
     action = when_asked.replace("FILE", str(file))
     script = (
@@ -51,7 +51,7 @@ def step(home: Path, when_asked: str, name: str = "actor") -> Iterator[subproces
     )
     with subprocess.Popen(["sh", "-c", script], start_new_session=True) as process:
         try:
-            # it may have been ended already
+            # the step may have ended already
             assert wait_for(lambda: file.exists() or process.poll() is not None, 20)
             yield process
         finally:
@@ -92,7 +92,7 @@ def test_a_stale_step_that_outlives_even_that_is_an_error(home, said, monkeypatc
     assert len(said) == 2
 
 
-def test_other_steps_are_let_alone(home, said):
+def test_other_steps_are_left_alone(home, said):
     (home / "step-batch").write_text("")
     for name in ("bash", "actor-of-mine", "rm-1x"):
         (home / f"step-{name}").write_text("")
@@ -154,10 +154,10 @@ def test_a_controller_that_does_not_answer_is_asked_again(home, said, monkeypatc
     ("number", "left", "expected"),
     [
         (signal.SIGTERM, 600, 50.0),
-        # others than the actor, which ended before
+        # tasks other than the actor, which ended before
         (signal.SIGTERM, 60, 30.0),
         (signal.SIGTERM, 25, 10.0),
-        # before the time limit there is all the time that is left, less that for a requeue
+        # SIGUSR1 comes before the time limit: all remaining time, minus the time for a requeue
         (signal.SIGUSR1, 600, 570.0),
         (signal.SIGUSR1, 25, 10.0),
         (signal.SIGUSR1, "unlimited", 50.0),
@@ -203,7 +203,7 @@ def test_a_step_whose_srun_has_ended_is_looked_for_once_a_second(home, said, mon
     assert 2 <= len(looks) <= 5
 
 
-def test_a_process_of_another_user_is_no_srun(home, monkeypatch):
+def test_a_process_of_another_user_is_not_an_srun(home, monkeypatch):
     def kill(process: int, number: int) -> None:
         raise PermissionError
 
@@ -230,7 +230,9 @@ def test_an_actor_whose_tasks_met_and_left_no_record(home, monkeypatch, tmp_path
     folder.attempt.mkdir(parents=True)
     facts = attempt._parser().parse_args(["end"])
     missed = attempt._judge(folder, facts)
-    assert (missed.code, missed.log_of) == (1, "") and "could not start" in missed.text
+    assert (missed.code, missed.log_of) == (1, "")
+    assert "could not start" in missed.text
     (folder.attempt / "rendezvous-actor.json").touch()
     full = attempt._judge(folder, facts)
-    assert (full.code, full.log_of) == (1, "actor") and "left no record" in full.text
+    assert (full.code, full.log_of) == (1, "actor")
+    assert "left no record" in full.text

@@ -1,4 +1,4 @@
-"""The script of a job, with commands of Slurm and programs that are played."""
+"""The job's script, with fakes of Slurm's commands and of the programs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SECONDS = 180.0
 
 
 class Job:
-    """A job's script as a process, in a job of one server and one node with two actor tasks."""
+    """The script as a process, for a job with one server and one node with two actor tasks."""
 
     def __init__(
         self, folder: Path, settings: dict[str, int | Path] | None = None, **variables: str
@@ -90,7 +90,7 @@ class Job:
         )
 
     def finish(self) -> tuple[int, list[str]]:
-        """The exit code and the lines that it said, without their times of day."""
+        """Return the exit code and the output lines without times of day."""
         output, _ = self.process.communicate(timeout=SECONDS)
         assert not list(self.home.glob("step-*")), output
         return self.process.returncode, [line[9:] for line in output.splitlines()]
@@ -98,21 +98,23 @@ class Job:
     def wait_until_training(self) -> None:
         deadline = time.monotonic() + SECONDS
         while len(list(self.run_dir.glob("began.*"))) < 2:  # tasks of the actor
-            assert self.process.poll() is None and time.monotonic() < deadline
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(0.3)
 
     def wait_for(self, path: Path) -> None:
         deadline = time.monotonic() + SECONDS
         while not path.exists():
-            assert self.process.poll() is None and time.monotonic() < deadline
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
             time.sleep(0.05)
 
     def calls(self) -> list[str]:
         return (self.folder / "calls").read_text().splitlines()
 
     def rank(self, number: int) -> dict[str, Any]:
-        """What a rank of the actor has got: its `arguments` and `environment`."""
+        """Return the `arguments` and `environment` of a rank of the actor."""
         return json.loads((self.run_dir / f"began.{number}").read_text())
 
     @property
@@ -156,7 +158,8 @@ def test_a_run_that_finishes_and_the_next_link_of_its_chain(started: type[Job]) 
         False,
     )
     token = job.run_dir / "slurm" / "token"
-    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text().strip()) > 16
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(token.read_text().strip()) > 16
 
     link = started(SLURM_JOB_ID="9")
     code, lines = link.finish()
@@ -199,9 +202,9 @@ def test_a_signal_saves_and_requeues_what_got_further(
 @pytest.mark.parametrize(
     ("number", "seconds_left", "grace", "saves"),
     [
-        (signal.SIGUSR1, 600, 2, True),  # before the time limit there is all the time that is left
-        (signal.SIGUSR1, 25, 60, True),  # and ten seconds where none is
-        # nobody knows how long Slurm waits with a job that is cancelled
+        (signal.SIGUSR1, 600, 2, True),  # before the time limit: all remaining time
+        (signal.SIGUSR1, 25, 60, True),  # at least ten seconds
+        # Slurm does not say how long it waits after a cancellation
         (signal.SIGTERM, 600, 2, False),
     ],
     ids=["much time", "no time", "cancelled"],
@@ -221,18 +224,19 @@ def test_how_long_an_actor_may_take_to_save(
 
 
 def test_an_actor_that_hangs_is_killed_in_time_for_a_requeue(started: type[Job]) -> None:
-    """Half a minute before the end of the allocation, though it would have more time by the settings."""
+    """It is killed half a minute before the allocation ends, although its own limit is longer."""
     begin = time.time()
     job = started(
         FAKE_ACTOR="saves and hangs", FAKE_SECONDS_LEFT="42", REINFORCE_GRACE_SECONDS="150"
     )
     job.wait_until_training()
-    told = time.time()
+    signalled = time.time()
     job.process.send_signal(signal.SIGUSR1)
     _, lines = job.finish()
     assert any("actor has not ended in time; killing it" in line for line in lines), lines
-    assert job.requeued and "; requeued: from step 0 to step 7" in lines[-1], lines
-    due = max(begin + 42 - 30, told + 10)
+    assert job.requeued, lines
+    assert "; requeued: from step 0 to step 7" in lines[-1], lines
+    due = max(begin + 42 - 30, signalled + 10)
     assert due - 2 < time.time() < due + 25, lines
 
 
@@ -240,40 +244,44 @@ def test_an_actor_that_hangs_is_killed_in_time_for_a_requeue(started: type[Job])
 def test_tasks_that_wait_for_one_that_was_stopped_alone_are_stopped_too(
     started: type[Job], others: str
 ) -> None:
-    """Slurm may end one node's tasks of an attempt that has just begun, for the attempt that the node missed.
+    """Slurm may end tasks of a new attempt on one node, because that node missed the last end.
 
-    The others wait for it, or are programs that still start and die of the signal.
+    The other tasks wait for it, or are programs that are still starting and die of the signal.
     """
     job = started(FAKE_ACTOR=others)
     code, lines = job.finish()
     assert code == 75, lines
     (line,) = [line for line in lines if "the others have not" in line]
-    assert line.startswith("actor rank 1 on ") and "exit code 75" in line
+    assert line.startswith("actor rank 1 on ")
+    assert "exit code 75" in line
     assert not any("killing it" in line for line in lines), lines
-    assert job.requeued and job.attempts[0].requeued, lines
+    assert job.requeued, lines
+    assert job.attempts[0].requeued, lines
     assert (job.attempts[0].step_before, job.attempts[0].step_after) == (0, 0)
 
 
 @pytest.mark.parametrize(
-    ("what", "expected", "how"), [("fails", 5, "exit code 5"), ("killed", 137, "SIGKILL")]
+    ("actor_fault", "expected", "how"), [("fails", 5, "exit code 5"), ("killed", 137, "SIGKILL")]
 )
-def test_an_actor_task_that_fails(started: type[Job], what: str, expected: int, how: str) -> None:
-    job = started(FAKE_ACTOR=what)
+def test_an_actor_task_that_fails(
+    started: type[Job], actor_fault: str, expected: int, how: str
+) -> None:
+    job = started(FAKE_ACTOR=actor_fault)
     code, lines = job.finish()
     assert code == expected, lines
-    assert lines[-2].startswith("first to fail: actor rank 1 on ") and how in lines[-2]
+    assert lines[-2].startswith("first to fail: actor rank 1 on ")
+    assert how in lines[-2]
     assert "not requeued after a failure" in lines[-1]
-    assert "  | an error of rank 1" in lines or what == "killed"
+    assert "  | an error of rank 1" in lines or actor_fault == "killed"
     (attempt,) = job.attempts
-    assert (attempt.first_failed or "").startswith(
-        "actor rank 1 on "
-    ) and attempt.exit_code == expected
+    assert (attempt.first_failed or "").startswith("actor rank 1 on ")
+    assert attempt.exit_code == expected
 
 
 @pytest.mark.parametrize(
     ("server", "actor", "expected", "first", "last"),
     [
-        # The server's code, though the actor has saved.
+        # The server's code, although the actor has saved.
         (
             "dies",
             "trains",
@@ -281,7 +289,7 @@ def test_an_actor_task_that_fails(started: type[Job], what: str, expected: int, 
             "first to fail: rm-0 rank 0 on ",
             "requeued: from step 0 to step 7",
         ),
-        # It has made progress, but would do the same again.
+        # It has made progress, but would fail again.
         ("", "diverges", 77, "first to fail: actor rank ", "not requeued: the policy has diverged"),
         (
             "",
@@ -310,18 +318,20 @@ THREE_SERVERS = {
 
 
 def recording_python(folder: Path) -> Path:
-    """A `batch_python` that writes down what the script asks of it."""
+    """Write a `batch_python` that records the calls of the script."""
     python = folder / "recording-python"
     python.write_text(
         "#!/bin/sh\nwords=$*\n"
-        f'case $words in *slurm.attempt*) echo "${{words##*slurm.attempt }}" >>{folder}/calls ;; esac\n'
+        "case $words in\n"
+        f'*slurm.attempt*) echo "${{words##*slurm.attempt }}" >>{folder}/calls ;;\n'
+        "esac\n"
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o700)
     return python
 
 
-def test_a_run_goes_on_while_one_of_its_servers_lives(started: type[Job], tmp_path: Path) -> None:
+def test_a_run_continues_while_one_of_its_servers_lives(started: type[Job], tmp_path: Path) -> None:
     job = started(
         FAKE_SERVER="dies1",
         FAKE_ACTOR="finishes later",
@@ -352,30 +362,33 @@ def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: typ
     job.wait_until_training()
     deadline = time.monotonic() + SECONDS
     while len(list(job.run_dir.glob("generates.*"))) < 3:
-        assert job.process.poll() is None and time.monotonic() < deadline
+        assert job.process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.3)
     job.process.send_signal(signal.SIGUSR1)
     code, lines = job.finish()
     assert code == 75, lines
     again = [line for line in lines if line.endswith("; it is started again, 1 of 5")]
-    assert len(again) == 1 and "was ended by SIGKILL (exit code 137)" in again[0], lines
+    assert len(again) == 1, lines
+    assert "was ended by SIGKILL (exit code 137)" in again[0], lines
     name = again[0].partition(" ")[0]
     assert f"{name}.1: log {job.run_dir}/slurm/7-0/{name}.1.log" in lines
     assert len(list(job.run_dir.glob("drained.*"))) == 2
-    assert job.requeued and "; requeued: from step 0 to step 7" in lines[-1]
+    assert job.requeued
+    assert "; requeued: from step 0 to step 7" in lines[-1]
     logs = [(job.run_dir / "slurm" / "7-0" / f"gen-{number}.log").read_text() for number in (0, 1)]
     assert [log.split()[0] for log in logs] == ["MIG-a", "MIG-b"], "devices of one node"
     assert all(
         "'generation_ranks=0'" in log and "remote_rm.reward_model.ready_files=" in log
         for log in logs
     )
-    # tasks of one node would meet at its loopback
+    # with a loopback address only tasks of one node could meet
     assert all("'generator_host=act0'" in log for log in logs)
     assert "generator_host=act0" in job.rank(0)["arguments"]
 
 
-def test_a_generator_that_always_dies_is_left_out_and_the_run_goes_on(
+def test_a_generator_that_always_dies_is_left_out_and_the_run_continues(
     started: type[Job], tmp_path: Path
 ) -> None:
     variables = {**GENERATORS, "SLURM_TASKS_PER_NODE_HET_GROUP_2": "1"}
@@ -410,23 +423,27 @@ def test_generators_and_components_belong_together(started: type[Job]) -> None:
     output, _ = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
     assert printed_keys(output) == ["slurm.components.wrong_number"]
-    assert "2 components" in output and "generators" in output
+    assert "2 components" in output
+    assert "generators" in output
 
 
 @pytest.mark.parametrize(
-    ("what", "expected", "start", "more"),
+    ("server_fault", "expected", "start", "detail"),
     [
         ("loads", 1, "no healthy reward server within 4 s (rm-0: ", "log"),
         ("fails", 3, "rm-0 ended before it was healthy; first to fail: rm-0 rank 0 on ", ""),
     ],
 )
 def test_a_server_that_is_never_healthy(
-    started: type[Job], what: str, expected: int, start: str, more: str
+    started: type[Job], server_fault: str, expected: int, start: str, detail: str
 ) -> None:
-    job = started(FAKE_SERVER=what, REINFORCE_READY_SECONDS="4" if what == "loads" else "600")
+    job = started(
+        FAKE_SERVER=server_fault, REINFORCE_READY_SECONDS="4" if server_fault == "loads" else "600"
+    )
     code, lines = job.finish()
     assert code == expected, lines
-    assert lines[-2].startswith(start) and more in lines[-2]
+    assert lines[-2].startswith(start)
+    assert detail in lines[-2]
     assert not list(job.run_dir.glob("began.*"))
 
 
@@ -473,7 +490,8 @@ def test_a_batch_host_without_the_interpreter(
     job = started({"batch_python": python})
     output, _ = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
-    assert f"batch_python is '{python}'" in output and "3.9" in output
+    assert f"batch_python is '{python}'" in output
+    assert "3.9" in output
     assert not job.run_dir.exists()
 
 
@@ -509,7 +527,7 @@ def test_the_first_signal_counts(started: type[Job]) -> None:
     assert (code, job.requeued) == (75, True), lines
 
 
-def test_a_run_in_a_folder_whose_name_is_no_plain_word(started: type[Job], tmp_path: Path) -> None:
+def test_a_run_in_a_folder_whose_name_needs_quotes(started: type[Job], tmp_path: Path) -> None:
     job = started(REINFORCE_RUN_DIR=str(tmp_path / "lr=1e-6~#é"))
     code, lines = job.finish()
     assert code == 0, lines
@@ -551,11 +569,12 @@ def test_tasks_know_when_their_job_ends(started: type[Job], left: str) -> None:
     if left == "unlimited":
         assert end is None
     else:
-        assert end is not None and 899 <= int(end) - begin < 1000
+        assert end is not None
+        assert 899 <= int(end) - begin < 1000
 
 
 def test_a_folder_is_read_before_a_file_is_missed(started: type[Job], tmp_path: Path) -> None:
-    """As with NFS, where a file that was missed appears once its folder is read."""
+    """Like on NFS, a missing file appears after its folder is read."""
     commands = write_commands(tmp_path / "bin")
     programs = write_python(tmp_path / "programs").parent
     for name, file in (
@@ -607,16 +626,19 @@ def test_files_of_another_job_with_the_same_number_count_for_nothing(
         (folder / name).touch()
     job = started(FAKE_SERVER="loads", REINFORCE_READY_SECONDS="4")
     code, lines = job.finish()
-    assert code == 1 and lines[-2].startswith("no healthy reward server"), lines
+    assert code == 1, lines
+    assert lines[-2].startswith("no healthy reward server"), lines
     assert not list(job.run_dir.glob("began.*"))
-    assert not (folder / "draining").exists() and not (folder / "gen-0.1.srun").exists()
+    assert not (folder / "draining").exists()
+    assert not (folder / "gen-0.1.srun").exists()
     assert [end.component for end in read_ends(folder)] == ["rm-0"]
 
 
 def test_seconds_are_no_octal_numbers(started: type[Job]) -> None:
     job = started(REINFORCE_READY_SECONDS="099", REINFORCE_GRACE_SECONDS="08")
     code, lines = job.finish()
-    assert code == 0 and not any("base" in line for line in lines), lines
+    assert code == 0, lines
+    assert not any("base" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("component", [0, 1, 2])
@@ -635,8 +657,10 @@ def test_a_job_that_gets_no_further_does_not_train(started: type[Job], tmp_path:
     code, lines = started(SLURM_RESTART_COUNT="3").finish()
     assert code == 1
     (line,) = lines
-    assert line.startswith("error: ") and printed_keys(line) == ["slurm.job.no_progress"]
-    assert "3 attempts" in line and line.count("step 0") == 2
+    assert line.startswith("error: ")
+    assert printed_keys(line) == ["slurm.job.no_progress"]
+    assert "3 attempts" in line
+    assert line.count("step 0") == 2
 
 
 def test_two_jobs_do_not_work_in_one_folder(started: type[Job], tmp_path: Path) -> None:
@@ -646,7 +670,9 @@ def test_two_jobs_do_not_work_in_one_folder(started: type[Job], tmp_path: Path) 
     code, lines = started().finish()
     assert code == 1
     assert printed_keys(lines[0]) == ["slurm.run_dir.in_use"]
-    assert "job 5" in lines[0] and str(tmp_path / "run") in lines[0] and "scancel 5" in lines[0]
+    assert "job 5" in lines[0]
+    assert str(tmp_path / "run") in lines[0]
+    assert "scancel 5" in lines[0]
 
 
 def test_more_steps_than_a_finished_run_was_asked_for(started: type[Job], tmp_path: Path) -> None:
@@ -656,13 +682,15 @@ def test_more_steps_than_a_finished_run_was_asked_for(started: type[Job], tmp_pa
     done = Attempt("5", 0, 1.0, 0, (("max_steps=4",), ()), 2.0, 4, "", 0)
     write_attempt(run_dir / "slurm", done)
     code, lines = started().finish()
-    assert code == 0 and lines[-2] == "the run has finished"
+    assert code == 0
+    assert lines[-2] == "the run has finished"
     write_attempt(run_dir / "slurm", replace(done, job="8", arguments=(("a=1",), ("b=2",))))
     code, lines = started().finish()
-    assert code == 0 and lines[0].endswith("nothing was started")
+    assert code == 0
+    assert lines[0].endswith("nothing was started")
 
 
-def test_all_faults_of_the_settings_are_told(started: type[Job]) -> None:
+def test_all_faults_of_the_settings_are_reported(started: type[Job]) -> None:
     job = started(
         {"servers": 0},
         REINFORCE_MAX_RESTARTS="many",
@@ -684,4 +712,5 @@ def test_a_job_without_a_folder_says_so(started: type[Job]) -> None:
     job = started(REINFORCE_RUN_DIR="")
     output, _ = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
-    assert "REINFORCE_RUN_DIR" in output and not list(job.folder.glob("slurm"))
+    assert "REINFORCE_RUN_DIR" in output
+    assert not list(job.folder.glob("slurm"))

@@ -1,4 +1,4 @@
-"""Jobs whose server dies or never lives, whose disk is full, and that somebody cancels."""
+"""Jobs whose server dies or never starts, whose disk is full, or that are cancelled."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_full_disk_ends_the_job_and_keeps_the_last_checkpoint(lab, run):
     (run.run_dir / "checkpoints").mkdir(parents=True)
     folder = lab.small / "checkpoints"
     lab.inside("mkdir", str(folder))
-    # Not a link: a run is refused where one of its folders leads outside.
+    # Not a symbolic link: a run is refused if one of its folders leads outside.
     lab.inside("mount", "--bind", str(folder), str(run.run_dir / "checkpoints"))
     job = run.submit()
     run.wait_for_step(job, 2)

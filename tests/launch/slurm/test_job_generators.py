@@ -1,4 +1,4 @@
-"""A job of which two nodes only generate: one of them crashes and comes back, and no number changes."""
+"""A job with two generator nodes: one crashes and returns, and the results do not change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers.tiny_run import json_lines
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(2400)]
-# a trainer on the first, a generator on each other
+# a trainer on the first node, a generator on each other node
 ONE_AND_TWO = Layout(actor_nodes=("act0", "act1", "rm1"))
 STEPS = 40
 APART = [

@@ -1,4 +1,4 @@
-"""A time limit that is really reached, and the bounds on how often a job puts itself back into the queue."""
+"""A time limit that is reached, and bounds on the number of requeues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(lab, world, tmp_path) -> SlurmRun:
     return SlurmRun(lab, world, tmp_path / "run", overrides=ENDLESS)
 
 
-def test_a_time_limit_saves_in_time_requeues_and_goes_on(lab, run):
+def test_a_time_limit_saves_in_time_requeues_and_resumes(lab, run):
     """The signal comes 60 to 90 s before the end of five minutes."""
     job = run.submit(options=["--time=5", "--signal=B:USR1@60"])
     run.wait_for_step(job, 1, seconds=230)

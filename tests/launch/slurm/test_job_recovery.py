@@ -1,4 +1,4 @@
-"""Jobs that are interrupted go on to what the uninterrupted run came to, bit for bit; and jobs beside each other."""
+"""Interrupted jobs equal the uninterrupted run, bit for bit; concurrent jobs do not collide."""
 
 from __future__ import annotations
 
@@ -69,10 +69,11 @@ def test_once_signalled_and_once_crashed(lab, run, uninterrupted):
 
 @pytest.mark.parametrize("node", ["rm0", "act1"])
 def test_a_node_that_crashes(node, lab, run, uninterrupted):
-    """rm0 is where the batch script runs. Slurm itself requeues: after rm0's crash component 0 alone.
+    """rm0 runs the batch script: after its crash Slurm itself requeues, component 0 alone.
 
-    A node that comes back may still be told to end the attempt that it was lost in. Slurm knows a step by its job's id
-    alone, so it is the next attempt's tasks that get SIGTERM: they save, and the job is requeued once more.
+    A node that returns may still have to end the attempt in which it was lost. Slurm identifies a
+    step by its job id only, so the tasks of the next attempt get SIGTERM: they save, and the job is
+    requeued again.
     """
     job = run.submit()
     run.wait_for_step(job, 2)
@@ -81,7 +82,7 @@ def test_a_node_that_crashes(node, lab, run, uninterrupted):
     finish(run, job, 1, 2)
     assert_equal(run, uninterrupted)
     assert f"job {job.id}, restart 1" in job.output
-    if node == "act1":  # the batch script has gone with rm0
+    if node == "act1":  # the batch script is lost with rm0
         assert "Slurm itself requeues the job, since act1 failed" in job.output
 
 
@@ -102,7 +103,7 @@ def test_two_jobs_on_the_same_nodes(lab, run, world, tmp_path, uninterrupted):
     for job, its_run in jobs.items():
         its_run.wait_for_step(job, 1, RUN_SECONDS)
         ports += [port for _, port in published_ports(its_run.run_dir)]
-    assert len(set(ports)) == len(ports) == 6  # two of each server, one of each actor
+    assert len(set(ports)) == len(ports) == 6  # two per server, one per actor
     for job, its_run in jobs.items():
         finish(its_run, job, 0)
         assert_equal(its_run, uninterrupted)
@@ -117,7 +118,7 @@ def test_the_next_link_after_a_finished_run_starts_nothing(lab, uninterrupted):
     assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, (
         run.report(link)
     )
-    assert time.monotonic() - started < 60  # no model is loaded in less
+    assert time.monotonic() - started < 60  # a model takes longer to load
     assert "has finished" in link.last_lines
     assert link.id != first.id
     assert_nothing_left(lab, link)
@@ -125,7 +126,7 @@ def test_the_next_link_after_a_finished_run_starts_nothing(lab, uninterrupted):
 
 
 def snapshot(run_dir: Path) -> dict[str, int]:
-    """Every file of the run outside of slurm/ with the time of its last change."""
+    """Return every file of the run outside slurm/ with its modification time."""
     files = [
         path
         for path in run_dir.rglob("*")

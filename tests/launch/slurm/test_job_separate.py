@@ -1,4 +1,4 @@
-"""Generators as a third component of a job on a real Slurm, with programs that are played."""
+"""Generators as a third component of a job on a real Slurm, with fake programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 180.0
 
 
 def submit(lab: SlurmLab, folder: Path, **variables: str) -> Job:
-    """A job with a server, two ranks of an actor, and two generators that share a node."""
+    """Submit a job with a server, two actor ranks, and two generators on one node."""
     script = folder / "job.sbatch"
     settings = {
         "repository": ROOT,
@@ -50,12 +50,12 @@ def submit(lab: SlurmLab, folder: Path, **variables: str) -> Job:
 
 
 def generators_of(lab: SlurmLab, job: Job) -> list[psutil.Process]:
-    found = []
+    generators = []
     for process in processes_of(lab, job):
         with contextlib.suppress(psutil.Error):
             if any(Path(word).name == "generate.py" for word in process.cmdline()[1:3]):
-                found.append(process)
-    return found
+                generators.append(process)
+    return generators
 
 
 def test_a_generator_dies_alone_is_started_again_and_all_are_drained(
@@ -66,7 +66,9 @@ def test_a_generator_dies_alone_is_started_again_and_all_are_drained(
     assert wait_for(lambda: len(list(run_dir.glob("generates.*"))) == 2, SECONDS), job.output
     assert {"gen-0", "gen-1"} <= set(lab.steps(job)), "both at once on one node"
     victim = next(
-        one for one in generators_of(lab, job) if one.environ()["CUDA_VISIBLE_DEVICES"] == "1"
+        generator
+        for generator in generators_of(lab, job)
+        if generator.environ()["CUDA_VISIBLE_DEVICES"] == "1"
     )
     victim.send_signal(signal.SIGKILL)
     assert wait_for(lambda: "gen-1.1" in lab.steps(job), SECONDS), job.output

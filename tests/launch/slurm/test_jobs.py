@@ -1,4 +1,4 @@
-"""Jobs of slurm/train_hetjob.sbatch: the main case and one failure. The other files here have the rest."""
+"""Jobs of slurm/train_hetjob.sbatch: the main case and a failure; other files have the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TWO_STEPS = [*SHORT, "trainer.reinforce.max_steps=2", "trainer.reinforce.val_che
 
 
 def test_two_and_two_nodes_equal_the_run_without_slurm(lab, world, tmp_path):
-    """DP=2 in the server; DP=2 and TP=2 in the actor. The run without Slurm has one rank in each."""
+    """The server has DP=2, the actor DP=2 and TP=2; without Slurm each has one rank."""
     run = SlurmRun(
         lab,
         world,
@@ -46,12 +46,12 @@ def test_two_and_two_nodes_equal_the_run_without_slurm(lab, world, tmp_path):
             actor.close()
     finally:
         server.close()
-    found, expected = (
+    slurm_lines, plain_lines = (
         list(map(however_cut, results(folder))) for folder in (run.run_dir, tmp_path / "plain")
     )
-    assert len(expected) == 3
-    for own, other in zip(found, expected, strict=True):
-        assert own == pytest.approx(other, rel=1e-6, abs=1e-5)
+    assert len(plain_lines) == 3
+    for line, plain_line in zip(slurm_lines, plain_lines, strict=True):
+        assert line == pytest.approx(plain_line, rel=1e-6, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The lab itself: heterogeneous jobs, nodes that die, and nothing left of a lab whose owner was killed."""
+"""The lab itself: heterogeneous jobs, crashing nodes, and no leftovers of a killed owner."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_heterogeneous_job_over_four_nodes(lab, script, tmp_path):
 
 
 def test_the_tasks_of_each_step_become_ranks_by_a_file(lab, script, tmp_path):
-    """Two steps of a job at once, each of two nodes."""
+    """Two steps of a job run at once, each on two nodes."""
     file = f"{shlex.quote(str(tmp_path))}/$SLURM_JOB_ID.$SLURM_STEP_ID"
     program = f"{shlex.quote(sys.executable)} -c {shlex.quote(MEETS)}"
     job = lab.submit(

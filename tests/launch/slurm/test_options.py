@@ -1,4 +1,4 @@
-"""Command line and environment of submit.py; times, memory and GPUs as Slurm's users write them."""
+"""Command line and environment of submit.py; times, memory and GPUs in Slurm's notation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_variables_of_options_are_known():
 
 
 def test_what_counts_first():
-    """The component's own option, that of both, then the same two of the environment, then sbatch's own."""
+    """The component's option precedes the common one, then the environment, then sbatch's."""
     environment = {
         "SBATCH_PARTITION": "e",
         "REINFORCE_PARTITION": "d",
@@ -122,7 +122,7 @@ def test_unknown_options_end_it(word, capsys):
     assert word.partition("=")[0] in capsys.readouterr().err
 
 
-def test_values_that_are_none_of_their_kind():
+def test_values_of_the_wrong_kind():
     words = ["--time=soon", "--signal-lead=0", "--chain=few", "--mem=much", "--actor-gpus=many"]
     options = parse_options([*words, "--server-cpus-per-task=1.5"], {})
     expected = [
@@ -153,7 +153,7 @@ def test_times(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["", "0", "4h", "1:2:3:4", "-5", "1-2:3:4:5", "00:00"])
-def test_what_is_no_time(text):
+def test_invalid_times(text):
     with pytest.raises(ValueError, match="MINUTES, HH:MM:SS"):
         parse_time(text)
 
@@ -167,7 +167,7 @@ def test_memory(text, megabytes):
 
 
 @pytest.mark.parametrize("text", ["", "G", "1.5G", "12X"])
-def test_what_is_no_memory(text):
+def test_invalid_memory(text):
     with pytest.raises(ValueError, match="such as 64G"):
         parse_memory(text)
 
@@ -181,6 +181,6 @@ def test_gpus(text, count):
 
 
 @pytest.mark.parametrize("text", ["h100", "h100:", ":8", "many", "8:h100"])
-def test_what_are_no_gpus(text):
+def test_invalid_gpus(text):
     with pytest.raises(ValueError, match="such as 8 or h100:8"):
         parse_gpus(text)

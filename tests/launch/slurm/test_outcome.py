@@ -1,4 +1,4 @@
-"""How tasks and attempts ended, which task failed first, and by which rules a job is requeued."""
+"""Ends of tasks and attempts, which task failed first, and the rules for requeueing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_records_are_read_again(tmp_path: Path) -> None:
     assert read_ends(tmp_path / "nothing") == []
 
 
-def test_tasks_without_a_record_are_those_of_srun(tmp_path: Path) -> None:
+def test_tasks_without_a_record_are_taken_from_srun(tmp_path: Path) -> None:
     record(tmp_path, end_of(1, 76))
     (tmp_path / "actor.srun").write_text(
         "srun: error: act0: tasks 0-1: Exited with exit code 1\n"
@@ -90,8 +90,8 @@ def test_a_task_without_a_word_comes_before_those_that_missed_it() -> None:
     lost = [end_of(2, 137, 99.0)]
     assert first_failed([end_of(0, 76, 1.0), end_of(1, 143, 2.0)], lost, (0,)) == lost[0]
     assert first_failed([], lost, (0,)) == lost[0]
-    own = end_of(0, 1, 1.0)  # its error is its own: what came after it was killed with its wrapper
-    assert first_failed([own], lost, (0,)) == own
+    failed = end_of(0, 1, 1.0)  # its own error: the later ones were killed with its wrapper
+    assert first_failed([failed], lost, (0,)) == failed
 
 
 def judged(actor: list[TaskEnd], servers: list[TaskEnd] | None = None, **values: object) -> Outcome:
@@ -102,7 +102,7 @@ def judged(actor: list[TaskEnd], servers: list[TaskEnd] | None = None, **values:
 
 def test_a_run_that_has_finished() -> None:
     ending = judged([end_of(0, 0), end_of(1, 0)], [end_of(0, 137, component="rm-0")])
-    assert ending.code == 0  # the server may die of being ended
+    assert ending.code == 0  # the server may die when it is stopped
 
 
 def test_a_run_that_was_stopped() -> None:
@@ -115,7 +115,7 @@ def test_a_run_that_was_stopped() -> None:
             [end_of(task, code) for task, code in enumerate(codes)], signalled=signalled
         )
         assert (ending.code, ending.first) == (75, None)
-    assert judged([end_of(0, 75), end_of(1, 143)]).code == 143  # nobody had told it to
+    assert judged([end_of(0, 75), end_of(1, 143)]).code == 143  # nobody had signalled it
 
 
 def test_an_actor_that_does_not_save_in_time() -> None:
@@ -172,15 +172,17 @@ FIRST = Attempt("7", 0, 100.0, 4, (("a=1",), ("b=2",)))
         (0, 10, 4, 2, False, "saved nothing beyond step 4"),  # a checkpoint was deleted
     ],
 )
-def test_a_job_is_requeued_while_it_gets_further(
+def test_a_job_is_requeued_while_it_makes_progress(
     restart: int, most: int, before: int, after: int, requeued: bool, why: str
 ) -> None:
-    found = may_requeue(restart=restart, max_restarts=most, step_before=before, step_after=after)
-    assert found[0] is requeued
-    assert why in found[1]
+    may, reason = may_requeue(
+        restart=restart, max_restarts=most, step_before=before, step_after=after
+    )
+    assert may is requeued
+    assert why in reason
 
 
-def test_a_job_that_gets_no_further_is_not_begun_again() -> None:
+def test_a_job_without_progress_is_not_restarted() -> None:
     def asked(attempts: list[Attempt], restart: int = 3, step: int = 4) -> Fault | None:
         return refusal(attempts, job="7", restart=restart, max_restarts=5, step=step)
 
@@ -190,7 +192,7 @@ def test_a_job_that_gets_no_further_is_not_begun_again() -> None:
     check_fault([fault], "slurm.job.no_progress", "3 attempts", "step 4")
     assert asked(idle[:2]) is None
     assert asked(idle, step=5) is None
-    assert asked([*idle[:2], replace(FIRST, job="6")]) is None  # a new job is somebody's decision
+    assert asked([*idle[:2], replace(FIRST, job="6")]) is None  # a new job is a person's decision
     fault = asked([], restart=6)
     assert fault is not None
     check_fault([fault], "slurm.job.too_many_restarts", 6, 5, "REINFORCE_MAX_RESTARTS")
@@ -220,13 +222,13 @@ def test_the_last_lines_of_a_log_are_without_warnings(tmp_path: Path) -> None:
     log = tmp_path / "actor.log"
     warning = "0: /lib/x.py:3: UserWarning: old\n0:   warnings.warn(\n"
     log.write_text(f"0: first\n{warning}1: Error: it fails in\n1:   warned(5)\n")
-    told = [
+    expected = [
         f"the last lines of {log}:",
         "  | 0: first",
         "  | 1: Error: it fails in",
         "  | 1:   warned(5)",
     ]
-    assert last_lines(log, 3).splitlines() == told
+    assert last_lines(log, 3).splitlines() == expected
 
 
 def test_a_run_has_finished_until_its_arguments_change(tmp_path: Path) -> None:
@@ -243,5 +245,5 @@ def test_a_run_has_finished_until_its_arguments_change(tmp_path: Path) -> None:
         ("finished", earlier, None),
     ):
         (tmp_path / STATUS_FILE).write_text(json.dumps(asdict(Status(state=state, step=9))))
-        found = finished(tmp_path, attempts, arguments)
-        assert found == (expected and f"the run in {tmp_path} has finished, at step 9")
+        message = finished(tmp_path, attempts, arguments)
+        assert message == (expected and f"the run in {tmp_path} has finished, at step 9")

@@ -1,4 +1,4 @@
-"""The command line that sbatch gets, and the lead of the signal."""
+"""The command line for sbatch, and the lead of the signal."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ def test_components_have_options_of_their_own():
     )
     actor = Component("actor", "x-actor", 2, 8, 96, "h100:8", options)
     server, mine = components_of(job(actor=actor).command())
-    expected = "--job-name=x-actor --partition=gpu --account=a --qos=q --constraint=ib --nodelist=n[1-2] --exclude=n3"
-    expected += " --nodes=2 --ntasks-per-node=8 --cpus-per-task=96 --gpus-per-node=h100:8 -x"
+    expected = "--job-name=x-actor --partition=gpu --account=a --qos=q --constraint=ib"
+    expected += " --nodelist=n[1-2] --exclude=n3 --nodes=2 --ntasks-per-node=8"
+    expected += " --cpus-per-task=96 --gpus-per-node=h100:8 -x"
     assert mine[-12:] == expected.split()
     assert not [word for word in server if "gpu" in word]
 

@@ -1,4 +1,4 @@
-"""What runs on the batch host and around the tasks: Python 3.9 without any package."""
+"""Code on the batch host and around the tasks runs on Python 3.9 without packages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ PROGRAM = """
 import sys
 sys.path.append(sys.argv[1])
 import reinforce_rl.launch.slurm.attempt, reinforce_rl.launch.slurm.task
-print(*(module.__file__ for name, module in sys.modules.items() if name.startswith("reinforce_rl")), sep="\\n")
+for name, module in list(sys.modules.items()):
+    if name.startswith("reinforce_rl"):
+        print(module.__file__)
 """
 
 
 def test_nothing_but_the_standard_library_is_imported_and_python_39_reads_it() -> None:
-    # -S leaves site-packages out
+    # -S excludes site-packages
     line = [sys.executable, "-I", "-S", "-c", PROGRAM, str(REPOSITORY)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

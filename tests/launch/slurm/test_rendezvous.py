@@ -1,4 +1,4 @@
-"""Tasks of a step of Slurm that meet as ranks by a file."""
+"""Tasks of a Slurm step that meet as ranks through a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def variables_of_task(file: Path | str, number: int, **others: str) -> dict[str, str]:
-    """What Slurm sets for a task of a step of two nodes with two tasks each."""
+    """Return Slurm's variables of a task in a step of two nodes with two tasks each."""
     return {
         RENDEZVOUS_VARIABLE: str(file),
         "SLURM_JOB_ID": "7",
@@ -51,8 +51,9 @@ def test_the_tasks_of_a_step_meet_at_the_first(tmp_path: Path) -> None:
     expected = JobRank(0, 4, 0, 2, first["MASTER_ADDR"], first["MASTER_PORT"])
     assert first == expected.variables() | {"OMP_NUM_THREADS": "8"}
     assert third == {**first, "RANK": "3", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "1"}
-    assert second["RANK"] == "1" and second["LOCAL_RANK"] == "1"
-    with claim_ports(1, str(file)) as ports:  # which looks at the same port first
+    assert second["RANK"] == "1"
+    assert second["LOCAL_RANK"] == "1"
+    with claim_ports(1, str(file)) as ports:  # the command tries the same port first
         assert ports != [int(first["MASTER_PORT"])]
 
 
@@ -69,7 +70,7 @@ def test_a_file_of_an_earlier_step_is_not_believed(
     assert meet_ranks_of_step(variables_of_task(file, 1))["RANK"] == "1"
 
 
-def test_what_is_not_asked_to_meet_is_no_rank(tmp_path: Path) -> None:
+def test_a_process_that_is_not_asked_to_meet_is_not_a_rank(tmp_path: Path) -> None:
     task = variables_of_task(tmp_path / "actor.json", 0)
     assert meet_ranks_of_step({**task, RENDEZVOUS_VARIABLE: ""}) == {}
     assert meet_ranks_of_step({**task, "RANK": "0"}) == {}
@@ -79,7 +80,7 @@ def test_what_is_not_asked_to_meet_is_no_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["train", "generate", "serve", "train-rm"])
 def test_a_command_becomes_a_rank_of_its_step(tmp_path: Path, command: str) -> None:
-    """Rank 0 of a folder that cannot be made says so, and does not go on as the only rank."""
+    """If the folder cannot be created, rank 0 fails instead of running as the only rank."""
     (tmp_path / "file").touch()
     done = subprocess.run(
         [sys.executable, "-m", "reinforce_rl", command, "--help"],

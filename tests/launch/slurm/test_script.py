@@ -1,4 +1,4 @@
-"""The batch file: what shellcheck says of it, and its settings filled in."""
+"""The batch file passes shellcheck, and its settings are filled in."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def test_settings_are_filled_in_as_a_shell_reads_them() -> None:
 
 def test_a_value_that_looks_like_a_setting_is_none() -> None:
     script = filled_script(TEMPLATE, {"repository": "/a\nservers=3", "servers": 2})
-    assert "\nservers=2 " in script and "repository='/a\nservers=3' " in script
+    assert "\nservers=2 " in script
+    assert "repository='/a\nservers=3' " in script
 
 
 def test_an_unknown_setting_is_a_defect() -> None:

@@ -1,4 +1,4 @@
-"""The settings of a job: all faults in one message, defaults as the table says; what Slurm gave the job."""
+"""A job's settings: all faults in one message, the documented defaults, Slurm's variables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reinforce_rl.launch.slurm.settings import (
 )
 
 REPOSITORY = Path("/repo")
-# As Slurm 22.05 sets them for `-N2 --ntasks-per-node=1 : -N2 --ntasks-per-node=2 -c 2`.
+# Set by Slurm 22.05 for `-N2 --ntasks-per-node=1 : -N2 --ntasks-per-node=2 -c 2`.
 ENVIRONMENT = {
     "SLURM_HET_SIZE": "2",
     "SLURM_JOB_ID": "7",
@@ -41,9 +41,9 @@ def faults_of(argv: list[str], **environment: str) -> list[str]:
     return caught.value.faults
 
 
-def test_defaults_are_those_of_the_table() -> None:
-    found = read_settings(["a=1", "--", "b=2"], {names.RUN_DIR: "/shared/run"}, REPOSITORY)
-    assert found == Settings(
+def test_defaults_equal_the_table() -> None:
+    settings = read_settings(["a=1", "--", "b=2"], {names.RUN_DIR: "/shared/run"}, REPOSITORY)
+    assert settings == Settings(
         Path("/shared/run"), REPOSITORY, actor_args=("a=1",), server_args=("b=2",)
     )
 
@@ -93,8 +93,8 @@ def test_all_variables_are_read() -> None:
     ]
 
 
-def test_all_faults_are_told_at_once() -> None:
-    found = faults_of(
+def test_all_faults_are_reported_at_once() -> None:
+    faults = faults_of(
         ["nonsense", "remote_rm.reward_model.port=1", "--", "inference.port=2"],
         REINFORCE_RUN_DIR="relative",
         REINFORCE_SERVERS="0",
@@ -120,11 +120,11 @@ def test_all_faults_are_told_at_once() -> None:
         ("slurm.argument.set_by_job", "remote_rm.reward_model.port", "actor"),
         ("slurm.argument.set_by_job", "inference.port", "server"),
     ]
-    for fault, (key, *values) in zip(found, expected, strict=True):
+    for fault, (key, *values) in zip(faults, expected, strict=True):
         check_fault([fault], key, *values)
 
 
-def test_run_dir_is_needed_and_may_be_said_twice() -> None:
+def test_run_dir_is_needed_and_may_be_given_twice() -> None:
     (fault,) = faults_of([])
     check_fault([fault], "slurm.run_dir.not_set", "REINFORCE_RUN_DIR")
     args = ["exp_manager.explicit_log_dir=/run/"]
@@ -140,7 +140,7 @@ def test_mounts_need_a_container() -> None:
     check_fault([fault], "slurm.container.no_image", *values)
 
 
-def test_a_file_is_no_shell_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_not_a_shell_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "the env.sh"
     file.write_text("export A=1\n")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""submit.py as a user sees it, with commands of Slurm that are played."""
+"""submit.py as a user runs it, with fakes of Slurm's commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def files(tmp_path_factory) -> Path:
 
 
 class Submit:
-    """submit.py, with a right configuration unless a test says otherwise."""
+    """submit.py, with a valid configuration by default."""
 
     def __init__(self, files: Path, folder: Path, slurm: SlurmClient):
         self.run_dir = folder / "run"
@@ -59,7 +59,7 @@ class Submit:
         self.code = -1
 
     def __call__(self, *words: str, server: tuple[str, ...] = ()) -> str:
-        """What it prints."""
+        """Return its output."""
         out = io.StringIO()
         console = Console(file=out, width=110, soft_wrap=True)
         self.code = main([*self.right_actor, *words, "--", *self.right_server, *server], console)
@@ -85,7 +85,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
     )
     assert submit.code == 0
     for words in (
-        "4 ranks: 4 data x 1 pipeline",  # of the trainer's own plan
+        "4 ranks: 4 data x 1 pipeline",  # from the trainer's plan
         "night-rm                   night-actor",
         "nodes        1                          2",
         "1 x 1 = 1                  2 x 2 = 4",
@@ -101,7 +101,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
     assert not submit.run_dir.exists()
 
 
-def test_generators_of_their_own_are_a_third_component(submit):
+def test_separate_generators_are_a_third_component(submit):
     apart = ("placement=disaggregated", "generation_tensor_parallel_size=2")
     text = submit(
         "--dry-run", "--job-name=night", "--generator-nodes=2", "--generator-devices=4", *apart
@@ -110,14 +110,13 @@ def test_generators_of_their_own_are_a_third_component(submit):
     for words in ("night-gen", "2 x 4 = 8", "2: generators", "generator_ranks"):
         assert words in text, text
     command = " ".join(text.partition("Command")[2].replace("\\", " ").split())
-    assert (
-        command.count(" : ") == 2
-        and "--job-name=night-gen --nodes=2 --ntasks-per-node=4" in command
-    )
+    assert command.count(" : ") == 2
+    assert "--job-name=night-gen --nodes=2 --ntasks-per-node=4" in command
     text = submit("--dry-run", "--generator-devices=3", *apart)
     assert submit.code == 1
     assert printed_keys(text) == ["slurm.generators.not_a_multiple"]
-    assert "--generator-devices is 3" in text and "generation_tensor_parallel_size is 2" in text
+    assert "--generator-devices is 3" in text
+    assert "generation_tensor_parallel_size is 2" in text
 
 
 def test_every_fault_is_in_one_message(submit):
@@ -163,9 +162,10 @@ def test_every_fault_is_in_one_message(submit):
     assert submit.slurm.submissions() == []
 
     submit.slurm.answer("squeue")
-    more = submit("--max-restarts=never", "--time=1:00:00", "trainer.num_nodes=5")
-    assert printed_keys(more) == ["slurm.variable.invalid", "slurm.sbatch.refuses"]
-    assert "REINFORCE_MAX_RESTARTS" in more and "the actor (--nodes=5 --ntasks" in more
+    second_text = submit("--max-restarts=never", "--time=1:00:00", "trainer.num_nodes=5")
+    assert printed_keys(second_text) == ["slurm.variable.invalid", "slurm.sbatch.refuses"]
+    assert "REINFORCE_MAX_RESTARTS" in second_text
+    assert "the actor (--nodes=5 --ntasks" in second_text
 
 
 def test_keys_that_the_job_sets_itself(submit):
@@ -173,7 +173,8 @@ def test_keys_that_the_job_sets_itself(submit):
         "remote_rm.reward_model.ip=rm-node", "preflight=true", server=("inference.port=5555",)
     )
     keys = printed_keys(text)
-    assert keys.count("slurm.argument.set_by_job") == 2 and "slurm.preflight.in_a_job" in keys
+    assert keys.count("slurm.argument.set_by_job") == 2
+    assert "slurm.preflight.in_a_job" in keys
     assert "remote_rm.reward_model.ip is given among the actor's" in text
     assert "inference.port is given among the server's" in text
     assert "preflight is true" in text
@@ -187,13 +188,14 @@ def test_an_unknown_key_of_either_side(submit):
 
 
 def test_a_chain(submit, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "1")  # of the allocation in which somebody may type this
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # an allocation in which a user may call this
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
     monkeypatch.setenv("REINFORCE_MPI", "pmix")
     monkeypatch.setenv("REINFORCE_MAX_RESTARTS", "3")
     text = submit("--chain=3", "--servers=2", "--partition=batch", "trainer.devices=2")
     assert submit.code == 0, text
-    assert "Submitted: 100 then 101 then 102" in text and "scancel 100 101 102" in text
+    assert "Submitted: 100 then 101 then 102" in text
+    assert "scancel 100 101 102" in text
     first, second, third = submit.slurm.submissions()
     assert not [word for word in first if word.startswith("--dependency")]
     assert second == [first[0], first[1], "--dependency=afterany:100", *first[2:]]
@@ -208,18 +210,18 @@ def test_a_chain(submit, monkeypatch):
     script = submit.run_dir / "slurm" / "train_hetjob.sbatch"
     overrides = first[first.index(str(script)) + 1 :]
     assert overrides[-3:] == ["--", *submit.right_server]
-    # the job's own
+    # set by the job itself
     assert not [word for word in overrides if word.startswith("exp_manager.explicit_log_dir")]
 
-    found = submit.slurm.environment(102)
+    job_environment = submit.slurm.environment(102)
     expected = {
         "REINFORCE_RUN_DIR": str(submit.run_dir),
         "REINFORCE_MAX_RESTARTS": "3",
         "SLURM_CONF": "/etc/slurm.conf",
     }
-    assert {name: found.get(name) for name in expected} == expected
-    # what the script has been given is no variable of the job
-    assert not {"SLURM_JOB_ID", "REINFORCE_MPI"} & found.keys()
+    assert {name: job_environment.get(name) for name in expected} == expected
+    # variables that the script was given are not variables of the job
+    assert not {"SLURM_JOB_ID", "REINFORCE_MPI"} & job_environment.keys()
     assert "--unset=REINFORCE_MAX_RESTARTS --unset=REINFORCE_MPI REINFORCE_RUN_DIR=" in text
     lines = script.read_text().splitlines()
     assignments = (line.partition("#")[0].partition("=") for line in lines)
@@ -241,7 +243,7 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_again(submit):
     assert submit.slurm.calls("squeue")[-1][1] == "--jobs=100,101"
     for answer in (
         {"text": ""},
-        {"text": "101|101|RUNNING|another\n"},  # its number was given again
+        {"text": "101|101|RUNNING|another\n"},  # its job id was reused
         {"error": "slurm_load_jobs error: Invalid job id specified", "code": 1},
     ):
         submit.slurm.answer("squeue", **answer)
@@ -258,7 +260,7 @@ def test_a_job_that_was_submitted_by_hand_counts_too(submit):
     assert "Submitted: 100" in submit()
 
 
-def test_a_finished_run_is_told(submit):
+def test_a_finished_run_is_reported(submit):
     submit.run_dir.mkdir()
     (submit.run_dir / "status.json").write_text(json.dumps({"state": "finished", "step": 12}))
     text = submit()
@@ -266,7 +268,7 @@ def test_a_finished_run_is_told(submit):
     assert f"the run in {submit.run_dir} has finished, at step 12. Nothing was submitted." in text
     assert submit.slurm.submissions() == []
     arguments = (("trainer.reinforce.max_steps=12",), ())
-    # it may be asked for more now
+    # it may be called again now
     attempt = Attempt("55", 0, 1.0, 0, arguments, end=2.0, exit_code=0)
     write_attempt(submit.run_dir / "slurm", attempt)
     assert "Submitted: 100" in submit()
@@ -276,7 +278,9 @@ def test_without_slurm_there_is_a_plan_at_most(submit, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     text = submit("--dry-run")
     assert submit.code == 0
-    assert "sbatch --parsable" in text and "Not checked:\n  sbatch " in text and "PATH" in text
+    assert "sbatch --parsable" in text
+    assert "Not checked:\n  sbatch " in text
+    assert "PATH" in text
     assert printed_keys(text) == []
     text = submit()
     assert submit.code == 1
@@ -290,20 +294,21 @@ def test_a_controller_that_does_not_answer(submit):
     )
     text = submit("--dry-run")
     assert submit.code == 0
-    assert "Not checked:" in text and "sinfo" in text
+    assert "Not checked:" in text
+    assert "sinfo" in text
     assert "Unable to contact slurm controller" in text
     text = submit()
     assert submit.code == 1
     assert printed_keys(text) == ["slurm.partition.not_known"]
 
 
-def test_what_sbatch_refuses_is_told_with_the_component(submit):
+def test_a_refusal_of_sbatch_names_the_component(submit):
     submit.slurm.answer("test-reinforce-actor", error="allocation failure: Invalid\nqos", code=1)
     text = submit("--actor-qos=none")
     assert submit.code == 1
-    what = "the component of the actor (--qos=none --nodes=1 --ntasks-per-node=1)"
+    component = "the component of the actor (--qos=none --nodes=1 --ntasks-per-node=1)"
     assert printed_keys(text) == ["slurm.sbatch.refuses"]
-    assert f"{what}: allocation failure: Invalid qos" in text
+    assert f"{component}: allocation failure: Invalid qos" in text
     submit.slurm.answer("test-reinforce-actor")
     submit.slurm.answer("test", error="allocation failure: Invalid qos", code=1)
     text = submit()
@@ -336,7 +341,7 @@ def test_an_edited_script_is_not_replaced_in_silence(submit):
     assert not script.read_text().endswith("echo edited\n")
 
 
-def test_a_chain_that_breaks_off_tells_which_jobs_there_are(submit):
+def test_a_broken_chain_names_its_jobs(submit):
     submit.slurm.answer("sbatch-101", error="sbatch: error: too many jobs", code=1)
     text = submit("--chain=3")
     assert submit.code == 1
@@ -379,7 +384,8 @@ def test_gpus_memory_and_tasks(submit):
 
 def test_a_reward_function_instead_of_a_model(submit):
     submit.right_server = ["reward_function.name=reinforce_rl.rewards.functions.gsm8k"]
-    assert submit("--dry-run") and submit.code == 0
+    assert submit("--dry-run")
+    assert submit.code == 0
     assert "but one process serves a reward function" in submit("--dry-run", server=("devices=2",))
     text = submit("reward=function", "reward_function.name=builtins.len")
     assert "slurm.servers.not_needed" in printed_keys(text)
@@ -403,7 +409,7 @@ def test_a_relative_folder_becomes_absolute(submit, tmp_path, monkeypatch):
     assert "REINFORCE_RUN_DIR=/shared/b " in submit("--dry-run")
 
 
-# As of a Slurm 22.05.
+# Output of Slurm 22.05.
 PARTITIONS = "batch*|up|infinite\nsmall|up|1:00:00\noff|down|infinite\ndgx|up|2-00:00:00\n"
 
 
@@ -426,7 +432,7 @@ def ask(server: Component, actor: Component, megabytes: int = 0) -> Answer:
         (None, None, "", ()),
         ("dgx,small", 3600, "", ()),
         ("small", 3600, "", ()),
-        ("dgx,small", 3660, "", ()),  # one of several is enough
+        ("dgx,small", 3660, "", ()),  # one feature of several is enough
         ("small", 3660, "slurm.partition.unusable", ("partition small", "3600 s", "3660")),
         ("small", None, "slurm.partition.unusable", ("no limit",)),
         ("off", 600, "slurm.partition.unusable", ("the actor", "partition off is not up")),
@@ -456,7 +462,7 @@ def test_a_cluster_without_a_default_partition():
     assert not list(partition_faults(job(component(1), component(1), 60), "batch*|up|n/a\n"))
 
 
-def test_a_line_of_sinfo_that_is_none_is_named():
+def test_an_invalid_line_of_sinfo_is_named():
     with pytest.raises(SlurmCallError, match=r"printed 'act0\|idle'"):
         list(partition_faults(job(component(1), component(1)), "act0|idle\n"))
 
@@ -478,7 +484,7 @@ def test_components_that_fit_singly_but_not_together(slurm):
 
 
 def test_a_server_that_takes_nodes_which_the_actor_cannot_do_without(slurm):
-    """As on a real Slurm, which leaves four idle nodes idle."""
+    """Like a real Slurm, which leaves four idle nodes idle."""
     actor = component(2, constraint="gpu")
     (fault,) = ask(component(1, "server"), actor).faults
     values = ("the server would get n0", "--server-constraint")
@@ -508,7 +514,5 @@ def test_nodes_with_too_little_memory(slurm):
 def test_an_sbatch_that_names_no_nodes(slurm):
     slurm.answer("test-actor", error="sbatch: something else")
     answer = ask(component(1, "server"), component(1))
-    assert (
-        answer.faults == []
-        and "whether the components fit together is not known" in answer.warnings[0]
-    )
+    assert answer.faults == []
+    assert "whether the components fit together is not known" in answer.warnings[0]

@@ -1,4 +1,4 @@
-"""submit.py against a real Slurm: what it says of the nodes, and a chain of two jobs that train a tiny model."""
+"""submit.py against a real Slurm: its checks of nodes, and a chain of two training jobs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def slurm_conf(lab) -> Path:
-    """Of a lab whose nodes act0 and act1 have the feature gpu, with partitions that start nothing."""
+    """Return the slurm.conf of a lab with partitions; act0 and act1 have the feature gpu.
+
+    The partitions start nothing.
+    """
     lab.command("scontrol", "update", "NodeName=act[0-1]", "Features=gpu")
     lab.command("scontrol", "create", "PartitionName=off", "Nodes=ALL", "State=DOWN")
     lab.command("scontrol", "create", "PartitionName=short", "Nodes=ALL", "MaxTime=00:05:00")
@@ -79,7 +82,7 @@ DO_NOT_FIT = "slurm.components.do_not_fit"
         (1, {"exclude": "act[0-1]"}, component(2, constraint="gpu"), "", ""),
     ],
 )
-def test_what_is_told_of_the_cluster(
+def test_checks_of_the_cluster(
     slurm_conf, monkeypatch, tmp_path, servers, server_options, actor, key, value
 ):
     monkeypatch.setenv("SLURM_CONF", str(slurm_conf))
@@ -99,7 +102,7 @@ def test_what_is_told_of_the_cluster(
 
 @pytest.mark.slow
 def test_a_chain_of_two_jobs(lab, world, tmp_path):
-    """The first one trains, the second one finds the run finished."""
+    """The first job trains, the second reports that the run has finished."""
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     run_dir = tmp_path / "run"
     options = [
@@ -126,10 +129,10 @@ def test_a_chain_of_two_jobs(lab, world, tmp_path):
 
     conf = lab.folder / "slurm.conf"
     expected_code = 0
-    found = re.search(r"Submitted: (\d+) then (\d+)", submit())
-    assert found
+    match = re.search(r"Submitted: (\d+) then (\d+)", submit())
+    assert match
     first, second = (
-        Job(int(number), run_dir / "slurm" / f"{number}.out") for number in found.groups()
+        Job(int(number), run_dir / "slurm" / f"{number}.out") for number in match.groups()
     )
     expected_code = 1
     text = submit()

@@ -1,4 +1,4 @@
-"""The wrapper of a task as a process, with toy programs."""
+"""The wrapper of a task as a process, with small programs."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-def wait_until(found: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
-    while not found():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("code", "returned"), [(0, 0), (1, 1), (76, 76), (75, 0)])
 def test_codes(tmp_path: Path, code: int, returned: int) -> None:
-    # Of a task that has saved srun is to think well: else it would kill those that still do.
+    # srun must see success of a task that has saved, or it would kill those that are still saving.
     assert finish(start(tmp_path, f"raise SystemExit({code})"))[0] == returned
     assert [end.code for end in read_ends(tmp_path)] == [code]
 
@@ -65,13 +65,14 @@ def test_codes(tmp_path: Path, code: int, returned: int) -> None:
     ("program", "recorded"),
     [
         (SLEEP, 75),
-        # One that dies of the signal; others may still save.
+        # A task dies of the signal; others may still save.
         (SLEEP.replace("sys.exit(75)", "signal.raise_signal(9)").replace("TERM, l", "INT, l"), 143),
     ],
 )
 def test_signals_are_passed_on(tmp_path: Path, program: str, recorded: int) -> None:
     process = start(tmp_path, program)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     assert finish(process)[0] == 0
     assert [end.code for end in read_ends(tmp_path)] == [recorded]
@@ -108,10 +109,11 @@ def test_a_program_does_not_outlive_its_wrapper(tmp_path: Path) -> None:
 
 
 def test_what_a_program_leaves_is_ended(tmp_path: Path) -> None:
-    # One that would run on, and one that has work left for a moment, as a reaper has.
+    # One child would continue to run; the other has work left for a moment, like a reaper.
     program = """
 import os, subprocess, sys
-reaper = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(1); open(WORK, 'w')"
+reaper = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); "
+reaper += "time.sleep(1); open(WORK, 'w')"
 rank = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 children = [
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
@@ -136,15 +138,17 @@ def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
     )
     assert process.returncode == 1
     (end,) = read_ends(tmp_path)
-    assert (end.component, end.code) == ("gen-0", 1) and "nothing" in end.reason
+    assert (end.component, end.code) == ("gen-0", 1)
+    assert "nothing" in end.reason
 
 
-def test_an_end_that_cannot_be_written_down_is_said(tmp_path: Path) -> None:
+def test_an_end_that_cannot_be_recorded_is_reported(tmp_path: Path) -> None:
     (tmp_path / "exit").touch()
     code, output = finish(start(tmp_path, "raise SystemExit(3)"))
     assert code == 3
     assert printed_keys(output) == ["slurm.task.end_not_written"]
-    assert "actor rank 2" in output and "exit code 3" in output
+    assert "actor rank 2" in output
+    assert "exit code 3" in output
 
 
 PRINT_GPUS = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
@@ -174,5 +178,6 @@ def test_fewer_gpus_than_tasks(tmp_path: Path) -> None:
     process = start(tmp_path, PRINT_GPUS, "--gpus=1,2", step="gen-0", CUDA_VISIBLE_DEVICES="6,7")
     code, output = finish(process)
     assert code == 1
-    assert printed_keys(output) == ["slurm.task.too_few_gpus"] and "6,7" in output
+    assert printed_keys(output) == ["slurm.task.too_few_gpus"]
+    assert "6,7" in output
     assert [end.code for end in read_ends(tmp_path)] == [1]

@@ -180,7 +180,7 @@ def fuzz(server: ToyServer, encode, rounds: int, seed: int) -> None:
         (answers,) = asyncio.run(send_batches(server.port, [batch]))
         code, body = answers[0]
         codes[code] += 1
-        kinds[batch[0].what] += 1
+        kinds[batch[0].fault] += 1
         assert code in (200, 400, 413), (batch[0], code, body)
         assert b"Traceback" not in body and b'File "' not in body, (batch[0], body)
         for request, answer in zip(batch[1:], answers[1:], strict=True):

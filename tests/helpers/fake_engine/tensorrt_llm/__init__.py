@@ -1,14 +1,16 @@
-"""Stands in for TensorRT-LLM in the engine's process: its signatures, and behind them a model of this project.
+"""A stand-in for TensorRT-LLM in the engine's process, with its signatures.
 
-Every call binds to `tensorrt_llm_signatures.json` first. Weights come in memory that both processes map, and go
-through the extension of the workers into modules that are fused and sharded. FAKE_ENGINE is a JSON object:
+Every call is bound to `tensorrt_llm_signatures.json` first. Weights arrive in shared memory and
+pass through the worker extension into fused and sharded modules; a model of this project answers.
+FAKE_ENGINE is a JSON object:
 
-folder: for what it was given: weights_N.safetensors and names_N.json after each update, calls.txt.
-model: "native" decodes with the native engine, "scripted" gives tokens that follow from the seed.
-signatures: another file of them.
-version: "1.3" with what it changes in them; 1.2 by default.
-seconds_a_token: of the prompt, before a request is answered.
-fault, times, after: what goes wrong so many times, after so many that go well, in all engines of the folder together.
+folder: records calls.txt, and weights_N.safetensors and names_N.json after each update.
+model: "native" decodes with the native engine, "scripted" derives tokens from the seed.
+signatures: an alternative file of signatures.
+version: "1.3" adds the signatures that 1.3 changed; the default is 1.2.
+seconds_a_token: delay per prompt token before a request is answered.
+fault, times, after: the fault to inject, how often, and after how many successes; all engines of
+    the folder count together.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def bind(name: str, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
 
 
 def strikes(fault: str) -> bool:
-    """Return True if this fault is due."""
+    """Return whether this fault is due now."""
     if OPTIONS.get("fault") != fault:
         return False
     file = Path(OPTIONS["folder"]) / f"{fault}.txt"
@@ -69,7 +71,7 @@ def strikes(fault: str) -> bool:
 
 
 def note_arguments(arguments: SimpleNamespace) -> None:
-    """Write the arguments of the last engine, and those of its configurations, for tests."""
+    """Record the arguments of the last engine and of its configurations."""
     values = {
         name: {key: str(part) for key, part in vars(value).items()}
         if hasattr(value, "__dict__")
@@ -136,10 +138,10 @@ class AsyncLLM:
         )
         if strikes("hang"):
             await asyncio.sleep(3600)
-        found = [getattr(worker, method)(*bound.get("args", ())) for worker in self._workers]
+        answers = [getattr(worker, method)(*bound.get("args", ())) for worker in self._workers]
         if method == "load_bucket" and bound["args"] == (None,):
             self._finalise()
-        return found
+        return answers
 
     def _arrived(self, rank: int, weights: dict[str, Any]) -> None:
         if self._model is None or rank:
@@ -166,10 +168,11 @@ class AsyncLLM:
     def _check_tags(self, tags: list[str]) -> None:
         known = SIGNATURES["ExecutorMemoryType"]["values"].values()
         for tag in tags:
-            assert tag in known and not tag.startswith("_no_capture"), f"Unknown memory tag '{tag}'"
+            assert tag in known, f"Unknown memory tag '{tag}'"
+            assert not tag.startswith("_no_capture"), f"Unknown memory tag '{tag}'"
 
     def _lose_dropped(self, tags: list[str]) -> None:
-        """Lose the weights, as memory that comes back without its content."""
+        """Fill the weights with NaN, like memory that is restored without its content."""
         import torch
 
         modes = {kind.value: mode for kind, mode in self.args.sleep_config.restore_modes.items()}
@@ -183,7 +186,7 @@ class AsyncLLM:
             from safetensors.torch import save_file
 
             folder = Path(OPTIONS["folder"])
-            number = len(list(folder.glob("names_*.json")))  # of earlier engines too
+            number = len(list(folder.glob("names_*.json")))  # earlier engines count too
             save_file(self._received, folder / f"weights_{number}.safetensors")
             (folder / f"names_{number}.json").write_text(json.dumps(list(self._received)))
             self._model.load(self._received)
@@ -192,7 +195,8 @@ class AsyncLLM:
 
     def generate_async(self, *args: Any, **kwargs: Any) -> Result:
         given = bind("BaseLLM.generate_async", *args, **kwargs).arguments
-        assert not self._asleep and self._updates, "asked without weights, or while it sleeps"
+        assert not self._asleep, "asked without weights, or while it sleeps"
+        assert self._updates, "asked without weights, or while it sleeps"
         if strikes("die"):
             os._exit(13)
         return Result(self._model, given["inputs"], given["sampling_params"])

@@ -1,4 +1,4 @@
-"""The fake's model: the native engine, with weights from a folder and noise from request seeds."""
+"""The fake's model: the native engine, with weights of a folder and noise from request seeds."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class SameWeights:
 class NativeModel:
     def __init__(self, folder: str):
         self._folder = Path(folder)
-        self._open = contextlib.ExitStack()  # as long as this lives, so that its groups do
+        self._open = contextlib.ExitStack()  # keeps the process groups open
         mesh = self._open.enter_context(parallel_mesh())
         self._lm = CausalLM(Architecture.from_folder(folder), mesh, torch.float32)
         self._engine = NativeGenerator(self._lm, load_tokenizer(folder))
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Load the weights; fail on missing, unknown or misshapen ones."""
+        """Load the weights; raise for missing, unknown or misshapen weights."""
         with tempfile.TemporaryDirectory() as folder:
             shutil.copy(self._folder / "config.json", folder)
             save_file(weights, Path(folder) / "model.safetensors")
@@ -58,6 +58,6 @@ class NativeModel:
             stop_token_ids=tuple(asked.stop_token_ids),
         )
         asked_for = PartialResponse(Prompt(0, "", tuple(tokens)), asked.seed)
-        (found,) = self._engine.resume([asked_for], params, SameWeights())
-        assert found.finish_reason is not None
-        return list(found.tokens), list(found.log_probs), found.finish_reason
+        (response,) = self._engine.resume([asked_for], params, SameWeights())
+        assert response.finish_reason is not None
+        return list(response.tokens), list(response.log_probs), response.finish_reason

@@ -1,4 +1,4 @@
-"""The fake's workers: an extension on a model whose modules are fused and sharded as TensorRT-LLM's are."""
+"""Workers of the fake: an extension on modules fused and sharded like TensorRT-LLM's."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ class RayGPUWorker:
 def worker_of(
     extension: str, folder: Path, dtype: str, rank: int, size: int, received: Callable[..., None]
 ) -> Any:
-    """Make a worker with the extension, a dotted name. `received` is told each bucket's weights."""
+    """Make a worker with the extension, a dotted name.
+
+    `received` is called with the weights of each bucket.
+    """
     module, _, name = extension.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
-    # There is no GPU to have an id.
+    # There is no GPU with an id.
     importlib.import_module(kind.load_bucket.__module__).worker_device_id = get_device_uuid
     for attribute in dir(kind):
         if not attribute.startswith("__") and hasattr(RayGPUWorker, attribute):
@@ -50,7 +53,7 @@ def worker_of(
 
 
 class Sharded(torch.nn.Module):
-    """A weight of this worker, which takes its part of each of `parts`."""
+    """This worker's shard of a weight that is fused from `parts`."""
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class Sharded(torch.nn.Module):
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         if not any(f"{name}.weight" in weights for name in self.parts):
-            return  # without a word
+            return  # silently
         parts = [self.cut(name, weights[f"{name}.weight"]) for name in self.parts]
         self.weight.data.copy_(torch.cat(parts))
 
@@ -85,7 +88,7 @@ class FusedLlama(torch.nn.Module):
 
         def rows(name: str, tensor: Tensor) -> Tensor:
             if name.endswith(("k_proj", "v_proj")) and size > groups:
-                # a head is on several workers
+                # several workers hold the same head
                 tensor = (
                     tensor.view(groups, width, -1)
                     .repeat_interleave(size // groups, 0)

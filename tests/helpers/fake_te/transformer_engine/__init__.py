@@ -1,11 +1,14 @@
-"""A fake of Transformer Engine for tests on a CPU: the interface that megatron-core calls, in plain torch.
+"""A fake of Transformer Engine for tests on a CPU, in plain torch.
 
-Names, signatures, attributes of parameters, what is asserted and what is returned are those of Transformer Engine 2.11
-(github.com/NVIDIA/TransformerEngine, tag v2.11, commit c188b53; the file beside each class), as far as
-megatron-core 0.16.1 imports and this project reaches them. Left out are FP8, communication overlapped with GEMMs, and
-the assertion that inputs lie on CUDA. What this project must not reach raises.
+It has the interface that megatron-core calls. Names, signatures, attributes of parameters,
+assertions and return values are those of Transformer Engine 2.11
+(github.com/NVIDIA/TransformerEngine, tag v2.11, commit c188b53; each class names its file), as far
+as megatron-core 0.16.1 imports them and this project reaches them. FP8, the overlap of
+communication with GEMMs, and the assertion that inputs are on CUDA are left out. Code that this
+project must not reach raises.
 
-Put this file's grandparent on PYTHONPATH, of a process of its own: megatron looks for it when it is imported.
+Put this file's grandparent on PYTHONPATH of a separate process: megatron looks for Transformer
+Engine when it is imported.
 """
 
 import sys
@@ -14,12 +17,12 @@ from collections import Counter
 
 __version__ = "2.11.0"
 
-# How often each kernel ran.
+# Number of runs of each kernel.
 KERNELS: Counter = Counter()
 
 
 class _NotReached:
-    """Of modules that megatron subclasses when it is imported."""
+    """Base of modules that megatron subclasses at import."""
 
     def __init__(self, *args, **kwargs):
         raise NotImplementedError(f"the fake Transformer Engine has no {type(self).__name__}")
@@ -27,7 +30,7 @@ class _NotReached:
 
 def _module(name, **members):
     module = types.ModuleType(f"{__name__}.{name}")
-    module.__path__ = []  # a package, so that `import a.b.c` goes on
+    module.__path__ = []  # a package, so that `import a.b.c` works
     module.__dict__.update(members)
     sys.modules[module.__name__] = module
     parent, _, child = module.__name__.rpartition(".")
@@ -71,7 +74,7 @@ _module(
     **_classes("CudaRNGStatesTracker"),
     activation_recompute_forward=_autocast,
 )
-_module("pytorch.attention")  # without _SplitAlongDim, which is elsewhere since 2.3
+_module("pytorch.attention")  # without _SplitAlongDim, which moved in 2.3
 _module("pytorch.attention.rope", apply_rotary_pos_emb=_modules.apply_rotary_pos_emb)
 _module("pytorch.module")
 _module("pytorch.module.base", get_dummy_wgrad=_modules.get_dummy_wgrad)

@@ -1,6 +1,7 @@
-"""Kernels of the fake, as custom operators: one launch each on fake CUDA tensors, plain torch on a CPU.
+"""Kernels of the fake as custom operators.
 
-Norm, SwiGLU, RoPE and the accumulating GEMM compute in fp32 and round once, as transformer_engine_torch's do.
+They are one launch each on fake CUDA tensors, and plain torch on a CPU. Norm, SwiGLU, RoPE and the
+accumulating GEMM compute in fp32 and round once, like transformer_engine_torch.
 """
 
 import torch
@@ -15,7 +16,10 @@ def _wide(x):
 
 
 def _kernel(name, shapes, mutates=()):
-    """Register a function as `fake_te::name`, counted where it runs; `shapes` is it on tensors without data."""
+    """Register a function as `fake_te::name`, which counts its calls.
+
+    `shapes` is the implementation for tensors without data.
+    """
 
     def register(function):
         operator = torch.library.custom_op(f"fake_te::{name}", function, mutates_args=mutates)
@@ -63,11 +67,12 @@ def swiglu(x: Tensor) -> Tensor:
 
 @_kernel("dswiglu", lambda grad, x: torch.empty_like(x))
 def dswiglu(grad: Tensor, x: Tensor) -> Tensor:
-    (a, b), wide = _wide(x).chunk(2, dim=-1), _wide(grad)
+    a, b = _wide(x).chunk(2, dim=-1)
+    wide = _wide(grad)
     sigmoid = a.sigmoid()
-    return torch.cat((wide * b * sigmoid * (1 + a * (1 - sigmoid)), wide * a * sigmoid), dim=-1).to(
-        x.dtype
-    )
+    of_a = wide * b * sigmoid * (1 + a * (1 - sigmoid))
+    of_b = wide * a * sigmoid
+    return torch.cat((of_a, of_b), dim=-1).to(x.dtype)
 
 
 @_kernel("rope", lambda t, angles, backward: t.new_empty(t.shape))

@@ -26,7 +26,10 @@ def _summed(x, group):
 
 
 def get_dummy_wgrad(shape, like, zero=False):
-    """pytorch/module/base.py. NaN, where Transformer Engine leaves memory as it is: nobody may read it."""
+    """pytorch/module/base.py.
+
+    Transformer Engine leaves the memory uninitialised; NaN shows that nobody reads it.
+    """
     wgrad = torch.empty(shape, dtype=like.dtype, device=like.device)
     return wgrad if like.is_cuda else wgrad.fill_(0.0 if zero else float("nan"))
 
@@ -90,7 +93,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class Linear(torch.nn.Module):
-    """pytorch/module/linear.py; of its arguments those that megatron may give."""
+    """pytorch/module/linear.py, with the arguments that megatron passes."""
 
     def __init__(
         self,
@@ -162,7 +165,7 @@ def _mark(parameter, dim):
 
 
 class _BasicOperation(torch.nn.Module):
-    """pytorch/ops/op.py: it too has extra state, which megatron's layers in its place have not."""
+    """pytorch/ops/op.py: also has extra state, unlike megatron's own layers."""
 
     def get_extra_state(self):
         return torch.empty(0, dtype=torch.uint8)
@@ -206,7 +209,7 @@ class _RopeFunction(torch.autograd.Function):
 
 
 class RMSNorm(_BasicOperation):
-    """pytorch/module/rmsnorm.py and pytorch/ops/basic/rmsnorm.py: fp32 inside, rounded once."""
+    """pytorch/module/rmsnorm.py and pytorch/ops/basic/rmsnorm.py: computes in fp32, rounds once."""
 
     def __init__(
         self,
@@ -254,23 +257,19 @@ def apply_rotary_pos_emb(
     cp_size=1,
     cp_rank=0,
 ):
-    """pytorch/attention/rope.py, its fused kernel: fp32 inside.
+    """pytorch/attention/rope.py, its fused kernel: computes in fp32.
 
-    common/fused_rope/fused_rope.cu and pytorch/csrc/extensions/apply_rope.cpp take angles of [s2, 1, 1, d2] only.
+    common/fused_rope/fused_rope.cu and pytorch/csrc/extensions/apply_rope.cpp only take angles of
+    [s2, 1, 1, d2].
     """
-    assert (
-        fused
-        and tensor_format == "sbhd"
-        and start_positions is None
-        and not interleaved
-        and cp_size == 1
-    )
-    assert freqs.dim() == 4 and freqs.shape[1] == freqs.shape[2] == 1, (
-        f"angles of shape {tuple(freqs.shape)}"
-    )
-    assert (
-        freqs.shape[0] >= t.shape[0]
-        and freqs.shape[3] <= t.shape[3]
-        and freqs.dtype == torch.float32
-    )
+    assert fused
+    assert tensor_format == "sbhd"
+    assert start_positions is None
+    assert not interleaved
+    assert cp_size == 1
+    assert freqs.dim() == 4, f"angles of shape {tuple(freqs.shape)}"
+    assert freqs.shape[1] == freqs.shape[2] == 1, f"angles of shape {tuple(freqs.shape)}"
+    assert freqs.shape[0] >= t.shape[0]
+    assert freqs.shape[3] <= t.shape[3]
+    assert freqs.dtype == torch.float32
     return _RopeFunction.apply(t, freqs[: t.shape[0]])

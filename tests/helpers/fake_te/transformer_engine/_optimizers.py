@@ -6,9 +6,9 @@ from transformer_engine import _kernels
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """pytorch/optimizers/fused_adam.py, with fp32 states: a group has one step count, a parameter none.
+    """pytorch/optimizers/fused_adam.py, with fp32 states.
 
-    Of its arguments those that megatron gives.
+    A group has a step count, a parameter has none. It takes the arguments that megatron passes.
     """
 
     def __init__(
@@ -30,15 +30,16 @@ class FusedAdam(torch.optim.Optimizer):
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
-            (beta1, beta2), step = group["betas"], group["step"]
+            beta1, beta2 = group["betas"]
             params = [p for p in group["params"] if p.grad is not None]
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["exp_avg_sq"] = torch.zeros_like(p)
                 assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
             moments = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")]
-            numbers = group["lr"], beta1, beta2, group["eps"], step, group["weight_decay"]
+            numbers = group["lr"], beta1, beta2, group["eps"], group["step"], group["weight_decay"]
             if params:
                 _kernels.adam(
                     [p.grad for p in params], [p.detach() for p in params], *moments, *numbers
@@ -53,7 +54,7 @@ def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
 
 
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
-    """transformer_engine_torch: fp32 [1], and of each tensor, which is not asked for here."""
+    """transformer_engine_torch: fp32 [1]; norms of single tensors are not requested here."""
     return _kernels.l2norm(tensor_lists[0]), None
 
 

@@ -7,7 +7,7 @@ CapacitySchedulerPolicy = enum_of("CapacitySchedulerPolicy")
 
 
 class Bound:
-    """Arguments that bind to the signature of the class's name."""
+    """Arguments that bind to the signature named like the class."""
 
     def __init__(self, **kwargs: Any):
         bind(type(self).__name__, **kwargs)

@@ -6,7 +6,7 @@ from .. import bind
 
 
 class WorkerExtension:
-    """The base of extensions, on a worker that has the attributes `device_id` and `engine`."""
+    """Base class of extensions; the worker has the attributes `device_id` and `engine`."""
 
     device_id: int
     engine: Any
