@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from reinforce_rl.algorithm.kl import KL_ESTIMATORS
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -16,6 +18,11 @@ class Metric:
     meaning: str
     look: str  # signs of good and bad values
 
+
+_KL_ESTIMATES = "\n".join(
+    f"kl_{name} | nats a response | {estimator.meaning} | {estimator.look}"
+    for name, estimator in KL_ESTIMATORS.items()
+)
 
 # Prefixes, then a line per metric: name | unit | meaning | signs of good and bad values. An
 # indented line continues the line before.
@@ -46,13 +53,9 @@ fraction_of_groups_without_spread | share | prompts whose samples all earn the s
   dynamic_filtering
 init_policy_kl | nats a response | KL from the initial policy, by kl_estimator and kl_reduction |
   rises slowly; a jump, or tens of nats: lower lr or raise initial_policy_kl_penalty; read samples
-kl_k1 | nats a response | unbiased estimate of that KL, summed over tokens | as init_policy_kl;
-  below 0 it is noise
-kl_absolute_k1 | nats a response | sum of the sizes of the log-ratios | an upper sign of drift;
-  biased
-kl_k2 | nats a response | half the sum of squared log-ratios | as kl_k1 while that is small; biased
-kl_k3 | nats a response | estimate that is never below 0 | as kl_k1; far above it: a few tokens
-  moved far
+"""
+    + _KL_ESTIMATES
+    + """
 kl_coefficient | reward per nat | beta of this step | constant, unless kl_target steers it
 baseline | reward | mean baseline of valid samples | follows rewards_with_kl
 advantage_mean | reward | mean over the samples that train | near 0 where the baseline is the

@@ -22,6 +22,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, Fault, ReinforceError, key_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.model import layers_of_stages
+from reinforce_rl.monitoring.backends import check_logger_classes
 from reinforce_rl.policy import build
 from reinforce_rl.policy.micro_batches import micro_batches
 from reinforce_rl.preflight import memory
@@ -80,6 +81,7 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
             errors.append(error)
             return None
 
+    attempt(lambda: check_logger_classes(cfg))
     folder = Path(cfg.pretrained_checkpoint.restore_from_path)
     architecture = None
     layers = None
