@@ -144,8 +144,17 @@ class ReinforceConfig(Section):
         1,
         "optimizer passes over a rollout batch",
         "epochs",
-        heading="Off-policy: several passes, or model.global_batch_size below a step's sequences, "
-        "need a ratio",
+        heading="Off-policy: several passes or mini-batches, or model.global_batch_size below a "
+        "step's sequences, need a ratio",
+    )
+    mini_batches: Count = key(
+        1,
+        "optimizer steps of each pass, each on its share of the step's prompts",
+        "optimizer steps",
+        details=(
+            ". A preset can set it, since it does not depend on the batch's size, as "
+            "`model.global_batch_size` does"
+        ),
     )
     importance_ratio: Literal["none", "token", "sequence", "sequence_geometric"] = key(
         "none", "none, token (PPO), sequence (TRL's RLOO) or sequence_geometric (GSPO)"
@@ -512,6 +521,9 @@ class TrainConfig(Section):
     @property
     def prompts_per_update(self) -> int | None:
         """Prompts per optimizer step over all ranks; None for the whole rollout batch."""
+        mini_batches = self.trainer.reinforce.mini_batches
+        if mini_batches > 1:
+            return max(self.model.reinforce.num_rollout_samples // mini_batches, 1)
         size = self.model.global_batch_size
         samples = self.trainer.reinforce.num_rollouts_per_prompt
         prompts = None if size is None else size // max(samples, 1)

@@ -183,10 +183,28 @@ def _batches(cfg: TrainConfig) -> Iterator[Fault]:
             key="config.global_batch_size.not_a_divisor_of_step",
         )
         return
+    if rl.mini_batches > 1 and size is not None:
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.mini_batches", "model.global_batch_size"),
+            "both divide a rollout batch into optimizer steps: leave one of them at its default",
+            key="config.mini_batches.with_global_batch_size",
+        )
+    if model.reinforce.num_rollout_samples % rl.mini_batches:
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.mini_batches", "model.reinforce.num_rollout_samples"),
+            "each optimizer step takes as many prompts: the former must divide the latter",
+            key="config.mini_batches.not_a_divisor_of_prompts",
+        )
     if rl.importance_ratio == "none" and cfg.takes_several_updates:
         yield settings_fault(
             cfg,
-            ("trainer.reinforce.reinforce_epochs", "model.global_batch_size"),
+            (
+                "trainer.reinforce.reinforce_epochs",
+                "trainer.reinforce.mini_batches",
+                "model.global_batch_size",
+            ),
             "several optimizer steps on one rollout batch are off-policy: set "
             "trainer.reinforce.importance_ratio=token, sequence or sequence_geometric",
             key="config.importance_ratio.missing_off_policy",
