@@ -95,10 +95,10 @@ def train(
             "reward_function.kwargs": kwargs,
         }
     config = configured(values, settings, files)
-    from reinforce_rl import run
     from reinforce_rl.monitoring.loggers import read_metrics
     from reinforce_rl.runtime.run_lock import refuse_second_run
     from reinforce_rl.runtime.settings import freeze_template_date, may_start
+    from reinforce_rl.trainer import run
 
     freeze_template_date(config)
     if may_start(config):

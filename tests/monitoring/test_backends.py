@@ -29,7 +29,7 @@ from reinforce_rl.monitoring.backends import (
     WandbLogger,
 )
 from reinforce_rl.monitoring.loggers import MetricLogger
-from reinforce_rl.preflight.plan import read_inputs
+from reinforce_rl.trainer.inputs import read_inputs
 
 RL = "trainer.reinforce"
 MANAGER = "exp_manager"
