@@ -75,7 +75,7 @@ bench: install ## Time and memory of a training step, beside TRL's on the same i
 	env -u GOMP_SPINCOUNT $(BIN)/python benchmarks/compare_trl.py $(BENCH_ARGS)
 
 test: install lint types ## Lint, types and every test that takes seconds
-	$(call run_tests,-m "not slow and not gpu and not engine" $(PYTEST_ARGS))
+	$(call run_tests,$(PYTEST_ARGS))
 	@$(MAKE) --no-print-directory test-fake-cuda
 
 test-fake-cuda: install ## The GPU path on fake CUDA tensors; part of `make test`
@@ -103,7 +103,7 @@ test-engine-slow: install ## The tests with vLLM that `make test-engine` leaves 
 	$(PYTEST) --dist loadscope -m "engine and slow and not gpu" $(ASYNC:%=--ignore %) $(PYTEST_ARGS)
 
 test-async: install ## Generation on ranks of its own, quick tests and slow ones, and updates of an engine in flight
-	$(PYTEST) $(ASYNC) $(PYTEST_ARGS)
+	$(PYTEST) -m "" $(ASYNC) $(PYTEST_ARGS)
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .

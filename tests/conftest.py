@@ -59,6 +59,16 @@ if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
 
 
+FAST_TIER = "not slow and not gpu and not engine"  # as in pyproject.toml
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run a test that is named by `FILE::TEST`, whatever its tier."""
+    names_test = any("::" in argument for argument in config.args)
+    if names_test and config.option.markexpr == FAST_TIER:
+        config.option.markexpr = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the long files first; the other files keep their order."""
     items.sort(

@@ -5,11 +5,13 @@ They work, and touch as many files as the page says.
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +23,11 @@ from helpers.tiny_run import metrics_of, rollouts_of, three_letters, tiny_overri
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 FILES = {
+    "An estimate of the KL": "reinforce_rl/algorithm/kl.py",
     "An estimator": "reinforce_rl/algorithm/advantages.py",
     "A reward": "my_rewards.py",
     "A reward source": "my_source.py",
+    "A logger": "my_loggers.py",
     "A model family": "reinforce_rl/megatron/architecture.py",
     "A generator": "reinforce_rl/generation/replay.py",
     "A configuration key": "reinforce_rl/config/actor.py",
@@ -128,8 +132,8 @@ def test_a_reward_source_in_a_run(extended, tmp_path):
     assert rewards == [0.5, 0.5, 1.0] * 4
 
 
-def test_estimator_reward_and_generator_in_a_run(extended, tmp_path):
-    """Responses are recorded ones, rewards the function's, advantages differences to the median."""
+def test_estimators_reward_generator_and_logger_in_a_run(extended, tmp_path):
+    """Responses are recorded, rewards the function's, advantages differences to the median."""
     (tmp_path / "run").mkdir()
     answers = ["e", "tao", "in"]
     lines = [{"prompt": prompt, "responses": answers} for prompt in three_letters(8)]
@@ -141,21 +145,27 @@ def test_estimator_reward_and_generator_in_a_run(extended, tmp_path):
         *tiny_overrides(tmp_path),
         "generation=reinforce_rl.generation.replay.ReplayGenerator",
         "trainer.reinforce.advantage_estimator=median",
-        "trainer.reinforce.initial_policy_kl_penalty=0",
+        "trainer.reinforce.initial_policy_kl_penalty=0.1",
+        "trainer.reinforce.kl_estimator=huber",
         "trainer.reinforce.num_rollouts_per_prompt=3",
+        "exp_manager.loggers=[my_loggers.SQLite]",
         "reward=function",
         "reward_function.name=my_rewards.brief",
         "+reward_function.kwargs.limit=2",
         "reward_function.sample_timeout_seconds=60",
-        "trainer.reinforce.max_steps=1",
+        "trainer.reinforce.max_steps=2",
     )
     rows = rollouts_of(tmp_path, 1)
     assert [row["response"] for row in rows] == answers * 4
-    rewards = [row["reward"] for row in rows]
-    assert rewards == [1.0, 0.0, 1.0] * 4
-    advantages = [row["advantage"] for row in rows]
-    assert advantages == [0.0, -1.0, 0.0] * 4
-    assert metrics_of(tmp_path)[0]["train/grad_norm"] > 0
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 1.0] * 4
+    assert [row["advantage"] for row in rows] == [0.0, -1.0, 0.0] * 4
+    first, line = metrics_of(tmp_path)
+    assert first["train/grad_norm"] > 0
+    assert line["train/kl_huber"] == line["train/init_policy_kl"] > 0
+    with contextlib.closing(sqlite3.connect(tmp_path / "run/metrics.sqlite")) as database:
+        stored = dict(database.execute("SELECT name, value FROM metrics WHERE step = 2"))
+    assert stored["train/rewards"] == line["train/rewards"]
+    assert stored["train/kl_huber"] == line["train/kl_huber"]
 
 
 def test_model_family(extended, tmp_path):
@@ -178,6 +188,10 @@ def test_configuration_key(extended, tmp_path):
     assert "    max_rounds: 3  # rounds of a game" in (
         extended / "conf/train_reinforce_actor.yaml"
     ).read_text("utf-8")
+    assert "kl_estimator: k1  # k1, absolute_k1, k2, k3, huber;" in (
+        extended / "conf/train_reinforce_actor.yaml"
+    ).read_text("utf-8")
+    assert "| `train/kl_huber` |" in (extended / "docs/metrics.md").read_text("utf-8")
     row = "| `trainer.reinforce.max_rounds` | int, rounds | 3 | rounds of a game | - |"
     assert row in (extended / "docs/configuration.md").read_text("utf-8")
     arguments = [*tiny_overrides(tmp_path), "trainer.reinforce.max_rounds=0"]

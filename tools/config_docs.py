@@ -4,7 +4,8 @@
     python tools/config_docs.py --write   write them
 
 The keys are defined in reinforce_rl/config. In YAML and Markdown only the part between two markers
-is generated. The tables of docs/metrics.md come from reinforce_rl/monitoring/glossary.py.
+is generated, and the comment that names the presets. The tables of docs/metrics.md come from
+reinforce_rl/monitoring/glossary.py.
 """
 
 from __future__ import annotations
@@ -118,10 +119,18 @@ def generated() -> dict[Path, str]:
         head, rest = path.read_text("utf-8").split(first)
         _, tail = rest.split(last)
         keys = yaml_of(schema(), "")
-        files[path] = f"{head}{first}{keys}\n{last}{tail}"
+        files[path] = f"{head}{first}{keys}\n{last}{with_presets(tail)}"
         path = ROOT / "conf" / "schema" / f"{name}.schema.json"
         files[path] = json.dumps(json_schema(schema), indent=1) + "\n"
     return files
+
+
+def with_presets(text: str) -> str:
+    """Name the files of conf/algorithm in the comment of the line that chooses one of them."""
+    names = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
+    lines = textwrap.wrap(f"presets of conf/algorithm: {', '.join(names)}", WIDTH - 32)
+    comment = f"\n{' ' * 30}".join(f"# {line}" for line in lines)
+    return re.sub(r"(?m)^(  - algorithm: \w+ +)# presets of .*(\n +#.*)*", rf"\g<1>{comment}", text)
 
 
 def yaml_of(section: Section, indent: str, follows: dict[str, str] | None = None) -> str:

@@ -4,36 +4,88 @@ Source: J. Schulman, "Approximating KL Divergence", 2020.
 
 Notation: N sequences, T response tokens. l = log pi(token), l_ref = log pi_ref(token); the tokens
 were drawn from pi.
+
+To add an estimate, decorate a function with `@kl_estimator` (CONTRIBUTING.md). The configuration is
+checked against `KL_ESTIMATORS` before torch is loaded, so functions here only use tensor methods.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    KLFunction = Callable[[Tensor, Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class KLEstimator:
+    """An estimate, and the entry of its metric `train/kl_NAME` in the glossary."""
+
+    function: KLFunction  # of l and l_ref, [N, T] to [N, T]
+    meaning: str  # of the metric
+    look: str  # signs of good and bad values of the metric
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {}
+
+
+def kl_estimator(name: str, *, meaning: str, look: str) -> Callable[[KLFunction], KLFunction]:
+    """Register a function under a value of `trainer.reinforce.kl_estimator`.
+
+    Every estimate is also a metric, whichever of them the run takes.
+    """
+
+    def enter(function: KLFunction) -> KLFunction:
+        KL_ESTIMATORS[name] = KLEstimator(function, meaning, look)
+        return function
+
+    return enter
+
+
+@kl_estimator(
+    "k1",
+    meaning="unbiased estimate of that KL, summed over tokens",
+    look="as init_policy_kl; below 0 it is noise",
+)
 def k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     """Return l - l_ref: unbiased, of either sign. Shapes of all estimators: [N, T] to [N, T]."""
     return log_probs - reference_log_probs
 
 
+@kl_estimator(
+    "absolute_k1",
+    meaning="sum of the sizes of the log-ratios",
+    look="an upper sign of drift; biased",
+)
 def absolute_k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     """Return |l - l_ref|, NeMo-Aligner's `use_absolute_kl`: non-negative, biased."""
     return k1(log_probs, reference_log_probs).abs()
 
 
+@kl_estimator(
+    "k2",
+    meaning="half the sum of squared log-ratios",
+    look="as kl_k1 while that is small; biased",
+)
 def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     """Return (l - l_ref)^2 / 2: non-negative, low variance, biased."""
     return k1(log_probs, reference_log_probs).square() / 2
 
 
+@kl_estimator(
+    "k3",
+    meaning="estimate that is never below 0",
+    look="as kl_k1; far above it: a few tokens moved far",
+)
 def k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     """Return exp(l_ref - l) - 1 - (l_ref - l): non-negative, unbiased as a value."""
     difference = k1(log_probs, reference_log_probs)
-    return torch.expm1(-difference) + difference
+    return (-difference).expm1() + difference
 
 
 def token_kl(
@@ -43,9 +95,9 @@ def token_kl(
 
     Inputs may hold anything outside the mask, infinity included.
     """
-    safe = torch.where(mask, log_probs, 0.0)
-    safe_reference = torch.where(mask, reference_log_probs, 0.0)
-    return torch.where(mask, globals()[estimator](safe, safe_reference), 0.0)
+    safe = log_probs.where(mask, 0.0)
+    safe_reference = reference_log_probs.where(mask, 0.0)
+    return KL_ESTIMATORS[estimator].function(safe, safe_reference).where(mask, 0.0)
 
 
 def reduce_over_tokens(values: Tensor, mask: Tensor, reduction: str = "sum") -> Tensor:
@@ -57,7 +109,6 @@ def reduce_over_tokens(values: Tensor, mask: Tensor, reduction: str = "sum") -> 
     return total if reduction == "sum" else total / mask.sum(dim=-1).clamp(min=1)
 
 
-@torch.no_grad()
 def sequence_kl(
     log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, estimator: str = "k1"
 ) -> Tensor:
@@ -65,7 +116,8 @@ def sequence_kl(
 
     From log-probs and mask [N, T] to [N], detached, in nats per response; 0 if empty.
     """
-    return token_kl(log_probs, reference_log_probs, mask, estimator=estimator).sum(dim=-1)
+    detached = (log_probs.detach(), reference_log_probs.detach())
+    return token_kl(*detached, mask, estimator=estimator).sum(dim=-1)
 
 
 def kl_loss_terms(
@@ -95,12 +147,12 @@ def kl_loss_terms(
     terms = token_kl(log_probs, reference_log_probs.detach(), mask, estimator=estimator)
     if weights == "none":
         return terms
-    masked_log_probs = torch.where(mask, log_probs, 0.0)
+    masked_log_probs = log_probs.where(mask, 0.0)
     # Zero in value; it carries the score-function gradient.
     score = masked_log_probs - masked_log_probs.detach()
     if weights == "prefix":
         score = score.cumsum(dim=-1)
-    return terms + torch.where(mask, terms.detach() * score, 0.0)
+    return terms + (terms.detach() * score).where(mask, 0.0)
 
 
 @dataclass

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
-
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
+from typing import Annotated, Literal
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
+from reinforce_rl.algorithm.kl import KL_ESTIMATORS
 from reinforce_rl.config.base import (
     DEEP,
     HOST,
-    IS_NOT_REGISTERED,
     NOT_SET,
     Count,
     Host,
+    NameIn,
     Natural,
     NonNegative,
     PathText,
@@ -38,12 +36,6 @@ from reinforce_rl.config.rewards import (
 )
 
 REWARDS = ("server", "function")  # values of `reward` that are no class
-
-
-def _registered(name: str) -> str:
-    if name not in ADVANTAGE_ESTIMATORS:
-        raise PydanticCustomError(IS_NOT_REGISTERED, "no estimator")
-    return name
 
 
 class RewardShapingConfig(Section):
@@ -90,9 +82,9 @@ class ReinforceConfig(Section):
         heading="KL from the initial policy. See docs/algorithms.md for what is biased.",
     )
     use_absolute_kl: bool = key(False, "NeMo-Aligner's name for kl_estimator=absolute_k1; biased")
-    kl_estimator: Literal["k1", "absolute_k1", "k2", "k3"] = key(
+    kl_estimator: Annotated[str, NameIn(KL_ESTIMATORS)] = key(
         "k1",
-        "k1 (exact), absolute_k1, k2 or k3; in the reward the last three are biased",
+        f"{', '.join(KL_ESTIMATORS)}; k1 alone is exact in the reward",
         details=". See [algorithms.md](algorithms.md#kl)",
     )
     kl_reduction: Literal["sum", "mean"] = key(
@@ -112,10 +104,9 @@ class ReinforceConfig(Section):
         1e4, "responses in which an error of 20 % or more moves beta by 20 %", "responses"
     )
 
-    advantage_estimator: Annotated[str, AfterValidator(_registered)] = key(
+    advantage_estimator: Annotated[str, NameIn(ADVANTAGE_ESTIMATORS)] = key(
         "rloo",
         ", ".join(ADVANTAGE_ESTIMATORS),
-        expected=f"one of {', '.join(ADVANTAGE_ESTIMATORS)}",
         heading="Baseline and credit",
         details="; see [algorithms.md](algorithms.md#baselines-and-advantages)",
     )
@@ -153,8 +144,17 @@ class ReinforceConfig(Section):
         1,
         "optimizer passes over a rollout batch",
         "epochs",
-        heading="Off-policy: several passes, or model.global_batch_size below a step's sequences, "
-        "need a ratio",
+        heading="Off-policy: several passes or mini-batches, or model.global_batch_size below a "
+        "step's sequences, need a ratio",
+    )
+    mini_batches: Count = key(
+        1,
+        "optimizer steps of each pass, each on its share of the step's prompts",
+        "optimizer steps",
+        details=(
+            ". A preset can set it, since it does not depend on the batch's size, as "
+            "`model.global_batch_size` does"
+        ),
     )
     importance_ratio: Literal["none", "token", "sequence", "sequence_geometric"] = key(
         "none", "none, token (PPO), sequence (TRL's RLOO) or sequence_geometric (GSPO)"
@@ -254,9 +254,6 @@ class ReinforceConfig(Section):
     @property
     def kl_estimator_used(self) -> str:
         return "absolute_k1" if self.use_absolute_kl else self.kl_estimator
-
-
-KL_ESTIMATORS: tuple[str, ...] = get_args(ReinforceConfig.model_fields["kl_estimator"].annotation)
 
 
 class RanksConfig(Section):
@@ -524,6 +521,9 @@ class TrainConfig(Section):
     @property
     def prompts_per_update(self) -> int | None:
         """Prompts per optimizer step over all ranks; None for the whole rollout batch."""
+        mini_batches = self.trainer.reinforce.mini_batches
+        if mini_batches > 1:
+            return max(self.model.reinforce.num_rollout_samples // mini_batches, 1)
         size = self.model.global_batch_size
         samples = self.trainer.reinforce.num_rollouts_per_prompt
         prompts = None if size is None else size // max(samples, 1)

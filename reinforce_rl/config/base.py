@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from reinforce_rl.errors import Fault
 from reinforce_rl.utils.net import checked_host
@@ -125,6 +126,28 @@ def _not_zero(value: Any) -> Any:
     if value == 0:
         raise PydanticCustomError(IS_ZERO, "zero")
     return value
+
+
+@dataclass(frozen=True)
+class NameIn:
+    """Annotation of a text that is a name in a registry: `Annotated[str, NameIn(REGISTRY)]`.
+
+    Checks, documentation and the JSON schema read the registry, so that an entry is all that a
+    further choice needs.
+    """
+
+    registry: Mapping[str, Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        return {"enum": list(self.registry), "type": "string"}
+
+    def _checked(self, name: str) -> str:
+        if name not in self.registry:
+            raise PydanticCustomError(IS_NOT_REGISTERED, "no name of the registry")
+        return name
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]

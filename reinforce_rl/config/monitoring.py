@@ -4,13 +4,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from reinforce_rl.config.base import Count, Natural, PathText, Section, Text, key
 
-LOGGERS = ("tensorboard", "wandb", "swanlab", "mlflow")  # also the extras that bring them
+
+@dataclass(frozen=True)
+class LoggerEntry:
+    """A logger that ships with the package."""
+
+    class_name: str  # dotted name of a `MetricLogger`
+    package: str | None = None  # which it imports, also the name of the extra that brings it
+
+
+LOGGERS = {
+    "tensorboard": LoggerEntry("reinforce_rl.monitoring.backends.TensorboardLogger", "tensorboard"),
+    "wandb": LoggerEntry("reinforce_rl.monitoring.backends.WandbLogger", "wandb"),
+    "swanlab": LoggerEntry("reinforce_rl.monitoring.backends.SwanlabLogger", "swanlab"),
+    "mlflow": LoggerEntry("reinforce_rl.monitoring.backends.MlflowLogger", "mlflow"),
+}
 
 
 class WandbConfig(Section):
@@ -103,7 +118,9 @@ class ExpManagerConfig(Section):
         details=". See [records.md](records.md)",
     )
     loggers: list[Text] = key(
-        [], f"besides metrics.jsonl: {', '.join(LOGGERS)}", details=". See [loggers.md](loggers.md)"
+        [],
+        f"besides metrics.jsonl: {', '.join(LOGGERS)}, or a class's dotted name",
+        details=(", see [A logger](../CONTRIBUTING.md#a-logger). See [loggers.md](loggers.md)"),
     )
     create_tensorboard_logger: bool = key(False, "the same as loggers=[tensorboard]")
     create_wandb_logger: bool = key(False, "the same as loggers=[wandb]")
@@ -116,7 +133,7 @@ class ExpManagerConfig(Section):
 
     @property
     def used_loggers(self) -> list[str]:
-        """Names of `LOGGERS`, each once."""
+        """Names of `LOGGERS` and of classes, each once."""
         switches = {
             "tensorboard": self.create_tensorboard_logger,
             "wandb": self.create_wandb_logger,

@@ -122,8 +122,11 @@ class RewardFunctionConfig(Section):
         "processes",
         details=", on each rank that asks for rewards (one a data-parallel group)",
     )
-    sample_timeout_seconds: Positive = key(
-        5.0, "a sample that takes longer fails, and its process is killed", "s"
+    sample_timeout_seconds: Positive | None = key(
+        None,
+        "a sample that takes longer fails, and its process is killed; null: as the function "
+        "declares by @takes_up_to, else 5",
+        "s",
     )
     sample_memory_mb: Count = key(
         2048, "address space of a sample's process beyond what its module takes", "MiB"

@@ -183,10 +183,28 @@ def _batches(cfg: TrainConfig) -> Iterator[Fault]:
             key="config.global_batch_size.not_a_divisor_of_step",
         )
         return
+    if rl.mini_batches > 1 and size is not None:
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.mini_batches", "model.global_batch_size"),
+            "both divide a rollout batch into optimizer steps: leave one of them at its default",
+            key="config.mini_batches.with_global_batch_size",
+        )
+    if model.reinforce.num_rollout_samples % rl.mini_batches:
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.mini_batches", "model.reinforce.num_rollout_samples"),
+            "each optimizer step takes as many prompts: the former must divide the latter",
+            key="config.mini_batches.not_a_divisor_of_prompts",
+        )
     if rl.importance_ratio == "none" and cfg.takes_several_updates:
         yield settings_fault(
             cfg,
-            ("trainer.reinforce.reinforce_epochs", "model.global_batch_size"),
+            (
+                "trainer.reinforce.reinforce_epochs",
+                "trainer.reinforce.mini_batches",
+                "model.global_batch_size",
+            ),
             "several optimizer steps on one rollout batch are off-policy: set "
             "trainer.reinforce.importance_ratio=token, sequence or sequence_geometric",
             key="config.importance_ratio.missing_off_policy",
@@ -446,19 +464,27 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
         JobTimes.of(os.environ)
     except ConfigError as error:
         yield from error.faults
+    yield from _loggers(cfg)
+    yield from folder_faults("exp_manager.explicit_log_dir", cfg.exp_manager.explicit_log_dir)
+
+
+def _loggers(cfg: TrainConfig) -> Iterator[Fault]:
+    """Check the names of loggers; classes are imported later, by `check_logger_classes`."""
     for name in cfg.exp_manager.used_loggers:
-        if name not in LOGGERS:
+        entry = LOGGERS.get(name)
+        if entry is None and not _DOTTED_NAME.fullmatch(name):
             yield Fault(
-                f"exp_manager.loggers has {name!r}; expected {', '.join(LOGGERS)}",
+                f"exp_manager.loggers has {name!r}; expected {', '.join(LOGGERS)}, or the dotted "
+                "name of a class, such as my_loggers.MyLogger",
                 key="config.loggers.unknown",
             )
-        elif not is_importable(f"{name}.x"):
-            advice = f"`pip install 'reinforce-rl[{name}]'`, or leave the logger out"
+        package = None if entry is None else entry.package
+        if package is not None and not is_importable(f"{package}.x"):
+            advice = f"`pip install 'reinforce-rl[{package}]'`, or leave the logger out"
             yield Fault(
                 f"exp_manager.loggers has {name}, which is not installed; {advice}",
                 key="config.loggers.not_installed",
             )
-    yield from folder_faults("exp_manager.explicit_log_dir", cfg.exp_manager.explicit_log_dir)
 
 
 def shape_faults(cfg: TrainConfig) -> Iterator[Fault]:

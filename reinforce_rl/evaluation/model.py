@@ -48,6 +48,7 @@ OF_TRAINING = (
     "model.global_batch_size",
     "model.optim",
     "trainer.reinforce.kl_target",
+    "trainer.reinforce.mini_batches",
 )
 OF_TRAINING += ("trainer.reinforce.dynamic_filtering", "exp_manager.max_time_per_run")
 OF_TRAINING += ("exp_manager.checkpoint_callback_params",)

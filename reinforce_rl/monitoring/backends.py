@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.monitoring import LOGGERS
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.monitoring.loggers import SUCCESS, BackgroundLogger, Level, MetricLogger
 from reinforce_rl.utils.files import plain_number
 
@@ -22,6 +25,8 @@ from reinforce_rl.utils.files import plain_number
 START_SECONDS = 60
 FINISH_SECONDS = 50
 PROJECT = "reinforce_rl"
+# Called with the configuration, the run's id and the step after which it is continued, or None.
+LoggerClass = Callable[[TrainConfig, str, "int | None"], MetricLogger]
 # Environment variables of a library by its argument. They count if the configuration has no value.
 _OF_WANDB = {
     "project": ("WANDB_PROJECT",),
@@ -46,31 +51,61 @@ def start_loggers(
 ) -> list[BackgroundLogger]:
     """Start the back ends of `exp_manager.loggers`, each in a separate thread.
 
+    A class is called with `cfg`, `run_id` and `resume_step`, in that thread.
+
     Args:
         run_id: identifies the run: a back end continues the run of the same id.
         resume_step: step after which it is continued.
         tell: shows a message.
     """
-    starts: dict[str, Callable[[], MetricLogger]] = {
-        "tensorboard": lambda: TensorboardLogger(
-            Path(cfg.exp_manager.explicit_log_dir) / "tensorboard", resume_step
-        ),
-        "wandb": lambda: WandbLogger(cfg, run_id),
-        "swanlab": lambda: SwanlabLogger(cfg, run_id),
-        "mlflow": lambda: MlflowLogger(cfg, run_id),
-    }
-    return [BackgroundLogger(name, starts[name], tell) for name in cfg.exp_manager.used_loggers]
+    loggers = []
+    for name in cfg.exp_manager.used_loggers:
+        start = partial(logger_class(name), cfg, run_id, resume_step)
+        loggers.append(BackgroundLogger(name, start, tell))
+    return loggers
+
+
+def logger_class(name: str) -> LoggerClass:
+    """Return the class of a name in `LOGGERS`, or of a dotted name, which is imported.
+
+    Raises ConfigError: it cannot be imported, or is no `MetricLogger`.
+    """
+    entry = LOGGERS.get(name)
+    class_name = name if entry is None else entry.class_name
+    try:
+        kind = pkgutil.resolve_name(class_name)
+    except Exception as error:
+        sentence = (
+            f"exp_manager.loggers has {name!r}, which cannot be imported: {type(error).__name__}: "
+            f"{error}. Expected {', '.join(LOGGERS)}, or a class in a module of the folder where "
+            "you start, or on PYTHONPATH"
+        )
+        raise ConfigError([Fault(sentence, key="loggers.class.not_importable")]) from error
+    if not (isinstance(kind, type) and issubclass(kind, MetricLogger)):
+        sentence = (
+            f"exp_manager.loggers has {name!r}, which is no subclass of MetricLogger "
+            "(reinforce_rl/monitoring/loggers.py); expected one"
+        )
+        raise ConfigError([Fault(sentence, key="loggers.class.no_logger")])
+    return kind
+
+
+def check_logger_classes(cfg: TrainConfig) -> None:
+    """Raise ConfigError as `logger_class`, for a class that `exp_manager.loggers` names."""
+    for name in cfg.exp_manager.used_loggers:
+        logger_class(name)
 
 
 class TensorboardLogger(MetricLogger):
-    """Writes an event file into `folder`.
+    """Writes an event file into the run's folder.
 
     The file of a resumed run hides earlier events after `resume_step`; all for 0.
     """
 
-    def __init__(self, folder: str | Path, resume_step: int | None = None):
+    def __init__(self, cfg: TrainConfig, run_id: str, resume_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
+        folder = Path(cfg.exp_manager.explicit_log_dir) / "tensorboard"
         # A run that starts again from 0 repeats the validation of step 0.
         self._writer = SummaryWriter(str(folder), purge_step=resume_step and resume_step + 1)
 
@@ -113,7 +148,7 @@ class WandbLogger(MetricLogger):
     folder, for `wandb sync`.
     """
 
-    def __init__(self, cfg: TrainConfig, run_id: str):
+    def __init__(self, cfg: TrainConfig, run_id: str, resume_step: int | None = None):
         # At exit, wandb's telemetry waits up to a minute for a server that hangs.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -166,7 +201,7 @@ class WandbLogger(MetricLogger):
 class SwanlabLogger(WandbLogger):
     """A SwanLab run, with the same settings; "offline" is for `swanlab sync`. Alerts are texts."""
 
-    def __init__(self, cfg: TrainConfig, run_id: str):
+    def __init__(self, cfg: TrainConfig, run_id: str, resume_step: int | None = None):
         import swanlab
 
         quiet = {
@@ -205,7 +240,7 @@ class MlflowLogger(MetricLogger):
     its last checkpoint appear twice.
     """
 
-    def __init__(self, cfg: TrainConfig, run_id: str):
+    def __init__(self, cfg: TrainConfig, run_id: str, resume_step: int | None = None):
         # The file store is not maintained any more, but mlflow-skinny has no other.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")

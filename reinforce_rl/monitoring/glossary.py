@@ -1,12 +1,17 @@
 """Meaning of the metrics in `metrics.jsonl`: `METRICS` by full name, `metric_of` for a file's name.
 
+`CHARTS` are those that the dashboard and the report draw.
 `tools/config_docs.py --write` makes the tables of docs/metrics.md from it. No torch.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from reinforce_rl.algorithm.kl import KL_ESTIMATORS
+from reinforce_rl.monitoring.progress import PHASES
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,11 @@ class Metric:
     meaning: str
     look: str  # signs of good and bad values
 
+
+_KL_ESTIMATES = "\n".join(
+    f"kl_{name} | nats a response | {estimator.meaning} | {estimator.look}"
+    for name, estimator in KL_ESTIMATORS.items()
+)
 
 # Prefixes, then a line per metric: name | unit | meaning | signs of good and bad values. An
 # indented line continues the line before.
@@ -46,13 +56,9 @@ fraction_of_groups_without_spread | share | prompts whose samples all earn the s
   dynamic_filtering
 init_policy_kl | nats a response | KL from the initial policy, by kl_estimator and kl_reduction |
   rises slowly; a jump, or tens of nats: lower lr or raise initial_policy_kl_penalty; read samples
-kl_k1 | nats a response | unbiased estimate of that KL, summed over tokens | as init_policy_kl;
-  below 0 it is noise
-kl_absolute_k1 | nats a response | sum of the sizes of the log-ratios | an upper sign of drift;
-  biased
-kl_k2 | nats a response | half the sum of squared log-ratios | as kl_k1 while that is small; biased
-kl_k3 | nats a response | estimate that is never below 0 | as kl_k1; far above it: a few tokens
-  moved far
+"""
+    + _KL_ESTIMATES
+    + """
 kl_coefficient | reward per nat | beta of this step | constant, unless kl_target steers it
 baseline | reward | mean baseline of valid samples | follows rewards_with_kl
 advantage_mean | reward | mean over the samples that train | near 0 where the baseline is the
@@ -197,3 +203,60 @@ def metric_of(name: str) -> Metric | None:
     return metric or (
         metric_of(f"val/{rest.partition('/')[2]}") if prefix == "val" and "/" in rest else None
     )
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    lines: Mapping[str, str]  # name -> metric; the * of a pattern stands for the name
+    unit: str = ""
+    form: str = ""  # "percent" or "stacked"
+    peaks: bool = False  # bins keep their largest value, so that spikes stay visible
+
+
+_ENDED = "fraction_of_samples_properly_ended"
+_NAMES = ("generation", "log-probs", "reference log-probs", "waiting for rewards", "update", "rest")
+_PHASES = dict(zip(_NAMES, (*PHASES, "rest of the step"), strict=True))
+CHARTS = (
+    Chart(
+        "Reward", {"training": "train/rewards", "validation": "val/rewards", "*": "val/*/rewards"}
+    ),
+    Chart("Reward by source", {"*": "train/rewards_*", "*, validation": "val/rewards_*"}),
+    Chart("KL to the start", {"training": "train/init_policy_kl"}, "nats a response"),
+    Chart(
+        "Response length",
+        {"training": "train/response_lengths", "validation": "val/response_lengths"},
+        "tokens",
+    ),
+    Chart(
+        "Ended by themselves",
+        {"training": f"train/{_ENDED}", "validation": f"val/{_ENDED}"},
+        "share",
+        "percent",
+    ),
+    Chart(
+        "Loss",
+        {"training": "train/actor_loss", "training, pairs": "train/loss", "held out": "val/loss"},
+    ),
+    Chart(
+        "Pairs ordered rightly",
+        {"training": "train/accuracy", "held out": "val/accuracy"},
+        "share",
+        "percent",
+    ),
+    Chart("Calibration error", {"held out": "val/calibration_error"}),
+    Chart("Correlation with held-out ratings", {"*": "val/pearson_*"}),
+    Chart("Gradient norm", {"training": "train/grad_norm"}, peaks=True),
+    Chart(
+        "Step time by phase",
+        {name: f"timers/{phase}" for name, phase in _PHASES.items()},
+        "seconds",
+        "stacked",
+    ),
+    Chart(
+        "Peak memory by phase", {name: f"memory/{phase}" for name, phase in _PHASES.items()}, "GB"
+    ),
+    Chart("Entropy", {"training": "train/entropy"}, "nats a token"),
+    Chart("Reward minus β KL", {"training": "train/rewards_with_kl"}),
+    Chart("Learning rate", {"training": "train/lr"}),
+)

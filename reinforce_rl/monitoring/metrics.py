@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithm.kl import sequence_kl
+from reinforce_rl.algorithm.kl import KL_ESTIMATORS, sequence_kl
 from reinforce_rl.algorithm.rewards import RunningMoments, has_reward_variance
-from reinforce_rl.config.actor import KL_ESTIMATORS
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import json
 import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
-from reinforce_rl.monitoring.glossary import metric_of
+from reinforce_rl.monitoring.glossary import CHARTS, Chart, metric_of
 from reinforce_rl.monitoring.progress import PHASES
 from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.run_folder import RunFolder
@@ -35,63 +34,6 @@ _FROZEN_STEPS = 5
 _FROZEN_ROWS = 96
 _FROZEN_TOKENS = 4000  # of the last step
 _IDS = ("prompt_tokens", "response_tokens")
-
-
-@dataclass(frozen=True)
-class Chart:
-    title: str
-    lines: Mapping[str, str]  # name -> metric; the * of a pattern stands for the name
-    unit: str = ""
-    form: str = ""  # "percent" or "stacked"
-    peaks: bool = False  # bins keep their largest value, so that spikes stay visible
-
-
-_ENDED = "fraction_of_samples_properly_ended"
-_NAMES = ("generation", "log-probs", "reference log-probs", "waiting for rewards", "update", "rest")
-_PHASES = dict(zip(_NAMES, (*PHASES, "rest of the step"), strict=True))
-CHARTS = (
-    Chart(
-        "Reward", {"training": "train/rewards", "validation": "val/rewards", "*": "val/*/rewards"}
-    ),
-    Chart("Reward by source", {"*": "train/rewards_*", "*, validation": "val/rewards_*"}),
-    Chart("KL to the start", {"training": "train/init_policy_kl"}, "nats a response"),
-    Chart(
-        "Response length",
-        {"training": "train/response_lengths", "validation": "val/response_lengths"},
-        "tokens",
-    ),
-    Chart(
-        "Ended by themselves",
-        {"training": f"train/{_ENDED}", "validation": f"val/{_ENDED}"},
-        "share",
-        "percent",
-    ),
-    Chart(
-        "Loss",
-        {"training": "train/actor_loss", "training, pairs": "train/loss", "held out": "val/loss"},
-    ),
-    Chart(
-        "Pairs ordered rightly",
-        {"training": "train/accuracy", "held out": "val/accuracy"},
-        "share",
-        "percent",
-    ),
-    Chart("Calibration error", {"held out": "val/calibration_error"}),
-    Chart("Correlation with held-out ratings", {"*": "val/pearson_*"}),
-    Chart("Gradient norm", {"training": "train/grad_norm"}, peaks=True),
-    Chart(
-        "Step time by phase",
-        {name: f"timers/{phase}" for name, phase in _PHASES.items()},
-        "seconds",
-        "stacked",
-    ),
-    Chart(
-        "Peak memory by phase", {name: f"memory/{phase}" for name, phase in _PHASES.items()}, "GB"
-    ),
-    Chart("Entropy", {"training": "train/entropy"}, "nats a token"),
-    Chart("Reward minus β KL", {"training": "train/rewards_with_kl"}),
-    Chart("Learning rate", {"training": "train/lr"}),
-)
 
 
 def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:

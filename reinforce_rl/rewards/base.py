@@ -175,6 +175,23 @@ def checked_by(check: Callable[..., None]) -> Callable[[F], F]:
     return mark
 
 
+SAMPLE_SECONDS = 5.0  # of a sample, where neither the configuration nor the function says more
+
+
+def takes_up_to(seconds: float | Callable[..., float]) -> Callable[[F], F]:
+    """Declare a function's time limit for one sample, in seconds.
+
+    A number, or a function of the kwargs. It holds unless `reward_function.sample_timeout_seconds`
+    is set.
+    """
+
+    def mark(function: F) -> F:
+        function.sample_seconds = seconds  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
 @dataclass(frozen=True)
 class WeightedSource:
     """One term of a weighted sum of sources."""

@@ -137,6 +137,20 @@ def _advice(wanted: str, known: list[str], prefix: str) -> str:
     )
 
 
+def declared_seconds(function: partial[Any], setting: str) -> float:
+    """Return a loaded function's `takes_up_to`; raise LoadFault if that is no time."""
+    seconds = getattr(function.func, "sample_seconds", base.SAMPLE_SECONDS)
+    if callable(seconds):
+        seconds = seconds(**function.keywords)
+    if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
+        raise LoadFault(
+            f"{setting}.name is a function that declares takes_up_to({seconds!r}); expected a "
+            "finite number of seconds above 0",
+            key="reward_function.seconds.invalid",
+        )
+    return float(seconds)
+
+
 def _check_kwargs(function: Callable[..., Any], spec: FunctionSpec) -> None:
     try:
         signature = inspect.signature(function)
@@ -199,7 +213,6 @@ class _Host:
     def __init__(self, functions: Functions, settings: dict[str, Any], connection: Connection):
         self._functions = functions
         self._num_workers = int(settings["num_workers"])
-        self._timeout = float(settings["sample_timeout_seconds"])
         self._connection = connection
         self._running: dict[int, _Sample] = {}  # by answer_fd
 
@@ -242,7 +255,7 @@ class _Host:
         for sample in self._running.values():
             _end(sample.pid)
 
-    def _start(self, number: int, request: bytes) -> None:
+    def _start(self, number: int, request: bytes, seconds: float) -> None:
         parent = os.getpid()
         secret = secrets.token_hex(16).encode()
         try:
@@ -261,7 +274,7 @@ class _Host:
             finally:
                 os._exit(1)
         os.close(write_end)
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + seconds
         self._running[read_end] = _Sample(number, pid, read_end, secret, deadline)
 
     def _finish(self, sample: _Sample, outcome: Outcome | None = None) -> None:
@@ -387,12 +400,14 @@ def main() -> None:
     settings = connection.recv()
     functions = {}
     sources = {}
+    seconds = {}
     faults: list[Fault] = []
     for name, spec in settings["functions"].items():
         before = _open_files()
         try:
             functions[name] = load_function(spec)
             sources[name] = _source_sha256(functions[name].func)
+            seconds[name] = declared_seconds(functions[name], spec.key)
         except LoadFault as fault:
             faults.append(Fault(str(fault), key=fault.key))
         for path in sorted(_open_files() - before):
@@ -408,7 +423,7 @@ def main() -> None:
     gc.freeze()  # else a collection in a fork copies every page (copy-on-write)
     _limit(settings["sample_memory_mb"] * MEBIBYTE)
     faults_with_keys = [(fault, fault.key) for fault in faults]
-    send(connection, {"faults": faults_with_keys, "sources": sources})
+    send(connection, {"faults": faults_with_keys, "sources": sources, "seconds": seconds})
     if not faults:
         _Host(functions, settings, connection).run()
     os._exit(0)

@@ -136,7 +136,7 @@ class _Host(ModuleChild):
         self._lock = threading.Lock()
         self._samples: dict[int, tuple[PendingScores, int]] = {}
         self._next_id = 0
-        self._waiting: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[int, bytes, float] | None] = queue.SimpleQueue()
 
     def load(self, settings: Mapping[str, Any]) -> Message | None:
         """Load the functions in the process; return faults and sources, or None if it ended."""
@@ -155,9 +155,11 @@ class _Host(ModuleChild):
             self.listen(self._on_message)
         return answer
 
-    def add(self, batch: PendingScores, requests: Sequence[tuple[int, bytes]]) -> int:
-        """Queue these rows' samples and return the number in flight; raise RewardServerError if the
-        host has ended.
+    def add(
+        self, batch: PendingScores, requests: Sequence[tuple[int, bytes]], seconds: float
+    ) -> int:
+        """Queue these rows' samples, each with a limit of `seconds`, and return the number in
+        flight; raise RewardServerError if the host has ended.
         """
         with self._lock:
             if self.ended:
@@ -167,7 +169,7 @@ class _Host(ModuleChild):
                 )
             for row, request in requests:
                 self._samples[self._next_id] = (batch, row)
-                self._waiting.put((self._next_id, request))
+                self._waiting.put((self._next_id, request, seconds))
                 self._next_id += 1
             return len(self._samples)
 
@@ -232,6 +234,7 @@ class FunctionPool:
         self._lock = threading.Lock()
         self._host: _Host | None = None
         self._closed = False
+        self._declared_seconds: dict[str, float] = {}  # by function, set with the host
         self.sources: dict[str, str | None] = {}
 
     def start(self) -> None:
@@ -277,13 +280,11 @@ class FunctionPool:
             with self._lock:
                 try:
                     pending.host = self._running_host()
-                    rounds = math.ceil(
-                        pending.host.add(pending, requests) / self._config.num_workers
-                    )
-                    seconds = (
-                        rounds * (self._config.sample_timeout_seconds + FORK_SECONDS)
-                        + SLACK_SECONDS
-                    )
+                    in_flight = pending.host.add(pending, requests, self.seconds_of(function))
+                    rounds = math.ceil(in_flight / self._config.num_workers)
+                    # The samples in flight may be of any function.
+                    longest = max(map(self.seconds_of, self._names))
+                    seconds = rounds * (longest + FORK_SECONDS) + SLACK_SECONDS
                     pending.deadline = time.monotonic() + seconds
                 except ReinforceError as error:
                     # raising on one rank would leave the others waiting
@@ -299,6 +300,13 @@ class FunctionPool:
             self._closed = True
         if host is not None:
             host.stop(STOP_SECONDS)
+
+    def seconds_of(self, function: str) -> float:
+        """Return the limit of one sample of a function, or of a ping."""
+        configured = self._config.sample_timeout_seconds
+        if configured is not None:
+            return configured
+        return self._declared_seconds.get(function, base.SAMPLE_SECONDS)
 
     def _running_host(self) -> _Host:
         if self._closed:
@@ -325,9 +333,7 @@ class FunctionPool:
             if name in allowed or name.startswith(VARIABLE_PREFIXES) or _is_open_proxy(name, value)
         }
         host = _Host(folders, variables, in_sandbox=self._config.sandbox)
-        limits = self._config.model_dump(
-            include={"num_workers", "sample_timeout_seconds", "sample_memory_mb"}
-        )
+        limits = self._config.model_dump(include={"num_workers", "sample_memory_mb"})
         answer = host.load({"functions": self._functions, **limits})
         if answer is None:
             raise RewardServerError(
@@ -342,6 +348,7 @@ class FunctionPool:
             faults = [Fault(sentence, key=key) for sentence, key in answer["faults"]]
             raise ConfigError(faults)
         self.sources = answer["sources"]
+        self._declared_seconds = answer["seconds"]
         return host
 
 

@@ -22,7 +22,7 @@ from yarl import URL
 
 from reinforce_rl.data.jsonl import text_of
 from reinforce_rl.rewards import transport
-from reinforce_rl.rewards.base import checked_by
+from reinforce_rl.rewards.base import checked_by, takes_up_to
 from reinforce_rl.rewards.transport import RETRIED_CODES, Backoff, FailedAttempt
 from reinforce_rl.utils.control_characters import quoted
 from reinforce_rl.utils.untrusted_files import parse_json
@@ -235,6 +235,14 @@ def _check(
         raise ValueError(f"template_file is {template_file!r}; expected $response in it")
 
 
+def _longest_seconds(
+    *, timeout: float = Judge.timeout, retries: int = Judge.retries, **others: Any
+) -> float:
+    """Return the time of all attempts and the pauses between them."""
+    return timeout * (retries + 1) + MAX_PAUSE_SECONDS * retries
+
+
+@takes_up_to(_longest_seconds)
 @checked_by(_check)
 def llm_judge(
     prompt: str,

@@ -19,6 +19,7 @@ from reinforce_rl.errors import ConfigError, Fault, ReinforceError, key_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.model import layers_of_stages
 from reinforce_rl.megatron.size import ModelSize
+from reinforce_rl.monitoring.backends import check_logger_classes
 from reinforce_rl.policy.build import (
     DTYPES,
     check_vocabulary,
@@ -77,6 +78,7 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
             errors.append(error)
             return None
 
+    attempt(lambda: check_logger_classes(cfg))
     folder = Path(cfg.pretrained_checkpoint.restore_from_path)
     architecture = None
     layers = None

@@ -684,6 +684,18 @@ OF_SEVERAL_SETTINGS = [
         ["model.global_batch_size is 7", "8 x 4 = 32", "a multiple of 4", "null"],
     ),
     Wrong(
+        "two ways to divide a batch",
+        [f"{RL}.mini_batches=2", "model.global_batch_size=8", f"{RL}.importance_ratio=token"],
+        "config.mini_batches.with_global_batch_size",
+        [f"{RL}.mini_batches is 2", "model.global_batch_size is 8"],
+    ),
+    Wrong(
+        "mini-batches",
+        [f"{RL}.mini_batches=3", f"{RL}.importance_ratio=token"],
+        "config.mini_batches.not_a_divisor_of_prompts",
+        [f"{RL}.mini_batches is 3", "model.reinforce.num_rollout_samples is 8"],
+    ),
+    Wrong(
         "tensor parallel",
         ["model.tensor_model_parallel_size=2"],
         "config.parallel_sizes.not_a_divisor_of_ranks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+from reinforce_rl.algorithm.kl import KL_ESTIMATORS as REGISTERED_KL_ESTIMATORS
 from reinforce_rl.config.actor import ReinforceConfig, RewardShapingConfig
 
 
@@ -17,7 +18,7 @@ ADVANTAGE_WHITENINGS = _choices("advantage_whitening")
 CREDIT_ASSIGNMENTS = _choices("credit_assignment")
 GENERATOR_CORRECTIONS = _choices("generator_correction")
 IMPORTANCE_RATIOS = _choices("importance_ratio")
-KL_ESTIMATORS = _choices("kl_estimator")
+KL_ESTIMATORS = tuple(REGISTERED_KL_ESTIMATORS)
 KL_LOSS_WEIGHTS = _choices("kl_loss_weights")
 KL_PLACEMENTS = _choices("kl_placement")
 KL_REDUCTIONS = _choices("kl_reduction")

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from reinforce_rl.rewards.base import takes_up_to
+
 HEAVY = ("torch", "megatron", "transformers")
 
 
@@ -219,3 +221,18 @@ def of_two(prompt: str, response: str) -> float:
 def takes_a_second(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     time.sleep(1.0)
     return len(response) / 10
+
+
+def sleeps(prompt, response, record):
+    time.sleep(float(response))
+    return 1.0
+
+
+@takes_up_to(0.5)
+def sleeps_briefly(prompt, response, record):
+    return sleeps(prompt, response, record)
+
+
+@takes_up_to(lambda *, limit: limit)
+def sleeps_within(prompt, response, record, *, limit):
+    return sleeps(prompt, response, record)

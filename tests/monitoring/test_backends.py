@@ -9,15 +9,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.errors import check_fault
+from helpers.errors import check_fault, raises_error
 from helpers.tiny_run import metrics_of, run, without_times
 from helpers.wandb_files import history, offline_files, read_offline_file
 
 from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.monitoring import LOGGERS
 from reinforce_rl.config.rules import find_faults
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.monitoring import backends
 from reinforce_rl.monitoring.backends import (
     MlflowLogger,
@@ -26,6 +29,7 @@ from reinforce_rl.monitoring.backends import (
     WandbLogger,
 )
 from reinforce_rl.monitoring.loggers import MetricLogger
+from reinforce_rl.trainer.inputs import read_inputs
 
 RL = "trainer.reinforce"
 MANAGER = "exp_manager"
@@ -76,7 +80,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_numbers_read_back(tmp_path):
     pytest.importorskip("tensorboard")
-    logger = TensorboardLogger(tmp_path)
+    logger = TensorboardLogger(config_of(tmp_path), "abcd1234")
     assert isinstance(logger, MetricLogger)
     for step in (0, 1):
         metrics = {"rewards": step + 0.5, "grad_norm": math.nan, "lr": math.inf}
@@ -84,7 +88,7 @@ def test_numbers_read_back(tmp_path):
         logger.log_metrics({"rewards": 0.25}, step, "val/")
         logger.log_table("validation", [{"prompt": "a"}], step)
         logger.commit(step)
-        assert len(scalars(tmp_path)["train/rewards"]) == step + 1, (
+        assert len(scalars(tmp_path / "tensorboard")["train/rewards"]) == step + 1, (
             "it can be watched while the run goes on"
         )
     logger.finalize()
@@ -92,21 +96,21 @@ def test_numbers_read_back(tmp_path):
         "train/rewards": [(0, 0.5), (1, 1.5)],
         "val/rewards": [(0, 0.25), (1, 0.25)],
     }
-    assert scalars(tmp_path) == expected
+    assert scalars(tmp_path / "tensorboard") == expected
 
 
 def test_a_run_that_goes_on_shows_each_number_once(tmp_path):
     """Killed after step 3 and resumed from the checkpoint of step 2."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for steps, value, resume_step in (([1, 2, 3], 1.0, None), ([3, 4], 9.0, 2)):
-        logger = TensorboardLogger(tmp_path, resume_step)
+        logger = TensorboardLogger(config_of(tmp_path), "abcd1234", resume_step)
         for step in steps:
             logger.log_metrics({"rewards": value}, step, "train/")
             logger.log_table("validation", ROWS, step)
             logger.commit(step)
         logger.alert("stopped", "time is up", steps[-1], "INFO")
         logger.finalize()
-    events = accumulator.EventAccumulator(str(tmp_path))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     expected = [
         (1, 1.0),
@@ -129,11 +133,11 @@ def test_a_run_that_begins_again_shows_its_first_validation_once(tmp_path):
     """Killed before its first checkpoint."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for value, resume_step in ((1.0, None), (9.0, 0)):
-        logger = TensorboardLogger(tmp_path, resume_step)
+        logger = TensorboardLogger(config_of(tmp_path), "abcd1234", resume_step)
         for step in (0, 1):
             logger.log_metrics({"rewards": value}, step, "val/")
         logger.finalize()
-    events = accumulator.EventAccumulator(str(tmp_path))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     expected = [(0, 9.0), (1, 9.0)]
     rewards = [(e.step, e.value) for e in events.Scalars("val/rewards")]
@@ -413,6 +417,58 @@ def test_faults_of_loggers_are_found_before_a_run(tmp_path, monkeypatch):
     check_fault([not_installed], "config.loggers.not_installed", "swanlab", command)
 
 
+CLASSES = """
+from reinforce_rl.monitoring.loggers import MetricLogger
+
+class Kept(MetricLogger):
+    calls = []
+
+    def __init__(self, cfg, run_id, resume_step):
+        self.calls.append(("start", cfg.exp_manager.name, len(run_id), resume_step))
+
+    def log_metrics(self, metrics, step, prefix=""):
+        self.calls.append((prefix, step, metrics.get("rewards")))
+
+    def finalize(self, status="success"):
+        self.calls.append(("end", status))
+
+class NoLogger:
+    pass
+"""
+
+
+@pytest.fixture
+def my_loggers(tmp_path, monkeypatch) -> Iterator[str]:
+    """Write a module of loggers; return its name."""
+    (tmp_path / "my_loggers.py").write_text(CLASSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "my_loggers"
+    sys.modules.pop("my_loggers", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("my_loggers.Missing", "loggers.class.not_importable"),
+        ("no_such_module.Kept", "loggers.class.not_importable"),
+        ("my_loggers.NoLogger", "loggers.class.no_logger"),
+    ],
+)
+def test_a_class_that_is_no_logger_is_refused_before_a_run(tmp_path, my_loggers, name, key):
+    cfg = config_of(tmp_path, loggers=[name])
+    assert [fault for fault in find_faults(cfg) if "exp_manager.loggers" in fault] == []
+    with raises_error(key, "exp_manager.loggers", name):
+        backends.check_logger_classes(cfg)
+    (error,) = [error for error in read_inputs(cfg).errors if isinstance(error, ConfigError)]
+    assert error.keys == [key]
+
+
+def test_every_logger_of_the_registry_has_its_class():
+    for name, entry in LOGGERS.items():
+        assert issubclass(backends.logger_class(name), MetricLogger)
+        assert entry.package == name
+
+
 def test_names_and_switches_are_one_list(tmp_path):
     manager = config_of(tmp_path, loggers=["mlflow", "wandb"], create_wandb_logger=True).exp_manager
     assert manager.used_loggers == ["mlflow", "wandb"]
@@ -422,6 +478,21 @@ def test_names_and_switches_are_one_list(tmp_path):
 
 
 class TestRuns:
+    def test_a_class_of_a_dotted_name_gets_every_number(self, tmp_path, mesh, my_loggers):
+        keys = (f"{MANAGER}.loggers=[my_loggers.Kept]", f"{RL}.max_epochs=2")
+        run(tmp_path, mesh, *keys, f"{RL}.max_steps=1")
+        lines = run(tmp_path, mesh, *keys, f"{RL}.max_steps=2")
+        calls = sys.modules["my_loggers"].Kept.calls
+        assert [call for call in calls if call[0] in ("start", "end")] == [
+            ("start", "reinforce", 8, 0),
+            ("end", "success"),
+            ("start", "reinforce", 8, 1),
+            ("end", "success"),
+        ]
+        rewards = {line["step"]: line["train/rewards"] for line in lines}
+        logged = [call for call in calls if call[0] == "train/" and call[2] is not None]
+        assert {step: reward for _, step, reward in logged} == rewards
+
     def test_loggers_that_fail_change_nothing_and_say_so_once(
         self, tmp_path, mesh, monkeypatch, capsys
     ):

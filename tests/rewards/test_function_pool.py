@@ -280,10 +280,10 @@ class TestDeadlines:
         host._next_id = 0
         host._waiting = queue.SimpleQueue()
         batch = object()
-        assert host.add(batch, [(0, b"{}"), (1, b"{}")]) == 2  # type: ignore[arg-type]
-        assert host.add(batch, [(0, b"{}")]) == 3  # type: ignore[arg-type]
+        assert host.add(batch, [(0, b"{}"), (1, b"{}")], 5.0) == 2  # type: ignore[arg-type]
+        assert host.add(batch, [(0, b"{}")], 5.0) == 3  # type: ignore[arg-type]
         host._samples.pop(0)
-        assert host.add(batch, [(0, b"{}")]) == 3  # type: ignore[arg-type]
+        assert host.add(batch, [(0, b"{}")], 5.0) == 3  # type: ignore[arg-type]
         assert sorted(host._samples) == [1, 2, 3]
 
 
@@ -320,3 +320,59 @@ def test_what_a_sample_s_program_prints_is_shown_on_a_terminal(tmp_path):
     assert done.returncode == 0, printed
     assert r"\x1b[2J\u009b " + "\xe4" in printed
     assert "\x1b" not in printed
+
+
+@pytest.mark.parametrize(
+    ("configured", "scored"),
+    [
+        (None, {"sleeps": True, "sleeps_briefly": False, "sleeps_within": True}),
+        (1.0, {"sleeps": False, "sleeps_briefly": False, "sleeps_within": False}),
+        (20.0, {"sleeps": True, "sleeps_briefly": True, "sleeps_within": True}),
+    ],
+)
+def test_the_limit_is_the_configured_one_or_else_what_the_function_declares(configured, scored):
+    """A sample of 2 s, with 5 s, 0.5 s and 20 s where nothing is configured."""
+    kwargs = {"sleeps_within": {"limit": 20.0}}
+    functions = {
+        name: FunctionSpec(
+            "reward_function", f"helpers.reward_functions.{name}", kwargs.get(name, {})
+        )
+        for name in scored
+    }
+    pool = FunctionPool(
+        functions, RewardFunctionConfig(sample_timeout_seconds=configured, num_workers=3)
+    )
+    pool.start()
+    try:
+        pending = {name: pool.submit(name, [sample("2")]) for name in scored}
+        status = {name: int(scores.result().status[0]) for name, scores in pending.items()}
+    finally:
+        pool.close()
+    assert status == {
+        name: base.STATUS_OK if is_scored else base.STATUS_TIMED_OUT
+        for name, is_scored in scored.items()
+    }
+
+
+def test_a_function_that_declares_nothing_has_five_seconds_and_a_judge_its_own():
+    judge = "reinforce_rl.rewards.judge.llm_judge"
+    settings = {"url": "http://127.0.0.1:9/v1", "model": "m", "timeout": 10.0, "retries": 1}
+    pool = FunctionPool(
+        {
+            "sleeps": FunctionSpec("reward_function", "helpers.reward_functions.sleeps", {}),
+            "judge": FunctionSpec("reward_function", judge, settings),
+        },
+        RewardFunctionConfig(),
+    )
+    pool.start()
+    pool.close()
+    assert pool.seconds_of("sleeps") == 5.0
+    assert pool.seconds_of("judge") == 2 * 10.0 + 8.0
+
+
+def test_a_limit_that_is_no_time_is_refused():
+    spec = FunctionSpec(
+        "reward_function", "helpers.reward_functions.sleeps_within", {"limit": -1.0}
+    )
+    with raises_error("reward_function.seconds.invalid", "takes_up_to(-1.0)"):
+        FunctionPool({"f": spec}, RewardFunctionConfig()).start()

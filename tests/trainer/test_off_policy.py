@@ -176,7 +176,20 @@ class TestOptimizerSteps:
             for parameter, other in zip(parameters, results[0][1], strict=True):
                 torch.testing.assert_close(parameter, other, rtol=0, atol=1e-4)
 
-    @pytest.mark.parametrize("change", [f"{RL}.reinforce_epochs=2", "model.global_batch_size=8"])
+    def test_mini_batches_are_the_global_batch_size_of_the_same_share(self, tmp_path, mesh):
+        ratio = f"{RL}.importance_ratio=token"
+        lines = []
+        for number, halves in enumerate((f"{RL}.mini_batches=2", "model.global_batch_size=8")):
+            metrics = run(tmp_path / str(number), mesh, ratio, halves, f"{RL}.max_steps=2")
+            lines.append([without_times(line) for line in metrics])
+        assert lines[0] == lines[1]
+        assert [line["train/optimizer_steps"] for line in lines[0]] == [2, 2]
+        assert lines[0][0]["train/clip_fraction"] > 0
+
+    @pytest.mark.parametrize(
+        "change",
+        [f"{RL}.reinforce_epochs=2", f"{RL}.mini_batches=2", "model.global_batch_size=8"],
+    )
     def test_refused_without_a_ratio(self, tmp_path, change):
         overrides = [*tiny_overrides(tmp_path), change]
         advised = "trainer.reinforce.importance_ratio=token"

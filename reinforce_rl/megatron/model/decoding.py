@@ -27,7 +27,7 @@ from torch import Tensor
 
 from reinforce_rl.megatron.cpu.fast import packed_product
 from reinforce_rl.megatron.model.attention import causal_attention
-from reinforce_rl.megatron.model.layers import linear_parts
+from reinforce_rl.megatron.model.layers import linear_parts, swiglu
 
 
 class CacheSizes(NamedTuple):
@@ -349,8 +349,8 @@ def decode_layers(
         mixed = torch.addcmul(mixed * cosine, mixed.roll(half, dims=-1), sine)
         context = cache.step(core.layer, mixed[:, :, :-2], mixed[:, :, -2:])
         hidden = _add(attention.linear_proj(context.view(1, rows, -1)), hidden)
-        gate, up = mlp.linear_fc1(layer.pre_mlp_layernorm(hidden))[0].chunk(2, dim=-1)
-        hidden = _add(mlp.linear_fc2(F.silu(gate).mul_(up)), hidden)
+        gated = swiglu(mlp.linear_fc1(layer.pre_mlp_layernorm(hidden))[0])
+        hidden = _add(mlp.linear_fc2(gated), hidden)
     return hidden if block.final_layernorm is None else block.final_layernorm(hidden)
 
 

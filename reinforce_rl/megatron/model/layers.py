@@ -60,8 +60,15 @@ def swiglu(x: Tensor) -> Tensor:
 
     Source: arXiv:2002.05202.
     """
+    if not torch.is_grad_enabled():
+        return _gated(x)
     output: Any = _SwiGLU.apply(x)
     return output
+
+
+def _gated(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return F.silu(a).mul_(b)
 
 
 def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -106,8 +113,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        a, b = x.chunk(2, dim=-1)
-        return F.silu(a).mul_(b)
+        return _gated(x)
 
     @staticmethod
     @once_differentiable
