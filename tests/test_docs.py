@@ -86,7 +86,7 @@ def test_configuration_page_has_the_actors_keys_and_no_others():
 
 
 def test_migration_page_names_keys_that_exist():
-    page = (ROOT / "docs" / "migration-from-nemo-aligner.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
     section = page.split("## Configuration")[1].split("## What behaves differently")[0]
     rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
     keys = {
@@ -140,7 +140,7 @@ def test_commands_name_scripts_that_exist(page):
         assert scripts  # else the expression above finds nothing any more
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/reward-server.md", "slurm/README.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/reward-models.md", "slurm/README.md"])
 def test_commands_give_keys_that_exist(name):
     blocks = "\n".join(CODE_BLOCK.findall((ROOT / name).read_text(encoding="utf-8")))
     given = set(re.findall(r"(?<![\w./])([a-z_]+(?:\.[a-z_]+)+)=", blocks))
