@@ -54,8 +54,16 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from reinforce_rl.launch.api import Run, train
+    from reinforce_rl.launch.loop import Policy, UpdateResult, open_policy
 
-__all__ = ["Run", "train"]
+_MODULES = {
+    "Run": "reinforce_rl.launch.api",
+    "train": "reinforce_rl.launch.api",
+    "Policy": "reinforce_rl.launch.loop",
+    "UpdateResult": "reinforce_rl.launch.loop",
+    "open_policy": "reinforce_rl.launch.loop",
+}
+__all__ = ["Policy", "Run", "UpdateResult", "open_policy", "train"]
 __version__ = "0.1.0"
 
 # Large CPU tensors get 2 MiB pages, as 4 KiB page faults dominate the cost of fresh memory. torch
@@ -64,8 +72,8 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from reinforce_rl.launch import api
+    import importlib
 
-    return getattr(api, name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

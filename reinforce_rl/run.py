@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.data.prompts import (
     DefaultBatchIterator,
     PromptDataset,
@@ -31,7 +30,6 @@ from reinforce_rl.megatron.checkpointer import (
 )
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh, rendezvous_errors
-from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.alerts import AlertRules
 from reinforce_rl.monitoring.backends import start_loggers
 from reinforce_rl.monitoring.loggers import BackgroundLogger, JsonlLogger, Loggers
@@ -41,7 +39,7 @@ from reinforce_rl.monitoring.responses import repeated_texts
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.step_record import drop_records
-from reinforce_rl.policy.build import build_actor, configured_mesh
+from reinforce_rl.policy.build import build_actor, build_actor_optimizer, configured_mesh
 from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
@@ -297,12 +295,7 @@ def build_trainer(
     phases.begin("loading the model")
     # copies the reference, so it comes before the checkpoint
     model = build_actor(cfg, mesh, tokenizer)
-    megatron_optimizer, scheduler = build_optimizer(
-        model.ddp,
-        cfg.model.optim,
-        clip_grad=cfg.trainer.reinforce.gradient_clip_val,
-        total_steps=updates,
-    )
+    optimizer = build_actor_optimizer(cfg, model, updates)
     saving = cfg.exp_manager.checkpoint_callback_params
     duration = cfg.exp_manager.max_time_per_run
     first_save = first_save_seconds(state_bytes(model.ddp, mesh))
@@ -321,8 +314,8 @@ def build_trainer(
         Path(cfg.exp_manager.explicit_log_dir) / "checkpoints",
         mesh,
         model.ddp,
-        megatron_optimizer,
-        scheduler,
+        optimizer.megatron,
+        optimizer.scheduler,
         keep_last=saving.keep_last,
         asynchronous=saving.async_save,
         on_saved=saved,
@@ -353,21 +346,16 @@ def build_trainer(
             else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)
         )
 
-    optimizer = ActorOptimizer(
-        megatron_optimizer, scheduler, model.ddp, overlap_restore=rollout.overlap_offload
-    )
-    if cfg.generation in ENGINES and cfg.placement == "colocated" and mesh.device.type == "cuda":
-        optimizer.allocate_moments()
     recorder = None
     if cfg.exp_manager.record == "full":
         run = cfg.exp_manager.explicit_log_dir
         keep = cfg.exp_manager.record_keep
-        recorder = StepRecorder(run, cfg, model, megatron_optimizer, rm, keep)
+        recorder = StepRecorder(run, cfg, model, optimizer.megatron, rm, keep)
     trainer = ReinforceTrainer(
         cfg=cfg.trainer.reinforce,
         model=model,
         optimizer=optimizer,
-        scheduler=scheduler,
+        scheduler=optimizer.scheduler,
         train_dataloader_builder=partial(
             PromptLoader, datasets.train, sampler, mesh.dp_rank, mesh.dp_size
         ),

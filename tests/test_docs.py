@@ -102,6 +102,17 @@ def test_migration_page_names_keys_that_exist():
         ] == [], heading
 
 
+def test_the_loop_of_the_concepts_page_is_the_example():
+    """Each line of the page's excerpt stands in the script, in the same order."""
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    script = "examples/minimal_loop.py"
+    block = page.split(f"<!-- from {script} -->")[1].split("```python\n")[1].split("```")[0]
+    excerpt = [line.strip() for line in block.splitlines() if line.strip()]
+    assert len(excerpt) > 10
+    lines = (line.strip() for line in (ROOT / script).read_text(encoding="utf-8").splitlines())
+    assert [line for line in excerpt if line not in lines] == []
+
+
 def test_the_tests_of_public_reports_exist():
     page = (ROOT / "tests" / "public_reports.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| ")][1:]

@@ -13,11 +13,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.errors import ConfigError, ReinforceError, key_of
 from reinforce_rl.utils.files import encode, write_atomically
 from reinforce_rl.utils.job_rank import JobRank, is_first_rank
+
+if TYPE_CHECKING:
+    from reinforce_rl.config.actor import TrainConfig
 
 Prompts = str | Path | Iterable[str | Mapping[str, Any]]
 
@@ -68,25 +71,18 @@ def train(
         )
     # Idle OpenMP threads that spin can slow a busy CPU tenfold.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    from omegaconf import OmegaConf
-
-    from reinforce_rl.config.compose import compose, unknown_keys
-    from reinforce_rl.config.load import read_config
     from reinforce_rl.rewards.function_pool import with_functions
     from reinforce_rl.rewards.source_class import is_source_class
 
-    algorithm = settings.pop("algorithm", None)
-    cfg = compose("train_reinforce_actor", [f"algorithm={algorithm}"] if algorithm else [])
-    OmegaConf.set_struct(cfg, False)  # mappings take new names
     folder = Path(output)
     files = dict[Path, str]()
     values = {
         "pretrained_checkpoint.restore_from_path": str(model),
         "exp_manager.explicit_log_dir": str(folder),
     }
-    values["model.data.data_prefix.train"] = _file(prompts, folder / "prompts.jsonl", files)
+    values["model.data.data_prefix.train"] = prompts_file(prompts, folder / "prompts.jsonl", files)
     if validation is not None:
-        values["model.data.data_prefix.validation"] = _file(
+        values["model.data.data_prefix.validation"] = prompts_file(
             validation, folder / "validation.jsonl", files
         )
     if isinstance(reward, str) and is_source_class(reward):
@@ -98,23 +94,7 @@ def train(
             "reward_function.name": name,
             "reward_function.kwargs": kwargs,
         }
-    for key, value in (values | settings).items():
-        OmegaConf.update(cfg, key, str(value) if isinstance(value, Path) else value)
-    config, faults = read_config(cfg)
-    # Unknown keys come first: their faults suggest the nearest key. Files of prompts are written
-    # only after all checks.
-    faults = [fault for fault in faults if not _is_of_a_file_to_come(fault, files)]
-    if faults := unknown_keys(settings, "train_reinforce_actor") or faults:
-        raise ConfigError(faults)
-    ranks = config.trainer.devices * config.trainer.num_nodes
-    if ranks != JobRank.of_process().size:
-        script = Path(getattr(sys.modules["__main__"], "__file__", None) or "SCRIPT.py").name
-        raise ReinforceError(
-            f"trainer.devices x trainer.num_nodes is {ranks}, but this is one process; start it as "
-            f"`torchrun --nproc-per-node {config.trainer.devices} {script}`, or use "
-            "`reinforce-rl train`",
-            key="api.ranks.one_process",
-        )
+    config = configured(values, settings, files)
     from reinforce_rl import run
     from reinforce_rl.monitoring.loggers import read_metrics
     from reinforce_rl.runtime.run_lock import refuse_second_run
@@ -133,12 +113,54 @@ def train(
     )
 
 
+def configured(
+    values: Mapping[str, Any], settings: Mapping[str, Any], files: Iterable[Path] = ()
+) -> TrainConfig:
+    """Return the shipped configuration with `values` and a caller's `settings`, checked.
+
+    Args:
+        settings: configuration keys, and `algorithm`.
+        files: written after the check, so their absence is no fault.
+
+    Raises:
+        ConfigError: has all faults in one message.
+        ReinforceError: the settings are for another number of ranks.
+    """
+    from omegaconf import OmegaConf
+
+    from reinforce_rl.config.compose import compose, unknown_keys
+    from reinforce_rl.config.load import read_config
+
+    keys = dict(settings)
+    algorithm = keys.pop("algorithm", None)
+    cfg = compose("train_reinforce_actor", [f"algorithm={algorithm}"] if algorithm else [])
+    OmegaConf.set_struct(cfg, False)  # mappings take new names
+    for key, value in {**values, **keys}.items():
+        OmegaConf.update(cfg, key, str(value) if isinstance(value, Path) else value)
+    config, faults = read_config(cfg)
+    # Unknown keys come first: their faults suggest the nearest key. Files of prompts are written
+    # only after all checks.
+    faults = [fault for fault in faults if not _is_of_a_file_to_come(fault, files)]
+    if faults := unknown_keys(keys, "train_reinforce_actor") or faults:
+        raise ConfigError(faults)
+    ranks = config.trainer.devices * config.trainer.num_nodes
+    if ranks != JobRank.of_process().size:
+        script = Path(getattr(sys.modules["__main__"], "__file__", None) or "SCRIPT.py").name
+        raise ReinforceError(
+            f"trainer.devices x trainer.num_nodes is {ranks}, but this is one process; start it as "
+            f"`torchrun --nproc-per-node {config.trainer.devices} {script}`, or use "
+            "`reinforce-rl train`",
+            key="api.ranks.one_process",
+        )
+    return config
+
+
 def _is_of_a_file_to_come(fault: str, files: Iterable[Path]) -> bool:
     is_missing = key_of(fault) == "data.file.missing"
     return is_missing and any(str(path) in fault for path in files)
 
 
-def _file(prompts: Prompts, path: Path, files: dict[Path, str]) -> str:
+def prompts_file(prompts: Prompts, path: Path, files: dict[Path, str]) -> str:
     """Return the path of the file of prompts; prompts in memory are added to `files`."""
     if isinstance(prompts, str | Path):
         return str(prompts)

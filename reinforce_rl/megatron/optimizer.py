@@ -140,8 +140,8 @@ class ActorOptimizer:
         *,
         overlap_restore: bool = False,
     ):
-        self._optimizer = optimizer
-        self._scheduler = scheduler
+        self.megatron = optimizer
+        self.scheduler = scheduler
         self._ddp = ddp
         self._parts = _parts_of(optimizer)
         self._on_gpu = torch.cuda.is_available()  # the whole model is then on the GPU
@@ -153,7 +153,7 @@ class ActorOptimizer:
 
         For an engine on the same GPU, which takes a share of the free memory when it starts.
         """
-        for main in _main_parameters(self._optimizer):
+        for main in _main_parameters(self.megatron):
             for name in MOMENTS:
                 main.moment(name)
 
@@ -166,7 +166,7 @@ class ActorOptimizer:
         if not self._on_gpu:
             yield
             return
-        self._host.take(large_states(self._optimizer))
+        self._host.take(large_states(self.megatron))
         if self._ddp is not None:
             self._ddp.offload_grad_buffers(synchronize=False, empty_cache=False)
         torch.cuda.empty_cache()  # an engine in another process needs the memory
@@ -180,11 +180,11 @@ class ActorOptimizer:
     def step(self) -> OptimizerUpdate:
         """Step the schedule and the optimizer, with gradient clipping; a collective call."""
         self._host.wait()
-        self._scheduler.step(1)
-        lr = float(self._optimizer.param_groups[0]["lr"])
+        self.scheduler.step(1)
+        lr = float(self.megatron.param_groups[0]["lr"])
         # A NaN would corrupt weights and moments. The norm is global, so all ranks skip the step.
-        self._optimizer.prepare_grads()
-        norm = float(self._foreach_norm() if self._on_gpu else self._optimizer.get_grad_norm())
+        self.megatron.prepare_grads()
+        norm = float(self._foreach_norm() if self._on_gpu else self.megatron.get_grad_norm())
         if not math.isfinite(norm):
             weights = [p.detach() for part in self._parts for p in part.get_parameters()]
             return OptimizerUpdate(
@@ -192,7 +192,7 @@ class ActorOptimizer:
             )
         for part in self._parts:
             self._clip(part, norm)
-        self._optimizer.step_with_ready_grads()
+        self.megatron.step_with_ready_grads()
         return OptimizerUpdate(norm, lr, skipped=False)
 
     def _foreach_norm(self) -> float:
@@ -203,9 +203,9 @@ class ActorOptimizer:
         grads = [grad for part in self._parts for grad in part.get_main_grads_for_grad_norm()]
         # The norm of an empty shard is a 0 on the host.
         squares = (
-            get_total_norm(grads, foreach=True).square().to(self._optimizer.get_loss_scale().device)
+            get_total_norm(grads, foreach=True).square().to(self.megatron.get_loss_scale().device)
         )
-        dist.all_reduce(squares, group=self._optimizer.get_grad_stats_parallel_group())
+        dist.all_reduce(squares, group=self.megatron.get_grad_stats_parallel_group())
         return math.sqrt(squares.item())
 
     def _clip(self, part: Any, norm: float) -> None:
@@ -216,7 +216,7 @@ class ActorOptimizer:
         if not self._on_gpu:
             clip_grad_by_total_norm_fp32(parameters, bound, norm)
         elif bound / (norm + 1e-6) < 1:
-            total_norm = torch.tensor(norm, device=self._optimizer.get_loss_scale().device)
+            total_norm = torch.tensor(norm, device=self.megatron.get_loss_scale().device)
             clip_grads_with_norm_(parameters, bound, total_norm, foreach=True)
 
 

@@ -22,6 +22,7 @@ from reinforce_rl.megatron.hf_weights import check_headers, load_hf_weights
 from reinforce_rl.megatron.lora import LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh, World, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM, ModelOptions
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.utils.console import warn_once
@@ -117,6 +118,28 @@ def build_actor(
         lora=identity,
         trains=trains,
     )
+
+
+def build_actor_optimizer(
+    cfg: TrainConfig, model: MegatronGPTReinforceActorModel, total_steps: int
+) -> ActorOptimizer:
+    """Build the optimizer of `model.optim`; its schedule is over `total_steps` optimizer steps."""
+    optimizer, scheduler = build_optimizer(
+        model.ddp,
+        cfg.model.optim,
+        clip_grad=cfg.trainer.reinforce.gradient_clip_val,
+        total_steps=total_steps,
+    )
+    actor_optimizer = ActorOptimizer(
+        optimizer,
+        scheduler,
+        model.ddp,
+        overlap_restore=cfg.model.reinforce.overlap_offload,
+    )
+    shares_gpu = cfg.generation in ENGINES and cfg.placement == "colocated"
+    if shares_gpu and model.mesh.device.type == "cuda":
+        actor_optimizer.allocate_moments()
+    return actor_optimizer
 
 
 def build_generator(

@@ -318,10 +318,13 @@ def faults_of(answer: Rewards) -> list[str | None]:
     ]
 
 
+def can_train(batch: RolloutBatch) -> torch.Tensor:
+    """Return bool [N]: True for responses that are not empty and within the vocabulary."""
+    is_within = [reason != FINISH_OUTSIDE for reason in batch.finish_reasons]
+    return (batch.response_lengths > 0) & torch.tensor(is_within, dtype=torch.bool)
+
+
 def with_valid(batch: RolloutBatch, truncated_samples: str) -> RolloutBatch:
     """Set which samples of a scored batch count; with `drop`, truncated ones do not."""
-    valid = torch.isfinite(batch.rewards) & (batch.response_lengths > 0)
-    valid &= torch.tensor(
-        [reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool
-    )
+    valid = torch.isfinite(batch.rewards) & can_train(batch)
     return replace(batch, valid=valid & batch.is_end if truncated_samples == "drop" else valid)

@@ -314,7 +314,7 @@ def test_adams_moments_have_their_memory_before_an_engine_takes_a_share_of_what_
     cfg = compose(*tiny_overrides(tmp_path), f"generation={generation}", "trainer.precision=bf16")
     config = load_config(cfg)
     with machine.rank(), parallel_mesh() as mesh, tiny_trainer(config, mesh) as trainer:
-        optimizer = trainer.optimizer._optimizer
+        optimizer = trainer.optimizer.megatron
         moments = [
             name for _, states in states_by_weight(optimizer) for name in states if name in MOMENTS
         ]

@@ -147,12 +147,12 @@ def test_changed_settings_have_an_effect(mesh, models, tmp_path):
     other = Run(mesh, models[0], tmp_path, changed, total_steps=20)
     other.checkpointer.restore(latest_checkpoint(tmp_path))
     other.train(1)
-    group = other.optimizer._optimizer.param_groups[0]
+    group = other.optimizer.megatron.param_groups[0]
     # linear, after 2 steps of warm-up
     expected = 5e-3 * (20 - 4) / (20 - 2)
     assert group["lr"] == pytest.approx(expected)
     assert group["betas"] == (0.8, 0.9)
-    assert sorted({g["weight_decay"] for g in other.optimizer._optimizer.param_groups}) == [
+    assert sorted({g["weight_decay"] for g in other.optimizer.megatron.param_groups}) == [
         0.0,
         0.3,
     ]
@@ -199,7 +199,7 @@ def test_states_that_were_moved_are_those_that_are_saved(form, mesh, models, tmp
             if moved:
                 run.optimizer._on_gpu = True
                 with run.optimizer.offloaded():
-                    for state in large_states(run.optimizer._optimizer):
+                    for state in large_states(run.optimizer.megatron):
                         assert not state.untyped_storage().nbytes()
                 run.optimizer._on_gpu = False
         run.checkpointer.save(2, {"step": 2})

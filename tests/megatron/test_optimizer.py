@@ -296,7 +296,7 @@ def test_fused_adam_makes_the_steps_of_the_plain_one(folder, mesh):
             folder, mesh, OPTIM.model_copy(update={"fused": fused}), clip_grad=1.0
         )
         inner = [
-            group for part in inner_optimizers(optimizer._optimizer) for group in part.param_groups
+            group for part in inner_optimizers(optimizer.megatron) for group in part.param_groups
         ]
         settings = [group["fused"] for group in inner]
         assert settings == [fused] * len(inner)

@@ -265,7 +265,7 @@ class TestModel:
             dtypes = {parameter.dtype for parameter in trainer.model.lm.parameters()}
             assert dtypes == {torch.bfloat16}
             trainer.fit()
-            states = trainer.optimizer._optimizer.state_dict()
+            states = trainer.optimizer.megatron.state_dict()
         lines = metrics_of(tmp_path)
         for line in lines:
             assert math.isfinite(line["train/actor_loss"])

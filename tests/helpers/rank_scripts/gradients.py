@@ -47,7 +47,7 @@ def main() -> None:
             rows_of(batch, SPLITS["even"][mesh.dp_rank]) if mesh.dp_size == 2 else batch,
             sequences(10),
         )
-        optimizer._optimizer.prepare_grads()
+        optimizer.megatron.prepare_grads()
         results["foreach norm"] = optimizer._foreach_norm()
         results["norm"] = optimizer.step().grad_norm
         results["log_probs"] = actor.get_inference_log_probs(

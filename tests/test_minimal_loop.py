@@ -1,0 +1,134 @@
+"""examples/minimal_loop.py: the reward rises, and its steps are the trainer's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from helpers.errors import raises_error
+from helpers.models import ROOT
+from helpers.tiny_run import compose, tiny_trainer, write_prompts
+
+import reinforce_rl
+from reinforce_rl.config.load import load_config
+from reinforce_rl.monitoring.loggers import read_metrics
+from reinforce_rl.policy.build import configured_mesh
+from reinforce_rl.rewards.base import STATUS_OK, CompletedRewards, RewardRequest, Rewards
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("minimal_loop", ROOT / "examples/minimal_loop.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return example.make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+class ExampleReward:
+    """The example's reward as a source for the trainer."""
+
+    def __init__(self, example: ModuleType):
+        self._example = example
+
+    def infer_rm(self, request: RewardRequest) -> CompletedRewards:
+        pairs = zip(request.prompts, request.responses, strict=True)
+        values = [self._example.reward(prompt, response) for prompt, response in pairs]
+        status = torch.full((len(values),), STATUS_OK, dtype=torch.int32)
+        return CompletedRewards(Rewards(torch.tensor(values), status))
+
+    def close(self) -> None:
+        pass
+
+
+def trainer_metrics(folder: Path, model: Path, example: ModuleType, steps: int) -> list[dict]:
+    """Return what the trainer logs with the example's settings."""
+    prompts = write_prompts(folder / "prompts.jsonl", example.PROMPTS)
+    settings: dict[str, Any] = {
+        **example.SETTINGS,
+        "pretrained_checkpoint.restore_from_path": model,
+        "model.data.data_prefix.train": prompts,
+        "model.data.shuffle": "false",
+        "exp_manager.explicit_log_dir": folder / "run",
+        "model.reinforce.num_rollout_samples": len(example.PROMPTS),
+        "trainer.reinforce.num_rollouts_per_prompt": example.SAMPLES,
+        "trainer.reinforce.advantage_estimator": "rloo",
+        "trainer.reinforce.generator_log_probs": "false",
+        "trainer.reinforce.max_epochs": steps,
+        "trainer.reinforce.val_check_interval": 0,
+    }
+    config = load_config(compose(*(f"{key}={value}" for key, value in settings.items())))
+    source = ExampleReward(example)
+    with configured_mesh(config) as mesh, tiny_trainer(config, mesh, source) as trainer:
+        trainer.fit()
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+def test_reward_rises_and_the_model_is_exported(example, model, capsys):
+    history = example.main(model, steps=30)
+    assert history[0]["reward"] < 0.1
+    assert sum(step["reward"] for step in history[-5:]) / 5 > 0.4
+    assert history[0]["kl"] == 0.0
+    assert history[-1]["kl"] > 1.0
+    assert capsys.readouterr().out.count("\n") == 30
+
+
+def test_each_step_is_that_of_the_trainer(example, model, tmp_path):
+    history = example.main(model, steps=3)
+    metrics = trainer_metrics(tmp_path, model, example, steps=3)
+    names = {
+        "reward": "train/rewards",
+        "kl": "train/init_policy_kl",
+        "loss": "train/actor_loss",
+        "grad_norm": "train/grad_norm",
+    }
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    for numbers, line in zip(history, metrics, strict=True):
+        expected = {name: line[metric] for name, metric in names.items()}
+        assert numbers == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert len({step["grad_norm"] for step in history}) == 3
+
+
+def test_an_advantage_for_each_token_equal_within_responses_is_that_of_the_response(
+    example, model, tmp_path
+):
+    updates = []
+    for by_token in (False, True):
+        with reinforce_rl.open_policy(model, example.PROMPTS, **example.SETTINGS) as policy:
+            batch, request = policy.generate(policy.prompts, 2, step=1)
+            assert request.prompts[:3] == ("a:", "a:", "e:")
+            assert batch.valid.tolist() == [length > 0 for length in batch.response_lengths]
+            advantages = torch.arange(16.0)
+            if by_token:
+                advantages = advantages[:, None].expand(16, batch.width)
+            updates.append(policy.update(batch, advantages))
+            exported = policy.export(tmp_path / f"export{by_token}")
+            assert (exported / "model.safetensors").is_file()
+    assert updates[0] == updates[1]
+    assert updates[0].lr == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("key", "setting", "value"),
+    [
+        ("api.loop.not_colocated", "placement", "disaggregated"),
+        ("config.key.unknown", "trainer.reinforce.max_step", 1),
+        ("config.value.out_of_range", "model.optim.lr", -1.0),
+    ],
+)
+def test_wrong_settings_are_refused(example, model, key, setting, value):
+    settings = {**example.SETTINGS, setting: value}
+    with raises_error(key, setting), contextlib.ExitStack() as stack:
+        stack.enter_context(reinforce_rl.open_policy(model, example.PROMPTS, **settings))
