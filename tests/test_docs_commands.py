@@ -160,8 +160,10 @@ class Place:
         before = self.command
         with WarmCommands(self.environment) as commands:
             self.command = commands.shell_function
-            yield
-        self.command = before
+            try:
+                yield
+            finally:
+                self.command = before
 
     def bash(self, script: str) -> str:
         ours = f'{self.command}python() {{ {sys.executable} "$@"; }}\n'

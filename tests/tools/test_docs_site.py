@@ -149,7 +149,7 @@ def test_search_finds_a_message_and_no_other_host_is_asked(site):
             page.goto(home + name)
         page.fill("input[name=query]", "rewards other tokens than the actor writes")
         first = page.wait_for_selector(".md-search-result__link")
-        assert "troubleshooting.html" in (first.get_attribute("href") or "")
+        assert "debugging.html" in (first.get_attribute("href") or "")
         browser.close()
         server.shutdown()
     assert said == []
