@@ -5,9 +5,9 @@ python benchmarks/async_simulation.py --run results/mine --gpus 8 16    (phases 
 python benchmarks/async_simulation.py --check           (beside published asynchronous runs)
 
 Colocated: all GPUs generate, then all train. Apart: some train, the others generate. "In order" is
-this project's schedule (docs/disaggregated.md). "As finished" trains on the first finished groups,
+this project's schedule (docs/generation.md). "As finished" trains on the first finished groups,
 as many as a step has prompts; at most (k + 1) times as many are in flight, and groups older than k
-are drawn again. The split is the best of at most 15. docs/disaggregated.md#what-it-gives has the
+are drawn again. The split is the best of at most 15. docs/generation.md#what-it-gives has the
 assumptions; `LLAMA_8B` and `PUBLISHED` have their sources.
 """
 

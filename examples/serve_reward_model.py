@@ -5,7 +5,7 @@ python examples/serve_reward_model.py reward_model.restore_from_path=TRUNK \
 python examples/serve_reward_model.py reward_function.name=reinforce_rl.rewards.functions.gsm8k
 python examples/serve_reward_model.py reward_model.restore_from_path=CLASSIFIER
 
-Settings: conf/serve_reward_model.yaml; documentation: docs/reward-server.md.
+Settings: conf/serve_reward_model.yaml; documentation: docs/reward-models.md.
 """
 
 from reinforce_rl.launch.programs import serve

@@ -88,16 +88,31 @@ def test_configuration_page_has_the_actors_keys_and_no_others():
 
 
 def test_migration_page_names_keys_that_exist():
-    page = (ROOT / "docs" / "migration-from-nemo-aligner.md").read_text(encoding="utf-8")
-    section = page.split("## Configuration")[1].split("## What behaves differently")[0]
-    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
-    keys = {
-        key for row in rows for key in re.findall(r"`([a-z_]+\.[\w.]+?)(?:=[\w-]+|\.\*)?`", row)
-    }
+    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
     known = set().union(*(keys_of(config) for config in SCRIPT_CONFIGS))
-    assert len(keys) > 2
-    for key in keys:
-        assert key in known or any(name.startswith(f"{key}.") for name in known), key
+    for heading in ("### Configuration", "## From TRL", "## From verl"):
+        section = re.split(r"^##", page.split(f"\n{heading}\n")[1], flags=re.MULTILINE)[0]
+        rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
+        keys = {
+            key for row in rows for key in re.findall(r"`([a-z_]+\.[\w.]+?)(?:=[\w-]+|\.\*)?`", row)
+        }
+        assert len(keys) > 10, heading
+        assert [
+            key
+            for key in keys
+            if key not in known and not any(k.startswith(f"{key}.") for k in known)
+        ] == [], heading
+
+
+def test_the_loop_of_the_concepts_page_is_the_example():
+    """Each line of the page's excerpt stands in the script, in the same order."""
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    script = "examples/minimal_loop.py"
+    block = page.split(f"<!-- from {script} -->")[1].split("```python\n")[1].split("```")[0]
+    excerpt = [line.strip() for line in block.splitlines() if line.strip()]
+    assert len(excerpt) > 10
+    lines = (line.strip() for line in (ROOT / script).read_text(encoding="utf-8").splitlines())
+    assert [line for line in excerpt if line not in lines] == []
 
 
 def test_the_tests_of_public_reports_exist():
@@ -142,7 +157,7 @@ def test_commands_name_scripts_that_exist(page):
         assert scripts  # otherwise the expression above matches nothing any more
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/reward-server.md", "slurm/README.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/reward-models.md", "slurm/README.md"])
 def test_commands_give_keys_that_exist(name):
     blocks = "\n".join(CODE_BLOCK.findall((ROOT / name).read_text(encoding="utf-8")))
     given = set(re.findall(r"(?<![\w./])([a-z_]+(?:\.[a-z_]+)+)=", blocks))

@@ -1,7 +1,4 @@
-"""Every command of README and the pages for users runs on a tiny model or has a valid plan.
-
-The pages are five minutes, debugging and the tutorial; commands for clusters are planned.
-"""
+"""Commands of README, tutorial, concepts and debugging run on a tiny model or have a plan; others exist."""
 
 from __future__ import annotations
 
@@ -34,16 +31,13 @@ from reinforce_rl.errors import key_of
 from reinforce_rl.launch.main import app
 
 ROOT = Path(__file__).parents[1]
-START = ROOT / "docs" / "start.md"
+README = ROOT / "README.md"
+CLI = ROOT / "docs" / "cli.md"
+CONCEPTS = ROOT / "docs" / "concepts.md"
 DEBUGGING = ROOT / "docs" / "debugging.md"
-TUTORIAL = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
-PAGES = [
-    ROOT / "README.md",
-    START,
-    DEBUGGING,
-    *TUTORIAL,
-    *sorted((ROOT / "docs").glob("migration-*.md")),
-]
+MIGRATION = ROOT / "docs" / "migration.md"
+FIRST_RUN, *NEXT_PAGES = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
+PAGES = [README, CLI, DEBUGGING, MIGRATION, FIRST_RUN, *NEXT_PAGES]
 COMMANDS: Any = get_command(app)
 PROGRAMS: dict[str, tuple[str, type[Section]]] = {
     "train": ("train_reinforce_actor", TrainConfig),
@@ -119,23 +113,23 @@ def parts(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_commands_exist_and_their_keys_are_accepted(page, tmp_path, monkeypatch):
     monkeypatch.setenv("MODEL", "MODEL")
-    write_files(START, tmp_path)
-    page_commands = list(commands(page))
-    assert page_commands
-    for words in page_commands:
-        assert words[0] in COMMANDS.commands
+    write_files(FIRST_RUN, tmp_path)
+    write_files(page, tmp_path)
+    lines = list(commands(page))
+    assert lines
+    for words in lines:
+        assert words[0] in (*COMMANDS.commands, "--help")
         for program, args in parts(words):
             name, schema = PROGRAMS[program]
             overrides = [word for word in args if "=" in word or word.startswith("~")]
             folder = CONF_FOLDER
-            if (
-                "--config-name" in args
-                and (chosen := args[args.index("--config-name") + 1]) == "first"
-            ):
-                name = chosen
+            if "-m" in args:
+                continue  # Hydra composes a sweep's runs one by one
+            if "--config-name" in args:
+                name = args[args.index("--config-name") + 1]
                 folder = tmp_path
-            elif "--config-name" in args:
-                continue  # the page names a file that it does not show
+                if not (tmp_path / f"{name}.yaml").is_file():
+                    continue  # a file that the page only names
             with hydra.initialize_config_dir(str(folder), version_base="1.3"):
                 try:
                     cfg = hydra.compose(
@@ -166,8 +160,10 @@ class Place:
         before = self.command
         with WarmCommands(self.environment) as commands:
             self.command = commands.shell_function
-            yield
-        self.command = before
+            try:
+                yield
+            finally:
+                self.command = before
 
     def bash(self, script: str) -> str:
         ours = f'{self.command}python() {{ {sys.executable} "$@"; }}\n'
@@ -201,8 +197,8 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_five_minutes_ends_with_a_trained_model(place):
-    place.follow(START, slice(2))  # prompts, and the first training
+def test_the_first_run_ends_with_a_trained_model(place):
+    place.follow(FIRST_RUN, slice(2))  # prompts, and the first training
     run = place.folder / "results" / "first"
     assert steps(run) == [0, 1, 2, 3, 4]  # 0: the validation before
     assert (run / "report.html").is_file()
@@ -213,7 +209,7 @@ def test_five_minutes_ends_with_a_trained_model(place):
 def test_debugging_says_what_would_have_been(place):
     results = place.folder / "results"
     if not (results / "first").exists():
-        place.follow(START, slice(2))
+        place.follow(FIRST_RUN, slice(2))
     with place.forking():
         place.follow(DEBUGGING)
     changes = json.loads((place.folder / "changes.json").read_text())
@@ -229,9 +225,9 @@ def test_debugging_says_what_would_have_been(place):
 @pytest.mark.timeout(1800)
 def test_the_tutorial_from_beginning_to_end(place):
     results = place.folder / "results"
-    place.follow(START, slice(2, None) if (results / "first").exists() else slice(None))
+    place.follow(FIRST_RUN, slice(2, None) if (results / "first").exists() else slice(None))
     assert steps(results / "first") == [0, 1, 2, 3, 4, 5]
-    for page in TUTORIAL:
+    for page in (*NEXT_PAGES, CONCEPTS):
         place.follow(page)
     for run in ("plain", "python", "sums", "hello", "two"):
         assert (results / run / "hf" / "config.json").is_file()
@@ -253,7 +249,7 @@ def test_the_readmes_commands_run(place):
     ]
     (place.folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = []
-    for words in commands(PAGES[0]):
+    for words in commands(README):
         if words[0] in ("prepare", "train-rm", "launch"):
             place.bash(
                 re.sub(r"\b(TRUNK|SFT_MODEL)\b", str(model), shlex.join(["reinforce-rl", *words]))
@@ -264,7 +260,7 @@ def test_the_readmes_commands_run(place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [PAGES[0], *TUTORIAL[2:]], ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", [README, *NEXT_PAGES[1:]], ids=lambda path: path.stem)
 def test_commands_for_clusters_have_a_plan(place, page):
     """The trainer of commands that are not run, with a model and prompts of this machine."""
     machine = {
@@ -277,6 +273,7 @@ def test_commands_for_clusters_have_a_plan(place, page):
         "remote_rm.reward_model.token_file": "null",
     }
     (place.folder / "prompts.jsonl").write_text('{"prompt": "Explain rain to a child."}\n' * 64)
+    write_files(FIRST_RUN, place.folder)  # the reward function of the README
     planned = 0
     for words in commands(page):
         args = [

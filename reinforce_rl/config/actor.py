@@ -276,7 +276,9 @@ class RanksConfig(Section):
 
 class ProfileConfig(Section):
     steps: list[int] = key(
-        [], "steps to profile, such as [3,4]", details="; see [profiling.md](profiling.md)"
+        [],
+        "steps to profile, such as [3,4]",
+        details="; see [debugging.md](debugging.md#profiling)",
     )
     ranks: list[int] | None = key(None, "ranks that do; null: all")
     tool: Literal["torch", "nsys"] = key(
@@ -343,7 +345,7 @@ class TrainConfig(Section):
         "colocated",
         "where responses are generated: colocated, on the ranks that train; disaggregated, on "
         "ranks of their own",
-        details="; see [disaggregated.md](disaggregated.md)",
+        details="; see [generation.md](generation.md#generation-on-ranks-of-its-own)",
     )
     generation_ranks: Natural = key(
         0,
@@ -378,20 +380,20 @@ class TrainConfig(Section):
         "prompts",
         "of placement=disaggregated, what a step takes: the next prompts, which can be repeated; "
         "or what is finished first",
-        details="; see [disaggregated.md](disaggregated.md#what-is-finished-first)",
+        details="; see [generation.md](generation.md#what-is-finished-first)",
     )
     inflight_updates: Literal["none", "recompute", "keep"] = key(
         "none",
         "of rollout_order=finished: whether responses under way use new weights for their rest; "
         "the keys and values of what was drawn before are then computed anew (recompute) or kept",
-        details="; see [disaggregated.md](disaggregated.md#what-is-finished-first)",
+        details="; see [generation.md](generation.md#what-is-finished-first)",
     )
     engine: EngineConfig = key(
-        EngineConfig(), "of generation=vllm and tensorrt_llm; see docs/engines.md"
+        EngineConfig(), "of generation=vllm and tensorrt_llm; see docs/generation.md"
     )
     vllm: VLLMConfig = key(VLLMConfig(), "of generation=vllm")
     tensorrt_llm: TensorRTLLMConfig = key(
-        TensorRTLLMConfig(), "of generation=tensorrt_llm; see docs/tensorrt-llm.md"
+        TensorRTLLMConfig(), "of generation=tensorrt_llm; see docs/generation.md"
     )
     reward: Text = key(
         "server",
@@ -399,9 +401,7 @@ class TrainConfig(Section):
         "or a class's dotted name",
         details=", see [A reward source](../CONTRIBUTING.md#a-reward-source)",
     )
-    reward_function: RewardFunctionConfig = key(
-        RewardFunctionConfig(), "see docs/reward-functions.md"
-    )
+    reward_function: RewardFunctionConfig = key(RewardFunctionConfig(), "see docs/rewards.md")
     remote_rm: RemoteRMConfig = RemoteRMConfig()
     exp_manager: ExpManagerConfig = ExpManagerConfig()
     alerts: AlertsConfig = AlertsConfig()

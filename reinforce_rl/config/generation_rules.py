@@ -240,7 +240,7 @@ def _engine(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("engine.python",),
-            "expected an interpreter, such as .venv-engine/bin/python (docs/engines.md)",
+            "expected an interpreter, such as .venv-engine/bin/python (docs/generation.md)",
             key="config.engine.python.no_interpreter",
         )
     apart = cfg.placement == "disaggregated"

@@ -80,7 +80,7 @@ def renamed(key: str, schema: type[Section] = TrainConfig, value: object = NOT_S
     if advice is None:
         return None
     return Fault(
-        f"{key} is a key of NeMo-Aligner; {advice} (docs/migration-from-nemo-aligner.md)",
+        f"{key} is a key of NeMo-Aligner; {advice} (docs/migration.md)",
         key="config.key.renamed",
     )
 

@@ -1,5 +1,5 @@
 """Schema of what a run keeps and tells: folder, checkpoints, loggers, and alerts
-(docs/alerts.md).
+(docs/monitoring.md).
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ class ExpManagerConfig(Section):
     record: Record = key(
         "full",
         "full: every sample, and of each step checksums, versions and loss terms; samples; off",
-        details=". `full` is what `reinforce-rl replay` needs. See [records.md](records.md)",
+        details=(
+            ". `full` is what `reinforce-rl replay` needs. "
+            "See [debugging.md](debugging.md#records-every-sample-of-a-run)"
+        ),
     )
     record_keep: Count = key(
         100, "newest steps of which more than the samples is kept with record=full", "steps"
@@ -115,12 +118,12 @@ class ExpManagerConfig(Section):
         "steps between those whose samples are recorded with token ids and values per token; 0 "
         "for never",
         "steps",
-        details=". See [records.md](records.md)",
+        details=". See [debugging.md](debugging.md#records-every-sample-of-a-run)",
     )
     loggers: list[Text] = key(
         [],
         f"besides metrics.jsonl: {', '.join(LOGGERS)}, or a class's dotted name",
-        details=(", see [A logger](../CONTRIBUTING.md#a-logger). See [loggers.md](loggers.md)"),
+        details=(", see [A logger](../CONTRIBUTING.md#a-logger). See [monitoring.md](monitoring.md#loggers)"),
     )
     create_tensorboard_logger: bool = key(False, "the same as loggers=[tensorboard]")
     create_wandb_logger: bool = key(False, "the same as loggers=[wandb]")
@@ -177,5 +180,5 @@ class RulesConfig(Section):
 class AlertsConfig(Section):
     rules: RulesConfig = key(
         RulesConfig(),
-        "warn: say it once; stop: save, too, and end with exit code 78; off. See docs/alerts.md",
+        "warn: say it once; stop: save, too, and end with exit code 78; off. See docs/monitoring.md",
     )

@@ -42,7 +42,7 @@ class RewardServerConfig(Section):
     replicas: list[Text] = key(
         [],
         "HOST:PORT of each further server of the same model; requests are spread over all",
-        details="; see [reward-server.md](reward-server.md#several-servers-of-one-reward-model)",
+        details="; see [reward-models.md](reward-models.md#several-servers-of-one-reward-model)",
     )
     ready_files: list[Text] = key(
         [],
@@ -61,7 +61,7 @@ class RewardServerConfig(Section):
         "what it is sent: tokens, text, or auto: conversations as text, for the reward model's "
         "own template, and plain prompts as tokens where both tokenizers are the same, else as "
         "text",
-        details="; see [reward-server.md](reward-server.md#tokens-or-text)",
+        details="; see [reward-models.md](reward-models.md#tokens-or-text)",
     )
 
     @property
@@ -137,7 +137,7 @@ class RewardFunctionConfig(Section):
     sandbox: bool = key(
         False,
         "run functions in bubblewrap: no network, no other processes, no files but Python's",
-        details=" ([details](reward-functions.md#a-sandbox))",
+        details=" ([details](rewards.md#a-sandbox))",
     )
     weight: Weight = key(
         1.0, "of its scores in the sum, where there are several rewards", expected=_NOT_ZERO
@@ -204,7 +204,7 @@ class ServedModelConfig(TemplateConfig):
         None,
         "tensor or module of the head, such as value_head.weight, in the folder or in head_path; "
         "null: score.weight, or the module that config.json names",
-        details=" ([details](reward-server.md#heads-of-other-frameworks))",
+        details=" ([details](reward-models.md#heads-of-other-frameworks))",
     )
     head_activation: Literal["relu", "gelu", "silu", "tanh"] | None = key(
         None, "between the layers of a head that has two; null: what the model's class says"
@@ -308,7 +308,7 @@ class ServeRewardModelConfig(Section):
     reward_function: RewardFunctionConfig = key(
         RewardFunctionConfig(),
         "served instead of reward_model where it has a name, more_functions beside it; see "
-        "docs/reward-functions.md",
+        "docs/rewards.md",
     )
     inference: InferenceConfig = InferenceConfig()
     devices: Count = key(

@@ -1,4 +1,4 @@
-"""Training from Python: `from reinforce_rl import train`. docs/cli.md has examples."""
+"""Training from Python: `from reinforce_rl import train`. docs/concepts.md has an example."""
 
 from __future__ import annotations
 

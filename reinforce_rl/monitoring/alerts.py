@@ -1,4 +1,4 @@
-"""Alerts: rules on the metrics of a run's steps; docs/alerts.md has the thresholds.
+"""Alerts: rules on the metrics of a run's steps; docs/monitoring.md has the thresholds.
 
 Every rule compares with the run's own past, so that it needs neither the scale of a reward nor the
 length of a task.
@@ -24,7 +24,7 @@ GAP_LIMITS = {"generator_gap": 0.05, "generator_gap_p99": 0.5, "generator_gap_ma
 WINDOW = 50  # steps of history
 FEWEST = 8  # minimum of earlier steps for a comparison with the past
 QUIET = 5  # steps without a fault after which its rule may fire again
-_PAGE = "docs/alerts.md"
+_PAGE = "docs/monitoring.md"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Meaning of the metrics in `metrics.jsonl`: `METRICS` by full name, `metric_of` for a file's name.
 
 `CHARTS` are those that the dashboard and the report draw.
-`tools/config_docs.py --write` makes the tables of docs/metrics.md from it. No torch.
+`tools/config_docs.py --write` makes the tables of docs/monitoring.md from it. No torch.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ PHASE/max | s | own work of the slowest rank, without waits for others | near th
 PHASE/median | s | own work of the median rank | steady
 PHASE/rank | rank | the slowest one | changes; always the same one: look at its machine""",
     "alerts": """
-RULE | 1 | this rule holds in this step; absent otherwise | absent; docs/alerts.md has the rules""",
+RULE | 1 | this rule holds in this step; absent otherwise | absent; docs/monitoring.md has the rules""",
 }
 
 

@@ -1,6 +1,6 @@
 """Records of a run's samples: Parquet files such as `rollouts/step_00012.parquet`.
 
-The folders are `rollouts/`, `validation/` and `test/`. docs/records.md has the columns and examples
+The folders are `rollouts/`, `validation/` and `test/`. docs/debugging.md has the columns and examples
 of reading them.
 """
 
@@ -406,7 +406,7 @@ def _check_columns(table: pa.Table, expected: Sequence[str]) -> None:
     missing = [name for name in expected if name not in table.column_names]
     if missing:
         raise DataError(
-            f"it lacks the columns {missing}; docs/records.md has all. Restore the file",
+            f"it lacks the columns {missing}; docs/debugging.md has all. Restore the file",
             key="samples.columns.missing",
         )
     kinds = {**column_types(RolloutRow), **column_types(SampleTokens)}

@@ -1,6 +1,6 @@
 """Inputs and results of a training step besides its samples: `record/step_00012.json`.
 
-docs/records.md has the fields.
+docs/debugging.md has the fields.
 """
 
 from __future__ import annotations

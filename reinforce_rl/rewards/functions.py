@@ -1,4 +1,4 @@
-"""Built-in reward functions; `docs/reward-functions.md` has their signature and says how to write
+"""Built-in reward functions; `docs/rewards.md` has their signature and says how to write
 your own.
 
 Functions run in processes without torch, so nothing here imports it.

@@ -1,4 +1,4 @@
-"""Wire format shared by reward server and client, KServe v2 over HTTP; docs/reward-server.md lists
+"""Wire format shared by reward server and client, KServe v2 over HTTP; docs/reward-models.md lists
 what travels.
 
 Neither side's code is imported here. An answer bears the digest of its request in REQUEST_DIGEST,
@@ -252,7 +252,7 @@ def check_inputs(names: set[str], input_forms: Sequence[str]) -> None:
         read = " or ".join(input_forms) or "no input"
         raise ValueError(
             f"this model reads {read}; this request holds {sorted(names)}, see "
-            "docs/reward-server.md"
+            "docs/reward-models.md"
         )
 
 

@@ -1,6 +1,6 @@
 """Profile chosen steps: a trace per rank, memory on CUDA, and the top operations.
 
-docs/profiling.md describes the files.
+docs/debugging.md describes the files.
 """
 
 from __future__ import annotations

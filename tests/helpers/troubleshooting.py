@@ -1,4 +1,4 @@
-"""Messages that docs/troubleshooting.md answers, and texts that a file can print."""
+"""The messages that docs/debugging.md answers, and the texts that a file can print."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ast
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+PAGE = Path(__file__).parents[2] / "docs" / "debugging.md"
 
 
 def messages() -> list[str]:
-    """Return the page's headings that are quotes; `…` stands for variable parts."""
-    return re.findall(r"^### `(.+)`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    """The quotes that are headings of the page; `…` stands for what differs."""
+    return re.findall(r"^#### `(.+)`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def parts_of(message: str) -> list[str]:

@@ -88,7 +88,7 @@ def test_links_show_titles_and_code_stays_as_it_is():
         "see [x](../README.md#resuming), [security.md](security.md)\n```\n[x](../README.md)\n```\n"
         "[a](https://b.c/d.md)"
     )
-    assert docs_site.relinked(page, ROOT / "docs" / "status.md") == (
+    assert docs_site.relinked(page, ROOT / "docs" / "gpu.md") == (
         "see [x](repository/README.md#resuming), [Security](security.md)\n```\n[x](../README.md)\n"
         "```\n[a](https://b.c/d.md)"
     )
@@ -112,7 +112,7 @@ def test_a_drawing_has_each_part_once_and_each_arrow(site):
 
 
 def test_the_reference_has_signatures_and_docstrings(site):
-    page = text(site, "api.html")
+    page = text(site, "concepts.html")
     assert "Start scoring and return at once" in page
     assert "infer_rm" in page
     assert ":::" not in page
@@ -145,11 +145,11 @@ def test_search_finds_a_message_and_no_other_host_is_asked(site):
             "console",
             lambda message: said.append(message.text) if message.type == "error" else None,
         )
-        for name in ("architecture.html", "api.html", "index.html"):
+        for name in ("architecture.html", "concepts.html", "index.html"):
             page.goto(home + name)
         page.fill("input[name=query]", "rewards other tokens than the actor writes")
         first = page.wait_for_selector(".md-search-result__link")
-        assert "troubleshooting.html" in (first.get_attribute("href") or "")
+        assert "debugging.html" in (first.get_attribute("href") or "")
         browser.close()
         server.shutdown()
     assert said == []

@@ -58,7 +58,7 @@ def with_missing(args: Sequence[str], values: Mapping[str, object]) -> list[str]
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable, a row of the table in docs/slurm.md."""
+    """An environment variable, a row of the table in docs/operations.md."""
 
     name: str
     default: str  # empty for none

@@ -3,7 +3,7 @@ its own.
 
 PyTriton runs tritonserver as a child on a Unix socket and calls the model back in this process;
 clients talk to the front door, another child (`front.py`). This file orders start and stop. See
-`docs/reward-server.md`.
+`docs/reward-models.md`.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def test_arguments_are_split_at_the_first_separator() -> None:
 
 
 def test_the_page_has_a_row_for_every_variable():
-    page = (Path(__file__).parents[3] / "docs" / "slurm.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
     for variable in VARIABLES:
         assert f"| `{variable.name}` | {variable.default} | {variable.meaning} |" in page
 
