@@ -7,7 +7,7 @@ python benchmarks/async_simulation.py --check           (beside published asynch
 Colocated: all GPUs generate, then all train. Apart: some train, the others generate. "In order" is
 this project's schedule (docs/generation.md). "As finished" trains on the first finished groups,
 as many as a step has prompts; at most (k + 1) times as many are in flight, and groups older than k
-are drawn again. The split is the best of at most 15. docs/generation.md#what-it-gives has the
+are drawn again. The split is the best of at most 15. benchmarks/results/generation.md has the
 assumptions; `LLAMA_8B` and `PUBLISHED` have their sources.
 """
 

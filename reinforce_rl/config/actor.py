@@ -345,7 +345,7 @@ class TrainConfig(Section):
         "colocated",
         "where responses are generated: colocated, on the ranks that train; disaggregated, on "
         "ranks of their own",
-        details="; see [generation.md](generation.md#generation-on-ranks-of-its-own)",
+        details="; see [generation.md](generation.md#disaggregated-generation)",
     )
     generation_ranks: Natural = key(
         0,
@@ -380,13 +380,13 @@ class TrainConfig(Section):
         "prompts",
         "of placement=disaggregated, what a step takes: the next prompts, which can be repeated; "
         "or what is finished first",
-        details="; see [generation.md](generation.md#what-is-finished-first)",
+        details="; see [generation.md](generation.md#rollout-order)",
     )
     inflight_updates: Literal["none", "recompute", "keep"] = key(
         "none",
         "of rollout_order=finished: whether responses under way use new weights for their rest; "
         "the keys and values of what was drawn before are then computed anew (recompute) or kept",
-        details="; see [generation.md](generation.md#what-is-finished-first)",
+        details="; see [generation.md](generation.md#rollout-order)",
     )
     engine: EngineConfig = key(
         EngineConfig(), "of generation=vllm and tensorrt_llm; see docs/generation.md"

@@ -351,7 +351,7 @@ class ModelConfig(ParallelConfig):
     transformer_engine: bool = key(
         False,
         "use Transformer Engine's layers; on GPUs, where it is installed",
-        details=" ([details](generation.md#transformer-engine)). Off until it has run on one",
+        details=" ([details](gpu.md#transformer-engine)). Off until it has run on one",
     )
     encoder_seq_length: int = key(2048, "longest sequence, prompt and response together", "tokens")
     micro_batch_size: Count = key(4, "sequences in one forward and backward pass", "sequences")

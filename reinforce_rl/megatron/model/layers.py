@@ -206,7 +206,7 @@ def _check_installed() -> None:
         if te.HAVE_TE
         else "Transformer Engine is not there"
     )
-    advice = "Install it (docs/generation.md), or set model.transformer_engine=false"
+    advice = "Install it (docs/gpu.md), or set model.transformer_engine=false"
     expected = f"expected {OLDEST_VERSION} or later"
     sentence = f"model.transformer_engine is true, but {installed}; {expected}. {advice}"
     raise ConfigError([Fault(sentence, key="config.transformer_engine.missing_or_old")])
