@@ -84,7 +84,7 @@ class ExpManagerConfig(Section):
         details=(
             ". The allocation's start is `SLURM_JOB_START_TIME`. The run validates, saves and "
             "ends with exit code 75; see "
-            "[operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
+            "[operations.md](operations.md#time-limits)"
         ),
     )
     record: Record = key(
