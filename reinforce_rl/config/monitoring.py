@@ -92,7 +92,7 @@ class ExpManagerConfig(Section):
         "full: every sample, and of each step checksums, versions and loss terms; samples; off",
         details=(
             ". `full` is what `reinforce-rl replay` needs. "
-            "See [debugging.md](debugging.md#records-every-sample-of-a-run)"
+            "See [debugging.md](debugging.md#records)"
         ),
     )
     record_keep: Count = key(
@@ -103,7 +103,7 @@ class ExpManagerConfig(Section):
         "steps between those whose samples are recorded with token ids and values per token; 0 "
         "for never",
         "steps",
-        details=". See [debugging.md](debugging.md#records-every-sample-of-a-run)",
+        details=". See [debugging.md](debugging.md#records)",
     )
     loggers: list[Text] = key(
         [],
