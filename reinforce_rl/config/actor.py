@@ -410,7 +410,7 @@ class TrainConfig(Section):
     resume_with_changes: bool = key(
         False,
         "resume although algorithm, samples a prompt, KL, data or model have changed",
-        details="; see [operations.md](operations.md#going-on-with-other-settings)",
+        details="; see [operations.md](operations.md#resuming)",
     )
     preflight: bool | Literal["deep"] = key(
         False,

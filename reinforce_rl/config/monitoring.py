@@ -99,7 +99,7 @@ class ExpManagerConfig(Section):
         details=(
             ". The allocation's start is `SLURM_JOB_START_TIME`. The run validates, saves and "
             "ends with exit code 75; see "
-            "[operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
+            "[operations.md](operations.md#time-limits)"
         ),
     )
     record: Record = key(
@@ -107,7 +107,7 @@ class ExpManagerConfig(Section):
         "full: every sample, and of each step checksums, versions and loss terms; samples; off",
         details=(
             ". `full` is what `reinforce-rl replay` needs. "
-            "See [debugging.md](debugging.md#records-every-sample-of-a-run)"
+            "See [debugging.md](debugging.md#records)"
         ),
     )
     record_keep: Count = key(
@@ -118,7 +118,7 @@ class ExpManagerConfig(Section):
         "steps between those whose samples are recorded with token ids and values per token; 0 "
         "for never",
         "steps",
-        details=". See [debugging.md](debugging.md#records-every-sample-of-a-run)",
+        details=". See [debugging.md](debugging.md#records)",
     )
     loggers: list[Text] = key(
         [],

@@ -10,8 +10,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "debugging.md"
 
 
 def messages() -> list[str]:
-    """The quotes that are headings of the page; `…` stands for what differs."""
-    return re.findall(r"^#### `(.+)`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    """The quotes in the first column of the section's table; `…` stands for what differs."""
+    page = PAGE.read_text(encoding="utf-8")
+    section = page.split("\n## Troubleshooting by the message\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
 
 
 def parts_of(message: str) -> list[str]:
