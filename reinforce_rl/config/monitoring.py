@@ -106,8 +106,7 @@ class ExpManagerConfig(Section):
         "full",
         "full: every sample, and of each step checksums, versions and loss terms; samples; off",
         details=(
-            ". `full` is what `reinforce-rl replay` needs. "
-            "See [debugging.md](debugging.md#records)"
+            ". `full` is what `reinforce-rl replay` needs. See [debugging.md](debugging.md#records)"
         ),
     )
     record_keep: Count = key(
@@ -123,7 +122,9 @@ class ExpManagerConfig(Section):
     loggers: list[Text] = key(
         [],
         f"besides metrics.jsonl: {', '.join(LOGGERS)}, or a class's dotted name",
-        details=(", see [A logger](../CONTRIBUTING.md#a-logger). See [monitoring.md](monitoring.md#loggers)"),
+        details=(
+            ", see [A logger](../CONTRIBUTING.md#a-logger). See [monitoring.md](monitoring.md#loggers)"
+        ),
     )
     create_tensorboard_logger: bool = key(False, "the same as loggers=[tensorboard]")
     create_wandb_logger: bool = key(False, "the same as loggers=[wandb]")

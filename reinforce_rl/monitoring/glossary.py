@@ -1,7 +1,7 @@
 """Meaning of the metrics in `metrics.jsonl`: `METRICS` by full name, `metric_of` for a file's name.
 
 `CHARTS` are those that the dashboard and the report draw.
-`tools/config_docs.py --write` makes the tables of docs/monitoring.md from it. No torch.
+`tools/config_docs.py --write` makes the tables of docs/metrics.md from it. No torch.
 """
 
 from __future__ import annotations

@@ -349,8 +349,7 @@ def test_the_limit_is_the_configured_one_or_else_what_the_function_declares(conf
     finally:
         pool.close()
     assert status == {
-        name: STATUS_OK if is_scored else STATUS_TIMED_OUT
-        for name, is_scored in scored.items()
+        name: STATUS_OK if is_scored else STATUS_TIMED_OUT for name, is_scored in scored.items()
     }
 
 

@@ -74,7 +74,7 @@ def test_nothing_is_loaded_from_another_host(site):
 
 def test_links_out_of_docs_lead_to_the_repositorys_files(site):
     assert 'href="repository/CONTRIBUTING.html"' in text(site, "index.html")
-    assert 'href="repository/CONTRIBUTING.html#an-estimator"' in text(site, "algorithms.html")
+    assert 'href="repository/CONTRIBUTING.html#an-estimator"' in text(site, "concepts.html")
     assert 'href="../algorithms.html#baselines-and-advantages"' in text(
         site, "repository/CONTRIBUTING.html"
     )
