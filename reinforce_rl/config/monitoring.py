@@ -148,7 +148,9 @@ class RulesConfig(Section):
     cut: Action = key("warn", "most responses are cut at max_length, or ever more are")
     length: Action = key("warn", "responses grow along with the reward")
     repetition: Action = key("warn", "responses repeat themselves more and more")
-    generator_gap: Action = key("warn", "trainer and generator differ, or part from each other")
+    generator_logprob_diff: Action = key(
+        "warn", "trainer and generator differ, or part from each other"
+    )
     gradient_spikes: Action = key("warn", "the gradient's norm jumps again and again")
     overfitting: Action = key("warn", "the validation's reward falls while training's rises")
     prompts_repeated: Action = key(

@@ -20,7 +20,11 @@ from reinforce_rl.monitoring.stragglers import Slowest
 
 STRAGGLER_FACTOR: float = TrainConfig().trainer.straggler_factor  # the default
 # nats a token
-GAP_LIMITS = {"generator_gap": 0.05, "generator_gap_p99": 0.5, "generator_gap_max": 5.0}
+GAP_LIMITS = {
+    "generator_logprob_diff": 0.05,
+    "generator_logprob_diff_p99": 0.5,
+    "generator_logprob_diff_max": 5.0,
+}
 WINDOW = 50  # steps of history
 FEWEST = 8  # minimum of earlier steps for a comparison with the past
 QUIET = 5  # steps without a fault after which its rule may fire again
@@ -212,10 +216,10 @@ def unscored(run: History) -> str | None:
     "long responses that fail cost nothing", "raise the reward source's limits, or lower max_length"
 )
 def unscored_length(run: History) -> str | None:
-    longer = run.last("train/unscored_longer", 10)
+    longer = run.last("train/unscored_length_auc", 10)
     if (
         len(longer) < 3
-        or math.isnan(run.now("train/unscored_longer"))
+        or math.isnan(run.now("train/unscored_length_auc"))
         or statistics.median(longer) < 0.8
     ):
         return None
@@ -230,15 +234,15 @@ def unscored_length(run: History) -> str | None:
 )
 def constant_reward(run: History) -> str | None:
     reward = run.now("train/rewards")
-    deviation = run.now("train/reward_deviation")
-    limit = max(1e-4 * abs(reward), 0.02 * run.first("train/reward_deviation"), 1e-12)
+    deviation = run.now("train/reward_std")
+    limit = max(1e-4 * abs(reward), 0.02 * run.first("train/reward_std"), 1e-12)
     if not deviation <= limit or solved(run):
         return None
     return f"the rewards of all samples are {reward:.4g} ± {deviation:.1g}"
 
 
 def equal_groups(run: History) -> str | None:
-    equal = run.now("train/fraction_of_groups_without_spread")
+    equal = run.now("train/fraction_of_groups_with_zero_std")
     reward = run.now("train/rewards")
     text = f"in {equal:.0%} of the groups all rewards are equal, {reward:.3f} on average"
     return text if equal >= 0.9 else None
@@ -260,15 +264,15 @@ def no_spread(run: History) -> str | None:
 )
 def solved(run: History) -> str | None:
     reward = run.now("train/rewards")
-    deviation = run.now("train/reward_deviation")
+    deviation = run.now("train/reward_std")
     rise = reward - run.initial("train/rewards")
-    has_risen = rise > max(3 * deviation, 0.5 * run.initial("train/reward_deviation"))
+    has_risen = rise > max(3 * deviation, 0.5 * run.initial("train/reward_std"))
     return equal_groups(run) if has_risen and reward >= run.middle("train/rewards", 20) else None
 
 
 @rule(
     "the weights do not change",
-    "see train/fraction_of_samples_trained and train/reward_group_deviation",
+    "see train/fraction_of_samples_trained and train/reward_group_std",
     steps=2,
 )
 def zero_gradient(run: History) -> str | None:
@@ -281,17 +285,17 @@ def zero_gradient(run: History) -> str | None:
 )
 def changed_scorer(run: History) -> str | None:
     rewards = run.past("train/rewards", 20)
-    deviations = run.past("train/reward_deviation", 20)
+    deviations = run.past("train/reward_std", 20)
     distance = run.now("train/init_policy_kl")
     before = max(run.past("train/init_policy_kl", 10), default=math.nan)
     # A jump of the KL means that the policy changed, not the scorer.
     if not rewards or not any(deviations) or distance > 1.5 * before + 1:
         return None
-    now = run.now("train/reward_deviation")
+    now = run.now("train/reward_std")
     moves = [new - old for old, new in itertools.pairwise(rewards)]
     jumps = abs(run.now("train/rewards") - rewards[-1]) > max(*deviations, 6 * spread(moves))
     if not jumps and 0.2 * min(deviations) <= now <= 5 * max(
-        *deviations, run.first("train/reward_deviation")
+        *deviations, run.first("train/reward_std")
     ):
         return None
     was = f"{rewards[-1]:.3f} ± {deviations[-1]:.3f}"
@@ -347,7 +351,7 @@ def length(run: History) -> str | None:
     first = run.first("train/response_lengths")
     pays = run.middle("train/length_reward_correlation", 5)
     rise = run.middle("train/rewards", 5) - run.first("train/rewards")
-    if len(run.lines) < FEWEST or not rise > 0.5 * run.first("train/reward_deviation"):
+    if len(run.lines) < FEWEST or not rise > 0.5 * run.first("train/reward_std"):
         return None
     if now > 1.5 * first or (now > 1.2 * first and pays > 0.5):
         pair = (
@@ -377,7 +381,7 @@ def repetition(run: History) -> str | None:
 
 
 @rule("the gradient is biased", "see reinforce-rl check engine MODEL, or set generator_correction")
-def generator_gap(run: History) -> str | None:
+def generator_logprob_diff(run: History) -> str | None:
     # Stale rollouts have a gap because of the other weights.
     if run.now("train/staleness") > 0:
         return None
@@ -385,11 +389,11 @@ def generator_gap(run: History) -> str | None:
     over = [
         f"{name} is {gaps[name]:.3g}" for name, limit in GAP_LIMITS.items() if gaps[name] > limit
     ]
-    now = run.middle("train/generator_gap")
-    first = run.first("train/generator_gap")
+    now = run.middle("train/generator_logprob_diff")
+    first = run.first("train/generator_logprob_diff")
     # Growth is relative to the first three steps.
     if not over and math.isfinite(first) and now > max(0.01, 5 * first):
-        over = [f"generator_gap is {now:.3g}, {first:.3g} at first, and grows"]
+        over = [f"generator_logprob_diff is {now:.3g}, {first:.3g} at first, and grows"]
     return (
         f"trainer and generator differ on the same tokens: {', '.join(over)} nats" if over else None
     )
@@ -422,7 +426,7 @@ def overfitting(run: History) -> str | None:
         return None
     best, then = max(run.validations)
     (before, _), (last, now) = list(run.validations)[-2:]
-    margin = 0.25 * run.middle("train/reward_deviation", WINDOW)
+    margin = 0.25 * run.middle("train/reward_std", WINDOW)
     if max(before, last) < best - margin and now > then + margin:
         return (
             f"validation fell from {best:.3f} to {last:.3f}, while training rose from {then:.3f} "

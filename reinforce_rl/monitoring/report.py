@@ -199,7 +199,7 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
             sentence += (
                 f"; of the held-out pairs {metrics['accuracy']:.1%} ± "
                 f"{metrics['accuracy_standard_error']:.1%} are ordered rightly, where 'the longer "
-                f"answer wins' has {metrics['accuracy_of_longer_wins']:.1%}"
+                f"answer wins' has {metrics['length_baseline_accuracy']:.1%}"
             )
         values = {"loss": evaluation["loss"], **metrics}
         both = ("predicted", "observed")
@@ -255,7 +255,7 @@ def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
         check_regular(path, within=run.within)
     tokens = []
     if path.suffix == ".parquet":
-        tokens = worst_tokens(path, above=GAP_LIMITS["generator_gap"], is_own=run.is_own)
+        tokens = worst_tokens(path, above=GAP_LIMITS["generator_logprob_diff"], is_own=run.is_own)
     shown = {
         "title": f"Step {step}: tokens with the largest gap",
         "note": (

@@ -347,7 +347,7 @@ def _serve_options(model: Path, best: Best, names: Sequence[str]) -> str:
         weights = ", ".join(f"{name}: 1.0" for name in names)
         return f"{path} 'reward_model.attribute_weights={{{weights}}}'"
     mean = best.evaluation.metrics["score_mean"]
-    deviation = best.evaluation.metrics["score_deviation"]
+    deviation = best.evaluation.metrics["score_std"]
     return f"{path} reward_model.mean={mean:.4f} reward_model.deviation={deviation:.4f}"
 
 

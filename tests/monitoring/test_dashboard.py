@@ -80,7 +80,7 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
         write_rows(
             folder, step, [row(i, 0, reward=gain * step / 10 + i) for i in range(6)], "validation"
         )
-        logger.log_metrics({"rewards": gain * step / 10, "reward_deviation": 1.0}, step, "val/")
+        logger.log_metrics({"rewards": gain * step / 10, "reward_std": 1.0}, step, "val/")
     if step:
         rows = []
         for i in range(30):
@@ -92,7 +92,7 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
             "rewards": gain * step / 10,
             "init_policy_kl": step / 5,
             "grad_norm": 1.0,
-            "reward_deviation": 1.0,
+            "reward_std": 1.0,
         }
         logger.log_metrics({**metrics, "skipped_step": float(step == 7)}, step, "train/")
         logger.log_metrics({"generate": 2.0, "train_time": 1.0, "step_time": 4.0}, step, "timers/")

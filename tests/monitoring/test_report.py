@@ -212,8 +212,8 @@ def test_errors_of_the_mean_reward(tmp_path):
             {
                 "step": 1,
                 "train/rewards": 0,
-                "train/reward_deviation": deviation,
-                "train/reward_group_deviation": 1.0,
+                "train/reward_std": deviation,
+                "train/reward_group_std": 1.0,
             }
         ]
         write_json_lines(
@@ -382,7 +382,7 @@ def test_the_page_of_a_reward_model(tmp_path):
         overview(RunFolder(tmp_path))["verdict"]
         == "No evaluation has been made since the first step."
     )
-    metrics = {"accuracy": 0.75, "accuracy_standard_error": 0.05, "accuracy_of_longer_wins": 0.5}
+    metrics = {"accuracy": 0.75, "accuracy_standard_error": 0.05, "length_baseline_accuracy": 0.5}
     bins = [{"low": 0.5, "high": 0.55, "count": 8, "predicted": 0.52, "observed": 0.625}]
     best = {"step": 1, "evaluation": {"loss": 0.4, "metrics": metrics, "reliability": bins}}
     (tmp_path / "evaluation.json").write_text(json.dumps(best))

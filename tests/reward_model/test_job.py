@@ -119,7 +119,7 @@ def test_held_out_pairs_are_learnt(ranked):
     values = {line["step"]: line for line in lines if "val/accuracy" in line}
     assert list(values) == [0, 10, 20, 30]
     assert values[0]["val/accuracy"] < 0.65
-    assert values[30]["val/accuracy"] > 0.9 > 0.6 > values[30]["val/accuracy_of_longer_wins"]
+    assert values[30]["val/accuracy"] > 0.9 > 0.6 > values[30]["val/length_baseline_accuracy"]
     assert values[30]["val/loss"] < 0.3 < values[0]["val/loss"]
     for line in lines[1:]:
         assert line["train/grad_norm"] > 0

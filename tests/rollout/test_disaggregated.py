@@ -181,7 +181,7 @@ def test_a_trainer_without_prompts_takes_part_in_the_step(processes, tmp_path):
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert lines[-1]["train/consumed_prompts"] == NUM_PROMPTS
     for line in lines[2:]:
-        assert "train/generator_gap_age_1" in line
+        assert "train/generator_logprob_diff_age_1" in line
 
 
 @pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW)])
@@ -214,8 +214,8 @@ def test_the_log_probs_of_older_weights_are_corrected(apart):
     """The KL and the ratio are of the weights that train, not of those that drew."""
     lines = metrics_of(apart)
     assert "generator_correction: sequence" in (apart / "run" / "config.yaml").read_text()
-    assert lines[1]["train/generator_gap"] < 1e-6  # of the same weights
-    assert all(line["train/generator_gap"] > 1e-3 for line in lines[2:])
+    assert lines[1]["train/generator_logprob_diff"] < 1e-6  # of the same weights
+    assert all(line["train/generator_logprob_diff"] > 1e-3 for line in lines[2:])
     assert lines[1]["train/effective_sample_size"] > 0.999999
     assert min(line["train/effective_sample_size"] for line in lines[2:]) < 0.999
 
@@ -295,7 +295,9 @@ def test_an_engine_generates(processes, tmp_path):
         folder.mkdir()
         vllm_model(folder)
         runs[name] = finish(processes, folder, *vllm_overrides(), *OF_RUNS, *more, ranks=ranks)
-    assert all(line["train/generator_gap"] < 1e-5 for line in metrics_of(runs["apart"])[1:])
+    assert all(
+        line["train/generator_logprob_diff"] < 1e-5 for line in metrics_of(runs["apart"])[1:]
+    )
     for line, expected in zip(
         metrics_of(runs["apart"]), metrics_of(runs["colocated"]), strict=True
     ):
@@ -362,7 +364,7 @@ def test_stored_rollouts_of_other_settings_are_not_trained_on(processes, tmp_pat
     finish(processes, tmp_path, *APART, "max_staleness=0", "resume_with_changes=true")
     lines = metrics_of(tmp_path)[1:]
     assert [line.get("train/staleness") for line in lines] == [0.0, 1.0, 1.0] + [None] * (STEPS - 3)
-    assert all(line["train/generator_gap"] < 1e-6 for line in lines[3:])
+    assert all(line["train/generator_logprob_diff"] < 1e-6 for line in lines[3:])
 
 
 class LostPool:

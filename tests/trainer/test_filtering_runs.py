@@ -82,7 +82,7 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
     for step, (line, drawn) in enumerate(zip(lines, recorder.steps(lines), strict=True), 1):
         assert line["train/groups_drawn"] == consumed[step] - consumed[step - 1] == len(drawn)
         differ = [prompt for prompt, rewards in drawn.items() if len(rewards) > 1]
-        assert line["train/groups_without_spread"] == len(drawn) - len(differ)
+        assert line["train/groups_with_zero_std"] == len(drawn) - len(differ)
         assert line["train/groups_trained"] == min(len(differ), WANTED)
         assert line["train/resampling_rounds"] == -(-len(drawn) // WANTED) - 1 <= rounds
         rows = rollouts_of(tmp_path, step)
@@ -96,7 +96,7 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
         ended = consumed[step] % len(PROMPTS) == 0
         assert len(differ) >= WANTED or ended or line["train/resampling_rounds"] == rounds
         filled += len(differ) >= WANTED
-    assert filled and any(line["train/groups_without_spread"] for line in lines), (
+    assert filled and any(line["train/groups_with_zero_std"] for line in lines), (
         "else this test sees nothing"
     )
     for epoch in (0, 1):
@@ -215,7 +215,7 @@ def test_two_ranks_equal_one(tmp_path, mesh):
         trainer.fit()
     run_ranks(SCRIPT, 2, tmp_path, "SOME_ALIKE", *overrides, places[1], "trainer.devices=2")
     expected, found = (list(map(however_cut, metrics_of(folder))) for folder in folders)
-    assert any(line["train/groups_without_spread"] for line in expected)
+    assert any(line["train/groups_with_zero_std"] for line in expected)
     for step, (line, other) in enumerate(zip(found, expected, strict=True), 1):
         assert largest_difference(line, other) < 1e-4
         one, two = (

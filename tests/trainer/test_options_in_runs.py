@@ -244,12 +244,19 @@ class TestGeneratorCorrection:
         temperature = "model.reinforce.sampling_params.temperature=1.3"
         lines = run(tmp_path, mesh, f"{RL}.generator_correction={correction}", temperature)
         for line in lines:
-            assert 0 <= line["train/generator_gap"] < 1e-4
+            assert 0 <= line["train/generator_logprob_diff"] < 1e-4
             assert abs(line["train/generator_kl"]) < 1e-4
             assert line["train/generator_capped"] == 0
             assert line.get("train/generator_masked", 0) == 0
-            assert line["train/generator_gap_median"] <= line["train/generator_gap_p99"]
-            assert line["train/generator_gap_p99"] <= line["train/generator_gap_max"] < 1e-4
+            assert (
+                line["train/generator_logprob_diff_median"]
+                <= line["train/generator_logprob_diff_p99"]
+            )
+            assert (
+                line["train/generator_logprob_diff_p99"]
+                <= line["train/generator_logprob_diff_max"]
+                < 1e-4
+            )
             assert line["train/effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
 
     def test_another_generator_is_corrected_and_seen(self, tmp_path, mesh):
@@ -267,7 +274,7 @@ class TestGeneratorCorrection:
                 data, _ = trainer.generate_reinforce_data(rollouts)
                 found = trainer.run_training(data)
             gradients[correction, cap] = found["grad_norm"]
-            assert found["generator_gap"] == pytest.approx(math.log(2), abs=1e-4)
+            assert found["generator_logprob_diff"] == pytest.approx(math.log(2), abs=1e-4)
             assert found["generator_kl"] == pytest.approx(2 - 1 - math.log(2), abs=1e-4)
             assert found["generator_capped"] == (cap < 2)
             for name in GAP_SHARES:
@@ -304,7 +311,9 @@ class TestGeneratorCorrection:
                 f"trainer.devices={ranks}",
             )
             (line,) = metrics_of(folder)
-            found.append([line[f"train/{name}"] for name in ("generator_gap", *GAP_SHARES)])
+            found.append(
+                [line[f"train/{name}"] for name in ("generator_logprob_diff", *GAP_SHARES)]
+            )
         assert found[1] == pytest.approx(found[0], abs=1e-5)
         _, median, p99, largest = found[0]
         assert 0.01 < median < p99 <= largest < 0.11
@@ -325,7 +334,7 @@ class TestGeneratorCorrection:
         monkeypatch.setattr(MegatronGPTReinforceActorModel, "infer", disturbed)
         # of prompt 5 and others
         lines = run(tmp_path, mesh, f"{RL}.initial_policy_kl_penalty=0", f"{RL}.max_steps=1")
-        (step,) = [line["step"] for line in lines if line["train/generator_gap_max"] > 1]
+        (step,) = [line["step"] for line in lines if line["train/generator_logprob_diff_max"] > 1]
         (row,) = [
             r for r in rollouts_of(tmp_path, step) if (r["prompt_id"], r["sample_id"]) == (5, 2)
         ]
@@ -335,11 +344,13 @@ class TestGeneratorCorrection:
             if "trainer and generator differ" in line
         ]
         assert said.startswith(f"warning: step {step}: ") and "; prompt 5 sample 2 token 1 " in said
-        assert "generator_gap_max is 6" in said
+        assert "generator_logprob_diff_max is 6" in said
         found = RunFolder(tmp_path / "run")
         texts = found.tokens(step, [5])[5, 2].token_texts or []
         assert f"token 1 {texts[1]!r} after {row['prompt'] + texts[0]!r}: " in said
-        assert ("generator_gap", step) in [(alert.kind, alert.first) for alert in found.alerts()]
+        assert ("generator_logprob_diff", step) in [
+            (alert.kind, alert.first) for alert in found.alerts()
+        ]
         tables = [table for table in overview(found)["tables"] if "largest gap" in table["title"]]
         assert [table["rows"][0][:3] for table in tables] == [["5", "2", "1"]]
 

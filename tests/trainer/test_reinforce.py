@@ -235,8 +235,8 @@ class TestWhatAStepLeaves:
             versions = torch.ones_like(rollouts.sequences[:, : rollouts.width])
             data, _ = trainer.generate_reinforce_data(replace(rollouts, weight_versions=versions))
             metrics = trainer.run_training(data)
-        ages = [name for name in metrics if name.startswith("generator_gap_age_")]
-        assert ages == ["generator_gap_age_1"]
+        ages = [name for name in metrics if name.startswith("generator_logprob_diff_age_")]
+        assert ages == ["generator_logprob_diff_age_1"]
 
     @pytest.mark.parametrize(
         ("placement", "in_loss"), [("loss", 0.1), ("reward", None), ("advantage", None)]

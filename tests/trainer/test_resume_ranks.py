@@ -81,7 +81,7 @@ def whole(request, processes, tmp_path_factory) -> tuple[Path, int, tuple[str, .
     folder = tmp_path_factory.mktemp("whole")
     finish(processes, folder, *overrides, ranks=ranks)
     lines = metrics_of(folder)
-    assert any(line.get("train/groups_without_spread") for line in lines)
+    assert any(line.get("train/groups_with_zero_std") for line in lines)
     assert any(line.get("train/resampling_rounds") for line in lines)
     return folder, ranks, overrides, lines[-1]["time"] - lines[0]["time"]
 
