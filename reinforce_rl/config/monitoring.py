@@ -137,15 +137,15 @@ class RulesConfig(Section):
         "warn", "long samples fail to be scored more often than short ones"
     )
     constant_reward: Action = key("warn", "all samples earn the same, or nearly")
-    no_spread: Action = key("warn", "in nearly all groups all rewards are equal")
+    zero_reward_std: Action = key("warn", "in nearly all groups all rewards are equal")
     solved: Action = key("warn", "the same, at a reward that is far above the first one")
     zero_gradient: Action = key("warn", "the gradient is zero")
-    changed_scorer: Action = key(
+    reward_jump: Action = key(
         "warn", "level or spread of the rewards jumps from one step to the next"
     )
     kl: Action = key("warn", "the KL runs away from its own past")
     entropy: Action = key("warn", "the entropy has collapsed, or doubled")
-    cut: Action = key("warn", "most responses are cut at max_length, or ever more are")
+    truncated: Action = key("warn", "most responses are cut at max_length, or ever more are")
     length: Action = key("warn", "responses grow along with the reward")
     repetition: Action = key("warn", "responses repeat themselves more and more")
     generator_logprob_diff: Action = key(

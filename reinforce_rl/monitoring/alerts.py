@@ -253,7 +253,7 @@ def equal_groups(run: History) -> str | None:
     "take other prompts, more samples each, or dynamic_filtering=true",
     steps=3,
 )
-def no_spread(run: History) -> str | None:
+def zero_reward_std(run: History) -> str | None:
     return None if solved(run) else equal_groups(run)
 
 
@@ -283,7 +283,7 @@ def zero_gradient(run: History) -> str | None:
     "no policy changes that much in a step",
     "did the reward server restart, with another model, or fail?",
 )
-def changed_scorer(run: History) -> str | None:
+def reward_jump(run: History) -> str | None:
     rewards = run.past("train/rewards", 20)
     deviations = run.past("train/reward_std", 20)
     distance = run.now("train/init_policy_kl")
@@ -334,7 +334,7 @@ def entropy(run: History) -> str | None:
     "their ends are never scored",
     "raise max_length, or see truncated_samples and reward_shaping.length_penalty",
 )
-def cut(run: History) -> str | None:
+def truncated(run: History) -> str | None:
     key = "train/fraction_of_samples_properly_ended"
     now = 1 - run.middle(key, 5)
     first = 1 - run.first(key)

@@ -88,9 +88,9 @@ FAULTS: list[tuple[str, Change, int]] = [
     ("unscored", becomes(fraction_of_samples_scored=0.97), 1),
     ("unscored_length", becomes(fraction_of_samples_scored=0.97, unscored_length_auc=0.95), 3),
     ("constant_reward", becomes(rewards=0.5, reward_std=1e-9), 3),
-    ("no_spread", becomes(fraction_of_groups_with_zero_std=1.0), 3),
+    ("zero_reward_std", becomes(fraction_of_groups_with_zero_std=1.0), 3),
     (
-        "no_spread",
+        "zero_reward_std",
         becomes(fraction_of_groups_with_zero_std=0.96, rewards=0.2, reward_std=0.4),
         3,
     ),
@@ -100,14 +100,18 @@ FAULTS: list[tuple[str, Change, int]] = [
         3,
     ),
     ("zero_gradient", becomes(grad_norm=0.0), 2),
-    ("changed_scorer", becomes(rewards=4.0), 1),
-    ("changed_scorer", becomes(rewards=0.0, reward_std=0.0), 1),
-    ("changed_scorer", becomes(reward_std=9.0), 1),
+    ("reward_jump", becomes(rewards=4.0), 1),
+    ("reward_jump", becomes(rewards=0.0, reward_std=0.0), 1),
+    ("reward_jump", becomes(reward_std=9.0), 1),
     ("kl", lambda i, line: {"train/init_policy_kl": 1.5**i}, 10),
     ("entropy", lambda i, line: {"train/entropy_sampled": 0.1}, 2),
     ("entropy", lambda i, line: {"train/entropy_sampled": 5.0}, 2),
     ("entropy", lambda i, line: {"train/entropy": 2.0 if line["step"] < START else 0.1}, 2),
-    ("cut", lambda i, line: {"train/fraction_of_samples_properly_ended": 0.95 - 0.05 * i}, 10),
+    (
+        "truncated",
+        lambda i, line: {"train/fraction_of_samples_properly_ended": 0.95 - 0.05 * i},
+        10,
+    ),
     (
         "length",
         lambda i, line: {"train/response_lengths": 100 + 10 * i, "train/rewards": 0.3 + 0.1 * i},
@@ -381,7 +385,7 @@ class TestThresholds:
         ("rule", "steps", "fault"),
         [
             ("constant_reward", 3, {"reward_std": 0.0}),
-            ("no_spread", 3, {"fraction_of_groups_with_zero_std": 1.0}),
+            ("zero_reward_std", 3, {"fraction_of_groups_with_zero_std": 1.0}),
             ("zero_gradient", 2, {"grad_norm": 0.0}),
             ("skipped", 1, {"skipped_step": 1.0}),
         ],
@@ -425,7 +429,7 @@ class TestThresholds:
     @pytest.mark.parametrize(("share", "speaks"), [(0.9, True), (0.89, False)])
     def test_groups_whose_rewards_are_equal(self, share, speaks):
         fault = {"fraction_of_groups_with_zero_std": share}
-        assert steps_of("no_spread", [fault] * 3) == ([3] if speaks else [])
+        assert steps_of("zero_reward_std", [fault] * 3) == ([3] if speaks else [])
 
     @pytest.mark.parametrize(
         ("first", "now", "speaks"),
@@ -441,7 +445,7 @@ class TestThresholds:
         """More than half of them, or a quarter more than at first."""
         ended = "fraction_of_samples_properly_ended"
         lines = [{ended: first}] * 5 + [{ended: now}] * 5
-        assert bool(steps_of("cut", lines)) is speaks
+        assert bool(steps_of("truncated", lines)) is speaks
 
     @pytest.mark.parametrize(("spikes", "speaks"), [(3, False), (4, True)])
     def test_gradients_that_spike_in_four_of_ten_steps(self, spikes, speaks):
@@ -490,7 +494,7 @@ class TestThresholds:
     @pytest.mark.parametrize(("earlier", "speaks"), [(7, False), (8, True)])
     def test_a_comparison_with_the_past_needs_eight_steps_before(self, earlier, speaks):
         lines = [{"rewards": 1.0 + 0.01 * (step % 2)} for step in range(earlier)]
-        assert bool(steps_of("changed_scorer", [*lines, {"rewards": 9.0}])) is speaks
+        assert bool(steps_of("reward_jump", [*lines, {"rewards": 9.0}])) is speaks
 
     @pytest.mark.parametrize(
         ("first", "now", "speaks"),

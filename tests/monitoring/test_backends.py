@@ -476,8 +476,8 @@ class TestRuns:
             "step_00001.json",
             "step_00003.json",
         ]
-        alerts = sorted(path.name for path in (folder / "alerts").glob("*no_spread*"))
-        assert alerts == ["step_00003 no_spread.txt"], (
+        alerts = sorted(path.name for path in (folder / "alerts").glob("*zero_reward_std*"))
+        assert alerts == ["step_00003 zero_reward_std.txt"], (
             "once, in the third such step over both starts"
         )
 
@@ -492,7 +492,9 @@ class TestRuns:
         )
         alerts = Path(mlflow_run.info.artifact_uri.removeprefix("file://")) / "alerts"
         names = sorted(
-            path.name for path in alerts.iterdir() if path.stem.endswith(("no_spread", "solved"))
+            path.name
+            for path in alerts.iterdir()
+            if path.stem.endswith(("zero_reward_std", "solved"))
         )
         assert names == ["step_00004 solved.txt"], "the third such step"
 
