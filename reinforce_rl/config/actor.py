@@ -47,11 +47,11 @@ def _registered(name: str) -> str:
 
 
 class RewardShapingConfig(Section):
-    standardisation: Literal["none", "given", "running"] = key(
-        "none", "given: (r - mean) / deviation; running: with the moments of past steps"
+    standardization: Literal["none", "given", "running"] = key(
+        "none", "given: (r - mean) / std; running: with the moments of past steps"
     )
     mean: float = key(0.0, "of given")
-    deviation: Positive = key(1.0, "of given")
+    std: Positive = key(1.0, "of given")
     scale: Positive = key(1.0, "multiplies the standardised reward")
     clip: Positive | None = key(None, "then keeps it within -clip .. clip; null for no bound")
     length_penalty: NonNegative = key(
@@ -178,14 +178,14 @@ class ReinforceConfig(Section):
         2.0, "largest of these weights; masked are those beyond it or 1 / it"
     )
 
-    truncated_samples: Literal["keep", "drop", "mask", "penalise"] = key(
+    truncated_samples: Literal["keep", "drop", "mask", "penalize"] = key(
         "keep",
         "responses cut at max_length: keep (train), drop (out of loss and baseline), mask (out of "
-        "the loss), penalise (train, with truncation_penalty)",
+        "the loss), penalize (train, with truncation_penalty)",
         heading="Which samples count",
     )
     truncation_penalty: NonNegative = key(
-        0.0, "subtracted from the reward, with truncated_samples=penalise", "reward"
+        0.0, "subtracted from the reward, with truncated_samples=penalize", "reward"
     )
     overlong_buffer: Natural = key(
         0,

@@ -92,9 +92,9 @@ SERVER = {
     "model.activations_checkpoint_granularity": "leave it out: a server has no backward pass",
     "model.activations_checkpoint_method": "leave it out: a server has no backward pass",
     "model.activations_checkpoint_num_layers": "leave it out: a server has no backward pass",
-    "model.reward_standardization": "set reward_model.mean and reward_model.deviation",
+    "model.reward_standardization": "set reward_model.mean and reward_model.std",
     "model.reward_standardization.mean": "set reward_model.mean",
-    "model.reward_standardization.std": "set reward_model.deviation",
+    "model.reward_standardization.std": "set reward_model.std",
     "model.regression": "set reward_model.attribute_weights, by name",
     "model.regression.num_attributes": "leave it out: the folder's head says how many there are",
     "model.regression.merge_attributes": (

@@ -116,7 +116,7 @@ class PairsConfig(TemplateConfig):
     single_turn_only: bool = key(False, "leave out conversations of several turns")
 
 
-class CutsConfig(Section):
+class PrefixesConfig(Section):
     per_pair: Natural = key(4, "0 trains on whole answers alone")
     min_tokens: Count = key(8, "", "tokens")
     max_tokens: int = key(32, "", "tokens")
@@ -148,8 +148,8 @@ class TrainRewardModelConfig(Section):
     model: TrunkConfig = key(TrunkConfig(), "all but restore_from_path is of mode=full")
     full: FullConfig = key(FullConfig(), "of mode=full")
     data: PairsConfig = PairsConfig()
-    cuts: CutsConfig = key(
-        CutsConfig(),
+    prefixes: PrefixesConfig = key(
+        PrefixesConfig(),
         "of mode=head: beginnings of the answers that are trained on besides the whole answers, "
         "so that the head can judge an answer that an actor's max_length has cut. They cost no "
         "forward pass: the trunk is causal",
@@ -192,10 +192,10 @@ class TrainRewardModelConfig(Section):
             folder, model.tensor_model_parallel_size, "model", "data.max_length", longest
         )
         yield from folder_faults("output_dir", self.output_dir)
-        if self.cuts.max_tokens < self.cuts.min_tokens:
+        if self.prefixes.max_tokens < self.prefixes.min_tokens:
             yield Fault(
-                f"cuts.max_tokens is {self.cuts.max_tokens}; expected at least cuts.min_tokens, "
-                f"which is {self.cuts.min_tokens}",
+                f"prefixes.max_tokens is {self.prefixes.max_tokens}; expected at least prefixes.min_tokens, "
+                f"which is {self.prefixes.min_tokens}",
                 key="config.max_tokens.below_min_tokens",
             )
 

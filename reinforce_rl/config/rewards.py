@@ -212,9 +212,9 @@ class ServedModelConfig(TemplateConfig):
         "names",
     )
     mean: float | None = key(
-        None, "the reward is (merged score - mean) / deviation; null: the head's own, else 0"
+        None, "the reward is (merged score - mean) / std; null: the head's own, else 0"
     )
-    deviation: Positive | None = key(None, "null: the head file's own, else 1")
+    std: Positive | None = key(None, "null: the head file's own, else 1")
     tokenizer_path: PathText | None = key(
         None, "Hugging Face folder of the tokenizer; null: the trunk's", kind="path"
     )
@@ -266,11 +266,11 @@ class InferenceConfig(Section):
     max_queue: Natural = key(
         256, "requests that wait for that; more are rejected with 503", "requests"
     )
-    request_seconds: Positive = key(600.0, "for the answer to one request", "s")
-    stuck_seconds: Positive = key(
+    request_timeout_seconds: Positive = key(600.0, "for the answer to one request", "s")
+    model_timeout_seconds: Positive = key(
         300.0, "for a request's samples in the model; then the server ends", "s"
     )
-    canary_seconds: Positive = key(10.0, "for health's own sample of one token", "s")
+    health_timeout_seconds: Positive = key(10.0, "for health's own sample of one token", "s")
     warm_up_lengths: list[int] = key(
         [64, 512], "lengths of the samples scored before the server opens", "tokens"
     )

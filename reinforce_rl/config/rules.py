@@ -131,25 +131,25 @@ def _token_credit(cfg: TrainConfig) -> Iterator[Fault]:
 def _samples(cfg: TrainConfig) -> Iterator[Fault]:
     rl = cfg.trainer.reinforce
     shaping = rl.reward_shaping
-    if shaping.standardisation != "given" and (shaping.mean, shaping.deviation) != (0.0, 1.0):
+    if shaping.standardization != "given" and (shaping.mean, shaping.std) != (0.0, 1.0):
         yield Fault(
             f"trainer.reinforce.reward_shaping has mean={shaping.mean} and "
-            f"deviation={shaping.deviation}, which only standardisation=given reads; it is "
-            f"{shaping.standardisation!r}",
+            f"std={shaping.std}, which only standardization=given reads; it is "
+            f"{shaping.standardization!r}",
             key="config.reward_shaping.without_standardisation_given",
         )
-    if (rl.truncated_samples == "penalise") != (rl.truncation_penalty > 0):
+    if (rl.truncated_samples == "penalize") != (rl.truncation_penalty > 0):
         yield settings_fault(
             cfg,
             ("trainer.reinforce.truncated_samples", "trainer.reinforce.truncation_penalty"),
-            "expected a penalty above 0 with truncated_samples=penalise, and 0 otherwise",
+            "expected a penalty above 0 with truncated_samples=penalize, and 0 otherwise",
             key="config.truncation_penalty.conflicts_with_truncated_samples",
         )
-    if rl.overlong_buffer and rl.truncated_samples != "penalise":
+    if rl.overlong_buffer and rl.truncated_samples != "penalize":
         yield settings_fault(
             cfg,
             ("trainer.reinforce.overlong_buffer", "trainer.reinforce.truncated_samples"),
-            "only truncated_samples=penalise reads the former",
+            "only truncated_samples=penalize reads the former",
             key="config.overlong_buffer.without_truncated_samples_penalise",
         )
     if rl.overlong_buffer > cfg.model.reinforce.length_params.max_length:

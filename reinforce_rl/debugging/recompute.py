@@ -274,7 +274,7 @@ def _check_all_before(stored: StoredRun, first: int, whose: str) -> None:
     if missing:
         raise DataError(
             f"the {whose} have a state that goes on from step to step (a baseline of past rewards, "
-            f"standardisation=running or kl_target), but {stored.path / 'rollouts'} lacks step "
+            f"standardization=running or kl_target), but {stored.path / 'rollouts'} lacks step "
             f"{missing[0]}; expected all steps from 1 on. Take settings without a state, or bring "
             "the missing files back",
             key="replay.step.missing_before",

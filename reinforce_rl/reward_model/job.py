@@ -123,8 +123,8 @@ def _run_head(cfg: TrainRewardModelConfig, console: Console) -> heads.TrainedHea
     trunk_sha256 = heads.sha256_of_trunk(folder)
     end = end_of_turn_ids(ChatRenderer(tokenizer, cfg.data.template_options("data.")))
     fraction = cfg.degenerate.fraction
-    negatives = heads.synthetic_negatives(data.used, fraction, cfg.cuts, end=end, seed=cfg.seed)
-    sequences = heads.cut_sequences(data.used, cfg.cuts, cfg.seed)
+    negatives = heads.synthetic_negatives(data.used, fraction, cfg.prefixes, end=end, seed=cfg.seed)
+    sequences = heads.cut_sequences(data.used, cfg.prefixes, cfg.seed)
     for negative in negatives:
         tokens = (data.used[negative.pair].prompt + negative.tokens)[: longest_example(cfg)]
         sequences.append(heads.CutSequence(tokens, (len(tokens),)))
@@ -175,7 +175,7 @@ def _accuracies(
     trained: heads.TrainedHead,
 ) -> dict[str, Accuracy]:
     """Return the head's accuracies, and the accuracies of choosing the longer answer."""
-    cut = cfg.cuts.evaluate_at
+    cut = cfg.prefixes.evaluate_at
     lengths = torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in data.held_out])
     cut_lengths = lengths.clamp(max=cut)
     parts = {
@@ -348,7 +348,7 @@ def _serve_options(model: Path, best: Best, names: Sequence[str]) -> str:
         return f"{path} 'reward_model.attribute_weights={{{weights}}}'"
     mean = best.evaluation.metrics["score_mean"]
     deviation = best.evaluation.metrics["score_std"]
-    return f"{path} reward_model.mean={mean:.4f} reward_model.deviation={deviation:.4f}"
+    return f"{path} reward_model.mean={mean:.4f} reward_model.std={deviation:.4f}"
 
 
 def _refuse_changes(folder: Path, settings: str) -> None:

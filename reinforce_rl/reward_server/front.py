@@ -214,7 +214,7 @@ class Front:
             record.samples = wanted.samples
             async with self._admission.slot():  # only now, so that slow senders hold no place
                 answer = await self._pass_on(
-                    request, wanted, self._settings.inference.request_seconds
+                    request, wanted, self._settings.inference.request_timeout_seconds
                 )
                 self._answers += 1
                 return answer
@@ -299,7 +299,7 @@ class Front:
 
     async def _ask_model(self, body: bytes) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json"}
-        seconds = 2 * self._settings.inference.canary_seconds
+        seconds = 2 * self._settings.inference.health_timeout_seconds
         try:
             code, _, answer = await self._ask(f"{self._model}/infer", body, headers, seconds)
         except ClientError as error:
@@ -443,7 +443,7 @@ async def _run(connection: Connection) -> None:
     listener = socket.socket(fileno=start["listener"])
     accept = partial(_Connection, manager, loop=loop, **options)
     server = await loop.create_server(accept, sock=listener, backlog=BACKLOG)
-    health = _report_health(connection, front, settings.inference.stuck_seconds / 10)
+    health = _report_health(connection, front, settings.inference.model_timeout_seconds / 10)
     tasks = [asyncio.create_task(report) for report in (health, _report_empty(connection, front))]
     ended = asyncio.Event()
 

@@ -90,7 +90,7 @@ class Snapshot:
         quiet = self.quiet_seconds
         if not self.busy or quiet <= seconds:
             return None
-        setting = f"inference.stuck_seconds is {seconds:g}"
+        setting = f"inference.model_timeout_seconds is {seconds:g}"
         return f"the model has been in one call for {quiet:.0f} s ({setting})"
 
 
@@ -192,8 +192,8 @@ class Health:
         self._answers = answers
         self._progress = progress
         self._canary = settings.canary.encode()
-        self._stuck_seconds = settings.inference.stuck_seconds
-        self._limit = min(settings.inference.canary_seconds, self._stuck_seconds)
+        self._model_timeout_seconds = settings.inference.model_timeout_seconds
+        self._limit = min(settings.inference.health_timeout_seconds, self._model_timeout_seconds)
         self._canary_seconds: float | None = None
         self._checked = 0.0  # when the last check ended
         self._checking: asyncio.Task[Verdict] | None = None
@@ -234,7 +234,7 @@ class Health:
         return False, "a small sample was scored"
 
     def _judge_busy(self, scored: Snapshot) -> tuple[bool, str]:
-        if (why := scored.why_stuck(self._stuck_seconds)) is not None:
+        if (why := scored.why_stuck(self._model_timeout_seconds)) is not None:
             return True, f"stuck: {why}"
         return False, f"busy: the model has been in a call for {scored.quiet_seconds:.1f} s"
 

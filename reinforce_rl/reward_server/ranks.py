@@ -220,7 +220,7 @@ class DistributedScorer:
                 key="serve.ranks.out_of_step",
             )
         return Fault(
-            f"{late} hangs: no scores within {self._call_timeout:.0f} s (inference.stuck_seconds)",
+            f"{late} hangs: no scores within {self._call_timeout:.0f} s (inference.model_timeout_seconds)",
             key="serve.rank.hangs",
         )
 

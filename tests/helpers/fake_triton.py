@@ -112,7 +112,7 @@ class FrontBeforeFake:
         }
         own |= {key: limits.pop(key) for key in list(limits) if key in FrontSettings.model_fields}
         inference = InferenceConfig(
-            name="rm", max_batch_size=8, **{"canary_seconds": 0.5, **limits}
+            name="rm", max_batch_size=8, **{"health_timeout_seconds": 0.5, **limits}
         )
         settings = FrontSettings(inference=inference, **own)
         self.port = free_port("127.0.0.1")

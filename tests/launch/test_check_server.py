@@ -25,7 +25,7 @@ def fault(port: int, token: str | None = None) -> ReinforceError:
 
 
 def test_each_state_is_told_with_what_to_do():
-    front = FrontBeforeFake(ready=False, canary_seconds=5.0)
+    front = FrontBeforeFake(ready=False, health_timeout_seconds=5.0)
     try:
         check_error(fault(front.port), "check_server.server.not_ready", "it is starting")
         front.process.set_state("ready")

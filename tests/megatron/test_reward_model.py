@@ -174,7 +174,7 @@ def test_the_demo_head_still_loads():
     head = RewardHead.load(path)
     assert head.attributes == ()
     assert head.mean == 0.0
-    assert head.deviation == 1.0
+    assert head.std == 1.0
 
 
 def test_merging():
@@ -198,5 +198,5 @@ def test_merging_refuses_names_that_the_head_lacks():
     with raises_error("reward_model.attributes.all_zero", "reward_model.attribute_weights"):
         Merging.from_names(HELPSTEER, {"helpfulness": 0.0})
     for mean, deviation in ((float("nan"), 1.0), (0.0, 0.0)):  # a head's file may hold any
-        with raises_error("reward_model.moments.invalid", f"mean {mean}", f"deviation {deviation}"):
+        with raises_error("reward_model.moments.invalid", f"mean {mean}", f"std {deviation}"):
             Merging.from_names((), None, mean, deviation)

@@ -479,7 +479,7 @@ def test_wrong_settings_end_in_one_message(trunk, tmp_path):
         f"data.pairs_path={tmp_path / 'none.jsonl'}",
         "head.pooling=max",
         "data.held_out_fraction=1.5",
-        "cuts.max_tokens=2",
+        "prefixes.max_tokens=2",
         cwd=tmp_path,
     )
     assert result.returncode == 1
@@ -493,7 +493,7 @@ def test_wrong_settings_end_in_one_message(trunk, tmp_path):
         "data.pairs_path: ",
         "head.pooling is ",
         "data.held_out_fraction is ",
-        "cuts.max_tokens is ",
+        "prefixes.max_tokens is ",
     ):
         assert setting in result.stderr
     assert "Traceback" not in result.stderr

@@ -245,7 +245,7 @@ def test_a_client_that_hangs_up_frees_its_place(start):
 
 
 def test_health_tells_busy_from_stuck_and_from_dead(start):
-    front = start(stuck_seconds=3.0)
+    front = start(model_timeout_seconds=3.0)
     code, values = front.health()
     assert (code, values["healthy"], values["state"]) == (200, True, "ready")
     before = front.backend.inferences
@@ -280,7 +280,7 @@ def test_health_tells_busy_from_stuck_and_from_dead(start):
 
 def test_health_is_not_held_up_by_other_work(start):
     """The canary waits behind what Triton has; another's answer says that this is all right."""
-    front = start(stuck_seconds=30.0)
+    front = start(model_timeout_seconds=30.0)
     front.backend.holds_canaries_only = True
     front.backend.go.clear()
     found = []
@@ -293,7 +293,7 @@ def test_health_is_not_held_up_by_other_work(start):
 
 
 def test_a_canary_that_was_scored_and_not_answered_is_no_health(start):
-    front = start(stuck_seconds=30.0)
+    front = start(model_timeout_seconds=30.0)
     front.backend.go.clear()
     canary = threading.Thread(target=front.health)
     canary.start()

@@ -339,7 +339,7 @@ def test_apache_bench_is_a_client(server, tmp_path):
 
 
 def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
-    server = ToyServer(tmp_path, "--slow", "1000", "inference.stuck_seconds=2.0").start()
+    server = ToyServer(tmp_path, "--slow", "1000", "inference.model_timeout_seconds=2.0").start()
     try:
         client = RemoteGPTRMClient(port=server.port, deadline_seconds=4.0, on_wait=lambda _: None)
         with pytest.raises(RewardServerError):  # and no reward
@@ -351,7 +351,7 @@ def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
             r"error: the model has been in one call for (\d+) s (.*)", server.log.read_text()
         )
         assert said and int(said.group(1)) in range(4, 60)
-        assert said.group(2).startswith("(inference.stuck_seconds is 2)")
+        assert said.group(2).startswith("(inference.model_timeout_seconds is 2)")
     finally:
         server.close()
 
@@ -405,8 +405,10 @@ VICTIMS: dict[str, Callable[[ToyServer], psutil.Process]] = {
 find_reaper = with_argument("reinforce_rl.utils.process_reaper")
 
 
-def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds: float) -> None:
-    server = ToyServer(folder, f"inference.stuck_seconds={stuck_seconds}").start()
+def check_that_it_ends_by_name(
+    folder, which: str, model_timeout_seconds: float, seconds: float
+) -> None:
+    server = ToyServer(folder, f"inference.model_timeout_seconds={model_timeout_seconds}").start()
     try:
         victim = VICTIMS[which](server)
         victim.suspend()
@@ -425,7 +427,7 @@ def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds
         error = next(
             line for line in server.log.read_text().splitlines() if line.startswith("error: ")
         )
-        assert f"process {victim.pid}" in error and "inference.stuck_seconds" in error
+        assert f"process {victim.pid}" in error and "inference.model_timeout_seconds" in error
         assert wait_for(lambda: not server.left_behind()), server.left_behind()
     finally:
         server.close()
@@ -444,7 +446,7 @@ def test_every_stopped_process_ends_the_server_by_name(tmp_path, which):
 @pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.slow), "suspend"])
 @pytest.mark.slow
 def test_a_lost_reaper_is_replaced_and_the_next_one_cleans_up(tmp_path, how):
-    server = ToyServer(tmp_path, "inference.stuck_seconds=3.0").start()
+    server = ToyServer(tmp_path, "inference.model_timeout_seconds=3.0").start()
     try:
         first = find_reaper(server)
         getattr(first, how)()

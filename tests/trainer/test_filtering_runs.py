@@ -165,7 +165,7 @@ def test_nothing_to_train_on(tmp_path, mesh):
         [f"{RL}.advantage_estimator=raft", f"{RL}.initial_policy_kl_penalty=0"],
         [f"{RL}.advantage_whitening=token", f"{RL}.credit_assignment=token"],
         [
-            f"{RL}.reward_shaping.standardisation=running",
+            f"{RL}.reward_shaping.standardization=running",
             f"{RL}.kl_target=0.1",
             f"{RL}.kl_placement=loss",
         ],

@@ -193,7 +193,7 @@ class TestTruncatedSamples:
     @pytest.mark.parametrize("buffer", [0, 3])
     def test_penalise(self, buffer, tmp_path, mesh):
         options = [
-            f"{RL}.truncated_samples=penalise",
+            f"{RL}.truncated_samples=penalize",
             f"{RL}.truncation_penalty=0.8",
             f"{RL}.overlong_buffer={buffer}",
         ]
@@ -226,7 +226,7 @@ class TestTruncatedSamples:
 class TestRewardShaping:
     def test_running_standardisation_is_that_of_past_steps(self, tmp_path, mesh):
         """The first step has its own moments."""
-        run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.reward_shaping.standardisation=running")
+        run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.reward_shaping.standardization=running")
         past: list[float] = []
         for step in range(1, 5):
             rows = rollouts_of(tmp_path, step)

@@ -841,13 +841,13 @@ class TestTheEnd:
             [f"{RL}.advantage_estimator=running_mean"],
             [f"{RL}.advantage_estimator=moving_average", f"{RL}.baseline_window=2"],
             [f"{RL}.advantage_estimator=exponential_moving_average"],
-            [f"{RL}.reward_shaping.standardisation=running"],
+            [f"{RL}.reward_shaping.standardization=running"],
             [f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50"],
             [f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50", f"{RL}.kl_placement=loss"],
         ],
         ids=[
             *("running_mean", "moving_average", "exponential_moving_average"),
-            *("running standardisation", "kl_target", "kl_target in the loss"),
+            *("running standardization", "kl_target", "kl_target in the loss"),
         ],
     )
     def test_what_depends_on_past_steps_is_in_the_checkpoint(self, tmp_path, mesh, options):

@@ -25,7 +25,7 @@ SAVING = "exp_manager.checkpoint_callback_params"
 STATEFUL = [
     *SETTINGS,
     "trainer.reinforce.advantage_estimator=running_mean",
-    "trainer.reinforce.reward_shaping.standardisation=running",
+    "trainer.reinforce.reward_shaping.standardization=running",
     "trainer.reinforce.kl_target=0.05",
     "trainer.reinforce.kl_horizon=50",
     "trainer.reinforce.val_check_interval=2",
