@@ -264,7 +264,7 @@ def build_monitor(
         record_samples,
     )
     if checkpoint:
-        monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
+        monitor.note(f"Resuming from {checkpoint.folder}, after step {start_step} of {steps}.")
         for key, values in changes.items():
             monitor.note(f"  with another setting from here on: {key}: {values}")
     if status is not None:

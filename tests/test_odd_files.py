@@ -1,4 +1,4 @@
-"""Folders of others: each entry that is no regular file of the folder ends in a sentence of the project's errors."""
+"""Folders of others: an entry that is not a regular file of the folder is a `ReinforceError`."""
 
 from __future__ import annotations
 

@@ -135,9 +135,9 @@ def subtract_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: i
     beyond = (valid & ~(penalised.abs() <= MAX_REWARD)).nonzero()[:, 0].tolist()
     if beyond:
         raise RewardServerError(
-            f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite, or are "
-            f"larger than {MAX_REWARD:g} in size. The first of them is made of a shaped reward of "
-            f"{float(rewards[beyond[0]]):g}, less beta = {beta:g} times a KL of "
+            f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite or above "
+            f"{MAX_REWARD:g} in absolute value. The first is a shaped reward of "
+            f"{float(rewards[beyond[0]]):g}, minus beta = {beta:g} times a KL of "
             f"{float(kl[beyond[0]]):g} nats. Scale or clip the rewards "
             "(trainer.reinforce.reward_shaping), or lower "
             "trainer.reinforce.initial_policy_kl_penalty",

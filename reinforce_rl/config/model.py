@@ -250,8 +250,8 @@ class FieldsConfig(Section):
         for name, column in self.rename.items():
             if not isinstance(column, str) or name in ("prompt", "system"):
                 yield Fault(
-                    f"model.data.fields.rename.{name} is {column!r}; expected the name of "
-                    "a column, and another name for it than prompt or system",
+                    f"model.data.fields.rename.{name} is {column!r}; expected the name of a "
+                    "column, and a new name other than prompt or system",
                     key="config.rename.no_column",
                 )
 

@@ -194,7 +194,8 @@ class TrainRewardModelConfig(Section):
         yield from folder_faults("output_dir", self.output_dir)
         if self.prefixes.max_tokens < self.prefixes.min_tokens:
             yield Fault(
-                f"prefixes.max_tokens is {self.prefixes.max_tokens}; expected at least prefixes.min_tokens, "
+                f"prefixes.max_tokens is {self.prefixes.max_tokens}; expected at least "
+                "prefixes.min_tokens, "
                 f"which is {self.prefixes.min_tokens}",
                 key="config.max_tokens.below_min_tokens",
             )
@@ -241,8 +242,8 @@ def _full(cfg: TrainRewardModelConfig) -> Iterator[str]:
             )
         if cfg.micro_batch_size == 1:
             yield Fault(
-                "micro_batch_size is 1; full.objective=ranking passes both answers of a pair "
-                "together, so it needs at least 2",
+                "micro_batch_size is 1; full.objective=ranking scores both answers of a pair in "
+                "one pass, so it needs at least 2",
                 key="config.micro_batch_size.too_small_for_ranking",
             )
     yield from cfg.model.optim.faults()

@@ -379,7 +379,7 @@ class ServeRewardModelConfig(Section):
         head = model.head_path
         if head is not None and not Path(head).is_file():
             yield Fault(
-                f"{section}.head_path: {head} is no file; `reinforce-rl train-rm` makes one",
+                f"{section}.head_path: {head} is not a file; `reinforce-rl train-rm` makes one",
                 key="config.head_path.no_file",
             )
         yield from ranks_faults(model, self.num_nodes, self.devices, "", section)

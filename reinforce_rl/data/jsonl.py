@@ -278,7 +278,7 @@ def _check_tool_calls(calls: object, where: str) -> None:
                 arguments = json.loads(arguments) if arguments.strip() else None
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{place} has the arguments {arguments[:60]!r}, which are no JSON: {error}",
+                    f"{place} has the arguments {arguments[:60]!r}, which are not JSON: {error}",
                     key="data.tool_calls.arguments_not_json",
                 ) from error
         if arguments is not None and not isinstance(arguments, dict):

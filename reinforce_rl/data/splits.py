@@ -235,7 +235,7 @@ def _card(folder: Path) -> list[dict[str, Any]]:
     configs = (card.get("configs") if isinstance(card, dict) else None) or []
     if not isinstance(configs, list):
         raise DataError(
-            "has a README.md whose configs is no list; `datasets` expects a list",
+            "has a README.md whose configs is not a list; `datasets` expects a list",
             key="data.card.configs_not_a_list",
         )
     return [

@@ -67,7 +67,7 @@ def check_torch_archive(file: BinaryIO, start: int, length: int) -> None:
         zipfile.BadZipFile,
     ) as error:
         raise CheckpointError(
-            f"it is no archive of torch.save ({error})",
+            f"it is not an archive of torch.save ({error})",
             key="checkpoint.archive.not_readable",
         ) from error
 

@@ -320,7 +320,7 @@ def kl(run: History) -> str | None:
 
 @rule(
     "it writes always the same, or noise",
-    "read samples; go on from an older checkpoint with a lower learning rate",
+    "read samples; resume from an older checkpoint with a lower learning rate",
 )
 def entropy(run: History) -> str | None:
     key = "train/entropy" if math.isfinite(run.now("train/entropy")) else "train/entropy_sampled"
@@ -419,7 +419,7 @@ def gradient_spikes(run: History) -> str | None:
 
 @rule(
     "the policy learns these prompts alone",
-    "go on from the best checkpoint; more prompts, or more KL penalty",
+    "resume from the best checkpoint with more prompts or a higher KL penalty",
 )
 def overfitting(run: History) -> str | None:
     if len(run.validations) < 3:

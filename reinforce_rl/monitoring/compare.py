@@ -74,8 +74,8 @@ def compare(
     base = {Path(folder).resolve() for folder in against}
     if len(paths) < 2 or len(base) == len(paths):
         raise DataError(
-            f"found {len(paths)} runs to compare; expected the folders of two or more, one of "
-            "which is not in --against",
+            f"found {len(paths)} runs to compare; expected two or more run folders, at least one "
+            "of them outside --against",
             key="compare.runs.too_few",
         )
     above = os.path.commonpath(paths)

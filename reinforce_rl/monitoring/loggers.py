@@ -147,8 +147,8 @@ class BackgroundLogger(MetricLogger):
         if not self._has_reported:
             self._has_reported = True
             self._tell(
-                f"logger {self._name}: {failure}. The run goes on; metrics.jsonl has everything. "
-                "Not said again"
+                f"logger {self._name}: {failure}. The run continues; metrics.jsonl is complete. "
+                "This is reported once"
             )
 
 

@@ -94,7 +94,7 @@ class MetricsFile:
             try:
                 lines.append(checked_line(parse_line(line)))
             except ValueError as error:
-                advice = "restore the file, or delete that line to go on without it"
+                advice = "restore the file, or delete that line to continue without it"
                 raise DataError(
                     f"{self._path}, line {number}: {error}; {advice}",
                     key="metrics.line.invalid",

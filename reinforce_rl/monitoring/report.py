@@ -227,7 +227,7 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
         }
     except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(
-            f"{path} is no evaluation ({error!r}); remove it, or start the run again",
+            f"{path} is not an evaluation ({error!r}); remove it, or start the run again",
             key="report.evaluation.damaged",
         ) from error
     figure = {
@@ -309,7 +309,7 @@ def _profile_tables(run: RunFolder) -> list[dict[str, Any]]:
         ]
     except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(
-            f"{path} is no profile's table ({error!r}); remove it, and profile again",
+            f"{path} is not the table of a profile ({error!r}); remove it, and profile again",
             key="report.profile.damaged",
         ) from error
 

@@ -320,7 +320,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh) -> FullTrainer:
         )
         if checkpoint is not None:
             trainer.restore(checkpoint)
-            monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
+            monitor.note(f"Resuming from {checkpoint.folder}, after step {start_step} of {steps}.")
         trainer.fit()
         if trainer.stopped_early and trainer.best is not None:
             since = trainer.best.step
@@ -360,8 +360,8 @@ def _refuse_changes(folder: Path, settings: str) -> None:
         raise ConfigError(
             [
                 Fault(
-                    f"{folder} has checkpoints of a run with other settings: {refused}. Set them "
-                    "back to go on, or choose another output_dir",
+                    f"{folder} has checkpoints of a run with other settings: {refused}. Restore "
+                    "them to continue, or choose another output_dir",
                     key="reward_model.resume.other_settings",
                 )
             ]

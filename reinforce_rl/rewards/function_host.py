@@ -113,7 +113,7 @@ def load_function(spec: FunctionSpec) -> partial[Any]:
         )
     if not callable(function):
         raise LoadFault(
-            f"{setting}, which is no function; expected the name of a function",
+            f"{setting}, which is not a function; expected the name of a function",
             key="reward_function.name.no_function",
         )
     _check_kwargs(function, spec)

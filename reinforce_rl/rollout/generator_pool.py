@@ -639,7 +639,7 @@ class GeneratorPool:
         if generator is not None:
             self._drop(generator, why, dismiss=True)
         elif rank not in self._dismissed:
-            self._notes.append(f"A program that is no generator of this run {why}")
+            self._notes.append(f"A program that is not a generator of this run {why}")
             self._dismiss(rank, why)
 
     def _take_message(self, rank: int, message: Message) -> None:

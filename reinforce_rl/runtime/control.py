@@ -379,7 +379,7 @@ def _verdict(lost: Sequence[Report], manner: str, why: Fault) -> Verdict:
     if len(lost) > _NAMED:
         names += f" and {len(lost) - _NAMED} more"
     step = f" of step {lost[0].step}" if lost[0].step else ", before the first step"
-    advice = "The other ranks end. The same command goes on from the last checkpoint"
+    advice = "The other ranks end. The same command resumes from the last checkpoint"
     text = f"{names} {manner} phase {lost[0].phase}{step}{why}. {advice}"
     return Verdict(text, of_first=any(report.rank == 0 for report in lost), key=key_of(why))
 
@@ -441,9 +441,9 @@ class RunControl:
     def _where_it_goes_on(self) -> str:
         step = saved_step(self.status.path.parent)
         return (
-            f"goes on after step {step}, the last one saved"
+            f"resumes after step {step}, the last one saved"
             if step
-            else "begins anew: no step was saved"
+            else "starts over: no step was saved"
         )
 
     @contextlib.contextmanager

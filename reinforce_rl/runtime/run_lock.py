@@ -103,7 +103,7 @@ def _open(folder: Path, creation: int = 0) -> int:
 
 
 def _no_regular_file(path: Path) -> Fault:
-    return Fault(f"{path} is no regular file; remove it", key="run.lock.no_regular_file")
+    return Fault(f"{path} is not a regular file; remove it", key="run.lock.no_regular_file")
 
 
 def _not_permitted(path: Path, reason: str) -> Fault:

@@ -163,9 +163,9 @@ def check_changes(cfg: TrainConfig) -> dict[str, str]:
     refused = "; ".join(f"{key}: {values}" for key, values in changes.items() if MEANING.match(key))
     if refused and not cfg.resume_with_changes:
         sentence = (
-            f"{folder} goes on after step {step}, and its steps so far had other settings: "
+            f"{folder} resumes after step {step}, but its earlier steps had other settings: "
             f"{refused}. Set them back, or choose another exp_manager.explicit_log_dir for a new "
-            "run, or go on with the new ones by resume_with_changes=true"
+            "run, or accept the new ones with resume_with_changes=true"
         )
         raise ConfigError([Fault(sentence, key="run.resume.other_settings")])
     return changes
@@ -264,7 +264,7 @@ def may_start(cfg: TrainConfig) -> bool:
         )
         message = (
             f"the run in {folder} has finished, at step {step}; raise trainer.reinforce.max_steps "
-            "to go on"
+            "to continue"
         )
         print(f"{message}, with {others}" if others else message)
     return False

@@ -38,8 +38,8 @@ def config_text(settings: Mapping[str, Any]) -> str:
         return text
     name, reason = _faulty_setting(tree, fault)
     sentence = (
-        f"{name} cannot be kept in the folder of the run, from which the next start would read "
-        f"it: {reason}. Write it otherwise, or put it into a file and set the file's path"
+        f"{name} cannot be stored in the run's folder, where the next start reads it: {reason}. "
+        "Write it differently, or put it into a file and give the file's path"
     )
     raise ConfigError([Fault(sentence, key="config.setting.not_storable")])
 

@@ -58,7 +58,7 @@ def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
 
     Raises:
         FileNotFoundError: there is no such file.
-        UnreadableFileError: it is no regular file, leads out of `within`, or may not be read.
+        UnreadableFileError: it is not a regular file, leads out of `within`, or may not be read.
     """
     try:
         # Opening a device can have side effects, so it is refused before it is opened.

@@ -150,7 +150,7 @@ class TestOfOneStep:
         cfg = ProfileConfig(steps=[2], memory=True)
         profiler = StepProfiler(cfg, tmp_path, 0, torch.device("cuda"), told.append)
         profiler.start(2)
-        assert told == ["profile: given up (RuntimeError: no memory history); the run goes on"]
+        assert told == ["profile: given up (RuntimeError: no memory history); the run continues"]
         assert not torch.autograd._profiler_enabled()
         with profiler.phase("generate"):
             pass

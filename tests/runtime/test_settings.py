@@ -402,7 +402,8 @@ class TestFinished:
         overrides = [*tiny_overrides(finished, num_prompts=10), TWO_STEPS]
         code = (
             "import sys\n"
-            "from reinforce_rl.config.compose import compose\nfrom reinforce_rl.config.load import load_config\n"
+            "from reinforce_rl.config.compose import compose\nfrom reinforce_rl.config.load import "
+            "load_config\n"
             "from reinforce_rl.runtime.settings import may_start\n"
             f"assert not may_start(load_config(compose('train_reinforce_actor', {overrides!r})))\n"
             "assert 'torch' not in sys.modules or sys.modules['torch'].cuda.is_available()"
@@ -418,7 +419,9 @@ class TestFinished:
         assert not starts(TWO_STEPS, export)
         capsys.readouterr()
         assert not starts(TWO_STEPS, export, "model.optim.lr=0.3"), "no step would have it"
-        assert "max_steps to go on, with model.optim.lr: 0.01 -> 0.3\n" in capsys.readouterr().out
+        assert (
+            "max_steps to continue, with model.optim.lr: 0.01 -> 0.3\n" in capsys.readouterr().out
+        )
         with raises_error("run.resume.other_settings", "model.seed: 1234 -> 7"):
             starts(TWO_STEPS, export, "model.seed=7")
         assert starts(f"{RL}.max_steps=3", export)

@@ -175,7 +175,7 @@ def test_killed_again_and_again_from_outside(processes, uninterrupted, tmp_path)
     assert resumed_from == 3
     # Were the reference that of the checkpoint, there would be no KL right after a resume.
     said = (tmp_path / "log").read_text()
-    assert said.count("Going on from") >= 3
+    assert said.count("Resuming from") >= 3
 
 
 def latest(folder: Path) -> Path:

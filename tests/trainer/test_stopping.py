@@ -193,7 +193,7 @@ def test_one_of_two_ranks_is_told(processes, uninterrupted_on_two, tmp_path):
 
 @pytest.mark.slow
 def test_an_alert_stops_every_rank(processes, uninterrupted_on_two, tmp_path):
-    """The first rank's verdict is all ranks'; the run goes on without stopping for the same again."""
+    """The first rank's verdict is all ranks'; the run continues without stopping for the same again."""
     processes.start(tmp_path, *SETTINGS, "alerts.rules.prompts_repeated=stop", ranks=2, patience=30)
     assert processes.wait() == EXIT_ALERT, log(tmp_path)
     assert processes.statuses == [EXIT_ALERT] * 2 and "Traceback" not in log(tmp_path)

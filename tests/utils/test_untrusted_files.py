@@ -1,4 +1,4 @@
-"""Files that somebody else may have made: what is no regular file is an error at once."""
+"""Files that somebody else may have made: what is not a regular file is an error at once."""
 
 from __future__ import annotations
 

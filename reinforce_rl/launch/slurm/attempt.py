@@ -426,7 +426,7 @@ def _next(
     """Decide whether to requeue the job at `step`; return the decision and what comes next."""
     if result.code == EXIT_FINISHED:
         return False, "nothing is left to do"
-    go_on = f"submit the same command again to go on from step {step}"
+    go_on = f"submit the same command again to resume from step {step}"
     if nodes := " and ".join(outcome.failed_nodes(current.attempt)):
         return (
             False,

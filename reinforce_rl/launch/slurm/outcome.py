@@ -161,7 +161,7 @@ def judge(
     by = "" if signalled is None else _signal_name(signalled)
     if signalled is not None and killed:
         text = (
-            f"the actor had not saved in time after {by}, and was killed; the run goes on from its "
+            f"the actor had not saved in time after {by}, and was killed; the run resumes from its "
             "newest checkpoint"
         )
         if signalled == signal.SIGUSR1:

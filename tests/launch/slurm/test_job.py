@@ -192,7 +192,7 @@ def test_a_signal_saves_and_requeues_what_got_further(
     assert lines[-3] == "the actor has ended; the newest checkpoint is of step 7"
     assert job.requeued is job.attempts[0].requeued is ("; requeued" in expected)
     assert job.requeued is not lines[-1].endswith(
-        "; submit the same command again to go on from step 7"
+        "; submit the same command again to resume from step 7"
     )
 
 
@@ -330,7 +330,7 @@ def test_a_run_goes_on_while_one_of_its_servers_lives(started: type[Job], tmp_pa
     )
     code, lines = job.finish()
     assert code == 0, lines
-    assert "rm-1 has ended without being asked to; the run goes on with rm-0, rm-2" in lines
+    assert "rm-1 has ended without being asked to; the run continues with rm-0, rm-2" in lines
     assert lines[-2] == "the run has finished"
     drains = [line.split() for line in job.calls() if line.startswith("drain")]
     assert [words[3] for words in drains] == ["rm-"], "there are no generators"
