@@ -301,8 +301,8 @@ def check_prompt(messages: Sequence[Mapping[str, Any]], key: str) -> None:
     """Raise a `DataError` if a conversation does not end with a question."""
     if messages and messages[-1]["role"] == "assistant":
         raise DataError(
-            f"{key} ends with an assistant message; expected a prompt, which ends where the "
-            "assistant shall answer. reinforce-rl prepare takes the answer off",
+            f"{key} ends with an assistant message; expected a prompt, which ends before the "
+            "assistant's answer. reinforce-rl prepare removes the answer",
             key="data.prompt.ends_with_an_answer",
         )
     if not messages or not (text_of(messages[-1]).strip() or messages[-1]["role"] == "tool"):

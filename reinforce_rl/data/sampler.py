@@ -47,7 +47,7 @@ class Blend:
         for number, (size, weight, draws) in enumerate(files, 1):
             if size == 0:
                 sentence = (
-                    f"{key} gives file number {number} a weight, but it has no prompt; omit it"
+                    f"{key} gives file number {number} a weight, but it has no prompts; omit it"
                 )
                 faults.append(Fault(sentence, key="data.weights.file_without_prompts"))
             elif draws == 0:

@@ -156,8 +156,8 @@ def _of_split(
         return next(iter(chosen.values()))
     if "" in chosen:
         raise DataError(
-            f"has files of the splits {_listed(named)}, and files whose names tell no split, such "
-            f"as {chosen[''][0].name}; give single files, or a pattern, or one split: "
+            f"has files of the splits {_listed(named)}, and files whose names contain no split, "
+            f"such as {chosen[''][0].name}; give single files, or a pattern, or one split: "
             f"{place}:{named[0]}",
             key="data.split.files_of_none",
         )

@@ -152,7 +152,7 @@ def _prepare(words: list[str]) -> None:
         here = os.getcwd()
     except OSError:
         fault = ReinforceError(
-            "the folder in which this was started does not exist any more; change to another one",
+            "the working directory no longer exists; change to another one",
             key="launch.folder.gone",
         )
         fail(fault.with_keys())

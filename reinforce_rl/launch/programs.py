@@ -150,7 +150,7 @@ def generate(cfg: DictConfig) -> None:
     if not config.uses_external_generators:
         raise ReinforceError(
             f"placement is {config.placement} and generation_ranks is {config.generation_ranks}, "
-            "so the trainers let no generator register; expected placement=disaggregated and "
+            "so the trainers accept no generators; expected placement=disaggregated and "
             "generation_ranks=0, for them and for this program",
             key="generate.trainers.no_external_generators",
         )

@@ -133,8 +133,8 @@ def _server_of(
         raise ConfigError(
             [
                 Fault(
-                    "functions beside a reward model read texts, but the tokenizer in "
-                    f"{folder} has no chat template, which makes tokens of texts; give it one, or "
+                    "reward functions beside a reward model read texts, but the tokenizer in "
+                    f"{folder} has no chat template to turn texts into tokens; give it one, or "
                     "serve the functions by themselves",
                     key="serve.tokenizer.no_chat_template",
                 )

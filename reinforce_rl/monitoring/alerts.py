@@ -189,7 +189,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 @rule(
-    "one such step spoils the weights",
+    "one such step ruins the weights",
     "look for the first such number in metrics.jsonl; lower model.optim.lr",
 )
 def not_finite(run: History) -> str | None:
@@ -213,7 +213,8 @@ def unscored(run: History) -> str | None:
 
 
 @rule(
-    "long responses that fail cost nothing", "raise the reward source's limits, or lower max_length"
+    "long responses that fail are not penalised",
+    "raise the reward source's limits, or lower max_length",
 )
 def unscored_length(run: History) -> str | None:
     longer = run.last("train/unscored_length_auc", 10)
@@ -228,8 +229,8 @@ def unscored_length(run: History) -> str | None:
 
 
 @rule(
-    "nothing can be learnt from it",
-    "is the reward source what you think it is, and alive? read samples",
+    "there is no signal to learn from",
+    "check that the reward source is the right one and runs; read samples",
     steps=3,
 )
 def constant_reward(run: History) -> str | None:
@@ -250,7 +251,7 @@ def equal_groups(run: History) -> str | None:
 
 @rule(
     "there is little to learn from",
-    "take other prompts, more samples each, or dynamic_filtering=true",
+    "use other prompts, more samples a prompt, or dynamic_filtering=true",
     steps=3,
 )
 def zero_reward_std(run: History) -> str | None:
@@ -259,7 +260,7 @@ def zero_reward_std(run: History) -> str | None:
 
 @rule(
     "little is left to learn",
-    "take harder prompts, or stop; or has the policy collapsed? read samples",
+    "use harder prompts or stop, unless the policy has collapsed: read samples",
     steps=3,
 )
 def solved(run: History) -> str | None:
@@ -281,7 +282,7 @@ def zero_gradient(run: History) -> str | None:
 
 @rule(
     "no policy changes that much in a step",
-    "did the reward server restart, with another model, or fail?",
+    "check whether the reward server restarted with another model, or failed",
 )
 def reward_jump(run: History) -> str | None:
     rewards = run.past("train/rewards", 20)
@@ -303,7 +304,7 @@ def reward_jump(run: History) -> str | None:
 
 
 @rule(
-    "the policy leaves the initial one ever faster",
+    "the policy moves away from the initial one faster and faster",
     "lower model.optim.lr or raise initial_policy_kl_penalty",
 )
 def kl(run: History) -> str | None:
@@ -319,7 +320,7 @@ def kl(run: History) -> str | None:
 
 
 @rule(
-    "it writes always the same, or noise",
+    "it always writes the same, or noise",
     "read samples; resume from an older checkpoint with a lower learning rate",
 )
 def entropy(run: History) -> str | None:
@@ -331,7 +332,7 @@ def entropy(run: History) -> str | None:
 
 
 @rule(
-    "their ends are never scored",
+    "their missing ends are not scored",
     "raise max_length, or see truncated_samples and reward_shaping.length_penalty",
 )
 def truncated(run: History) -> str | None:
@@ -374,7 +375,8 @@ def repetition(run: History) -> str | None:
     at_first = run.first("train/compression")
     if now > first + 0.2:
         return (
-            f"{now:.0%} of three words in a row were in the response before, {first:.0%} at first"
+            f"{now:.0%} of the trigrams of words repeat earlier ones of the response, {first:.0%} "
+            "at first"
         )
     text = f"responses compress to {size:.0%} of their size, to {at_first:.0%} at first"
     return text if size < 0.6 * at_first else None
@@ -400,7 +402,7 @@ def generator_logprob_diff(run: History) -> str | None:
 
 
 @rule(
-    "single batches move the policy far",
+    "single batches change the policy a lot",
     "lower model.optim.lr or gradient_clip_val; read their samples",
 )
 def gradient_spikes(run: History) -> str | None:
@@ -435,7 +437,10 @@ def overfitting(run: History) -> str | None:
     return None
 
 
-@rule("what was trained on is no test, and counts twice", "drop them from the data")
+@rule(
+    "a prompt that is trained on cannot validate, and a repeated one counts twice",
+    "drop them from the data",
+)
 def prompts_repeated(run: History) -> str | None:
     share = run.now("train/prompts_repeated")
     return (

@@ -85,7 +85,7 @@ def read_record(run: str | Path, step: int) -> StepRecord:
         )
         raise DataError(
             f"{Path(run) / FOLDER} has no record of {steps}. A run with exp_manager.record=full "
-            "keeps those of its last exp_manager.record_keep steps",
+            "keeps the records of its last exp_manager.record_keep steps",
             key="record.step.missing",
         )
     path = files[step]
@@ -112,7 +112,7 @@ def read_record(run: str | Path, step: int) -> StepRecord:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{path} is not a readable record ({error}); restore it or take it away",
+            f"{path} is not a readable record ({error}); restore or remove it",
             key="record.file.not_readable",
         ) from error
 

@@ -89,8 +89,8 @@ class Merging:
             raise ConfigError(
                 [
                     Fault(
-                        "reward_model.attribute_weights has no weight other than 0, so every "
-                        "reward would be 0; give one that is not 0",
+                        "reward_model.attribute_weights has only weights of 0, so every reward "
+                        "would be 0; set one that is not 0",
                         key="reward_model.attributes.all_zero",
                     )
                 ]

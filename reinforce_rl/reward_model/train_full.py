@@ -255,7 +255,7 @@ class FullTrainer:
         if state["data"] != self._data_digest:
             raise CheckpointError(
                 f"{checkpoint.folder} was made with other data (files, lengths, split or "
-                "attributes); set them back, or choose another output_dir",
+                "attributes); restore them, or choose another output_dir",
                 key="reward_model.checkpoint.other_data",
             )
         self._sampler.load_state_dict(state["sampler"])

@@ -227,7 +227,7 @@ class Health:
                 return False, "busy: it answered other requests meanwhile"
             return True, f"a small sample had no answer within {self._limit:g} s"
         except OSError as error:
-            return True, f"the model's side does not answer ({type(error).__name__})"
+            return True, f"the model backend does not answer ({type(error).__name__})"
         if (fault := fault_of(code, body)) is not None:
             return True, fault
         self._canary_seconds = time.monotonic() - started
@@ -276,10 +276,10 @@ class FrontMetrics(Collector):
             "reward_server_request_bytes", "Bytes of request bodies", registry=registry
         )
         in_flight = Gauge(
-            "reward_server_in_flight", "Requests that the model's side has", registry=registry
+            "reward_server_in_flight", "Requests in the model backend", registry=registry
         )
         in_flight.set_function(lambda: admission.in_flight)
-        queued = Gauge("reward_server_queue_length", "Requests that wait for it", registry=registry)
+        queued = Gauge("reward_server_queue_length", "Requests queued for it", registry=registry)
         queued.set_function(lambda: admission.queued)
         self._ready = Gauge(
             "reward_server_ready", "1 while the server takes requests", registry=registry

@@ -176,7 +176,7 @@ def _tensors(request: dict[str, Any], key: str) -> list[dict[str, Any]]:
         if not isinstance(tensor, dict) or not isinstance(tensor.get("name"), str):
             raise Refusal(400, f"'{key}' holds something that is not a tensor with a name")
         if any(name.startswith("shared_memory") for name in _parameters(tensor)):
-            raise Refusal(400, "tensors in shared memory are not taken")
+            raise Refusal(400, "tensors in shared memory are not supported")
     return tensors
 
 

@@ -335,7 +335,7 @@ def token_of(inference: InferenceConfig) -> str | None:
     sentence = (
         f"inference.host is {inference.host}, so other machines can reach the server, and it has "
         "no access token. Give it one with inference.token_file=FILE or the environment variable "
-        f"{wire.TOKEN_VARIABLE}, or say inference.allow_no_token=true where everyone who can reach "
+        f"{wire.TOKEN_VARIABLE}, or set inference.allow_no_token=true if everyone who can reach "
         "the port may use it"
     )
     raise ConfigError([Fault(sentence, key="serve.token.not_given")])

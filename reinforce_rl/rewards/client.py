@@ -555,8 +555,8 @@ class Replicas:
         ):
             self._difference = Fault(
                 f"the reward server at {replica.model.place} was replaced by another one during "
-                f"the run ({'; '.join(differences)}). Start the one from before, or start the run "
-                "again.",
+                f"the run ({'; '.join(differences)}). Start the previous server, or restart the "
+                "run.",
                 key="reward_server.server.replaced",
             )
         elif differences := known.differences(info, f"at {by.place}", f"at {replica.model.place}"):

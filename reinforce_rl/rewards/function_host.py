@@ -309,7 +309,7 @@ def _outcome_of(sample: _Sample, code: int) -> Outcome:
     if line and not secrets.compare_digest(secret, sample.secret):
         return Outcome(
             base.STATUS_INTERNAL,
-            fault="something else than the function's return wrote into its answer",
+            fault="something other than the function's return value was written to its answer",
         )
     try:
         read = json.loads(answer)
@@ -399,8 +399,8 @@ def main() -> None:
             faults.append(
                 Fault(
                     f"{spec.key}.name is {spec.name!r}, whose module keeps {path} open. All "
-                    "samples would share the place where it is read next: read it whole at the "
-                    "module's level, or open it in the function",
+                    "samples would share its file position: read the whole file at import, or open "
+                    "it in the function",
                     key="reward_function.module.keeps_file_open",
                 )
             )

@@ -164,8 +164,8 @@ def unlike(first: Address, second: Address, differences: Sequence[str]) -> Fault
     """Return the error for two servers that should serve the same model and do not."""
     return Fault(
         f"the reward servers at {first} and {second} do not serve the same model with the same "
-        f"limits ({'; '.join(differences)}). Replicas must be alike: start one of them anew, or "
-        "take it out of remote_rm.reward_model.replicas.",
+        f"limits ({'; '.join(differences)}). Replicas must be identical: restart one of them, or "
+        "remove it from remote_rm.reward_model.replicas.",
         key="reward_server.replicas.differ",
     )
 

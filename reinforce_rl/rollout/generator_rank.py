@@ -546,7 +546,7 @@ class GeneratorRank:
                 self._asked = max(self._asked - len(message.requests), 0)
             elif isinstance(message, Dismissed):
                 failure = LostRankError(
-                    f"the trainers sent this generator away: {message.why}",
+                    f"the trainers refused this generator: {message.why}",
                     key="generators.generator.sent_away",
                 )
                 self._failure = self._failure or failure

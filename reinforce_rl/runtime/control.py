@@ -160,7 +160,7 @@ class Watchdog:
                 self._others[rank].report = Report(**json.loads(hello)["report"])
             if missing := sorted(self._others.keys() - hellos.keys()):
                 raise ReinforceError(
-                    f"no report of the ranks {missing} came to rank 0 within "
+                    f"rank 0 got no report of the ranks {missing} within "
                     f"{CONNECT_SECONDS:.0f} s; look at the output of these ranks",
                     key="ranks.rank.no_report",
                 )
@@ -343,7 +343,7 @@ def hung(reports: Sequence[Report], limit: float) -> Verdict | None:
     return (
         None
         if seconds < limit
-        else _stuck(reports, f"no rank has got any further for {seconds:.0f} s")
+        else _stuck(reports, f"no rank has made progress for {seconds:.0f} s")
     )
 
 
@@ -357,7 +357,7 @@ def waited_for(reports: Sequence[Report], timed_out: Mapping[int, str]) -> Verdi
     rank = min(timed_out)
     return _stuck(
         others,
-        f"rank {rank} has waited for longer than torch's own limit ({timed_out[rank].strip()})",
+        f"rank {rank} has waited longer than torch's timeout ({timed_out[rank].strip()})",
     )
 
 

@@ -227,7 +227,7 @@ def settings_of(folder: Path, step: int, *, within: Path | None = None) -> tuple
     if after < step <= up_to:
         raise DataError(
             f"{folder / HISTORY_FILE} no longer has the settings of step {step}; this run had too "
-            f"many changes to keep those of the steps {after + 1} to {up_to}",
+            f"many changes to keep the settings of steps {after + 1} to {up_to}",
             key="history.settings.dropped",
         )
     changes = [
@@ -339,7 +339,7 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
         if not all(type(line.get(key, 0)) is int for key in (_DROPPED_FROM, _DROPPED_UP_TO)):
             keys = f"{_DROPPED_FROM} and {_DROPPED_UP_TO}"
             raise DataError(
-                f"{place}: {keys} must be numbers of steps; restore the file",
+                f"{place}: {keys} must be step numbers; restore the file",
                 key="history.line.dropped_no_numbers",
             )
         files = line.get("files", {})
@@ -349,7 +349,7 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
         ):
             shown = str(files)[:100]
             raise DataError(
-                f"{place}: files is {shown}; expected a digest by function; restore the file",
+                f"{place}: files is {shown}; expected a digest for each function; restore the file",
                 key="history.line.files_invalid",
             )
         read_tree(line["config"], place)

@@ -160,7 +160,7 @@ def checked_status(path: Path, *, within: Path | None = None) -> Status:
         DataError: it is not a status that `StatusFile` writes.
     """
     data = read_bounded(path, max_bytes=_MAX_BYTES, within=within)
-    advice = "restore the file or take it away"
+    advice = "restore or remove the file"
     try:
         values = parse_json(data)
         if not isinstance(values, dict):

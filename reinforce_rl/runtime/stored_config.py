@@ -23,7 +23,7 @@ INTERPOLATION = "${"
 # characters of a dotted key, which has the names of all keys above it
 _MAX_KEY = 500
 _SHOWN = 200  # characters of a value in a message
-_ADVICE = "A run writes none such: restore the file, or take it away"
+_ADVICE = "A run writes none such: restore or remove the file"
 
 
 def config_text(settings: Mapping[str, Any]) -> str:

@@ -219,7 +219,7 @@ def require_trust(
 
 def _not_trusted(authority: Authority, folder: str | Path) -> Fault:
     return Fault(
-        f"{authority}; only {folder} says so. Give {authority.key}=VALUE yourself, or --trust if "
-        "you would run whatever this folder says",
+        f"{authority}; only {folder} has this setting. Give {authority.key}=VALUE yourself, or "
+        "--trust to use all settings of this folder",
         key="trust.setting.only_of_folder",
     )

@@ -184,7 +184,7 @@ class NonFiniteGuard:
             self._skipped = self._skipped + 1 if update.skipped else 0
         if mesh.any_rank(any(update.weights_lost for update in updates)):
             raise DivergedError(
-                f"the policy's weights were not finite when step {step} was to update them",
+                f"the policy's weights were not finite before the update of step {step}",
                 key="trainer.weights.not_finite",
             )
         if self._skipped >= self.most:

@@ -351,7 +351,7 @@ def _check_inside(path: Path, target: Path, within: Path) -> None:
     if not target.is_relative_to(within.resolve()):
         raise UnreadableFileError(
             f"{path} is a link to {target}, outside of {within}; expected a file of this folder. "
-            "If you trust it, put the file itself in its place",
+            "If you trust it, replace the link by the file itself",
             key="file.link.leads_out",
         )
 

@@ -285,7 +285,7 @@ def test_a_lone_newcomer_answers_with_the_oldest_weights_that_there_are(programs
         f"No generator has the weights after step {done - 1} any more: prompts of step "
         in programs.said
     )
-    assert "The wait for a generator is over" in programs.said
+    assert "A generator has registered" in programs.said
     lines = metrics_of(programs.folder)[1:]
     assert len(lines) == STEPS and all(line["train/staleness"] <= 1.0 for line in lines)
     for line in lines:

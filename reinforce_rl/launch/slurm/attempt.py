@@ -158,7 +158,7 @@ def _refusal(current: CurrentJob, attempts: Sequence[Attempt], step: int) -> Fau
     for job in sorted(jobs):
         if _states(job) & {"R", "CF", "S", "ST"}:  # it has nodes
             return Fault(
-                f"job {job} works in {current.run}; wait for it, or cancel it (scancel {job})",
+                f"job {job} is using {current.run}; wait for it, or cancel it (scancel {job})",
                 key="slurm.run_dir.in_use",
             )
     return outcome.refusal(
@@ -226,7 +226,7 @@ def end_stale_steps(seconds: float) -> None:
         deadline = time.monotonic() + limit
         signalled: set[str] = set()
         while True:
-            left = f"what job {job_ids()[0]} has left is not known"
+            left = f"what job {job_ids()[0]} has left behind is not known"
             with contextlib.suppress(SlurmCallError):
                 steps = steps_of(OUR_STEPS)
                 if not steps:
@@ -327,7 +327,7 @@ def times() -> str:
     try:
         start, end = job_times(*job_ids())
     except SlurmCallError as error:
-        print(f"warning: when this job ends is not known: {error}", file=sys.stderr, flush=True)
+        print(f"warning: the end of this job is not known: {error}", file=sys.stderr, flush=True)
         return ""
     known = {START_VARIABLE: start, END_VARIABLE: end}
     words = [f"{name}={value}" for name, value in known.items() if value is not None]

@@ -280,7 +280,7 @@ def _argument_faults(actor_args: Sequence[str], server_args: Sequence[str]) -> I
         for arg in args:
             if "=" not in arg:
                 yield Fault(
-                    f"'{arg}' stands among the {whose}'s arguments; expected KEY=VALUE",
+                    f"'{arg}' is among the {whose}'s arguments; expected KEY=VALUE",
                     key="slurm.argument.no_override",
                 )
         for key in keys:
