@@ -107,7 +107,7 @@ def explained(
     faults: list[str]
     if isinstance(error, OverrideParseException) and error.override:
         expected = (
-            "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
+            "expected KEY=VALUE, with quotes around a value with special characters: \"KEY='a, b'\""
         )
         faults = [
             Fault(
@@ -137,7 +137,7 @@ def explained(
 
 def _bare_comma(key: str, value: str) -> Fault:
     return Fault(
-        f"{key} is {value}; write a list as {key}='[{value}]', a text as {key}=\"'{value}'\"",
+        f"{key} is {value}; write a list as {key}='[{value}]', a string as {key}=\"'{value}'\"",
         key="config.override.bare_comma",
     )
 

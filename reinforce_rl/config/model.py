@@ -77,7 +77,7 @@ class RolloutConfig(Section):
     )
     generation_cache_tokens: int | None = key(
         None,
-        "capacity of the native engine's KV cache on a rank; further sequences wait for room. At "
+        "capacity of the native engine's KV cache on a rank; further sequences wait. At "
         "least encoder_seq_length; null: no bound",
         "tokens",
         details=", all sequences of a call at once. No number changes",
@@ -133,8 +133,7 @@ class RolloutConfig(Section):
     length_params: LengthConfig = LengthConfig()
     skip_special_tokens: bool = key(
         True,
-        "leave the tokenizer's special tokens out of the texts of responses, which rewards and "
-        "records have",
+        "remove the tokenizer's special tokens from the response texts in rewards and records",
         details=(
             "; false where a reward looks for one, such as a `<think>` that was added as a "
             "special token. The token that ends a response is never in the text of a reward"
@@ -179,7 +178,7 @@ class OptimConfig(Section):
     )
     in_place_gradients: bool = key(
         True,
-        "on a CPU in fp32: backward passes add to megatron's gradient buffers in place",
+        "on a CPU in fp32: accumulate gradients in megatron's gradient buffers in place",
         details=(
             ". False: each gradient is made anew in every micro-batch and added afterwards. No "
             "number changes but for rounding"
@@ -217,7 +216,7 @@ class DataPrefixConfig(Section):
     )
     test: Text | list[Text] | None = key(
         None,
-        "prompts that the trained policy answers once, after the last step",
+        "prompts for one evaluation after the last step",
         kind="path or list",
         details=", with validation's sampling: `test/...` metrics, samples in `test/`",
     )
@@ -259,7 +258,7 @@ class FieldsConfig(Section):
 class DataConfig(TemplateConfig):
     data_prefix: DataPrefixConfig = DataPrefixConfig()
     fields: FieldsConfig = FieldsConfig()
-    system_prompt: Text | None = key(None, "system message of every conversation that has none")
+    system_prompt: Text | None = key(None, "system message for conversations that have none")
     apply_chat_template: bool = key(
         False,
         "wrap a plain prompt as one user message of the chat template",
@@ -383,7 +382,7 @@ class ModelConfig(ParallelConfig):
     )
     reference_placement: Literal["host", "device"] = key(
         "host",
-        "where the reference's weights lie: host (transferred for each pass) or device (no "
+        "where the reference's weights are: host (transferred for each pass) or device (no "
         "transfer)",
         details=". With LoRA there is no copy",
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 _SAVING = "exp_manager.checkpoint_callback_params"
 _NOTHING = "leave it out: there is nothing to choose"
-_ONE_FORM = "leave it out: checkpoints have one form"
+_ONE_FORM = "leave it out: checkpoints have one format"
 _OF_TRT_LLM = "leave it out; generation=tensorrt_llm has engine.* and tensorrt_llm.* to choose from"
 
 # Names of the actor's keys to ours, for the same values.
@@ -144,7 +144,7 @@ REWARD_MODEL = {
     "model.megatron_amp_O2": "set trainer.precision; bf16 keeps fp32 main weights",
     "model.data": "leave it out; see data.*",
     "model.data.data_prefix": (
-        "set data.pairs_path or data.ratings_path; reinforce-rl prepare --form pairs or ratings "
+        "set data.pairs_path or data.ratings_path; reinforce-rl prepare --format pairs or ratings "
         "converts its files"
     ),
 }

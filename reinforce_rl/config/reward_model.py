@@ -65,7 +65,7 @@ class FullConfig(Section):
     )
     patience: Count | None = key(
         3,
-        "evaluations without a lower loss, after which the run ends; null for never",
+        "end after this many evaluations without a lower loss; null for never",
         "evaluations",
     )
     gradient_clip_val: NonNegative = key(1.0, "bound on the gradient's norm; 0 for none")
@@ -84,7 +84,7 @@ class PairsConfig(TemplateConfig):
     fields: PairFieldsConfig = PairFieldsConfig()
     pairs_path: PathText | None = key(
         None,
-        'JSONL, CSV, Parquet, ... of {"prompt", "chosen", "rejected"}; prompt: HH form, plain '
+        'JSONL, CSV, Parquet, ... of {"prompt", "chosen", "rejected"}; prompt: HH format, plain '
         "text, or messages",
         kind="path",
     )
@@ -108,7 +108,7 @@ class PairsConfig(TemplateConfig):
     )
     held_out_fraction: float = key(
         0.2,
-        "share of the prompts that is never trained on; follows from the seed and the prompt",
+        "share of the prompts held out from training, by seed and prompt",
         gt=0,
         lt=1,
         expected="above 0 and below 1, for instance 0.2",
@@ -117,7 +117,7 @@ class PairsConfig(TemplateConfig):
 
 
 class PrefixesConfig(Section):
-    per_pair: Natural = key(4, "0 trains on whole answers alone")
+    per_pair: Natural = key(4, "0 trains on whole answers only")
     min_tokens: Count = key(8, "", "tokens")
     max_tokens: int = key(32, "", "tokens")
     evaluate_at: Count = key(24, "also report held-out accuracy for answers cut here", "tokens")
@@ -150,21 +150,21 @@ class TrainRewardModelConfig(Section):
     data: PairsConfig = PairsConfig()
     prefixes: PrefixesConfig = key(
         PrefixesConfig(),
-        "of mode=head: beginnings of the answers that are trained on besides the whole answers, "
-        "so that the head can judge an answer that an actor's max_length has cut. They cost no "
-        "forward pass: the trunk is causal",
+        "of mode=head: truncated answers to train on besides the whole ones, so that the head can "
+        "score answers cut at an actor's max_length. They need no further forward pass: the trunk "
+        "is causal",
     )
     degenerate: DegenerateConfig = key(
         DegenerateConfig(),
-        "of mode=head: answers that end at once or repeat a phrase, made from the pairs' own "
-        "words. Preference data has none, and a policy in search of reward finds them; the head "
-        "learns that the pair's answers are better",
+        "of mode=head: synthetic answers that end at once or repeat a phrase, made from the pairs' "
+        "words. Preference data has none, but a policy can exploit them; the head learns to rank "
+        "them below the pair's answers",
     )
     head: HeadConfig = key(HeadConfig(), "of mode=head")
     micro_batch_size: Count = key(8, "sequences in a forward pass", "sequences")
     num_threads: Count | None = key(None, "of torch; null leaves it as it is")
     seed: Natural = key(
-        0, "draws held-out prompts, the pairs of max_pairs, cuts, the order, a new head"
+        0, "draws held-out prompts, the pairs of max_pairs, prefixes, the order, a new head"
     )
     features_cache: PathText | None = key(
         None,

@@ -58,7 +58,7 @@ class RewardServerConfig(Section):
     )
     input: Literal["auto", "tokens", "text"] = key(
         "auto",
-        "what it is sent: tokens, text, or auto: conversations as text, for the reward model's "
+        "input of the model: tokens, text, or auto: conversations as text, for the reward model's "
         "own template, and plain prompts as tokens where both tokenizers are the same, else as "
         "text",
         details="; see [reward-server.md](reward-server.md#tokens-or-text)",
@@ -82,7 +82,7 @@ class RemoteRMConfig(Section):
     )
     pad_to_length: Count | None = key(
         None,
-        "pad each request to this length, cutting none; null: to the longest row of a request",
+        "pad each request to this length, truncating none; null: to the longest row of a request",
         "tokens",
     )
     ready_timeout_seconds: Positive = key(60.0, "wait for the server at the start", "s")
@@ -259,18 +259,19 @@ class InferenceConfig(Section):
     )
     max_sequence_length: Count | None = key(
         None,
-        "tokens that a row may claim, padding included; null: four times the model's context",
+        "longest row of a request in tokens, padding included; null: four times the model's "
+        "context",
         "tokens",
     )
-    max_in_flight: Count = key(64, "requests that Triton has at the same time", "requests")
-    max_queue: Natural = key(
-        256, "requests that wait for that; more are rejected with 503", "requests"
-    )
+    max_in_flight: Count = key(64, "requests in Triton at the same time", "requests")
+    max_queue: Natural = key(256, "queued requests; further ones are rejected with 503", "requests")
     request_timeout_seconds: Positive = key(600.0, "for the answer to one request", "s")
     model_timeout_seconds: Positive = key(
         300.0, "for a request's samples in the model; then the server ends", "s"
     )
-    health_timeout_seconds: Positive = key(10.0, "for health's own sample of one token", "s")
+    health_timeout_seconds: Positive = key(
+        10.0, "for the sample of one token that a health check scores", "s"
+    )
     warm_up_lengths: list[int] = key(
         [64, 512], "lengths of the samples scored before the server opens", "tokens"
     )
@@ -278,7 +279,7 @@ class InferenceConfig(Section):
         0.0, "a request may wait this long for others to be merged with", "ms"
     )
     preferred_batch_sizes: list[int] = key(
-        [], "numbers of samples that merged requests should come to, such as [32, 64]", "samples"
+        [], "preferred numbers of samples of merged requests, such as [32, 64]", "samples"
     )
     deterministic: bool = key(
         True, "each request in forward passes of its own: scores do not depend on other clients"
@@ -294,7 +295,7 @@ class InferenceConfig(Section):
     stop_timeout_seconds: float = key(30.0, "for calls in flight after SIGTERM or SIGINT", "s")
     rank_timeout_seconds: float = key(
         60.0,
-        "with several ranks: the server ends if one gives no sign of life for this long",
+        "with several ranks: the server ends if one sends no heartbeat for this long",
         "s",
         ge=1,
     )

@@ -138,7 +138,7 @@ def messages_of_json(value: object, key: str) -> object:
         return value
     if _MESSAGES_OF_PYTHON.match(value):
         raise DataError(
-            f"{key} is a list of messages in Python's form, {value[:40]!r}; expected JSON. Write "
+            f"{key} is a list of messages in Python syntax, {value[:40]!r}; expected JSON. Write "
             "it as JSON (json.dumps) or, in Parquet and JSONL, as a list",
             key="data.messages.python_form",
         )
@@ -152,7 +152,7 @@ def refuse_messages_as_text(value: object, key: str, advice: str) -> None:
         return
     if _MESSAGES_OF_PYTHON.match(value) or _parsed_messages(value) is not None:
         raise DataError(
-            f"{key} is a text that holds a list of messages, {value[:40]!r}; {advice}",
+            f"{key} is a string that holds a list of messages, {value[:40]!r}; {advice}",
             key="data.text.holds_messages",
         )
 

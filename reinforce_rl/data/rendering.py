@@ -231,7 +231,7 @@ class ChatRenderer:
                     )
                     if is_object and _has_python_form(text, form):
                         raise DataError(
-                            "the chat template writes tool_calls in Python's form; expected JSON",
+                            "the chat template writes tool_calls in Python syntax; expected JSON",
                             key="chat_template.tool_calls.python_form",
                         )
                     return rendered

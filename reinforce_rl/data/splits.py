@@ -86,7 +86,7 @@ def choose_files(
     parts, preferred = _parts_of(folder)
     if not parts:
         raise DataError(
-            "is a folder without a file of a known form",
+            "is a folder without a file of a known format",
             key="data.folder.no_known_file",
         )
     names = list(dict.fromkeys(part.configuration for part in parts))
@@ -134,7 +134,7 @@ def _refuse_copies(files: Iterable[Path]) -> None:
         if len(examples) > 1:
             names = " and ".join(example.name for example in examples)
             raise DataError(
-                f"has one split in several forms, {names}, which may hold the same records; give "
+                f"has one split in several formats, {names}, which may hold the same records; give "
                 f"one of these files, such as {path}, or a pattern",
                 key="data.split.several_forms",
             )

@@ -98,9 +98,9 @@ class Recomputation:
             "samples": lambda step: str(len(step.samples)),
             "sign changes": lambda step: str(step.sign_changes),
             "correlation": lambda step: shown(step.correlation, ".4f"),
-            "group spread": lambda step: _shown_pair(step.group_spread, ".3f"),
-            "groups without": lambda step: _shown_pair(step.groups_without_spread, ".0%"),
-            "no advantage": lambda step: _shown_pair(step.without_advantage, ".0%"),
+            "group std": lambda step: _shown_pair(step.group_spread, ".3f"),
+            "zero-std groups": lambda step: _shown_pair(step.groups_without_spread, ".0%"),
+            "zero advantage": lambda step: _shown_pair(step.without_advantage, ".0%"),
             "clipped": lambda step: _shown_pair(step.clipped, ".0%"),
         }
         if any(step.cosine is not None for step in self.steps):
@@ -163,7 +163,7 @@ class Recomputation:
         )
         figures.append(
             _figure(
-                "Spread within groups",
+                "Reward std within groups",
                 unit="standard deviation",
                 x_name="step",
                 x=steps,

@@ -273,8 +273,9 @@ def prepare(
     form: Annotated[
         Literal["messages", "prompt", "pairs", "ratings"],
         typer.Option(
-            help="of prompts: a list of turns, or one string in the Human/Assistant form; "
-            "pairs, ratings: NeMo-Aligner's data for train-rm, as pairs.jsonl or ratings.jsonl"
+            "--format",
+            help="of prompts: a list of turns, or one string in the Human/Assistant format; "
+            "pairs, ratings: NeMo-Aligner's data for train-rm, as pairs.jsonl or ratings.jsonl",
         ),
     ] = "messages",
     validation_fraction: Annotated[
@@ -302,7 +303,7 @@ def prepare(
 ) -> None:
     """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl.
 
-    With --form pairs or ratings, turn NeMo-Aligner's comparisons, DPO or regression data into what train-rm reads.
+    With --format pairs or ratings, turn NeMo-Aligner's comparisons, DPO or regression data into what train-rm reads.
     """
     from reinforce_rl.data.nemo_aligner import prepare_pairs, prepare_ratings
     from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
@@ -327,7 +328,7 @@ def prepare(
         "--limit": limit,
     }
     if attributes is not None and form != "ratings":
-        raise typer.BadParameter("--attributes needs --form ratings")
+        raise typer.BadParameter("--attributes needs --format ratings")
     if form in ("pairs", "ratings"):
         if given := [name for name, value in of_prompts.items() if value is not None]:
             raise typer.BadParameter(
@@ -490,7 +491,7 @@ app.command()(demo)
 @app.command("convert-config")
 def convert_config(
     file: Annotated[
-        Path, typer.Argument(help="a YAML in the form of NeMo-Aligner's gpt_reinforce_actor.yaml")
+        Path, typer.Argument(help="a YAML in the format of NeMo-Aligner's gpt_reinforce_actor.yaml")
     ],
     out: Annotated[Path | None, typer.Option(help="the new file (default: printed)")] = None,
 ) -> None:

@@ -160,7 +160,7 @@ def _check_keys(keys: Iterable[_Value], classes: Collection[str]) -> None:
         if not (is_plain or is_instance):
             kind = key.kind.name
             raise CheckpointError(
-                f"it has a key of the kind {kind!r}; expected texts and whole numbers",
+                f"it has a key of the kind {kind!r}; expected strings and whole numbers",
                 key="checkpoint.pickle.other_key",
             )
 

@@ -64,7 +64,7 @@ class _Index(MetadataIndex):
         # The hash of a text differs in each process, so equal hashes cannot be prepared.
         if type(self.fqn) is not str:
             raise CheckpointError(
-                f"the name of a tensor is a {type(self.fqn).__name__}; expected a text",
+                f"the name of a tensor is a {type(self.fqn).__name__}; expected a string",
                 key="checkpoint.description.name_no_text",
             )
         return super().__hash__()
@@ -156,7 +156,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
         # Values of other types could have equal hashes.
         if not isinstance(name, str):
             raise CheckpointError(
-                f"it names a file by {str(name)[:100]!r}; expected a text",
+                f"it names a file by {str(name)[:100]!r}; expected a string",
                 key="checkpoint.description.file_no_text",
             )
         names.add(name)

@@ -197,7 +197,7 @@ def _check_names(data: bytes) -> None:
             )
         if opcode.name == "GLOBAL" and not _is_allowed(str(name)):
             raise CheckpointError(
-                f"it names {str(name)[:100]!r}; expected tensors, numbers and texts",
+                f"it names {str(name)[:100]!r}; expected tensors, numbers and strings",
                 key="checkpoint.archive.other_class",
             )
 

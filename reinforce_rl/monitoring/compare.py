@@ -34,7 +34,7 @@ _METRICS = (
     ("held-out loss", "val/loss", False, ".4f"),
     ("KL, nats a response", "train/init_policy_kl", False, ".3f"),
     ("response length, tokens", "train/response_lengths", False, ".1f"),
-    ("ended by themselves", "train/fraction_of_samples_properly_ended", False, ".3f"),
+    ("not truncated", "train/fraction_of_samples_properly_ended", False, ".3f"),
     ("seconds a step", "timers/step_time", False, ".2f"),
 )
 # settings that may differ within a side

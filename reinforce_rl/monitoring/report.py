@@ -29,7 +29,7 @@ _QUANTITIES = (  # name, metric, form
     ("Reward with KL", "rewards_with_kl", ".3f"),
     ("KL, nats a response", "init_policy_kl", ".3f"),
     ("Response length, tokens", "response_lengths", ".1f"),
-    ("Ended by itself", _ENDED, ".1%"),
+    ("Not truncated", _ENDED, ".1%"),
 )
 _MAX_TABLE_BYTES = 16 << 20  # of an evaluation or a profile's table
 _MAX_TIME = 253_370_764_800  # unix seconds of the year 9999
@@ -184,7 +184,7 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
     """Return verdict, tables and figures of the best evaluation in reward-model training."""
     path = run.path / EVALUATION_FILE
     if not path.exists():
-        return {"verdict": "No evaluation has been made since the first step."}
+        return {"verdict": "There has been no evaluation since the first step."}
     try:
         best = _read_table(run, path)
         evaluation = best["evaluation"]
@@ -197,9 +197,9 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
         )
         if "accuracy" in metrics:
             sentence += (
-                f"; of the held-out pairs {metrics['accuracy']:.1%} ± "
-                f"{metrics['accuracy_standard_error']:.1%} are ordered rightly, where 'the longer "
-                f"answer wins' has {metrics['length_baseline_accuracy']:.1%}"
+                f"; the accuracy on held-out pairs is {metrics['accuracy']:.1%} ± "
+                f"{metrics['accuracy_standard_error']:.1%}, against "
+                f"{metrics['length_baseline_accuracy']:.1%} for 'the longer answer wins'"
             )
         values = {"loss": evaluation["loss"], **metrics}
         both = ("predicted", "observed")

@@ -54,14 +54,14 @@ CHARTS = (
         "Reward", {"training": "train/rewards", "validation": "val/rewards", "*": "val/*/rewards"}
     ),
     Chart("Reward by source", {"*": "train/rewards_*", "*, validation": "val/rewards_*"}),
-    Chart("KL to the start", {"training": "train/init_policy_kl"}, "nats a response"),
+    Chart("KL from the initial policy", {"training": "train/init_policy_kl"}, "nats a response"),
     Chart(
         "Response length",
         {"training": "train/response_lengths", "validation": "val/response_lengths"},
         "tokens",
     ),
     Chart(
-        "Ended by themselves",
+        "Not truncated",
         {"training": f"train/{_ENDED}", "validation": f"val/{_ENDED}"},
         "share",
         "percent",
@@ -71,7 +71,7 @@ CHARTS = (
         {"training": "train/actor_loss", "training, pairs": "train/loss", "held out": "val/loss"},
     ),
     Chart(
-        "Pairs ordered rightly",
+        "Pair accuracy",
         {"training": "train/accuracy", "held out": "val/accuracy"},
         "share",
         "percent",

@@ -158,7 +158,7 @@ def _run_head(cfg: TrainRewardModelConfig, console: Console) -> heads.TrainedHea
         evaluation = {name: dataclasses.asdict(accuracy) for name, accuracy in accuracies.items()}
         text = json.dumps(evaluation, indent=2) + "\n"
         write_atomically(path.with_name(HEAD_EVALUATION_FILE), text)
-    table = Table(title="Share of pairs ordered rightly, ± standard error", box=SIMPLE)
+    table = Table(title="Pair accuracy, ± standard error", box=SIMPLE)
     table.add_column("")
     table.add_column("", justify="right")
     for name, accuracy in accuracies.items():

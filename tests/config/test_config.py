@@ -236,7 +236,7 @@ OF_KEYS = [
         "no folder's name",
         ["pretrained_checkpoint.restore_from_path=[a]"],
         "config.value.wrong_type",
-        ["pretrained_checkpoint.restore_from_path", "['a']", "expected a text"],
+        ["pretrained_checkpoint.restore_from_path", "['a']", "expected a string"],
     ),
     Wrong(
         "overrides",

@@ -391,7 +391,7 @@ def test_roles_that_there_are_not_and_turns_without_a_place(tmp_path):
     )
     counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(form="prompt"))
     assert counts.skipped == {
-        "turns other than Human and Assistant, which --form messages keeps": 6,
+        "turns other than Human and Assistant, which --format messages keeps": 6,
         "nothing to answer at the end": 1,
     }
 

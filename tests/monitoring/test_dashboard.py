@@ -395,7 +395,7 @@ def test_every_control_of_one_run(browser, port):
         assert page.is_visible('.chart.wide p:has-text("norm")')
         page.select_option("#more", "train/skipped_step")
         assert lines(page, "train/skipped_step")[0]["y"][6] == 1
-        page.click('[aria-label="Take away: train/skipped_step"]')
+        page.click('[aria-label="Remove: train/skipped_step"]')
         assert page.locator('h3:has-text("train/skipped_step")').count() == 0
         assert page.locator("#settings tr", has_text="model.optim.lr").inner_text().split() == [
             "model.optim.lr",

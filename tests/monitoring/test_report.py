@@ -296,7 +296,7 @@ def test_every_row_of_two_validations_is_tested(tmp_path):
         ["Reward", "0.500", "0.500", "+0.000 ± 0.000", basis],
         ["  tests", "0.000", "0.750", "+0.750 ± 0.323, p = 0.103", basis],
         ["Response length, tokens", "10.0", "13.0", "+3.0 ± 1.3, p = 0.103", basis],
-        ["Ended by itself", "50.0%", "50.0%", "+0.0% ± 0.0%", basis],
+        ["Not truncated", "50.0%", "50.0%", "+0.0% ± 0.0%", basis],
     ]
     assert table["rows"] == expected
 
@@ -380,7 +380,7 @@ def test_the_page_of_a_reward_model(tmp_path):
         logger.commit(step)
     assert (
         overview(RunFolder(tmp_path))["verdict"]
-        == "No evaluation has been made since the first step."
+        == "There has been no evaluation since the first step."
     )
     metrics = {"accuracy": 0.75, "accuracy_standard_error": 0.05, "length_baseline_accuracy": 0.5}
     bins = [{"low": 0.5, "high": 0.55, "count": 8, "predicted": 0.52, "observed": 0.625}]
