@@ -235,7 +235,7 @@ class ReinforceConfig(Section):
         "pad each sequence to this length in log-prob passes and updates, so that all passes have "
         "one shape; null pads to the longest of a micro-batch",
         "tokens",
-        details=". Longer ones are not cut, and no number changes",
+        details=". Longer ones are not cut, and results do not change",
     )
 
     reward_shaping: RewardShapingConfig = key(RewardShapingConfig(), "in this order")

@@ -80,14 +80,14 @@ class RolloutConfig(Section):
         "capacity of the native engine's KV cache on a rank; further sequences wait. At "
         "least encoder_seq_length; null: no bound",
         "tokens",
-        details=", all sequences of a call at once. No number changes",
+        details=", all sequences of a call at once. Results do not change",
     )
     lean_decoding: bool = key(
         True,
         "native engine: decode without megatron's bookkeeping, on a CPU from packed weights",
         details=(
             ", which take the weights' memory once more during generation. False: megatron's own "
-            "layers. No number changes but for rounding"
+            "layers. Results change by rounding only"
         ),
     )
     static_decoding: bool | None = key(
@@ -117,7 +117,7 @@ class RolloutConfig(Section):
     overlap_offload: bool = key(
         False,
         "with `offload_adam_states`: copy them back while log-probs are computed",
-        details=", on a stream of their own; not yet judged on a GPU",
+        details=", on a separate stream; not yet measured on a GPU",
     )
     sampling_params: SamplingConfig = SamplingConfig()
     allow_biased_sampling: bool = key(
@@ -180,8 +180,8 @@ class OptimConfig(Section):
         True,
         "on a CPU in fp32: accumulate gradients in megatron's gradient buffers in place",
         details=(
-            ". False: each gradient is made anew in every micro-batch and added afterwards. No "
-            "number changes but for rounding"
+            ". False: each gradient is made anew in every micro-batch and added afterwards. "
+            "Results change by rounding only"
         ),
     )
     sched: ScheduleConfig = ScheduleConfig()
@@ -371,7 +371,7 @@ class ModelConfig(ParallelConfig):
         "log-prob passes and updates read a group's prompt once, without padding; null: on a CPU, "
         "where possible",
         details=(
-            ". No number changes but for rounding. Needs `context_parallel_size=1` and no "
+            ". Results change by rounding only. Needs `context_parallel_size=1` and no "
             "`rollout_batch_seq_length`. See [performance.md](performance.md#shared-prefix)"
         ),
     )

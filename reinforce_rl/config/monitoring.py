@@ -94,7 +94,7 @@ class ExpManagerConfig(Section):
     )
     record_keep: Count = key(
         100,
-        "with record=full: newest steps whose full records are kept; older ones keep the samples only",
+        "with record=full: newest steps with full records; older ones keep their samples only",
         "steps",
     )
     record_tokens_every: Natural = key(

@@ -276,7 +276,7 @@ def _lengths(cfg: TrainConfig) -> Iterator[Fault]:
                 "model.reinforce.length_params.min_length",
                 "model.reinforce.length_params.max_length",
             ),
-            "the former must not be above the latter",
+            "min_length must not be above max_length",
             key="config.min_length.above_max_length",
         )
 

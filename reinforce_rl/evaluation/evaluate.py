@@ -270,7 +270,7 @@ def _read_prompts(cfgs: Sequence[TrainConfig], reference: TrainConfig | None) ->
             sentence = (
                 f"{model} has no room for {datasets[-1].train.skipped} of the prompts "
                 "(model.data.too_long=skip), but all models must answer the same prompts; raise "
-                "model.encoder_seq_length, or take those prompts out of the data"
+                "model.encoder_seq_length, or remove those prompts from the data"
             )
             faults.append(Fault(sentence, key="eval.prompts.no_room"))
     if faults:

@@ -72,7 +72,7 @@ def convert_file(path: Path, out: Path | None) -> None:
             [Fault(f"{out} exists; expected the name of a new file", key="nemo.output.exists")]
         )
     write_atomically(out, converted(path))
-    print(f"written to {out}; what has no counterpart stands at its head. Start it with")
+    print(f"written to {out}; keys without a counterpart are listed at its head. Start it with")
     print(f"reinforce-rl train --config-dir {out.absolute().parent} --config-name {out.stem}")
 
 

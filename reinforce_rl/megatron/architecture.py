@@ -55,7 +55,7 @@ _QUANTISED = {
     "compression_config": ("quant_method", "format"),
     "quantization": ("mode",),
 }
-UNQUANTISED = "take the folder of the unquantised model"
+UNQUANTISED = "use the folder of the unquantised model"
 _REQUIRED = (
     "vocab_size",
     "hidden_size",

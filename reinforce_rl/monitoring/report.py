@@ -37,9 +37,9 @@ _MAX_SOURCES = 50  # compared sources of a reward
 _PROFILES = 3  # the last profiled steps, on the page
 _OPERATIONS = 12  # of a profiled step, on the page
 _CALIBRATION = (
-    "Pairs by the predicted probability that the answer with the higher score is the preferred "
-    "one, sigmoid of the difference of their scores; and how often it is. A calibrated model has "
-    "both alike."
+    "Pairs by the predicted probability that the answer with the higher score is the preferred one "
+    "(the sigmoid of the difference of their scores), and how often it is. For a calibrated model "
+    "both are equal."
 )
 
 

@@ -257,7 +257,7 @@ def print_bound(console: Console, job: Job, step: StepBound) -> None:
         sequences = job.batches.prompts * job.batches.samples
         within = f"{sequences} sequences within {_seconds(hidden)} s"
         console.print(
-            f"The reward server is not in it: it costs nothing while it scores {within}, "
+            f"The reward server is not included: it costs nothing if it scores {within}, "
             "which the log-prob passes take at least."
         )
 

@@ -289,7 +289,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh) -> FullTrainer:
         ):
             monitor.note(
                 "The tokenizer's padding token is its end-of-sequence token. transformers takes "
-                "the last token that is no padding, so the score is read from the token before "
+                "the last token that is not padding, so the score is read from the token before "
                 "the end; full.pooling=mean reads all."
             )
         check_vocabulary(tokenizer, Architecture.from_folder(source), source)

@@ -243,7 +243,8 @@ def _written(tensor: dict[str, Any], shape: list[int]) -> bytes:
     kind = int if tensor["datatype"] == "INT64" else str
     if set(map(type, values)) != {kind}:
         raise Refusal(
-            400, f"'{name}' holds something that is no {'whole number' if kind is int else 'text'}"
+            400,
+            f"'{name}' holds something that is not a {'whole number' if kind is int else 'text'}",
         )
     if kind is int:
         try:

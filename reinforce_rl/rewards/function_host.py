@@ -123,7 +123,7 @@ def load_function(spec: FunctionSpec) -> partial[Any]:
 def _module_advice(missing: str) -> str:
     parent, _, last = missing.rpartition(".")
     if not parent:
-        return "; its file belongs into the folder where you start, or onto PYTHONPATH"
+        return "; its file belongs in the folder where you start, or on PYTHONPATH"
     folders = getattr(importlib.import_module(parent), "__path__", [])
     return _advice(last, [module.name for module in pkgutil.iter_modules(folders)], parent)
 

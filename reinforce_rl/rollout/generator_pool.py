@@ -458,7 +458,7 @@ class GeneratorPool:
         answers = [self._answers.get(rank) for rank in generator.ranks]
         faults = [answer.fault for answer in answers if answer is not None and answer.fault]
         if None in answers:
-            why = f"said nothing of new weights for {self._silence_seconds:.0f} s"
+            why = f"did not report new weights for {self._silence_seconds:.0f} s"
             self._drop(generator, why, dismiss=True)
         elif not faults:
             generator.version = version
@@ -661,7 +661,7 @@ class GeneratorPool:
             if self._is_of_job(generator):
                 self._fail(message.failure)
             else:
-                self._drop(generator, f"cannot go on: {quoted(message.failure)}")
+                self._drop(generator, f"cannot continue: {quoted(message.failure)}")
         else:
             raise BadMessageError(f"{type(message).__name__} is of the trainers")
 

@@ -146,7 +146,7 @@ class GeneratorRank:
         seconds = time.monotonic() - max(place.still_since, phase.since)
         if phase.name == "generate" and seconds > self._hang_seconds:
             print(
-                f"error: generation stands still at {place.line} for {seconds:.0f} s",
+                f"error: generation hangs at {place.line} for {seconds:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )

@@ -140,7 +140,7 @@ def test_a_whole_run(tmp_path, steps):
     assert page["name"] == "seed-1"
     assert page["verdict"].startswith("Validation reward, first and last: -1.0")
     assert (
-        "on the same 15 prompts (p < 0.001): a real gain at the 5 % level; this many prompts"
+        "on the same 15 prompts (p < 0.001): a significant gain at the 5 % level; this many prompts"
         in page["verdict"]
     )
     assert page["verdict"].endswith("or more; 1 left out, not scored on both sides.")
@@ -227,7 +227,7 @@ def test_errors_of_the_mean_reward(tmp_path):
 def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
     run_dir = make_run(tmp_path / "fell", 4, gain=-1.0)
     fell = read(write_report(run_dir))
-    assert "(p < 0.001): a real loss at the 5 % level" in fell["verdict"]
+    assert "(p < 0.001): a significant loss at the 5 % level" in fell["verdict"]
     assert fell["tone"] == "bad"
     still = read(write_report(make_run(tmp_path / "still", 4, gain=0.0)))
     assert "indistinguishable from noise" in still["verdict"]

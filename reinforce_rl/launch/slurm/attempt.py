@@ -108,7 +108,7 @@ def begin(servers: str, generator_ranks: str, words: Sequence[str]) -> int:
     step = saved_step(current.run)
     fault = _refusal(current, attempts, step)
     if fault is not None:
-        sentence = f"{fault}. Nothing was started; the run stands at step {step}."
+        sentence = f"{fault}. Nothing was started; the run is at step {step}."
         say_error(ReinforceError(sentence, key=fault.key))
         return EXIT_ERROR
     _remove_signs(current.attempt)
@@ -359,7 +359,7 @@ def end(facts: argparse.Namespace) -> int:
     say(result.text)
     requeue, advice = _next(current, facts, attempt, result, step)
     say(
-        f"the run stands at step {step}, which was {attempt.step_before} when this attempt began; "
+        f"the run is at step {step}, which was {attempt.step_before} when this attempt began; "
         f"{advice}"
     )
     closed = replace(
@@ -430,7 +430,7 @@ def _next(
     if nodes := " and ".join(outcome.failed_nodes(current.attempt)):
         return (
             False,
-            f"Slurm itself requeues the job, since {nodes} failed; it goes on from step {step}",
+            f"Slurm itself requeues the job, since {nodes} failed; it resumes from step {step}",
         )
     if facts.signal == "TERM":
         return False, f"not requeued after SIGTERM; {go_on}"

@@ -187,10 +187,8 @@ def judge(
     if not unasked and codes and codes <= stopped and not lost:
         if codes == {EXIT_FINISHED}:
             return Outcome(EXIT_FINISHED, "the run has finished")
-        text = "the actor's time was used up, or its tasks were signalled; it has saved"
-        return Outcome(
-            EXIT_STOPPED, f"the actor has ended in good order, after {by}" if by else text
-        )
+        text = "the actor's time limit was reached or its tasks were signalled; it has saved"
+        return Outcome(EXIT_STOPPED, f"the actor ended cleanly after {by}" if by else text)
     first = first_failed(ends, lost, harmless=stopped)
     if first is None:
         return Outcome(

@@ -271,7 +271,7 @@ def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None
     starts = [start for start in answer.starts if start is not None]
     if len(starts) < len(answer.starts):
         answer.warnings.append(
-            "whether the components fit together is not known: sbatch --test-only names no nodes"
+            "cannot check whether the components fit together: sbatch --test-only names no nodes"
         )
         return
     for place, (first, second) in enumerate(itertools.pairwise(plan.components)):

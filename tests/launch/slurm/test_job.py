@@ -397,9 +397,7 @@ def test_a_generator_that_always_dies_is_left_out_and_the_run_goes_on(
         if "it was started 2 times (generator_restarts), and is left out" in line
     ]
     assert len(list(job.run_dir.glob("generates.*"))) == 2
-    assert [
-        line for line in said if line.startswith("the actor has ended in good order, after SIGTERM")
-    ]
+    assert [line for line in said if line.startswith("the actor ended cleanly after SIGTERM")]
     (drained,) = [line.split() for line in job.calls() if "gen-" in line and "drain" in line]
     assert drained[3:] == ["gen-"], "its process has ended"
 

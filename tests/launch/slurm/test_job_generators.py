@@ -1,4 +1,4 @@
-"""A job of which two nodes only generate: one of them crashes and comes back, and no number changes."""
+"""A job of which two nodes only generate: one of them crashes and comes back, and results do not change."""
 
 from __future__ import annotations
 
