@@ -129,7 +129,7 @@ class Admission:
         self._mean_seconds = (1 - WEIGHT_OF_LAST) * old + WEIGHT_OF_LAST * seconds
 
     def drain(self) -> None:
-        """Admit no more requests, and refuse those that wait."""
+        """Admit no more requests, and refuse the queued ones."""
         self._draining = True
         self._note_if_empty()
         for _ in range(self.queued):

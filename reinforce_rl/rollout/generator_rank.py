@@ -177,7 +177,7 @@ class GeneratorRank:
         except GenerationError as error:
             self.fail(error)
         finally:
-            # closing `rm` ends those that wait for scores
+            # closing `rm` ends the threads that wait for scores
             self._scoring.shutdown(wait=False, cancel_futures=True)
 
     def _take(self, count: int, room: int, *, waits: bool = True) -> list[GenerationRequest] | None:

@@ -154,7 +154,7 @@ class Options:
     job_name: str | None  # None for the configuration's
     chain: int  # number of consecutive jobs
     dry_run: bool  # print the plan only
-    variables: Mapping[str, str]  # of the job, those that are set
+    variables: Mapping[str, str]  # the job's variables that are set
     faults: tuple[str, ...] = ()  # of values; those fields have their defaults
 
 
