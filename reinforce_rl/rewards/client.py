@@ -307,7 +307,7 @@ class _Replica:
 
 
 class Replicas:
-    """Probes each server in the background until it is up; routes requests to the servers that are up.
+    """Probes each server until it is up, and routes requests to the servers that are up.
 
     A request goes to the server with the fewest outstanding samples. One that fails is set aside
     for a growing pause and probed again; its description must equal its former one and the
