@@ -50,7 +50,7 @@ class FullConfig(Section):
         "last: hidden state of the last token, as in transformers; mean, which transformers does "
         "not know",
     )
-    global_batch_size: Count = key(64, "pairs, or rated answers, of an optimizer step", "examples")
+    global_batch_size: Count = key(64, "pairs or rated answers per optimizer step", "examples")
     max_epochs: Count = key(1, "passes over the training examples", "epochs")
     max_steps: Steps = key(
         -1,

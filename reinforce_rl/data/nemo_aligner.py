@@ -268,7 +268,9 @@ def _joined(
             "rejected": rejected[-1]["content"],
         }
     if len(halves) % 2:
-        sentence = f"the last of {len(halves)} lines, an odd number; expected two lines a prompt"
+        sentence = (
+            f"the last of {len(halves)} lines, which is an odd number; expected two lines a prompt"
+        )
         faults.add(halves[-1][0], Fault(sentence, key="data.pairs.odd_number"))
 
 

@@ -48,7 +48,7 @@ class StoredStep:
         if not self.batch.sequences.numel():
             raise DataError(
                 f"step {self.step}: its samples were recorded without tokens, but {why}; expected "
-                "a step that exp_manager.record_tokens_every divides, of a run of this version",
+                "a multiple of exp_manager.record_tokens_every, in a run of this version",
                 key="samples.tokens.not_recorded",
             )
 

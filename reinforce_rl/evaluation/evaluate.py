@@ -89,7 +89,7 @@ def evaluate(
             scored.
         reference: model for an estimate of the KL of each model from it.
         judge: compares two responses.
-        samples: samples of each prompt; several are drawn, one is greedy.
+        samples: of each prompt; one is greedy, several are drawn.
         temperature: temperature of drawn samples, 0 for greedy; None for the configuration's.
         out: folder for results.json and, in a folder a model, its samples and metrics.
         like: a run; its settings replace the defaults.

@@ -212,7 +212,7 @@ def _check_archives(folder: Path, metadata: Metadata) -> None:
             for part in parts_of_file:
                 if getattr(part, "transform_descriptors", None):
                     raise CheckpointError(
-                        f"{name!r} is compressed; expected tensors as they are",
+                        f"{name!r} is compressed; expected uncompressed tensors",
                         key="checkpoint.part.compressed",
                     )
                 if part.offset < end:

@@ -129,7 +129,8 @@ def _files_of_index(index: Path) -> dict[str, Path]:
         ) from error
     if outside:
         raise CheckpointError(
-            f"{index} names {outside[0]}, which is not in {index.parent}; expected its own shards",
+            f"{index} names {outside[0]}, which is not in {index.parent}; expected shards in its "
+            "folder",
             key="model.index.file_elsewhere",
         )
     missing = sorted({file.name for file in files.values() if not file.is_file()})

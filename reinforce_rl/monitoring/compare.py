@@ -261,11 +261,11 @@ def _paired(sides: Sequence[_Side]) -> dict[str, Any]:
             ]
         )
     columns = ["validation reward", "difference ± standard error", "prompts", "at", "is it real?"]
-    note = "Paired by prompt; prompts that one of the two lacks are left out."
+    note = "Paired by prompt; prompts that only one run has are left out."
     if not others:
         note += (
-            " All settings but the seed are equal, so this is what a seed changes; --against names "
-            "two sides."
+            " Only the seed differs between the runs, so this is the effect of the seed; --against "
+            "compares two sides."
         )
     elif all(len(side) == 1 for side in sides):
         note += " One run a side: this says nothing about other seeds."

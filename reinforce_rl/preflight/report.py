@@ -53,7 +53,7 @@ def print_plan(
                 f"at most {disk.checkpoints} x {gigabytes(disk.checkpoint)} at a time{held}",
             ),
             ("export", gigabytes(disk.export) if disk.export else "none"),
-            ("records", f"at most {gigabytes(disk.records)} to come, of every step's samples"),
+            ("records", f"at most {gigabytes(disk.records)} for the samples of all further steps"),
             ("free", f"{gigabytes(disk.free)} in {disk.folder}, {gigabytes(disk.needed)} needed"),
         ]
         print_rows(console, "Disk", rows)

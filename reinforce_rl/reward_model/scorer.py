@@ -100,7 +100,8 @@ class Merging:
                 [
                     Fault(
                         f"the head has {len(names)} scores without names ({', '.join(names)}), and "
-                        "their mean may say nothing; choose with reward_model.attribute_weights, "
+                        "their mean may be meaningless; choose with "
+                        "reward_model.attribute_weights, "
                         "for instance {LABEL_0: 1} for the first alone, as TRL does, or {LABEL_1: "
                         "1, LABEL_0: -1} for the log-odds of a classifier's second class",
                         key="reward_model.attributes.no_names",

@@ -515,7 +515,7 @@ class GeneratorPool:
                     f"{self._wait_seconds:.0f} s"
                 )
             self._status.waiting(text)
-            self._note(text or "A generator has registered")
+            self._note(text or "A generator is available")
         elif (
             self._alone_since is not None
             and time.monotonic() - self._alone_since > self._wait_seconds

@@ -175,8 +175,8 @@ def parse_values(text: str, where: str) -> dict[str, Any]:
         if INTERPOLATION in value:
             raise DataError(
                 f"{where}: {key} is {value[:_SHOWN]!r}; expected a value. An interpolation could "
-                "read the environment of whoever opens the folder, and a run writes none; write "
-                "the value in its place",
+                "read the environment of the user who opens the folder, and runs do not write any; "
+                "replace it by the value",
                 key="run.config.interpolation",
             )
     return tree

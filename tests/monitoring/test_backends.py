@@ -446,8 +446,8 @@ class TestRuns:
         assert [without_times(line) for line in logged] == [without_times(line) for line in plain]
         messages = [line for line in capsys.readouterr().out.splitlines() if "logger " in line]
         assert sorted(line.split(";")[0] for line in messages) == [
-            "logger mlflow: failed (TimeoutError: no answer). The run goes on",
-            "logger wandb: failed (ConnectionError: no route to host). The run goes on",
+            "logger mlflow: failed (TimeoutError: no answer). The run continues",
+            "logger wandb: failed (ConnectionError: no route to host). The run continues",
         ]
 
     def test_a_resumed_run_goes_on_under_its_id_with_samples_and_alerts(self, tmp_path, mesh):

@@ -388,9 +388,8 @@ def test_the_page_of_a_reward_model(tmp_path):
     (tmp_path / "evaluation.json").write_text(json.dumps(best))
     page = read(write_report(tmp_path))
     assert page["verdict"] == (
-        "The held-out loss went from 0.7000 to 0.4000 (step 1); of the held-out pairs 75.0% ± "
-        "5.0% are ordered "
-        "rightly, where 'the longer answer wins' has 50.0%."
+        "The held-out loss went from 0.7000 to 0.4000 (step 1); the accuracy on held-out pairs is "
+        "75.0% ± 5.0%, against 50.0% for 'the longer answer wins'."
     )
     assert page["tables"][0]["rows"][1] == ["accuracy", "0.7500"]
     assert page["tables"][1]["rows"] == [["0.50 to 0.55", "8", "0.520", "0.625"]]

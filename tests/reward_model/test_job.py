@@ -151,7 +151,7 @@ def test_the_report_has_the_evaluation(ranked):
     assert "the longer answer wins" in page
     assert f"{best.evaluation.loss:.4f}" in page
     (ranked / "out" / EVALUATION_FILE).rename(ranked / "kept.json")
-    assert "No evaluation has been made" in write_report(ranked / "out").read_text()
+    assert "There has been no evaluation" in write_report(ranked / "out").read_text()
     (ranked / "kept.json").rename(ranked / "out" / EVALUATION_FILE)
     write_report(ranked / "out")
 

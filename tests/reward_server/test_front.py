@@ -409,7 +409,7 @@ def test_nothing_of_an_error_inside_is_shown(start, capfd):
     answer = front.infer(BODY)
     assert (answer.code, answer.body) == (
         500,
-        b'{"error": "the model\'s side failed; the reward server\'s log says why"}',
+        b'{"error": "the model backend failed; the reward server\'s log says why"}',
     )
     front.backend.error = "Stub process 'rm_0_0' is not healthy."
     assert b"not healthy" not in front.infer(BODY).body

@@ -191,10 +191,10 @@ def test_texts_are_written_as_they_were_and_half_a_pair_as_bytes_that_are_no_tex
             b'{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, 1], "data": [NaN]}]}',
             "no whole number",
         ),
-        (b'{"inputs": []', "no JSON object"),
-        (b"\xff\xfe{}", "no JSON object in UTF-8"),
-        (b"[]", "no JSON object"),
-        (b"[" * 100_000, "no JSON object"),
+        (b'{"inputs": []', "not a JSON object"),
+        (b"\xff\xfe{}", "not a JSON object in UTF-8"),
+        (b"[]", "not a JSON object"),
+        (b"[" * 100_000, "not a JSON object"),
         (
             b'{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": ['
             + b"9" * 5000

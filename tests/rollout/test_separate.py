@@ -186,7 +186,7 @@ def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
     third = programs.generate(**BUSY)
     assert programs.wait() == 0, programs.said
     said = programs.said
-    assert said.count(" has come\n") == 3
+    assert said.count(" has registered\n") == 3
     for lost in programs.generators[:2]:
         assert (
             f"process {lost} died: its connection is closed; 1 of its micro-batches go to others"
@@ -222,7 +222,7 @@ def test_one_that_stands_still_is_lost_and_leaves_when_it_wakes(programs, joined
     log = programs.generate(silent, act=act, **BUSY)
     programs.generate(silent, **BUSY)
     programs.train(silent, step_seconds=1.0, generators=[1, 2])
-    programs.wait_for(lambda: "gave no sign of life" in programs.said, "nobody noticed it")
+    programs.wait_for(lambda: "sent no heartbeat" in programs.said, "nobody noticed it")
     os.kill(programs.generators[0], signal.SIGCONT)
     programs.wait_for(lambda: ended(log, 76), log.read_text())
     keys = set(printed_keys(log.read_text()))
@@ -282,10 +282,10 @@ def test_a_lone_newcomer_answers_with_the_oldest_weights_that_there_are(programs
     programs.generate()
     assert programs.wait() == 0, programs.said
     assert (
-        f"No generator has the weights after step {done - 1} any more: prompts of step "
+        f"No generator has the weights after step {done - 1} any longer: prompts of step "
         in programs.said
     )
-    assert "A generator has registered" in programs.said
+    assert "A generator is available" in programs.said
     lines = metrics_of(programs.folder)[1:]
     assert len(lines) == STEPS and all(line["train/staleness"] <= 1.0 for line in lines)
     for line in lines:
@@ -323,7 +323,7 @@ def test_a_generator_of_two_ranks_dies_as_a_whole(trainers, programs, joined):
     programs.generate(*shared, ranks=2, **BUSY)
     programs.train(*shared, ranks=trainers)
     assert programs.wait() == 0, programs.said
-    assert " died" in programs.said and programs.said.count(" has come\n") == 2
+    assert " died" in programs.said and programs.said.count(" has registered\n") == 2
     is_sent_away = "generators.generator.sent_away" in printed_keys(log.read_text())
     assert is_sent_away or "rank 1 (host " in log.read_text()
     assert [line["step"] for line in metrics_of(programs.folder)] == list(range(STEPS + 1))
@@ -486,14 +486,18 @@ def test_work_goes_to_who_has_its_weights():
     assert [(rank // 4096, request.number) for rank, request in sent.messages[2:]] == [(1, 2)]
     pool._on_lost(2 * 4096, "died")
     assert [request.number for request in pool._waiting] == [0]
-    assert "1 of its micro-batches go to others" in pool._notes[-1] or "any more" in pool._notes[-1]
+    assert (
+        "1 of its micro-batches go to others" in pool._notes[-1] or "any longer" in pool._notes[-1]
+    )
     pool._on_message(4096, encode(RequestCredit(1)))
     rank, request = sent.messages[-1]
     assert (rank, request.number, request.version, request.seed) == (4096, 0, 3, 7), (
         "nobody has version 2 any more"
     )
     assert [
-        note for note in pool._notes if "No generator has the weights after step 2 any more" in note
+        note
+        for note in pool._notes
+        if "No generator has the weights after step 2 any longer" in note
     ]
 
 
@@ -725,10 +729,10 @@ def deep(levels: int) -> list[bytes]:
 @pytest.mark.parametrize(
     ("registration", "words"),
     [
-        (encode(Register(0, "x", {"seed": 1})), "rank 0 of 0 ranks has come"),
+        (encode(Register(0, "x", {"seed": 1})), "rank 0 of 0 ranks has registered"),
         (
             encode(Register(4097, "x", {"seed": 1})),
-            "rank 0 of 4097 ranks has come, expected up to 4096",
+            "rank 0 of 4097 ranks has registered, expected up to 4096",
         ),
         (encode(Register(1, "x", {"seed": "a" * 100_000})), "seed is 'aaa"),
         (encode(Register(1, "x\n\x1b[2J" * 100_000, {"seed": 2})), r"Generator x \x1b[2Jx \x1b[2J"),

@@ -239,7 +239,10 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="check and print the plan; make and submit nothing"
     )
     parser.add_argument(
-        "--chain", default="1", metavar="N", help="number of jobs, each after the end of the last"
+        "--chain",
+        default="1",
+        metavar="N",
+        help="number of jobs, each starting after the previous one ends",
     )
     _add_variables(parser, JOB_VARIABLES)
     sbatch = parser.add_argument_group(

@@ -426,7 +426,9 @@ def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -
         ),
         (
             "jobs",
-            "1" if options.chain == 1 else f"{options.chain}, each after the end of the one before",
+            "1"
+            if options.chain == 1
+            else f"{options.chain}, each starting after the previous one ends",
         ),
         ("run", str(settings.run_dir)),
         (

@@ -146,7 +146,7 @@ def test_a_run_that_finishes_and_the_next_link_of_its_chain(started: type[Job]) 
     assert code == 0, lines
     assert lines[-2:] == [
         "the run has finished",
-        "the run stands at step 9, which was 0 when this attempt began; nothing is left to do",
+        "the run is at step 9, which was 0 when this attempt began; nothing is left to do",
     ]
     (attempt,) = job.attempts
     assert (attempt.step_before, attempt.step_after, attempt.exit_code, attempt.requeued) == (
