@@ -358,7 +358,7 @@ def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: typ
     job.process.send_signal(signal.SIGUSR1)
     code, lines = job.finish()
     assert code == 75, lines
-    again = [line for line in lines if line.endswith("; it is started again, 1 of 5")]
+    again = [line for line in lines if line.endswith("; restart 1 of 5")]
     assert len(again) == 1 and "was ended by SIGKILL (exit code 137)" in again[0], lines
     name = again[0].partition(" ")[0]
     assert f"{name}.1: log {job.run_dir}/slurm/7-0/{name}.1.log" in lines
@@ -394,7 +394,7 @@ def test_a_generator_that_always_dies_is_left_out_and_the_run_goes_on(
     assert [
         line
         for line in said
-        if "it was started 2 times (generator_restarts), and is left out" in line
+        if "it was started 2 times (generator_restarts) and is not restarted" in line
     ]
     assert len(list(job.run_dir.glob("generates.*"))) == 2
     assert [line for line in said if line.startswith("the actor ended cleanly after SIGTERM")]
