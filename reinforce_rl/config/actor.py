@@ -419,7 +419,7 @@ class TrainConfig(Section):
     )
     preflight: bool | Literal["deep"] = key(
         False,
-        "true: print the plan and all errors without starting a run; deep: also run ranks on fake "
+        "true: print the plan and all errors, and start nothing; deep: also run ranks on fake "
         "GPUs, for the memory and a lower bound of the time of a step",
         expected=f"true, false or {DEEP}",
         details="; see [parallelism.md](parallelism.md#preflight)",

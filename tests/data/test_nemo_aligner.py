@@ -327,7 +327,10 @@ def test_labels_of_a_chat_become_ratings(tmp_path):
 
 
 def test_options_of_prompts_and_of_ratings(tmp_path):
-    for words in (("--format=pairs", "--limit=3"), ("--form=ratings", "--validation-fraction=0.2")):
+    for words in (
+        ("--format=pairs", "--limit=3"),
+        ("--format=ratings", "--validation-fraction=0.2"),
+    ):
         done = prepare("x", f"--output={tmp_path}", *words)
         assert done.exit_code == 2
         assert words[1].partition("=")[0] in done.output
