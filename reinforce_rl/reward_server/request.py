@@ -244,7 +244,7 @@ def _written(tensor: dict[str, Any], shape: list[int]) -> bytes:
     if set(map(type, values)) != {kind}:
         raise Refusal(
             400,
-            f"'{name}' holds something that is not a {'whole number' if kind is int else 'text'}",
+            f"'{name}' holds something that is not a {'whole number' if kind is int else 'string'}",
         )
     if kind is int:
         try:

@@ -164,7 +164,7 @@ def test_a_head_of_attributes_survives_its_file(tmp_path):
     assert again.pooling == "mean"
     assert again.attributes == ("kind", "brief")
     assert again.mean == 0.25
-    assert again.deviation == 1.5
+    assert again.std == 1.5
     with raises_error("reward_model.head.other_shapes", "(2, 6)", "3 names"):
         RewardHead(torch.randn(2, 6), torch.randn(2), "mean", ("a", "b", "c"))
 

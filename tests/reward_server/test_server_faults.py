@@ -359,7 +359,7 @@ def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
 def test_a_dead_front_door_ends_the_server_and_leaves_nothing(server):
     server.front.kill()
     assert server.process.wait(60) == 1
-    assert "the front door" in server.log.read_text()
+    assert "the HTTP front end" in server.log.read_text()
     assert wait_for(lambda: not server.left_behind()), server.left_behind()
 
 

@@ -151,7 +151,7 @@ class Settings:
         "seconds between the signal that asks a task to end and SIGKILL", "600", _seconds
     )
     max_restarts: int = _variable(
-        "largest number of requeues of a job; 0: none", "10", count_from(0)
+        "largest number of requeues of a job; 0: never", "10", count_from(0)
     )
     generator_restarts: int = _variable(
         "largest number of restarts of a generator that died, per attempt", "5", count_from(0)
