@@ -46,7 +46,7 @@ from reinforce_rl.monitoring.run import RunMonitor  # noqa: E402
 from reinforce_rl.monitoring.run_folder import RunFolder  # noqa: E402
 from reinforce_rl.rewards.base import STATUS_OK, RewardRequest, Rewards  # noqa: E402
 from reinforce_rl.rollout.prompts import build_datasets  # noqa: E402
-from reinforce_rl.run import build_trainer  # noqa: E402
+from reinforce_rl.trainer.run import build_trainer  # noqa: E402
 
 FROM_STEP = 13  # the first step with a planted failure of the reward
 RESULTS = HERE / "results" / "alerts.md"

@@ -236,7 +236,7 @@ def test_one_library_asks_over_http() -> None:
         for _, name in imported_names(path):
             if name in libraries or name.startswith("tritonclient."):
                 places.setdefault(name.partition(".")[0], set()).add(str(path.relative_to(PACKAGE)))
-    servers = {"monitoring/dashboard.py", "reward_server/front.py"}
+    servers = {"monitoring/dashboard.py", "reward_model/server/front.py"}
     assert places.pop("aiohttp") - servers == {"rewards/transport.py"}
     # Triton's requests and answers without its connections, and the settings of proxies.
     assert places.pop("tritonclient") == places.pop("urllib") == {"rewards/transport.py"}

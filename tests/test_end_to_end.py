@@ -35,7 +35,7 @@ from helpers.real_run import (
 from helpers.tiny_run import compose, json_lines, tiny_trainer, without_times
 from helpers.toy_server import is_alive, wait_for
 
-import reinforce_rl.run
+import reinforce_rl.trainer.run
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
@@ -308,7 +308,7 @@ class NegatedTrainer(ReinforceTrainer):
 def test_the_same_run_with_negated_advantages_does_not_pass_for_learning(
     world, servers, undisturbed, mesh, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(reinforce_rl.run, "ReinforceTrainer", NegatedTrainer)
+    monkeypatch.setattr(reinforce_rl.trainer.run, "ReinforceTrainer", NegatedTrainer)
     run_dir = tmp_path / "run"
     client = RemoteGPTRMClient("127.0.0.1", servers["mean"].port)
     try:

@@ -88,10 +88,36 @@ def test_the_drawing_is_that_of_the_code() -> None:
 
 
 def test_every_folder_has_a_floor() -> None:
-    found = {
-        path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in source_files(PACKAGE)
+    assert house.rooms() == {*house.FLOORS, "__init__", "__main__"}
+
+
+def test_rooms_and_arrows_between_them_do_not_grow() -> None:
+    assert len(house.rooms()) <= house.MAX_ROOMS
+    assert len(house.arrows()) <= house.MAX_ARROWS
+
+
+def test_an_arrow_leads_to_the_imported_room(tmp_path, monkeypatch) -> None:
+    """From any depth, in functions, and to the package itself; once for each pair."""
+    sources = {
+        "__init__.py": "from reinforce_rl.high.module import run",
+        "errors.py": "import json",
+        "low/__init__.py": "from reinforce_rl import errors",
+        "high/module.py": "def run():\n    import reinforce_rl.low.module",
+        "high/deep/module.py": "from reinforce_rl import run\nfrom reinforce_rl.high import run",
     }
-    assert found == {*house.FLOORS, "__init__", "__main__"}
+    package = tmp_path / "reinforce_rl"
+    for name, source in sources.items():
+        path = package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    monkeypatch.setattr(house, "PACKAGE", package)
+    assert house.rooms() == {"__init__", "errors", "low", "high"}
+    assert house.arrows() == {
+        ("__init__", "high"),
+        ("low", "errors"),
+        ("high", "low"),
+        ("high", "__init__"),
+    }
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -118,7 +144,7 @@ ENTRY_POINTS = """
 import sys
 import reinforce_rl.launch.main
 import reinforce_rl.launch.programs
-import reinforce_rl.run
+import reinforce_rl.trainer.run
 from reinforce_rl.rewards import function_pool
 print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """

@@ -162,7 +162,7 @@ def test_nobody_reaches_into_an_object_of_another_module() -> None:
         ("def f(actor):\n    return actor._ddp", ["_ddp"]),
         ("class A:\n    def f(self):\n        return self.queue._items", ["_items"]),
         ("class A:\n    def f(self, other):\n        self._x = other._x", []),
-        ("from reinforce_rl.run import _build", ["_build"]),
+        ("from reinforce_rl.trainer.run import _build", ["_build"]),
         ("import os\nos._exit(1)", []),
         ("make()._x", ["_x"]),
         ("self._x", []),
@@ -185,7 +185,7 @@ def test_the_scan_sees_what_belongs_to_another_module(source: str, names: list[s
         ("import os\nos._exit(1)", []),
         ("import torch\ntorch.ops.aten._flash_attention_forward(x)", []),
         ("class A:\n    def f(self, other):\n        return self._x + other._x", []),
-        ("from reinforce_rl.run import _private", []),
+        ("from reinforce_rl.trainer.run import _private", []),
         ("row._asdict()", []),
     ],
 )

@@ -20,7 +20,7 @@ from helpers import traps
 from helpers.other_user import NOBODY
 from helpers.tiny_run import tiny_config, tiny_overrides
 
-from reinforce_rl.run import train
+from reinforce_rl.trainer.run import train
 from reinforce_rl.utils.process import PACKAGE_PARENT
 
 DRIVER = Path(__file__).parent / "helpers" / "open_folders.py"

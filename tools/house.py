@@ -1,9 +1,10 @@
 """Draw which folders of the package import which, for docs/architecture.md.
 
-python tools/house.py            prints the drawing
-python tools/house.py --write    puts it into docs/architecture.md
+python tools/house.py            prints the drawing, and how many rooms and arrows there are
+python tools/house.py --write    puts the drawing into docs/architecture.md
 
-An arrow that follows from others is left out.
+A room is a folder or a module at the root of the package. There is an arrow from a room to each
+that it imports from; the drawing leaves out those that follow from others.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ FLOORS = (
     "rollout",
     "trainer",
     "reward_model",
-    "reward_server",
     "preflight",
-    "run",
     "evaluation",
     "debugging",
     "launch",
 )
+MAX_ROOMS = 24
+MAX_ARROWS = 130
 
 
 def source_files(folder: Path) -> list[Path]:
@@ -78,17 +79,39 @@ def floor_of(name: str) -> str | None:
     return floor if floor in FLOORS else None
 
 
+def room_of(path: Path) -> str:
+    """The room of a file of the package."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def rooms() -> set[str]:
+    """All rooms; `__init__` is the package's own module."""
+    return {room_of(path) for path in source_files(PACKAGE)}
+
+
+def arrows() -> set[tuple[str, str]]:
+    """Pairs of rooms of which the first imports from the second, inside functions too."""
+    names = rooms()
+    pairs: set[tuple[str, str]] = set()
+    for path in source_files(PACKAGE):
+        room = room_of(path)
+        for _, name in imported_names(path):
+            package, *inner = name.split(".")
+            if package != PACKAGE.name or not inner:
+                continue
+            # `from reinforce_rl import train` imports from the package's own module.
+            other = inner[0] if inner[0] in names else "__init__"
+            if other != room:
+                pairs.add((room, other))
+    return pairs
+
+
 def floor_imports() -> dict[str, set[str]]:
     """Which other floors each floor imports from."""
     imports: dict[str, set[str]] = {floor: set() for floor in FLOORS}
-    for path in source_files(PACKAGE):
-        floor = floor_of(module_of(path))
-        if floor is None:
-            continue
-        for _, name in imported_names(path):
-            other = floor_of(name)
-            if other is not None and other != floor:
-                imports[floor].add(other)
+    for room, other in arrows():
+        if room in imports and other in imports:
+            imports[room].add(other)
     return imports
 
 
@@ -128,7 +151,9 @@ def main() -> None:
         before, _, after = drawn()
         PAGE.write_text(before + drawing() + after, encoding="utf-8")
     else:
-        print(drawing(), end="")
+        print(drawing())
+        print(f"{len(rooms())} rooms of at most {MAX_ROOMS}")
+        print(f"{len(arrows())} arrows of at most {MAX_ARROWS}")
 
 
 if __name__ == "__main__":

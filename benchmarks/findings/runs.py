@@ -28,10 +28,10 @@ from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.rewards.base import STATUS_OK, RewardRequest, Rewards
 from reinforce_rl.rollout.generator_pool import GeneratorPool
 from reinforce_rl.rollout.prompts import build_datasets
-from reinforce_rl.run import build_trainer, result_bounds
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.run import build_trainer, result_bounds
 
 BETA = 0.05
 SAMPLES_PER_STEP = 32

@@ -24,7 +24,7 @@ from reinforce_rl.monitoring.records import RolloutRow, Samples
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.rollout.prompts import build_datasets
-from reinforce_rl.run import build_trainer
+from reinforce_rl.trainer.run import build_trainer
 from rloo_step import workload as w
 
 TIMERS = {

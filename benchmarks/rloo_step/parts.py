@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.preflight.memory import ModelSize
+from reinforce_rl.megatron.size import ModelSize
 from rloo_step.floors import ModelParts
 
 

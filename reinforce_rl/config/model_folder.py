@@ -10,11 +10,15 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded, read_model_json
+from reinforce_rl.utils.untrusted_files import (
+    MAX_CONFIG_BYTES,
+    parse_yaml,
+    read_bounded,
+    read_model_json,
+)
 
 MODEL = "pretrained_checkpoint.restore_from_path"
 ADAPTER_FILE = "adapter_config.json"
-_MAX_CONFIG_BYTES = 1 << 20
 MERGE_ADAPTER = (
     "Merge it into its model (PEFT: merge_and_unload, then save_pretrained) and give that folder"
 )
@@ -75,7 +79,7 @@ def export_command(run: Path) -> str:
     with contextlib.suppress(OSError, ValueError):
         # The folder may be somebody else's: its values as they are, without what they would resolve
         # to.
-        data = read_bounded(run / "config.yaml", max_bytes=_MAX_CONFIG_BYTES)
+        data = read_bounded(run / "config.yaml", max_bytes=MAX_CONFIG_BYTES)
         base = parse_yaml(data.decode("utf-8"))
         for key in MODEL.split("."):
             base = base[key] if isinstance(base, dict) and key in base else None

@@ -39,7 +39,6 @@ from reinforce_rl.debugging.replay_results import PhaseResult, Replay
 from reinforce_rl.debugging.rescore import Rescorer
 from reinforce_rl.debugging.stored import StoredRun, StoredStep
 from reinforce_rl.errors import ConfigError, DataError, Fault
-from reinforce_rl.evaluation.evaluate import reward_overrides
 from reinforce_rl.megatron.checkpointer import Checkpoint, checkpoint_up_to
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.records import (
@@ -55,12 +54,13 @@ from reinforce_rl.monitoring.records import (
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
 from reinforce_rl.policy.build import configured_mesh
+from reinforce_rl.rewards.overrides import reward_overrides
 from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.prompts import build_datasets, build_sampler
 from reinforce_rl.rollout.scoring import RolloutScorer
-from reinforce_rl.run import build_trainer
 from reinforce_rl.runtime.settings import LENGTH, compare, set_keys, settings_of
 from reinforce_rl.runtime.trust import require_trust, untrusted_settings
+from reinforce_rl.trainer.run import build_trainer
 
 # A larger machine may have recorded more threads than this one has cores.
 _MOST_THREADS = max(4 * (os.cpu_count() or 1), 256)

@@ -25,7 +25,7 @@ from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 from reinforce_rl.data.rendering import DEFAULT_OPTIONS, ChatRenderer, TemplateOptions
 from reinforce_rl.data.tokenizer import decode_all, encode_plain, load_tokenizer
 from reinforce_rl.errors import DataError, ReinforceError, RewardServerError
-from reinforce_rl.evaluation.evaluate import reward_overrides, short_names
+from reinforce_rl.evaluation.evaluate import short_names
 from reinforce_rl.evaluation.model import inference_config, load_actor
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
@@ -33,6 +33,7 @@ from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.policy.build import configured_mesh
 from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.rewards.base import STATUS_OK, STATUS_TEXT, RewardSource
+from reinforce_rl.rewards.overrides import reward_overrides
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.rollout.scoring import reward_request
 from reinforce_rl.utils.console import Console

@@ -115,10 +115,10 @@ def train(
             "`reinforce-rl train`",
             key="api.ranks.one_process",
         )
-    from reinforce_rl import run
     from reinforce_rl.monitoring.loggers import read_metrics
     from reinforce_rl.runtime.run_lock import refuse_second_run
     from reinforce_rl.runtime.settings import freeze_template_date, may_start
+    from reinforce_rl.trainer import run
 
     freeze_template_date(config)
     if may_start(config):

@@ -15,9 +15,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from reinforce_rl.errors import ConfigError, Fault
-from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded
+from reinforce_rl.utils.untrusted_files import MAX_CONFIG_BYTES, parse_yaml, read_bounded
 
-_MAX_BYTES = 1 << 20
 _MAX_CHARS = 1000  # of a text with interpolations, and of its value
 _MAX_STARTS = 8  # interpolations in one text
 _MAX_INTERPOLATIONS = 200  # texts with interpolations
@@ -55,7 +54,7 @@ def read_nemo_file(path: Path) -> tuple[DictConfig, dict[str, str]]:
     Raises ConfigError if the file cannot be read or is not YAML.
     """
     try:
-        data = read_bounded(path, max_bytes=_MAX_BYTES)
+        data = read_bounded(path, max_bytes=MAX_CONFIG_BYTES)
     except OSError as error:
         sentence = f"{path} cannot be read: {error.strerror or error}"
         raise ConfigError([Fault(sentence, key="nemo.file.unreadable")]) from error

@@ -133,7 +133,7 @@ def train(cfg: DictConfig) -> None:
         return
     start_ranks(config.trainer.devices, config.trainer.num_nodes)
     stop = StopRequest.on_signals()
-    from reinforce_rl.run import train
+    from reinforce_rl.trainer.run import train
 
     train(config, stop)
 

@@ -14,8 +14,8 @@ from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, Fault, ModelStuckError
 from reinforce_rl.launch.terminal import start_ranks
-from reinforce_rl.reward_server.scoring import FunctionScorer
-from reinforce_rl.reward_server.server import RewardServer, token_of
+from reinforce_rl.reward_model.server.scoring import FunctionScorer
+from reinforce_rl.reward_model.server.server import RewardServer, token_of
 from reinforce_rl.rewards.base import Scorer
 from reinforce_rl.rewards.function_pool import FunctionPool, named_functions
 from reinforce_rl.utils.job_rank import is_first_rank
@@ -60,7 +60,7 @@ def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) 
     from reinforce_rl.megatron.model.stored_head import unused_moments
     from reinforce_rl.policy.build import DTYPES
     from reinforce_rl.reward_model.scorer import Batching, Merging, load_head, load_reward_model
-    from reinforce_rl.reward_server.ranks import end_process, follow_rank_0, lead_ranks
+    from reinforce_rl.reward_model.server.ranks import end_process, follow_rank_0, lead_ranks
     from reinforce_rl.utils.console import warn_once
 
     settings = cfg.reward_model

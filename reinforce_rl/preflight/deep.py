@@ -24,9 +24,10 @@ from reinforce_rl.config.rules import find_faults
 from reinforce_rl.errors import ConfigError, Fault, ReinforceError
 from reinforce_rl.preflight.hardware import Hardware, load_machine
 from reinforce_rl.preflight.lower_bound import Job, Lengths, Role, StepBound, lower_bound
-from reinforce_rl.preflight.plan import Inputs, layout_of, plan_batches, stage_layers
+from reinforce_rl.preflight.plan import plan_batches
 from reinforce_rl.preflight.rank import Case, Phases, total
 from reinforce_rl.preflight.report import Tried, as_json, print_alternatives, print_bound
+from reinforce_rl.trainer.inputs import Inputs, layout_of, stage_layers
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.process import ModuleChild

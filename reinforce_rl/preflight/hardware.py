@@ -10,8 +10,7 @@ from reinforce_rl.config.base import NOT_SET, Positive, Section, Text, key
 from reinforce_rl.config.load import read
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.preflight.rank import Cost, Traffic
-from reinforce_rl.runtime.stored_config import MAX_CONFIG_BYTES
-from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded
+from reinforce_rl.utils.untrusted_files import MAX_CONFIG_BYTES, parse_yaml, read_bounded
 
 # In each of these every rank of a group receives the whole tensor, or the sum of it.
 WHOLE_TENSOR = ("all_reduce", "broadcast", "send", "recv")

@@ -16,16 +16,10 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.size import ADAM_MOMENTS, FP32, WEIGHT_BYTES, ModelSize
 from reinforce_rl.policy.build import lora_settings
 from reinforce_rl.preflight.hardware import Hardware
-from reinforce_rl.preflight.memory import (
-    ADAM_MOMENTS,
-    FP32,
-    WEIGHT_BYTES,
-    ModelSize,
-    StageShape,
-    stage_shapes,
-)
+from reinforce_rl.preflight.memory import StageShape, stage_shapes
 from reinforce_rl.preflight.plan import BatchPlan
 from reinforce_rl.preflight.rank import Cost, total
 

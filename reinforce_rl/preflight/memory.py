@@ -10,6 +10,7 @@ from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.generation.native.schedule import Schedule
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.lora import LoraSettings, lora_map
+from reinforce_rl.megatron.size import ADAM_MOMENTS, FP32
 from reinforce_rl.megatron.weight_map import EMBEDDING, Row, weight_map
 
 # Activation sizes were read off torch's saved tensors, temporaries off its allocator
@@ -17,9 +18,6 @@ from reinforce_rl.megatron.weight_map import EMBEDDING, Row, weight_map
 # micro-batch on this rank, n its response tokens, h hidden, f feed-forward, d head size, V
 # vocabulary.
 
-FP32 = 4
-ADAM_MOMENTS = 2 * FP32
-WEIGHT_BYTES = {"32": 4, "bf16": 2}  # by trainer.precision
 LORA_QKV = {"q_proj", "k_proj", "v_proj"}
 LORA_FC1 = {"gate_proj", "up_proj"}
 
@@ -326,24 +324,6 @@ def _generation(
         Phase(name, packed + step, logits, cache, moved),
     )
     return max(moments, key=lambda phase: phase.total)
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Parameters of the whole model including LoRA's, without padding and copies."""
-
-    parameters: int
-    trained: int
-
-    @classmethod
-    def from_architecture(cls, arch: Architecture, lora: LoraSettings | None) -> ModelSize:
-        weights = sum(math.prod(row.shape) for row in weight_map(arch, 1))
-        if lora is None:
-            return cls(weights, weights)
-        updates = sum(
-            math.prod(matrix.shape) for row in lora_map(arch, 1, lora) for matrix in (row.a, row.b)
-        )
-        return cls(weights + updates, updates)
 
 
 def stage_shapes(

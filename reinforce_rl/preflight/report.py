@@ -11,10 +11,13 @@ from rich.text import Text
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import Layout
+from reinforce_rl.megatron.size import ModelSize
 from reinforce_rl.policy.build import lora_settings
 from reinforce_rl.preflight.lower_bound import Job, StepBound
-from reinforce_rl.preflight.memory import ModelSize, RankMemory
-from reinforce_rl.preflight.plan import BatchPlan, Inputs, Share, gigabytes, layout_of
+from reinforce_rl.preflight.memory import RankMemory
+from reinforce_rl.preflight.plan import BatchPlan, Share
+from reinforce_rl.trainer.disk import gigabytes
+from reinforce_rl.trainer.inputs import Inputs, layout_of
 from reinforce_rl.trainer.updates import total_steps, total_updates
 from reinforce_rl.utils.console import Console
 

@@ -19,18 +19,13 @@ from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import check_headers
 from reinforce_rl.preflight.fake_gpu import check_clone
 from reinforce_rl.preflight.memory import RankMemory
-from reinforce_rl.preflight.plan import (
-    Inputs,
-    gigabytes,
-    layout_of,
-    plan_batches,
-    plan_memory,
-    read_inputs,
-)
+from reinforce_rl.preflight.plan import plan_batches, plan_memory
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
 from reinforce_rl.rewards.function_pool import function_faults
 from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, ask_description, wait_for
 from reinforce_rl.rewards.wire import ServerInfo, read_token, unlike
+from reinforce_rl.trainer.disk import gigabytes
+from reinforce_rl.trainer.inputs import Inputs, layout_of, read_inputs
 from reinforce_rl.utils.console import Console, chosen_width
 from reinforce_rl.utils.job_rank import is_first_rank
 from reinforce_rl.utils.net import Address

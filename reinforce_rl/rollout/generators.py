@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, count
@@ -167,10 +166,14 @@ class Generators:
             for handle in handles.values()
             if handle.stored is None and handle.version != self.version
         ]
-        # An error that ends the run. After the loss of a rank of the job nothing is saved: a
-        # resumed run goes on from the checkpoint before, with the same rollouts.
-        with contextlib.suppress(ReinforceError):
+        # An error that ends the run leaves out rollouts. After the loss of a rank of the job
+        # nothing is saved: a resumed run starts from the checkpoint before, with the same rollouts.
+        # That loss is a ConnectionError on rank 0, and a ReinforceError itself on the others.
+        try:
             self._await(waited)
+        except ReinforceError as error:
+            if type(error) is ReinforceError:
+                raise
         steps = []
         pool = self._pool
         if pool is None:

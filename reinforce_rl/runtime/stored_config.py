@@ -15,9 +15,8 @@ from omegaconf import OmegaConf
 
 from reinforce_rl.errors import ConfigError, DataError, Fault
 from reinforce_rl.utils.files import encode
-from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded
+from reinforce_rl.utils.untrusted_files import MAX_CONFIG_BYTES, parse_yaml, read_bounded
 
-MAX_CONFIG_BYTES = 1 << 20
 MAX_CONFIG_VALUES = 100_000  # keys, values and lists together
 INTERPOLATION = "${"
 # characters of a dotted key, which has the names of all keys above it

@@ -16,6 +16,7 @@ from reinforce_rl.errors import DataError
 
 MAX_JSON_BYTES = 64 << 20  # of a file that is one JSON value
 MAX_JSON_DEPTH = 100
+MAX_CONFIG_BYTES = 1 << 20  # of a configuration in YAML
 MAX_YAML_DEPTH = 32  # of a configuration
 MAX_YAML_VALUES = 10_000  # keys, values and lists of a configuration, all together
 _MAX_DIGITS = 40  # of an integer

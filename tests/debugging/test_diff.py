@@ -23,7 +23,7 @@ from reinforce_rl.debugging.differences import (
     sample_differences,
 )
 from reinforce_rl.monitoring.records import rollout_files
-from reinforce_rl.run import train
+from reinforce_rl.trainer.run import train
 
 RL = "trainer.reinforce"
 SETTINGS = [

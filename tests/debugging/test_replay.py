@@ -30,8 +30,8 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.checkpointer import checkpoint_up_to
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
-from reinforce_rl.run import train
 from reinforce_rl.runtime import trust
+from reinforce_rl.trainer.run import train
 
 again = partial(replay, trust=True)  # of a run of one's own
 

@@ -25,8 +25,9 @@ from reinforce_rl.preflight import rank
 from reinforce_rl.preflight.deep import Worker, job_of
 from reinforce_rl.preflight.hardware import MACHINES
 from reinforce_rl.preflight.lower_bound import lower_bound
-from reinforce_rl.preflight.plan import layout_of, plan_batches, plan_memory, read_inputs
+from reinforce_rl.preflight.plan import plan_batches, plan_memory
 from reinforce_rl.preflight.rank import Case, Phases, RankRun, Traffic, total
+from reinforce_rl.trainer.inputs import layout_of, read_inputs
 
 ONE = ("trainer.devices=1",)
 BLOCKS = (

@@ -15,10 +15,10 @@ from helpers.fake_cuda.mode import Ledger
 from helpers.rewards import FunctionReward
 from helpers.tiny_run import PROMPT_TOKENS, compose, metrics_of, odd_share, tiny_overrides
 
-from reinforce_rl import run as build
 from reinforce_rl.config.load import load_config
 from reinforce_rl.evaluation import evaluate as evaluation
 from reinforce_rl.evaluation.chat import chat
+from reinforce_rl.trainer import run as build
 
 OVERRIDES = (
     "trainer.precision=bf16",

@@ -13,10 +13,10 @@ from helpers.fuzz_batches import int_tensor
 from helpers.http_call import call
 
 from reinforce_rl.config.rewards import InferenceConfig
-from reinforce_rl.reward_server.admission import FrontSettings
-from reinforce_rl.reward_server.front import READY
-from reinforce_rl.reward_server.front_process import FrontProcess
-from reinforce_rl.reward_server.health import Progress
+from reinforce_rl.reward_model.server.admission import FrontSettings
+from reinforce_rl.reward_model.server.front import READY
+from reinforce_rl.reward_model.server.front_process import FrontProcess
+from reinforce_rl.reward_model.server.health import Progress
 from reinforce_rl.rewards.transport import HttpAnswer
 from reinforce_rl.utils.net import free_port, open_port
 

@@ -27,7 +27,8 @@ from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.policy.build import build_actor
 from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.preflight.memory import RankMemory
-from reinforce_rl.preflight.plan import layout_of, plan_batches, plan_memory, read_inputs
+from reinforce_rl.preflight.plan import plan_batches, plan_memory
+from reinforce_rl.trainer.inputs import layout_of, read_inputs
 
 TP2, PP2, CP2 = (
     f"model.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline", "context")

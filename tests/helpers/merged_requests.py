@@ -10,8 +10,8 @@ from helpers.fuzz_batches import WireRequest
 from helpers.fuzz_requests import HEADER_LENGTH
 
 from reinforce_rl.config.rewards import InferenceConfig
-from reinforce_rl.reward_server.admission import FrontSettings
-from reinforce_rl.reward_server.request import TritonRequest, read_request
+from reinforce_rl.reward_model.server.admission import FrontSettings
+from reinforce_rl.reward_model.server.request import TritonRequest, read_request
 from reinforce_rl.rewards import wire
 
 LIMITS = FrontSettings(

@@ -73,7 +73,7 @@ def main() -> None:
     from reinforce_rl.config.rewards import InferenceConfig
     from reinforce_rl.data.tokenizer import load_tokenizer
     from reinforce_rl.errors import ReinforceError
-    from reinforce_rl.reward_server.server import RewardServer
+    from reinforce_rl.reward_model.server.server import RewardServer
 
     given = OmegaConf.from_dotlist(["inference.max_batch_size=8", *args.overrides])
     inference, faults = read(InferenceConfig, given.inference, "inference.")

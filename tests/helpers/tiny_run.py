@@ -24,9 +24,9 @@ from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rollout.prompts import build_datasets
-from reinforce_rl.run import begin_files, build_monitor, build_trainer
 from reinforce_rl.runtime.settings import freeze_template_date
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
+from reinforce_rl.trainer.run import begin_files, build_monitor, build_trainer
 from reinforce_rl.utils.files import write_json_lines
 
 PROMPT_TOKENS = 3

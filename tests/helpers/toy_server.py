@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from reinforce_rl.launch import local as launch
-from reinforce_rl.reward_server.front_process import MODULE
-from reinforce_rl.reward_server.triton import SHARED_MEMORY_PREFIX
+from reinforce_rl.reward_model.server.front_process import MODULE
+from reinforce_rl.reward_model.server.triton import SHARED_MEMORY_PREFIX
 from reinforce_rl.utils.process import die_with_parent
 
 if TYPE_CHECKING:

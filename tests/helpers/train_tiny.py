@@ -69,7 +69,7 @@ def main(cfg: DictConfig) -> None:
     from helpers.tiny_run import PROMPT_TOKENS, SOME_ALIKE, odd_share
 
     import reinforce_rl.rewards.sources as connection
-    from reinforce_rl.run import train
+    from reinforce_rl.trainer.run import train
 
     # With prompts whose samples are all alike where those are left out.
     reward = (

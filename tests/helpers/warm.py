@@ -36,7 +36,7 @@ MODULES = (
     "reinforce_rl.megatron.convert",
     "reinforce_rl.monitoring.compare",
     "reinforce_rl.preflight.run",
-    "reinforce_rl.run",
+    "reinforce_rl.trainer.run",
 )
 
 

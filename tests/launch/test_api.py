@@ -183,7 +183,7 @@ def test_another_call_with_the_folder_of_a_run_is_refused_and_writes_nothing(
         (tmp_path / "checkpoints" / "latest").write_text("step_00000001")
         (tmp_path / "status.json").write_text(json.dumps(asdict(Status("finished", step=1))))
 
-    monkeypatch.setattr("reinforce_rl.run.train", no_steps)
+    monkeypatch.setattr("reinforce_rl.trainer.run.train", no_steps)
     again(1.0, ["a", "e"])
     before = files()
     more = {"trainer.reinforce.max_steps": 2}

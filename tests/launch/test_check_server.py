@@ -13,7 +13,7 @@ from helpers.toy_server import free_port, wait_for
 
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.check_server import _seconds, check_server
-from reinforce_rl.reward_server.front import FAILED
+from reinforce_rl.reward_model.server.front import FAILED
 from reinforce_rl.rewards.transport import ModelAddress
 from reinforce_rl.utils.net import Address, listen
 

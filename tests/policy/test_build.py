@@ -22,7 +22,7 @@ from reinforce_rl.policy.build import (
     check_vocabulary,
     stop_token_ids,
 )
-from reinforce_rl.preflight.plan import read_inputs
+from reinforce_rl.trainer.inputs import read_inputs
 
 
 def actor_of(cfg: TrainConfig, mesh):

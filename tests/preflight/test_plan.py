@@ -12,8 +12,9 @@ from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.lora import LoraSettings
 from reinforce_rl.preflight import plan
-from reinforce_rl.preflight.memory import Decoding, ModelSize, Pass, Policy, StageShape, rank_memory
-from reinforce_rl.preflight.plan import Share, layout_of, plan_batches, read_inputs
+from reinforce_rl.preflight.memory import Decoding, Pass, Policy, StageShape, rank_memory
+from reinforce_rl.preflight.plan import Share, plan_batches
+from reinforce_rl.trainer.inputs import layout_of, read_inputs
 
 ROLLOUT = "model.reinforce"
 
@@ -224,62 +225,3 @@ def test_the_peak_is_what_is_held_and_the_largest_phase(changes):
     assert [phase.total for phase in memory.phases] == totals
     assert memory.peak == memory.held + max(totals)
     assert memory.peak_phase.total == max(totals)
-
-
-class TestDisk:
-    """What a run writes at most at a time.
-
-    The sizes are bytes of 1,000 weights, of which the second case trains 100.
-    """
-
-    def need(self, overrides, *extra, parameters=1000, trained=1000, steps=100):
-        keys = (
-            "trainer.reinforce.save_interval=10",
-            "exp_manager.checkpoint_callback_params.keep_last=2",
-            *extra,
-        )
-        cfg = load_config(compose(*overrides, *keys))
-        return plan.disk_need(cfg, ModelSize(parameters, trained), steps)
-
-    def test_the_checkpoint_that_is_being_written_is_there_besides_those_that_are_kept(
-        self, overrides
-    ):
-        need = self.need(overrides)
-        assert need.checkpoints == 2 + 1
-        best = (
-            "exp_manager.checkpoint_callback_params.keep_best=3",
-            "trainer.reinforce.val_check_interval=5",
-        )
-        assert self.need(overrides, *best).checkpoints == 2 + 3 + 1
-
-    def test_no_more_checkpoints_than_the_run_saves(self, overrides):
-        assert self.need(overrides, steps=10).checkpoints == 1
-        assert self.need(overrides, steps=11).checkpoints == 2
-        assert self.need(overrides, steps=21).checkpoints == 3
-        assert self.need(overrides, steps=31).checkpoints == 3
-
-    def test_a_checkpoint_has_weights_main_weights_and_moments(self, overrides):
-        """Two moments of 4 bytes; in bf16 a weight has 2 bytes, and 4 more in fp32."""
-        assert self.need(overrides).checkpoint == 1000 * (4 + 8)
-        expected = 1000 * (2 + 4 + 8)
-        assert self.need(overrides, "trainer.precision=bf16").checkpoint == expected
-        assert self.need(overrides, trained=100).checkpoint == 100 * (4 + 8)
-
-    def test_the_exported_folder_has_all_weights(self, overrides):
-        export = "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true"
-        assert self.need(overrides, export, trained=100).export == 1000 * 4
-        assert self.need(overrides, trained=100).export == 0
-
-    def test_what_is_there_already_is_not_needed_again(self, overrides):
-        need = dataclasses.replace(
-            self.need(overrides), checkpoint=10, checkpoints=3, export=5, records=7, held=12
-        )
-        assert need.needed == 30 - 12 + 5 + 7
-        assert dataclasses.replace(need, held=50).needed == 5 + 7
-
-    def test_a_disk_that_holds_it_exactly_is_large_enough(self, overrides):
-        need = dataclasses.replace(
-            self.need(overrides), checkpoint=10, checkpoints=3, export=5, records=7, held=0
-        )
-        assert dataclasses.replace(need, free=35).fault is None
-        assert dataclasses.replace(need, free=34).fault is not None

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,10 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 from rich.console import Console
 
 from reinforce_rl.config.load import load_config
-from reinforce_rl.errors import ConfigError, DataError, Fault
-from reinforce_rl.preflight import plan
-from reinforce_rl.preflight.plan import read_inputs
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.preflight.run import preflight
+from reinforce_rl.trainer import disk
+from reinforce_rl.trainer.inputs import read_inputs
 
 ROOT = Path(__file__).parents[2]
 ON_1024 = (
@@ -108,7 +107,7 @@ def test_replicas_that_are_away_or_unlike_are_warnings(files):
 
 def test_a_large_model_from_its_config_alone(files, monkeypatch):
     free = namedtuple("usage", "free")
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free(10**14))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: free(10**14))
     text = printed(
         *right(files), f"pretrained_checkpoint.restore_from_path={files / 'large'}", *ON_1024
     )
@@ -159,22 +158,11 @@ def test_what_follows_from_prompts_that_cannot_be_read_is_not_known(files, tmp_p
 
 def test_a_disk_that_is_too_small(files, monkeypatch):
     free = namedtuple("usage", "free")
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free(1000))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: free(1000))
     faults = faults_of(*right(files))
     assert len(faults) == 1
     values = (files / "run", "1.00 kB", "checkpoints", "keep_last", "record_tokens_every=0")
     check_fault(faults, "preflight.disk.too_little_space", *values)
-
-
-def test_a_disk_that_might_not_hold_all_records_is_no_fault():
-    """Few runs come near this bound, and one that ends by its time not near its steps."""
-    need = plan.DiskNeed(
-        ROOT, checkpoint=10, checkpoints=2, export=5, records=1000, held=0, free=100
-    )
-    assert need.fault is None
-    assert "record_tokens_every" in str(need.warning)
-    assert replace(need, free=24).fault
-    assert replace(need, free=24).warning is replace(need, free=2000).warning is None
 
 
 def test_the_disk_holds_the_records_of_the_samples_too(files, monkeypatch):
@@ -209,17 +197,6 @@ def test_the_real_start_tells_the_same_faults_together(files, tmp_path):
         True,
         True,
     ]
-
-
-def test_faults_keep_their_keys_when_they_are_told_together():
-    errors = (
-        DataError("line 3\nis wrong", key="data.line.not_json"),
-        ConfigError([Fault("lr is -1", key="config.out_of_range")]),
-    )
-    faults = plan.Inputs(None, None, None, None, None, errors).faults
-    check_fault(faults, "data.line.not_json", "line 3", "is wrong")
-    check_fault(faults, "config.out_of_range", "lr is -1")
-    assert len(faults) == 2
 
 
 @pytest.mark.parametrize(

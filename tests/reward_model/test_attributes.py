@@ -26,7 +26,7 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer
 
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.reward_server.scoring import RequestScorer
+from reinforce_rl.reward_model.server.scoring import RequestScorer
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import AttributeScores, Rewards, WeightedSource
 from reinforce_rl.rewards.client import RemoteGPTRMClient

@@ -21,8 +21,8 @@ from reinforce_rl.config.rewards import InferenceConfig
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.reward_model.scorer import load_reward_model
-from reinforce_rl.reward_server.scoring import RequestScorer
-from reinforce_rl.reward_server.server import token_of
+from reinforce_rl.reward_model.server.scoring import RequestScorer
+from reinforce_rl.reward_model.server.server import token_of
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import RewardRequest, TextSample
 from reinforce_rl.rewards.client import choose_form

@@ -8,7 +8,7 @@ import contextlib
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,7 @@ from reinforce_rl.errors import (
     CheckpointError,
     ConfigError,
     GenerationError,
+    ReinforceError,
 )
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
@@ -553,7 +554,7 @@ class RecordedPool:
 
 
 def generators_of(
-    pool: RecordedPool, monkeypatch: pytest.MonkeyPatch, *, takes_finished: bool = False
+    pool: RecordedPool | None, monkeypatch: pytest.MonkeyPatch, *, takes_finished: bool = False
 ) -> Generators:
     """The trainers' side of generators, on one rank, two prompts in a micro-batch."""
 
@@ -664,6 +665,30 @@ class TestHandles:
         generators.version = 4
         content = generators.state({5: RolloutHandle([[0]], 3), 6: RolloutHandle([[1]], 4)})
         assert list(generators.restore(content)) == [5]
+
+    def test_a_lost_rank_ends_the_state_on_all_ranks_and_a_failed_generation_does_not(
+        self, monkeypatch
+    ):
+        def raising(error: Exception) -> Callable[[], contextlib.AbstractContextManager[None]]:
+            @contextlib.contextmanager
+            def raise_on_all_ranks() -> Iterator[None]:
+                yield
+                raise error
+
+            return raise_on_all_ranks
+
+        for pool in (RecordedPool(result_of(0, 7)), None):
+            generators = generators_of(pool, monkeypatch)
+            generators.version = 4
+            # What rank 0 raises as a ConnectionError, the others raise as a plain ReinforceError.
+            lost = ConnectionError("gone") if pool is not None else ReinforceError("rank 0 failed")
+            generators._mesh.raise_on_all_ranks = raising(lost)  # type: ignore[method-assign]
+            with pytest.raises(type(lost)):
+                generators.state({5: RolloutHandle([[0]], 3)})
+            failed = GenerationError("no generator has come")
+            generators._mesh.raise_on_all_ranks = raising(failed)  # type: ignore[method-assign]
+            content = generators.state({5: RolloutHandle([[0]], 3)})
+            assert bool(content) == (pool is not None)
 
     def test_a_state_that_torch_would_unpack_is_refused(self, monkeypatch):
         generators = generators_of(RecordedPool(result_of(0, 7)), monkeypatch)

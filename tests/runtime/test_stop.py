@@ -15,7 +15,6 @@ import pytest
 from helpers.slurm_client import SlurmClient
 
 from reinforce_rl.errors import EXIT_STOPPED
-from reinforce_rl.run import times_of_job
 from reinforce_rl.runtime import stop as run_timer
 from reinforce_rl.runtime.stop import (
     LAUNCHER_SECONDS,
@@ -27,6 +26,7 @@ from reinforce_rl.runtime.stop import (
     first_save_seconds,
     with_margin,
 )
+from reinforce_rl.trainer.run import times_of_job
 from reinforce_rl.utils.job_time import JobTimes
 
 # An object that lives until the modules are taken down, when Python no longer runs handlers of

@@ -17,12 +17,12 @@ from reinforce_rl.config.load import read_config
 from reinforce_rl.errors import ConfigError, key_of
 from reinforce_rl.runtime import stored_config
 from reinforce_rl.runtime.stored_config import (
-    MAX_CONFIG_BYTES,
     config_text,
     parse_stored,
     parse_values,
     read_stored,
 )
+from reinforce_rl.utils.untrusted_files import MAX_CONFIG_BYTES
 
 LETTERS = "abcdefghijklmnopqrst"
 DOUBLED = "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise(LETTERS))

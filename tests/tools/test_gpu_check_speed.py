@@ -17,7 +17,7 @@ from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_2_1B
 from torch.utils.flop_counter import FlopCounterMode
 
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.preflight.memory import ModelSize
+from reinforce_rl.megatron.size import ModelSize
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]

@@ -20,8 +20,8 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rollout.prompts import build_datasets
-from reinforce_rl.run import build_trainer
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
+from reinforce_rl.trainer.run import build_trainer
 
 VOCABULARY = 8
 LENGTH = 2

@@ -14,7 +14,7 @@ from gpu_checks.random_weights import fill_transformers
 from gpu_checks.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, Workload
 from reinforce_rl.algorithm.advantages import rloo
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.preflight.memory import ADAM_MOMENTS, FP32, ModelSize
+from reinforce_rl.megatron.size import ADAM_MOMENTS, FP32, ModelSize
 
 
 def transformers_model(

@@ -20,7 +20,7 @@ from gpu_checks.shapes import SHAPES
 from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.run import train
+from reinforce_rl.trainer.run import train
 
 OF_CLOCK = ("time", "timers/", "timing/", "memory/")  # of metrics.jsonl
 # On fake tensors each operator takes as long as on real ones of any size, and more sequences teach

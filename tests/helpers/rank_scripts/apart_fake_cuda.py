@@ -20,10 +20,10 @@ def main() -> None:
     from helpers.rewards import FunctionReward
     from helpers.tiny_run import PROMPT_TOKENS, compose, odd_share, tiny_overrides
 
-    from reinforce_rl import run as build
     from reinforce_rl.config.load import load_config
     from reinforce_rl.rollout import worker
     from reinforce_rl.rollout.weight_group import ElasticWeightGroup
+    from reinforce_rl.trainer import run as build
 
     folder = Path(sys.argv[1])
     overrides = sys.argv[2:]

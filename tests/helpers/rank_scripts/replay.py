@@ -12,7 +12,7 @@ from pathlib import Path
 from helpers.tiny_run import tiny_config
 
 from reinforce_rl.debugging.replay import replay
-from reinforce_rl.run import train
+from reinforce_rl.trainer.run import train
 
 
 def main() -> None:

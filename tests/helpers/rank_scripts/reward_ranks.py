@@ -20,7 +20,7 @@ from reinforce_rl.errors import RewardServerError
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.reward_head import POOLINGS, RewardHead
 from reinforce_rl.reward_model.scorer import Batching, MegatronRewardModel, MicroBatch, load_trunk
-from reinforce_rl.reward_server.ranks import follow_rank_0, lead_ranks
+from reinforce_rl.reward_model.server.ranks import follow_rank_0, lead_ranks
 
 FAILING_TOKEN = 63
 

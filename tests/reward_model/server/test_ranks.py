@@ -22,11 +22,17 @@ from helpers.ranks import run_ranks
 from reinforce_rl.errors import RankLostError
 from reinforce_rl.megatron.model.reward_head import POOLINGS, RewardHead
 from reinforce_rl.reward_model.scorer import Batching, Merging, MicroBatch, load_reward_model
-from reinforce_rl.reward_server import ranks
-from reinforce_rl.reward_server.ranks import DistributedScorer, ScorerRank, accept, connect, follow
+from reinforce_rl.reward_model.server import ranks
+from reinforce_rl.reward_model.server.ranks import (
+    DistributedScorer,
+    ScorerRank,
+    accept,
+    connect,
+    follow,
+)
 from reinforce_rl.runtime.links import Invitation, Links
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "reward_ranks.py"
+SCRIPT = Path(__file__).parents[2] / "helpers" / "rank_scripts" / "reward_ranks.py"
 FAIL = 101
 HANG = 102
 MISCOUNT = 103

@@ -16,8 +16,8 @@ from helpers.fake_triton import FrontBeforeFake, infer_body
 from helpers.http_call import call
 from helpers.toy_server import wait_for
 
-from reinforce_rl.reward_server.front import FAILED
-from reinforce_rl.reward_server.health import CACHE_SECONDS, STATUS_LABELS
+from reinforce_rl.reward_model.server.front import FAILED
+from reinforce_rl.reward_model.server.health import CACHE_SECONDS, STATUS_LABELS
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.transport import FailedAttempt
 

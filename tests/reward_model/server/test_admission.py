@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from reinforce_rl.config.rewards import InferenceConfig
-from reinforce_rl.reward_server.admission import (
+from reinforce_rl.reward_model.server.admission import (
     BUFFERED_REQUESTS,
     Admission,
     FrontSettings,

@@ -42,7 +42,6 @@ from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.step_record import drop_records
 from reinforce_rl.policy.build import build_actor, configured_mesh
-from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
 from reinforce_rl.rollout.generator_pool import GeneratorPool
@@ -61,6 +60,7 @@ from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.settings import MEANING, check_changes, freeze_template_date, record
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
+from reinforce_rl.trainer.inputs import read_inputs
 from reinforce_rl.trainer.reinforce import ROLLOUTS_FILE, ReinforceTrainer
 from reinforce_rl.trainer.services import TrainerServices
 from reinforce_rl.trainer.state import BestCheckpoints

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from reinforce_rl.reward_server.admission import Admission, FrontSettings
+from reinforce_rl.reward_model.server.admission import Admission, FrontSettings
 from reinforce_rl.rewards import base, wire
 
 SECONDS_BOUNDS = (
@@ -150,12 +150,21 @@ class ProgressReader:
         self._ask = ask
         self._last = Snapshot()
         self._answered: asyncio.Event | None = None
+        self._asked_at = 0.0  # time of the last question
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the last question has been without an answer; 0 if it has one."""
+        if self._answered is None or self._answered.is_set():
+            return 0.0
+        return time.monotonic() - self._asked_at
 
     async def read(self) -> Snapshot:
         """Ask, and return the last answer: an older one if none came within ANSWER_SECONDS."""
         # Callers share a question: unread ones of a process that hangs would fill the connection.
         if self._answered is None or self._answered.is_set():
             self._answered = asyncio.Event()
+            self._asked_at = time.monotonic()
             self._ask()
         with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
             await asyncio.wait_for(self._answered.wait(), ANSWER_SECONDS)
@@ -213,6 +222,8 @@ class Health:
 
     async def _look(self) -> tuple[bool, str]:
         before = await self._progress.read()
+        if self._progress.silent_seconds:
+            return self._judge_silent()
         if before.busy:
             return self._judge_busy(before)
         started = time.monotonic()
@@ -221,6 +232,8 @@ class Health:
             code, body = await asyncio.wait_for(self._ask(self._canary), self._limit)
         except (asyncio.TimeoutError, TimeoutError):
             now = await self._progress.read()
+            if self._progress.silent_seconds:
+                return self._judge_silent()
             if now.busy:
                 return self._judge_busy(now)
             if self._answers() > answers:  # not `now.batches`, which also counts the canary itself
@@ -232,6 +245,17 @@ class Health:
             return True, fault
         self._canary_seconds = time.monotonic() - started
         return False, "a small sample was scored"
+
+    def _judge_silent(self) -> tuple[bool, str]:
+        """Judge a server's process that does not say what its scorer does."""
+        silent_seconds = self._progress.silent_seconds
+        limit = self._stuck_seconds
+        if silent_seconds > limit:
+            return True, (
+                f"stuck: the server's process has been silent for {silent_seconds:.0f} s "
+                f"(inference.stuck_seconds is {limit:g})"
+            )
+        return False, f"busy: the server's process has been silent for {silent_seconds:.1f} s"
 
     def _judge_busy(self, scored: Snapshot) -> tuple[bool, str]:
         if (why := scored.why_stuck(self._model_timeout_seconds)) is not None:

@@ -12,12 +12,12 @@ import threading
 from dataclasses import asdict
 
 from reinforce_rl.errors import Fault, RewardServerError
-from reinforce_rl.reward_server.admission import FrontSettings
-from reinforce_rl.reward_server.front import DRAINING, END_SECONDS
-from reinforce_rl.reward_server.health import Progress
+from reinforce_rl.reward_model.server.admission import FrontSettings
+from reinforce_rl.reward_model.server.front import DRAINING, END_SECONDS
+from reinforce_rl.reward_model.server.health import Progress
 from reinforce_rl.utils.process import Message, ModuleChild, Silence
 
-MODULE = "reinforce_rl.reward_server.front"
+MODULE = "reinforce_rl.reward_model.server.front"
 START_SECONDS = 60.0  # a busy machine imports slowly
 
 

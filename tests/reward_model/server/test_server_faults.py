@@ -92,7 +92,7 @@ time.sleep(600)
 def test_a_test_run_that_is_killed_leaves_no_server(tmp_path):
     double = tmp_path / "double.py"
     double.write_text(DOUBLE)
-    tests = Path(__file__).resolve().parents[1]
+    tests = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}", "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", STARTS_ONE, str(double), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as run:

@@ -10,8 +10,8 @@ import pytest
 from helpers.merged_requests import ALL_FORMS, arrays_of
 
 from reinforce_rl.config.rewards import InferenceConfig
-from reinforce_rl.reward_server.admission import FrontSettings, Refusal
-from reinforce_rl.reward_server.request import read_request
+from reinforce_rl.reward_model.server.admission import FrontSettings, Refusal
+from reinforce_rl.reward_model.server.request import read_request
 
 triton = pytest.importorskip("tritonclient.http")
 

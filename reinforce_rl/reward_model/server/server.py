@@ -27,12 +27,16 @@ from reinforce_rl.config.rewards import InferenceConfig
 from reinforce_rl.data.rendering import DEFAULT_OPTIONS, TemplateOptions
 from reinforce_rl.data.tokenizer import TokenizerInfo
 from reinforce_rl.errors import ConfigError, Fault, ModelStuckError, RewardServerError
-from reinforce_rl.reward_server.admission import FrontSettings
-from reinforce_rl.reward_server.front import FAILED, READY
-from reinforce_rl.reward_server.front_process import FrontProcess
-from reinforce_rl.reward_server.health import fault_of
-from reinforce_rl.reward_server.scoring import FunctionRequestScorer, FunctionScorer, RequestScorer
-from reinforce_rl.reward_server.triton import (
+from reinforce_rl.reward_model.server.admission import FrontSettings
+from reinforce_rl.reward_model.server.front import FAILED, READY
+from reinforce_rl.reward_model.server.front_process import FrontProcess
+from reinforce_rl.reward_model.server.health import fault_of
+from reinforce_rl.reward_model.server.scoring import (
+    FunctionRequestScorer,
+    FunctionScorer,
+    RequestScorer,
+)
+from reinforce_rl.reward_model.server.triton import (
     SHARED_MEMORY_PREFIX,
     TRITON_SOCKET,
     PrivateTriton,

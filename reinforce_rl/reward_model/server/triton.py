@@ -28,7 +28,7 @@ import psutil
 
 from reinforce_rl.config.rewards import MODEL_NAME, InferenceConfig
 from reinforce_rl.errors import ConfigError, Fault, RewardServerError
-from reinforce_rl.reward_server.scoring import RequestScorer
+from reinforce_rl.reward_model.server.scoring import RequestScorer
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.transport import FailedAttempt, exchange, url_of, wait_for
 from reinforce_rl.rewards.wire import ServerInfo

@@ -18,7 +18,7 @@ import numpy as np
 from reinforce_rl.data.rendering import DEFAULT_OPTIONS, ChatRenderer, TemplateOptions
 from reinforce_rl.errors import RankLostError
 from reinforce_rl.reward_model.data import encode_sample
-from reinforce_rl.reward_server.health import Progress
+from reinforce_rl.reward_model.server.health import Progress
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.function_pool import PING, FunctionPool, PendingScores
 

@@ -21,9 +21,13 @@ from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import RankLostError, RewardServerError
 from reinforce_rl.reward_model.data import encode_sample
-from reinforce_rl.reward_server.admission import Refusal
-from reinforce_rl.reward_server.health import Progress
-from reinforce_rl.reward_server.scoring import FunctionRequestScorer, FunctionScorer, RequestScorer
+from reinforce_rl.reward_model.server.admission import Refusal
+from reinforce_rl.reward_model.server.health import Progress
+from reinforce_rl.reward_model.server.scoring import (
+    FunctionRequestScorer,
+    FunctionScorer,
+    RequestScorer,
+)
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
 from reinforce_rl.rewards.function_pool import PING, FunctionPool, PendingScores, Scores

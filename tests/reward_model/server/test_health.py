@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from reinforce_rl.reward_server import health
-from reinforce_rl.reward_server.health import Progress, ProgressReader, Snapshot
+from reinforce_rl.reward_model.server import health
+from reinforce_rl.reward_model.server.health import (
+    Health,
+    Progress,
+    ProgressReader,
+    Snapshot,
+    Verdict,
+)
 from reinforce_rl.rewards import base
 
 
@@ -93,3 +101,26 @@ def test_an_answer_that_comes_late_ends_the_wait_and_the_next_read_asks_anew(
     assert late.busy == 1
     assert seconds < 10.0
     assert server.questions == 2
+
+
+@pytest.mark.parametrize(("stuck_seconds", "is_healthy"), [(60.0, True), (0.05, False)])
+def test_a_silent_process_is_named_and_not_its_model(
+    stuck_seconds: float, is_healthy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "ANSWER_SECONDS", 0.1)
+
+    async def never_asked(body: bytes) -> tuple[int, bytes]:
+        raise AssertionError("no sample is sent to a process that is silent")
+
+    async def check() -> Verdict:
+        server = Server()
+        server.progress.begin()
+        await server.reader.read()
+        server.hangs = True
+        inference = SimpleNamespace(stuck_seconds=stuck_seconds, canary_seconds=1.0)
+        settings: Any = SimpleNamespace(canary="{}", inference=inference)
+        return await Health(never_asked, lambda: 0, server.reader, settings).check()
+
+    verdict = asyncio.run(check())
+    assert verdict.healthy == is_healthy
+    assert "the server's process has been silent" in verdict.text

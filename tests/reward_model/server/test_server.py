@@ -34,8 +34,8 @@ from helpers.toy_server import ToyServer, wait_for
 from reinforce_rl.config.rewards import InferenceConfig
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.reward_server.server import RewardServer
-from reinforce_rl.reward_server.triton import make_home
+from reinforce_rl.reward_model.server.server import RewardServer
+from reinforce_rl.reward_model.server.triton import make_home
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.wire import INFO_MODEL, ServerInfo
 from reinforce_rl.utils.net import check_port

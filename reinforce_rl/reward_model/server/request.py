@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from reinforce_rl.reward_server.admission import FrontSettings, Refusal
+from reinforce_rl.reward_model.server.admission import FrontSettings, Refusal
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import TEXT_LENGTH_BYTES
 

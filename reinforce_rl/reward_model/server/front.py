@@ -30,9 +30,14 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, hd
 from aiohttp.typedefs import Handler
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from reinforce_rl.reward_server.admission import Admission, FrontSettings, Refusal, check_length
-from reinforce_rl.reward_server.health import FrontMetrics, Health, ProgressReader, Verdict
-from reinforce_rl.reward_server.request import TritonRequest, json_length, read_request
+from reinforce_rl.reward_model.server.admission import (
+    Admission,
+    FrontSettings,
+    Refusal,
+    check_length,
+)
+from reinforce_rl.reward_model.server.health import FrontMetrics, Health, ProgressReader, Verdict
+from reinforce_rl.reward_model.server.request import TritonRequest, json_length, read_request
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import HEADER_LENGTH, REQUEST_DIGEST, REQUEST_ID
 from reinforce_rl.utils.net import BACKLOG

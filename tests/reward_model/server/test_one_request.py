@@ -24,7 +24,7 @@ pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 PAGE = TESTS.parent / "docs/architecture.md"
 MOST_FILES = 9
 MOST_PROCESSES = 3

@@ -12,7 +12,7 @@ import pytest
 from helpers.other_user import as_nobody, load_model
 from helpers.toy_server import ToyServer
 
-from reinforce_rl.reward_server.triton import SHARED_MEMORY_PREFIX, keep_private
+from reinforce_rl.reward_model.server.triton import SHARED_MEMORY_PREFIX, keep_private
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
