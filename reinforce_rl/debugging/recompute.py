@@ -335,7 +335,7 @@ def _change_of_step(
         sign_changes=sum(sample.changes_sign for sample in samples),
         correlation=correlation(before.advantages[is_valid], after.advantages[is_valid]),
         group_spread=(before.group_spread, after.group_spread),
-        groups_without_spread=(before.groups_without_spread, after.groups_without_spread),
+        groups_with_zero_std=(before.groups_with_zero_std, after.groups_with_zero_std),
         without_advantage=(before.without_advantage, after.without_advantage),
         clipped=(before.clipped, after.clipped),
     )
@@ -356,7 +356,7 @@ class _SideOfStep:
     rewards: Tensor
     advantages: Tensor
     group_spread: float
-    groups_without_spread: float
+    groups_with_zero_std: float
     without_advantage: float
     clipped: float
     gradient: Tensor | None = None
@@ -381,7 +381,7 @@ class _SideOfStep:
             rewards=rollouts.rewards,
             advantages=advantages,
             group_spread=_mean(spread),
-            groups_without_spread=_mean(without_spread),
+            groups_with_zero_std=_mean(without_spread),
             without_advantage=_mean(advantages.abs() <= ZERO),
             clipped=side.clipped_share(data, cfg, max_length),
         )

@@ -46,7 +46,7 @@ class StepChange:
     correlation: float
     # Mean standard deviation, within groups, of the rewards that the baseline is subtracted from.
     group_spread: Pair
-    groups_without_spread: Pair  # share
+    groups_with_zero_std: Pair  # share
     without_advantage: Pair  # share of samples
     clipped: Pair  # share of valid samples with a reward beyond reward_shaping.clip
     # Share of tokens with a weight against the generator beyond generator_ratio_cap.
@@ -99,7 +99,7 @@ class Recomputation:
             "sign changes": lambda step: str(step.sign_changes),
             "correlation": lambda step: shown(step.correlation, ".4f"),
             "group std": lambda step: _shown_pair(step.group_spread, ".3f"),
-            "zero-std groups": lambda step: _shown_pair(step.groups_without_spread, ".0%"),
+            "zero-std groups": lambda step: _shown_pair(step.groups_with_zero_std, ".0%"),
             "zero advantage": lambda step: _shown_pair(step.without_advantage, ".0%"),
             "clipped": lambda step: _shown_pair(step.clipped, ".0%"),
         }

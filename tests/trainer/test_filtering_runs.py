@@ -148,7 +148,7 @@ def test_nothing_to_train_on(tmp_path, mesh):
         "validated at the end too"
     )
     for line in lines[1:]:
-        counts = [line[f"train/groups_{name}"] for name in ("drawn", "without_spread", "trained")]
+        counts = [line[f"train/groups_{name}"] for name in ("drawn", "with_zero_std", "trained")]
         assert counts == [18, 18, 0]
         assert (line["train/rewards"], line["train/actor_loss"], line["train/grad_norm"]) == (
             0.25,
