@@ -222,7 +222,7 @@ PLANTED: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         change_reward,
         "score",
         "reward",
-        "planted_reward.length_or_letters is another one",
+        "planted_reward.length_or_letters differs",
     ),
     "prompt": (change_prompt, "prompts", "prompt", "the prompts of the training data differ"),
     "token": (change_token, "generate", "response_tokens", ""),

@@ -763,7 +763,7 @@ def test_what_a_generator_says_of_its_end_is_one_line():
     failure = GenerationError("out of\nmemory\x1b[2J" + "!" * 100_000)
     pool._on_message(4096, encode(GeneratorFailed(failure)))
     assert pool._generators == {}
-    assert pool._notes[-1].startswith(r"Generator g1 cannot go on: out of memory\x1b[2J!!!")
+    assert pool._notes[-1].startswith(r"Generator g1 cannot continue: out of memory\x1b[2J!!!")
     assert len(pool._notes[-1]) < 600
 
 
