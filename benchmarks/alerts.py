@@ -130,7 +130,7 @@ PLANS = [
         1.5e-4,
         seeds=PLANTED,
         reward=dead,
-        rules=("changed_scorer", "constant_reward"),
+        rules=("reward_jump", "constant_reward"),
         since=FROM_STEP,
     ),
     Plan(
@@ -139,7 +139,7 @@ PLANS = [
         1.5e-4,
         seeds=PLANTED,
         reward=other_scale,
-        rules=("changed_scorer",),
+        rules=("reward_jump",),
         since=FROM_STEP,
     ),
     Plan(
@@ -148,7 +148,7 @@ PLANS = [
         3e-4,
         seeds=PLANTED,
         reward=by_length,
-        rules=("length", "cut"),
+        rules=("length", "truncated"),
     ),
     Plan(
         "repetition",
@@ -156,7 +156,7 @@ PLANS = [
         3e-4,
         seeds=PLANTED,
         reward=by_repetition,
-        rules=("repetition", "length", "cut"),
+        rules=("repetition", "length", "truncated"),
     ),
     Plan(
         "huge_lr",

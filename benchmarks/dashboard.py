@@ -32,8 +32,8 @@ from rich.table import Table
 
 TRAIN = (
     "rewards",
-    "reward_deviation",
-    "reward_group_deviation",
+    "reward_std",
+    "reward_group_std",
     "rewards_with_kl",
     "init_policy_kl",
     "actor_loss",
@@ -44,10 +44,10 @@ TRAIN = (
     "fraction_of_samples_properly_ended",
     "fraction_of_samples_scored",
     "fraction_of_samples_trained",
-    "fraction_of_groups_without_spread",
-    "generator_gap",
-    "generator_gap_p99",
-    "generator_gap_max",
+    "fraction_of_groups_with_zero_std",
+    "generator_logprob_diff",
+    "generator_logprob_diff_p99",
+    "generator_logprob_diff_max",
     "repetition",
     "compression",
     "prompts_repeated",
@@ -69,7 +69,7 @@ TIMING = [
 ]
 VALIDATION = (
     "rewards",
-    "reward_deviation",
+    "reward_std",
     "response_lengths",
     "fraction_of_samples_properly_ended",
 )

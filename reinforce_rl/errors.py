@@ -71,7 +71,7 @@ class StoppedEarly(ReinforceError):
 class AlertStop(StoppedEarly):
     """Raised when an alert that is set to stop the run fires.
 
-    The run's state is saved; the same command goes on from there.
+    The run's state is saved; the same command resumes from there.
     """
 
     exit_code = EXIT_ALERT
@@ -99,7 +99,7 @@ class DivergedError(ReinforceError):
     def __init__(self, cause: str, *, key: str = ""):
         super().__init__(
             f"{cause}: the policy has diverged, and was not saved. The same command would repeat "
-            "it; lower model.optim.lr, or look for what else spoils it, and go on from the last "
+            "it; lower model.optim.lr, or look for what else spoils it, and resume from the last "
             "checkpoint, or from an older one by writing its name into checkpoints/latest",
             key=key,
         )

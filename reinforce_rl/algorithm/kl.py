@@ -49,8 +49,8 @@ def kl_estimator(name: str, *, meaning: str, look: str) -> Callable[[KLFunction]
 
 @kl_estimator(
     "k1",
-    meaning="unbiased estimate of that KL, summed over tokens",
-    look="as init_policy_kl; below 0 it is noise",
+    meaning="unbiased estimate of the KL, summed over tokens",
+    look="as init_policy_kl; below 0: noise",
 )
 def k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     """Return l - l_ref: unbiased, of either sign. Shapes of all estimators: [N, T] to [N, T]."""
@@ -59,8 +59,8 @@ def k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
 
 @kl_estimator(
     "absolute_k1",
-    meaning="sum of the sizes of the log-ratios",
-    look="an upper sign of drift; biased",
+    meaning="sum of the absolute log-ratios",
+    look="bounds the drift from above; biased",
 )
 def absolute_k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     """Return |l - l_ref|, NeMo-Aligner's `use_absolute_kl`: non-negative, biased."""
@@ -70,7 +70,7 @@ def absolute_k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
 @kl_estimator(
     "k2",
     meaning="half the sum of squared log-ratios",
-    look="as kl_k1 while that is small; biased",
+    look="as kl_k1 while small; biased",
 )
 def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     """Return (l - l_ref)^2 / 2: non-negative, low variance, biased."""

@@ -230,7 +230,7 @@ def policy_loss(
         sums["entropy"] = total(entropy)
     if generator is not None:
         difference = old - generator
-        sums["generator_gap"] = total(difference.abs())
+        sums["generator_logprob_diff"] = total(difference.abs())
         sums["generator_kl"] = total(torch.expm1(difference) - difference)
         sums["generator_capped"] = total(difference.exp() > cap)
         if settings.generator_correction.endswith("_mask"):

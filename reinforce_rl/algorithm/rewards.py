@@ -1,4 +1,4 @@
-"""Reward shaping before advantages: standardise, scale, clip, penalise.
+"""Reward shaping before advantages: standardise, scale, clip, penalize.
 
 Notation: N sequences of the global batch.
 """
@@ -61,10 +61,10 @@ class RunningMoments:
 class RewardShaping(Protocol):
     """The keys of `trainer.reinforce.reward_shaping`, in the order in which they are applied."""
 
-    # none; given: (r - mean) / deviation; running: with moments of past steps
-    standardisation: Literal["none", "given", "running"]
+    # none; given: (r - mean) / std; running: with moments of past steps
+    standardization: Literal["none", "given", "running"]
     mean: float  # of given
-    deviation: float  # of given
+    std: float  # of given
     scale: float
     clip: float | None  # bound on the absolute value; None for no bound
     length_penalty: float  # per response token
@@ -82,9 +82,9 @@ def shape_rewards(
     `past` are the moments of past steps' raw rewards; the first step uses its own.
     """
     shaped = rewards
-    if shaping.standardisation == "given":
-        shaped = (shaped - shaping.mean) / shaping.deviation
-    elif shaping.standardisation == "running":
+    if shaping.standardization == "given":
+        shaped = (shaped - shaping.mean) / shaping.std
+    elif shaping.standardization == "running":
         if past.count < 2:
             past = RunningMoments.of(rewards[valid])
         # Do not amplify rewards that differ by rounding only.
@@ -135,9 +135,9 @@ def subtract_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: i
     beyond = (valid & ~(penalised.abs() <= MAX_REWARD)).nonzero()[:, 0].tolist()
     if beyond:
         raise RewardServerError(
-            f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite, or are "
-            f"larger than {MAX_REWARD:g} in size. The first of them is made of a shaped reward of "
-            f"{float(rewards[beyond[0]]):g}, less beta = {beta:g} times a KL of "
+            f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite or above "
+            f"{MAX_REWARD:g} in absolute value. The first is a shaped reward of "
+            f"{float(rewards[beyond[0]]):g}, minus beta = {beta:g} times a KL of "
             f"{float(kl[beyond[0]]):g} nats. Scale or clip the rewards "
             "(trainer.reinforce.reward_shaping), or lower "
             "trainer.reinforce.initial_policy_kl_penalty",

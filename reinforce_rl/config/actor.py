@@ -39,11 +39,11 @@ REWARDS = ("server", "function")  # values of `reward` that are no class
 
 
 class RewardShapingConfig(Section):
-    standardisation: Literal["none", "given", "running"] = key(
-        "none", "given: (r - mean) / deviation; running: with the moments of past steps"
+    standardization: Literal["none", "given", "running"] = key(
+        "none", "given: (r - mean) / std; running: with mean and std of past steps"
     )
     mean: float = key(0.0, "of given")
-    deviation: Positive = key(1.0, "of given")
+    std: Positive = key(1.0, "of given")
     scale: Positive = key(1.0, "multiplies the standardised reward")
     clip: Positive | None = key(None, "then keeps it within -clip .. clip; null for no bound")
     length_penalty: NonNegative = key(
@@ -55,7 +55,7 @@ class ReinforceConfig(Section):
     max_epochs: Count = key(1, "passes over the training prompts", "epochs")
     max_steps: Steps = key(
         -1,
-        "rollout batches in all, resumes included; -1 for all of max_epochs",
+        "rollout batches in total, resumed runs included; -1 for all of max_epochs",
         "steps",
         expected="at least 1, or -1 for all of max_epochs",
     )
@@ -98,10 +98,10 @@ class ReinforceConfig(Section):
         "of kl_placement=loss: prefix (exact for k1, k3), token or none (GRPO), which are biased",
     )
     kl_target: Positive | None = key(
-        None, "KL of a response that beta is steered towards; null keeps beta", "nats"
+        None, "target KL of a response, to which beta adapts; null keeps beta constant", "nats"
     )
     kl_horizon: Positive = key(
-        1e4, "responses in which an error of 20 % or more moves beta by 20 %", "responses"
+        1e4, "responses after which an error of 20 % or more changes beta by 20 %", "responses"
     )
 
     advantage_estimator: Annotated[str, NameIn(ADVANTAGE_ESTIMATORS)] = key(
@@ -120,7 +120,7 @@ class ReinforceConfig(Section):
     )
     advantage_whitening: Literal["none", "sequence", "token"] = key(
         "none",
-        "none, or mean 0 and deviation 1 over the batch's responses (sequence) or tokens (token)",
+        "none, or mean 0 and std 1 over the batch's responses (sequence) or tokens (token)",
     )
     credit_assignment: Literal["sequence", "token"] = key(
         "sequence", "sequence: the response is one action; token: return-to-go of each token"
@@ -178,14 +178,14 @@ class ReinforceConfig(Section):
         2.0, "largest of these weights; masked are those beyond it or 1 / it"
     )
 
-    truncated_samples: Literal["keep", "drop", "mask", "penalise"] = key(
+    truncated_samples: Literal["keep", "drop", "mask", "penalize"] = key(
         "keep",
         "responses cut at max_length: keep (train), drop (out of loss and baseline), mask (out of "
-        "the loss), penalise (train, with truncation_penalty)",
+        "the loss), penalize (train, with truncation_penalty)",
         heading="Which samples count",
     )
     truncation_penalty: NonNegative = key(
-        0.0, "subtracted from the reward, with truncated_samples=penalise", "reward"
+        0.0, "subtracted from the reward, with truncated_samples=penalize", "reward"
     )
     overlong_buffer: Natural = key(
         0,
@@ -193,14 +193,15 @@ class ReinforceConfig(Section):
         "tokens",
     )
     dynamic_filtering: bool = key(
-        False, "drop prompts whose samples all earn the same, and draw others (DAPO)"
+        False, "drop prompts whose samples all have the same reward, and draw others (DAPO)"
     )
     max_resampling_rounds: Natural = key(
         3, "rollout batches that a step may draw besides the first"
     )
     generation_work_queue: bool = key(
         False,
-        "free data-parallel ranks generate the others' remaining micro-batches; no number changes",
+        "idle data-parallel ranks take over the remaining micro-batches of others; results do not "
+        "change",
         details=(
             ". Needs more than one micro-batch a rank "
             "(`model.reinforce.rollout_micro_batch_size`); see "
@@ -209,7 +210,7 @@ class ReinforceConfig(Section):
     )
     generator_log_probs: bool = key(
         True,
-        "take the KL from the native generator's own log-probs, which saves a pass",
+        "compute the KL from the native generator's log-probs, which saves a pass",
         details=(
             ". Without effect with an engine, in bf16, and where a rollout batch takes several "
             "optimizer steps: there the trainer computes its own"
@@ -217,8 +218,8 @@ class ReinforceConfig(Section):
     )
     max_failed_fraction: float = key(
         0.1,
-        "samples of a step, a validation or the test set that may lack a score; above it the run "
-        "saves and ends",
+        "largest share of samples without a score in a step, a validation or the test set; above "
+        "it the run saves and ends",
         "share",
         ge=0,
         le=1,
@@ -234,7 +235,7 @@ class ReinforceConfig(Section):
         "pad each sequence to this length in log-prob passes and updates, so that all passes have "
         "one shape; null pads to the longest of a micro-batch",
         "tokens",
-        details=". Longer ones are not cut, and no number changes",
+        details=". Longer ones are not cut, and results do not change",
     )
 
     reward_shaping: RewardShapingConfig = key(RewardShapingConfig(), "in this order")
@@ -280,7 +281,7 @@ class ProfileConfig(Section):
         "steps to profile, such as [3,4]",
         details="; see [debugging.md](debugging.md#profiling)",
     )
-    ranks: list[int] | None = key(None, "ranks that do; null: all")
+    ranks: list[int] | None = key(None, "ranks to profile; null: all")
     tool: Literal["torch", "nsys"] = key(
         "torch",
         "torch: traces and top operations in explicit_log_dir/profile; nsys: NVTX ranges, for nsys",
@@ -293,7 +294,7 @@ class ProfileConfig(Section):
 class TrainerConfig(RanksConfig):
     collective_timeout_seconds: Positive = key(
         1800.0,
-        "abort after this long without progress on any rank; the error names the stuck one",
+        "abort after this long without progress on any rank; the error names the rank that hangs",
         "s",
         details=". See [operations.md](operations.md#a-rank-that-dies-or-hangs)",
     )
@@ -365,27 +366,28 @@ class TrainConfig(Section):
     )
     generator_timeout_seconds: Positive = key(
         600.0,
-        "of placement=disaggregated without generation_ranks: how long trainers wait where no "
-        "generator has registered, and a generator for them",
+        "of placement=disaggregated without generation_ranks: how long trainers wait while no "
+        "generator is registered, and a generator for the trainers",
         "s",
     )
     max_staleness: Natural | None = key(
         None,
-        "rollouts may be of weights this many steps old; null: 1 with placement=disaggregated, "
+        "largest age in steps of the weights that generate rollouts; null: 1 with "
+        "placement=disaggregated, "
         "else 0",
         "steps",
         details=". 0 gives the numbers of placement=colocated, bit for bit",
     )
     rollout_order: Literal["prompts", "finished"] = key(
         "prompts",
-        "of placement=disaggregated, what a step takes: the next prompts, which can be repeated; "
-        "or what is finished first",
+        "of placement=disaggregated, which rollouts a step takes: those of the next prompts, which "
+        "is reproducible, or those finished first",
         details="; see [generation.md](generation.md#rollout-order)",
     )
     inflight_updates: Literal["none", "recompute", "keep"] = key(
         "none",
-        "of rollout_order=finished: whether responses under way use new weights for their rest; "
-        "the keys and values of what was drawn before are then computed anew (recompute) or kept",
+        "of rollout_order=finished: whether unfinished responses continue with new weights; the KV "
+        "cache of their tokens is then recomputed (recompute) or kept (keep)",
         details="; see [generation.md](generation.md#rollout-order)",
     )
     engine: EngineConfig = key(
@@ -409,7 +411,7 @@ class TrainConfig(Section):
     model: ModelConfig = ModelConfig()
     resume_with_changes: bool = key(
         False,
-        "resume although algorithm, samples a prompt, KL, data or model have changed",
+        "resume even if algorithm, samples a prompt, KL, data or model have changed",
         details="; see [operations.md](operations.md#resuming)",
     )
     preflight: bool | Literal["deep"] = key(

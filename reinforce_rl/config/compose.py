@@ -107,7 +107,7 @@ def explained(
     faults: list[str]
     if isinstance(error, OverrideParseException) and error.override:
         expected = (
-            "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
+            "expected KEY=VALUE, with quotes around a value with special characters: \"KEY='a, b'\""
         )
         faults = [
             Fault(
@@ -137,7 +137,7 @@ def explained(
 
 def _bare_comma(key: str, value: str) -> Fault:
     return Fault(
-        f"{key} is {value}; write a list as {key}='[{value}]', a text as {key}=\"'{value}'\"",
+        f"{key} is {value}; write a list as {key}='[{value}]', a string as {key}=\"'{value}'\"",
         key="config.override.bare_comma",
     )
 
@@ -190,7 +190,7 @@ def _unknown_key(wanted: str, config_file: Path, value: object = NOT_SET) -> Fau
     known = _dotted_keys(OmegaConf.to_container(config))
     if wanted in known:  # an empty group; Hydra adds keys to it only with a plus
         return Fault(
-            f"{wanted} has entries of your own names; give each as +{wanted}.NAME=VALUE",
+            f"{wanted} has no fixed keys; give each as +{wanted}.NAME=VALUE",
             key="config.group.needs_plus",
         )
     schema = PROGRAMS.get(config_file.stem, TrainConfig)
@@ -200,7 +200,7 @@ def _unknown_key(wanted: str, config_file: Path, value: object = NOT_SET) -> Fau
     for key in known:
         if wanted.startswith(f"{key}.") and OmegaConf.is_config(OmegaConf.select(config, key)):
             return Fault(
-                f"{key} has entries of your own names; give {wanted} as +{wanted}=VALUE",
+                f"{key} has no fixed keys; give {wanted} as +{wanted}=VALUE",
                 key="config.group.needs_plus",
             )
     same_name = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]

@@ -22,7 +22,7 @@ PROGRAMS: dict[str, type[Section]] = {  # by the name of their YAML
 _TYPES = {
     "integer": "a whole number",
     "number": "a number",
-    "string": "a text",
+    "string": "a string",
     "boolean": "true or false",
     "null": "null",
     "object": "groups of keys, each under a name of your choice",
@@ -30,7 +30,7 @@ _TYPES = {
 _SHORT = {
     "integer": "int",
     "number": "float",
-    "string": "text",
+    "string": "string",
     "boolean": "bool",
     "object": "fields",
 }

@@ -18,10 +18,10 @@ class EngineConfig(Section):
     )
     max_batch_size: Count = key(256, "responses decoded together", "responses")
     max_num_tokens: Count = key(8192, "tokens of a forward pass of the engine", "tokens")
-    weight_bucket_megabytes: Count = key(512, "weights in transfer at a time", "MiB")
+    weight_bucket_megabytes: Count = key(512, "size of a bucket of weights in transfer", "MiB")
     start_timeout_seconds: Positive = key(600.0, "until an engine is ready", "s")
     update_timeout_seconds: Positive = key(
-        120.0, "for a bucket of weights, and for falling asleep or waking up", "s"
+        120.0, "for a bucket of weights, and for going to sleep or waking up", "s"
     )
     request_timeout_seconds: Positive = key(
         420.0, "for all responses of one rollout_micro_batch_size", "s"
@@ -38,8 +38,8 @@ class VLLMConfig(Section):
     cpu_cache_gigabytes: Count = key(1, "of an engine on a CPU, for its cache", "GiB")
     load_adapters: bool = key(
         True,
-        "of LoRA, send the updates alone after the first time; false: merged into the weights, "
-        "all of them each time",
+        "with LoRA, send only the adapters after the first time; false: send all weights each "
+        "time, with the adapters merged",
     )
     enforce_eager: bool = key(
         False, "on GPUs: no CUDA graphs and no compilation; a quicker start, slower tokens"
@@ -58,12 +58,12 @@ class TensorRTLLMConfig(Section):
     )
     free_gpu_memory_fraction: float = key(
         0.5,
-        "share of the memory free at the engine's start that its cache takes, at most",
+        "largest share of the memory free at the engine's start that its cache takes",
         gt=0,
         lt=1,
     )
     check_weights: bool = key(
         True,
-        "after each update compare what the engine's layers hold with what was sent; a difference "
-        "ends the run",
+        "after each update compare the weights in the engine's layers with the weights sent; a "
+        "difference ends the run",
     )

@@ -27,7 +27,7 @@ def _placement(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("inflight_updates", "rollout_order"),
-            "rollouts in the prompts' order are of one version: set finished",
+            "rollouts in prompt order use one version of the weights: set rollout_order=finished",
             key="config.inflight_updates.without_rollout_order_finished",
         )
     if cfg.placement == "colocated":
@@ -43,14 +43,14 @@ def _colocated(cfg: TrainConfig) -> Iterator[Fault]:
             yield settings_fault(
                 cfg,
                 (setting, "placement"),
-                f"only disaggregated reads the former: expected {default}",
+                f"it applies to placement=disaggregated only: expected {default}",
                 key="config.placement.not_disaggregated",
             )
     if cfg.is_off_policy:
         yield settings_fault(
             cfg,
             ("max_staleness", "placement"),
-            "ranks that train and generate in turn draw with the newest weights: expected 0",
+            "colocated ranks generate with the newest weights: expected 0",
             key="config.max_staleness.conflicts_with_colocated",
         )
 
@@ -81,28 +81,29 @@ def _disaggregated(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("preflight", "placement"),
-            "the deep preflight is of colocated runs: expected true",
+            "the deep preflight covers colocated runs only: expected true",
             key="config.preflight.conflicts_with_disaggregated",
         )
     if cfg.generation == "tensorrt_llm":
         yield settings_fault(
             cfg,
             ("generation", "placement"),
-            "its weights go within one GPU: expected generation=native or vllm",
+            "its weights are transferred within one GPU only: expected generation=native or vllm",
             key="config.generation.conflicts_with_disaggregated",
         )
     if rl.dynamic_filtering and cfg.is_off_policy:
         yield settings_fault(
             cfg,
             ("trainer.reinforce.dynamic_filtering", "max_staleness"),
-            "prompts cannot be drawn ahead of a step that may draw more: set one to false or 0",
+            "a step that may draw more prompts must finish before the next one's are drawn: set "
+            "dynamic_filtering=false or max_staleness=0",
             key="config.dynamic_filtering.conflicts_with_max_staleness",
         )
     if cfg.rollout_order == "finished" and not cfg.is_off_policy:
         yield settings_fault(
             cfg,
             ("rollout_order", "max_staleness"),
-            "without older weights a step waits for all its prompts: set the latter to 1 or more",
+            "a step with current weights waits for all its prompts: set max_staleness to 1 or more",
             key="config.rollout_order.without_max_staleness",
         )
     is_uncorrected = rl.generator_correction == "none"
@@ -110,8 +111,8 @@ def _disaggregated(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("max_staleness", "trainer.reinforce.generator_correction"),
-            "rollouts of older weights bias the gradient: set the latter to sequence or another "
-            "correction, or the former to 0",
+            "rollouts of older weights bias the gradient: set generator_correction=sequence or "
+            "another correction, or max_staleness=0",
             key="config.max_staleness.without_generator_correction",
         )
 
@@ -165,7 +166,8 @@ def _generation(cfg: TrainConfig) -> Iterator[Fault]:
             f"trainer.reinforce.generation_work_queue is true, but each of {ranks} data-parallel "
             f"ranks has at most {most} of a step's prompts and "
             "model.reinforce.rollout_micro_batch_size is "
-            f"{rollout.rollout_micro_batch_size}, so none is left to others; expected a size below "
+            f"{rollout.rollout_micro_batch_size}, so there is nothing to share; expected a size "
+            "below "
             f"{most}, or generation_work_queue=false",
             key="config.generation_work_queue.nothing_left",
         )
@@ -194,14 +196,14 @@ def _native_decoding(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("model.reinforce.static_decoding", "generation"),
-            "only native has such steps: expected null or false",
+            "only generation=native has static decode steps: expected null or false",
             key="config.static_decoding.without_native",
         )
     if rollout.static_decoding and not rollout.lean_decoding:
         yield settings_fault(
             cfg,
             ("model.reinforce.static_decoding", "model.reinforce.lean_decoding"),
-            "the latter asks for megatron's own layers: expected true",
+            "false selects megatron's own layers, which do not support it: expected true",
             key="config.static_decoding.without_lean_decoding",
         )
     if rollout.cuda_graphs and not is_native:
@@ -215,21 +217,22 @@ def _native_decoding(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("model.reinforce.cuda_graphs", "model.reinforce.lean_decoding"),
-            "the latter asks for megatron's own layers: expected true",
+            "false selects megatron's own layers, which do not support it: expected true",
             key="config.cuda_graphs.without_lean_decoding",
         )
     if rollout.cuda_graphs and rollout.static_decoding is False:
         yield settings_fault(
             cfg,
             ("model.reinforce.cuda_graphs", "model.reinforce.static_decoding"),
-            "without the latter, steps change their shape: expected true",
+            "otherwise shapes change from step to step: expected true",
             key="config.cuda_graphs.without_static_decoding",
         )
     if rollout.cuda_graphs and cfg.model.pipeline_model_parallel_size > 1:
         yield settings_fault(
             cfg,
             ("model.reinforce.cuda_graphs", "model.pipeline_model_parallel_size"),
-            "a graph cannot hold what stages hand over: expected 1, or cuda_graphs=false",
+            "a CUDA graph cannot contain the communication between stages: expected 1, or "
+            "cuda_graphs=false",
             key="config.cuda_graphs.conflicts_with_pipeline_stages",
         )
 
@@ -259,7 +262,7 @@ def _engine(cfg: TrainConfig) -> Iterator[Fault]:
         yield Fault(
             "engine's start_, update_ and twice request_timeout_seconds + 65 are "
             f"{longest:g} together; expected below trainer.collective_timeout_seconds, which is "
-            f"{limit:g}: the other ranks may wait this long for an engine that is started anew",
+            f"{limit:g}: the other ranks may wait this long for an engine that restarts",
             key="config.engine.timeouts.above_collective_timeout",
         )
     if cfg.generation == "tensorrt_llm":
@@ -271,7 +274,8 @@ def _tensorrt_llm(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("model.reinforce.length_params.min_length",),
-            "TensorRT-LLM holds back one end token only: set it to 0, or generation=native or vllm",
+            "TensorRT-LLM can suppress one end token only: set it to 0, or generation=native or "
+            "vllm",
             key="config.min_length.conflicts_with_tensorrt_llm",
         )
     is_corrected = cfg.trainer.reinforce.generator_correction not in (None, "none")
@@ -282,8 +286,8 @@ def _tensorrt_llm(cfg: TrainConfig) -> Iterator[Fault]:
                 "trainer.reinforce.generator_correction",
                 "model.reinforce.sampling_params.temperature",
             ),
-            "whether TensorRT-LLM's log-probs are those at the temperature was not seen on a GPU "
-            "yet: expected 1.0; the check tensorrt-llm of tools/gpu_check.py shows it",
+            "it has not been verified on a GPU that TensorRT-LLM's log-probs include the "
+            "temperature: expected 1.0; the check tensorrt-llm of tools/gpu_check.py verifies it",
             key="config.temperature.conflicts_with_generator_correction",
         )
 

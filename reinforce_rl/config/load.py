@@ -178,7 +178,7 @@ def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) 
             variable = re.search(r"Environment variable '(.+)' not found", str(error))
             if variable:
                 yield Fault(
-                    f"{key} takes the environment variable {variable[1]}, which is not set; "
+                    f"{key} reads the environment variable {variable[1]}, which is not set; "
                     f"set it, or give {key}=VALUE",
                     key="config.value.variable_not_set",
                 )
@@ -236,7 +236,7 @@ def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
     is_nullable = type(None) in get_args(type(section).model_fields[name].annotation)
     if value == "None" and is_nullable:
         yield Fault(
-            f"{key} is the text 'None'; expected null, which YAML and Hydra write {key}=null",
+            f"{key} is the string 'None'; expected null, in YAML and Hydra {key}=null",
             key="config.value.text_none",
         )
         return

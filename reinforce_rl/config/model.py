@@ -77,17 +77,17 @@ class RolloutConfig(Section):
     )
     generation_cache_tokens: int | None = key(
         None,
-        "capacity of the native engine's KV cache on a rank; further sequences wait for room. At "
+        "capacity of the native engine's KV cache on a rank; further sequences wait. At "
         "least encoder_seq_length; null: no bound",
         "tokens",
-        details=", all sequences of a call at once. No number changes",
+        details=", all sequences of a call at once. Results do not change",
     )
     lean_decoding: bool = key(
         True,
         "native engine: decode without megatron's bookkeeping, on a CPU from packed weights",
         details=(
             ", which take the weights' memory once more during generation. False: megatron's own "
-            "layers. No number changes but for rounding"
+            "layers. Results change by rounding only"
         ),
     )
     static_decoding: bool | None = key(
@@ -117,7 +117,7 @@ class RolloutConfig(Section):
     overlap_offload: bool = key(
         False,
         "with `offload_adam_states`: copy them back while log-probs are computed",
-        details=", on a stream of their own; not yet judged on a GPU",
+        details=", on a separate stream; not yet measured on a GPU",
     )
     sampling_params: SamplingConfig = SamplingConfig()
     allow_biased_sampling: bool = key(
@@ -133,8 +133,7 @@ class RolloutConfig(Section):
     length_params: LengthConfig = LengthConfig()
     skip_special_tokens: bool = key(
         True,
-        "leave the tokenizer's special tokens out of the texts of responses, which rewards and "
-        "records have",
+        "remove the tokenizer's special tokens from the response texts in rewards and records",
         details=(
             "; false where a reward looks for one, such as a `<think>` that was added as a "
             "special token. The token that ends a response is never in the text of a reward"
@@ -179,10 +178,10 @@ class OptimConfig(Section):
     )
     in_place_gradients: bool = key(
         True,
-        "on a CPU in fp32: backward passes add to megatron's gradient buffers in place",
+        "on a CPU in fp32: accumulate gradients in megatron's gradient buffers in place",
         details=(
-            ". False: each gradient is made anew in every micro-batch and added afterwards. No "
-            "number changes but for rounding"
+            ". False: each gradient is made anew in every micro-batch and added afterwards. "
+            "Results change by rounding only"
         ),
     )
     sched: ScheduleConfig = ScheduleConfig()
@@ -217,7 +216,7 @@ class DataPrefixConfig(Section):
     )
     test: Text | list[Text] | None = key(
         None,
-        "prompts that the trained policy answers once, after the last step",
+        "prompts for one evaluation after the last step",
         kind="path or list",
         details=", with validation's sampling: `test/...` metrics, samples in `test/`",
     )
@@ -250,8 +249,8 @@ class FieldsConfig(Section):
         for name, column in self.rename.items():
             if not isinstance(column, str) or name in ("prompt", "system"):
                 yield Fault(
-                    f"model.data.fields.rename.{name} is {column!r}; expected the name of "
-                    "a column, and another name for it than prompt or system",
+                    f"model.data.fields.rename.{name} is {column!r}; expected the name of a "
+                    "column, and a new name other than prompt or system",
                     key="config.rename.no_column",
                 )
 
@@ -259,7 +258,7 @@ class FieldsConfig(Section):
 class DataConfig(TemplateConfig):
     data_prefix: DataPrefixConfig = DataPrefixConfig()
     fields: FieldsConfig = FieldsConfig()
-    system_prompt: Text | None = key(None, "system message of every conversation that has none")
+    system_prompt: Text | None = key(None, "system message for conversations that have none")
     apply_chat_template: bool = key(
         False,
         "wrap a plain prompt as one user message of the chat template",
@@ -372,7 +371,7 @@ class ModelConfig(ParallelConfig):
         "log-prob passes and updates read a group's prompt once, without padding; null: on a CPU, "
         "where possible",
         details=(
-            ". No number changes but for rounding. Needs `context_parallel_size=1` and no "
+            ". Results change by rounding only. Needs `context_parallel_size=1` and no "
             "`rollout_batch_seq_length`. See [performance.md](performance.md#shared-prefix)"
         ),
     )
@@ -383,7 +382,7 @@ class ModelConfig(ParallelConfig):
     )
     reference_placement: Literal["host", "device"] = key(
         "host",
-        "where the reference's weights lie: host (transferred for each pass) or device (no "
+        "where the reference's weights are: host (transferred for each pass) or device (no "
         "transfer)",
         details=". With LoRA there is no copy",
     )

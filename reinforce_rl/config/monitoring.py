@@ -57,7 +57,7 @@ class CheckpointConfig(Section):
     keep_last: Count = key(2, "newest checkpoints to keep")
     keep_best: Natural = key(
         0,
-        "best checkpoints to keep besides; a validation that is among them is saved at once",
+        "best checkpoints to keep as well; a step that is among them is saved after its validation",
         details=", whatever `save_interval` is",
     )
     best_metric: Text = key("val/rewards", "metric of validation that ranks them")
@@ -110,7 +110,9 @@ class ExpManagerConfig(Section):
         ),
     )
     record_keep: Count = key(
-        100, "newest steps of which more than the samples is kept with record=full", "steps"
+        100,
+        "with record=full: newest steps with full records; older ones keep their samples only",
+        "steps",
     )
     record_tokens_every: Natural = key(
         1,
@@ -152,26 +154,30 @@ Action = Annotated[Literal["warn", "stop", "off"], BeforeValidator(_off)]
 
 class RulesConfig(Section):
     not_finite: Action = key("warn", "the loss or the mean reward is not finite")
-    skipped: Action = key("warn", "an optimizer step was skipped, as its gradient was not finite")
+    skipped: Action = key(
+        "warn", "an optimizer step was skipped because its gradient was not finite"
+    )
     unscored: Action = key("warn", "samples have no score")
     unscored_length: Action = key(
         "warn", "long samples fail to be scored more often than short ones"
     )
-    constant_reward: Action = key("warn", "all samples earn the same, or nearly")
-    no_spread: Action = key("warn", "in nearly all groups all rewards are equal")
-    solved: Action = key("warn", "the same, at a reward that is far above the first one")
+    constant_reward: Action = key("warn", "all samples have the same reward, or nearly")
+    zero_reward_std: Action = key("warn", "in nearly all groups all rewards are equal")
+    solved: Action = key("warn", "as zero_reward_std, at a reward far above the first one")
     zero_gradient: Action = key("warn", "the gradient is zero")
-    changed_scorer: Action = key(
+    reward_jump: Action = key(
         "warn", "level or spread of the rewards jumps from one step to the next"
     )
-    kl: Action = key("warn", "the KL runs away from its own past")
+    kl: Action = key("warn", "the KL grows far above its past values")
     entropy: Action = key("warn", "the entropy has collapsed, or doubled")
-    cut: Action = key("warn", "most responses are cut at max_length, or ever more are")
+    truncated: Action = key("warn", "most responses are cut at max_length, or a growing share")
     length: Action = key("warn", "responses grow along with the reward")
     repetition: Action = key("warn", "responses repeat themselves more and more")
-    generator_gap: Action = key("warn", "trainer and generator differ, or part from each other")
-    gradient_spikes: Action = key("warn", "the gradient's norm jumps again and again")
-    overfitting: Action = key("warn", "the validation's reward falls while training's rises")
+    generator_logprob_diff: Action = key(
+        "warn", "log-probs of trainer and generator differ, or diverge over time"
+    )
+    gradient_spikes: Action = key("warn", "the gradient's norm jumps repeatedly")
+    overfitting: Action = key("warn", "the validation reward falls while the training reward rises")
     prompts_repeated: Action = key(
         "warn", "a training prompt occurs twice in the data, or in validation"
     )
@@ -181,5 +187,5 @@ class RulesConfig(Section):
 class AlertsConfig(Section):
     rules: RulesConfig = key(
         RulesConfig(),
-        "warn: say it once; stop: save, too, and end with exit code 78; off. See docs/monitoring.md",
+        "warn: log it once; stop: also save, and end with exit code 78; off. See docs/monitoring.md",
     )

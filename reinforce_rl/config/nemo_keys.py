@@ -10,7 +10,7 @@ from __future__ import annotations
 
 _SAVING = "exp_manager.checkpoint_callback_params"
 _NOTHING = "leave it out: there is nothing to choose"
-_ONE_FORM = "leave it out: checkpoints have one form"
+_ONE_FORM = "leave it out: checkpoints have one format"
 _OF_TRT_LLM = "leave it out; generation=tensorrt_llm has engine.* and tensorrt_llm.* to choose from"
 
 # Names of the actor's keys to ours, for the same values.
@@ -92,9 +92,9 @@ SERVER = {
     "model.activations_checkpoint_granularity": "leave it out: a server has no backward pass",
     "model.activations_checkpoint_method": "leave it out: a server has no backward pass",
     "model.activations_checkpoint_num_layers": "leave it out: a server has no backward pass",
-    "model.reward_standardization": "set reward_model.mean and reward_model.deviation",
+    "model.reward_standardization": "set reward_model.mean and reward_model.std",
     "model.reward_standardization.mean": "set reward_model.mean",
-    "model.reward_standardization.std": "set reward_model.deviation",
+    "model.reward_standardization.std": "set reward_model.std",
     "model.regression": "set reward_model.attribute_weights, by name",
     "model.regression.num_attributes": "leave it out: the folder's head says how many there are",
     "model.regression.merge_attributes": (
@@ -118,12 +118,12 @@ REWARD_MODEL = {
     "trainer.rm.val_random_sampler": _NOTHING,
     "trainer.max_epochs": "set full.max_epochs, with mode=full",
     "trainer.max_steps": "set full.max_steps, with mode=full",
-    "trainer.max_time": "leave it out: a run goes on from its checkpoints, full.resume_if_exists",
+    "trainer.max_time": "leave it out: a run resumes from its checkpoints, full.resume_if_exists",
     "exp_manager": "leave it out; output_dir has the files of a run",
     "exp_manager.explicit_log_dir": "set output_dir",
     "exp_manager.exp_dir": "set output_dir",
     "exp_manager.resume_if_exists": "set full.resume_if_exists",
-    f"{_SAVING}.save_top_k": "set full.keep_last; the best one is kept besides",
+    f"{_SAVING}.save_top_k": "set full.keep_last; the best one is kept as well",
     "model.reward_model_type": "set full.objective: binary_ranking is ranking",
     "model.regression": "set full.attributes, by name, with full.objective=regression",
     "model.regression.loss_mask_val": "leave it out: an attribute that nobody rated is null or "
@@ -144,7 +144,7 @@ REWARD_MODEL = {
     "model.megatron_amp_O2": "set trainer.precision; bf16 keeps fp32 main weights",
     "model.data": "leave it out; see data.*",
     "model.data.data_prefix": (
-        "set data.pairs_path or data.ratings_path; reinforce-rl prepare --form pairs or ratings "
+        "set data.pairs_path or data.ratings_path; reinforce-rl prepare --format pairs or ratings "
         "converts its files"
     ),
 }

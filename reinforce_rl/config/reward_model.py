@@ -50,7 +50,7 @@ class FullConfig(Section):
         "last: hidden state of the last token, as in transformers; mean, which transformers does "
         "not know",
     )
-    global_batch_size: Count = key(64, "pairs, or rated answers, of an optimizer step", "examples")
+    global_batch_size: Count = key(64, "pairs or rated answers per optimizer step", "examples")
     max_epochs: Count = key(1, "passes over the training examples", "epochs")
     max_steps: Steps = key(
         -1,
@@ -65,7 +65,7 @@ class FullConfig(Section):
     )
     patience: Count | None = key(
         3,
-        "evaluations without a lower loss, after which the run ends; null for never",
+        "end after this many evaluations without a lower loss; null for never",
         "evaluations",
     )
     gradient_clip_val: NonNegative = key(1.0, "bound on the gradient's norm; 0 for none")
@@ -84,7 +84,7 @@ class PairsConfig(TemplateConfig):
     fields: PairFieldsConfig = PairFieldsConfig()
     pairs_path: PathText | None = key(
         None,
-        'JSONL, CSV, Parquet, ... of {"prompt", "chosen", "rejected"}; prompt: HH form, plain '
+        'JSONL, CSV, Parquet, ... of {"prompt", "chosen", "rejected"}; prompt: HH format, plain '
         "text, or messages",
         kind="path",
     )
@@ -108,7 +108,7 @@ class PairsConfig(TemplateConfig):
     )
     held_out_fraction: float = key(
         0.2,
-        "share of the prompts that is never trained on; follows from the seed and the prompt",
+        "share of the prompts held out from training, by seed and prompt",
         gt=0,
         lt=1,
         expected="above 0 and below 1, for instance 0.2",
@@ -116,8 +116,8 @@ class PairsConfig(TemplateConfig):
     single_turn_only: bool = key(False, "leave out conversations of several turns")
 
 
-class CutsConfig(Section):
-    per_pair: Natural = key(4, "0 trains on whole answers alone")
+class PrefixesConfig(Section):
+    per_pair: Natural = key(4, "0 trains on whole answers only")
     min_tokens: Count = key(8, "", "tokens")
     max_tokens: int = key(32, "", "tokens")
     evaluate_at: Count = key(24, "also report held-out accuracy for answers cut here", "tokens")
@@ -148,23 +148,23 @@ class TrainRewardModelConfig(Section):
     model: TrunkConfig = key(TrunkConfig(), "all but restore_from_path is of mode=full")
     full: FullConfig = key(FullConfig(), "of mode=full")
     data: PairsConfig = PairsConfig()
-    cuts: CutsConfig = key(
-        CutsConfig(),
-        "of mode=head: beginnings of the answers that are trained on besides the whole answers, "
-        "so that the head can judge an answer that an actor's max_length has cut. They cost no "
-        "forward pass: the trunk is causal",
+    prefixes: PrefixesConfig = key(
+        PrefixesConfig(),
+        "of mode=head: truncated answers to train on besides the whole ones, so that the head can "
+        "score answers cut at an actor's max_length. They need no further forward pass: the trunk "
+        "is causal",
     )
     degenerate: DegenerateConfig = key(
         DegenerateConfig(),
-        "of mode=head: answers that end at once or repeat a phrase, made from the pairs' own "
-        "words. Preference data has none, and a policy in search of reward finds them; the head "
-        "learns that the pair's answers are better",
+        "of mode=head: synthetic answers that end at once or repeat a phrase, made from the pairs' "
+        "words. Preference data has none, but a policy can exploit them; the head learns to rank "
+        "them below the pair's answers",
     )
     head: HeadConfig = key(HeadConfig(), "of mode=head")
     micro_batch_size: Count = key(8, "sequences in a forward pass", "sequences")
     num_threads: Count | None = key(None, "of torch; null leaves it as it is")
     seed: Natural = key(
-        0, "draws held-out prompts, the pairs of max_pairs, cuts, the order, a new head"
+        0, "draws held-out prompts, the pairs of max_pairs, prefixes, the order, a new head"
     )
     features_cache: PathText | None = key(
         None,
@@ -192,10 +192,11 @@ class TrainRewardModelConfig(Section):
             folder, model.tensor_model_parallel_size, "model", "data.max_length", longest
         )
         yield from folder_faults("output_dir", self.output_dir)
-        if self.cuts.max_tokens < self.cuts.min_tokens:
+        if self.prefixes.max_tokens < self.prefixes.min_tokens:
             yield Fault(
-                f"cuts.max_tokens is {self.cuts.max_tokens}; expected at least cuts.min_tokens, "
-                f"which is {self.cuts.min_tokens}",
+                f"prefixes.max_tokens is {self.prefixes.max_tokens}; expected at least "
+                "prefixes.min_tokens, "
+                f"which is {self.prefixes.min_tokens}",
                 key="config.max_tokens.below_min_tokens",
             )
 
@@ -241,8 +242,8 @@ def _full(cfg: TrainRewardModelConfig) -> Iterator[str]:
             )
         if cfg.micro_batch_size == 1:
             yield Fault(
-                "micro_batch_size is 1; full.objective=ranking passes both answers of a pair "
-                "together, so it needs at least 2",
+                "micro_batch_size is 1; full.objective=ranking scores both answers of a pair in "
+                "one pass, so it needs at least 2",
                 key="config.micro_batch_size.too_small_for_ranking",
             )
     yield from cfg.model.optim.faults()

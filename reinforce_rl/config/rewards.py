@@ -58,7 +58,7 @@ class RewardServerConfig(Section):
     )
     input: Literal["auto", "tokens", "text"] = key(
         "auto",
-        "what it is sent: tokens, text, or auto: conversations as text, for the reward model's "
+        "input of the model: tokens, text, or auto: conversations as text, for the reward model's "
         "own template, and plain prompts as tokens where both tokenizers are the same, else as "
         "text",
         details="; see [reward-models.md](reward-models.md#tokens-or-text)",
@@ -82,7 +82,7 @@ class RemoteRMConfig(Section):
     )
     pad_to_length: Count | None = key(
         None,
-        "pad each request to this length, cutting none; null: to the longest row of a request",
+        "pad each request to this length, truncating none; null: to the longest row of a request",
         "tokens",
     )
     ready_timeout_seconds: Positive = key(60.0, "wait for the server at the start", "s")
@@ -215,9 +215,9 @@ class ServedModelConfig(TemplateConfig):
         "names",
     )
     mean: float | None = key(
-        None, "the reward is (merged score - mean) / deviation; null: the head's own, else 0"
+        None, "the reward is (merged score - mean) / std; null: the head's own, else 0"
     )
-    deviation: Positive | None = key(None, "null: the head file's own, else 1")
+    std: Positive | None = key(None, "null: the head file's own, else 1")
     tokenizer_path: PathText | None = key(
         None, "Hugging Face folder of the tokenizer; null: the trunk's", kind="path"
     )
@@ -262,18 +262,19 @@ class InferenceConfig(Section):
     )
     max_sequence_length: Count | None = key(
         None,
-        "tokens that a row may claim, padding included; null: four times the model's context",
+        "longest row of a request in tokens, padding included; null: four times the model's "
+        "context",
         "tokens",
     )
-    max_in_flight: Count = key(64, "requests that Triton has at the same time", "requests")
-    max_queue: Natural = key(
-        256, "requests that wait for that; more are rejected with 503", "requests"
-    )
-    request_seconds: Positive = key(600.0, "for the answer to one request", "s")
-    stuck_seconds: Positive = key(
+    max_in_flight: Count = key(64, "requests in Triton at the same time", "requests")
+    max_queue: Natural = key(256, "queued requests; further ones are rejected with 503", "requests")
+    request_timeout_seconds: Positive = key(600.0, "for the answer to one request", "s")
+    model_timeout_seconds: Positive = key(
         300.0, "for a request's samples in the model; then the server ends", "s"
     )
-    canary_seconds: Positive = key(10.0, "for health's own sample of one token", "s")
+    health_timeout_seconds: Positive = key(
+        10.0, "for the sample of one token that a health check scores", "s"
+    )
     warm_up_lengths: list[int] = key(
         [64, 512], "lengths of the samples scored before the server opens", "tokens"
     )
@@ -281,7 +282,7 @@ class InferenceConfig(Section):
         0.0, "a request may wait this long for others to be merged with", "ms"
     )
     preferred_batch_sizes: list[int] = key(
-        [], "numbers of samples that merged requests should come to, such as [32, 64]", "samples"
+        [], "preferred numbers of samples of merged requests, such as [32, 64]", "samples"
     )
     deterministic: bool = key(
         True, "each request in forward passes of its own: scores do not depend on other clients"
@@ -297,7 +298,7 @@ class InferenceConfig(Section):
     stop_timeout_seconds: float = key(30.0, "for calls in flight after SIGTERM or SIGINT", "s")
     rank_timeout_seconds: float = key(
         60.0,
-        "with several ranks: the server ends if one gives no sign of life for this long",
+        "with several ranks: the server ends if one sends no heartbeat for this long",
         "s",
         ge=1,
     )
@@ -382,7 +383,7 @@ class ServeRewardModelConfig(Section):
         head = model.head_path
         if head is not None and not Path(head).is_file():
             yield Fault(
-                f"{section}.head_path: {head} is no file; `reinforce-rl train-rm` makes one",
+                f"{section}.head_path: {head} is not a file; `reinforce-rl train-rm` makes one",
                 key="config.head_path.no_file",
             )
         yield from ranks_faults(model, self.num_nodes, self.devices, "", section)

@@ -71,7 +71,7 @@ def _algorithm(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("trainer.reinforce.kl_target", "trainer.reinforce.initial_policy_kl_penalty"),
-            "the latter is the value that beta starts from, so it must be above 0",
+            "beta starts from initial_policy_kl_penalty, so it must be above 0",
             key="config.kl_target.without_reference",
         )
     is_masked = (rl.generator_correction or "").endswith("_mask")
@@ -82,7 +82,7 @@ def _algorithm(cfg: TrainConfig) -> Iterator[Fault]:
                 "trainer.reinforce.generator_correction",
                 "trainer.reinforce.generator_ratio_cap",
             ),
-            "1 / cap .. cap must have room: expected above 1",
+            "the interval 1 / cap .. cap must not be empty: expected above 1",
             key="config.generator_ratio_cap.too_small_for_mask",
         )
     if rl.credit_assignment == "token":
@@ -122,8 +122,8 @@ def _token_credit(cfg: TrainConfig) -> Iterator[Fault]:
                 "trainer.reinforce.credit_assignment",
                 "trainer.reinforce.kl_placement",
             ),
-            "it does more than subtract a baseline, so the KL of single tokens cannot go through "
-            "it: set kl_placement=advantage or loss",
+            "it does more than subtract a baseline, so it cannot handle the KL of single tokens: "
+            "set kl_placement=advantage or loss",
             key="config.advantage_estimator.conflicts_with_token_credit",
         )
 
@@ -131,25 +131,25 @@ def _token_credit(cfg: TrainConfig) -> Iterator[Fault]:
 def _samples(cfg: TrainConfig) -> Iterator[Fault]:
     rl = cfg.trainer.reinforce
     shaping = rl.reward_shaping
-    if shaping.standardisation != "given" and (shaping.mean, shaping.deviation) != (0.0, 1.0):
+    if shaping.standardization != "given" and (shaping.mean, shaping.std) != (0.0, 1.0):
         yield Fault(
             f"trainer.reinforce.reward_shaping has mean={shaping.mean} and "
-            f"deviation={shaping.deviation}, which only standardisation=given reads; it is "
-            f"{shaping.standardisation!r}",
+            f"std={shaping.std}, which only standardization=given reads; it is "
+            f"{shaping.standardization!r}",
             key="config.reward_shaping.without_standardisation_given",
         )
-    if (rl.truncated_samples == "penalise") != (rl.truncation_penalty > 0):
+    if (rl.truncated_samples == "penalize") != (rl.truncation_penalty > 0):
         yield settings_fault(
             cfg,
             ("trainer.reinforce.truncated_samples", "trainer.reinforce.truncation_penalty"),
-            "expected a penalty above 0 with truncated_samples=penalise, and 0 otherwise",
+            "expected a penalty above 0 with truncated_samples=penalize, and 0 otherwise",
             key="config.truncation_penalty.conflicts_with_truncated_samples",
         )
-    if rl.overlong_buffer and rl.truncated_samples != "penalise":
+    if rl.overlong_buffer and rl.truncated_samples != "penalize":
         yield settings_fault(
             cfg,
             ("trainer.reinforce.overlong_buffer", "trainer.reinforce.truncated_samples"),
-            "only truncated_samples=penalise reads the former",
+            "only truncated_samples=penalize uses overlong_buffer",
             key="config.overlong_buffer.without_truncated_samples_penalise",
         )
     if rl.overlong_buffer > cfg.model.reinforce.length_params.max_length:
@@ -238,7 +238,8 @@ def _model(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("model.reference_placement", "model.peft.peft_scheme"),
-            "the reference is the frozen model, without a copy to place: leave the former at host",
+            "with LoRA the reference is the frozen model, so there is no copy to place: expected "
+            "host",
             key="config.reference_placement.conflicts_with_peft_scheme",
         )
 
@@ -259,21 +260,23 @@ def _lengths(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("trainer.reinforce.rollout_batch_seq_length", "model.encoder_seq_length"),
-            "no sequence is longer than the latter: choose at most that",
+            "expected at most encoder_seq_length, the longest sequence",
             key="config.rollout_batch_seq_length.above_encoder_seq_length",
         )
     if model.shared_prefix and padded is not None:
         yield settings_fault(
             cfg,
             ("model.shared_prefix", "trainer.reinforce.rollout_batch_seq_length"),
-            "a row of several sequences has the length that it has: set one of them to null",
+            "a row of several sequences cannot be padded to a fixed length: set one of them to "
+            "null",
             key="config.shared_prefix.conflicts_with_rollout_batch_seq_length",
         )
     if model.shared_prefix and model.context_parallel_size > 1:
         yield settings_fault(
             cfg,
             ("model.shared_prefix", "model.context_parallel_size"),
-            "ranks cannot share a row of several sequences: set model.shared_prefix to null, "
+            "context-parallel ranks cannot split a row of several sequences: set "
+            "model.shared_prefix to null, "
             "or model.context_parallel_size to 1",
             key="config.shared_prefix.conflicts_with_context_parallel_size",
         )
@@ -291,7 +294,7 @@ def _lengths(cfg: TrainConfig) -> Iterator[Fault]:
                 "model.reinforce.length_params.min_length",
                 "model.reinforce.length_params.max_length",
             ),
-            "the former must not be above the latter",
+            "min_length must not be above max_length",
             key="config.min_length.above_max_length",
         )
 
@@ -319,8 +322,8 @@ def _rewards(cfg: TrainConfig) -> Iterator[Fault]:
         source = "remote_rm.reward_model" if cfg.reward_class is None else "that class"
         yield Fault(
             f"reward_function.name is {function.name!r}, but reward is {cfg.reward!r}, which asks "
-            f"{source}; set reward=function, or name it under "
-            "reward_function.more_functions to add it to those rewards",
+            f"{source}; set reward=function, or list it under reward_function.more_functions to "
+            "add its scores",
             key="config.reward_function.name.conflicts_with_reward_server",
         )
     yield from _reward_names(cfg)
@@ -499,7 +502,8 @@ def shape_faults(cfg: TrainConfig) -> Iterator[Fault]:
     if isinstance(layers, int) and stages > 1 and layers % stages and not uneven:
         yield Fault(
             f"model.pipeline_model_parallel_size is {stages}, which does not divide the {layers} "
-            f"layers (num_hidden_layers) of {folder}/config.json; choose another, or say how many "
-            "the first stage has: +model.megatron_overrides.num_layers_in_first_pipeline_stage=N",
+            f"layers (num_hidden_layers) of {folder}/config.json; choose another, or set the "
+            "layers of the first stage: "
+            "+model.megatron_overrides.num_layers_in_first_pipeline_stage=N",
             key="config.pipeline_model_parallel_size.not_a_divisor_of_layers",
         )

@@ -18,14 +18,14 @@ class TemplateConfig(Section):
     )
     chat_template_date: Text | None = key(
         None,
-        "what a template with today's date reads, YYYY-MM-DD; null: the day of the first start, "
-        "which is recorded",
+        "today's date for chat templates, YYYY-MM-DD; null: the day of the first start, which is "
+        "recorded",
         details=". See [data.md](data.md#todays-date-in-a-template)",
     )
     sanitize_control_tokens: bool = key(
         False,
-        "read control tokens within messages as text, as transformers does with this argument of "
-        "apply_chat_template",
+        "treat control tokens within messages as text, as this argument of apply_chat_template "
+        "does in transformers",
         details=". See [data.md](data.md#control-tokens-in-messages)",
     )
 

@@ -102,7 +102,7 @@ class RolloutBatch:
 
     @property
     def is_end(self) -> Tensor:
-        """bool [N]: True if the response ended by itself, not at max_length."""
+        """bool [N]: True if the response ended before max_length."""
         return torch.tensor(
             [reason == FINISH_STOP for reason in self.finish_reasons], dtype=torch.bool
         )

@@ -112,7 +112,7 @@ def kwargs_faults(kwargs: Mapping[str, Any], key: str) -> list[Fault]:
             faults.append(Fault(sentence, key="chat_template.argument.reserved"))
         elif not _is_json(argument):
             kind = type(argument).__name__
-            sentence = f"{key}.{name} is of type {kind}; expected what JSON can say"
+            sentence = f"{key}.{name} is of type {kind}; expected a JSON value"
             faults.append(Fault(sentence, key="chat_template.argument.not_json"))
     return faults
 
@@ -135,6 +135,6 @@ def _parsed(value: object, key: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{key} is {value[:60]!r}, which is no JSON: {error}",
+            f"{key} is {value[:60]!r}, which is not JSON: {error}",
             key="data.value.not_json",
         ) from error

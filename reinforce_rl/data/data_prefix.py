@@ -45,7 +45,7 @@ def resolve_data_prefix(
         faults.append(Fault(sentence, key="data.train.missing"))
     if isinstance(sets, Mapping):
         faults += _faults_of_names(sets)
-    no_path = Fault("'' is no path", key="data.path.empty")
+    no_path = Fault("'' is not a path", key="data.path.empty")
     for split, sets_of_split in files.items():
         for entry in itertools.chain(*sets_of_split.values()):
             fault = source_fault(entry, split) if str(entry) else no_path

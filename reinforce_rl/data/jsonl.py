@@ -138,7 +138,7 @@ def messages_of_json(value: object, key: str) -> object:
         return value
     if _MESSAGES_OF_PYTHON.match(value):
         raise DataError(
-            f"{key} is a list of messages in Python's form, {value[:40]!r}; expected JSON. Write "
+            f"{key} is a list of messages in Python syntax, {value[:40]!r}; expected JSON. Write "
             "it as JSON (json.dumps) or, in Parquet and JSONL, as a list",
             key="data.messages.python_form",
         )
@@ -152,7 +152,7 @@ def refuse_messages_as_text(value: object, key: str, advice: str) -> None:
         return
     if _MESSAGES_OF_PYTHON.match(value) or _parsed_messages(value) is not None:
         raise DataError(
-            f"{key} is a text that holds a list of messages, {value[:40]!r}; {advice}",
+            f"{key} is a string that holds a list of messages, {value[:40]!r}; {advice}",
             key="data.text.holds_messages",
         )
 
@@ -278,7 +278,7 @@ def _check_tool_calls(calls: object, where: str) -> None:
                 arguments = json.loads(arguments) if arguments.strip() else None
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{place} has the arguments {arguments[:60]!r}, which are no JSON: {error}",
+                    f"{place} has the arguments {arguments[:60]!r}, which are not JSON: {error}",
                     key="data.tool_calls.arguments_not_json",
                 ) from error
         if arguments is not None and not isinstance(arguments, dict):
@@ -301,8 +301,8 @@ def check_prompt(messages: Sequence[Mapping[str, Any]], key: str) -> None:
     """Raise a `DataError` if a conversation does not end with a question."""
     if messages and messages[-1]["role"] == "assistant":
         raise DataError(
-            f"{key} ends with an assistant message; expected a prompt, which ends where the "
-            "assistant shall answer. reinforce-rl prepare takes the answer off",
+            f"{key} ends with an assistant message; expected a prompt, which ends before the "
+            "assistant's answer. reinforce-rl prepare removes the answer",
             key="data.prompt.ends_with_an_answer",
         )
     if not messages or not (text_of(messages[-1]).strip() or messages[-1]["role"] == "tool"):

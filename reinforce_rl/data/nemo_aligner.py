@@ -76,7 +76,7 @@ def parse_nemo_text(text: str) -> list[Message]:
         if number == "2" and (name.strip() or content):
             labels = name.strip()[:40]
             raise DataError(
-                f"holds SteerLM's labels (<extra_id_2>{labels}), which a message has no place for",
+                f"holds SteerLM's labels (<extra_id_2>{labels}), which have no place in a message",
                 key="data.nemo.labels",
             )
         if not name.strip() and not content:  # an end marker
@@ -268,7 +268,9 @@ def _joined(
             "rejected": rejected[-1]["content"],
         }
     if len(halves) % 2:
-        sentence = f"the last of {len(halves)} lines, an odd number; expected two lines a prompt"
+        sentence = (
+            f"the last of {len(halves)} lines, which is an odd number; expected two lines a prompt"
+        )
         faults.add(halves[-1][0], Fault(sentence, key="data.pairs.odd_number"))
 
 
@@ -356,7 +358,7 @@ def _answered(value: Mapping[str, Any]) -> list[Message]:
     messages = _conversation(value["text"], "text", is_whole=True)
     if not messages or messages[-1]["role"] != "assistant":
         raise DataError(
-            "text does not end with an answer of the assistant's; expected a prompt and an answer",
+            "text does not end with an answer of the assistant; expected a prompt and an answer",
             key="data.text.no_answer_at_end",
         )
     if len(messages) == 1:

@@ -234,7 +234,7 @@ def _unfit(messages: _Messages, options: PrepareOptions) -> str:
     if options.form == "prompt" and any(
         message["role"] not in HH_NAMES or message.get("tool_calls") for message in messages
     ):
-        return "turns other than Human and Assistant, which --form messages keeps"
+        return "turns other than Human and Assistant, which --format messages keeps"
     for message in messages:
         # An assistant's turn may be only a call, a tool may return nothing, and an empty system
         # message is intended.

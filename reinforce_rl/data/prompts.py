@@ -57,7 +57,7 @@ class PromptDataset(Dataset[Prompt]):
                 else ""
             )
             raise DataError(
-                f"the data set holds no prompt{left_out}",
+                f"the data set has no prompts{left_out}",
                 key="data.prompts.none",
             )
         self._prompts = list(prompts)
@@ -156,7 +156,7 @@ class PromptDataset(Dataset[Prompt]):
             for where, prompt in _tokenise(records, renderer, add_bos):
                 length = len(prompt.tokens)
                 if not length:
-                    sentence = "the tokenizer makes no token of this prompt"
+                    sentence = "the tokenizer returns no tokens for this prompt"
                     faults.add(where, Fault(sentence, key="data.prompt.no_token"))
                 elif max_prompt_tokens is None or length <= max_prompt_tokens:
                     prompts.append(replace(prompt, id=len(prompts)))
@@ -397,9 +397,9 @@ def _render(
         if is_nemo_text(content):
             raise WrongForm(
                 f"{key} has NeMo-Aligner's markers (<extra_id_0>System), and "
-                "model.data.apply_chat_template=true would render them once more, as the words of "
-                "a user. Set it to false to take the text as it is, or make messages of it for the "
-                "model's own template: reinforce-rl prepare FILE --output FOLDER",
+                "model.data.apply_chat_template=true would render them as the text of a user. Set "
+                "it to false to use the text unchanged, or convert it to messages for the model's "
+                "own template: reinforce-rl prepare FILE --output FOLDER",
                 key="data.prompt.nemo_markers",
             )
         messages = [{"role": "user", "content": content}]

@@ -39,8 +39,8 @@ _PROBE = "probe of the template"
 _AS_TEXT = {"tokenize": False, "add_generation_prompt": True}
 _ADVICE_OF_ROLE = {
     "system": "put its text into the first user message",
-    "user": "take a model whose template writes it",
-    "tool": "take a model whose template writes it, or put its text into a user message",
+    "user": "use a model whose template writes it",
+    "tool": "use a model whose template writes it, or put its text into a user message",
 }
 
 
@@ -231,7 +231,7 @@ class ChatRenderer:
                     )
                     if is_object and _has_python_form(text, form):
                         raise DataError(
-                            "the chat template writes tool_calls in Python's form; expected JSON",
+                            "the chat template writes tool_calls in Python syntax; expected JSON",
                             key="chat_template.tool_calls.python_form",
                         )
                     return rendered
@@ -244,7 +244,7 @@ class ChatRenderer:
         if not tokenizer.chat_template:
             sentence = (
                 f"the tokenizer of {tokenizer.name_or_path} has no chat template, which messages "
-                "and model.data.apply_chat_template=true need; take the folder of a chat model, or "
+                "and model.data.apply_chat_template=true need; use the folder of a chat model, or "
                 "plain prompts without that setting"
             )
             raise ConfigError([Fault(sentence, key="chat_template.template.missing")])
@@ -257,8 +257,8 @@ class ChatRenderer:
             raise ConfigError([fault]) from error
         if tools and not re.search(r"\btools\b", template):
             raise DataError(
-                f"{TOOLS_KEY} has {len(tools)} tools, which the chat template does not read; take "
-                "a model whose template does, or give the column another name: "
+                f"{TOOLS_KEY} has {len(tools)} tools, which the chat template does not read; use a "
+                "model whose template does, or give the column another name: "
                 "+model.data.fields.rename.NAME=tools",
                 key="chat_template.tools.not_read",
             )
@@ -284,7 +284,7 @@ class ChatRenderer:
             # A ConfigError, since the next conversation would take as long.
             sentence = (
                 f"the chat template of {self.tokenizer.name_or_path} {error} for a conversation of "
-                f"{len(messages)} messages; it is damaged or hostile: take another model's folder, "
+                f"{len(messages)} messages; it is damaged or hostile: use another model's folder "
                 "or correct the template"
             )
             fault = Fault(sentence, key="chat_template.bound.exceeded")

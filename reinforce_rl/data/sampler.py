@@ -47,7 +47,7 @@ class Blend:
         for number, (size, weight, draws) in enumerate(files, 1):
             if size == 0:
                 sentence = (
-                    f"{key} gives file number {number} a weight, but it has no prompt; omit it"
+                    f"{key} gives file number {number} a weight, but it has no prompts; omit it"
                 )
                 faults.append(Fault(sentence, key="data.weights.file_without_prompts"))
             elif draws == 0:
@@ -203,9 +203,9 @@ class PromptSampler:
         ]
         if differences:
             raise CheckpointError(
-                f"the saved sampler state is of another run: {'; '.join(differences)}. Its "
-                "position means nothing in this order of prompts: set these back to what they "
-                "were, or start a new run in another folder",
+                f"the saved sampler state belongs to another run: {'; '.join(differences)}. Its "
+                "position does not apply to this order of prompts: restore these settings, or "
+                "start a new run in another folder",
                 key="checkpoint.sampler.other_run",
             )
         position = {name: state.get(name) for name in names}
@@ -213,7 +213,7 @@ class PromptSampler:
         if len(whole) < len(names) or whole[1] >= self.num_prompts:
             raise CheckpointError(
                 f"the saved sampler state has {position}; expected whole numbers from 0, position "
-                f"below {self.num_prompts}. Go on from another checkpoint, or start a new run",
+                f"below {self.num_prompts}. Resume from another checkpoint, or start a new run",
                 key="checkpoint.sampler.invalid",
             )
         self.epoch, self.position, self.consumed_prompts = whole

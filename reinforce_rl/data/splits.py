@@ -86,7 +86,7 @@ def choose_files(
     parts, preferred = _parts_of(folder)
     if not parts:
         raise DataError(
-            "is a folder without a file of a known form",
+            "is a folder without a file of a known format",
             key="data.folder.no_known_file",
         )
     names = list(dict.fromkeys(part.configuration for part in parts))
@@ -134,7 +134,7 @@ def _refuse_copies(files: Iterable[Path]) -> None:
         if len(examples) > 1:
             names = " and ".join(example.name for example in examples)
             raise DataError(
-                f"has one split in several forms, {names}, which may hold the same records; give "
+                f"has one split in several formats, {names}, which may hold the same records; give "
                 f"one of these files, such as {path}, or a pattern",
                 key="data.split.several_forms",
             )
@@ -156,8 +156,8 @@ def _of_split(
         return next(iter(chosen.values()))
     if "" in chosen:
         raise DataError(
-            f"has files of the splits {_listed(named)}, and files whose names tell no split, such "
-            f"as {chosen[''][0].name}; give single files, or a pattern, or one split: "
+            f"has files of the splits {_listed(named)}, and files whose names contain no split, "
+            f"such as {chosen[''][0].name}; give single files, or a pattern, or one split: "
             f"{place}:{named[0]}",
             key="data.split.files_of_none",
         )
@@ -235,7 +235,7 @@ def _card(folder: Path) -> list[dict[str, Any]]:
     configs = (card.get("configs") if isinstance(card, dict) else None) or []
     if not isinstance(configs, list):
         raise DataError(
-            "has a README.md whose configs is no list; `datasets` expects a list",
+            "has a README.md whose configs is not a list; `datasets` expects a list",
             key="data.card.configs_not_a_list",
         )
     return [

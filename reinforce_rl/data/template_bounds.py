@@ -533,7 +533,7 @@ def _check_method(
     elif name == "sum" and not isinstance(
         args[1] if len(args) > 1 else kwargs.get("start", 0), int | float
     ):
-        raise TemplateBoundError("sums what are no numbers")
+        raise TemplateBoundError("sums values that are not numbers")
     elif name not in _WITHOUT_TEXT and isinstance(subject, (*_CONTAINERS, Namespace)):
         budget.check_written(subject)
         if name == "tojson":

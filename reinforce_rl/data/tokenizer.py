@@ -182,8 +182,8 @@ def _loading_fault(folder: Path, reason: str) -> Fault:
     """Describe why transformers cannot load a tokenizer, from the message of its error."""
     if _NEEDS_CODE in reason:
         return Fault(
-            f"{folder} holds a tokenizer that needs code of its own (auto_map), which is not run; "
-            "expected a tokenizer of a class that transformers has",
+            f"{folder} holds a tokenizer that needs custom code (auto_map), which is not executed; "
+            "expected a tokenizer class of transformers",
             key="tokenizer.folder.needs_code",
         )
     return Fault(

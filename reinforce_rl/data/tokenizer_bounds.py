@@ -133,7 +133,7 @@ def _fault_of_names(values: dict[str, Any], path: Path) -> Fault | None:
     if others:
         return Fault(
             f"{_FILES} names {others[0][:_SHOWN]}, which transformers may read in place of "
-            f"{_FILE}; take this key away, or put that file in place of the other",
+            f"{_FILE}; remove this key, or replace the other file by that one",
             key="tokenizer.file.not_the_checked_one",
         )
     for key in _PATHS:

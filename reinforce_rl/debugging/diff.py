@@ -98,7 +98,7 @@ class RunDiff:
                 f"({why})."
             )
         earliest = _earliest(self.exact)
-        text = f"They part at step {earliest.step}, in {earliest.phase}: {earliest.difference}"
+        text = f"They diverge at step {earliest.step}, in {earliest.phase}: {earliest.difference}"
         if not self.beyond_rounding:
             return f"{text}. All differences are within rounding ({ROUNDING.absolute:g})."
         other = _earliest(self.beyond_rounding)
@@ -202,7 +202,7 @@ def write(
     if html is not None:
         runs = {run_diff.first: open_run(first), run_diff.second: open_run(second)}
         parting = {
-            "title": "Where they part",
+            "title": "Where they diverge",
             "note": run_diff.sentence,
             "columns": list(_COLUMNS),
             "rows": run_diff.rows(),

@@ -232,15 +232,15 @@ def fact_differences(first: StepRecord, second: StepRecord) -> list[str]:
     for name in dict.fromkeys((*first.files, *second.files)):
         digests = first.files.get(name), second.files.get(name)
         if None not in digests and digests[0] != digests[1]:
-            facts.append(f"the file of the reward function {name} is another one")
+            facts.append(f"the file of the reward function {name} differs")
     if first.data.get("fingerprint") != second.data.get("fingerprint"):
-        facts.append("the prompts of the training data are others")
+        facts.append("the prompts of the training data differ")
     if None not in (first.scorer, second.scorer) and first.scorer != second.scorer:
         facts.append(
-            f"the reward source is another one: {_shown(first.scorer)} -> {_shown(second.scorer)}"
+            f"the reward source differs: {_shown(first.scorer)} -> {_shown(second.scorer)}"
         )
     if None not in (first.reference, second.reference) and first.reference != second.reference:
-        facts.append("the reference policy's weights are others")
+        facts.append("the reference policy's weights differ")
     return facts
 
 

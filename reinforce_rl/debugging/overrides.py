@@ -109,7 +109,7 @@ class OverriddenSettings:
                 )
                 faults.append(Fault(sentence, key="replay.setting.gradient_only"))
             elif not _has_effect(key):
-                sentence = f"{key} changes nothing on rollouts that are stored; {_ADVICE}"
+                sentence = f"{key} has no effect on stored rollouts; {_ADVICE}"
                 faults.append(Fault(sentence, key="replay.setting.without_effect"))
         if self.changes_rewards and not faults:
             # The prompts' messages are read from the data.

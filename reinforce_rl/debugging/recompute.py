@@ -73,8 +73,8 @@ def recompute(
     """
     if phase not in PHASES:
         sentence = (
-            f"--phase is {phase!r}, but other settings and several steps are computed on stored "
-            f"rollouts; expected one of {', '.join(PHASES)}"
+            f"--phase is {phase!r}, but changed settings and several steps are computed from "
+            f"stored rollouts; expected one of {', '.join(PHASES)}"
         )
         raise ConfigError([Fault(sentence, key="replay.phase.of_one_step")])
     stored = StoredRun(run)
@@ -273,10 +273,10 @@ def _check_all_before(stored: StoredRun, first: int, whose: str) -> None:
     missing = sorted(set(range(1, first)) - set(stored.run.sample_steps()))
     if missing:
         raise DataError(
-            f"the {whose} have a state that goes on from step to step (a baseline of past rewards, "
-            f"standardisation=running or kl_target), but {stored.path / 'rollouts'} lacks step "
-            f"{missing[0]}; expected all steps from 1 on. Take settings without a state, or bring "
-            "the missing files back",
+            f"the {whose} carry a state from step to step (a baseline of past rewards, "
+            f"standardization=running or kl_target), but {stored.path / 'rollouts'} lacks step "
+            f"{missing[0]}; expected all steps from 1 on. Use settings without a state, or restore "
+            "the missing files",
             key="replay.step.missing_before",
         )
 
@@ -298,8 +298,8 @@ def _check_recorded(step: StoredStep, data: ReinforceBatch) -> float:
             f"step {step.step}: the run's own settings give prompt {row.prompt_id}, sample "
             f"{row.sample_id} the advantage {advantage:.6g}, but its record has "
             f"{row.advantage:.6g}; expected the same within {TOLERANCE * scale:.0e}. The record or "
-            "config.yaml was changed, or another reinforce_rl, which computed otherwise, made "
-            "them: take that one",
+            "config.yaml was changed, or was written by another version of reinforce_rl: use that "
+            "version",
             key="replay.advantages.differ",
         )
     return float(differences[worst])
@@ -335,7 +335,7 @@ def _change_of_step(
         sign_changes=sum(sample.changes_sign for sample in samples),
         correlation=correlation(before.advantages[is_valid], after.advantages[is_valid]),
         group_spread=(before.group_spread, after.group_spread),
-        groups_without_spread=(before.groups_without_spread, after.groups_without_spread),
+        groups_with_zero_std=(before.groups_with_zero_std, after.groups_with_zero_std),
         without_advantage=(before.without_advantage, after.without_advantage),
         clipped=(before.clipped, after.clipped),
     )
@@ -356,7 +356,7 @@ class _SideOfStep:
     rewards: Tensor
     advantages: Tensor
     group_spread: float
-    groups_without_spread: float
+    groups_with_zero_std: float
     without_advantage: float
     clipped: float
     gradient: Tensor | None = None
@@ -381,7 +381,7 @@ class _SideOfStep:
             rewards=rollouts.rewards,
             advantages=advantages,
             group_spread=_mean(spread),
-            groups_without_spread=_mean(without_spread),
+            groups_with_zero_std=_mean(without_spread),
             without_advantage=_mean(advantages.abs() <= ZERO),
             clipped=side.clipped_share(data, cfg, max_length),
         )

@@ -46,7 +46,7 @@ class StepChange:
     correlation: float
     # Mean standard deviation, within groups, of the rewards that the baseline is subtracted from.
     group_spread: Pair
-    groups_without_spread: Pair  # share
+    groups_with_zero_std: Pair  # share
     without_advantage: Pair  # share of samples
     clipped: Pair  # share of valid samples with a reward beyond reward_shaping.clip
     # Share of tokens with a weight against the generator beyond generator_ratio_cap.
@@ -98,9 +98,9 @@ class Recomputation:
             "samples": lambda step: str(len(step.samples)),
             "sign changes": lambda step: str(step.sign_changes),
             "correlation": lambda step: shown(step.correlation, ".4f"),
-            "group spread": lambda step: _shown_pair(step.group_spread, ".3f"),
-            "groups without": lambda step: _shown_pair(step.groups_without_spread, ".0%"),
-            "no advantage": lambda step: _shown_pair(step.without_advantage, ".0%"),
+            "group std": lambda step: _shown_pair(step.group_spread, ".3f"),
+            "zero-std groups": lambda step: _shown_pair(step.groups_with_zero_std, ".0%"),
+            "zero advantage": lambda step: _shown_pair(step.without_advantage, ".0%"),
             "clipped": lambda step: _shown_pair(step.clipped, ".0%"),
         }
         if any(step.cosine is not None for step in self.steps):
@@ -163,7 +163,7 @@ class Recomputation:
         )
         figures.append(
             _figure(
-                "Spread within groups",
+                "Reward std within groups",
                 unit="standard deviation",
                 x_name="step",
                 x=steps,

@@ -65,8 +65,8 @@ from reinforce_rl.trainer.run import build_trainer
 # A larger machine may have recorded more threads than this one has cores.
 _MOST_THREADS = max(4 * (os.cpu_count() or 1), 256)
 _STORED = (
-    "the recorded scores are taken (--reward stored); --reward restart --trust asks the run's own "
-    "source"
+    "the recorded scores are used (--reward stored); --reward restart --trust scores again with "
+    "the run's source"
 )
 PHASES = ("generate", "score", "logprobs", "advantages", "update")
 

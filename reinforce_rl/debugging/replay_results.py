@@ -16,8 +16,7 @@ _UNKNOWN = "No difference of code, data, settings, reward source or machine was 
 _CAUSES = {
     "prompts": "the record was changed",
     "weights": (
-        "the checkpoint or the initial model was changed, or an earlier step does not give the "
-        "same twice"
+        "the checkpoint or the initial model was changed, or an earlier step is not deterministic"
     ),
     "score": (
         "the reward depends on time, chance or a service besides its inputs, or the record was "
@@ -25,7 +24,7 @@ _CAUSES = {
     ),
     "advantages": "the record was changed",
 }
-_OF_KERNELS = "the record was changed, or a kernel does not give the same twice"
+_OF_KERNELS = "the record was changed, or a kernel is not deterministic"
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Replay:
         text = f"The first difference is in {phase.name}, recorded and now: {phase.differences[0]}"
         if self.facts:
             return "\n".join(
-                [text, "Not as it was recorded:", *(f"  {fact}" for fact in self.facts)]
+                [text, "Different from the record:", *(f"  {fact}" for fact in self.facts)]
             )
         return f"{text}\n{_UNKNOWN}: {_CAUSES.get(phase.name.split()[0], _OF_KERNELS)}."
 

@@ -40,7 +40,7 @@ class StoredStep:
         raise DataError(
             f"step {self.step}: its record has no log-probs of the reference, as the run had "
             "trainer.reinforce.initial_policy_kl_penalty=0, but a KL was asked for; set that key "
-            "to 0, or take a run that had a KL",
+            "to 0, or use a run with a KL",
             key="samples.tokens.no_reference_log_probs",
         )
 
@@ -48,7 +48,7 @@ class StoredStep:
         if not self.batch.sequences.numel():
             raise DataError(
                 f"step {self.step}: its samples were recorded without tokens, but {why}; expected "
-                "a step that exp_manager.record_tokens_every divides, of a run of this version",
+                "a multiple of exp_manager.record_tokens_every, in a run of this version",
                 key="samples.tokens.not_recorded",
             )
 

@@ -89,7 +89,7 @@ def evaluate(
             scored.
         reference: model for an estimate of the KL of each model from it.
         judge: compares two responses.
-        samples: samples of each prompt; several are drawn, one is greedy.
+        samples: of each prompt; one is greedy, several are drawn.
         temperature: temperature of drawn samples, 0 for greedy; None for the configuration's.
         out: folder for results.json and, in a folder a model, its samples and metrics.
         like: a run; its settings replace the defaults.
@@ -232,7 +232,7 @@ def _read_prompts(cfgs: Sequence[TrainConfig], reference: TrainConfig | None) ->
             sentence = (
                 f"{model} has no room for {datasets[-1].train.skipped} of the prompts "
                 "(model.data.too_long=skip), but all models must answer the same prompts; raise "
-                "model.encoder_seq_length, or take those prompts out of the data"
+                "model.encoder_seq_length, or remove those prompts from the data"
             )
             faults.append(Fault(sentence, key="eval.prompts.no_room"))
     if faults:

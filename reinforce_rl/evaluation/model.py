@@ -90,7 +90,7 @@ def _warn_if_outdated(folder: Path) -> None:
         of = "an earlier step" if exported is None else f"step {exported}"
         logger.warning(
             f"{folder} is the model of {of}, and the run's newest checkpoint is of step {step}; to "
-            f"take that one, write it first: {export_command(folder.parent)}"
+            f"use that one, export it first: {export_command(folder.parent)}"
         )
 
 

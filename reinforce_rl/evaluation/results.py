@@ -122,7 +122,7 @@ class Comparison:
             text += (
                 ": indistinguishable from noise"
                 if low <= 0.5 <= high
-                else ": a real preference at the 5 % level"
+                else ": a significant preference at the 5 % level"
             )
         return text + (f"; {wins.failed} prompts without a result" if wins.failed else "")
 

@@ -198,7 +198,7 @@ def _by_name(
     if is_plain and module != "__main__":
         return f"{module}.{name}", kwargs
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
-    why = "it is no plain function"
+    why = "it is not a plain function"
     if inspect.isfunction(function) and function.__name__.isidentifier():
         used = inspect.getclosurevars(function)
         modules = {
@@ -213,9 +213,9 @@ def _by_name(
             return f"{script.stem}.{name}", kwargs
         why = f"it uses {', '.join(others)} from outside of it"
     raise ReinforceError(
-        f"the reward {name} cannot be imported by the processes that rewards run in: {why}. Put it "
-        "with all that it uses into a file, such as my_rewards.py, and give my_rewards.NAME; in a "
-        "notebook, the first line of a cell %%writefile my_rewards.py makes that file",
+        f"the reward {name} cannot be imported by the reward processes: {why}. Put it and "
+        "everything it uses into a file, such as my_rewards.py, and pass my_rewards.NAME; in a "
+        "notebook, begin a cell with %%writefile my_rewards.py",
         key="api.reward.not_importable",
     )
 

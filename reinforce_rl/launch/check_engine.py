@@ -48,10 +48,12 @@ def check_engine(
     pipeline_parallel: Annotated[int, typer.Option(help="ranks that share the layers")] = 1,
     memory_fraction: Annotated[
         float,
-        typer.Option(help="for vLLM: of GPU memory; for TensorRT-LLM's cache: of what is free"),
+        typer.Option(
+            help="share for vLLM, of GPU memory; for TensorRT-LLM's cache, of free memory"
+        ),
     ] = 0.5,
     bucket_megabytes: Annotated[
-        int, typer.Option(help="of the weights that are on their way at a time")
+        int, typer.Option(help="size of a bucket of weights in transfer")
     ] = 512,
     log_folder: Path = Path("results/check_engine"),
     tolerance: Annotated[float, typer.Option(help="nats a token, on average")] = 0.05,

@@ -40,7 +40,8 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
                 "it is starting; ask again in a minute, and look at its log if that does not change"
             ),
             "draining": (
-                "it was told to stop, and ends. Start it again on the same port; clients retry "
+                "it was asked to stop and is shutting down. Start it again on the same port; "
+                "clients retry "
                 "meanwhile"
             ),
             "failed": (
@@ -115,7 +116,8 @@ def _address_of(url: str) -> Address:
         raise ConfigError(
             [
                 Fault(
-                    f"'{url}' is no address of a reward server; expected http://HOST:PORT, where "
+                    f"'{url}' is not the address of a reward server; expected http://HOST:PORT, "
+                    "where "
                     "an IPv6 address stands in brackets: http://[::1]:5555",
                     key="check_server.address.invalid",
                 )
@@ -146,7 +148,7 @@ def _health(server: Address) -> dict[str, Any]:
             ) from error
         raise ReinforceError(
             f"http://{server} cannot be reached: it {error}. Check the host's name, that the "
-            "machine is up, and that no firewall is between",
+            "machine is up, and that no firewall blocks the connection",
             key="check_server.server.unreachable",
         ) from error
     raise ReinforceError(

@@ -18,7 +18,7 @@ from reinforce_rl.launch.terminal import start_ranks
 from reinforce_rl.utils.job_rank import is_first_rank
 
 Out = Annotated[Path, typer.Argument(help="the folder to write; replaced where it exists")]
-Ranks = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks that do it")]
+Ranks = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks to use")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
     typer.Option(help="default: as in the source"),

@@ -23,7 +23,7 @@ def demo(
     overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
     out: Annotated[Path, typer.Option(help="the run's folder; an old one goes")] = OUT,
 ) -> None:
-    """Teach SmolLM2-135M-Instruct to answer in an asked form, on this machine's CPU against a real
+    """Teach SmolLM2-135M-Instruct to answer in a given format, on this machine's CPU against a real
     reward server.
 
     DEMO_STEPS=N in the environment makes it shorter or longer.

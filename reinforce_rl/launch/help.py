@@ -86,8 +86,7 @@ def _asked_for(keys: Sequence[Key], words: Sequence[str]) -> list[Key]:
             f"did you mean {' or '.join(close)}?" if close else "--help alone shows all of them"
         )
         raise ReinforceError(
-            f"--help {' '.join(words)}: no key has this name, or this text in its sentence; "
-            f"{advice}",
+            f"--help {' '.join(words)}: no key has this name or mentions it; {advice}",
             key="help.word.unknown",
         )
     return selected

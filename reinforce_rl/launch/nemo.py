@@ -28,7 +28,7 @@ _GONE = "there is nothing to choose"
 # Keys of the same name whose values have another meaning.
 _LEFT_OUT = {
     "pretrained_checkpoint.restore_from_path": (
-        "set it to a folder in Hugging Face form in place of the .nemo file"
+        "set it to a folder in Hugging Face format in place of the .nemo file"
     ),
     "remote_rm.pad_to_length": "padding changes no score and costs time",
     "model.global_batch_size": (
@@ -72,7 +72,7 @@ def convert_file(path: Path, out: Path | None) -> None:
             [Fault(f"{out} exists; expected the name of a new file", key="nemo.output.exists")]
         )
     write_atomically(out, converted(path))
-    print(f"written to {out}; what has no counterpart stands at its head. Start it with")
+    print(f"written to {out}; keys without a counterpart are listed at its head. Start it with")
     print(f"reinforce-rl train --config-dir {out.absolute().parent} --config-name {out.stem}")
 
 
@@ -84,7 +84,7 @@ def converted(path: str | Path) -> str:
     cfg, unresolved = read_nemo_file(Path(path))
     given = dict(_leaves(cfg))
     if not any(key.startswith(("trainer.reinforce.", "model.reinforce.")) for key in given):
-        expected = "expected the form of NeMo-Aligner's gpt_reinforce_actor.yaml"
+        expected = "expected the format of NeMo-Aligner's gpt_reinforce_actor.yaml"
         sentence = f"{path} has neither trainer.reinforce nor model.reinforce; {expected}"
         raise ConfigError([Fault(sentence, key="nemo.file.other_program")])
     base = compose(PROGRAM, [f"algorithm={PRESET}"])
@@ -109,7 +109,7 @@ def converted(path: str | Path) -> str:
         OmegaConf.update(new, key, value, force_add=True)
     faults = read_config(OmegaConf.merge(base, new))[1]  # type: ignore[arg-type]
 
-    notes = ["Converted from NeMo-Aligner's form. Every key that is not below has its default."]
+    notes = ["Converted from NeMo-Aligner's format. Keys that are not below have their defaults."]
     notes += ["To be set or mended:", *(f"- {fault}" for fault in faults)] if faults else []
     notes += ["Left out:", *(f"- {', '.join(names)}: {why}" for why, names in left_out.items())]
     wrap = functools.partial(

@@ -46,7 +46,8 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 missing := [key for key in PROGRAMS[name].model_fields if key not in cfg]
             ):
                 fault = ReinforceError(
-                    f"{config_name} has no {missing[0]}; expected it to begin with `defaults: [{name}, "
+                    f"{config_name} has no {missing[0]}; expected it to begin with `defaults: "
+                    f"[{name}, "
                     "_self_]`",
                     key="config_file.no_defaults",
                 )
@@ -70,8 +71,8 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 return
             if any(arg.partition("=")[0] in ("--config-path", "-cp") for arg in words):
                 fault = ReinforceError(
-                    "--config-path hides the configuration that yours builds on; name its folder "
-                    "by --config-dir",
+                    "--config-path hides the configuration that yours extends; give its folder "
+                    "with --config-dir",
                     key="config_file.config_path",
                 )
                 fail(fault.with_keys())
@@ -93,7 +94,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 fail(explained(error, name, overrides, is_whole=not names_file).with_keys())
             except YAMLError as error:
                 fault = ReinforceError(
-                    f"a configuration is no YAML: {error}",
+                    f"a configuration is not valid YAML: {error}",
                     key="config_file.not_yaml",
                 )
                 fail(fault.with_keys())
@@ -149,7 +150,7 @@ def generate(cfg: DictConfig) -> None:
     if not config.uses_external_generators:
         raise ReinforceError(
             f"placement is {config.placement} and generation_ranks is {config.generation_ranks}, "
-            "so the trainers let no generator register; expected placement=disaggregated and "
+            "so the trainers accept no generators; expected placement=disaggregated and "
             "generation_ranks=0, for them and for this program",
             key="generate.trainers.no_external_generators",
         )

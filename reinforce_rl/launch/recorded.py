@@ -62,7 +62,7 @@ def replay(
         ),
     ] = None,
     trust: Trust = False,
-    json: Annotated[Path | None, typer.Option(help="file for all that was found")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for all results")] = None,
     html: Annotated[
         Path | None, typer.Option(help="with KEY=VALUE: file for the run's page with plots")
     ] = None,
@@ -88,7 +88,7 @@ def replay(
             _refuse(
                 "--reward",
                 reward,
-                "several steps are computed on stored rollouts; name the source as "
+                "several steps are computed from stored rollouts; name the source as "
                 "reward=function reward_function.name=NAME",
             )
             result = recompute(run, step, given, phase=phase, trust=trust, say=print_error)
@@ -123,7 +123,7 @@ def _refuse(option: str, value: object, advice: str) -> None:
 def diff(
     first: Annotated[Path, typer.Argument(help="a run's folder")],
     second: Annotated[Path, typer.Argument(help="another run's")],
-    json: Annotated[Path | None, typer.Option(help="file for all that was found")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for all results")] = None,
     html: Annotated[
         Path | None, typer.Option(help="file for a page that overlays the curves")
     ] = None,

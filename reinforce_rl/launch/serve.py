@@ -72,10 +72,8 @@ def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) 
     if moments is not None and settings.head_path is None and settings.mean is None:
         warn_once(moments)
     mean = head.mean if settings.mean is None else settings.mean
-    deviation = head.deviation if settings.deviation is None else settings.deviation
-    merging = Merging.from_names(
-        head.attributes, settings.attribute_weights or None, mean, deviation
-    )
+    std = head.std if settings.std is None else settings.std
+    merging = Merging.from_names(head.attributes, settings.attribute_weights or None, mean, std)
     batching = Batching(
         inference.micro_batch_size, inference.tokens_per_micro_batch, inference.pad_to_multiple
     )
@@ -94,7 +92,7 @@ def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) 
             load_reward_model, settings.restore_from_path, settings.head_path, mesh, **options
         )
         rank_timeout = inference.rank_timeout_seconds
-        call_timeout = inference.stuck_seconds
+        call_timeout = inference.model_timeout_seconds
         if mesh.world_size == 1:
             model = load()
             try:
@@ -135,8 +133,8 @@ def _server_of(
         raise ConfigError(
             [
                 Fault(
-                    "functions beside a reward model read texts, but the tokenizer in "
-                    f"{folder} has no chat template, which makes tokens of texts; give it one, or "
+                    "reward functions beside a reward model read texts, but the tokenizer in "
+                    f"{folder} has no chat template to turn texts into tokens; give it one, or "
                     "serve the functions by themselves",
                     key="serve.tokenizer.no_chat_template",
                 )

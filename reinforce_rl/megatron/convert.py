@@ -121,8 +121,8 @@ def to_hf(
     source = checkpoint if model is None else Path(model)
     if model is None and not (checkpoint / "config.json").is_file():
         sentence = (
-            f"{checkpoint} has no config.json, as checkpoints of a run have none; "
-            "give the folder of the run's model with --model"
+            f"{checkpoint} has no config.json, since a run's checkpoints do not have one; give the "
+            "folder of the run's model with --model"
         )
         raise ConfigError([Fault(sentence, key="convert.model.not_given")])
     architecture = Architecture.from_folder(source)
@@ -216,7 +216,7 @@ def _checkpoint_in(folder: Path) -> Path:
         if not is_a_run and (newest := latest_checkpoint(candidate)):
             return newest.folder
     raise CheckpointError(
-        f"{folder} is no checkpoint; expected a folder with model/metadata.json in it, such as "
+        f"{folder} is not a checkpoint; expected a folder with model/metadata.json in it, such as "
         "RUN/checkpoints/step_00000010, or the folder of a run",
         key="convert.folder.no_checkpoint",
     )
@@ -229,7 +229,8 @@ def _dtype_of(checkpoint: Path) -> torch.dtype:
     known: Any = stored.get("embedding.word_embeddings.weight", *updates[:1])
     if known is None:
         raise CheckpointError(
-            f"{checkpoint} has no embedding.word_embeddings.weight; expected a language model's",
+            f"{checkpoint} has no embedding.word_embeddings.weight; expected the checkpoint of a "
+            "language model",
             key="convert.checkpoint.no_language_model",
         )
     return known.dtype

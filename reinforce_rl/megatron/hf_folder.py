@@ -117,7 +117,7 @@ class HFFolder:
         if quantised:
             raise CheckpointError(
                 f"the weights in {self.folder} are quantised (it holds {min(quantised)}), "
-                f"and training needs them whole; {UNQUANTISED}",
+                f"and training needs them unquantised; {UNQUANTISED}",
                 key="model.weights.quantised",
             )
         self._refuse_wrapped(expected)
@@ -177,7 +177,7 @@ class HFFolder:
         if EMBEDDING not in expected or EMBEDDING in self._entries or not others:
             return
         raise CheckpointError(
-            f"{self.folder} holds {others[0]} where a model of its config.json has {EMBEDDING}: "
+            f"{self.folder} holds {others[0]} where its config.json expects {EMBEDDING}: "
             "the model was saved inside a wrapper. Call save_pretrained on the model itself: "
             "`.module` for DDP, `._orig_mod` for torch.compile, the result of merge_and_unload() "
             "for PEFT, the language model for a model with images",

@@ -418,7 +418,7 @@ def check_lora_identity(
         expected_kind = kinds[mine is not None]
         raise CheckpointError(
             f"checkpoint {checkpoint} holds {stored_kind}, but this run has {expected_kind} "
-            "(model.peft.peft_scheme); go on with the run's own configuration, "
+            "(model.peft.peft_scheme); resume with the run's own configuration, "
             "or choose another exp_manager.explicit_log_dir",
             key="lora.checkpoint.another_scheme",
         )
@@ -434,6 +434,7 @@ def check_lora_identity(
     differences = "; ".join(pairs)
     raise CheckpointError(
         f"checkpoint {checkpoint} has LoRA updates of another model or shape: {differences}. "
-        "Go on with what the run began with, or choose another exp_manager.explicit_log_dir",
+        "Resume with the model and LoRA settings of the run, or choose another "
+        "exp_manager.explicit_log_dir",
         key="lora.checkpoint.other_updates",
     )

@@ -394,10 +394,10 @@ def rendezvous_errors(rank: int, world_size: int) -> Iterator[None]:
             raise
         address = JobRank.of_process().meeting
         raise LostRankError(
-            f"rank {rank} (host {socket.gethostname()}) has not found the other {world_size - 1} "
-            f"of this job at {address} in phase start: {str(error).strip()}. "
-            "Look for a rank that did not start or has ended, and whether that address can be "
-            "reached from every host. The same command goes on from the last checkpoint",
+            f"rank {rank} (host {socket.gethostname()}) did not find the other {world_size - 1} "
+            f"ranks of this job at {address} in phase start: {str(error).strip()}. "
+            "Check that every rank has started and that every host can reach this address. The "
+            "same command resumes from the last checkpoint",
             key="ranks.rendezvous.failed",
         ) from error
 

@@ -131,7 +131,7 @@ def _check(data: bytes, key_classes: Collection[str]) -> None:
                 stack.append(changed)
         if work > _MIN_WORK and work > WORK_PER_OPCODE * count:
             raise CheckpointError(
-                "its values hold each other so often that reading them would not end",
+                "its values refer to each other so often that reading them would not finish",
                 key="checkpoint.pickle.endless",
             )
 
@@ -160,7 +160,7 @@ def _check_keys(keys: Iterable[_Value], classes: Collection[str]) -> None:
         if not (is_plain or is_instance):
             kind = key.kind.name
             raise CheckpointError(
-                f"it has a key of the kind {kind!r}; expected texts and whole numbers",
+                f"it has a key of the kind {kind!r}; expected strings and whole numbers",
                 key="checkpoint.pickle.other_key",
             )
 
@@ -175,7 +175,7 @@ def _check_calls(opcode: str, changed: _Value | None, taken: Sequence[_Value]) -
     takes_pairs = changed is not None and changed.name in (_ORDERED, "")
     if opcode == "BUILD" and takes_pairs and taken[0].kind is not pickletools.pydict:
         raise CheckpointError(
-            "it sets attributes by another value than a dictionary",
+            "it sets attributes from a value that is not a dictionary",
             key="checkpoint.pickle.attributes_of_pairs",
         )
 

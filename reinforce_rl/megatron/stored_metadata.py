@@ -64,7 +64,7 @@ class _Index(MetadataIndex):
         # The hash of a text differs in each process, so equal hashes cannot be prepared.
         if type(self.fqn) is not str:
             raise CheckpointError(
-                f"the name of a tensor is a {type(self.fqn).__name__}; expected a text",
+                f"the name of a tensor is a {type(self.fqn).__name__}; expected a string",
                 key="checkpoint.description.name_no_text",
             )
         return super().__hash__()
@@ -85,7 +85,7 @@ class _Unpickler(pickle.Unpickler):
         ):
             return super().find_class(module, name)
         raise CheckpointError(
-            f"it names {module}.{name}, which is no part of a checkpoint's description",
+            f"it names {module}.{name}, which does not belong in a checkpoint's description",
             key="checkpoint.description.other_class",
         )
 
@@ -143,7 +143,7 @@ def _read(path: Path) -> Metadata:
         ) from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise CheckpointError(
-            f"{path.name} is no description of tensors",
+            f"{path.name} is not a description of tensors",
             key="checkpoint.description.another_object",
         )
     return metadata
@@ -156,7 +156,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
         # Values of other types could have equal hashes.
         if not isinstance(name, str):
             raise CheckpointError(
-                f"it names a file by {str(name)[:100]!r}; expected a text",
+                f"it names a file by {str(name)[:100]!r}; expected a string",
                 key="checkpoint.description.file_no_text",
             )
         names.add(name)
@@ -174,7 +174,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
     for name, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
             raise CheckpointError(
-                f"{str(name)[:100]!r} is described as no tensor; expected tensors alone",
+                f"{str(name)[:100]!r} is not described as a tensor; expected tensors only",
                 key="checkpoint.description.no_tensor",
             )
         dtype = tensor.properties.dtype
@@ -212,7 +212,7 @@ def _check_archives(folder: Path, metadata: Metadata) -> None:
             for part in parts_of_file:
                 if getattr(part, "transform_descriptors", None):
                     raise CheckpointError(
-                        f"{name!r} is compressed; expected tensors as they are",
+                        f"{name!r} is compressed; expected uncompressed tensors",
                         key="checkpoint.part.compressed",
                     )
                 if part.offset < end:
@@ -233,7 +233,7 @@ def _check_archives(folder: Path, metadata: Metadata) -> None:
 def _bytes_of(path: Path, limit: int) -> bytes:
     if path.is_symlink() or not path.is_file():
         raise CheckpointError(
-            f"{path.name} is no regular file",
+            f"{path.name} is not a regular file",
             key="checkpoint.file.not_regular",
         )
     if path.stat().st_size > limit:

@@ -67,7 +67,7 @@ def check_torch_archive(file: BinaryIO, start: int, length: int) -> None:
         zipfile.BadZipFile,
     ) as error:
         raise CheckpointError(
-            f"it is no archive of torch.save ({error})",
+            f"it is not an archive of torch.save ({error})",
             key="checkpoint.archive.not_readable",
         ) from error
 
@@ -197,7 +197,7 @@ def _check_names(data: bytes) -> None:
             )
         if opcode.name == "GLOBAL" and not _is_allowed(str(name)):
             raise CheckpointError(
-                f"it names {str(name)[:100]!r}; expected tensors, numbers and texts",
+                f"it names {str(name)[:100]!r}; expected tensors, numbers and strings",
                 key="checkpoint.archive.other_class",
             )
 

@@ -25,9 +25,9 @@ _OTHER_FORMS = {
     "pytorch_model*.bin": "is pickled, which is not read, because unpickling can run any code. "
     "Where you trust it, load it with transformers and write it with save_pretrained",
     "consolidated*": "is of the model's author's own format, whose tensors have other names. "
-    "Take the folder that has model.safetensors too, "
+    "Use the folder that has model.safetensors too, "
     "or convert it with the script of transformers for this family",
-    "*.gguf": "is a file of llama.cpp. Take the folder that it was made from",
+    "*.gguf": "is a file of llama.cpp. Use the folder that it was made from",
     "model.*.safetensors": "is a variant, which transformers loads only when it is asked for by "
     "name. Rename the "
     f"variant that you want to {SINGLE_FILE}, or its index to {INDEX_FILE}",
@@ -129,7 +129,8 @@ def _files_of_index(index: Path) -> dict[str, Path]:
         ) from error
     if outside:
         raise CheckpointError(
-            f"{index} names {outside[0]}, which is not in {index.parent}; expected its own shards",
+            f"{index} names {outside[0]}, which is not in {index.parent}; expected shards in its "
+            "folder",
             key="model.index.file_elsewhere",
         )
     missing = sorted({file.name for file in files.values() if not file.is_file()})

@@ -20,7 +20,11 @@ from reinforce_rl.monitoring.stragglers import Slowest
 
 STRAGGLER_FACTOR: float = TrainConfig().trainer.straggler_factor  # the default
 # nats a token
-GAP_LIMITS = {"generator_gap": 0.05, "generator_gap_p99": 0.5, "generator_gap_max": 5.0}
+GAP_LIMITS = {
+    "generator_logprob_diff": 0.05,
+    "generator_logprob_diff_p99": 0.5,
+    "generator_logprob_diff_max": 5.0,
+}
 WINDOW = 50  # steps of history
 FEWEST = 8  # minimum of earlier steps for a comparison with the past
 QUIET = 5  # steps without a fault after which its rule may fire again
@@ -185,7 +189,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 @rule(
-    "one such step spoils the weights",
+    "one such step ruins the weights",
     "look for the first such number in metrics.jsonl; lower model.optim.lr",
 )
 def not_finite(run: History) -> str | None:
@@ -209,13 +213,14 @@ def unscored(run: History) -> str | None:
 
 
 @rule(
-    "long responses that fail cost nothing", "raise the reward source's limits, or lower max_length"
+    "long responses that fail are not penalised",
+    "raise the reward source's limits, or lower max_length",
 )
 def unscored_length(run: History) -> str | None:
-    longer = run.last("train/unscored_longer", 10)
+    longer = run.last("train/unscored_length_auc", 10)
     if (
         len(longer) < 3
-        or math.isnan(run.now("train/unscored_longer"))
+        or math.isnan(run.now("train/unscored_length_auc"))
         or statistics.median(longer) < 0.8
     ):
         return None
@@ -224,21 +229,21 @@ def unscored_length(run: History) -> str | None:
 
 
 @rule(
-    "nothing can be learnt from it",
-    "is the reward source what you think it is, and alive? read samples",
+    "there is no signal to learn from",
+    "check that the reward source is the right one and runs; read samples",
     steps=3,
 )
 def constant_reward(run: History) -> str | None:
     reward = run.now("train/rewards")
-    deviation = run.now("train/reward_deviation")
-    limit = max(1e-4 * abs(reward), 0.02 * run.first("train/reward_deviation"), 1e-12)
+    deviation = run.now("train/reward_std")
+    limit = max(1e-4 * abs(reward), 0.02 * run.first("train/reward_std"), 1e-12)
     if not deviation <= limit or solved(run):
         return None
     return f"the rewards of all samples are {reward:.4g} ± {deviation:.1g}"
 
 
 def equal_groups(run: History) -> str | None:
-    equal = run.now("train/fraction_of_groups_without_spread")
+    equal = run.now("train/fraction_of_groups_with_zero_std")
     reward = run.now("train/rewards")
     text = f"in {equal:.0%} of the groups all rewards are equal, {reward:.3f} on average"
     return text if equal >= 0.9 else None
@@ -246,29 +251,29 @@ def equal_groups(run: History) -> str | None:
 
 @rule(
     "there is little to learn from",
-    "take other prompts, more samples each, or dynamic_filtering=true",
+    "use other prompts, more samples a prompt, or dynamic_filtering=true",
     steps=3,
 )
-def no_spread(run: History) -> str | None:
+def zero_reward_std(run: History) -> str | None:
     return None if solved(run) else equal_groups(run)
 
 
 @rule(
     "little is left to learn",
-    "take harder prompts, or stop; or has the policy collapsed? read samples",
+    "use harder prompts or stop, unless the policy has collapsed: read samples",
     steps=3,
 )
 def solved(run: History) -> str | None:
     reward = run.now("train/rewards")
-    deviation = run.now("train/reward_deviation")
+    deviation = run.now("train/reward_std")
     rise = reward - run.initial("train/rewards")
-    has_risen = rise > max(3 * deviation, 0.5 * run.initial("train/reward_deviation"))
+    has_risen = rise > max(3 * deviation, 0.5 * run.initial("train/reward_std"))
     return equal_groups(run) if has_risen and reward >= run.middle("train/rewards", 20) else None
 
 
 @rule(
     "the weights do not change",
-    "see train/fraction_of_samples_trained and train/reward_group_deviation",
+    "see train/fraction_of_samples_trained and train/reward_group_std",
     steps=2,
 )
 def zero_gradient(run: History) -> str | None:
@@ -277,21 +282,21 @@ def zero_gradient(run: History) -> str | None:
 
 @rule(
     "no policy changes that much in a step",
-    "did the reward server restart, with another model, or fail?",
+    "check whether the reward server restarted with another model, or failed",
 )
-def changed_scorer(run: History) -> str | None:
+def reward_jump(run: History) -> str | None:
     rewards = run.past("train/rewards", 20)
-    deviations = run.past("train/reward_deviation", 20)
+    deviations = run.past("train/reward_std", 20)
     distance = run.now("train/init_policy_kl")
     before = max(run.past("train/init_policy_kl", 10), default=math.nan)
     # A jump of the KL means that the policy changed, not the scorer.
     if not rewards or not any(deviations) or distance > 1.5 * before + 1:
         return None
-    now = run.now("train/reward_deviation")
+    now = run.now("train/reward_std")
     moves = [new - old for old, new in itertools.pairwise(rewards)]
     jumps = abs(run.now("train/rewards") - rewards[-1]) > max(*deviations, 6 * spread(moves))
     if not jumps and 0.2 * min(deviations) <= now <= 5 * max(
-        *deviations, run.first("train/reward_deviation")
+        *deviations, run.first("train/reward_std")
     ):
         return None
     was = f"{rewards[-1]:.3f} ± {deviations[-1]:.3f}"
@@ -299,7 +304,7 @@ def changed_scorer(run: History) -> str | None:
 
 
 @rule(
-    "the policy leaves the initial one ever faster",
+    "the policy moves away from the initial one faster and faster",
     "lower model.optim.lr or raise initial_policy_kl_penalty",
 )
 def kl(run: History) -> str | None:
@@ -315,8 +320,8 @@ def kl(run: History) -> str | None:
 
 
 @rule(
-    "it writes always the same, or noise",
-    "read samples; go on from an older checkpoint with a lower learning rate",
+    "it always writes the same, or noise",
+    "read samples; resume from an older checkpoint with a lower learning rate",
 )
 def entropy(run: History) -> str | None:
     key = "train/entropy" if math.isfinite(run.now("train/entropy")) else "train/entropy_sampled"
@@ -327,10 +332,10 @@ def entropy(run: History) -> str | None:
 
 
 @rule(
-    "their ends are never scored",
+    "their missing ends are not scored",
     "raise max_length, or see truncated_samples and reward_shaping.length_penalty",
 )
-def cut(run: History) -> str | None:
+def truncated(run: History) -> str | None:
     key = "train/fraction_of_samples_properly_ended"
     now = 1 - run.middle(key, 5)
     first = 1 - run.first(key)
@@ -347,7 +352,7 @@ def length(run: History) -> str | None:
     first = run.first("train/response_lengths")
     pays = run.middle("train/length_reward_correlation", 5)
     rise = run.middle("train/rewards", 5) - run.first("train/rewards")
-    if len(run.lines) < FEWEST or not rise > 0.5 * run.first("train/reward_deviation"):
+    if len(run.lines) < FEWEST or not rise > 0.5 * run.first("train/reward_std"):
         return None
     if now > 1.5 * first or (now > 1.2 * first and pays > 0.5):
         pair = (
@@ -370,14 +375,15 @@ def repetition(run: History) -> str | None:
     at_first = run.first("train/compression")
     if now > first + 0.2:
         return (
-            f"{now:.0%} of three words in a row were in the response before, {first:.0%} at first"
+            f"{now:.0%} of the trigrams of words repeat earlier ones of the response, {first:.0%} "
+            "at first"
         )
     text = f"responses compress to {size:.0%} of their size, to {at_first:.0%} at first"
     return text if size < 0.6 * at_first else None
 
 
 @rule("the gradient is biased", "see reinforce-rl check engine MODEL, or set generator_correction")
-def generator_gap(run: History) -> str | None:
+def generator_logprob_diff(run: History) -> str | None:
     # Stale rollouts have a gap because of the other weights.
     if run.now("train/staleness") > 0:
         return None
@@ -385,18 +391,18 @@ def generator_gap(run: History) -> str | None:
     over = [
         f"{name} is {gaps[name]:.3g}" for name, limit in GAP_LIMITS.items() if gaps[name] > limit
     ]
-    now = run.middle("train/generator_gap")
-    first = run.first("train/generator_gap")
+    now = run.middle("train/generator_logprob_diff")
+    first = run.first("train/generator_logprob_diff")
     # Growth is relative to the first three steps.
     if not over and math.isfinite(first) and now > max(0.01, 5 * first):
-        over = [f"generator_gap is {now:.3g}, {first:.3g} at first, and grows"]
+        over = [f"generator_logprob_diff is {now:.3g}, {first:.3g} at first, and grows"]
     return (
         f"trainer and generator differ on the same tokens: {', '.join(over)} nats" if over else None
     )
 
 
 @rule(
-    "single batches move the policy far",
+    "single batches change the policy a lot",
     "lower model.optim.lr or gradient_clip_val; read their samples",
 )
 def gradient_spikes(run: History) -> str | None:
@@ -415,14 +421,14 @@ def gradient_spikes(run: History) -> str | None:
 
 @rule(
     "the policy learns these prompts alone",
-    "go on from the best checkpoint; more prompts, or more KL penalty",
+    "resume from the best checkpoint with more prompts or a higher KL penalty",
 )
 def overfitting(run: History) -> str | None:
     if len(run.validations) < 3:
         return None
     best, then = max(run.validations)
     (before, _), (last, now) = list(run.validations)[-2:]
-    margin = 0.25 * run.middle("train/reward_deviation", WINDOW)
+    margin = 0.25 * run.middle("train/reward_std", WINDOW)
     if max(before, last) < best - margin and now > then + margin:
         return (
             f"validation fell from {best:.3f} to {last:.3f}, while training rose from {then:.3f} "
@@ -431,7 +437,10 @@ def overfitting(run: History) -> str | None:
     return None
 
 
-@rule("what was trained on is no test, and counts twice", "drop them from the data")
+@rule(
+    "a prompt that is trained on cannot validate, and a repeated one counts twice",
+    "drop them from the data",
+)
 def prompts_repeated(run: History) -> str | None:
     share = run.now("train/prompts_repeated")
     return (

@@ -34,7 +34,7 @@ _METRICS = (
     ("held-out loss", "val/loss", False, ".4f"),
     ("KL, nats a response", "train/init_policy_kl", False, ".3f"),
     ("response length, tokens", "train/response_lengths", False, ".1f"),
-    ("ended by themselves", "train/fraction_of_samples_properly_ended", False, ".3f"),
+    ("not truncated", "train/fraction_of_samples_properly_ended", False, ".3f"),
     ("seconds a step", "timers/step_time", False, ".2f"),
 )
 # settings that may differ within a side
@@ -74,8 +74,8 @@ def compare(
     base = {Path(folder).resolve() for folder in against}
     if len(paths) < 2 or len(base) == len(paths):
         raise DataError(
-            f"found {len(paths)} runs to compare; expected the folders of two or more, one of "
-            "which is not in --against",
+            f"found {len(paths)} runs to compare; expected two or more run folders, at least one "
+            "of them outside --against",
             key="compare.runs.too_few",
         )
     above = os.path.commonpath(paths)
@@ -261,11 +261,11 @@ def _paired(sides: Sequence[_Side]) -> dict[str, Any]:
             ]
         )
     columns = ["validation reward", "difference ± standard error", "prompts", "at", "is it real?"]
-    note = "Paired by prompt; prompts that one of the two lacks are left out."
+    note = "Paired by prompt; prompts that only one run has are left out."
     if not others:
         note += (
-            " All settings but the seed are equal, so this is what a seed changes; --against names "
-            "two sides."
+            " Only the seed differs between the runs, so this is the effect of the seed; --against "
+            "compares two sides."
         )
     elif all(len(side) == 1 for side in sides):
         note += " One run a side: this says nothing about other seeds."

@@ -114,7 +114,7 @@ class DashboardRun:
     def _held(self) -> Iterator[None]:
         if not self._lock.acquire(timeout=_ANSWER_SECONDS):
             raise DataError(
-                f"{self._run.path} has been read for {_ANSWER_SECONDS:.0f} s; is its disk there?",
+                f"{self._run.path} was not read within {_ANSWER_SECONDS:.0f} s; check that its disk is available",
                 key="dashboard.run.takes_too_long",
             )
         try:
@@ -369,7 +369,8 @@ def serve(folder: str | Path, host: str = "127.0.0.1", port: int = 6060) -> None
     except OSError as error:
         advice = "choose another with --port, or --port 0 for any free one"
         raise ReinforceError(
-            f"{Address(host, port)} cannot be listened on ({error.strerror or error}); {advice}",
+            f"{Address(host, port)} cannot be used to listen on ({error.strerror or error}); "
+            f"{advice}",
             key="dashboard.address.not_usable",
         ) from error
     with listener:

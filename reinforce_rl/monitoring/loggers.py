@@ -112,7 +112,7 @@ class BackgroundLogger(MetricLogger):
                 self._calls.put(("finalize", (status,)), timeout=CLOSE_SECONDS)
             self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
-            self._fail(f"did not end within {CLOSE_SECONDS:.0f} s and was left behind")
+            self._fail(f"did not end within {CLOSE_SECONDS:.0f} s and was abandoned")
 
     def _pass_on(self, method: str, *args: Any) -> None:
         if not self._thread.is_alive():
@@ -124,7 +124,7 @@ class BackgroundLogger(MetricLogger):
             self._calls.put_nowait((method, args))
         except queue.Full:
             self._fail(
-                f"does not keep up: {QUEUED_CALLS} calls wait, and what comes now is dropped"
+                f"is too slow: {QUEUED_CALLS} calls are queued, and further ones are dropped"
             )
 
     def _work(self) -> None:
@@ -147,8 +147,8 @@ class BackgroundLogger(MetricLogger):
         if not self._has_reported:
             self._has_reported = True
             self._tell(
-                f"logger {self._name}: {failure}. The run goes on; metrics.jsonl has everything. "
-                "Not said again"
+                f"logger {self._name}: {failure}. The run continues; metrics.jsonl is complete. "
+                "This is reported once"
             )
 
 

@@ -20,7 +20,11 @@ from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 if TYPE_CHECKING:
     from reinforce_rl.megatron.optimizer import OptimizerUpdate
 
-GAP_SHARES = {"generator_gap_median": 0.5, "generator_gap_p99": 0.99, "generator_gap_max": 1.0}
+GAP_SHARES = {
+    "generator_logprob_diff_median": 0.5,
+    "generator_logprob_diff_p99": 0.99,
+    "generator_logprob_diff_max": 1.0,
+}
 GatherOverRanks = Callable[[Any], list[Any]]
 
 
@@ -45,7 +49,7 @@ def rollout_means(batch: RolloutBatch) -> Statistics:
     scored = torch.isfinite(batch.rewards)
     means: Statistics = {
         "rewards": Mean.of(batch.rewards, scored),
-        "reward_deviation": RunningMoments.of(batch.rewards[scored]),
+        "reward_std": RunningMoments.of(batch.rewards[scored]),
         "response_lengths": Mean.of(batch.response_lengths),
         "prompt_lengths": Mean.of(batch.prompt_lengths),
         "fraction_of_samples_properly_ended": Mean.of(batch.is_end),
@@ -74,13 +78,13 @@ def reinforce_means(batch: ReinforceBatch) -> Statistics:
     advantages = batch.sequence_advantages
     spread, has_none = group_spread(rollouts.rewards, rollouts.group_ids, valid)
     means: Statistics = {
-        "reward_group_deviation": Mean.of(spread),
-        "fraction_of_groups_without_spread": Mean.of(has_none),
+        "reward_group_std": Mean.of(spread),
+        "fraction_of_groups_with_zero_std": Mean.of(has_none),
         "init_policy_kl": Mean.of(batch.kl, valid),
         "rewards_with_kl": Mean.of(batch.rewards_with_kl, valid),
         "baseline": Mean.of(batch.baseline, valid),
         "advantage_mean": Mean.of(advantages, batch.trains),
-        "advantage_deviation": RunningMoments.of(advantages[batch.trains]),
+        "advantage_std": RunningMoments.of(advantages[batch.trains]),
         "advantage_magnitude": Mean.of(advantages.abs(), valid),
         "fraction_of_samples_trained": Mean.of(batch.trains),
     }
@@ -159,7 +163,13 @@ def update_metrics(
         )
     if total.get("padded_tokens"):
         metrics["padding_fraction"] = 1.0 - total["sequence_tokens"] / total["padded_tokens"]
-    means = ("entropy", "generator_gap", "generator_kl", "generator_capped", "generator_masked")
+    means = (
+        "entropy",
+        "generator_logprob_diff",
+        "generator_kl",
+        "generator_capped",
+        "generator_masked",
+    )
     return metrics | {
         name: total[name] / tokens if tokens else float("nan") for name in means if name in total
     }
@@ -240,7 +250,7 @@ def gap_quantiles(gaps: Tensor, total: Callable[[Tensor], Tensor]) -> dict[str, 
 def gap_by_age(gaps: Tensor, ages: Tensor) -> Statistics:
     """Return the mean absolute gap for each age of the weights; `ages` are int64 [tokens]."""
     return {
-        f"generator_gap_age_{age}": Mean.of(gaps[ages == age].abs())
+        f"generator_logprob_diff_age_{age}": Mean.of(gaps[ages == age].abs())
         for age in ages.unique().tolist()
     }
 

@@ -83,8 +83,7 @@ class MetricsFile:
         number = len(self.columns)
         if not size and len(data) >= _MAX_LINE:
             raise DataError(
-                f"{self._path}, line {number + 1} has more than {_MAX_LINE} bytes; take the line "
-                "away",
+                f"{self._path}, line {number + 1} has more than {_MAX_LINE} bytes; delete the line",
                 key="metrics.line.too_long",
             )
         lines = []
@@ -94,7 +93,7 @@ class MetricsFile:
             try:
                 lines.append(checked_line(parse_line(line)))
             except ValueError as error:
-                advice = "restore the file, or delete that line to go on without it"
+                advice = "restore the file, or delete that line to continue without it"
                 raise DataError(
                     f"{self._path}, line {number}: {error}; {advice}",
                     key="metrics.line.invalid",
@@ -118,7 +117,7 @@ class MetricsFile:
         if self._max_values is not None and taken > self._max_values:
             raise DataError(
                 f"{self._path} has more than the {self._max_values} values that the dashboard "
-                "holds of a run; `reinforce-rl report` has no such bound",
+                "reads of a run; `reinforce-rl report` has no such limit",
                 key="metrics.values.too_many",
             )
 

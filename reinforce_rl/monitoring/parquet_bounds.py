@@ -19,7 +19,7 @@ BYTES_RATIO = 200  # times a file's size: memory that its values may take if tha
 _MAX_FOOTER_BYTES = 64 << 10  # the footer of a step's 27 columns has 8 KiB
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 12}  # bytes of a value; else 8
 _TEXT = "BYTE_ARRAY"
-NOT_PARQUET = "not a readable Parquet file ({}); restore it or take it away"
+NOT_PARQUET = "not a readable Parquet file ({}); restore or remove it"
 
 
 def read_bounded_file(path: str | Path, columns: Sequence[str] | None, filters: Any) -> pa.Table:
@@ -105,7 +105,7 @@ def _check_metadata(metadata: FileMetaData, columns: Sequence[str] | None, limit
 def _check_bytes(size: int, limit: int) -> None:
     if size > limit:
         raise DataError(
-            f"its values take {size} bytes; expected at most {limit} of a file of this size",
+            f"its values take {size} bytes; expected at most {limit} for a file of this size",
             key="parquet.values.too_large",
         )
 

@@ -26,7 +26,7 @@ _SHOWN: tuple[Shown, ...] = (
     ("rewards", "reward", "reward", ".3f"),
     ("rewards_with_kl", "reward with KL", "with_kl", ".3f"),
     ("init_policy_kl", "KL, nats a response", "kl", ".3f"),
-    ("fraction_of_samples_properly_ended", "ended by itself", "ended", ".0%"),
+    ("fraction_of_samples_properly_ended", "not truncated", "ended", ".0%"),
     ("response_lengths", "response length, tokens", "length", ".1f"),
     ("grad_norm", "gradient norm", "grad", ".3g"),
 )

@@ -543,8 +543,8 @@ def read_tokens(path: Path, filters: Any = None, *, is_own: bool = False) -> lis
     recorded = [row for row in rows if row["response_tokens"] is not None]
     if recorded and len(recorded) < len(rows):
         raise DataError(
-            f"{path} has the tokens of {len(recorded)} of {len(rows)} samples; expected those of "
-            "all or of none. Restore the file",
+            f"{path} has the tokens of {len(recorded)} of {len(rows)} samples; expected the tokens "
+            "of all samples or of none. Restore the file",
             key="samples.tokens.of_some",
         )
     return [SampleTokens(**row) for row in recorded]

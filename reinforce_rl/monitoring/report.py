@@ -29,7 +29,7 @@ _QUANTITIES = (  # name, metric, form
     ("Reward with KL", "rewards_with_kl", ".3f"),
     ("KL, nats a response", "init_policy_kl", ".3f"),
     ("Response length, tokens", "response_lengths", ".1f"),
-    ("Ended by itself", _ENDED, ".1%"),
+    ("Not truncated", _ENDED, ".1%"),
 )
 _MAX_TABLE_BYTES = 16 << 20  # of an evaluation or a profile's table
 _MAX_TIME = 253_370_764_800  # unix seconds of the year 9999
@@ -37,9 +37,9 @@ _MAX_SOURCES = 50  # compared sources of a reward
 _PROFILES = 3  # the last profiled steps, on the page
 _OPERATIONS = 12  # of a profiled step, on the page
 _CALIBRATION = (
-    "Pairs by the predicted probability that the answer with the higher score is the preferred "
-    "one, sigmoid of the difference of their scores; and how often it is. A calibrated model has "
-    "both alike."
+    "Pairs by the predicted probability that the answer with the higher score is the preferred one "
+    "(the sigmoid of the difference of their scores), and how often it is. For a calibrated model "
+    "both are equal."
 )
 
 
@@ -184,7 +184,7 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
     """Return verdict, tables and figures of the best evaluation in reward-model training."""
     path = run.path / EVALUATION_FILE
     if not path.exists():
-        return {"verdict": "No evaluation has been made since the first step."}
+        return {"verdict": "There has been no evaluation since the first step."}
     try:
         best = _read_table(run, path)
         evaluation = best["evaluation"]
@@ -197,9 +197,9 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
         )
         if "accuracy" in metrics:
             sentence += (
-                f"; of the held-out pairs {metrics['accuracy']:.1%} ± "
-                f"{metrics['accuracy_standard_error']:.1%} are ordered rightly, where 'the longer "
-                f"answer wins' has {metrics['accuracy_of_longer_wins']:.1%}"
+                f"; the accuracy on held-out pairs is {metrics['accuracy']:.1%} ± "
+                f"{metrics['accuracy_standard_error']:.1%}, against "
+                f"{metrics['length_baseline_accuracy']:.1%} for 'the longer answer wins'"
             )
         values = {"loss": evaluation["loss"], **metrics}
         both = ("predicted", "observed")
@@ -227,7 +227,7 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
         }
     except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(
-            f"{path} is no evaluation ({error!r}); remove it, or start the run again",
+            f"{path} is not an evaluation ({error!r}); remove it, or start the run again",
             key="report.evaluation.damaged",
         ) from error
     figure = {
@@ -255,7 +255,7 @@ def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
         check_regular(path, within=run.within)
     tokens = []
     if path.suffix == ".parquet":
-        tokens = worst_tokens(path, above=GAP_LIMITS["generator_gap"], is_own=run.is_own)
+        tokens = worst_tokens(path, above=GAP_LIMITS["generator_logprob_diff"], is_own=run.is_own)
     shown = {
         "title": f"Step {step}: tokens with the largest gap",
         "note": (
@@ -309,7 +309,7 @@ def _profile_tables(run: RunFolder) -> list[dict[str, Any]]:
         ]
     except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(
-            f"{path} is no profile's table ({error!r}); remove it, and profile again",
+            f"{path} is not the table of a profile ({error!r}); remove it, and profile again",
             key="report.profile.damaged",
         ) from error
 

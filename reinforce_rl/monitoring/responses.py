@@ -39,7 +39,7 @@ def sample_metrics(
     metrics = text_metrics(texts[:MOST_RESPONSES])
     metrics["prompts_repeated"] = sum(text in repeated for _, text in prompts) / len(prompts)
     metrics["length_reward_correlation"] = length_reward_correlation(rows)
-    metrics["unscored_longer"] = longer_if_unscored(rows)
+    metrics["unscored_length_auc"] = longer_if_unscored(rows)
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 

@@ -114,7 +114,11 @@ class RunMonitor:
         """Force everything of this complete step to disk; report the alerts that fire in it."""
         for alert in self.alert_rules.look({"step": step, **self._line}):
             text = alert.text
-            path = rollout_files(self.folder).get(step) if alert.kind == "generator_gap" else None
+            path = (
+                rollout_files(self.folder).get(step)
+                if alert.kind == "generator_logprob_diff"
+                else None
+            )
             if path is not None and self.progress.enabled:
                 tokens = worst_tokens(path, 3, is_own=True)
                 text = "; ".join([text, *(_TOKEN.format(*token) for token in tokens)])

@@ -85,7 +85,7 @@ def read_record(run: str | Path, step: int) -> StepRecord:
         )
         raise DataError(
             f"{Path(run) / FOLDER} has no record of {steps}. A run with exp_manager.record=full "
-            "keeps those of its last exp_manager.record_keep steps",
+            "keeps the records of its last exp_manager.record_keep steps",
             key="record.step.missing",
         )
     path = files[step]
@@ -96,8 +96,8 @@ def read_record(run: str | Path, step: int) -> StepRecord:
         version = values.pop("version", None)
         if version != VERSION:
             raise DataError(
-                f"{path} has version {version}; this reinforce_rl reads version {VERSION}. Take "
-                "the reinforce_rl that wrote it",
+                f"{path} has version {version}; this reinforce_rl reads version {VERSION}. Use the "
+                "version of reinforce_rl that wrote it",
                 key="record.file.other_version",
             )
         values["updates"] = [_as_floats(update) for update in values["updates"]]
@@ -112,7 +112,7 @@ def read_record(run: str | Path, step: int) -> StepRecord:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{path} is no readable record ({error}); restore it or take it away",
+            f"{path} is not a readable record ({error}); restore or remove it",
             key="record.file.not_readable",
         ) from error
 

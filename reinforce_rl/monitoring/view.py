@@ -82,7 +82,7 @@ def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:
         "axes": [{"step": axis[0], "time": axis[1]} for axis in axes],
         "series": series,
         "about": {
-            key: f"{metric.meaning}. Look: {metric.look}."
+            key: f"{metric.meaning}. What to look for: {metric.look}."
             for key in series
             if (metric := metric_of(key))
         },
@@ -117,15 +117,13 @@ def _errors(
     prompts, responses = samples_per_step
     if prompts:
         # Prompts are drawn at random: the variance between prompts counts once for each prompt.
-        variance = run.metrics.dense("train/reward_deviation") ** 2
-        within = run.metrics.dense("train/reward_group_deviation") ** 2
+        variance = run.metrics.dense("train/reward_std") ** 2
+        within = run.metrics.dense("train/reward_group_std") ** 2
         inside = np.where(np.isfinite(within), within, variance)
         between = np.maximum(variance - inside, 0.0)
         errors["train/rewards_error"] = np.sqrt(between / prompts + inside / (prompts * responses))
     if validated:
-        errors["val/rewards_error"] = run.metrics.dense("val/reward_deviation") / math.sqrt(
-            validated
-        )
+        errors["val/rewards_error"] = run.metrics.dense("val/reward_std") / math.sqrt(validated)
     return {key: values for key, values in errors.items() if np.isfinite(values).any()}
 
 

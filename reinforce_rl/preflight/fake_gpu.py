@@ -23,8 +23,8 @@ def check_clone() -> None:
     if IS_CLONE and (TESTS / FAKE_CUDA).is_dir():
         return
     sentence = (
-        f"preflight=deep runs ranks on fake GPUs, a helper of the tests, which {PACKAGE} lacks; "
-        "run it in a clone of the repository after `make install`, or use preflight=true"
+        f"preflight=deep runs ranks on fake GPUs, a helper of the tests that {PACKAGE} does not "
+        "include; run it in a clone of the repository after `make install`, or use preflight=true"
     )
     raise ConfigError([Fault(sentence, key="preflight.deep.needs_clone")])
 

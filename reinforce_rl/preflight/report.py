@@ -56,7 +56,7 @@ def print_plan(
                 f"at most {disk.checkpoints} x {gigabytes(disk.checkpoint)} at a time{held}",
             ),
             ("export", gigabytes(disk.export) if disk.export else "none"),
-            ("records", f"at most {gigabytes(disk.records)} to come, of every step's samples"),
+            ("records", f"at most {gigabytes(disk.records)} for the samples of all further steps"),
             ("free", f"{gigabytes(disk.free)} in {disk.folder}, {gigabytes(disk.needed)} needed"),
         ]
         print_rows(console, "Disk", rows)
@@ -260,7 +260,7 @@ def print_bound(console: Console, job: Job, step: StepBound) -> None:
         sequences = job.batches.prompts * job.batches.samples
         within = f"{sequences} sequences within {_seconds(hidden)} s"
         console.print(
-            f"The reward server is not in it: it costs nothing while it scores {within}, "
+            f"The reward server is not included: it costs nothing if it scores {within}, "
             "which the log-prob passes take at least."
         )
 

@@ -297,8 +297,8 @@ def _refuse_nemo_form(value: dict[str, Any], form: str) -> None:
     if of_nemo:
         keys = ", ".join(value)
         raise WrongForm(
-            f"found {keys}, in NeMo-Aligner's form by {of_nemo[0]}; convert the file: "
-            f"reinforce-rl prepare FILE --form {form} --output FOLDER",
+            f"found {keys}, in NeMo-Aligner's format by {of_nemo[0]}; convert the file: "
+            f"reinforce-rl prepare FILE --format {form} --output FOLDER",
             key="reward_model.line.nemo_form",
         )
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from reinforce_rl.config.reward_model import CutsConfig
+from reinforce_rl.config.reward_model import PrefixesConfig
 from reinforce_rl.errors import CheckpointError, DataError, key_of
 from reinforce_rl.megatron.model.reward_head import RewardHead, pool
 from reinforce_rl.megatron.weight_files import find_weight_files
@@ -49,14 +49,21 @@ class CutSequence:
     cuts: tuple[int, ...]  # prefix lengths to pool at
 
 
-def cut_sequences(pairs: Sequence[EncodedPair], cuts: CutsConfig, seed: int) -> list[CutSequence]:
-    """Cut chosen and rejected answers, pair-major, both at the same `2 + cuts.per_pair` lengths."""
+def cut_sequences(
+    pairs: Sequence[EncodedPair], prefixes: PrefixesConfig, seed: int
+) -> list[CutSequence]:
+    """Cut chosen and rejected answers, pair-major, both at the same `2 + prefixes.per_pair` lengths."""
     rng = random.Random(seed)
     sequences = []
     for pair in pairs:
-        drawn = [rng.randint(cuts.min_tokens, cuts.max_tokens) for _ in range(cuts.per_pair)]
+        drawn = [
+            rng.randint(prefixes.min_tokens, prefixes.max_tokens) for _ in range(prefixes.per_pair)
+        ]
         for answer in (pair.chosen, pair.rejected):
-            lengths = [len(answer), *(min(cut, len(answer)) for cut in (cuts.evaluate_at, *drawn))]
+            lengths = [
+                len(answer),
+                *(min(cut, len(answer)) for cut in (prefixes.evaluate_at, *drawn)),
+            ]
             sequences.append(
                 CutSequence(pair.prompt + answer, tuple(len(pair.prompt) + n for n in lengths))
             )
@@ -73,7 +80,7 @@ class SyntheticNegative:
 def synthetic_negatives(
     pairs: Sequence[EncodedPair],
     fraction: float,
-    cuts: CutsConfig,
+    prefixes: PrefixesConfig,
     *,
     end: Sequence[int],
     seed: int,
@@ -84,8 +91,8 @@ def synthetic_negatives(
     trained on the data alone may score them above sensible answers. Chosen and rejected alternate
     as the better answer, so that their order is not affected.
 
-    `fraction` (0 to 1, rounded) is the share of pairs. A repetition has `cuts.min_tokens` to
-    `cuts.max_tokens` tokens, drawn uniformly, and no end of the turn (the tokens `end`).
+    `fraction` (0 to 1, rounded) is the share of pairs. A repetition has `prefixes.min_tokens` to
+    `prefixes.max_tokens` tokens, drawn uniformly, and no end of the turn (the tokens `end`).
     """
     rng = random.Random(seed)
     drawn = sorted(rng.sample(range(len(pairs)), round(fraction * len(pairs))))
@@ -102,7 +109,7 @@ def synthetic_negatives(
         if words:
             start = rng.choice((0, rng.randrange(len(words))))
             phrase = words[start : start + rng.randint(1, MAX_PHRASE_TOKENS)]
-            length = rng.randint(cuts.min_tokens, cuts.max_tokens)
+            length = rng.randint(prefixes.min_tokens, prefixes.max_tokens)
             made.append(SyntheticNegative(index, (phrase * length)[:length], (number + 1) % 2))
     return made
 
@@ -294,7 +301,7 @@ class HeadData:
 @dataclass(frozen=True)
 class TrainedHead:
     head: RewardHead  # standardised: training scores have mean 0 and deviation 1
-    raw_mean: float  # of the scores before standardisation, in log-odds
+    raw_mean: float  # of the scores before standardization, in log-odds
     raw_std: float
 
 

@@ -123,8 +123,8 @@ def _run_head(cfg: TrainRewardModelConfig, console: Console) -> heads.TrainedHea
     trunk_sha256 = heads.sha256_of_trunk(folder)
     end = end_of_turn_ids(ChatRenderer(tokenizer, cfg.data.template_options("data.")))
     fraction = cfg.degenerate.fraction
-    negatives = heads.synthetic_negatives(data.used, fraction, cfg.cuts, end=end, seed=cfg.seed)
-    sequences = heads.cut_sequences(data.used, cfg.cuts, cfg.seed)
+    negatives = heads.synthetic_negatives(data.used, fraction, cfg.prefixes, end=end, seed=cfg.seed)
+    sequences = heads.cut_sequences(data.used, cfg.prefixes, cfg.seed)
     for negative in negatives:
         tokens = (data.used[negative.pair].prompt + negative.tokens)[: longest_example(cfg)]
         sequences.append(heads.CutSequence(tokens, (len(tokens),)))
@@ -158,7 +158,7 @@ def _run_head(cfg: TrainRewardModelConfig, console: Console) -> heads.TrainedHea
         evaluation = {name: dataclasses.asdict(accuracy) for name, accuracy in accuracies.items()}
         text = json.dumps(evaluation, indent=2) + "\n"
         write_atomically(path.with_name(HEAD_EVALUATION_FILE), text)
-    table = Table(title="Share of pairs ordered rightly, ± standard error", box=SIMPLE)
+    table = Table(title="Pair accuracy, ± standard error", box=SIMPLE)
     table.add_column("")
     table.add_column("", justify="right")
     for name, accuracy in accuracies.items():
@@ -175,7 +175,7 @@ def _accuracies(
     trained: heads.TrainedHead,
 ) -> dict[str, Accuracy]:
     """Return the head's accuracies, and the accuracies of choosing the longer answer."""
-    cut = cfg.cuts.evaluate_at
+    cut = cfg.prefixes.evaluate_at
     lengths = torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in data.held_out])
     cut_lengths = lengths.clamp(max=cut)
     parts = {
@@ -289,7 +289,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh) -> FullTrainer:
         ):
             monitor.note(
                 "The tokenizer's padding token is its end-of-sequence token. transformers takes "
-                "the last token that is no padding, so the score is read from the token before "
+                "the last token that is not padding, so the score is read from the token before "
                 "the end; full.pooling=mean reads all."
             )
         check_vocabulary(tokenizer, Architecture.from_folder(source), source)
@@ -320,7 +320,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh) -> FullTrainer:
         )
         if checkpoint is not None:
             trainer.restore(checkpoint)
-            monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
+            monitor.note(f"Resuming from {checkpoint.folder}, after step {start_step} of {steps}.")
         trainer.fit()
         if trainer.stopped_early and trainer.best is not None:
             since = trainer.best.step
@@ -347,8 +347,8 @@ def _serve_options(model: Path, best: Best, names: Sequence[str]) -> str:
         weights = ", ".join(f"{name}: 1.0" for name in names)
         return f"{path} 'reward_model.attribute_weights={{{weights}}}'"
     mean = best.evaluation.metrics["score_mean"]
-    deviation = best.evaluation.metrics["score_deviation"]
-    return f"{path} reward_model.mean={mean:.4f} reward_model.deviation={deviation:.4f}"
+    deviation = best.evaluation.metrics["score_std"]
+    return f"{path} reward_model.mean={mean:.4f} reward_model.std={deviation:.4f}"
 
 
 def _refuse_changes(folder: Path, settings: str) -> None:
@@ -360,8 +360,8 @@ def _refuse_changes(folder: Path, settings: str) -> None:
         raise ConfigError(
             [
                 Fault(
-                    f"{folder} has checkpoints of a run with other settings: {refused}. Set them "
-                    "back to go on, or choose another output_dir",
+                    f"{folder} has checkpoints of a run with other settings: {refused}. Restore "
+                    "them to continue, or choose another output_dir",
                     key="reward_model.resume.other_settings",
                 )
             ]

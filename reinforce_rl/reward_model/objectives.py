@@ -88,11 +88,11 @@ class Ranking:
         metrics = {
             "accuracy": accuracy.value,
             "accuracy_standard_error": accuracy.standard_error,
-            "accuracy_of_longer_wins": longer.value,
+            "length_baseline_accuracy": longer.value,
             "calibration_error": error,
             "margin": float((chosen - rejected).mean()),
             "score_mean": float(scores.double().mean()),
-            "score_deviation": float(scores.double().std()),
+            "score_std": float(scores.double().std()),
         }
         return Evaluation(float(bradley_terry(chosen, rejected)) / len(examples), metrics, bins)
 

@@ -37,11 +37,11 @@ _UNNAMED = re.compile(r"LABEL_\d+")  # transformers' name of a label without a n
 
 @dataclass(frozen=True)
 class Merging:
-    """reward = (sum over attributes of weight * score - mean) / deviation."""
+    """reward = (sum over attributes of weight * score - mean) / std."""
 
     weights: tuple[float, ...] = (1.0,)  # [K]; 1.0 for a head with one score
     mean: float = 0.0
-    deviation: float = 1.0
+    std: float = 1.0
 
     @classmethod
     def from_names(
@@ -49,7 +49,7 @@ class Merging:
         names: Sequence[str],
         weights: Mapping[str, float] | None,
         mean: float = 0.0,
-        deviation: float = 1.0,
+        std: float = 1.0,
     ) -> Merging:
         """Build from user settings.
 
@@ -58,15 +58,15 @@ class Merging:
 
         Raises:
             ConfigError: unknown names, several scores without names or weights, weights that are
-                all 0, or an invalid mean or deviation in a head's file.
+                all 0, or an invalid mean or std in a head's file.
         """
-        if not (math.isfinite(mean) and 0 < deviation < math.inf):
+        if not (math.isfinite(mean) and 0 < std < math.inf):
             raise ConfigError(
                 [
                     Fault(
-                        f"the head has mean {mean} and deviation {deviation}; expected finite "
-                        "numbers, the deviation above 0; set reward_model.mean and "
-                        "reward_model.deviation",
+                        f"the head has mean {mean} and std {std}; expected finite "
+                        "numbers, the std above 0; set reward_model.mean and "
+                        "reward_model.std",
                         key="reward_model.moments.invalid",
                     )
                 ]
@@ -89,8 +89,8 @@ class Merging:
             raise ConfigError(
                 [
                     Fault(
-                        "reward_model.attribute_weights has no weight other than 0, so every "
-                        "reward would be 0; give one that is not 0",
+                        "reward_model.attribute_weights has only weights of 0, so every reward "
+                        "would be 0; set one that is not 0",
                         key="reward_model.attributes.all_zero",
                     )
                 ]
@@ -100,7 +100,8 @@ class Merging:
                 [
                     Fault(
                         f"the head has {len(names)} scores without names ({', '.join(names)}), and "
-                        "their mean may say nothing; choose with reward_model.attribute_weights, "
+                        "their mean may be meaningless; choose with "
+                        "reward_model.attribute_weights, "
                         "for instance {LABEL_0: 1} for the first alone, as TRL does, or {LABEL_1: "
                         "1, LABEL_0: -1} for the log-odds of a classifier's second class",
                         key="reward_model.attributes.no_names",
@@ -108,15 +109,15 @@ class Merging:
                 ]
             )
         if weights is None:
-            return cls((1 / max(len(names), 1),) * max(len(names), 1), mean, deviation)
-        return cls(tuple(float(weights.get(name, 0.0)) for name in names), mean, deviation)
+            return cls((1 / max(len(names), 1),) * max(len(names), 1), mean, std)
+        return cls(tuple(float(weights.get(name, 0.0)) for name in names), mean, std)
 
     def __call__(self, scores: Tensor) -> Tensor:
         """Merge scores [N, K] into rewards, float64 [N]."""
         merged = scores.double() @ torch.tensor(
             self.weights, dtype=torch.float64, device=scores.device
         )
-        return (merged - self.mean) / self.deviation
+        return (merged - self.mean) / self.std
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class MegatronRewardModel:
 
     Args:
         max_length: maximum tokens of a sequence; None for the trunk's maximum.
-        merging: None for equal weights and the head's own mean and deviation.
+        merging: None for equal weights and the head's own mean and std.
     """
 
     def __init__(
@@ -205,9 +206,7 @@ class MegatronRewardModel:
         self._head = head
         self._weight = head.rows.to(lm.mesh.device)
         self.batching = batching or Batching()
-        self.merging = merging or Merging.from_names(
-            head.attributes, None, head.mean, head.deviation
-        )
+        self.merging = merging or Merging.from_names(head.attributes, None, head.mean, head.std)
         self.attributes = head.attributes
         self.pooling = head.pooling
         self.dtype = lm.config.params_dtype
@@ -368,5 +367,5 @@ def reward_model_identity(
         "pooling": scorer.pooling,
         "attribute_weights": dict(zip(scorer.attributes, merging.weights, strict=False)),
         "mean": merging.mean,
-        "deviation": merging.deviation,
+        "std": merging.std,
     }

@@ -248,13 +248,14 @@ class FullTrainer:
         state = checkpoint.trainer_state
         if state.get("version") != STATE_VERSION or "evaluations_since_best" not in state:
             raise CheckpointError(
-                f"{checkpoint.folder} is no checkpoint of this program; choose another output_dir",
+                f"{checkpoint.folder} is not a checkpoint of this program; choose another "
+                "output_dir",
                 key="reward_model.checkpoint.other_program",
             )
         if state["data"] != self._data_digest:
             raise CheckpointError(
                 f"{checkpoint.folder} was made with other data (files, lengths, split or "
-                "attributes); set them back, or choose another output_dir",
+                "attributes); restore them, or choose another output_dir",
                 key="reward_model.checkpoint.other_data",
             )
         self._sampler.load_state_dict(state["sampler"])

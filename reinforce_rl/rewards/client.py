@@ -303,15 +303,15 @@ class _Replica:
     probes: int = 0  # how often it was found up
     outstanding: int = 0  # samples
     trouble: str | None = None  # last problem; once it was up, None only after scores
-    fatal: RewardServerError | None = None  # why it cannot be used at all, as of the last probe
+    fatal: RewardServerError | None = None  # why the last probe found that it cannot be used at all
 
 
 class Replicas:
-    """Probes each server in the background until it is up, and routes requests to those that are.
+    """Probes each server until it is up, and routes requests to the servers that are up.
 
     A request goes to the server with the fewest outstanding samples. One that fails is set aside
-    for a growing pause and probed again; its description must equal its former one and those of the
-    others.
+    for a growing pause and probed again; its description must equal its former one and the
+    descriptions of the others.
 
     Coroutines and state changes belong to one event loop; the arguments are those of
     `RemoteGPTRMClient`.
@@ -456,14 +456,14 @@ class Replicas:
         try:
             yield replica.model
             if replica.trouble is not None and self._several:
-                logger.info("event=reward_server_back place=%s", replica.model.place)
+                logger.info("event=reward_server_recovered place=%s", replica.model.place)
             replica.trouble = None
             replica.backoff.reset()
         except FailedAttempt as failure:
             if replica.up and replica.probes == probes:  # else another request has reported it
                 if replica.trouble is None and self._several:
                     logger.warning(
-                        "event=reward_server_set_aside place=%s reason=%s",
+                        "event=reward_server_suspended place=%s reason=%s",
                         replica.model.place,
                         failure,
                     )
@@ -538,7 +538,9 @@ class Replicas:
                 trouble = f"cannot be used: {fatal}"
             if replica.trouble != trouble and replica.info is None and self._several:
                 logger.warning(
-                    "event=reward_server_away place=%s reason=%s", replica.model.place, trouble
+                    "event=reward_server_unreachable place=%s reason=%s",
+                    replica.model.place,
+                    trouble,
                 )
             replica.trouble = trouble
             replica.fatal = fatal
@@ -555,8 +557,8 @@ class Replicas:
         ):
             self._difference = Fault(
                 f"the reward server at {replica.model.place} was replaced by another one during "
-                f"the run ({'; '.join(differences)}). Start the one from before, or start the run "
-                "again.",
+                f"the run ({'; '.join(differences)}). Start the previous server, or restart the "
+                "run.",
                 key="reward_server.server.replaced",
             )
         elif differences := known.differences(info, f"at {by.place}", f"at {replica.model.place}"):

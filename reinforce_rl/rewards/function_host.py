@@ -113,7 +113,7 @@ def load_function(spec: FunctionSpec) -> partial[Any]:
         )
     if not callable(function):
         raise LoadFault(
-            f"{setting}, which is no function; expected the name of a function",
+            f"{setting}, which is not a function; expected the name of a function",
             key="reward_function.name.no_function",
         )
     _check_kwargs(function, spec)
@@ -123,7 +123,7 @@ def load_function(spec: FunctionSpec) -> partial[Any]:
 def _module_advice(missing: str) -> str:
     parent, _, last = missing.rpartition(".")
     if not parent:
-        return "; its file belongs into the folder where you start, or onto PYTHONPATH"
+        return "; its file belongs in the folder where you start, or on PYTHONPATH"
     folders = getattr(importlib.import_module(parent), "__path__", [])
     return _advice(last, [module.name for module in pkgutil.iter_modules(folders)], parent)
 
@@ -322,7 +322,7 @@ def _outcome_of(sample: _Sample, code: int) -> Outcome:
     if line and not secrets.compare_digest(secret, sample.secret):
         return Outcome(
             base.STATUS_INTERNAL,
-            fault="something else than the function's return wrote into its answer",
+            fault="something other than the function's return value was written to its answer",
         )
     try:
         read = json.loads(answer)
@@ -414,8 +414,8 @@ def main() -> None:
             faults.append(
                 Fault(
                     f"{spec.key}.name is {spec.name!r}, whose module keeps {path} open. All "
-                    "samples would share the place where it is read next: read it whole at the "
-                    "module's level, or open it in the function",
+                    "samples would share its file position: read the whole file at import, or open "
+                    "it in the function",
                     key="reward_function.module.keeps_file_open",
                 )
             )

@@ -116,9 +116,8 @@ class PendingScores:
             if self.host is not None:
                 self.host.kill()
             raise RewardServerError(
-                "the processes of the reward function have not answered within the time that all "
-                "of its samples may take together; is this machine overloaded, or was a process "
-                "stopped?",
+                "the processes of the reward function did not answer within the time limit of all "
+                "their samples; check whether this machine is overloaded or a process was stopped",
                 key="reward_function.processes.no_answer",
             ) from None
 
@@ -338,8 +337,8 @@ class FunctionPool:
         if answer is None:
             raise RewardServerError(
                 "the process of the reward function ended before it was ready (exit code "
-                f"{host.exit_code}; it is killed after {START_SECONDS:.0f} s); what it said is "
-                "above. Does the import of "
+                f"{host.exit_code}; it is killed after {START_SECONDS:.0f} s); its output is "
+                "above. Check that the import of "
                 f"{', '.join(spec.name for spec in self._functions.values())} end?",
                 key="reward_function.processes.not_ready",
             )

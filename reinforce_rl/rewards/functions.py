@@ -49,7 +49,7 @@ def _check_pattern(*, pattern: str, **others: object) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
 
 
 @checked_by(_check_pattern)

@@ -223,7 +223,7 @@ def _check(
 ) -> None:
     Judge(url, model, **settings).check()
     if not low < high:
-        raise ValueError(f"low is {low} and high {high}; expected the former below the latter")
+        raise ValueError(f"low is {low} and high {high}; expected low below high")
     try:
         template = _template_of(template_file)
         template.substitute(defaultdict(str))  # ValueError names line and column of a stray dollar

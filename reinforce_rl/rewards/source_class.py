@@ -68,7 +68,7 @@ def _as_reward_error(name: str, error: Exception) -> ReinforceError:
     logger.error("event=reward_source_raised source=%s", name, exc_info=error)
     return RewardServerError(
         f"the reward source {name} raised {type(error).__name__}: {error}; its traceback is in the "
-        "log. The same command goes on from the last checkpoint",
+        "log. The same command resumes from the last checkpoint",
         key="reward.class.raised",
     )
 
@@ -83,7 +83,7 @@ def make_source(name: str, cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase)
     try:
         json.dumps(own_source.identity)
     except (TypeError, ValueError) as error:
-        sentence = f"reward is {name!r}, whose identity is no JSON: {error}"
+        sentence = f"reward is {name!r}, whose identity is not JSON: {error}"
         raise ConfigError([Fault(sentence, key="reward.class.identity")]) from error
     return own_source
 

@@ -230,7 +230,8 @@ def _connect_to_reward_server(
         client.wait_until_ready(max(deadline - time.monotonic(), 1.0))
         for sentence in client.missing():
             monitor.note(
-                f"{sentence} The run goes on with the others; this one is asked again now and then."
+                f"{sentence} The run continues with the others; this one is retried from time to "
+                "time."
             )
         vocab_size = Architecture.from_folder(
             cfg.pretrained_checkpoint.restore_from_path

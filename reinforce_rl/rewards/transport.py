@@ -260,7 +260,7 @@ async def exchange(
         raise FailedAttempt("does not answer (timed out)", timed_out=True) from error
     except aiohttp.ClientResponseError as error:
         sent = quoted(error.message, 200)
-        raise NoHttp(f"does not answer (what it sends is no HTTP: {sent})") from error
+        raise NoHttp(f"does not answer (what it sends is not HTTP: {sent})") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         number = getattr(error, "errno", None)
         reason = os.strerror(number).lower() if number else str(error) or type(error).__name__

@@ -164,8 +164,8 @@ def unlike(first: Address, second: Address, differences: Sequence[str]) -> Fault
     """Return the error for two servers that should serve the same model and do not."""
     return Fault(
         f"the reward servers at {first} and {second} do not serve the same model with the same "
-        f"limits ({'; '.join(differences)}). Replicas must be alike: start one of them anew, or "
-        "take it out of remote_rm.reward_model.replicas.",
+        f"limits ({'; '.join(differences)}). Replicas must be identical: restart one of them, or "
+        "remove it from remote_rm.reward_model.replicas.",
         key="reward_server.replicas.differ",
     )
 
@@ -275,7 +275,7 @@ def read_samples(request: Mapping[str, np.ndarray]) -> tuple[list[TextSample | N
 def _read(values: Mapping[str, Any]) -> TextSample:
     messages = _json(values.get(MESSAGES), list)
     if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-        raise ValueError("a message is no object with a role")
+        raise ValueError("a message is not an object with a role")
     if messages:
         roles = {message["role"] for message in messages}
         try:
@@ -389,7 +389,7 @@ def read_token(token_file: str | Path | None, key: str) -> str | None:
             mode = path.stat().st_mode
             token = path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
+            reason = getattr(error, "strerror", None) or "it is not text"
             sentence = f"{key}: cannot read the token in {path} ({reason.lower()})"
             raise ConfigError([Fault(sentence, key="reward_server.token.not_readable")]) from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):

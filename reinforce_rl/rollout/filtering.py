@@ -52,7 +52,7 @@ def draw_until_rewards_differ(
     groups = sum(mesh.gather_over_dp(len(prompts)))
     counts = {
         "groups_drawn": groups,
-        "groups_without_spread": groups - len(with_spread),
+        "groups_with_zero_std": groups - len(with_spread),
         "groups_trained": min(len(with_spread), wanted),
         "resampling_rounds": len(rounds) - 1,
     }

@@ -192,7 +192,7 @@ class GeneratorPool:
             self._check()
             numbers = sorted(map(role.job_rank, missing))
             raise ConnectionError(
-                f"the ranks {numbers}, which generate, did not come within "
+                f"the ranks {numbers}, which generate, did not connect within "
                 f"{role.timeout.total_seconds():.0f} s"
             )
 
@@ -458,7 +458,7 @@ class GeneratorPool:
         answers = [self._answers.get(rank) for rank in generator.ranks]
         faults = [answer.fault for answer in answers if answer is not None and answer.fault]
         if None in answers:
-            why = f"said nothing of new weights for {self._silence_seconds:.0f} s"
+            why = f"did not report new weights for {self._silence_seconds:.0f} s"
             self._drop(generator, why, dismiss=True)
         elif not faults:
             generator.version = version
@@ -515,7 +515,7 @@ class GeneratorPool:
                     f"{self._wait_seconds:.0f} s"
                 )
             self._status.waiting(text)
-            self._note(text or "The wait for a generator is over")
+            self._note(text or "A generator is available")
         elif (
             self._alone_since is not None
             and time.monotonic() - self._alone_since > self._wait_seconds
@@ -523,9 +523,9 @@ class GeneratorPool:
             last = f"; the last one: {self._last_loss}" if self._last_loss else ""
             self._fail(
                 GenerationError(
-                    f"no generator was there for {self._wait_seconds:.0f} s "
-                    f"(generator_timeout_seconds){last}. Start `reinforce-rl generate` with the "
-                    "trainers' keys, and the trainers again",
+                    f"no generator was registered for {self._wait_seconds:.0f} s "
+                    f"(generator_timeout_seconds){last}. Restart the trainers, and start "
+                    "`reinforce-rl generate` with the same keys",
                     key="generators.generator.missing",
                 )
             )
@@ -571,8 +571,8 @@ class GeneratorPool:
         if request.version not in self._lost_versions:
             self._lost_versions.add(request.version)
             self._notes.append(
-                f"No generator has the weights after step {request.version} any more: prompts of "
-                f"step {request.step} are answered with those after {oldest}"
+                f"No generator has the weights after step {request.version} any longer: prompts of "
+                f"step {request.step} use the weights after step {oldest}"
             )
         return replace(request, version=oldest)
 
@@ -639,7 +639,7 @@ class GeneratorPool:
         if generator is not None:
             self._drop(generator, why, dismiss=True)
         elif rank not in self._dismissed:
-            self._notes.append(f"A program that is no generator of this run {why}")
+            self._notes.append(f"A program that is not a generator of this run {why}")
             self._dismiss(rank, why)
 
     def _take_message(self, rank: int, message: Message) -> None:
@@ -661,7 +661,7 @@ class GeneratorPool:
             if self._is_of_job(generator):
                 self._fail(message.failure)
             else:
-                self._drop(generator, f"cannot go on: {quoted(message.failure)}")
+                self._drop(generator, f"cannot continue: {quoted(message.failure)}")
         else:
             raise BadMessageError(f"{type(message).__name__} is of the trainers")
 
@@ -724,7 +724,8 @@ class GeneratorPool:
         name = quoted(registration.name, _MAX_NAME_LENGTH)
         if not rank % RANKS < registration.size <= RANKS:
             raise BadMessageError(
-                f"rank {rank % RANKS} of {registration.size} ranks has come, expected up to {RANKS}"
+                f"rank {rank % RANKS} of {registration.size} ranks has registered, expected up to "
+                f"{RANKS}"
             )
         if difference := self._difference(registration):
             if rank in self._ranks_of_job():
@@ -735,11 +736,11 @@ class GeneratorPool:
         generator = self._generators.setdefault(number, _Generator(number, registration.size, name))
         if rank in generator.ranks or registration.size != generator.size:
             raise BadMessageError(
-                f"rank {rank % RANKS} has come twice, or with another number of ranks"
+                f"rank {rank % RANKS} has registered twice, or with another number of ranks"
             )
         generator.ranks.add(rank)
         if len(generator.ranks) == generator.size and not self._is_of_job(generator):
-            self._notes.append(f"Generator {generator.name} has come")
+            self._notes.append(f"Generator {generator.name} has registered")
 
     def _difference(self, registration: Register) -> str:
         """Say which setting of a generator is not the trainers'; empty if all are."""

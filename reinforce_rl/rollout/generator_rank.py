@@ -146,7 +146,7 @@ class GeneratorRank:
         seconds = time.monotonic() - max(place.still_since, phase.since)
         if phase.name == "generate" and seconds > self._hang_seconds:
             print(
-                f"error: generation stands still at {place.line} for {seconds:.0f} s",
+                f"error: generation hangs at {place.line} for {seconds:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )
@@ -177,7 +177,7 @@ class GeneratorRank:
         except GenerationError as error:
             self.fail(error)
         finally:
-            # closing `rm` ends those that wait for scores
+            # closing `rm` ends the threads that wait for scores
             self._scoring.shutdown(wait=False, cancel_futures=True)
 
     def _take(self, count: int, room: int, *, waits: bool = True) -> list[GenerationRequest] | None:
@@ -546,7 +546,7 @@ class GeneratorRank:
                 self._asked = max(self._asked - len(message.requests), 0)
             elif isinstance(message, Dismissed):
                 failure = LostRankError(
-                    f"the trainers sent this generator away: {message.why}",
+                    f"the trainers refused this generator: {message.why}",
                     key="generators.generator.sent_away",
                 )
                 self._failure = self._failure or failure

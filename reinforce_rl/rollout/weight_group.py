@@ -67,7 +67,7 @@ class ElasticWeightGroup:
             store.set(f"{rank}", "here")
             store.wait(["all"], self._timeout)
             if store.get("all") != b"here":
-                raise RuntimeError("the trainers gave the group up, as somebody in it was lost")
+                raise RuntimeError("the trainers gave up the group because a member was lost")
         if self._device.type == "cuda":
             # By default the loss of a peer ends this process too; NCCL reads this as a group is
             # made.
@@ -151,7 +151,7 @@ def _gather(store: Any, size: int, is_wanted: Callable[[], bool], deadline: floa
     while not store.check(others):
         if not is_wanted() or time.monotonic() > deadline:
             store.set("all", "given up")
-            raise RuntimeError("somebody did not come into the group")
+            raise RuntimeError("a member did not join the group")
         time.sleep(_POLL_SECONDS)
     store.set("all", "here")
 

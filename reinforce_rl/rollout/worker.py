@@ -68,7 +68,8 @@ def generate(cfg: TrainConfig, stop: StopRequest) -> None:
             ) from error
         if stop.reason is not None:
             raise StoppedEarly(
-                f"this generator was stopped by {stop.reason}; others go on with its prompts",
+                f"this generator was stopped by {stop.reason}; other generators take over its "
+                "prompts",
                 key="generators.generator.stopped",
             )
 

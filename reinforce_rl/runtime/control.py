@@ -160,7 +160,7 @@ class Watchdog:
                 self._others[rank].report = Report(**json.loads(hello)["report"])
             if missing := sorted(self._others.keys() - hellos.keys()):
                 raise ReinforceError(
-                    f"no report of the ranks {missing} came to rank 0 within "
+                    f"rank 0 got no report of the ranks {missing} within "
                     f"{CONNECT_SECONDS:.0f} s; look at the output of these ranks",
                     key="ranks.rank.no_report",
                 )
@@ -343,7 +343,7 @@ def hung(reports: Sequence[Report], limit: float) -> Verdict | None:
     return (
         None
         if seconds < limit
-        else _stuck(reports, f"no rank has got any further for {seconds:.0f} s")
+        else _stuck(reports, f"no rank has made progress for {seconds:.0f} s")
     )
 
 
@@ -357,7 +357,7 @@ def waited_for(reports: Sequence[Report], timed_out: Mapping[int, str]) -> Verdi
     rank = min(timed_out)
     return _stuck(
         others,
-        f"rank {rank} has waited for longer than torch's own limit ({timed_out[rank].strip()})",
+        f"rank {rank} has waited longer than torch's timeout ({timed_out[rank].strip()})",
     )
 
 
@@ -379,7 +379,7 @@ def _verdict(lost: Sequence[Report], manner: str, why: Fault) -> Verdict:
     if len(lost) > _NAMED:
         names += f" and {len(lost) - _NAMED} more"
     step = f" of step {lost[0].step}" if lost[0].step else ", before the first step"
-    advice = "The other ranks end. The same command goes on from the last checkpoint"
+    advice = "The other ranks end. The same command resumes from the last checkpoint"
     text = f"{names} {manner} phase {lost[0].phase}{step}{why}. {advice}"
     return Verdict(text, of_first=any(report.rank == 0 for report in lost), key=key_of(why))
 
@@ -441,9 +441,9 @@ class RunControl:
     def _where_it_goes_on(self) -> str:
         step = saved_step(self.status.path.parent)
         return (
-            f"goes on after step {step}, the last one saved"
+            f"resumes after step {step}, the last one saved"
             if step
-            else "begins anew: no step was saved"
+            else "starts over: no step was saved"
         )
 
     @contextlib.contextmanager

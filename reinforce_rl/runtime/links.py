@@ -349,7 +349,7 @@ class LinkThread:
                     watched.discard(peer)
                     if self._is_open:
                         del self._links.peers[peer.rank]
-                    silent = f"hangs: it gave no sign of life for {peer.silence:.0f} s"
+                    silent = f"hangs: it sent no heartbeat for {peer.silence:.0f} s"
                     if not stopping:
                         self._on_lost(
                             peer.rank, "died: its connection is closed" if peer.closed else silent

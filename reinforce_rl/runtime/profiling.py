@@ -179,4 +179,4 @@ class StepProfiler:
                     trace.stop()
             self._cfg = self._cfg.model_copy(update={"steps": []})
             self._is_open = False
-            self._tell(f"profile: given up ({type(error).__name__}: {error}); the run goes on")
+            self._tell(f"profile: given up ({type(error).__name__}: {error}); the run continues")

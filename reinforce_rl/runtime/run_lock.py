@@ -103,7 +103,7 @@ def _open(folder: Path, creation: int = 0) -> int:
 
 
 def _no_regular_file(path: Path) -> Fault:
-    return Fault(f"{path} is no regular file; remove it", key="run.lock.no_regular_file")
+    return Fault(f"{path} is not a regular file; remove it", key="run.lock.no_regular_file")
 
 
 def _not_permitted(path: Path, reason: str) -> Fault:
@@ -115,8 +115,8 @@ def _not_permitted(path: Path, reason: str) -> Fault:
             key="run.folder.not_writable",
         )
     return Fault(
-        f"{path} cannot be opened ({reason}), as another user's run made it; {advice}. Or, once "
-        "that run has ended, remove the file, which whoever may write in its folder can do",
+        f"{path} cannot be opened ({reason}), as another user's run made it; {advice}. Or remove "
+        "the file once that run has ended; anyone who may write to its folder can",
         key="run.lock.of_another_user",
     )
 
@@ -168,7 +168,7 @@ def _refuse_by_status(folder: Path) -> None:
 
 def _still_going_on(folder: Path, owner: str) -> Fault:
     return Fault(
-        f"{folder} has a run that is still going on ({owner}). Wait for its end or end it, or "
-        "choose another folder (exp_manager.explicit_log_dir)",
+        f"{folder} is used by a run that is still active ({owner}). Wait until it ends, stop it, "
+        "or choose another folder (exp_manager.explicit_log_dir)",
         key="run.folder.in_use",
     )

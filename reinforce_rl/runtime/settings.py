@@ -163,9 +163,9 @@ def check_changes(cfg: TrainConfig) -> dict[str, str]:
     refused = "; ".join(f"{key}: {values}" for key, values in changes.items() if MEANING.match(key))
     if refused and not cfg.resume_with_changes:
         sentence = (
-            f"{folder} goes on after step {step}, and its steps so far had other settings: "
+            f"{folder} resumes after step {step}, but its earlier steps had other settings: "
             f"{refused}. Set them back, or choose another exp_manager.explicit_log_dir for a new "
-            "run, or go on with the new ones by resume_with_changes=true"
+            "run, or accept the new ones with resume_with_changes=true"
         )
         raise ConfigError([Fault(sentence, key="run.resume.other_settings")])
     return changes
@@ -227,7 +227,7 @@ def settings_of(folder: Path, step: int, *, within: Path | None = None) -> tuple
     if after < step <= up_to:
         raise DataError(
             f"{folder / HISTORY_FILE} no longer has the settings of step {step}; this run had too "
-            f"many changes to keep those of the steps {after + 1} to {up_to}",
+            f"many changes to keep the settings of steps {after + 1} to {up_to}",
             key="history.settings.dropped",
         )
     changes = [
@@ -264,7 +264,7 @@ def may_start(cfg: TrainConfig) -> bool:
         )
         message = (
             f"the run in {folder} has finished, at step {step}; raise trainer.reinforce.max_steps "
-            "to go on"
+            "to continue"
         )
         print(f"{message}, with {others}" if others else message)
     return False
@@ -339,7 +339,7 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
         if not all(type(line.get(key, 0)) is int for key in (_DROPPED_FROM, _DROPPED_UP_TO)):
             keys = f"{_DROPPED_FROM} and {_DROPPED_UP_TO}"
             raise DataError(
-                f"{place}: {keys} must be numbers of steps; restore the file",
+                f"{place}: {keys} must be step numbers; restore the file",
                 key="history.line.dropped_no_numbers",
             )
         files = line.get("files", {})
@@ -349,7 +349,7 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
         ):
             shown = str(files)[:100]
             raise DataError(
-                f"{place}: files is {shown}; expected a digest by function; restore the file",
+                f"{place}: files is {shown}; expected a digest for each function; restore the file",
                 key="history.line.files_invalid",
             )
         read_tree(line["config"], place)

@@ -17,7 +17,7 @@ from reinforce_rl.errors import EXIT_ALERT, EXIT_FINISHED, EXIT_STOPPED, DataErr
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.untrusted_files import UnreadableFileError, parse_json, read_bounded
 
-EXIT_INTERRUPTED = 130  # as of a shell after Ctrl-C
+EXIT_INTERRUPTED = 130  # a shell's exit code after Ctrl-C
 STATUS_FILE = "status.json"
 _MAX_BYTES = 1 << 20  # of status.json
 RESULTS_FILE = "results.json"  # of `eval`, beside the folders of its models
@@ -43,7 +43,7 @@ class Status:
     reason: str = ""  # why it was stopped or failed, or what it waits for
     step: int = 0  # last complete one
     max_steps: int = 0  # 0 until known
-    # None while the run is active; afterwards that of the first rank to fail, if it reported one
+    # None while the run is active; then the code of the first rank to fail, if it reported one
     exit_code: int | None = None
     save_seconds: float | None = None  # of the last save, also of the run it resumes; None before
     alerts: dict[str, str] = field(default_factory=dict)  # what the last step has, by rule
@@ -160,7 +160,7 @@ def checked_status(path: Path, *, within: Path | None = None) -> Status:
         DataError: it is not a status that `StatusFile` writes.
     """
     data = read_bounded(path, max_bytes=_MAX_BYTES, within=within)
-    advice = "restore the file or take it away"
+    advice = "restore or remove the file"
     try:
         values = parse_json(data)
         if not isinstance(values, dict):

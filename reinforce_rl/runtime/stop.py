@@ -214,8 +214,9 @@ class RunTimer:
             parts.append(f"a validation {validation_seconds:.1f} s")
         parts.append(f"a save {save_seconds:.1f} s")
         shortage = (
-            f"the time of this run is used up ({max(left, 0.0):.1f} s are left by {self._bound}; "
-            f"{', '.join(parts)}, and with a margin all that is to come "
+            f"the time limit of this run is reached ({max(left, 0.0):.1f} s are left by "
+            f"{self._bound}; "
+            f"{', '.join(parts)}, and with a margin the remaining work takes "
             f"{with_margin(needed):.1f} s)"
         )
         # An unmeasured validation counts as a step, whose time may be unknown, too.

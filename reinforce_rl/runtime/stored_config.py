@@ -22,7 +22,7 @@ INTERPOLATION = "${"
 # characters of a dotted key, which has the names of all keys above it
 _MAX_KEY = 500
 _SHOWN = 200  # characters of a value in a message
-_ADVICE = "A run writes none such: restore the file, or take it away"
+_ADVICE = "A run writes none such: restore or remove the file"
 
 
 def config_text(settings: Mapping[str, Any]) -> str:
@@ -37,8 +37,8 @@ def config_text(settings: Mapping[str, Any]) -> str:
         return text
     name, reason = _faulty_setting(tree, fault)
     sentence = (
-        f"{name} cannot be kept in the folder of the run, from which the next start would read "
-        f"it: {reason}. Write it otherwise, or put it into a file and set the file's path"
+        f"{name} cannot be stored in the run's folder, where the next start reads it: {reason}. "
+        "Write it differently, or put it into a file and give the file's path"
     )
     raise ConfigError([Fault(sentence, key="config.setting.not_storable")])
 
@@ -174,8 +174,8 @@ def parse_values(text: str, where: str) -> dict[str, Any]:
         if INTERPOLATION in value:
             raise DataError(
                 f"{where}: {key} is {value[:_SHOWN]!r}; expected a value. An interpolation could "
-                "read the environment of whoever opens the folder, and a run writes none; write "
-                "the value in its place",
+                "read the environment of the user who opens the folder, and runs do not write any; "
+                "replace it by the value",
                 key="run.config.interpolation",
             )
     return tree

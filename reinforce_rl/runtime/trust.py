@@ -121,7 +121,7 @@ def _expected(bound: int) -> str:
 
 
 def _of_data(cfg: TrainConfig) -> Iterator[Authority]:
-    effect = "a data set that is asked for over the network, with your token"
+    effect = "a data set fetched over the network with your token"
     for split, value in vars(cfg.model.data.data_prefix).items():
         for path in itertools.chain(*sets_of(value).values()):
             if is_hub_name(path):
@@ -132,13 +132,11 @@ def _of_functions(cfg: TrainConfig) -> Iterator[Authority]:
     section = cfg.reward_function
     functions = cfg.reward_functions
     if cfg.reward_class is not None:
-        yield Authority(
-            "reward", cfg.reward_class, "a class that is imported and asked for rewards"
-        )
+        yield Authority("reward", cfg.reward_class, "a class that is imported and computes rewards")
     for key, function in functions.items():
         yield Authority(f"{key}.name", function.name, "a function that is called")
         if function.kwargs:
-            yield Authority(f"{key}.kwargs", function.kwargs, "what that function gets")
+            yield Authority(f"{key}.kwargs", function.kwargs, "arguments of that function")
     if functions and section.environment:
         yield Authority(
             "reward_function.environment", section.environment, "variables that functions see"
@@ -151,7 +149,7 @@ def _of_functions(cfg: TrainConfig) -> Iterator[Authority]:
 def _of_servers(cfg: TrainConfig) -> Iterator[Authority]:
     default_port = RewardServerConfig().port
     for key, server in cfg.reward_servers.items():
-        yield Authority(f"{key}.ip", server.ip, "an address that is sent prompts and a token")
+        yield Authority(f"{key}.ip", server.ip, "an address that receives prompts and a token")
         # Another program may listen there, on a host that the reader trusts.
         if server.port != default_port:
             yield Authority(f"{key}.port", server.port, "the port of that address")
@@ -161,7 +159,7 @@ def _of_servers(cfg: TrainConfig) -> Iterator[Authority]:
             )
         if server.replicas:
             yield Authority(
-                f"{key}.replicas", server.replicas, "addresses that are sent prompts and a token"
+                f"{key}.replicas", server.replicas, "addresses that receive prompts and a token"
             )
         if server.token_file is not None:
             yield Authority(f"{key}.token_file", server.token_file, "a file whose content is sent")
@@ -219,7 +217,7 @@ def require_trust(
 
 def _not_trusted(authority: Authority, folder: str | Path) -> Fault:
     return Fault(
-        f"{authority}; only {folder} says so. Give {authority.key}=VALUE yourself, or --trust if "
-        "you would run whatever this folder says",
+        f"{authority}; only {folder} has this setting. Give {authority.key}=VALUE yourself, or "
+        "--trust to use all settings of this folder",
         key="trust.setting.only_of_folder",
     )

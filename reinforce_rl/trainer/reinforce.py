@@ -492,7 +492,7 @@ class ReinforceTrainer:
             text = f"{error} after step {self.step} of {self.max_steps}"
             self.logger.note(f"{text}; saving")
             self._save_last_step()
-            sentence = f"{text}; the same command goes on from there"
+            sentence = f"{text}; the same command resumes from there"
             raise type(error)(sentence, key=error.key) from None
 
     def _save_last_step(self) -> None:
@@ -544,14 +544,15 @@ def _check_state(state: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the state is another program's or of another version."""
     if "validation_is_due" not in state and state.get("version") == STATE_VERSION:
         raise CheckpointError(
-            "the checkpoint is not of an actor's training, but of another program, such as "
+            "the checkpoint was not written by actor training but by another program, such as "
             "train-rm. Choose another exp_manager.explicit_log_dir",
             key="checkpoint.state.other_program",
         )
     if state.get("version") != STATE_VERSION:
         raise CheckpointError(
             f"the trainer's state in the checkpoint has version {state.get('version')!r}; expected "
-            f"{STATE_VERSION}. Go on with the reinforce_rl that wrote it, or start a new run in "
+            f"{STATE_VERSION}. Use the version of reinforce_rl that wrote it, or start a new run "
+            "in "
             "another folder",
             key="checkpoint.state.other_version",
         )

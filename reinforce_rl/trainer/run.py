@@ -158,8 +158,9 @@ def times_of_job(mesh: Mesh, monitor: RunMonitor) -> JobTimes:
         return JobTimes.asked(os.environ)
     except SlurmCallError as error:
         monitor.note(
-            f"When this job's time is over is not known ({error}). The run does not end in time by "
-            "itself: give exp_manager.max_time_per_run, or have Slurm send a signal before."
+            f"The end of this job's time limit is not known ({error}), so the run does not stop in "
+            "time by itself: set exp_manager.max_time_per_run, or have Slurm send a signal before "
+            "the limit."
         )
         return JobTimes.of(os.environ)
 
@@ -262,14 +263,14 @@ def build_monitor(
         record_samples,
     )
     if checkpoint:
-        monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
+        monitor.note(f"Resuming from {checkpoint.folder}, after step {start_step} of {steps}.")
         for key, values in changes.items():
-            monitor.note(f"  with another setting from here on: {key}: {values}")
+            monitor.note(f"  changed setting from here on: {key}: {values}")
     if status is not None:
         status.progress(start_step, steps)
     if datasets.train.blend is not None:
         monitor.note(str(datasets.train.blend))
-    monitor.note(f"Everything of this run goes to {folder.absolute()}")
+    monitor.note(f"This run is written to {folder.absolute()}")
     return monitor, run_id
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def depends_on_past(cfg: ReinforceConfig) -> bool:
     """Return True if the advantages of a step depend on `RunningBaselines`."""
     is_past_mean = ADVANTAGE_ESTIMATORS[cfg.advantage_estimator].function is past_mean
-    is_standardised = cfg.reward_shaping.standardisation == "running"
+    is_standardised = cfg.reward_shaping.standardization == "running"
     return is_past_mean or is_standardised or cfg.kl_target is not None
 
 
@@ -184,7 +184,7 @@ class NonFiniteGuard:
             self._skipped = self._skipped + 1 if update.skipped else 0
         if mesh.any_rank(any(update.weights_lost for update in updates)):
             raise DivergedError(
-                f"the policy's weights were not finite when step {step} was to update them",
+                f"the policy's weights were not finite before the update of step {step}",
                 key="trainer.weights.not_finite",
             )
         if self._skipped >= self.most:

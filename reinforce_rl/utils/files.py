@@ -272,7 +272,7 @@ def parse_json_lines(path: Path, file: BinaryIO) -> list[dict[str, Any]]:
         if len(line) > MAX_LINE_BYTES:
             raise DataError(
                 f"{path}, line {number}: more than {MAX_LINE_BYTES} bytes; restore the file, or "
-                "delete that line to go on without it",
+                "delete that line to continue without it",
                 key="json_lines.line.too_long",
             )
         if not line.endswith(b"\n"):
@@ -282,7 +282,7 @@ def parse_json_lines(path: Path, file: BinaryIO) -> list[dict[str, Any]]:
         except ValueError as error:
             raise DataError(
                 f"{path}, line {number}: not valid JSON ({error}); every line must be one JSON "
-                "object. Restore the file, or delete that line to go on without it",
+                "object. Restore the file, or delete that line to continue without it",
                 key="json_lines.line.not_json",
             ) from error
         if not isinstance(record, dict):

@@ -68,7 +68,7 @@ class Address:
                 else ""
             )
             zone = ", without a zone (%)" if "%" in text else ""
-            raise ValueError(f"{text!r} is no HOST:PORT with a port of 1 to 65535{brackets}{zone}")
+            raise ValueError(f"{text!r} is not HOST:PORT with a port of 1 to 65535{brackets}{zone}")
         return cls(host, port)
 
 
@@ -80,7 +80,7 @@ def checked_host(text: str) -> str:
     """
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if not host or re.search(r"[\s/@%\[\]?#]", host):
-        raise ValueError(f"{text!r} is no host name and no address")
+        raise ValueError(f"{text!r} is neither a host name nor an address")
     if ":" not in host:
         return host
     return str(ipaddress.IPv6Address(host))

@@ -235,7 +235,7 @@ class ModuleChild(Child):
             return f"died (process {self.pid}, exit code {self.exit_code})"
         silent = self._silence.seconds()
         return (
-            f"hangs (process {self.pid}): no sign of life for {silent:.0f} s"
+            f"hangs (process {self.pid}): no heartbeat for {silent:.0f} s"
             if silent > seconds
             else None
         )

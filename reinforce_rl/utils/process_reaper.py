@@ -163,7 +163,7 @@ class _Watch:
         if silent <= self.expected_seconds:
             return False
         reason = (
-            f"the main process (process {self.owner}) hangs: no sign of life for {silent:.0f} s "
+            f"the main process (process {self.owner}) hangs: no heartbeat for {silent:.0f} s "
             f"({self.setting})"
         )
         print(f"error: {reason}. Its reaper ends it; start it again", file=sys.stderr, flush=True)

@@ -189,7 +189,7 @@ class Difference:
         can_detect = f"this many {unit}s can detect gains of {self.smallest_gain:{form}} or more"
         if self.p < LEVEL:
             kind = "gain" if self.mean_difference > 0 else "loss"
-            verdict = f"a real {kind} at the 5 % level"
+            verdict = f"a significant {kind} at the 5 % level"
             return f"{change} ({chance(self.p)}): {verdict}; {can_detect}{left_out}"
         needed = "more than a million"
         if self.needed < 1e6:

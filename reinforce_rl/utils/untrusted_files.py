@@ -59,7 +59,7 @@ def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
 
     Raises:
         FileNotFoundError: there is no such file.
-        UnreadableFileError: it is no regular file, leads out of `within`, or may not be read.
+        UnreadableFileError: it is not a regular file, leads out of `within`, or may not be read.
     """
     try:
         # Opening a device can have side effects, so it is refused before it is opened.
@@ -352,7 +352,7 @@ def _check_inside(path: Path, target: Path, within: Path) -> None:
     if not target.is_relative_to(within.resolve()):
         raise UnreadableFileError(
             f"{path} is a link to {target}, outside of {within}; expected a file of this folder. "
-            "If you trust it, put the file itself in its place",
+            "If you trust it, replace the link by the file itself",
             key="file.link.leads_out",
         )
 

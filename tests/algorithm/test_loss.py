@@ -552,7 +552,7 @@ class TestSums:
         )
         every = advantages[:, None].expand(8, 5)
         names = ["tokens", "clipped", "weights", "squares", "entropy"]
-        names += ["generator_gap", "generator_kl", "generator_capped"]
+        names += ["generator_logprob_diff", "generator_kl", "generator_capped"]
         if correction.endswith("_mask"):
             names.append("generator_masked")
         expected = dict.fromkeys(names, 0.0)
@@ -578,7 +578,7 @@ class TestSums:
                 expected["weights"] += weight
                 expected["squares"] += weight**2
                 expected["entropy"] += float(entropy[i, t])
-                expected["generator_gap"] += abs(gap)
+                expected["generator_logprob_diff"] += abs(gap)
                 expected["generator_kl"] += math.exp(gap) - 1 - gap
                 expected["generator_capped"] += math.exp(gap) > 1.2
         for size in (8, 3, 1):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.choices import REWARD_STANDARDISATIONS
+from helpers.choices import REWARD_STANDARDIZATIONS
 from helpers.errors import raises_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +30,7 @@ from reinforce_rl.errors import DivergedError, RewardServerError
 
 NOTHING_PAST = RunningMoments()
 NO_SHAPING = RewardShapingConfig()
-RUNNING = RewardShapingConfig(standardisation="running")
+RUNNING = RewardShapingConfig(standardization="running")
 
 
 def shaped(
@@ -68,7 +68,7 @@ def test_by_default_nothing_is_done():
 class TestStandardisation:
     def test_given(self):
         assert shaped(
-            [3.0, -1.0], RewardShapingConfig(standardisation="given", mean=1.0, deviation=4.0)
+            [3.0, -1.0], RewardShapingConfig(standardization="given", mean=1.0, std=4.0)
         ) == [0.5, -0.5]
 
     @pytest.mark.parametrize("seen", [[], [5.0]])
@@ -155,9 +155,9 @@ CUT_AT_FOUR = {"penalty": 100.0, "max_length": 4}
 
 class TestOrder:
     EVERYTHING = RewardShapingConfig(
-        standardisation="given",
+        standardization="given",
         mean=1.0,
-        deviation=2.0,
+        std=2.0,
         scale=10.0,
         clip=5.0,
         length_penalty=0.25,
@@ -180,14 +180,14 @@ class TestOrder:
 
     def test_scale_comes_after_the_mean_is_taken(self):
         assert shaped(
-            [3.0], RewardShapingConfig(standardisation="given", mean=1.0, scale=10.0)
+            [3.0], RewardShapingConfig(standardization="given", mean=1.0, scale=10.0)
         ) == [20.0]
 
     def test_clip_bounds_both_sides(self):
         assert shaped([-3.0, 0.5, 3.0], RewardShapingConfig(clip=1.0)) == [-1.0, 0.5, 1.0]
 
 
-@pytest.mark.parametrize("standardisation", REWARD_STANDARDISATIONS)
+@pytest.mark.parametrize("standardization", REWARD_STANDARDIZATIONS)
 @settings(deadline=None, max_examples=30)
 @given(
     rows=st.lists(
@@ -200,16 +200,16 @@ class TestOrder:
     buffer=st.integers(0, 8),
     past=st.lists(st.floats(-MAX_REWARD, MAX_REWARD), max_size=4),
 )
-def test_an_invalid_sample_changes_no_other_reward(standardisation, rows, anything, buffer, past):
+def test_an_invalid_sample_changes_no_other_reward(standardization, rows, anything, buffer, past):
     columns = list(zip(*rows, strict=True)) or [()] * 4
     rewards = torch.tensor(columns[0], dtype=torch.float64)
     valid = torch.tensor(columns[1], dtype=torch.bool)
     ended = torch.tensor(columns[3], dtype=torch.bool)
     lengths = torch.tensor(columns[2], dtype=torch.long)
     shaping = RewardShapingConfig(
-        standardisation=standardisation,
+        standardization=standardization,
         mean=0.5,
-        deviation=2.0,
+        std=2.0,
         scale=3.0,
         length_penalty=0.1,
     )

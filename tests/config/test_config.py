@@ -169,7 +169,7 @@ RL = "trainer.reinforce"
 ROLLOUT = "model.reinforce"
 
 LORA = "model.peft.peft_scheme=lora"
-PENALISE = f"{RL}.truncated_samples=penalise"
+PENALIZE = f"{RL}.truncated_samples=penalize"
 BY_FUNCTION = ["reward=function", "reward_function.name=a.b"]
 
 
@@ -239,7 +239,7 @@ OF_KEYS = [
         "no folder's name",
         ["pretrained_checkpoint.restore_from_path=[a]"],
         "config.value.wrong_type",
-        ["pretrained_checkpoint.restore_from_path", "['a']", "expected a text"],
+        ["pretrained_checkpoint.restore_from_path", "['a']", "expected a string"],
     ),
     Wrong(
         "overrides",
@@ -337,7 +337,7 @@ OF_ONE_VALUE = [
         "truncated",
         [f"{RL}.truncated_samples=maybe"],
         "config.value.not_a_choice",
-        [f"{RL}.truncated_samples", "'maybe'", "keep, drop, mask, penalise"],
+        [f"{RL}.truncated_samples", "'maybe'", "keep, drop, mask, penalize"],
     ),
     Wrong(
         "optimizer",
@@ -572,7 +572,7 @@ OF_ONE_VALUE = [
     # Not finite.
     Wrong(
         "not a number",
-        [f"{RL}.reward_shaping.standardisation=given", f"{RL}.reward_shaping.mean=nan"],
+        [f"{RL}.reward_shaping.standardization=given", f"{RL}.reward_shaping.mean=nan"],
         "config.value.not_finite",
         [f"{RL}.reward_shaping.mean is nan", "expected a number, and finite"],
     ),
@@ -841,19 +841,19 @@ OF_SEVERAL_SETTINGS = [
     ),
     Wrong(
         "no penalty",
-        [PENALISE],
+        [PENALIZE],
         "config.truncation_penalty.conflicts_with_truncated_samples",
-        [f"{RL}.truncated_samples is 'penalise'", "truncation_penalty is 0.0"],
+        [f"{RL}.truncated_samples is 'penalize'", "truncation_penalty is 0.0"],
     ),
     Wrong(
         "buffer unread",
         [f"{RL}.overlong_buffer=4"],
         "config.overlong_buffer.without_truncated_samples_penalise",
-        [f"{RL}.overlong_buffer is 4", "truncated_samples=penalise"],
+        [f"{RL}.overlong_buffer is 4", "truncated_samples=penalize"],
     ),
     Wrong(
         "buffer too long",
-        [PENALISE, f"{RL}.truncation_penalty=1", f"{RL}.overlong_buffer=17"],
+        [PENALIZE, f"{RL}.truncation_penalty=1", f"{RL}.overlong_buffer=17"],
         "config.overlong_buffer.above_max_length",
         [f"{RL}.overlong_buffer is 17", f"{ROLLOUT}.length_params.max_length is 16"],
     ),
@@ -861,7 +861,7 @@ OF_SEVERAL_SETTINGS = [
         "moments unread",
         [f"{RL}.reward_shaping.mean=3"],
         "config.reward_shaping.without_standardisation_given",
-        [f"{RL}.reward_shaping", "mean=3.0", "standardisation=given", "'none'"],
+        [f"{RL}.reward_shaping", "mean=3.0", "standardization=given", "'none'"],
     ),
     Wrong(
         "cache too small",

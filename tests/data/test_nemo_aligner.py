@@ -47,7 +47,7 @@ def prepared(
 ) -> list[dict[str, Any]]:
     """Convert rows and return the output rows in order."""
     file = write(tmp_path / "in.jsonl", *rows)
-    done = prepare(file, f"--form={form}", f"--output={tmp_path / 'out'}", *words)
+    done = prepare(file, f"--format={form}", f"--output={tmp_path / 'out'}", *words)
     assert done.exit_code == 0, (done.output, done.exception)
     names = (
         [f"{form}.jsonl"] if form in ("pairs", "ratings") else ["train.jsonl", "validation.jsonl"]
@@ -58,7 +58,7 @@ def prepared(
 
 def refused(tmp_path: Path, form: str, *rows: object, words: tuple[str, ...] = ()) -> str:
     file = write(tmp_path / "in.jsonl", *rows)
-    done = prepare(file, f"--form={form}", f"--output={tmp_path / 'out'}", *words)
+    done = prepare(file, f"--format={form}", f"--output={tmp_path / 'out'}", *words)
     assert done.exit_code == 1, done.output
     assert "error: " in done.output, done.output
     assert not (tmp_path / "out").exists()
@@ -240,7 +240,7 @@ def test_an_answer_without_a_prompt_is_refused(tmp_path):
 def test_a_file_is_not_read_and_written_at_once(tmp_path, form):
     file = write(tmp_path / f"{form}.jsonl", {"text": QUESTION.format("a") + "b", "label": [1]})
     before = file.read_text()
-    done = prepare(file, f"--form={form}", f"--output={tmp_path}")
+    done = prepare(file, f"--format={form}", f"--output={tmp_path}")
     assert done.exit_code == 1
     check_output(done.output, "prepare.output.is_an_input", file)
     assert file.read_text() == before
@@ -251,7 +251,7 @@ def test_each_file_of_comparisons_begins_with_a_chosen_one(tmp_path):
     write(tmp_path / "1.jsonl", *rows)
     write(tmp_path / "2.jsonl", *rows)
     done = prepare(
-        tmp_path / "1.jsonl", tmp_path / "2.jsonl", "--form=pairs", f"--output={tmp_path / 'out'}"
+        tmp_path / "1.jsonl", tmp_path / "2.jsonl", "--format=pairs", f"--output={tmp_path / 'out'}"
     )
     assert "1.jsonl:3" in done.output
     assert "2.jsonl:3" in done.output
@@ -327,14 +327,17 @@ def test_labels_of_a_chat_become_ratings(tmp_path):
 
 
 def test_options_of_prompts_and_of_ratings(tmp_path):
-    for words in (("--form=pairs", "--limit=3"), ("--form=ratings", "--validation-fraction=0.2")):
+    for words in (
+        ("--format=pairs", "--limit=3"),
+        ("--format=ratings", "--validation-fraction=0.2"),
+    ):
         done = prepare("x", f"--output={tmp_path}", *words)
         assert done.exit_code == 2
         assert words[1].partition("=")[0] in done.output
         assert "data.held_out_fraction" in done.output
     done = prepare("x", f"--output={tmp_path}", "--attributes=a")
     assert done.exit_code == 2
-    assert "--form ratings" in done.output
+    assert "--format ratings" in done.output
 
 
 def test_train_rm_names_the_command_that_converts(tmp_path, tokenizer):
@@ -357,7 +360,7 @@ def test_train_rm_names_the_command_that_converts(tmp_path, tokenizer):
         full = FullConfig(objective="regression" if form == "ratings" else "ranking")
         pairs = PairsConfig(**data)  # type: ignore[arg-type]
         cfg = TrainRewardModelConfig(mode="full", full=full, data=pairs)
-        values = ("in.jsonl:1: ", f"reinforce-rl prepare FILE --form {form}")
+        values = ("in.jsonl:1: ", f"reinforce-rl prepare FILE --format {form}")
         with raises_error("reward_model.line.nemo_form", *values) as raised:
             read_examples(cfg, tokenizer)
         assert "in.jsonl:2" not in str(raised.value), "once for a file"

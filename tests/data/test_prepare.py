@@ -390,7 +390,7 @@ def test_unknown_roles_and_misplaced_turns(tmp_path):
     )
     counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(form="prompt"))
     assert counts.skipped == {
-        "turns other than Human and Assistant, which --form messages keeps": 6,
+        "turns other than Human and Assistant, which --format messages keeps": 6,
         "nothing to answer at the end": 1,
     }
 

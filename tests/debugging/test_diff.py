@@ -81,7 +81,7 @@ def test_the_first_place_is_named(
     assert first.step == step
     assert first.phase == phase
     assert first.difference.quantity.endswith(column)
-    assert f"They part at step {step}, in {phase}: " in result.sentence
+    assert f"They diverge at step {step}, in {phase}: " in result.sentence
     if other == "cut":
         assert result.beyond_rounding == {}
         assert "within rounding" in result.sentence
@@ -100,7 +100,7 @@ def test_the_first_place_is_named(
     values = json.loads((tmp_path / "diff.json").read_text())
     assert values["sentence"] == result.sentence
     assert values["exact"][phase]["step"] == step
-    assert "Where they part" in (tmp_path / "diff.html").read_text()
+    assert "Where they diverge" in (tmp_path / "diff.html").read_text()
     titles = [result_table["title"] for result_table in result.tables]
     assert "Difference over prompts" in titles
 

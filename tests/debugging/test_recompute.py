@@ -112,7 +112,7 @@ def test_a_record_gives_its_own_advantages(folder: Path) -> None:
             f"{RL}.truncated_samples=mask",
         ],
         [
-            f"{RL}.truncated_samples=penalise",
+            f"{RL}.truncated_samples=penalize",
             f"{RL}.truncation_penalty=0.5",
             f"{RL}.overlong_buffer=2",
         ],
@@ -151,7 +151,7 @@ def test_it_agrees_with_a_real_run_of_these_settings(
         [
             f"{RL}.advantage_estimator=moving_average",
             f"{RL}.baseline_window=2",
-            f"{SHAPING}.standardisation=running",
+            f"{SHAPING}.standardization=running",
         ],
         [
             f"{RL}.advantage_estimator=exponential_moving_average",
@@ -171,7 +171,7 @@ def test_a_state_comes_from_the_recorded_steps(overrides: list[str], tmp_path: P
     original = [
         f"{RL}.advantage_estimator=rloo",
         f"{RL}.kl_target=null",
-        f"{SHAPING}.standardisation=none",
+        f"{SHAPING}.standardization=none",
     ]
     (back,) = recompute(real, "4", original).steps
     assert new_advantages(back) == pytest.approx(advantages(mine, 4), abs=1e-6)
@@ -185,7 +185,7 @@ def test_a_state_comes_from_the_recorded_steps(overrides: list[str], tmp_path: P
     [
         [
             f"{RL}.advantage_estimator=running_mean",
-            f"{SHAPING}.standardisation=running",
+            f"{SHAPING}.standardization=running",
             f"{RL}.kl_target=1",
         ],
         [f"{RL}.generator_log_probs=false"],

@@ -222,9 +222,9 @@ PLANTED: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         change_reward,
         "score",
         "reward",
-        "planted_reward.length_or_letters is another one",
+        "planted_reward.length_or_letters differs",
     ),
-    "prompt": (change_prompt, "prompts", "prompt", "the prompts of the training data are others"),
+    "prompt": (change_prompt, "prompts", "prompt", "the prompts of the training data differ"),
     "token": (change_token, "generate", "response_tokens", ""),
     "seed": (
         lambda _: ["model.seed=77"],
@@ -236,7 +236,7 @@ PLANTED: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         swap_reference,
         "logprobs",
         "reference_log_probs",
-        "the reference policy's weights are others",
+        "the reference policy's weights differ",
     ),
     "beta": (
         lambda _: [f"{RL}.initial_policy_kl_penalty=0.05"],

@@ -278,7 +278,7 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
     said = (
         "indistinguishable from noise"
         if low <= 0.5 <= high
-        else "a real preference at the 5 % level"
+        else "a significant preference at the 5 % level"
     )
     assert str(judged).endswith(f"ties: {said}; {judged.wins.failed} prompts without a result")
     assert judged.wins.count == 10

@@ -200,7 +200,7 @@ def test_an_export_older_than_the_newest_checkpoint_is_reported(
     command = f"reinforce-rl convert to-hf {tmp_path} {tmp_path}/hf --model /models/sft"
     said = (
         f"the model of {model_step}, and the run's newest checkpoint is of step 20; "
-        "to take that one, write it first: "
+        "to use that one, export it first: "
     )
     assert (
         bool(model_step) == (said + command in caplog.text) == ("newest checkpoint" in caplog.text)

@@ -176,8 +176,8 @@ def test_the_command_names_the_layer(tmp_path, capsys, monkeypatch):
     assert check(folder, *OPTIONS, "--engine", "native", "--layers") == 0
     before, after = capsys.readouterr().out.split("no layer differs")
     assert before.count("\n") == 3
-    assert "they part in layer 1" in after
+    assert "they diverge in layer 1" in after
     assert check(folder, *OPTIONS, "--engine", "native") == 0
     assert "layer" not in capsys.readouterr().out
     assert check(folder, *OPTIONS, "--engine", "native", "--tolerance", "-1") == 1
-    assert "they part in layer 1" in capsys.readouterr().out
+    assert "they diverge in layer 1" in capsys.readouterr().out

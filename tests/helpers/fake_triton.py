@@ -117,7 +117,7 @@ class FrontBeforeFake:
             key: limits.pop(key) for key in list(limits) if key in FrontSettings.model_fields
         }
         inference = InferenceConfig(
-            name="rm", max_batch_size=8, **{"canary_seconds": 0.5, **limits}
+            name="rm", max_batch_size=8, **{"health_timeout_seconds": 0.5, **limits}
         )
         settings = FrontSettings(inference=inference, **front_settings)
         self.port = free_port("127.0.0.1")

@@ -25,7 +25,7 @@ def fault(port: int, token: str | None = None) -> ReinforceError:
 
 
 def test_each_state_is_reported_with_what_to_do():
-    front = FrontBeforeFake(ready=False, canary_seconds=5.0)
+    front = FrontBeforeFake(ready=False, health_timeout_seconds=5.0)
     try:
         check_error(fault(front.port), "check_server.server.not_ready", "it is starting")
         front.process.set_state("ready")
@@ -38,7 +38,7 @@ def test_each_state_is_reported_with_what_to_do():
         check_error(fault(front.port), "check_server.server.not_ready", *values)
         front.process.set_state("draining")
         assert wait_for(lambda: front.health()[1]["state"] == "draining")
-        check_error(fault(front.port), "check_server.server.not_ready", "it was told to stop")
+        check_error(fault(front.port), "check_server.server.not_ready", "it was asked to stop")
     finally:
         front.close()
 

@@ -59,4 +59,4 @@ def test_a_folder_that_is_gone_is_one_message(tmp_path: Path, command: str) -> N
     words = [sys.executable, "-c", code, command, "results"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-    assert "does not exist any more" in done.stderr
+    assert "[launch.folder.gone]" in done.stderr

@@ -103,7 +103,7 @@ def test_the_script_on_two_ranks_from_one(folders, checkpoints, tmp_path):
 def test_the_script_prints_an_error_in_one_line(tmp_path):
     failed = convert("to-hf", tmp_path / "nothing", tmp_path / "out")
     assert failed.returncode == 1
-    assert "nothing is no checkpoint; expected" in failed.stderr
+    assert "nothing is not a checkpoint; expected" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 

@@ -44,15 +44,15 @@ TOKENS = (5, 9, 13, 7, 30, 22, 17)
         (nothing, "no layer differs by more than 0.001: look at the final norm, the output layer"),
         (
             louder_values,
-            "they part in layer 3, by more than 0.001; look at the first token too: V, O, MLP",
+            "they diverge in layer 3, by more than 0.001; look at the first token too: V, O, MLP",
         ),
         (
             other_mlp,
-            "they part in layer 2, by more than 0.001; look at the first token too: V, O, MLP",
+            "they diverge in layer 2, by more than 0.001; look at the first token too: V, O, MLP",
         ),
         (
             other_queries,
-            "they part in layer 4, by more than 0.001; look at RoPE, window, scale, Q, K",
+            "they diverge in layer 4, by more than 0.001; look at RoPE, window, scale, Q, K",
         ),
     ],
 )

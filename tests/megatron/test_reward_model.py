@@ -164,7 +164,7 @@ def test_a_head_of_attributes_survives_its_file(tmp_path):
     assert again.pooling == "mean"
     assert again.attributes == ("kind", "brief")
     assert again.mean == 0.25
-    assert again.deviation == 1.5
+    assert again.std == 1.5
     with raises_error("reward_model.head.other_shapes", "(2, 6)", "3 names"):
         RewardHead(torch.randn(2, 6), torch.randn(2), "mean", ("a", "b", "c"))
 
@@ -174,7 +174,7 @@ def test_the_demo_head_still_loads():
     head = RewardHead.load(path)
     assert head.attributes == ()
     assert head.mean == 0.0
-    assert head.deviation == 1.0
+    assert head.std == 1.0
 
 
 def test_merging():
@@ -199,5 +199,5 @@ def test_merging_refuses_names_that_the_head_lacks():
         Merging.from_names(HELPSTEER, {"helpfulness": 0.0})
     # A head's file may contain any values.
     for mean, deviation in ((float("nan"), 1.0), (0.0, 0.0)):
-        with raises_error("reward_model.moments.invalid", f"mean {mean}", f"deviation {deviation}"):
+        with raises_error("reward_model.moments.invalid", f"mean {mean}", f"std {deviation}"):
             Merging.from_names((), None, mean, deviation)

@@ -273,4 +273,4 @@ def test_moments_that_openrlhf_would_apply_are_reported(config, is_said, tmp_pat
     sentence = unused_moments(tmp_path)
     assert (sentence is not None) == is_said
     if sentence is not None:
-        assert "reward_model.mean=0.5 reward_model.deviation=2.0" in sentence
+        assert "reward_model.mean=0.5 reward_model.std=2.0" in sentence

@@ -45,9 +45,9 @@ def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
         done = min(1.0, step / 100)
         numbers = {
             "rewards": 1.5 * done + draw(0, 0.18),
-            "reward_deviation": 1 + draw(0, 0.12),
+            "reward_std": 1 + draw(0, 0.12),
             "fraction_of_samples_scored": 1.0,
-            "fraction_of_groups_without_spread": 0.1,
+            "fraction_of_groups_with_zero_std": 0.1,
             "fraction_of_samples_properly_ended": 0.95 + draw(0, 0.02),
             "response_lengths": 100 * (1 + 0.1 * done) + draw(0, 5),
             "init_policy_kl": 8 * done**2 * (1 + draw(0, 0.1)),
@@ -56,7 +56,7 @@ def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
             "compression": 0.8 + draw(0, 0.02),
             "length_reward_correlation": draw(0, 0.2),
             "prompts_repeated": 0.0,
-            "generator_gap": 0.002 * math.exp(draw(0, 0.3)),
+            "generator_logprob_diff": 0.002 * math.exp(draw(0, 0.3)),
             "grad_norm": math.exp(draw(0, 0.3)),
             "actor_loss": draw(0, 1),
             "skipped_step": 0.0,
@@ -87,28 +87,32 @@ FAULTS: list[tuple[str, Change, int]] = [
     ("not_finite", becomes(rewards=None, fraction_of_samples_scored=0.0), 1),
     ("skipped", becomes(skipped_step=1.0), 1),
     ("unscored", becomes(fraction_of_samples_scored=0.97), 1),
-    ("unscored_length", becomes(fraction_of_samples_scored=0.97, unscored_longer=0.95), 3),
-    ("constant_reward", becomes(rewards=0.5, reward_deviation=1e-9), 3),
-    ("no_spread", becomes(fraction_of_groups_without_spread=1.0), 3),
+    ("unscored_length", becomes(fraction_of_samples_scored=0.97, unscored_length_auc=0.95), 3),
+    ("constant_reward", becomes(rewards=0.5, reward_std=1e-9), 3),
+    ("zero_reward_std", becomes(fraction_of_groups_with_zero_std=1.0), 3),
     (
-        "no_spread",
-        becomes(fraction_of_groups_without_spread=0.96, rewards=0.2, reward_deviation=0.4),
+        "zero_reward_std",
+        becomes(fraction_of_groups_with_zero_std=0.96, rewards=0.2, reward_std=0.4),
         3,
     ),
     (
         "solved",
-        becomes(fraction_of_groups_without_spread=0.96, rewards=3.0, reward_deviation=0.4),
+        becomes(fraction_of_groups_with_zero_std=0.96, rewards=3.0, reward_std=0.4),
         3,
     ),
     ("zero_gradient", becomes(grad_norm=0.0), 2),
-    ("changed_scorer", becomes(rewards=4.0), 1),
-    ("changed_scorer", becomes(rewards=0.0, reward_deviation=0.0), 1),
-    ("changed_scorer", becomes(reward_deviation=9.0), 1),
+    ("reward_jump", becomes(rewards=4.0), 1),
+    ("reward_jump", becomes(rewards=0.0, reward_std=0.0), 1),
+    ("reward_jump", becomes(reward_std=9.0), 1),
     ("kl", lambda i, line: {"train/init_policy_kl": 1.5**i}, 10),
     ("entropy", lambda i, line: {"train/entropy_sampled": 0.1}, 2),
     ("entropy", lambda i, line: {"train/entropy_sampled": 5.0}, 2),
     ("entropy", lambda i, line: {"train/entropy": 2.0 if line["step"] < START else 0.1}, 2),
-    ("cut", lambda i, line: {"train/fraction_of_samples_properly_ended": 0.95 - 0.05 * i}, 10),
+    (
+        "truncated",
+        lambda i, line: {"train/fraction_of_samples_properly_ended": 0.95 - 0.05 * i},
+        10,
+    ),
     (
         "length",
         lambda i, line: {"train/response_lengths": 100 + 10 * i, "train/rewards": 0.3 + 0.1 * i},
@@ -125,8 +129,11 @@ FAULTS: list[tuple[str, Change, int]] = [
     ),
     ("repetition", lambda i, line: {"train/repetition": 0.1 * i}, 5),
     ("repetition", lambda i, line: {"train/compression": 0.8 - 0.1 * i}, 6),
-    *[("generator_gap", becomes(**{name: 1.01 * limit}), 2) for name, limit in GAP_LIMITS.items()],
-    ("generator_gap", lambda i, line: {"train/generator_gap": 0.002 * 1.5**i}, 8),
+    *[
+        ("generator_logprob_diff", becomes(**{name: 1.01 * limit}), 2)
+        for name, limit in GAP_LIMITS.items()
+    ],
+    ("generator_logprob_diff", lambda i, line: {"train/generator_logprob_diff": 0.002 * 1.5**i}, 8),
     ("gradient_spikes", lambda i, line: {"train/grad_norm": 30.0 if i % 2 == 0 else 1.0}, 7),
     (
         "overfitting",
@@ -199,7 +206,9 @@ def test_what_is_off_is_not_said():
 
 
 def test_a_gap_of_older_weights_is_none():
-    assert said(AlertRules(), with_fault(becomes(generator_gap=1.0, staleness=1.0), 30)) == []
+    assert (
+        said(AlertRules(), with_fault(becomes(generator_logprob_diff=1.0, staleness=1.0), 30)) == []
+    )
 
 
 def test_a_step_costs_nothing_measurable():
@@ -365,7 +374,7 @@ class TestARun:
 def steps_of(rule: str, lines: Iterable[Mapping[str, float | None]]) -> list[int]:
     """Return the steps, from 1, at which a rule fires on these lines."""
     alert_rules = AlertRules()
-    base = {"rewards": 1.0, "reward_deviation": 0.5}
+    base = {"rewards": 1.0, "reward_std": 0.5}
     spoken = []
     for step, values in enumerate(lines, 1):
         metrics = {**base, **values}.items()
@@ -380,8 +389,8 @@ class TestThresholds:
     @pytest.mark.parametrize(
         ("rule", "steps", "fault"),
         [
-            ("constant_reward", 3, {"reward_deviation": 0.0}),
-            ("no_spread", 3, {"fraction_of_groups_without_spread": 1.0}),
+            ("constant_reward", 3, {"reward_std": 0.0}),
+            ("zero_reward_std", 3, {"fraction_of_groups_with_zero_std": 1.0}),
             ("zero_gradient", 2, {"grad_norm": 0.0}),
             ("skipped", 1, {"skipped_step": 1.0}),
         ],
@@ -416,20 +425,20 @@ class TestThresholds:
     )
     def test_rewards_that_are_nearly_constant(self, rewards, deviation, speaks):
         start = [{"rewards": rewards}] * 3
-        fault = {"rewards": rewards, "reward_deviation": deviation}
+        fault = {"rewards": rewards, "reward_std": deviation}
         series = [*start, *[fault] * 3]
         assert steps_of("constant_reward", series) == ([6] if speaks else [])
 
     def test_rewards_that_are_constant_from_the_first_step_on(self):
         """Before the third step there is no first deviation to compare with, nor later."""
-        fault = {"rewards": 0.5, "reward_deviation": 0.0}
+        fault = {"rewards": 0.5, "reward_std": 0.0}
         assert steps_of("constant_reward", [fault] * 4) == [3]
-        assert steps_of("constant_reward", [{"rewards": 0.0, "reward_deviation": 1e-13}] * 4) == [3]
+        assert steps_of("constant_reward", [{"rewards": 0.0, "reward_std": 1e-13}] * 4) == [3]
 
     @pytest.mark.parametrize(("share", "speaks"), [(0.9, True), (0.89, False)])
     def test_groups_whose_rewards_are_equal(self, share, speaks):
-        fault = {"fraction_of_groups_without_spread": share}
-        assert steps_of("no_spread", [fault] * 3) == ([3] if speaks else [])
+        fault = {"fraction_of_groups_with_zero_std": share}
+        assert steps_of("zero_reward_std", [fault] * 3) == ([3] if speaks else [])
 
     @pytest.mark.parametrize(
         ("first", "now", "speaks"),
@@ -445,7 +454,7 @@ class TestThresholds:
         """More than half of them, or a quarter more than at first."""
         ended = "fraction_of_samples_properly_ended"
         lines = [{ended: first}] * 5 + [{ended: now}] * 5
-        assert bool(steps_of("cut", lines)) is speaks
+        assert bool(steps_of("truncated", lines)) is speaks
 
     @pytest.mark.parametrize(("spikes", "speaks"), [(3, False), (4, True)])
     def test_gradients_that_spike_in_four_of_ten_steps(self, spikes, speaks):
@@ -489,12 +498,12 @@ class TestThresholds:
     def test_a_gap_between_trainer_and_generator(self, name, factor, speaks):
         usual = {gap: 0.5 * limit for gap, limit in GAP_LIMITS.items()}
         lines = [{**usual, name: factor * GAP_LIMITS[name]}] * 3
-        assert bool(steps_of("generator_gap", lines)) is speaks
+        assert bool(steps_of("generator_logprob_diff", lines)) is speaks
 
     @pytest.mark.parametrize(("earlier", "speaks"), [(7, False), (8, True)])
     def test_a_comparison_with_the_past_needs_eight_steps_before(self, earlier, speaks):
         lines = [{"rewards": 1.0 + 0.01 * (step % 2)} for step in range(earlier)]
-        assert bool(steps_of("changed_scorer", [*lines, {"rewards": 9.0}])) is speaks
+        assert bool(steps_of("reward_jump", [*lines, {"rewards": 9.0}])) is speaks
 
     @pytest.mark.parametrize(
         ("first", "now", "speaks"),
@@ -507,9 +516,9 @@ class TestThresholds:
     )
     def test_a_gap_that_grows(self, first, now, speaks):
         """By a factor of 5, and to more than 0.01 nats."""
-        lines = [{"generator_gap": first}] * 3 + [{"generator_gap": now}] * 3
-        assert bool(steps_of("generator_gap", lines)) is speaks
+        lines = [{"generator_logprob_diff": first}] * 3 + [{"generator_logprob_diff": now}] * 3
+        assert bool(steps_of("generator_logprob_diff", lines)) is speaks
 
     def test_a_gap_of_the_first_steps_has_not_grown(self):
         """Before the third step there is no start to compare with."""
-        assert steps_of("generator_gap", [{"generator_gap": 0.02}] * 9) == []
+        assert steps_of("generator_logprob_diff", [{"generator_logprob_diff": 0.02}] * 9) == []

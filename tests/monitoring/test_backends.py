@@ -523,8 +523,8 @@ class TestRuns:
         messages = [line for line in capsys.readouterr().out.splitlines() if "logger " in line]
         failures = sorted(line.split(";")[0] for line in messages)
         assert failures == [
-            "logger mlflow: failed (TimeoutError: no answer). The run goes on",
-            "logger wandb: failed (ConnectionError: no route to host). The run goes on",
+            "logger mlflow: failed (TimeoutError: no answer). The run continues",
+            "logger wandb: failed (ConnectionError: no route to host). The run continues",
         ]
 
     def test_a_resumed_run_goes_on_under_its_id_with_samples_and_alerts(self, tmp_path, mesh):
@@ -550,8 +550,8 @@ class TestRuns:
         folder = Path(mlflow_run.info.artifact_uri.removeprefix("file://"))
         names = sorted(path.name for path in (folder / "rollouts").iterdir())
         assert names == ["step_00001.json", "step_00003.json"]
-        alerts = sorted(path.name for path in (folder / "alerts").glob("*no_spread*"))
-        assert alerts == ["step_00003 no_spread.txt"], (
+        alerts = sorted(path.name for path in (folder / "alerts").glob("*zero_reward_std*"))
+        assert alerts == ["step_00003 zero_reward_std.txt"], (
             "once, in the third such step over both starts"
         )
 
@@ -566,7 +566,9 @@ class TestRuns:
         )
         alerts = Path(mlflow_run.info.artifact_uri.removeprefix("file://")) / "alerts"
         names = sorted(
-            path.name for path in alerts.iterdir() if path.stem.endswith(("no_spread", "solved"))
+            path.name
+            for path in alerts.iterdir()
+            if path.stem.endswith(("zero_reward_std", "solved"))
         )
         assert names == ["step_00004 solved.txt"], "the third such step"
 

@@ -101,7 +101,7 @@ def test_runs_of_other_lengths_are_compared_at_the_last_step_in_common(
     assert paired["rows"][0][-2] == at
     assert paired["rows"][0][1].startswith(difference)
     assert [row[0] for row in settings["rows"]] == ["exp_manager.explicit_log_dir"]
-    assert "this is what a seed changes" in paired["note"]
+    assert "the effect of the seed" in paired["note"]
 
 
 def test_runs_without_a_prompt_or_a_validation_in_common(tmp_path):
@@ -213,13 +213,13 @@ def test_sides_that_are_named_may_have_equal_settings(tmp_path, monkeypatch):
     assert "new/a1 and 2 more - a1 and 2 more" in said.output
     assert said.output == compare(new, against=old)
     assert (
-        "0.600 -> 1.067: +0.467 ± 0.033 on the same 3 seeds (p = 0.005): a real gain at the 5 % "
+        "0.600 -> 1.067: +0.467 ± 0.033 on the same 3 seeds (p = 0.005): a significant gain at the 5 % "
         "level"
     ) in said.output
     assert (tmp_path / "a.html").is_file()
     alone = tables({name: RunFolder(path) for name, path in zip(runs, old, strict=True)})
     assert len(alone) == 3
-    assert "this is what a seed changes" in alone[1]["note"]
+    assert "the effect of the seed" in alone[1]["note"]
     with raises_error("compare.runs.too_few", len(old), "--against"):
         compare(old, against=old)
     assert CliRunner().invoke(app, ["compare", str(old[0]), "--against"]).exit_code == 2

@@ -79,7 +79,7 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
     if validates:
         validated = [row(i, 0, reward=gain * step / 10 + i) for i in range(6)]
         write_rows(folder, step, validated, "validation")
-        logger.log_metrics({"rewards": gain * step / 10, "reward_deviation": 1.0}, step, "val/")
+        logger.log_metrics({"rewards": gain * step / 10, "reward_std": 1.0}, step, "val/")
     if step:
         rows = []
         for i in range(30):
@@ -91,7 +91,7 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
             "rewards": gain * step / 10,
             "init_policy_kl": step / 5,
             "grad_norm": 1.0,
-            "reward_deviation": 1.0,
+            "reward_std": 1.0,
         }
         logger.log_metrics({**metrics, "skipped_step": float(step == 7)}, step, "train/")
         logger.log_metrics({"generate": 2.0, "train_time": 1.0, "step_time": 4.0}, step, "timers/")
@@ -400,7 +400,7 @@ def test_every_control_of_one_run(browser, port):
         assert page.is_visible('.chart.wide p:has-text("norm")')
         page.select_option("#more", "train/skipped_step")
         assert lines(page, "train/skipped_step")[0]["y"][6] == 1
-        page.click('[aria-label="Take away: train/skipped_step"]')
+        page.click('[aria-label="Remove: train/skipped_step"]')
         assert page.locator('h3:has-text("train/skipped_step")').count() == 0
         assert page.locator("#settings tr", has_text="model.optim.lr").inner_text().split() == [
             "model.optim.lr",

@@ -91,11 +91,11 @@ def test_no_entry_is_dead(written):
     # See tests/rollout/test_disaggregated.py and test_finished_first.py,
     # tests/monitoring/test_alerts.py.
     apart = {
-        "train/unscored_longer",
+        "train/unscored_length_auc",
         "train/staleness",
         "timers/send_weights",
         "train/dropped_groups",
-        "train/generator_gap_age_STEPS",
+        "train/generator_logprob_diff_age_STEPS",
     }
     names = {known.name for name in written if (known := metric_of(name))}
     assert METRICS.keys() - names == apart

@@ -326,7 +326,7 @@ class TestBackgroundLogger:
         logger.finalize()
         assert len(messages) == 1
         assert (
-            "left behind" if where == "finalize" else ("does not keep up: 3 calls wait")
+            "abandoned" if where == "finalize" else ("is too slow: 3 calls are queued")
         ) in messages[0]
         freed.set()
 

@@ -112,7 +112,7 @@ class TestRolloutMeans:
         expected = statistics.mean([1, 3, 5, 5, 9])
         assert means["rewards"] == pytest.approx(expected)
         expected = statistics.stdev([1, 3, 5, 5, 9])
-        assert means["reward_deviation"] == pytest.approx(expected)
+        assert means["reward_std"] == pytest.approx(expected)
         expected = statistics.mean([2, 4, 6, 6, 10])
         assert means["rewards_one"] == pytest.approx(expected)
         assert means["fraction_of_samples_scored"] == pytest.approx(5 / 6)
@@ -125,7 +125,7 @@ class TestRolloutMeans:
         nothing = replace(BATCH, rewards=torch.full((6,), NAN), source_rewards={})
         means = reduce_metrics(rollout_means(nothing), alone)
         assert math.isnan(means["rewards"])
-        assert math.isnan(means["reward_deviation"])
+        assert math.isnan(means["reward_std"])
         assert means["fraction_of_samples_scored"] == 0.0
 
 
@@ -139,14 +139,12 @@ class TestReinforceMeans:
         expected = statistics.mean(i - 2 for i in trains)
         assert means["advantage_mean"] == pytest.approx(expected)
         expected = statistics.stdev(i - 2 for i in trains)
-        assert means["advantage_deviation"] == pytest.approx(expected)
+        assert means["advantage_std"] == pytest.approx(expected)
         expected = statistics.mean(abs(i - 2) for i in valid)
         assert means["advantage_magnitude"] == pytest.approx(expected)
         assert means["fraction_of_samples_trained"] == 0.5
-        assert means["reward_group_deviation"] == pytest.approx(
-            statistics.mean([math.sqrt(2), 0.0])
-        )
-        assert means["fraction_of_groups_without_spread"] == 0.5
+        assert means["reward_group_std"] == pytest.approx(statistics.mean([math.sqrt(2), 0.0]))
+        assert means["fraction_of_groups_with_zero_std"] == 0.5
 
     def test_every_estimate_of_the_kl(self):
         means = reduce_metrics(reinforce_means(trained(BATCH)), alone)
@@ -293,11 +291,11 @@ class TestGapQuantiles:
     def test_what_is_not_finite_is_the_largest(self):
         gaps = torch.tensor([1.0, -math.nan, 2.0])
         quantiles = gap_quantiles(gaps, lambda local_sums: local_sums)
-        assert quantiles["generator_gap_median"] == 2.0
-        assert math.isnan(quantiles["generator_gap_max"])
+        assert quantiles["generator_logprob_diff_median"] == 2.0
+        assert math.isnan(quantiles["generator_logprob_diff_max"])
         assert (
             gap_quantiles(torch.tensor([-math.inf]), lambda local_sums: local_sums)[
-                "generator_gap_max"
+                "generator_logprob_diff_max"
             ]
             == math.inf
         )
@@ -313,7 +311,7 @@ def test_gaps_by_age_over_ranks():
     second = gap_by_age(gaps[3:], ages[3:])
     parts = [first, second]
     means = reduce_metrics(parts[0], lambda local_means: parts)
-    assert means == {"generator_gap_age_0": 0.375, "generator_gap_age_1": 2.25}
+    assert means == {"generator_logprob_diff_age_0": 0.375, "generator_logprob_diff_age_1": 2.25}
 
 
 class TestTrainedTokens:
@@ -375,11 +373,15 @@ class TestTrainedTokens:
         (whole,) = run([list(range(6))])
         expected = (1.5 + 1.5 + 2.0 + 2.25 + 2.25) / 5
         assert whole["entropy_sampled"] == pytest.approx(expected)
-        assert whole["generator_gap_max"] == 1.25
+        assert whole["generator_logprob_diff_max"] == 1.25
         expected = (
             []
             if version is None
-            else ["generator_gap_age_1", "generator_gap_age_2", "generator_gap_age_4"]
+            else [
+                "generator_logprob_diff_age_1",
+                "generator_logprob_diff_age_2",
+                "generator_logprob_diff_age_4",
+            ]
         )
         assert [name for name in whole if "age" in name] == (expected)
         for means in run([[0, 1, 2], [], [3, 4, 5]]):
@@ -403,7 +405,7 @@ class TestUpdateMetrics:
             "clipped": 4.0,
             "weights": 8.0,
             "squares": 11.0,
-            "generator_gap": 3.0,
+            "generator_logprob_diff": 3.0,
         },
         {"loss": 3.0},  # a rank without rows to train on
     )
@@ -421,7 +423,7 @@ class TestUpdateMetrics:
             "clip_fraction": 0.5,
             "effective_sample_size": 12.0**2 / (10 * 16),
             "entropy": 0.8,
-            "generator_gap": 0.3,
+            "generator_logprob_diff": 0.3,
         }
         assert metrics == pytest.approx(expected)
 

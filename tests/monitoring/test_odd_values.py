@@ -21,7 +21,7 @@ ODD = [None, True, "text", [], [["a"]], {}, {"a": {"b": 1}}, 10**39, -1, 1e308, 
 METRICS = {
     "train/rewards": 1.0,
     "train/loss": 0.1,
-    "train/reward_deviation": 0.5,
+    "train/reward_std": 0.5,
     "train/fraction_of_samples_scored": 1.0,
     "val/rewards": 0.5,
     "val/rewards_a": 0.5,
@@ -44,7 +44,7 @@ STATUS = {
     "host": "here",
 }
 BIN = {"low": 0.5, "high": 0.6, "count": 3, "predicted": 0.5, "observed": 0.4}
-SHARES = {"accuracy": 0.5, "accuracy_standard_error": 0.1, "accuracy_of_longer_wins": 0.4}
+SHARES = {"accuracy": 0.5, "accuracy_standard_error": 0.1, "length_baseline_accuracy": 0.4}
 EVALUATION = {"step": 1, "evaluation": {"loss": 0.5, "metrics": SHARES, "reliability": [BIN]}}
 OPERATION = {"name": "matmul", "calls": 1, "self_seconds": 0.1, "share": 0.5}
 PROFILED = {

@@ -141,7 +141,7 @@ def test_a_whole_run(tmp_path, steps):
     assert page["name"] == "seed-1"
     assert page["verdict"].startswith("Validation reward, first and last: -1.0")
     assert (
-        "on the same 15 prompts (p < 0.001): a real gain at the 5 % level; this many prompts"
+        "on the same 15 prompts (p < 0.001): a significant gain at the 5 % level; this many prompts"
         in page["verdict"]
     )
     assert page["verdict"].endswith("or more; 1 left out, not scored on both sides.")
@@ -215,8 +215,8 @@ def test_errors_of_the_mean_reward(tmp_path):
             {
                 "step": 1,
                 "train/rewards": 0,
-                "train/reward_deviation": deviation,
-                "train/reward_group_deviation": 1.0,
+                "train/reward_std": deviation,
+                "train/reward_group_std": 1.0,
             }
         ]
         write_json_lines(
@@ -230,7 +230,7 @@ def test_errors_of_the_mean_reward(tmp_path):
 def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
     run_dir = make_run(tmp_path / "fell", 4, gain=-1.0)
     fell = read(write_report(run_dir))
-    assert "(p < 0.001): a real loss at the 5 % level" in fell["verdict"]
+    assert "(p < 0.001): a significant loss at the 5 % level" in fell["verdict"]
     assert fell["tone"] == "bad"
     still = read(write_report(make_run(tmp_path / "still", 4, gain=0.0)))
     assert "indistinguishable from noise" in still["verdict"]
@@ -299,7 +299,7 @@ def test_every_row_of_two_validations_is_tested(tmp_path):
         ["Reward", "0.500", "0.500", "+0.000 ± 0.000", basis],
         ["  tests", "0.000", "0.750", "+0.750 ± 0.323, p = 0.103", basis],
         ["Response length, tokens", "10.0", "13.0", "+3.0 ± 1.3, p = 0.103", basis],
-        ["Ended by itself", "50.0%", "50.0%", "+0.0% ± 0.0%", basis],
+        ["Not truncated", "50.0%", "50.0%", "+0.0% ± 0.0%", basis],
     ]
     assert table["rows"] == expected
 
@@ -384,17 +384,16 @@ def test_the_page_of_a_reward_model(tmp_path):
         logger.commit(step)
     assert (
         overview(RunFolder(tmp_path))["verdict"]
-        == "No evaluation has been made since the first step."
+        == "There has been no evaluation since the first step."
     )
-    metrics = {"accuracy": 0.75, "accuracy_standard_error": 0.05, "accuracy_of_longer_wins": 0.5}
+    metrics = {"accuracy": 0.75, "accuracy_standard_error": 0.05, "length_baseline_accuracy": 0.5}
     bins = [{"low": 0.5, "high": 0.55, "count": 8, "predicted": 0.52, "observed": 0.625}]
     best = {"step": 1, "evaluation": {"loss": 0.4, "metrics": metrics, "reliability": bins}}
     (tmp_path / "evaluation.json").write_text(json.dumps(best))
     page = read(write_report(tmp_path))
     assert page["verdict"] == (
-        "The held-out loss went from 0.7000 to 0.4000 (step 1); of the held-out pairs 75.0% ± "
-        "5.0% are ordered "
-        "rightly, where 'the longer answer wins' has 50.0%."
+        "The held-out loss went from 0.7000 to 0.4000 (step 1); the accuracy on held-out pairs is "
+        "75.0% ± 5.0%, against 50.0% for 'the longer answer wins'."
     )
     assert page["tables"][0]["rows"][1] == ["accuracy", "0.7500"]
     assert page["tables"][1]["rows"] == [["0.50 to 0.55", "8", "0.520", "0.625"]]

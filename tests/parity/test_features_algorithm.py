@@ -447,7 +447,7 @@ class TestGeneration:
 
 class TestLoad:
     def test_feature_padding_to_a_fixed_length(self, tmp_path, mesh, plain):
-        """Every pass without a cache has one shape, and no number changes."""
+        """Every pass without a cache has one shape, and results do not change."""
         with tiny_trainer(
             tiny_config(tmp_path, f"{RL}.rollout_batch_seq_length=15"), mesh
         ) as trainer:

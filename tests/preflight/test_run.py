@@ -178,7 +178,7 @@ def test_the_disk_holds_the_records_of_the_samples_too(files, monkeypatch):
     )
     for every, mega in ((1, "3.84 MB"), (2, "3.02 MB"), (0, "2.20 MB")):
         text = printed(*right(files), *sizes, f"exp_manager.record_tokens_every={every}")
-        assert f"at most {mega} to come" in text
+        assert f"at most {mega} for the samples" in text
 
 
 def test_the_real_start_tells_the_same_faults_together(files, tmp_path):

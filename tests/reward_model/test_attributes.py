@@ -170,7 +170,7 @@ def test_a_served_classifier_equals_transformers(tmp_path):
     merging = [
         f"reward_model.attribute_weights={{{weights}}}",
         "reward_model.mean=0.25",
-        "reward_model.deviation=2",
+        "reward_model.std=2",
     ]
     server = ServedModel(tmp_path, f"reward_model.restore_from_path={folder}", *merging).start()
     try:

@@ -7,7 +7,7 @@ import torch
 from helpers.errors import raises_error
 from helpers.full_disk import files_of_at_most
 
-from reinforce_rl.config.reward_model import CutsConfig
+from reinforce_rl.config.reward_model import PrefixesConfig
 from reinforce_rl.megatron.model.reward_head import pool
 from reinforce_rl.reward_model.data import EncodedPair
 from reinforce_rl.reward_model.head import (
@@ -74,7 +74,7 @@ def test_cached_features_are_only_used_for_the_same_data(tmp_path):
 
 def test_synthetic_negatives_end_early_or_repeat():
     pairs = [EncodedPair(str(i), (9,), (10, 11, 12, 13, 2), (20, 21, 2)) for i in range(40)]
-    cuts = CutsConfig(min_tokens=8, max_tokens=12)
+    cuts = PrefixesConfig(min_tokens=8, max_tokens=12)
     made = synthetic_negatives(pairs, 0.5, cuts, end=(2,), seed=0)
     early = [m.tokens for m in made if m.tokens[-1] == 2]
     repeated = [m.tokens for m in made if m.tokens[-1] != 2]

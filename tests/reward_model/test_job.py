@@ -119,7 +119,7 @@ def test_held_out_pairs_are_learnt(ranked):
     values = {line["step"]: line for line in lines if "val/accuracy" in line}
     assert list(values) == [0, 10, 20, 30]
     assert values[0]["val/accuracy"] < 0.65
-    assert values[30]["val/accuracy"] > 0.9 > 0.6 > values[30]["val/accuracy_of_longer_wins"]
+    assert values[30]["val/accuracy"] > 0.9 > 0.6 > values[30]["val/length_baseline_accuracy"]
     assert values[30]["val/loss"] < 0.3 < values[0]["val/loss"]
     for line in lines[1:]:
         assert line["train/grad_norm"] > 0
@@ -150,7 +150,7 @@ def test_the_report_has_the_evaluation(ranked):
     assert "the longer answer wins" in page
     assert f"{best.evaluation.loss:.4f}" in page
     (ranked / "out" / EVALUATION_FILE).rename(ranked / "kept.json")
-    assert "No evaluation has been made" in write_report(ranked / "out").read_text()
+    assert "There has been no evaluation" in write_report(ranked / "out").read_text()
     (ranked / "kept.json").rename(ranked / "out" / EVALUATION_FILE)
     write_report(ranked / "out")
 
@@ -481,7 +481,7 @@ def test_wrong_settings_end_in_one_message(trunk, tmp_path):
         f"data.pairs_path={tmp_path / 'none.jsonl'}",
         "head.pooling=max",
         "data.held_out_fraction=1.5",
-        "cuts.max_tokens=2",
+        "prefixes.max_tokens=2",
         cwd=tmp_path,
     )
     assert result.returncode == 1
@@ -495,7 +495,7 @@ def test_wrong_settings_end_in_one_message(trunk, tmp_path):
         "data.pairs_path: ",
         "head.pooling is ",
         "data.held_out_fraction is ",
-        "cuts.max_tokens is ",
+        "prefixes.max_tokens is ",
     ):
         assert setting in result.stderr
     assert "Traceback" not in result.stderr

@@ -152,7 +152,7 @@ def test_the_objectives_agree_with_their_parts():
     evaluation = Ranking().evaluate(scores, examples)
     assert evaluation.loss == pytest.approx(loss.item() / 4)
     assert evaluation.metrics["accuracy"] == sums["accuracy"] / 4 == 0.625
-    assert evaluation.metrics["accuracy_of_longer_wins"] == 0.625  # lengths 1, 2, 3, 4 against 2
+    assert evaluation.metrics["length_baseline_accuracy"] == 0.625  # lengths 1, 2, 3, 4 against 2
     assert evaluation.metrics["margin"] == pytest.approx(sums["margin"] / 4) == 0.5
     assert sum(confidence_bin.count for confidence_bin in evaluation.reliability) == 4
     expected = ((1, 2, 2), (1, 3, 3))

@@ -57,7 +57,7 @@ def world():
     ["", "host", "host:", ":5555", "host:0", "host:65536", "host:x", "http://host:1", "a@h:1"],
 )
 def test_addresses_that_are_none(text):
-    with pytest.raises(ValueError, match="no HOST:PORT"):
+    with pytest.raises(ValueError, match="not HOST:PORT"):
         Address.parse(text)
 
 

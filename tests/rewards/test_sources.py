@@ -192,7 +192,7 @@ def test_a_replica_that_is_down_is_noted_and_the_run_starts(
         f"The reward server at 127.0.0.1:{down} does not answer (connection refused)" in text
         for text in notes
     )
-    assert sum("goes on with the others" in text for text in notes) == 1
+    assert sum("continues with the others" in text for text in notes) == 1
 
 
 LONGEST = "model.encoder_seq_length"  # 16 in a tiny run

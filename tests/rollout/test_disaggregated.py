@@ -186,7 +186,7 @@ def test_a_trainer_without_prompts_takes_part_in_the_step(processes, tmp_path):
     assert steps == [0, 1, 2, 3, 4]
     assert lines[-1]["train/consumed_prompts"] == NUM_PROMPTS
     for line in lines[2:]:
-        assert "train/generator_gap_age_1" in line
+        assert "train/generator_logprob_diff_age_1" in line
 
 
 @pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW)])
@@ -215,9 +215,9 @@ def test_the_log_probs_of_older_weights_are_corrected(apart):
     """The KL and the ratio use the weights being trained, not the weights that generated."""
     lines = metrics_of(apart)
     assert "generator_correction: sequence" in (apart / "run" / "config.yaml").read_text()
-    assert lines[1]["train/generator_gap"] < 1e-6  # of the same weights
+    assert lines[1]["train/generator_logprob_diff"] < 1e-6  # of the same weights
     for line in lines[2:]:
-        assert line["train/generator_gap"] > 1e-3
+        assert line["train/generator_logprob_diff"] > 1e-3
     assert lines[1]["train/effective_sample_size"] > 0.999999
     smallest = min(line["train/effective_sample_size"] for line in lines[2:])
     assert smallest < 0.999
@@ -306,7 +306,7 @@ def test_an_engine_generates(processes, tmp_path):
     apart = metrics_of(runs["apart"])
     colocated = metrics_of(runs["colocated"])
     for line in apart[1:]:
-        assert line["train/generator_gap"] < 1e-5
+        assert line["train/generator_logprob_diff"] < 1e-5
     for line, expected in zip(apart, colocated, strict=True):
         assert without_times(line) == without_times(expected)
     staleness = [line["train/staleness"] for line in metrics_of(runs["older"])[1:]]
@@ -375,7 +375,7 @@ def test_stored_rollouts_of_other_settings_are_not_trained_on(processes, tmp_pat
     staleness = [line.get("train/staleness") for line in lines]
     assert staleness == [0.0, 1.0, 1.0] + [None] * (STEPS - 3)
     for line in lines[3:]:
-        assert line["train/generator_gap"] < 1e-6
+        assert line["train/generator_logprob_diff"] < 1e-6
 
 
 class LostPool:

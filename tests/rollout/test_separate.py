@@ -192,7 +192,7 @@ def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
     third = programs.generate(**BUSY)
     assert programs.wait() == 0, programs.said
     said = programs.said
-    assert said.count(" has come\n") == 3
+    assert said.count(" has registered\n") == 3
     for lost in programs.generators[:2]:
         assert (
             f"process {lost} died: its connection is closed; 1 of its micro-batches go to others"
@@ -229,7 +229,7 @@ def test_one_that_stands_still_is_lost_and_leaves_when_it_wakes(programs, joined
     log = programs.generate(silent, act=act, **BUSY)
     programs.generate(silent, **BUSY)
     programs.train(silent, step_seconds=1.0, generators=[1, 2])
-    programs.wait_for(lambda: "gave no sign of life" in programs.said, "nobody noticed it")
+    programs.wait_for(lambda: "sent no heartbeat" in programs.said, "nobody noticed it")
     os.kill(programs.generators[0], signal.SIGCONT)
     programs.wait_for(lambda: ended(log, 76), log.read_text())
     keys = set(printed_keys(log.read_text()))
@@ -291,10 +291,10 @@ def test_a_lone_newcomer_answers_with_the_oldest_weights_that_there_are(programs
     programs.generate()
     assert programs.wait() == 0, programs.said
     assert (
-        f"No generator has the weights after step {done - 1} any more: prompts of step "
+        f"No generator has the weights after step {done - 1} any longer: prompts of step "
         in programs.said
     )
-    assert "The wait for a generator is over" in programs.said
+    assert "A generator is available" in programs.said
     lines = metrics_of(programs.folder)[1:]
     assert len(lines) == STEPS
     for line in lines:
@@ -333,7 +333,7 @@ def test_a_generator_of_two_ranks_dies_as_a_whole(trainers, programs, joined):
     programs.train(*shared, ranks=trainers)
     assert programs.wait() == 0, programs.said
     assert " died" in programs.said
-    assert programs.said.count(" has come\n") == 2
+    assert programs.said.count(" has registered\n") == 2
     is_sent_away = "generators.generator.sent_away" in printed_keys(log.read_text())
     assert is_sent_away or "rank 1 (host " in log.read_text()
     steps = [line["step"] for line in metrics_of(programs.folder)]
@@ -506,7 +506,7 @@ def test_work_goes_to_who_has_its_weights():
     pool._on_lost(2 * 4096, "died")
     assert [request.number for request in pool._waiting] == [0]
     note = pool._notes[-1]
-    assert "1 of its micro-batches go to others" in note or "any more" in note
+    assert "1 of its micro-batches go to others" in note or "any longer" in note
     pool._on_message(4096, encode(RequestCredit(1)))
     rank, request = sent.messages[-1]
     assert rank == 4096
@@ -514,7 +514,9 @@ def test_work_goes_to_who_has_its_weights():
     assert request.version == 3, "nobody has version 2 any more"
     assert request.seed == 7
     assert [
-        note for note in pool._notes if "No generator has the weights after step 2 any more" in note
+        note
+        for note in pool._notes
+        if "No generator has the weights after step 2 any longer" in note
     ]
 
 
@@ -749,10 +751,10 @@ def deep(levels: int) -> list[bytes]:
 @pytest.mark.parametrize(
     ("registration", "words"),
     [
-        (encode(Register(0, "x", {"seed": 1})), "rank 0 of 0 ranks has come"),
+        (encode(Register(0, "x", {"seed": 1})), "rank 0 of 0 ranks has registered"),
         (
             encode(Register(4097, "x", {"seed": 1})),
-            "rank 0 of 4097 ranks has come, expected up to 4096",
+            "rank 0 of 4097 ranks has registered, expected up to 4096",
         ),
         (encode(Register(1, "x", {"seed": "a" * 100_000})), "seed is 'aaa"),
         (encode(Register(1, "x\n\x1b[2J" * 100_000, {"seed": 2})), r"Generator x \x1b[2Jx \x1b[2J"),
@@ -785,7 +787,7 @@ def test_what_a_generator_says_of_its_end_is_one_line():
     failure = GenerationError("out of\nmemory\x1b[2J" + "!" * 100_000)
     pool._on_message(4096, encode(GeneratorFailed(failure)))
     assert pool._generators == {}
-    assert pool._notes[-1].startswith(r"Generator g1 cannot go on: out of memory\x1b[2J!!!")
+    assert pool._notes[-1].startswith(r"Generator g1 cannot continue: out of memory\x1b[2J!!!")
     assert len(pool._notes[-1]) < 600
 
 

@@ -420,7 +420,9 @@ class TestFinished:
         assert not starts(TWO_STEPS, export)
         capsys.readouterr()
         assert not starts(TWO_STEPS, export, "model.optim.lr=0.3"), "no step would have it"
-        assert "max_steps to go on, with model.optim.lr: 0.01 -> 0.3\n" in capsys.readouterr().out
+        assert (
+            "max_steps to continue, with model.optim.lr: 0.01 -> 0.3\n" in capsys.readouterr().out
+        )
         with raises_error("run.resume.other_settings", "model.seed: 1234 -> 7"):
             starts(TWO_STEPS, export, "model.seed=7")
         assert starts(f"{RL}.max_steps=3", export)

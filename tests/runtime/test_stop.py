@@ -114,9 +114,9 @@ def test_what_is_told_of_a_shortage(clock):
     budget = timer.time_budget(validation_after=True)
     assert budget.validates
     assert budget.shortage == (
-        "the time of this run is used up (30.0 s are left by exp_manager.max_time_per_run, "
+        "the time limit of this run is reached (30.0 s are left by exp_manager.max_time_per_run, "
         "counted from the allocation's start; a step 70.0 s, a validation 2.0 s, a save 8.0 s, "
-        f"and with a margin all that is to come {1.1 * 80 + MARGIN_SECONDS:.1f} s)"
+        f"and with a margin the remaining work takes {1.1 * 80 + MARGIN_SECONDS:.1f} s)"
     )
     clock.now = 80.0
     assert not timer.time_budget().validates

@@ -86,7 +86,7 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
     for step, (line, drawn) in enumerate(zip(lines, recorder.steps(lines), strict=True), 1):
         assert line["train/groups_drawn"] == consumed[step] - consumed[step - 1] == len(drawn)
         differ = [prompt for prompt, rewards in drawn.items() if len(rewards) > 1]
-        assert line["train/groups_without_spread"] == len(drawn) - len(differ)
+        assert line["train/groups_with_zero_std"] == len(drawn) - len(differ)
         assert line["train/groups_trained"] == min(len(differ), WANTED)
         assert line["train/resampling_rounds"] == -(-len(drawn) // WANTED) - 1 <= rounds
         rows = rollouts_of(tmp_path, step)
@@ -101,7 +101,7 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
         ended = consumed[step] % len(PROMPTS) == 0
         assert len(differ) >= WANTED or ended or line["train/resampling_rounds"] == rounds
         filled += len(differ) >= WANTED
-    assert filled and any(line["train/groups_without_spread"] for line in lines), (
+    assert filled and any(line["train/groups_with_zero_std"] for line in lines), (
         "else this test sees nothing"
     )
     for epoch in (0, 1):
@@ -153,7 +153,7 @@ def test_nothing_to_train_on(tmp_path, mesh):
     validated_steps = [line["step"] for line in lines if "val/rewards" in line]
     assert validated_steps == [0, 2], "validated at the end too"
     for line in lines[1:]:
-        counts = [line[f"train/groups_{name}"] for name in ("drawn", "without_spread", "trained")]
+        counts = [line[f"train/groups_{name}"] for name in ("drawn", "with_zero_std", "trained")]
         assert counts == [18, 18, 0]
         assert line["train/rewards"] == 0.25
         assert line["train/actor_loss"] == 0.0
@@ -168,7 +168,7 @@ def test_nothing_to_train_on(tmp_path, mesh):
         [f"{RL}.advantage_estimator=raft", f"{RL}.initial_policy_kl_penalty=0"],
         [f"{RL}.advantage_whitening=token", f"{RL}.credit_assignment=token"],
         [
-            f"{RL}.reward_shaping.standardisation=running",
+            f"{RL}.reward_shaping.standardization=running",
             f"{RL}.kl_target=0.1",
             f"{RL}.kl_placement=loss",
         ],
@@ -217,7 +217,7 @@ def test_two_ranks_equal_one(tmp_path, mesh):
         trainer.fit()
     run_ranks(SCRIPT, 2, tmp_path, "SOME_ALIKE", *overrides, places[1], "trainer.devices=2")
     expected, filtered = (list(map(however_cut, metrics_of(folder))) for folder in folders)
-    assert any(line["train/groups_without_spread"] for line in expected)
+    assert any(line["train/groups_with_zero_std"] for line in expected)
     for step, (line, other) in enumerate(zip(filtered, expected, strict=True), 1):
         assert largest_difference(line, other) < 1e-4
         assert responses_of(folders[0], step) == responses_of(folders[1], step)

@@ -194,7 +194,7 @@ class TestTruncatedSamples:
     @pytest.mark.parametrize("buffer", [0, 3])
     def test_penalise(self, buffer, tmp_path, mesh):
         options = [
-            f"{RL}.truncated_samples=penalise",
+            f"{RL}.truncated_samples=penalize",
             f"{RL}.truncation_penalty=0.8",
             f"{RL}.overlong_buffer={buffer}",
         ]
@@ -224,7 +224,7 @@ class TestTruncatedSamples:
 class TestRewardShaping:
     def test_running_standardisation_is_that_of_past_steps(self, tmp_path, mesh):
         """The first step has its own moments."""
-        run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.reward_shaping.standardisation=running")
+        run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.reward_shaping.standardization=running")
         past: list[float] = []
         for step in range(1, 5):
             rows = rollouts_of(tmp_path, step)
@@ -242,12 +242,19 @@ class TestGeneratorCorrection:
         temperature = "model.reinforce.sampling_params.temperature=1.3"
         lines = run(tmp_path, mesh, f"{RL}.generator_correction={correction}", temperature)
         for line in lines:
-            assert 0 <= line["train/generator_gap"] < 1e-4
+            assert 0 <= line["train/generator_logprob_diff"] < 1e-4
             assert abs(line["train/generator_kl"]) < 1e-4
             assert line["train/generator_capped"] == 0
             assert line.get("train/generator_masked", 0) == 0
-            assert line["train/generator_gap_median"] <= line["train/generator_gap_p99"]
-            assert line["train/generator_gap_p99"] <= line["train/generator_gap_max"] < 1e-4
+            assert (
+                line["train/generator_logprob_diff_median"]
+                <= line["train/generator_logprob_diff_p99"]
+            )
+            assert (
+                line["train/generator_logprob_diff_p99"]
+                <= line["train/generator_logprob_diff_max"]
+                < 1e-4
+            )
             assert line["train/effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
 
     def test_another_generator_is_corrected_and_seen(self, tmp_path, mesh):
@@ -265,7 +272,7 @@ class TestGeneratorCorrection:
                 data, _ = trainer.generate_reinforce_data(rollouts)
                 metrics = trainer.run_training(data)
             gradients[correction, cap] = metrics["grad_norm"]
-            assert metrics["generator_gap"] == pytest.approx(math.log(2), abs=1e-4)
+            assert metrics["generator_logprob_diff"] == pytest.approx(math.log(2), abs=1e-4)
             expected_kl = 2 - 1 - math.log(2)
             assert metrics["generator_kl"] == pytest.approx(expected_kl, abs=1e-4)
             assert metrics["generator_capped"] == (cap < 2)
@@ -304,7 +311,7 @@ class TestGeneratorCorrection:
                 f"trainer.devices={ranks}",
             )
             (line,) = metrics_of(folder)
-            quantiles.append([line[f"train/{name}"] for name in ("generator_gap", *GAP_SHARES)])
+            quantiles.append([line[f"train/{name}"] for name in ("generator_logprob_diff", *GAP_SHARES)])
         assert quantiles[1] == pytest.approx(quantiles[0], abs=1e-5)
         _, median, p99, largest = quantiles[0]
         assert 0.01 < median < p99 <= largest < 0.11
@@ -325,7 +332,7 @@ class TestGeneratorCorrection:
         monkeypatch.setattr(MegatronGPTReinforceActorModel, "infer", disturbed)
         # prompt 5 and others
         lines = run(tmp_path, mesh, f"{RL}.initial_policy_kl_penalty=0", f"{RL}.max_steps=1")
-        (step,) = [line["step"] for line in lines if line["train/generator_gap_max"] > 1]
+        (step,) = [line["step"] for line in lines if line["train/generator_logprob_diff_max"] > 1]
         (row,) = [
             r for r in rollouts_of(tmp_path, step) if (r["prompt_id"], r["sample_id"]) == (5, 2)
         ]
@@ -336,11 +343,11 @@ class TestGeneratorCorrection:
         ]
         assert said.startswith(f"warning: step {step}: ")
         assert "; prompt 5 sample 2 token 1 " in said
-        assert "generator_gap_max is 6" in said
+        assert "generator_logprob_diff_max is 6" in said
         run_folder = RunFolder(tmp_path / "run")
         texts = run_folder.tokens(step, [5])[5, 2].token_texts or []
         assert f"token 1 {texts[1]!r} after {row['prompt'] + texts[0]!r}: " in said
-        assert ("generator_gap", step) in [
+        assert ("generator_logprob_diff", step) in [
             (alert.kind, alert.first) for alert in run_folder.alerts()
         ]
         tables = [

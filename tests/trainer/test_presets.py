@@ -127,7 +127,7 @@ def test_it_trains(preset, tmp_path: Path, mesh):
     settings = OmegaConf.to_container(OmegaConf.load(FOLDER / f"{preset}.yaml"))
     assert isinstance(settings, dict)
     # Undefined where a prompt has one sample.
-    of_groups = ["train/reward_group_deviation", "train/fraction_of_groups_without_spread"]
+    of_groups = ["train/reward_group_std", "train/fraction_of_groups_with_zero_std"]
     for line in lines:
         undefined = [
             name for name, value in line.items() if value is None or not math.isfinite(value)

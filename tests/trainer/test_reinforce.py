@@ -240,8 +240,8 @@ class TestWhatAStepLeaves:
             versions = torch.ones_like(rollouts.sequences[:, : rollouts.width])
             data, _ = trainer.generate_reinforce_data(replace(rollouts, weight_versions=versions))
             metrics = trainer.run_training(data)
-        ages = [name for name in metrics if name.startswith("generator_gap_age_")]
-        assert ages == ["generator_gap_age_1"]
+        ages = [name for name in metrics if name.startswith("generator_logprob_diff_age_")]
+        assert ages == ["generator_logprob_diff_age_1"]
 
     @pytest.mark.parametrize(
         ("placement", "in_loss"), [("loss", 0.1), ("reward", None), ("advantage", None)]
@@ -849,13 +849,13 @@ class TestTheEnd:
             [f"{RL}.advantage_estimator=running_mean"],
             [f"{RL}.advantage_estimator=moving_average", f"{RL}.baseline_window=2"],
             [f"{RL}.advantage_estimator=exponential_moving_average"],
-            [f"{RL}.reward_shaping.standardisation=running"],
+            [f"{RL}.reward_shaping.standardization=running"],
             [f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50"],
             [f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50", f"{RL}.kl_placement=loss"],
         ],
         ids=[
             *("running_mean", "moving_average", "exponential_moving_average"),
-            *("running standardisation", "kl_target", "kl_target in the loss"),
+            *("running standardization", "kl_target", "kl_target in the loss"),
         ],
     )
     def test_what_depends_on_past_steps_is_in_the_checkpoint(self, tmp_path, mesh, options):

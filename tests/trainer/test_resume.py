@@ -184,7 +184,7 @@ def test_killed_again_and_again_from_outside(processes, uninterrupted, tmp_path)
     assert resumed_from == 3
     # With the checkpoint's weights as the reference, there would be no KL right after a resume.
     said = (tmp_path / "log").read_text()
-    assert said.count("Going on from") >= 3
+    assert said.count("Resuming from") >= 3
 
 
 def latest(folder: Path) -> Path:

@@ -25,7 +25,7 @@ SAVING = "exp_manager.checkpoint_callback_params"
 STATEFUL = [
     *SETTINGS,
     "trainer.reinforce.advantage_estimator=running_mean",
-    "trainer.reinforce.reward_shaping.standardisation=running",
+    "trainer.reinforce.reward_shaping.standardization=running",
     "trainer.reinforce.kl_target=0.05",
     "trainer.reinforce.kl_horizon=50",
     "trainer.reinforce.val_check_interval=2",
@@ -84,7 +84,7 @@ def whole(request, processes, tmp_path_factory) -> tuple[Path, int, tuple[str, .
     folder = tmp_path_factory.mktemp("whole")
     finish(processes, folder, *overrides, ranks=ranks)
     lines = metrics_of(folder)
-    assert any(line.get("train/groups_without_spread") for line in lines)
+    assert any(line.get("train/groups_with_zero_std") for line in lines)
     assert any(line.get("train/resampling_rounds") for line in lines)
     seconds = lines[-1]["time"] - lines[0]["time"]
     return folder, ranks, overrides, seconds

@@ -130,7 +130,7 @@ def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
     assert processes.wait() == EXIT_INTERRUPTED, log(tmp_path)
     assert "Traceback" not in log(tmp_path)
     assert (
-        "interrupted by Ctrl-C; the same command goes on after step 3, the last one saved"
+        "interrupted by Ctrl-C; the same command resumes after step 3, the last one saved"
         in log(tmp_path)
     )
     assert status(tmp_path).state == "interrupted"
@@ -159,7 +159,7 @@ def test_a_full_disk(processes, uninterrupted, tmp_path, file_bytes, key, path):
     named = rf"{re.escape(path)}.*File too large.*GB .* /.*{file_bytes} bytes .*ulimit -f"
     assert re.search(named, said), said
     step = saved_step(tmp_path)
-    assert re.search(rf"(goes on after step {step}|resumes from it)", said), said
+    assert re.search(rf"(resumes after step {step}|resumes from it)", said), said
     failed = status(tmp_path)
     assert failed.state == "failed"
     assert failed.exit_code == EXIT_ERROR

@@ -251,11 +251,13 @@ def test_sentences():
     difference = of([0.05 + value for value in values])
     error = statistics.stdev(values) / 8
     assert difference.sentence() == (
-        f"0.000 -> 0.050: +0.050 ± {error:.3f} on the same 64 prompts (p < 0.001): a real gain at "
+        f"0.000 -> 0.050: +0.050 ± {error:.3f} on the same 64 prompts (p < 0.001): a significant gain at "
         "the 5 % level; this many prompts can detect gains of "
         f"{(1.9983 + 0.8474) * error:.3f} or more"
     )
-    assert ": a real loss at the 5 % level" in of([value - 0.05 for value in values]).sentence()
+    assert (
+        ": a significant loss at the 5 % level" in of([value - 0.05 for value in values]).sentence()
+    )
     assert of([0.02 + value for value in values]).sentence(".1%") == (
         "0.0% -> 2.0%: +2.0% ± 1.3% on the same 64 prompts (p = 0.117): indistinguishable from "
         "noise; this many prompts can detect gains of 3.6% or more; detecting 2.0% needs about 200"

@@ -19,7 +19,7 @@ from reinforce_rl.errors import ConfigError
 STEPS = 3
 TRAINING = "training"
 GENERATION = "generation"
-GAP = "train/generator_gap"  # nats between the generator's log-probs and the trainer's
+GAP = "train/generator_logprob_diff"  # nats between the generator's log-probs and the trainer's
 PADDING = "train/padding_fraction"  # packing is there to change it
 
 

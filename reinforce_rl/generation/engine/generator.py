@@ -290,8 +290,8 @@ class EngineGenerator:
             if foreign:
                 raise GenerationError(
                     f"{self._adapter.title} has workers on {', '.join(foreign)}; expected "
-                    f"{', '.join(self._devices)}, the devices of this block, as it gets weights "
-                    "only there. Check CUDA_VISIBLE_DEVICES, and that engine.python is an "
+                    f"{', '.join(self._devices)}, the devices of this block, where it receives "
+                    "weights. Check CUDA_VISIBLE_DEVICES, and that engine.python is an "
                     "environment for this machine",
                     key="generation.engine.wrong_devices",
                 )
@@ -392,8 +392,7 @@ class EngineGenerator:
         self._is_running = False
         if self._was_restarted:
             raise GenerationError(
-                f"{self._adapter.title} failed again after it had been started anew: {error}. Read "
-                "its log for more",
+                f"{self._adapter.title} failed again after a restart: {error}. See its log",
                 key="generation.engine.failed_again",
             ) from error
         self._was_restarted = True

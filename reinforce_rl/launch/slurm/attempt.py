@@ -108,7 +108,7 @@ def begin(servers: str, generator_ranks: str, words: Sequence[str]) -> int:
     step = saved_step(current.run)
     fault = _refusal(current, attempts, step)
     if fault is not None:
-        sentence = f"{fault}. Nothing was started; the run stands at step {step}."
+        sentence = f"{fault}. Nothing was started; the run is at step {step}."
         say_error(ReinforceError(sentence, key=fault.key))
         return EXIT_ERROR
     _remove_signs(current.attempt)
@@ -158,7 +158,7 @@ def _refusal(current: CurrentJob, attempts: Sequence[Attempt], step: int) -> Fau
     for job in sorted(jobs):
         if _states(job) & {"R", "CF", "S", "ST"}:  # it has nodes
             return Fault(
-                f"job {job} works in {current.run}; wait for it, or cancel it (scancel {job})",
+                f"job {job} is using {current.run}; wait for it, or cancel it (scancel {job})",
                 key="slurm.run_dir.in_use",
             )
     return outcome.refusal(
@@ -226,7 +226,7 @@ def end_stale_steps(seconds: float) -> None:
         deadline = time.monotonic() + limit
         signalled: set[str] = set()
         while True:
-            left = f"what job {job_ids()[0]} has left is not known"
+            left = f"what job {job_ids()[0]} has left behind is not known"
             with contextlib.suppress(SlurmCallError):
                 steps = steps_of(OUR_STEPS)
                 if not steps:
@@ -327,7 +327,7 @@ def times() -> str:
     try:
         start, end = job_times(*job_ids())
     except SlurmCallError as error:
-        print(f"warning: when this job ends is not known: {error}", file=sys.stderr, flush=True)
+        print(f"warning: the end of this job is not known: {error}", file=sys.stderr, flush=True)
         return ""
     known = {START_VARIABLE: start, END_VARIABLE: end}
     words = [f"{name}={value}" for name, value in known.items() if value is not None]
@@ -359,7 +359,7 @@ def end(facts: argparse.Namespace) -> int:
     say(result.text)
     requeue, advice = _next(current, facts, attempt, result, step)
     say(
-        f"the run stands at step {step}, which was {attempt.step_before} when this attempt began; "
+        f"the run is at step {step}, which was {attempt.step_before} when this attempt began; "
         f"{advice}"
     )
     closed = replace(
@@ -426,11 +426,11 @@ def _next(
     """Decide whether to requeue the job at `step`; return the decision and what comes next."""
     if result.code == EXIT_FINISHED:
         return False, "nothing is left to do"
-    go_on = f"submit the same command again to go on from step {step}"
+    go_on = f"submit the same command again to resume from step {step}"
     if nodes := " and ".join(outcome.failed_nodes(current.attempt)):
         return (
             False,
-            f"Slurm itself requeues the job, since {nodes} failed; it goes on from step {step}",
+            f"Slurm itself requeues the job, since {nodes} failed; it resumes from step {step}",
         )
     if facts.signal == "TERM":
         return False, f"not requeued after SIGTERM; {go_on}"

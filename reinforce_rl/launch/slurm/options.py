@@ -154,7 +154,7 @@ class Options:
     job_name: str | None  # None for the configuration's
     chain: int  # number of consecutive jobs
     dry_run: bool  # print the plan only
-    variables: Mapping[str, str]  # of the job, those that are set
+    variables: Mapping[str, str]  # the job's variables that are set
     faults: tuple[str, ...] = ()  # of values; those fields have their defaults
 
 
@@ -239,7 +239,10 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="check and print the plan; make and submit nothing"
     )
     parser.add_argument(
-        "--chain", default="1", metavar="N", help="number of jobs, each after the end of the last"
+        "--chain",
+        default="1",
+        metavar="N",
+        help="number of jobs, each starting after the previous one ends",
     )
     _add_variables(parser, JOB_VARIABLES)
     sbatch = parser.add_argument_group(

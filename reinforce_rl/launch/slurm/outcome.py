@@ -161,7 +161,7 @@ def judge(
     by = "" if signalled is None else _signal_name(signalled)
     if signalled is not None and killed:
         text = (
-            f"the actor had not saved in time after {by}, and was killed; the run goes on from its "
+            f"the actor had not saved in time after {by}, and was killed; the run resumes from its "
             "newest checkpoint"
         )
         if signalled == signal.SIGUSR1:
@@ -187,10 +187,8 @@ def judge(
     if not unasked and codes and codes <= stopped and not lost:
         if codes == {EXIT_FINISHED}:
             return Outcome(EXIT_FINISHED, "the run has finished")
-        text = "the actor's time was used up, or its tasks were signalled; it has saved"
-        return Outcome(
-            EXIT_STOPPED, f"the actor has ended in good order, after {by}" if by else text
-        )
+        text = "the actor's time limit was reached or its tasks were signalled; it has saved"
+        return Outcome(EXIT_STOPPED, f"the actor ended cleanly after {by}" if by else text)
     first = first_failed(ends, lost, harmless=stopped)
     if first is None:
         return Outcome(

@@ -264,7 +264,7 @@ def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> I
     """
     if lead > MOST_LEAD:
         yield Fault(
-            f"--signal-lead is {lead} s; expected at most {MOST_LEAD} s, as Slurm keeps no more",
+            f"--signal-lead is {lead} s; expected at most {MOST_LEAD} s, Slurm's limit",
             key="slurm.signal_lead.too_long",
         )
     if seconds is not None and lead + LEAD_MARGIN >= seconds:

@@ -145,14 +145,16 @@ class Settings:
         "reward servers of one model, which share component 0's nodes", "1", count_from(1)
     )
     ready_seconds: int = _variable(
-        "for the servers to become healthy, model loading included", "600", _seconds
+        "seconds until the servers must be healthy, model loading included", "600", _seconds
     )
     grace_seconds: int = _variable(
-        "between the signal that asks a task to end and SIGKILL", "600", _seconds
+        "seconds between the signal that asks a task to end and SIGKILL", "600", _seconds
     )
-    max_restarts: int = _variable("how often a job may be requeued; 0: never", "10", count_from(0))
+    max_restarts: int = _variable(
+        "largest number of requeues of a job; 0: never", "10", count_from(0)
+    )
     generator_restarts: int = _variable(
-        "how often an attempt restarts a generator that has died", "5", count_from(0)
+        "largest number of restarts of a generator that died, per attempt", "5", count_from(0)
     )
     restart_after_crash: bool = _variable("true: requeue after a task has died", "false", _flag)
     mpi: str = _variable("for srun --mpi, such as pmix")
@@ -280,7 +282,7 @@ def _argument_faults(actor_args: Sequence[str], server_args: Sequence[str]) -> I
         for arg in args:
             if "=" not in arg:
                 yield Fault(
-                    f"'{arg}' stands among the {whose}'s arguments; expected KEY=VALUE",
+                    f"'{arg}' is among the {whose}'s arguments; expected KEY=VALUE",
                     key="slurm.argument.no_override",
                 )
         for key in keys:

@@ -131,7 +131,7 @@ def ask_cluster(
     except SlurmCallError as error:
         answer.unchecked.append(
             Fault(
-                f"whether this run is in the queue already is not known: {error}",
+                f"cannot check whether this run is already in the queue: {error}",
                 key="slurm.queue.not_known",
             )
         )
@@ -142,7 +142,7 @@ def ask_cluster(
     except SlurmCallError as error:
         answer.unchecked.append(
             Fault(
-                f"whether the partitions run such a job is not known: {error}",
+                f"cannot check whether the partitions accept this job: {error}",
                 key="slurm.partition.not_known",
             )
         )
@@ -271,7 +271,7 @@ def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None
     starts = [start for start in answer.starts if start is not None]
     if len(starts) < len(answer.starts):
         answer.warnings.append(
-            "whether the components fit together is not known: sbatch --test-only names no nodes"
+            "cannot check whether the components fit together: sbatch --test-only names no nodes"
         )
         return
     for place, (first, second) in enumerate(itertools.pairwise(plan.components)):
@@ -300,15 +300,16 @@ def _do_not_fit(
     alone += f"; without {before}, sbatch says of the {second.name}: {refusal}"
     if _test_only(plan.test_command(first, exclude=after), env)[1]:
         return Fault(
-            f"the components fit singly, but not together ({alone}), and the job would wait for "
-            f"ever; expected {first.nodes} + {second.nodes} different nodes: use fewer, or another "
+            f"each component fits by itself, but not both together ({alone}), so the job would "
+            f"wait forever; expected {first.nodes} + {second.nodes} different nodes: use fewer, or "
+            "another "
             "partition or nodelist",
             key="slurm.components.do_not_fit",
         )
     option = plan.option_name(first)
     return Fault(
-        f"the {first.name} may be put on nodes that the {second.name} cannot do without ({alone}), "
-        f"and the job would wait for ever; use --{option}-partition, --{option}-constraint, "
+        f"the {first.name} may be placed on nodes that the {second.name} needs ({alone}), so the "
+        f"job would wait forever; use --{option}-partition, --{option}-constraint, "
         f"--{option}-exclude or --{option}-nodelist",
         key="slurm.components.take_nodes",
     )
@@ -377,7 +378,7 @@ def _submit(
         )
     except SlurmCallError as error:
         fault = ReinforceError(
-            f"sbatch did not take job {len(jobs) + 1} of {chain}: {error.said}",
+            f"sbatch did not accept job {len(jobs) + 1} of {chain}: {error.said}",
             key="slurm.sbatch.failed",
         )
     if fault:
@@ -425,7 +426,9 @@ def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -
         ),
         (
             "jobs",
-            "1" if options.chain == 1 else f"{options.chain}, each after the end of the one before",
+            "1"
+            if options.chain == 1
+            else f"{options.chain}, each starting after the previous one ends",
         ),
         ("run", str(settings.run_dir)),
         (

@@ -149,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
         record(Path(folder), end)
     except OSError as error:
         failed = ReinforceError(
-            f"cannot write down how this task ended, {end}: {error}",
+            f"cannot record how this task ended, {end}: {error}",
             key="slurm.task.end_not_written",
         )
         print(f"error: {failed.with_keys()}", file=sys.stderr, flush=True)

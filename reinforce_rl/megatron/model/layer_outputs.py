@@ -64,7 +64,7 @@ def layer_table(outputs: Sequence[Tensor], others: Sequence[Tensor], tolerance: 
                 else "the first token too: V, O, MLP, norms"
             )
             difference = (
-                f"they part in layer {number}, by more than {tolerance:g}; look at {suspects}"
+                f"they diverge in layer {number}, by more than {tolerance:g}; look at {suspects}"
             )
     no_difference = (
         f"no layer differs by more than {tolerance:g}: "

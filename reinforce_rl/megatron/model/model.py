@@ -177,7 +177,7 @@ def _faults_of_overrides(overrides: Mapping[str, Any]) -> Iterator[Fault]:
         key = f"model.megatron_overrides.{name}"
         if name in _SET_BY_OTHER_KEYS:
             yield Fault(
-                f"{key} is what {_SET_BY_OTHER_KEYS[name]} sets; use that",
+                f"{key} is what {_SET_BY_OTHER_KEYS[name]} sets; use that key",
                 key="config.megatron_overrides.set_by_another_key",
             )
         elif name not in fields:
@@ -188,7 +188,7 @@ def _faults_of_overrides(overrides: Mapping[str, Any]) -> Iterator[Fault]:
                 else "see megatron.core.transformer.TransformerConfig"
             )
             yield Fault(
-                f"{key} is no field of megatron's TransformerConfig; {advice}",
+                f"{key} is not a field of megatron's TransformerConfig; {advice}",
                 key="config.megatron_overrides.unknown",
             )
 

@@ -63,9 +63,9 @@ class RewardHead:
     bias: Tensor  # float32 [], or [K]
     pooling: str  # `mean` over tokens, or `last` token
     attributes: tuple[str, ...] = ()  # K names; empty for a single score
-    # Mean and deviation of merged scores, the server's default for standardization.
+    # Mean and std of merged scores, the server's default for standardization.
     mean: float = 0.0
-    deviation: float = 1.0
+    std: float = 1.0
     # Trailing tokens of this id are ignored, as in transformers; None counts every token.
     pad_id: int | None = None
     hidden: HiddenLayer | None = None
@@ -109,8 +109,8 @@ class RewardHead:
         fields = {"pooling": self.pooling}
         if self.attributes:
             fields["attributes"] = json.dumps(self.attributes)
-        if (self.mean, self.deviation) != (0.0, 1.0):
-            fields |= {"mean": repr(self.mean), "deviation": repr(self.deviation)}
+        if (self.mean, self.std) != (0.0, 1.0):
+            fields |= {"mean": repr(self.mean), "std": repr(self.std)}
         save_file(tensors, path, metadata={**(about or {}), **fields})
 
     @classmethod
@@ -133,7 +133,7 @@ class RewardHead:
                     metadata["pooling"],
                     tuple(json.loads(metadata.get("attributes", "[]"))),
                     float(metadata.get("mean", 0.0)),
-                    float(metadata.get("deviation", 1.0)),
+                    float(metadata.get("std", 1.0)),
                 )
         except ConfigError:
             raise

@@ -177,7 +177,7 @@ def unused_moments(folder: str | Path) -> str | None:
     return (
         f"config.json in {folder} has mean {mean} and std {deviation}, with which OpenRLHF "
         "standardises rewards where it is asked to. They are not applied; "
-        f"reward_model.mean={mean} reward_model.deviation={deviation} does, and "
+        f"reward_model.mean={mean} reward_model.std={deviation} does, and "
         "reward_model.mean=0 says that they are not wanted"
     )
 

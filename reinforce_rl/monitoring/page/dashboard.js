@@ -319,7 +319,7 @@
       h("header", {}, h("h3", {}, chart.title), h("span", { class: "soft" }, chart.unit), h("div", {}, card.ask,
         toggle("Logarithmic axis", "log", (button) => { card.isLog = pressed(button, !card.isLog); }),
         toggle("Larger", "⤢", (button) => { card.isWide = pressed(button, !card.isWide); card.node.classList.toggle("wide", card.isWide); }),
-        chart.isExtra ? toggle("Take away", "✕", () => choose({ more: chosen.more.filter((key) => key !== chart.title) })) : null)),
+        chart.isExtra ? toggle("Remove", "✕", () => choose({ more: chosen.more.filter((key) => key !== chart.title) })) : null)),
       card.about, card.chips, card.plot);
     return card;
   }

@@ -89,14 +89,14 @@ class Admission:
         self._refuse_while_draining()
         most = self._max_in_flight + self._max_queue
         if self._inside >= most:
-            raise self._busy(f"{most} requests are here already")
+            raise self._busy(f"{most} requests are in flight already")
 
     def hold(self, count: int) -> None:
         """Reserve memory for `count` bytes of a body; raise Refusal (503) if the bodies in memory
         fill their share.
         """
         if self._bytes + count > self._max_bytes:
-            raise self._busy("the requests that wait fill the memory set apart for them")
+            raise self._busy("queued requests fill the memory reserved for them")
         self._bytes += count
 
     def release(self, count: int) -> None:
@@ -129,7 +129,7 @@ class Admission:
         self._mean_seconds = (1 - WEIGHT_OF_LAST) * old + WEIGHT_OF_LAST * seconds
 
     def drain(self) -> None:
-        """Admit no more requests, and refuse those that wait."""
+        """Admit no more requests, and refuse the queued ones."""
         self._draining = True
         self._note_if_empty()
         for _ in range(self.queued):

@@ -177,7 +177,7 @@ class Front:
         if not wire.is_authorised(request.headers.get(wire.TOKEN_HEADER), self._settings.token):
             raise Refusal(
                 401,
-                "this reward server asks for an access token; send it as 'Authorization: Bearer "
+                "this reward server requires an access token; send it as 'Authorization: Bearer "
                 "TOKEN' (a run has it from remote_rm.reward_model.token_file or from "
                 f"{wire.TOKEN_VARIABLE})",
             )
@@ -197,7 +197,7 @@ class Front:
         self._authorise(request)
         self._check_ready()
         if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
-            raise Refusal(415, "compressed requests are not taken")
+            raise Refusal(415, "compressed requests are not supported")
         check_length(request.content_length, self._settings)
 
     async def _infer(self, request: web.Request) -> web.Response:
@@ -219,7 +219,7 @@ class Front:
             record.samples = wanted.samples
             async with self._admission.slot():  # only now, so that slow senders hold no place
                 answer = await self._pass_on(
-                    request, wanted, self._settings.inference.request_seconds
+                    request, wanted, self._settings.inference.request_timeout_seconds
                 )
                 self._answers += 1
                 return answer
@@ -281,14 +281,14 @@ class Front:
                 request.path, wanted and wanted.body, headers, seconds
             )
         except (asyncio.TimeoutError, TimeoutError):
-            raise Refusal(504, f"the model's side did not answer within {seconds:g} s") from None
+            raise Refusal(504, f"the model backend did not answer within {seconds:g} s") from None
         except (ClientError, OSError) as error:
-            text = f"the model's side does not answer ({type(error).__name__})"
+            text = f"the model backend does not answer ({type(error).__name__})"
             raise Refusal(502, text, retry_after=START_RETRY_SECONDS) from error
         if code >= 500:  # its text may quote the request, or be a traceback
             if b"Traceback" not in answer:  # the scorer logs what the model raised
                 logger.error("event=backend_fault code=%d answer=%.200r", code, answer)
-            raise Refusal(code, "the model's side failed; the reward server's log says why")
+            raise Refusal(code, "the model backend failed; the reward server's log says why")
         kept = {name: headers_back[name] for name in PASSED_HEADERS if name in headers_back}
         return web.Response(status=code, body=answer, headers=kept)
 
@@ -304,7 +304,7 @@ class Front:
 
     async def _ask_model(self, body: bytes) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json"}
-        seconds = 2 * self._settings.inference.canary_seconds
+        seconds = 2 * self._settings.inference.health_timeout_seconds
         try:
             code, _, answer = await self._ask(f"{self._model}/infer", body, headers, seconds)
         except ClientError as error:
@@ -381,7 +381,7 @@ def _answer_to(error: Exception, request: web.Request) -> web.Response:
         logger.error("event=front_fault error=%s id=%s", type(error).__name__, request[_RECORD].id)
         logger.debug("event=front_fault_details", exc_info=error)
         error = Refusal(
-            500, "the front door of the reward server failed; its log has the error's name"
+            500, "the HTTP front end of the reward server failed; its log has the error's name"
         )
     headers = {} if error.retry_after is None else {hdrs.RETRY_AFTER: str(error.retry_after)}
     if error.code == 401:
@@ -448,7 +448,7 @@ async def _run(connection: Connection) -> None:
     listener = socket.socket(fileno=start["listener"])
     accept = partial(_Connection, manager, loop=loop, **options)
     server = await loop.create_server(accept, sock=listener, backlog=BACKLOG)
-    health = _report_health(connection, front, settings.inference.stuck_seconds / 10)
+    health = _report_health(connection, front, settings.inference.model_timeout_seconds / 10)
     tasks = [asyncio.create_task(report) for report in (health, _report_empty(connection, front))]
     ended = asyncio.Event()
 

@@ -47,7 +47,7 @@ class FrontProcess(ModuleChild):
         """Wait until it answers; raise RewardServerError if it does not start."""
         if not self._up.wait(START_SECONDS) or self.exit_code is not None:
             raise RewardServerError(
-                f"the server's front door (process {self.pid}) did not start within "
+                f"the server's HTTP front end (process {self.pid}) did not start within "
                 f"{START_SECONDS:.0f} s (exit code {self.exit_code}); its last lines are above",
                 key="serve.front_door.not_started",
             )
@@ -62,7 +62,7 @@ class FrontProcess(ModuleChild):
         """
         if (fault := super().fault(seconds)) is not None:
             self.kill()  # one that hangs would not end by itself
-            return Fault(f"the front door {fault}", key="serve.front_door.lost")
+            return Fault(f"the HTTP front end {fault}", key="serve.front_door.lost")
         unhealthy = self._unhealthy.seconds()
         if unhealthy <= seconds:
             return None

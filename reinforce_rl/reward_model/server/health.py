@@ -90,7 +90,7 @@ class Snapshot:
         quiet = self.quiet_seconds
         if not self.busy or quiet <= seconds:
             return None
-        setting = f"inference.stuck_seconds is {seconds:g}"
+        setting = f"inference.model_timeout_seconds is {seconds:g}"
         return f"the model has been in one call for {quiet:.0f} s ({setting})"
 
 
@@ -201,8 +201,8 @@ class Health:
         self._answers = answers
         self._progress = progress
         self._canary = settings.canary.encode()
-        self._stuck_seconds = settings.inference.stuck_seconds
-        self._limit = min(settings.inference.canary_seconds, self._stuck_seconds)
+        self._model_timeout_seconds = settings.inference.model_timeout_seconds
+        self._limit = min(settings.inference.health_timeout_seconds, self._model_timeout_seconds)
         self._canary_seconds: float | None = None
         self._checked = 0.0  # when the last check ended
         self._checking: asyncio.Task[Verdict] | None = None
@@ -240,7 +240,7 @@ class Health:
                 return False, "busy: it answered other requests meanwhile"
             return True, f"a small sample had no answer within {self._limit:g} s"
         except OSError as error:
-            return True, f"the model's side does not answer ({type(error).__name__})"
+            return True, f"the model backend does not answer ({type(error).__name__})"
         if (fault := fault_of(code, body)) is not None:
             return True, fault
         self._canary_seconds = time.monotonic() - started
@@ -258,7 +258,7 @@ class Health:
         return False, f"busy: the server's process has been silent for {silent_seconds:.1f} s"
 
     def _judge_busy(self, scored: Snapshot) -> tuple[bool, str]:
-        if (why := scored.why_stuck(self._stuck_seconds)) is not None:
+        if (why := scored.why_stuck(self._model_timeout_seconds)) is not None:
             return True, f"stuck: {why}"
         return False, f"busy: the model has been in a call for {scored.quiet_seconds:.1f} s"
 
@@ -300,10 +300,10 @@ class FrontMetrics(Collector):
             "reward_server_request_bytes", "Bytes of request bodies", registry=registry
         )
         in_flight = Gauge(
-            "reward_server_in_flight", "Requests that the model's side has", registry=registry
+            "reward_server_in_flight", "Requests in the model backend", registry=registry
         )
         in_flight.set_function(lambda: admission.in_flight)
-        queued = Gauge("reward_server_queue_length", "Requests that wait for it", registry=registry)
+        queued = Gauge("reward_server_queue_length", "Requests queued for it", registry=registry)
         queued.set_function(lambda: admission.queued)
         self._ready = Gauge(
             "reward_server_ready", "1 while the server takes requests", registry=registry

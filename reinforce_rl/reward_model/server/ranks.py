@@ -215,12 +215,13 @@ class DistributedScorer:
         )
         if call.failures:
             return Fault(
-                f"{self._failures_of(call)}, and since then {late} waits for it in vain: the "
-                "ranks are out of step",
+                f"{self._failures_of(call)}, and {late} has been waiting for it since: the ranks "
+                "are out of step",
                 key="serve.ranks.out_of_step",
             )
         return Fault(
-            f"{late} hangs: no scores within {self._call_timeout:.0f} s (inference.stuck_seconds)",
+            f"{late} hangs: no scores within {self._call_timeout:.0f} s "
+            "(inference.model_timeout_seconds)",
             key="serve.rank.hangs",
         )
 

@@ -65,8 +65,8 @@ def read_request(
             if type(size) is not int or size < 0 or "data" in tensor:
                 raise Refusal(
                     400,
-                    f"{BINARY_SIZE} of '{name}' is no number of 0 or more, or there is 'data' "
-                    "besides",
+                    f"{BINARY_SIZE} of '{name}' is not a number of 0 or more, or there is 'data' "
+                    "as well",
                 )
             part = memoryview(body)[position : position + size]
             position += size
@@ -101,7 +101,7 @@ def _wanted(request: dict[str, Any]) -> dict[str, Any]:
     """Return the validated id, outputs and output format of a request."""
     name = request.get("id", "")
     if not isinstance(name, str) or not name.isprintable():
-        raise Refusal(400, "'id' is no printable text")
+        raise Refusal(400, "'id' is not printable text")
     wanted: dict[str, Any] = {"id": name} if name else {}
     if "outputs" in request:
         wanted["outputs"] = []
@@ -137,7 +137,8 @@ def json_length(header: str | None, body_length: int) -> int:
         if not is_number or int(header) > body_length:
             raise Refusal(
                 400,
-                f"{wire.HEADER_LENGTH} is no number between 0 and the body's {body_length} bytes",
+                f"{wire.HEADER_LENGTH} is not a number between 0 and the body's {body_length} "
+                "bytes",
             )
         length = int(header)
     if length > MAX_JSON_BYTES:
@@ -155,7 +156,7 @@ def _parse(text: bytes) -> dict[str, Any]:
         request = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         # bad UTF-8, bad JSON, or Python's limits on digits and depth
-        raise Refusal(400, f"the request is no JSON object in UTF-8: {error}") from error
+        raise Refusal(400, f"the request is not a JSON object in UTF-8: {error}") from error
     finally:
         gc.enable()
     return _object(request, "the request")
@@ -163,19 +164,19 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise Refusal(400, f"{name} is no JSON object")
+        raise Refusal(400, f"{name} is not a JSON object")
     return value
 
 
 def _tensors(request: dict[str, Any], key: str) -> list[dict[str, Any]]:
     tensors = request.get(key, [])
     if not isinstance(tensors, list) or len(tensors) > MAX_TENSORS:
-        raise Refusal(400, f"'{key}' is no list of at most {MAX_TENSORS} tensors")
+        raise Refusal(400, f"'{key}' is not a list of at most {MAX_TENSORS} tensors")
     for tensor in tensors:
         if not isinstance(tensor, dict) or not isinstance(tensor.get("name"), str):
-            raise Refusal(400, f"'{key}' holds something that is no tensor with a name")
+            raise Refusal(400, f"'{key}' holds something that is not a tensor with a name")
         if any(name.startswith("shared_memory") for name in _parameters(tensor)):
-            raise Refusal(400, "tensors in shared memory are not taken")
+            raise Refusal(400, "tensors in shared memory are not supported")
     return tensors
 
 
@@ -189,7 +190,7 @@ def _shape(tensor: dict[str, Any], width: int, settings: FrontSettings) -> list[
         or not all(type(d) is int and d >= 1 for d in shape)
     ):
         raise Refusal(
-            400, f"the shape of '{tensor['name']}' is no list of two numbers of 1 or more"
+            400, f"the shape of '{tensor['name']}' is not a list of two numbers of 1 or more"
         )
     if width >= 0 and shape[1] != width:
         raise Refusal(
@@ -242,7 +243,8 @@ def _written(tensor: dict[str, Any], shape: list[int]) -> bytes:
     kind = int if tensor["datatype"] == "INT64" else str
     if set(map(type, values)) != {kind}:
         raise Refusal(
-            400, f"'{name}' holds something that is no {'whole number' if kind is int else 'text'}"
+            400,
+            f"'{name}' holds something that is not a {'whole number' if kind is int else 'string'}",
         )
     if kind is int:
         try:
@@ -256,7 +258,7 @@ def _written(tensor: dict[str, Any], shape: list[int]) -> bytes:
 
 def _flat(data: Any, dimensions: int) -> list[Any]:
     if not isinstance(data, list) or dimensions == 0:
-        raise Refusal(400, "an input's 'data' is no list, or is nested deeper than its shape")
+        raise Refusal(400, "an input's 'data' is not a list, or is nested deeper than its shape")
     if not any(isinstance(child, list) for child in data):
         return data
     return [value for child in data for value in _flat(child, dimensions - 1)]

@@ -248,9 +248,9 @@ class RewardServer:
         front: FrontProcess,
         reaper: ProcessReaper,
     ) -> None:
-        stuck_seconds = self._inference.stuck_seconds
-        patience = stuck_seconds + STUCK_GRACE_SECONDS
-        setting = f"inference.stuck_seconds is {stuck_seconds:g}"
+        model_timeout_seconds = self._inference.model_timeout_seconds
+        patience = model_timeout_seconds + STUCK_GRACE_SECONDS
+        setting = f"inference.model_timeout_seconds is {model_timeout_seconds:g}"
         here = self._address
         again = "Clients wait and retry, so start the server again"
         next_sign = 0.0
@@ -260,14 +260,17 @@ class RewardServer:
             if time.monotonic() >= next_sign:
                 # not more often, since a hung reaper does not read them
                 reaper.expect(patience, setting)
-                next_sign = time.monotonic() + stuck_seconds / 10
-            reaper.check(stuck_seconds)
+                next_sign = time.monotonic() + model_timeout_seconds / 10
+            reaper.check(model_timeout_seconds)
             if self._stop_signal is not None:  # a library swallowed the exception during the start
                 raise _StopRequested
             time.sleep(WATCH_SECONDS)
             self._check()
             now = self._requests.progress.read()
-            if now.quiet_seconds > patience and (why := now.why_stuck(stuck_seconds)) is not None:
+            if (
+                now.quiet_seconds > patience
+                and (why := now.why_stuck(model_timeout_seconds)) is not None
+            ):
                 raise ModelStuckError(
                     f"{why}{name_stopped()}. The reward server ends. {again}",
                     key="serve.model.stuck",
@@ -336,7 +339,7 @@ def token_of(inference: InferenceConfig) -> str | None:
     sentence = (
         f"inference.host is {inference.host}, so other machines can reach the server, and it has "
         "no access token. Give it one with inference.token_file=FILE or the environment variable "
-        f"{wire.TOKEN_VARIABLE}, or say inference.allow_no_token=true where everyone who can reach "
+        f"{wire.TOKEN_VARIABLE}, or set inference.allow_no_token=true if everyone who can reach "
         "the port may use it"
     )
     raise ConfigError([Fault(sentence, key="serve.token.not_given")])

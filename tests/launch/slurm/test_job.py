@@ -148,7 +148,7 @@ def test_a_run_that_finishes_and_the_next_link_of_its_chain(started: type[Job]) 
     assert code == 0, lines
     assert lines[-2:] == [
         "the run has finished",
-        "the run stands at step 9, which was 0 when this attempt began; nothing is left to do",
+        "the run is at step 9, which was 0 when this attempt began; nothing is left to do",
     ]
     (attempt,) = job.attempts
     assert (attempt.step_before, attempt.step_after, attempt.exit_code, attempt.requeued) == (
@@ -195,7 +195,7 @@ def test_a_signal_saves_and_requeues_what_got_further(
     assert lines[-3] == "the actor has ended; the newest checkpoint is of step 7"
     assert job.requeued is job.attempts[0].requeued is ("; requeued" in expected)
     assert job.requeued is not lines[-1].endswith(
-        "; submit the same command again to go on from step 7"
+        "; submit the same command again to resume from step 7"
     )
 
 
@@ -340,7 +340,7 @@ def test_a_run_continues_while_one_of_its_servers_lives(started: type[Job], tmp_
     )
     code, lines = job.finish()
     assert code == 0, lines
-    assert "rm-1 has ended without being asked to; the run goes on with rm-0, rm-2" in lines
+    assert "rm-1 has ended without being asked to; the run continues with rm-0, rm-2" in lines
     assert lines[-2] == "the run has finished"
     drains = [line.split() for line in job.calls() if line.startswith("drain")]
     assert [words[3] for words in drains] == ["rm-"], "there are no generators"
@@ -369,7 +369,7 @@ def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: typ
     job.process.send_signal(signal.SIGUSR1)
     code, lines = job.finish()
     assert code == 75, lines
-    again = [line for line in lines if line.endswith("; it is started again, 1 of 5")]
+    again = [line for line in lines if line.endswith("; restart 1 of 5")]
     assert len(again) == 1, lines
     assert "was ended by SIGKILL (exit code 137)" in again[0], lines
     name = again[0].partition(" ")[0]
@@ -407,12 +407,10 @@ def test_a_generator_that_always_dies_is_left_out_and_the_run_continues(
     assert [
         line
         for line in said
-        if "it was started 2 times (generator_restarts), and is left out" in line
+        if "it was started 2 times (generator_restarts) and is not restarted" in line
     ]
     assert len(list(job.run_dir.glob("generates.*"))) == 2
-    assert [
-        line for line in said if line.startswith("the actor has ended in good order, after SIGTERM")
-    ]
+    assert [line for line in said if line.startswith("the actor ended cleanly after SIGTERM")]
     (drained,) = [line.split() for line in job.calls() if "gen-" in line and "drain" in line]
     assert drained[3:] == ["gen-"], "its process has ended"
 

@@ -33,7 +33,7 @@ def test_a_killed_server_ends_the_job_after_the_actor_has_saved(lab, run):
     assert "SIGKILL" in job.last_lines
     assert run.status["state"] == "stopped"
     assert 2 <= run.saved_step == run.status["step"] < STEPS
-    assert f"the run stands at step {run.saved_step}" in job.last_lines
+    assert f"the run is at step {run.saved_step}" in job.last_lines
 
 
 def test_a_server_that_cannot_start_ends_the_job_before_the_actor_begins(lab, run):
@@ -69,7 +69,7 @@ def test_scancel_saves_and_does_not_requeue(lab, run):
     assert run.status["state"] == "stopped", run.report(job)
     assert 2 <= run.saved_step == run.status["step"] < STEPS
     assert "not requeued after SIGTERM" in job.last_lines
-    assert f"the run stands at step {run.saved_step}" in job.last_lines
+    assert f"the run is at step {run.saved_step}" in job.last_lines
 
 
 def test_a_full_disk_ends_the_job_and_keeps_the_last_checkpoint(lab, run):

@@ -80,7 +80,7 @@ def test_a_generator_dies_alone_is_started_again_and_all_are_drained(
     lab.wait(job, SECONDS)
     said = job.output
     assert "gen-1 rank 0 on act1 was ended by SIGKILL (exit code 137)" in said
-    assert "it is started again, 1 of 5" in said
-    assert "the actor has ended in good order, after SIGUSR1" in said
+    assert "restart 1 of 5" in said
+    assert "the actor ended cleanly after SIGUSR1" in said
     assert len(list(run_dir.glob("drained.*"))) == 2
     assert_nothing_left(lab, job, run_dir)

@@ -66,4 +66,4 @@ def test_a_killed_task_of_the_actor_ends_the_job_and_is_named(lab, world, tmp_pa
     assert "actor rank 1 on act1" in job.last_lines
     assert "SIGKILL" in job.last_lines
     assert 1 <= run.saved_step < STEPS
-    assert f"the run stands at step {run.saved_step}" in job.last_lines
+    assert f"the run is at step {run.saved_step}" in job.last_lines

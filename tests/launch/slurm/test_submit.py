@@ -90,7 +90,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
         "nodes        1                          2",
         "1 x 1 = 1                  2 x 2 = 4",
         "300 s before the limit",
-        "2, each after the end of the one before",
+        "2, each starting after the previous one ends",
         "2026-01-02T03:04:05 on n0,n1",
         "sbatch --parsable --signal=B:USR1@300 --time=04:00:00",
         "No fault was found. Nothing was submitted.",
@@ -515,4 +515,4 @@ def test_an_sbatch_that_names_no_nodes(slurm):
     slurm.answer("test-actor", error="sbatch: something else")
     answer = ask(component(1, "server"), component(1))
     assert answer.faults == []
-    assert "whether the components fit together is not known" in answer.warnings[0]
+    assert "cannot check whether the components fit together" in answer.warnings[0]

@@ -145,7 +145,7 @@ def test_a_chain_of_two_jobs(lab, world, tmp_path):
         assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, (
             job.output
         )
-    assert f"the run stands at step {STEPS}" in first.last_lines
+    assert f"the run is at step {STEPS}" in first.last_lines
     assert f"has finished, at step {STEPS}; nothing was started" in second.last_lines
     assert [line["step"] for line in json_lines(run_dir / "metrics.jsonl")] == [1, 2]
     expected_code = 0

@@ -251,7 +251,7 @@ def test_a_client_that_hangs_up_frees_its_place(start):
 
 
 def test_health_tells_busy_from_stuck_and_from_dead(start):
-    front = start(stuck_seconds=3.0)
+    front = start(model_timeout_seconds=3.0)
     code, values = front.health()
     assert code == 200
     assert values["healthy"] is True
@@ -289,7 +289,7 @@ def test_health_tells_busy_from_stuck_and_from_dead(start):
 
 def test_health_is_not_held_up_by_other_work(start):
     """The canary waits behind Triton's requests; the answer to another request shows health."""
-    front = start(stuck_seconds=30.0)
+    front = start(model_timeout_seconds=30.0)
     front.backend.holds_canaries_only = True
     front.backend.go.clear()
     answers = []
@@ -303,7 +303,7 @@ def test_health_is_not_held_up_by_other_work(start):
 
 
 def test_a_canary_that_was_scored_and_not_answered_is_no_health(start):
-    front = start(stuck_seconds=30.0)
+    front = start(model_timeout_seconds=30.0)
     front.backend.go.clear()
     canary = threading.Thread(target=front.health)
     canary.start()
@@ -425,7 +425,7 @@ def test_nothing_of_an_error_inside_is_shown(start, capfd):
     answer = front.infer(BODY)
     assert answer.code == 500
     assert (
-        answer.body == b'{"error": "the model\'s side failed; the reward server\'s log says why"}'
+        answer.body == b'{"error": "the model backend failed; the reward server\'s log says why"}'
     )
     front.backend.error = "Stub process 'rm_0_0' is not healthy."
     assert b"not healthy" not in front.infer(BODY).body

@@ -109,9 +109,9 @@ def test_an_answer_that_comes_late_ends_the_wait_and_the_next_read_asks_anew(
     assert server.questions == 2
 
 
-@pytest.mark.parametrize(("stuck_seconds", "is_healthy"), [(60.0, True), (0.05, False)])
+@pytest.mark.parametrize(("model_timeout_seconds", "is_healthy"), [(60.0, True), (0.05, False)])
 def test_a_silent_process_is_named_and_not_its_model(
-    stuck_seconds: float, is_healthy: bool, monkeypatch: pytest.MonkeyPatch
+    model_timeout_seconds: float, is_healthy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "ANSWER_SECONDS", 0.1)
 
@@ -123,7 +123,9 @@ def test_a_silent_process_is_named_and_not_its_model(
         server.progress.begin()
         await server.reader.read()
         server.hangs = True
-        inference = SimpleNamespace(stuck_seconds=stuck_seconds, canary_seconds=1.0)
+        inference = SimpleNamespace(
+            model_timeout_seconds=model_timeout_seconds, health_timeout_seconds=1.0
+        )
         settings: Any = SimpleNamespace(canary="{}", inference=inference)
         return await Health(never_asked, lambda: 0, server.reader, settings).check()
 

@@ -84,7 +84,7 @@ def model(tmp_path_factory) -> ModelFiles:
 @pytest.fixture(scope="module")
 def server(trace, model, tmp_path_factory) -> Iterator[RealServer]:
     # Ten health checks reach the model in this time; none of them belongs to the request.
-    quiet = "inference.stuck_seconds=36000"
+    quiet = "inference.model_timeout_seconds=36000"
     warm_up = "inference.warm_up_lengths=[]"
     server = RealServer(tmp_path_factory.mktemp("server"), *model.overrides, quiet, warm_up)
     with pytest.MonkeyPatch.context() as patch:

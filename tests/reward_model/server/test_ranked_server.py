@@ -321,7 +321,7 @@ def test_a_stopped_rank_is_named_and_ended(start, layout):
     follower.suspend()
     log = check_end(server, 90)  # torchrun gives a rank 30 s between SIGTERM and SIGKILL
     rank = f"rank 1 (host {os.uname().nodename}, process {follower.pid})"
-    assert f"{rank} hangs: it gave no sign of life" in log
+    assert f"{rank} hangs: it sent no heartbeat" in log
 
 
 @pytest.mark.slow

@@ -143,18 +143,18 @@ def test_texts_are_written_as_they_were_and_half_a_pair_as_bytes_that_are_no_tex
         (body_of(tensor([0, 1], [])), "1 or more"),
         (body_of(tensor([1, 0], [])), "1 or more"),
         (body_of(tensor([1], [1])), "1 or more"),
-        (body_of(tensor([1, 1], [{}])), "no whole number"),
-        (body_of(tensor([1, 1], [1.0])), "no whole number"),
-        (body_of(tensor([1, 1], [True])), "no whole number"),
+        (body_of(tensor([1, 1], [{}])), "not a whole number"),
+        (body_of(tensor([1, 1], [1.0])), "not a whole number"),
+        (body_of(tensor([1, 1], [True])), "not a whole number"),
         (body_of(tensor([1, 1], [2**63])), "64 bits cannot"),
         (body_of(tensor([1, 1], [-(10**400)])), "64 bits cannot"),
         (
             body_of(tensor([1, 1], [1]).copy() | {"data": [10**9]}).replace(
                 b"1000000000", b"1e999"
             ),
-            "no whole number",
+            "not a whole number",
         ),
-        (body_of(tensor([1, 1], [7], "sentences", "BYTES")), "no text"),
+        (body_of(tensor([1, 1], [7], "sentences", "BYTES")), "not a string"),
         (body_of(tensor([1, 1], [1])), "this request holds ['tokens']"),
         (
             body_of(tensor([1, 1], [1]), lengths(1), tensor([1, 1], ["a"], "sentences", "BYTES")),
@@ -175,7 +175,7 @@ def test_texts_are_written_as_they_were_and_half_a_pair_as_bytes_that_are_no_tex
             body_of(tensor([1, 1], [1]), lengths(1), outputs=[{"name": "x"}]),
             "the output 'x' is unknown",
         ),
-        (body_of(tensor([1, 1], 5)), "is no list"),
+        (body_of(tensor([1, 1], 5)), "is not a list"),
         (body_of(tensor([1, 1], [1], datatype="INT65")), "the datatype of 'tokens' is not INT64"),
         (body_of(tensor([1, 1], [1], parameters={"shared_memory_region": "x"})), "shared memory"),
         (
@@ -186,19 +186,19 @@ def test_texts_are_written_as_they_were_and_half_a_pair_as_bytes_that_are_no_tex
             body_of(tensor([1, 1], [1]), lengths(1), outputs=[output_with("classification")]),
             "classification",
         ),
-        (body_of(tensor([1, 1], [1], parameters={"binary_data_size": 8})), "'data' besides"),
+        (body_of(tensor([1, 1], [1], parameters={"binary_data_size": 8})), "'data' as well"),
         (body_of(*[tensor([1, 1], [1])] * 17), "at most 16"),
         (
             (
                 b'{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, 1], '
                 b'"data": [NaN]}]}'
             ),
-            "no whole number",
+            "not a whole number",
         ),
-        (b'{"inputs": []', "no JSON object"),
-        (b"\xff\xfe{}", "no JSON object in UTF-8"),
-        (b"[]", "no JSON object"),
-        (b"[" * 100_000, "no JSON object"),
+        (b'{"inputs": []', "not a JSON object"),
+        (b"\xff\xfe{}", "not a JSON object in UTF-8"),
+        (b"[]", "not a JSON object"),
+        (b"[" * 100_000, "not a JSON object"),
         (
             b'{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": ['
             + b"9" * 5000

@@ -346,7 +346,7 @@ def test_apache_bench_is_a_client(server, tmp_path):
 
 
 def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
-    server = ToyServer(tmp_path, "--slow", "1000", "inference.stuck_seconds=2.0").start()
+    server = ToyServer(tmp_path, "--slow", "1000", "inference.model_timeout_seconds=2.0").start()
     try:
         client = RemoteGPTRMClient(port=server.port, deadline_seconds=4.0, on_wait=lambda _: None)
         with pytest.raises(RewardServerError):  # and no reward
@@ -359,7 +359,7 @@ def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
         )
         assert said
         assert int(said.group(1)) in range(4, 60)
-        assert said.group(2).startswith("(inference.stuck_seconds is 2)")
+        assert said.group(2).startswith("(inference.model_timeout_seconds is 2)")
     finally:
         server.close()
 
@@ -367,7 +367,7 @@ def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
 def test_a_dead_front_door_ends_the_server_and_leaves_nothing(server):
     server.front.kill()
     assert server.process.wait(60) == 1
-    assert "the front door" in server.log.read_text()
+    assert "the HTTP front end" in server.log.read_text()
     assert wait_for(lambda: not server.left_behind()), server.left_behind()
 
 
@@ -413,8 +413,10 @@ VICTIMS: dict[str, Callable[[ToyServer], psutil.Process]] = {
 find_reaper = with_argument("reinforce_rl.utils.process_reaper")
 
 
-def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds: float) -> None:
-    server = ToyServer(folder, f"inference.stuck_seconds={stuck_seconds}").start()
+def check_that_it_ends_by_name(
+    folder, which: str, model_timeout_seconds: float, seconds: float
+) -> None:
+    server = ToyServer(folder, f"inference.model_timeout_seconds={model_timeout_seconds}").start()
     try:
         victim = VICTIMS[which](server)
         victim.suspend()
@@ -434,7 +436,7 @@ def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds
             line for line in server.log.read_text().splitlines() if line.startswith("error: ")
         )
         assert f"process {victim.pid}" in error
-        assert "inference.stuck_seconds" in error
+        assert "inference.model_timeout_seconds" in error
         assert wait_for(lambda: not server.left_behind()), server.left_behind()
     finally:
         server.close()
@@ -453,7 +455,7 @@ def test_every_stopped_process_ends_the_server_by_name(tmp_path, which):
 @pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.slow), "suspend"])
 @pytest.mark.slow
 def test_a_lost_reaper_is_replaced_and_the_next_one_cleans_up(tmp_path, how):
-    server = ToyServer(tmp_path, "inference.stuck_seconds=3.0").start()
+    server = ToyServer(tmp_path, "inference.model_timeout_seconds=3.0").start()
     try:
         first = find_reaper(server)
         getattr(first, how)()
