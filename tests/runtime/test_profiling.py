@@ -152,7 +152,9 @@ class TestOfOneStep:
         cfg = ProfileConfig(steps=[2], memory=True)
         profiler = StepProfiler(cfg, tmp_path, 0, torch.device("cuda"), messages.append)
         profiler.start(2)
-        assert messages == ["profile: given up (RuntimeError: no memory history); the run continues"]
+        assert messages == [
+            "profile: given up (RuntimeError: no memory history); the run continues"
+        ]
         assert not torch.autograd._profiler_enabled()
         with profiler.phase("generate"):
             pass

@@ -311,7 +311,9 @@ class TestGeneratorCorrection:
                 f"trainer.devices={ranks}",
             )
             (line,) = metrics_of(folder)
-            quantiles.append([line[f"train/{name}"] for name in ("generator_logprob_diff", *GAP_SHARES)])
+            quantiles.append(
+                [line[f"train/{name}"] for name in ("generator_logprob_diff", *GAP_SHARES)]
+            )
         assert quantiles[1] == pytest.approx(quantiles[0], abs=1e-5)
         _, median, p99, largest = quantiles[0]
         assert 0.01 < median < p99 <= largest < 0.11
