@@ -237,7 +237,7 @@ class Queued:
     def __init__(self, in_flight: int = 0):
         self.in_flight = in_flight
 
-    def add(self, batch: object, requests: list[object]) -> int:
+    def add(self, batch: object, requests: list[object], seconds: float) -> int:
         self.in_flight += len(requests)
         return self.in_flight
 
