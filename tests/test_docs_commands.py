@@ -1,4 +1,7 @@
-"""Commands of README, tutorial, concepts and debugging run on a tiny model or have a plan; others exist."""
+"""Commands of README, tutorial, concepts and debugging run on a tiny model or have a plan.
+
+Other commands exist, and their keys are accepted.
+"""
 
 from __future__ import annotations
 

@@ -125,7 +125,8 @@ class ExpManagerConfig(Section):
         [],
         f"besides metrics.jsonl: {', '.join(LOGGERS)}, or a class's dotted name",
         details=(
-            ", see [A logger](../CONTRIBUTING.md#a-logger). See [monitoring.md](monitoring.md#loggers)"
+            ", see [A logger](../CONTRIBUTING.md#a-logger). "
+            "See [monitoring.md](monitoring.md#loggers)"
         ),
     )
     create_tensorboard_logger: bool = key(False, "the same as loggers=[tensorboard]")
@@ -187,5 +188,6 @@ class RulesConfig(Section):
 class AlertsConfig(Section):
     rules: RulesConfig = key(
         RulesConfig(),
-        "warn: log it once; stop: also save, and end with exit code 78; off. See docs/monitoring.md",
+        "warn: log it once; stop: also save, and end with exit code 78; off. "
+        "See docs/monitoring.md",
     )

@@ -1,6 +1,7 @@
 """The command `reinforce-rl`; the scripts in examples/ are the same functions by another name.
 
-A command imports what it needs by itself, so that `--help` is quick. What it raises ends in `plain_errors`.
+Each command imports what it needs by itself, so that `--help` is quick. Its errors end in
+`plain_errors`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _READS_RUNS = frozenset({"records", "report", "compare", "dashboard"})
 
 @contextlib.contextmanager
 def _shown_usage_errors() -> Iterator[None]:
-    """Show the control characters of errors that typer prints, past the streams of `plain_errors`."""
+    """Show the control characters of errors that typer prints outside `plain_errors`."""
     try:
         yield
     except Exception as error:
@@ -218,7 +219,7 @@ _hydra_program("train-rm", "Train a reward model: a head on a frozen trunk, or a
 
 @app.command(cls=_Passing)
 def preflight(words: Words = None) -> None:
-    """Print the plan and all errors of `train KEY=VALUE ...`; --deep also runs ranks on fake GPUs."""
+    """Print the plan and all errors of `train KEY=VALUE ...`; --deep runs ranks on fake GPUs too."""
     from reinforce_rl.launch import programs
 
     words = words or []
@@ -244,8 +245,8 @@ def launch(
 ) -> None:
     """Start the reward server and the actor on this machine, and stop both together.
 
-    --server-args KEY=VALUE ... --actor-args KEY=VALUE ... are given to `serve` and `train`. A free port is chosen and
-    passed to both, unless the server gets inference.port=N.
+    --server-args KEY=VALUE ... --actor-args KEY=VALUE ... are given to `serve` and `train`. A free
+    port is chosen and passed to both, unless the server gets inference.port=N.
     """
     from reinforce_rl.config.compose import compose
     from reinforce_rl.config.load import read_config
@@ -307,7 +308,8 @@ def prepare(
 ) -> None:
     """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl.
 
-    With --format pairs or ratings, turn NeMo-Aligner's comparisons, DPO or regression data into what train-rm reads.
+    With --format pairs or ratings, turn NeMo-Aligner's comparisons, DPO or regression data into what
+    train-rm reads.
     """
     from reinforce_rl.data.nemo_aligner import prepare_pairs, prepare_ratings
     from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts

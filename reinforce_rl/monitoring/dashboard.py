@@ -114,7 +114,8 @@ class DashboardRun:
     def _held(self) -> Iterator[None]:
         if not self._lock.acquire(timeout=_ANSWER_SECONDS):
             raise DataError(
-                f"{self._run.path} was not read within {_ANSWER_SECONDS:.0f} s; check that its disk is available",
+                f"{self._run.path} was not read within {_ANSWER_SECONDS:.0f} s; check that its "
+                "disk is available",
                 key="dashboard.run.takes_too_long",
             )
         try:

@@ -155,7 +155,8 @@ PHASE/max | s | work of the slowest rank, without waits for others | near the me
 PHASE/median | s | work of the median rank | steady
 PHASE/rank | rank | the slowest rank | changes; always the same one: look at its machine""",
     "alerts": """
-RULE | 1 | the rule holds in this step; absent otherwise | absent; docs/monitoring.md has the rules""",
+RULE | 1 | the rule holds in this step; absent otherwise | absent; docs/monitoring.md has the
+  rules""",
 }
 
 

@@ -1,7 +1,7 @@
 """Records of a run's samples: Parquet files such as `rollouts/step_00012.parquet`.
 
-The folders are `rollouts/`, `validation/` and `test/`. docs/debugging.md has the columns and examples
-of reading them.
+The folders are `rollouts/`, `validation/` and `test/`. docs/debugging.md has the columns and
+examples of reading them.
 """
 
 from __future__ import annotations

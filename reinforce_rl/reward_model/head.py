@@ -52,7 +52,7 @@ class CutSequence:
 def cut_sequences(
     pairs: Sequence[EncodedPair], prefixes: PrefixesConfig, seed: int
 ) -> list[CutSequence]:
-    """Cut chosen and rejected answers, pair-major, both at the same `2 + prefixes.per_pair` lengths."""
+    """Cut chosen and rejected answers, pair-major, at the same `2 + prefixes.per_pair` lengths."""
     rng = random.Random(seed)
     sequences = []
     for pair in pairs:

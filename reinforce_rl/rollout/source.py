@@ -117,7 +117,7 @@ class RolloutSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """On rank 0, wait for the rollouts of later steps; return them as bytes, under `rollouts`."""
+        """On rank 0, wait for rollouts of later steps; return them as bytes, under `rollouts`."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -129,8 +129,8 @@ class StepRecorder:
         """Begin the record of a step.
 
         `updates` are this rank's numbers of each optimizer step; `LOSS` and numbers whose names
-        begin with `SUM` are added over all ranks. `past` is `RunningBaselines.state_dict` from before the
-        step, `data` the loader's position after it.
+        begin with `SUM` are added over all ranks. `past` is `RunningBaselines.state_dict` from
+        before the step, `data` the loader's position after it.
         """
         began = time.perf_counter()
         record = self.record_of(step, past, data)

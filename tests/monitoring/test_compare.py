@@ -213,8 +213,8 @@ def test_sides_that_are_named_may_have_equal_settings(tmp_path, monkeypatch):
     assert "new/a1 and 2 more - a1 and 2 more" in said.output
     assert said.output == compare(new, against=old)
     assert (
-        "0.600 -> 1.067: +0.467 ± 0.033 on the same 3 seeds (p = 0.005): a significant gain at the 5 % "
-        "level"
+        "0.600 -> 1.067: +0.467 ± 0.033 on the same 3 seeds (p = 0.005): a significant gain at the "
+        "5 % level"
     ) in said.output
     assert (tmp_path / "a.html").is_file()
     alone = tables({name: RunFolder(path) for name, path in zip(runs, old, strict=True)})

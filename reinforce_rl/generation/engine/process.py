@@ -162,7 +162,8 @@ class EngineProcess:
         if done.returncode != 0:
             sentence = (
                 f"generation is {self._adapter.name}, but {self._python} has no package {package}; "
-                "set engine.python to the interpreter of the engine's environment (docs/generation.md)"
+                "set engine.python to the interpreter of the engine's environment "
+                "(docs/generation.md)"
             )
             raise ConfigError([Fault(sentence, key="generation.package.missing")])
 

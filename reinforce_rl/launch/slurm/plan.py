@@ -369,14 +369,23 @@ def _plan(
 
 def _warnings(cfg: TrainConfig, options: Options, megabytes: int) -> Iterator[str]:
     if cfg.trainer.reinforce.save_interval == 0:
-        yield "trainer.reinforce.save_interval is 0: the death of a node loses all that the job has trained"
+        yield (
+            "trainer.reinforce.save_interval is 0: the death of a node loses all that the job has "
+            "trained"
+        )
     limit = parse_memory(options.actor.mem or "0")
     if megabytes and limit and megabytes > limit:
-        yield f"the actor's ranks need up to {megabytes} MB of host memory a node, and --mem gives them {limit} MB"
+        yield (
+            f"the actor's ranks need up to {megabytes} MB of host memory a node, and --mem gives "
+            f"them {limit} MB"
+        )
     others = {
         ACTOR: options.actor,
         **({GENERATOR: options.generator} if cfg.uses_external_generators else {}),
     }
     for name, component in others.items():
         if options.server.mem and not component.mem:
-            yield f"sbatch gives the {name} the server's --mem={options.server.mem}, since it has no --{name}-mem"
+            yield (
+                f"sbatch gives the {name} the server's --mem={options.server.mem}, since it has "
+                f"no --{name}-mem"
+            )

@@ -249,11 +249,11 @@ class Health:
     def _judge_silent(self) -> tuple[bool, str]:
         """Judge a server's process that does not say what its scorer does."""
         silent_seconds = self._progress.silent_seconds
-        limit = self._stuck_seconds
+        limit = self._model_timeout_seconds
         if silent_seconds > limit:
             return True, (
                 f"stuck: the server's process has been silent for {silent_seconds:.0f} s "
-                f"(inference.stuck_seconds is {limit:g})"
+                f"(inference.model_timeout_seconds is {limit:g})"
             )
         return False, f"busy: the server's process has been silent for {silent_seconds:.1f} s"
 
