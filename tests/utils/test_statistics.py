@@ -251,9 +251,8 @@ def test_sentences():
     difference = of([0.05 + value for value in values])
     error = statistics.stdev(values) / 8
     assert difference.sentence() == (
-        f"0.000 -> 0.050: +0.050 ± {error:.3f} on the same 64 prompts (p < 0.001): a significant gain "
-        "at "
-        "the 5 % level; this many prompts can detect gains of "
+        f"0.000 -> 0.050: +0.050 ± {error:.3f} on the same 64 prompts (p < 0.001): "
+        "a significant gain at the 5 % level; this many prompts can detect gains of "
         f"{(1.9983 + 0.8474) * error:.3f} or more"
     )
     assert (
