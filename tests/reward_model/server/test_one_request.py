@@ -33,7 +33,7 @@ REQUEST = 2
 IDLE_SECONDS = 1.5  # the server looks at its processes twice a second
 ANSWER_SECONDS = 60.0
 # The model's forward pass, which the trainer shares: everything that `MegatronRewardModel` calls.
-FORWARD_PASS = ("actor/", "config/", "megatron/")
+FORWARD_PASS = ("policy/", "config/", "megatron/")
 
 
 @dataclass(frozen=True)
