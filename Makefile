@@ -50,7 +50,7 @@ export PIP_ARGS
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export DEMO_STEPS
 
-.PHONY: help install demo docs bench test test-fake-cuda gpu-check rehearse test-slow test-engine test-engine-slow test-async lint types format clean
+.PHONY: help install demo docs bench test test-fake-cuda gpu-check rehearse test-more test-slow test-engine test-engine-slow test-async lint types format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -74,11 +74,15 @@ bench: install ## Time and memory of a training step, beside TRL's on the same i
 	@# Both sides as they are shipped: idle threads wait as the library has it.
 	env -u GOMP_SPINCOUNT $(BIN)/python benchmarks/compare_trl.py $(BENCH_ARGS)
 
-test: install lint types ## Lint, types and every test that takes seconds
+test: install lint types ## Lint, types and the fast tests: some minutes
 	$(call run_tests,$(PYTEST_ARGS))
+
+test-more: install ## The tests marked `more`, and the GPU path on fake CUDA: about 20 minutes
+	@# 5: PYTEST_ARGS chose none of these.
+	$(call run_tests,-m "more and not slow and not gpu and not engine" $(PYTEST_ARGS)) || [[ $$? == 5 && -n "$(PYTEST_ARGS)" ]]
 	@$(MAKE) --no-print-directory test-fake-cuda
 
-test-fake-cuda: install ## The GPU path on fake CUDA tensors; part of `make test`
+test-fake-cuda: install ## The GPU path on fake CUDA tensors; part of `make test-more`
 	@# 5: PYTEST_ARGS chose none of these.
 	export FAKE_CUDA=1; $(call run_tests,tests/fake_cuda -m "not slow and not engine" $(PYTEST_ARGS)) || [[ $$? == 5 && -n "$(PYTEST_ARGS)" ]]
 
@@ -90,7 +94,7 @@ rehearse: install ## What a GPU machine would run, on this CPU with the GPU imag
 	@PIP_ARGS="$(PIP_ARGS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" IMAGE_PYTHON="$(IMAGE_PYTHON)" \
 		$(BIN)/python tools/rehearse.py $(REHEARSE_ARGS)
 
-test-slow: install ## The tests that take minutes, which `make test` leaves out, but for those of `make test-async`
+test-slow: install ## The tests that take minutes, but for those of `make test-async`
 	$(call run_tests,-m "slow and not gpu and not engine" $(ASYNC:%=--ignore %) $(PYTEST_ARGS))
 	@# As in test-fake-cuda.
 	export FAKE_CUDA=1; $(call run_tests,tests/fake_cuda -m "slow and not engine" $(PYTEST_ARGS)) || [[ $$? == 5 && -n "$(PYTEST_ARGS)" ]]

@@ -59,7 +59,7 @@ if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
 
 
-FAST_TIER = "not slow and not gpu and not engine"  # as in pyproject.toml
+FAST_TIER = "not more and not slow and not gpu and not engine"  # as in pyproject.toml
 
 
 def pytest_configure(config: pytest.Config) -> None:
