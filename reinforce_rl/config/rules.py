@@ -136,7 +136,7 @@ def _samples(cfg: TrainConfig) -> Iterator[Fault]:
             f"trainer.reinforce.reward_shaping has mean={shaping.mean} and "
             f"std={shaping.std}, which only standardization=given reads; it is "
             f"{shaping.standardization!r}",
-            key="config.reward_shaping.without_standardisation_given",
+            key="config.reward_shaping.without_standardization_given",
         )
     if (rl.truncated_samples == "penalize") != (rl.truncation_penalty > 0):
         yield settings_fault(
@@ -150,7 +150,7 @@ def _samples(cfg: TrainConfig) -> Iterator[Fault]:
             cfg,
             ("trainer.reinforce.overlong_buffer", "trainer.reinforce.truncated_samples"),
             "only truncated_samples=penalize uses overlong_buffer",
-            key="config.overlong_buffer.without_truncated_samples_penalise",
+            key="config.overlong_buffer.without_truncated_samples_penalize",
         )
     if rl.overlong_buffer > cfg.model.reinforce.length_params.max_length:
         yield settings_fault(

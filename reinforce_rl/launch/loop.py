@@ -45,7 +45,7 @@ def open_policy(model: str | Path, prompts: Prompts, **settings: Any) -> Iterato
     One policy can be open at a time. Under torchrun every rank runs the same loop.
 
     Args:
-        model, prompts, settings: as of `reinforce_rl.train`. The optimizer's schedule is over
+        model, prompts, settings: as for `reinforce_rl.train`. The optimizer's schedule is over
             `trainer.reinforce.max_steps` optimizer steps.
 
     Raises:

@@ -1,6 +1,6 @@
 """Meaning of the metrics in `metrics.jsonl`: `METRICS` by full name, `metric_of` for a file's name.
 
-`CHARTS` are those that the dashboard and the report draw.
+`CHARTS` has the charts of the dashboard and the report.
 `tools/config_docs.py --write` makes the tables of docs/metrics.md from it. No torch.
 """
 

@@ -848,7 +848,7 @@ OF_SEVERAL_SETTINGS = [
     Wrong(
         "buffer unread",
         [f"{RL}.overlong_buffer=4"],
-        "config.overlong_buffer.without_truncated_samples_penalise",
+        "config.overlong_buffer.without_truncated_samples_penalize",
         [f"{RL}.overlong_buffer is 4", "truncated_samples=penalize"],
     ),
     Wrong(
@@ -860,7 +860,7 @@ OF_SEVERAL_SETTINGS = [
     Wrong(
         "moments unread",
         [f"{RL}.reward_shaping.mean=3"],
-        "config.reward_shaping.without_standardisation_given",
+        "config.reward_shaping.without_standardization_given",
         [f"{RL}.reward_shaping", "mean=3.0", "standardization=given", "'none'"],
     ),
     Wrong(
