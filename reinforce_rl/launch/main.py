@@ -224,7 +224,11 @@ def preflight(words: Words = None) -> None:
 
     words = words or []
     kind = "deep" if "--deep" in words else "true"
-    become("train", [*(word for word in words if word != "--deep"), f"preflight={kind}"])
+    train_words = [word for word in words if word != "--deep"]
+    # `--help` searches the keys for all other words.
+    if not any(word in programs.HELP for word in train_words):
+        train_words.append(f"preflight={kind}")
+    become("train", train_words)
     programs.train()
 
 

@@ -266,6 +266,13 @@ def test_preflight_is_train_without_a_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--help", "model.optim"], ["--deep", "--help"]])
+def test_help_of_preflight_is_the_help_of_train(tmp_path: Path, words: list[str]) -> None:
+    done = command(tmp_path, "preflight", *words)
+    assert done.returncode == 0, done.stderr
+    assert "model.optim.lr" in done.stdout
+
+
 def test_a_reader_that_closes_the_pipe_is_not_an_error(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "reinforce_rl", "train", "--cfg", "job"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
