@@ -57,10 +57,10 @@ def main(model: Path, steps: int) -> list[dict[str, float]]:
                 policy.reference_log_probs(batch),
                 batch.response_mask,
             )
-            penalised = rewards - BETA * kl
+            penalized = rewards - BETA * kl
 
             # RLOO: a response's baseline is the mean of the other responses to its prompt.
-            advantages = rloo(penalised, batch.group_ids, batch.valid)
+            advantages = rloo(penalized, batch.group_ids, batch.valid)
 
             # One step of Adam on the loss -mean(advantage * log-prob of the response).
             update = policy.update(batch, advantages)
