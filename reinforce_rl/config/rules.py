@@ -190,11 +190,12 @@ def _batches(cfg: TrainConfig) -> Iterator[Fault]:
             "both divide a rollout batch into optimizer steps: leave one of them at its default",
             key="config.mini_batches.with_global_batch_size",
         )
-    if model.reinforce.num_rollout_samples % rl.mini_batches:
+    if rl.mini_batches > 1 and model.reinforce.num_rollout_samples % rl.mini_batches:
         yield settings_fault(
             cfg,
             ("trainer.reinforce.mini_batches", "model.reinforce.num_rollout_samples"),
-            "each optimizer step takes as many prompts: the former must divide the latter",
+            "mini_batches must divide num_rollout_samples, so that all optimizer steps have as many "
+            "prompts",
             key="config.mini_batches.not_a_divisor_of_prompts",
         )
     if rl.importance_ratio == "none" and cfg.takes_several_updates:

@@ -91,9 +91,15 @@ def logger_class(name: str) -> LoggerClass:
 
 
 def check_logger_classes(cfg: TrainConfig) -> None:
-    """Raise ConfigError as `logger_class`, for a class that `exp_manager.loggers` names."""
+    """Raise ConfigError with the faults of all classes that `exp_manager.loggers` names."""
+    faults: list[str] = []
     for name in cfg.exp_manager.used_loggers:
-        logger_class(name)
+        try:
+            logger_class(name)
+        except ConfigError as error:
+            faults.extend(error.faults)
+    if faults:
+        raise ConfigError(faults)
 
 
 class TensorboardLogger(MetricLogger):

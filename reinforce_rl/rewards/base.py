@@ -181,8 +181,8 @@ SAMPLE_SECONDS = 5.0  # of a sample, where neither the configuration nor the fun
 def takes_up_to(seconds: float | Callable[..., float]) -> Callable[[F], F]:
     """Declare a function's time limit for one sample, in seconds.
 
-    A number, or a function of the kwargs. It holds unless `reward_function.sample_timeout_seconds`
-    is set.
+    A number, or a function of the configured kwargs (not of defaults). It holds unless
+    `reward_function.sample_timeout_seconds` is set.
     """
 
     def mark(function: F) -> F:

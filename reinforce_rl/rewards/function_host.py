@@ -141,8 +141,18 @@ def declared_seconds(function: partial[Any], setting: str) -> float:
     """Return a loaded function's `takes_up_to`; raise LoadFault if that is no time."""
     seconds = getattr(function.func, "sample_seconds", base.SAMPLE_SECONDS)
     if callable(seconds):
-        seconds = seconds(**function.keywords)
-    if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
+        try:
+            seconds = seconds(**function.keywords)
+        except Exception as error:
+            raise LoadFault(
+                f"{setting}.name declares takes_up_to by a function that raises "
+                f"{type(error).__name__}: {error}; it gets the kwargs of the configuration, "
+                "without defaults",
+                key="reward_function.seconds.raised",
+            ) from error
+    if isinstance(seconds, bool) or not (
+        isinstance(seconds, int | float) and 0 < seconds < math.inf
+    ):
         raise LoadFault(
             f"{setting}.name is a function that declares takes_up_to({seconds!r}); expected a "
             "finite number of seconds above 0",
@@ -162,8 +172,8 @@ def _check_kwargs(function: Callable[..., Any], spec: FunctionSpec) -> None:
     if takes_lists or (len(kinds) < 3 and inspect.Parameter.VAR_POSITIONAL not in kinds.values()):
         raise LoadFault(
             f"{spec.key}.name is {called}; expected NAME(prompt, response, record, **kwargs), "
-            "called once for each sample; wrap a function of TRL, which takes lists, as the page "
-            '"Coming from TRL" shows',
+            "called once for each sample; wrap a function of TRL, which takes lists, as "
+            '"From TRL" in docs/migration.md shows',
             key="reward_function.arguments.wrong",
         )
     try:

@@ -339,7 +339,7 @@ class FunctionPool:
                 "the process of the reward function ended before it was ready (exit code "
                 f"{host.exit_code}; it is killed after {START_SECONDS:.0f} s); its output is "
                 "above. Check that the import of "
-                f"{', '.join(spec.name for spec in self._functions.values())} end?",
+                f"{', '.join(spec.name for spec in self._functions.values())} ends",
                 key="reward_function.processes.not_ready",
             )
         if answer["faults"]:

@@ -168,12 +168,15 @@ class Generators:
         ]
         # An error that ends the run leaves out rollouts. After the loss of a rank of the job
         # nothing is saved: a resumed run starts from the checkpoint before, with the same rollouts.
-        # That loss is a ConnectionError on rank 0, and a ReinforceError itself on the others.
+        failure: Exception | None = None
         try:
             self._await(waited)
-        except ReinforceError as error:
-            if type(error) is ReinforceError:
-                raise
+        except (ReinforceError, ConnectionError) as error:
+            failure = error
+        # Rank 0 decides: other ranks see errors of other types.
+        if self._mesh.from_main(isinstance(failure, ConnectionError)):
+            assert failure is not None
+            raise failure
         steps = []
         pool = self._pool
         if pool is None:

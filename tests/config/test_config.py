@@ -684,6 +684,12 @@ OF_SEVERAL_SETTINGS = [
         ["model.global_batch_size is 7", "8 x 4 = 32", "a multiple of 4", "null"],
     ),
     Wrong(
+        "no mini-batch",
+        [f"{RL}.mini_batches=0"],
+        "config.value.out_of_range",
+        [f"{RL}.mini_batches is 0", "at least 1"],
+    ),
+    Wrong(
         "two ways to divide a batch",
         [f"{RL}.mini_batches=2", "model.global_batch_size=8", f"{RL}.importance_ratio=token"],
         "config.mini_batches.with_global_batch_size",

@@ -140,7 +140,7 @@ def test_vader_tells_good_from_bad():
         (
             spec("helpers.reward_functions.trl_style"),
             "arguments.wrong",
-            ["helpers.reward_functions.trl_style(", '"Coming from TRL"'],
+            ["helpers.reward_functions.trl_style(", '"From TRL" in docs/migration.md'],
         ),
     ],
     ids=lambda value: value.name if isinstance(value, FunctionSpec) else "",

@@ -695,13 +695,18 @@ class TestHandles:
         for pool in (RecordedPool(result_of(0, 7)), None):
             generators = generators_of(pool, monkeypatch)
             generators.version = 4
-            # What rank 0 raises as a ConnectionError, the others raise as a plain ReinforceError.
+            mesh: Any = generators._mesh
+            # What rank 0 raises as another type, the others may raise as a plain ReinforceError.
             lost = ConnectionError("gone") if pool is not None else ReinforceError("rank 0 failed")
-            generators._mesh.raise_on_all_ranks = raising(lost)  # type: ignore[method-assign]
+            mesh.raise_on_all_ranks = raising(lost)
+            mesh.from_main = lambda value: True  # rank 0 has lost a connection
             with pytest.raises(type(lost)):
                 generators.state({5: RolloutHandle([[0]], 3)})
-            failed = GenerationError("no generator has come")
-            generators._mesh.raise_on_all_ranks = raising(failed)  # type: ignore[method-assign]
+            failed = (
+                GenerationError("none") if pool is not None else ReinforceError("rank 0 failed")
+            )
+            mesh.raise_on_all_ranks = raising(failed)
+            mesh.from_main = lambda value: False
             content = generators.state({5: RolloutHandle([[0]], 3)})
             assert bool(content) == (pool is not None)
 

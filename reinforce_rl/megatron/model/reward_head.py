@@ -127,6 +127,12 @@ class RewardHead:
             check_regular(Path(path))
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
+                if "deviation" in metadata:
+                    raise CheckpointError(
+                        f"{path} was written by a version before 0.1.0, whose key deviation is "
+                        "now std; train the head again, or rename the key in its metadata",
+                        key="reward_model.head.old_metadata",
+                    )
                 return cls(
                     file.get_tensor("weight"),
                     file.get_tensor("bias"),
@@ -135,7 +141,7 @@ class RewardHead:
                     float(metadata.get("mean", 0.0)),
                     float(metadata.get("std", 1.0)),
                 )
-        except ConfigError:
+        except (ConfigError, CheckpointError):
             raise
         except Exception as error:  # safetensors raises an undocumented type for a damaged file
             expected = "safetensors with weight, bias, pooling"

@@ -467,7 +467,7 @@
     for (const [name, value] of Object.entries(row.source_rewards ?? {})) meta.append(h("span", {}, `${name} ${show(value)}`));
     if (row.kl !== null) meta.append(h("span", {}, `KL ${show(row.kl)}`));
     if (row.advantage !== null) meta.append(h("span", {}, "advantage ", h("b", {}, signed(row.advantage))));
-    const ended = row.finish_reason === "stop" ? "ended by itself" : row.finish_reason === "length" ? "cut at the limit" : row.finish_reason;
+    const ended = row.finish_reason === "stop" ? "not truncated" : row.finish_reason === "length" ? "cut at the limit" : row.finish_reason;
     meta.append(h("span", {}, `${row.response_length} tokens, ${ended}`));
     if (row.score_fault) meta.append(h("span", { class: "down" }, row.score_fault));
     if (!row.valid) meta.append(h("span", { class: "down" }, "left out of the loss"));

@@ -223,7 +223,7 @@ class Health:
     async def _look(self) -> tuple[bool, str]:
         before = await self._progress.read()
         if self._progress.silent_seconds:
-            return self._judge_silent()
+            return self._judge_silent(before)
         if before.busy:
             return self._judge_busy(before)
         started = time.monotonic()
@@ -233,7 +233,7 @@ class Health:
         except (asyncio.TimeoutError, TimeoutError):
             now = await self._progress.read()
             if self._progress.silent_seconds:
-                return self._judge_silent()
+                return self._judge_silent(now)
             if now.busy:
                 return self._judge_busy(now)
             if self._answers() > answers:  # not `now.batches`, which also counts the canary itself
@@ -246,16 +246,19 @@ class Health:
         self._canary_seconds = time.monotonic() - started
         return False, "a small sample was scored"
 
-    def _judge_silent(self) -> tuple[bool, str]:
-        """Judge a server's process that does not say what its scorer does."""
+    def _judge_silent(self, last: Snapshot) -> tuple[bool, str]:
+        """Judge a server's process that does not say what its scorer does, by its last answer."""
         silent_seconds = self._progress.silent_seconds
-        limit = self._model_timeout_seconds
+        if last.busy:
+            limit = self._model_timeout_seconds
+            setting = f"inference.model_timeout_seconds is {limit:g}"
+        else:
+            limit = self._limit
+            setting = f"inference.health_timeout_seconds is {limit:g}"
+        text = f"the server's process has been silent for {silent_seconds:.1f} s"
         if silent_seconds > limit:
-            return True, (
-                f"stuck: the server's process has been silent for {silent_seconds:.0f} s "
-                f"(inference.model_timeout_seconds is {limit:g})"
-            )
-        return False, f"busy: the server's process has been silent for {silent_seconds:.1f} s"
+            return True, f"stuck: {text} ({setting})"
+        return False, text
 
     def _judge_busy(self, scored: Snapshot) -> tuple[bool, str]:
         if (why := scored.why_stuck(self._model_timeout_seconds)) is not None:

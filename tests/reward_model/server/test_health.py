@@ -109,9 +109,16 @@ def test_an_answer_that_comes_late_ends_the_wait_and_the_next_read_asks_anew(
     assert server.questions == 2
 
 
-@pytest.mark.parametrize(("model_timeout_seconds", "is_healthy"), [(60.0, True), (0.05, False)])
+@pytest.mark.parametrize(
+    ("is_busy", "model_timeout_seconds", "health_timeout_seconds", "is_healthy"),
+    [(True, 60.0, 0.05, True), (True, 0.05, 60.0, False), (False, 60.0, 0.05, False)],
+)
 def test_a_silent_process_is_named_and_not_its_model(
-    model_timeout_seconds: float, is_healthy: bool, monkeypatch: pytest.MonkeyPatch
+    is_busy: bool,
+    model_timeout_seconds: float,
+    health_timeout_seconds: float,
+    is_healthy: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(health, "ANSWER_SECONDS", 0.1)
 
@@ -120,11 +127,13 @@ def test_a_silent_process_is_named_and_not_its_model(
 
     async def check() -> Verdict:
         server = Server()
-        server.progress.begin()
+        if is_busy:
+            server.progress.begin()
         await server.reader.read()
         server.hangs = True
         inference = SimpleNamespace(
-            model_timeout_seconds=model_timeout_seconds, health_timeout_seconds=1.0
+            model_timeout_seconds=model_timeout_seconds,
+            health_timeout_seconds=health_timeout_seconds,
         )
         settings: Any = SimpleNamespace(canary="{}", inference=inference)
         return await Health(never_asked, lambda: 0, server.reader, settings).check()
