@@ -194,8 +194,7 @@ def _batches(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("trainer.reinforce.mini_batches", "model.reinforce.num_rollout_samples"),
-            "mini_batches must divide num_rollout_samples, so that all optimizer steps have as many "
-            "prompts",
+            "mini_batches must divide num_rollout_samples, so that optimizer steps are equal",
             key="config.mini_batches.not_a_divisor_of_prompts",
         )
     if rl.importance_ratio == "none" and cfg.takes_several_updates:

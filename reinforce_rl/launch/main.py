@@ -219,7 +219,7 @@ _hydra_program("train-rm", "Train a reward model: a head on a frozen trunk, or a
 
 @app.command(cls=_Passing)
 def preflight(words: Words = None) -> None:
-    """Print the plan and all errors of `train KEY=VALUE ...`; --deep runs ranks on fake GPUs too."""
+    """Print the plan and all errors of `train KEY=VALUE ...`; --deep runs ranks on fake GPUs."""
     from reinforce_rl.launch import programs
 
     words = words or []
@@ -312,8 +312,8 @@ def prepare(
 ) -> None:
     """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl.
 
-    With --format pairs or ratings, turn NeMo-Aligner's comparisons, DPO or regression data into what
-    train-rm reads.
+    With --format pairs or ratings, turn NeMo-Aligner's comparisons, DPO or regression data into
+    what train-rm reads.
     """
     from reinforce_rl.data.nemo_aligner import prepare_pairs, prepare_ratings
     from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
