@@ -95,6 +95,7 @@ def test_what_claims_nothing_stands_in_its_page_and_says_why():
         assert reason, piece
 
 
+@pytest.mark.more
 def test_every_named_test_exists():
     rows = rows_below("Claims")
     assert len(rows) > 100

@@ -113,6 +113,7 @@ def test_the_table_counts_the_files(extended):
     assert sorted(changed) == sorted(expected)
 
 
+@pytest.mark.more
 def test_a_reward_source_in_a_run(extended, tmp_path):
     (tmp_path / "run").mkdir()
     lines = [{"prompt": prompt, "responses": ["e", "e", "in"]} for prompt in three_letters(8)]
@@ -132,6 +133,7 @@ def test_a_reward_source_in_a_run(extended, tmp_path):
     assert rewards == [0.5, 0.5, 1.0] * 4
 
 
+@pytest.mark.more
 def test_estimators_reward_generator_and_logger_in_a_run(extended, tmp_path):
     """Responses are recorded, rewards the function's, advantages differences to the median."""
     (tmp_path / "run").mkdir()
@@ -168,6 +170,7 @@ def test_estimators_reward_generator_and_logger_in_a_run(extended, tmp_path):
     assert stored["train/kl_huber"] == line["train/kl_huber"]
 
 
+@pytest.mark.more
 def test_model_family(extended, tmp_path):
     import torch
     from helpers.policies import random_tokens, transformers_logits, transformers_model

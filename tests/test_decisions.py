@@ -145,6 +145,7 @@ def test_reference_and_ratio_are_decided_by_the_configuration() -> None:
     assert elsewhere == [], "ask cfg.uses_reference, is_off_policy or takes_several_updates"
 
 
+@pytest.mark.more
 def test_beta_of_the_configuration_is_read_as_a_number_by_its_controller_alone() -> None:
     readers = set()
     for path in source_files(PACKAGE):
@@ -154,6 +155,7 @@ def test_beta_of_the_configuration_is_read_as_a_number_by_its_controller_alone()
     assert readers == BETA_IS_READ_IN
 
 
+@pytest.mark.more
 def test_the_settings_of_placement_are_listed_in_the_schema_alone() -> None:
     """A second list of some of them would miss a new one."""
     lists = []
@@ -207,6 +209,7 @@ def test_which_reward_source_is_asked_is_decided_by_the_configuration() -> None:
     assert places == {SCHEMA}
 
 
+@pytest.mark.more
 def test_one_file_reads_the_variables_of_a_launcher() -> None:
     """Other code uses `JobRank`."""
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

@@ -127,6 +127,7 @@ def test_the_tests_of_public_reports_exist():
             assert f"def {name}(" in code, name
 
 
+@pytest.mark.more
 def test_every_message_of_the_troubleshooting_page_is_printed():
     """The words are in texts of one file of the package, which may join several in a message."""
     texts = [texts_of(path) for path in (ROOT / "reinforce_rl").rglob("*.py")]

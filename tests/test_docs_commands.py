@@ -207,6 +207,7 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.more
 def test_the_first_run_ends_with_a_trained_model(place):
     place.follow(FIRST_RUN, slice(2))  # prompts, and the first training
     run = place.folder / "results" / "first"
@@ -215,6 +216,7 @@ def test_the_first_run_ends_with_a_trained_model(place):
     assert (run / "hf" / "config.json").is_file()
 
 
+@pytest.mark.more
 @pytest.mark.timeout(600)
 def test_debugging_says_what_would_have_been(place):
     results = place.folder / "results"

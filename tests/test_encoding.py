@@ -88,6 +88,7 @@ def test_the_check_itself(source, lines):
     assert calls_without_encoding(source) == lines
 
 
+@pytest.mark.more
 def test_every_text_file_has_its_encoding():
     places = set()
     for path in SOURCES:

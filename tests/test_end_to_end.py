@@ -48,7 +48,10 @@ from reinforce_rl.trainer.reinforce import ReinforceTrainer
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 triton = pytest.importorskip("tritonclient.http")
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PyTriton runs on Linux only")
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.skipif(sys.platform != "linux", reason="PyTriton runs on Linux only"),
+]
 
 WINDOW = 10  # steps at the beginning and at the end that are compared
 SEQUENCES = [[5, 6, 7], [9], list(range(4, 40)), [2, 63, 4, 4, 4, 17, 30]]

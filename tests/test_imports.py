@@ -58,6 +58,7 @@ def uses_of(files: list[Path], *forbidden: str) -> list[str]:
     return uses
 
 
+@pytest.mark.more
 def test_every_module_imports_without_the_optional_parts() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=240
@@ -92,6 +93,7 @@ def test_every_folder_has_a_floor() -> None:
     assert house.rooms() == {*house.FLOORS, "__init__", "__main__"}
 
 
+@pytest.mark.more
 def test_rooms_and_arrows_between_them_do_not_grow() -> None:
     assert len(house.rooms()) <= house.MAX_ROOMS
     assert len(house.arrows()) <= house.MAX_ARROWS
@@ -153,6 +155,7 @@ print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """
 
 
+@pytest.mark.more
 def test_a_run_starts_without_the_libraries_of_pages_records_and_servers() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENTRY_POINTS], capture_output=True, text=True, timeout=240

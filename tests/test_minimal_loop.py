@@ -76,6 +76,7 @@ def trainer_metrics(folder: Path, model: Path, example: ModuleType, steps: int) 
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 
+@pytest.mark.more
 def test_reward_rises_and_the_model_is_exported(example, model, capsys):
     history = example.main(model, steps=30)
     assert history[0]["reward"] < 0.1
@@ -85,6 +86,7 @@ def test_reward_rises_and_the_model_is_exported(example, model, capsys):
     assert capsys.readouterr().out.count("\n") == 30
 
 
+@pytest.mark.more
 def test_each_step_is_that_of_the_trainer(example, model, tmp_path):
     history = example.main(model, steps=3)
     metrics = trainer_metrics(tmp_path, model, example, steps=3)

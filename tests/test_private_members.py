@@ -104,6 +104,7 @@ def members_of_others() -> dict[str, list[tuple[int, str]]]:
     return members
 
 
+@pytest.mark.more
 def test_no_private_member_of_another_project_is_added() -> None:
     members = members_of_others().items()
     names = {file: {name for _, name in of_file} for file, of_file in members}
@@ -111,6 +112,7 @@ def test_no_private_member_of_another_project_is_added() -> None:
     assert sum(map(len, names.values())) <= AT_MOST
 
 
+@pytest.mark.more
 def test_each_says_why_and_since_which_release() -> None:
     without_reason = []
     for file, of_file in members_of_others().items():
@@ -149,6 +151,7 @@ def members_of_other_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.attr
 
 
+@pytest.mark.more
 def test_nobody_reaches_into_an_object_of_another_module() -> None:
     reached = []
     for path in source_files(PACKAGE):

@@ -25,6 +25,7 @@ def collected(*arguments: str) -> list[str]:
     return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("arguments", "has_slow", "has_fast"),
     [

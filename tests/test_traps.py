@@ -233,6 +233,7 @@ def test_each_fault_is_seen(trapped):
     assert kinds_of({**good, "peak_mib": 2501.0}, trapped) == ["took 2501 MiB"]
 
 
+@pytest.mark.more
 def test_what_the_reader_names_runs_and_is_asked(trapped):
     """The bait's code writes its marker and the listener counts if the command line names them."""
     run = trapped.folders["code_beside_it"]
@@ -255,6 +256,7 @@ def test_what_the_reader_names_runs_and_is_asked(trapped):
     assert trapped.listener.connections > before, server_run["output"]
 
 
+@pytest.mark.more
 def test_a_new_process_takes_no_module_from_the_folder(trapped):
     """The other tests fork a process that has already imported much."""
     script = Path(sys.executable).with_name("reinforce-rl")
@@ -285,16 +287,19 @@ def slow_but_for(names: Iterable[str], fast: Collection[str]) -> list[Any]:
     return [name if name in fast else pytest.param(name, marks=SLOW) for name in names]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("trap", slow_but_for(traps.RUN_TRAPS, {"code_beside_it", "pickles"}))
 def test_runs(trap, trapped):
     check(trapped, commands_of_run(trapped, trap))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("trap", slow_but_for(traps.MODEL_TRAPS, {"model_code_alone"}))
 def test_models(trap, trapped):
     check(trapped, commands_of_model(trapped, trap))
 
 
+@pytest.mark.more
 def test_good_folders_are_opened(trapped):
     """This shows that the other tests can fail: the same commands, on the folders without traps."""
     commands = [*commands_of_run(trapped, "good"), *commands_of_model(trapped, "good_model")]

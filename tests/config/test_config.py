@@ -1226,6 +1226,7 @@ def test_the_script_reports_what_must_be_set_and_what_is_missing(folder):
     assert "model.optim.lr is 0" in said
 
 
+@pytest.mark.more
 def test_the_script_reports_an_unreachable_server_before_it_loads_a_model(folder):
     port = free_port()
     overrides = [f"remote_rm.reward_model.port={port}", "remote_rm.ready_timeout_seconds=2"]
@@ -1236,6 +1237,7 @@ def test_the_script_reports_an_unreachable_server_before_it_loads_a_model(folder
     assert f"localhost:{port}" in said
 
 
+@pytest.mark.more
 def test_the_script_reports_a_wrong_tokenizer_before_it_loads_a_model(folder):
     with FakeRewardServer() as server:
         overrides = [
@@ -1247,6 +1249,7 @@ def test_the_script_reports_a_wrong_tokenizer_before_it_loads_a_model(folder):
     assert "vocabulary" in said
 
 
+@pytest.mark.more
 def test_the_script_reports_an_unsupported_model_before_it_waits_for_the_server(folder, tmp_path):
     shutil.copytree(folder / "model", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())

@@ -370,6 +370,7 @@ def said_by(command: list[str], seconds: float, *, as_nobody: bool = False) -> s
     return said
 
 
+@pytest.mark.more
 def test_a_full_disk_is_reported_before_the_start(folder):
     """Mount a file system that is too small even for this model."""
     disk = folder / "disk"
@@ -384,6 +385,7 @@ def test_a_full_disk_is_reported_before_the_start(folder):
     assert re.search(r"\d[\d.]* kB", said)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mistake", [pytest.param(m, id=m.name, marks=m.marks) for m in MISTAKES])
 def test_a_mistake_gives_one_message(mistake, folder, ports, tmp_path_factory):
     out = folder / re.sub(r"\W", "_", mistake.name)

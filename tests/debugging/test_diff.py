@@ -25,6 +25,8 @@ from reinforce_rl.debugging.differences import (
 from reinforce_rl.monitoring.records import rollout_files
 from reinforce_rl.trainer.run import train
 
+pytestmark = pytest.mark.more
+
 RL = "trainer.reinforce"
 SETTINGS = [
     f"{RL}.max_epochs=2",

@@ -89,6 +89,7 @@ def test_a_record_gives_its_own_advantages(folder: Path) -> None:
     assert any(abs(kl) > 0.01 for kl in kls), "or no placement is tested"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -429,6 +430,7 @@ def test_a_phase_that_needs_one_step_is_refused(folder: Path) -> None:
         recompute(folder / "mine", "1:2", phase="logprobs")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("steps", "overrides", "expected"),
     [

@@ -127,6 +127,7 @@ def test_a_phase_alone_and_stored_scores(folder: Path) -> None:
     assert replayed.sentence == "Nothing differs; not replayed: score."
 
 
+@pytest.mark.more
 def test_a_function_that_only_the_folder_names_is_not_called(folder: Path, tmp_path: Path) -> None:
     """With the name `prompts`, it would be imported and called on the recorded prompts."""
     (folder / "planted_reward.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
@@ -362,6 +363,7 @@ def test_settings_that_changed_on_the_way(folder: Path) -> None:
     )
 
 
+@pytest.mark.more
 def test_another_machine_is_compared_within_rounding(folder: Path) -> None:
     path = folder / "run" / "record" / "step_00004.json"
     values = json.loads(path.read_text())
@@ -399,6 +401,7 @@ def test_on_two_ranks(folder: Path) -> None:
     assert wrong["sentence"].startswith("The first difference is in logprobs")
 
 
+@pytest.mark.more
 def test_recorded_on_two_ranks(tmp_path: Path) -> None:
     reward = "reward_function.name=helpers.reward_functions.counted"
     run_ranks(SCRIPT, 2, "train", tmp_path, *SETTINGS, reward, "trainer.devices=2")

@@ -280,6 +280,7 @@ def test_an_error_or_a_reward_cannot_drive_the_terminal(monkeypatch):
     assert stream.getvalue() == expected
 
 
+@pytest.mark.more
 def test_a_function_scores_and_an_unreachable_server_is_reported(
     folder, capsys, monkeypatch, tmp_path
 ):

@@ -48,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "drawn"])
 def test_the_mean_reward_equals_the_trainers_validation_before_step_1(
     folder: Path, tmp_path: Path, sampled
@@ -99,6 +100,7 @@ def test_the_mean_reward_equals_the_trainers_validation_before_step_1(
     assert model.numbers["length"].mean == expected
 
 
+@pytest.mark.more
 def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -164,6 +166,7 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
     assert "+0.000 ± 0.000 on the same 12 prompts: all differences are equal" in said
 
 
+@pytest.mark.more
 def test_the_kl_equals_transformers_and_is_zero_from_itself(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -208,6 +211,7 @@ def test_the_kl_equals_transformers_and_is_zero_from_itself(folder: Path, tmp_pa
     assert evaluation.models[0].numbers["KL"].mean == pytest.approx(expected)
 
 
+@pytest.mark.more
 def test_right_answers_are_counted_and_a_failed_reward_counts_apart(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -326,6 +330,7 @@ def test_what_cannot_be_evaluated_is_reported_before_a_model_is_loaded(
     check_fault(too_long, "eval.prompts.no_room", model, 1, "model.encoder_seq_length")
 
 
+@pytest.mark.more
 def test_rewards_by_name_and_address_are_sources_of_their_own(folder: Path) -> None:
     functions = [
         "+reward_function.more_functions.length.kwargs.target=3",

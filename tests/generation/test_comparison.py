@@ -119,6 +119,7 @@ def test_the_command_with_native_against_native(tmp_path, capsys):
     assert capsys.readouterr().out.count("8 of 8 responses equal, ") == 2
 
 
+@pytest.mark.more
 def test_the_command_with_the_fake_engine(tmp_path, capsys, fake_engine):
     fake_engine()
     logs = ["--log-folder", str(tmp_path / "logs")]
@@ -126,6 +127,7 @@ def test_the_command_with_the_fake_engine(tmp_path, capsys, fake_engine):
     assert capsys.readouterr().out.count("8 of 8 responses equal, ") == 2
 
 
+@pytest.mark.more
 def test_prompts_may_be_longer_than_a_run_takes_by_default(tmp_path, capsys, fake_engine):
     fake_engine()
     model = tiny_llama_folder(tmp_path / "model", vocab_size=64, max_positions=4096)

@@ -111,6 +111,7 @@ def test_a_sample_depends_on_seed_prompt_and_sample_alone(engine, expected):
     assert alone.log_probs.shape == alone.tokens.shape
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", ["generate", "update_weights"])
 def test_an_engine_that_dies_in_a_command_is_restarted(
     engine, expected, monkeypatch, caplog, command
@@ -120,6 +121,7 @@ def test_an_engine_that_dies_in_a_command_is_restarted(
     assert f"event=engine_restarted reason=the engine ended in {command} (status -9)" in caplog.text
 
 
+@pytest.mark.more
 @vllm_is_slow
 def test_an_engine_that_hangs_is_killed_and_restarted(engine, expected, monkeypatch, caplog):
     monkeypatch.setattr(process, "ABORT_SECONDS", 0.0)
@@ -132,6 +134,7 @@ def test_an_engine_that_hangs_is_killed_and_restarted(engine, expected, monkeypa
     )
 
 
+@pytest.mark.more
 @vllm_is_slow
 def test_the_second_time_the_run_ends(engine, expected, monkeypatch):
     strike(engine, monkeypatch, "generate", kill_soon, times=2)
@@ -159,6 +162,7 @@ def misdirect(engine: EngineGenerator, monkeypatch, times: int) -> None:
 REFUSED = ("update_weights", "no weights came for cpu", "but for GPU-9")
 
 
+@pytest.mark.more
 @vllm_is_slow
 def test_an_engine_that_refuses_its_weights_is_restarted(engine, expected, monkeypatch, caplog):
     misdirect(engine, monkeypatch, times=1)

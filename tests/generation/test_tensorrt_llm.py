@@ -43,6 +43,8 @@ from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.policy.build import build_generator
 
+pytestmark = pytest.mark.more
+
 ENGINE = ("generation=tensorrt_llm", "engine.weight_bucket_megabytes=1")
 OF_RUNS = (
     "trainer.reinforce.val_check_interval=2",

@@ -23,6 +23,7 @@ from helpers.vllm_engine import (
 from reinforce_rl.data.batches import Prompt
 
 
+@pytest.mark.more
 @pytest.mark.timeout(900)  # it may have to create vLLM's environment
 def test_log_probs_are_the_trainers_before_and_after_an_update(tmp_path, mesh):
     vllm_model(tmp_path)

@@ -115,6 +115,7 @@ def test_a_script_whose_function_uses_its_module(tmp_path: Path, model: Path) ->
     assert "if __name__ == '__main__':" in bare.stderr
 
 
+@pytest.mark.more
 def test_a_notebook(tmp_path: Path, model: Path) -> None:
     call = CALL % (three_letters(4), SETTINGS)
     check(tmp_path, script(tmp_path, model, NOTEBOOK.format(function=FUNCTION, call=call)))

@@ -184,6 +184,7 @@ def test_a_killed_launcher_leaves_nothing(start, tmp_path):
     assert gone(processes) == []
 
 
+@pytest.mark.more
 def test_a_foreign_server_on_the_port_is_not_accepted(start):
     with FakeRewardServer() as other:
         arguments = ["--server-args", f"inference.port={other.port}", "--actor-args", "pids=unused"]

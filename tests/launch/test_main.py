@@ -35,6 +35,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("words", [["records"], ["report"], ["diff", "."], ["compare"], ["chat"]])
 def test_a_command_that_opens_a_folder_imports_nothing_from_it(tmp_path, words):
     """Libraries look for optional modules; the folder may contain modules of the same names."""
@@ -137,6 +138,7 @@ def test_every_command_says_what_it_does(name: str) -> None:
     assert len(COMMANDS.commands[name].get_short_help_str(200)) > 20
 
 
+@pytest.mark.more
 def test_an_error_is_not_taken_for_a_difference(tmp_path: Path) -> None:
     for words in (["diff", ".", "."], ["diff", "absent", ".", "--json", "."], ["replay", "."]):
         done = command(tmp_path, *words)

@@ -84,6 +84,7 @@ def test_resumes_bit_for_bit(form, mesh, models, tmp_path):
     assert (random.random(), np.random.rand()) == draws
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_seconds_of_a_save_are_reported_once_it_is_complete(
     mesh, models, tmp_path, asynchronous, monkeypatch

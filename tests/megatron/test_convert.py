@@ -85,6 +85,7 @@ def test_one_rank(name, folders, checkpoints, mesh, tmp_path):
     )
 
 
+@pytest.mark.more
 def test_the_script_on_two_ranks_to_one(folders, mesh, tmp_path):
     written = convert("to-megatron", folders["qwen2_padded"], tmp_path / "two", "--tp", 2)
     assert written.returncode == 0, written.stderr
@@ -100,6 +101,7 @@ def test_the_script_on_two_ranks_from_one(folders, checkpoints, tmp_path):
     assert_same_weights(tmp_path / "back", folders["qwen3_padded"])
 
 
+@pytest.mark.more
 def test_the_script_prints_an_error_in_one_line(tmp_path):
     failed = convert("to-hf", tmp_path / "nothing", tmp_path / "out")
     assert failed.returncode == 1

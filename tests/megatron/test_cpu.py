@@ -67,6 +67,7 @@ def test_megatron_sees_a_facade_and_nobody_else_does():
     assert sys.modules["torch"] is torch
 
 
+@pytest.mark.more
 @cpu_only
 def test_modules_imported_later_get_the_facade_too():
     code = (
@@ -78,6 +79,7 @@ def test_modules_imported_later_get_the_facade_too():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("8", "8")])
 def test_kernels_start_in_the_order_of_their_launches_unless_the_user_says_otherwise(
     given, expected, monkeypatch
@@ -142,6 +144,7 @@ def test_rng_tracker_forks_the_cpu_generator(mesh):
     assert not torch.equal(inside, expected)
 
 
+@pytest.mark.more
 def test_nothing_is_patched_where_cuda_is_present():
     run = subprocess.run(
         [sys.executable, "-c", WITH_CUDA], capture_output=True, text=True, timeout=120
@@ -150,6 +153,7 @@ def test_nothing_is_patched_where_cuda_is_present():
     assert run.stdout.strip() == "untouched"
 
 
+@pytest.mark.more
 def test_torch_does_not_warn_of_the_collectives_that_megatron_calls(tmp_path):
     code = (
         "import sys, torch, torch.distributed as dist, reinforce_rl.megatron\n"

@@ -35,6 +35,8 @@ from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import export_hf_folder, load_hf_weights
 from reinforce_rl.megatron.weight_map import EMBEDDING, weight_map
 
+pytestmark = pytest.mark.more
+
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -94,6 +94,7 @@ def run(mesh, tmp_path_factory) -> Run:
     return run
 
 
+@pytest.mark.more
 def test_within_a_save(run):
     folder = run.checkpointer.folder
     saved = {1: run.weights()}

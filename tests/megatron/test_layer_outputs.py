@@ -75,6 +75,7 @@ def test_the_layer_that_was_disturbed_is_named(four_layers, mesh, disturb, said)
         assert float(largest) == pytest.approx(max(gaps), rel=0.06, abs=1e-6)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "shares"),
     [

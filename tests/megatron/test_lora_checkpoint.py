@@ -30,6 +30,8 @@ from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.convert import to_hf
 from reinforce_rl.megatron.hf_folder import HFFolder
 
+pytestmark = pytest.mark.more
+
 DRIVER = Path(__file__).parents[1] / "helpers" / "train_tiny.py"
 RECOMPUTED = (
     "model.activations_checkpoint_granularity=full",

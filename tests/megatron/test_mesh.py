@@ -42,6 +42,7 @@ def test_one_rank_without_a_launcher():
                 mesh.raise_if_any(CheckpointError("gone"))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_rank_that_does_not_come(monkeypatch, rank):
     port = str(free_port())

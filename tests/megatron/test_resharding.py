@@ -110,6 +110,7 @@ def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
         assert float(distance / moved) < 5e-2, layout
 
 
+@pytest.mark.more
 def test_three_steps_after_a_load(mesh, tmp_path):
     run_and_check(mesh, tmp_path, ["tied"], QUICK)
 

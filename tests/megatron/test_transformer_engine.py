@@ -57,6 +57,7 @@ def losses(out, mesh):
     return losses_of_cases
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_numbers_kernels_and_checkpoints(ranks, out, without, losses, mesh, monkeypatch):
     run_with_fake(monkeypatch, ranks, out, *FAMILIES)

@@ -144,6 +144,7 @@ def test_a_run_that_begins_again_shows_its_first_validation_once(tmp_path):
     assert rewards == expected
 
 
+@pytest.mark.more
 def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
     pytest.importorskip("wandb")
     logger = WandbLogger(config_of(tmp_path), "abcd1234")

@@ -373,6 +373,7 @@ def until(is_so) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.more
 def test_every_control_of_one_run(browser, port):
     with opened(browser, f"http://127.0.0.1:{port}/#run=first") as page:
         assert page.text_content("#title") == "first"
@@ -462,6 +463,7 @@ def test_every_control_of_one_run(browser, port):
         assert page.input_value("#search") == "ANSWER 17"
 
 
+@pytest.mark.more
 def test_runs_overlaid_by_the_keyboard(browser, port):
     with opened(browser, f"http://127.0.0.1:{port}/#run=first", color_scheme="dark") as page:
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(16, 19, 24)"
@@ -488,6 +490,7 @@ def test_runs_overlaid_by_the_keyboard(browser, port):
         )
 
 
+@pytest.mark.more
 def test_the_page_follows_runs_that_appear_grow_and_go(browser, tmp_path):
     with dashboard(tmp_path) as port, opened(browser, f"http://127.0.0.1:{port}/") as page:
         assert "No run is here yet" in page.inner_text("#empty")
@@ -502,6 +505,7 @@ def test_the_page_follows_runs_that_appear_grow_and_go(browser, tmp_path):
         assert page.locator("#runs li").count() == 0
 
 
+@pytest.mark.more
 def test_a_frozen_report_on_a_narrow_screen_without_a_network(browser, results, tmp_path):
     run_dir = shutil.copytree(results / "first", tmp_path / "first")
     path = write_report(run_dir)

@@ -299,6 +299,7 @@ dashboard.serve(sys.argv[1], port=0)
             process.kill()
 
 
+@pytest.mark.more
 def test_a_long_run_is_answered_with_what_has_been_read(tmp_path, monkeypatch):
     """Whole lines arrive a few at a time.
 

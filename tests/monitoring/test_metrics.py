@@ -585,6 +585,7 @@ def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("ranks", "tensor", "slow"),
     [

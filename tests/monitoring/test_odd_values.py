@@ -135,6 +135,7 @@ def look(folder: Path) -> None:
                 assert isinstance(cell, str)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", FILES)
 def test_a_value_of_another_type(run: Path, name: str) -> None:
     write(run, name)

@@ -76,6 +76,7 @@ def write_with_tokens(folder: Path) -> Path:
     return folder / "rollouts" / "step_00001.parquet"
 
 
+@pytest.mark.more
 def test_no_changed_byte_ends_the_process(tmp_path: Path) -> None:
     """Arrow ends its process for some of them: with pyarrow 25 for the first three."""
     path = write_with_tokens(tmp_path)

@@ -119,6 +119,7 @@ def test_defect_02_every_prompt_once_an_epoch_through_resumes(tmp_path, mesh):
         assert seen == dict.fromkeys(three_letters(10), 4)
 
 
+@pytest.mark.more
 def test_defect_03_the_update_does_not_depend_on_micro_batches_and_padding(tmp_path, mesh):
     norms_and_weights = []
     for name, keys in {
@@ -332,6 +333,7 @@ def test_defect_12_misconfigurations_are_told_at_the_start_and_together(tmp_path
     assert not (tmp_path / "nothing").exists()
 
 
+@pytest.mark.more
 def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tmp_path):
     """Readiness, bad samples that fail alone, tokenizers, clean stops, and deadlines."""
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")

@@ -28,6 +28,7 @@ BATCHES = [random_batch(seed) for seed in range(len(SHAPES))]
 
 # The first run installs half a gigabyte from PyPI.
 pytestmark = [
+    pytest.mark.more,
     pytest.mark.timeout(1500),
     needs_peers,
 ]

@@ -213,6 +213,7 @@ LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
 DISTRIBUTED = ("model.optim.distributed=true", "model.optim.overlap_grad_sync=true")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("options", [DISTRIBUTED, LORA], ids=["distributed optimizer", "lora"])
 def test_a_run_goes_on_bit_for_bit(options, mesh, tmp_path):
     settings = (

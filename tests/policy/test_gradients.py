@@ -164,6 +164,7 @@ def test_log_probs_of_no_sequences(folder, mesh):
     assert log_probs.shape == (0, 0)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("tp_size", [1, 2], ids=["DP=2", "TP=2"])
 def test_two_ranks_equal_one(tp_size, folder, mesh, expected, tmp_path):
     script = Path(__file__).parents[1] / "helpers/rank_scripts/gradients.py"

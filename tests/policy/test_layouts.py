@@ -84,6 +84,7 @@ def run_and_check(names, folder, one_process, out):
         check(name, folder, one_process, out)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("folder", ["tied"], indirect=True)
 def test_every_layout_of_two_ranks(folder, one_process, tmp_path):
     quick = ("PP2 LoRA", "DP2 distributed optimizer LoRA")  # LoRA

@@ -43,6 +43,7 @@ def printed(*overrides: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.more
 def test_a_step_has_a_lower_bound_and_better_ones_are_tried(overrides, tmp_path, monkeypatch):
     monkeypatch.setattr(deep, "MOST_TRIED", 1)
     run = f"exp_manager.explicit_log_dir={tmp_path}"

@@ -67,6 +67,7 @@ def compare(names, folder: Path, out: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("folder", ["tied"], indirect=True)
 def test_states_and_peaks(folder, tmp_path):
     compare(OF_ONE, folder, tmp_path)

@@ -200,6 +200,7 @@ def test_the_real_start_tells_the_same_faults_together(files, tmp_path):
     ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("extra", "code"), [([], 0), (["trainer.devices=0"], 1)], ids=["right", "wrong"]
 )

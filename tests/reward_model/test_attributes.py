@@ -161,6 +161,7 @@ class ServedModel(ToyServer):
         ]
 
 
+@pytest.mark.more
 def test_a_served_classifier_equals_transformers(tmp_path):
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     folder = classifier_folder(tmp_path / "model", "qwen3", 5)

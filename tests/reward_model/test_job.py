@@ -155,6 +155,7 @@ def test_the_report_has_the_evaluation(ranked):
     write_report(ranked / "out")
 
 
+@pytest.mark.more
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
     overrides = [*ranking_overrides(tmp_path), f"full.max_steps={STEPS}"]
     killed = run_script(DRIVER, "--die-before", "step_00000020", *overrides, cwd=tmp_path)
@@ -411,6 +412,7 @@ def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
     assert len(about["data_sha256"]) == 64
 
 
+@pytest.mark.more
 def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
     rows = []
     for i in range(24):

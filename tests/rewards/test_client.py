@@ -213,6 +213,7 @@ def test_a_wrong_model_name_is_told_the_right_one(server, make_client):
         make_client(server.port, name="other").wait_until_ready()
 
 
+@pytest.mark.more
 def test_a_kill_during_a_call_and_a_restart_give_the_right_scores(server, make_client):
     said = []
     client = make_client(
@@ -231,6 +232,7 @@ def test_a_kill_during_a_call_and_a_restart_give_the_right_scores(server, make_c
     assert any(f"127.0.0.1:{server.port}" in text and "s of 400 s" in text for text in said)
 
 
+@pytest.mark.more
 def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(server, make_client):
     client = make_client(server.port, deadline_seconds=3.0)
     client.wait_until_ready()

@@ -412,6 +412,7 @@ def test_a_sandbox_that_cannot_be_made_ends_the_start(monkeypatch, tmp_path):
         started("sees", sandbox=True).__enter__()
 
 
+@pytest.mark.more
 def test_a_host_that_hangs_fails_its_batch_and_the_next_has_another(monkeypatch):
     monkeypatch.setattr(function_pool, "SLACK_SECONDS", 1.0)
     with started("hostile", sample_timeout_seconds=1.0) as pool:

@@ -70,6 +70,7 @@ def processes() -> list[psutil.Process]:
     return [*hosts, *(child for host in hosts for child in host.children(recursive=True))]
 
 
+@pytest.mark.more
 def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog):
     kinds = {
         "sleep": STATUS_TIMED_OUT,

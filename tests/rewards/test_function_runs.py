@@ -41,6 +41,8 @@ from reinforce_rl.rewards.transport import ModelAddress
 from reinforce_rl.rewards.wire import text_arrays
 from reinforce_rl.utils.net import Address
 
+pytestmark = pytest.mark.more
+
 SHARE = "helpers.reward_functions.share_of_letters"
 TESTS = Path(__file__).parents[1]
 TOLD = "helpers.reward_functions.told"

@@ -302,6 +302,7 @@ def test_a_judge_that_fails_says_why_without_the_samples_text(kind: str) -> None
     assert re.search(words, raised.value.public)
 
 
+@pytest.mark.more
 def test_another_attempt_is_made_where_it_may_succeed() -> None:
     replies: Iterator = iter([(503, {}), 30.0, "Score: 3"])
     with FakeJudge(lambda text: next(replies)) as judge:
@@ -329,6 +330,7 @@ def pool_scores(samples: list[TextSample], seconds: float, **kwargs) -> Scores:
         pool.close()
 
 
+@pytest.mark.more
 def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_sample(
     monkeypatch,
 ) -> None:

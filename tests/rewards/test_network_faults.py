@@ -35,6 +35,8 @@ from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient, RemoteRewardFuture
 from reinforce_rl.utils.net import Address
 
+pytestmark = pytest.mark.more
+
 pytest.importorskip("tritonclient.http")
 
 QUICK: Any = {

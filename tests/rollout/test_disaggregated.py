@@ -113,6 +113,7 @@ FILTERING = (
 )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("trainers", "generators", "overrides"),
     [
@@ -177,6 +178,7 @@ def test_the_layouts_of_trainers_and_generators_change_no_number(
         assert largest_difference(*pair) < 1e-4, line["step"]
 
 
+@pytest.mark.more
 def test_a_trainer_without_prompts_takes_part_in_the_step(processes, tmp_path):
     """The epoch's last step has one prompt for two trainers."""
     settings = ("trainer.reinforce.max_epochs=1", "model.reinforce.num_rollout_samples=3")
@@ -223,12 +225,14 @@ def test_the_log_probs_of_older_weights_are_corrected(apart):
     assert smallest < 0.999
 
 
+@pytest.mark.more
 def test_neither_the_number_of_generators_nor_their_speed_changes_a_number(
     apart, processes, tmp_path
 ):
     assert_equal_runs(finish(processes, tmp_path, *TWO_GENERATORS, ranks=3), apart)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "kills", [2, pytest.param(5, marks=SLOW, id="5-a"), pytest.param(5, marks=SLOW, id="5-b")]
 )
@@ -243,6 +247,7 @@ def test_killed_at_random_moments(kills, apart, processes, tmp_path):
     assert_equal_runs(finish(processes, tmp_path, *APART), apart)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_saves_the_rollouts_under_way(rank, apart, processes, tmp_path):
     act = {"rank": rank, "phase": "generate", "step": 5, "signal": signal.SIGTERM}
@@ -260,6 +265,7 @@ def test_a_signal_saves_the_rollouts_under_way(rank, apart, processes, tmp_path)
     assert_same_training(tmp_path, apart)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("rank", "phase", "number"),
     [
@@ -349,6 +355,7 @@ def test_the_generators_ask_for_the_rewards(processes, tmp_path):
     assert "Traceback" not in said
 
 
+@pytest.mark.more
 def test_a_generator_that_cannot_begin_ends_a_run_that_goes_on(processes, tmp_path):
     """The trainers have sent weights by then, which the generator never receives."""
     function = (*FUNCTION, "reward_function.name=reinforce_rl.rewards.functions.length")
@@ -365,6 +372,7 @@ def test_a_generator_that_cannot_begin_ends_a_run_that_goes_on(processes, tmp_pa
     assert "unexpected keyword argument" in said
 
 
+@pytest.mark.more
 def test_stored_rollouts_of_other_settings_are_not_trained_on(processes, tmp_path):
     processes.start(
         tmp_path, *SETTINGS, *STATEFUL, *APART, die_before="rollouts/step_00005", ranks=2

@@ -64,11 +64,13 @@ def finish(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: in
     return processes.finish(folder, *SETTINGS, *overrides, ranks=ranks)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mode", MODES)
 def test_every_prompt_once_an_epoch(mode, processes, tmp_path):
     assert_sound(finish(processes, tmp_path, *MODES[mode]), one_version=mode == "between calls")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
@@ -96,6 +98,7 @@ def test_several_ranks(ranks, overrides, processes, tmp_path):
     assert_sound(finish(processes, tmp_path, *overrides, ranks=ranks), staleness)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kills", [1, pytest.param(5, marks=SLOW)])
 def test_killed_at_random_moments(kills, processes, tmp_path):
     seed = random.SystemRandom().randrange(2**32)
@@ -119,6 +122,7 @@ def test_a_signal_keeps_what_is_finished(processes, tmp_path):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("other", ["colocated", pytest.param("in the prompts' order", marks=SLOW)])
 def test_another_order_goes_on_with_the_prompts_under_way(other, processes, tmp_path):
     processes.start(tmp_path, *SETTINGS, *FINISHED, die_before="rollouts/step_00008", ranks=2)

@@ -176,6 +176,7 @@ def ended(log: Path, status: int) -> bool:
     return log.read_text().endswith(f"exit status {status}\n")
 
 
+@pytest.mark.more
 def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
     """The first dies at step 4.
 
@@ -254,6 +255,7 @@ def test_one_that_is_stopped_ends_what_it_has_under_way(programs, joined):
     assert_equal_runs(programs.folder, joined)
 
 
+@pytest.mark.more
 def test_without_a_generator_the_run_is_saved_and_goes_on_later(programs, joined):
     """All weights of the step before are lost, so one step uses newer ones than otherwise."""
     short = "generator_timeout_seconds=4"
@@ -283,6 +285,7 @@ def test_without_a_generator_the_run_is_saved_and_goes_on_later(programs, joined
     assert ages == [0.0] + [1.0] * (saved - 1) + [0.0] + [1.0] * (STEPS - saved - 1)
 
 
+@pytest.mark.more
 def test_a_lone_newcomer_answers_with_the_oldest_weights_that_there_are(programs):
     programs.generate(act={"rank": 0, "phase": "generate", "step": 5, "signal": signal.SIGKILL})
     programs.train(step_seconds=0.3)
@@ -306,6 +309,7 @@ def test_a_lone_newcomer_answers_with_the_oldest_weights_that_there_are(programs
     assert {rollouts_of(programs.folder, STEPS)[0]["step"]} == {STEPS}
 
 
+@pytest.mark.more
 def test_a_signal_to_the_trainers_saves_the_rollouts_under_way(programs, joined):
     programs.generate(generate_seconds=0.2)
     (process,) = programs.train(patience=60)
@@ -362,6 +366,7 @@ class TestWhatIsFinishedFirst:
         programs.wait_for(lambda: ended(third, 0), third.read_text())
         assert_sound(programs.folder, one_version=settings == FINISHED)
 
+    @pytest.mark.more
     def test_alone_when_it_dies_the_next_one_goes_on(self, programs):
         programs.generate(
             *self.IN_FLIGHT,
@@ -396,6 +401,7 @@ class TestWhatIsFinishedFirst:
         assert_sound(programs.folder)
 
 
+@pytest.mark.more
 def test_other_settings_are_refused(programs):
     log = programs.generate("model.seed=77")
     programs.generate()

@@ -365,6 +365,7 @@ def taken(folder: Path) -> Iterator[tuple[int, int, int, int]]:
         yield tuple(map(int, match.groups()))  # type: ignore[misc]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("case", "slow"),
     [

@@ -63,6 +63,7 @@ print(gc.isenabled())
 """
 
 
+@pytest.mark.more
 def test_looking_never_meets_a_garbage_collection():
     """A collection within `sys._current_frames` deadlocks CPython 3.11."""
     result = subprocess.run(

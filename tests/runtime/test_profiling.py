@@ -32,6 +32,7 @@ def top_of(folder: Path) -> list[dict]:
     return json.loads((folder / "top_operations.json").read_text())["steps"]
 
 
+@pytest.mark.more
 def test_a_run_and_its_resume_profile_the_chosen_steps_and_change_no_number(tmp_path, mesh):
     (tmp_path / "plain").mkdir()
     plain = run(tmp_path / "plain", mesh, f"{RL}.max_steps=2")

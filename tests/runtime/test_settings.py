@@ -45,6 +45,8 @@ from reinforce_rl.runtime.settings import (
 from reinforce_rl.runtime.status import Status, StatusFile, read_status
 from reinforce_rl.runtime.stop import StopRequest
 
+pytestmark = pytest.mark.more
+
 RL = "trainer.reinforce"
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_reinforce_actor.py"
 TWO_STEPS = f"{RL}.max_steps=2"

@@ -79,6 +79,7 @@ def test_a_setting_that_could_not_be_read_is_not_written(value: Any, name, named
     assert len(str(error.value)) < 1000
 
 
+@pytest.mark.more
 def test_what_is_written_is_read_again():
     words = [f"word{index}" for index in range(10_000)]
     text = config_text({"words": words, "folders": (Path("a/b"), {"c": Path("d")})})

@@ -130,6 +130,7 @@ def test_ceilings_fall_and_do_not_rise(tree):
     assert density.main(["--check"]) == 1
 
 
+@pytest.mark.more
 def test_the_tree_is_no_denser_than_its_ceilings():
     ceilings = json.loads((ROOT / "tools" / "density.json").read_text())
     assert set(ceilings) == set(density.MEASURED)

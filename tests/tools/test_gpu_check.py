@@ -81,6 +81,7 @@ class TestProgram:
         assert page.startswith("# gpu_check: PASS")
         assert "| tiny | bfloat16 |" in page
 
+    @pytest.mark.more
     def test_a_machine_without_a_gpu_is_told_so(self):
         done = program()
         assert done.returncode == 2
@@ -138,6 +139,7 @@ class TestRunner:
         assert finding.sentence == "ended with exit code 1: RuntimeError: no such kernel"
         assert run("dies").sentence.startswith("ended with exit code -6")
 
+    @pytest.mark.more
     def test_a_hang_ends_at_its_deadline_and_its_children_with_it(self, run, tmp_path):
         finding = run("hangs", seconds=4.0)
         assert finding.verdict == FAIL
@@ -147,6 +149,7 @@ class TestRunner:
             # SIGKILL takes a moment to arrive
             assert wait_for(lambda: not is_alive(child), seconds=10)
 
+    @pytest.mark.more
     def test_time_that_is_over_is_no_fault(self, run):
         assert run("hangs", left=4.0).verdict == SKIP
         assert run("passes", left=0.5).verdict == SKIP
@@ -183,6 +186,7 @@ def planted(fault: str) -> Any:
 
 
 class TestCorrectness:
+    @pytest.mark.more
     @pytest.mark.parametrize("fault", ["a wrong weight", "NaN"])
     def test_a_fault_in_a_weight_is_found(self, context, monkeypatch, fault):
         monkeypatch.setattr(our_side, "fill_ours", planted(fault))
@@ -193,6 +197,7 @@ class TestCorrectness:
         for name in ("log-probs", "gradient", "worst tensor"):
             assert f"tiny float32: {name} off by" in finding.sentence
 
+    @pytest.mark.more
     def test_a_wrong_update_is_found(self, context, monkeypatch):
         monkeypatch.setattr(our_side, "LEARNING_RATE", 1.1 * our_side.LEARNING_RATE)
         assert correctness.check(context).sentence.startswith("tiny float32: update off by 0.1")

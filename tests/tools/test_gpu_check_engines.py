@@ -49,6 +49,7 @@ def fake_tensorrt_llm(folder: Path, monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.more
 def test_an_engine_with_log_probs_of_what_it_drew_from(context, monkeypatch):
     with fake_tensorrt_llm(context.folder / "engine", monkeypatch):
         finding = engines.check_tensorrt_llm(context)

@@ -72,6 +72,7 @@ runpy.run_module("gpu_checks.worker", run_name="__main__", alter_sys=True)
 SMALL = {"prompts": 2, "group": 2, "prompt_tokens": 6, "response_tokens": 4, "repeats": 2}
 
 
+@pytest.mark.more
 def test_runs_on_a_bare_machine_and_writes_what_it_says(tmp_path):
     words = ["gpu_checks.speed:check", CPU_MODE, str(tmp_path), str(time.time() + 600)]
     command = [sys.executable, "-c", RUN, *words, json.dumps(SMALL)]
@@ -149,6 +150,7 @@ def test_options_that_cannot_be_measured_are_refused(words, sentence, monkeypatc
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.more
 def test_a_wrong_weight_exceeds_the_tolerance(mesh, monkeypatch):
     assert deviations.deviations(TINY, mesh, [FP32])[0].largest < TOLERANCE / 100
     fill = our_side.fill_ours
@@ -244,6 +246,7 @@ def fakes(
     return [build(OURS), build(PLAIN)]
 
 
+@pytest.mark.more
 def test_sides_take_turns():
     log: list[str] = []
     results = measure(fakes(log, MemoryError()), 2, CPU)
@@ -261,6 +264,7 @@ def test_sides_take_turns():
     assert lengths == expected
 
 
+@pytest.mark.more
 def test_what_does_not_fit_is_skipped_and_the_rest_goes_on():
     log: list[str] = []
     builders = fakes(log, torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB\nmore"), TRAINING)

@@ -78,6 +78,7 @@ def release_in(folder: Path) -> str:
     return subprocess.check_output(command, text=True).strip()
 
 
+@pytest.mark.more
 def test_made_once_and_again_when_a_pin_changes(wanted, tmp_path, monkeypatch):
     folder = tmp_path / "made"
     tool.make(wanted, folder)
@@ -93,6 +94,7 @@ def test_made_once_and_again_when_a_pin_changes(wanted, tmp_path, monkeypatch):
     assert release_in(folder) == "2.0"
 
 
+@pytest.mark.more
 def test_a_complete_one_that_came_up_meanwhile_stays(wanted, tmp_path, monkeypatch):
     folder = tmp_path / "made"
     build = tool.build

@@ -90,6 +90,7 @@ def test_the_share_and_the_survivors_are_in_the_tables():
     assert rows[0]["tests"] == ("test_a.py",)
 
 
+@pytest.mark.more
 def test_a_mutant_is_killed_survives_or_hangs(tmp_path, monkeypatch):
     """In a separate tree, whose file is restored afterwards."""
     monkeypatch.syspath_prepend(ROOT / "tools")  # for the process that runs the tests

@@ -58,6 +58,7 @@ def kl(left: Tensor, right: Tensor) -> float:
     return float((left.exp() * (left - right)).sum())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("generation", "temperature"),
     [

@@ -189,6 +189,7 @@ def test_nothing_to_train_on_with_other_options(options, tmp_path, mesh):
         assert line["train/skipped_step"] == 0
 
 
+@pytest.mark.more
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, mesh):
     """Interrupted within the first epoch, in a step that drew several batches."""
     folders = tmp_path / "whole", tmp_path / "parts"

@@ -15,6 +15,8 @@ from helpers.trainer_processes import SETTINGS, TrainerProcesses, assert_equal_r
 from reinforce_rl.errors import EXIT_LOST_RANK
 from reinforce_rl.runtime.status import read_status
 
+pytestmark = pytest.mark.more
+
 SLOW = pytest.mark.slow
 LIMITS = ["trainer.heartbeat_timeout_seconds=6", "trainer.collective_timeout_seconds=6"]
 NOTHING = 0  # the rank stands still

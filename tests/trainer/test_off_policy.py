@@ -145,6 +145,7 @@ class TestOptimizerSteps:
             assert 0 < line["train/clip_fraction"] < 1
             assert 0 < line["train/effective_sample_size"] < 1
 
+    @pytest.mark.more
     def test_one_step_on_the_whole_batch_has_a_ratio_of_one(self, tmp_path, mesh):
         """The run with a ratio equals the run without."""
         lines = []
@@ -162,6 +163,7 @@ class TestOptimizerSteps:
             for line, other in zip(lines_of_run, lines[0], strict=True):
                 assert largest_difference(without_loss(line), without_loss(other)) < 1e-5
 
+    @pytest.mark.more
     def test_independent_of_the_micro_batch_size(self, tmp_path, mesh):
         results = []
         for size in (16, 3, 1):
@@ -176,6 +178,7 @@ class TestOptimizerSteps:
             for parameter, other in zip(parameters, results[0][1], strict=True):
                 torch.testing.assert_close(parameter, other, rtol=0, atol=1e-4)
 
+    @pytest.mark.more
     def test_mini_batches_are_the_global_batch_size_of_the_same_share(self, tmp_path, mesh):
         ratio = f"{RL}.importance_ratio=token"
         lines = []

@@ -104,6 +104,7 @@ class TestPlacementOfTheKL:
             assert line["train/kl_coefficient"] == BETA
             assert line["train/grad_norm"] > 0
 
+    @pytest.mark.more
     def test_in_the_loss_it_pulls_back_to_the_reference(self, tmp_path, mesh):
         """The policy moves away from the reference; then the KL acts alone, without rewards."""
         options = [f"{RL}.kl_placement=loss", f"{RL}.num_rollouts_per_prompt=8"]
@@ -137,6 +138,7 @@ class TestTokenCredit:
                     assert float(data.advantages[i, t]) == pytest.approx(expected, abs=1e-5)
                 assert not data.advantages[i, length:].any()
 
+    @pytest.mark.more
     def test_a_run(self, tmp_path, mesh):
         """At step 1 the KL is 0: credit by token equals credit by sequence; later they differ."""
         lines = run(tmp_path / "token", mesh, f"{RL}.credit_assignment=token")
@@ -145,6 +147,7 @@ class TestTokenCredit:
         assert lines[1]["train/grad_norm"] != pytest.approx(other[1]["train/grad_norm"], rel=1e-3)
 
 
+@pytest.mark.more
 def test_an_entropy_bonus_is_all_that_acts_where_no_reward_differs(tmp_path, mesh):
     options = [
         f"{RL}.initial_policy_kl_penalty=0",

@@ -118,6 +118,7 @@ def test_the_page_says_what_it_sets(preset, right):
         assert settings.ratio_clip_low == settings.ratio_clip_high == float(clip)
 
 
+@pytest.mark.more
 @every_preset
 def test_it_trains(preset, tmp_path: Path, mesh):
     """Most responses end in time, since one of the presets drops the others."""

@@ -101,6 +101,7 @@ class TestAStep:
             assert len(set(completions.lengths.tolist())) > 1
             torch.testing.assert_close(log_probs, completions.log_probs, rtol=0, atol=1e-5)
 
+    @pytest.mark.more
     def test_the_generators_own_log_probs_save_a_pass(self, tmp_path, mesh):
         """With and without, the run is equal but for rounding.
 
@@ -137,6 +138,7 @@ class TestAStep:
             ):
                 assert line[key] == pytest.approx(other[key], abs=1e-5), key
 
+    @pytest.mark.more
     def test_the_update_does_not_depend_on_how_the_batch_is_cut(self, tmp_path, mesh):
         lines = []
         for i, (micro, forward, generated, validated) in enumerate(
@@ -157,6 +159,7 @@ class TestAStep:
         for other in lines[1:]:
             assert max(map(largest_difference, lines[0], other)) < 2e-5
 
+    @pytest.mark.more
     def test_schedules_count_optimizer_steps(self, tmp_path, mesh):
         lines = run(
             tmp_path,
@@ -700,6 +703,7 @@ class TestWhenRewardsFail:
                 assert row["baseline"] == pytest.approx(5.0) and abs(row["advantage"]) < 1e-6
         assert lines[0]["train/rewards"] == 5.0
 
+    @pytest.mark.more
     def test_a_server_that_is_gone_saves_the_last_whole_step_and_the_run_goes_on_from_there(
         self, tmp_path, mesh
     ):
@@ -719,6 +723,7 @@ class TestWhenRewardsFail:
         steps = [line["step"] for line in lines]
         assert steps == [1, 2, 3, 4, 5, 6]
 
+    @pytest.mark.more
     def test_a_server_that_is_gone_at_a_later_validation(self, tmp_path, mesh):
         """Its step is done and saved; the validation is made up for."""
         options = [f"{RL}.val_check_interval=1", f"{RL}.max_epochs=2"]
@@ -773,6 +778,7 @@ class TestTheEnd:
         assert steps == [1, 2, 3, 4, 5, 6]
         assert saved_step(tmp_path) == 6
 
+    @pytest.mark.more
     def test_when_the_time_is_up_it_validates_too(self, tmp_path, mesh):
         """Across an epoch; with two checks at the start, the fifth one is after step 3."""
         overrides = [f"{RL}.max_epochs=3", f"{RL}.val_check_interval=5"]
@@ -843,6 +849,7 @@ class TestTheEnd:
             expected.append(sum(w * reward for w, reward in weighted) / total_weight)
         assert baselines == pytest.approx(expected, abs=1e-6)
 
+    @pytest.mark.more
     @pytest.mark.parametrize(
         "options",
         [

@@ -46,6 +46,8 @@ from safetensors.torch import load_file
 
 from reinforce_rl.config.load import load_config
 
+pytestmark = pytest.mark.more
+
 SLOW = pytest.mark.slow
 RL = "trainer.reinforce"
 

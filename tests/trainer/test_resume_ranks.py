@@ -21,6 +21,8 @@ from helpers.trainer_processes import (
     assert_equal_runs,
 )
 
+pytestmark = pytest.mark.more
+
 SAVING = "exp_manager.checkpoint_callback_params"
 STATEFUL = [
     *SETTINGS,

@@ -30,6 +30,8 @@ from reinforce_rl.errors import EXIT_ALERT, EXIT_ERROR, EXIT_STOPPED
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, Status, read_status
 from reinforce_rl.runtime.stop import LAUNCHER_SECONDS
 
+pytestmark = pytest.mark.more
+
 SLOW = pytest.mark.slow
 
 

@@ -79,6 +79,7 @@ class TestAPolicyThatIsNotANumber:
         assert "reward" not in str(raised.value)
         assert saved_steps(tmp_path) == []
 
+    @pytest.mark.more
     @pytest.mark.parametrize("value", [math.nan, math.inf, 1e15])
     def test_the_last_good_checkpoint_stays(self, tmp_path, mesh, value):
         """1e15 and its square are finite in float32, but no forward pass is."""
@@ -123,6 +124,7 @@ class TestAPolicyThatIsNotANumber:
             trainer.fit()
         assert saved_steps(tmp_path) == [2]
 
+    @pytest.mark.more
     @pytest.mark.parametrize("most", [2, 4])
     def test_gradients_that_are_not_finite_end_the_run_after_so_many_in_a_row(
         self, tmp_path, mesh, most, capfd
@@ -181,6 +183,7 @@ class TestAPolicyThatIsNotANumber:
             trainer.fit()
         check_error(raised.value, "trainer.weights.not_finite", "step 1")
 
+    @pytest.mark.more
     @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
     def test_exit_code_and_status(self, tmp_path, ranks):
         processes = TrainerProcesses()
@@ -274,6 +277,7 @@ class EmptyResponses:
 
 
 class TestEmptyResponses:
+    @pytest.mark.more
     @pytest.mark.parametrize(
         "options", [[], [NO_KL], [f"{RL}.dynamic_filtering=true"], ["model.shared_prefix=true"]]
     )

@@ -47,6 +47,7 @@ def without_validation(line: dict) -> dict:
     return {name: value for name, value in numbers.items() if not name.startswith("val/")}
 
 
+@pytest.mark.more
 def test_each_set_has_the_numbers_that_it_has_alone(
     tmp_path: Path, mesh: Mesh, files: dict[str, Path]
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_wrong_set_is_said_at_the_start(
         run(tmp_path, mesh, f"{VALIDATION}={value}")
 
 
+@pytest.mark.more
 def test_a_run_with_sets_goes_on_as_if_it_had_not_stopped(
     tmp_path: Path, mesh: Mesh, files: dict[str, Path]
 ) -> None:

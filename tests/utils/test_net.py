@@ -153,6 +153,7 @@ def test_a_host_of_another_machine_is_named():
         free_port("198.51.100.7")
 
 
+@pytest.mark.more
 @needs_ipv6
 def test_a_busy_ipv6_port_is_named():
     with listen("::1", 0) as listener:

@@ -32,6 +32,7 @@ def launch(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_nobody_else_reaches_the_ranks_of_one_machine():
     """torchrun's own store is open to the network, and the launcher unpickles its contents."""

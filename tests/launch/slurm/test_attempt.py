@@ -121,6 +121,7 @@ def test_a_step_that_does_not_end_in_time_is_killed(home, said, monkeypatch):
     assert said == ["actor has not ended in time; killing it"]
 
 
+@pytest.mark.more
 def test_a_step_that_has_no_number_yet_gets_the_signal_later(home, said, monkeypatch):
     monkeypatch.setattr(attempt, "RETRY_SECONDS", 0.5)
     with subprocess.Popen(["sleep", "3"]) as srun, ThreadPoolExecutor() as threads:
@@ -191,6 +192,7 @@ def test_steps_whose_sruns_have_ended_are_not_waited_for_while_the_controller_is
     assert said == []
 
 
+@pytest.mark.more
 def test_a_step_whose_srun_has_ended_is_looked_for_once_a_second(home, said, monkeypatch):
     looks: list[float] = []
 

@@ -142,6 +142,7 @@ def started(tmp_path: Path) -> Iterator[type[Job]]:
             job.process.wait()
 
 
+@pytest.mark.more
 def test_a_run_that_finishes_and_the_next_link_of_its_chain(started: type[Job]) -> None:
     job = started()
     code, lines = job.finish()
@@ -167,6 +168,7 @@ def test_a_run_that_finishes_and_the_next_link_of_its_chain(started: type[Job]) 
     assert lines == [f"the run in {job.run_dir} has finished, at step 9; nothing was started"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("number", "step_before", "expected"),
     [
@@ -199,6 +201,7 @@ def test_a_signal_saves_and_requeues_what_got_further(
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("number", "seconds_left", "grace", "saves"),
     [
@@ -223,6 +226,7 @@ def test_how_long_an_actor_may_take_to_save(
     assert job.requeued is saves
 
 
+@pytest.mark.more
 def test_an_actor_that_hangs_is_killed_in_time_for_a_requeue(started: type[Job]) -> None:
     """It is killed half a minute before the allocation ends, although its own limit is longer."""
     begin = time.time()
@@ -260,6 +264,7 @@ def test_tasks_that_wait_for_one_that_was_stopped_alone_are_stopped_too(
     assert (job.attempts[0].step_before, job.attempts[0].step_after) == (0, 0)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("actor_fault", "expected", "how"), [("fails", 5, "exit code 5"), ("killed", 137, "SIGKILL")]
 )
@@ -278,6 +283,7 @@ def test_an_actor_task_that_fails(
     assert attempt.exit_code == expected
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("server", "actor", "expected", "first", "last"),
     [
@@ -331,6 +337,7 @@ def recording_python(folder: Path) -> Path:
     return python
 
 
+@pytest.mark.more
 def test_a_run_continues_while_one_of_its_servers_lives(started: type[Job], tmp_path: Path) -> None:
     job = started(
         FAKE_SERVER="dies1",
@@ -356,6 +363,7 @@ GENERATORS = {
 }
 
 
+@pytest.mark.more
 def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: type[Job]) -> None:
     gpus = {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
     job = started(FAKE_ACTOR="trains", FAKE_GENERATOR="dies once", **gpus, **GENERATORS)
@@ -388,6 +396,7 @@ def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: typ
     assert "generator_host=act0" in job.rank(0)["arguments"]
 
 
+@pytest.mark.more
 def test_a_generator_that_always_dies_is_left_out_and_the_run_continues(
     started: type[Job], tmp_path: Path
 ) -> None:
@@ -425,6 +434,7 @@ def test_generators_and_components_belong_together(started: type[Job]) -> None:
     assert "generators" in output
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("server_fault", "expected", "start", "detail"),
     [
@@ -445,6 +455,7 @@ def test_a_server_that_is_never_healthy(
     assert not list(job.run_dir.glob("began.*"))
 
 
+@pytest.mark.more
 def test_an_actor_whose_step_starts_no_task_is_not_waited_for(started: type[Job]) -> None:
     begin = time.monotonic()
     job = started(
@@ -458,6 +469,7 @@ def test_an_actor_whose_step_starts_no_task_is_not_waited_for(started: type[Job]
     assert job.requeued
 
 
+@pytest.mark.more
 def test_files_of_the_folder_of_sbatch_shadow_nothing(started: type[Job], tmp_path: Path) -> None:
     checkout = tmp_path / "submitted" / "reinforce_rl"
     checkout.mkdir(parents=True)
@@ -502,6 +514,7 @@ def test_tasks_that_hang_after_one_was_stopped_alone_get_a_minute(started: type[
     assert (code, job.requeued) == (75, True), lines
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_job_that_is_cancelled_while_its_servers_drain_is_not_requeued(
     started: type[Job], is_cancelled: bool
@@ -515,6 +528,7 @@ def test_a_job_that_is_cancelled_while_its_servers_drain_is_not_requeued(
     assert (code, job.requeued) == (75, not is_cancelled), lines
 
 
+@pytest.mark.more
 def test_the_first_signal_counts(started: type[Job]) -> None:
     job = started(FAKE_ACTOR="trains", FAKE_SERVER="drains slowly")
     job.wait_until_training()
@@ -525,6 +539,7 @@ def test_the_first_signal_counts(started: type[Job]) -> None:
     assert (code, job.requeued) == (75, True), lines
 
 
+@pytest.mark.more
 def test_a_run_in_a_folder_whose_name_needs_quotes(started: type[Job], tmp_path: Path) -> None:
     job = started(REINFORCE_RUN_DIR=str(tmp_path / "lr=1e-6~#é"))
     code, lines = job.finish()
@@ -534,6 +549,7 @@ def test_a_run_in_a_folder_whose_name_needs_quotes(started: type[Job], tmp_path:
     assert parsed.value() == [f"{job.run_dir}/slurm/7-0/ready-0.json"]
 
 
+@pytest.mark.more
 def test_a_server_has_its_time_after_what_an_earlier_attempt_has_left(
     started: type[Job], tmp_path: Path
 ) -> None:
@@ -547,6 +563,7 @@ def test_a_server_has_its_time_after_what_an_earlier_attempt_has_left(
     assert code == 0, lines
 
 
+@pytest.mark.more
 def test_ranks_of_a_launcher_around_the_job_are_forgotten(started: type[Job]) -> None:
     job = started(
         RANK="3", WORLD_SIZE="8", MASTER_ADDR="elsewhere", FAKE_IMAGE="RANK=5 WORLD_SIZE=6"
@@ -556,6 +573,7 @@ def test_ranks_of_a_launcher_around_the_job_are_forgotten(started: type[Job]) ->
     assert environment.keys().isdisjoint({"RANK", "WORLD_SIZE", "MASTER_ADDR"})
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("left", ["900", "unlimited"])
 def test_tasks_know_when_their_job_ends(started: type[Job], left: str) -> None:
     begin = time.time()
@@ -571,6 +589,7 @@ def test_tasks_know_when_their_job_ends(started: type[Job], left: str) -> None:
         assert 899 <= int(end) - begin < 1000
 
 
+@pytest.mark.more
 def test_a_folder_is_read_before_a_file_is_missed(started: type[Job], tmp_path: Path) -> None:
     """Like on NFS, a missing file appears after its folder is read."""
     commands = write_commands(tmp_path / "bin")
@@ -602,6 +621,7 @@ def test_the_log_says_what_is_waited_for(started: type[Job]) -> None:
     assert line.endswith(" s of 32 s: rm-0: see the log")
 
 
+@pytest.mark.more
 def test_a_server_that_is_healthy_is_named(started: type[Job]) -> None:
     _, lines = started().finish()
     assert 'rm-0: healthy, {"host": "127.0.0.1", "port": 9}' in lines
@@ -614,6 +634,7 @@ def test_a_server_that_fails_is_noticed_while_another_loads(started: type[Job]) 
     assert lines[-2].startswith("rm-1 ended before it was healthy; first to fail: rm-1 rank 0 on ")
 
 
+@pytest.mark.more
 def test_files_of_another_job_with_the_same_number_count_for_nothing(
     started: type[Job], tmp_path: Path
 ) -> None:
@@ -632,6 +653,7 @@ def test_files_of_another_job_with_the_same_number_count_for_nothing(
     assert [end.component for end in read_ends(folder)] == ["rm-0"]
 
 
+@pytest.mark.more
 def test_seconds_are_no_octal_numbers(started: type[Job]) -> None:
     job = started(REINFORCE_READY_SECONDS="099", REINFORCE_GRACE_SECONDS="08")
     code, lines = job.finish()
@@ -673,6 +695,7 @@ def test_two_jobs_do_not_work_in_one_folder(started: type[Job], tmp_path: Path) 
     assert "scancel 5" in lines[0]
 
 
+@pytest.mark.more
 def test_more_steps_than_a_finished_run_was_asked_for(started: type[Job], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()

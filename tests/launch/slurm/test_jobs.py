@@ -18,6 +18,7 @@ TWO_AND_TWO = Layout(server_nodes=("rm0", "rm1"), actor_tasks=2)
 TWO_STEPS = [*SHORT, "trainer.reinforce.max_steps=2", "trainer.reinforce.val_check_interval=2"]
 
 
+@pytest.mark.more
 def test_two_and_two_nodes_equal_the_run_without_slurm(lab, world, tmp_path):
     """The server has DP=2, the actor DP=2 and TP=2; without Slurm each has one rank."""
     run = SlurmRun(

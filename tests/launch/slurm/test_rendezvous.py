@@ -57,6 +57,7 @@ def test_the_tasks_of_a_step_meet_at_the_first(tmp_path: Path) -> None:
         assert ports != [int(first["MASTER_PORT"])]
 
 
+@pytest.mark.more
 def test_a_file_of_an_earlier_step_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def health_from(port: int, source: str) -> bytes:
         return connection.recv(1000).split(b"\r\n")[0]
 
 
+@pytest.mark.more
 def test_half_sent_headers_of_one_address_shut_nobody_out(start):
     usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, most))  # as systemd sets it
@@ -179,6 +180,7 @@ def test_half_sent_headers_of_one_address_shut_nobody_out(start):
         resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
 
 
+@pytest.mark.more
 def test_bodies_that_pause_take_no_place_and_no_memory(start):
     """Each declares the largest length, and has sent one byte."""
     front = start(max_in_flight=1, max_queue=0, max_request_bytes=1 << 20, idle_seconds=5.0)
@@ -250,6 +252,7 @@ def test_a_client_that_hangs_up_frees_its_place(start):
     assert front.infer(BODY).code == 200
 
 
+@pytest.mark.more
 def test_health_tells_busy_from_stuck_and_from_dead(start):
     front = start(model_timeout_seconds=3.0)
     code, values = front.health()

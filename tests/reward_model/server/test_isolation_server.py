@@ -19,6 +19,8 @@ from helpers.toy_server import ToyServer
 
 from reinforce_rl.data.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.more
+
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
 DELAY = 30.0  # milliseconds in which eight requests arrive and are merged

@@ -16,9 +16,10 @@ from reinforce_rl.reward_model.server.triton import SHARED_MEMORY_PREFIX, keep_p
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0, reason="only root can attack the server as another user"
-)
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can attack the server as another user"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -386,6 +386,7 @@ def check_layouts(folder: Path, mesh, num_ranks: int, *layouts: str) -> None:
             )
 
 
+@pytest.mark.more
 def test_two_ranks_score_as_one_does_and_survive_a_failed_call(folder, mesh):
     check_layouts(folder, mesh, 2, "2 1 0", "2 1 1", "1 2 0", "1 1 0")
 

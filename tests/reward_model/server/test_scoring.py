@@ -218,6 +218,7 @@ def text_length(rendered: str) -> float:
     return float(len(rendered.removeprefix("U: hi<eos>A: ").removesuffix("<eos>")))
 
 
+@pytest.mark.more
 def test_one_bad_request_among_seven_good_of_a_function(functions):
     fuzz_function(functions, 100, seed=18)
 

@@ -40,6 +40,8 @@ from reinforce_rl.rewards import base
 from reinforce_rl.rewards.wire import INFO_MODEL, ServerInfo
 from reinforce_rl.utils.net import check_port
 
+pytestmark = pytest.mark.more
+
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 triton = pytest.importorskip("tritonclient.http")
 

@@ -35,6 +35,8 @@ from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.transport import FailedAttempt
 
+pytestmark = pytest.mark.more
+
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 triton = pytest.importorskip("tritonclient.http")
 
