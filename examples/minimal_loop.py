@@ -34,8 +34,8 @@ SETTINGS: dict[str, Any] = {  # keys of docs/configuration.md
 }
 PRETRAINED_SETTINGS = {
     **SETTINGS,
-    "model.encoder_seq_length": 256,
-    "model.reinforce.length_params.max_length": 64,
+    "model.encoder_seq_length": 64,
+    "model.reinforce.length_params.max_length": 16,
     "model.optim.lr": 1e-5,
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
 import tempfile
@@ -37,6 +36,11 @@ def example() -> ModuleType:
 @pytest.fixture(scope="module")
 def model(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return example.make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def open_and_close(model: Path, settings: dict[str, Any]) -> None:
+    with reinforce_rl.open_policy(model, ["a:"], **settings):
+        pass
 
 
 class ExampleReward:
@@ -142,8 +146,8 @@ def test_an_advantage_for_each_token_equal_within_responses_is_that_of_the_respo
 )
 def test_wrong_settings_are_refused(example, model, key, setting, value):
     settings = {**example.SETTINGS, setting: value}
-    with pytest.raises(ReinforceError) as caught, contextlib.ExitStack() as stack:
-        stack.enter_context(reinforce_rl.open_policy(model, example.PROMPTS, **settings))
+    with pytest.raises(ReinforceError) as caught:
+        open_and_close(model, settings)
     assert caught.value.key == key
 
 
@@ -151,8 +155,8 @@ def test_data_parallel_ranks_are_refused(example, model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     settings = {**example.SETTINGS, "trainer.devices": 2}
-    with raises_error("api.loop.data_parallel", 2, 1), contextlib.ExitStack() as stack:
-        stack.enter_context(reinforce_rl.open_policy(model, example.PROMPTS, **settings))
+    with raises_error("api.loop.data_parallel", 2, 1):
+        open_and_close(model, settings)
 
 
 def test_a_schedule_is_over_max_steps(example, model):
@@ -163,18 +167,22 @@ def test_a_schedule_is_over_max_steps(example, model):
     }
     with reinforce_rl.open_policy(model, example.PROMPTS, **settings) as policy:
         batch, _ = policy.generate(policy.prompts, 1, step=1)
-        rates = [policy.update(batch, torch.ones(8)).lr for _ in range(2)]
-    assert rates == pytest.approx([0.0075, 0.005])
+        advantages = torch.ones(8)
+        first = policy.update(batch, advantages)
+        second = policy.update(batch, advantages)
+    assert first.lr == pytest.approx(0.0075)
+    assert second.lr == pytest.approx(0.005)
 
 
 def test_misuse_of_a_policy_is_refused(example, model):
     settings = {**example.SETTINGS, "trainer.reinforce.initial_policy_kl_penalty": 0.0}
     with reinforce_rl.open_policy(model, example.PROMPTS, **settings) as policy:
-        with raises_error("api.loop.already_open"), contextlib.ExitStack() as stack:
-            stack.enter_context(reinforce_rl.open_policy(model, example.PROMPTS))
-        first = policy.prompts[0]
+        with raises_error("api.loop.already_open"):
+            open_and_close(model, settings)
+        first, second, *_ = policy.prompts
+        repeated = [first, second, first]
         with raises_error("api.loop.repeated_prompt", first.id, 2):
-            policy.generate([first, policy.prompts[1], first], 2, step=1)
+            policy.generate(repeated, 2, step=1)
         batch, _ = policy.generate([first], 2, step=1)
         assert policy.log_probs(batch).shape == (2, batch.width)
         with raises_error("api.loop.no_reference"):
@@ -183,8 +191,9 @@ def test_misuse_of_a_policy_is_refused(example, model):
         policy.generate([first], 2, step=1)
     with raises_error("api.loop.closed"):
         policy.log_probs(batch)
+    advantages = torch.ones(2)
     with raises_error("api.loop.closed"):
-        policy.update(batch, torch.ones(2))
+        policy.update(batch, advantages)
 
 
 def test_lost_weights_end_the_loop(example, model):
@@ -192,8 +201,9 @@ def test_lost_weights_end_the_loop(example, model):
         batch, _ = policy.generate(policy.prompts, 1, step=1)
         for weights in policy.actor.lm.parameters():
             weights.data.fill_(torch.nan)
+        advantages = torch.ones(8)
         with raises_error("trainer.weights.not_finite"):
-            policy.update(batch, torch.ones(8))
+            policy.update(batch, advantages)
 
 
 @pytest.mark.parametrize(("error", "is_kept"), [(GenerationError, True), (ValueError, False)])
@@ -201,8 +211,8 @@ def test_the_folder_of_logs_is_kept_after_an_error_of_the_engine(
     example, model, tmp_path, monkeypatch, error, is_kept
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(error), contextlib.ExitStack() as stack:
-        policy = stack.enter_context(reinforce_rl.open_policy(model, ["a:"], **example.SETTINGS))
+    opened = reinforce_rl.open_policy(model, ["a:"], **example.SETTINGS)
+    with pytest.raises(error), opened as policy:
         folder = Path(policy.cfg.exp_manager.explicit_log_dir)
         assert folder.parent == tmp_path
         raise error

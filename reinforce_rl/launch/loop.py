@@ -254,9 +254,11 @@ class Policy:
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, step: int
     ) -> tuple[RolloutBatch, RewardRequest]:
-        """Sample `num_samples` responses of each prompt, which are all different.
+        """Sample `num_samples` responses of each prompt.
 
-        `step` selects the noise; `train` counts its steps from 1.
+        Args:
+            prompts: of `Policy.prompts`, none twice.
+            step: selects the noise; `train` counts its steps from 1.
 
         Returns:
             The samples without rewards, all but empty ones valid, and their texts, as a reward
