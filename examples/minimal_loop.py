@@ -24,25 +24,31 @@ from reinforce_rl.algorithm.kl import sequence_kl
 
 PROMPTS = [f"{letter}:" for letter in "aeioutns"]
 SAMPLES = 8  # of each prompt
-MAX_LENGTH = 8  # of a response, in tokens
+LETTERS = 8  # in a response of reward 1
 BETA = 0.01  # cost of a nat of KL from the initial policy, in reward
 SETTINGS: dict[str, Any] = {  # keys of docs/configuration.md
     "trainer.reinforce.initial_policy_kl_penalty": BETA,  # above 0 keeps the initial policy
     "model.encoder_seq_length": 32,
-    "model.reinforce.length_params.max_length": MAX_LENGTH,
+    "model.reinforce.length_params.max_length": 8,  # of a response, in tokens
     "model.optim.lr": 0.01,
+}
+PRETRAINED_SETTINGS = {
+    **SETTINGS,
+    "model.encoder_seq_length": 64,
+    "model.reinforce.length_params.max_length": 16,
+    "model.optim.lr": 1e-5,
 }
 
 
 def reward(prompt: str, response: str) -> float:
-    """Return how often the response has the prompt's first letter, as a share of the longest."""
-    return response.count(prompt[0]) / MAX_LENGTH
+    """Return how often the response has the prompt's first letter, as a share of `LETTERS`."""
+    return min(1.0, response.count(prompt[0]) / LETTERS)
 
 
-def main(model: Path, steps: int) -> list[dict[str, float]]:
+def main(model: Path, steps: int, settings: dict[str, Any] = SETTINGS) -> list[dict[str, float]]:
     """Train for some steps; return each step's numbers."""
     history = []
-    with open_policy(model, PROMPTS, **SETTINGS) as policy:
+    with open_policy(model, PROMPTS, **settings) as policy:
         for step in range(1, steps + 1):
             # Samples of the policy: 8 responses to each of 8 prompts, in prompt-major order.
             batch, texts = policy.generate(policy.prompts, SAMPLES, step)
@@ -114,5 +120,8 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, help="Hugging Face folder (default: a tiny one)")
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        main(arguments.model or make_tiny_model(Path(made)), arguments.steps)
+    if arguments.model is not None:
+        main(arguments.model, arguments.steps, PRETRAINED_SETTINGS)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            main(make_tiny_model(Path(folder)), arguments.steps)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from helpers.tiny_run import compose, tiny_trainer, write_prompts
 
 import reinforce_rl
 from reinforce_rl.config.load import load_config
+from reinforce_rl.errors import GenerationError, ReinforceError
 from reinforce_rl.monitoring.loggers import read_metrics
 from reinforce_rl.policy.build import configured_mesh
 from reinforce_rl.rewards.base import STATUS_OK, CompletedRewards, RewardRequest, Rewards
@@ -35,6 +36,11 @@ def example() -> ModuleType:
 @pytest.fixture(scope="module")
 def model(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return example.make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def open_and_close(model: Path, settings: dict[str, Any]) -> None:
+    with reinforce_rl.open_policy(model, ["a:"], **settings):
+        pass
 
 
 class ExampleReward:
@@ -126,11 +132,90 @@ def test_an_advantage_for_each_token_equal_within_responses_is_that_of_the_respo
     ("key", "setting", "value"),
     [
         ("api.loop.not_colocated", "placement", "disaggregated"),
+        ("api.loop.kl_in_loss", "algorithm", "grpo"),
+        ("api.loop.schedule_without_steps", "model.optim.sched.name", "linear"),
+        ("api.loop.no_effect", "trainer.reinforce.reinforce_epochs", 2),
+        ("api.loop.no_effect", "trainer.reinforce.mini_batches", 2),
+        ("api.loop.no_effect", "trainer.reinforce.max_epochs", 2),
+        ("api.loop.no_effect", "model.global_batch_size", 8),
+        ("api.loop.no_effect", "model.data.data_prefix.validation", None),
+        ("api.loop.no_effect", "exp_manager.loggers", ["wandb"]),
+        ("api.loop.no_effect", "preflight", True),
+        ("api.loop.no_effect", "reward", "function"),
         ("config.key.unknown", "trainer.reinforce.max_step", 1),
         ("config.value.out_of_range", "model.optim.lr", -1.0),
     ],
 )
 def test_wrong_settings_are_refused(example, model, key, setting, value):
     settings = {**example.SETTINGS, setting: value}
-    with raises_error(key, setting), contextlib.ExitStack() as stack:
-        stack.enter_context(reinforce_rl.open_policy(model, example.PROMPTS, **settings))
+    with pytest.raises(ReinforceError) as caught:
+        open_and_close(model, settings)
+    assert caught.value.key == key
+
+
+def test_data_parallel_ranks_are_refused(example, model, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    settings = {**example.SETTINGS, "trainer.devices": 2}
+    with raises_error("api.loop.data_parallel", 2, 1):
+        open_and_close(model, settings)
+
+
+def test_a_schedule_is_over_max_steps(example, model):
+    settings = {
+        **example.SETTINGS,
+        "model.optim.sched.name": "linear",
+        "trainer.reinforce.max_steps": 4,
+    }
+    with reinforce_rl.open_policy(model, example.PROMPTS, **settings) as policy:
+        batch, _ = policy.generate(policy.prompts, 1, step=1)
+        advantages = torch.ones(8)
+        first = policy.update(batch, advantages)
+        second = policy.update(batch, advantages)
+    assert first.lr == pytest.approx(0.0075)
+    assert second.lr == pytest.approx(0.005)
+
+
+def test_misuse_of_a_policy_is_refused(example, model):
+    settings = {**example.SETTINGS, "trainer.reinforce.initial_policy_kl_penalty": 0.0}
+    with reinforce_rl.open_policy(model, example.PROMPTS, **settings) as policy:
+        with raises_error("api.loop.already_open"):
+            open_and_close(model, settings)
+        first, second, *_ = policy.prompts
+        repeated = [first, second, first]
+        with raises_error("api.loop.repeated_prompt", first.id, 2):
+            policy.generate(repeated, 2, step=1)
+        batch, _ = policy.generate([first], 2, step=1)
+        assert policy.log_probs(batch).shape == (2, batch.width)
+        with raises_error("api.loop.no_reference"):
+            policy.reference_log_probs(batch)
+    with raises_error("api.loop.closed"):
+        policy.generate([first], 2, step=1)
+    with raises_error("api.loop.closed"):
+        policy.log_probs(batch)
+    advantages = torch.ones(2)
+    with raises_error("api.loop.closed"):
+        policy.update(batch, advantages)
+
+
+def test_lost_weights_end_the_loop(example, model):
+    with reinforce_rl.open_policy(model, example.PROMPTS, **example.SETTINGS) as policy:
+        batch, _ = policy.generate(policy.prompts, 1, step=1)
+        for weights in policy.actor.lm.parameters():
+            weights.data.fill_(torch.nan)
+        advantages = torch.ones(8)
+        with raises_error("trainer.weights.not_finite"):
+            policy.update(batch, advantages)
+
+
+@pytest.mark.parametrize(("error", "is_kept"), [(GenerationError, True), (ValueError, False)])
+def test_the_folder_of_logs_is_kept_after_an_error_of_the_engine(
+    example, model, tmp_path, monkeypatch, error, is_kept
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    opened = reinforce_rl.open_policy(model, ["a:"], **example.SETTINGS)
+    with pytest.raises(error), opened as policy:
+        folder = Path(policy.cfg.exp_manager.explicit_log_dir)
+        assert folder.parent == tmp_path
+        raise error
+    assert folder.is_dir() == is_kept
