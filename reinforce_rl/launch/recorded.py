@@ -58,7 +58,9 @@ def replay(
     reward: Annotated[
         str | None,
         typer.Option(
-            help="stored, restart, my_rewards.f or http://HOST:PORT; docs/debugging.md#replay"
+            help=(
+                "stored, restart, my_rewards.f or http://HOST:PORT; docs/debugging.md#replay-a-step"
+            )
         ),
     ] = None,
     trust: Trust = False,

@@ -19,7 +19,9 @@ def verdict(findings: Sequence[Finding]) -> str:
     failed = [finding.name for finding in findings if finding.verdict == FAIL]
     if failed:
         return f"FAIL ({', '.join(failed)})"
-    return PASS if any(finding.verdict == PASS for finding in findings) else "FAIL (no check ran)"
+    if any(finding.verdict == PASS for finding in findings):
+        return PASS
+    return "FAIL (no check ran)"
 
 
 def write(folder: Path, findings: Sequence[Finding], about: dict[str, Any]) -> Path:
@@ -67,9 +69,10 @@ def _is_table(value: Any) -> bool:
 def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    return lines + [
-        "| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows
-    ]
+    for row in rows:
+        cells = [_cell(row.get(name)) for name in names]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def _cell(value: Any) -> str:
@@ -77,5 +80,9 @@ def _cell(value: Any) -> str:
         value = [f"{name} {_cell(part)}" for name, part in value.items()]
     if isinstance(value, list):
         return ", ".join(map(_cell, value))
-    text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    one_line = str(value).replace("\n", " ")
+    return one_line.replace("|", "\\|")
