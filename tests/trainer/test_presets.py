@@ -26,7 +26,7 @@ KL_NAMES = {"k1": "k1", "abs(k1)": "absolute_k1", "k3": "k3"}
 AGGREGATIONS = {
     "sum over tokens, mean over sequences": "sequence_sum",
     "mean over tokens": "token_mean",
-    "mean of means": "sequence_mean",
+    "mean over tokens, then over sequences": "sequence_mean",
     "sum / max_length": "fixed_length",
 }
 
@@ -96,11 +96,11 @@ def test_the_page_has_a_row_for_each():
 def test_the_page_says_what_it_sets(preset, right):
     settings = config_of(right, f"algorithm={preset}").trainer.reinforce
     rows = table("Presets")
-    _, kl, ratio, loss, samples = rows[preset]
-    if kl == "the same":
-        kl = rows["rloo"][1]
-    if loss == "the same":
-        loss = rows["rloo"][3]
+    cells = rows[preset]
+    for column, cell in enumerate(cells):
+        if like := re.fullmatch(r"as `(\w+)`", cell):
+            cells[column] = rows[like[1]][column]
+    _, kl, ratio, loss, samples = cells
     assert settings.num_rollouts_per_prompt == int(samples)
     beta = re.search(r"β ([\d.]+)", kl)
     default = 0.0 if kl == "none" else ReinforceConfig().initial_policy_kl_penalty
