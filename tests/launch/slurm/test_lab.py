@@ -17,7 +17,7 @@ import pytest
 from helpers.slurm_lab import assert_nothing_left, processes_of
 from helpers.toy_server import is_alive, wait_for
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.more]
 TESTS = Path(__file__).parents[2]
 HETJOB = """\
 #!/bin/bash

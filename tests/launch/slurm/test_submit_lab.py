@@ -20,7 +20,7 @@ from reinforce_rl.launch.slurm.plan import Component, JobPlan
 from reinforce_rl.launch.slurm.settings import Settings
 from reinforce_rl.launch.slurm.submit import ask_cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.more, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]
 STEPS = 2
 
