@@ -38,6 +38,7 @@ COPIED = (
     "conf",
     "examples",
     "docs",
+    "slurm",
     "recipes",
     "tools",
     "pyproject.toml",
