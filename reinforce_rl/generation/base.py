@@ -49,7 +49,7 @@ class WeightUpdates(Protocol):
         """Version of the weights in the model."""
         ...
 
-    def next_action(self, unfinished: int) -> Literal["go on", "load", "stop"]:
+    def next_action(self, unfinished: int) -> Literal["continue", "load", "stop"]:
         """Return the action before the next token; `unfinished` responses run or wait for room.
 
         "load": call `load` and continue with the present cache. "stop": return the responses as

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import pkgutil
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from reinforce_rl.config.monitoring import LOGGERS
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.monitoring.loggers import SUCCESS, BackgroundLogger, Level, MetricLogger
 from reinforce_rl.utils.files import plain_number
+from reinforce_rl.utils.user_class import OR_A_CLASS, import_user_class
 
 # Timeouts of a wandb run; `FINISH_SECONDS` is below `CLOSE_SECONDS` of its thread.
 START_SECONDS = 60
@@ -73,12 +73,11 @@ def logger_class(name: str) -> LoggerClass:
     entry = LOGGERS.get(name)
     class_name = name if entry is None else entry.class_name
     try:
-        kind = pkgutil.resolve_name(class_name)
-    except Exception as error:
+        kind = import_user_class(class_name)
+    except ImportError as error:
         sentence = (
-            f"exp_manager.loggers has {name!r}, which cannot be imported: {type(error).__name__}: "
-            f"{error}. Expected {', '.join(LOGGERS)}, or a class in a module of the folder where "
-            "you start, or on PYTHONPATH"
+            f"exp_manager.loggers has {name!r}, which {error}. Expected {', '.join(LOGGERS)}, "
+            f"{OR_A_CLASS}"
         )
         raise ConfigError([Fault(sentence, key="loggers.class.not_importable")]) from error
     if not (isinstance(kind, type) and issubclass(kind, MetricLogger)):

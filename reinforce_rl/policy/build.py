@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.utils.console import warn_once
+from reinforce_rl.utils.user_class import OR_A_CLASS, import_user_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,11 +162,14 @@ def build_generator(
         )
     if cfg.generation not in ENGINES:
         try:
-            kind = pkgutil.resolve_name(cfg.generation)
-        except (ImportError, AttributeError) as error:
-            sentence = f"generation is {cfg.generation!r}, which cannot be imported: {error}"
+            generator_class = import_user_class(cfg.generation)
+        except ImportError as error:
+            sentence = (
+                f"generation is {cfg.generation!r}, which {error}. Expected native, "
+                f"{', '.join(ENGINES)}, {OR_A_CLASS}"
+            )
             raise ConfigError([Fault(sentence, key="generation.class.not_importable")]) from error
-        generator = kind(cfg, lm, tokenizer)
+        generator = generator_class(cfg, lm, tokenizer)
         if cfg.rollout_order == "finished" and not hasattr(generator, "resume"):
             sentence = (
                 f"rollout_order is finished, but {cfg.generation} has no method resume; expected "

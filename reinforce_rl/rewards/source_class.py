@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import pkgutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import ConfigError, Fault, ReinforceError, RewardServerError
 from reinforce_rl.rewards.base import CompletedRewards, RewardFuture, RewardRequest, Rewards
+from reinforce_rl.utils.user_class import OR_A_CLASS, import_user_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,14 +97,9 @@ def load_source_class(name: str) -> SourceClass:
     Raises ConfigError: it cannot be imported, or lacks a method.
     """
     try:
-        source_class = pkgutil.resolve_name(name)
-    except Exception as error:
-        reason = str(error) or "no message"
-        sentence = (
-            f"reward is {name!r}, which cannot be imported: {type(error).__name__}: {reason}. "
-            "Expected server, function, or a class in a module of the folder where you start, or "
-            "on PYTHONPATH"
-        )
+        source_class = import_user_class(name)
+    except ImportError as error:
+        sentence = f"reward is {name!r}, which {error}. Expected server, function, {OR_A_CLASS}"
         raise ConfigError([Fault(sentence, key="reward.class.not_importable")]) from error
     for method in _METHODS:
         if not callable(getattr(source_class, method, None)):
@@ -119,8 +114,8 @@ def load_source_class(name: str) -> SourceClass:
 def is_source_class(name: str) -> bool:
     """Import a dotted name and return True if it is a class for `reward`."""
     try:
-        source_class = pkgutil.resolve_name(name)
-    except Exception:
+        source_class = import_user_class(name)
+    except ImportError:
         return False
     return isinstance(source_class, type) and callable(getattr(source_class, "infer_rm", None))
 

@@ -309,7 +309,7 @@ class GeneratorRank:
 
     def next_action(
         self, unfinished: int, few: int, with_room: int
-    ) -> Literal["go on", "load", "stop"]:
+    ) -> Literal["continue", "load", "stop"]:
         """Return what is to happen before the next token.
 
         Args:
@@ -317,7 +317,7 @@ class GeneratorRank:
             few: so many end the call, so that groups that are whole are given back.
             with_room: with so many there is room for a group more.
         """
-        action: Literal["go on", "load", "stop"] = "go on"
+        action: Literal["continue", "load", "stop"] = "continue"
         if self._is_leader:
             with self._changed:
                 if self._failure is not None:
@@ -573,7 +573,7 @@ class InFlight:
     def version(self) -> int:
         return self._rank.version
 
-    def next_action(self, unfinished: int) -> Literal["go on", "load", "stop"]:
+    def next_action(self, unfinished: int) -> Literal["continue", "load", "stop"]:
         return self._rank.next_action(unfinished, self._few, self._with_room)
 
     def load(self) -> None:

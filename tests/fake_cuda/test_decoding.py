@@ -121,7 +121,7 @@ def test_new_weights_between_graphed_steps(machine, folders):
                 parameter.copy_(value)
 
         engine = NativeGenerator(lm, load_tokenizer(folders[4]))
-        updates = PlannedUpdates("go on", "load", "stop", load=load, version=5)
+        updates = PlannedUpdates("continue", "load", "stop", load=load, version=5)
         stopped = engine.resume(new_responses(prompts, 2, 0), params, updates)
         ended = engine.resume(stopped, params, PlannedUpdates(version=7))
     assert updates.version == 6

@@ -79,7 +79,7 @@ def test_stopped_and_resumed(kind, max_tokens, decoder, lm, folder, prompts):
     was_partial = False
     while any(response.finish_reason is None for response in responses):
         responses = engine.resume(
-            responses, params, PlannedUpdates(*["go on"] * (calls % 3), "stop")
+            responses, params, PlannedUpdates(*["continue"] * (calls % 3), "stop")
         )
         was_partial |= any(
             response.finish_reason is None and response.tokens for response in responses
@@ -163,7 +163,7 @@ def test_weights_that_change_with_the_cache_kept(decoder, policy, folder, prompt
     responses = engine_of(policy.lm, folder).resume(
         new_responses(prompts, 2, 3),
         LONG,
-        PlannedUpdates("go on", "load", load=policy.change, version=3),
+        PlannedUpdates("continue", "load", load=policy.change, version=3),
     )
     for response in responses:
         count = response.versions.index(4)
@@ -182,7 +182,7 @@ def test_weights_that_change_with_the_cache_kept(decoder, policy, folder, prompt
 def test_weights_that_change_with_the_cache_rebuilt(decoder, policy, folder, prompts):
     engine = engine_of(policy.lm, folder)
     stopped = engine.resume(
-        new_responses(prompts, 2, 3), LONG, PlannedUpdates("go on", "stop", version=3)
+        new_responses(prompts, 2, 3), LONG, PlannedUpdates("continue", "stop", version=3)
     )
     policy.change()
     for response in engine.resume(stopped, LONG, PlannedUpdates(version=4)):

@@ -168,7 +168,7 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
         return result
 
     monkeypatch.setattr(process.EngineProcess, "call", noted)
-    updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
+    updates = PlannedUpdates("continue", engine.once_drawing("load"), load=engine.load)
     with engine.generator.awake():
         engine.call("set_pace", SLOW)
         responses = engine.generator.resume(new_responses([PROMPT], 6, 3), PARAMS, updates)
@@ -196,7 +196,7 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
 
 
 def test_stopped_and_resumed_under_newer_weights(engine):
-    stop = PlannedUpdates("go on", engine.once_drawing("stop"))
+    stop = PlannedUpdates("continue", engine.once_drawing("stop"))
     partial = engine.resume(new_responses([PROMPT], 6, 3), stop, pace=SLOW)
     assert [response.finish_reason for response in partial] == [None] * 6
     expected = [False] * 2 + [True] * AT_ONCE
@@ -234,7 +234,7 @@ def test_a_greedy_response_in_parts_equals_the_whole(engine):
     lengths = []
     for _ in range(2):
         parts = engine.resume(
-            parts, PlannedUpdates("go on", engine.once_drawing("stop", 2)), params, pace=SLOW
+            parts, PlannedUpdates("continue", engine.once_drawing("stop", 2)), params, pace=SLOW
         )
         lengths.append([len(response.tokens) for response in parts])
     for first, second in zip(*lengths, strict=True):
@@ -271,7 +271,7 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
             processes_of(engine.generator)[name].kill()
         return call(engine_process, called, *arguments, **options)
 
-    updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
+    updates = PlannedUpdates("continue", engine.once_drawing("load"), load=engine.load)
     monkeypatch.setattr(process.EngineProcess, "call", struck)
     responses = engine.resume(new_responses([PROMPT], 6, 3), updates, pace=SLOW)
     assert "struck" in seen

@@ -12,11 +12,11 @@ from torch import Tensor
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.megatron.model.model import CausalLM
 
-Action = Literal["go on", "load", "stop"]
+Action = Literal["continue", "load", "stop"]
 
 
 class PlannedUpdates:
-    """`WeightUpdates` that calls its actions in turn, then returns "go on" forever.
+    """`WeightUpdates` that calls its actions in turn, then returns "continue" forever.
 
     Args:
         load: the function that `load` calls.
@@ -35,7 +35,7 @@ class PlannedUpdates:
 
     def next_action(self, unfinished: int) -> Action:
         self.running.append(unfinished)
-        action = self._actions.pop(0) if self._actions else "go on"
+        action = self._actions.pop(0) if self._actions else "continue"
         return action() if callable(action) else action
 
     def load(self) -> None:

@@ -278,7 +278,7 @@ class Decoding:
     def _is_stopped(self) -> bool:
         """Apply `updates` before the next token; return True if the call ends."""
         updates = self._updates
-        if updates is None or (action := updates.next_action(self._schedule.unfinished)) == "go on":
+        if updates is None or (action := updates.next_action(self._schedule.unfinished)) == "continue":
             return False
         if action == "stop":
             return True

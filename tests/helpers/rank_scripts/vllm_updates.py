@@ -50,7 +50,7 @@ def main() -> None:
             change_weights(lm)
             versions.keep(1)
 
-        updates = PlannedUpdates("go on", once_drawing, "go on", "stop", load=load)
+        updates = PlannedUpdates("continue", once_drawing, "continue", "stop", load=load)
         with generator.awake():
             if engine is not None:
                 engine.call("set_pace", SLOW)

@@ -25,8 +25,8 @@ from reinforce_rl.megatron.model.model import CausalLM
 class SameWeights:
     version = 0
 
-    def next_action(self, unfinished: int) -> Literal["go on"]:
-        return "go on"
+    def next_action(self, unfinished: int) -> Literal["continue"]:
+        return "continue"
 
     def load(self) -> None:
         raise AssertionError("there are no others")
