@@ -41,8 +41,6 @@ from reinforce_rl.rewards.transport import ModelAddress
 from reinforce_rl.rewards.wire import text_arrays
 from reinforce_rl.utils.net import Address
 
-pytestmark = pytest.mark.more
-
 SHARE = "helpers.reward_functions.share_of_letters"
 TESTS = Path(__file__).parents[1]
 TOLD = "helpers.reward_functions.told"
@@ -146,6 +144,7 @@ def test_a_run_asks_the_function_with_the_prompts_own_fields(in_trainer):
     assert {sample.finished for sample in samples} == {True, False}
 
 
+@pytest.mark.more
 def test_the_served_function_makes_the_same_run(in_trainer, server, tmp_path, mesh):
     port = f"remote_rm.reward_model.port={server.port}"
     rewards, final, _ = run(tmp_path / "run", mesh, port)
@@ -155,6 +154,7 @@ def test_the_served_function_makes_the_same_run(in_trainer, server, tmp_path, me
         assert torch.equal(left, right)
 
 
+@pytest.mark.more
 def test_the_served_functions_answers(server):
     model = ModelAddress(Address("127.0.0.1", server.port), "reward_model", None)
     info = transport.wait_for(transport.ask_description(model, 10.0))
@@ -193,6 +193,7 @@ def test_the_served_functions_answers(server):
         ask(("sentences", ["abc"]))
 
 
+@pytest.mark.more
 def test_a_request_larger_than_the_servers_limit_is_split(server):
     prompts = [f"p{i}" for i in range(300)]
     request = request_of(prompts, ["e"] * 300, [{"letters": "e"}] * 300)
