@@ -500,7 +500,7 @@ def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
         ),
     ],
 )
-def test_what_cannot_work_is_told(overrides, key, named, tmp_path):
+def test_what_cannot_work_is_refused(overrides, key, named, tmp_path):
     with pytest.raises(ConfigError) as error:
         tiny_config(tmp_path, "trainer.devices=2", *overrides)
     check_fault(error.value.faults, key, *named)

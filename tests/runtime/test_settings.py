@@ -263,7 +263,7 @@ class TestOtherSettings:
 class TestRecordedSettings:
     """What a start records, compares and refuses to record."""
 
-    def test_another_file_of_a_reward_function_is_told(self, tmp_path, monkeypatch):
+    def test_another_file_of_a_reward_function_is_reported(self, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)
         (tmp_path / "my_own.py").write_text(
             "def short(prompt, response, record):\n    return 1.0\n"

@@ -104,7 +104,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def test_what_is_told_of_a_shortage(clock):
+def test_what_is_reported_of_a_shortage(clock):
     timer = RunTimer(100.0, JobTimes(0.0))
     timer.saved(8.0)
     timer.begin_step()
