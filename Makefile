@@ -5,7 +5,7 @@
 #                         a GPU all the same); https://download.pytorch.org/whl/cpu has the CPU build
 #   PIP_ARGS=...          further arguments for every `pip install`, e.g. an index or a folder of wheels
 #   PYTEST_ARGS=...       further arguments for pytest, e.g. PYTEST_ARGS="-k reward -x"
-#   TEST_WORKERS=N        processes that tests run in, 3 unless told; 0 runs them in pytest's own
+#   TEST_WORKERS=N        processes that tests run in, 3 by default; 0 runs them in pytest's own
 #   BENCH_ARGS=...        options of benchmarks/compare_trl.py, e.g. BENCH_ARGS="--group 8 --prompt-tokens 256"
 #   GPU_CHECK_ARGS=...    options of tools/gpu_check.py, e.g. GPU_CHECK_ARGS="--only machine attention"
 #   IMAGE_PYTHON=python   the interpreter of `make rehearse`; without it a Python 3.12 that runs, else the nearest

@@ -26,7 +26,8 @@ from reinforce_rl.rewards.base import STATUS_OK, CompletedRewards, RewardRequest
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("minimal_loop", ROOT / "examples/minimal_loop.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -15,13 +14,6 @@ from helpers.tiny_run import tiny_config
 from rich.console import Console
 
 from reinforce_rl.debugging.diff import diff, write
-from reinforce_rl.debugging.differences import (
-    EQUAL_BITS,
-    ROUNDING,
-    Bounds,
-    missing_samples,
-    sample_differences,
-)
 from reinforce_rl.monitoring.records import rollout_files
 from reinforce_rl.trainer.run import train
 
@@ -174,15 +166,6 @@ def test_what_changed_on_the_way_is_named_with_its_step(folder: Path, tmp_path: 
     )
 
 
-def test_long_texts_are_shown_where_they_part() -> None:
-    text = "You are a helpful assistant. " * 5
-    differences = sample_differences(
-        table(prompt=[text + "Bake bread"]), table(prompt=[text + "Bake breads"]), ["prompt"]
-    )
-    assert 'bread" and "...' in str(differences[0]).replace('..."', '"...')
-    assert "from character 155" in str(differences[0])
-
-
 def test_runs_without_a_common_step(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").write_text('{"step": 1, "time": 0}\n')
@@ -190,40 +173,3 @@ def test_runs_without_a_common_step(folder: Path, tmp_path: Path) -> None:
     rollouts = [rollouts_folder, tmp_path / "empty" / "rollouts"]
     with raises_error("diff.steps.none_in_common", "1 to 4", *rollouts):
         diff(folder / "base", tmp_path / "empty")
-
-
-def table(**columns: list) -> pa.Table:
-    count = len(next(iter(columns.values())))
-    return pa.table({"prompt_id": list(range(count)), "sample_id": [0] * count, **columns})
-
-
-@pytest.mark.parametrize(
-    ("values", "other", "bounds", "expected"),
-    [
-        ([1.0, 2.0], [1.0, 2.0], EQUAL_BITS, None),
-        ([1.0, 2.0], [1.0, math.nextafter(2.0, 3.0)], EQUAL_BITS, (1, None)),
-        ([1.0, 2.0], [1.0, 2.0001], ROUNDING, None),
-        ([1.0, 2.0], [1.0, 2.1], ROUNDING, (1, None)),
-        ([1.0, None], [1.0, 2.0], ROUNDING, (1, None)),
-        ([math.nan], [math.nan], ROUNDING, None),
-        ([[1, 2, 3]], [[1, 5, 3]], ROUNDING, (0, 1)),
-        ([[1, 2, 3]], [[1, 2]], ROUNDING, (0, 2)),
-        ([[0.5, 0.25]], [[0.5, 0.75]], ROUNDING, (0, 1)),
-        ([[0.5, 0.25]], [None], ROUNDING, (0, None)),
-        (["a", "b"], ["a", "c"], ROUNDING, (1, None)),
-    ],
-)
-def test_columns(values: list, other: list, bounds: Bounds, expected: tuple | None) -> None:
-    differences = sample_differences(table(x=values), table(x=other), ["x", "absent"], bounds)
-    places = [(each.prompt_id, each.token) for each in differences]
-    assert places == ([] if expected is None else [expected])
-
-
-def test_samples_that_one_lacks() -> None:
-    first = table(x=[1, 2, 3])
-    second = table(x=[1, 2])
-    assert missing_samples(first, first) is None
-    missing = missing_samples(first, second)
-    assert missing is not None
-    expected = (*("sample 2 of the step", "prompt 2, sample 0", "none", 1),)
-    assert (missing.quantity, missing.first, missing.second, missing.count) == expected

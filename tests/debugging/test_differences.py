@@ -1,4 +1,4 @@
-"""Equality of records: bits, rounding, NaN, moments, and facts that one record lacks."""
+"""Equality of samples and records: bits, rounding, NaN, moments, and what one of two lacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 from reinforce_rl.debugging.differences import (
     EQUAL_BITS,
     ROUNDING,
+    Bounds,
     fact_differences,
+    missing_samples,
     number_differences,
     sample_differences,
     tensor_differences,
@@ -134,3 +136,49 @@ def test_facts_that_one_of_two_records_lacks_are_no_difference():
     facts = fact_differences(known, other)
     assert len(facts) == 3
     assert "reward" in facts[0]
+
+
+def table(**columns: list) -> pa.Table:
+    count = len(next(iter(columns.values())))
+    return pa.table({"prompt_id": list(range(count)), "sample_id": [0] * count, **columns})
+
+
+@pytest.mark.parametrize(
+    ("values", "other", "bounds", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], EQUAL_BITS, None),
+        ([1.0, 2.0], [1.0, math.nextafter(2.0, 3.0)], EQUAL_BITS, (1, None)),
+        ([1.0, 2.0], [1.0, 2.0001], ROUNDING, None),
+        ([1.0, 2.0], [1.0, 2.1], ROUNDING, (1, None)),
+        ([1.0, None], [1.0, 2.0], ROUNDING, (1, None)),
+        ([math.nan], [math.nan], ROUNDING, None),
+        ([[1, 2, 3]], [[1, 5, 3]], ROUNDING, (0, 1)),
+        ([[1, 2, 3]], [[1, 2]], ROUNDING, (0, 2)),
+        ([[0.5, 0.25]], [[0.5, 0.75]], ROUNDING, (0, 1)),
+        ([[0.5, 0.25]], [None], ROUNDING, (0, None)),
+        (["a", "b"], ["a", "c"], ROUNDING, (1, None)),
+    ],
+)
+def test_columns(values: list, other: list, bounds: Bounds, expected: tuple | None) -> None:
+    differences = sample_differences(table(x=values), table(x=other), ["x", "absent"], bounds)
+    places = [(each.prompt_id, each.token) for each in differences]
+    assert places == ([] if expected is None else [expected])
+
+
+def test_samples_that_one_lacks() -> None:
+    first = table(x=[1, 2, 3])
+    second = table(x=[1, 2])
+    assert missing_samples(first, first) is None
+    missing = missing_samples(first, second)
+    assert missing is not None
+    expected = ("sample 2 of the step", "prompt 2, sample 0", "none", 1)
+    assert (missing.quantity, missing.first, missing.second, missing.count) == expected
+
+
+def test_long_texts_are_shown_where_they_part() -> None:
+    text = "You are a helpful assistant. " * 5
+    differences = sample_differences(
+        table(prompt=[text + "Bake bread"]), table(prompt=[text + "Bake breads"]), ["prompt"]
+    )
+    assert 'bread" and "...' in str(differences[0]).replace('..."', '"...')
+    assert "from character 155" in str(differences[0])

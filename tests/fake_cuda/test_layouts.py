@@ -37,10 +37,20 @@ WINDOW = 7  # for families with a window: prompt and response are longer
 NAMED = ("TP2 SP", "PP2", "CP2", "DP2 distributed optimizer", "TP2 PP2 SP")
 # Other layouts run the same code, on more ranks or with more of them parallel.
 ALIKE: set[Any] = {
-    *("TP2 DP2", "TP2 PP2", "PP2 DP2", "TP2 CP2", "CP2 DP2"),
-    *("PP4", "TP4 SP", "CP4", "DP4"),
-    *("PP2 bf16", "CP2 bf16"),
-    *("CP2 LoRA", "TP2 PP2 SP LoRA", "PP2 DP2 distributed optimizer LoRA"),
+    "TP2 DP2",
+    "TP2 PP2",
+    "PP2 DP2",
+    "TP2 CP2",
+    "CP2 DP2",
+    "PP4",
+    "TP4 SP",
+    "CP4",
+    "DP4",
+    "PP2 bf16",
+    "CP2 bf16",
+    "CP2 LoRA",
+    "TP2 PP2 SP LoRA",
+    "PP2 DP2 distributed optimizer LoRA",
 }
 # The same for families, whose differences the other models combine.
 ALIKE |= {"llama_bias", "mistral", "qwen2", "qwen2_padded", "qwen2_window", "qwen3"}

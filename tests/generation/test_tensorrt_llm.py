@@ -43,8 +43,6 @@ from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.policy.build import build_generator
 
-pytestmark = pytest.mark.more
-
 ENGINE = ("generation=tensorrt_llm", "engine.weight_bucket_megabytes=1")
 OF_RUNS = (
     "trainer.reinforce.val_check_interval=2",
@@ -89,6 +87,7 @@ def runs(tmp_path_factory, mesh):
     return folder
 
 
+@pytest.mark.more
 class TestRun:
     """The trainer with the fake engine against the trainer with the native engine."""
 
@@ -169,6 +168,7 @@ class TestRun:
         return calls_of(given)
 
 
+@pytest.mark.more
 class TestContract:
     def test_a_call_that_drifts_is_refused(self, tmp_path, mesh, fake_engine):
         record = Path(__file__).with_name("tensorrt_llm_signatures.json")
@@ -214,6 +214,7 @@ class TestContract:
         assert "tensorrt_llm" not in sys.modules
 
 
+@pytest.mark.more
 class TestStart:
     """Arguments of the engine, checked against each version's signatures."""
 
@@ -315,6 +316,7 @@ class TestSamples:
         assert asked.top_p is None
         assert asked.repetition_penalty == 1.5
 
+    @pytest.mark.more
     def test_an_end_string_cuts_wherever_its_text_appears(self, engine):
         tokens = (6, 7, 8, 9)
         text = engine._tokenizer.decode([6, 7, 8])
@@ -325,6 +327,7 @@ class TestSamples:
         assert cut.stopped is True
         assert engine._cut_at_end_string(Answer(tokens), ("nowhere",)) == Answer(tokens)
 
+    @pytest.mark.more
     def test_an_end_string_cuts_beside_an_id_that_the_tokenizer_lacks(self, engine, tmp_path):
         # Like Qwen2.5: the model has 152064 ids, the tokenizer 151665.
         engine._tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "small", 20))
@@ -338,6 +341,7 @@ class TestSamples:
         outside = Answer((6, 7, 8, beyond + 1))  # ids of an invalid response
         assert engine._cut_at_end_string(outside, (end,)) == outside
 
+    @pytest.mark.more
     def test_rows_of_unequal_length_are_padded(self, engine):
         answers = [Answer((5, 6), (-1.0, -2.0), stopped=True), Answer((), ()), Answer((4,), None)]
         completions = engine._completions(answers[:2], PARAMS)
@@ -354,6 +358,7 @@ class TestSamples:
         assert engine._completions(answers, PARAMS).log_probs is None
 
 
+@pytest.mark.more
 class TestFaults:
     """A fault is survived, or gives an error that says what happened and what to do."""
 

@@ -281,6 +281,15 @@ def _wrong_length(rng: random.Random, sequences: list[list[int]], _: int) -> Fuz
 
 
 _WRONG = (
-    *(_wrong_value, _wrong_value, _wrong_data, _wrong_ids, _wrong_binary, _wrong_binary),
-    *(_wrong_header, _wrong_json, _wrong_text, _wrong_set, _wrong_length),
+    _wrong_value,
+    _wrong_value,
+    _wrong_data,
+    _wrong_ids,
+    _wrong_binary,
+    _wrong_binary,
+    _wrong_header,
+    _wrong_json,
+    _wrong_text,
+    _wrong_set,
+    _wrong_length,
 )

@@ -152,7 +152,7 @@ def sees(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     return float(Path(name).exists())
 
 
-def told(prompt: str, response: str, record: Mapping[str, Any], *, folder: str = "") -> float:
+def scripted(prompt: str, response: str, record: Mapping[str, Any], *, folder: str = "") -> float:
     """Do what the response says; otherwise return the record's number."""
     if response == "sleep":
         time.sleep(600)

@@ -25,27 +25,23 @@ from helpers.archives import pickle_of_key
 SECRET = "the-readers-secret"
 # Modules that a command imports, or that Python or a library imports if they exist.
 MODULES = (
-    *(
-        "sitecustomize",
-        "usercustomize",
-        "json",
-        "numpy",
-        "torch",
-        "yaml",
-        "wandb",
-        "transformers",
-        "pyarrow",
-    ),
-    *(
-        "megatron",
-        "tritonclient",
-        "aiohttp",
-        "reinforce_rl",
-        "helpers",
-        "conftest",
-        "trap",
-        "antlr4",
-    ),
+    "sitecustomize",
+    "usercustomize",
+    "json",
+    "numpy",
+    "torch",
+    "yaml",
+    "wandb",
+    "transformers",
+    "pyarrow",
+    "megatron",
+    "tritonclient",
+    "aiohttp",
+    "reinforce_rl",
+    "helpers",
+    "conftest",
+    "trap",
+    "antlr4",
 )
 
 

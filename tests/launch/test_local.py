@@ -247,7 +247,9 @@ def test_port_and_token_go_to_both_sides_unless_the_user_chose(tmp_path):
         f"inference.port={plan.address.port}",
     )
     assert plan.actor == (
-        *(sys.executable, "a", "y=2"),
+        sys.executable,
+        "a",
+        "y=2",
         "remote_rm.reward_model.ip=127.0.0.1",
         f"remote_rm.reward_model.port={plan.address.port}",
         "remote_rm.reward_model.name=reward_model",

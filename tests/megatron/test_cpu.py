@@ -36,11 +36,13 @@ import megatron.core.tensor_parallel.layers as layers
 import megatron.core.tensor_parallel.random as tracker
 
 assert enable_cpu_support() is False
-assert layers.torch is torch and tracker.torch is torch
+assert layers.torch is torch
+assert tracker.torch is torch
 assert tracker._get_cuda_rng_state.__module__ == tracker.__name__
 changed = [name for name, value in before[0].items() if vars(torch.cuda)[name] is not value]
 assert not changed, changed
-assert torch.Tensor.type is before[1] and torch.Tensor.cuda is before[2]
+assert torch.Tensor.type is before[1]
+assert torch.Tensor.cuda is before[2]
 finders = [type(finder).__module__ for finder in sys.meta_path]
 assert not [module for module in finders if "reinforce_rl.megatron" in module]
 assert torch._dynamo.config.disable == dynamo

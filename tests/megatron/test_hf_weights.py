@@ -35,8 +35,6 @@ from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import export_hf_folder, load_hf_weights
 from reinforce_rl.megatron.weight_map import EMBEDDING, weight_map
 
-pytestmark = pytest.mark.more
-
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -467,6 +465,7 @@ def expected():
     return {name: (value, transformers_logits(model, value)) for name, value in tokens.items()}
 
 
+@pytest.mark.more
 def test_logits_on_one_rank_and_export(expected, mesh, tmp_path):
     lm = megatron_model(smollm2_folder(), mesh)
     for tokens, logits in expected.values():
@@ -498,6 +497,7 @@ def two_ranks(tmp_path_factory):
     return {folder.name: (folder, out) for folder in folders}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["tied", "untied_odd", "odd_groups", "one_group"])
 def test_small_models_on_two_ranks(name, two_ranks):
     folder, out = two_ranks[name]
@@ -509,6 +509,7 @@ def test_small_models_on_two_ranks(name, two_ranks):
     assert_same_weights(out / name, folder)
 
 
+@pytest.mark.more
 def test_real_weights_on_two_ranks(two_ranks, expected):
     folder, out = two_ranks[smollm2_folder().name]
     logits = torch.load(out / f"{folder.name}.pt")

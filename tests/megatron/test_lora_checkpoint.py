@@ -30,8 +30,6 @@ from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.convert import to_hf
 from reinforce_rl.megatron.hf_folder import HFFolder
 
-pytestmark = pytest.mark.more
-
 DRIVER = Path(__file__).parents[1] / "helpers" / "train_tiny.py"
 RECOMPUTED = (
     "model.activations_checkpoint_granularity=full",
@@ -72,6 +70,7 @@ def whole_run(mesh, tmp_path_factory):
     return folder, run(folder, mesh, *LONG)
 
 
+@pytest.mark.more
 def test_learns_and_leaves_the_base(whole_run, mesh):
     folder, trainer = whole_run
     lines = [line for line in metrics_of(folder) if "train/rewards" in line]
@@ -87,6 +86,7 @@ def test_learns_and_leaves_the_base(whole_run, mesh):
         assert torch.equal(frozen[name], base[name])
 
 
+@pytest.mark.more
 def test_checkpoint_holds_the_updates_alone(whole_run):
     folder, trainer = whole_run
     checkpoint = latest_checkpoint(folder / "run" / "checkpoints")
@@ -101,6 +101,7 @@ def test_checkpoint_holds_the_updates_alone(whole_run):
     )
 
 
+@pytest.mark.more
 def test_resumes_bit_for_bit(whole_run, mesh, tmp_path):
     run(tmp_path, mesh, *LONG, "trainer.reinforce.max_steps=12")
     again = run(tmp_path, mesh, *LONG)
@@ -235,6 +236,7 @@ def test_fingerprint(tmp_path):
     assert len({single.fingerprint(), *(HFFolder(folder).fingerprint() for folder in others)}) == 3
 
 
+@pytest.mark.more
 def test_exports_at_the_end(whole_run, tmp_path):
     folder, trainer = whole_run
     merged = load_file(
@@ -253,6 +255,7 @@ def test_exports_at_the_end(whole_run, tmp_path):
     assert config["base_model_name_or_path"] == str(folder / "model")
 
 
+@pytest.mark.more
 def test_a_checkpoint_as_a_hugging_face_folder(whole_run, mesh, tmp_path):
     """`convert_checkpoint.py to-hf` merges like the run itself."""
     folder, trainer = whole_run

@@ -205,7 +205,7 @@ def test_what_is_off_is_not_said():
     assert said(AlertRules({"skipped": "off"}), iter(lines)) == []
 
 
-def test_a_gap_of_older_weights_is_none():
+def test_a_logprob_diff_of_older_weights_is_no_alert():
     assert (
         said(AlertRules(), with_fault(becomes(generator_logprob_diff=1.0, staleness=1.0), 30)) == []
     )
@@ -412,10 +412,10 @@ class TestThresholds:
         assert len(steps_of("skipped", series)) == said
 
     @pytest.mark.parametrize(
-        ("rewards", "deviation", "speaks"),
+        ("rewards", "reward_std", "speaks"),
         [
             (1.0, 0.0, True),
-            (1.0, 0.0099, True),  # 2 % of the deviation at first, 0.5
+            (1.0, 0.0099, True),  # 2 % of the std at first, 0.5
             (1.0, 0.0101, False),
             (1000.0, 0.099, True),  # 1e-4 of the reward: rounding of large rewards
             (1000.0, 0.101, False),
@@ -423,14 +423,14 @@ class TestThresholds:
             (0.0, 1e-13, True),
         ],
     )
-    def test_rewards_that_are_nearly_constant(self, rewards, deviation, speaks):
+    def test_rewards_that_are_nearly_constant(self, rewards, reward_std, speaks):
         start = [{"rewards": rewards}] * 3
-        fault = {"rewards": rewards, "reward_std": deviation}
+        fault = {"rewards": rewards, "reward_std": reward_std}
         series = [*start, *[fault] * 3]
         assert steps_of("constant_reward", series) == ([6] if speaks else [])
 
     def test_rewards_that_are_constant_from_the_first_step_on(self):
-        """Before the third step there is no first deviation to compare with, nor later."""
+        """Before the third step there is no first std to compare with, nor later."""
         fault = {"rewards": 0.5, "reward_std": 0.0}
         assert steps_of("constant_reward", [fault] * 4) == [3]
         assert steps_of("constant_reward", [{"rewards": 0.0, "reward_std": 1e-13}] * 4) == [3]
@@ -450,7 +450,7 @@ class TestThresholds:
             (0.95, 0.69, True),
         ],
     )
-    def test_responses_that_are_cut(self, first, now, speaks):
+    def test_responses_that_are_truncated(self, first, now, speaks):
         """More than half of them, or a quarter more than at first."""
         ended = "fraction_of_samples_properly_ended"
         lines = [{ended: first}] * 5 + [{ended: now}] * 5
@@ -495,8 +495,8 @@ class TestThresholds:
 
     @pytest.mark.parametrize("name", list(GAP_LIMITS))
     @pytest.mark.parametrize(("factor", "speaks"), [(0.99, False), (1.01, True)])
-    def test_a_gap_between_trainer_and_generator(self, name, factor, speaks):
-        usual = {gap: 0.5 * limit for gap, limit in GAP_LIMITS.items()}
+    def test_a_logprob_diff_between_trainer_and_generator(self, name, factor, speaks):
+        usual = {metric: 0.5 * limit for metric, limit in GAP_LIMITS.items()}
         lines = [{**usual, name: factor * GAP_LIMITS[name]}] * 3
         assert bool(steps_of("generator_logprob_diff", lines)) is speaks
 
@@ -514,11 +514,11 @@ class TestThresholds:
             (0.004, 0.021, True),
         ],
     )
-    def test_a_gap_that_grows(self, first, now, speaks):
+    def test_a_logprob_diff_that_grows(self, first, now, speaks):
         """By a factor of 5, and to more than 0.01 nats."""
         lines = [{"generator_logprob_diff": first}] * 3 + [{"generator_logprob_diff": now}] * 3
         assert bool(steps_of("generator_logprob_diff", lines)) is speaks
 
-    def test_a_gap_of_the_first_steps_has_not_grown(self):
+    def test_a_logprob_diff_of_the_first_steps_has_not_grown(self):
         """Before the third step there is no start to compare with."""
         assert steps_of("generator_logprob_diff", [{"generator_logprob_diff": 0.02}] * 9) == []

@@ -535,7 +535,7 @@ class TestRuns:
             f"{MANAGER}.sample_table_interval=2",
             f"{RL}.max_epochs=2",
         )
-        alike = lambda ids: 0.5  # noqa: E731  every group without spread: an alert
+        alike = lambda ids: 0.5  # noqa: E731  every group with zero std: an alert
         run(tmp_path, mesh, *keys, f"{RL}.max_steps=1", rm=alike)
         lines = {
             line["step"]: line for line in run(tmp_path, mesh, *keys, f"{RL}.max_steps=3", rm=alike)

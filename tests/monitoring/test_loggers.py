@@ -268,7 +268,7 @@ class TestBackgroundLogger:
         assert messages == []
 
     @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(1)])
-    def test_a_back_end_that_cannot_start_is_told_once(self, error):
+    def test_a_back_end_that_cannot_start_is_reported_once(self, error):
         messages: list[str] = []
 
         def start() -> MetricLogger:
@@ -283,7 +283,7 @@ class TestBackgroundLogger:
         assert str(error) in messages[0]
         assert "metrics.jsonl" in messages[0]
 
-    def test_a_back_end_that_fails_is_asked_again_and_told_once(self):
+    def test_a_back_end_that_fails_is_asked_again_and_reported_once(self):
         class Flaky(Recorder):
             def commit(self, step):
                 super().commit(step)
@@ -330,7 +330,7 @@ class TestBackgroundLogger:
         ) in messages[0]
         freed.set()
 
-    def test_a_long_call_is_told_before_the_queue_is_full(self, monkeypatch):
+    def test_a_long_call_is_reported_before_the_queue_is_full(self, monkeypatch):
         monkeypatch.setattr(loggers, "CALL_SECONDS", 0.0)
         entered = threading.Event()
         freed = threading.Event()

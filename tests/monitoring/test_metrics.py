@@ -463,7 +463,7 @@ class TestUpdateMetrics:
         assert math.isnan(metrics["entropy"])
 
 
-def test_what_is_told_of_the_slowest_rank(tmp_path):
+def test_what_is_reported_of_the_slowest_rank(tmp_path):
     ranks = [
         RankSeconds(f"node{rank // 2}", {"generate": 2.1, "train_time": 1.0}) for rank in range(6)
     ]

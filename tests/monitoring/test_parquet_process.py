@@ -49,7 +49,8 @@ for word in sys.argv[2:]:
             read(path)
             counts["read"] += 1
         except DataError as error:
-            assert str(error).startswith(str(path)) and error.key
+            assert str(error).startswith(str(path))
+            assert error.key
             counts["refused"] += 1
 print(counts["read"], counts["refused"])
 """

@@ -78,7 +78,7 @@ def test_notes_and_validation_in_a_log_file():
     ]
 
 
-def test_a_wait_in_a_log_file_is_told_at_growing_intervals(monkeypatch):
+def test_a_wait_in_a_log_file_is_reported_at_growing_intervals(monkeypatch):
     seconds = [0.0]
     file = Flushed()
     monkeypatch.setattr(

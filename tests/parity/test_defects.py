@@ -309,7 +309,7 @@ def test_defect_11_optional_back_ends_are_optional(tmp_path, mesh, monkeypatch):
     assert len(run(tmp_path, mesh)) == 2
 
 
-def test_defect_12_misconfigurations_are_told_at_the_start_and_together(tmp_path):
+def test_defect_12_misconfigurations_are_reported_at_the_start_and_together(tmp_path):
     """There is no model yet, and nothing is written."""
     overrides = [
         *tiny_overrides(tmp_path),

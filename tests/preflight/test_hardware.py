@@ -35,7 +35,7 @@ def test_a_machine_of_a_file_is_a_known_one_with_other_numbers(tmp_path):
         ("a: [\n", "preflight.machine.not_yaml", ["line 2, column 1"]),
     ],
 )
-def test_a_file_that_is_no_machine_is_told_by_its_name(tmp_path, text, key, values):
+def test_a_file_that_is_no_machine_is_reported_by_its_name(tmp_path, text, key, values):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with raises_error(key, f"preflight_machine={path}", *values):
@@ -56,7 +56,9 @@ def test_a_file_that_is_no_machine_is_told_by_its_name(tmp_path, text, key, valu
         ("name: mine\n", "config.value.not_set", ["bf16"]),
     ],
 )
-def test_a_machine_file_that_cannot_be_used_is_told_by_key_and_file(tmp_path, text, key, values):
+def test_a_machine_file_that_cannot_be_used_is_reported_by_key_and_file(
+    tmp_path, text, key, values
+):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as raised:
@@ -64,7 +66,7 @@ def test_a_machine_file_that_cannot_be_used_is_told_by_key_and_file(tmp_path, te
     check_fault(raised.value.faults, key, *values, f"preflight_machine={path}")
 
 
-def test_a_wrong_value_of_a_machine_is_told_once(tmp_path):
+def test_a_wrong_value_of_a_machine_is_reported_once(tmp_path):
     path = tmp_path / "mine.yaml"
     values = {**H100.model_dump(), "memory": "much"}
     path.write_text("".join(f"{key}: {value!r}\n" for key, value in values.items()))
@@ -75,7 +77,7 @@ def test_a_wrong_value_of_a_machine_is_told_once(tmp_path):
     check_fault([fault], "config.value.wrong_type", "memory is 'much'")
 
 
-def test_an_unknown_machine_is_told():
+def test_an_unknown_machine_is_reported():
     values = ("preflight_machine is 'b200'", "h100, h200, a100", "YAML")
     with raises_error("preflight.machine.unknown", *values):
         load_machine("b200")

@@ -290,7 +290,7 @@ def test_the_date_of_a_template_is_that_of_the_first_start(tmp_path, monkeypatch
     assert dates == [None, "2024-02-05", "2024-02-05", "2024-02-06", "2024-03-01"]
 
 
-def test_all_faults_are_told_at_once(tmp_path):
+def test_all_faults_are_reported_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         tiny_config(
             *tiny_overrides(tmp_path),

@@ -208,7 +208,7 @@ def test_the_handshake_accepts_the_same_tokenizer_and_names_every_difference(
     check_fault(faults, "reward_server.tokens.differ", place, "129 token ids", 128)
 
 
-def test_a_wrong_model_name_is_told_the_right_one(server, make_client):
+def test_a_wrong_model_name_is_answered_with_the_right_one(server, make_client):
     with raises_error("reward_server.model.other_name", "'reward_model'", "'other'"):
         make_client(server.port, name="other").wait_until_ready()
 
@@ -441,7 +441,7 @@ def test_what_is_no_number_is_no_reward(make_client, value):
         assert fake.calls == 3
 
 
-def test_what_a_server_says_is_told_in_short(make_client):
+def test_what_a_server_says_is_reported_briefly(make_client):
     """The long text with control characters is an id, an error or the name of a model."""
     said = "a\x1b[2J\ud800" * 20_000
     body = answer([1.0], [0])[1]

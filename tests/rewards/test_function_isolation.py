@@ -374,7 +374,7 @@ class TestSandbox:
 
     def test_nothing_is_left_of_it_when_its_owner_is_killed(self):
         code = owner_code(
-            "with started('told', sandbox=True, sample_timeout_seconds=600.0) as pool:",
+            "with started('scripted', sandbox=True, sample_timeout_seconds=600.0) as pool:",
             "    pending = pool.submit('f', [sample('loop')] * 2)",
             "    print('ready', flush=True)",
             "    pending.result()",
@@ -449,7 +449,7 @@ def test_what_functions_print_does_not_count_as_their_files(tmp_path):
     with log.open("ab") as file:
         file.truncate((64 << 20) + 1)
         done = run_alone(
-            "with started('told') as pool:",
+            "with started('scripted') as pool:",
             "    assert pool.submit('f', [sample('print', 2.0)]).result().values.tolist() == [2.0]",
             stdout=file,
             stderr=file,

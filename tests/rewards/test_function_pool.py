@@ -38,7 +38,7 @@ from reinforce_rl.rewards.function_pool import (
     _Host,
 )
 
-TOLD = "helpers.reward_functions.told"
+SCRIPTED = "helpers.reward_functions.scripted"
 TESTS = Path(__file__).parents[1]
 
 
@@ -53,9 +53,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(folder):
-    function = FunctionSpec("reward_function", TOLD, {"folder": str(folder)})
+    function = FunctionSpec("reward_function", SCRIPTED, {"folder": str(folder)})
     pool = FunctionPool(
-        {"told": function},
+        {"scripted": function},
         RewardFunctionConfig(sample_timeout_seconds=2.0),
     )
     pool.start()
@@ -91,7 +91,7 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
     good = [sample("print", 0.5 + i) for i in range(len(bad))]
     mixed = [text_sample for pair in zip(bad, good, strict=True) for text_sample in pair]
     with caplog.at_level(logging.INFO):
-        scores = pool.submit("told", mixed).result()
+        scores = pool.submit("scripted", mixed).result()
     expected = [*kinds.values(), *values.values()]
     assert scores.status[0::2].tolist() == expected
     is_missing = np.isnan(scores.values[0::2]).tolist()
@@ -99,11 +99,13 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
     assert scores.status[1::2].tolist() == [STATUS_OK] * len(good)
     good_values = [0.5 + i for i in range(len(good))]
     assert scores.values[1::2].tolist() == good_values
-    assert re.fullmatch(rf"{TOLD}: ValueError at /.*/reward_functions\.py:\d+", scores.faults[10])
-    defined = r" \(defined at /.*/reward_functions\.py:\d+\)"
-    assert re.fullmatch(rf"{TOLD}: returned nan{defined}", scores.faults[12])
     assert re.fullmatch(
-        rf"{TOLD}: returned a NoneType; expected a number{defined}", scores.faults[16]
+        rf"{SCRIPTED}: ValueError at /.*/reward_functions\.py:\d+", scores.faults[10]
+    )
+    defined = r" \(defined at /.*/reward_functions\.py:\d+\)"
+    assert re.fullmatch(rf"{SCRIPTED}: returned nan{defined}", scores.faults[12])
+    assert re.fullmatch(
+        rf"{SCRIPTED}: returned a NoneType; expected a number{defined}", scores.faults[16]
     )
     use = re.compile(r"it used (\d) s of CPU and was in state ([RSD])$")
     used = {row: use.match(scores.texts[row]) for row in (0, 2)}
@@ -119,7 +121,7 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
 
 def test_the_texts_of_errors_are_apart(pool):
     samples = [sample(""), sample("secret"), TextSample("", "")]
-    scores = pool.submit("told", samples).result()
+    scores = pool.submit("scripted", samples).result()
     assert scores.texts == {1: "secret", 2: "'value'"}
     assert scores.faults.keys() == {1, 2}
 
@@ -127,19 +129,19 @@ def test_the_texts_of_errors_are_apart(pool):
 def test_workers_are_light_have_one_thread_and_are_replaced(pool, folder):
     pids = [sample("pid")] * 50
     samples = [sample("heavy"), sample("threads"), *pids]
-    scores = pool.submit("told", samples).result()
+    scores = pool.submit("scripted", samples).result()
     assert scores.values[:2].tolist() == [0.0, 1.0]
     before = {int(path.name) for path in folder.iterdir()}
-    pool.submit("told", [sample("loop")] * 2).result()
+    pool.submit("scripted", [sample("loop")] * 2).result()
     for path in folder.iterdir():
         path.unlink()
-    pool.submit("told", [sample("pid")] * 50).result()
+    pool.submit("scripted", [sample("pid")] * 50).result()
     assert before.isdisjoint(int(path.name) for path in folder.iterdir())
     assert not any(psutil.pid_exists(pid) for pid in before)
 
 
 def test_several_batches_at_once_and_none_at_all(pool):
-    pending = [pool.submit("told", [sample("", i)] * i) for i in (0, 3, 1)]
+    pending = [pool.submit("scripted", [sample("", i)] * i) for i in (0, 3, 1)]
     values = [scores.result().values.tolist() for scores in pending]
     assert values == [[], [3.0] * 3, [1.0]]
 
@@ -151,20 +153,20 @@ def test_a_ping_calls_no_function(pool):
 
 
 def test_the_hosts_death_fails_what_is_under_way_and_the_next_request_has_another(pool):
-    pending = pool.submit("told", [sample("sleep")])
+    pending = pool.submit("scripted", [sample("sleep")])
     processes()[0].kill()
     key = "reward_function.processes.ended_under_way"
     with raises_error(key, "1 samples", "exit code -9"):
         pending.result()
-    scores = pool.submit("told", [sample("", 4.0)]).result()
+    scores = pool.submit("scripted", [sample("", 4.0)]).result()
     assert scores.values.tolist() == [4.0]
 
 
 def test_faults_come_at_the_start_and_leave_no_process():
     before = {process.pid for process in processes()}
     functions = {
-        "a": FunctionSpec("reward_function", "helpers.reward_functions.tld"),
-        "b": FunctionSpec("reward_function.more_functions.b", TOLD, {"foldr": ""}),
+        "a": FunctionSpec("reward_function", "helpers.reward_functions.scriptd"),
+        "b": FunctionSpec("reward_function.more_functions.b", SCRIPTED, {"foldr": ""}),
     }
     pool = FunctionPool(
         functions,
@@ -173,7 +175,7 @@ def test_faults_come_at_the_start_and_leave_no_process():
     with pytest.raises(ConfigError) as caught:
         pool.start()
     unknown, does_not_fit = caught.value.faults
-    check_fault([unknown], "reward_function.name.unknown", "helpers.reward_functions.told?")
+    check_fault([unknown], "reward_function.name.unknown", "helpers.reward_functions.scripted?")
     named = ["more_functions.b.kwargs", "folder: 'str'"]
     check_fault([does_not_fit], "reward_function.kwargs.do_not_fit", *named)
     assert {process.pid for process in processes()} == before
@@ -187,7 +189,7 @@ sys.path.insert(0, {str(TESTS)!r})
 from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
 from reinforce_rl.rewards.function_pool import FunctionPool
-spec = FunctionSpec("reward_function", {TOLD!r}, {{"folder": sys.argv[1]}})
+spec = FunctionSpec("reward_function", {SCRIPTED!r}, {{"folder": sys.argv[1]}})
 pool = FunctionPool({{"f": spec}}, RewardFunctionConfig(sample_timeout_seconds=600.0))
 pool.start()
 pool.submit("f", [TextSample("", "pid and loop")] * 2).result()
@@ -210,7 +212,7 @@ def test_workers_die_with_their_owner_however_it_ends(number, tmp_path):
 
 
 def test_workers_die_with_a_killed_host(tmp_path):
-    spec = FunctionSpec("reward_function", TOLD, {"folder": str(tmp_path)})
+    spec = FunctionSpec("reward_function", SCRIPTED, {"folder": str(tmp_path)})
     pool = FunctionPool(
         {"f": spec}, RewardFunctionConfig(num_workers=1, sample_timeout_seconds=600.0)
     )
@@ -248,10 +250,10 @@ class TestDeadlines:
 
     def seconds(self, samples: int, workers: int, in_flight: int = 0) -> float:
         config = RewardFunctionConfig(num_workers=workers, sample_timeout_seconds=3.0)
-        pool = FunctionPool({"told": FunctionSpec("reward_function", TOLD)}, config)
+        pool = FunctionPool({"scripted": FunctionSpec("reward_function", SCRIPTED)}, config)
         pool._host = Queued(in_flight)  # type: ignore[assignment]
         before = time.monotonic()
-        pending = pool.submit("told", [sample("a")] * samples)
+        pending = pool.submit("scripted", [sample("a")] * samples)
         return pending.deadline - before
 
     @pytest.mark.parametrize(

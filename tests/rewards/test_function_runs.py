@@ -41,11 +41,9 @@ from reinforce_rl.rewards.transport import ModelAddress
 from reinforce_rl.rewards.wire import text_arrays
 from reinforce_rl.utils.net import Address
 
-pytestmark = pytest.mark.more
-
 SHARE = "helpers.reward_functions.share_of_letters"
 TESTS = Path(__file__).parents[1]
-TOLD = "helpers.reward_functions.told"
+SCRIPTED = "helpers.reward_functions.scripted"
 LETTERS = ("etaoi", "nshrd", "lucmf", "wygpb")
 FUNCTION = ["reward=function", f"reward_function.name={SHARE}", "+reward_function.kwargs.scale=2.0"]
 
@@ -146,6 +144,7 @@ def test_a_run_asks_the_function_with_the_prompts_own_fields(in_trainer):
     assert {sample.finished for sample in samples} == {True, False}
 
 
+@pytest.mark.more
 def test_the_served_function_makes_the_same_run(in_trainer, server, tmp_path, mesh):
     port = f"remote_rm.reward_model.port={server.port}"
     rewards, final, _ = run(tmp_path / "run", mesh, port)
@@ -155,6 +154,7 @@ def test_the_served_function_makes_the_same_run(in_trainer, server, tmp_path, me
         assert torch.equal(left, right)
 
 
+@pytest.mark.more
 def test_the_served_functions_answers(server):
     model = ModelAddress(Address("127.0.0.1", server.port), "reward_model", None)
     info = transport.wait_for(transport.ask_description(model, 10.0))
@@ -193,6 +193,7 @@ def test_the_served_functions_answers(server):
         ask(("sentences", ["abc"]))
 
 
+@pytest.mark.more
 def test_a_request_larger_than_the_servers_limit_is_split(server):
     prompts = [f"p{i}" for i in range(300)]
     request = request_of(prompts, ["e"] * 300, [{"letters": "e"}] * 300)
@@ -218,12 +219,12 @@ def request_of(prompts: list[str], responses: list[str], records: list[dict]) ->
 
 
 def test_several_functions_are_a_weighted_sum(tmp_path, mesh):
-    added = "+reward_function.more_functions.told"
+    added = "+reward_function.more_functions.scripted"
     cfg = function_config(
         tmp_path,
         *FUNCTION,
         "reward_function.weight=0.5",
-        f"{added}.name={TOLD}",
+        f"{added}.name={SCRIPTED}",
         f"{added}.weight=-3",
     )
     source = connect(cfg, mesh)
@@ -243,7 +244,7 @@ def test_several_functions_are_a_weighted_sum(tmp_path, mesh):
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], [f"+reward_function.more_functions.told.name={TOLD}"]],
+    [[], [f"+reward_function.more_functions.scripted.name={SCRIPTED}"]],
     ids=["one", "several"],
 )
 def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, overrides):

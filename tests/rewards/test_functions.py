@@ -145,7 +145,7 @@ def test_vader_tells_good_from_bad():
     ],
     ids=lambda value: value.name if isinstance(value, FunctionSpec) else "",
 )
-def test_what_cannot_be_used_is_told_with_its_key(wanted, kind, values):
+def test_what_cannot_be_used_is_reported_with_its_key(wanted, kind, values):
     with pytest.raises(LoadFault) as caught:
         load_function(wanted)
     assert caught.value.key == f"reward_function.{kind}"
@@ -153,7 +153,7 @@ def test_what_cannot_be_used_is_told_with_its_key(wanted, kind, values):
     assert [value for value in ["reward_function.", *values] if value not in sentence] == []
 
 
-def test_a_module_that_raises_or_lacks_a_library_is_told(tmp_path, monkeypatch):
+def test_a_module_that_raises_or_lacks_a_library_is_reported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('on purpose')")
     (tmp_path / "lacks_a_library.py").write_text("import no_such_library")

@@ -265,7 +265,7 @@ def test_the_text_of_a_completion_is_read(answer: bytes, score: float) -> None:
         assert score_of(judge) == score
 
 
-def test_what_a_judge_answers_is_told_in_short() -> None:
+def test_what_a_judge_answers_is_reported_briefly() -> None:
     answer = completion("no\x1b[2J\ud800 score " * 50_000)
     with FakeJudge(lambda text: answer) as judge, pytest.raises(JudgeError) as raised:
         score_of(judge)

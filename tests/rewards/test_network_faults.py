@@ -35,8 +35,6 @@ from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient, RemoteRewardFuture
 from reinforce_rl.utils.net import Address
 
-pytestmark = pytest.mark.more
-
 pytest.importorskip("tritonclient.http")
 
 QUICK: Any = {
@@ -113,6 +111,7 @@ def outcomes():
         return {fault: pool.submit(outcome, fault) for fault in LASTING}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("fault", LASTING)
 def test_a_fault_that_lasts_is_a_named_error_within_the_deadline(outcomes, fault):
     port, happened, said, text = outcomes[fault].result(timeout=60)
@@ -186,19 +185,17 @@ def test_a_fault_that_passes_costs_attempts_and_no_more(faults):
 @pytest.mark.parametrize(
     "fault",
     [
-        *(
-            faulty_proxy.DROP,
-            faulty_proxy.SILENCE,
-            faulty_proxy.TRICKLE,
-            faulty_proxy.TRUNCATE_REQUEST,
-        ),
-        *(faulty_proxy.CUT_BODY, faulty_proxy.HUGE_LENGTH, faulty_proxy.FAR_AWAY),
-        *(
-            faulty_proxy.CHANGE_REQUEST,
-            faulty_proxy.WRONG_DIGEST,
-            faulty_proxy.NO_DIGEST,
-            *faulty_proxy.HARMLESS,
-        ),
+        faulty_proxy.DROP,
+        faulty_proxy.SILENCE,
+        faulty_proxy.TRICKLE,
+        faulty_proxy.TRUNCATE_REQUEST,
+        faulty_proxy.CUT_BODY,
+        faulty_proxy.HUGE_LENGTH,
+        faulty_proxy.FAR_AWAY,
+        faulty_proxy.CHANGE_REQUEST,
+        faulty_proxy.WRONG_DIGEST,
+        faulty_proxy.NO_DIGEST,
+        *faulty_proxy.HARMLESS,
     ],
 )
 def test_the_request_for_the_description_bears_the_same(fault, monkeypatch):
@@ -275,6 +272,7 @@ def rows_of(folder: Path, steps: int) -> list[list[dict]]:
     return [rollouts_of(folder, step) for step in range(1, steps + 1)]
 
 
+@pytest.mark.more
 def test_a_run_through_bad_networks_and_two_servers_equals_the_one_through_a_good_one(
     tmp_path, mesh
 ):

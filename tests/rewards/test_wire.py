@@ -147,7 +147,7 @@ def test_a_description_that_no_client_can_use_is_refused_with_its_key(text, word
         wire.ServerInfo.from_json(text)
 
 
-def test_another_version_and_differences_are_told_in_short():
+def test_another_version_and_differences_are_reported_briefly():
     with pytest.raises(wire.OtherVersion) as error:
         wire.ServerInfo.from_json(description(protocol="3\n" * 100_000))
     assert len(str(error.value)) < 250

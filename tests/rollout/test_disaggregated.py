@@ -142,14 +142,10 @@ TRAINERS = {"TP2": (2, "tensor"), "PP2": (2, "pipeline"), "one": (1, "tensor")}
     ("trainers", "tensor"),
     [
         pytest.param("PP2", 2, id="PP2 to TP2", marks=SLOW),
-        *(
-            pytest.param(*pair, id=f"{pair[0]} to TP{pair[1]}", marks=SLOW)
-            for pair in [("TP2", 1), ("TP2", 2)]
-        ),
-        *(
-            pytest.param(*pair, id=f"{pair[0]} to TP{pair[1]}", marks=SLOW)
-            for pair in [("PP2", 1), ("one", 2)]
-        ),
+        pytest.param("TP2", 1, id="TP2 to TP1", marks=SLOW),
+        pytest.param("TP2", 2, id="TP2 to TP2", marks=SLOW),
+        pytest.param("PP2", 1, id="PP2 to TP1", marks=SLOW),
+        pytest.param("one", 2, id="one to TP2", marks=SLOW),
     ],
 )
 @pytest.mark.parametrize(
@@ -500,7 +496,7 @@ def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
         ),
     ],
 )
-def test_what_cannot_work_is_told(overrides, key, named, tmp_path):
+def test_what_cannot_work_is_refused(overrides, key, named, tmp_path):
     with pytest.raises(ConfigError) as error:
         tiny_config(tmp_path, "trainer.devices=2", *overrides)
     check_fault(error.value.faults, key, *named)

@@ -164,7 +164,7 @@ def test_another_order_goes_on_with_the_prompts_under_way(other, processes, tmp_
         ),
     ],
 )
-def test_what_cannot_work_is_told(overrides, key, named, tmp_path):
+def test_what_cannot_work_is_refused(overrides, key, named, tmp_path):
     with pytest.raises(ConfigError) as error:
         tiny_config(tmp_path, "trainer.devices=2", *overrides)
     check_fault(error.value.faults, key, *named)
@@ -175,7 +175,7 @@ class WholeAnswersOnly:
         pass
 
 
-def test_a_generator_that_cannot_go_on_is_told(tmp_path):
+def test_a_generator_without_resume_is_refused(tmp_path):
     name = f"{__name__}.WholeAnswersOnly"
     cfg = tiny_config(tmp_path, "trainer.devices=2", *FINISHED, f"generation={name}")
     named = (name, "resume", "rollout_order=prompts")

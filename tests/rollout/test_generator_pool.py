@@ -27,6 +27,7 @@ from reinforce_rl.rollout.messages import (
     GenerationResult,
     GeneratorFailed,
     Message,
+    RequestCredit,
     ResultBounds,
     RunEnded,
 )
@@ -186,7 +187,7 @@ def test_what_was_forgotten_has_no_result_any_more():
 def test_no_token_is_of_weights_that_nobody_was_sent(newest, drawn, is_accepted):
     request = request_of(0)
     pool, _ = pool_of(request, role=ROLE)
-    pool._newest = newest
+    assert pool.group_for(newest) is None, "its generator has newer weights than these"
     pool._on_message(RANKS, encode(result_of(request, drawn)))
     assert list(pool._results) == ([0] if is_accepted else [])
     assert isinstance(pool._failure, GenerationError) is not is_accepted
@@ -202,6 +203,14 @@ class TestAGeneratorOfTheJob:
         with pytest.raises(ConnectionError, match="rank 1, which generates, died"):
             pool._check()
         assert sent.dismissed == []
+
+    def test_after_its_loss_it_is_not_dismissed_for_what_it_still_sends(self):
+        pool, sent = pool_of(request_of(0), role=ROLE)
+        pool.group = SimpleNamespace(abandon=lambda *_: None)
+        pool._on_lost(RANKS, "died")
+        pool._on_message(RANKS, encode(RequestCredit(1)))
+        assert pool._generators == {}
+        assert sent.dismissed == [], "it waits for the end of the run"
 
     def test_what_it_cannot_do_is_raised_by_the_trainers(self):
         pool, sent = pool_of(request_of(0), role=ROLE)

@@ -422,7 +422,7 @@ def test_other_settings_are_refused(programs):
         ),
     ],
 )
-def test_what_cannot_work_is_told(overrides, key, named, tmp_path):
+def test_what_cannot_work_is_refused(overrides, key, named, tmp_path):
     with pytest.raises(ConfigError) as error:
         tiny_config(tmp_path, *overrides)
     check_fault(error.value.faults, key, *named)
@@ -598,7 +598,7 @@ def test_an_answer_that_cannot_be_one_sends_its_generator_away(wrong):
     assert sent.dismissed == [4096]
 
 
-def test_a_stranger_is_sent_away_and_told_of():
+def test_a_stranger_is_sent_away_and_reported():
     pool, sent = pool_of(1, [(1, 0, 3)])
     pool._on_message(5 * 4096, [b"{", b""])
     assert sent.dismissed == [5 * 4096]

@@ -107,7 +107,7 @@ def test_a_connection_that_closes_without_a_word_is_a_death(make, lost):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_of_one_rank_is_told_to_the_other(make, failing):
+def test_an_error_of_one_rank_is_reported_to_the_other(make, failing):
     pair = make()
     pair[failing].watch.end(EXIT_ERROR, "ValueError: boom")
     verdict = pair[1 - failing].verdict()

@@ -227,7 +227,7 @@ def test_a_mount_that_keeps_its_modes_is_no_fault(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_one_of_another_user_is_told_in_a_sentence():
+def test_one_of_another_user_is_reported_in_a_sentence():
     # pytest's own folders are closed to other users.
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)

@@ -45,8 +45,6 @@ from reinforce_rl.runtime.settings import (
 from reinforce_rl.runtime.status import Status, StatusFile, read_status
 from reinforce_rl.runtime.stop import StopRequest
 
-pytestmark = pytest.mark.more
-
 RL = "trainer.reinforce"
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_reinforce_actor.py"
 TWO_STEPS = f"{RL}.max_steps=2"
@@ -80,6 +78,7 @@ class TestDateOfTemplates:
         tiny_overrides(folder)
         write_tiny_tokenizer(folder / "model", vocab_size=32, chat_template=template)
 
+    @pytest.mark.more
     def test_a_resume_on_the_next_day_goes_on_with_the_first_days_prompts(
         self, tmp_path, mesh, set_today
     ):
@@ -109,6 +108,7 @@ class TestDateOfTemplates:
         )
         assert like.model.data.chat_template_date == "2024-02-05"
 
+    @pytest.mark.more
     def test_another_date_is_another_run(self, tmp_path, mesh, set_today):
         self.write_tokenizer(
             tmp_path, "{{ strftime_now('%a') }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -138,6 +138,7 @@ def config_yaml(folder: Path):
     return OmegaConf.load(folder / "run" / "config.yaml")
 
 
+@pytest.mark.more
 class TestOtherSettings:
     @pytest.mark.parametrize(
         ("override", "said"),
@@ -258,7 +259,11 @@ class TestOtherSettings:
             run(begun, mesh, "exp_manager.resume_if_exists=false", "model.optim.lr=0.5")
         assert (begun / "run" / "config.yaml").read_bytes() == before
 
-    def test_another_file_of_a_reward_function_is_told(self, tmp_path, monkeypatch):
+
+class TestRecordedSettings:
+    """What a start records, compares and refuses to record."""
+
+    def test_another_file_of_a_reward_function_is_reported(self, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)
         (tmp_path / "my_own.py").write_text(
             "def short(prompt, response, record):\n    return 1.0\n"
@@ -289,6 +294,7 @@ class TestOtherSettings:
                 start(config)
         assert not (tmp_path / "run").exists()
 
+    @pytest.mark.more
     @pytest.mark.parametrize("bound", ["lines", "bytes"])
     def test_a_full_history_drops_old_lines_and_the_run_goes_on(self, tmp_path, monkeypatch, bound):
         latest = tmp_path / "run" / "checkpoints" / "latest"
@@ -349,6 +355,7 @@ class TestOtherSettings:
         assert set(alternatives) - parts == set()
 
 
+@pytest.mark.more
 class TestFinished:
     @pytest.fixture(scope="class")
     def finished(self, tmp_path_factory) -> Path:
@@ -446,6 +453,7 @@ class TestFinished:
             latest.write_text(name)
 
 
+@pytest.mark.more
 def test_a_start_that_fails_leaves_the_step_in_the_status(begun, mesh):
     from reinforce_rl.runtime.status import StatusFile
 
@@ -469,6 +477,7 @@ def files_of(run_folder: Path) -> dict[str, bytes]:
     return {name: content for name, content in contents.items() if name != LOCK_FILE}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_start_that_is_refused_changes_no_file_of_the_run(begun, mesh, monkeypatch, is_late):
     """Refused before the model is loaded, or by the component that is built last."""

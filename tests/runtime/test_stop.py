@@ -104,7 +104,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def test_what_is_told_of_a_shortage(clock):
+def test_what_is_reported_of_a_shortage(clock):
     timer = RunTimer(100.0, JobTimes(0.0))
     timer.saved(8.0)
     timer.begin_step()
@@ -128,9 +128,8 @@ def test_before_anything_is_measured_a_step_is_begun_where_a_save_fits(clock):
     assert timer.time_budget(validation=True).shortage is None
     clock.now += 0.1
     budget = timer.time_budget(validation=True)
-    assert budget.shortage is not None and not budget.validates, (
-        "nobody knows how long a validation takes"
-    )
+    assert budget.shortage is not None
+    assert not budget.validates, "nobody knows how long a validation takes"
 
 
 def test_a_failed_validation_and_an_old_step_do_not_count(clock):

@@ -79,9 +79,8 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
     steps = [line["step"] for line in lines]
     assert steps == list(range(1, len(lines) + 1))
     consumed = [0, *(line["train/consumed_prompts"] for line in lines)]
-    assert consumed[-1] == 2 * len(PROMPTS) and len(PROMPTS) in consumed, (
-        "an epoch's end is a step's end"
-    )
+    assert consumed[-1] == 2 * len(PROMPTS)
+    assert len(PROMPTS) in consumed, "an epoch's end is a step's end"
     filled = 0
     for step, (line, drawn) in enumerate(zip(lines, recorder.steps(lines), strict=True), 1):
         assert line["train/groups_drawn"] == consumed[step] - consumed[step - 1] == len(drawn)
@@ -101,9 +100,8 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
         ended = consumed[step] % len(PROMPTS) == 0
         assert len(differ) >= WANTED or ended or line["train/resampling_rounds"] == rounds
         filled += len(differ) >= WANTED
-    assert filled and any(line["train/groups_with_zero_std"] for line in lines), (
-        "else this test sees nothing"
-    )
+    assert filled, "otherwise this test sees nothing"
+    assert any(line["train/groups_with_zero_std"] for line in lines), "nor without such a group"
     for epoch in (0, 1):
         an_epoch = 4 * len(PROMPTS)
         seen = recorder.prompts[epoch * an_epoch : (epoch + 1) * an_epoch]

@@ -8,7 +8,7 @@ from reinforce_rl.errors import ConfigError, DataError, Fault
 from reinforce_rl.trainer.inputs import Inputs
 
 
-def test_faults_keep_their_keys_when_they_are_told_together():
+def test_faults_keep_their_keys_when_they_are_reported_together():
     errors = (
         DataError("line 3\nis wrong", key="data.line.not_json"),
         ConfigError([Fault("lr is -1", key="config.out_of_range")]),

@@ -297,7 +297,7 @@ class TestGeneratorCorrection:
     @pytest.mark.slow
     def test_the_quantiles_are_those_of_all_ranks(self, cut, tmp_path):
         """Two ranks share the prompts or the layers; one of two optimizer steps has ratios."""
-        script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "gap.py"
+        script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "noisy_log_probs.py"
         options = [f"{RL}.importance_ratio=token", "model.global_batch_size=8", f"{RL}.max_steps=1"]
         quantiles = []
         for ranks, layout in ((1, []), (2, cut)):

@@ -861,8 +861,12 @@ class TestTheEnd:
             [f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50", f"{RL}.kl_placement=loss"],
         ],
         ids=[
-            *("running_mean", "moving_average", "exponential_moving_average"),
-            *("running standardization", "kl_target", "kl_target in the loss"),
+            "running_mean",
+            "moving_average",
+            "exponential_moving_average",
+            "running standardization",
+            "kl_target",
+            "kl_target in the loss",
         ],
     )
     def test_what_depends_on_past_steps_is_in_the_checkpoint(self, tmp_path, mesh, options):

@@ -116,17 +116,19 @@ def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
     newest = folder / (folder / "latest").read_text().strip()
     state = json.loads((newest / "trainer_state.json").read_text())
     assert sorted(state) == [
-        *(
-            "best",
-            "data",
-            "decayed_rewards",
-            "epoch",
-            "kl_coefficient",
-            "last_rewards",
-            "lora",
-            "past_rewards",
-        ),
-        *("past_scores", "step", "validation_is_due", "version", "wandb_run_id"),
+        "best",
+        "data",
+        "decayed_rewards",
+        "epoch",
+        "kl_coefficient",
+        "last_rewards",
+        "lora",
+        "past_rewards",
+        "past_scores",
+        "step",
+        "validation_is_due",
+        "version",
+        "wandb_run_id",
     ]
     assert state["step"] == STEPS
     assert state["epoch"] == 4

@@ -183,7 +183,7 @@ def test_while_loading(processes, tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or metrics_of(tmp_path) == []
 
 
-def test_one_of_two_ranks_is_told(processes, uninterrupted_on_two, tmp_path):
+def test_one_of_two_ranks_is_signalled(processes, uninterrupted_on_two, tmp_path):
     stop(processes, tmp_path, ranks=2, act=act("generate", 5, signal.SIGTERM, rank=1))
     assert saved_step(tmp_path) == 4
     assert set(printed_keys(log(tmp_path))) == {"run.stop.by_signal"}
@@ -245,6 +245,6 @@ def test_it_ends_by_itself_before_the_allocation_does(processes, tmp_path):
     assert stopped.save_seconds > 0
 
 
-def test_one_of_two_ranks_is_told_while_they_load(processes, tmp_path):
+def test_one_of_two_ranks_is_signalled_while_they_load(processes, tmp_path):
     stop(processes, tmp_path, ranks=2, act=act("loading the model", 0, signal.SIGTERM, rank=1))
     assert status(tmp_path).state == "stopped"

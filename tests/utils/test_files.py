@@ -251,7 +251,7 @@ def test_the_old_folder_stays_where_the_new_one_is_missing(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert list(output_faults("--json", tmp_path / "new" / "found.json")) == []
     assert list(output_faults("--json", tmp_path / "file")) == []

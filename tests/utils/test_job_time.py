@@ -47,7 +47,7 @@ def test_a_garbled_time_is_named(name, text):
         JobTimes.of({name: text})
 
 
-def test_both_faults_are_told_and_an_end_before_the_start_is_one():
+def test_both_faults_are_reported_and_an_end_before_the_start_is_one():
     with pytest.raises(ConfigError) as caught:
         JobTimes.of({"SLURM_JOB_START_TIME": "x", "SLURM_JOB_END_TIME": "y"})
     assert caught.value.keys == ["slurm.job_time.not_unix_seconds"] * 2

@@ -57,7 +57,7 @@ def test_nobody_else_reaches_the_ranks_of_one_machine():
         ),
     ],
 )
-def test_an_error_is_told_once(tmp_path, end, code, said):
+def test_an_error_is_reported_once(tmp_path, end, code, said):
     script = tmp_path / "script.py"
     script.write_text(
         f"import os, signal, sys, time\nif os.environ['RANK'] == '0':\n    {end}\ntime.sleep(60)\n"

@@ -144,8 +144,14 @@ def test_values_of_the_wrong_kind():
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        *(("90", 5400), ("2:30", 150), ("04:00:00", 14400), ("1-6", 108000), ("1-6:30", 109800)),
-        *(("2-00:00:01", 172801), ("UNLIMITED", None), ("infinite", None)),
+        ("90", 5400),
+        ("2:30", 150),
+        ("04:00:00", 14400),
+        ("1-6", 108000),
+        ("1-6:30", 109800),
+        ("2-00:00:01", 172801),
+        ("UNLIMITED", None),
+        ("infinite", None),
     ],
 )
 def test_times(text, seconds):

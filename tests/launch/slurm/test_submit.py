@@ -125,9 +125,16 @@ def test_every_fault_is_in_one_message(submit):
     (submit.run_dir / "slurm" / "submitted.jsonl").write_text(json.dumps(line) + "\n")
     submit.slurm.answer("squeue", "7+0|7|PENDING|reinforce-rm\n7+1|8|PENDING|reinforce-actor\n")
     text = submit(
-        *("--time=30:00", "--signal-lead=1800", "--chain=0", "--actor-gpus=h100:1", "--mem=much"),
-        *("--max-restarts=never", "--server-cpus-per-task=few", "trainer.devices=2"),
-        *("trainer.reinforce.num_rollouts_per_prompt=1", "exp_manager.resume_if_exists=false"),
+        "--time=30:00",
+        "--signal-lead=1800",
+        "--chain=0",
+        "--actor-gpus=h100:1",
+        "--mem=much",
+        "--max-restarts=never",
+        "--server-cpus-per-task=few",
+        "trainer.devices=2",
+        "trainer.reinforce.num_rollouts_per_prompt=1",
+        "exp_manager.resume_if_exists=false",
         "remote_rm.reward_model.name=other",
         server=("devices=0", "reward_model.head_path=nowhere"),
     )

@@ -195,8 +195,8 @@ class AsyncLLM:
 
     def generate_async(self, *args: Any, **kwargs: Any) -> Result:
         given = bind("BaseLLM.generate_async", *args, **kwargs).arguments
-        assert not self._asleep, "asked without weights, or while it sleeps"
-        assert self._updates, "asked without weights, or while it sleeps"
+        assert not self._asleep, "asked while it sleeps"
+        assert self._updates, "asked without weights"
         if strikes("die"):
             os._exit(13)
         return Result(self._model, given["inputs"], given["sampling_params"])

@@ -1,6 +1,6 @@
-"""A run whose generator reports noisy log-probs. Usage: gap.py OVERRIDE...; see `tiny_run`.
+"""A run whose generator reports noisy log-probs: the noise is a function of the token.
 
-The noise is a function of the token.
+Usage: noisy_log_probs.py OVERRIDE...; see `tiny_run`.
 """
 
 from __future__ import annotations
