@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
     from reinforce_rl.rewards.base import RewardRequest
 
-# Keys and sections that a loop reads, and those in them that it does not.
+# Keys and sections that a loop reads, except for the keys in NOT_READ.
 READ = (
     "algorithm",
     "engine",
@@ -198,12 +198,7 @@ def _faults(cfg: TrainConfig) -> Iterator[Fault]:
             key="api.loop.schedule_without_steps",
         )
     ranks = cfg.trainer.world_size
-    model = cfg.model
-    ranks_of_model = (
-        model.tensor_model_parallel_size
-        * model.pipeline_model_parallel_size
-        * model.context_parallel_size
-    )
+    ranks_of_model = cfg.model.block_size
     if ranks > ranks_of_model:
         yield Fault(
             f"trainer.devices x trainer.num_nodes is {ranks}, but tensor x pipeline x context "
