@@ -552,7 +552,6 @@ def _check_state(state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"the trainer's state in the checkpoint has version {state.get('version')!r}; expected "
             f"{STATE_VERSION}. Use the version of reinforce_rl that wrote it, or start a new run "
-            "in "
-            "another folder",
+            "in another folder",
             key="checkpoint.state.other_version",
         )
