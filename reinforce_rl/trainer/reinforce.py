@@ -162,7 +162,7 @@ class ReinforceTrainer:
 
         Raises, after the last complete step is saved: StoppedEarly out of time, at a signal or by
         an alert, RewardServerError if the reward server missed its deadline or failed too many
-        samples, GenerationError if the engine cannot go on.
+        samples, GenerationError if the engine cannot continue.
         Raises DivergedError if training has diverged; nothing is saved.
         """
         self._stop.wait_for_checks()

@@ -245,7 +245,7 @@ def build_monitor(
         for text in part.texts
     ]
     alert_rules = AlertRules(cfg.alerts.rules.model_dump(), factor)
-    for line in RunFolder(folder).lines if folder.is_dir() else ():  # of a run that goes on
+    for line in RunFolder(folder).lines if folder.is_dir() else ():  # of the run that resumes
         if line["step"] <= start_step:
             alert_rules.look(line)
     loggers = Loggers([jsonl, *others])
