@@ -3,7 +3,7 @@
 python examples/minimal_loop.py
 python examples/minimal_loop.py --model MODEL
 
-Without --model a tiny random model, which is made on the spot, learns in half a minute on a CPU to
+Without --model, the script makes a tiny random model, which learns in half a minute on a CPU to
 answer a letter with more of that letter. `reinforce-rl train` does the same, and adds several GPUs,
 reward servers, validation, checkpoints and records.
 """
@@ -46,7 +46,7 @@ def reward(prompt: str, response: str) -> float:
 
 
 def main(model: Path, steps: int, settings: dict[str, Any] = SETTINGS) -> list[dict[str, float]]:
-    """Train for some steps; return each step's numbers."""
+    """Train for some steps; return each step's metrics."""
     history = []
     with open_policy(model, PROMPTS, **settings) as policy:
         for step in range(1, steps + 1):
@@ -71,14 +71,14 @@ def main(model: Path, steps: int, settings: dict[str, Any] = SETTINGS) -> list[d
             # One step of Adam on the loss -mean(advantage * log-prob of the response).
             update = policy.update(batch, advantages)
 
-            numbers = {
+            metrics = {
                 "reward": float(rewards.mean()),
                 "kl": float(kl.mean()),
                 "loss": update.loss,
                 "grad_norm": update.grad_norm,
             }
-            history.append(numbers)
-            printed = "  ".join(f"{name} {value:8.4f}" for name, value in numbers.items())
+            history.append(metrics)
+            printed = "  ".join(f"{name} {value:8.4f}" for name, value in metrics.items())
             print(f"step {step:3d}  {printed}  {texts.prompts[0]}{texts.responses[0]!r}")
     return history
 
@@ -88,16 +88,16 @@ def make_tiny_model(folder: Path) -> Path:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = ["<pad>", "<eos>", *string.ascii_lowercase, ":", " "]
-    numbers = {word: number for number, word in enumerate(words)}
-    characters = Tokenizer(models.WordLevel(numbers, unk_token="<pad>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"."), "isolated")
-    characters.decoder = decoders.Fuse()
+    tokens = ["<pad>", "<eos>", *string.ascii_lowercase, ":", " "]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"."), "isolated")
+    backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>"
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
     )
     config = LlamaConfig(
-        vocab_size=len(words),
+        vocab_size=len(tokens),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,

@@ -1,4 +1,6 @@
-"""Plan, check and submit a Slurm job of reward servers and actor. Documentation: docs/operations.md.
+"""Plan, check and submit a Slurm job of reward servers and actor.
+
+Documentation: docs/operations.md.
 
 python slurm/submit.py --time 04:00:00 --partition gpu pretrained_checkpoint.restore_from_path=SFT \
     model.data.data_prefix.train=prompts.jsonl trainer.num_nodes=2 trainer.devices=8 \

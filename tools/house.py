@@ -3,8 +3,8 @@
 python tools/house.py            prints the drawing, and how many rooms and arrows there are
 python tools/house.py --write    puts the drawing into docs/architecture.md
 
-A room is a folder or a module at the root of the package. There is an arrow from a room to each
-that it imports from; the drawing leaves out those that follow from others.
+A room is a folder or a module at the root of the package. An arrow leads from a room to each room
+that it imports from; the drawing leaves out arrows that follow from others.
 """
 
 from __future__ import annotations

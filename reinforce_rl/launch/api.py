@@ -143,7 +143,7 @@ def configured(
     faults = [fault for fault in faults if not _is_of_a_file_to_come(fault, files)]
     if faults := unknown_keys(keys, "train_reinforce_actor") or faults:
         raise ConfigError(faults)
-    ranks = config.trainer.devices * config.trainer.num_nodes
+    ranks = config.trainer.world_size
     if ranks != JobRank.of_process().size:
         script = Path(getattr(sys.modules["__main__"], "__file__", None) or "SCRIPT.py").name
         raise ReinforceError(

@@ -41,8 +41,7 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
             ),
             "draining": (
                 "it was asked to stop and is shutting down. Start it again on the same port; "
-                "clients retry "
-                "meanwhile"
+                "clients retry meanwhile"
             ),
             "failed": (
                 f"it has failed and is ending: {health['text']}. Its log has more; start it again"
@@ -117,8 +116,7 @@ def _address_of(url: str) -> Address:
             [
                 Fault(
                     f"'{url}' is not the address of a reward server; expected http://HOST:PORT, "
-                    "where "
-                    "an IPv6 address stands in brackets: http://[::1]:5555",
+                    "where an IPv6 address stands in brackets: http://[::1]:5555",
                     key="check_server.address.invalid",
                 )
             ]

@@ -36,9 +36,7 @@ class LaunchPlan:
     actor: tuple[str, ...]
     server_log: Path
     address: Address  # where the server listens
-    ready_seconds: float = (
-        600.0  # seconds to wait until the server is ready, model loading included
-    )
+    ready_seconds: float = 600.0  # until the server is ready, model loading included
     grace_seconds: float = 30.0  # from SIGTERM to SIGKILL
 
 

@@ -1,7 +1,7 @@
-"""A policy for a training loop of the caller's own: `from reinforce_rl import open_policy`.
+"""A policy for your own training loop: `from reinforce_rl import open_policy`.
 
-`examples/minimal_loop.py` is such a loop. The trainer's parts do each of its steps, so that a loop
-with the trainer's settings gives the trainer's numbers.
+`examples/minimal_loop.py` is such a loop. Each step uses the trainer's parts, so a loop with the
+trainer's settings gives the trainer's numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
     from reinforce_rl.rewards.base import RewardRequest
 
-# Keys and sections that a loop reads, and those in them that it does not.
+# Keys and sections that a loop reads, except for the keys in NOT_READ.
 READ = (
     "algorithm",
     "engine",
@@ -80,7 +80,7 @@ class UpdateResult:
 
 @contextlib.contextmanager
 def open_policy(model: str | Path, prompts: Prompts, **settings: Any) -> Iterator[Policy]:
-    """Load a model and its prompts for a training loop of the caller's own, in this process.
+    """Load a model and its prompts for your own training loop, in this process.
 
     One policy can be open at a time. Under torchrun the ranks share one model (tensor, pipeline or
     context parallel), and each runs the same loop; there is no data parallelism.
@@ -157,7 +157,7 @@ def _folder_of_logs() -> Iterator[Path]:
 
 
 def _refuse_settings_without_effect(settings: Iterable[str]) -> None:
-    """Raise ConfigError before the rules across keys, whose advice is for a run."""
+    """Raise ConfigError, before rules across keys give advice that is meant for a run."""
     from reinforce_rl.config.compose import unknown_keys
 
     names = [name for name in settings if not _is_in(name, READ) or _is_in(name, NOT_READ)]
@@ -166,7 +166,7 @@ def _refuse_settings_without_effect(settings: Iterable[str]) -> None:
             [
                 Fault(
                     f"{name} has no effect in a loop of your own; leave it out, or use "
-                    "reinforce_rl.train. help(reinforce_rl.open_policy) lists the keys that have",
+                    "reinforce_rl.train. help(reinforce_rl.open_policy) lists the keys that do",
                     key="api.loop.no_effect",
                 )
                 for name in names
@@ -175,7 +175,7 @@ def _refuse_settings_without_effect(settings: Iterable[str]) -> None:
 
 
 def _faults(cfg: TrainConfig) -> Iterator[Fault]:
-    """Yield the faults of settings that a run has and a loop has not."""
+    """Yield the faults of settings that work in a run but not in a loop."""
     if cfg.placement != "colocated":
         yield Fault(
             f"placement is {cfg.placement!r}, but a loop of your own generates on the ranks "
@@ -198,12 +198,7 @@ def _faults(cfg: TrainConfig) -> Iterator[Fault]:
             key="api.loop.schedule_without_steps",
         )
     ranks = cfg.trainer.world_size
-    model = cfg.model
-    ranks_of_model = (
-        model.tensor_model_parallel_size
-        * model.pipeline_model_parallel_size
-        * model.context_parallel_size
-    )
+    ranks_of_model = cfg.model.block_size
     if ranks > ranks_of_model:
         yield Fault(
             f"trainer.devices x trainer.num_nodes is {ranks}, but tensor x pipeline x context "
@@ -261,8 +256,8 @@ class Policy:
             step: selects the noise; `train` counts its steps from 1.
 
         Returns:
-            The samples without rewards, all but empty ones valid, and their texts, as a reward
-            source is asked about them.
+            The samples, without rewards, and their texts, as a request to a reward source. Samples
+            are valid unless empty or outside the vocabulary.
         """
         from reinforce_rl.data.sampler import step_seed
         from reinforce_rl.rollout.scoring import can_train, reward_request, unscored_batch
@@ -301,7 +296,7 @@ class Policy:
     def reference_log_probs(self, batch: RolloutBatch) -> Tensor:
         """Return `log_probs` under the initial policy.
 
-        It is kept if `trainer.reinforce.initial_policy_kl_penalty` is above 0.
+        The policy is kept if `trainer.reinforce.initial_policy_kl_penalty` is above 0.
         """
         if not self.cfg.uses_reference:
             raise ReinforceError(
@@ -314,7 +309,7 @@ class Policy:
     def update(self, batch: RolloutBatch, advantages: Tensor) -> UpdateResult:
         """Make one optimizer step on the loss of the valid samples: -mean of advantage * log-prob.
 
-        `trainer.reinforce.loss_aggregation` is how tokens are averaged. The generator has the new
+        `trainer.reinforce.loss_aggregation` sets how tokens are averaged. The generator has the new
         weights afterwards. Call it once for each batch: the loss has no importance ratio.
 
         Args:
@@ -330,13 +325,13 @@ class Policy:
 
         mask = batch.response_mask & batch.valid[:, None]
         by_token = advantages[:, None] if advantages.dim() == 1 else advantages
-        of_samples = torch.zeros(len(batch.valid))
+        zeros = torch.zeros(len(batch.valid))
         reinforce_batch = ReinforceBatch(
             rollouts=batch,
             # The loss reads none of these three.
-            kl=of_samples,
-            rewards_with_kl=of_samples,
-            baseline=of_samples,
+            kl=zeros,
+            rewards_with_kl=zeros,
+            baseline=zeros,
             advantages=by_token.float().where(mask, 0.0),
             trains=batch.valid,
         )

@@ -46,9 +46,8 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 missing := [key for key in PROGRAMS[name].model_fields if key not in cfg]
             ):
                 fault = ReinforceError(
-                    f"{config_name} has no {missing[0]}; expected it to begin with `defaults: "
-                    f"[{name}, "
-                    "_self_]`",
+                    f"{config_name} has no {missing[0]}; expected it to begin with "
+                    f"`defaults: [{name}, _self_]`",
                     key="config_file.no_defaults",
                 )
                 fail(fault.with_keys())

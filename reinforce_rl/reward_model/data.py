@@ -248,7 +248,7 @@ def prompt_position(key: str, seed: int) -> float:
 
 def _pair_of(line: Record, renderer: ChatRenderer, data: PairsConfig) -> EncodedPair | str:
     """Return a line's example, or the reason to skip it."""
-    _refuse_nemo_form(line.value, "pairs")
+    _refuse_nemo_format(line.value, "pairs")
     value = _without_conversations(line.value)
     messages = _prompt_of(value)
     answers = [_answer_of(value, key) for key in ("chosen", "rejected")]
@@ -274,7 +274,7 @@ def _rating_of(
     line: Record, renderer: ChatRenderer, data: PairsConfig, names: Sequence[str], rated: set[str]
 ) -> EncodedRating | str:
     """Return a line's example, or the reason to skip it; add its rated attributes to `rated`."""
-    _refuse_nemo_form(line.value, "ratings")
+    _refuse_nemo_format(line.value, "ratings")
     ratings = _ratings_of(line.value, names)
     messages = _prompt_of(line.value)
     answer = _answer_of(line.value, "response")
@@ -289,8 +289,8 @@ def _rating_of(
     return EncodedRating(jsonl.prompt_key(messages), tuple(tokens), ratings)
 
 
-def _refuse_nemo_form(value: dict[str, Any], form: str) -> None:
-    """Raise WrongForm for a record in NeMo-Aligner's form: its markers would be read as text."""
+def _refuse_nemo_format(value: dict[str, Any], target_format: str) -> None:
+    """Raise WrongForm for a record in NeMo-Aligner's format: its markers would be read as text."""
     of_nemo = [key for key in ("prompt", "text") if is_nemo_text(value.get(key))]
     if "chosen" not in value and "response" not in value:
         of_nemo += [key for key in ("chosen_response", "label", "mask") if key in value]
@@ -298,7 +298,7 @@ def _refuse_nemo_form(value: dict[str, Any], form: str) -> None:
         keys = ", ".join(value)
         raise WrongForm(
             f"found {keys}, in NeMo-Aligner's format by {of_nemo[0]}; convert the file: "
-            f"reinforce-rl prepare FILE --format {form} --output FOLDER",
+            f"reinforce-rl prepare FILE --format {target_format} --output FOLDER",
             key="reward_model.line.nemo_form",
         )
 

@@ -300,7 +300,7 @@ class HeadData:
 
 @dataclass(frozen=True)
 class TrainedHead:
-    head: RewardHead  # standardised: training scores have mean 0 and deviation 1
+    head: RewardHead  # standardized: training scores have mean 0 and std 1
     raw_mean: float  # of the scores before standardization, in log-odds
     raw_std: float
 
@@ -344,13 +344,13 @@ def fit_direction(differences: Tensor, l2: float) -> Tensor:
 def train_head(
     features: PairFeatures, pooling: str, l2: float, *, extra: PairFeatures | None = None
 ) -> TrainedHead:
-    """Fit a head on all training pairs, and standardise it.
+    """Fit a head on all training pairs, and standardize it.
 
     Features are scaled so that chosen minus rejected has mean squared length 1: strengths of L2 are
     then comparable between trunks and poolings.
 
     Args:
-        extra: pairs for the fit alone, not for scaling or standardising.
+        extra: pairs for the fit alone, not for scaling or standardization.
 
     Raises:
         DataError: chosen and rejected have the same features throughout.

@@ -347,8 +347,8 @@ def _serve_options(model: Path, best: Best, names: Sequence[str]) -> str:
         weights = ", ".join(f"{name}: 1.0" for name in names)
         return f"{path} 'reward_model.attribute_weights={{{weights}}}'"
     mean = best.evaluation.metrics["score_mean"]
-    deviation = best.evaluation.metrics["score_std"]
-    return f"{path} reward_model.mean={mean:.4f} reward_model.std={deviation:.4f}"
+    std = best.evaluation.metrics["score_std"]
+    return f"{path} reward_model.mean={mean:.4f} reward_model.std={std:.4f}"
 
 
 def _refuse_changes(folder: Path, settings: str) -> None:

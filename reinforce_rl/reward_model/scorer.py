@@ -64,9 +64,8 @@ class Merging:
             raise ConfigError(
                 [
                     Fault(
-                        f"the head has mean {mean} and std {std}; expected finite "
-                        "numbers, the std above 0; set reward_model.mean and "
-                        "reward_model.std",
+                        f"the head has mean {mean} and std {std}; expected finite numbers, the "
+                        "std above 0; set reward_model.mean and reward_model.std",
                         key="reward_model.moments.invalid",
                     )
                 ]
@@ -101,9 +100,9 @@ class Merging:
                     Fault(
                         f"the head has {len(names)} scores without names ({', '.join(names)}), and "
                         "their mean may be meaningless; choose with "
-                        "reward_model.attribute_weights, "
-                        "for instance {LABEL_0: 1} for the first alone, as TRL does, or {LABEL_1: "
-                        "1, LABEL_0: -1} for the log-odds of a classifier's second class",
+                        "reward_model.attribute_weights, for instance {LABEL_0: 1} for the first "
+                        "alone, as TRL does, or {LABEL_1: 1, LABEL_0: -1} for the log-odds of a "
+                        "classifier's second class",
                         key="reward_model.attributes.no_names",
                     )
                 ]

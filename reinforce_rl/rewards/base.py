@@ -175,7 +175,7 @@ def checked_by(check: Callable[..., None]) -> Callable[[F], F]:
     return mark
 
 
-SAMPLE_SECONDS = 5.0  # of a sample, where neither the configuration nor the function says more
+SAMPLE_SECONDS = 5.0  # limit of a sample, if neither configuration nor function sets one
 
 
 def takes_up_to(seconds: float | Callable[..., float]) -> Callable[[F], F]:

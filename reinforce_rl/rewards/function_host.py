@@ -4,9 +4,11 @@ The trainer and the server have threads, torch and CUDA and cannot fork, so this
 functions instead. A fork per sample isolates its side effects from the others. When the owner's
 connection ends, so do all processes.
 
-Receives: `FunctionPool`'s settings, then (ID, JSON {"function", "prompt", "response", "record"})
-per sample; {} pings Sends:    JSON: {"faults": [[SENTENCE, KEY], ...], "sources": {NAME: sha256}},
-          then {"id", "status", "value", "fault", "message"}
+Receives `FunctionPool`'s settings; then per sample (ID, JSON, SECONDS): the JSON is {"function",
+"prompt", "response", "record"}, or {} for a ping, SECONDS the sample's time limit.
+
+Sends {"faults": [[SENTENCE, KEY], ...], "sources": {NAME: sha256}, "seconds": {NAME: SECONDS}} as
+JSON; then per sample {"id", "status", "value", "fault", "message"}.
 """
 
 from __future__ import annotations
@@ -138,7 +140,7 @@ def _advice(wanted: str, known: list[str], prefix: str) -> str:
 
 
 def declared_seconds(function: partial[Any], setting: str) -> float:
-    """Return a loaded function's `takes_up_to`; raise LoadFault if that is no time."""
+    """Return the time limit that a loaded function declares; raise LoadFault if it is invalid."""
     seconds = getattr(function.func, "sample_seconds", base.SAMPLE_SECONDS)
     if callable(seconds):
         try:

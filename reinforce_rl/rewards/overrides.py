@@ -1,4 +1,4 @@
-"""Rewards by name or address, as `--reward` has them, as overrides of the configuration."""
+"""Overrides of the configuration for `--reward` with names of functions or addresses."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ def reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
             "~reward_function.more_functions",
             "~remote_rm.more_reward_models",
         ]
-        overrides += [] if functions else ["++reward_function.name=null"]
+        if not functions:
+            overrides.append("++reward_function.name=null")
     for i, name in enumerate(functions):
-        dotted = "judge.llm_judge" if name == "llm_judge" else f"functions.{name}"
-        dotted = name if "." in name else f"reinforce_rl.rewards.{dotted}"
+        if "." in name:
+            dotted = name
+        elif name == "llm_judge":
+            dotted = "reinforce_rl.rewards.judge.llm_judge"
+        else:
+            dotted = f"reinforce_rl.rewards.functions.{name}"
         section = f".more_functions.{dotted.rpartition('.')[2]}" if i else ""
         overrides.append(f"++reward_function{section}.name={dotted}")
     for i, url in enumerate(servers):
@@ -37,10 +42,11 @@ def reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
                 f"--reward {url}: {error}; expected http://HOST:PORT or http://HOST:PORT/NAME"
             )
             raise ConfigError([Fault(sentence, key="eval.reward.no_address")]) from error
-        key = f"more_reward_models.{model or 'reward_model'}" if functions or i else "reward_model"
+        model = model or "reward_model"
+        key = f"more_reward_models.{model}" if functions or i else "reward_model"
         overrides += [
             f"++remote_rm.{key}.ip='{address.host}'",
             f"++remote_rm.{key}.port={address.port}",
+            f"++remote_rm.{key}.name='{model}'",
         ]
-        overrides.append(f"++remote_rm.{key}.name='{model or 'reward_model'}'")
     return overrides

@@ -32,7 +32,7 @@ def draw_until_rewards_differ(
     epoch = loader.state_dict()["epoch"]
     prompts = list[Prompt]()
     rounds = list[RolloutBatch]()
-    with_spread = list[int]()
+    with_variance = list[int]()
     position = loader.state_dict()
     for _ in range(1 + context.cfg.max_resampling_rounds):
         drawn = ahead.popleft() if ahead else draw_prompts(loader)
@@ -42,18 +42,18 @@ def draw_until_rewards_differ(
         rounds.append(batch)
         differs = has_reward_variance(batch.rewards, batch.group_ids, batch.valid)
         for ids in mesh.gather_over_dp(batch.group_ids[differs].tolist()):
-            with_spread += dict.fromkeys(ids)  # each once, in order
+            with_variance += dict.fromkeys(ids)  # each once, in order
         is_over = loader.finished and not ahead
-        if len(with_spread) >= wanted or loader.state_dict()["epoch"] != epoch or is_over:
+        if len(with_variance) >= wanted or loader.state_dict()["epoch"] != epoch or is_over:
             break
     batch = join_rollouts(rounds, context.model.pad_id)
-    kept = torch.isin(batch.group_ids, torch.tensor(with_spread[:wanted], dtype=torch.long))
+    kept = torch.isin(batch.group_ids, torch.tensor(with_variance[:wanted], dtype=torch.long))
     metrics = reduce_metrics(rollout_means(batch), mesh.gather_over_dp)
     groups = sum(mesh.gather_over_dp(len(prompts)))
     counts = {
         "groups_drawn": groups,
-        "groups_with_zero_std": groups - len(with_spread),
-        "groups_trained": min(len(with_spread), wanted),
+        "groups_with_zero_std": groups - len(with_variance),
+        "groups_trained": min(len(with_variance), wanted),
         "resampling_rounds": len(rounds) - 1,
     }
     trained = scorer.with_log_probs(batch.select(kept.nonzero()[:, 0]))

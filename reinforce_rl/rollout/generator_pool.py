@@ -253,7 +253,7 @@ class GeneratorPool:
         Without a generator a stopped run does not wait.
 
         Raises:
-            GenerationError: no generator has come in time, or one of the job cannot go on.
+            GenerationError: no generator has come in time, or one of the job cannot continue.
             ConnectionError: a rank of the job is lost.
         """
         with self._waiting_phase(), self._changed:
@@ -291,9 +291,9 @@ class GeneratorPool:
     ) -> tuple[list[GenerationResult], int] | None:
         """Return the requests of each share, (numbers, count), that are finished first.
 
-        A result with a token of weights older than version `oldest` is dropped and its prompt
-        answered again before the others; the next call waits for it, so that long responses get
-        their turn. A prompt is taken once a call.
+        A result with a token of weights older than version `oldest` is dropped, and its prompt is
+        queued again ahead of the others. The next call waits for these prompts, because shorter
+        responses would otherwise be taken first each time. A prompt is taken once a call.
 
         Returns:
             The results, and how many were dropped; None if a stop came before them.

@@ -125,7 +125,7 @@ class GeneratorRank:
         self._thread.close()
 
     def fail(self, error: ReinforceError) -> None:
-        """Tell the trainers why this generator cannot go on.
+        """Tell the trainers why this generator cannot continue.
 
         A rank of their job then waits until they have ended; any other raises the error.
         """
@@ -136,7 +136,7 @@ class GeneratorRank:
             self._wait(lambda: self._has_ended)
 
     def _beat(self) -> list[bytes]:
-        """Return a sign of life; end this process where generation stands still.
+        """Return a heartbeat; end this process if generation hangs.
 
         The job's watch does not see a generator of another program, whose main thread cannot end
         itself then.
@@ -159,7 +159,7 @@ class GeneratorRank:
         Raises:
             ConnectionError: rank 0 is lost.
             GenerationError: the engine failed; see `fail`.
-            LostRankError: the trainers sent this generator away.
+            LostRankError: the trainers refused this generator.
         """
         self._model = model
         self._rm = rm

@@ -177,10 +177,10 @@ class Generators:
         if self._mesh.from_main(isinstance(failure, ConnectionError)):
             assert failure is not None
             raise failure
-        steps = []
         pool = self._pool
         if pool is None:
             return b""
+        steps = []
         for step, handle in handles.items():
             if handle.version == self.version:
                 break
@@ -192,19 +192,12 @@ class Generators:
                     break
                 if results is None or not all(map(is_sound, results)):
                     break
-                stored = {
-                    prompt: packed
-                    for result in results
-                    for prompt, packed in _packed(result).items()
-                }
+                stored = _packed(results)
             steps.append({"step": step, "version": handle.version, "stored": stored})
         if self.takes_finished:
-            stored = {
-                prompt: packed
-                for result in pool.finished()
-                for prompt, packed in _packed(result).items()
-            }
-            steps += [{"step": 0, "version": 0, "stored": stored}] if stored else []
+            finished = _packed(pool.finished())
+            if finished:
+                steps.append({"step": 0, "version": 0, "stored": finished})
         content = io.BytesIO()
         torch.save(steps, content)
         return content.getvalue() if steps else b""
@@ -269,8 +262,15 @@ class Generators:
                 send_weights(self._model.lm, group)
 
 
-def _packed(result: GenerationResult) -> dict[int, dict[str, Any]]:
+def _packed(results: Iterable[GenerationResult]) -> dict[int, dict[str, Any]]:
     """Return the rollouts of each prompt, by its id, as plain values and tensors."""
+    packed: dict[int, dict[str, Any]] = {}
+    for result in results:
+        packed |= _packed_result(result)
+    return packed
+
+
+def _packed_result(result: GenerationResult) -> dict[int, dict[str, Any]]:
     completions = result.completions
     rewards = result.rewards
     samples = len(completions.lengths) // len(result.prompt_ids)

@@ -48,7 +48,7 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class GeneratorFailed:
-    """A generator cannot go on."""
+    """A generator cannot continue."""
 
     failure: ReinforceError
 

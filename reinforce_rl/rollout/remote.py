@@ -196,9 +196,10 @@ class RemoteRollouts:
             self._append(drawn)
         # The prompts under way were asked for anew. A step that failed after it had taken its
         # rollouts has none, and the stored ones belong to the prompts of later steps.
-        while self._next_step + len(self._ahead) in handles and not loader.finished:
-            handle = handles[self._next_step + len(self._ahead)]
-            self._ahead.append(replace(draw_prompts(loader), handle=handle))
+        step = self._next_step + len(self._ahead)
+        while step in handles and not loader.finished:
+            self._ahead.append(replace(draw_prompts(loader), handle=handles[step]))
+            step += 1
 
     def close(self) -> None:
         """Close the trainer's own generator; who opened the connections closes them."""

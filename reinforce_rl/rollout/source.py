@@ -85,8 +85,8 @@ class RolloutSource(Protocol):
     """Samples and scores the prompts of steps and validations; all ranks call it alike.
 
     Calls that wait raise StoppedEarly if a rank was asked to stop, RewardServerError without an
-    answer or with too many failed samples, GenerationError if an engine or a generator cannot go
-    on.
+    answer or with too many failed samples, GenerationError if an engine or a generator cannot
+    continue.
     """
 
     @property

@@ -27,7 +27,7 @@ class ElasticWeightGroup:
 
     On a generator an error is a RuntimeError. On the trainer, whose other ranks take part in what
     it sends, it becomes `fault`, and nothing more is sent: gloo raises at once where a peer is
-    gone, and after `timeout` where one stands still. NCCL does neither, so its transfers are
+    gone, and after `timeout` where one hangs. NCCL does neither, so its transfers are
     polled and aborted.
 
     Args:

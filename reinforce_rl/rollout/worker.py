@@ -54,7 +54,7 @@ def generate(cfg: TrainConfig, stop: StopRequest) -> None:
     with (
         control.running(),
         generator_mesh(cfg) as mesh,
-        # It may wait for ever while others generate; `GeneratorRank` ends where it stands still.
+        # It may wait forever while others generate; `GeneratorRank` ends a rank that hangs.
         control.watching(mesh, silence_seconds=silence, hang_seconds=math.inf),
     ):
         tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)

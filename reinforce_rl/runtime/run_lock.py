@@ -140,7 +140,7 @@ def _acquire(handle: int, folder: Path) -> None:
         host, process = _owner(folder)
         if host == socket.gethostname() or time.monotonic() > deadline:
             where = "this machine" if host == socket.gethostname() else host
-            raise ConfigError([_still_going_on(folder, f"process {process} of {where}")])
+            raise ConfigError([_in_use(folder, f"process {process} of {where}")])
         if not has_printed:
             has_printed = True
             who = f"process {process} of {host}"
@@ -163,10 +163,10 @@ def _owner(folder: Path) -> tuple[str, str]:
 def _refuse_by_status(folder: Path) -> None:
     status = read_status(folder)
     if status is not None and status.pid != os.getpid() and is_alive(status):
-        raise ConfigError([_still_going_on(folder, f"process {status.pid} of this machine")])
+        raise ConfigError([_in_use(folder, f"process {status.pid} of this machine")])
 
 
-def _still_going_on(folder: Path, owner: str) -> Fault:
+def _in_use(folder: Path, owner: str) -> Fault:
     return Fault(
         f"{folder} is used by a run that is still active ({owner}). Wait until it ends, stop it, "
         "or choose another folder (exp_manager.explicit_log_dir)",

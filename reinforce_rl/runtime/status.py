@@ -83,7 +83,7 @@ class StatusFile:
         self._write(replace(self._status, step=step, max_steps=max_steps, alerts=alerts or {}))
 
     def waiting(self, reason: str) -> None:
-        """Say what a run that goes on waits for; empty for nothing."""
+        """Record what an active run waits for; empty for nothing."""
         self._write(replace(self._status, reason=reason))
 
     def take_over_reporting(self) -> None:

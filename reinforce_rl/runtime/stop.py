@@ -215,8 +215,7 @@ class RunTimer:
         parts.append(f"a save {save_seconds:.1f} s")
         shortage = (
             f"the time limit of this run is reached ({max(left, 0.0):.1f} s are left by "
-            f"{self._bound}; "
-            f"{', '.join(parts)}, and with a margin the remaining work takes "
+            f"{self._bound}; {', '.join(parts)}, and with a margin the remaining work takes "
             f"{with_margin(needed):.1f} s)"
         )
         # An unmeasured validation counts as a step, whose time may be unknown, too.

@@ -106,7 +106,7 @@ def authorities(
 def _of_ranks(cfg: TrainConfig) -> Iterator[Authority]:
     devices = cfg.trainer.devices
     num_nodes = cfg.trainer.num_nodes
-    count = devices * num_nodes
+    count = cfg.trainer.world_size
     if count <= MOST_RANKS:
         return
     effect = f"one factor of {count} ranks, {_expected(MOST_RANKS)}"

@@ -15,9 +15,9 @@ from reinforce_rl.errors import Fault
 from reinforce_rl.megatron.size import ADAM_MOMENTS, FP32, WEIGHT_BYTES, ModelSize
 
 gigabytes = partial(filesize.decimal, precision=2)  # of bytes, or in a smaller or larger unit
-# Bytes of a response token in a record: of its texts, and of the other columns
-# (benchmarks/records.py: 18 in all).
-RECORD_BYTES = (2, 16)
+# Bytes of a response token in a record (benchmarks/records.py: 18 in all).
+RECORD_TEXT_BYTES = 2
+RECORD_TOKEN_BYTES = 16  # of the columns other than texts
 RECORD_FILE_BYTES = 20_000  # of a file, besides its tokens
 
 
@@ -47,8 +47,10 @@ class DiskNeed:
         if self.needed - self.records <= self.free:
             return None
         parts = f"at most {self.checkpoints} x {gigabytes(self.checkpoint)} for checkpoints"
-        parts += f", less {gigabytes(self.held)} there already" if self.held else ""
-        parts += f", {gigabytes(self.export)} for the Hugging Face folder" if self.export else ""
+        if self.held:
+            parts += f", less {gigabytes(self.held)} there already"
+        if self.export:
+            parts += f", {gigabytes(self.export)} for the Hugging Face folder"
         parts += f", and {gigabytes(self.records)} for the samples' records"
         return Fault(
             f"exp_manager.explicit_log_dir is {self.folder}, where {gigabytes(self.free)} are "
@@ -83,14 +85,13 @@ def disk_need(cfg: TrainConfig, size: ModelSize, steps: int) -> DiskNeed:
     export = size.parameters * weight if saving.save_hf_on_train_end else 0
     every = cfg.exp_manager.record_tokens_every
     rollout = cfg.model.reinforce
-    responses = (
+    response_tokens = (
         rollout.num_rollout_samples * rl.num_rollouts_per_prompt * rollout.length_params.max_length
     )
-    with_tokens = steps // every if every else 0
-    of_texts, of_tokens = (responses * size for size in RECORD_BYTES)
+    steps_with_tokens = steps // every if every else 0
     records = (
-        steps * (RECORD_FILE_BYTES + of_texts)
-        + with_tokens * of_tokens
+        steps * (RECORD_FILE_BYTES + response_tokens * RECORD_TEXT_BYTES)
+        + steps_with_tokens * response_tokens * RECORD_TOKEN_BYTES
         - _size_of(folder.glob("rollouts/*"))
     )
     free = shutil.disk_usage(existing).free

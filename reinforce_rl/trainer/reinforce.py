@@ -162,7 +162,7 @@ class ReinforceTrainer:
 
         Raises, after the last complete step is saved: StoppedEarly out of time, at a signal or by
         an alert, RewardServerError if the reward server missed its deadline or failed too many
-        samples, GenerationError if the engine cannot go on.
+        samples, GenerationError if the engine cannot continue.
         Raises DivergedError if training has diverged; nothing is saved.
         """
         self._stop.wait_for_checks()
@@ -552,7 +552,6 @@ def _check_state(state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"the trainer's state in the checkpoint has version {state.get('version')!r}; expected "
             f"{STATE_VERSION}. Use the version of reinforce_rl that wrote it, or start a new run "
-            "in "
-            "another folder",
+            "in another folder",
             key="checkpoint.state.other_version",
         )

@@ -86,8 +86,10 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
     folder = Path(cfg.exp_manager.explicit_log_dir)
     freeze_template_date(cfg)
     control = RunControl(folder, stop or StopRequest())
-    limits = {"silence_seconds": cfg.trainer.heartbeat_timeout_seconds}
-    limits["hang_seconds"] = cfg.trainer.collective_timeout_seconds
+    limits = {
+        "silence_seconds": cfg.trainer.heartbeat_timeout_seconds,
+        "hang_seconds": cfg.trainer.collective_timeout_seconds,
+    }
     with control.running(), contextlib.ExitStack() as job:
         role = None
         if cfg.placement == "disaggregated" and not cfg.uses_external_generators:
@@ -245,7 +247,7 @@ def build_monitor(
         for text in part.texts
     ]
     alert_rules = AlertRules(cfg.alerts.rules.model_dump(), factor)
-    for line in RunFolder(folder).lines if folder.is_dir() else ():  # of a run that goes on
+    for line in RunFolder(folder).lines if folder.is_dir() else ():  # of the run that resumes
         if line["step"] <= start_step:
             alert_rules.look(line)
     loggers = Loggers([jsonl, *others])

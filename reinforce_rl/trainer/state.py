@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def depends_on_past(cfg: ReinforceConfig) -> bool:
     """Return True if the advantages of a step depend on `RunningBaselines`."""
     is_past_mean = ADVANTAGE_ESTIMATORS[cfg.advantage_estimator].function is past_mean
-    is_standardised = cfg.reward_shaping.standardization == "running"
-    return is_past_mean or is_standardised or cfg.kl_target is not None
+    is_standardized = cfg.reward_shaping.standardization == "running"
+    return is_past_mean or is_standardized or cfg.kl_target is not None
 
 
 class RunningBaselines:

@@ -426,21 +426,21 @@ def _next(
     """Decide whether to requeue the job at `step`; return the decision and what comes next."""
     if result.code == EXIT_FINISHED:
         return False, "nothing is left to do"
-    go_on = f"submit the same command again to resume from step {step}"
+    advice = f"submit the same command again to resume from step {step}"
     if nodes := " and ".join(outcome.failed_nodes(current.attempt)):
         return (
             False,
             f"Slurm itself requeues the job, since {nodes} failed; it resumes from step {step}",
         )
     if facts.signal == "TERM":
-        return False, f"not requeued after SIGTERM; {go_on}"
+        return False, f"not requeued after SIGTERM; {advice}"
     if result.code == EXIT_DIVERGED:
         return (
             False,
             "not requeued: the policy has diverged, and would again from the same checkpoint",
         )
     if result.code == EXIT_ALERT:
-        return False, f"not requeued: an alert has stopped the run; {go_on}"
+        return False, f"not requeued: an alert has stopped the run; {advice}"
     max_restarts = current.settings.max_restarts
     if result.never_began and current.restart < max_restarts:
         # `_refusal` ends what never gets further
@@ -448,12 +448,12 @@ def _next(
     if result.code != EXIT_STOPPED and not current.settings.restart_after_crash:
         return (
             False,
-            f"not requeued after a failure (REINFORCE_RESTART_AFTER_CRASH is false); {go_on}",
+            f"not requeued after a failure (REINFORCE_RESTART_AFTER_CRASH is false); {advice}",
         )
     requeue, why = outcome.may_requeue(current.restart, max_restarts, attempt.step_before, step)
     if requeue:
         return True, f"requeued: {why}; Slurm waits about two minutes before"
-    return False, f"not requeued: {why}; {go_on}"
+    return False, f"not requeued: {why}; {advice}"
 
 
 def _parser() -> argparse.ArgumentParser:

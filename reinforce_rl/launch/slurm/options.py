@@ -225,12 +225,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program_name(),
         description="Plan, check and submit a Slurm job of reward servers (component 0), actor "
-        "(component 1) and, "
-        "with placement=disaggregated and no generation_ranks, external generators (component 2).",
+        "(component 1) and, with placement=disaggregated and no generation_ranks, external "
+        "generators (component 2).",
         usage="%(prog)s [options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]",
         epilog="Overrides are Hydra's, as `reinforce-rl train` and `reinforce-rl serve` take "
-        "them. An option "
-        "that is not given is read from the variable REINFORCE_OPTION, such as "
+        "them. An option that is not given is read from the variable REINFORCE_OPTION, such as "
         "REINFORCE_PARTITION or REINFORCE_ACTOR_PARTITION.",
         allow_abbrev=False,
     )

@@ -302,8 +302,7 @@ def _do_not_fit(
         return Fault(
             f"each component fits by itself, but not both together ({alone}), so the job would "
             f"wait forever; expected {first.nodes} + {second.nodes} different nodes: use fewer, or "
-            "another "
-            "partition or nodelist",
+            "another partition or nodelist",
             key="slurm.components.do_not_fit",
         )
     option = plan.option_name(first)

@@ -221,22 +221,19 @@ class Health:
         return Verdict(not fault, text, self._canary_seconds)
 
     async def _look(self) -> tuple[bool, str]:
-        before = await self._progress.read()
-        if self._progress.silent_seconds:
-            return self._judge_silent(before)
-        if before.busy:
-            return self._judge_busy(before)
+        judged = self._judge_progress(await self._progress.read())
+        if judged is not None:
+            return judged
         started = time.monotonic()
         answers = self._answers()
         try:
             code, body = await asyncio.wait_for(self._ask(self._canary), self._limit)
         except (asyncio.TimeoutError, TimeoutError):
-            now = await self._progress.read()
-            if self._progress.silent_seconds:
-                return self._judge_silent(now)
-            if now.busy:
-                return self._judge_busy(now)
-            if self._answers() > answers:  # not `now.batches`, which also counts the canary itself
+            judged = self._judge_progress(await self._progress.read())
+            if judged is not None:
+                return judged
+            # Not `Snapshot.batches`, which also counts the canary itself.
+            if self._answers() > answers:
                 return False, "busy: it answered other requests meanwhile"
             return True, f"a small sample had no answer within {self._limit:g} s"
         except OSError as error:
@@ -245,6 +242,12 @@ class Health:
             return True, fault
         self._canary_seconds = time.monotonic() - started
         return False, "a small sample was scored"
+
+    def _judge_progress(self, last: Snapshot) -> tuple[bool, str] | None:
+        """Judge a server's process that is silent or busy; return None if its scorer is idle."""
+        if self._progress.silent_seconds:
+            return self._judge_silent(last)
+        return self._judge_busy(last) if last.busy else None
 
     def _judge_silent(self, last: Snapshot) -> tuple[bool, str]:
         """Judge a server's process that does not say what its scorer does, by its last answer."""
