@@ -217,14 +217,12 @@ def unscored(run: History) -> str | None:
     "raise the reward source's limits, or lower max_length",
 )
 def unscored_length(run: History) -> str | None:
-    longer = run.last("train/unscored_length_auc", 10)
-    if (
-        len(longer) < 3
-        or math.isnan(run.now("train/unscored_length_auc"))
-        or statistics.median(longer) < 0.8
-    ):
+    shares = run.last("train/unscored_length_auc", 10)
+    if len(shares) < 3 or math.isnan(run.now("train/unscored_length_auc")):
         return None
-    share = statistics.median(longer)
+    share = statistics.median(shares)
+    if share < 0.8:
+        return None
     return f"a sample without a score is longer than one with it in {share:.0%} of the pairs"
 
 
@@ -289,7 +287,7 @@ def reward_jump(run: History) -> str | None:
     stds = run.past("train/reward_std", 20)
     distance = run.now("train/init_policy_kl")
     before = max(run.past("train/init_policy_kl", 10), default=math.nan)
-    # A jump of the KL means that the policy changed, not the scorer.
+    # A jump of the KL means that the policy changed, not the reward source.
     if not rewards or not any(stds) or distance > 1.5 * before + 1:
         return None
     now = run.now("train/reward_std")
@@ -418,7 +416,7 @@ def gradient_spikes(run: History) -> str | None:
 
 
 @rule(
-    "the policy learns these prompts alone",
+    "the policy learns only these prompts",
     "resume from the best checkpoint with more prompts or a higher KL penalty",
 )
 def overfitting(run: History) -> str | None:
