@@ -37,7 +37,7 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {}
 def kl_estimator(name: str, *, meaning: str, look: str) -> Callable[[KLFunction], KLFunction]:
     """Register a function under a value of `trainer.reinforce.kl_estimator`.
 
-    Every estimate is also a metric, whichever of them the run takes.
+    Every estimate is also a metric, whichever one the run uses.
     """
 
     def enter(function: KLFunction) -> KLFunction:
@@ -116,8 +116,8 @@ def sequence_kl(
 
     From log-probs and mask [N, T] to [N], detached, in nats per response; 0 if empty.
     """
-    detached = (log_probs.detach(), reference_log_probs.detach())
-    return token_kl(*detached, mask, estimator=estimator).sum(dim=-1)
+    values = token_kl(log_probs.detach(), reference_log_probs.detach(), mask, estimator=estimator)
+    return values.sum(dim=-1)
 
 
 def kl_loss_terms(

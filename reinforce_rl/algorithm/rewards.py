@@ -1,4 +1,4 @@
-"""Reward shaping before advantages: standardise, scale, clip, penalize.
+"""Reward shaping before advantages: standardise, scale, clip, penalise.
 
 Notation: N sequences of the global batch.
 """
@@ -131,8 +131,8 @@ def subtract_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: i
             f"log-probs of the responses of step {step} are not finite",
             key="algorithm.log_probs.not_finite",
         )
-    penalised = rewards - beta * kl
-    beyond = (valid & ~(penalised.abs() <= MAX_REWARD)).nonzero()[:, 0].tolist()
+    rewards_with_kl = rewards - beta * kl
+    beyond = (valid & ~(rewards_with_kl.abs() <= MAX_REWARD)).nonzero()[:, 0].tolist()
     if beyond:
         raise RewardServerError(
             f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite or above "
@@ -143,7 +143,7 @@ def subtract_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: i
             "trainer.reinforce.initial_policy_kl_penalty",
             key="algorithm.reward.out_of_range",
         )
-    return penalised
+    return rewards_with_kl
 
 
 def has_reward_variance(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:

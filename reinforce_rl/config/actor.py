@@ -35,7 +35,7 @@ from reinforce_rl.config.rewards import (
     name_in_metrics,
 )
 
-REWARDS = ("server", "function")  # values of `reward` that are no class
+REWARDS = ("server", "function")  # values of `reward` that do not name a class
 
 
 class RewardShapingConfig(Section):
@@ -322,8 +322,7 @@ class PretrainedConfig(Section):
     )
 
 
-# Settings of generation on ranks or by programs of its own, as they are where the ranks that train
-# generate.
+# Settings of disaggregated generation, with their values in a colocated run.
 COLOCATED = {
     "placement": "colocated",
     "generation_ranks": 0,
@@ -373,8 +372,7 @@ class TrainConfig(Section):
     max_staleness: Natural | None = key(
         None,
         "largest age in steps of the weights that generate rollouts; null: 1 with "
-        "placement=disaggregated, "
-        "else 0",
+        "placement=disaggregated, else 0",
         "steps",
         details=". 0 gives the numbers of placement=colocated, bit for bit",
     )

@@ -115,7 +115,7 @@ def _as_path(value: Any) -> Any:
 
 
 def _as_host(value: Any) -> Any:
-    """Take the brackets off, `[::1]`, which Hydra reads as a list; refuse what is no host."""
+    """Remove the brackets of `[::1]`, which Hydra reads as a list, and check the host."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     value = _as_text(value)
@@ -130,10 +130,9 @@ def _not_zero(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class NameIn:
-    """Annotation of a text that is a name in a registry: `Annotated[str, NameIn(REGISTRY)]`.
+    """Annotation of a key whose value is a name in a registry: `Annotated[str, NameIn(REGISTRY)]`.
 
-    Checks, documentation and the JSON schema read the registry, so that an entry is all that a
-    further choice needs.
+    Checks, documentation and the JSON schema read the registry, so a new entry is a new choice.
     """
 
     registry: Mapping[str, Any]
@@ -146,7 +145,7 @@ class NameIn:
 
     def _checked(self, name: str) -> str:
         if name not in self.registry:
-            raise PydanticCustomError(IS_NOT_REGISTERED, "no name of the registry")
+            raise PydanticCustomError(IS_NOT_REGISTERED, "not a name in the registry")
         return name
 
 

@@ -145,8 +145,9 @@ def _bare_comma(key: str, value: str) -> Fault:
 def _faults_of_the_rest(
     composed: DictConfig, name: str, overrides: Sequence[str], is_whole: bool
 ) -> list[str]:
-    """Return the faults of what is composed; of keys that overrides give alone, if others may be in
-    another file.
+    """Return the faults of the composed configuration.
+
+    If other keys may be in another file, only those of keys that overrides set.
     """
     if name not in PROGRAMS:
         return []

@@ -53,7 +53,7 @@ class EndTokens:
 def read_end_tokens(folder: str | Path, tokenizer_eos: int | None) -> EndTokens:
     """Read the end tokens of a folder, and add the tokenizer's.
 
-    Raises ConfigError: generation_config.json cannot be read, or a value is no id.
+    Raises ConfigError: generation_config.json cannot be read, or a value is not an id.
     """
     folder = Path(folder)
     config = model_values(str(folder))
@@ -102,7 +102,7 @@ def _ids(values: dict[str, Any], path: Path) -> tuple[int, ...]:
         return ()
     several = configured if isinstance(configured, list) else [configured]
     if not all(type(token) is int and token >= 0 for token in several):
-        # -1 is no id either, nor is true
+        # neither -1 nor true is an id
         sentence = f"{path}: {EOS} is {configured!r}; expected a token id, a list of them, or null"
         raise ConfigError([Fault(sentence, key="model.eos_token_id.invalid")])
     return tuple(several)

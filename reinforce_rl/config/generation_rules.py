@@ -167,8 +167,7 @@ def _generation(cfg: TrainConfig) -> Iterator[Fault]:
             f"ranks has at most {most} of a step's prompts and "
             "model.reinforce.rollout_micro_batch_size is "
             f"{rollout.rollout_micro_batch_size}, so there is nothing to share; expected a size "
-            "below "
-            f"{most}, or generation_work_queue=false",
+            f"below {most}, or generation_work_queue=false",
             key="config.generation_work_queue.nothing_left",
         )
 

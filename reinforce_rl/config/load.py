@@ -57,7 +57,7 @@ def read_config(
 ) -> tuple[T, list[str]]:
     """Like `load_config`, but return the errors with the configuration; see `read`."""
     config, read_faults = read(schema, cfg)
-    # of a key that is wrong by itself, rules say nothing new
+    # Rules do not apply to keys whose own values are wrong.
     named = {fault.split(" ")[0] for fault in read_faults}
     every = [
         *config.all_faults(read_faults),
@@ -88,7 +88,7 @@ def renamed(key: str, schema: type[Section] = TrainConfig, value: object = NOT_S
 def advice_for(
     key: str, schema: type[Section] = TrainConfig, value: object = NOT_SET
 ) -> str | None:
-    """Say what stands in the place of a NeMo-Aligner key; None for any other key."""
+    """Return the advice for a NeMo-Aligner key; None for any other key."""
     known = _NEMO_KEYS.get(schema, {})
     if str(value).lower() in _OFF and key in known and key in nemo_keys.IF_OFF:
         return nemo_keys.IF_OFF[key]

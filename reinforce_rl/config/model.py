@@ -77,8 +77,8 @@ class RolloutConfig(Section):
     )
     generation_cache_tokens: int | None = key(
         None,
-        "capacity of the native engine's KV cache on a rank; further sequences wait. At "
-        "least encoder_seq_length; null: no bound",
+        "capacity of the native engine's KV cache on a rank; further sequences wait. At least "
+        "encoder_seq_length; null: no bound",
         "tokens",
         details=", all sequences of a call at once. Results do not change",
     )

@@ -1,6 +1,4 @@
-"""A model's Hugging Face folder: its `config.json`, and what is said of a path that is no such
-folder. Torch-free.
-"""
+"""A model's Hugging Face folder: its `config.json`, and errors of other folders. Torch-free."""
 
 from __future__ import annotations
 

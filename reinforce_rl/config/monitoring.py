@@ -1,6 +1,4 @@
-"""Schema of what a run keeps and tells: folder, checkpoints, loggers, and alerts
-(docs/monitoring.md).
-"""
+"""Schema of a run's output: folder, checkpoints, records, loggers and alerts."""
 
 from __future__ import annotations
 
@@ -98,8 +96,7 @@ class ExpManagerConfig(Section):
         kind="`DD:HH:MM:SS`",
         details=(
             ". The allocation's start is `SLURM_JOB_START_TIME`. The run validates, saves and "
-            "ends with exit code 75; see "
-            "[operations.md](operations.md#time-limits)"
+            "ends with exit code 75; see [operations.md](operations.md#time-limits)"
         ),
     )
     record: Record = key(
@@ -125,8 +122,8 @@ class ExpManagerConfig(Section):
         [],
         f"besides metrics.jsonl: {', '.join(LOGGERS)}, or a class's dotted name",
         details=(
-            ", see [A logger](../CONTRIBUTING.md#a-logger). "
-            "See [monitoring.md](monitoring.md#loggers)"
+            ", see [A logger](../CONTRIBUTING.md#a-logger). See "
+            "[monitoring.md](monitoring.md#loggers)"
         ),
     )
     create_tensorboard_logger: bool = key(False, "the same as loggers=[tensorboard]")
@@ -188,6 +185,6 @@ class RulesConfig(Section):
 class AlertsConfig(Section):
     rules: RulesConfig = key(
         RulesConfig(),
-        "warn: log it once; stop: also save, and end with exit code 78; off. "
-        "See docs/monitoring.md",
+        "warn: log it once; stop: also save, and end with exit code 78; off. See "
+        "docs/monitoring.md",
     )

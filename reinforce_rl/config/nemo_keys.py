@@ -1,9 +1,8 @@
-"""NeMo-Aligner's keys that this project lacks, with what stands in their place. Data alone;
-`load.py` reads it.
+"""NeMo-Aligner's keys that this project does not have, with their replacements.
 
-By examples/nlp/gpt/conf (gpt_reinforce_actor.yaml, inference_rm.yaml, training_rm.yaml),
-docs/user-guide and tests/functional of NVIDIA/NeMo-Aligner. An advice counts for a key and all keys
-below it; the longest key decides.
+From examples/nlp/gpt/conf (gpt_reinforce_actor.yaml, inference_rm.yaml, training_rm.yaml),
+docs/user-guide and tests/functional of NVIDIA/NeMo-Aligner. Advice applies to a key and all keys
+below it; that of the longest key is given.
 """
 
 from __future__ import annotations

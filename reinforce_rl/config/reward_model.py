@@ -195,8 +195,7 @@ class TrainRewardModelConfig(Section):
         if self.prefixes.max_tokens < self.prefixes.min_tokens:
             yield Fault(
                 f"prefixes.max_tokens is {self.prefixes.max_tokens}; expected at least "
-                "prefixes.min_tokens, "
-                f"which is {self.prefixes.min_tokens}",
+                f"prefixes.min_tokens, which is {self.prefixes.min_tokens}",
                 key="config.max_tokens.below_min_tokens",
             )
 

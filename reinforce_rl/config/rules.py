@@ -28,7 +28,7 @@ from reinforce_rl.utils.net import Address
 
 PROVIDED_FUNCTIONS = ("gsm8k", "instructions", "matches", "length", "vader")
 _DOTTED_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
-REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
+REWARD_METRICS = ("rewards_with_kl",)  # metrics that a source's rewards_NAME would hide
 
 
 def find_faults(cfg: TrainConfig) -> Iterator[str]:
@@ -276,8 +276,7 @@ def _lengths(cfg: TrainConfig) -> Iterator[Fault]:
             cfg,
             ("model.shared_prefix", "model.context_parallel_size"),
             "context-parallel ranks cannot split a row of several sequences: set "
-            "model.shared_prefix to null, "
-            "or model.context_parallel_size to 1",
+            "model.shared_prefix to null, or model.context_parallel_size to 1",
             key="config.shared_prefix.conflicts_with_context_parallel_size",
         )
     if tokens is not None and tokens < model.encoder_seq_length:

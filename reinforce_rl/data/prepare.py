@@ -217,7 +217,7 @@ def _without_answer(messages: _Messages) -> _Messages:
 def _turns_fault(value: object, messages: _Messages) -> str:
     """Describe what is wrong with turns that come from one text; "" if nothing is.
 
-    The markers of turns may be a part of what was said.
+    The text of a turn may contain the markers of turns.
     """
     roles = [message["role"] for message in messages if message["role"] != "system"]
     if isinstance(value, str) and any(

@@ -208,7 +208,7 @@ def _not_of_hub(path: Path) -> Path:
 
 
 def _matches(pattern: Path, split: str | None) -> list[Path]:
-    """Return the files that a pattern matches; [] if it is no pattern or matches nothing."""
+    """Return the files that a pattern matches; [] if it is not a pattern or matches nothing."""
     matches = sorted(map(Path, glob.glob(str(pattern))))
     root = next(folder for folder in pattern.parents if not glob.has_magic(str(folder)))
     files = one_split((path for path in matches if not path.is_dir()), root)

@@ -53,9 +53,9 @@ _MANY = 6  # names in a message
 
 
 def suffix_of(name: str) -> str:
-    """Return the suffix that tells a file's form, in lower case; "" if none does.
+    """Return the suffix of a file's format, in lower case and without that of a compression.
 
-    The suffix of a compression is left out.
+    Empty for an unknown format.
     """
     return SUFFIX.findall(name)[0].lower()
 
@@ -65,7 +65,7 @@ class Part:
     """The files of one split of one configuration."""
 
     configuration: str  # "" in a folder of one
-    split: str  # "" if no name tells one
+    split: str  # "" if the names contain none
     files: tuple[Path, ...]
 
 

@@ -58,7 +58,8 @@ EQUAL_BITS = Bounds()
 # Layouts, devices and numbers of threads change the order of sums.
 ROUNDING = Bounds(absolute=1e-4, relative=1e-4)  # float32
 BF16 = Bounds(absolute=0.05, relative=0.02)
-_OF_CUTS = ("sum_sequence_tokens", "sum_padded_tokens")  # these depend on the layout
+# Numbers of an update that depend on how the layout divides it into micro-batches.
+_OF_LAYOUT = ("sum_sequence_tokens", "sum_padded_tokens")
 
 
 @dataclass(frozen=True)
@@ -96,27 +97,27 @@ def sample_differences(
 
     A column that both tables lack is equal.
     """
-    ids = list(zip(first["prompt_id"].to_pylist(), first["sample_id"].to_pylist(), strict=True))
+    ids = _sample_ids(first)
     differences = []
     for name in columns:
-        pair = [
-            table[name].to_pylist() if name in table.column_names else [None] * len(ids)
-            for table in (first, second)
-        ]
-        places = [
-            (row, _first_token(left, right, bounds))
-            for row, (left, right) in enumerate(zip(*pair, strict=True))
-            if not _equal(left, right, bounds)
-        ]
-        if places:
-            row, token = places[0]
-            left, right = (_at(column[row], token) for column in pair)
-            sizes = [_size(pair[0][r], pair[1][r]) for r, _ in places]
-            prompt, sample = ids[row]
-            size = max((size for size in sizes if not math.isnan(size)), default=math.nan)
+        pairs = list(zip(_column(first, name), _column(second, name), strict=True))
+        rows = [row for row, pair in enumerate(pairs) if not _equal(*pair, bounds)]
+        if rows:
+            left, right = pairs[rows[0]]
+            token = _first_token(left, right, bounds)
+            prompt, sample = ids[rows[0]]
+            sizes = [_size(*pairs[row]) for row in rows]
             differences.append(
                 FirstDifference(
-                    name, left, right, len(places), len(ids), prompt, sample, token, size
+                    name,
+                    _at(left, token),
+                    _at(right, token),
+                    count=len(rows),
+                    total=len(ids),
+                    prompt_id=prompt,
+                    sample_id=sample,
+                    token=token,
+                    size=max((size for size in sizes if not math.isnan(size)), default=math.nan),
                 )
             )
     return differences
@@ -124,10 +125,7 @@ def sample_differences(
 
 def missing_samples(first: pa.Table, second: pa.Table) -> FirstDifference | None:
     """Return the first row in which the tables have different samples; None if all are the same."""
-    columns = [
-        list(zip(t["prompt_id"].to_pylist(), t["sample_id"].to_pylist(), strict=True))
-        for t in (first, second)
-    ]
+    columns = [_sample_ids(table) for table in (first, second)]
     if columns[0] == columns[1]:
         return None
     total = max(map(len, columns))
@@ -168,7 +166,7 @@ def update_differences(
         of_update = number_differences(left, right, bounds)
         if bounds != EQUAL_BITS:
             of_update = [
-                difference for difference in of_update if difference.quantity not in _OF_CUTS
+                difference for difference in of_update if difference.quantity not in _OF_LAYOUT
             ]
         differences += [
             replace(difference, quantity=prefix + difference.quantity) for difference in of_update
@@ -186,11 +184,7 @@ def tensor_differences(
     differences = []
     for left, right in zip(first, second, strict=True):
         sums: tuple[dict[str, str], dict[str, str]] = (getattr(left, kind), getattr(right, kind))
-        names = [
-            name
-            for name in dict.fromkeys((*sums[0], *sums[1]))
-            if sums[0].get(name) != sums[1].get(name)
-        ]
+        names = _differing_names(*sums)
         if names:
             rank = f"rank {left.rank}: " if len(first) > 1 else ""
             values = sums[0].get(names[0], "absent"), sums[1].get(names[0], "absent")
@@ -216,19 +210,15 @@ def fact_differences(first: StepRecord, second: StepRecord) -> list[str]:
         "layout: ": "layout",
         "setting ": "settings",
     }.items():
-        sides: list[Mapping[str, Any]] = [getattr(record, name) for record in (first, second)]
-        keys = [
-            key
-            for key in dict.fromkeys((*sides[0], *sides[1]))
-            if sides[0].get(key) != sides[1].get(key)
-        ]
-        keys = [key for key in keys if not key.startswith(("exp_manager.", "resume_with_changes"))]
-        default = defaults if name == "settings" else {}
-        pairs = [[_shown(side.get(key, default.get(key))) for side in sides] for key in keys]
-        facts += [
-            f"{title}{key}: {left} -> {right}"
-            for key, (left, right) in zip(keys, pairs, strict=True)
-        ]
+        left: Mapping[str, Any] = getattr(first, name)
+        right: Mapping[str, Any] = getattr(second, name)
+        for key in _differing_names(left, right):
+            if key.startswith(("exp_manager.", "resume_with_changes")):
+                continue
+            default = defaults.get(key) if name == "settings" else None
+            before = _shown(left.get(key, default))
+            after = _shown(right.get(key, default))
+            facts.append(f"{title}{key}: {before} -> {after}")
     for name in dict.fromkeys((*first.files, *second.files)):
         digests = first.files.get(name), second.files.get(name)
         if None not in digests and digests[0] != digests[1]:
@@ -242,6 +232,22 @@ def fact_differences(first: StepRecord, second: StepRecord) -> list[str]:
     if None not in (first.reference, second.reference) and first.reference != second.reference:
         facts.append("the reference policy's weights differ")
     return facts
+
+
+def _sample_ids(table: pa.Table) -> list[tuple[int, int]]:
+    return list(zip(table["prompt_id"].to_pylist(), table["sample_id"].to_pylist(), strict=True))
+
+
+def _column(table: pa.Table, name: str) -> list[Any]:
+    """Return a column's values, None in each row if the table lacks it."""
+    if name not in table.column_names:
+        return [None] * table.num_rows
+    return table[name].to_pylist()
+
+
+def _differing_names(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    names = dict.fromkeys((*first, *second))
+    return [name for name in names if first.get(name) != second.get(name)]
 
 
 def _equal(first: Any, second: Any, bounds: Bounds) -> bool:

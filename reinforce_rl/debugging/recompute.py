@@ -375,13 +375,13 @@ class _SideOfStep:
         rollouts = data.rollouts
         advantages = data.sequence_advantages
         valid = rollouts.valid
-        spread, without_spread = group_spread(data.rewards_with_kl, rollouts.group_ids, valid)
+        spread, has_zero_std = group_spread(data.rewards_with_kl, rollouts.group_ids, valid)
         numbers = cls(
             valid=valid,
             rewards=rollouts.rewards,
             advantages=advantages,
             group_spread=_mean(spread),
-            groups_with_zero_std=_mean(without_spread),
+            groups_with_zero_std=_mean(has_zero_std),
             without_advantage=_mean(advantages.abs() <= ZERO),
             clipped=side.clipped_share(data, cfg, max_length),
         )

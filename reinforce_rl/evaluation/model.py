@@ -42,16 +42,17 @@ logger = logging.getLogger(__name__)
 PROGRAM = "train_reinforce_actor"
 DATA = "model.data.data_prefix"
 LENGTH = "model.encoder_seq_length"
-# Settings of training alone; inference resets them to their defaults.
+# Settings that only training uses; inference resets them to their defaults.
 OF_TRAINING = (
     "model.peft",
     "model.global_batch_size",
     "model.optim",
     "trainer.reinforce.kl_target",
     "trainer.reinforce.mini_batches",
+    "trainer.reinforce.dynamic_filtering",
+    "exp_manager.max_time_per_run",
+    "exp_manager.checkpoint_callback_params",
 )
-OF_TRAINING += ("trainer.reinforce.dynamic_filtering", "exp_manager.max_time_per_run")
-OF_TRAINING += ("exp_manager.checkpoint_callback_params",)
 
 
 def model_folder(path: str | Path) -> Path:

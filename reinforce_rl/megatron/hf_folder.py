@@ -51,7 +51,7 @@ class HFFolder:
         self._stored_again: list[tuple[str, Path]] = []  # tensors that another shard holds too
         for path in self.files.paths:
             with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118 (a file is no dict)
+                for name in file.keys():  # noqa: SIM118 (a file is not a dict)
                     if self.files.file_of.get(name, path) != path:
                         self._stored_again.append((name, path))
                         continue

@@ -29,8 +29,7 @@ _OTHER_FORMS = {
     "or convert it with the script of transformers for this family",
     "*.gguf": "is a file of llama.cpp. Use the folder that it was made from",
     "model.*.safetensors": "is a variant, which transformers loads only when it is asked for by "
-    "name. Rename the "
-    f"variant that you want to {SINGLE_FILE}, or its index to {INDEX_FILE}",
+    f"name. Rename the variant that you want to {SINGLE_FILE}, or its index to {INDEX_FILE}",
 }
 
 

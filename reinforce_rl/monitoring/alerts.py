@@ -217,14 +217,12 @@ def unscored(run: History) -> str | None:
     "raise the reward source's limits, or lower max_length",
 )
 def unscored_length(run: History) -> str | None:
-    longer = run.last("train/unscored_length_auc", 10)
-    if (
-        len(longer) < 3
-        or math.isnan(run.now("train/unscored_length_auc"))
-        or statistics.median(longer) < 0.8
-    ):
+    shares = run.last("train/unscored_length_auc", 10)
+    if len(shares) < 3 or math.isnan(run.now("train/unscored_length_auc")):
         return None
-    share = statistics.median(longer)
+    share = statistics.median(shares)
+    if share < 0.8:
+        return None
     return f"a sample without a score is longer than one with it in {share:.0%} of the pairs"
 
 
@@ -235,11 +233,11 @@ def unscored_length(run: History) -> str | None:
 )
 def constant_reward(run: History) -> str | None:
     reward = run.now("train/rewards")
-    deviation = run.now("train/reward_std")
+    std = run.now("train/reward_std")
     limit = max(1e-4 * abs(reward), 0.02 * run.first("train/reward_std"), 1e-12)
-    if not deviation <= limit or solved(run):
+    if not std <= limit or solved(run):
         return None
-    return f"the rewards of all samples are {reward:.4g} ± {deviation:.1g}"
+    return f"the rewards of all samples are {reward:.4g} ± {std:.1g}"
 
 
 def equal_groups(run: History) -> str | None:
@@ -265,9 +263,9 @@ def zero_reward_std(run: History) -> str | None:
 )
 def solved(run: History) -> str | None:
     reward = run.now("train/rewards")
-    deviation = run.now("train/reward_std")
+    std = run.now("train/reward_std")
     rise = reward - run.initial("train/rewards")
-    has_risen = rise > max(3 * deviation, 0.5 * run.initial("train/reward_std"))
+    has_risen = rise > max(3 * std, 0.5 * run.initial("train/reward_std"))
     return equal_groups(run) if has_risen and reward >= run.middle("train/rewards", 20) else None
 
 
@@ -286,20 +284,18 @@ def zero_gradient(run: History) -> str | None:
 )
 def reward_jump(run: History) -> str | None:
     rewards = run.past("train/rewards", 20)
-    deviations = run.past("train/reward_std", 20)
+    stds = run.past("train/reward_std", 20)
     distance = run.now("train/init_policy_kl")
     before = max(run.past("train/init_policy_kl", 10), default=math.nan)
-    # A jump of the KL means that the policy changed, not the scorer.
-    if not rewards or not any(deviations) or distance > 1.5 * before + 1:
+    # A jump of the KL means that the policy changed, not the reward source.
+    if not rewards or not any(stds) or distance > 1.5 * before + 1:
         return None
     now = run.now("train/reward_std")
     moves = [new - old for old, new in itertools.pairwise(rewards)]
-    jumps = abs(run.now("train/rewards") - rewards[-1]) > max(*deviations, 6 * spread(moves))
-    if not jumps and 0.2 * min(deviations) <= now <= 5 * max(
-        *deviations, run.first("train/reward_std")
-    ):
+    jumps = abs(run.now("train/rewards") - rewards[-1]) > max(*stds, 6 * spread(moves))
+    if not jumps and 0.2 * min(stds) <= now <= 5 * max(*stds, run.first("train/reward_std")):
         return None
-    was = f"{rewards[-1]:.3f} ± {deviations[-1]:.3f}"
+    was = f"{rewards[-1]:.3f} ± {stds[-1]:.3f}"
     return f"the rewards went from {was} to {run.now('train/rewards'):.3f} ± {now:.3f}"
 
 
@@ -420,7 +416,7 @@ def gradient_spikes(run: History) -> str | None:
 
 
 @rule(
-    "the policy learns these prompts alone",
+    "the policy learns only these prompts",
     "resume from the best checkpoint with more prompts or a higher KL penalty",
 )
 def overfitting(run: History) -> str | None:

@@ -68,7 +68,7 @@ def start_loggers(
 def logger_class(name: str) -> LoggerClass:
     """Return the class of a name in `LOGGERS`, or of a dotted name, which is imported.
 
-    Raises ConfigError: it cannot be imported, or is no `MetricLogger`.
+    Raises ConfigError: it cannot be imported, or is not a subclass of `MetricLogger`.
     """
     entry = LOGGERS.get(name)
     class_name = name if entry is None else entry.class_name
@@ -82,8 +82,8 @@ def logger_class(name: str) -> LoggerClass:
         raise ConfigError([Fault(sentence, key="loggers.class.not_importable")]) from error
     if not (isinstance(kind, type) and issubclass(kind, MetricLogger)):
         sentence = (
-            f"exp_manager.loggers has {name!r}, which is no subclass of MetricLogger "
-            "(reinforce_rl/monitoring/loggers.py); expected one"
+            f"exp_manager.loggers has {name!r}; expected a subclass of MetricLogger "
+            "(reinforce_rl/monitoring/loggers.py)"
         )
         raise ConfigError([Fault(sentence, key="loggers.class.no_logger")])
     return kind

@@ -107,7 +107,7 @@ def checked_line(line: Any) -> tuple[int, dict[str, float]]:
 
     Modifies `line`: the step is removed.
 
-    Raises ValueError, with the unexpected value, if it is no object of numbers with a step.
+    Raises ValueError, with the unexpected value, if it is not an object of numbers with a step.
     """
     if not isinstance(line, dict):
         raise ValueError(f"found a JSON {type(line).__name__}, expected an object")

@@ -6,9 +6,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -27,15 +27,23 @@ from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.statistics import finite_mean, paired, unpaired
 
 _LAST = 10  # training steps; their mean is a run's final value
-# Name, metric, whether the best value is shown too, form.
+
+
+class _Metric(NamedTuple):
+    name: str
+    key: str
+    has_best: bool  # the best value is shown too
+    form: str
+
+
 _METRICS = (
-    ("validation reward", "val/rewards", True, ".3f"),
-    ("training reward", "train/rewards", False, ".3f"),
-    ("held-out loss", "val/loss", False, ".4f"),
-    ("KL, nats a response", "train/init_policy_kl", False, ".3f"),
-    ("response length, tokens", "train/response_lengths", False, ".1f"),
-    ("not truncated", "train/fraction_of_samples_properly_ended", False, ".3f"),
-    ("seconds a step", "timers/step_time", False, ".2f"),
+    _Metric("validation reward", "val/rewards", True, ".3f"),
+    _Metric("training reward", "train/rewards", False, ".3f"),
+    _Metric("held-out loss", "val/loss", False, ".4f"),
+    _Metric("KL, nats a response", "train/init_policy_kl", False, ".3f"),
+    _Metric("response length, tokens", "train/response_lengths", False, ".1f"),
+    _Metric("not truncated", "train/fraction_of_samples_properly_ended", False, ".3f"),
+    _Metric("seconds a step", "timers/step_time", False, ".2f"),
 )
 # settings that may differ within a side
 _OF_A_RUN = re.compile(rf"{SILENT.pattern}|model\.seed$|exp_manager\.")
@@ -102,47 +110,47 @@ def compare(
 
 
 def _metrics(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
-    rows = [["state", *(_state(run) for run in runs.values())]]
     other_keys = dict.fromkeys(
         key for run in runs.values() for key in run.metric_names() if _OTHER.fullmatch(key)
     )
     others = [
-        (f"validation {key[4:].replace('rewards_', '')}", key, True, ".3f") for key in other_keys
+        _Metric(f"validation {key[4:].replace('rewards_', '')}", key, True, ".3f")
+        for key in other_keys
     ]
-    for name, key, has_best, form in (_METRICS[0], *others, *_METRICS[1:]):
-        series = [
-            [point for point in run.series(key) if math.isfinite(point[1])] for run in runs.values()
-        ]
-        if any(series):
-            is_training = not key.startswith("val/")
-            finals = [
-                finite_mean([value for _, value in points[-(_LAST if is_training else 1) :]])
-                for points in series
-            ]
-            last = f"last {_LAST} steps" if is_training else "last"
-            rows.append([f"{name}, {last}", *(formatted(form, value) for value in finals)])
-            if has_best:
-                tops = [
-                    max(points, key=lambda point: point[1], default=(0, math.nan))
-                    for points in series
-                ]
-                rows.append(
-                    [
-                        f"{name}, best",
-                        *(
-                            formatted(form, value) + (f" (step {step})" if step else "")
-                            for step, value in tops
-                        ),
-                    ]
-                )
+    rows = [["state", *(_state(run) for run in runs.values())]]
+    for metric in (_METRICS[0], *others, *_METRICS[1:]):
+        rows += _rows_of_metric(metric, runs.values())
     return {"title": "Metrics", "note": "", "columns": ["", *runs], "rows": rows}
+
+
+def _rows_of_metric(metric: _Metric, runs: Iterable[RunFolder]) -> list[list[str]]:
+    """Return the metric's final and best values by run; [] if no run has it."""
+    series = []
+    for run in runs:
+        points = run.series(metric.key)
+        series.append([(step, value) for step, value in points if math.isfinite(value)])
+    if not any(series):
+        return []
+    is_training = not metric.key.startswith("val/")
+    num_last = _LAST if is_training else 1
+    last = f"last {_LAST} steps" if is_training else "last"
+    finals = [finite_mean([value for _, value in points[-num_last:]]) for points in series]
+    rows = [[f"{metric.name}, {last}", *(formatted(metric.form, value) for value in finals)]]
+    if metric.has_best:
+        rows.append([f"{metric.name}, best", *(_best(points, metric.form) for points in series)])
+    return rows
+
+
+def _best(points: Sequence[tuple[int, float]], form: str) -> str:
+    step, value = max(points, key=lambda point: point[1], default=(0, math.nan))
+    at = f" (step {step})" if step else ""
+    return formatted(form, value) + at
 
 
 def _state(run: RunFolder) -> str:
     state = run.state()
-    return f"{state.state}, step {state.step}" + (
-        f" of {state.max_steps}" if state.max_steps else ""
-    )
+    bound = f" of {state.max_steps}" if state.max_steps else ""
+    return f"{state.state}, step {state.step}{bound}"
 
 
 def _sides(runs: Mapping[str, RunFolder], num_base: int) -> list[_Side]:
@@ -150,54 +158,30 @@ def _sides(runs: Mapping[str, RunFolder], num_base: int) -> list[_Side]:
     for i, (name, run) in enumerate(runs.items()):
         config = run.configuration()
         settings = {setting.key: setting.value for setting in config.settings}
-        side: Any = json.dumps(
-            {key: value for key, value in settings.items() if not _OF_A_RUN.match(key)}
-        )
-        side = i < num_base if num_base else side if config.text else name
-        seed = settings.get("model.seed", TrainConfig().model.seed) if config.text else name
+        seed: Any = name
+        if config.text:
+            seed = settings.get("model.seed", TrainConfig().model.seed)
         if isinstance(seed, dict | list):
             raise DataError(
                 f"{run.path / CONFIG_FILE}: model.seed is {shown_value(seed)}; expected a number. "
                 "Restore the file",
                 key="run.config.seed_no_number",
             )
+        side: Any = name
+        if num_base:
+            side = i < num_base
+        elif config.text:
+            shared = {key: value for key, value in settings.items() if not _OF_A_RUN.match(key)}
+            side = json.dumps(shared)
         sides.setdefault(side, []).append((name, run, seed))
     return list(sides.values())
 
 
 def _over_seeds(sides: Sequence[_Side]) -> list[dict[str, Any]]:
     """Compare each side with the first over seeds, at the last step that all runs validated."""
-    rows = []
-    base = sides[0]
-    names = [side[0][0] + (f" and {len(side) - 1} more" if side[1:] else "") for side in sides]
-    for name, side in zip(names[1:], sides[1:], strict=True):
-        series = {run_name: dict(run.series("val/rewards")) for run_name, run, _ in (*base, *side)}
-        step = max(set.intersection(*map(set, series.values())), default=0)
-        groups: list[dict[Any, list[float]]] = [{}, {}]
-        for group, runs in zip(groups, (base, side), strict=True):
-            # Before the first step all runs are equal.
-            for run_name, _, seed in runs if step else ():
-                group.setdefault(seed, []).append(series[run_name][step])
-        first, last = (
-            {seed: finite_mean(values) for seed, values in group.items()} for group in groups
-        )
-        is_paired = first.keys() == last.keys()
-        difference = (
-            paired(first, last, "seed")
-            if is_paired
-            else unpaired([*first.values()], [*last.values()])
-        )
-        low, high = (formatted("+.3f", end) for end in difference.interval)
-        at = f"step {step}" if step else "no step in common"
-        rows.append(
-            [
-                f"{name} - {names[0]}",
-                difference.change(),
-                f"{low} to {high}",
-                at,
-                difference.sentence(),
-            ]
-        )
+    base, *others = sides
+    if not others or all(len(side) == 1 for side in sides):
+        return []
     columns = [
         "validation reward",
         "difference ± standard error",
@@ -209,57 +193,54 @@ def _over_seeds(sides: Sequence[_Side]) -> list[dict[str, Any]]:
         "Seeds are the unit: the mean reward of each one's validation, paired where both sides "
         "have the same seeds."
     )
-    return (
-        [{"title": "Difference over seeds", "note": note, "columns": columns, "rows": rows}]
-        if rows and any(len(side) > 1 for side in sides)
-        else []
-    )
+    rows = [_row_over_seeds(base, side) for side in others]
+    return [{"title": "Difference over seeds", "note": note, "columns": columns, "rows": rows}]
+
+
+def _row_over_seeds(base: _Side, side: _Side) -> list[str]:
+    validated = [{step for step, _ in run.series("val/rewards")} for _, run, _ in (*base, *side)]
+    step = max(set.intersection(*validated), default=0)
+    first = _reward_by_seed(base, step)
+    last = _reward_by_seed(side, step)
+    if first.keys() == last.keys():
+        difference = paired(first, last, "seed")
+    else:
+        difference = unpaired([*first.values()], [*last.values()])
+    low, high = (formatted("+.3f", end) for end in difference.interval)
+    return [
+        f"{_name(side)} - {_name(base)}",
+        difference.change(),
+        f"{low} to {high}",
+        f"step {step}" if step else "no step in common",
+        difference.sentence(),
+    ]
+
+
+def _reward_by_seed(side: _Side, step: int) -> dict[Any, float]:
+    if not step:  # before the first step all runs are equal
+        return {}
+    rewards: dict[Any, list[float]] = {}
+    for _, run, seed in side:
+        rewards.setdefault(seed, []).append(dict(run.series("val/rewards"))[step])
+    return {seed: finite_mean(values) for seed, values in rewards.items()}
+
+
+def _name(side: _Side) -> str:
+    name = side[0][0]
+    return f"{name} and {len(side) - 1} more" if len(side) > 1 else name
 
 
 def _paired(sides: Sequence[_Side]) -> dict[str, Any]:
     base, *others = sides
-    of_seed = {seed: (name, run) for name, run, seed in reversed(base)}
-    pairs = [
-        (name, run, *of_seed.get(seed, base[0][:2])) for side in others for name, run, seed in side
-    ]
+    # Runs are compared with the base's of the same seed; those of the base with its first.
+    compared = [run for side in others for run in side] or base[1:]
+    of_seed = {seed: (name, run) for name, run, seed in reversed(base)} if others else {}
     rows = []
-    for name, run, base_name, first in pairs or [
-        (name, run, *base[0][:2]) for name, run, _ in base[1:]
-    ]:
-        steps = first.sample_steps("validation")
-        other_steps = run.sample_steps("validation")
-        if not steps or not other_steps:
-            continue
-        shared = set(steps) & set(other_steps)
-        # Initial validations are equal, so a comparison of them is useless.
-        step, other = (
-            (max(shared), max(shared)) if max(shared, default=0) else (steps[-1], other_steps[-1])
-        )
-        rows_of_first = first.samples(step, "validation")
-        rows_of_run = run.samples(other, "validation")
-        texts = {row.prompt_id: row.prompt for row in rows_of_first}
-        changed = {
-            row.prompt_id
-            for row in rows_of_run
-            if texts.get(row.prompt_id, row.prompt) != row.prompt
-        }
-        pair = [
-            [row for row in side if row.prompt_id not in changed]
-            for side in (rows_of_first, rows_of_run)
-        ]
-        difference = compare_validation(pair[0], pair[1])
-        at = f"step {step}" if step == other else f"step {other} against {step}"
-        if changed:
-            at += f"; left out: {len(changed)} of {len(texts)} prompts, whose texts differ"
-        rows.append(
-            [
-                f"{name} - {base_name}",
-                difference.change(),
-                str(difference.n),
-                at,
-                difference.sentence(),
-            ]
-        )
+    for name, run, seed in compared:
+        base_name, base_run = of_seed.get(seed, base[0][:2])
+        cells = _cells_over_prompts(base_run, run)
+        if cells is not None:
+            rows.append([f"{name} - {base_name}", *cells])
     columns = ["validation reward", "difference ± standard error", "prompts", "at", "is it real?"]
     note = "Paired by prompt; prompts that only one run has are left out."
     if not others:
@@ -275,6 +256,31 @@ def _paired(sides: Sequence[_Side]) -> dict[str, Any]:
         "columns": columns,
         "rows": rows,
     }
+
+
+def _cells_over_prompts(base: RunFolder, run: RunFolder) -> list[str] | None:
+    """Compare the validations of two runs; None if one has no samples."""
+    base_steps = base.sample_steps("validation")
+    steps = run.sample_steps("validation")
+    if not base_steps or not steps:
+        return None
+    base_step = max(set(base_steps) & set(steps), default=0)
+    step = base_step
+    if not base_step:  # initial validations are equal, so a comparison of them is useless
+        base_step = base_steps[-1]
+        step = steps[-1]
+    base_rows = base.samples(base_step, "validation")
+    rows = run.samples(step, "validation")
+    texts = {row.prompt_id: row.prompt for row in base_rows}
+    changed = {row.prompt_id for row in rows if texts.get(row.prompt_id, row.prompt) != row.prompt}
+    difference = compare_validation(
+        [row for row in base_rows if row.prompt_id not in changed],
+        [row for row in rows if row.prompt_id not in changed],
+    )
+    at = f"step {base_step}" if base_step == step else f"step {step} against {base_step}"
+    if changed:
+        at += f"; left out: {len(changed)} of {len(texts)} prompts, whose texts differ"
+    return [difference.change(), str(difference.n), at, difference.sentence()]
 
 
 def _settings(runs: Mapping[str, RunFolder]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Meaning of the metrics in `metrics.jsonl`: `METRICS` by full name, `metric_of` for a file's name.
 
-`CHARTS` has the charts of the dashboard and the report.
-`tools/config_docs.py --write` makes the tables of docs/metrics.md from it. No torch.
+`tools/config_docs.py --write` makes the tables of docs/metrics.md from `METRICS`. `CHARTS` has the
+charts of the dashboard and the report. No torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ fraction_of_samples_scored | share | samples that the reward source scored | 1; 
   of the reward source
 fraction_of_samples_valid | share | scored, not empty, not dropped | 1, or less with
   truncated_samples=drop""",
-    "train": """
+    "train": f"""
 rewards_with_kl | reward | shaped reward - beta * KL: the objective | rises; falls while rewards
   rise: KL costs more
 reward_group_std | reward | mean standard deviation within a prompt's samples | above 0; 0: no
@@ -54,9 +54,7 @@ fraction_of_groups_with_zero_std | share | prompts whose samples all earn the sa
   dynamic_filtering
 init_policy_kl | nats a response | KL from the initial policy, by kl_estimator and kl_reduction |
   rises slowly; a jump, or tens of nats: lower lr or raise initial_policy_kl_penalty; read samples
-"""
-    + _KL_ESTIMATES
-    + """
+{_KL_ESTIMATES}
 kl_coefficient | reward per nat | beta of this step | constant, unless kl_target is set
 baseline | reward | mean baseline of valid samples | follows rewards_with_kl
 advantage_mean | reward | mean over the samples that train | near 0 with a baseline per group

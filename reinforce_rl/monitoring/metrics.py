@@ -76,10 +76,10 @@ def reinforce_means(batch: ReinforceBatch) -> Statistics:
     rollouts = batch.rollouts
     valid = batch.rollouts.valid
     advantages = batch.sequence_advantages
-    spread, has_none = group_spread(rollouts.rewards, rollouts.group_ids, valid)
+    spread, has_zero_std = group_spread(rollouts.rewards, rollouts.group_ids, valid)
     means: Statistics = {
         "reward_group_std": Mean.of(spread),
-        "fraction_of_groups_with_zero_std": Mean.of(has_none),
+        "fraction_of_groups_with_zero_std": Mean.of(has_zero_std),
         "init_policy_kl": Mean.of(batch.kl, valid),
         "rewards_with_kl": Mean.of(batch.rewards_with_kl, valid),
         "baseline": Mean.of(batch.baseline, valid),
@@ -106,8 +106,8 @@ def group_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Ten
     members = [(group_ids == group) & valid for group in torch.unique(group_ids)]
     members = [rows for rows in members if int(rows.sum()) > 1]
     spread = [float(rewards[rows].double().std()) for rows in members]
-    has_none = [not bool(differs[rows].any()) for rows in members]
-    return torch.tensor(spread, dtype=torch.float64), torch.tensor(has_none, dtype=torch.bool)
+    has_zero_std = [not bool(differs[rows].any()) for rows in members]
+    return torch.tensor(spread, dtype=torch.float64), torch.tensor(has_zero_std, dtype=torch.bool)
 
 
 def reduce_metrics(statistics: Statistics, gather_over_ranks: GatherOverRanks) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from operator import attrgetter
@@ -63,57 +63,56 @@ def summarize(run: RunFolder) -> list[list[str]]:
     Each row has a name with its unit, the value before, the value after, the change with its
     standard error and p, and the data of the measurement.
     """
-    rows: list[list[str]] = []
-
-    def add(
-        name: str, basis: str, before: float, after: float, form: str = ".3f", change: str = ""
-    ) -> None:
-        if math.isfinite(before) or math.isfinite(after):
-            change = change or formatted(f"+{form}", after - before)
-            rows.append([name, formatted(form, before), formatted(form, after), change, basis])
-
     sources = [key[4:] for key in run.metric_names() if key.startswith("val/rewards_")]
     left_out = len(sources) - _MAX_SOURCES
     sources = sources[:_MAX_SOURCES]
+    rows = []
     for name, key, form in (
         _QUANTITIES[0],
         *((f"  {key[8:]}", key, ".3f") for key in sources),
         *_QUANTITIES[1:],
     ):
-        validated = run.values(f"val/{key}").tolist()
-        if (difference := comparison(run, key)) is not None and difference.n:
-            change = difference.change(form)
-            if difference.p >= 0:
-                change += f", {chance(difference.p)}"
-            add(
-                name,
-                f"validation, the same {difference.n} prompts",
-                difference.mean_before,
-                difference.mean_after,
-                form,
-                change,
-            )
-        elif len(validated) > 1 and key != "rewards":
-            add(name, "validation", validated[0], validated[-1], form)
-        values = run.values(f"train/{key}").tolist() if key not in sources else []
-        window = min(10, len(values) // 2)  # the first and the last steps must not overlap
-        if window:
-            steps = f"{window} steps" if window > 1 else "step"
-            basis = f"training, first and last {steps}, not paired"
-            add(name, basis, finite_mean(values[:window]), finite_mean(values[-window:]), form)
-        else:
-            add(name, "training, one step", finite_mean(values), math.nan, form)
+        rows.append(_row_of_validation(run, name, key, form))
+        if key not in sources:
+            rows.append(_row_of_training(run, name, key, form))
     if left_out > 0:
-        rows.append(
-            [
-                f"{left_out} more sources",
-                "-",
-                "-",
-                "-",
-                f"not compared, as there are over {_MAX_SOURCES}",
-            ]
-        )
-    return rows
+        reason = f"not compared, as there are over {_MAX_SOURCES}"
+        rows.append([f"{left_out} more sources", "-", "-", "-", reason])
+    return [row for row in rows if row]
+
+
+def _row_of_validation(run: RunFolder, name: str, key: str, form: str) -> list[str]:
+    """Return the quantity's row of `summarize`, paired by prompt where possible; [] for none."""
+    difference = comparison(run, key)
+    if difference is not None and difference.n:
+        basis = f"validation, the same {difference.n} prompts"
+        change = difference.change(form)
+        if difference.p >= 0:
+            change += f", {chance(difference.p)}"
+        return _row(name, difference.mean_before, difference.mean_after, form, basis, change)
+    values = run.values(f"val/{key}").tolist()
+    if len(values) > 1 and key != "rewards":
+        return _row(name, values[0], values[-1], form, "validation")
+    return []
+
+
+def _row_of_training(run: RunFolder, name: str, key: str, form: str) -> list[str]:
+    values = run.values(f"train/{key}").tolist()
+    window = min(10, len(values) // 2)  # the first and the last steps must not overlap
+    if not window:
+        return _row(name, finite_mean(values), math.nan, form, "training, one step")
+    steps = f"{window} steps" if window > 1 else "step"
+    basis = f"training, first and last {steps}, not paired"
+    return _row(name, finite_mean(values[:window]), finite_mean(values[-window:]), form, basis)
+
+
+def _row(
+    name: str, before: float, after: float, form: str, basis: str, change: str = ""
+) -> list[str]:
+    if not (math.isfinite(before) or math.isfinite(after)):
+        return []
+    change = change or formatted(f"+{form}", after - before)
+    return [name, formatted(form, before), formatted(form, after), change, basis]
 
 
 def verdict(run: RunFolder) -> str:
@@ -132,7 +131,8 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
     run = RunFolder(run_dir)
     rows = summarize(run)
     lines = [verdict(run)]
-    name_width, change_width = (max((len(row[i]) for row in rows), default=0) for i in (0, 3))
+    name_width = max((len(row[0]) for row in rows), default=0)
+    change_width = max((len(row[3]) for row in rows), default=0)
     for name, before, after, change, basis in rows:
         lines.append(
             f"  {name:<{name_width}}  {before:>8} -> {after:>8}  {change:<{change_width}}  "
@@ -159,11 +159,7 @@ def overview(run: RunFolder, seconds: float = math.inf) -> dict[str, Any]:
         "state": {name: getattr(state, name) for name in ("state", "reason", "step", "max_steps")},
         "span": _span(run),
         "verdict": verdict(run) if difference or "train/rewards" in run.metric_names() else "",
-        "tone": ""
-        if difference is None or not difference.p < LEVEL
-        else "good"
-        if difference.mean_difference > 0
-        else "bad",
+        "tone": _tone(difference),
         "tables": [summary, *_gap_tables(run), *_profile_tables(run)],
         "alerts": [asdict(alert) for alert in run.alerts(seconds)],
         "config": {
@@ -180,6 +176,13 @@ def overview(run: RunFolder, seconds: float = math.inf) -> dict[str, Any]:
     return shown | (_of_reward_model(run) if "train/loss" in run.metric_names() else {})
 
 
+def _tone(difference: Difference | None) -> str:
+    """Return the colour of the verdict; "" for a change that could be chance."""
+    if difference is None or not difference.p < LEVEL:
+        return ""
+    return "good" if difference.mean_difference > 0 else "bad"
+
+
 def _of_reward_model(run: RunFolder) -> dict[str, Any]:
     """Return verdict, tables and figures of the best evaluation in reward-model training."""
     path = run.path / EVALUATION_FILE
@@ -188,64 +191,68 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
     try:
         best = _read_table(run, path)
         evaluation = best["evaluation"]
-        bins = best["evaluation"]["reliability"]
-        metrics = best["evaluation"]["metrics"]
-        before = next((loss for _, loss in run.series("val/loss") if math.isfinite(loss)), math.nan)
-        sentence = (
-            f"The held-out loss went from {before:.4f} to {evaluation['loss']:.4f} (step "
-            f"{best['step']})"
-        )
-        if "accuracy" in metrics:
-            sentence += (
-                f"; the accuracy on held-out pairs is {metrics['accuracy']:.1%} ± "
-                f"{metrics['accuracy_standard_error']:.1%}, against "
-                f"{metrics['length_baseline_accuracy']:.1%} for 'the longer answer wins'"
-            )
-        values = {"loss": evaluation["loss"], **metrics}
-        both = ("predicted", "observed")
+        values = {"loss": evaluation["loss"], **evaluation["metrics"]}
         of_best = {
             "title": "The best model on held-out data",
             "columns": [f"of step {best['step']}", "value"],
             "rows": [[key.replace("_", " "), f"{value:.4f}"] for key, value in values.items()],
         }
-        calibration = {
-            "title": "Calibration",
-            "note": _CALIBRATION,
-            "columns": ["predicted", "pairs", "mean predicted", "observed"],
-            "rows": [
-                [
-                    f"{b['low']:.2f} to {b['high']:.2f}",
-                    str(b["count"]),
-                    *(f"{b[key]:.3f}" for key in both),
-                ]
-                for b in bins
-            ],
-        }
-        observed = {
-            "x": [plain_number(100.0 * b["predicted"]) for b in bins],
-            "y": [plain_number(b["observed"]) for b in bins],
-        }
+        verdict_of_best = _verdict_of_best(run, best)
+        bins = evaluation["reliability"]
+        calibration = _calibration_table(bins)
+        figure = _calibration_figure(bins)
     except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(
             f"{path} is not an evaluation ({error!r}); remove it, or start the run again",
             key="report.evaluation.damaged",
         ) from error
-    figure = {
+    if not bins:
+        return {"verdict": verdict_of_best, "tables": [of_best], "figures": []}
+    return {"verdict": verdict_of_best, "tables": [of_best, calibration], "figures": [figure]}
+
+
+def _verdict_of_best(run: RunFolder, best: Mapping[str, Any]) -> str:
+    metrics = best["evaluation"]["metrics"]
+    before = next((loss for _, loss in run.series("val/loss") if math.isfinite(loss)), math.nan)
+    after = best["evaluation"]["loss"]
+    sentence = f"The held-out loss went from {before:.4f} to {after:.4f} (step {best['step']})"
+    if "accuracy" in metrics:
+        sentence += (
+            f"; the accuracy on held-out pairs is {metrics['accuracy']:.1%} ± "
+            f"{metrics['accuracy_standard_error']:.1%}, against "
+            f"{metrics['length_baseline_accuracy']:.1%} for 'the longer answer wins'"
+        )
+    return f"{sentence}."
+
+
+def _calibration_table(bins: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    rows = []
+    for bin_ in bins:
+        probabilities = f"{bin_['low']:.2f} to {bin_['high']:.2f}"
+        means = (f"{bin_['predicted']:.3f}", f"{bin_['observed']:.3f}")
+        rows.append([probabilities, str(bin_["count"]), *means])
+    return {
+        "title": "Calibration",
+        "note": _CALIBRATION,
+        "columns": ["predicted", "pairs", "mean predicted", "observed"],
+        "rows": rows,
+    }
+
+
+def _calibration_figure(bins: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    observed = {
+        "name": "observed",
+        "x": [plain_number(100.0 * bin_["predicted"]) for bin_ in bins],
+        "y": [plain_number(bin_["observed"]) for bin_ in bins],
+    }
+    calibrated = {"name": "calibrated", "x": [50.0, 100.0], "y": [0.5, 1.0]}
+    return {
         "title": "Predicted and observed",
         "unit": "share of pairs, by prediction",
         "x": "predicted, %",
         "form": "percent",
-        "lines": [
-            {"name": "observed", **observed},
-            {"name": "calibrated", "x": [50.0, 100.0], "y": [0.5, 1.0]},
-        ],
+        "lines": [observed, calibrated],
     }
-    shown = (
-        {"tables": [of_best, calibration], "figures": [figure]}
-        if bins
-        else {"tables": [of_best], "figures": []}
-    )
-    return {"verdict": f"{sentence}.", **shown}
 
 
 def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
@@ -256,6 +263,8 @@ def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
     tokens = []
     if path.suffix == ".parquet":
         tokens = worst_tokens(path, above=GAP_LIMITS["generator_logprob_diff"], is_own=run.is_own)
+    if not tokens:
+        return []
     shown = {
         "title": f"Step {step}: tokens with the largest gap",
         "note": (
@@ -275,7 +284,7 @@ def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
             for token in tokens
         ],
     }
-    return [shown] if tokens else []
+    return [shown]
 
 
 def _read_table(run: RunFolder, path: Path) -> Any:

@@ -39,7 +39,7 @@ def sample_metrics(
     metrics = text_metrics(texts[:MOST_RESPONSES])
     metrics["prompts_repeated"] = sum(text in repeated for _, text in prompts) / len(prompts)
     metrics["length_reward_correlation"] = length_reward_correlation(rows)
-    metrics["unscored_length_auc"] = longer_if_unscored(rows)
+    metrics["unscored_length_auc"] = unscored_length_auc(rows)
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
@@ -61,7 +61,7 @@ def text_metrics(texts: Sequence[str]) -> dict[str, float]:
     return {"repetition": repeated / grams if grams else 0.0, "compression": ratio}
 
 
-def longer_if_unscored(rows: Sequence[RolloutRow]) -> float:
+def unscored_length_auc(rows: Sequence[RolloutRow]) -> float:
     """Return the probability that a sample without a score is longer than one with a score.
 
     Ties count half. NaN if there are no samples of one kind.

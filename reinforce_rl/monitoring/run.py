@@ -114,14 +114,8 @@ class RunMonitor:
         """Force everything of this complete step to disk; report the alerts that fire in it."""
         for alert in self.alert_rules.look({"step": step, **self._line}):
             text = alert.text
-            path = (
-                rollout_files(self.folder).get(step)
-                if alert.kind == "generator_logprob_diff"
-                else None
-            )
-            if path is not None and self.progress.enabled:
-                tokens = worst_tokens(path, 3, is_own=True)
-                text = "; ".join([text, *(_TOKEN.format(*token) for token in tokens)])
+            if alert.kind == "generator_logprob_diff" and self.progress.enabled:
+                text = "; ".join([text, *self._worst_tokens(step)])
             self.note(f"warning: step {step}: {text}")
             self.metrics.alert(alert.kind, text, step)
             if self.alert_rules.stops(alert):
@@ -134,6 +128,12 @@ class RunMonitor:
         if self.status is not None:
             texts = {alert.kind: alert.text for alert in alerts}
             self.status.progress(step, self.progress.total_steps, texts)
+
+    def _worst_tokens(self, step: int) -> list[str]:
+        path = rollout_files(self.folder).get(step)
+        if path is None:
+            return []
+        return [_TOKEN.format(*token) for token in worst_tokens(path, 3, is_own=True)]
 
     def _is_due(self, problem: str, step: int) -> bool:
         is_due = step >= self._noted.get(problem, -REPEAT_STEPS) + REPEAT_STEPS

@@ -175,9 +175,9 @@ class Worker:
         except (EOFError, OSError) as error:
             self._output.seek(0)
             lines = self._output.read().strip().splitlines()[-3:]
-            said = " | ".join(lines) or "it said nothing"
+            last_lines = " | ".join(lines) or "it wrote nothing"
             raise DeepFault(
-                f"the process with the fake GPU ended: {said}",
+                f"the process with the fake GPU ended: {last_lines}",
                 key="preflight.deep.process_ended",
             ) from error
 

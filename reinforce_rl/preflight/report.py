@@ -13,10 +13,11 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.megatron.size import ModelSize
 from reinforce_rl.policy.build import lora_settings
+from reinforce_rl.preflight.hardware import Hardware
 from reinforce_rl.preflight.lower_bound import Job, StepBound
 from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import BatchPlan, Share
-from reinforce_rl.trainer.disk import gigabytes
+from reinforce_rl.trainer.disk import DiskNeed, gigabytes
 from reinforce_rl.trainer.inputs import Inputs, layout_of
 from reinforce_rl.trainer.updates import total_steps, total_updates
 from reinforce_rl.utils.console import Console
@@ -36,7 +37,6 @@ def print_plan(
     gpu: bool,
 ) -> None:
     layout = layout_of(cfg)
-    disk = inputs.disk
     assert layout is not None and inputs.architecture is not None
     size = ModelSize.from_architecture(inputs.architecture, lora_settings(cfg))
     console.print(Text("\nRanks", style="bold"), Text(layout.grid()), sep="\n")
@@ -48,18 +48,8 @@ def print_plan(
         console.print(Text(f"{generators} generate, {each}; their memory is not in this plan"))
     print_rows(console, "Batches", _batches(cfg, batches))
     _print_memory(console, memory, layout, size, gpu=gpu)
-    if disk is not None:
-        held = f", of which {gigabytes(disk.held)} are there already" if disk.held else ""
-        rows = [
-            (
-                "checkpoints",
-                f"at most {disk.checkpoints} x {gigabytes(disk.checkpoint)} at a time{held}",
-            ),
-            ("export", gigabytes(disk.export) if disk.export else "none"),
-            ("records", f"at most {gigabytes(disk.records)} for the samples of all further steps"),
-            ("free", f"{gigabytes(disk.free)} in {disk.folder}, {gigabytes(disk.needed)} needed"),
-        ]
-        print_rows(console, "Disk", rows)
+    if inputs.disk is not None:
+        print_rows(console, "Disk", _disk(inputs.disk))
 
 
 def print_warnings(console: Console, warnings: Sequence[str]) -> None:
@@ -130,6 +120,20 @@ def _batches(cfg: TrainConfig, plan: BatchPlan) -> list[tuple[str, str]]:
     ]
 
 
+def _disk(disk: DiskNeed) -> list[tuple[str, str]]:
+    checkpoints = f"at most {disk.checkpoints} x {gigabytes(disk.checkpoint)} at a time"
+    if disk.held:
+        checkpoints += f", of which {gigabytes(disk.held)} are there already"
+    records = f"at most {gigabytes(disk.records)} for the samples of all further steps"
+    free = f"{gigabytes(disk.free)} in {disk.folder}, {gigabytes(disk.needed)} needed"
+    return [
+        ("checkpoints", checkpoints),
+        ("export", gigabytes(disk.export) if disk.export else "none"),
+        ("records", records),
+        ("free", free),
+    ]
+
+
 def _rewards(cfg: TrainConfig) -> str:
     sources = [f"class {cfg.reward_class}"] if cfg.reward_class is not None else []
     for server in cfg.reward_servers.values():
@@ -140,7 +144,10 @@ def _rewards(cfg: TrainConfig) -> str:
 
 
 def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 'es' if name.endswith('ch') else 's'}"
+    if number == 1:
+        return f"1 {name}"
+    plural = f"{name}es" if name.endswith("ch") else f"{name}s"
+    return f"{number} {plural}"
 
 
 def _range(share: Share, times: int = 1) -> str:
@@ -174,12 +181,8 @@ def _print_memory(
     table = _table("  besides, in", "activations", "logits", "KV cache", "moved", "with the rest")
     for phase in largest.phases:
         name = Text(f"  {phase.name}", style="bold" if phase is largest.peak_phase else "")
-        counts = (phase.activations, phase.logits, phase.cache, phase.moved)
-        parts = [
-            f"{'-' if count < 0 else ''}{gigabytes(abs(count))}" if count else "-"
-            for count in counts
-        ]
-        table.add_row(name, *parts, gigabytes(phase.total + there))
+        parts = (phase.activations, phase.logits, phase.cache, phase.moved)
+        table.add_row(name, *map(_signed_gigabytes, parts), gigabytes(phase.total + there))
     console.print(table)
     end = f"  peak: {gigabytes(largest.peak_phase.total + there)} in {largest.peak_phase.name}"
     if gpu and largest.on_host:
@@ -189,6 +192,13 @@ def _print_memory(
         in_all = gigabytes(every * (layout.ranks // layout.pipeline))
         end += f"; all {layout.ranks} ranks together {in_all}"
     console.print(Text(end))
+
+
+def _signed_gigabytes(count: int) -> str:
+    if not count:
+        return "-"
+    sign = "-" if count < 0 else ""
+    return f"{sign}{gigabytes(abs(count))}"
 
 
 def resident(rank: RankMemory, *, gpu: bool) -> int:
@@ -210,6 +220,32 @@ def print_bound(console: Console, job: Job, step: StepBound) -> None:
     if job.cfg.preflight_response_tokens is None:
         lengths += "; give preflight_response_tokens=MEAN where most are shorter"
     console.print(f"  {lengths}")
+    console.print(_phase_table(step))
+    speed = f"at least {_seconds(step.seconds)} s a step"
+    speed += f", at most {step.tokens / step.seconds / gpus:,.0f} tokens/s a GPU"
+    peak = f"{_peak_gigabytes(step, step.worst)} GB of tensors in {step.worst}"
+    peak += f", of {machine.memory / 1e9:.0f} a GPU"
+    if not step.fits:
+        peak += ": does not fit"
+    console.print(f"  {speed}; {peak}")
+    collectives = _collective_table(machine, step)
+    if collectives.row_count:
+        console.print(collectives)
+    longest = step.longest
+    share = longest.seconds / step.seconds
+    limit = f"{share:.0%} of the bound, limited by {longest.bound}"
+    console.print(f"Longest phase: {longest.name}, {limit}.")
+    hidden = sum(phase.seconds for phase in step.phases if "log-probs" in phase.name)
+    if job.cfg.reward_servers and hidden:
+        sequences = job.batches.prompts * job.batches.samples
+        within = f"{sequences} sequences within {_seconds(hidden)} s"
+        console.print(
+            f"The reward server is not included: it costs nothing if it scores {within}, "
+            "which the log-prob passes take at least."
+        )
+
+
+def _phase_table(step: StepBound) -> Table:
     columns = ("seconds at least", "bound by", "of it", "kernels", "TFLOP", "peak GB")
     table = _table("  phase", *columns)
     table.columns[2].justify = "left"
@@ -226,43 +262,26 @@ def print_bound(console: Console, job: Job, step: StepBound) -> None:
             tflop = f"{phase.cost['flops'] / 1e12:,.1f}"
         peak = "-"
         if step.peaks.get(phase.name):
-            peak = f"{step.peaks[phase.name] / 1e9:.1f}"
+            peak = _peak_gigabytes(step, phase.name)
         cells = (_seconds(phase.seconds), phase.bound, ", ".join(parts), kernels, tflop, peak)
         table.add_row(f"  {phase.name}", *cells)
-    console.print(table)
-    speed = f"at least {_seconds(step.seconds)} s a step"
-    speed += f", at most {step.tokens / step.seconds / gpus:,.0f} tokens/s a GPU"
-    peak = f"{step.peaks[step.worst] / 1e9:.1f} GB of tensors in {step.worst}"
-    peak += f", of {machine.memory / 1e9:.0f} a GPU"
-    if not step.fits:
-        peak += ": does not fit"
-    console.print(f"  {speed}; {peak}")
-    wires = _table("  collectives of a rank and step", "calls", "GB", "seconds at least")
+    return table
+
+
+def _collective_table(machine: Hardware, step: StepBound) -> Table:
+    table = _table("  collectives of a rank and step", "calls", "GB", "seconds at least")
     for phase in step.phases:
         for traffic, calls in phase.cost.calls.items():
             sent = phase.cost.sent[traffic]
             if calls >= 0.5 and sent > LEAST_BYTES:
+                name = f"  {phase.name}: {traffic}"
                 seconds = _seconds(machine.traffic_seconds(phase.cost, traffic))
-                wires.add_row(
-                    f"  {phase.name}: {traffic}",
-                    f"{calls:,.0f}",
-                    f"{sent / 1e9:,.2f}",
-                    seconds,
-                )
-    if wires.row_count:
-        console.print(wires)
-    longest = step.longest
-    share = longest.seconds / step.seconds
-    limit = f"{share:.0%} of the bound, limited by {longest.bound}"
-    console.print(f"Longest phase: {longest.name}, {limit}.")
-    hidden = sum(phase.seconds for phase in step.phases if "log-probs" in phase.name)
-    if job.cfg.reward_servers and hidden:
-        sequences = job.batches.prompts * job.batches.samples
-        within = f"{sequences} sequences within {_seconds(hidden)} s"
-        console.print(
-            f"The reward server is not included: it costs nothing if it scores {within}, "
-            "which the log-prob passes take at least."
-        )
+                table.add_row(name, f"{calls:,.0f}", f"{sent / 1e9:,.2f}", seconds)
+    return table
+
+
+def _peak_gigabytes(step: StepBound, phase: str) -> str:
+    return f"{step.peaks[phase] / 1e9:.1f}"
 
 
 def print_alternatives(
@@ -278,7 +297,7 @@ def print_alternatives(
     table = _table("What to try", "lower bound, s", "against now", "peak GB")
     for change, other in better:
         against = f"{other.seconds / step.seconds - 1:+.0%}"
-        peak = f"{other.peaks[other.worst] / 1e9:.1f}"
+        peak = _peak_gigabytes(other, other.worst)
         table.add_row(_overrides(change), _seconds(other.seconds), against, peak)
     console.print(table)
 

@@ -24,10 +24,10 @@ from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutRow
 from reinforce_rl.monitoring.responses import (
     length_reward_correlation,
-    longer_if_unscored,
     repeated_texts,
     sample_metrics,
     text_metrics,
+    unscored_length_auc,
 )
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
@@ -248,10 +248,10 @@ def test_metrics_of_texts():
 
 def test_failures_by_length():
     rows = [row(0, i, "a " * (i + 1), math.nan if i > 2 else 1.0) for i in range(4)]
-    assert longer_if_unscored(rows) == 1.0
-    assert longer_if_unscored([*rows, row(0, 4, "a", math.nan)]) == 3.5 / 6
-    assert math.isnan(longer_if_unscored(rows[:3]))
-    assert math.isnan(longer_if_unscored(rows[3:]))
+    assert unscored_length_auc(rows) == 1.0
+    assert unscored_length_auc([*rows, row(0, 4, "a", math.nan)]) == 3.5 / 6
+    assert math.isnan(unscored_length_auc(rows[:3]))
+    assert math.isnan(unscored_length_auc(rows[3:]))
 
 
 def test_the_correlation_is_that_within_groups():

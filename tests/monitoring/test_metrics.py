@@ -178,15 +178,11 @@ class TestGroupSpread:
         group_ids = torch.tensor([row[1] for row in rows]).long()
         valid = torch.tensor([row[2] for row in rows]).bool()
         known = torch.tensor([r if ok else NAN for r, _, ok in rows])
-        spread, has_none = group_spread(
-            known,
-            group_ids,
-            valid,
-        )
+        spread, has_zero_std = group_spread(known, group_ids, valid)
         expected = [statistics.stdev(rewards) for rewards in members]
         assert spread.tolist() == pytest.approx(expected)
         expected = [len(set(rewards)) == 1 for rewards in members]
-        assert has_none.tolist() == expected
+        assert has_zero_std.tolist() == expected
 
 
 class TestTakeMeans:

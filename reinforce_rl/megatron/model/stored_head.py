@@ -168,16 +168,15 @@ def unused_moments(folder: str | Path) -> str | None:
     """Return a sentence if config.json has moments by which OpenRLHF can standardise rewards."""
     values = model_values(str(folder))
     mean = values.get("mean")
-    deviation = values.get("std")
-    if not (isinstance(mean, int | float) and isinstance(deviation, int | float)) or (
-        mean,
-        deviation,
-    ) == (0, 1):
+    std = values.get("std")
+    if not (isinstance(mean, int | float) and isinstance(std, int | float)):
+        return None
+    if mean == 0 and std == 1:
         return None
     return (
-        f"config.json in {folder} has mean {mean} and std {deviation}, with which OpenRLHF "
+        f"config.json in {folder} has mean {mean} and std {std}, with which OpenRLHF "
         "standardises rewards where it is asked to. They are not applied; "
-        f"reward_model.mean={mean} reward_model.std={deviation} does, and "
+        f"reward_model.mean={mean} reward_model.std={std} does, and "
         "reward_model.mean=0 says that they are not wanted"
     )
 
