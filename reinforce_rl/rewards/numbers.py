@@ -51,7 +51,7 @@ _HEADING_WORD = re.compile(r"(?<![\w\\])[^\W\d_]")
 _LIST_NUMBER = re.compile(r"[.)]\s+\w")
 
 # What makes another value of the number before it: an operator, a root, a variable, a factorial.
-_GOES_ON = re.compile(
+_CONTINUES = re.compile(
     r"\s*(?:[-+*/\u00d7\u00b7\u00f7^:]\s*[\d(\\{$.]|[\u221a\u03c0^]|\\[a-zA-Z])"
     r"|!\s*\$|[abdijknpqruvwxyz](?![a-zA-Z])"
 )
@@ -224,7 +224,7 @@ def _only_number(text: str) -> Number | _Other | None:
         number is None
         or _NO_NUMBER.search(before)
         or _NO_NUMBER.search(after)
-        or _GOES_ON.match(after)
+        or _CONTINUES.match(after)
     ):
         return _OTHER
     return number
@@ -239,7 +239,7 @@ def _leading_number(text: str) -> Number | _Other | None:
             continue
         before = text[: match.start()]
         is_pair = _OPEN_BRACKET.search(before) and _NEXT_OF_PAIR.match(text, match.end())
-        if is_pair or _BEGINS_BEFORE.search(before) or _GOES_ON.match(text, match.end()):
+        if is_pair or _BEGINS_BEFORE.search(before) or _CONTINUES.match(text, match.end()):
             return _OTHER
         return number
     return None

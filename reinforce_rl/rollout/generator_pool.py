@@ -94,7 +94,7 @@ class _Generator:
     under_way: dict[int, GenerationRequest] = field(default_factory=dict)
 
     @property
-    def leader(self) -> int:
+    def model_parallel_rank_0(self) -> int:
         return self.number * RANKS
 
 
@@ -501,7 +501,7 @@ class GeneratorPool:
         self._failure = self._failure or error
 
     def _is_of_job(self, generator: _Generator) -> bool:
-        return generator.leader in self._ranks_of_job()
+        return generator.model_parallel_rank_0 in self._ranks_of_job()
 
     def _look_for_anybody(self, is_alone: bool) -> None:
         if self._role is not None:  # the loss of a generator of the job ends the run by itself
@@ -557,7 +557,8 @@ class GeneratorPool:
             self._given[request.number] = request
             self._generators[chosen].under_way[request.number] = request
             self._links.send(
-                self._generators[chosen].leader, *encode(GenerationRequests((request,)))
+                self._generators[chosen].model_parallel_rank_0,
+                *encode(GenerationRequests((request,))),
             )
         self._waiting = left
 
@@ -595,7 +596,7 @@ class GeneratorPool:
         unanswered = [*self._waiting, *generator.under_way.values()]
         self._waiting = deque(sorted(unanswered, key=lambda request: request.number))
         if self._role is not None and self._is_of_job(generator):
-            rank = self._role.job_rank(generator.leader)
+            rank = self._role.job_rank(generator.model_parallel_rank_0)
             self._fail(ConnectionError(f"rank {rank}, which generates, {why}"))
         else:
             self._last_loss = f"{generator.name} {why}"

@@ -163,7 +163,7 @@ class GeneratorRank:
         """
         self._model = model
         self._rm = rm
-        self._is_leader = model.mesh.is_model_parallel_rank_0
+        self._is_model_parallel_rank_0 = model.mesh.is_model_parallel_rank_0
         self._is_alone = model.mesh.world_size == 1
         threading.Thread(target=self._receive, name="weights", daemon=True).start()
         self._scoring = ThreadPoolExecutor(_MAX_UNSCORED, "rewards")
@@ -191,7 +191,7 @@ class GeneratorRank:
             The requests, none for a count of 0; None once the trainers have ended.
         """
         requests: list[GenerationRequest] | None = None
-        if self._is_leader:
+        if self._is_model_parallel_rank_0:
             if waits:
                 self._phases.begin("waiting for prompts")
             with self._changed:
@@ -285,7 +285,7 @@ class GeneratorRank:
         Finished groups are removed. There is room for `count` groups.
         """
         begun = [response for _, responses in groups.values() for response in responses]
-        if self._inflight is None and self._is_leader:
+        if self._inflight is None and self._is_model_parallel_rank_0:
             # nothing new is begun before these are at their end
             self._withdraw()
         few = sum(response.finish_reason is None for response in begun) // 2
@@ -318,7 +318,7 @@ class GeneratorRank:
             with_room: with so many there is room for a group more.
         """
         action: Literal["continue", "load", "stop"] = "continue"
-        if self._is_leader:
+        if self._is_model_parallel_rank_0:
             with self._changed:
                 if self._failure is not None:
                     raise self._failure
@@ -429,13 +429,13 @@ class GeneratorRank:
     def _ask_for_scores(
         self, request: GenerationRequest, completions: Completions
     ) -> RewardFuture | None:
-        if not self._is_leader:
+        if not self._is_model_parallel_rank_0:
             return None
         return self._rm.infer_rm(reward_request(self._model, request.prompts, completions))
 
     def _deliver(self, result: GenerationResult, future: RewardFuture | None) -> None:
         """Give a result to the trainers once it has its scores."""
-        if self._is_leader:
+        if self._is_model_parallel_rank_0:
             with self._changed:
                 self._unscored += 1
             self._scoring.submit(self._send, result, future)

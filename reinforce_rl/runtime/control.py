@@ -422,11 +422,11 @@ class RunControl:
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     error.args = (
-                        f"interrupted by Ctrl-C; the same command {self._where_it_goes_on()}",
+                        f"interrupted by Ctrl-C; the same command {self._resume_advice()}",
                     )
                 if isinstance(error, OSError) and error.errno in UNWRITABLE:
                     failure = DiskError(
-                        f"{write_fault(error)}, which {self._where_it_goes_on()}",
+                        f"{write_fault(error)}, which {self._resume_advice()}",
                         key="disk.file.not_written",
                     )
                     self.status.end(*_outcome(failure))
@@ -438,7 +438,7 @@ class RunControl:
                 raise
             self.status.end(EXIT_FINISHED)
 
-    def _where_it_goes_on(self) -> str:
+    def _resume_advice(self) -> str:
         step = saved_step(self.status.path.parent)
         return (
             f"resumes after step {step}, the last one saved"

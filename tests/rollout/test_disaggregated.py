@@ -531,7 +531,7 @@ def test_an_engine_that_failed_is_not_put_to_sleep():
     rank: Any = object.__new__(GeneratorRank)  # without its connections
     rank._model = SimpleNamespace(generator=engine, infer=engine.infer, lm=None)
     rank._awake = None
-    rank._is_leader = False
+    rank._is_model_parallel_rank_0 = False
     rank.version = 1
     request = GenerationRequest(0, 1, 0, (Prompt(0, "", (3,)),), 1, 0)
     completions = rank._answer(request)[0].completions

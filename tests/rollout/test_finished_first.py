@@ -423,7 +423,7 @@ def rank_of(
     rank._inbox = deque()
     rank._asked = 0
     rank.version = 1
-    rank._is_leader = True
+    rank._is_model_parallel_rank_0 = True
     rank._failure = None
     rank._has_ended = False
     rank._is_alone = True

@@ -88,7 +88,7 @@ def rank_of(
     rank._staleness = staleness
     rank._groups = groups
     rank._inflight = inflight
-    rank._is_leader = True
+    rank._is_model_parallel_rank_0 = True
     rank._is_alone = True
     rank._failure = None
     rank._has_ended = False

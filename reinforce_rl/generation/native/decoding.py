@@ -278,7 +278,10 @@ class Decoding:
     def _is_stopped(self) -> bool:
         """Apply `updates` before the next token; return True if the call ends."""
         updates = self._updates
-        if updates is None or (action := updates.next_action(self._schedule.unfinished)) == "continue":
+        if updates is None:
+            return False
+        action = updates.next_action(self._schedule.unfinished)
+        if action == "continue":
             return False
         if action == "stop":
             return True

@@ -300,12 +300,12 @@ class DistributedScorer:
 def follow(
     me: ScorerRank,
     links: Links,
-    leader: ScorerRank,
+    rank_0: ScorerRank,
     load: Load,
     rank_timeout: float,
     end: Callable[[str], object],
 ) -> None:
-    """Compute for rank 0, the `leader`, until it sends STOP.
+    """Compute for `rank_0` until it sends STOP.
 
     After `rank_timeout` seconds of silence rank 0 is lost: then `end` ends the process, called on
     another thread.
@@ -313,7 +313,7 @@ def follow(
     inbox: queue.SimpleQueue[Sequence[Buffer]] = queue.SimpleQueue()
 
     def on_lost(rank: int, reason: str) -> None:
-        lost = RankLostError(f"{leader} {reason}; {me} ends", key="serve.rank.lost")
+        lost = RankLostError(f"{rank_0} {reason}; {me} ends", key="serve.rank.lost")
         end(lost.with_keys())
 
     watch = LinkThread(links, rank_timeout, lambda rank, parts: inbox.put(parts), on_lost)
@@ -350,13 +350,13 @@ def follow_rank_0(mesh: Mesh, load: Load, *, rank_timeout: float) -> None:
     A collective call.
     """
     _remove_folder_of_torchrun()
-    invitation, leader = mesh.from_main(None)
+    invitation, rank_0 = mesh.from_main(None)
     # torchrun and terminals send them to every rank, and rank 0 needs the others until the last
     # call is answered.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     me = ScorerRank.of(mesh)
-    follow(me, connect(invitation, me, CONNECT_SECONDS), leader, load, rank_timeout, end_process)
+    follow(me, connect(invitation, me, CONNECT_SECONDS), rank_0, load, rank_timeout, end_process)
 
 
 def accept(links: Links, count: int, seconds: float) -> list[ScorerRank]:

@@ -328,12 +328,12 @@ def test_a_stopped_rank_is_named_and_ended(start, layout):
 @pytest.mark.parametrize("how", ["kill", "suspend"])
 def test_a_lost_rank_0_takes_the_others_along(start, files, mesh, how):
     server = start(*TENSOR_PARALLEL, "inference.rank_timeout_seconds=10")
-    leader, follower = server.ranks()
-    getattr(leader, how)()
+    rank_0, rank_1 = server.ranks()
+    getattr(rank_0, how)()
     log = check_end(server, 90)
     reason = "died" if how == "kill" else "hangs"
-    assert f"rank 0 (host {os.uname().nodename}, process {leader.pid}) {reason}" in log
-    assert not is_alive(follower)
+    assert f"rank 0 (host {os.uname().nodename}, process {rank_0.pid}) {reason}" in log
+    assert not is_alive(rank_1)
     server.start()
     requests = mixed_requests(10)
     check_scores(

@@ -114,7 +114,7 @@ class Group:
         )
 
     def _follow(
-        self, invitation: Invitation, leader: ScorerRank, me: ScorerRank, rank_timeout: float
+        self, invitation: Invitation, rank_0: ScorerRank, me: ScorerRank, rank_timeout: float
     ) -> None:
         links = connect(invitation, me, 10)
         self.links[me.rank] = links
@@ -122,7 +122,7 @@ class Group:
         follow(
             me,
             links,
-            leader,
+            rank_0,
             lambda: self.models[me.rank],
             rank_timeout,
             lambda reason: end(me.rank, reason),
