@@ -27,7 +27,7 @@ from torch import Tensor
 
 from reinforce_rl.megatron.cpu.fast import packed_product
 from reinforce_rl.megatron.model.attention import causal_attention
-from reinforce_rl.megatron.model.layers import linear_parts, swiglu
+from reinforce_rl.megatron.model.layers import linear_parts
 
 
 class CacheSizes(NamedTuple):
@@ -322,6 +322,9 @@ def decode_layers(
 ) -> Tensor:
     """Run a `TransformerBlock`, built without overrides, on one token per row, without gradient.
 
+    Norms, MLP and residual sums are the layers' own modules; only the path from the projection of
+    queries, keys and values to the attention's output is written for one token.
+
     `embedded` [1, R, h] and angles float32 [1, R, 1, d] to [1, R, h], after the final norm on the
     last stage. `embedded` is None on later stages, which use their input tensor.
     """
@@ -330,7 +333,6 @@ def decode_layers(
     half = rotary.shape[-1] // 2
     for layer in block.layers:
         attention = layer.self_attention
-        mlp = layer.mlp
         mixed, _ = attention.linear_qkv(layer.input_layernorm(hidden))
         rows = mixed.shape[1]
         groups = attention.num_query_groups_per_partition
@@ -348,9 +350,10 @@ def decode_layers(
         cosine, sine = rotations
         mixed = torch.addcmul(mixed * cosine, mixed.roll(half, dims=-1), sine)
         context = cache.step(core.layer, mixed[:, :, :-2], mixed[:, :, -2:])
-        hidden = _add(attention.linear_proj(context.view(1, rows, -1)), hidden)
-        gated = swiglu(mlp.linear_fc1(layer.pre_mlp_layernorm(hidden))[0])
-        hidden = _add(mlp.linear_fc2(gated), hidden)
+        output_and_bias = attention.linear_proj(context.view(1, rows, -1))
+        hidden = layer.self_attn_bda(False, False)(output_and_bias, hidden, 0.0)
+        output_and_bias = layer.mlp(layer.pre_mlp_layernorm(hidden))
+        hidden = layer.mlp_bda(False, False)(output_and_bias, hidden, 0.0)
     return hidden if block.final_layernorm is None else block.final_layernorm(hidden)
 
 
@@ -372,11 +375,6 @@ def _rotations(
         (queries[1], sine, torch.zeros_like(sine)),
     )
     return torch.cat(factors[0], dim=2).to(dtype), torch.cat(factors[1], dim=2).to(dtype)
-
-
-def _add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
-    output, bias = output_and_bias
-    return residual + (output if bias is None else output + bias)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ Transformer Engine's linear layers add weight gradients to megatron's fp32 buffe
 into the next linear layer runs the same kernels without FP8 (v2.11), its attention has no KV cache,
 packed groups or torch's flash kernel, and its cross-entropy needs all logits at once.
 
-Notation: h hidden, f the MLP's width.
+Notation: n positions, h hidden, f the MLP's width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ IN_PLACE = "gradient_is_added_in_place"
 OLDEST_VERSION = "2.9.0"
 # Without Transformer Engine, megatron mocks this name with an object that isinstance() rejects.
 _TE_LINEAR: tuple[Any, ...] = (te.TELinear,) if te.HAVE_TE else ()
+# bf16 products can be kept in float32 on a GPU from torch 2.8 on.
+_KEEPS_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads()
 # All tensor-parallel linear layers.
 LINEAR: tuple[Any, ...] = (ColumnParallelLinear, RowParallelLinear, *_TE_LINEAR)
 
@@ -64,6 +66,23 @@ def swiglu(x: Tensor) -> Tensor:
         return _gated(x)
     output: Any = _SwiGLU.apply(x)
     return output
+
+
+def vocabulary_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Compute hidden weight^T in at least float32: [n, h] and [V, h] to [n, V].
+
+    On a CPU, products of bf16 are rounded to bf16. The result is written to `out` if it is given,
+    without gradient.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    if hidden.dtype == dtype:
+        return torch.mm(hidden, weight.t(), out=out)
+    if hidden.is_cuda and _KEEPS_PRODUCTS:  # bf16 would round a logit of 20 by up to 0.06
+        if out is None:
+            return torch.mm(hidden, weight.t(), out_dtype=dtype)
+        return torch.mm(hidden, weight.t(), out_dtype=dtype, out=out)
+    product = hidden @ weight.t()
+    return product.to(dtype) if out is None else out.copy_(product)
 
 
 def _gated(x: Tensor) -> Tensor:

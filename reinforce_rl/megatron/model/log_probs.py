@@ -20,12 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from reinforce_rl.megatron.model.attention import sum_of_shares
-from reinforce_rl.megatron.model.layers import buffer_of, was_added
+from reinforce_rl.megatron.model.layers import buffer_of, vocabulary_logits, was_added
 from reinforce_rl.megatron.model.model import CausalLM, VocabShard
 from reinforce_rl.megatron.model.sequences import SequenceLayout
-
-# bf16 products can be kept in float32 on a GPU from torch 2.8 on.
-_KEEPS_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads()
 
 
 def chunked_log_probs(
@@ -187,13 +184,7 @@ class _ShardLogits:
         buffer = self.new_buffer()
         for start in range(0, len(self._hidden), self._chunk_tokens):
             hidden = self._hidden[start : start + self._chunk_tokens]
-            z = buffer[: len(hidden)]
-            if hidden.dtype == self.dtype:
-                torch.mm(hidden, self.weight.t(), out=z)
-            elif hidden.is_cuda and _KEEPS_PRODUCTS:  # bf16 would round a logit of 20 by up to 0.06
-                torch.mm(hidden, self.weight.t(), out_dtype=self.dtype, out=z)
-            else:
-                z.copy_(hidden @ self.weight.t())
+            z = vocabulary_logits(hidden, self.weight, out=buffer[: len(hidden)])
             if self._temperature != 1.0:
                 z.div_(self._temperature)
             yield slice(start, start + len(hidden)), z

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from torch import Tensor
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
+from reinforce_rl.megatron.cpu.fast import packed_product
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.attention import positions_below, zigzag_positions
 from reinforce_rl.megatron.model.decoding import (
@@ -37,7 +38,7 @@ from reinforce_rl.megatron.model.decoding import (
     decode_layers,
     lean_products,
 )
-from reinforce_rl.megatron.model.layers import LINEAR, block_spec
+from reinforce_rl.megatron.model.layers import LINEAR, block_spec, vocabulary_logits
 
 # The mesh is built from these keys, so overrides would contradict it.
 _SIZES = (
@@ -249,6 +250,8 @@ class CausalLM(GPTModel):
         self.mesh = mesh
         self._plain_layers = not options.overrides
         self._decodes_fast = False
+        # The product with the output layer's weight while `fast_decoding` has it packed.
+        self._packed_head: Callable[[Tensor, Tensor | None], Tensor] | None = None
         self._inv_freq = inverse_frequencies.to(mesh.device)
 
     def forward(  # type: ignore[override]
@@ -375,17 +378,16 @@ class CausalLM(GPTModel):
 
         Only within `whole_sequences`.
         """
-        # The output layer exists on the last stage. With tied embeddings it has no weight of its
-        # own.
-        head = getattr(self, "output_layer", None)
-        layers: list[Any] = [m for m in self.modules() if isinstance(m, LINEAR)]
-        weights = {layer: self.output_weight if layer is head else layer.weight for layer in layers}
-        with lean_products(weights):
+        layers: list[Any] = [m for m in self.decoder.modules() if isinstance(m, LINEAR)]
+        with lean_products({layer: layer.weight for layer in layers}):
             self._decodes_fast = True
+            if self.post_process and self.architecture.num_labels is None:
+                self._packed_head = packed_product(self.output_weight.detach())
             try:
                 yield
             finally:
                 self._decodes_fast = False
+                self._packed_head = None
 
     def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         parent = GPTModel if self.architecture.num_labels is None else MegatronModule
@@ -414,8 +416,12 @@ class CausalLM(GPTModel):
 
         Padded columns are -inf.
         """
-        out = self.output_layer(hidden[:, None, :], weight=self.output_weight)[0][:, 0]
-        out = out.to(torch.promote_types(out.dtype, torch.float32))
+        if self._packed_head is None:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+            out = vocabulary_logits(hidden, self.output_weight)
+        else:
+            out = self._packed_head(hidden, None)
+            out = out.to(torch.promote_types(out.dtype, torch.float32))
         if (true_columns := self.vocab_shard.size) < out.shape[1]:
             out = out.masked_fill(
                 torch.arange(out.shape[1], device=out.device) >= true_columns, float("-inf")
