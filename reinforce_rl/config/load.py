@@ -54,8 +54,13 @@ def load_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> T:  # type: i
 def read_config(
     cfg: DictConfig,
     schema: type[T] = TrainConfig,  # type: ignore[assignment]
+    *,
+    is_plan: bool = False,
 ) -> tuple[T, list[str]]:
-    """Like `load_config`, but return the errors with the configuration; see `read`."""
+    """Like `load_config`, but return the errors with the configuration; see `read`.
+
+    With `is_plan` the run may start on another machine, so its precision decides if it uses GPUs.
+    """
     config, read_faults = read(schema, cfg)
     # Rules do not apply to keys whose own values are wrong.
     named = {fault.split(" ")[0] for fault in read_faults}
@@ -66,9 +71,9 @@ def read_config(
     faults = [fault for fault in every if fault in read_faults or fault.split(" ")[0] not in named]
     if isinstance(config, TrainConfig | TrainRewardModelConfig):
         # The deep preflight is of a run on GPUs, wherever it is made.
-        resolve_defaults(
-            config, (lambda: True) if getattr(config, "preflight", None) == DEEP else has_gpu
-        )
+        is_deep = getattr(config, "preflight", None) == DEEP
+        is_for_gpus = is_deep or (is_plan and config.trainer.precision == "bf16")
+        resolve_defaults(config, (lambda: True) if is_for_gpus else has_gpu)
     return config, faults
 
 

@@ -71,7 +71,7 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
     `here` is False if the run starts on another machine: neither this machine nor the reward server
     of the run is checked.
     """
-    config, faults = read_config(cfg)
+    config, faults = read_config(cfg, is_plan=True)
     inputs = read_inputs(config)
     memory: list[RankMemory] = []
     if not faults:

@@ -105,9 +105,13 @@ def test_replicas_that_are_away_or_unlike_are_warnings(files):
     assert "warning: the reward server at 127.0.0.1:1 is not ready now" in text
 
 
-def test_a_large_model_from_its_config_alone(files, monkeypatch):
+@pytest.fixture
+def large_disk(monkeypatch):
     free = namedtuple("usage", "free")
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: free(10**14))
+
+
+def test_a_large_model_from_its_config_alone(files, large_disk):
     text = printed(
         *right(files), f"pretrained_checkpoint.restore_from_path={files / 'large'}", *ON_1024
     )
@@ -115,6 +119,16 @@ def test_a_large_model_from_its_config_alone(files, monkeypatch):
     assert "70,553,706,496 parameters" in text
     assert "holds no safetensors" in text
     assert "4.54 GB" in text  # of weights: a last stage's 20 layers and head over 8 ranks, in bf16
+
+
+def test_the_plan_of_bf16_shares_the_optimizer_on_a_machine_without_a_gpu(files, large_disk):
+    folder = f"pretrained_checkpoint.restore_from_path={files / 'large'}"
+    by_default = [text for text in ON_1024 if not text.startswith("model.optim.distributed")]
+    plans = [
+        printed(*right(files), folder, *by_default, *added)
+        for added in ((), ("model.optim.distributed=true",), ("model.optim.distributed=false",))
+    ]
+    assert plans[0] == plans[1] != plans[2]
 
 
 def test_every_fault_is_in_one_message(files, tmp_path, monkeypatch):
