@@ -213,6 +213,7 @@ def make_request(
     if actor_cfg is None:
         return Request(None, run_dir, 0, faults, [])
     OmegaConf.update(actor_cfg, RUN_DIR_KEY, str(run_dir))
+    precision = str(OmegaConf.select(actor_cfg, "trainer.precision"))
     actor = examine(actor_cfg, console, here=False)
     cfg = actor.config
     faults += [
@@ -236,7 +237,8 @@ def make_request(
     megabytes = math.ceil(host_memory_of_node(cfg, actor.memory) / 2**20) if actor.memory else 0
     variables = {name: given[name] for name in names.OF_JOB if name in given}
     plan = None if server is None else _plan(options, lead, cfg, server, settings, variables)
-    return Request(plan, run_dir, megabytes, faults, list(_warnings(cfg, options, megabytes)))
+    warnings = list(_warnings(cfg, options, megabytes, precision))
+    return Request(plan, run_dir, megabytes, faults, warnings)
 
 
 def _run_dir(options: Options, cfg: DictConfig | None, environment: Mapping[str, str]) -> Path:
@@ -367,7 +369,13 @@ def _plan(
     return JobPlan(of_server, of_actor, options, settings, lead, variables, of_generator)
 
 
-def _warnings(cfg: TrainConfig, options: Options, megabytes: int) -> Iterator[str]:
+def _warnings(cfg: TrainConfig, options: Options, megabytes: int, precision: str) -> Iterator[str]:
+    """Yield sentences; `precision` is the configuration's, before `auto` is resolved."""
+    if precision == "auto" and cfg.trainer.precision != "bf16" and not options.actor.gpus:
+        yield (
+            "trainer.precision is auto and this machine has no GPU, so the job requests none; "
+            "expected trainer.precision=bf16 for a run on GPUs, or 32 for one on CPUs"
+        )
     if cfg.trainer.reinforce.save_interval == 0:
         yield (
             "trainer.reinforce.save_interval is 0: the death of a node loses all that the job has "

@@ -389,6 +389,21 @@ def test_gpus_memory_and_tasks(submit):
     assert "sbatch gives the actor the server's --mem=1G" in submit("--dry-run", "--server-mem=1G")
 
 
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        ((), True),
+        (("trainer.precision=32",), False),
+        (("trainer.precision=bf16",), False),
+        (("--actor-gpus=1",), False),
+    ],
+)
+def test_precision_auto_on_a_machine_without_a_gpu_is_a_warning(submit, words, warns):
+    text = submit("--dry-run", *words)
+    assert submit.code == 0
+    assert ("trainer.precision is auto" in text) == warns
+
+
 def test_a_reward_function_instead_of_a_model(submit):
     submit.right_server = ["reward_function.name=reinforce_rl.rewards.functions.gsm8k"]
     assert submit("--dry-run")
