@@ -2,7 +2,7 @@
 
 From examples/nlp/gpt/conf (gpt_reinforce_actor.yaml, inference_rm.yaml, training_rm.yaml),
 docs/user-guide and tests/functional of NVIDIA/NeMo-Aligner. Advice applies to a key and all keys
-below it; that of the longest key is given.
+below it; where several apply, the longest key decides.
 """
 
 from __future__ import annotations

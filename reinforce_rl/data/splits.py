@@ -53,7 +53,7 @@ _MANY = 6  # names in a message
 
 
 def suffix_of(name: str) -> str:
-    """Return the suffix of a file's format, in lower case and without that of a compression.
+    """Return the lower-case suffix of a file's format; a suffix of a compression is left out.
 
     Empty for an unknown format.
     """
