@@ -237,7 +237,8 @@ def returns_to_go(token_rewards: Tensor, mask: Tensor, discount: float = 1.0) ->
 
     `token_rewards` is [N, T], `mask` bool [N, T]. A token cannot change earlier rewards, so
     omitting them is unbiased if discount is 1 (Williams 1992; Schulman et al. 2015,
-    arXiv:1506.02438); below 1 it is biased. Response tokens come first; other rewards are ignored.
+    arXiv:1506.02438); below 1 it is biased. s - t counts tokens within the mask; rewards outside it
+    are ignored.
     """
     rewards = token_rewards.where(mask, 0.0)
     if discount == 1.0:
@@ -246,7 +247,8 @@ def returns_to_go(token_rewards: Tensor, mask: Tensor, discount: float = 1.0) ->
         later = rewards.new_zeros(rewards.shape)
         running = rewards.new_zeros(len(rewards))
         for t in range(rewards.shape[1] - 1, -1, -1):
-            running = rewards[:, t] + discount * running
+            # Tokens that an environment wrote are no steps of the policy.
+            running = (rewards[:, t] + discount * running).where(mask[:, t], running)
             later[:, t] = running
     return later.where(mask, 0.0)
 

@@ -2,7 +2,8 @@
 
 Shapes: P prompts on this data-parallel rank, G samples per prompt (`num_rollouts_per_prompt`),
 N = P * G sequences in prompt-major order (rows i*G .. (i+1)*G-1 belong to prompt i), T response
-tokens, S prompt plus response tokens; T and S are right-padded.
+tokens, S prompt plus response tokens; T and S are right-padded. The response of an episode of
+several turns also holds what the environment wrote; `policy_mask` tells whose each token is.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Completions:
     # int64 [N, T], the training step of the weights that drew each token; None if they are the
     # trainer's current weights.
     weight_versions: Tensor | None = None
+    # bool [N, T], False on tokens that an environment wrote; None if the policy wrote them all.
+    policy_mask: Tensor | None = None
 
     def repeat_to_samples(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompt of each row; every prompt must have the same number of samples."""
@@ -91,6 +94,7 @@ class RolloutBatch:
     # float32 [N, T] as reported by the generator, or None.
     generator_log_probs: Tensor | None = None
     weight_versions: Tensor | None = None  # int64 [N, T], as in `Completions`
+    policy_mask: Tensor | None = None  # bool [N, T], as in `Completions`
     # float32 [N, T] under the actor at the sampling temperature, before any optimizer step on this
     # batch; 0 on padding; None if unused.
     log_probs: Tensor | None = None
@@ -109,8 +113,26 @@ class RolloutBatch:
 
     @property
     def response_mask(self) -> Tensor:
-        """bool [N, T]."""
-        return length_mask(self.response_lengths, self.width)
+        """bool [N, T]: True on the response tokens that the policy wrote.
+
+        They alone are trained on and counted.
+        """
+        mask = length_mask(self.response_lengths, self.width)
+        return mask if self.policy_mask is None else mask & self.policy_mask[:, : self.width]
+
+    @property
+    def policy_lengths(self) -> Tensor:
+        """int64 [N]: number of response tokens that the policy wrote."""
+        if self.policy_mask is None:
+            return self.response_lengths
+        return self.response_mask.sum(dim=-1)
+
+    @property
+    def sequence_inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """The arguments of the actor's `get_inference_log_probs`."""
+        mask = None if self.policy_mask is None else self.response_mask
+        lengths = (self.prompt_lengths, self.response_lengths)
+        return self.sequences, *lengths, self.group_ids, mask
 
     @property
     def width(self) -> int:
@@ -124,7 +146,9 @@ class RolloutBatch:
         """
         width = int(self.response_lengths[rows].max()) if len(rows) else 0
         used = int((self.prompt_lengths + self.response_lengths)[rows].max()) if len(rows) else 0
-        tables: dict[str, Any] = {name: getattr(self, name) for name in _PER_TOKEN}
+        tables: dict[str, Any] = {
+            name: getattr(self, name) for name in (*_PER_TOKEN, "policy_mask")
+        }
         tables = {
             name: None if values is None else values[rows, :width]
             for name, values in tables.items()
@@ -160,13 +184,13 @@ class ReinforceBatch:
 
     @property
     def trained_tokens(self) -> Tensor:
-        """bool [N, T]: True for the response tokens of samples that train."""
+        """bool [N, T]: True for the tokens that the policy wrote in samples that train."""
         return self.rollouts.response_mask & self.trains[:, None]
 
     @property
     def sequence_advantages(self) -> Tensor:
-        """[N]: mean over a response's tokens."""
-        return self.advantages.sum(dim=-1) / self.rollouts.response_lengths.clamp(min=1)
+        """[N]: mean over the tokens that the policy wrote."""
+        return self.advantages.sum(dim=-1) / self.rollouts.policy_lengths.clamp(min=1)
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
@@ -209,6 +233,7 @@ def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
         finish_reasons=tuple(reason for part in parts for reason in part.finish_reasons),
         log_probs=_join_or_none([part.log_probs for part in parts], width),
         weight_versions=_join_or_none([part.weight_versions for part in parts], width),
+        policy_mask=_join_policy_masks(parts, width),
     )
 
 
@@ -223,6 +248,7 @@ def join_rollouts(parts: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
     tables: dict[str, Any] = {
         name: _join_or_none([getattr(part, name) for part in parts], width) for name in _PER_TOKEN
     }
+    tables["policy_mask"] = _join_policy_masks(parts, width)
     # A generator may have sent scores of sources that the others lack.
     unscored = [torch.full_like(part.rewards, torch.nan) for part in parts]
     source_rewards: dict[str, Tensor] = {}
@@ -249,3 +275,19 @@ def _join_or_none(values: Sequence[Tensor | None], columns: int) -> Tensor | Non
     """Concatenate along the rows, padded to `columns`; None if a part is None."""
     known = [_widen(value, columns) for value in values if value is not None]
     return torch.cat(known) if len(known) == len(values) else None
+
+
+def _join_policy_masks(
+    parts: Sequence[Completions] | Sequence[RolloutBatch], columns: int
+) -> Tensor | None:
+    """Concatenate the masks, padded to `columns`; None if the policy wrote all tokens of all."""
+    if all(part.policy_mask is None for part in parts):
+        return None
+    masks = []
+    for part in parts:
+        mask = part.policy_mask
+        if mask is None:
+            count = len(part.finish_reasons)
+            mask = torch.ones((count, columns), dtype=torch.bool)
+        masks.append(_widen(mask, columns))
+    return torch.cat(masks)

@@ -217,7 +217,7 @@ class _Side:
         unclipped = shaped_rewards(
             batch.rewards,
             batch.valid,
-            batch.response_lengths,
+            batch.policy_lengths,
             batch.is_end,
             cfg.model_copy(update={"reward_shaping": shaping}),
             self.past.scores,

@@ -112,6 +112,7 @@ class StoredRun:
             scores = [row.source_rewards.get(source, math.nan) for row in rows]
             source_rewards[source] = torch.tensor(scores)
         versions = table("weight_versions")
+        policy_mask = table("policy_mask")
         batch = RolloutBatch(
             sequences=pad_sequence(joined, True)
             if joined
@@ -125,6 +126,7 @@ class StoredRun:
             valid=torch.tensor([row.valid for row in rows]),
             generator_log_probs=table("generator_log_probs"),
             weight_versions=None if versions is None else versions.long(),
+            policy_mask=None if policy_mask is None else policy_mask.bool(),
             log_probs=table("policy_log_probs"),
             init_log_probs=table("reference_log_probs"),
             source_rewards=source_rewards,

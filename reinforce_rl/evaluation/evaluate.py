@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt, RolloutBatch
@@ -288,7 +286,7 @@ def _answers(
         rollouts = LocalRollouts(context)
         batch = rollouts.evaluate("evaluation", 0, prompts, control.phases, samples)
         if with_log_probs:
-            batch = replace(batch, log_probs=actor.get_inference_log_probs(*_where(batch)))
+            batch = replace(batch, log_probs=actor.get_inference_log_probs(*batch.sequence_inputs))
     skips = actor.settings.reinforce.skip_special_tokens
     rows = sample_rows(
         0, prompts, batch, actor.tokenizer, set_name="validation", skip_special_tokens=skips
@@ -314,10 +312,6 @@ def _loaded(
         yield actor
 
 
-def _where(batch: RolloutBatch) -> tuple[torch.Tensor, ...]:
-    return batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids
-
-
 def _add_kl(
     all_answers: Sequence[_Answers], cfg: TrainConfig, mesh: Mesh, control: RunControl
 ) -> None:
@@ -325,7 +319,7 @@ def _add_kl(
         for answers in all_answers:
             batch = answers.local_batch
             assert batch.log_probs is not None
-            reference = actor.get_inference_log_probs(*_where(batch))
+            reference = actor.get_inference_log_probs(*batch.sequence_inputs)
             kl = mesh.join_over_dp(
                 sequence_kl(batch.log_probs, reference, batch.response_mask).tolist()
             )

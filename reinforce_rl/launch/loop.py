@@ -291,7 +291,7 @@ class Policy:
 
         float32 [N, T] on the CPU; 0 on padding.
         """
-        return self.actor.get_inference_log_probs(*_tokens_of(batch))
+        return self.actor.get_inference_log_probs(*batch.sequence_inputs)
 
     def reference_log_probs(self, batch: RolloutBatch) -> Tensor:
         """Return `log_probs` under the initial policy.
@@ -304,7 +304,7 @@ class Policy:
                 "kept; set it above 0",
                 key="api.loop.no_reference",
             )
-        return self.actor.get_init_policy_logprobs(*_tokens_of(batch))
+        return self.actor.get_init_policy_logprobs(*batch.sequence_inputs)
 
     def update(self, batch: RolloutBatch, advantages: Tensor) -> UpdateResult:
         """Make one optimizer step on the loss of the valid samples: -mean of advantage * log-prob.
@@ -360,7 +360,3 @@ class Policy:
     def export(self, folder: str | Path) -> Path:
         """Write the policy as a Hugging Face folder."""
         return self.actor.export(self.cfg.pretrained_checkpoint.restore_from_path, folder)
-
-
-def _tokens_of(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids

@@ -50,7 +50,7 @@ def rollout_means(batch: RolloutBatch) -> Statistics:
     means: Statistics = {
         "rewards": Mean.of(batch.rewards, scored),
         "reward_std": RunningMoments.of(batch.rewards[scored]),
-        "response_lengths": Mean.of(batch.response_lengths),
+        "response_lengths": Mean.of(batch.policy_lengths),
         "prompt_lengths": Mean.of(batch.prompt_lengths),
         "fraction_of_samples_properly_ended": Mean.of(batch.is_end),
         "fraction_of_samples_scored": Mean.of(scored),

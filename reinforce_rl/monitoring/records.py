@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["rollouts", "validation", "test"]
 FORMAT = "reinforce_rl.records"  # key in the file's metadata
-VERSION = 2
+VERSION = 3
 _ZSTD_LEVEL = 3
 _CONTEXT = 40  # characters before a token
 _STEP_FILE = re.compile(r"step_([0-9]{1,15})\.parquet")
@@ -100,6 +100,8 @@ class SampleTokens:
     # Version of the weights, in steps, for each token; None for step - 1, if the training ranks
     # generate.
     weight_versions: list[int] | None = None
+    # False for tokens that an environment wrote; None if the policy wrote them all.
+    policy_mask: list[bool] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the tokens for a line of JSON: values that are not finite become None."""
@@ -124,6 +126,7 @@ def column_types(row: type[RolloutRow] | type[SampleTokens]) -> dict[str, pa.Dat
         str | None: pa.string(),
         bool: pa.bool_(),
         list[int] | None: pa.list_(pa.int32()),
+        list[bool] | None: pa.list_(pa.bool_()),
         list[str] | None: pa.list_(pa.string()),
         list[float] | None: pa.list_(pa.float32()),
         Mapping[str, float]: pa.map_(pa.string(), pa.float64()),
@@ -206,9 +209,12 @@ def token_columns(
     import torch
 
     from reinforce_rl.algorithm.kl import token_kl
+    from reinforce_rl.data.batches import length_mask
 
+    types = {"weight_versions": torch.int32, "policy_mask": torch.bool}
     starts = batch.prompt_lengths[:, None]
-    mask = batch.response_mask
+    width = batch.width
+    mask = length_mask(batch.response_lengths, width)
     place = torch.arange(batch.sequences.shape[1])[None, :]
     responses = (place >= starts) & (place < starts + batch.response_lengths[:, None])
     known: dict[str, Tensor | None] = {
@@ -217,17 +223,17 @@ def token_columns(
         "generator_log_probs": batch.generator_log_probs,
         "token_advantages": advantages,
         "weight_versions": batch.weight_versions,
+        "policy_mask": batch.policy_mask,
     }
     if kl_estimator and batch.log_probs is not None and batch.init_log_probs is not None:
         known["token_kl"] = token_kl(
-            batch.log_probs, batch.init_log_probs, mask, estimator=kl_estimator
+            batch.log_probs, batch.init_log_probs, batch.response_mask, estimator=kl_estimator
         )
     computed = {name: column for name, column in known.items() if column is not None}
-    values = {name: column[:, : mask.shape[1]][mask].cpu() for name, column in computed.items()}
-    values = {
-        name: (v.int() if name == "weight_versions" else v.float()).numpy()
-        for name, v in values.items()
-    }
+    values = {}
+    for name, column in computed.items():
+        of_tokens = column[:, :width][mask].cpu()
+        values[name] = of_tokens.to(types.get(name, torch.float32)).numpy()
     values["prompt_tokens"] = batch.sequences[place < starts].int().numpy()
     values["response_tokens"] = batch.sequences[responses].int().numpy()
     return TokenColumns(
@@ -291,10 +297,11 @@ def write_records(path: Path, samples: Samples) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    float_list = pa.list_(pa.float32())
-    token_types = column_types(SampleTokens)
-    floats = [f"{name}.list.element" for name, kind in token_types.items() if kind == float_list]
-    others = [f"{name}.list.element" for name, kind in token_types.items() if kind != float_list]
+    columns_of: dict[pa.DataType, list[str]] = {}
+    for name, kind in column_types(SampleTokens).items():
+        columns_of.setdefault(kind.value_type, []).append(f"{name}.list.element")
+    floats = columns_of[pa.float32()]
+    others = [*columns_of[pa.int32()], *columns_of[pa.string()]]
     encodings: dict[str, Any] = {
         "use_dictionary": ["prompt", "finish_reason", "score_fault", "set_name", "record", *others],
         # A third smaller: exponents and mantissas are stored separately.

@@ -181,19 +181,21 @@ class MegatronGPTReinforceActorModel:
         prompt_lengths: Tensor,
         response_lengths: Tensor,
         group_ids: Tensor | None = None,
+        response_mask: Tensor | None = None,
     ) -> Tensor:
         """Compute log-probs of the response tokens under the policy.
 
         Args:
             sequences: int64 [N, S], right-padded.
             group_ids: int64 [N], equal for equal prompts; None if unknown.
+            response_mask: bool [N, T], the tokens to compute; None for all of each response.
 
         Returns:
-            float32 [N, T] on the CPU; 0 on padding.
+            float32 [N, T] on the CPU; 0 outside the mask.
         """
         width = int(response_lengths.max()) if len(response_lengths) else 0
         out = torch.zeros((len(sequences), width))
-        samples = _samples(sequences, prompt_lengths, response_lengths, group_ids)
+        samples = _samples(sequences, prompt_lengths, response_lengths, group_ids, response_mask)
         size = self.settings.reinforce.forward_micro_batch_size
         micro_batch_rows = self._make_micro_batches(samples, size)
         if not micro_batch_rows:
@@ -217,6 +219,7 @@ class MegatronGPTReinforceActorModel:
         prompt_lengths: Tensor,
         response_lengths: Tensor,
         group_ids: Tensor | None = None,
+        response_mask: Tensor | None = None,
     ) -> Tensor:
         """Compute `get_inference_log_probs` under the reference policy.
 
@@ -228,7 +231,7 @@ class MegatronGPTReinforceActorModel:
             )
         with self._as_reference():
             return self.get_inference_log_probs(
-                sequences, prompt_lengths, response_lengths, group_ids
+                sequences, prompt_lengths, response_lengths, group_ids, response_mask
             )
 
     def reference_weights(self) -> Iterator[Tensor]:
@@ -262,13 +265,7 @@ class MegatronGPTReinforceActorModel:
         rollouts = batch.rollouts
         rows = torch.arange(len(batch.trains)) if rows is None else rows
         trained = rows[batch.trains[rows]]
-        inputs = (
-            rollouts.sequences,
-            rollouts.prompt_lengths,
-            rollouts.response_lengths,
-            rollouts.group_ids,
-        )
-        samples = _samples(*inputs)
+        samples = _samples(*rollouts.sequence_inputs)
         micro_batch_size = self.settings.micro_batch_size
         micro_batch_rows = [
             trained[indices]
@@ -283,9 +280,8 @@ class MegatronGPTReinforceActorModel:
             if rows is not None:
                 return rows, self._layout(samples.select(rows))
             zero = torch.zeros(1, dtype=torch.long)
-            return None, self._layout(
-                _Samples(torch.full((1, 1), self.pad_id), zero + 1, zero, zero)
-            )
+            token = torch.full((1, 1), self.pad_id)
+            return None, self._layout(_samples(token, zero + 1, zero, zero))
 
         def loss_of(
             hidden: Tensor, part: tuple[Tensor | None, SequenceLayout]
@@ -305,7 +301,8 @@ class MegatronGPTReinforceActorModel:
                 "reference_log_probs": rollouts.init_log_probs,
             }
             inputs = {name: each[rows, :width] for name, each in values.items() if each is not None}
-            inputs |= {"mask": length_mask(lengths, width), "trains": batch.trains[rows]}
+            mask = samples.response_mask[rows, :width]
+            inputs |= {"mask": mask, "trains": batch.trains[rows]}
             moved = to_device(list(inputs.values()), scores.log_probs.device)
             moved = LossInputs(**dict(zip(inputs, moved, strict=True)))
             options = (denominators, self.loss, kl_coefficient)
@@ -344,15 +341,17 @@ class MegatronGPTReinforceActorModel:
 
     def _layout(self, samples: _Samples) -> SequenceLayout:
         inputs = (samples.sequences, samples.prompt_lengths, samples.response_lengths)
+        mask = samples.response_mask
         if self.shares_prefix:
-            return PackedGroups(self.lm, *inputs, samples.group_ids)
-        return PaddedSequences(self.lm, *inputs, pad_to=self._pad_to, pad_id=self.pad_id)
+            return PackedGroups(self.lm, *inputs, samples.group_ids, response_mask=mask)
+        padding = {"pad_to": self._pad_to, "pad_id": self.pad_id}
+        return PaddedSequences(self.lm, *inputs, response_mask=mask, **padding)
 
     def _make_micro_batches(self, samples: _Samples, size: int) -> list[Tensor]:
         most = self.settings.tokens_per_micro_batch
         if self.shares_prefix:
-            _, prompts, responses, group_ids = samples
-            return packed_micro_batches(group_ids, prompts, responses, size, most)
+            lengths = (samples.prompt_lengths, samples.response_lengths)
+            return packed_micro_batches(samples.group_ids, *lengths, size, most)
         return micro_batches(samples.lengths.clamp(min=self._pad_to), size, most)
 
     def _tokens_of(self, samples: _Samples, micro_batch_rows: list[Tensor]) -> tuple[int, int]:
@@ -404,6 +403,7 @@ class _Samples(NamedTuple):
     prompt_lengths: Tensor
     response_lengths: Tensor
     group_ids: Tensor
+    response_mask: Tensor  # bool [N, T]
 
     @property
     def lengths(self) -> Tensor:
@@ -414,9 +414,16 @@ class _Samples(NamedTuple):
 
 
 def _samples(
-    sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None
+    sequences: Tensor,
+    prompt_lengths: Tensor,
+    response_lengths: Tensor,
+    group_ids: Tensor | None,
+    response_mask: Tensor | None = None,
 ) -> _Samples:
     if group_ids is None:
         # No two samples share a prompt.
         group_ids = torch.arange(len(sequences))
-    return _Samples(sequences, prompt_lengths, response_lengths, group_ids)
+    if response_mask is None:
+        width = int(response_lengths.max()) if len(response_lengths) else 0
+        response_mask = length_mask(response_lengths, width)
+    return _Samples(sequences, prompt_lengths, response_lengths, group_ids, response_mask)

@@ -287,12 +287,7 @@ class RankRun:
 
     def _log_probs(self, passes: Callable[..., Any], count: int) -> None:
         rollouts = self._rollouts(count * self._case.forward_rows)
-        passes(
-            rollouts.sequences,
-            rollouts.prompt_lengths,
-            rollouts.response_lengths,
-            rollouts.group_ids,
-        )
+        passes(*rollouts.sequence_inputs)
 
     def _train(self, actor: MegatronGPTReinforceActorModel, count: int) -> None:
         from reinforce_rl.algorithm.loss import Denominators

@@ -71,6 +71,7 @@ def unscored_batch(
         valid=torch.zeros(count, dtype=torch.bool),
         generator_log_probs=completions.log_probs,
         weight_versions=completions.weight_versions,
+        policy_mask=completions.policy_mask,
     )
 
 
@@ -152,7 +153,6 @@ class RolloutScorer:
         Without a KL only a second update reads them.
         """
         clock = self._context.clock
-        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
         # Ratios of a second update must start from the trainer's own log-probs.
         has_ratios = self._context.has_ratios
         is_current = self._model.generator.is_exact and not self._context.is_off_policy
@@ -161,11 +161,11 @@ class RolloutScorer:
             with clock.phase("logprobs"):
                 log_probs = batch.generator_log_probs
                 if not is_known:
-                    log_probs = self._model.get_inference_log_probs(*where)
+                    log_probs = self._model.get_inference_log_probs(*batch.sequence_inputs)
                 batch = replace(batch, log_probs=log_probs)
         if self._cfg.uses_reference:
             with clock.phase("init_logprobs"):
-                init_log_probs = self._model.get_init_policy_logprobs(*where)
+                init_log_probs = self._model.get_init_policy_logprobs(*batch.sequence_inputs)
                 batch = replace(batch, init_log_probs=init_log_probs)
         self._stop.check(self._model.mesh)
         return batch
@@ -321,7 +321,7 @@ def faults_of(answer: Rewards) -> list[str | None]:
 def can_train(batch: RolloutBatch) -> torch.Tensor:
     """Return bool [N]: True for responses that are not empty and within the vocabulary."""
     is_within = [reason != FINISH_OUTSIDE for reason in batch.finish_reasons]
-    return (batch.response_lengths > 0) & torch.tensor(is_within, dtype=torch.bool)
+    return (batch.policy_lengths > 0) & torch.tensor(is_within, dtype=torch.bool)
 
 
 def with_valid(batch: RolloutBatch, truncated_samples: str) -> RolloutBatch:

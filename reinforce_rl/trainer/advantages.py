@@ -90,7 +90,7 @@ def reinforce_batch(
     local_columns = (
         batch.rewards,
         kl,
-        batch.response_lengths,
+        batch.policy_lengths,
         batch.is_end,
         batch.group_ids,
         batch.valid,

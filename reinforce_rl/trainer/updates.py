@@ -63,7 +63,7 @@ def denominators_of(
     sum_over_ranks: Callable[[Tensor], Tensor],
 ) -> Denominators:
     """Return what normalises the loss of these rows of each rank; a collective call."""
-    tokens = torch.where(batch.trains, batch.rollouts.response_lengths, 0)[rows].sum()
+    tokens = torch.where(batch.trains, batch.rollouts.policy_lengths, 0)[rows].sum()
     counts = sum_over_ranks(torch.stack((batch.trains[rows].sum(), tokens)).double()).tolist()
     return Denominators(*counts, fixed_length=float(max_length))
 

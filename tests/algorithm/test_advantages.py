@@ -325,15 +325,24 @@ widths = st.integers(0, 6)
 some = settings(deadline=None, max_examples=40)
 
 
+def with_gaps(mask: torch.Tensor, seed: int) -> torch.Tensor:
+    """Take random tokens out of the mask, as those that an environment wrote."""
+    return mask & (torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)) < 0.6)
+
+
 def discounted_sum(values: list[float], discount: float) -> float:
     return math.fsum(discount**steps * value for steps, value in enumerate(values))
 
 
 class TestReturnsToGo:
     @some
-    @given(seeds, counts, widths, st.sampled_from([1.0, 0.9, 0.5, 1e-3]))
-    def test_each_is_the_discounted_sum_of_what_is_to_come(self, seed, count, width, discount):
+    @given(seeds, counts, widths, st.sampled_from([1.0, 0.9, 0.5, 1e-3]), st.booleans())
+    def test_each_is_the_discounted_sum_of_what_is_to_come(
+        self, seed, count, width, discount, has_gaps
+    ):
         rewards, mask = rows(seed, count, width)
+        if has_gaps:
+            mask = with_gaps(mask, seed)
         expected = torch.zeros(count, width, dtype=torch.float64)
         for i, t in itertools.product(range(count), range(width)):
             if mask[i, t]:
@@ -351,19 +360,22 @@ class TestReturnsToGo:
 
 class TestTokenCredit:
     @some
-    @given(seeds, counts, widths, st.sampled_from([1.0, 0.8]))
-    def test_is_the_formula_of_the_documentation(self, seed, count, width, discount):
-        """gamma^(T - 1 - t) r - sum_{s >= t} gamma^(s - t) penalty_s - b."""
+    @given(seeds, counts, widths, st.sampled_from([1.0, 0.8]), st.booleans())
+    def test_is_the_formula_of_the_documentation(self, seed, count, width, discount, has_gaps):
+        """gamma^(T - 1 - t) r - sum_{s >= t} gamma^(s - t) penalty_s - b, over the policy's tokens."""
         penalty, mask = rows(seed, count, width)
+        if has_gaps:
+            mask = with_gaps(mask, seed)
         generator = torch.Generator().manual_seed(seed + 1)
         terminal, baseline = torch.randn(2, count, generator=generator, dtype=torch.float64)
         lengths = mask.sum(1).tolist()
         expected = torch.zeros(count, width, dtype=torch.float64)
         for i in range(count):
-            for t in range(lengths[i]):
-                charged = discounted_sum(penalty[i, t : lengths[i]].tolist(), discount)
+            places = mask[i].nonzero()[:, 0].tolist()
+            for t, place in enumerate(places):
+                charged = discounted_sum(penalty[i, places[t:]].tolist(), discount)
                 gain = discount ** (lengths[i] - 1 - t) * terminal[i]
-                expected[i, t] = gain - charged - baseline[i]
+                expected[i, place] = gain - charged - baseline[i]
         credit = token_credit(terminal, baseline, penalty, mask, discount)
         torch.testing.assert_close(credit, expected, rtol=1e-12, atol=1e-11)
 

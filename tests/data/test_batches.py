@@ -68,6 +68,7 @@ def rollouts(
         log_probs=table + 0.25,
         init_log_probs=table + 0.5,
         weight_versions=table.long() // 100,
+        policy_mask=table.long() % 3 != 1,
     )
 
 
@@ -81,7 +82,7 @@ def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
         row: dict[str, object] = {"sequences": batch.sequences[i, :used].tolist()}
         for field in dataclasses.fields(batch):
             value = getattr(batch, field.name)
-            if field.name.endswith(("log_probs", "weight_versions")):
+            if field.name.endswith(("log_probs", "weight_versions", "policy_mask")):
                 row[field.name] = None if value is None else value[i, :length].tolist()
             elif field.name == "source_rewards":
                 row[field.name] = {name: float(values[i]) for name, values in value.items()}
@@ -99,6 +100,7 @@ def assert_tight(batch: RolloutBatch) -> None:
     for values in (
         batch.generator_log_probs,
         batch.weight_versions,
+        batch.policy_mask,
         batch.log_probs,
         batch.init_log_probs,
     ):
@@ -107,16 +109,38 @@ def assert_tight(batch: RolloutBatch) -> None:
 
 def test_the_mask_and_the_ends():
     lengths = [(1, 0), (2, 3), (1, 1)]
-    batch = rollouts(lengths)
+    batch = rollouts(lengths, with_log_probs=False)
     assert batch.width == 3
     expected = [[False] * 3, [True] * 3, [True, False, False]]
     assert batch.response_mask.tolist() == expected
     assert batch.is_end.tolist() == [False, True, True]
     assert batch.is_end.dtype == torch.bool
+    assert batch.policy_lengths.tolist() == [0, 3, 1]
     nothing = rollouts([])
     assert nothing.width == 0
     assert nothing.is_end.shape == (0,)
     assert nothing.is_end.dtype == torch.bool
+
+
+def test_tokens_of_an_environment_are_outside_the_mask():
+    batch = rollouts([(1, 0), (2, 4), (1, 2)], with_log_probs=False)
+    policy_mask = torch.tensor([[True] * 5, [True, False, False, True, True], [True] * 5])
+    batch = dataclasses.replace(batch, policy_mask=policy_mask)
+    expected = [[False] * 4, [True, False, False, True], [True, True, False, False]]
+    assert batch.response_mask.tolist() == expected
+    assert batch.policy_lengths.tolist() == [0, 2, 2]
+    assert batch.sequence_inputs[-1].tolist() == expected
+    assert rollouts([(1, 2)], with_log_probs=False).sequence_inputs[-1] is None
+
+
+def test_a_part_without_a_policy_mask_was_written_by_the_policy():
+    with_mask = dataclasses.replace(
+        rollouts([(2, 3)]), policy_mask=torch.tensor([[True, False, True]])
+    )
+    without = dataclasses.replace(rollouts([(1, 2)]), policy_mask=None)
+    joined = join_rollouts([without, with_mask], PAD)
+    assert joined.response_mask.tolist() == [[True, True, False], [True, False, True]]
+    assert join_rollouts([without, without], PAD).policy_mask is None
 
 
 @settings(deadline=None, max_examples=40)
@@ -180,7 +204,7 @@ def test_a_round_without_a_prompt_on_this_rank_takes_nothing_away(order):
 
 def test_the_advantage_of_a_response_is_the_mean_of_its_tokens():
     lengths = [(1, 2), (1, 0), (1, 3)]
-    batch = rollouts(lengths)
+    batch = rollouts(lengths, with_log_probs=False)
     nothing = torch.zeros(3)
     advantages = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 0.0], [2.0, 2.0, 5.0]])
     sequence_advantages = ReinforceBatch(

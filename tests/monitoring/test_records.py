@@ -145,6 +145,25 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
     assert RunFolder(tmp_path).tokens(3, [5]) == {}
 
 
+def test_tokens_of_an_environment_are_recorded_as_such(tmp_path, tokenizer):
+    batch = batch_of()
+    policy_mask = torch.rand(4, 5, generator=torch.Generator().manual_seed(2)) < 0.5
+    rollouts = dataclasses.replace(batch.rollouts, policy_mask=policy_mask)
+    path = tmp_path / "rollouts" / "step_00003.parquet"
+    samples = samples_of(dataclasses.replace(batch, rollouts=rollouts), tokenizer)
+    write_records(path, join_samples([samples], tokenizer))
+    plain_path = tmp_path / "plain" / "step_00003.parquet"
+    write_records(plain_path, join_samples([samples_of(batch, tokenizer)], tokenizer))
+    pairs = zip(read_tokens(path), read_tokens(plain_path), strict=True)
+    for i, (tokens, plain) in enumerate(pairs):
+        mask = policy_mask[i, : LENGTHS[i]].tolist()
+        assert tokens.policy_mask == mask
+        assert plain.policy_mask is None
+        assert tokens.response_tokens == plain.response_tokens
+        of_policy = [kl if is_own else 0.0 for kl, is_own in zip(plain.token_kl, mask, strict=True)]
+        assert tokens.token_kl == of_policy
+
+
 def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
     batch = batch_of(seed=4)
     log_probs = batch.rollouts.log_probs
@@ -293,12 +312,13 @@ def test_a_kill_before_the_move_leaves_the_earlier_file(tmp_path, tokenizer):
 
 def test_damage_and_other_versions_are_named(tmp_path, tokenizer, monkeypatch):
     path = tmp_path / "step_00001.parquet"
-    monkeypatch.setattr(records, "VERSION", 3)
+    other = records.VERSION + 1
+    monkeypatch.setattr(records, "VERSION", other)
     samples = join_samples([samples_of(batch_of(), tokenizer)], tokenizer)
     write_records(path, samples)
     monkeypatch.undo()
     with raises_error(
-        "samples.file.other_version", path, "version 3", f"version {records.VERSION}"
+        "samples.file.other_version", path, f"version {other}", f"version {records.VERSION}"
     ):
         read_rows(path)
     whole = path.read_bytes()

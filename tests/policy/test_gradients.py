@@ -58,6 +58,32 @@ def test_equals_the_formula_for_every_micro_batch_size(
     assert relative_difference(gradient, reference) < 1e-6
 
 
+@pytest.mark.parametrize("shared_prefix", [True, False])
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 100])
+def test_tokens_of_an_environment_are_read_and_not_trained_on(
+    micro_batch_size, shared_prefix, folder, mesh
+):
+    batch = whole_batch()
+    rollouts = batch.rollouts
+    shape = rollouts.response_mask.shape
+    policy_mask = torch.rand(shape, generator=torch.Generator().manual_seed(8)) < 0.6
+    advantages = batch.advantages.where(policy_mask, torch.nan)
+    episodes = replace(
+        batch, rollouts=replace(rollouts, policy_mask=policy_mask), advantages=advantages
+    )
+    # A token without an advantage adds nothing to the formula's loss.
+    zeroed = replace(batch, advantages=batch.advantages.where(policy_mask, 0.0))
+    expected = brute_force_gradient(transformers_model(folder), zeroed)
+    sizes = {"micro_batch_size": micro_batch_size, "shared_prefix": shared_prefix}
+    loss, gradient = loss_and_gradient(folder, mesh, episodes, **sizes)
+    assert loss == pytest.approx(expected[0], rel=1e-5)
+    assert relative_difference(gradient, expected[1]) < 1e-5
+    actor = actor_of(folder, mesh, with_reference=False, **sizes)
+    masked = actor.get_inference_log_probs(*episodes.rollouts.sequence_inputs)
+    plain = actor.get_inference_log_probs(*rollouts.sequence_inputs)
+    assert torch.equal(masked, plain.where(episodes.rollouts.response_mask, 0.0))
+
+
 def test_steps_before_it_leave_nothing_behind(folder, mesh, tmp_path):
     """Several micro-batches after an optimizer step.
 

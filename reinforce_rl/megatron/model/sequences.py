@@ -61,8 +61,9 @@ class PaddedSequences:
     """One right-padded sequence per row.
 
     The tensors are on the CPU: sequences int64 [N, S], right-padded; prompt_lengths int64 [N], at
-    least 1; response_lengths int64 [N], which may be 0. Rows are padded to at least `pad_to`
-    tokens. `stage_shape` is the shape sent between pipeline stages.
+    least 1; response_lengths int64 [N], which may be 0; response_mask bool [N, T], the tokens to
+    predict, None for all of each response. Rows are padded to at least `pad_to` tokens.
+    `stage_shape` is the shape sent between pipeline stages.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class PaddedSequences:
         prompt_lengths: Tensor,
         response_lengths: Tensor,
         *,
+        response_mask: Tensor | None = None,
         pad_to: int = 0,
         pad_id: int = 0,
     ):
@@ -85,9 +87,7 @@ class PaddedSequences:
         column_of = torch.full((used,), -1).index_put(
             (local_positions,), torch.arange(len(local_positions))
         )
-        rows, columns = length_mask(response_lengths, int(response_lengths.max())).nonzero(
-            as_tuple=True
-        )
+        rows, columns = _predicted(response_lengths, response_mask)
         places = prompt_lengths[rows] + columns
         held = column_of[places - 1] >= 0
         rows = rows[held]
@@ -127,6 +127,8 @@ class PackedGroups(PackedSeqParams):
         prompt_lengths: Tensor,
         response_lengths: Tensor,
         group_ids: Tensor,
+        *,
+        response_mask: Tensor | None = None,
     ):
         super().__init__()  # without `qkv_format`, megatron treats it as a batch of one row
         ids, group_of = torch.unique(group_ids, return_inverse=True)
@@ -149,9 +151,7 @@ class PackedGroups(PackedSeqParams):
         self.stage_shape = lm.stage_shape(1, len(tokens))
 
         # A prompt's last position predicts the first token of each of its responses.
-        rows, columns = length_mask(response_lengths, int(response_lengths.max())).nonzero(
-            as_tuple=True
-        )
+        rows, columns = _predicted(response_lengths, response_mask)
         response_starts = lengths.sum() + kept.cumsum(0) - kept
         before = (
             torch.where(
@@ -189,6 +189,15 @@ class PackedGroups(PackedSeqParams):
 
 
 SequenceLayout = PaddedSequences | PackedGroups
+
+
+def _predicted(response_lengths: Tensor, response_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the rows and columns of the response tokens to predict: int64 [n] each."""
+    mask = length_mask(response_lengths, int(response_lengths.max()))
+    if response_mask is not None:
+        mask = mask & response_mask[:, : mask.shape[1]]
+    rows, columns = mask.nonzero(as_tuple=True)
+    return rows, columns
 
 
 def _spans(
