@@ -362,7 +362,7 @@ class TestTokenCredit:
     @some
     @given(seeds, counts, widths, st.sampled_from([1.0, 0.8]), st.booleans())
     def test_is_the_formula_of_the_documentation(self, seed, count, width, discount, has_gaps):
-        """gamma^(T - 1 - t) r - sum_{s >= t} gamma^(s - t) penalty_s - b, over the policy's tokens."""
+        """gamma^(T - 1 - t) r - sum_{s >= t} gamma^(s - t) penalty_s - b."""
         penalty, mask = rows(seed, count, width)
         if has_gaps:
             mask = with_gaps(mask, seed)
