@@ -1,0 +1,108 @@
+"""The tokens between two answers of a conversation: what the chat template and others wrote.
+
+Answers are never decoded and tokenised again, as that may give other tokens than the policy drew
+(verl#6719, NVIDIA-NeMo/Gym#1416). The template renders the conversation with a marker in place of
+the last answer; only the text behind the marker is tokenised:
+
+    prompt      <|user|> 2 + 2? <|end|> <|assistant|>
+    answer                                            <call> 2 + 2 <|end|>
+    between                                                                <|tool|> 4 <|end|> <|assistant|>
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reinforce_rl.data.conversation import Conversation
+from reinforce_rl.data.rendering import ChatRenderer
+from reinforce_rl.errors import DataError
+
+_END_OF_THOUGHT = "</think>"
+_MARKER = f"answer {secrets.token_hex(8)}"  # in no text of a data set or an environment
+
+
+@dataclass(frozen=True)
+class NextTurn:
+    """The turn after an answer."""
+
+    conversation: Conversation  # up to the next answer
+    tokens: list[int]  # between the last token of the answer and the first of the next
+    # The template writes what came before as the policy has read and written it. Otherwise, as
+    # where it leaves out earlier thoughts, the next answer belongs to a new row.
+    continues: bool
+
+
+class TurnRenderer:
+    """Renders what stands between answers, with a run's chat template."""
+
+    def __init__(self, renderer: ChatRenderer):
+        self._renderer = renderer
+
+    def next_turn(
+        self,
+        conversation: Conversation,
+        answer: str,
+        replies: Sequence[Mapping[str, Any]],
+        *,
+        stop_id: int,
+    ) -> NextTurn:
+        """Return the turn that follows an answer and the messages that reply to it.
+
+        Args:
+            conversation: the messages before the answer.
+            answer: its text, without the token that ended it.
+            replies: at least one message of a role other than assistant.
+            stop_id: the token that ended the answer; it is in the answer's tokens already.
+
+        Raises:
+            DataError: the template refuses the messages or leaves out answers.
+        """
+        following = _with_messages(conversation, _answer(answer), *replies)
+        marked = _with_messages(conversation, _answer(_MARKER), *replies)
+        text = self._renderer.prompt_text(marked)
+        if text.count(_MARKER) != 1:
+            raise DataError(
+                f"the chat template writes an answer {text.count(_MARKER)} times before "
+                f"{replies[-1]['role']} messages; expected once. Use a model whose template keeps "
+                "the assistant's turns",
+                key="chat_template.answer.left_out",
+            )
+        before, _, between = text.partition(_MARKER)
+        has_same_history = _is_opened(self._renderer.prompt_text(conversation), before)
+        continues = has_same_history and self._keeps_thought(following, answer)
+        return NextTurn(following, self._tokens(between, stop_id), continues)
+
+    def _tokens(self, between: str, stop_id: int) -> list[int]:
+        tokens = self._renderer.encode(between)
+        # Most templates end a turn with the token that ends an answer. Tokenised together, the
+        # text behind it gets no space that a SentencePiece tokenizer puts before a text.
+        return tokens[1:] if tokens[:1] == [stop_id] else tokens
+
+    def _keeps_thought(self, following: Conversation, answer: str) -> bool:
+        thought, is_there, _ = answer.rpartition(_END_OF_THOUGHT)
+        thought = thought.rpartition("<think>")[2].strip()
+        return not (is_there and thought) or thought in self._renderer.prompt_text(following)
+
+
+def _is_opened(prompt: str, before: str) -> bool:
+    """Whether a prompt is the text before an answer, or that with the beginning of a thought.
+
+    Templates that open a thought for the next answer do not write it before earlier ones.
+    """
+    opening = prompt.removeprefix(before)
+    return prompt.startswith(before) and opening.split() in (
+        [],
+        ["<think>"],
+        ["<think>", _END_OF_THOUGHT],
+    )
+
+
+def _answer(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def _with_messages(conversation: Conversation, *messages: Mapping[str, Any]) -> Conversation:
+    return replace(conversation, messages=(*conversation.messages, *messages))
