@@ -186,6 +186,10 @@ class ModelStuckError(RewardServerError):
     """The reward model has been in one call for too long; its thread may never return."""
 
 
+class EnvironmentProcessError(ReinforceError):
+    """The processes of the environment ended, or could not be started."""
+
+
 class GenerationError(ReinforceError):
     """The generation engine did not start, or failed again after a restart."""
 

@@ -31,7 +31,7 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -261,11 +261,11 @@ class _Host:
                 late = Outcome(
                     base.STATUS_TIMED_OUT,
                     fault="exceeded the time limit",
-                    message=_use_of(sample.pid),
+                    message=use_of(sample.pid),
                 )
                 self._finish(sample, late)
         for sample in self._running.values():
-            _end(sample.pid)
+            end_process(sample.pid)
 
     def _start(self, number: int, request: bytes, seconds: float) -> None:
         parent = os.getpid()
@@ -291,23 +291,29 @@ class _Host:
 
     def _finish(self, sample: _Sample, outcome: Outcome | None = None) -> None:
         """End a sample's process and send `outcome`, or else the answer that the process wrote."""
-        code = _end(sample.pid)
+        code = end_process(sample.pid)
         del self._running[sample.answer_fd]
         os.close(sample.answer_fd)
-        # Reap what samples left behind; in a sandbox this is process 1, which inherits it.
-        pids = {sample.pid for sample in self._running.values()}
-        with contextlib.suppress(ChildProcessError):
-            while (
-                ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            ) and ended.si_pid not in pids:
-                os.waitpid(ended.si_pid, 0)
+        reap_others({sample.pid for sample in self._running.values()})
         self._send(sample.id, outcome or _outcome_of(sample, code))
 
     def _send(self, number: int, outcome: Outcome) -> None:
         send(self._connection, {"id": number, **asdict(outcome)})
 
 
-def _end(pid: int) -> int:
+def reap_others(pids: Set[int]) -> None:
+    """Reap what ended processes left behind; in a sandbox this is process 1, which inherits it.
+
+    `pids` are the processes that still run.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while (
+            ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) and ended.si_pid not in pids:
+            os.waitpid(ended.si_pid, 0)
+
+
+def end_process(pid: int) -> int:
     """Kill a process, which may have ended already, and its group; return its exit code."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
@@ -315,7 +321,7 @@ def _end(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _use_of(pid: int) -> str:
+def use_of(pid: int) -> str:
     """Return what a process has used, which tells a slow function from one that waits, or a busy
     machine.
     """
@@ -355,10 +361,7 @@ def _work(functions: Functions, request: bytes, answer_fd: int, parent: int, sec
     """
     os.setpgid(0, 0)  # so that killpg also ends what the function starts
     die_with_parent(parent)
-    with contextlib.suppress(OSError):  # reopened, so that flags such as O_NONBLOCK are not shared
-        output = os.open("/proc/self/fd/1", os.O_WRONLY)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+    share_no_flags()
     outcome = _score(functions, request)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -367,12 +370,20 @@ def _work(functions: Functions, request: bytes, answer_fd: int, parent: int, sec
     os._exit(0)
 
 
+def share_no_flags() -> None:
+    """Reopen the output, so that other processes do not share flags such as O_NONBLOCK."""
+    with contextlib.suppress(OSError):
+        output = os.open("/proc/self/fd/1", os.O_WRONLY)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+
+
 def _score(functions: Functions, request: bytes) -> Outcome:
     sample = json.loads(request)
     if "function" not in sample:
         return Outcome(base.STATUS_OK, 0.0)  # a ping
     function = functions[sample["function"]]
-    defined = _definition(function)
+    defined = definition_of(function)
     try:
         value = function(sample["prompt"], sample["response"], sample["record"])
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
@@ -385,7 +396,7 @@ def _score(functions: Functions, request: bytes) -> Outcome:
         # what an error says about itself without any text of the sample
         public = getattr(error, "public", "")
         public = public[:MESSAGE_LETTERS] if isinstance(public, str) else ""
-        fault = f"{type(error).__name__}{public and f': {public}'}{_place(error)}"
+        fault = f"{type(error).__name__}{public and f': {public}'}{place_of(error)}"
         message = str(error)[:MESSAGE_LETTERS].removeprefix(public).removeprefix(": ")
         return Outcome(base.STATUS_INTERNAL, fault=fault, message=message)
     if not math.isfinite(number):
@@ -393,14 +404,14 @@ def _score(functions: Functions, request: bytes) -> Outcome:
     return Outcome(base.STATUS_OK, number)
 
 
-def _place(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
     """Return the last line of the function's own file in the error's traceback, if any."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     frames_there = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" at {frames_there[-1].filename}:{frames_there[-1].lineno}" if frames_there else ""
 
 
-def _definition(function: Callable[..., Any]) -> str:
+def definition_of(function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     return f" (defined at {code.co_filename}:{code.co_firstlineno})" if code else ""
 
@@ -418,7 +429,7 @@ def main() -> None:
         before = _open_files()
         try:
             functions[name] = load_function(spec)
-            sources[name] = _source_sha256(functions[name].func)
+            sources[name] = source_sha256(functions[name].func)
             seconds[name] = declared_seconds(functions[name], spec.key)
         except LoadFault as fault:
             faults.append(Fault(str(fault), key=fault.key))
@@ -433,7 +444,7 @@ def main() -> None:
             )
     sys.stdout.flush()  # else each fork would print the buffer again
     gc.freeze()  # else a collection in a fork copies every page (copy-on-write)
-    _limit(settings["sample_memory_mb"] * MEBIBYTE)
+    limit_memory(settings["sample_memory_mb"] * MEBIBYTE)
     faults_with_keys = [(fault, fault.key) for fault in faults]
     send(connection, {"faults": faults_with_keys, "sources": sources, "seconds": seconds})
     if not faults:
@@ -441,7 +452,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _source_sha256(function: Callable[..., Any]) -> str | None:
+def source_sha256(function: Callable[..., Any]) -> str | None:
     """Return the SHA-256 of the file that defines a function; None if there is none."""
     with contextlib.suppress(TypeError):
         file = inspect.getsourcefile(function)
@@ -460,7 +471,7 @@ def _open_files() -> set[str]:
     return targets
 
 
-def _limit(memory: int) -> None:
+def limit_memory(memory: int) -> None:
     """Set the resource limits that samples' processes inherit; this process needs little itself."""
     used = (
         int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])

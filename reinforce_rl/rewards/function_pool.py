@@ -122,23 +122,31 @@ class PendingScores:
             ) from None
 
 
-class _Host(ModuleChild):
-    def __init__(self, folders: Sequence[str], variables: Mapping[str, str], *, in_sandbox: bool):
+class UserCode(ModuleChild):
+    """A host process that runs a user's code, optionally in a sandbox.
+
+    It gets the environment variables in `VARIABLES` and the `allowed` ones, and no others. Its
+    output is this process's.
+    """
+
+    def __init__(self, module: str, *, allowed: Sequence[str], in_sandbox: bool):
+        folders = import_path().split(os.pathsep)
+        names = {*VARIABLES, *allowed}
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if name in names or name.startswith(VARIABLE_PREFIXES) or _is_open_proxy(name, value)
+        }
         super().__init__(
-            "reinforce_rl.rewards.function_host",
+            module,
             prefix=bubblewrap(folders) if in_sandbox else (),
             env={**ONE_THREAD, **variables, "PYTHONPATH": os.pathsep.join(folders)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        self.ended = False
-        self._lock = threading.Lock()
-        self._samples: dict[int, tuple[PendingScores, int]] = {}
-        self._next_id = 0
-        self._waiting: queue.SimpleQueue[tuple[int, bytes, float] | None] = queue.SimpleQueue()
 
     def load(self, settings: Mapping[str, Any]) -> Message | None:
-        """Load the functions in the process; return faults and sources, or None if it ended."""
+        """Let the process import the code; return its answer, or None if it ended."""
         output = threading.Thread(target=self._show_output, daemon=True)
         output.start()
         with contextlib.suppress(OSError):
@@ -149,7 +157,37 @@ class _Host(ModuleChild):
         if answer is None:
             self.wait()
             output.join(STOP_SECONDS)
-        else:
+        return answer
+
+    def _show_output(self) -> None:
+        assert self.process.stdout is not None
+        # A terminal would obey what a program printed that the code started.
+        decoder = codecs.getincrementaldecoder("utf-8")("replace") if os.isatty(2) else None
+        # Through a pipe, since RLIMIT_FSIZE would otherwise count the size of the log file.
+        while chunk := os.read(self.process.stdout.fileno(), 1 << 16):
+            if decoder is not None:
+                chunk = show_control_characters(decoder.decode(chunk)).encode()
+            with contextlib.suppress(OSError):  # a full log must not block the code
+                os.write(2, chunk)
+
+
+class _Host(UserCode):
+    def __init__(self, config: RewardFunctionConfig):
+        super().__init__(
+            "reinforce_rl.rewards.function_host",
+            allowed=config.environment,
+            in_sandbox=config.sandbox,
+        )
+        self.ended = False
+        self._lock = threading.Lock()
+        self._samples: dict[int, tuple[PendingScores, int]] = {}
+        self._next_id = 0
+        self._waiting: queue.SimpleQueue[tuple[int, bytes, float] | None] = queue.SimpleQueue()
+
+    def load(self, settings: Mapping[str, Any]) -> Message | None:
+        """Load the functions in the process; return faults and sources, or None if it ended."""
+        answer = super().load(settings)
+        if answer is not None:
             threading.Thread(target=self._write, daemon=True).start()
             self.listen(self._on_message)
         return answer
@@ -205,17 +243,6 @@ class _Host(ModuleChild):
                 key="reward_function.processes.ended_under_way",
             )
             batch.future.set_exception(error)
-
-    def _show_output(self) -> None:
-        assert self.process.stdout is not None
-        # A terminal would obey what a program printed that the function started.
-        decoder = codecs.getincrementaldecoder("utf-8")("replace") if os.isatty(2) else None
-        # Through a pipe, since RLIMIT_FSIZE would otherwise count the size of the log file.
-        while chunk := os.read(self.process.stdout.fileno(), 1 << 16):
-            if decoder is not None:
-                chunk = show_control_characters(decoder.decode(chunk)).encode()
-            with contextlib.suppress(OSError):  # a full log must not block the functions
-                os.write(2, chunk)
 
 
 class FunctionPool:
@@ -324,14 +351,7 @@ class FunctionPool:
         return self._host
 
     def _launch(self) -> _Host:
-        folders = import_path().split(os.pathsep)
-        allowed = {*VARIABLES, *self._config.environment}
-        variables = {
-            name: value
-            for name, value in os.environ.items()
-            if name in allowed or name.startswith(VARIABLE_PREFIXES) or _is_open_proxy(name, value)
-        }
-        host = _Host(folders, variables, in_sandbox=self._config.sandbox)
+        host = _Host(self._config)
         limits = self._config.model_dump(include={"num_workers", "sample_memory_mb"})
         answer = host.load({"functions": self._functions, **limits})
         if answer is None:

@@ -1,0 +1,41 @@
+"""Schema of an episode's environment."""
+
+from __future__ import annotations
+
+from reinforce_rl.config.base import Count, Fields, Positive, Section, Text, key
+
+
+class EnvironmentConfig(Section):
+    """An environment that answers the policy, and its processes."""
+
+    name: Text | None = key(
+        None, "dotted name of a function or class that answers the policy; null: one turn"
+    )
+    kwargs: Fields = key({}, "its keyword arguments, as +environment.kwargs.NAME=VALUE")
+    max_turns: Count = key(8, "answers of an episode")
+    max_episode_tokens: Count | None = key(
+        None,
+        "bound on an episode with its prompt; null: model.encoder_seq_length",
+        "tokens",
+        details=". An episode that is cut is a truncated sample",
+    )
+    num_workers: Count = key(
+        2,
+        "replies that are computed at a time",
+        "processes",
+        details=", on each rank that generates. Every episode has its own process",
+    )
+    turn_timeout_seconds: Positive = key(
+        5.0, "a reply that takes longer fails, and the episode's process is killed", "s"
+    )
+    episode_memory_mb: Count = key(
+        2048, "address space of an episode's process beyond what its module takes", "MiB"
+    )
+    variables: list[Text] = key(
+        [], "environment variables that it may read besides PATH, HOME, LANG and the like"
+    )
+    sandbox: bool = key(
+        False,
+        "run it in bubblewrap: no network, no other processes, no files but Python's",
+        details=" ([details](rewards.md#a-sandbox))",
+    )
