@@ -141,12 +141,12 @@ def test_starts_are_keyed_by_the_prompt_and_later_draws_by_the_sample():
         ("number", "returned a int; expected a text"),
         ("role", "role 'assistant'; expected user, tool, system"),
         ("forge", "something other than the environment's return value"),
-        ("sleep", "exceeded the time limit"),
-        ("stop", "exceeded the time limit"),
+        pytest.param("sleep", "exceeded the time limit", marks=pytest.mark.more),
+        pytest.param("stop", "exceeded the time limit", marks=pytest.mark.more),
     ],
 )
 def test_a_fault_ends_its_episode_alone(answer, fault):
-    with playing(misbehaving, turn_timeout_seconds=2.0) as pool:
+    with playing(misbehaving, turn_timeout_seconds=10.0) as pool:
         pool.begin(0, {}, **KEYS)
         pool.begin(1, {}, **KEYS)
         turn = reply_to(pool, 0, answer)
@@ -167,8 +167,9 @@ def test_episodes_of_a_lost_host_fail_and_new_ones_get_another():
         assert text_of(reply_to(pool, 2, "text")) == "fine"
 
 
+@pytest.mark.more
 def test_no_more_replies_than_workers_are_under_way():
-    with playing(misbehaving, num_workers=2, turn_timeout_seconds=2.0) as pool:
+    with playing(misbehaving, num_workers=2, turn_timeout_seconds=8.0) as pool:
         for episode in range(4):
             pool.begin(episode, {}, **KEYS)
             pool.answer(episode, "sleep" if episode < 2 else "text")
