@@ -255,6 +255,5 @@ def test_two_ranks_equal_one(tp_size, folder, mesh, expected):
         assert results["foreach norm"] == pytest.approx(
             results["norm"], rel=1e-6
         )  # the sizes of a GPU
-    assert torch.equal(
-        ranks[0]["log_probs"], ranks[1]["log_probs"]
-    )  # after the step, all ranks have one policy
+    # After the step, all ranks have one policy.
+    assert torch.equal(ranks[0]["log_probs"], ranks[1]["log_probs"])
