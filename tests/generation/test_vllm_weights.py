@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.errors import raises_error
 from helpers.models import tiny_family_folder
-from helpers.policies import brute_force_log_probs, transformers_model
+from helpers.policies import brute_force_scores, transformers_model
 from helpers.sabotaged_vllm import NAMED, SabotagedVLLM
 from helpers.vllm_engine import (
     NUM_SAMPLES,
@@ -122,13 +122,13 @@ def gap_to_transformers(folder: Path, completions) -> float:
     prompts = torch.tensor(lengths)
     width = completions.tokens.shape[1]
     with torch.no_grad():
-        expected = brute_force_log_probs(
+        expected = brute_force_scores(
             transformers_model(folder),
             sequences,
             prompts,
             completions.lengths,
             PARAMS.temperature,
             width,
-        )
+        )[0]
     is_token = torch.arange(width) < completions.lengths[:, None]
     return float((expected - completions.log_probs)[is_token].abs().max())
