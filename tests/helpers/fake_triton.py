@@ -9,8 +9,8 @@ import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler
 
-from helpers.fuzz_batches import int_tensor
 from helpers.http_call import call
+from helpers.wire_requests import int_tensor
 
 from reinforce_rl.config.rewards import InferenceConfig
 from reinforce_rl.reward_model.server.admission import FrontSettings

@@ -7,17 +7,19 @@ import struct
 
 import numpy as np
 import pytest
-from helpers.merged_requests import ALL_FORMS, arrays_of
+from helpers.wire_requests import arrays_of
 
 from reinforce_rl.config.rewards import InferenceConfig
 from reinforce_rl.reward_model.server.admission import FrontSettings, Refusal
 from reinforce_rl.reward_model.server.request import read_request
+from reinforce_rl.rewards import wire
 
 triton = pytest.importorskip("tritonclient.http")
 
 LIMITS = FrontSettings(
     inference=InferenceConfig(max_batch_size=8), max_request_bytes=10_000, max_sequence_length=64
 )
+ALL_FORMS = (wire.TOKENS_FORM, wire.TEXT_FORM)
 
 
 def body_of(*inputs: dict, **rest) -> bytes:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.fuzz_batches import int_tensor
 from helpers.serve_toy_scorer import (
     MAX_LENGTH,
     TOKEN_NAN,
@@ -27,6 +26,7 @@ from helpers.serve_toy_scorer import (
 )
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer, wait_for
+from helpers.wire_requests import int_tensor
 
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.rewards import base
