@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.errors import check_fault, raises_error
+from helpers.fake_http import FakeHttpServer
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
 from helpers.faulty_proxy import ALL, FaultyProxy
 from helpers.rewards import request_of
@@ -358,21 +358,11 @@ def test_an_answer_that_takes_longer_than_one_attempt_may_comes_in_the_end(make_
 
 
 def test_a_foreign_program_on_the_port_is_named(make_client):
-    class Hello(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"hello")
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Hello) as foreign:
-        threading.Thread(target=foreign.serve_forever, args=(0.05,), daemon=True).start()
-        port = foreign.server_address[1]
-        with raises_error("reward_server.port.other_program", f"127.0.0.1:{port}"):
-            make_client(port).wait_until_ready()
-        foreign.shutdown()
+    with (
+        FakeHttpServer(lambda *_: (200, b"hello")) as foreign,
+        raises_error("reward_server.port.other_program", f"127.0.0.1:{foreign.port}"),
+    ):
+        make_client(foreign.port).wait_until_ready()
 
 
 def test_server_errors_are_retried_and_refusals_are_not(make_client):
