@@ -19,8 +19,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 from helpers.archives import pickle_of_key
+from omegaconf import OmegaConf
 
 SECRET = "the-readers-secret"
 # Modules that a command imports, or that Python or a library imports if they exist.
@@ -157,36 +157,27 @@ def resolvers(run: Path, bait: Bait) -> None:
 
 def yaml_tags(run: Path, bait: Bait) -> None:
     tag = f"!!python/object/apply:os.system ['{bait.shell}']"
-    config = run / "config.yaml"
-    config.write_text(f"{config.read_text()}\nevil: {tag}\n")
-    history = run / "config_history.jsonl"
-    lines = [json.loads(line) for line in history.read_text().splitlines()]
-    changed = [{**line, "config": f"{line['config']}\nevil: {tag}\n"} for line in lines]
-    history.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    _change_configs(run, lambda config: f"{config}\nevil: {tag}\n")
+
+
+def _replace_in_checkpoints(run: Path, data: bytes, *names: str) -> None:
+    for checkpoint in (run / "checkpoints").glob("step_*"):
+        manifest_file = checkpoint / "manifest.json"
+        manifest = json.loads(manifest_file.read_text())
+        for name in names:
+            (checkpoint / name).write_bytes(data)
+            manifest["files"][name] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+        manifest_file.write_text(json.dumps(manifest))
 
 
 def pickles(run: Path, bait: Bait) -> None:
     evil = pickle.dumps(_RunsWhenLoaded(bait.shell))
-    for checkpoint in (run / "checkpoints").glob("step_*"):
-        manifest_file = checkpoint / "manifest.json"
-        manifest = json.loads(manifest_file.read_text())
-        for name in ("model/.metadata", "model/common.pt", "rng/rank_00000.pt"):
-            (checkpoint / name).write_bytes(evil)
-            manifest["files"][name] = {"bytes": len(evil), "crc32": f"{zlib.crc32(evil):08x}"}
-        manifest_file.write_text(json.dumps(manifest))
+    names = ("model/.metadata", "model/common.pt", "rng/rank_00000.pt")
+    _replace_in_checkpoints(run, evil, *names)
 
 
 def pickle_without_end(run: Path, bait: Bait) -> None:
-    data = pickle_of_key(60)
-    for checkpoint in (run / "checkpoints").glob("step_*"):
-        manifest_file = checkpoint / "manifest.json"
-        manifest = json.loads(manifest_file.read_text())
-        (checkpoint / "model" / ".metadata").write_bytes(data)
-        manifest["files"]["model/.metadata"] = {
-            "bytes": len(data),
-            "crc32": f"{zlib.crc32(data):08x}",
-        }
-        manifest_file.write_text(json.dumps(manifest))
+    _replace_in_checkpoints(run, pickle_of_key(60), "model/.metadata")
 
 
 def sparse_files(run: Path, bait: Bait) -> None:
@@ -247,18 +238,29 @@ FILES = (
     "record",
     "checkpoints/latest",
 )
+MODEL_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "model.safetensors",
+)
 
 
-def _replace_files(make: Trap) -> Trap:
-    def trap(run: Path, bait: Bait) -> None:
-        for name in FILES:
-            path = run / name
+def _replace_files(make: Trap, names: tuple[str, ...] = FILES) -> Trap:
+    def trap(folder: Path, bait: Bait) -> None:
+        for name in names:
+            path = folder / name
             targets = sorted(path.iterdir()) if path.is_dir() else [path]
             for target in targets:
                 target.unlink()
                 make(target, bait)
 
     return trap
+
+
+def _fifo(path: Path, bait: Bait) -> None:
+    os.mkfifo(path)
 
 
 def _socket(path: Path, bait: Bait) -> None:
@@ -272,27 +274,18 @@ def _socket(path: Path, bait: Bait) -> None:
         os.chdir(before)
 
 
-fifos = _replace_files(lambda path, bait: os.mkfifo(path))
-sockets = _replace_files(_socket)
-devices = _replace_files(lambda path, bait: path.symlink_to("/dev/zero"))
-terminals = _replace_files(lambda path, bait: path.symlink_to("/dev/tty"))
-links_outside = _replace_files(lambda path, bait: path.symlink_to(bait.secret_file))
-circles = _replace_files(lambda path, bait: path.symlink_to(path.name))
-folders = _replace_files(lambda path, bait: path.mkdir())
-deep = _replace_files(lambda path, bait: path.write_text("[" * 100_000 + "]" * 100_000))
-deep_objects = _replace_files(
-    lambda path, bait: path.write_text('{"step":' * 100_000 + "1" + "}" * 100_000)
+def _device(path: Path, bait: Bait) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _deep(path: Path, bait: Bait) -> None:
+    path.write_text("[" * 100_000 + "]" * 100_000)
+
+
+ODD_VALUES = (
+    '{"step": "many", "pid": -1, "time": Infinity, "state": "running", "max_steps": NaN, '
+    '"reason": "\\ud800", "host": ["a"], "exit_code": 1e999, "alerts": 3}\n'
 )
-odd_values = _replace_files(
-    lambda path, bait: path.write_text(
-        '{"step": "many", "pid": -1, "time": Infinity, "state": "running", "max_steps": NaN, '
-        '"reason": "\\ud800", "host": ["a"], "exit_code": 1e999, "alerts": 3}\n'
-    )
-)
-many_digits = _replace_files(
-    lambda path, bait: path.write_text('{"step": ' + "9" * 5000 + ', "pid": ' + "9" * 30 + "}\n")
-)
-no_text = _replace_files(lambda path, bait: path.write_bytes(bytes(range(256)) * 100))
 
 
 def linked_checkpoint(run: Path, bait: Bait) -> None:
@@ -323,46 +316,47 @@ RUN_TRAPS: dict[str, Trap] = {
     "parquet_of_much": parquet_of_much,
     "huge_numbers": huge_numbers,
     "terminal_controls": terminal_controls,
-    "fifos": fifos,
-    "sockets": sockets,
-    "devices": devices,
-    "terminals": terminals,
-    "links_outside": links_outside,
-    "circles": circles,
-    "folders": folders,
-    "deep": deep,
-    "deep_objects": deep_objects,
-    "odd_values": odd_values,
-    "many_digits": many_digits,
-    "no_text": no_text,
+    "fifos": _replace_files(_fifo),
+    "sockets": _replace_files(_socket),
+    "devices": _replace_files(_device),
+    "terminals": _replace_files(lambda path, _: path.symlink_to("/dev/tty")),
+    "links_outside": _replace_files(lambda path, bait: path.symlink_to(bait.secret_file)),
+    "circles": _replace_files(lambda path, _: path.symlink_to(path.name)),
+    "folders": _replace_files(lambda path, _: path.mkdir()),
+    "deep": _replace_files(_deep),
+    "deep_objects": _replace_files(
+        lambda path, _: path.write_text('{"step":' * 100_000 + "1" + "}" * 100_000)
+    ),
+    "odd_values": _replace_files(lambda path, _: path.write_text(ODD_VALUES)),
+    "many_digits": _replace_files(
+        lambda path, _: path.write_text('{"step": ' + "9" * 5000 + ', "pid": ' + "9" * 30 + "}\n")
+    ),
+    "no_text": _replace_files(lambda path, _: path.write_bytes(bytes(range(256)) * 100)),
     "linked_checkpoint": linked_checkpoint,
     "named_elsewhere": named_elsewhere,
 }
 
 
-def store(run: Path, settings: dict[str, Any]) -> None:
-    """Merge settings into every stored configuration of a run's folder."""
+def _change_configs(run: Path, change: Callable[[str], str]) -> None:
     config = run / "config.yaml"
-    config.write_text(yaml.safe_dump(_merged(yaml.safe_load(config.read_text()), settings)))
+    config.write_text(change(config.read_text()))
     history = run / "config_history.jsonl"
     lines = [json.loads(line) for line in history.read_text().splitlines()]
-    for line in lines:
-        line["config"] = yaml.safe_dump(_merged(yaml.safe_load(line["config"]), settings))
-    history.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changed = [{**line, "config": change(line["config"])} for line in lines]
+    history.write_text("".join(json.dumps(line) + "\n" for line in changed))
+
+
+def store(run: Path, settings: dict[str, Any]) -> None:
+    """Merge settings into every stored configuration of a run's folder."""
+
+    def change(config: str) -> str:
+        return OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(config), settings))
+
+    _change_configs(run, change)
     for file in (run / "record").glob("*.json"):
         record = json.loads(file.read_text())
         record["settings"] = {**record["settings"], **dict(_flat(settings))}
         file.write_text(json.dumps(record))
-
-
-def _merged(tree: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(tree)
-    for key, value in settings.items():
-        inner = merged.get(key)
-        merged[key] = (
-            _merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
-        )
-    return merged
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -438,30 +432,6 @@ def growing_tokenizer(model: Path, bait: Bait) -> None:
     )
 
 
-def model_fifo(model: Path, bait: Bait) -> None:
-    _replace_model_files(model, os.mkfifo)
-
-
-def model_device(model: Path, bait: Bait) -> None:
-    _replace_model_files(model, lambda path: path.symlink_to("/dev/zero"))
-
-
-def model_deep(model: Path, bait: Bait) -> None:
-    _replace_model_files(model, lambda path: path.write_text("[" * 100_000 + "]" * 100_000))
-
-
-def _replace_model_files(model: Path, make: Callable[[Path], object]) -> None:
-    for name in (
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ):
-        (model / name).unlink()
-        make(model / name)
-
-
 def index_leads_out(model: Path, bait: Bait) -> None:
     (model / "model.safetensors").unlink()
     weights = {"model.embed_tokens.weight": f"../../../../../../..{bait.secret_file}"}
@@ -479,9 +449,9 @@ MODEL_TRAPS: dict[str, Trap] = {
     "template_without_end": template_without_end,
     "template_compares_without_end": template_compares_without_end,
     "growing_tokenizer": growing_tokenizer,
-    "model_fifo": model_fifo,
-    "model_device": model_device,
-    "model_deep": model_deep,
+    "model_fifo": _replace_files(_fifo, MODEL_FILES),
+    "model_device": _replace_files(_device, MODEL_FILES),
+    "model_deep": _replace_files(_deep, MODEL_FILES),
     "index_leads_out": index_leads_out,
 }
 
