@@ -98,11 +98,11 @@ class FrontBeforeFake:
                 pass
 
     def get(self, path: str, **headers: str) -> HttpAnswer:
-        return call("127.0.0.1", self.port, path, 30.0, headers=headers)
+        return call(self.port, path, headers=headers)
 
     def infer(self, body: bytes, **headers: str) -> HttpAnswer:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return call("127.0.0.1", self.port, "/v2/models/rm/infer", 30.0, body=body, headers=named)
+        return call(self.port, "/v2/models/rm/infer", body=body, headers=named)
 
     def health(self) -> tuple[int, dict]:
         answer = self.get("/health")

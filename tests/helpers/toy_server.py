@@ -116,6 +116,12 @@ class ToyServer:
                 leftovers.append(f"port {self.port}")
         return leftovers
 
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):

@@ -48,16 +48,8 @@ SLOW_SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
-def shared_server(tmp_path_factory):
-    pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
-    server = ToyServer(tmp_path_factory.mktemp("server"), "--slow", str(SLOW_SECONDS)).start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def server(shared_server):
-    return shared_server.ensure_running()
+def server_options():
+    return ["--slow", str(SLOW_SECONDS)]
 
 
 @pytest.fixture
@@ -279,8 +271,7 @@ client.close()
 for row in usage:
     print(*row)
 """
-    server = ToyServer(tmp_path).start()
-    try:
+    with ToyServer(tmp_path) as server:
         command = [sys.executable, "-c", script, str(server.port)]
         tests = Path(__file__).parents[1]
         folders = [str(tests), str(tests.parent)]
@@ -288,8 +279,6 @@ for row in usage:
         output = subprocess.check_output(
             command, env={**os.environ, "PYTHONPATH": paths}, timeout=900, text=True
         )
-    finally:
-        server.close()
     memory, threads, tasks, files = zip(
         *([int(n) for n in line.split()] for line in output.splitlines()), strict=True
     )

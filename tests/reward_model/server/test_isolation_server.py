@@ -23,13 +23,10 @@ DELAY = 30.0  # milliseconds in which eight requests arrive and are merged
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server_options():
     """All requests of a batch share one call of the model, so a bad one is next to others."""
     options = ["deterministic=false", f"max_queue_delay_ms={DELAY}", "max_batch_size=64"]
-    overrides = (f"inference.{option}" for option in options)
-    server = ToyServer(tmp_path_factory.mktemp("server"), *overrides).start()
-    yield server
-    server.close()
+    return [f"inference.{option}" for option in options]
 
 
 async def send(session: ClientSession, port: int, request: WireRequest) -> tuple[int, bytes]:
@@ -63,7 +60,7 @@ def check_right(request: WireRequest, answer: tuple[int, bytes], bad: WireReques
 
 def merged_requests(server: ToyServer) -> tuple[float, float]:
     """Return the number of requests with code 200, and the number of their batches."""
-    text = call("127.0.0.1", server.port, "/metrics", 30.0).body.decode()
+    text = call(server.port, "/metrics").body.decode()
     matches = [re.search(rf"^{name} (\S+)$", text, re.M) for name in REQUESTS_AND_BATCHES]
     return tuple(float(match.group(1)) if match else 0.0 for match in matches)
 

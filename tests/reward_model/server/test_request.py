@@ -54,6 +54,10 @@ def lengths(count: int) -> dict:
     return tensor([count, 1], [1] * count, "sequence_lengths")
 
 
+def one_sample(**rest) -> bytes:
+    return body_of(tensor([1, 1], [1]), lengths(1), **rest)
+
+
 def refused(body: bytes, header: str | None = None) -> str:
     with pytest.raises(Refusal) as caught:
         samples_of(body, header)
@@ -111,9 +115,7 @@ def test_what_is_asked_of_the_answer_is_passed_on_and_nothing_else():
         "parameters": {"timeout": -1, "binary_data_output": False},
         "more": [{}],
     }
-    request = read_request(
-        body_of(tensor([1, 1], [1]), lengths(1), **rest), None, LIMITS, ALL_FORMS
-    )
+    request = read_request(one_sample(**rest), None, LIMITS, ALL_FORMS)
     written = json.loads(request.body[: request.json_length])
     names = [tensor["name"] for tensor in written.pop("inputs")]
     assert names == ["tokens", "sequence_lengths"]
@@ -166,26 +168,26 @@ def test_texts_are_written_as_they_were_and_half_a_pair_as_bytes_that_are_no_tex
         (body_of(lengths(1), lengths(1)), "there twice"),
         (body_of(tensor([1, 1], [1], "x")), "'x' is unknown"),
         (body_of(tensor([1, 2], [1, 2], "sequence_lengths")), "expected [samples, 1]"),
-        (body_of(tensor([1, 1], [1]), lengths(1), id="\ud800"), "'id'"),
-        (body_of(tensor([1, 1], [1]), lengths(1), id=5), "'id'"),
-        (body_of(tensor([1, 1], [1]), lengths(1), parameters=5), "'parameters'"),
+        (one_sample(id="\ud800"), "'id'"),
+        (one_sample(id=5), "'id'"),
+        (one_sample(parameters=5), "'parameters'"),
         (
-            body_of(tensor([1, 1], [1]), lengths(1), parameters={"binary_data_output": 1}),
+            one_sample(parameters={"binary_data_output": 1}),
             "neither true nor false",
         ),
         (
-            body_of(tensor([1, 1], [1]), lengths(1), outputs=[{"name": "x"}]),
+            one_sample(outputs=[{"name": "x"}]),
             "the output 'x' is unknown",
         ),
         (body_of(tensor([1, 1], 5)), "is not a list"),
         (body_of(tensor([1, 1], [1], datatype="INT65")), "the datatype of 'tokens' is not INT64"),
         (body_of(tensor([1, 1], [1], parameters={"shared_memory_region": "x"})), "shared memory"),
         (
-            body_of(tensor([1, 1], [1]), lengths(1), outputs=[output_with("shared_memory_region")]),
+            one_sample(outputs=[output_with("shared_memory_region")]),
             "shared",
         ),
         (
-            body_of(tensor([1, 1], [1]), lengths(1), outputs=[output_with("classification")]),
+            one_sample(outputs=[output_with("classification")]),
             "classification",
         ),
         (body_of(tensor([1, 1], [1], parameters={"binary_data_size": 8})), "'data' as well"),

@@ -50,19 +50,11 @@ SECRET = ", ".join(map(str, SECRET_IDS))
 
 
 @pytest.fixture(scope="module")
-def shared_server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    (folder / "token").write_text(TOKEN)
-    (folder / "token").chmod(0o600)
-    options = [f"inference.token_file={folder / 'token'}", "inference.max_request_bytes=100000"]
-    server = ToyServer(folder, *options).start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def server(shared_server):
-    return shared_server.ensure_running()
+def server_options(tmp_path_factory):
+    token_file = tmp_path_factory.mktemp("token") / "token"
+    token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
+    return [f"inference.token_file={token_file}", "inference.max_request_bytes=100000"]
 
 
 @pytest.fixture
@@ -188,14 +180,8 @@ def test_a_request_of_a_gigabyte_is_refused_before_it_is_read(server, client):
     values = ["run-rank2-call0", "HTTP 413", "max_request_bytes"]
     with raises_error("reward_server.request.refused", *values):
         client.infer_rm(request_of([1] * 20_000)).result()
-    answer = call(
-        "127.0.0.1",
-        server.port,
-        "/v2/models/reward_model/infer",
-        60.0,
-        body=bytes(10**9),
-        headers=BEARER,
-    )
+    path = "/v2/models/reward_model/infer"
+    answer = call(server.port, path, body=bytes(10**9), headers=BEARER)
     assert answer.code == 413
 
 
@@ -211,18 +197,13 @@ def test_nothing_of_a_request_is_in_the_logs_and_ids_are(server, client, caplog)
     body = json.dumps({"inputs": [texts]})
     headers = {**BEARER, "X-Request-ID": "mine"}
     path = "/v2/models/reward_model/infer"
-    assert (
-        call("127.0.0.1", server.port, path, 60.0, body=body.encode(), headers=headers).code == 200
-    )
+    assert call(server.port, path, body=body.encode(), headers=headers).code == 200
     for wrong in (
         body.replace("sentences", "xylophone"),
         body[:-9],
         body.replace('"BYTES"', '"xylophone"'),
     ):
-        assert (
-            call("127.0.0.1", server.port, path, 60.0, body=wrong.encode(), headers=headers).code
-            >= 400
-        )
+        assert call(server.port, path, body=wrong.encode(), headers=headers).code >= 400
     assert wait_for(lambda: server.log.read_text().count("id=mine ") == 4)
     log = server.log.read_text()
     assert "id=run-rank2-call0-" in log
@@ -289,10 +270,10 @@ def assert_well(server: ToyServer, pids: set[int]) -> None:
     assert server.process.poll() is None
     assert {process.pid for process in server.descendants if process.is_running()} == pids
     assert wait_for(
-        lambda: json.loads(call("127.0.0.1", server.port, "/health", 60.0).body)["in_flight"] == 0,
+        lambda: json.loads(call(server.port, "/health").body)["in_flight"] == 0,
         30,
     )
-    answer = call("127.0.0.1", server.port, "/health", 60.0)
+    answer = call(server.port, "/health")
     assert answer.code == 200, answer.body
 
 
@@ -343,8 +324,7 @@ def test_apache_bench_is_a_client(server, tmp_path):
 
 
 def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
-    server = ToyServer(tmp_path, "--slow", "1000", "inference.model_timeout_seconds=2.0").start()
-    try:
+    with ToyServer(tmp_path, "--slow", "1000", "inference.model_timeout_seconds=2.0") as server:
         client = RemoteGPTRMClient(port=server.port, deadline_seconds=4.0, on_wait=lambda _: None)
         with pytest.raises(RewardServerError):  # and no reward
             client.infer_rm(request_of([1, TOKEN_SLOW])).result()
@@ -357,8 +337,6 @@ def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
         assert said
         assert int(said.group(1)) in range(4, 60)
         assert said.group(2).startswith("(inference.model_timeout_seconds is 2)")
-    finally:
-        server.close()
 
 
 def test_a_dead_front_door_ends_the_server_and_leaves_nothing(server):
@@ -413,8 +391,7 @@ find_reaper = with_argument("reinforce_rl.utils.process_reaper")
 def check_that_it_ends_by_name(
     folder, which: str, model_timeout_seconds: float, seconds: float
 ) -> None:
-    server = ToyServer(folder, f"inference.model_timeout_seconds={model_timeout_seconds}").start()
-    try:
+    with ToyServer(folder, f"inference.model_timeout_seconds={model_timeout_seconds}") as server:
         victim = VICTIMS[which](server)
         victim.suspend()
         texts = []
@@ -423,7 +400,7 @@ def check_that_it_ends_by_name(
         while code is None and time.monotonic() < end:
             if which != "front":  # no other process answers
                 with contextlib.suppress(FailedAttempt):
-                    answer = call("127.0.0.1", server.port, "/health", 15.0)
+                    answer = call(server.port, "/health", 15.0)
                     texts += [json.loads(answer.body)["text"]] if answer.code != 200 else []
             time.sleep(0.2)
             code = server.process.poll()
@@ -435,8 +412,6 @@ def check_that_it_ends_by_name(
         assert f"process {victim.pid}" in error
         assert "inference.model_timeout_seconds" in error
         assert wait_for(lambda: not server.left_behind()), server.left_behind()
-    finally:
-        server.close()
 
 
 def test_a_stopped_tritonserver_ends_the_server_by_name(tmp_path):
@@ -452,8 +427,7 @@ def test_every_stopped_process_ends_the_server_by_name(tmp_path, which):
 @pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.slow), "suspend"])
 @pytest.mark.slow
 def test_a_lost_reaper_is_replaced_and_the_next_one_cleans_up(tmp_path, how):
-    server = ToyServer(tmp_path, "inference.model_timeout_seconds=3.0").start()
-    try:
+    with ToyServer(tmp_path, "inference.model_timeout_seconds=3.0") as server:
         first = find_reaper(server)
         getattr(first, how)()
         assert wait_for(
@@ -467,11 +441,9 @@ def test_a_lost_reaper_is_replaced_and_the_next_one_cleans_up(tmp_path, how):
             return False
 
         assert wait_for(is_replaced)
-        assert call("127.0.0.1", server.port, "/health", 10.0).code == 200
+        assert call(server.port, "/health", 10.0).code == 200
         time.sleep(2.0)  # it checks once a second
         os.kill(server.server_pid, signal.SIGKILL)
         server.process.wait(10)
         assert wait_for(lambda: not server.left_behind()), server.left_behind()
         assert not is_alive(first)
-    finally:
-        server.close()
