@@ -73,6 +73,18 @@ class Bait:
 
 
 Trap = Callable[[Path, Bait], object]
+RUN_TRAPS: dict[str, Trap] = {}
+MODEL_TRAPS: dict[str, Trap] = {}
+
+
+def of_run(trap: Trap) -> Trap:
+    RUN_TRAPS[trap.__name__] = trap
+    return trap
+
+
+def of_model(trap: Trap) -> Trap:
+    MODEL_TRAPS[trap.__name__] = trap
+    return trap
 
 
 class _RunsWhenLoaded:
@@ -86,6 +98,7 @@ class _RunsWhenLoaded:
 # -- traps of a run's folder
 
 
+@of_run
 def code_beside_it(run: Path, bait: Bait) -> None:
     for name in MODULES:
         (run / f"{name}.py").write_text(bait.code)
@@ -102,6 +115,7 @@ def code_beside_it(run: Path, bait: Bait) -> None:
     (run / "wandb" / "settings").write_text(f"[default]\nbase_url = http://127.0.0.1:{bait.port}\n")
 
 
+@of_run
 def named_function(run: Path, bait: Bait) -> None:
     code_beside_it(run, bait)
     settings = {
@@ -111,6 +125,7 @@ def named_function(run: Path, bait: Bait) -> None:
     store(run, settings)
 
 
+@of_run
 def named_shipped_function(run: Path, bait: Bait) -> None:
     kwargs = {
         "url": f"http://127.0.0.1:{bait.port}/v1",
@@ -126,25 +141,30 @@ def named_shipped_function(run: Path, bait: Bait) -> None:
     store(run, {"reward": "function", "reward_function": function})
 
 
+@of_run
 def named_library_function(run: Path, bait: Bait) -> None:
     store(run, {"reward": "function", "reward_function": {"name": "cProfile.run"}})
 
 
+@of_run
 def named_server(run: Path, bait: Bait) -> None:
     server = {"ip": "127.0.0.1", "port": bait.port, "token_file": str(bait.secret_file)}
     store(run, {"reward": "server", "remote_rm": {"reward_model": server}})
 
 
+@of_run
 def named_engine(run: Path, bait: Bait) -> None:
     code_beside_it(run, bait)
     store(run, {"generation": "vllm", "engine": {"python": str(run / "python")}})
 
 
+@of_run
 def named_generator(run: Path, bait: Bait) -> None:
     code_beside_it(run, bait)
     store(run, {"generation": "trap.Generator"})
 
 
+@of_run
 def resolvers(run: Path, bait: Bait) -> None:
     secret = "${oc.env:READERS_SECRET}"
     settings = {
@@ -155,6 +175,7 @@ def resolvers(run: Path, bait: Bait) -> None:
     store(run, settings)
 
 
+@of_run
 def yaml_tags(run: Path, bait: Bait) -> None:
     tag = f"!!python/object/apply:os.system ['{bait.shell}']"
     _change_configs(run, lambda config: f"{config}\nevil: {tag}\n")
@@ -170,16 +191,19 @@ def _replace_in_checkpoints(run: Path, data: bytes, *names: str) -> None:
         manifest_file.write_text(json.dumps(manifest))
 
 
+@of_run
 def pickles(run: Path, bait: Bait) -> None:
     evil = pickle.dumps(_RunsWhenLoaded(bait.shell))
     names = ("model/.metadata", "model/common.pt", "rng/rank_00000.pt")
     _replace_in_checkpoints(run, evil, *names)
 
 
+@of_run
 def pickle_without_end(run: Path, bait: Bait) -> None:
     _replace_in_checkpoints(run, pickle_of_key(60), "model/.metadata")
 
 
+@of_run
 def sparse_files(run: Path, bait: Bait) -> None:
     """Write files of a single line that is larger than memory but takes no disk space."""
     for path in (run / "rollouts").glob("*.parquet"):
@@ -192,6 +216,7 @@ def sparse_files(run: Path, bait: Bait) -> None:
         os.truncate(path, 3 << 30)
 
 
+@of_run
 def parquet_of_much(run: Path, bait: Bait) -> None:
     """Write a text that is stored once and read a thousand times."""
     long_text = "x" * 10_000_000
@@ -205,6 +230,7 @@ def parquet_of_much(run: Path, bait: Bait) -> None:
             writer.add_key_value_metadata(table.schema.metadata)
 
 
+@of_run
 def huge_numbers(run: Path, bait: Bait) -> None:
     store(
         run,
@@ -215,6 +241,7 @@ def huge_numbers(run: Path, bait: Bait) -> None:
     )
 
 
+@of_run
 def terminal_controls(run: Path, bait: Bait) -> None:
     """Ring the bell, clear the screen, set the title and reverse text in all printed values."""
     hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil"
@@ -288,6 +315,7 @@ ODD_VALUES = (
 )
 
 
+@of_run
 def linked_checkpoint(run: Path, bait: Bait) -> None:
     """Move the newest checkpoint elsewhere and link it."""
     name = (run / "checkpoints" / "latest").read_text().strip()
@@ -296,26 +324,12 @@ def linked_checkpoint(run: Path, bait: Bait) -> None:
     (run / "checkpoints" / name).symlink_to(elsewhere)
 
 
+@of_run
 def named_elsewhere(run: Path, bait: Bait) -> None:
     (run / "checkpoints" / "latest").write_text("../../good/checkpoints/step_00000002")
 
 
-RUN_TRAPS: dict[str, Trap] = {
-    "code_beside_it": code_beside_it,
-    "named_function": named_function,
-    "named_shipped_function": named_shipped_function,
-    "named_library_function": named_library_function,
-    "named_server": named_server,
-    "named_engine": named_engine,
-    "named_generator": named_generator,
-    "resolvers": resolvers,
-    "yaml_tags": yaml_tags,
-    "pickles": pickles,
-    "pickle_without_end": pickle_without_end,
-    "sparse_files": sparse_files,
-    "parquet_of_much": parquet_of_much,
-    "huge_numbers": huge_numbers,
-    "terminal_controls": terminal_controls,
+RUN_TRAPS |= {
     "fifos": _replace_files(_fifo),
     "sockets": _replace_files(_socket),
     "devices": _replace_files(_device),
@@ -332,8 +346,6 @@ RUN_TRAPS: dict[str, Trap] = {
         lambda path, _: path.write_text('{"step": ' + "9" * 5000 + ', "pid": ' + "9" * 30 + "}\n")
     ),
     "no_text": _replace_files(lambda path, _: path.write_bytes(bytes(range(256)) * 100)),
-    "linked_checkpoint": linked_checkpoint,
-    "named_elsewhere": named_elsewhere,
 }
 
 
@@ -375,6 +387,7 @@ def _change_json(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
+@of_model
 def model_code(model: Path, bait: Bait) -> None:
     classes = {
         "AutoConfig": "modeling_evil.run",
@@ -387,18 +400,21 @@ def model_code(model: Path, bait: Bait) -> None:
     code_beside_it(model, bait)
 
 
+@of_model
 def model_code_alone(model: Path, bait: Bait) -> None:
     model_code(model, bait)
     _change_json(model / "config.json", model_type="evil", architectures=["EvilForCausalLM"])
     _change_json(model / "tokenizer_config.json", tokenizer_class="EvilTokenizer")
 
 
+@of_model
 def pickled_weights(model: Path, bait: Bait) -> None:
     evil = pickle.dumps({"model.embed_tokens.weight": _RunsWhenLoaded(bait.shell)})
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(evil)
 
 
+@of_model
 def template_breaks_out(model: Path, bait: Bait) -> None:
     escape = "cycler.__init__.__globals__.os.popen"
     (model / "chat_template.jinja").write_text(
@@ -407,15 +423,18 @@ def template_breaks_out(model: Path, bait: Bait) -> None:
     )
 
 
+@of_model
 def template_reads_files(model: Path, bait: Bait) -> None:
     (model / "chat_template.jinja").write_text("{% include '" + str(bait.secret_file) + "' %}")
 
 
+@of_model
 def template_without_end(model: Path, bait: Bait) -> None:
     loops = "".join("{% for " + name + " in range(99999) %}" for name in "abc")
     (model / "chat_template.jinja").write_text(loops + "x" + "{% endfor %}" * 3)
 
 
+@of_model
 def template_compares_without_end(model: Path, bait: Bait) -> None:
     double = "{% set ns.NAME = (ns.NAME, ns.NAME) %}"
     doubles = double.replace("NAME", "a") + double.replace("NAME", "b")
@@ -425,6 +444,7 @@ def template_compares_without_end(model: Path, bait: Bait) -> None:
     )
 
 
+@of_model
 def growing_tokenizer(model: Path, bait: Bait) -> None:
     double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
     _change_json(
@@ -432,6 +452,7 @@ def growing_tokenizer(model: Path, bait: Bait) -> None:
     )
 
 
+@of_model
 def index_leads_out(model: Path, bait: Bait) -> None:
     (model / "model.safetensors").unlink()
     weights = {"model.embed_tokens.weight": f"../../../../../../..{bait.secret_file}"}
@@ -440,30 +461,11 @@ def index_leads_out(model: Path, bait: Bait) -> None:
     )
 
 
-MODEL_TRAPS: dict[str, Trap] = {
-    "model_code": model_code,
-    "model_code_alone": model_code_alone,
-    "pickled_weights": pickled_weights,
-    "template_breaks_out": template_breaks_out,
-    "template_reads_files": template_reads_files,
-    "template_without_end": template_without_end,
-    "template_compares_without_end": template_compares_without_end,
-    "growing_tokenizer": growing_tokenizer,
+MODEL_TRAPS |= {
     "model_fifo": _replace_files(_fifo, MODEL_FILES),
     "model_device": _replace_files(_device, MODEL_FILES),
     "model_deep": _replace_files(_deep, MODEL_FILES),
-    "index_leads_out": index_leads_out,
 }
-
-
-def _leave_alone(folder: Path, bait: Bait) -> None:
-    """Change nothing: a valid folder."""
-
-
-def _copy_with_trap(source: Path, target: Path, trap: Trap, bait: Bait) -> Path:
-    shutil.copytree(source, target)
-    trap(target, bait)
-    return target
 
 
 def make_traps(target: Path, run: Path, model: Path, bait: Bait) -> dict[str, Path]:
@@ -471,9 +473,15 @@ def make_traps(target: Path, run: Path, model: Path, bait: Bait) -> dict[str, Pa
 
     Return the folders by name.
     """
-    folders: dict[str, Path] = {}
-    for name, trap in {"good": _leave_alone, **RUN_TRAPS}.items():
-        folders[name] = _copy_with_trap(run, target / "runs" / name, trap, bait)
-    for name, trap in {"good_model": _leave_alone, **MODEL_TRAPS}.items():
-        folders[name] = _copy_with_trap(model, target / "models" / name, trap, bait)
+    folders = {"good": target / "runs" / "good", "good_model": target / "models" / "good_model"}
+    shutil.copytree(run, folders["good"])
+    shutil.copytree(model, folders["good_model"])
+    for name, trap in RUN_TRAPS.items():
+        folders[name] = target / "runs" / name
+        shutil.copytree(run, folders[name])
+        trap(folders[name], bait)
+    for name, trap in MODEL_TRAPS.items():
+        folders[name] = target / "models" / name
+        shutil.copytree(model, folders[name])
+        trap(folders[name], bait)
     return folders

@@ -153,7 +153,7 @@ class Draft:
     """A request before encoding: its tensors, whose `data` may be raw bytes, and transport."""
 
     tensors: list[dict[str, Any]]
-    binary: bool
+    binary: bool = True
     rest: dict[str, Any] = field(default_factory=dict)
 
     def write(self) -> WireRequest:

@@ -98,45 +98,50 @@ def said(**message: object) -> list[dict]:
     ]
 
 
-KNOWN = {
-    "a text's length beyond the tensor": (Draft(lie(HI, LONG), True), 400),
-    "a text's length below the tensor's": (Draft(lie(HI, SHORT), True), 400),
-    "a sentence's length": (Draft(lie(texts(sentences=[b"hi"]), LONG), True), 400),
-    "half a surrogate pair": (Draft(said(content="\ud800"), True), [9]),
-    "tool_calls": (Draft(said(tool_calls=5), True), [9]),
+REFUSED = {
+    "a text's length beyond the tensor": Draft(lie(HI, LONG)),
+    "a text's length below the tensor's": Draft(lie(HI, SHORT)),
+    "a sentence's length": Draft(lie(texts(sentences=[b"hi"]), LONG)),
+    "no width": Draft([int_tensor("tokens", [[]]), ROW[1]]),
+    "no width in JSON": Draft([int_tensor("tokens", [[]]), ROW[1]], False),
+    "no samples": Draft([{**tensor, "shape": [0, 1], "data": []} for tensor in ROW], False),
+    "two forms": Draft([*HI, *ROW]),
+    "two other forms": Draft([*texts(sentences=[b"a"]), *ROW], False),
+    "a float": ids([5, 6.5]),
+    "a whole float": ids([5, 6.0]),
+    "2^63": ids([5, 2**63]),
+    "a huge number": ids([5, 10**400]),
+    "an overflowing float": ids([5, "HUGE"]),
+    "null": ids([5, None]),
+    "true": ids([5, True]),
+    "a text for a number": ids([5, "6"]),
+    "a number for a text": Draft([{**texts(sentences=[b""])[0], "data": [6]}], False),
+    "classes for scores": Draft(
+        ROW, rest={"outputs": [{"name": "rewards", "parameters": {"classification": 1}}]}
+    ),
+    "an unknown output": Draft(ROW, rest={"outputs": [{"name": "none"}]}),
+    "numbers of 4 bytes": Draft([{**ROW[0], "datatype": "INT32"}, ROW[1]], False),
+    "an unknown input": Draft([*ROW, *texts(unknown=[b"a"])]),
+    "an input that is missing": Draft(ROW[:1]),
+    "an input twice": Draft([*ROW, ROW[0]]),
+    "other numbers of samples": Draft([int_tensor("tokens", [[5, 6]] * 2), ROW[1]]),
+}
+ANSWERED = {
+    "half a surrogate pair": (Draft(said(content="\ud800")), [9]),
+    "tool_calls": (Draft(said(tool_calls=5)), [9]),
     "half a pair, plainly": (
         Draft([{**texts(sentences=[b""])[0], "data": ["\ud800"]}], False),
         [5],
     ),
-    "no width": (Draft([int_tensor("tokens", [[]]), ROW[1]], True), 400),
-    "no width in JSON": (Draft([int_tensor("tokens", [[]]), ROW[1]], False), 400),
-    "no samples": (Draft([{**tensor, "shape": [0, 1], "data": []} for tensor in ROW], False), 400),
-    "two forms": (Draft([*HI, *ROW], True), 400),
-    "two other forms": (Draft([*texts(sentences=[b"a"]), *ROW], False), 400),
-    "a float": (ids([5, 6.5]), 400),
-    "a whole float": (ids([5, 6.0]), 400),
-    "2^63": (ids([5, 2**63]), 400),
-    "a huge number": (ids([5, 10**400]), 400),
-    "an overflowing float": (ids([5, "HUGE"]), 400),
-    "null": (ids([5, None]), 400),
-    "true": (ids([5, True]), 400),
-    "a text for a number": (ids([5, "6"]), 400),
-    "a number for a text": (Draft([{**texts(sentences=[b""])[0], "data": [6]}], False), 400),
-    "classes for scores": (
-        Draft(ROW, True, {"outputs": [{"name": "rewards", "parameters": {"classification": 1}}]}),
-        400,
-    ),
-    "an unknown output": (Draft(ROW, True, {"outputs": [{"name": "none"}]}), 400),
-    "a time limit": (Draft(ROW, True, {"parameters": {"timeout": -1}}), None),
-    "numbers of 4 bytes": (Draft([{**ROW[0], "datatype": "INT32"}, ROW[1]], False), 400),
-    "an unknown input": (Draft([*ROW, *texts(unknown=[b"a"])], True), 400),
-    "an input that is missing": (Draft(ROW[:1], True), 400),
-    "an input twice": (Draft([*ROW, ROW[0]], True), 400),
-    "other numbers of samples": (Draft([int_tensor("tokens", [[5, 6]] * 2), ROW[1]], True), 400),
+    "a time limit": (Draft(ROW, rest={"parameters": {"timeout": -1}}), None),
 }
 
 
-@pytest.mark.parametrize(("draft", "expected"), KNOWN.values(), ids=KNOWN)
+@pytest.mark.parametrize(
+    ("draft", "expected"),
+    [*((draft, 400) for draft in REFUSED.values()), *ANSWERED.values()],
+    ids=[*REFUSED, *ANSWERED],
+)
 def test_a_bad_request_is_refused_and_its_neighbours_are_scored(server, draft, expected):
     bad = draft.write()
     bad = WireRequest(bad.body.replace(b'"HUGE"', b"1e999"), bad.headers)
