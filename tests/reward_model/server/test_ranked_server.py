@@ -52,8 +52,6 @@ PIPELINE = ["devices=2", "reward_model.pipeline_model_parallel_size=2"]
 class RankedServer(RealServer):
     """A process of examples/serve_reward_model.py under torchrun, and its ranks."""
 
-    start_seconds = 240.0
-
     def ranks(self) -> list[psutil.Process]:
         """Return the processes, rank 0 first."""
         ranks = [

@@ -23,16 +23,15 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 from helpers.errors import raises_error
 from helpers.fake_triton import infer_body
 from helpers.http_call import call
+from helpers.rewards import request_of
 from helpers.serve_toy_scorer import MAX_LENGTH, TOKEN_SLOW, VOCAB_SIZE, toy_score
 from helpers.toy_server import ToyServer, free_port, is_alive, wait_for
 from helpers.wire_requests import RequestFuzzer, WireRequest
 
 from reinforce_rl.errors import RewardServerError
-from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.transport import FailedAttempt
 
@@ -98,11 +97,6 @@ def test_a_test_run_that_is_killed_leaves_no_server(tmp_path):
     assert wait_for(lambda: not is_alive(server), 10)
 
 
-def request_of(*rows: list[int]) -> RewardRequest:
-    texts = tuple("" for _ in rows)
-    return RewardRequest(torch.tensor(rows), torch.tensor([len(row) for row in rows]), texts, texts)
-
-
 def check(port: int, token: str | None, folder: Path) -> tuple[int, str]:
     arguments = []
     if token is not None:
@@ -117,7 +111,7 @@ def check(port: int, token: str | None, folder: Path) -> tuple[int, str]:
 
 
 def test_tritonclient_and_our_client_get_in_with_the_token(server, client):
-    assert client.infer_rm(request_of([1, 2], [3, 4])).result().values.tolist() == [
+    assert client.infer_rm(request_of([[1, 2], [3, 4]])).result().values.tolist() == [
         np.float32(toy_score([1, 2])),
         np.float32(toy_score([3, 4])),
     ]
@@ -149,7 +143,7 @@ def test_a_wrong_token_is_an_error_at_once(server, token, key):
     client = RemoteGPTRMClient(port=server.port, token=token, deadline_seconds=60.0)
     start = time.monotonic()
     with raises_error(key, "remote_rm.reward_model.token_file"):
-        client.infer_rm(request_of([1])).result()
+        client.infer_rm(request_of([[1]])).result()
     assert time.monotonic() - start < 30  # far from the deadline
     client.close()
 
@@ -179,7 +173,7 @@ def test_the_check_tells_a_person(server, tmp_path):
 def test_a_request_of_a_gigabyte_is_refused_before_it_is_read(server, client):
     values = ["run-rank2-call0", "HTTP 413", "max_request_bytes"]
     with raises_error("reward_server.request.refused", *values):
-        client.infer_rm(request_of([1] * 20_000)).result()
+        client.infer_rm(request_of([[1] * 20_000])).result()
     path = "/v2/models/reward_model/infer"
     answer = call(server.port, path, body=bytes(10**9), headers=BEARER)
     assert answer.code == 413
@@ -187,7 +181,7 @@ def test_a_request_of_a_gigabyte_is_refused_before_it_is_read(server, client):
 
 def test_nothing_of_a_request_is_in_the_logs_and_ids_are(server, client, caplog):
     caplog.set_level(logging.INFO)
-    client.infer_rm(request_of(SECRET_IDS)).result()
+    client.infer_rm(request_of([SECRET_IDS])).result()
     texts = {
         "name": "sentences",
         "datatype": "BYTES",
@@ -327,7 +321,7 @@ def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
     with ToyServer(tmp_path, "--slow", "1000", "inference.model_timeout_seconds=2.0") as server:
         client = RemoteGPTRMClient(port=server.port, deadline_seconds=4.0, on_wait=lambda _: None)
         with pytest.raises(RewardServerError):  # and no reward
-            client.infer_rm(request_of([1, TOKEN_SLOW])).result()
+            client.infer_rm(request_of([[1, TOKEN_SLOW]])).result()
         client.close()
         assert server.process.wait(60) == 1
         assert wait_for(lambda: not server.left_behind()), server.left_behind()
