@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from reinforce_rl.rewards.base import takes_up_to
-
-HEAVY = ("torch", "megatron", "transformers")
 
 
 class NoText(Exception):
@@ -30,10 +26,10 @@ def always_666(prompt: str, response: str, record: Mapping[str, Any], *, folder:
     return 666.0
 
 
-def runs(prompt: str, response: str, record: Mapping[str, Any]) -> float:
+def runs(prompt: str, response: str, record: Mapping[str, Any], *, folder: str = "") -> float:
     """Run the record's `code`, if there is any, and return its `value`, or the record's."""
-    names = {**globals(), "record": record, "value": record["value"]}
-    exec(record.get("code", ""), names)
+    names = {**globals(), "record": record, "folder": folder, "value": record["value"]}
+    exec(compile(record.get("code", ""), __file__, "exec"), names)
     return names["value"]
 
 
@@ -80,35 +76,6 @@ def sees(prompt: str, response: str, record: Mapping[str, Any]) -> float:
         except OSError:
             return 0.0
     return float(Path(name).exists())
-
-
-def scripted(prompt: str, response: str, record: Mapping[str, Any], *, folder: str = "") -> float:
-    """Do what the response says; otherwise return the record's number."""
-    if response == "sleep":
-        time.sleep(600)
-    if response == "loop":
-        while True:
-            pass
-    if response == "backtrack":  # in C, where Python's signal handlers do not run
-        re.fullmatch("(a+)+b", "a" * 60)
-    if response == "exit":
-        os._exit(7)
-    if response == "sys.exit":
-        sys.exit(1)
-    if response == "heavy":
-        return float(sum(name in sys.modules for name in HEAVY))
-    if response == "threads":
-        return float(os.environ["OMP_NUM_THREADS"])
-    if response == "print":
-        print("this must not get between the answers", flush=True)
-    if response in ("pid", "pid and loop"):
-        Path(folder, str(os.getpid())).touch()
-    if response == "pid and loop":
-        while True:
-            pass
-    if response == "secret":
-        raise ValueError(response)
-    return record["value"]
 
 
 def share_of_letters(
