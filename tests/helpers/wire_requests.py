@@ -110,12 +110,10 @@ ODD_KEYS = ("role", "content", "tool_calls", "name", "tool_call_id", "reasoning_
 ODD_PARTS = (  # of a request besides its inputs
     *ODD_VALUES,
     [{"name": "rewards", "parameters": {"classification": 3}}],
-    *([{"name": "rewards", "parameters": {"binary_data": value}}] for value in ODD_VALUES),
     [{"name": "status"}, {"name": "status"}],
     [{"name": "none"}],
     {"sequence_id": 3, "sequence_start": True},
     {"sequence_id": "3"},
-    *({"binary_data_output": value} for value in ODD_VALUES),
     {"priority": 2**63},
     {"priority": 1},
     {"timeout": 1},
@@ -318,7 +316,7 @@ class RequestFuzzer:
         rng = self._rng
         value = rng.choice((*ODD_BYTES, rng.randbytes(rng.randrange(40))))
         if tensor["datatype"] == "INT64":
-            value = rng.choice(ODD_IDS)
+            value = rng.choice((*ODD_IDS, TOKEN_NAN, TOKEN_RAISE))
         elif tensor["name"] == "messages" and rng.random() < 0.8:
             value = self._messages()
         elif tensor["name"] == "metadata" and rng.random() < 0.8:
@@ -427,7 +425,11 @@ class RequestFuzzer:
 
     def _odd_rest(self, draft: Draft, _: object) -> None:
         key = self._rng.choice(("id", "outputs", "parameters", "model_name", LONE))
-        draft.rest = {key: self._rng.choice(ODD_PARTS)}
+        odd = self._rng.choice(ODD_VALUES)
+        of_rewards = {"name": "rewards", "parameters": {"binary_data": odd}}
+        draft.rest = {
+            key: self._rng.choice((*ODD_PARTS, [of_rewards], {"binary_data_output": odd}))
+        }
 
     def _odd_sizes(self, draft: Draft, _: object) -> WireRequest:
         """Return binary tensors with another size than the shape's or the body's."""
