@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import torch
-from helpers.engine_env import engine_environment
+from helpers.environments import engine_environment
 from helpers.models import tiny_llama_folder
 from helpers.policies import all_logits
 from helpers.tiny_run import compose, tiny_overrides
