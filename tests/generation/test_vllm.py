@@ -35,7 +35,7 @@ from helpers.vllm_engine import (
     SMOLLM2,
     check_log_probs,
     draw,
-    engine_generator,
+    generator_of,
     processes_of,
     vllm_model,
     vllm_overrides,
@@ -221,7 +221,7 @@ class TestHung:
     def engine(self, tmp_path_factory, mesh):
         folder = tmp_path_factory.mktemp("hung")
         vllm_model(folder)
-        _, generator = engine_generator(folder, mesh, *self.DEADLINES)
+        _, generator = generator_of(folder, mesh, *vllm_overrides(), *self.DEADLINES)
         yield generator, draw(generator).tokens
         generator.close()
 

@@ -14,36 +14,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.lora import EVERY
-from helpers.models import tiny_llama_folder
+from helpers.altered_vllm import alter
 from helpers.policies import random_tokens
 from helpers.ranks import run_ranks
-from helpers.tiny_run import compose, tiny_overrides
 from helpers.vllm_engine import (
     PROMPTS,
-    SHAPE,
     TOLERANCE,
     change_weights,
+    generator_of,
     processes_of,
+    vllm_model,
     vllm_overrides,
 )
-from helpers.watched_vllm import watched
 from helpers.weight_updates import Action, PlannedUpdates, Versions
 
-from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH
-from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.engine import process
 from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.generation.responses import new_responses
-from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_folder import HFFolder
-from reinforce_rl.megatron.hf_weights import load_hf_weights
-from reinforce_rl.megatron.lora import add_lora, updates_of
+from reinforce_rl.megatron.lora import updates_of
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.policy.build import build_generator
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 RANKS = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "vllm_updates.py"
@@ -113,20 +105,14 @@ class Engine:
 @pytest.fixture(scope="module", params=["whole", "lora"])
 def made(request, tmp_path_factory, mesh) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp(request.param)
-    model = tiny_llama_folder(
-        folder / "model", vocab_size=32, layers=2, max_positions=512, logit_scale=2.0, **SHAPE
-    )
+    vllm_model(folder, max_positions=512)
     overrides = ["model.encoder_seq_length=512", f"engine.max_batch_size={AT_ONCE}"]
-    cfg = compose(*tiny_overrides(folder), *vllm_overrides(), *overrides)
-    config = load_config(cfg)
-    lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
-    load_hf_weights(lm, HFFolder(model))
     if request.param == "lora":
-        add_lora(lm, EVERY)
-        random = torch.Generator().manual_seed(0)
-    generator = build_generator(config, lm, load_tokenizer(model))
-    assert isinstance(generator, EngineGenerator)
-    generator._adapter = watched(generator._adapter, generator._engine)
+        tuning = "model.peft.lora_tuning"
+        overrides += ["model.peft.peft_scheme=lora", f"{tuning}.adapter_dim=3", f"{tuning}.alpha=7"]
+    lm, generator = generator_of(folder, mesh, *vllm_overrides(), *overrides)
+    alter(generator)
+    random = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
     def change_updates() -> None:
@@ -283,9 +269,7 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
 
 
 def test_two_tensor_parallel_ranks_get_the_same_actions(tmp_path):
-    tiny_llama_folder(
-        tmp_path / "model", vocab_size=32, layers=2, max_positions=128, logit_scale=2.0, **SHAPE
-    )
+    vllm_model(tmp_path, max_positions=128)
     run_ranks(RANKS, 2, tmp_path, timeout=500)
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert first == second

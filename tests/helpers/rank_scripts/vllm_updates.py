@@ -12,8 +12,14 @@ import time
 from pathlib import Path
 
 import torch
-from helpers.vllm_engine import PROMPTS, SMALL_BUCKET, change_weights, engine_generator
-from helpers.watched_vllm import watched
+from helpers.altered_vllm import alter
+from helpers.vllm_engine import (
+    PROMPTS,
+    SMALL_BUCKET,
+    change_weights,
+    generator_of,
+    vllm_overrides,
+)
 from helpers.weight_updates import Action, PlannedUpdates, Versions
 
 from reinforce_rl.generation.base import SamplingParams
@@ -34,10 +40,10 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.distributed.init_process_group("gloo")
     with parallel_mesh(2) as mesh:
-        lm, generator = engine_generator(folder, mesh, *OVERRIDES)
+        lm, generator = generator_of(folder, mesh, *vllm_overrides(), *OVERRIDES)
         generator._bucket_bytes = SMALL_BUCKET
         engine = generator._engine
-        generator._adapter = watched(generator._adapter, engine)
+        alter(generator)
         versions = Versions(lm)
         versions.keep(0)
 

@@ -81,11 +81,26 @@ def note_arguments(arguments: SimpleNamespace) -> None:
     (Path(OPTIONS["folder"]) / "arguments.json").write_text(json.dumps(values))
 
 
-class SamplingParams(SimpleNamespace):
+class Bound(SimpleNamespace):
+    """Arguments that bind to the signature named like the class."""
+
     def __init__(self, **kwargs: Any):
-        bind("SamplingParams", **kwargs)
-        super().__init__(**{"top_k": None, "top_p": None, "temperature": None, "n": 1, **kwargs})
+        bind(type(self).__name__, **kwargs)
+        super().__init__(**kwargs)
+        self.check()
+
+    def check(self) -> None: ...
+
+
+class SamplingParams(Bound):
+    def check(self) -> None:
         assert self.seed.bit_length() <= 64  # the runtime's seed is a uint64
+
+
+class Logprob(Bound): ...
+
+
+class CompletionOutput(Bound): ...
 
 
 class AsyncLLM:
@@ -236,11 +251,10 @@ class Result:
         if strikes("outside"):
             tokens[0] = OUTSIDE
         logprobs = [
-            {token: SimpleNamespace(**bind("Logprob", logprob=value).kwargs)}
-            for token, value in zip(tokens, log_probs, strict=True)
+            {token: Logprob(logprob=value)} for token, value in zip(tokens, log_probs, strict=True)
         ]
-        output = bind(
-            "CompletionOutput", index=0, token_ids=tokens, logprobs=logprobs, finish_reason=reason
+        output = CompletionOutput(
+            index=0, token_ids=tokens, logprobs=logprobs, finish_reason=reason
         )
-        self.outputs = [SimpleNamespace(**output.kwargs)]
+        self.outputs = [output]
         return self
