@@ -29,9 +29,25 @@ def _kernel(name, shapes, mutates=()):
             KERNELS[name] += 1
             return operator(*args)
 
+        call.operator = operator
         return call
 
     return register
+
+
+def _derive(kernel, saved, backward):
+    """Give a kernel its derivative.
+
+    `saved` selects tensors of its inputs and output; `backward` takes them after the gradient.
+    """
+
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*saved(inputs, output))
+
+    def derivative(ctx, grad, *_):
+        return backward(grad, *ctx.saved_tensors)
+
+    kernel.operator.register_autograd(derivative, setup_context=setup_context)
 
 
 def _nothing(*args):
@@ -59,6 +75,13 @@ def rmsnorm_bwd(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple
     return dx.to(x.dtype), (wide * normal).flatten(0, -2).sum(dim=0).to(weight.dtype)
 
 
+_derive(
+    rmsnorm_fwd,
+    lambda inputs, output: (inputs[0], output[1], inputs[1]),
+    lambda grad, *saved: (*rmsnorm_bwd(grad.contiguous(), *saved), None),
+)
+
+
 @_kernel("swiglu", lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)))
 def swiglu(x: Tensor) -> Tensor:
     a, b = _wide(x).chunk(2, dim=-1)
@@ -75,11 +98,17 @@ def dswiglu(grad: Tensor, x: Tensor) -> Tensor:
     return torch.cat((of_a, of_b), dim=-1).to(x.dtype)
 
 
+_derive(swiglu, lambda inputs, _: inputs, lambda grad, x: dswiglu(grad.contiguous(), x))
+
+
 @_kernel("rope", lambda t, angles, backward: t.new_empty(t.shape))
 def rope(t: Tensor, angles: Tensor, backward: bool) -> Tensor:
     a, b = _wide(t).chunk(2, dim=-1)
     rotated = torch.cat((b, -a) if backward else (-b, a), dim=-1)
     return (_wide(t) * angles.cos() + rotated * angles.sin()).to(t.dtype)
+
+
+_derive(rope, lambda inputs, _: inputs[1:2], lambda *saved: (rope(*saved, True), None, None))
 
 
 @_kernel("wgrad_accumulate", _nothing, mutates=("main_grad",))
