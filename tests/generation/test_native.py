@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,12 +17,13 @@ from helpers.gumbel import gumbel_noise, noise_keys
 from helpers.log_probs import response_log_probs
 from helpers.models import smollm2_folder, tiny_llama_folder
 from helpers.policies import megatron_model, random_tokens, transformers_model
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 
 from reinforce_rl.data.batches import Prompt, join_prompts_and_responses
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model import model as model_module
 
 EOS = 2
@@ -488,6 +488,30 @@ def test_other_dtypes(dtype, folder, mesh, prompts):
     assert completions.log_probs.dtype == torch.float32
 
 
+def prompts_of_ranks():
+    tokens = random_tokens(61, 3, 9).tolist()
+    return [prompt_of(i, row[: 3 + 3 * i]) for i, row in enumerate(tokens)]
+
+
+def drawn_by_two_ranks(folders):
+    """Return tokens, lengths and log-probs by folder; bounded memory changes none."""
+    params = TestSamplesDependOnTheirKeysAlone.PARAMS
+    drawn = []
+    with parallel_mesh(2) as mesh:
+        for folder in folders:
+            lm = megatron_model(folder, mesh, torch.float64)
+            completions, bounded = (
+                NativeGenerator(lm, load_tokenizer(folder), max_tokens).generate(
+                    prompts_of_ranks(), 4, params, seed=3
+                )
+                for max_tokens in (None, 60)
+            )
+            assert torch.equal(bounded.tokens, completions.tokens)
+            assert torch.equal(bounded.lengths, completions.lengths)
+            drawn.append((completions.tokens, completions.lengths, completions.log_probs))
+    return drawn
+
+
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks_draw_the_same_tokens(mesh, tmp_path):
     folders = [
@@ -496,28 +520,18 @@ def test_two_tensor_parallel_ranks_draw_the_same_tokens(mesh, tmp_path):
             tmp_path / "odd_groups", logit_scale=2.0, heads=9, groups=3, hidden=36, tied=False
         ),
     ]
-    (tmp_path / "out").mkdir()
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/native_tp2.py"
-    run_ranks(
-        script,
-        2,
-        tmp_path / "out",
-        *folders,
-    )
-    tokens = random_tokens(61, 3, 9).tolist()
-    prompts = [prompt_of(i, row[: 3 + 3 * i]) for i, row in enumerate(tokens)]
-    for folder in folders:
+    ranks = call_on_ranks(drawn_by_two_ranks, 2, folders)
+    for position, folder in enumerate(folders):
         engine = NativeGenerator(
             megatron_model(folder, mesh, torch.float64), load_tokenizer(folder)
         )
-        expected = engine.generate(prompts, 4, TestSamplesDependOnTheirKeysAlone.PARAMS, seed=3)
-        for rank in (0, 1):
-            completions = torch.load(tmp_path / "out" / f"{folder.name}.{rank}")
-            assert torch.equal(completions["tokens"], expected.tokens)
-            assert torch.equal(completions["lengths"], expected.lengths)
-            torch.testing.assert_close(
-                completions["log_probs"], expected.log_probs, atol=1e-6, rtol=0
-            )
+        params = TestSamplesDependOnTheirKeysAlone.PARAMS
+        expected = engine.generate(prompts_of_ranks(), 4, params, seed=3)
+        for drawn in ranks:
+            tokens, lengths, log_probs = drawn[position]
+            assert torch.equal(tokens, expected.tokens)
+            assert torch.equal(lengths, expected.lengths)
+            torch.testing.assert_close(log_probs, expected.log_probs, atol=1e-6, rtol=0)
 
 
 def test_no_prompts_no_responses(engine):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from helpers.batches import actor_of, flat, gradient_of, rows_of, sequences, whole_batch
 from helpers.lora import load_updates, random_updates
 from helpers.policies import random_tokens
+from helpers.ranks import one_group
 
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.batches import Completions, Prompt
@@ -184,3 +185,13 @@ def weights(actor: MegatronGPTReinforceActorModel) -> torch.Tensor:
     return actor.mesh.from_model_parallel_rank_0(
         flat(tensors) if actor.mesh.is_model_parallel_rank_0 else None
     )
+
+
+def computed_on_ranks(folder: Path, names: Sequence[str], out: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of several layouts; a policy is exported to OUT/NAME."""
+    results: dict[str, dict[str, Any]] = {}
+    with one_group():
+        for name in names:
+            with ALL_LAYOUTS[name].mesh() as mesh:
+                results[name] = computed(ALL_LAYOUTS[name], folder, mesh, out / name)
+    return results

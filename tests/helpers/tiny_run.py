@@ -20,7 +20,7 @@ from reinforce_rl.config.compose import CONF_FOLDER
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
-from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.rewards.base import RewardSource
@@ -129,6 +129,15 @@ def run(
     with tiny_trainer(tiny_config(folder, *overrides, prompts=prompts), mesh, rm) as trainer:
         trainer.fit()
     return metrics_of(folder)
+
+
+def train_on_ranks(overrides: Sequence[str], rm: str = "odd_share") -> list[Tensor]:
+    """Run to the end on several ranks and return the weights; `rm` is a name of this module."""
+    config = load_config(compose(*overrides))
+    sizes = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
+    with parallel_mesh(*sizes) as mesh, tiny_trainer(config, mesh, globals()[rm]) as trainer:
+        trainer.fit()
+        return weights(trainer)
 
 
 def weights(trainer: ReinforceTrainer) -> list[Tensor]:

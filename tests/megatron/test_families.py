@@ -21,8 +21,10 @@ from helpers.families import (
     tokens_of,
 )
 from helpers.policies import brute_force_log_probs, transformers_logits, transformers_model
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 from safetensors.torch import load_file
+
+from reinforce_rl.megatron.mesh import parallel_mesh
 
 # Two ranks take longer; these models cover every family, with and without padding.
 ON_TWO_RANKS = ("llama_bias_padded", "mistral_window", "qwen2_padded", "qwen3", "qwen3_padded")
@@ -45,14 +47,15 @@ def expected(folders):
     return {name: computed_by_transformers(folder) for name, folder in folders.items()}
 
 
+def computed_on_two_ranks(folders, out):
+    with parallel_mesh(2) as mesh:
+        return {name: computed_here(folders[name], mesh, out / name) for name in ON_TWO_RANKS}
+
+
 @pytest.fixture(scope="module")
 def on_two_ranks(root, folders):
-    """Return the folder to which the ranks wrote."""
-    out = root / "out"
-    out.mkdir()
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
-    run_ranks(script, 2, out, "family", *(folders[name] for name in ON_TWO_RANKS), timeout=240)
-    return out
+    """Return the results by model; the ranks export to `root`/out."""
+    return call_on_ranks(computed_on_two_ranks, 2, folders, root / "out", timeout=240)[0]
 
 
 @every_model
@@ -64,12 +67,12 @@ def test_one_rank(name, folders, expected, mesh, tmp_path):
 
 
 @models_on_two_ranks
-def test_two_ranks(name, folders, expected, on_two_ranks):
-    computed = torch.load(on_two_ranks / f"{name}.pt")
+def test_two_ranks(name, root, folders, expected, on_two_ranks):
+    computed = on_two_ranks[name]
     assert_equal(computed, expected[name])
     assert_scored_alike(computed, expected[name], folders[name])
-    assert_same_weights(on_two_ranks / name, folders[name])
-    again = transformers_model(on_two_ranks / name)
+    assert_same_weights(root / "out" / name, folders[name])
+    again = transformers_model(root / "out" / name)
     assert torch.equal(
         transformers_logits(again, tokens_of(again.config.vocab_size)), expected[name]["logits"]
     )

@@ -5,8 +5,6 @@ They do not depend on padding, batching, chunking or sharding.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from helpers.log_probs import (
@@ -25,10 +23,11 @@ from helpers.policies import (
     padded_sequences,
     transformers_model,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.log_probs import chunked_log_probs
 from reinforce_rl.megatron.model.model import VocabShard
 
@@ -196,6 +195,28 @@ def test_bfloat16_model_gives_float32_softmax(folder, mesh, batch):
             torch.testing.assert_close(scores.entropy[row, t], entropy, atol=1e-5, rtol=0)
 
 
+def scores_of_two_ranks(folders, vocabularies):
+    """Return scores and gradients of each model, and the results of a sharded output head.
+
+    The latter are (log-probs, entropies, gradient of hidden, gradient of the whole weight).
+    """
+    with parallel_mesh(2) as mesh:
+        models = [scores_and_gradients(folder, mesh) for folder in folders]
+        return models, {tokens: sharded_head(tokens, mesh) for tokens in vocabularies}
+
+
+def sharded_head(tokens, mesh):
+    hidden, weight, targets = head_inputs(7, tokens, 16, scale=30.0)
+    mine = weight.detach().chunk(2)[mesh.tp_rank].clone().requires_grad_()
+    start = 8 * mesh.tp_rank
+    shard = VocabShard(start, min(tokens - start, 8), mesh.tp_group)
+    log_probs, entropy = scores_of((hidden, mine, targets), shard, 0.6)
+    gradients = torch.autograd.grad(log_probs.sum() - 0.3 * entropy.sum(), (hidden, mine))
+    parts = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(parts, gradients[1], group=mesh.tp_group)
+    return log_probs.detach(), entropy.detach(), gradients[0], torch.cat(parts).detach()
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """Return results of two tensor-parallel ranks; the models' vocabularies need padding."""
@@ -204,17 +225,13 @@ def two_ranks(tmp_path_factory):
         tiny_llama_folder(root / "untied", vocab_size=63, tied=False),
         tiny_llama_folder(root / "odd_groups", vocab_size=61, heads=9, groups=3, hidden=36),
     ]
-    (root / "out").mkdir()
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
-    run_ranks(script, 2, root / "out", "scores", *folders, "--", "chunked_head", 16, 13, 8)
-    return folders, root / "out"
+    models, heads = call_on_ranks(scores_of_two_ranks, 2, folders, (16, 13, 8))[0]
+    return list(zip(folders, models, strict=True)), heads
 
 
 def test_two_tensor_parallel_ranks(two_ranks, mesh):
     """In float64: a padded column would take probability from the others."""
-    folders, out = two_ranks
-    for folder in folders:
-        results = torch.load(out / f"{folder.name}.pt")
+    for folder, results in two_ranks[0]:
         model = transformers_model(folder)
         batch = padded_sequences(
             PROMPT_LENGTHS, RESPONSE_LENGTHS, vocab_size=model.config.vocab_size
@@ -436,7 +453,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_ranks_without_the_largest_logit_or_without_tokens(two_ranks):
     """Two ranks share batches of 16, 13 and 8 tokens; the second has 8, 5 and none of them."""
-    for tokens, results in torch.load(two_ranks[1] / "head.pt").items():
+    for tokens, results in two_ranks[1].items():
         hidden, weight, targets = head_inputs(POSITIONS, tokens, ROWS, scale=30.0)
         outputs = full_log_probs(hidden, weight[:tokens], targets, 0.6)
         loss = outputs[0].sum() - 0.3 * outputs[1].sum()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,12 +18,14 @@ from helpers.lora import (
     case_folder,
     computed_by_peft,
     computed_here,
+    load_updates,
     lora_model,
     loss_in_float64,
+    random_updates,
     whole_updates,
 )
 from helpers.policies import all_logits, megatron_model, transformers_logits, transformers_model
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 from safetensors.torch import load_file
 
 from reinforce_rl.config.model import LoraTarget
@@ -43,6 +45,7 @@ from reinforce_rl.megatron.lora import (
     lora_map,
     updates_off,
 )
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -69,20 +72,60 @@ def one_rank(folders, mesh, root):
     }
 
 
+def computed_on_two_ranks(folders, out):
+    """Return the results of each case; check an MLP with sequence parallelism."""
+    with parallel_mesh(2) as mesh:
+        results = {
+            name: computed_here(folders[name], mesh, settings, out / name)
+            for name, settings in CASES.items()
+        }
+        whole, shared = (
+            mlp_gradients(folders["llama_bias_padded"], mesh, flag) for flag in (False, True)
+        )
+    torch.testing.assert_close(shared["output"], whole["output"][shared["own"]], atol=1e-12, rtol=0)
+    for name, gradient in whole["gradients"].items():
+        assert gradient.abs().max() > 1e-3
+        torch.testing.assert_close(
+            shared["gradients"][name], gradient, atol=1e-11, rtol=0, msg=name
+        )
+    return results
+
+
+def mlp_gradients(folder: Path, mesh: Mesh, sequence_parallel: bool) -> dict[str, Any]:
+    """Return output and gradients of the first MLP.
+
+    With sequence parallelism each rank has half of the positions.
+    """
+    lm = megatron_model(folder, mesh, torch.float64)
+    mlp: Any = lm.decoder.layers[0].mlp
+    for layer in (mlp.linear_fc1, mlp.linear_fc2):
+        layer.sequence_parallel = sequence_parallel
+    mlp.linear_fc1.allreduce_dgrad = not sequence_parallel
+    add_lora(lm, EVERY)
+    load_updates(lm, random_updates(folder, EVERY, torch.float64))
+    x, weight = torch.randn(
+        2, 6, 2, 36, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    x.requires_grad_()
+    local_rows = slice(3 * mesh.tp_rank, 3 * mesh.tp_rank + 3) if sequence_parallel else slice(None)
+    output, _ = mlp(x[local_rows])
+    (output * weight[local_rows]).sum().backward()
+    parameters = {name: p for name, p in mlp.named_parameters() if p.requires_grad}
+    gradients = {"x": x.grad, **{name: p.grad for name, p in parameters.items()}}
+    if sequence_parallel:
+        # megatron does this at the end of a batch for parameters that are marked
+        assert x.grad is not None
+        for value in (
+            x.grad,
+            *(p.grad for p in parameters.values() if getattr(p, "sequence_parallel", False)),
+        ):
+            torch.distributed.all_reduce(value, group=mesh.tp_group)
+    return {"output": output.detach(), "own": local_rows, "gradients": gradients}
+
+
 @pytest.fixture(scope="module")
 def two_ranks(folders, root):
-    out = root / "two"
-    out.mkdir()
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
-    run_ranks(
-        script,
-        2,
-        out,
-        "lora_cases",
-        root,
-        timeout=240,
-    )
-    return {name: torch.load(out / f"{name}.pt") for name in CASES}
+    return call_on_ranks(computed_on_two_ranks, 2, folders, root / "two", timeout=240)[0]
 
 
 @pytest.fixture(params=["one", "two"])

@@ -18,9 +18,10 @@ from helpers.classifiers import (
 )
 from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 
 from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, pool
 from reinforce_rl.reward_model.scorer import (
     Batching,
@@ -29,7 +30,6 @@ from reinforce_rl.reward_model.scorer import (
     reward_model_identity,
 )
 
-SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/classifiers.py"
 KINDS = list(itertools.product(FAMILIES, (1, 5)))
 
 
@@ -81,6 +81,12 @@ def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, 
     assert "precision" not in identities[0]  # as before precisions existed
 
 
+def scores_of(folders, layout):
+    with parallel_mesh(*layout) as mesh:
+        models = [load_reward_model(folder, None, mesh, batching=Batching(4)) for folder in folders]
+        return [model.score_attributes(sequences_to_score()).attributes for model in models]
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -90,12 +96,11 @@ def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, 
     ],
     ids=["TP2", "PP2", "CP2"],
 )
-def test_classifiers_on_two_ranks(layout, folders, expected, tmp_path):
-    run_ranks(SCRIPT, 2, tmp_path, *layout, *folders.values(), timeout=240)
-    for kind, folder in folders.items():
-        for rank in (0, 1):
-            scores = torch.load(tmp_path / f"{folder.name}.{rank}")
-            torch.testing.assert_close(scores, expected[kind], atol=1e-5, rtol=0)
+def test_classifiers_on_two_ranks(layout, folders, expected):
+    ranks = call_on_ranks(scores_of, 2, list(folders.values()), layout, timeout=240)
+    for scores in ranks:
+        for of_folder, kind in zip(scores, folders, strict=True):
+            torch.testing.assert_close(torch.tensor(of_folder), expected[kind], atol=1e-5, rtol=0)
 
 
 def test_without_a_padding_token_every_token_counts(tmp_path, mesh):

@@ -15,9 +15,9 @@ import pytest
 import torch
 from helpers.batches import flat, relative_difference
 from helpers.errors import raises_error
-from helpers.layouts import SETTINGS, Layout
+from helpers.layouts import LAYOUTS, SETTINGS, Layout
 from helpers.models import tiny_llama_folder
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks, one_group
 from helpers.trainable import (
     CASES,
     NAMES,
@@ -34,7 +34,6 @@ from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer
 from reinforce_rl.megatron.optimizer import build_optimizer
 from reinforce_rl.reward_model.train_full import load_trainable
 
-SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/trainable.py"
 ON_TWO_RANKS = [
     "TP2 SP",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("PP2", "CP2", "DP2")),
@@ -115,13 +114,20 @@ def assert_same(results: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(results[name], value, atol=2e-5, rtol=1e-5, msg=name)
 
 
+def computed_on_ranks(names: tuple[str, ...], folder: Path, out: Path) -> list[dict[str, Any]]:
+    results = []
+    with one_group():
+        for name in names:
+            with LAYOUTS[name].mesh() as mesh:
+                results.append(computed(LAYOUTS[name], folder, mesh, out / name))
+    return results
+
+
 def check_layouts(
     names: tuple[str, ...], ranks: int, folder: Path, expected: dict[str, Any], out: Path
 ) -> None:
-    run_ranks(SCRIPT, ranks, out, folder, *names, timeout=300)
-    for name in names:
-        for rank in range(ranks):
-            results = torch.load(out / f"{name}.{rank}")
+    for of_rank in call_on_ranks(computed_on_ranks, ranks, names, folder, out, timeout=300):
+        for results in of_rank:
             assert_same(results, expected)
 
 
