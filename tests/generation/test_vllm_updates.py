@@ -6,19 +6,20 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.altered_vllm import alter
 from helpers.policies import random_tokens
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks, one_group
 from helpers.vllm_engine import (
     PROMPTS,
+    SMALL_BUCKET,
     TOLERANCE,
     change_weights,
     generator_of,
@@ -35,10 +36,10 @@ from reinforce_rl.generation.engine import process
 from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.generation.responses import new_responses
 from reinforce_rl.megatron.lora import updates_of
+from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-RANKS = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "vllm_updates.py"
 
 AT_ONCE = 4  # requests that the engine decodes at a time; others wait
 # Longer than a block of vLLM's cache on a CPU, 128 tokens, so that requests share prefixes.
@@ -268,17 +269,62 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
     assert max(engine.gaps(updates.version, responses)) < TOLERANCE
 
 
+def load_within_responses(folder: Path) -> dict[str, Any]:
+    """Load weights mid-response on two tensor-parallel ranks; return actions and responses."""
+    overrides = (
+        "trainer.devices=2",
+        "model.tensor_model_parallel_size=2",
+        "engine.tensor_parallel_size=1",
+        "model.encoder_seq_length=128",
+    )
+    params = SamplingParams(max_length=100)
+    with one_group(500), parallel_mesh(2) as mesh:
+        lm, generator = generator_of(folder, mesh, *vllm_overrides(), *overrides)
+        generator._bucket_bytes = SMALL_BUCKET
+        alter(generator)
+        engine = generator._engine
+        versions = Versions(lm)
+        versions.keep(0)
+
+        def once_drawing() -> Action:
+            while engine is not None and engine.call("with_tokens") < 4:
+                time.sleep(0.01)
+            return mesh.from_model_parallel_rank_0("load")
+
+        def load() -> None:
+            change_weights(lm)
+            versions.keep(1)
+
+        updates = PlannedUpdates("continue", once_drawing, "continue", "stop", load=load)
+        with generator.awake():
+            if engine is not None:
+                engine.call("set_pace", SLOW)
+            partial = generator.resume(new_responses(PROMPTS, 2, 3), params, updates)
+        with generator.awake():
+            responses = generator.resume(partial, params, PlannedUpdates(version=1))
+        generator.close()
+        gaps = versions.gaps(0, responses)
+    gaps_of_drawn = [
+        row[: response.versions.count(0)] for row, response in zip(gaps, responses, strict=True)
+    ]
+    return {
+        "running": updates.running,
+        "partial": partial,
+        "responses": responses,
+        "gap": max(itertools.chain(*gaps_of_drawn)),
+    }
+
+
 def test_two_tensor_parallel_ranks_get_the_same_actions(tmp_path):
     vllm_model(tmp_path, max_positions=128)
-    run_ranks(RANKS, 2, tmp_path, timeout=500)
-    first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
+    first, second = call_on_ranks(load_within_responses, 2, tmp_path, timeout=500)
     assert first == second
     assert first["running"][:2] == [4, 4]
     assert first["gap"] < TOLERANCE
-    finish_reasons = [response["finish_reason"] for response in first["found"]]
+    finish_reasons = [response.finish_reason for response in first["responses"]]
     assert finish_reasons == [FINISH_LENGTH] * 4
-    assert all(set(response["versions"]) == {0, 1} for response in first["found"])
-    for response, before in zip(first["found"], first["partial"], strict=True):
-        count = len(before["tokens"])
-        assert response["tokens"][:count] == before["tokens"]
-        assert response["versions"][:count] == before["versions"]
+    assert all(set(response.versions) == {0, 1} for response in first["responses"])
+    for response, before in zip(first["responses"], first["partial"], strict=True):
+        count = len(before.tokens)
+        assert response.tokens[:count] == before.tokens
+        assert response.versions[:count] == before.versions

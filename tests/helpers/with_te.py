@@ -11,7 +11,6 @@ from helpers.layouts import Layout
 from helpers.ranks import TESTS, run_ranks
 
 FAKE = TESTS / "helpers/fake_te"
-SCRIPT = TESTS / "helpers/rank_scripts/te_layouts.py"
 ONE = "one process"
 
 
@@ -40,9 +39,7 @@ CASES = ("tied", "untied", "bf16", "lora")  # cases of `helpers.resharding`
 SAVED = {1: "TE", 2: "TE TP2 SP full recompute"}
 
 
-def run_with_fake(monkeypatch, ranks: int, out: Path, *families: str) -> None:
-    """Run the rank script with the fake Transformer Engine importable."""
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(filter(None, (str(FAKE), os.environ.get("PYTHONPATH"))))
-    )
-    run_ranks(SCRIPT, ranks, out, *families, timeout=280)
+def run_with_fake(monkeypatch, script: Path, ranks: int, *args: object) -> str:
+    """Run a script with the fake Transformer Engine importable; return what it printed."""
+    monkeypatch.setenv("PYTHONPATH", str(FAKE), prepend=os.pathsep)
+    return run_ranks(script, ranks, *args, timeout=280)
