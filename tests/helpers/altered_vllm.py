@@ -49,9 +49,11 @@ class AlteredVLLM(VLLM):
         self._sabotage = sabotage
 
     def environment(self, folder: Path) -> dict[str, str]:
-        paths = [str(folder / "package"), str(Path(__file__).parents[1])]
-        variables = {"PYTHONPATH": os.pathsep.join(paths), "SABOTAGE": self._sabotage}
-        return {**super().environment(folder), **variables}
+        environment = super().environment(folder)
+        tests = Path(__file__).parents[1]
+        environment["PYTHONPATH"] = f"{folder / 'package'}{os.pathsep}{tests}"
+        environment["SABOTAGE"] = self._sabotage
+        return environment
 
 
 def alter(generator: EngineGenerator, sabotage: str = "") -> None:
@@ -92,7 +94,8 @@ class AlteredWorker(WeightsOfTrainer):
     def _check_layers(self) -> None:
         if os.environ["SABOTAGE"] == "changed":  # one bit
             weight = self._model.model.embed_tokens.weight.data
-            weight[5, self._columns(weight.shape[1])[2]] *= 1 + 2**-23
+            columns = self._columns(weight.shape[1])
+            weight[5, columns[2]] *= 1 + 2**-23
         super()._check_layers()
 
 

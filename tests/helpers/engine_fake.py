@@ -27,7 +27,8 @@ def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **option
         options: other keys of FAKE_ENGINE.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ["FAKE_ENGINE"] = json.dumps({"folder": str(folder), "model": model, **options})
+    settings = {"folder": str(folder), "model": model, **options}
+    os.environ["FAKE_ENGINE"] = json.dumps(settings)
     if str(PACKAGE) not in sys.path:
         sys.path.insert(0, str(PACKAGE))
     adapter.device_uuid = lambda _: f"cpu:{rank}"  # type: ignore[assignment]

@@ -71,7 +71,8 @@ def change_weights(lm: CausalLM, seed: int = 0) -> None:
     """Change every weight, each by a different share."""
     random = torch.Generator().manual_seed(seed)
     for parameter in lm.parameters():
-        parameter.mul_(1 + 0.2 * torch.rand(parameter.shape, generator=random).to(parameter.dtype))
+        share = 0.2 * torch.rand(parameter.shape, generator=random)
+        parameter.mul_(1 + share.to(parameter.dtype))
 
 
 @torch.no_grad()
@@ -85,10 +86,12 @@ def log_prob_gap(
         prompt = PROMPTS[row // NUM_SAMPLES].tokens
         response = completions.tokens[row, :length]
         tokens = torch.cat([torch.tensor(prompt), response])
-        logits = logits_of(tokens[None])[0, len(prompt) - 1 : -1]
+        logits = logits_of(tokens[None])[0]
+        logits = logits[len(prompt) - 1 : -1]
         table = torch.log_softmax(logits.float() / PARAMS.temperature, -1)
         log_probs = table.gather(1, response[:, None])[:, 0]
-        largest = max(largest, float((log_probs - completions.log_probs[row, :length]).abs().max()))
+        gaps = (log_probs - completions.log_probs[row, :length]).abs()
+        largest = max(largest, float(gaps.max()))
     return largest
 
 
@@ -100,8 +103,10 @@ def check_log_probs(folder: Path) -> None:
         engine_log_probs = torch.cat([torch.tensor(row.generator_log_probs) for row in rows])
         assert trainer_log_probs.shape == engine_log_probs.shape
         assert len(trainer_log_probs) > 16
-        assert float((trainer_log_probs - engine_log_probs).abs().max()) < TOLERANCE
-        assert float(((trainer_log_probs - engine_log_probs).exp() - 1).abs().max()) < TOLERANCE
+        gaps = trainer_log_probs - engine_log_probs
+        ratios = gaps.exp()
+        assert float(gaps.abs().max()) < TOLERANCE
+        assert float((ratios - 1).abs().max()) < TOLERANCE
 
 
 def processes_of(generator: EngineGenerator) -> dict[str, psutil.Process]:
@@ -116,11 +121,7 @@ def processes_of(generator: EngineGenerator) -> dict[str, psutil.Process]:
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
     # A child without this word is a resource tracker.
-    return [
-        child
-        for child in process.children()
-        if any("spawn_main" in word for word in child.cmdline())
-    ]
+    return [child for child in process.children() if "spawn_main" in " ".join(child.cmdline())]
 
 
 def wait_for_the_end(processes: Iterable[psutil.Process], seconds: float = 60.0) -> None:

@@ -29,12 +29,9 @@ _COLLECTIVES = {
 }
 _KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 # The arguments with the peer: its global rank, its rank in the group.
-_EXCHANGES = {
-    "send": ("dst", "group_dst"),
-    "isend": ("dst", "group_dst"),
-    "recv": ("src", "group_src"),
-    "irecv": ("src", "group_src"),
-}
+_TO = ("dst", "group_dst")
+_FROM = ("src", "group_src")
+_EXCHANGES = {"send": _TO, "isend": _TO, "recv": _FROM, "irecv": _FROM}
 
 
 class Network:
@@ -126,7 +123,9 @@ class Network:
         group_src: Any = None,
     ) -> None:
         lists = self._exchanged("broadcast", group, list(object_list), device)
-        object_list[:] = lists[_ranks(group).index(src) if group_src is None else group_src]
+        if group_src is None:
+            group_src = _ranks(group).index(src)
+        object_list[:] = lists[group_src]
 
     def scatter_object_list(
         self,
@@ -175,7 +174,8 @@ class Network:
             for out in wholes:
                 out.copy_(parts[0])
         elif kind in ("all_gather", "reduce_scatter"):
-            assert wholes[0].numel() == len(ranks) * parts[0].numel(), f"sizes of {name}"
+            expected = len(ranks) * parts[0].numel()
+            assert wholes[0].numel() == expected, f"sizes of {name}"
         if len(ranks) > 1:
             nbytes = sum(tensor.nbytes for tensor in wholes)
             self._gpu.ledger.collectives.append(Collective(kind, ranks, nbytes, on_gpu))
@@ -210,7 +210,9 @@ class Network:
         peer, peer_in_group = (given[argument] for argument in _EXCHANGES[name])
         if peer_in_group is not None:
             peer = _ranks(group)[peer_in_group]
-        ranks = (dist.get_rank(), -1 if peer is None else int(peer))
+        if peer is None:
+            peer = -1
+        ranks = (dist.get_rank(), int(peer))
         self._gpu.ledger.collectives.append(Collective(kind, ranks, tensor.nbytes, on_gpu))
         return Idle()
 

@@ -128,12 +128,11 @@ def check_collectives(ledgers: Mapping[int, Ledger]) -> int:
         for call in ledger.collectives:
             if call.kind in ("send", "recv"):
                 wire = call.ranks if call.kind == "send" else call.ranks[::-1]
-                wires.setdefault(wire, {"send": [], "recv": []})[call.kind].append(call.bytes)
+                ends = wires.setdefault(wire, {"send": [], "recv": []})
+                ends[call.kind].append(call.bytes)
             else:
-                of_group = calls.setdefault(
-                    call.ranks,
-                    {rank: [] for rank in call.ranks if rank in ledgers},
-                )
+                measured = [rank for rank in call.ranks if rank in ledgers]
+                of_group = calls.setdefault(call.ranks, {rank: [] for rank in measured})
                 of_group[rank].append((call.kind, call.bytes, call.on_gpu))
     for group, of_rank in calls.items():
         for (first, expected), (other, actual) in itertools.pairwise(of_rank.items()):
@@ -144,7 +143,10 @@ def check_collectives(ledgers: Mapping[int, Ledger]) -> int:
         if {source, target} <= ledgers.keys():
             differs = f"what rank {source} sends is not what rank {target} receives"
             assert ends["send"] == ends["recv"], differs
-    return sum(len(made) for of_rank in calls.values() for made in of_rank.values())
+    count = 0
+    for of_rank in calls.values():
+        count += sum(map(len, of_rank.values()))
+    return count
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ class Work:
         count = self.prompts * self.samples
         sequences = torch.randint(3, vocab_size, (count, self.prompt_tokens + self.response_tokens))
         first_of_group = torch.arange(count) // self.samples * self.samples
-        sequences[:, : self.prompt_tokens] = sequences[first_of_group, : self.prompt_tokens]
+        prompts = sequences[:, : self.prompt_tokens]
+        prompts.copy_(prompts[first_of_group])
         return sequences
 
     def actor(

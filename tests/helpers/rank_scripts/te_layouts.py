@@ -44,11 +44,9 @@ def kernels(out: Path, layout: str, mesh: Mesh) -> dict[str, dict[str, int]]:
     for is_lean in (False, True):  # megatron's own layers; this project's decode steps
         counts.clear()
         generator = NativeGenerator(run.lm, load_tokenizer(out / "tied/model"), is_lean=is_lean)
-        drawn.append(
-            generator.generate(
-                [Prompt(0, "", (5, 6))], 2, SamplingParams(max_length=4), seed=0
-            ).tokens
-        )
+        params = SamplingParams(max_length=4)
+        completions = generator.generate([Prompt(0, "", (5, 6))], 2, params, seed=0)
+        drawn.append(completions.tokens)
     assert torch.equal(*drawn)
     return {"training": training, "generation": dict(counts)}
 
@@ -60,7 +58,8 @@ def check_that_passes_add_up(out: Path, layout: str, mesh: Mesh) -> None:
     gradients = []
     for passes in ([first, second], [first], [second]):
         run.ddp.zero_grad_buffer()
-        torch.stack([run.lm(tokens).square().sum() for tokens in passes]).sum().backward()
+        sums = [run.lm(tokens).square().sum() for tokens in passes]
+        torch.stack(sums).sum().backward()
         parts: list[Any] = [parameter.main_grad for parameter in run.lm.parameters()]
         gradients.append(torch.cat([part.flatten() for part in parts]))
     torch.testing.assert_close(gradients[0], gradients[1] + gradients[2], rtol=1e-4, atol=1e-4)

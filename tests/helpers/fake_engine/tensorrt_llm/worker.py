@@ -90,13 +90,15 @@ class FusedLlama(torch.nn.Module):
         fused = {part: whole for whole, parts in FUSED.items() for part in parts}
         self.parts: dict[str, list[str]] = {}
         shapes = shapes_of(config)
-        for path in shapes:
-            above, dot, leaf = path.rpartition(".")
-            self.parts.setdefault(above + dot + fused.get(leaf, leaf), []).append(path)
+        for part in shapes:
+            above, dot, leaf = part.rpartition(".")
+            path = above + dot + fused.get(leaf, leaf)
+            self.parts.setdefault(path, []).append(part)
         for path, parts in self.parts.items():
-            shards = [self._shard(part, torch.randn(shapes[part], dtype=dtype)) for part in parts]
-            self._submodule(path).weight = torch.nn.Parameter(torch.cat(shards))
-        layers = [self._submodule(f"model.layers.{i}") for i in range(config["num_hidden_layers"])]
+            random = {part: torch.randn(shapes[part], dtype=dtype) for part in parts}
+            weight = self._fused(random)
+            self._submodule(path).weight = torch.nn.Parameter(weight)
+        layers = list(self._submodule("model.layers").children())
         for layer, following in itertools.pairwise(layers):
             layer.next_layer_layernorm = following.input_layernorm
         if config.get("tie_word_embeddings"):
@@ -110,6 +112,10 @@ class FusedLlama(torch.nn.Module):
             module = getattr(module, name)
         return module
 
+    def _fused(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        shards = [self._shard(part, tensor) for part, tensor in tensors.items()]
+        return torch.cat(shards)
+
     def _shard(self, path: str, tensor: Tensor) -> Tensor:
         leaf = path.rpartition(".")[2]
         if tensor.dim() == 1:
@@ -118,8 +124,9 @@ class FusedLlama(torch.nn.Module):
             return tensor.chunk(self._size, 1)[self._rank]
         if leaf in ("k_proj", "v_proj") and self._size > self._groups:
             # several workers hold the same head
+            copies = self._size // self._groups
             heads = tensor.unflatten(0, (self._groups, -1))
-            tensor = heads.repeat_interleave(self._size // self._groups, 0).flatten(0, 1)
+            tensor = heads.repeat_interleave(copies, 0).flatten(0, 1)
         padding = -len(tensor) % self._size
         rows = torch.nn.functional.pad(tensor, (0, 0, 0, padding))
         return rows.chunk(self._size)[self._rank]
@@ -130,5 +137,5 @@ class FusedLlama(torch.nn.Module):
                 continue  # silently
             if path.endswith("mlp.gate_up_proj") and strikes("unmatched"):
                 continue
-            shards = [self._shard(part, weights[f"{part}.weight"]) for part in parts]
-            self.get_submodule(path).weight.data.copy_(torch.cat(shards))
+            fused = self._fused({part: weights[f"{part}.weight"] for part in parts})
+            self.get_submodule(path).weight.data.copy_(fused)

@@ -89,7 +89,8 @@ class _LinearFunction(torch.autograd.Function):
             else:
                 KERNELS["wgrad"] += 1
                 wgrad = rows.t() @ columns
-        return wgrad, dgrad, grad.flatten(0, -2).sum(dim=0) if ctx.has_bias else None, None, None
+        of_bias = grad.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
+        return wgrad, dgrad, of_bias, None, None
 
 
 class _Module(torch.nn.Module):
@@ -135,7 +136,8 @@ class Linear(_Module):
         self.apply_bias = bias and not return_bias
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         place = {"dtype": params_dtype, "device": device}
-        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **place))
+        weight = torch.empty(self.out_features, self.in_features, **place)
+        self.weight = torch.nn.Parameter(weight)
         _mark(self.weight, 1 if parallel_mode == "row" else 0)
         (init_method or torch.nn.init.normal_)(self.weight)
         if bias:
