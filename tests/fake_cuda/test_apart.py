@@ -35,7 +35,15 @@ def test_a_run_goes_through(
             "trainer.reinforce.save_interval=1",
             f"trainer.reinforce.max_steps={steps}",
         )
-        run_ranks(SCRIPT, 2, tmp_path, *APART, *limits_of_run, *overrides, timeout=200)
+        run_ranks(
+            SCRIPT,
+            2,
+            tmp_path,
+            *APART,
+            *limits_of_run,
+            *overrides,
+            timeout=200,
+        )
     lines = [line for line in metrics_of(tmp_path) if "train/rewards" in line]
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:

@@ -154,7 +154,14 @@ class TestRun:
         self, runs, mesh, fake_engine
     ):
         """After the first step; its validation and prompts were 3 + 16 requests."""
-        calls = self.run(runs, "dies", mesh, fake_engine, fault="die", after=25)
+        calls = self.run(
+            runs,
+            "dies",
+            mesh,
+            fake_engine,
+            fault="die",
+            after=25,
+        )
         assert calls.count("AsyncLLM.setup_async") == 2
 
     @pytest.mark.slow

@@ -97,7 +97,14 @@ def train_at_layouts(folder: Path, *names: str) -> None:
 
 def train_smollm2(folder: Path) -> None:
     with one_group(ENGINE_SECONDS), parallel_mesh() as mesh:
-        train(folder, mesh, *SMOLLM2, "trainer.devices=2", bucket_bytes=None, prompts=TEXTS)
+        train(
+            folder,
+            mesh,
+            *SMOLLM2,
+            "trainer.devices=2",
+            bucket_bytes=None,
+            prompts=TEXTS,
+        )
 
 
 def beside(folder: Path, model: Path) -> Path:
