@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from helpers.ranks import TESTS, run_ranks
+from helpers.ranks import TESTS, launch_ranks
 from helpers.tiny_run import metrics_of
 
 from reinforce_rl.monitoring.records import read_tokens, rollout_files
@@ -30,20 +30,14 @@ def test_a_run_goes_through(
     overrides: tuple[str, ...], limits: tuple[int, ...], tmp_path: Path
 ) -> None:
     for steps in limits:  # the second one uses the rollouts of a checkpoint
+        limit = f"trainer.reinforce.max_steps={steps}"
         limits_of_run = (
             "trainer.reinforce.max_epochs=3",
             "trainer.reinforce.save_interval=1",
-            f"trainer.reinforce.max_steps={steps}",
+            limit,
         )
-        run_ranks(
-            SCRIPT,
-            2,
-            tmp_path,
-            *APART,
-            *limits_of_run,
-            *overrides,
-            timeout=200,
-        )
+        done = launch_ranks(SCRIPT, 2, tmp_path, *APART, *limits_of_run, *overrides, timeout=200)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [line for line in metrics_of(tmp_path) if "train/rewards" in line]
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:

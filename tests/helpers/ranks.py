@@ -44,24 +44,30 @@ def call_on_ranks(
     Raises:
         AssertionError: a rank failed or timed out, with the output; all ranks are killed.
     """
-    where = (function.__module__, inspect.getfile(function), function.__qualname__)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", *warm.MODULES])
-    environment = {
-        **environment_of_ranks(),
+    address = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port("127.0.0.1")),
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
     }
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, environment):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, environment_of_ranks()),
+    ):
         ranks = []
         for rank in range(nproc):
-            variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(
-                context.Process(target=_be_rank, args=(Path(folder), variables, where, args))
-            )
-            ranks[-1].start()
+            environment = {
+                **os.environ,
+                **address,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            }
+            of_rank = (Path(folder), environment, reference(function), args)
+            process = context.Process(target=_be_rank, args=of_rank)
+            process.start()
+            ranks.append(process)
         try:
             failure = _failure(ranks, time.monotonic() + timeout)
         finally:
@@ -72,14 +78,12 @@ def call_on_ranks(
         printed = Path(folder, "output").read_text(encoding="utf-8", errors="replace")
         assert not failure, f"{function.__name__} on {nproc} ranks {failure}:\n{printed}"
         print(printed)
-        return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(nproc)]
+        files = [Path(folder, str(rank)) for rank in range(nproc)]
+        return [torch.load(file, weights_only=False) for file in files]
 
 
 def _be_rank(
-    folder: Path,
-    environment: dict[str, str],
-    where: tuple[str, str, str],
-    args: Sequence[object],
+    folder: Path, environment: dict[str, str], where: Sequence[str], args: Sequence[object]
 ) -> None:
     # A collection would copy the memory that it marks.
     gc.freeze()
@@ -89,16 +93,23 @@ def _be_rank(
     die_with_parent(os.getppid())
     os.environ.clear()
     os.environ.update(environment)
-    name, file, function = where
-    if name not in sys.modules:
+    torch.save(resolve(*where)(*args), folder / environment["RANK"])
+
+
+def reference(function: Callable[..., Any]) -> list[str]:
+    """Return the arguments of `resolve` in another process."""
+    return [function.__module__, inspect.getfile(function), function.__qualname__]
+
+
+def resolve(module: str, file: str, name: str) -> Callable[..., Any]:
+    if module not in sys.modules:
         # A test module is not importable by its name.
-        spec = importlib.util.spec_from_file_location(name, file)
+        spec = importlib.util.spec_from_file_location(module, file)
         assert spec is not None
         assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    result = getattr(sys.modules[name], function)(*args)
-    torch.save(result, folder / environment["RANK"])
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    return getattr(sys.modules[module], name)
 
 
 def _failure(ranks: Sequence[Any], deadline: float) -> str:

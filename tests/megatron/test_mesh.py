@@ -151,11 +151,13 @@ def check_time_limits() -> None:
 def check(mesh: Mesh, tp_size: int) -> None:
     dp_size = 2 // tp_size
     assert (mesh.world_size, mesh.tp_size, mesh.dp_size) == (2, tp_size, dp_size)
-    assert (mesh.dp_rank, mesh.tp_rank) == ((0, mesh.rank) if tp_size == 2 else (mesh.rank, 0))
+    ranks = (0, mesh.rank) if tp_size == 2 else (mesh.rank, 0)
+    assert (mesh.dp_rank, mesh.tp_rank) == ranks
     assert mesh.is_main == (mesh.rank == 0)
     assert mesh.gather_over_dp(f"dp {mesh.dp_rank}") == [f"dp {i}" for i in range(dp_size)]
     local_values = torch.tensor([1.0, 10.0 * mesh.dp_rank])
-    assert mesh.sum_over_dp(local_values).tolist() == ([2.0, 10.0] if dp_size == 2 else [1.0, 0.0])
+    sums = [2.0, 10.0] if dp_size == 2 else [1.0, 0.0]
+    assert mesh.sum_over_dp(local_values).tolist() == sums
     assert local_values.tolist() == [1.0, 10.0 * mesh.dp_rank]
     assert mesh.from_model_parallel_rank_0(mesh.rank) == (0 if tp_size == 2 else mesh.rank)
     assert mesh.any_rank(mesh.rank == 1)

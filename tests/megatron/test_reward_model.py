@@ -36,7 +36,11 @@ KINDS = list(itertools.product(FAMILIES, (1, 5)))
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("classifiers")
-    return {kind: classifier_folder(root / f"{kind[0]}{kind[1]}", *kind) for kind in KINDS}
+    folders = {}
+    for family, labels in KINDS:
+        folder = root / f"{family}{labels}"
+        folders[family, labels] = classifier_folder(folder, family, labels)
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +60,8 @@ def test_a_classifier_scores_as_in_transformers(kind, folders, expected, mesh):
     torch.testing.assert_close(scores, expected[kind], atol=1e-5, rtol=0)
     alone = transformers_scores(folders[kind], sequences_to_score(), padded=False)
     torch.testing.assert_close(scores, alone, atol=1e-5, rtol=0)
-    torch.testing.assert_close(
-        torch.tensor(scored.rewards), expected[kind].mean(1), atol=1e-5, rtol=0
-    )
+    rewards = torch.tensor(scored.rewards)
+    torch.testing.assert_close(rewards, expected[kind].mean(1), atol=1e-5, rtol=0)
     assert model.score(sequences_to_score()) == scored.rewards
     assert model.attributes == (HELPSTEER if kind[1] == 5 else ())
 
@@ -83,8 +86,11 @@ def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, 
 
 def scores_of(folders, layout):
     with parallel_mesh(*layout) as mesh:
-        models = [load_reward_model(folder, None, mesh, batching=Batching(4)) for folder in folders]
-        return [model.score_attributes(sequences_to_score()).attributes for model in models]
+        scores = []
+        for folder in folders:
+            model = load_reward_model(folder, None, mesh, batching=Batching(4))
+            scores.append(model.score_attributes(sequences_to_score()).attributes)
+        return scores
 
 
 @pytest.mark.parametrize(
@@ -126,9 +132,8 @@ def test_shares_of_positions_add_up(pooling):
     expected = torch.stack([row.mean(0) if pooling == "mean" else row[-1] for row in rows])
     torch.testing.assert_close(whole, expected)
     parts = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])]
-    torch.testing.assert_close(
-        sum(pool(hidden[:, part], lengths, pooling, part) for part in parts), whole
-    )
+    shares = [pool(hidden[:, part], lengths, pooling, part) for part in parts]
+    torch.testing.assert_close(sum(shares), whole)
 
 
 def test_a_folder_without_a_head_says_what_to_give(tmp_path, mesh):

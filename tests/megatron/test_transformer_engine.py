@@ -13,7 +13,8 @@ import torch
 from helpers.batches import flat, relative_difference
 from helpers.errors import raises_error
 from helpers.families import MODELS
-from helpers.layouts import LORA, Layout, computed
+from helpers.layouts import Layout, computed
+from helpers.lora import EVERY
 from helpers.models import tiny_family_folder
 from helpers.policies import megatron_model, transformers_model
 from helpers.ranks import TESTS
@@ -44,7 +45,7 @@ def without(out, mesh):
         model_folder = out / name / "model"
         folder = tiny_family_folder(model_folder, family, **{**keys, "num_hidden_layers": 4})
         results[name] = {
-            updates: computed(Layout(updates=updates), folder, mesh) for updates in (None, LORA)
+            updates: computed(Layout(updates=updates), folder, mesh) for updates in (None, EVERY)
         }
     return results
 

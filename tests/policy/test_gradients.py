@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from helpers.batches import (
+    TEMPERATURE,
     VOCAB_SIZE,
     actor_of,
-    brute_force_gradient,
+    flat,
     gradient_of,
     relative_difference,
     rows_of,
@@ -17,10 +19,12 @@ from helpers.batches import (
     whole_batch,
 )
 from helpers.models import tiny_llama_folder
-from helpers.policies import transformers_model
+from helpers.policies import brute_force_scores, named_gradients, transformers_model
 from helpers.ranks import call_on_ranks
+from torch import Tensor
 
 from reinforce_rl.config.model import OptimConfig
+from reinforce_rl.data.batches import ReinforceBatch
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 
@@ -32,6 +36,27 @@ SPLITS = {
     "uneven": ([0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]),
     "one rank has none": (list(range(12)), []),
 }
+
+
+def brute_force_gradient(model: Any, batch: ReinforceBatch) -> tuple[float, Tensor]:
+    """Return the policy-gradient loss and its gradient on transformers' model.
+
+    The loss is -(sum over valid samples of A * log p(response)) / N.
+    """
+    rollouts = batch.rollouts
+    rows = rollouts.valid
+    log_probs = brute_force_scores(
+        model,
+        rollouts.sequences[rows],
+        rollouts.prompt_lengths[rows],
+        rollouts.response_lengths[rows],
+        temperature=TEMPERATURE,
+        width=rollouts.width,
+    )[0]
+    loss = -(batch.advantages[rows] * log_probs).sum() / int(rows.sum())
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), flat(named_gradients(model))
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +226,9 @@ def gradients_of_two_ranks(folder, tp_size):
         results["foreach norm"] = optimizer._foreach_norm()
         results["norm"] = optimizer.step().grad_norm
         results["log_probs"] = actor.get_inference_log_probs(
-            batch.rollouts.sequences, batch.rollouts.prompt_lengths, batch.rollouts.response_lengths
+            batch.rollouts.sequences,
+            batch.rollouts.prompt_lengths,
+            batch.rollouts.response_lengths,
         )
     return results
 

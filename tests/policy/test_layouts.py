@@ -11,12 +11,12 @@ from helpers.batches import VOCAB_SIZE, flat, relative_difference
 from helpers.layouts import (
     ALL_LAYOUTS,
     LAYOUTS,
-    LORA,
     LORA_LAYOUTS,
     Layout,
     computed,
-    computed_on_ranks,
+    on_layouts,
 )
+from helpers.lora import EVERY
 from helpers.models import tiny_llama_folder
 from helpers.policies import random_tokens, transformers_logits, transformers_model
 from helpers.ranks import call_on_ranks
@@ -38,7 +38,7 @@ def folder(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_process(folder, mesh):
     """The whole model trained, and LoRA updates alone."""
-    every = {"whole": Layout(), "lora": Layout(updates=LORA)}
+    every = {"whole": Layout(), "lora": Layout(updates=EVERY)}
     return {kind: computed(layout, folder, mesh, folder / kind) for kind, layout in every.items()}
 
 
@@ -80,7 +80,7 @@ def check(name, folder, one_process, ranks, out):
 
 def run_and_check(names, folder, one_process, out):
     ranks = ALL_LAYOUTS[names[0]].ranks
-    results = call_on_ranks(computed_on_ranks, ranks, folder, names, out, timeout=600)
+    results = call_on_ranks(on_layouts, ranks, names, computed, folder, out, timeout=600)
     for name in names:
         check(name, folder, one_process, [of_rank[name] for of_rank in results], out)
 

@@ -35,12 +35,12 @@ def folder(request, tmp_path_factory) -> Path:
 
 def use_on_ranks(names, folder: Path) -> dict[str, dict[str, Any]]:
     with one_group():
-        return {
-            name: dataclasses.asdict(
-                measured(overrides_of(folder, CASES[name].ranks, *CASES[name].overrides))
-            )
-            for name in names
-        }
+        uses = {}
+        for name in names:
+            case = CASES[name]
+            use = measured(overrides_of(folder, case.ranks, *case.overrides))
+            uses[name] = dataclasses.asdict(use)
+        return uses
 
 
 def compare(names, folder: Path) -> None:
@@ -59,10 +59,8 @@ def compare(names, folder: Path) -> None:
             for phase in of_stage.phases:
                 if phase.name not in use["phases"]:
                     continue  # the reference's pass is the policy's
-                there = (
-                    use["weights"] + use["gradients"] + use["optimizer"] + use["phases"][phase.name]
-                )
                 in_phase = use["phases"][phase.name]
+                there = use["weights"] + use["gradients"] + use["optimizer"] + in_phase
                 sizes = f"{phase.total / 1e6:.2f} MB said, {in_phase / 1e6:.2f} found"
                 ratio = phase.total / in_phase
                 print(f"{name}, rank {rank}, {phase.name}: {sizes}, ratio {ratio:.3f}")

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import flat, relative_difference
+from helpers.batches import flat, gradient_of, relative_difference
 from helpers.errors import raises_error
-from helpers.layouts import LAYOUTS, SETTINGS, Layout
+from helpers.layouts import SETTINGS, Layout, on_layouts
 from helpers.models import tiny_llama_folder
-from helpers.ranks import call_on_ranks, one_group
+from helpers.policies import named_gradients
+from helpers.ranks import call_on_ranks
 from helpers.trainable import (
     CASES,
     NAMES,
@@ -25,7 +26,6 @@ from helpers.trainable import (
     VOCAB_SIZE,
     computed,
     examples_of,
-    gradient_of,
     model_of,
     take_gradient,
 )
@@ -87,8 +87,7 @@ def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, to
                     errors.append((scores[i, 0, k] - rating) ** 2)
         loss = torch.stack(errors).mean()
     loss.backward()
-    tensors = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return loss.item(), flat(tensors)
+    return loss.item(), flat(named_gradients(model))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -114,20 +113,11 @@ def assert_same(results: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(results[name], value, atol=2e-5, rtol=1e-5, msg=name)
 
 
-def computed_on_ranks(names: tuple[str, ...], folder: Path, out: Path) -> list[dict[str, Any]]:
-    results = []
-    with one_group():
-        for name in names:
-            with LAYOUTS[name].mesh() as mesh:
-                results.append(computed(LAYOUTS[name], folder, mesh, out / name))
-    return results
-
-
 def check_layouts(
     names: tuple[str, ...], ranks: int, folder: Path, expected: dict[str, Any], out: Path
 ) -> None:
-    for of_rank in call_on_ranks(computed_on_ranks, ranks, names, folder, out, timeout=300):
-        for results in of_rank:
+    for of_rank in call_on_ranks(on_layouts, ranks, names, computed, folder, out, timeout=300):
+        for results in of_rank.values():
             assert_same(results, expected)
 
 

@@ -215,7 +215,7 @@ def test_two_ranks_equal_one(tmp_path, mesh):
     with tiny_trainer(load_config(compose(*overrides, places[0])), mesh, SOME_ALIKE) as trainer:
         trainer.fit()
     on_two = [*overrides, places[1], "trainer.devices=2"]
-    ranks = call_on_ranks(train_on_ranks, 2, on_two, "SOME_ALIKE")
+    ranks = call_on_ranks(train_on_ranks, 2, on_two, SOME_ALIKE)
     expected, filtered = (list(map(however_cut, metrics_of(folder))) for folder in folders)
     assert any(line["train/groups_with_zero_std"] for line in expected)
     for step, (line, other) in enumerate(zip(filtered, expected, strict=True), 1):

@@ -21,7 +21,7 @@ from helpers.batches import (
 )
 from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
-from helpers.policies import brute_force_log_probs, transformers_model
+from helpers.policies import brute_force_scores, named_gradients, transformers_model
 from helpers.ranks import call_on_ranks
 from helpers.tiny_run import (
     compose,
@@ -249,14 +249,14 @@ def brute_force_ratio_gradient(
 ) -> Tensor:
     """PPO's clipped term of these rows, by autograd on transformers' model, one by one."""
     rollouts = batch.rollouts.select(rows)
-    log_probs = brute_force_log_probs(
+    log_probs = brute_force_scores(
         model,
         rollouts.sequences,
         rollouts.prompt_lengths,
         rollouts.response_lengths,
         temperature=TEMPERATURE,
         width=rollouts.width,
-    )
+    )[0]
     total = torch.zeros(())
     for i, length in enumerate(rollouts.response_lengths.tolist()):
         advantage = float(batch.advantages[rows[i], 0])
@@ -270,7 +270,7 @@ def brute_force_ratio_gradient(
         total = total - torch.minimum(rho * advantage, clipped * advantage).sum()
     model.zero_grad()
     (total / len(rows)).backward()
-    return flat({name: parameter.grad for name, parameter in model.named_parameters()})
+    return flat(named_gradients(model))
 
 
 @pytest.fixture(scope="module")
