@@ -6,24 +6,21 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from helpers.layouts import ALL_LAYOUTS as WITHOUT
-from helpers.layouts import Layout
+from helpers.layouts import ALL_LAYOUTS, Layout
 from helpers.ranks import TESTS, run_ranks
 
 FAKE = TESTS / "helpers/fake_te"
-ONE = "one process"
 
 
 def with_te(layout: Layout) -> Layout:
     return replace(layout, model=replace(layout.model, transformer_engine=True))
 
 
-LAYOUTS = {ONE: Layout(), **WITHOUT}
 # Layouts with Transformer Engine, by number of ranks.
 TE_LAYOUTS = {
     1: {"TE": with_te(Layout())},
     2: {
-        f"TE {name}": with_te(LAYOUTS[name])
+        f"TE {name}": with_te(ALL_LAYOUTS[name])
         for name in (
             "TP2",
             "TP2 SP full recompute",

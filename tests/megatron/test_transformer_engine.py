@@ -19,8 +19,8 @@ from helpers.models import tiny_family_folder
 from helpers.policies import megatron_model, transformers_model
 from helpers.ranks import TESTS
 from helpers.resharding import CASES as SETTINGS
-from helpers.resharding import load_and_train, save_and_train, stored_tensors, write_model
-from helpers.with_te import CASES, ONE, SAVED, TE_LAYOUTS, run_with_fake, with_te
+from helpers.resharding import ONE, load_and_train, save_and_train, stored_tensors, write_model
+from helpers.with_te import CASES, SAVED, TE_LAYOUTS, run_with_fake, with_te
 
 from reinforce_rl.megatron.model.layers import OLDEST_VERSION
 

@@ -21,7 +21,7 @@ from helpers.errors import raises_error
 from helpers.layouts import Layout, computed
 from helpers.policies import megatron_model
 from helpers.ranks import one_group
-from helpers.with_te import CASES, ONE, SAVED, TE_LAYOUTS
+from helpers.with_te import CASES, SAVED, TE_LAYOUTS
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
 from reinforce_rl.data.batches import Prompt
@@ -74,7 +74,7 @@ def check_that_an_old_one_is_refused(model: Path, layout: Layout, mesh: Mesh) ->
 
 def losses(out: Path, case: str, layout: str, mesh: Mesh) -> dict[str, Any]:
     saved, _ = resharding.save_and_train(out, case, layout, mesh)
-    loaded, _ = resharding.load_and_train(out, case, ONE, layout, mesh)
+    loaded, _ = resharding.load_and_train(out, case, resharding.ONE, layout, mesh)
     return {"saved": saved, "loaded": loaded}
 
 
