@@ -173,7 +173,7 @@ def results(run_dir: Path) -> list[dict]:
     """Return a run's metrics without timings, one line per step; step 0 is a validation."""
     lines = json_lines(run_dir / "metrics.jsonl")
     steps = [line["step"] for line in lines]
-    assert steps == list(range(steps[0], steps[0] + len(steps))), "each step once"
+    assert steps == [steps[0] + i for i in range(len(steps))], "each step once"
     return [without_times(line) for line in lines]
 
 
