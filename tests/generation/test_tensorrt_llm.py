@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.engine_fake import PACKAGE, in_small_buckets, install_fake
+from helpers import vllm_engine
+from helpers.engine_fake import PACKAGE, forget_fake, in_small_buckets, install_fake
 from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 from helpers.ranks import call_on_ranks, one_group
@@ -36,13 +37,9 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import Answer
 from reinforce_rl.generation.engine.generator import requests_of
-from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.hf_folder import HFFolder
-from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.policy.build import build_generator
 
 ENGINE = ("generation=tensorrt_llm", "engine.weight_bucket_megabytes=1")
 OF_RUNS = (
@@ -60,12 +57,8 @@ PARAMS = SamplingParams(max_length=5, stop_token_ids=(2, 5))
 
 def generator_of(folder: Path, mesh, *overrides: str):
     """Return the configured generator on the tiny model of a run's folder."""
-    cfg = compose(*tiny_overrides(folder), *ENGINE, *overrides)
-    config = load_config(cfg)
-    model = config.pretrained_checkpoint.restore_from_path
-    lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
-    load_hf_weights(lm, HFFolder(model))
-    return build_generator(config, lm, load_tokenizer(model))
+    _, generator = vllm_engine.generator_of(folder, mesh, *ENGINE, *overrides)
+    return generator
 
 
 def train_with_engine(folder: Path, mesh, *overrides: str) -> None:
@@ -161,7 +154,14 @@ class TestRun:
         self, runs, mesh, fake_engine
     ):
         """After the first step; its validation and prompts were 3 + 16 requests."""
-        calls = self.run(runs, "dies", mesh, fake_engine, fault="die", after=25)
+        calls = self.run(
+            runs,
+            "dies",
+            mesh,
+            fake_engine,
+            fault="die",
+            after=25,
+        )
         assert calls.count("AsyncLLM.setup_async") == 2
 
     @pytest.mark.slow
@@ -217,8 +217,7 @@ class TestContract:
 
     def test_nothing_of_it_is_imported_in_the_trainer(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted")
-        for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
-            del sys.modules[name]
+        forget_fake()
         engine = generator_of(tmp_path, mesh)
         with engine.awake():
             engine.generate(PROMPTS, 1, PARAMS, seed=3)
@@ -535,8 +534,7 @@ class TestConfiguration:
     def test_no_package(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted")
         sys.path.remove(str(PACKAGE))
-        for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
-            del sys.modules[name]
+        forget_fake()
         values = ("generation is tensorrt_llm", "package tensorrt_llm", "engine.python")
         with raises_error("generation.package.missing", *values):
             generator_of(tmp_path, mesh)

@@ -124,9 +124,9 @@ def _failure(ranks: Sequence[Any], deadline: float) -> str:
 
 
 @contextlib.contextmanager
-def one_group() -> Iterator[None]:
+def one_group(seconds: float = 60.0) -> Iterator[None]:
     """The process group of several meshes: joining the same store again is a race."""
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     yield
     torch.distributed.destroy_process_group()
 
