@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from helpers.toy_server import ToyServer
+
     from reinforce_rl.megatron.mesh import Mesh
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -88,3 +90,24 @@ def mesh() -> Iterator[Mesh]:
 
     with parallel_mesh() as only:
         yield only
+
+
+@pytest.fixture(scope="module")
+def server_options() -> list[str]:
+    """Options of the module's `server`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def shared_server(server_options: list[str], tmp_path_factory) -> Iterator[ToyServer]:
+    from helpers.toy_server import ToyServer
+
+    pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
+    with ToyServer(tmp_path_factory.mktemp("server"), *server_options) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: ToyServer) -> ToyServer:
+    """A real reward server with a toy model, which the tests of a module share."""
+    return shared_server.ensure_running()

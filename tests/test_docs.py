@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.losses import reinforce_loss
 from helpers.troubleshooting import messages, parts_of, texts_of
 from omegaconf import OmegaConf
 
 from reinforce_rl.algorithm.advantages import RewardGroups, leave_one_out, rloo
 from reinforce_rl.algorithm.kl import sequence_kl
-from reinforce_rl.algorithm.loss import Denominators
+from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.config.actor import ReinforceConfig, TrainerConfig
 from reinforce_rl.config.describe import expected_of
 from reinforce_rl.config.model import OptimConfig
@@ -187,7 +186,13 @@ def test_worked_example_of_the_algorithm_page():
     found_all = leave_one_out(RewardGroups.of(with_kl, group))
     baseline = found_all.baseline
     advantages = found_all.values
-    loss = reinforce_loss(log_probs, mask, advantages, everyone, Denominators(3, 0, 0))
+
+    def loss_of(advantages: torch.Tensor, trains: torch.Tensor) -> torch.Tensor:
+        inputs = LossInputs(mask, advantages[:, None].expand(mask.shape), trains)
+        denominators = Denominators(int(trains.sum()), 0, 0)
+        return policy_loss(log_probs, None, inputs, denominators, LossSettings())[0]
+
+    loss = loss_of(advantages, everyone)
     loss.backward()
     sums = log_probs.detach().sum(dim=1)
     for i in range(3):
@@ -202,5 +207,5 @@ def test_worked_example_of_the_algorithm_page():
 
     two = torch.tensor([True, True, False])
     advantages = rloo(with_kl, group, two)
-    loss = reinforce_loss(log_probs, mask, advantages, two, Denominators(2, 0, 0))
+    loss = loss_of(advantages, two)
     assert f"A = ({advantages[0]:.2f}, {advantages[1]:.2f}), M = 2, L = {loss.item():.2f}." in page

@@ -6,31 +6,38 @@ compared with one run of the launcher without faults.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from helpers.errors import printed_keys
 from helpers.real_run import (
+    EXAMPLES,
     OTHER_VOCAB_SIZE,
     STEPS,
     VOCAB_SIZE,
     Actor,
     RealServer,
     World,
-    freeze_at_step,
-    launch_local,
+    environment,
 )
 from helpers.tiny_run import compose, json_lines, tiny_trainer, without_times
 from helpers.toy_server import is_alive, wait_for
@@ -44,6 +51,7 @@ from reinforce_rl.reward_model.scorer import load_reward_model
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
+from reinforce_rl.utils.process import die_with_parent
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 triton = pytest.importorskip("tritonclient.http")
@@ -56,6 +64,98 @@ pytestmark = [
 WINDOW = 10  # steps at the beginning and at the end that are compared
 SEQUENCES = [[5, 6, 7], [9], list(range(4, 40)), [2, 63, 4, 4, 4, 17, 30]]
 TEXTS = ["the rate", "a", "one more sentence to read"]
+
+
+def freeze_at_step(step: int, actors: list[Actor], seconds: float = 240.0) -> None:
+    """Stop each actor by SIGSTOP after `step` steps."""
+    deadline = time.monotonic() + seconds
+    running = list(actors)
+    while running:
+        for actor in list(running):
+            assert actor.process.poll() is None, (
+                f"an actor ended before step {step}:\n{actor.output}"
+            )
+            if actor.step >= step:
+                os.kill(actor.process.pid, signal.SIGSTOP)
+                running.remove(actor)
+        assert time.monotonic() < deadline, "\n".join(actor.output for actor in running)
+        time.sleep(0.02)
+
+
+@dataclass
+class Launched:
+    """Result and observations of a run of examples/launch_local.py."""
+
+    run_dir: Path
+    code: int = -1
+    output: str = ""
+    command_lines: dict[psutil.Process, list[str]] = field(default_factory=dict)
+    shared_memory: set[Path] = field(default_factory=set)
+    left_in_tmp: list[str] = field(default_factory=list)
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """Return all descendants of the launcher."""
+        return list(self.command_lines)
+
+    @property
+    def port(self) -> int:
+        match = re.search(r"ready at http://127\.0\.0\.1:(\d+)", self.output)
+        assert match, self.output
+        return int(match.group(1))
+
+
+def launch_local(
+    world: World, run_dir: Path, *actor_overrides: str, seconds: float = 200.0
+) -> Launched:
+    """Run server and actor by the launcher to the end."""
+    launched = Launched(run_dir)
+    temporary = Path(tempfile.mkdtemp(prefix="e2e-"))  # short: Unix sockets are created in it
+    log = run_dir.with_name(f"{run_dir.name}.log")
+    command = [sys.executable, str(EXAMPLES / "launch_local.py"), "--run-dir", str(run_dir)]
+    command += ["--server-args", *world.server_overrides("mean")]
+    command += ["--actor-args", *world.actor_overrides(run_dir, *actor_overrides)]
+    deadline = time.monotonic() + seconds
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=file,
+            env={**environment(), "TMPDIR": str(temporary)},
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+    try:
+        while process.poll() is None:
+            assert time.monotonic() < deadline, (
+                f"the launcher ran past {seconds} s:\n{log.read_text()}"
+            )
+            look_at_descendants(process.pid, launched)
+            time.sleep(0.5)
+    finally:
+        if process.poll() is None:
+            process.kill()  # its reaper stops the other processes
+            process.wait()
+        launched.left_in_tmp = sorted(path.name for path in temporary.iterdir())
+        shutil.rmtree(temporary, ignore_errors=True)
+    launched.code = process.returncode
+    launched.output = log.read_text()
+    return launched
+
+
+def look_at_descendants(pid: int, launched: Launched) -> None:
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            # Look again each time: a process that was just forked still has its parent's command
+            # line.
+            with contextlib.suppress(psutil.Error):
+                launched.command_lines[process] = process.cmdline() or launched.command_lines.get(
+                    process, []
+                )
+    for process in launched.processes:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            launched.shared_memory.update(map(Path, re.findall(r"(/dev/shm/\S+)", maps)))
 
 
 @pytest.fixture(scope="module")

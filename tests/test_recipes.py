@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers.environments import needs_peers, peers_environment
 from helpers.models import tiny_llama_folder
-from helpers.peers_env import needs_peers, peers_environment
 
 from reinforce_rl.config.compose import CONF_FOLDER, compose
 from reinforce_rl.config.load import read_config

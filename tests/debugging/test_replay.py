@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers.errors import raises_error
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 from helpers.tiny_run import tiny_config
 from helpers.toy_server import free_port
 from helpers.traps import store
@@ -36,7 +36,6 @@ from reinforce_rl.trainer.run import train
 again = partial(replay, trust=True)  # the user's own run
 
 RL = "trainer.reinforce"
-SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "replay.py"
 ALL = ["prompts", "weights", "generate", "score", "logprobs", "advantages", "update"]
 REWARD = """
 def length_or_letters(prompt, response, record):
@@ -376,6 +375,14 @@ def test_another_machine_is_compared_within_rounding(folder: Path) -> None:
     assert replayed.sentence == "Nothing differs; not replayed: weights."
 
 
+def train_in(folder: Path, *overrides: str) -> None:
+    train(tiny_config(folder, *overrides))
+
+
+def again_as_json(folder: Path, reward: str, *overrides: str) -> dict[str, Any]:
+    return again(folder / "run", 4, reward=reward, overrides=overrides).as_json()
+
+
 @pytest.mark.slow
 def test_on_two_ranks(folder: Path) -> None:
     """The run was recorded on one rank, whose tokens are used.
@@ -384,9 +391,8 @@ def test_on_two_ranks(folder: Path) -> None:
     """
 
     def on_two(*overrides: str) -> dict[str, Any]:
-        printed = run_ranks(SCRIPT, 2, "stored", folder, "trainer.devices=2", *overrides)
-        line = next(line for line in printed.splitlines() if line.startswith("FOUND"))
-        return json.loads(line[6:])
+        keys = ("trainer.devices=2", *overrides)
+        return call_on_ranks(again_as_json, 2, folder, "stored", *keys)[0]
 
     replayed = on_two()
     skipped = [phase["name"] for phase in replayed["phases"] if phase["verdict"] == "not replayed"]
@@ -404,12 +410,10 @@ def test_on_two_ranks(folder: Path) -> None:
 @pytest.mark.more
 def test_recorded_on_two_ranks(tmp_path: Path) -> None:
     reward = "reward_function.name=helpers.reward_functions.counted"
-    run_ranks(SCRIPT, 2, "train", tmp_path, *SETTINGS, reward, "trainer.devices=2")
+    call_on_ranks(train_in, 2, tmp_path, *SETTINGS, reward, "trainer.devices=2")
     record = read_record(tmp_path / "run", 4)
     assert [len(phase.after) > 1 for phase in record.ranks] == [True, False]
-    printed = run_ranks(SCRIPT, 2, "restart", tmp_path)
-    line = next(line for line in printed.splitlines() if line.startswith("FOUND"))
-    replayed = json.loads(line[6:])
+    replayed = call_on_ranks(again_as_json, 2, tmp_path, "restart")[0]
     assert {phase["name"]: phase["verdict"] for phase in replayed["phases"]} == dict.fromkeys(
         ALL, "same"
     ), replayed
@@ -429,7 +433,7 @@ def test_recorded_with_separate_generators(staleness: int, generates: str, tmp_p
         "trainer.devices=2",
     ]
     reward = "reward_function.name=helpers.reward_functions.counted"
-    run_ranks(SCRIPT, 2, "train", tmp_path, *SETTINGS, reward, *apart)
+    call_on_ranks(train_in, 2, tmp_path, *SETTINGS, reward, *apart)
     replayed = again(tmp_path / "run", 5)
     assert verdicts(replayed) == {**dict.fromkeys(ALL, "same"), "generate": generates}, (
         replayed.sentence

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.ranks import TESTS
+from helpers.ranks import TESTS, launch_ranks
 from helpers.tiny_run import metrics_of
 
 from reinforce_rl.monitoring.records import read_tokens, rollout_files
@@ -39,27 +36,7 @@ def test_a_run_goes_through(
             "trainer.reinforce.save_interval=1",
             limit,
         )
-        launcher = [
-            sys.executable,
-            "-m",
-            "reinforce_rl.utils.ranks",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-        ]
-        command = [*launcher, str(SCRIPT), str(tmp_path), *APART, *limits_of_run, *overrides]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
-        }
-        done = subprocess.run(
-            command,
-            env=environment,
-            text=True,
-            capture_output=True,
-            timeout=200,
-        )
+        done = launch_ranks(SCRIPT, 2, tmp_path, *APART, *limits_of_run, *overrides, timeout=200)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [line for line in metrics_of(tmp_path) if "train/rewards" in line]
     assert [line["step"] for line in lines] == [1, 2, 3]

@@ -5,26 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from helpers.fake_cuda.machine import Machine
 from helpers.fake_cuda.mode import Ledger
-from helpers.fake_cuda.workloads import kernels_by_name
+from helpers.fake_cuda.workloads import Work, batch_of, kernels_by_name
 from helpers.public_configs import LLAMA_3_1_8B
 
 from reinforce_rl.algorithm.loss import Denominators, LossSettings
-from reinforce_rl.config.model import ModelConfig, RolloutConfig
-from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
-from reinforce_rl.data.finish_reasons import FINISH_LENGTH
-from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native.generator import NativeGenerator
-from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
 LAYERS = 2
 MODEL = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS}
@@ -43,75 +33,41 @@ def nothing_to_free_later() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A layout, and `samples` of each of `prompts` in micro-batches of `micro`."""
+class Case(Work):
+    """Work on a layout, in micro-batches of several sequences."""
 
+    samples: int = 4
+    prompt_tokens: int = 501
+    micro_batch: int = 4
     tp: int = 1
     cp: int = 1
     sp: bool = False
     window: int | None = None
-    dtype: torch.dtype = torch.bfloat16
-    shared_prefix: bool = False
-    prompts: int = 2
-    samples: int = 4
-    prompt_tokens: int = 501
-    response_tokens: int = 512
-    micro: int = 4
 
 
 def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]:
     """Return the ledgers of log-probs and of an update on one rank."""
-    model = MODEL | (
-        {"model_type": "mistral", "sliding_window": case.window} if case.window else {}
-    )
-    count = case.prompts * case.samples
-    total = case.prompt_tokens + case.response_tokens
-    sequences = torch.randint(3, 1000, (count, total))
-    groups = torch.arange(case.prompts).repeat_interleave(case.samples)
-    sequences[:, : case.prompt_tokens] = sequences[groups * case.samples, : case.prompt_tokens]
+    window = {"model_type": "mistral", "sliding_window": case.window} if case.window else {}
+    sequences = case.sequences(1000)
+    count = len(sequences)
+    prompt_lengths = torch.full((count,), case.prompt_tokens)
     # The last response of a group is shorter, and the first response of all is empty.
     lengths = torch.full((count,), case.response_tokens)
     if count > 1:
         lengths[case.samples - 1 :: case.samples] -= 100
         lengths[0] = 0
-    where: Any = (sequences, torch.full((count,), case.prompt_tokens), lengths, groups)
-    params = SamplingParams(max_length=case.response_tokens)
-    settings = ModelConfig(
-        micro_batch_size=case.micro,
-        seed=0,
-        shared_prefix=case.shared_prefix,
-        reinforce=RolloutConfig(forward_micro_batch_size=case.micro),
-    )
     loss = LossSettings(
         importance_ratio="sequence", generator_correction="token", entropy_bonus=0.01
     )
-    tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=2)
     with (
         machine.rank(rank, case.tp * case.cp),
         parallel_mesh(case.tp, 1, case.cp, sequence_parallel=case.sp) as mesh,
     ):
-        lm = CausalLM(Architecture.from_hf(model), mesh, case.dtype)
-        generator = NativeGenerator(lm, tokenizer)
-        actor = MegatronGPTReinforceActorModel(
-            lm, tokenizer, generator, settings, params, loss=loss, with_reference=False
-        )
+        actor = case.actor({**MODEL, **window}, mesh, loss=loss, with_reference=False)
+        groups = torch.arange(count) // case.samples
         with machine.gpu.counting() as forward:
-            log_probs = actor.get_inference_log_probs(*where)
-        zero = torch.zeros(count)
-        sample_ids = torch.arange(case.samples).repeat(case.prompts)
-        rollouts = RolloutBatch(
-            *where[:3],
-            group_ids=groups,
-            sample_ids=sample_ids,
-            finish_reasons=(FINISH_LENGTH,) * count,
-            rewards=zero,
-            valid=torch.ones(count, dtype=torch.bool),
-            init_log_probs=log_probs,
-            log_probs=log_probs,
-            generator_log_probs=log_probs,
-        )
-        advantages = torch.randn(count, log_probs.shape[1])
-        batch = ReinforceBatch(rollouts, zero, zero, zero, advantages, rollouts.valid)
+            log_probs = actor.get_inference_log_probs(sequences, prompt_lengths, lengths, groups)
+        batch = batch_of(sequences, prompt_lengths, lengths, case.samples, log_probs)
         denominators = Denominators(float(count), float(lengths.sum()), float(case.response_tokens))
         with machine.gpu.counting() as update:
             actor.get_loss_and_metrics(batch, denominators, kl_coefficient=0.1, on_policy=False)
@@ -172,7 +128,9 @@ def test_32k_tokens_on_two_context_parallel_ranks(machine: Machine) -> None:
 
     There are no score matrices and no masks.
     """
-    case = Case(cp=2, prompts=1, samples=1, prompt_tokens=16384, response_tokens=16385, micro=1)
+    case = Case(
+        cp=2, micro_batch=1, prompts=1, samples=1, prompt_tokens=16384, response_tokens=16385
+    )
     for rank in (0, 1):
         forward, update = passes(machine, case, rank)
         keys = 2 * 32768 * 8 * 128 * 2  # bytes of a layer's keys and values in bf16

@@ -76,8 +76,22 @@ def cost_of_a_step(
 def whole_model(
     machine: Machine, folder: Path, shape: dict, layers: int, tp: int = 1, **options: bool
 ) -> Step:
-    single = cost_of_a_step(machine, folder, shape, 1, tp, **options)
-    double = cost_of_a_step(machine, folder, shape, 2, tp, **options)
+    single = cost_of_a_step(
+        machine,
+        folder,
+        shape,
+        1,
+        tp,
+        **options,
+    )
+    double = cost_of_a_step(
+        machine,
+        folder,
+        shape,
+        2,
+        tp,
+        **options,
+    )
     return single.plus(double.plus(single, -1), layers - 1)
 
 
@@ -97,7 +111,14 @@ def test_8b_at_batch_64(machine, folders):
 
 def test_a_graph_is_one_launch(machine, folders):
     """A sync raises during capture; tensor-parallel sums are captured."""
-    eager = cost_of_a_step(machine, folders[2], LLAMA_3_1_70B, 2, tp=8, use_graphs=False)
+    eager = cost_of_a_step(
+        machine,
+        folders[2],
+        LLAMA_3_1_70B,
+        2,
+        tp=8,
+        use_graphs=False,
+    )
     graphed = cost_of_a_step(machine, folders[2], LLAMA_3_1_70B, 2, tp=8)
     assert graphed.launches == 1
     assert eager.launches == eager.kernels == graphed.kernels > 100

@@ -17,7 +17,13 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
 
 from gpu_checks.base import FAKE, PASS, Context, Finding  # noqa: E402
 
-PHASES = ["training", "optimizer step", "generation", "log-probs", "reference log-probs"]
+PHASES = [
+    "training",
+    "optimizer step",
+    "generation",
+    "log-probs",
+    "reference log-probs",
+]
 
 
 def check(name: str, machine: Machine, folder: Path) -> Finding:
@@ -64,7 +70,14 @@ def test_memory_is_as_planned(machine: Machine, tmp_path: Path) -> None:
 
 
 def test_the_program_says_what_is_not_real(tmp_path: Path) -> None:
-    words = ["--fake", "--only", "machine", "correctness", "--out", str(tmp_path)]
+    words = [
+        "--fake",
+        "--only",
+        "machine",
+        "correctness",
+        "--out",
+        str(tmp_path),
+    ]
     command = [sys.executable, str(ROOT / "tools/gpu_check.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

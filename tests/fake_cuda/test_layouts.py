@@ -13,24 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import sequences
+from helpers.batches import actor_of, sequences
 from helpers.fake_cuda.machine import Machine
-from helpers.fake_cuda.workloads import check_collectives, run_layout, take_turns
+from helpers.fake_cuda.workloads import batch_of, check_collectives, run_layout, take_turns
 from helpers.families import MODELS, family_folder
 from helpers.layouts import ALL_LAYOUTS, LAYOUTS, SETTINGS, Layout
-from helpers.policies import megatron_model, random_tokens
+from helpers.policies import random_tokens
 from helpers.trainable import CASES, NAMES, PAD_ID, examples_of, model_of, take_gradient
 
-from reinforce_rl.config.model import ModelConfig, RolloutConfig
-from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
-from reinforce_rl.data.finish_reasons import FINISH_LENGTH
-from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.data.batches import Prompt
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.reward_model.scorer import MegatronRewardModel, load_trunk
 
 WINDOW = 7  # for families with a window: prompt and response are longer
@@ -76,36 +71,20 @@ def test_ranks_agree(machine: Machine, folders: dict[int, Path], name: str) -> N
 
 
 def update(folder: Path, mesh: Mesh, out: Path) -> None:
-    lm = megatron_model(folder, mesh, torch.bfloat16)
-    tokenizer = load_tokenizer(folder)
-    sampling = SamplingParams(max_length=2)
-    generator = NativeGenerator(lm, tokenizer)
-    prompt = Prompt(0, "", tuple(range(3, 3 + WINDOW + 2)))
-    assert generator.generate([prompt], 2, sampling, seed=0).tokens.shape == (2, 2)
-    settings = ModelConfig(
-        micro_batch_size=2,
-        seed=0,
+    actor = actor_of(
+        folder,
+        mesh,
+        dtype=torch.bfloat16,
+        forward_micro_batch_size=2,
         shared_prefix=False,
-        reinforce=RolloutConfig(forward_micro_batch_size=2),
+        with_reference=False,
     )
-    actor = MegatronGPTReinforceActorModel(
-        lm, tokenizer, generator, settings, sampling, with_reference=False
-    )
-    tokens = random_tokens(61, 2, WINDOW + 8)
-    zero = 0.0 * torch.ones(2)
-    prompt_lengths = torch.tensor([WINDOW + 2] * 2, dtype=torch.long)
-    response_lengths = torch.tensor([6, 3], dtype=torch.long)
-    rollouts = RolloutBatch(
-        sequences=tokens,
-        prompt_lengths=prompt_lengths,
-        response_lengths=response_lengths,
-        group_ids=torch.tensor([0, 1]),
-        sample_ids=torch.tensor([0, 0]),
-        finish_reasons=(FINISH_LENGTH,) * 2,
-        rewards=zero,
-        valid=zero == 0,
-    )
-    batch = ReinforceBatch(rollouts, zero, zero, zero, torch.ones(2, 6), rollouts.valid)
+    prompt = Prompt(0, "", tuple(range(3, 3 + WINDOW + 2)))
+    drawn = actor.generator.generate([prompt], 2, SamplingParams(max_length=2), seed=0)
+    assert drawn.tokens.shape == (2, 2)
+    prompt_lengths = torch.tensor([WINDOW + 2] * 2)
+    response_lengths = torch.tensor([6, 3])
+    batch = batch_of(random_tokens(61, 2, WINDOW + 8), prompt_lengths, response_lengths, samples=1)
     optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS))
     actor.get_loss_and_metrics(batch, sequences(2))
     optimizer.step()

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 from helpers.ranks import TESTS
-from helpers.with_te import FAKE
+from helpers.with_te import run_with_fake
 
 SCRIPT = TESTS / "helpers/rank_scripts/te_fake_cuda.py"
 
 
-def test_fewer_kernels_and_the_same_collectives_on_all_ranks(folders: dict[int, Path]) -> None:
-    path = os.pathsep.join(str(folder) for folder in (FAKE, TESTS, TESTS.parent))
-    command = [sys.executable, str(SCRIPT), str(folders[2])]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    counts = json.loads(done.stdout.splitlines()[-1])
+def test_fewer_kernels_and_the_same_collectives_on_all_ranks(
+    folders: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = run_with_fake(monkeypatch, SCRIPT, 1, folders[2])
+    counts = json.loads(printed.splitlines()[-1])
     of_engine = counts["with"]
     layers = 2
     assert of_engine["wgrad_accumulate"] == 4 * layers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model, random_tokens
 
 from reinforce_rl.data.batches import Prompt
-from reinforce_rl.generation.trtllm import adapter
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +35,13 @@ def prompts():
 
 
 @pytest.fixture
-def fake_engine(tmp_path, monkeypatch):
+def fake_engine(tmp_path):
     """Install a fake engine with its files below tmp_path; undo it after the test."""
-    from helpers.engine_fake import install_fake
-
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(adapter, "device_uuid", adapter.device_uuid)
-    monkeypatch.setenv("FAKE_ENGINE", "{}")
+    from helpers.engine_fake import install_fake, uninstalled_after
 
     def install(folder: Path = tmp_path / "engine", **options: object) -> Path:
         install_fake(folder, **options)  # type: ignore[arg-type]
         return folder
 
-    yield install
-    for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
-        del sys.modules[name]
+    with uninstalled_after():
+        yield install

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers.engine_fake import install_fake
+from helpers.engine_fake import install_fake, uninstalled_after
 from helpers.errors import raises_error
 from helpers.vllm_engine import (
     NUM_SAMPLES,
@@ -29,7 +29,6 @@ from reinforce_rl.generation.engine import Answer, process
 from reinforce_rl.generation.engine import generator as of_engine
 from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.generation.responses import new_responses
-from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 
 pytestmark = pytest.mark.timeout(600)
 # Each of these starts vLLM once or twice more; test_vllm.py and test_vllm_weights.py have similar
@@ -47,20 +46,16 @@ vllm_is_slow = pytest.mark.parametrize(
 def engine(request, tmp_path_factory, mesh) -> Iterator[EngineGenerator]:
     folder = tmp_path_factory.mktemp(request.param)
     vllm_model(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        overrides = ["generation=tensorrt_llm", "engine.request_timeout_seconds=5"]
-        if request.param == "vllm":
-            overrides = [*vllm_overrides(), "engine.request_timeout_seconds=20"]
-        else:
-            patch.setattr(sys, "path", list(sys.path))
-            patch.setattr(of_tensorrt_llm, "device_uuid", of_tensorrt_llm.device_uuid)
-            patch.setenv("FAKE_ENGINE", "{}")
+    is_fake = request.param == "tensorrt_llm"
+    with uninstalled_after() if is_fake else contextlib.nullcontext():
+        if is_fake:
             install_fake(folder / "engine", model="scripted")
+            overrides = ["generation=tensorrt_llm", "engine.request_timeout_seconds=5"]
+        else:
+            overrides = [*vllm_overrides(), "engine.request_timeout_seconds=20"]
         _, generator = generator_of(folder, mesh, *overrides)
         yield generator
         generator.close()
-        for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
-            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

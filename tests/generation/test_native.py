@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,15 +14,20 @@ import torch
 from helpers.errors import raises_error
 from helpers.flash import decode_statically
 from helpers.gumbel import gumbel_noise, noise_keys
-from helpers.log_probs import response_log_probs
 from helpers.models import smollm2_folder, tiny_llama_folder
-from helpers.policies import megatron_model, random_tokens, transformers_model
-from helpers.ranks import run_ranks
+from helpers.policies import (
+    megatron_model,
+    random_prompts,
+    response_log_probs,
+    transformers_model,
+)
+from helpers.ranks import call_on_ranks
 
 from reinforce_rl.data.batches import Prompt, join_prompts_and_responses
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model import model as model_module
 
 EOS = 2
@@ -240,10 +244,12 @@ def test_first_tokens_follow_the_model(engine, folder):
     completions = engine.generate(
         [prompt], 4000, SamplingParams(max_length=1, temperature=1.5), seed=1
     )
-    logits = transformers_model(folder)(torch.tensor([prompt.tokens])).logits[0, -1].detach()
+    tokens = torch.tensor([prompt.tokens])
+    logits = transformers_model(folder)(tokens).logits[0, -1].detach()
     expected = torch.softmax(logits / 1.5, dim=-1)
     frequencies = torch.bincount(completions.tokens[:, 0], minlength=63) / 4000
-    assert ((frequencies - expected).abs() < 5 * torch.sqrt(expected / 4000) + 1e-3).all()
+    bounds = 5 * torch.sqrt(expected / 4000) + 1e-3
+    assert ((frequencies - expected).abs() < bounds).all()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -446,7 +452,8 @@ def _margin(folder, prompt: Prompt, sample: int, response: torch.Tensor, seed: i
     logits = transformers_model(folder, torch.float64)(tokens).logits[0, -1].detach()
     keys = noise_keys(seed, np.array([prompt.id]), np.array([sample]), len(response) + 1)
     key = keys[:, -1]
-    first, second = (logits + gumbel_noise(key, len(logits))[0]).topk(2).values.tolist()
+    noise = gumbel_noise(key, len(logits))[0]
+    first, second = (logits + noise).topk(2).values.tolist()
     return first - second
 
 
@@ -488,6 +495,24 @@ def test_other_dtypes(dtype, folder, mesh, prompts):
     assert completions.log_probs.dtype == torch.float32
 
 
+def drawn_by_two_ranks(folders):
+    """Return tokens, lengths and log-probs by folder; bounded memory changes none."""
+    params = TestSamplesDependOnTheirKeysAlone.PARAMS
+    prompts = random_prompts(61, (3, 6, 9))
+    drawn = []
+    with parallel_mesh(2) as mesh:
+        for folder in folders:
+            lm = megatron_model(folder, mesh, torch.float64)
+            tokenizer = load_tokenizer(folder)
+            completions = NativeGenerator(lm, tokenizer).generate(prompts, 4, params, seed=3)
+            engine = NativeGenerator(lm, tokenizer, max_tokens=60)
+            bounded = engine.generate(prompts, 4, params, seed=3)
+            assert torch.equal(bounded.tokens, completions.tokens)
+            assert torch.equal(bounded.lengths, completions.lengths)
+            drawn.append((completions.tokens, completions.lengths, completions.log_probs))
+    return drawn
+
+
 @pytest.mark.slow
 def test_two_tensor_parallel_ranks_draw_the_same_tokens(mesh, tmp_path):
     folders = [
@@ -496,28 +521,18 @@ def test_two_tensor_parallel_ranks_draw_the_same_tokens(mesh, tmp_path):
             tmp_path / "odd_groups", logit_scale=2.0, heads=9, groups=3, hidden=36, tied=False
         ),
     ]
-    (tmp_path / "out").mkdir()
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/native_tp2.py"
-    run_ranks(
-        script,
-        2,
-        tmp_path / "out",
-        *folders,
-    )
-    tokens = random_tokens(61, 3, 9).tolist()
-    prompts = [prompt_of(i, row[: 3 + 3 * i]) for i, row in enumerate(tokens)]
-    for folder in folders:
+    ranks = call_on_ranks(drawn_by_two_ranks, 2, folders)
+    for position, folder in enumerate(folders):
         engine = NativeGenerator(
             megatron_model(folder, mesh, torch.float64), load_tokenizer(folder)
         )
-        expected = engine.generate(prompts, 4, TestSamplesDependOnTheirKeysAlone.PARAMS, seed=3)
-        for rank in (0, 1):
-            completions = torch.load(tmp_path / "out" / f"{folder.name}.{rank}")
-            assert torch.equal(completions["tokens"], expected.tokens)
-            assert torch.equal(completions["lengths"], expected.lengths)
-            torch.testing.assert_close(
-                completions["log_probs"], expected.log_probs, atol=1e-6, rtol=0
-            )
+        params = TestSamplesDependOnTheirKeysAlone.PARAMS
+        expected = engine.generate(random_prompts(61, (3, 6, 9)), 4, params, seed=3)
+        for drawn in ranks:
+            tokens, lengths, log_probs = drawn[position]
+            assert torch.equal(tokens, expected.tokens)
+            assert torch.equal(lengths, expected.lengths)
+            torch.testing.assert_close(log_probs, expected.log_probs, atol=1e-6, rtol=0)
 
 
 def test_no_prompts_no_responses(engine):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.flash import decode_statically
 from helpers.models import tiny_llama_folder
-from helpers.ranks import run_ranks
+from helpers.policies import megatron_model, random_prompts
+from helpers.ranks import call_on_ranks
 from helpers.recorded_graphs import stand_in
 
 from reinforce_rl.data.batches import Completions
@@ -25,6 +26,7 @@ from reinforce_rl.generation.native.generator import (
     can_decode_statically,
     padded_rows,
 )
+from reinforce_rl.megatron.mesh import parallel_mesh
 
 PARAMS = SamplingParams(max_length=20, stop_token_ids=(2, 5, 6, 7))
 KINDS = {
@@ -132,20 +134,52 @@ def test_a_capture_that_waits_for_the_device_fails(lm, folder, prompts, monkeypa
         engine.generate(prompts, 4, PARAMS, seed=3)
 
 
+def decode_both_ways(folder, tp, pp):
+    """Check that static decoding draws what decoding on a CPU draws, in float64."""
+    prompts = random_prompts(61, (3, 6, 9))
+    stops = SamplingParams(
+        max_length=16, stop_token_ids=(2, 5, 6, 7, 8, 9, 10, 11), repetition_penalty=1.2
+    )
+    plain = SamplingParams(max_length=11)
+    with parallel_mesh(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, timeout_seconds=60
+    ) as mesh:
+        lm = megatron_model(folder, mesh, torch.float64)
+        tokenizer = load_tokenizer(folder)
+        passes = []
+        whole = StaticDecoding._read
+
+        def noted(decoding, group):
+            passes.append(group)
+            return whole(decoding, group)
+
+        for params, samples, max_tokens in (
+            (stops, 4, None),
+            (stops, 4, 60),
+            (plain, 5, None),
+            (stops, 1, 30),
+        ):
+            engine = NativeGenerator(lm, tokenizer, max_tokens, use_graphs=False)
+            expected = engine.generate(prompts, samples, params, seed=3)
+            passes.clear()
+            with pytest.MonkeyPatch.context() as patch:
+                decode_statically(patch)
+                patch.setattr(StaticDecoding, "_read", noted)
+                completions = engine.generate(prompts, samples, params, seed=3)
+            assert_same(completions, expected)
+            # Stages alternate between groups, so they never work on the same group at once.
+            assert len({id(group) for group in passes}) == pp
+            if pp > 1:
+                for previous, following in itertools.pairwise(passes):
+                    assert previous is not following
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1)], ids=["PP2", "TP2"])
 def test_two_ranks(tp, pp, folder, tmp_path):
     """Two stages with a group of rows each at a time, and two ranks that share each weight."""
     folder = tiny_llama_folder(tmp_path / "model", vocab_size=63, logit_scale=2.0, layers=4)
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/static_stages.py"
-    run_ranks(
-        script,
-        2,
-        folder,
-        tp,
-        pp,
-        timeout=150,
-    )
+    call_on_ranks(decode_both_ways, 2, folder, tp, pp, timeout=150)
 
 
 @pytest.mark.parametrize("use_graphs", [False, True])

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.engine_fake import PACKAGE, in_small_buckets
+from helpers import vllm_engine
+from helpers.engine_fake import PACKAGE, forget_fake, in_small_buckets, install_fake
 from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks, one_group
 from helpers.tiny_run import (
     compose,
     however_cut,
@@ -36,30 +37,46 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import Answer
 from reinforce_rl.generation.engine.generator import requests_of
-from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.hf_folder import HFFolder
-from reinforce_rl.megatron.hf_weights import load_hf_weights
-from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.policy.build import build_generator
+from reinforce_rl.megatron.mesh import parallel_mesh
 
 ENGINE = ("generation=tensorrt_llm", "engine.weight_bucket_megabytes=1")
 OF_RUNS = (
     "trainer.reinforce.val_check_interval=2",
     "trainer.reinforce.initial_policy_kl_penalty=0",
 )
+LAYOUTS = {
+    "tp2": ("tensor_model_parallel_size", (2, 1, 1)),
+    "pp2": ("pipeline_model_parallel_size", (1, 2, 1)),
+    "cp2": ("context_parallel_size", (1, 1, 2)),
+}
 PROMPTS = [Prompt(7, "tea", (6, 7, 8)), Prompt(9, "to", (6, 9))]
 PARAMS = SamplingParams(max_length=5, stop_token_ids=(2, 5))
 
 
 def generator_of(folder: Path, mesh, *overrides: str):
     """Return the configured generator on the tiny model of a run's folder."""
-    cfg = compose(*tiny_overrides(folder), *ENGINE, *overrides)
-    config = load_config(cfg)
-    model = config.pretrained_checkpoint.restore_from_path
-    lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
-    load_hf_weights(lm, HFFolder(model))
-    return build_generator(config, lm, load_tokenizer(model))
+    _, generator = vllm_engine.generator_of(folder, mesh, *ENGINE, *overrides)
+    return generator
+
+
+def train_with_engine(folder: Path, mesh, *overrides: str) -> None:
+    """Train the model of a folder and export it to the folder `exported`."""
+    with tiny_trainer(tiny_config(folder, *OF_RUNS, *overrides), mesh) as trainer:
+        in_small_buckets(trainer.model.generator)
+        trainer.fit()
+        trainer.model.export(folder / "model", folder / "exported")
+        trainer.model.generator.close()
+
+
+def train_at_layouts(folder: Path) -> None:
+    with one_group():
+        for name, (key, layout) in LAYOUTS.items():
+            install_fake(folder / name / "engine", rank=torch.distributed.get_rank())
+            overrides = ("generation=tensorrt_llm", "trainer.devices=2", f"model.{key}=2")
+            with parallel_mesh(*layout) as mesh:
+                train_with_engine(folder / name, mesh, *overrides)
 
 
 def calls_of(folder: Path) -> list[str]:
@@ -137,33 +154,28 @@ class TestRun:
         self, runs, mesh, fake_engine
     ):
         """After the first step; its validation and prompts were 3 + 16 requests."""
-        calls = self.run(runs, "dies", mesh, fake_engine, fault="die", after=25)
+        calls = self.run(
+            runs,
+            "dies",
+            mesh,
+            fake_engine,
+            fault="die",
+            after=25,
+        )
         assert calls.count("AsyncLLM.setup_async") == 2
 
     @pytest.mark.slow
     @pytest.mark.timeout(900)
     def test_on_two_ranks(self, runs):
         """With TP=2 the engine has a worker on each device; it uses neither PP=2 nor CP=2."""
-        script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py"
-        run_ranks(
-            script,
-            2,
-            runs,
-            timeout=600,
-        )
-        for name in ("tp2", "pp2", "cp2"):
+        call_on_ranks(train_at_layouts, 2, runs, timeout=600)
+        for name in LAYOUTS:
             self.check(runs, name)
 
     def run(self, folder: Path, name: str, mesh, fake_engine, **options: object) -> list[str]:
         """Return the calls of a successful run on one rank."""
         given = fake_engine(folder=folder / name / "engine", **options)
-        config = tiny_config(folder / name, *OF_RUNS, *ENGINE)
-        with tiny_trainer(config, mesh) as trainer:
-            in_small_buckets(trainer.model.generator)
-            trainer.fit()
-            exported_folder = folder / name / "exported"
-            trainer.model.export(folder / "model", exported_folder)
-            trainer.model.generator.close()
+        train_with_engine(folder / name, mesh, *ENGINE)
         self.check(folder, name)
         return calls_of(given)
 
@@ -205,8 +217,7 @@ class TestContract:
 
     def test_nothing_of_it_is_imported_in_the_trainer(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted")
-        for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
-            del sys.modules[name]
+        forget_fake()
         engine = generator_of(tmp_path, mesh)
         with engine.awake():
             engine.generate(PROMPTS, 1, PARAMS, seed=3)
@@ -523,8 +534,7 @@ class TestConfiguration:
     def test_no_package(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted")
         sys.path.remove(str(PACKAGE))
-        for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
-            del sys.modules[name]
+        forget_fake()
         values = ("generation is tensorrt_llm", "package tensorrt_llm", "engine.python")
         with raises_error("generation.package.missing", *values):
             generator_of(tmp_path, mesh)

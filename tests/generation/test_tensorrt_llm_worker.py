@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engine_fake import PACKAGE
+from helpers.engine_fake import PACKAGE, uninstalled_after
 from helpers.models import tiny_llama_folder
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,10 +34,8 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture
-def workers_of(monkeypatch):
+def workers_of():
     """Return a function that makes the workers of a folder's model."""
-    monkeypatch.setenv("FAKE_ENGINE", "{}")
-    monkeypatch.setattr(sys, "path", [str(PACKAGE), *sys.path])
 
     def make(folder: Path, count: int, dtype: str = "float32") -> list[Any]:
         fake = importlib.import_module("tensorrt_llm.worker")
@@ -46,9 +44,9 @@ def workers_of(monkeypatch):
             for rank in range(count)
         ]
 
-    yield make
-    for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
-        del sys.modules[name]
+    with uninstalled_after():
+        sys.path.insert(0, str(PACKAGE))
+        yield make
 
 
 def bucket_of(tensors: dict[str, Tensor], count: int) -> tuple[Any, dict[str, Any]]:
@@ -158,9 +156,7 @@ def test_a_worker_that_leaves_a_module_alone_is_found(tmp_path, workers_of):
     workers = workers_of(folder, 1)
     tensors = load_file(folder / "model.safetensors")
     check_held(update(workers, tensors), 2)
-    workers[0].engine.model_engine.model.model.layers[1].mlp.gate_up_proj.load = lambda weights: (
-        None
-    )
+    del workers[0].engine.model_engine.model.parts["model.layers.1.mlp.gate_up_proj"]
     fault = fault_of(workers, {name: 2 * tensor for name, tensor in tensors.items()})
     assert "old or wrong: model.layers.1.mlp.gate_up_proj.weight" in fault
 

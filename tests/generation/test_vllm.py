@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.errors import raises_error
 from helpers.models import smollm2_folder
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks, one_group
 from helpers.tiny_run import (
     however_cut,
     largest_difference,
@@ -35,7 +35,7 @@ from helpers.vllm_engine import (
     SMOLLM2,
     check_log_probs,
     draw,
-    engine_generator,
+    generator_of,
     processes_of,
     vllm_model,
     vllm_overrides,
@@ -46,9 +46,18 @@ from reinforce_rl.generation.engine import process
 from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.launch.check_engine import TEXTS
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
+from reinforce_rl.megatron.mesh import parallel_mesh
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-LAYOUTS = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "vllm_layouts.py"
+# Tensor and pipeline parallel sizes, and an engine's workers.
+LAYOUTS = {
+    "tp2_engine1": (2, 1, 1),
+    "tp2_engine2": (2, 1, 2),
+    "pp2_engine1": (1, 2, 1),
+    "pp2_engine2": (1, 2, 2),
+    "dp2": (1, 1, 1),
+}
+ENGINE_SECONDS = 600.0  # for which ranks wait while one starts an engine
 
 
 def train(
@@ -58,8 +67,8 @@ def train(
     bucket_bytes: int | None = SMALL_BUCKET,
     prompts: Sequence[str] | None = None,
     watch: Callable[[EngineGenerator], object] = lambda _: None,
-) -> list[dict]:
-    """Run three steps with vLLM below `folder`; return the lines of metrics.jsonl."""
+) -> None:
+    """Run three steps with vLLM below `folder`."""
     config = tiny_config(folder, *OF_RUNS, *vllm_overrides(), *overrides, prompts=prompts)
     with tiny_trainer(config, mesh) as trainer:
         generator = trainer.model.generator
@@ -70,7 +79,32 @@ def train(
             trainer.fit()
         finally:
             generator.close()
-    return metrics_of(folder)
+
+
+def train_at_layouts(folder: Path, *names: str) -> None:
+    with one_group(ENGINE_SECONDS):
+        for name in names:
+            tensor, pipeline, workers = LAYOUTS[name]
+            overrides = (
+                "trainer.devices=2",
+                f"model.tensor_model_parallel_size={tensor}",
+                f"model.pipeline_model_parallel_size={pipeline}",
+                f"engine.tensor_parallel_size={workers}",
+            )
+            with parallel_mesh(tensor, pipeline) as mesh:
+                train(folder / name, mesh, *overrides)
+
+
+def train_smollm2(folder: Path) -> None:
+    with one_group(ENGINE_SECONDS), parallel_mesh() as mesh:
+        train(
+            folder,
+            mesh,
+            *SMOLLM2,
+            "trainer.devices=2",
+            bucket_bytes=None,
+            prompts=TEXTS,
+        )
 
 
 def beside(folder: Path, model: Path) -> Path:
@@ -113,7 +147,7 @@ class TestSmolLM2:
 
     def test_on_two_ranks(self, tmp_path):
         folder = beside(tmp_path / "run", smollm2_folder())
-        run_ranks(LAYOUTS, 2, folder, "smollm2", timeout=500)
+        call_on_ranks(train_smollm2, 2, folder, timeout=500)
         check_log_probs(folder)
 
 
@@ -179,11 +213,11 @@ def test_a_killed_engine_is_restarted_with_the_present_weights(
     """test_engines.py kills a host while it works."""
     folder = beside(tmp_path / "run", undisturbed / "model")
     killers = []
-    metrics = train(
+    train(
         folder, mesh, watch=lambda generator: killers.append(Killer(monkeypatch, generator, names))
     )
     assert killers[0].has_struck_thrice
-    for line, other in zip(metrics, metrics_of(undisturbed), strict=True):
+    for line, other in zip(metrics_of(folder), metrics_of(undisturbed), strict=True):
         assert without_times(line) == without_times(other)
     for step in (1, 2, 3):
         assert rollouts_of(folder, step) == rollouts_of(undisturbed, step)
@@ -221,7 +255,7 @@ class TestHung:
     def engine(self, tmp_path_factory, mesh):
         folder = tmp_path_factory.mktemp("hung")
         vllm_model(folder)
-        _, generator = engine_generator(folder, mesh, *self.DEADLINES)
+        _, generator = generator_of(folder, mesh, *vllm_overrides(), *self.DEADLINES)
         yield generator, draw(generator).tokens
         generator.close()
 
@@ -313,7 +347,7 @@ class TestLayouts:
     def test_train_as_one_rank_does(self, tmp_path, undisturbed, names):
         for name in names:
             beside(tmp_path / name, undisturbed / "model")
-        run_ranks(LAYOUTS, 2, tmp_path, *names, timeout=500)
+        call_on_ranks(train_at_layouts, 2, tmp_path, *names, timeout=500)
         for name in names:
             check_log_probs(tmp_path / name)
             for step in (1, 2, 3):

@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from helpers.errors import raises_error
-from helpers.lora import EVERY, SOME
-from helpers.models import tiny_llama_folder
-from helpers.tiny_run import compose, tiny_overrides
-from helpers.vllm_engine import SHAPE, TOLERANCE, draw, log_prob_gap, vllm_overrides
+from helpers.policies import all_logits
+from helpers.vllm_engine import (
+    TOLERANCE,
+    draw,
+    generator_of,
+    log_prob_gap,
+    vllm_model,
+    vllm_overrides,
+)
 
-from reinforce_rl.config.load import load_config
-from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.engine import generator as of_engine
 from reinforce_rl.generation.engine.generator import EngineGenerator
-from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_folder import HFFolder
-from reinforce_rl.megatron.hf_weights import load_hf_weights
-from reinforce_rl.megatron.lora import LoraSettings, add_lora, updates_of
+from reinforce_rl.megatron.lora import updates_of
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.policy.build import build_generator
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
-def engine_of(
-    folder, mesh, settings: LoraSettings, *overrides: str
-) -> tuple[CausalLM, EngineGenerator]:
+LORA = "model.peft.peft_scheme=lora"
+TUNING = "model.peft.lora_tuning"
+EVERY = (LORA, f"{TUNING}.adapter_dim=3", f"{TUNING}.alpha=7")
+SOME_MODULES = f"{TUNING}.target_modules=[q_proj,v_proj,o_proj,up_proj]"
+SOME = (LORA, f"{TUNING}.adapter_dim=2", f"{TUNING}.alpha=3", SOME_MODULES)
+
+
+def engine_of(folder, mesh, *overrides: str) -> tuple[CausalLM, EngineGenerator]:
     """The vocabulary is not a multiple of vLLM's padding."""
-    model = tiny_llama_folder(
-        folder / "model", vocab_size=61, layers=2, max_positions=16, logit_scale=2.0, **SHAPE
-    )
-    cfg = compose(*tiny_overrides(folder), *vllm_overrides(), *overrides)
-    config = load_config(cfg)
-    lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
-    load_hf_weights(lm, HFFolder(model))
-    add_lora(lm, settings)
-    generator = build_generator(config, lm, load_tokenizer(model))
-    assert isinstance(generator, EngineGenerator)
-    return lm, generator
+    vllm_model(folder, vocab_size=61)
+    return generator_of(folder, mesh, *vllm_overrides(), *overrides)
 
 
 @torch.no_grad()
@@ -65,12 +61,12 @@ def test_samples_are_of_the_present_updates(tmp_path, mesh, monkeypatch, setting
     monkeypatch.setattr(
         of_engine, "send_weights", lambda *args, **options: (sent.append(1), send(*args, **options))
     )
-    lm, generator = engine_of(tmp_path, mesh, settings, f"vllm.load_adapters={alone}")
+    lm, generator = engine_of(tmp_path, mesh, *settings, f"vllm.load_adapters={alone}")
     generator._arguments = replace(generator._arguments, tensor_parallel_size=workers)
     completions = []
     for seed in range(3):
         completions.append(draw(generator))
-        assert log_prob_gap(lm, completions[-1]) < TOLERANCE
+        assert log_prob_gap(partial(all_logits, lm), completions[-1]) < TOLERANCE
         change_updates(lm, seed)
     generator.close()
     assert len({tuple(drawn.tokens.flatten().tolist()) for drawn in completions}) == 3
@@ -87,7 +83,7 @@ def test_an_update_that_is_not_what_was_sent_ends_the_run_by_name(tmp_path, mesh
         write({**tensors, name: tensors[name] + 1e-3}, *rest)
 
     monkeypatch.setattr(of_engine, "write_adapter", wrong)
-    _, generator = engine_of(tmp_path, mesh, EVERY)
+    _, generator = engine_of(tmp_path, mesh, *EVERY)
     generator._was_restarted = True  # otherwise it would be tried twice
     values = ("1 LoRA matrices", "model.layers.1.self_attn.v_proj.lora_B")
     with raises_error("generation.engine.failed_again", *values):

@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from helpers.policies import all_logits
 from helpers.vllm_engine import (
     NUM_SAMPLES,
     PARAMS,
     TOLERANCE,
     change_weights,
     draw,
-    engine_generator,
+    generator_of,
     log_prob_gap,
     vllm_model,
+    vllm_overrides,
 )
 
 from reinforce_rl.data.batches import Prompt
@@ -27,15 +30,15 @@ from reinforce_rl.data.batches import Prompt
 @pytest.mark.timeout(900)  # it may have to create vLLM's environment
 def test_log_probs_are_the_trainers_before_and_after_an_update(tmp_path, mesh):
     vllm_model(tmp_path)
-    lm, generator = engine_generator(
-        tmp_path, mesh, "engine.max_batch_size=8", "engine.max_num_tokens=16"
-    )
+    overrides = ("engine.max_batch_size=8", "engine.max_num_tokens=16")
+    lm, generator = generator_of(tmp_path, mesh, *vllm_overrides(), *overrides)
+    logits_of = partial(all_logits, lm)
     before = draw(generator)
-    assert log_prob_gap(lm, before) < TOLERANCE
+    assert log_prob_gap(logits_of, before) < TOLERANCE
     change_weights(lm)
     after = draw(generator)
-    assert log_prob_gap(lm, after) < TOLERANCE
-    assert log_prob_gap(lm, before) > 10 * TOLERANCE, "the update changed nothing"
+    assert log_prob_gap(logits_of, after) < TOLERANCE
+    assert log_prob_gap(logits_of, before) > 10 * TOLERANCE, "the update changed nothing"
     assert torch.equal(draw(generator).tokens, after.tokens), "the same seeds"
     long = Prompt(1, "", tuple(range(6, 15)))
     with generator.awake():

@@ -6,47 +6,40 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers.lora import EVERY
-from helpers.models import tiny_llama_folder
+from helpers.altered_vllm import alter
 from helpers.policies import random_tokens
-from helpers.ranks import run_ranks
-from helpers.tiny_run import compose, tiny_overrides
+from helpers.ranks import call_on_ranks, one_group
 from helpers.vllm_engine import (
     PROMPTS,
-    SHAPE,
+    SMALL_BUCKET,
     TOLERANCE,
     change_weights,
+    generator_of,
     processes_of,
+    vllm_model,
     vllm_overrides,
 )
-from helpers.watched_vllm import watched
 from helpers.weight_updates import Action, PlannedUpdates, Versions
 
-from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH
-from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.engine import process
 from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.generation.responses import new_responses
-from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_folder import HFFolder
-from reinforce_rl.megatron.hf_weights import load_hf_weights
-from reinforce_rl.megatron.lora import add_lora, updates_of
+from reinforce_rl.megatron.lora import updates_of
+from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.policy.build import build_generator
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-RANKS = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "vllm_updates.py"
 
 AT_ONCE = 4  # requests that the engine decodes at a time; others wait
 # Longer than a block of vLLM's cache on a CPU, 128 tokens, so that requests share prefixes.
@@ -113,20 +106,14 @@ class Engine:
 @pytest.fixture(scope="module", params=["whole", "lora"])
 def made(request, tmp_path_factory, mesh) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp(request.param)
-    model = tiny_llama_folder(
-        folder / "model", vocab_size=32, layers=2, max_positions=512, logit_scale=2.0, **SHAPE
-    )
+    vllm_model(folder, max_positions=512)
     overrides = ["model.encoder_seq_length=512", f"engine.max_batch_size={AT_ONCE}"]
-    cfg = compose(*tiny_overrides(folder), *vllm_overrides(), *overrides)
-    config = load_config(cfg)
-    lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
-    load_hf_weights(lm, HFFolder(model))
     if request.param == "lora":
-        add_lora(lm, EVERY)
-        random = torch.Generator().manual_seed(0)
-    generator = build_generator(config, lm, load_tokenizer(model))
-    assert isinstance(generator, EngineGenerator)
-    generator._adapter = watched(generator._adapter, generator._engine)
+        tuning = "model.peft.lora_tuning"
+        overrides += ["model.peft.peft_scheme=lora", f"{tuning}.adapter_dim=3", f"{tuning}.alpha=7"]
+    lm, generator = generator_of(folder, mesh, *vllm_overrides(), *overrides)
+    alter(generator)
+    random = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
     def change_updates() -> None:
@@ -282,19 +269,62 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
     assert max(engine.gaps(updates.version, responses)) < TOLERANCE
 
 
-def test_two_tensor_parallel_ranks_get_the_same_actions(tmp_path):
-    tiny_llama_folder(
-        tmp_path / "model", vocab_size=32, layers=2, max_positions=128, logit_scale=2.0, **SHAPE
+def load_within_responses(folder: Path) -> dict[str, Any]:
+    """Load weights mid-response on two tensor-parallel ranks; return actions and responses."""
+    overrides = (
+        "trainer.devices=2",
+        "model.tensor_model_parallel_size=2",
+        "engine.tensor_parallel_size=1",
+        "model.encoder_seq_length=128",
     )
-    run_ranks(RANKS, 2, tmp_path, timeout=500)
-    first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
+    params = SamplingParams(max_length=100)
+    with one_group(500), parallel_mesh(2) as mesh:
+        lm, generator = generator_of(folder, mesh, *vllm_overrides(), *overrides)
+        generator._bucket_bytes = SMALL_BUCKET
+        alter(generator)
+        engine = generator._engine
+        versions = Versions(lm)
+        versions.keep(0)
+
+        def once_drawing() -> Action:
+            while engine is not None and engine.call("with_tokens") < 4:
+                time.sleep(0.01)
+            return mesh.from_model_parallel_rank_0("load")
+
+        def load() -> None:
+            change_weights(lm)
+            versions.keep(1)
+
+        updates = PlannedUpdates("continue", once_drawing, "continue", "stop", load=load)
+        with generator.awake():
+            if engine is not None:
+                engine.call("set_pace", SLOW)
+            partial = generator.resume(new_responses(PROMPTS, 2, 3), params, updates)
+        with generator.awake():
+            responses = generator.resume(partial, params, PlannedUpdates(version=1))
+        generator.close()
+        gaps = versions.gaps(0, responses)
+    gaps_of_drawn = [
+        row[: response.versions.count(0)] for row, response in zip(gaps, responses, strict=True)
+    ]
+    return {
+        "running": updates.running,
+        "partial": partial,
+        "responses": responses,
+        "gap": max(itertools.chain(*gaps_of_drawn)),
+    }
+
+
+def test_two_tensor_parallel_ranks_get_the_same_actions(tmp_path):
+    vllm_model(tmp_path, max_positions=128)
+    first, second = call_on_ranks(load_within_responses, 2, tmp_path, timeout=500)
     assert first == second
     assert first["running"][:2] == [4, 4]
     assert first["gap"] < TOLERANCE
-    finish_reasons = [response["finish_reason"] for response in first["found"]]
+    finish_reasons = [response.finish_reason for response in first["responses"]]
     assert finish_reasons == [FINISH_LENGTH] * 4
-    assert all(set(response["versions"]) == {0, 1} for response in first["found"])
-    for response, before in zip(first["found"], first["partial"], strict=True):
-        count = len(before["tokens"])
-        assert response["tokens"][:count] == before["tokens"]
-        assert response["versions"][:count] == before["versions"]
+    assert all(set(response.versions) == {0, 1} for response in first["responses"])
+    for response, before in zip(first["responses"], first["partial"], strict=True):
+        count = len(before.tokens)
+        assert response.tokens[:count] == before.tokens
+        assert response.versions[:count] == before.versions

@@ -5,28 +5,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers.altered_vllm import NAMED, alter
 from helpers.errors import raises_error
 from helpers.models import tiny_family_folder
-from helpers.policies import brute_force_log_probs, transformers_model
-from helpers.sabotaged_vllm import NAMED, SabotagedVLLM
+from helpers.policies import transformers_logits, transformers_model
 from helpers.vllm_engine import (
-    NUM_SAMPLES,
-    PARAMS,
-    PROMPTS,
     SMALL_BUCKET,
     TOLERANCE,
     change_weights,
     draw,
-    engine_generator,
+    generator_of,
+    log_prob_gap,
     vllm_model,
+    vllm_overrides,
 )
 
-from reinforce_rl.config.engines import VLLMConfig
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -40,12 +38,8 @@ QUICK = ("output layer lost",)  # the other faults are slow: each starts an engi
 def test_an_engine_that_computes_with_other_weights_is_refused_by_name(tmp_path, mesh, kind):
     """Proves that the check of an update can fail."""
     vllm_model(tmp_path, tied=kind == "output layer lost")
-    _, generator = engine_generator(tmp_path, mesh)
-    adapter = SabotagedVLLM(VLLMConfig())
-    adapter.kind = kind
-    assert generator._engine is not None
-    generator._adapter = adapter
-    generator._engine._adapter = adapter
+    _, generator = generator_of(tmp_path, mesh, *vllm_overrides())
+    alter(generator, kind)
     generator._was_restarted = True  # otherwise it would be tried again
     values = ("with the weights that it was given; ", NAMED[kind])
     with raises_error("generation.engine.failed_again", *values):
@@ -93,42 +87,17 @@ def test_log_probs_equal_transformers(tmp_path, mesh, family, tied, dtype):
     )
     folder = tiny_family_folder(tmp_path / "model", family, tie_word_embeddings=tied, **keys)
     precision = "bf16" if dtype == torch.bfloat16 else "32"
-    lm, generator = engine_generator(tmp_path, mesh, f"trainer.precision={precision}", dtype=dtype)
+    overrides = (*vllm_overrides(), f"trainer.precision={precision}")
+    lm, generator = generator_of(tmp_path, mesh, *overrides)
     generator._bucket_bytes = SMALL_BUCKET
+    gaps = []
     for update in range(2):
         completions = draw(generator)
         exported = export_hf_folder(lm, folder, tmp_path / f"exported_{update}")
-        assert gap_to_transformers(exported, completions) < (
-            TOLERANCE if dtype == torch.float32 else 0.1
-        )
+        logits_of = partial(transformers_logits, transformers_model(exported))
+        gaps.append(log_prob_gap(logits_of, completions))
+        assert gaps[-1] < (TOLERANCE if dtype == torch.float32 else 0.1)
         change_weights(lm)
-    assert (
-        gap_to_transformers(exported, completions)
-        < gap_to_transformers(tmp_path / "exported_0", completions) / 2
-    )
+    first_logits_of = partial(transformers_logits, transformers_model(tmp_path / "exported_0"))
+    assert gaps[-1] < log_prob_gap(first_logits_of, completions) / 2
     generator.close()
-
-
-def gap_to_transformers(folder: Path, completions) -> float:
-    """Return the largest difference to transformers' log-probs in fp32."""
-    rows = []
-    for row, length in enumerate(completions.lengths.tolist()):
-        response = completions.tokens[row, :length].tolist()
-        rows.append([*PROMPTS[row // NUM_SAMPLES].tokens, *response])
-    sequences = torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(row) for row in rows], batch_first=True
-    )
-    lengths = [len(prompt.tokens) for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
-    prompts = torch.tensor(lengths)
-    width = completions.tokens.shape[1]
-    with torch.no_grad():
-        expected = brute_force_log_probs(
-            transformers_model(folder),
-            sequences,
-            prompts,
-            completions.lengths,
-            PARAMS.temperature,
-            width,
-        )
-    is_token = torch.arange(width) < completions.lengths[:, None]
-    return float((expected - completions.log_probs)[is_token].abs().max())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from helpers.policies import brute_force_log_probs, megatron_model, padded_sequences
+from helpers.policies import hf_gradients, megatron_model, padded_sequences
 from torch import Tensor
 
 from reinforce_rl.algorithm.loss import Denominators
@@ -15,10 +15,9 @@ from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
-from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.lora import LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, ModelOptions
+from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, CausalLM, ModelOptions
 from reinforce_rl.megatron.optimizer import DEFAULT_OPTIM
 from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
@@ -26,7 +25,7 @@ TEMPERATURE = 0.7
 VOCAB_SIZE = 61
 # Four prompts with three samples each. Two samples are invalid, one of them empty; one valid sample
 # is empty too.
-PROMPT_LENGTHS = [4] * 3 + [9] * 3 + [1] * 3 + [6] * 3
+PROMPT_LENGTHS = [4, 4, 4, 9, 9, 9, 1, 1, 1, 6, 6, 6]
 RESPONSE_LENGTHS = [5, 2, 8, 3, 0, 7, 1, 0, 6, 4, 8, 2]
 INVALID = (4, 9)
 
@@ -107,44 +106,22 @@ def actor_of(
     )
 
 
-def gradient_of(actor: MegatronGPTReinforceActorModel) -> Tensor:
-    """Return the gradient buffers as one vector in Hugging Face's layout; a collective call.
+def gradient_of(model: Any) -> Tensor:
+    """Return an actor's or reward model's gradient buffers as a `whole_vector`."""
+    return whole_vector(model.lm, hf_gradients(model.lm, "main_grad"))
 
-    The weight mapping is linear, so it maps gradients too.
-    """
-    gradients: dict[str, Any] = {
-        name: parameter.main_grad  # type: ignore[attr-defined]
-        for name, parameter in parameters_of(actor.lm).items()
-    }
-    tensors = dict(hf_tensors(actor.lm, gradients))
-    return actor.mesh.from_model_parallel_rank_0(
-        flat(tensors) if actor.mesh.is_model_parallel_rank_0 else None
-    )  # type: ignore[arg-type]
+
+def whole_vector(lm: CausalLM, tensors: Any) -> Tensor:
+    """Return tensors in Hugging Face's layout as one vector; a collective call."""
+    vector = flat(dict(tensors)) if lm.mesh.is_model_parallel_rank_0 else None
+    return lm.mesh.from_model_parallel_rank_0(vector)
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:
-    return torch.cat([tensors[name].reshape(-1).double() for name in sorted(tensors)])
-
-
-def brute_force_gradient(model: Any, batch: ReinforceBatch) -> tuple[float, Tensor]:
-    """Return the policy-gradient loss and its gradient on transformers' model.
-
-    The loss is -(sum over valid samples of A * log p(response)) / N.
-    """
-    rollouts = batch.rollouts
-    rows = rollouts.valid
-    log_probs = brute_force_log_probs(
-        model,
-        rollouts.sequences[rows],
-        rollouts.prompt_lengths[rows],
-        rollouts.response_lengths[rows],
-        temperature=TEMPERATURE,
-        width=rollouts.width,
-    )
-    loss = -(batch.advantages[rows] * log_probs).sum() / int(rows.sum())
-    model.zero_grad()
-    loss.backward()
-    return loss.item(), flat({name: parameter.grad for name, parameter in model.named_parameters()})
+    vectors = []
+    for name in sorted(tensors):
+        vectors.append(tensors[name].reshape(-1).double())
+    return torch.cat(vectors)
 
 
 def relative_difference(tensor: Tensor, reference: Tensor) -> float:

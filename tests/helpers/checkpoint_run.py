@@ -75,10 +75,9 @@ class Run:
 
     def step(self, sequences: Tensor) -> tuple[float, float]:
         """Train on [n, 12] tokens; return this rank's loss before the step and the norm."""
-        lengths = (
-            torch.tensor([5, 3]).repeat(len(sequences) // 2),
-            torch.tensor([7, 6]).repeat(len(sequences) // 2),
-        )
+        pairs = len(sequences) // 2
+        prompt_lengths = torch.tensor([5, 3]).repeat(pairs)
+        response_lengths = torch.tensor([7, 6]).repeat(pairs)
 
         def hidden_of(model: Any, layout: PaddedSequences) -> Tensor:
             return layout.hidden(model)
@@ -90,7 +89,7 @@ class Run:
             loss = -scores.log_probs.sum()
             return loss, loss.item()
 
-        layouts = [PaddedSequences(self.lm, sequences, *lengths)]
+        layouts = [PaddedSequences(self.lm, sequences, prompt_lengths, response_lengths)]
         losses = accumulate_gradients(
             self.ddp, layouts, hidden_of, loss_of, lambda layout: layout.stage_shape
         )

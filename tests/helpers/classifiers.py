@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.models import randomize
+from helpers.models import tiny_family_folder
 from helpers.policies import random_tokens
-from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 HELPSTEER = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
@@ -22,32 +21,23 @@ def classifier_folder(folder: Path, family: str, num_labels: int, **keys: Any) -
 
     Five labels get HelpSteer's names.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    names = (
-        HELPSTEER
-        if num_labels == len(HELPSTEER)
-        else tuple(f"LABEL_{i}" for i in range(num_labels))
-    )
-    values = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 36,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 256,
-        "pad_token_id": PAD_ID,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: i for i, name in enumerate(names)},
+    names = HELPSTEER
+    if num_labels != len(HELPSTEER):
+        names = tuple(f"LABEL_{i}" for i in range(num_labels))
+    return tiny_family_folder(
+        folder,
+        family,
+        head="AutoModelForSequenceClassification",
+        seed=num_labels,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=36,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=False,
+        id2label=dict(enumerate(names)),
+        label2id={name: i for i, name in enumerate(names)},
         **keys,
-    }
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **values))
-    randomize(model, seed=num_labels, logit_scale=2.0)
-    model.save_pretrained(folder)
-    return write_tiny_tokenizer(folder, vocab_size=VOCAB_SIZE)
+    )
 
 
 def sequences_to_score() -> list[list[int]]:
@@ -65,7 +55,8 @@ def transformers_scores(folder: Path, sequences: list[list[int]], *, padded: boo
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     if not padded:
         return torch.cat([model(torch.tensor([sequence])).logits for sequence in sequences])
-    tokens = torch.full((len(sequences), max(map(len, sequences))), PAD_ID)
+    width = max(map(len, sequences))
+    tokens = torch.full((len(sequences), width), PAD_ID)
     mask = torch.zeros_like(tokens)
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = torch.tensor(sequence)

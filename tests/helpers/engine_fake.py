@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 from reinforce_rl.generation.base import Generator
 from reinforce_rl.generation.engine.generator import EngineGenerator
@@ -24,10 +27,29 @@ def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **option
         options: other keys of FAKE_ENGINE.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ["FAKE_ENGINE"] = json.dumps({"folder": str(folder), "model": model, **options})
+    settings = {"folder": str(folder), "model": model, **options}
+    os.environ["FAKE_ENGINE"] = json.dumps(settings)
     if str(PACKAGE) not in sys.path:
         sys.path.insert(0, str(PACKAGE))
     adapter.device_uuid = lambda _: f"cpu:{rank}"  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def uninstalled_after() -> Iterator[None]:
+    """Undo what `install_fake` changes in the block."""
+    path = mock.patch.object(sys, "path", list(sys.path))
+    device = mock.patch.object(adapter, "device_uuid", adapter.device_uuid)
+    with path, device, mock.patch.dict(os.environ, FAKE_ENGINE="{}"):
+        try:
+            yield
+        finally:
+            forget_fake()
+
+
+def forget_fake() -> None:
+    """Let the next import of the fake read FAKE_ENGINE again."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
+        del sys.modules[name]
 
 
 def in_small_buckets(generator: Generator) -> None:

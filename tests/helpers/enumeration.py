@@ -109,7 +109,8 @@ def make_world(reward_mean: float = 0.7) -> World:
     reference = TREE.log_probs(torch.randn(shape, generator=generator, dtype=torch.float64))
     rewards = torch.randn(NUM_SEQUENCES, generator=generator, dtype=torch.float64) + reward_mean
     log_probs = TREE.log_probs(parameters)
-    objective = log_probs.sum(1).exp() @ (rewards - BETA * (log_probs - reference).sum(1))
+    kl = (log_probs - reference).sum(1)
+    objective = log_probs.sum(1).exp() @ (rewards - BETA * kl)
     (gradient,) = torch.autograd.grad(objective, parameters)
     return World(parameters, reference, rewards, gradient)
 
@@ -127,9 +128,10 @@ def advantages(world: World, options: Options, drawn: Tensor) -> tuple[Tensor, T
     tokens = token_kl(log_probs, world.reference, TREE.mask, estimator=options.kl_estimator)
     kl = reduce_over_tokens(tokens, TREE.mask, options.kl_reduction)
     in_reward = BETA if options.kl_placement == "reward" else 0.0
-    group_advantages = ADVANTAGE_ESTIMATORS[options.advantage_estimator].function(
-        RewardGroups.of((world.rewards - in_reward * kl)[rows], groups, None, PAST_MEAN)
-    )
+    rewards = world.rewards - in_reward * kl
+    reward_groups = RewardGroups.of(rewards[rows], groups, None, PAST_MEAN)
+    estimator = ADVANTAGE_ESTIMATORS[options.advantage_estimator]
+    group_advantages = estimator.function(reward_groups)
     values = assign_credit(
         group_advantages,
         world.rewards[rows],
@@ -198,14 +200,13 @@ def gradient_variance(world: World, options: Options, samples: int) -> float:
     """
     log_probs = TREE.log_probs(world.parameters)
     rows = torch.eye(NUM_SEQUENCES * MAX_LENGTH, dtype=torch.float64)
-    scores = torch.stack(
-        [
-            torch.autograd.grad(
-                log_probs, world.parameters, row.view_as(log_probs), retain_graph=True
-            )[0]
-            for row in rows
-        ]
-    ).view(NUM_SEQUENCES, MAX_LENGTH, -1)
+    gradients = []
+    for row in rows:
+        (gradient,) = torch.autograd.grad(
+            log_probs, world.parameters, row.view_as(log_probs), retain_graph=True
+        )
+        gradients.append(gradient)
+    scores = torch.stack(gradients).view(NUM_SEQUENCES, MAX_LENGTH, -1)
     probability = log_probs.sum(1).exp().detach()
     drawn = tuples(samples)
     values, _ = advantages(world, options, drawn)

@@ -28,3 +28,18 @@ def environment(name: str, folder: Path) -> Path:
         assert not os.environ.get("CI"), done.stdout
         pytest.skip(f"{name} cannot be installed, which fails where CI is set: {done.stdout}")
     return folder
+
+
+needs_peers = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL 1.16 needs Python 3.11")
+
+
+def peers_environment() -> Path:
+    """The environment with TRL and verl."""
+    return environment("peers", ROOT / ".venv-peers")
+
+
+def engine_environment() -> Path:
+    """Return the Python of the environment with vLLM for CPUs, for `engine.python`."""
+    if sys.version_info < (3, 11):
+        pytest.skip("vLLM needs Python 3.11")
+    return environment("engine-cpu", ROOT / ".venv-engine") / "bin" / "python"

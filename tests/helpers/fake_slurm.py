@@ -161,11 +161,8 @@ def srun(home: Path, arguments: list[str]) -> int:
         for number in range(int(options["ntasks"])):
             place = {"PROCID": number, "LOCALID": number % each, "NODEID": number // each}
             place["STEP_NUM_NODES"] = int(options["nodes"])
-            environment = {
-                **os.environ,
-                **{f"SLURM_{key}": str(value) for key, value in place.items()},
-                **image,
-            }
+            variables = {f"SLURM_{key}": str(value) for key, value in place.items()}
+            environment = {**os.environ, **variables, **image}
             if "FAKE_IMAGE_PYTHONPATH" in os.environ:
                 environment["PYTHONPATH"] = os.environ["FAKE_IMAGE_PYTHONPATH"]
             tasks.append(
@@ -186,11 +183,9 @@ def srun(home: Path, arguments: list[str]) -> int:
         pids.unlink()
     for number, task in enumerate(tasks):
         if task.returncode:
-            how = (
-                "Killed"
-                if task.returncode in (-9, 137)
-                else f"Exited with exit code {task.returncode}"
-            )
+            how = f"Exited with exit code {task.returncode}"
+            if task.returncode in (-9, 137):
+                how = "Killed"
             print(f"srun: error: node{number // each}: task {number}: {how}", file=sys.stderr)
     return 143 if any(task.returncode for task in tasks) else 0
 
@@ -209,7 +204,9 @@ def squeue(home: Path, arguments: list[str]) -> int:
     job = arguments[arguments.index("-j") + 1]
     if "--steps" in arguments:
         for pids in home.glob("step-*"):
-            print(f"{job.partition(',')[0]}.{pids.name[5:]}|{pids.name[5:]}")
+            first = job.partition(",")[0]
+            step = pids.name.removeprefix("step-")
+            print(f"{first}.{step}|{step}")
     elif arguments[-1] == "%t":
         print("R" if (home / f"running-{job}").exists() else "")
     else:
@@ -227,7 +224,9 @@ def main(name: str, arguments: list[str]) -> int:
     if name == "squeue":
         return squeue(home, arguments)
     if name == "scancel":
-        send(home / f"step-{arguments[-1].partition('.')[2]}", int(arguments[1].partition("=")[2]))
+        step = arguments[-1].partition(".")[2]
+        number = arguments[1].partition("=")[2]
+        send(home / f"step-{step}", int(number))
     elif arguments[:2] == ["show", "hostnames"]:
         if arguments[2] == "nowhere":  # the output for a node list that it cannot parse
             return 1

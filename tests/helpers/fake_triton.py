@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socketserver
 import tempfile
 import threading
-from http.server import BaseHTTPRequestHandler
 
-from helpers.fuzz_batches import int_tensor
+from helpers.fake_http import FakeHttpServer
 from helpers.http_call import call
+from helpers.wire_requests import int_tensor
 
 from reinforce_rl.config.rewards import InferenceConfig
 from reinforce_rl.reward_model.server.admission import FrontSettings
@@ -27,11 +25,7 @@ def infer_body(*rows: list[int]) -> bytes:
     return json.dumps({"inputs": [int_tensor("tokens", list(rows)), lengths]}).encode()
 
 
-class _UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    request_queue_size = 128
-
-
-class FakeTriton:
+class FakeTriton(FakeHttpServer):
     """Answer each inference with the request's size as soon as `go` is set."""
 
     def __init__(self) -> None:
@@ -43,46 +37,22 @@ class FakeTriton:
         self.dead = False
         self.status = 0
         self.seen: list[tuple[str, bytes]] = []
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                fake.seen.append((self.path, b""))
-                self._send(200, b'{"name": "triton", "extensions": []}')
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                fake.seen.append((self.path, body))
-                if b'"data": [0]' in body or not fake.holds_canaries_only:
-                    fake.go.wait(60)
-                if fake.dead:
-                    self.close_connection = True
-                    return
-                outputs = [
-                    {"name": "rewards", "data": [len(body)]},
-                    {"name": "status", "data": [fake.status]},
-                ]
-                answer = {"outputs": outputs} if fake.code == 200 else {"error": fake.error}
-                self._send(fake.code, json.dumps(answer).encode())
-
-            def _send(self, code: int, body: bytes) -> None:
-                self.send_response(code)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                with contextlib.suppress(BrokenPipeError):  # a canary request timed out
-                    self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
         self._folder = tempfile.TemporaryDirectory()
         self.path = f"{self._folder.name}/triton.sock"
-        self._server = _UnixServer(self.path, Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        super().__init__(self._reply, socket_path=self.path)
+
+    def _reply(self, path: str, _: object, body: bytes) -> tuple[int, dict] | None:
+        self.seen.append((path, body))
+        if not path.endswith("/infer"):
+            return 200, {"name": "triton", "extensions": []}
+        if b'"data": [0]' in body or not self.holds_canaries_only:
+            self.go.wait(60)
+        if self.dead:
+            return None
+        if self.code != 200:
+            return self.code, {"error": self.error}
+        rewards = {"name": "rewards", "data": [len(body)]}
+        return 200, {"outputs": [rewards, {"name": "status", "data": [self.status]}]}
 
     @property
     def inferences(self) -> int:
@@ -90,8 +60,7 @@ class FakeTriton:
 
     def close(self) -> None:
         self.go.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().close()
         self._folder.cleanup()
 
 
@@ -129,11 +98,11 @@ class FrontBeforeFake:
                 pass
 
     def get(self, path: str, **headers: str) -> HttpAnswer:
-        return call("127.0.0.1", self.port, path, 30.0, headers=headers)
+        return call(self.port, path, headers=headers)
 
     def infer(self, body: bytes, **headers: str) -> HttpAnswer:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return call("127.0.0.1", self.port, "/v2/models/rm/infer", 30.0, body=body, headers=named)
+        return call(self.port, "/v2/models/rm/infer", body=body, headers=named)
 
     def health(self) -> tuple[int, dict]:
         answer = self.get("/health")

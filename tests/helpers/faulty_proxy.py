@@ -10,72 +10,81 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 INFER = b"/models/reward_model/infer"
+END = b"\r\n\r\n"  # of a head
+CONTINUE = b"HTTP/1.1 100 Continue" + END
+LENGTH = b"Content-Length"
+JSON_LENGTH = b"Inference-Header-Content-Length"
+Change = Callable[[bytes, bytes], bytes]
 
-# Each fault of a request or its answer. A dropped request does not reach the server.
-DROP = "drop"  # the request is dropped, and the connection is reset
-SILENCE = "silence"  # the request is dropped, and no answer comes
-DELAY = "delay"  # the answer comes late
-TRICKLE = "trickle"  # the answer comes one byte at a time
-# the first half of the request arrives, then the connection ends
-TRUNCATE_REQUEST = "truncate_request"
-TRUNCATE = "truncate"  # the first half of the answer arrives, then the connection ends
-DUPLICATE = "duplicate"  # the request arrives twice, and the answer too
-# the first half of the answer arrives twice before the second one
-DUPLICATE_BYTES = "duplicate_bytes"
-GARBAGE = "garbage"  # the answer is not HTTP
-CUT_BODY = "cut_body"  # the answer's headers and half of its body arrive, then the connection ends
-UNDELIMITED = "undelimited"  # the same, and the answer has no length
-CHANGE_REQUEST = "change_request"  # one bit of the request is flipped
-WRONG_ID = "wrong_id"  # one letter of the request's id differs in the answer
-WRONG_DIGEST = "wrong_digest"  # one digit of the request's digest differs in the answer
-NO_DIGEST = "no_digest"  # the answer's headers of this project are dropped
-LONG_HEADER = "long_header"  # a header of a megabyte
-NEGATIVE_LENGTH = "negative_length"  # Content-Length: -5
-HUGE_LENGTH = "huge_length"  # Content-Length: a petabyte; half of the body follows
-NO_JSON_LENGTH = "no_json_length"  # Inference-Header-Content-Length: 12x
-NEGATIVE_JSON = "negative_json"  # Inference-Header-Content-Length: -5
-GZIP = "gzip"  # the body is compressed
-GZIP_BOMB = "gzip_bomb"  # the body is 128 MiB of zeros, compressed
-CONTINUE = "continue"  # "100 Continue" comes before the answer
-CONTINUES = "continues"  # "100 Continue" comes again and again
-REDIRECT = "redirect"  # to another port of this host
-OTHERS_REFUSAL = "others_refusal"  # a 400 that answers another request
-DEEP_ERROR = "deep_error"  # a 500 with JSON nested a hundred thousand levels deep
-FAR_AWAY = "far_away"  # a 503 with Retry-After: 1e9
-# The client still gets a correct answer.
-HARMLESS = (DELAY, DUPLICATE, GZIP, CONTINUE)
-ALL = (
-    DROP,
-    SILENCE,
-    TRICKLE,
-    TRUNCATE_REQUEST,
-    TRUNCATE,
-    DUPLICATE_BYTES,
-    GARBAGE,
-    CUT_BODY,
-    UNDELIMITED,
-    CHANGE_REQUEST,
-    WRONG_ID,
-    WRONG_DIGEST,
-    NO_DIGEST,
-    LONG_HEADER,
-    NEGATIVE_LENGTH,
-    HUGE_LENGTH,
-    NO_JSON_LENGTH,
-    NEGATIVE_JSON,
-    GZIP_BOMB,
-    CONTINUES,
-    REDIRECT,
-    OTHERS_REFUSAL,
-    DEEP_ERROR,
-    FAR_AWAY,
-    *HARMLESS,
+
+def _without(name: bytes, head: bytes) -> bytes:
+    return re.sub(rb"(?i)\r\n%b[^\r]*" % name, b"", head)
+
+
+def _with(name: bytes, value: bytes) -> Change:
+    return lambda head, body: b"%b\r\n%b: %b" % (_without(name, head), name, value) + END + body
+
+
+def _compressed(head: bytes, body: bytes) -> bytes:
+    return _with(LENGTH, b"%d" % len(body))(head + b"\r\nContent-Encoding: gzip", body)
+
+
+def _other(head: bytes, body: bytes = b"") -> Change:
+    """Replace the answer."""
+    return lambda *_: b"HTTP/1.1 %b\r\nContent-Length: %d" % (head, len(body)) + END + body
+
+
+@functools.cache
+def _bomb() -> bytes:
+    return gzip.compress(bytes(1 << 27), compresslevel=1)
+
+
+def _half(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+# The faults of requests and connections. A dropped request does not reach the server.
+CONNECTION_FAULTS = (
+    "drop",  # the request is dropped, and the connection is reset
+    "silence",  # the request is dropped, and no answer comes
+    "delay",  # the answer comes late
+    "trickle",  # the answer comes one byte at a time
+    "truncate_request",  # the first half of the request arrives, then the connection ends
+    "change_request",  # one bit of the request is flipped
+    "duplicate",  # the request arrives twice, and the answer too
+    "continues",  # "100 Continue" comes again and again before the answer
 )
-# drop the request and repeat the answer to the previous request, if there is one
-REPLAY = "replay"
+# The faults of answers, by head and body. After an answer the connection ends.
+ANSWER_FAULTS: dict[str, Change] = {
+    "truncate": lambda head, body: _half(head + END + body),
+    "duplicate_bytes": lambda head, body: _half(head + END + body) + head + END + body,
+    "garbage": lambda *_: b"\x16\x03\x01 no HTTP at all",
+    "cut_body": lambda head, body: head + END + _half(body),
+    "undelimited": lambda head, body: _without(LENGTH, head) + END + _half(body),
+    "wrong_id": lambda head, body: head + END + re.sub(rb'("id": ?")\w', rb"\1?", body),
+    "wrong_digest": lambda head, body: (
+        re.sub(rb"(?i)(x-request-digest: )\w", rb"\1?", head) + END + body
+    ),
+    "no_digest": lambda head, body: _without(b"x-", head) + END + body,
+    "long_header": _with(b"X-Long", b"x" * (1 << 20)),
+    "negative_length": _with(LENGTH, b"-5"),
+    "huge_length": _with(LENGTH, b"%d" % 10**15),
+    "no_json_length": _with(JSON_LENGTH, b"12x"),
+    "negative_json": _with(JSON_LENGTH, b"-5"),
+    "gzip": lambda head, body: _compressed(head, gzip.compress(body)),
+    "gzip_bomb": lambda head, _: _compressed(head, _bomb()),  # 128 MiB of zeros
+    "continue": lambda head, body: CONTINUE + head + END + body,
+    "redirect": _other(b"307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/"),
+    "others_refusal": _other(b"400 Bad Request", b'{"error": "a shape of another request"}'),
+    "deep_error": _other(b"500 Internal Server Error", b"[" * 100_000),
+    "far_away": _other(b"503 Service Unavailable\r\nRetry-After: 1e9"),
+}
+HARMLESS = ("delay", "duplicate", "gzip", "continue")  # the client still gets a correct answer
+ALL = (*CONNECTION_FAULTS, *ANSWER_FAULTS)
+REPLAY = "replay"  # drop the request and repeat the answer to the previous one
 
 SECONDS = 60.0  # longer than any test
 
@@ -86,7 +95,7 @@ class FaultyProxy:
     Args:
         port: of the server.
         faults: of successive scoring requests (None: no fault); later requests have no fault.
-        late_seconds: delay of DELAY, and duration of TRICKLE and CONTINUES.
+        late_seconds: delay of "delay", and duration of "trickle" and "continues".
         path: substring of the paths to disturb.
     """
 
@@ -162,57 +171,48 @@ class FaultyProxy:
             return fault
 
     def _pass_on(self, client: socket.socket, request: bytes, fault: str | None) -> None:
-        if fault == DROP:
+        if fault == "drop":
             _reset(client)
             return
-        if fault == SILENCE:
+        if fault == "silence":
             client.settimeout(SECONDS)
             client.recv(1)
             return
-        if fault == TRUNCATE_REQUEST:
-            self._ask(request[: len(request) // 2], half=True)
+        if fault == "truncate_request":
+            self._ask(_half(request), waits=False)
             return
-        if fault == DUPLICATE:
-            self._ask(request)
-        if fault == CHANGE_REQUEST:
+        if fault == "change_request":
             request = request[:-1] + bytes([request[-1] ^ 1])
         if fault == REPLAY:
             answer = self._last_answer
             assert answer
-        elif fault == GARBAGE:
-            answer = b"\x16\x03\x01 no HTTP at all"
         else:
             answer = self._ask(request)
             if self.path in request.split(b"\r\n", 1)[0]:
                 self._last_answer = answer
-        answer = _changed(answer, fault)
-        middle = len(answer) // 2
-        if fault == DELAY:
+        if fault in ANSWER_FAULTS:
+            head, _, body = answer.partition(END)
+            answer = ANSWER_FAULTS[fault](head, body)
+        if fault == "delay":
             time.sleep(self.late_seconds)
-        elif fault == TRUNCATE:
-            answer = answer[:middle]
-        elif fault == DUPLICATE:
-            answer += answer
-        elif fault == DUPLICATE_BYTES:
-            answer = answer[:middle] + answer
-        if fault in (TRICKLE, CONTINUES):
-            pieces = (
-                [bytes([byte]) for byte in answer]
-                if fault == TRICKLE
-                else [_CONTINUE] * 100 + [answer]
-            )
-            for piece in pieces:
-                client.sendall(piece)
+        elif fault == "duplicate":
+            answer += self._ask(request)
+        pieces = [answer]
+        if fault == "trickle":
+            pieces = [bytes([byte]) for byte in answer]
+        elif fault == "continues":
+            pieces = [CONTINUE] * 100 + [answer]
+        for piece in pieces:
+            client.sendall(piece)
+            if len(pieces) > 1:
                 time.sleep(self.late_seconds / len(pieces))
-        else:
-            client.sendall(answer)
 
-    def _ask(self, request: bytes, *, half: bool = False) -> bytes:
+    def _ask(self, request: bytes, *, waits: bool = True) -> bytes:
         """Forward the request and return the server's answer; the server closes the connection."""
         with socket.create_connection(("127.0.0.1", self.upstream), timeout=SECONDS) as server:
             self._remember(server)
             server.sendall(request)
-            if half:
+            if not waits:
                 return b""
             parts = []
             while part := server.recv(1 << 16):
@@ -224,62 +224,6 @@ class FaultyProxy:
             if self._listener is None:
                 raise ConnectionResetError("the proxy was cut")
             self._open.add(connection)
-
-
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
-def _changed(answer: bytes, fault: str | None) -> bytes:
-    head, _, body = answer.partition(b"\r\n\r\n")
-    if fault == CUT_BODY:
-        return answer[: -len(body) // 2]
-    if fault in (UNDELIMITED, HUGE_LENGTH, NEGATIVE_LENGTH):
-        lengths = {
-            HUGE_LENGTH: b"\r\nContent-Length: %d" % 10**15,
-            NEGATIVE_LENGTH: b"\r\nContent-Length: -5",
-        }
-        head = re.sub(rb"(?i)\r\ncontent-length:[^\r]*", lengths.get(fault, b""), head)
-        if fault == UNDELIMITED:
-            body = body[: len(body) // 2]
-        return head + b"\r\n\r\n" + body
-    if fault in (NO_JSON_LENGTH, NEGATIVE_JSON):
-        head = re.sub(rb"(?i)\r\ninference-header-content-length:[^\r]*", b"", head)
-        length = b"12x" if fault == NO_JSON_LENGTH else b"-5"
-        return head + b"\r\nInference-Header-Content-Length: %b\r\n\r\n" % length + body
-    if fault == WRONG_ID:
-        return head + b"\r\n\r\n" + re.sub(rb'("id": ?")\w', rb"\1?", body)
-    if fault == WRONG_DIGEST:
-        return re.sub(rb"(?i)(x-request-digest: )\w", rb"\1?", head) + b"\r\n\r\n" + body
-    if fault == NO_DIGEST:
-        return re.sub(rb"(?i)\r\nx-[^\r]*", b"", head) + b"\r\n\r\n" + body
-    if fault == LONG_HEADER:
-        return head + b"\r\nX-Long: " + b"x" * (1 << 20) + b"\r\n\r\n" + body
-    if fault in (GZIP, GZIP_BOMB):
-        body = _bomb() if fault == GZIP_BOMB else gzip.compress(body)
-        head = re.sub(
-            rb"(?i)\r\ncontent-length:[^\r]*", b"\r\nContent-Length: %d" % len(body), head
-        )
-        return head + b"\r\nContent-Encoding: gzip\r\n\r\n" + body
-    if fault == CONTINUE:
-        return _CONTINUE + answer
-    if fault == REDIRECT:
-        status = b"HTTP/1.1 307 Temporary Redirect\r\n"
-        return status + b"Location: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
-    if fault == OTHERS_REFUSAL:
-        refusal = b'{"error": "a shape of another request"}'
-        return b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(refusal) + refusal
-    if fault == DEEP_ERROR:
-        return (
-            b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000
-        )
-    if fault == FAR_AWAY:
-        return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1e9\r\nContent-Length: 0\r\n\r\n"
-    return answer
-
-
-@functools.cache
-def _bomb() -> bytes:
-    return gzip.compress(bytes(1 << 27), compresslevel=1)
 
 
 def _read_request(client: socket.socket) -> bytes:

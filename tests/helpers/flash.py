@@ -68,17 +68,17 @@ def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
         assert dropout == 0
         _check_heads(*(part.transpose(1, 2) for part in (q, k, v)))
         assert q.shape[2] <= k.shape[2]
-        out = torch.stack(
-            [_attended(*each, _sides(causal), scale)[0] for each in zip(q, k, v, strict=True)]
-        )
+        sides = _sides(causal)
+        rows = zip(q, k, v, strict=True)
+        out = torch.stack([_attended(*row, sides, scale)[0] for row in rows])
         nothing = torch.zeros(0)
         return out, nothing, None, None, q.shape[2], k.shape[2], nothing, nothing, nothing
 
     def dense_backward(grad, q, k, v, *rest, scale=None):
         causal = rest[7]
-        parts = [
-            _gradients(*each, _sides(causal), scale) for each in zip(grad, q, k, v, strict=True)
-        ]
+        sides = _sides(causal)
+        rows = zip(grad, q, k, v, strict=True)
+        parts = [_gradients(*row, sides, scale) for row in rows]
         return tuple(torch.stack(each) for each in zip(*parts, strict=True))
 
     library.impl("_flash_attention_forward", of_sequences, "CPU")
@@ -118,43 +118,40 @@ def _sequences(starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[slice, slic
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], scale: float | None
 ) -> tuple[Tensor, ...]:
-    """Return the output and the values that its gradient needs.
+    """Return the output and the values that its gradient needs, of torch's kernel for a CPU.
 
     Args:
         q: [h, s, d]; k, v: [g, t, d].
         sides: visible keys left and right of the lower-right-aligned diagonal; -1 for all.
     """
+    visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    diagonal = k.shape[1] - q.shape[1]
+    left, right = sides
+    if left >= 0:
+        visible = visible.triu(diagonal - left)
+    if right >= 0:
+        visible = visible.tril(diagonal + right)
+    mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
     heads_per_group = len(q) // len(k)
     k = k.repeat_interleave(heads_per_group, dim=0)
     v = v.repeat_interleave(heads_per_group, dim=0)
-    scores = q @ k.transpose(1, 2) * _scale(q, scale)
-    for i in range(scores.shape[1]):
-        diagonal = i + scores.shape[2] - scores.shape[1]
-        for j in range(scores.shape[2]):
-            if 0 <= sides[1] < j - diagonal or 0 <= sides[0] < diagonal - j:
-                scores[:, i, j] = -torch.inf
-    weights = scores.softmax(dim=-1)
-    return weights @ v, weights, k, v
+    inputs = (q[None], k[None], v[None])
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, log_sum = forward(*inputs, attn_mask=mask, scale=scale)
+    return out[0], log_sum, *inputs, mask
 
 
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients explicitly: autograd does not work inside an operator."""
-    out, weights, keys, values = _attended(q, k, v, sides, scale)
-    of_weights = grad @ values.transpose(1, 2)
-    of_scores = weights * (of_weights - (grad * out).sum(-1, keepdim=True))
-    of_scores = of_scores * _scale(q, scale)
-    of_keys = of_scores.transpose(1, 2) @ q
-    of_values = weights.transpose(1, 2) @ grad
+    out, log_sum, *inputs, mask = _attended(q, k, v, sides, scale)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    given = (grad[None], *inputs, out[None], log_sum, 0.0, False)
+    of_q, of_k, of_v = backward(*given, attn_mask=mask, scale=scale)
     groups = (len(k), -1)
-    of_keys = of_keys.unflatten(0, groups).sum(1)
-    of_values = of_values.unflatten(0, groups).sum(1)
-    return of_scores @ keys, of_keys, of_values
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    of_k = of_k[0].unflatten(0, groups).sum(1)
+    of_v = of_v[0].unflatten(0, groups).sum(1)
+    return of_q[0], of_k, of_v
 
 
 def _check(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout) -> None:
@@ -207,12 +204,12 @@ def emulated_varlen_attention(
     count = used[sequence][:, None].clamp(max=most[1])
     seen = (tokens >= first) & (tokens < first + count)  # [q, k]
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = torch.einsum("qgd,kgd->gqk", query.to(wide), key.to(wide)).masked_fill(
-        ~seen, float("-inf")
-    )
-    log_sum = scores.logsumexp(dim=-1).masked_fill(of_none, float("nan"))
-    out = torch.einsum("gqk,kgd->qgd", scores.softmax(dim=-1), value.to(wide)).to(query.dtype)
-    return out.masked_fill(of_none[:, None, None], float("nan")), log_sum
+    scores = torch.einsum("qgd,kgd->gqk", query.to(wide), key.to(wide))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    log_sum = scores.logsumexp(dim=-1).masked_fill(of_none, torch.nan)
+    weights = scores.softmax(dim=-1)
+    out = torch.einsum("gqk,kgd->qgd", weights, value.to(wide)).to(query.dtype)
+    return out.masked_fill(of_none[:, None, None], torch.nan), log_sum
 
 
 def decode_statically(patch: pytest.MonkeyPatch) -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.batches import actor_of, flat, gradient_of, rows_of, sequences, whole_batch
-from helpers.lora import load_updates, random_updates
-from helpers.policies import random_tokens
+from helpers.batches import actor_of, gradient_of, rows_of, sequences, whole_batch, whole_vector
+from helpers.lora import EVERY, load_updates, random_updates
+from helpers.policies import random_prompts
+from helpers.ranks import one_group
 
 from reinforce_rl.config.model import OptimConfig
-from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.data.batches import Completions
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.hf_weights import hf_tensors
-from reinforce_rl.megatron.lora import PROJECTIONS, LoraSettings, MergedWeights, lora_settings_of
+from reinforce_rl.megatron.lora import LoraSettings, MergedWeights, lora_settings_of
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.model import ModelOptions
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
@@ -53,57 +55,77 @@ class Layout:
             yield mesh
 
 
-FULL = ModelOptions(
-    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-)
-BLOCK = ModelOptions(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
-SELECTIVE = ModelOptions(recompute_granularity="selective")
-DISTRIBUTED = OptimConfig(distributed=True, overlap_grad_sync=True)
-LAYOUTS = {
-    "TP2": Layout(tp=2),
-    "TP2 SP": Layout(tp=2, sp=True),
-    "PP2": Layout(pp=2),
-    "CP2": Layout(cp=2),
-    "DP2": Layout(dp=2),
-    "DP2 distributed optimizer": Layout(dp=2, optim=DISTRIBUTED),
-    "CP2 distributed optimizer": Layout(cp=2, optim=DISTRIBUTED),
-    "TP2 SP full recompute": Layout(tp=2, sp=True, model=FULL),
-    "PP2 block recompute": Layout(pp=2, model=BLOCK),
-    "CP2 selective recompute": Layout(cp=2, model=SELECTIVE),
-    "PP2 uneven": Layout(
-        pp=2, model=ModelOptions(overrides={"num_layers_in_first_pipeline_stage": 3})
-    ),
-    "TP2 DP2": Layout(tp=2, dp=2),
-    "TP2 PP2 SP": Layout(tp=2, pp=2, sp=True),
-    "TP2 PP2": Layout(tp=2, pp=2),
-    "PP2 DP2": Layout(pp=2, dp=2),
-    "TP2 CP2": Layout(tp=2, cp=2),
-    "TP2 CP2 SP": Layout(tp=2, cp=2, sp=True),
-    "CP2 DP2": Layout(cp=2, dp=2),
-    "PP2 CP2": Layout(pp=2, cp=2),
-    "PP4": Layout(pp=4),
-    "TP4 SP": Layout(tp=4, sp=True),
-    "CP4": Layout(cp=4),
-    "DP4": Layout(dp=4),
-    "PP2 DP2 distributed optimizer": Layout(pp=2, dp=2, optim=DISTRIBUTED),
+# Words in a layout's name.
+WORDS: dict[str, dict[str, Any]] = {
+    "SP": {"sp": True},
+    "distributed optimizer": {"optim": OptimConfig(distributed=True, overlap_grad_sync=True)},
+    "full recompute": {
+        "model": ModelOptions(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+    },
+    "block recompute": {
+        "model": ModelOptions(
+            recompute_granularity="full", recompute_method="block", recompute_num_layers=1
+        )
+    },
+    "selective recompute": {"model": ModelOptions(recompute_granularity="selective")},
+    "uneven": {"model": ModelOptions(overrides={"num_layers_in_first_pipeline_stage": 3})},
+    "bf16": {"dtype": torch.bfloat16},
+    "LoRA": {"updates": EVERY},
 }
 
-BF16_LAYOUTS = {
-    f"{name} bf16": replace(LAYOUTS[name], dtype=torch.bfloat16)
-    for name in ("TP2 SP", "PP2", "CP2", "DP2 distributed optimizer")
-}
-LORA = LoraSettings(rank=3, alpha=7.0, targets=PROJECTIONS, seed=5)
-LORA_LAYOUTS = {
-    f"{name} LoRA": replace(LAYOUTS[name], updates=LORA)
-    for name in (
-        "TP2 SP",
-        "PP2",
-        "CP2",
-        "DP2 distributed optimizer",
-        "TP2 PP2 SP",
-        "PP2 DP2 distributed optimizer",
-    )
-}
+
+def named_layouts(*names: str) -> dict[str, Layout]:
+    layouts = {}
+    for name in names:
+        options: dict[str, Any] = {}
+        for kind, size in re.findall(r"([TPCD]P)(\d)", name):
+            options[kind.lower()] = int(size)
+        for words, values in WORDS.items():
+            if words in name:
+                options |= values
+        layouts[name] = Layout(**options)
+    return layouts
+
+
+LAYOUTS = named_layouts(
+    "TP2",
+    "TP2 SP",
+    "PP2",
+    "CP2",
+    "DP2",
+    "DP2 distributed optimizer",
+    "CP2 distributed optimizer",
+    "TP2 SP full recompute",
+    "PP2 block recompute",
+    "CP2 selective recompute",
+    "PP2 uneven",
+    "TP2 DP2",
+    "TP2 PP2 SP",
+    "TP2 PP2",
+    "PP2 DP2",
+    "TP2 CP2",
+    "TP2 CP2 SP",
+    "CP2 DP2",
+    "PP2 CP2",
+    "PP4",
+    "TP4 SP",
+    "CP4",
+    "DP4",
+    "PP2 DP2 distributed optimizer",
+)
+BF16_LAYOUTS = named_layouts(
+    "TP2 SP bf16", "PP2 bf16", "CP2 bf16", "DP2 distributed optimizer bf16"
+)
+LORA_LAYOUTS = named_layouts(
+    "TP2 SP LoRA",
+    "PP2 LoRA",
+    "CP2 LoRA",
+    "DP2 distributed optimizer LoRA",
+    "TP2 PP2 SP LoRA",
+    "PP2 DP2 distributed optimizer LoRA",
+)
 ALL_LAYOUTS = LAYOUTS | BF16_LAYOUTS | LORA_LAYOUTS
 
 
@@ -125,21 +147,18 @@ def computed(
     where = (mine.rollouts.sequences, mine.rollouts.prompt_lengths, mine.rollouts.response_lengths)
 
     sampled = SamplingParams(max_length=12, stop_token_ids=(2, 5, 6, 7), repetition_penalty=1.2)
-    results: dict[str, Any] = {
-        "greedy": generated(actor, SamplingParams(max_length=12, use_greedy=True)),
-        "sampled": generated(actor, sampled),
-        "bounded": generated(actor, sampled, cache_tokens=40),
-        "log_probs": over_dp(actor, actor.get_inference_log_probs(*where)),
-        "weights_before": weights(actor),
-        "losses": [],
-        "norms": [],
-    }
+    greedy = SamplingParams(max_length=12, use_greedy=True)
+    results: dict[str, Any] = {"losses": [], "norms": []}
+    results["greedy"] = generated(actor, greedy)
+    results["sampled"] = generated(actor, sampled)
+    results["bounded"] = generated(actor, sampled, cache_tokens=40)
+    results["log_probs"] = over_dp(actor, actor.get_inference_log_probs(*where))
+    results["weights_before"] = weights(actor)
     optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS))
     for step in range(NUM_STEPS):
         share = actor.get_loss_and_metrics(mine, sequences(NUM_VALID))
-        results["losses"].append(
-            float(mesh.sum_over_dp(torch.tensor(share.loss, dtype=torch.float64)))
-        )
+        loss = torch.tensor(share.loss, dtype=torch.float64)
+        results["losses"].append(float(mesh.sum_over_dp(loss)))
         # With the distributed optimizer no rank has the whole gradient, and frozen weights have
         # none; steps are compared instead.
         if step == 0 and not layout.optim.distributed and layout.updates is None:
@@ -157,30 +176,46 @@ def generated(
     actor: MegatronGPTReinforceActorModel, params: SamplingParams, cache_tokens: int | None = None
 ) -> dict[str, Any]:
     """Generate three samples of four prompts, split over the data-parallel ranks."""
-    prompts = [
-        Prompt(i, "", tuple(row[: 2 + 2 * i]))
-        for i, row in enumerate(random_tokens(61, 4, 9).tolist())
-    ]
+    prompts = random_prompts(61, (2, 4, 6, 8))
     per_rank = len(prompts) // actor.mesh.dp_size
     local_prompts = prompts[actor.mesh.dp_rank * per_rank : (actor.mesh.dp_rank + 1) * per_rank]
     generator = NativeGenerator(actor.lm, actor.tokenizer, cache_tokens)
     done: Completions = generator.generate(local_prompts, 3, params, seed=3)
     assert done.log_probs is not None
-    rows = zip(done.tokens, done.log_probs, done.lengths.tolist(), strict=True)
-    mine = [(tokens[:length].tolist(), log_probs[:length]) for tokens, log_probs, length in rows]
-    every = [row for part in actor.mesh.gather_over_dp(mine) for row in part]
-    return {"tokens": [row[0] for row in every], "log_probs": torch.cat([row[1] for row in every])}
+    mine = []
+    for row, length in enumerate(done.lengths.tolist()):
+        mine.append((done.tokens[row, :length].tolist(), done.log_probs[row, :length]))
+    tokens = []
+    log_probs = []
+    for part in actor.mesh.gather_over_dp(mine):
+        for of_tokens, of_log_probs in part:
+            tokens.append(of_tokens)
+            log_probs.append(of_log_probs)
+    return {"tokens": tokens, "log_probs": torch.cat(log_probs)}
 
 
 def over_dp(actor: MegatronGPTReinforceActorModel, values: torch.Tensor) -> torch.Tensor:
     parts = actor.mesh.gather_over_dp(values)
     width = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+    padded = []
+    for part in parts:
+        padding = (0, width - part.shape[1])
+        padded.append(torch.nn.functional.pad(part, padding))
+    return torch.cat(padded)
 
 
 def weights(actor: MegatronGPTReinforceActorModel) -> torch.Tensor:
     merged = None if lora_settings_of(actor.lm) is None else MergedWeights(actor.lm)
-    tensors: Any = dict(hf_tensors(actor.lm, merged))
-    return actor.mesh.from_model_parallel_rank_0(
-        flat(tensors) if actor.mesh.is_model_parallel_rank_0 else None
-    )
+    return whole_vector(actor.lm, hf_tensors(actor.lm, merged))
+
+
+def on_layouts(
+    names: Sequence[str], compute: Callable[..., Any], folder: Path, out: Path
+) -> dict[str, Any]:
+    """Return what `compute` returns at each layout; its files are in OUT/NAME."""
+    results = {}
+    with one_group():
+        for name in names:
+            with ALL_LAYOUTS[name].mesh() as mesh:
+                results[name] = compute(ALL_LAYOUTS[name], folder, mesh, out / name)
+    return results

@@ -30,30 +30,24 @@ from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import plan_batches, plan_memory
 from reinforce_rl.trainer.inputs import layout_of, read_inputs
 
-TP2, PP2, CP2 = (
-    f"model.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline", "context")
-)
+TP2 = "model.tensor_model_parallel_size=2"
+PP2 = "model.pipeline_model_parallel_size=2"
 CP2 = "model.context_parallel_size=2"
 SP = "model.sequence_parallel=true"
 DISTRIBUTED = "model.optim.distributed=true"
 BF16 = "trainer.precision=bf16"
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=8")
-_FULL = "model.activations_checkpoint_granularity=full"
-UNIFORM = (
-    _FULL,
-    "model.activations_checkpoint_method=uniform",
-    "model.activations_checkpoint_num_layers=1",
-)
-UNIFORM_2 = (
-    _FULL,
-    "model.activations_checkpoint_method=uniform",
-    "model.activations_checkpoint_num_layers=2",
-)
-BLOCK = (
-    _FULL,
-    "model.activations_checkpoint_method=block",
-    "model.activations_checkpoint_num_layers=2",
-)
+
+
+def full_checkpoints(method: str, layers: int) -> tuple[str, ...]:
+    return (
+        "model.activations_checkpoint_granularity=full",
+        f"model.activations_checkpoint_method={method}",
+        f"model.activations_checkpoint_num_layers={layers}",
+    )
+
+
+UNIFORM = full_checkpoints("uniform", 1)
 ATTENTION_ONLY = "model.peft.lora_tuning.target_modules=[q_proj,v_proj]"
 PROMPT = 144
 RESPONSE = 48
@@ -74,8 +68,8 @@ CASES = {
     "small chunk": Case(1, ("model.logits_chunk_tokens=32",)),
     "tokens": Case(1, ("model.tokens_per_micro_batch=1200",)),
     "full": Case(1, UNIFORM),
-    "full in twos": Case(1, UNIFORM_2),
-    "block": Case(1, BLOCK),
+    "full in twos": Case(1, full_checkpoints("uniform", 2)),
+    "block": Case(1, full_checkpoints("block", 2)),
     "selective": Case(1, ("model.activations_checkpoint_granularity=selective",)),
     "lora": Case(1, LORA),
     "lora of attention": Case(1, (*LORA, ATTENTION_ONLY)),

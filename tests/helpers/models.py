@@ -63,11 +63,13 @@ def tiny_llama_folder(
         logit_scale: about the standard deviation of the logits; 0 gives the uniform distribution.
         max_shard_size: smaller values give several files and an index.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = Path(folder)
-    scaling = {} if rope_scaling is None else {"rope_scaling": rope_scaling}
-    config = LlamaConfig(
+    keys: dict[str, Any] = {} if rope_scaling is None else {"rope_scaling": rope_scaling}
+    return tiny_family_folder(
+        folder,
+        "llama",
+        seed=seed,
+        logit_scale=logit_scale,
+        max_shard_size=max_shard_size,
         vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -77,22 +79,22 @@ def tiny_llama_folder(
         head_dim=head_dim or hidden // heads,
         max_position_embeddings=max_positions,
         tie_word_embeddings=tied,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **scaling,
+        **keys,
     )
-    model = LlamaForCausalLM(config)
-    randomize(model, seed, logit_scale)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    return write_tiny_tokenizer(folder, vocab_size=vocab_size)
 
 
 def tiny_family_folder(
-    folder: str | Path, family: str, *, max_shard_size: int | str = "1GB", **keys: Any
+    folder: str | Path,
+    family: str,
+    *,
+    head: str = "AutoModelForCausalLM",
+    seed: int = 0,
+    logit_scale: float = 2.0,
+    max_shard_size: int | str = "1GB",
+    **keys: Any,
 ) -> Path:
-    """Like `tiny_llama_folder`, for any `model_type` and config.json keys."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Like `tiny_llama_folder`, for any `model_type`, config.json keys and class with a head."""
+    import transformers
 
     folder = Path(folder)
     values = {
@@ -109,8 +111,9 @@ def tiny_family_folder(
         "eos_token_id": 2,
         **keys,
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
-    randomize(model, seed=0, logit_scale=2.0)
+    config = transformers.AutoConfig.for_model(family, **values)
+    model = getattr(transformers, head).from_config(config)
+    randomize(model, seed, logit_scale)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return write_tiny_tokenizer(folder, vocab_size=values["vocab_size"])
 

@@ -4,16 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.megatron import schedule
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
-from reinforce_rl.megatron.hf_weights import load_hf_weights
+from reinforce_rl.megatron.hf_weights import hf_tensors, load_hf_weights, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
 from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, CausalLM, ModelOptions
+from reinforce_rl.megatron.model.sequences import PaddedSequences
+
+
+def accumulate_gradients(
+    ddp: Any, micro_batches: Sequence[Any], loss_of: Callable[[Any, Any], Any]
+) -> float:
+    """Accumulate gradients of `loss_of(ddp, micro_batch)` on one pipeline stage.
+
+    Returns the summed loss.
+    """
+    losses = schedule.accumulate_gradients(
+        ddp, micro_batches, loss_of, lambda loss, _: (loss, loss.item())
+    )
+    return sum(losses)
+
+
+def response_log_probs(
+    model: torch.nn.Module,
+    lm: CausalLM,
+    sequences: Tensor,
+    prompt_lengths: Tensor,
+    response_lengths: Tensor,
+    temperature: float,
+    width: int,
+    *,
+    chunk_tokens: int,
+    with_entropy: bool = False,
+) -> TokenScores:
+    """Return `response_scores` after a forward pass of a model without pipeline parallelism.
+
+    `model` is `lm` or its data-parallel wrapper.
+    """
+    layout = PaddedSequences(lm, sequences, prompt_lengths, response_lengths)
+    return response_scores(
+        layout,
+        layout.hidden(model),
+        lm,
+        temperature,
+        width,
+        chunk_tokens=chunk_tokens,
+        with_entropy=with_entropy,
+    )
 
 
 def megatron_model(
@@ -51,17 +96,19 @@ class LayersOfTransformers:
     def layer_outputs(self, tokens: Sequence[int]) -> list[Tensor]:
         self._found.clear()
         self._model(torch.tensor([tokens]))
-        return [
-            (out[0] if isinstance(out, tuple) else out).reshape(len(tokens), -1)
-            for out in self._found
-        ]
+        outputs = []
+        for out in self._found:
+            hidden = out[0] if isinstance(out, tuple) else out
+            outputs.append(hidden.reshape(len(tokens), -1))
+        return outputs
 
 
 @torch.no_grad()
 def all_logits(lm: CausalLM, tokens: Tensor) -> Tensor:
     """Return logits [b, s, V]."""
     hidden = lm(tokens)
-    return lm.full_logits(hidden.reshape(-1, hidden.shape[-1])).view(*tokens.shape, -1)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return lm.full_logits(rows).view(*tokens.shape, -1)
 
 
 @torch.no_grad()
@@ -72,6 +119,29 @@ def transformers_logits(model: Any, tokens: Tensor) -> Tensor:
 def random_tokens(vocab_size: int, *shape: int, seed: int = 0) -> Tensor:
     """Return random token ids other than the special ones."""
     return torch.randint(4, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> list[Prompt]:
+    tokens = random_tokens(vocab_size, len(lengths), max(lengths), seed=seed).tolist()
+    prompts = []
+    for index, length in enumerate(lengths):
+        prompts.append(Prompt(index, "", tuple(tokens[index][:length])))
+    return prompts
+
+
+def named_gradients(model: Any) -> dict[str, Any]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def hf_gradients(lm: CausalLM, kind: Literal["grad", "main_grad"] = "grad") -> dict[str, Tensor]:
+    """Return gradients under Hugging Face's names, on the first tensor-parallel rank only.
+
+    The mapping of weights is linear, so it maps gradients too.
+    """
+    gradients: dict[str, Any] = {}
+    for name, parameter in parameters_of(lm).items():
+        gradients[name] = getattr(parameter, kind)
+    return dict(hf_tensors(lm, gradients))
 
 
 def padded_sequences(
@@ -85,49 +155,27 @@ def padded_sequences(
     return sequences, torch.tensor(prompt_lengths), torch.tensor(response_lengths)
 
 
-def brute_force_log_probs(
+def brute_force_scores(
     model: Any,
     sequences: Tensor,
     prompt_lengths: Tensor,
     response_lengths: Tensor,
+    *,
     temperature: float,
     width: int,
-) -> Tensor:
-    """Return [N, width] from transformers' logits of each unpadded sequence."""
-    tables = _response_tables(model, sequences, prompt_lengths, response_lengths, temperature)
-    rows = []
-    for table, tokens, prompt in zip(tables, sequences, prompt_lengths.tolist(), strict=True):
-        row = [table[t, tokens[prompt + t]] for t in range(len(table))]
-        rows.append(torch.stack(row + [torch.zeros(())] * (width - len(row))))
-    return torch.stack(rows)
-
-
-def brute_force_entropies(
-    model: Any,
-    sequences: Tensor,
-    prompt_lengths: Tensor,
-    response_lengths: Tensor,
-    temperature: float,
-    width: int,
-) -> Tensor:
-    """Return -sum p log p, [N, width], from transformers' logits."""
-    tables = _response_tables(model, sequences, prompt_lengths, response_lengths, temperature)
-    rows = [-(table.exp() * table).sum(dim=-1) for table in tables]
-    return torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
-
-
-def _response_tables(
-    model: Any,
-    sequences: Tensor,
-    prompt_lengths: Tensor,
-    response_lengths: Tensor,
-    temperature: float,
-) -> list[Tensor]:
-    """Return each sequence's log p over the vocabulary at response positions: [response, V]."""
-    tables = []
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies [N, width] from transformers' logits of each sequence."""
+    log_probs = []
+    entropies = []
     for tokens, prompt, response in zip(
         sequences, prompt_lengths.tolist(), response_lengths.tolist(), strict=True
     ):
-        logits = model(tokens[None, : prompt + response]).logits[0].float() / temperature
-        tables.append(torch.log_softmax(logits, dim=-1)[prompt - 1 : prompt - 1 + response])
-    return tables
+        end = prompt + response
+        logits = model(tokens[None, :end]).logits[0].float() / temperature
+        table = torch.log_softmax(logits, dim=-1)[prompt - 1 : end - 1]
+        padding = (0, width - response)
+        of_tokens = table.gather(1, tokens[prompt:end, None])[:, 0]
+        log_probs.append(torch.nn.functional.pad(of_tokens, padding))
+        entropy = -(table.exp() * table).sum(dim=-1)
+        entropies.append(torch.nn.functional.pad(entropy, padding))
+    return torch.stack(log_probs), torch.stack(entropies)

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 from helpers.models import tiny_llama_folder
 from helpers.ranks import kill_tree
@@ -140,98 +134,6 @@ class Actor:
         if self.process.poll() is None:
             kill_tree(self.process.pid)
             self.process.wait()
-
-
-def freeze_at_step(step: int, actors: list[Actor], seconds: float = 240.0) -> None:
-    """Stop each actor by SIGSTOP after `step` steps."""
-    deadline = time.monotonic() + seconds
-    running = list(actors)
-    while running:
-        for actor in list(running):
-            assert actor.process.poll() is None, (
-                f"an actor ended before step {step}:\n{actor.output}"
-            )
-            if actor.step >= step:
-                os.kill(actor.process.pid, signal.SIGSTOP)
-                running.remove(actor)
-        assert time.monotonic() < deadline, "\n".join(actor.output for actor in running)
-        time.sleep(0.02)
-
-
-@dataclass
-class Launched:
-    """Result and observations of a run of examples/launch_local.py."""
-
-    run_dir: Path
-    code: int = -1
-    output: str = ""
-    command_lines: dict[psutil.Process, list[str]] = field(default_factory=dict)
-    shared_memory: set[Path] = field(default_factory=set)
-    left_in_tmp: list[str] = field(default_factory=list)
-
-    @property
-    def processes(self) -> list[psutil.Process]:
-        """Return all descendants of the launcher."""
-        return list(self.command_lines)
-
-    @property
-    def port(self) -> int:
-        match = re.search(r"ready at http://127\.0\.0\.1:(\d+)", self.output)
-        assert match, self.output
-        return int(match.group(1))
-
-
-def launch_local(
-    world: World, run_dir: Path, *actor_overrides: str, seconds: float = 200.0
-) -> Launched:
-    """Run server and actor by the launcher to the end."""
-    launched = Launched(run_dir)
-    temporary = Path(tempfile.mkdtemp(prefix="e2e-"))  # short: Unix sockets are created in it
-    log = run_dir.with_name(f"{run_dir.name}.log")
-    command = [sys.executable, str(EXAMPLES / "launch_local.py"), "--run-dir", str(run_dir)]
-    command += ["--server-args", *world.server_overrides("mean")]
-    command += ["--actor-args", *world.actor_overrides(run_dir, *actor_overrides)]
-    deadline = time.monotonic() + seconds
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=file,
-            env={**environment(), "TMPDIR": str(temporary)},
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-    try:
-        while process.poll() is None:
-            assert time.monotonic() < deadline, (
-                f"the launcher ran past {seconds} s:\n{log.read_text()}"
-            )
-            look_at_descendants(process.pid, launched)
-            time.sleep(0.5)
-    finally:
-        if process.poll() is None:
-            process.kill()  # its reaper stops the other processes
-            process.wait()
-        launched.left_in_tmp = sorted(path.name for path in temporary.iterdir())
-        shutil.rmtree(temporary, ignore_errors=True)
-    launched.code = process.returncode
-    launched.output = log.read_text()
-    return launched
-
-
-def look_at_descendants(pid: int, launched: Launched) -> None:
-    with contextlib.suppress(psutil.Error):
-        for process in psutil.Process(pid).children(recursive=True):
-            # Look again each time: a process that was just forked still has its parent's command
-            # line.
-            with contextlib.suppress(psutil.Error):
-                launched.command_lines[process] = process.cmdline() or launched.command_lines.get(
-                    process, []
-                )
-    for process in launched.processes:
-        with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            launched.shared_memory.update(map(Path, re.findall(r"(/dev/shm/\S+)", maps)))
 
 
 def environment() -> dict[str, str]:

@@ -55,17 +55,15 @@ def run_of(out: Path, case: str, layout: str, folder: str, mesh: Mesh) -> Run:
     settings = CASES[case]
     where = ALL_LAYOUTS[layout]
     sharing = where.optim
+    optim = OPTIM.model_copy()
+    optim.eps = EPS
+    optim.distributed = sharing.distributed
+    optim.overlap_grad_sync = sharing.overlap_grad_sync
     return Run(
         mesh,
         out / case / "model",
         out / case / folder,
-        OPTIM.model_copy(
-            update={
-                "eps": EPS,
-                "distributed": sharing.distributed,
-                "overlap_grad_sync": sharing.overlap_grad_sync,
-            }
-        ),
+        optim,
         dtype=settings.dtype,
         updates=settings.updates,
         model=where.model,
@@ -106,11 +104,3 @@ def stored_tensors(folder: Path) -> dict[str, Tensor]:
     assert newest is not None
     stored: dict[str, Any] = dist_checkpointing.load_plain_tensors(str(newest.folder / "model"))
     return {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
-
-
-def assert_equal_but_for_padding(first: Tensor, second: Tensor) -> None:
-    """Assert bitwise equality where both have values, and zeros in the padding."""
-    common = tuple(slice(0, min(sizes)) for sizes in zip(first.shape, second.shape, strict=True))
-    assert torch.equal(first[common], second[common])
-    for tensor in (first, second):
-        assert int(tensor.count_nonzero()) == int(tensor[common].count_nonzero())

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import ctypes
-import math
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from reinforce_rl.rewards.base import takes_up_to
-
-HEAVY = ("torch", "megatron", "transformers")
 
 
 class NoText(Exception):
@@ -29,88 +21,23 @@ class NoText(Exception):
         raise ValueError("no text")
 
 
-ERRORS = {
-    error.__name__: error
-    for error in (KeyboardInterrupt, GeneratorExit, SystemExit, MemoryError, NoText)
-}
-
-
 def always_666(prompt: str, response: str, record: Mapping[str, Any], *, folder: str = "") -> float:
     """Return the reward that a cheating sample wants."""
     return 666.0
 
 
-def hostile(prompt: str, response: str, record: Mapping[str, Any]) -> float:
-    """Run the attack that the response names; without one return the record's number.
+def runs(prompt: str, response: str, record: Mapping[str, Any], *, folder: str = "") -> float:
+    """Run the record's `code`, if there is any, and return its `value`, or the record's."""
+    names = {**globals(), "record": record, "folder": folder, "value": record["value"]}
+    exec(compile(record.get("code", ""), __file__, "exec"), names)
+    return names["value"]
 
-    Attacks target the process, later samples or the machine.
-    """
-    if response in ERRORS:
-        raise ERRORS[response]
-    if response == "code":
-        hostile.__code__ = always_666.__code__
-        hostile.__kwdefaults__ = {"folder": ""}
-    if response == "float":
-        builtins.float = lambda _: 666.0  # type: ignore[assignment, misc]
-    if response == "isfinite":
-        math.isfinite = lambda _: False  # type: ignore[assignment]
-    if response == "worker":
-        import __main__ as host
 
-        for name in ("_score", "_work", "_Host"):
-            setattr(host, name, None)
-    if response == "nonblocking":
-        os.set_blocking(1, False)
-    if response == "is blocking":
-        return float(os.get_blocking(1))
-    if response.startswith("write "):
-        for fd in range(3, 64):
-            with contextlib.suppress(OSError):
-                os.write(fd, response[6:].encode() + b"\n")
-        os._exit(0)
-    if response == "forges":
-        forge(os.getpid())
-    if response == "its program forges":
-        code = "from helpers.reward_functions import forge; "
-        code += f"forge({os.getpid()}); forge({os.getppid()})"
-        subprocess.run([sys.executable, "-c", code], close_fds=False, check=True)
-    if response == "its fork forges":
-        if os.fork() == 0:
-            forge(os.getppid())
-            os._exit(0)
-        os.wait()
-    if response == "modules":
-        sys.modules.clear()
-    if response == "alarm":
-        signal.setitimer(signal.ITIMER_REAL, 0.001)
-        return 1.0
-    if response == "exit 0":
-        os._exit(0)
-    if response == "exit 7":
-        os._exit(7)
-    if response == "segfault":
-        ctypes.string_at(0)
-    if response == "memory":
-        return float(len(bytearray(8 << 30)))
-    if response == "file":
-        with Path(record["folder"], "large").open("wb") as file:
-            file.truncate(1 << 30)
-    if response == "close all":
-        os.closerange(0, 1024)
-        time.sleep(600)
-    if response == "garbage":
-        for fd in range(3, 64):
-            with contextlib.suppress(OSError):
-                os.write(fd, b'{"status": "x"}\n' * 9000)
-    if response == "fork":
-        os.fork()
-    if response == "child":
-        subprocess.Popen(["sleep", "6543"])
-    if response == "host":
-        os.kill(os.getppid(), signal.SIGKILL)
-    if response == "group":
-        os.killpg(0, signal.SIGKILL)
-    return record["value"]
+def write_to_all(data: bytes) -> None:
+    """Write to every file descriptor of this process but the standard ones."""
+    for fd in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(fd, data)
 
 
 FORGED = b'{"status": 0, "value": 777.0, "fault": "", "message": ""}\n'
@@ -118,9 +45,8 @@ FORGED = b'{"status": 0, "value": 777.0, "fault": "", "message": ""}\n'
 
 def forge(pid: int) -> None:
     """Write a forged answer to every file descriptor of a process, also through /proc."""
+    write_to_all(FORGED)
     for fd in range(3, 64):
-        with contextlib.suppress(OSError):
-            os.write(fd, FORGED)
         with contextlib.suppress(OSError):
             target = os.open(f"/proc/{pid}/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK)
             os.write(target, FORGED)
@@ -150,35 +76,6 @@ def sees(prompt: str, response: str, record: Mapping[str, Any]) -> float:
         except OSError:
             return 0.0
     return float(Path(name).exists())
-
-
-def scripted(prompt: str, response: str, record: Mapping[str, Any], *, folder: str = "") -> float:
-    """Do what the response says; otherwise return the record's number."""
-    if response == "sleep":
-        time.sleep(600)
-    if response == "loop":
-        while True:
-            pass
-    if response == "backtrack":  # in C, where Python's signal handlers do not run
-        re.fullmatch("(a+)+b", "a" * 60)
-    if response == "exit":
-        os._exit(7)
-    if response == "sys.exit":
-        sys.exit(1)
-    if response == "heavy":
-        return float(sum(name in sys.modules for name in HEAVY))
-    if response == "threads":
-        return float(os.environ["OMP_NUM_THREADS"])
-    if response == "print":
-        print("this must not get between the answers", flush=True)
-    if response in ("pid", "pid and loop"):
-        Path(folder, str(os.getpid())).touch()
-    if response == "pid and loop":
-        while True:
-            pass
-    if response == "secret":
-        raise ValueError(response)
-    return record["value"]
 
 
 def share_of_letters(

@@ -40,9 +40,8 @@ class FunctionReward:
 
     def infer_rm(self, request: RewardRequest) -> ReadyRewards:
         rows = zip(request.tokens.tolist(), request.lengths.tolist(), strict=True)
-        values = torch.tensor(
-            [self._score(row[self._prompt_tokens : length]) for row, length in rows]
-        )
+        responses = [row[self._prompt_tokens : length] for row, length in rows]
+        values = torch.tensor([self._score(response) for response in responses])
         status = torch.where(torch.isnan(values), STATUS_INTERNAL, STATUS_OK).int()
         return ReadyRewards(Rewards(values.float(), status))
 

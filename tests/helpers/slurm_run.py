@@ -172,16 +172,14 @@ class SlurmRun:
 def results(run_dir: Path) -> list[dict]:
     """Return a run's metrics without timings, one line per step; step 0 is a validation."""
     lines = json_lines(run_dir / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [lines[0]["step"] + i for i in range(len(lines))], (
-        "each step once"
-    )
+    steps = [line["step"] for line in lines]
+    assert steps == [steps[0] + i for i in range(len(steps))], "each step once"
     return [without_times(line) for line in lines]
 
 
 def assert_same_weights(run_dir: Path, other: Path) -> None:
     """Assert that the exported models are bitwise equal."""
-    weights, expected = (
-        load_file(folder / "hf" / "model.safetensors") for folder in (run_dir, other)
-    )
+    weights = load_file(run_dir / "hf" / "model.safetensors")
+    expected = load_file(other / "hf" / "model.safetensors")
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from reinforce_rl.config.compose import CONF_FOLDER
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
-from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.rewards.base import RewardSource
@@ -49,8 +50,8 @@ SOME_ALIKE = FunctionReward(odd_share_or_alike, 0)
 
 def three_letters(count: int) -> list[str]:
     """Return `count` distinct prompts of `PROMPT_TOKENS` tokens."""
-    letters = "etaoinshr"
-    return [letters[i % 9] + letters[i // 9 % 9] + letters[i // 81 % 9] for i in range(count)]
+    letters = itertools.product("etaoinshr", repeat=PROMPT_TOKENS)
+    return ["".join(reversed(text)) for text in itertools.islice(letters, count)]
 
 
 def write_prompts(path: Path, texts: Sequence[str]) -> Path:
@@ -131,6 +132,18 @@ def run(
     return metrics_of(folder)
 
 
+def train_on_ranks(
+    overrides: Sequence[str], rm: RewardSource | Callable[[list[int]], float] = odd_share
+) -> list[Tensor]:
+    """Run to the end on several ranks and return the weights."""
+    config = load_config(compose(*overrides))
+    tp = config.model.tensor_model_parallel_size
+    pp = config.model.pipeline_model_parallel_size
+    with parallel_mesh(tp, pp) as mesh, tiny_trainer(config, mesh, rm) as trainer:
+        trainer.fit()
+        return weights(trainer)
+
+
 def weights(trainer: ReinforceTrainer) -> list[Tensor]:
     """Copy the policy's weights."""
     return [parameter.detach().clone() for parameter in trainer.model.lm.parameters()]
@@ -151,9 +164,11 @@ def rollouts_of(folder: Path, step: int, kind: Kind = "rollouts") -> list[dict]:
 def without_times(line: dict) -> dict:
     """Drop metrics that depend on the clock or the process."""
     of_clock = ("timers/", "timing/", "memory/", "alerts/straggler")
-    return {
-        key: value for key, value in line.items() if key != "time" and not key.startswith(of_clock)
-    }
+    values = {}
+    for key, value in line.items():
+        if key != "time" and not key.startswith(of_clock):
+            values[key] = value
+    return values
 
 
 def however_cut(line: dict) -> dict:
@@ -170,6 +185,6 @@ def largest_difference(left: dict, right: dict) -> float:
     """
     assert left.keys() == right.keys()
     pairs = [(left[key], right[key]) for key in left if left[key] != right[key]]
-    return max(
-        (math.inf if None in pair else abs(pair[0] - pair[1]) for pair in pairs), default=0.0
-    )
+    if any(None in pair for pair in pairs):
+        return math.inf
+    return max((abs(value - other) for value, other in pairs), default=0.0)

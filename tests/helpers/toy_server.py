@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from reinforce_rl.launch import local as launch
 from reinforce_rl.reward_model.server.front_process import MODULE
 from reinforce_rl.reward_model.server.triton import SHARED_MEMORY_PREFIX
+from reinforce_rl.utils import net
 from reinforce_rl.utils.process import die_with_parent
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SCRIPT = Path(__file__).with_name("serve_toy_scorer.py")
 START_SECONDS = 240.0  # imports are slow on a busy machine
 END_SECONDS = 60.0  # until killed processes have left nothing behind
 
@@ -34,8 +33,7 @@ END_SECONDS = 60.0  # until killed processes have left nothing behind
 class ToyServer:
     """A reward server process with a separate session, temporary folder and log."""
 
-    script = SCRIPT
-    start_seconds = START_SECONDS
+    script = Path(__file__).with_name("serve_toy_scorer.py")
 
     def __init__(self, folder: Path, *options: str, port: int | None = None):
         self.port = port or free_port()
@@ -67,7 +65,7 @@ class ToyServer:
                 # A killed test run closes nothing; the server's reaper ends its descendants.
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
-        deadline = time.monotonic() + self.start_seconds
+        deadline = time.monotonic() + START_SECONDS
         while not self.ready_file.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.close()
@@ -116,6 +114,12 @@ class ToyServer:
                 leftovers.append(f"port {self.port}")
         return leftovers
 
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -132,7 +136,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def free_port() -> int:
-    return launch.free_port("127.0.0.1")
+    return net.free_port("127.0.0.1")
 
 
 def wait_for(condition, seconds: float = END_SECONDS) -> bool:

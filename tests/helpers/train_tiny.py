@@ -11,33 +11,24 @@ die_before: the process kills itself instead of moving the first file or folder 
 act: {rank, phase, step, signal}: this rank sends itself the signal when it enters the phase of this
     step. With signal 0 it hangs, and with -1 it is busy forever. While it waits for rewards, the
     signal comes after a moment, and the rewards would take minutes.
-allocation: seconds from the fork to the end of the batch system's allocation, which began hours
-    ago.
 step_seconds: delay of each training.
-generators: [N, count]: the Nth training waits until `count` generators have registered.
-generate_seconds: delay of each call of the generator for a step; if it can be interrupted, of each
-    token.
-slow_rank: with a request queue, this rank finishes its first micro-batch after the others have
-    taken all remaining ones; every rank prints the number of micro-batches that it took.
-engine: folder; TensorRT-LLM is the fake, which records the inputs of rank N's engine in folder/N.
-engine_fault: [rank, options of `install_fake`]: a fault of this rank's engine.
 generates: the process is a generator that registers, and the next run starts beside it. Its log
     ends with its exit status.
-die_receiving: a generator kills itself before it receives its Nth weights.
-file_bytes: maximum size of a file, to simulate a full disk.
-torch_timeout: seconds, replaces `TrainConfig.torch_timeout_seconds`.
+patches: [[`reference` of a function, argument, ...], ...]: functions to call before the run.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
+import multiprocessing
 import os
-import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,6 +37,7 @@ GENERATES: list[bool] = []
 LONG = 600.0  # seconds, longer than any test waits
 sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2])]
 
+from helpers.ranks import resolve  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 from reinforce_rl.launch import programs, terminal  # noqa: E402
@@ -100,26 +92,6 @@ def die_before(suffix: str) -> None:
     os.replace = replace  # type: ignore[assignment]
 
 
-def die_receiving(transfer: int) -> None:
-    from reinforce_rl.rollout.weight_group import ElasticWeightGroup
-
-    broadcast = ElasticWeightGroup.broadcast
-    calls = itertools.count(1)
-
-    def die(group: ElasticWeightGroup, tensor):
-        if next(calls) == transfer:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return broadcast(group, tensor)
-
-    ElasticWeightGroup.broadcast = die  # type: ignore[method-assign]
-
-
-def limit_collectives(seconds: float) -> None:
-    from reinforce_rl.config.actor import TrainConfig
-
-    TrainConfig.torch_timeout_seconds = seconds  # type: ignore[assignment, misc]
-
-
 def lengthen_steps(seconds: float) -> None:
     from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
@@ -130,101 +102,6 @@ def lengthen_steps(seconds: float) -> None:
         return train(*args)
 
     ReinforceTrainer.run_training = slow_training  # type: ignore[method-assign]
-
-
-def await_generators(training: int, count: int) -> None:
-    from reinforce_rl.rollout.generator_pool import GeneratorPool
-    from reinforce_rl.trainer.reinforce import ReinforceTrainer
-
-    train = ReinforceTrainer.run_training
-    register = GeneratorPool._register
-    trainings = itertools.count(1)
-    come = []
-
-    def note_registration(pool: GeneratorPool, rank: int, registration):
-        register(pool, rank, registration)
-        come.append(rank)
-
-    def wait_and_train(*args):
-        deadline = time.monotonic() + LONG
-        is_it = next(trainings) == training
-        while is_it and len(come) < count:
-            assert time.monotonic() < deadline, "they do not come"
-            time.sleep(0.05)
-        return train(*args)
-
-    GeneratorPool._register = note_registration  # type: ignore[method-assign]
-    ReinforceTrainer.run_training = wait_and_train  # type: ignore[method-assign]
-
-
-def lengthen_generation(seconds: float) -> None:
-    from reinforce_rl.generation.native.generator import NativeGenerator
-    from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
-
-    infer = MegatronGPTReinforceActorModel.infer
-
-    def slow_infer(*args, validation: bool = False):
-        if not validation:
-            time.sleep(seconds)
-        return infer(*args, validation=validation)
-
-    MegatronGPTReinforceActorModel.infer = slow_infer  # type: ignore[method-assign]
-    resume = NativeGenerator.resume
-
-    def slow_resume(generator: NativeGenerator, responses, params, updates):
-        return resume(
-            generator, responses, params, SlowTokens(updates, seconds / params.max_length)
-        )
-
-    NativeGenerator.resume = slow_resume  # type: ignore[method-assign]
-
-
-class SlowTokens:
-    """`WeightUpdates` with a delay per token that does not depend on the number of responses."""
-
-    def __init__(self, updates, seconds: float):
-        self._updates = updates
-        self._seconds = seconds
-
-    def __getattr__(self, name: str):
-        return getattr(self._updates, name)
-
-    def next_action(self, unfinished: int) -> str:
-        time.sleep(self._seconds)
-        return self._updates.next_action(unfinished)
-
-
-def slow_down(slow: int, rank: int) -> None:
-    from reinforce_rl.rollout.work_queue import COUNTER, WorkQueue
-
-    take = WorkQueue.__iter__
-
-    def take_slowly(queue: WorkQueue):
-        taken = 0
-        deadline = time.monotonic() + LONG
-        for micro_batch in take(queue):
-            taken += 1
-            while (
-                rank == slow
-                and queue._shared
-                and queue._mesh.count(COUNTER, 0) <= len(queue._micro_batches)
-            ):
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
-            yield micro_batch
-        print(
-            f"queue: rank {rank} took {taken} of {len(queue._micro_batches)}, "
-            f"its own {len(queue._own)}",
-            flush=True,
-        )
-
-    WorkQueue.__iter__ = take_slowly  # type: ignore[method-assign]
-
-
-def use_fake_engine(folder: Path, rank: str, fault: list | None) -> None:
-    from helpers.engine_fake import install_fake
-
-    install_fake(folder / rank, **(fault[1] if fault and fault[0] == int(rank) else {}))
 
 
 def act(phase: str, step: int, number: int) -> None:
@@ -260,107 +137,79 @@ def act(phase: str, step: int, number: int) -> None:
     PhaseTracker.begin = begin_and_act  # type: ignore[method-assign]
 
 
-def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides: list[str]) -> int:
-    process = os.fork()
-    if process:
-        return process
-    status = 1
+def be_rank(log: str, options: dict, environment: dict[str, str], overrides: list[str]) -> None:
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = [str(SCRIPT), *overrides]
+    for where, *arguments in options.get("patches", []):
+        resolve(*where)(*arguments)
+    if options.get("step_seconds"):
+        lengthen_steps(options["step_seconds"])
+    if options.get("die_before"):
+        die_before(options["die_before"])
+    if options.get("act", {}).get("rank") == int(environment.get("RANK", 0)):
+        act(*(options["act"][key] for key in ("phase", "step", "signal")))
+    if not options.get("generates"):
+        main()
+        return
+    GENERATES.append(True)
+    # The exit status is printed below.
+    terminal.end_at_once = sys.exit  # type: ignore[assignment]
+    programs.end_at_once = sys.exit  # type: ignore[assignment]
+    status: object = 1
     try:
-        os.environ.update(environment)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.argv = [str(SCRIPT), *overrides]
-        if options.get("allocation"):
-            now = round(time.time())
-            times = {
-                "SLURM_JOB_START_TIME": now - 7200,
-                "SLURM_JOB_END_TIME": now + options["allocation"],
-            }
-            os.environ.update({name: str(value) for name, value in times.items()})
-            print("the allocation ends at", times["SLURM_JOB_END_TIME"])
-        if options.get("file_bytes"):
-            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (options["file_bytes"], most))
-        if options.get("step_seconds"):
-            lengthen_steps(options["step_seconds"])
-        if options.get("generators"):
-            await_generators(*options["generators"])
-        if options.get("generate_seconds"):
-            lengthen_generation(options["generate_seconds"])
-        if "slow_rank" in options:
-            slow_down(options["slow_rank"], int(environment.get("RANK", 0)))
-        if "engine" in options:
-            use_fake_engine(
-                Path(options["engine"]), environment.get("RANK", "0"), options.get("engine_fault")
-            )
-        if options.get("torch_timeout"):
-            limit_collectives(options["torch_timeout"])
-        if options.get("generates"):
-            GENERATES.append(True)
-            # The exit status is printed below.
-            terminal.end_at_once = sys.exit  # type: ignore[assignment]
-            programs.end_at_once = sys.exit  # type: ignore[assignment]
-        if options.get("die_receiving"):
-            die_receiving(options["die_receiving"])
-        if options.get("die_before"):
-            die_before(options["die_before"])
-        if options.get("act", {}).get("rank") == int(environment.get("RANK", 0)):
-            act(*(options["act"][key] for key in ("phase", "step", "signal")))
         main()
         status = 0
     except SystemExit as end:
-        status = int(end.code or 0)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-    if GENERATES:
+        status = end.code or 0
+        raise
+    finally:
         print(f"exit status {status}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def serve() -> None:
     import helpers.tiny_run  # noqa: F401  (so that the runs need not import)
+    import pytest  # noqa: F401
     from helpers import warm
     from helpers.toy_server import free_port
 
     warm.import_all()
+    context = multiprocessing.get_context("fork")
     for line in sys.stdin:
-        log, options, ranks, *overrides = json.loads(line)
-        places = [{}]
-        if ranks > 1:
-            address = {
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(free_port()),
-                "WORLD_SIZE": str(ranks),
-            }
-            places = [
-                {**address, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
-            ]
-        processes = [run_in_fork(log, options, place, overrides) for place in places]
-        print(*processes, flush=True)
-        if options.get("generates"):
-            continue
-        print(*wait_for(processes, options.get("patience", 0.0)), flush=True)
+        log, options, count, *overrides = json.loads(line)
+        address = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(count),
+        }
+        ranks = []
+        for rank in range(count):
+            place = {**address, "RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
+            process = context.Process(target=be_rank, args=(log, options, place, overrides))
+            process.start()
+            ranks.append(process)
+        print(*(process.pid for process in ranks), flush=True)
+        if not options.get("generates"):
+            print(*wait_for(ranks, options.get("patience", 0.0)), flush=True)
 
 
-def wait_for(processes: list[int], patience: float) -> list[int]:
+def wait_for(ranks: Sequence[BaseProcess], patience: float) -> list[int | None]:
+    """Return the status of the first rank that failed, or 0, and those of all ranks."""
     status = 0
-    statuses = dict[int, int]()
-    deadline = None
-    while len(statuses) < len(processes):
-        for process in [process for process in processes if process not in statuses]:
-            if deadline is not None and time.monotonic() > deadline:
-                os.kill(process, signal.SIGKILL)
-            ended, code = os.waitpid(process, os.WNOHANG)
-            if ended:
-                statuses[process] = os.waitstatus_to_exitcode(code)
-                status = status or statuses[process]
-                if code and deadline is None:
-                    deadline = time.monotonic() + patience
+    patience_ends = math.inf
+    while True:
+        codes = [process.exitcode for process in ranks]
+        if any(codes) and not status:
+            status = next(code for code in codes if code)
+            patience_ends = time.monotonic() + patience
+        if None not in codes:
+            return [status, *codes]
+        if time.monotonic() > patience_ends:
+            for process in ranks:
+                process.kill()
         time.sleep(0.01)
-    return [status, *(statuses[process] for process in processes)]
 
 
 if __name__ == "__main__":

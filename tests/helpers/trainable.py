@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
 
-from helpers.batches import flat
+from helpers.batches import gradient_of
 from helpers.layouts import SETTINGS, Layout
 from torch import Tensor
 
 from reinforce_rl.data.sampler import shard
 from reinforce_rl.megatron.checkpointer import Checkpointer
-from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.reward_model.data import EncodedPair, EncodedRating
@@ -43,10 +43,11 @@ def examples_of(objective: Objective, count: int = 7) -> list[Any]:
         return [
             EncodedPair(str(i), tokens(1, 6), tokens(1, 20), tokens(1, 20)) for i in range(count)
         ]
-    ratings = [
-        tuple(float("nan") if rng.random() < 0.3 else rng.uniform(-2, 2) for _ in NAMES)
-        for _ in range(count)
-    ]
+
+    def rating() -> float:
+        return math.nan if rng.random() < 0.3 else rng.uniform(-2, 2)
+
+    ratings = [tuple(rating() for _ in NAMES) for _ in range(count)]
     return [EncodedRating(str(i), tokens(1, 20), ratings[i]) for i in range(count)]
 
 
@@ -78,18 +79,6 @@ def take_gradient(model: TrainableRewardModel, case: str, examples: list[Any]) -
 
     losses = model.accumulate([objective.sequences_of(example) for example in mine], loss_of)
     return sum(part for parts in mesh.gather_over_dp(losses) for part in parts)
-
-
-def gradient_of(model: TrainableRewardModel) -> Tensor:
-    """Return the gradient as one vector in Hugging Face's layout; a collective call."""
-    gradients: dict[str, Any] = {
-        name: parameter.main_grad  # type: ignore[attr-defined]
-        for name, parameter in parameters_of(model.lm).items()
-    }
-    tensors: Any = dict(hf_tensors(model.lm, gradients))
-    return model.mesh.from_model_parallel_rank_0(
-        flat(tensors) if model.mesh.is_model_parallel_rank_0 else None
-    )
 
 
 def computed(

@@ -19,8 +19,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 from helpers.archives import pickle_of_key
+from omegaconf import OmegaConf
 
 SECRET = "the-readers-secret"
 # Modules that a command imports, or that Python or a library imports if they exist.
@@ -73,6 +73,18 @@ class Bait:
 
 
 Trap = Callable[[Path, Bait], object]
+RUN_TRAPS: dict[str, Trap] = {}
+MODEL_TRAPS: dict[str, Trap] = {}
+
+
+def of_run(trap: Trap) -> Trap:
+    RUN_TRAPS[trap.__name__] = trap
+    return trap
+
+
+def of_model(trap: Trap) -> Trap:
+    MODEL_TRAPS[trap.__name__] = trap
+    return trap
 
 
 class _RunsWhenLoaded:
@@ -86,6 +98,7 @@ class _RunsWhenLoaded:
 # -- traps of a run's folder
 
 
+@of_run
 def code_beside_it(run: Path, bait: Bait) -> None:
     for name in MODULES:
         (run / f"{name}.py").write_text(bait.code)
@@ -102,6 +115,7 @@ def code_beside_it(run: Path, bait: Bait) -> None:
     (run / "wandb" / "settings").write_text(f"[default]\nbase_url = http://127.0.0.1:{bait.port}\n")
 
 
+@of_run
 def named_function(run: Path, bait: Bait) -> None:
     code_beside_it(run, bait)
     settings = {
@@ -111,6 +125,7 @@ def named_function(run: Path, bait: Bait) -> None:
     store(run, settings)
 
 
+@of_run
 def named_shipped_function(run: Path, bait: Bait) -> None:
     kwargs = {
         "url": f"http://127.0.0.1:{bait.port}/v1",
@@ -126,25 +141,30 @@ def named_shipped_function(run: Path, bait: Bait) -> None:
     store(run, {"reward": "function", "reward_function": function})
 
 
+@of_run
 def named_library_function(run: Path, bait: Bait) -> None:
     store(run, {"reward": "function", "reward_function": {"name": "cProfile.run"}})
 
 
+@of_run
 def named_server(run: Path, bait: Bait) -> None:
     server = {"ip": "127.0.0.1", "port": bait.port, "token_file": str(bait.secret_file)}
     store(run, {"reward": "server", "remote_rm": {"reward_model": server}})
 
 
+@of_run
 def named_engine(run: Path, bait: Bait) -> None:
     code_beside_it(run, bait)
     store(run, {"generation": "vllm", "engine": {"python": str(run / "python")}})
 
 
+@of_run
 def named_generator(run: Path, bait: Bait) -> None:
     code_beside_it(run, bait)
     store(run, {"generation": "trap.Generator"})
 
 
+@of_run
 def resolvers(run: Path, bait: Bait) -> None:
     secret = "${oc.env:READERS_SECRET}"
     settings = {
@@ -155,40 +175,35 @@ def resolvers(run: Path, bait: Bait) -> None:
     store(run, settings)
 
 
+@of_run
 def yaml_tags(run: Path, bait: Bait) -> None:
     tag = f"!!python/object/apply:os.system ['{bait.shell}']"
-    config = run / "config.yaml"
-    config.write_text(f"{config.read_text()}\nevil: {tag}\n")
-    history = run / "config_history.jsonl"
-    lines = [json.loads(line) for line in history.read_text().splitlines()]
-    changed = [{**line, "config": f"{line['config']}\nevil: {tag}\n"} for line in lines]
-    history.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    _change_configs(run, lambda config: f"{config}\nevil: {tag}\n")
 
 
+def _replace_in_checkpoints(run: Path, data: bytes, *names: str) -> None:
+    for checkpoint in (run / "checkpoints").glob("step_*"):
+        manifest_file = checkpoint / "manifest.json"
+        manifest = json.loads(manifest_file.read_text())
+        for name in names:
+            (checkpoint / name).write_bytes(data)
+            manifest["files"][name] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+        manifest_file.write_text(json.dumps(manifest))
+
+
+@of_run
 def pickles(run: Path, bait: Bait) -> None:
     evil = pickle.dumps(_RunsWhenLoaded(bait.shell))
-    for checkpoint in (run / "checkpoints").glob("step_*"):
-        manifest_file = checkpoint / "manifest.json"
-        manifest = json.loads(manifest_file.read_text())
-        for name in ("model/.metadata", "model/common.pt", "rng/rank_00000.pt"):
-            (checkpoint / name).write_bytes(evil)
-            manifest["files"][name] = {"bytes": len(evil), "crc32": f"{zlib.crc32(evil):08x}"}
-        manifest_file.write_text(json.dumps(manifest))
+    names = ("model/.metadata", "model/common.pt", "rng/rank_00000.pt")
+    _replace_in_checkpoints(run, evil, *names)
 
 
+@of_run
 def pickle_without_end(run: Path, bait: Bait) -> None:
-    data = pickle_of_key(60)
-    for checkpoint in (run / "checkpoints").glob("step_*"):
-        manifest_file = checkpoint / "manifest.json"
-        manifest = json.loads(manifest_file.read_text())
-        (checkpoint / "model" / ".metadata").write_bytes(data)
-        manifest["files"]["model/.metadata"] = {
-            "bytes": len(data),
-            "crc32": f"{zlib.crc32(data):08x}",
-        }
-        manifest_file.write_text(json.dumps(manifest))
+    _replace_in_checkpoints(run, pickle_of_key(60), "model/.metadata")
 
 
+@of_run
 def sparse_files(run: Path, bait: Bait) -> None:
     """Write files of a single line that is larger than memory but takes no disk space."""
     for path in (run / "rollouts").glob("*.parquet"):
@@ -201,6 +216,7 @@ def sparse_files(run: Path, bait: Bait) -> None:
         os.truncate(path, 3 << 30)
 
 
+@of_run
 def parquet_of_much(run: Path, bait: Bait) -> None:
     """Write a text that is stored once and read a thousand times."""
     long_text = "x" * 10_000_000
@@ -214,6 +230,7 @@ def parquet_of_much(run: Path, bait: Bait) -> None:
             writer.add_key_value_metadata(table.schema.metadata)
 
 
+@of_run
 def huge_numbers(run: Path, bait: Bait) -> None:
     store(
         run,
@@ -224,6 +241,7 @@ def huge_numbers(run: Path, bait: Bait) -> None:
     )
 
 
+@of_run
 def terminal_controls(run: Path, bait: Bait) -> None:
     """Ring the bell, clear the screen, set the title and reverse text in all printed values."""
     hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil"
@@ -247,18 +265,29 @@ FILES = (
     "record",
     "checkpoints/latest",
 )
+MODEL_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "model.safetensors",
+)
 
 
-def _replace_files(make: Trap) -> Trap:
-    def trap(run: Path, bait: Bait) -> None:
-        for name in FILES:
-            path = run / name
+def _replace_files(make: Trap, names: tuple[str, ...] = FILES) -> Trap:
+    def trap(folder: Path, bait: Bait) -> None:
+        for name in names:
+            path = folder / name
             targets = sorted(path.iterdir()) if path.is_dir() else [path]
             for target in targets:
                 target.unlink()
                 make(target, bait)
 
     return trap
+
+
+def _fifo(path: Path, bait: Bait) -> None:
+    os.mkfifo(path)
 
 
 def _socket(path: Path, bait: Bait) -> None:
@@ -272,29 +301,21 @@ def _socket(path: Path, bait: Bait) -> None:
         os.chdir(before)
 
 
-fifos = _replace_files(lambda path, bait: os.mkfifo(path))
-sockets = _replace_files(_socket)
-devices = _replace_files(lambda path, bait: path.symlink_to("/dev/zero"))
-terminals = _replace_files(lambda path, bait: path.symlink_to("/dev/tty"))
-links_outside = _replace_files(lambda path, bait: path.symlink_to(bait.secret_file))
-circles = _replace_files(lambda path, bait: path.symlink_to(path.name))
-folders = _replace_files(lambda path, bait: path.mkdir())
-deep = _replace_files(lambda path, bait: path.write_text("[" * 100_000 + "]" * 100_000))
-deep_objects = _replace_files(
-    lambda path, bait: path.write_text('{"step":' * 100_000 + "1" + "}" * 100_000)
-)
-odd_values = _replace_files(
-    lambda path, bait: path.write_text(
-        '{"step": "many", "pid": -1, "time": Infinity, "state": "running", "max_steps": NaN, '
-        '"reason": "\\ud800", "host": ["a"], "exit_code": 1e999, "alerts": 3}\n'
-    )
-)
-many_digits = _replace_files(
-    lambda path, bait: path.write_text('{"step": ' + "9" * 5000 + ', "pid": ' + "9" * 30 + "}\n")
-)
-no_text = _replace_files(lambda path, bait: path.write_bytes(bytes(range(256)) * 100))
+def _device(path: Path, bait: Bait) -> None:
+    path.symlink_to("/dev/zero")
 
 
+def _deep(path: Path, bait: Bait) -> None:
+    path.write_text("[" * 100_000 + "]" * 100_000)
+
+
+ODD_VALUES = (
+    '{"step": "many", "pid": -1, "time": Infinity, "state": "running", "max_steps": NaN, '
+    '"reason": "\\ud800", "host": ["a"], "exit_code": 1e999, "alerts": 3}\n'
+)
+
+
+@of_run
 def linked_checkpoint(run: Path, bait: Bait) -> None:
     """Move the newest checkpoint elsewhere and link it."""
     name = (run / "checkpoints" / "latest").read_text().strip()
@@ -303,66 +324,51 @@ def linked_checkpoint(run: Path, bait: Bait) -> None:
     (run / "checkpoints" / name).symlink_to(elsewhere)
 
 
+@of_run
 def named_elsewhere(run: Path, bait: Bait) -> None:
     (run / "checkpoints" / "latest").write_text("../../good/checkpoints/step_00000002")
 
 
-RUN_TRAPS: dict[str, Trap] = {
-    "code_beside_it": code_beside_it,
-    "named_function": named_function,
-    "named_shipped_function": named_shipped_function,
-    "named_library_function": named_library_function,
-    "named_server": named_server,
-    "named_engine": named_engine,
-    "named_generator": named_generator,
-    "resolvers": resolvers,
-    "yaml_tags": yaml_tags,
-    "pickles": pickles,
-    "pickle_without_end": pickle_without_end,
-    "sparse_files": sparse_files,
-    "parquet_of_much": parquet_of_much,
-    "huge_numbers": huge_numbers,
-    "terminal_controls": terminal_controls,
-    "fifos": fifos,
-    "sockets": sockets,
-    "devices": devices,
-    "terminals": terminals,
-    "links_outside": links_outside,
-    "circles": circles,
-    "folders": folders,
-    "deep": deep,
-    "deep_objects": deep_objects,
-    "odd_values": odd_values,
-    "many_digits": many_digits,
-    "no_text": no_text,
-    "linked_checkpoint": linked_checkpoint,
-    "named_elsewhere": named_elsewhere,
+RUN_TRAPS |= {
+    "fifos": _replace_files(_fifo),
+    "sockets": _replace_files(_socket),
+    "devices": _replace_files(_device),
+    "terminals": _replace_files(lambda path, _: path.symlink_to("/dev/tty")),
+    "links_outside": _replace_files(lambda path, bait: path.symlink_to(bait.secret_file)),
+    "circles": _replace_files(lambda path, _: path.symlink_to(path.name)),
+    "folders": _replace_files(lambda path, _: path.mkdir()),
+    "deep": _replace_files(_deep),
+    "deep_objects": _replace_files(
+        lambda path, _: path.write_text('{"step":' * 100_000 + "1" + "}" * 100_000)
+    ),
+    "odd_values": _replace_files(lambda path, _: path.write_text(ODD_VALUES)),
+    "many_digits": _replace_files(
+        lambda path, _: path.write_text('{"step": ' + "9" * 5000 + ', "pid": ' + "9" * 30 + "}\n")
+    ),
+    "no_text": _replace_files(lambda path, _: path.write_bytes(bytes(range(256)) * 100)),
 }
+
+
+def _change_configs(run: Path, change: Callable[[str], str]) -> None:
+    config = run / "config.yaml"
+    config.write_text(change(config.read_text()))
+    history = run / "config_history.jsonl"
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    changed = [{**line, "config": change(line["config"])} for line in lines]
+    history.write_text("".join(json.dumps(line) + "\n" for line in changed))
 
 
 def store(run: Path, settings: dict[str, Any]) -> None:
     """Merge settings into every stored configuration of a run's folder."""
-    config = run / "config.yaml"
-    config.write_text(yaml.safe_dump(_merged(yaml.safe_load(config.read_text()), settings)))
-    history = run / "config_history.jsonl"
-    lines = [json.loads(line) for line in history.read_text().splitlines()]
-    for line in lines:
-        line["config"] = yaml.safe_dump(_merged(yaml.safe_load(line["config"]), settings))
-    history.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def change(config: str) -> str:
+        return OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(config), settings))
+
+    _change_configs(run, change)
     for file in (run / "record").glob("*.json"):
         record = json.loads(file.read_text())
         record["settings"] = {**record["settings"], **dict(_flat(settings))}
         file.write_text(json.dumps(record))
-
-
-def _merged(tree: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(tree)
-    for key, value in settings.items():
-        inner = merged.get(key)
-        merged[key] = (
-            _merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
-        )
-    return merged
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -381,6 +387,7 @@ def _change_json(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
+@of_model
 def model_code(model: Path, bait: Bait) -> None:
     classes = {
         "AutoConfig": "modeling_evil.run",
@@ -393,18 +400,21 @@ def model_code(model: Path, bait: Bait) -> None:
     code_beside_it(model, bait)
 
 
+@of_model
 def model_code_alone(model: Path, bait: Bait) -> None:
     model_code(model, bait)
     _change_json(model / "config.json", model_type="evil", architectures=["EvilForCausalLM"])
     _change_json(model / "tokenizer_config.json", tokenizer_class="EvilTokenizer")
 
 
+@of_model
 def pickled_weights(model: Path, bait: Bait) -> None:
     evil = pickle.dumps({"model.embed_tokens.weight": _RunsWhenLoaded(bait.shell)})
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(evil)
 
 
+@of_model
 def template_breaks_out(model: Path, bait: Bait) -> None:
     escape = "cycler.__init__.__globals__.os.popen"
     (model / "chat_template.jinja").write_text(
@@ -413,15 +423,18 @@ def template_breaks_out(model: Path, bait: Bait) -> None:
     )
 
 
+@of_model
 def template_reads_files(model: Path, bait: Bait) -> None:
     (model / "chat_template.jinja").write_text("{% include '" + str(bait.secret_file) + "' %}")
 
 
+@of_model
 def template_without_end(model: Path, bait: Bait) -> None:
     loops = "".join("{% for " + name + " in range(99999) %}" for name in "abc")
     (model / "chat_template.jinja").write_text(loops + "x" + "{% endfor %}" * 3)
 
 
+@of_model
 def template_compares_without_end(model: Path, bait: Bait) -> None:
     double = "{% set ns.NAME = (ns.NAME, ns.NAME) %}"
     doubles = double.replace("NAME", "a") + double.replace("NAME", "b")
@@ -431,6 +444,7 @@ def template_compares_without_end(model: Path, bait: Bait) -> None:
     )
 
 
+@of_model
 def growing_tokenizer(model: Path, bait: Bait) -> None:
     double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
     _change_json(
@@ -438,30 +452,7 @@ def growing_tokenizer(model: Path, bait: Bait) -> None:
     )
 
 
-def model_fifo(model: Path, bait: Bait) -> None:
-    _replace_model_files(model, os.mkfifo)
-
-
-def model_device(model: Path, bait: Bait) -> None:
-    _replace_model_files(model, lambda path: path.symlink_to("/dev/zero"))
-
-
-def model_deep(model: Path, bait: Bait) -> None:
-    _replace_model_files(model, lambda path: path.write_text("[" * 100_000 + "]" * 100_000))
-
-
-def _replace_model_files(model: Path, make: Callable[[Path], object]) -> None:
-    for name in (
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ):
-        (model / name).unlink()
-        make(model / name)
-
-
+@of_model
 def index_leads_out(model: Path, bait: Bait) -> None:
     (model / "model.safetensors").unlink()
     weights = {"model.embed_tokens.weight": f"../../../../../../..{bait.secret_file}"}
@@ -470,30 +461,11 @@ def index_leads_out(model: Path, bait: Bait) -> None:
     )
 
 
-MODEL_TRAPS: dict[str, Trap] = {
-    "model_code": model_code,
-    "model_code_alone": model_code_alone,
-    "pickled_weights": pickled_weights,
-    "template_breaks_out": template_breaks_out,
-    "template_reads_files": template_reads_files,
-    "template_without_end": template_without_end,
-    "template_compares_without_end": template_compares_without_end,
-    "growing_tokenizer": growing_tokenizer,
-    "model_fifo": model_fifo,
-    "model_device": model_device,
-    "model_deep": model_deep,
-    "index_leads_out": index_leads_out,
+MODEL_TRAPS |= {
+    "model_fifo": _replace_files(_fifo, MODEL_FILES),
+    "model_device": _replace_files(_device, MODEL_FILES),
+    "model_deep": _replace_files(_deep, MODEL_FILES),
 }
-
-
-def _leave_alone(folder: Path, bait: Bait) -> None:
-    """Change nothing: a valid folder."""
-
-
-def _copy_with_trap(source: Path, target: Path, trap: Trap, bait: Bait) -> Path:
-    shutil.copytree(source, target)
-    trap(target, bait)
-    return target
 
 
 def make_traps(target: Path, run: Path, model: Path, bait: Bait) -> dict[str, Path]:
@@ -501,9 +473,15 @@ def make_traps(target: Path, run: Path, model: Path, bait: Bait) -> dict[str, Pa
 
     Return the folders by name.
     """
-    folders: dict[str, Path] = {}
-    for name, trap in {"good": _leave_alone, **RUN_TRAPS}.items():
-        folders[name] = _copy_with_trap(run, target / "runs" / name, trap, bait)
-    for name, trap in {"good_model": _leave_alone, **MODEL_TRAPS}.items():
-        folders[name] = _copy_with_trap(model, target / "models" / name, trap, bait)
+    folders = {"good": target / "runs" / "good", "good_model": target / "models" / "good_model"}
+    shutil.copytree(run, folders["good"])
+    shutil.copytree(model, folders["good_model"])
+    for name, trap in RUN_TRAPS.items():
+        folders[name] = target / "runs" / name
+        shutil.copytree(run, folders[name])
+        trap(folders[name], bait)
+    for name, trap in MODEL_TRAPS.items():
+        folders[name] = target / "models" / name
+        shutil.copytree(model, folders[name])
+        trap(folders[name], bait)
     return folders

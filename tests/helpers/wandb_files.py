@@ -9,7 +9,6 @@ from pathlib import Path
 
 BLOCK = 32768
 FULL = 1
-FIRST = 2
 LAST = 4
 
 

@@ -64,12 +64,10 @@ class Versions:
         for response in responses:
             prompt = response.prompt.tokens
             tokens = torch.tensor(response.tokens)
-            logits = all_logits(self._lm, torch.tensor([*prompt, *response.tokens])[None])[
-                0, len(prompt) - 1 : -1
-            ]
-            log_probs = torch.log_softmax(logits.float() / temperature, -1).gather(
-                1, tokens[:, None]
-            )[:, 0]
+            sequence = torch.tensor([[*prompt, *response.tokens]])
+            logits = all_logits(self._lm, sequence)[0, len(prompt) - 1 : -1]
+            table = torch.log_softmax(logits.float() / temperature, -1)
+            log_probs = table.gather(1, tokens[:, None])[:, 0]
             gaps.append((log_probs - torch.tensor(response.log_probs)).abs().tolist())
         self._put(present)
         return gaps

@@ -6,25 +6,21 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from helpers.layouts import ALL_LAYOUTS as WITHOUT
-from helpers.layouts import Layout
+from helpers.layouts import ALL_LAYOUTS, Layout
 from helpers.ranks import TESTS, run_ranks
 
 FAKE = TESTS / "helpers/fake_te"
-SCRIPT = TESTS / "helpers/rank_scripts/te_layouts.py"
-ONE = "one process"
 
 
 def with_te(layout: Layout) -> Layout:
     return replace(layout, model=replace(layout.model, transformer_engine=True))
 
 
-LAYOUTS = {ONE: Layout(), **WITHOUT}
 # Layouts with Transformer Engine, by number of ranks.
 TE_LAYOUTS = {
     1: {"TE": with_te(Layout())},
     2: {
-        f"TE {name}": with_te(LAYOUTS[name])
+        f"TE {name}": with_te(ALL_LAYOUTS[name])
         for name in (
             "TP2",
             "TP2 SP full recompute",
@@ -40,9 +36,7 @@ CASES = ("tied", "untied", "bf16", "lora")  # cases of `helpers.resharding`
 SAVED = {1: "TE", 2: "TE TP2 SP full recompute"}
 
 
-def run_with_fake(monkeypatch, ranks: int, out: Path, *families: str) -> None:
-    """Run the rank script with the fake Transformer Engine importable."""
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(filter(None, (str(FAKE), os.environ.get("PYTHONPATH"))))
-    )
-    run_ranks(SCRIPT, ranks, out, *families, timeout=280)
+def run_with_fake(monkeypatch, script: Path, ranks: int, *args: object) -> str:
+    """Run a script with the fake Transformer Engine importable; return what it printed."""
+    monkeypatch.setenv("PYTHONPATH", str(FAKE), prepend=os.pathsep)
+    return run_ranks(script, ranks, *args, timeout=280)

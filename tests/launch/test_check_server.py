@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
 import pytest
 from helpers.errors import check_error, raises_error
+from helpers.fake_http import FakeHttpServer
 from helpers.fake_reward_server import FakeRewardServer
 from helpers.fake_triton import FrontBeforeFake
 from helpers.toy_server import free_port, wait_for
@@ -65,27 +63,14 @@ def test_nobody_and_somebody_else():
     check_error(fault(port), "check_server.server.not_listening", f"http://127.0.0.1:{port} ")
 
     answers = [b"hello", b"[" * 100_000]
-
-    class Hello(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answers.pop())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Hello) as foreign:
-        threading.Thread(target=foreign.serve_forever, args=(0.05,), daemon=True).start()
-        port = foreign.server_address[1]
+    with FakeHttpServer(lambda *_: (200, answers.pop())) as foreign:
         for _ in range(2):
             check_error(
-                fault(port),
+                fault(foreign.port),
                 "check_server.server.other_program",
-                f"http://127.0.0.1:{port} ",
+                f"http://127.0.0.1:{foreign.port} ",
                 "HTTP 200",
             )
-        foreign.shutdown()
     with listen("::1", 0) as silent:
         port = silent.getsockname()[1]
     for url in (f"http://[::1]:{port}", f"[::1]:{port}/"):

@@ -10,9 +10,8 @@ import sys
 
 import pytest
 import torch
-from helpers.accumulate import accumulate_gradients
 from helpers.models import tiny_llama_folder
-from helpers.policies import megatron_model, padded_sequences
+from helpers.policies import accumulate_gradients, megatron_model, padded_sequences
 
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.model.log_probs import response_scores

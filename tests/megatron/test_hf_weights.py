@@ -22,7 +22,7 @@ from helpers.policies import (
     transformers_logits,
     transformers_model,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +33,7 @@ from reinforce_rl.megatron import hf_weights
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import export_hf_folder, load_hf_weights
+from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.weight_map import EMBEDDING, weight_map
 
 LLAMA3_SCALING = {
@@ -474,9 +475,20 @@ def test_logits_on_one_rank_and_export(expected, mesh, tmp_path):
     assert_same_weights(exported, smollm2_folder())
 
 
+def import_and_export(folders, out):
+    """Return the logits; the models are exported below `out`."""
+    logits = []
+    with parallel_mesh(2) as mesh:
+        for folder in folders:
+            lm = megatron_model(folder, mesh)
+            logits.append(all_logits(lm, random_tokens(lm.architecture.vocab_size, 2, 40)))
+            export_hf_folder(lm, folder, out / folder.name)
+    return logits
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Return (folder, output of two tensor-parallel ranks) by model.
+    """Return (folder, logits and export of two tensor-parallel ranks) by model.
 
     The models need different kinds of padding.
     """
@@ -491,30 +503,29 @@ def two_ranks(tmp_path_factory):
     with contextlib.suppress(pytest.skip.Exception):  # the small models do not need it
         folders.append(smollm2_folder())
     out = root / "out"
-    out.mkdir()
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
-    run_ranks(script, 2, out, "weights", *folders)
-    return {folder.name: (folder, out) for folder in folders}
+    logits = call_on_ranks(import_and_export, 2, folders, out)[0]
+    return {
+        folder.name: (folder, of_folder, out / folder.name)
+        for folder, of_folder in zip(folders, logits, strict=True)
+    }
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["tied", "untied_odd", "odd_groups", "one_group"])
 def test_small_models_on_two_ranks(name, two_ranks):
-    folder, out = two_ranks[name]
-    logits = torch.load(out / f"{name}.pt")
+    folder, logits, exported = two_ranks[name]
     expected = transformers_logits(
         transformers_model(folder), random_tokens(logits.shape[-1], 2, 40)
     )
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-    assert_same_weights(out / name, folder)
+    assert_same_weights(exported, folder)
 
 
 @pytest.mark.more
 def test_real_weights_on_two_ranks(two_ranks, expected):
-    folder, out = two_ranks[smollm2_folder().name]
-    logits = torch.load(out / f"{folder.name}.pt")
+    folder, logits, exported = two_ranks[smollm2_folder().name]
     assert (logits - expected["random"][1]).abs().max() < 1e-4
-    assert_same_weights(out / folder.name, folder)
+    assert_same_weights(exported, folder)
 
 
 def assert_same_weights(folder: Path, other: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from helpers.models import tiny_llama_folder
 from helpers.policies import LayersOfTransformers, megatron_model
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 
+from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.layer_outputs import ROUNDING, layer_outputs, layer_table
 
 
@@ -75,6 +76,11 @@ def test_the_layer_that_was_disturbed_is_named(four_layers, mesh, disturb, said)
         assert float(largest) == pytest.approx(max(gaps), rel=0.06, abs=1e-6)
 
 
+def outputs_of_shards(folder, tensor, pipeline, shares):
+    with parallel_mesh(tensor, pipeline, sequence_parallel=shares) as mesh:
+        return layer_outputs(megatron_model(folder, mesh), TOKENS)
+
+
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "shares"),
@@ -85,19 +91,15 @@ def test_the_layer_that_was_disturbed_is_named(four_layers, mesh, disturb, said)
         pytest.param(2, 2, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_model_that_is_shared_shows_the_same_layers(
-    four_layers, mesh, tmp_path, tensor, pipeline, shares
-):
+def test_a_model_that_is_shared_shows_the_same_layers(four_layers, mesh, tensor, pipeline, shares):
     """Each stage has some of the layers.
 
     Sequence parallelism splits 7 positions, which is not a multiple of its size.
     """
-    script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "layer_outputs.py"
-    out = tmp_path / "found.pt"
-    run_ranks(script, tensor * pipeline, four_layers, out, tensor, pipeline, int(shares), *TOKENS)
+    layout = (tensor, pipeline, shares)
+    ranks = call_on_ranks(outputs_of_shards, tensor * pipeline, four_layers, *layout)
     outputs = layer_outputs(megatron_model(four_layers, mesh), TOKENS)
-    for rank in range(tensor * pipeline):
-        shared_outputs = torch.load(f"{out}.{rank}")
+    for shared_outputs in ranks:
         assert len(shared_outputs) == 4
         for output, other in zip(outputs, shared_outputs, strict=True):
             torch.testing.assert_close(other, output, rtol=1e-4, atol=1e-4)

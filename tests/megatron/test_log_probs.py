@@ -9,28 +9,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.log_probs import (
-    PROMPT_LENGTHS,
-    RESPONSE_LENGTHS,
-    full_log_probs,
-    head_inputs,
-    response_log_probs,
-    scores_and_gradients,
-)
 from helpers.models import tiny_llama_folder
 from helpers.policies import (
-    brute_force_entropies,
-    brute_force_log_probs,
+    brute_force_scores,
+    hf_gradients,
     megatron_model,
+    named_gradients,
     padded_sequences,
+    response_log_probs,
     transformers_model,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.log_probs import chunked_log_probs
 from reinforce_rl.megatron.model.model import VocabShard
+
+PROMPT_LENGTHS = [5, 1, 9, 3]
+RESPONSE_LENGTHS = [4, 7, 1, 0]
 
 CHUNK = 5  # smaller than the 12 response tokens
 # three padded rows of the weight
@@ -40,6 +39,51 @@ ROWS = 16
 LOG_PROBS = (1.0, 0.0)
 ENTROPY = (0.0, 1.0)
 BOTH = (1.0, -0.3)
+
+
+def head_inputs(
+    positions: int, tokens: int, rows: int, hidden_size: int = 5, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random hidden [n, h], weight [rows, h] and targets [n] below `tokens`.
+
+    They are float64, with gradients. `scale` is about the standard deviation of the logits. Padded
+    rows of the weight are non-zero, so that their use would show.
+    """
+    generator = torch.Generator().manual_seed(0)
+    options = {"dtype": torch.float64, "generator": generator}
+    hidden = torch.randn(positions, hidden_size, **options) * scale / hidden_size**0.5
+    weight = torch.randn(rows, hidden_size, **options)
+    targets = torch.randint(0, tokens, (positions,), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def full_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs of the targets and entropies, both [n]."""
+    table = torch.log_softmax(hidden @ weight.t() / temperature, dim=-1)
+    return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(dim=-1)
+
+
+def scores_and_gradients(folder: str | Path, mesh: Mesh) -> dict[str, Tensor]:
+    """Return `log_probs` and `entropy` [4, 7] and the gradient; a collective call.
+
+    Gradients are float64 and have Hugging Face names.
+    """
+    lm = megatron_model(folder, mesh, torch.float64)
+    batch = padded_sequences(PROMPT_LENGTHS, RESPONSE_LENGTHS, lm.architecture.vocab_size)
+    scores = response_log_probs(
+        lm, lm, *batch, temperature=0.7, width=7, chunk_tokens=5, with_entropy=True
+    )
+    assert scores.entropy is not None
+    for_log_probs, for_entropy = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
+    (for_log_probs * scores.log_probs + for_entropy * scores.entropy).sum().backward()
+    gradients = mesh.from_model_parallel_rank_0(hf_gradients(lm))
+    return {
+        "log_probs": scores.log_probs.detach(),
+        "entropy": scores.entropy.detach(),
+        **gradients,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +112,7 @@ def test_equal_to_log_softmax_of_transformers(temperature, lm, theirs, batch):
         scores = response_log_probs(
             lm, lm, *batch, temperature=temperature, width=8, chunk_tokens=CHUNK, with_entropy=True
         )
-        log_probs = brute_force_log_probs(theirs, *batch, temperature=temperature, width=8)
-        entropies = brute_force_entropies(theirs, *batch, temperature=temperature, width=8)
+        log_probs, entropies = brute_force_scores(theirs, *batch, temperature=temperature, width=8)
     assert scores.entropy is not None
     assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
     torch.testing.assert_close(scores.log_probs, log_probs, atol=1e-5, rtol=0)
@@ -114,7 +157,6 @@ def test_independent_of_padding_and_of_the_rest_of_the_batch(lm, batch):
 
 
 def test_gradient_equals_plain_torch(lm, theirs, batch):
-    from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 
     for_log_probs, for_entropy = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
     lm.zero_grad()
@@ -124,13 +166,10 @@ def test_gradient_equals_plain_torch(lm, theirs, batch):
     assert scores.entropy is not None
     (for_log_probs * scores.log_probs + for_entropy * scores.entropy).sum().backward()
     theirs.zero_grad()
-    log_probs = brute_force_log_probs(theirs, *batch, temperature=0.7, width=7)
-    entropies = brute_force_entropies(theirs, *batch, temperature=0.7, width=7)
+    log_probs, entropies = brute_force_scores(theirs, *batch, temperature=0.7, width=7)
     (for_log_probs * log_probs + for_entropy * entropies).sum().backward()
-    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    # The mapping of weights is linear, so it maps gradients too.
-    grads = {name: parameter.grad for name, parameter in parameters_of(lm).items()}
-    gradients = dict(hf_tensors(lm, grads))
+    expected = named_gradients(theirs)
+    gradients = hf_gradients(lm)
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-5, msg=name)
@@ -196,6 +235,28 @@ def test_bfloat16_model_gives_float32_softmax(folder, mesh, batch):
             torch.testing.assert_close(scores.entropy[row, t], entropy, atol=1e-5, rtol=0)
 
 
+def scores_of_two_ranks(folders, vocabularies):
+    """Return scores and gradients of each model, and the results of a sharded output head.
+
+    The latter are (log-probs, entropies, gradient of hidden, gradient of the whole weight).
+    """
+    with parallel_mesh(2) as mesh:
+        models = [scores_and_gradients(folder, mesh) for folder in folders]
+        return models, {tokens: sharded_head(tokens, mesh) for tokens in vocabularies}
+
+
+def sharded_head(tokens, mesh):
+    hidden, weight, targets = head_inputs(7, tokens, 16, scale=30.0)
+    mine = weight.detach().chunk(2)[mesh.tp_rank].clone().requires_grad_()
+    start = 8 * mesh.tp_rank
+    shard = VocabShard(start, min(tokens - start, 8), mesh.tp_group)
+    log_probs, entropy = scores_of((hidden, mine, targets), shard, 0.6)
+    gradients = torch.autograd.grad(log_probs.sum() - 0.3 * entropy.sum(), (hidden, mine))
+    parts = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(parts, gradients[1], group=mesh.tp_group)
+    return log_probs.detach(), entropy.detach(), gradients[0], torch.cat(parts).detach()
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """Return results of two tensor-parallel ranks; the models' vocabularies need padding."""
@@ -204,23 +265,19 @@ def two_ranks(tmp_path_factory):
         tiny_llama_folder(root / "untied", vocab_size=63, tied=False),
         tiny_llama_folder(root / "odd_groups", vocab_size=61, heads=9, groups=3, hidden=36),
     ]
-    (root / "out").mkdir()
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
-    run_ranks(script, 2, root / "out", "scores", *folders, "--", "chunked_head", 16, 13, 8)
-    return folders, root / "out"
+    models, heads = call_on_ranks(scores_of_two_ranks, 2, folders, (16, 13, 8))[0]
+    return list(zip(folders, models, strict=True)), heads
 
 
 def test_two_tensor_parallel_ranks(two_ranks, mesh):
     """In float64: a padded column would take probability from the others."""
-    folders, out = two_ranks
-    for folder in folders:
-        results = torch.load(out / f"{folder.name}.pt")
+    for folder, results in two_ranks[0]:
         model = transformers_model(folder)
         batch = padded_sequences(
             PROMPT_LENGTHS, RESPONSE_LENGTHS, vocab_size=model.config.vocab_size
         )
         with torch.no_grad():
-            expected = brute_force_log_probs(model, *batch, temperature=0.7, width=7)
+            expected = brute_force_scores(model, *batch, temperature=0.7, width=7)[0]
         torch.testing.assert_close(results["log_probs"].float(), expected, atol=1e-5, rtol=0)
         alone = scores_and_gradients(folder, mesh)
         assert set(results) == set(alone)
@@ -436,7 +493,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_ranks_without_the_largest_logit_or_without_tokens(two_ranks):
     """Two ranks share batches of 16, 13 and 8 tokens; the second has 8, 5 and none of them."""
-    for tokens, results in torch.load(two_ranks[1] / "head.pt").items():
+    for tokens, results in two_ranks[1].items():
         hidden, weight, targets = head_inputs(POSITIONS, tokens, ROWS, scale=30.0)
         outputs = full_log_probs(hidden, weight[:tokens], targets, 0.6)
         loss = outputs[0].sum() - 0.3 * outputs[1].sum()

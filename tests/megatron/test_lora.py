@@ -7,44 +7,150 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
-from helpers.families import NEW_TOKENS, prompts_of, tokens_of
-from helpers.lora import (
-    CASES,
-    EVERY,
-    case_folder,
-    computed_by_peft,
-    computed_here,
-    lora_model,
-    loss_in_float64,
-    whole_updates,
+from helpers.families import NEW_TOKENS, family_folder, prompts_of, tokens_of
+from helpers.lora import EVERY, SOME, load_updates, lora_model, random_updates
+from helpers.policies import (
+    accumulate_gradients,
+    all_logits,
+    megatron_model,
+    response_log_probs,
+    transformers_logits,
+    transformers_model,
 )
-from helpers.policies import all_logits, megatron_model, transformers_logits, transformers_model
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 from safetensors.torch import load_file
+from torch import Tensor
 
-from reinforce_rl.config.model import LoraTarget
-from reinforce_rl.data.batches import Prompt
+from reinforce_rl.config.model import LoraTarget, OptimConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.checkpointer import Checkpointer
 from reinforce_rl.megatron.convert import load_weights
-from reinforce_rl.megatron.hf_weights import export_hf_folder
+from reinforce_rl.megatron.hf_weights import export_hf_folder, hf_tensors, parameters_of
 from reinforce_rl.megatron.lora import (
     PROJECTIONS,
     LoraSettings,
     MergedWeights,
+    adapter_rows,
     add_lora,
+    export_adapter,
     initial_a,
     lora_map,
+    peft_config,
     updates_off,
 )
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer, wrap_data_parallel
+
+# Groups that need padding at TP=2, biases and head norms; both kinds of targets.
+CASES = {"llama_bias_padded": EVERY, "qwen3": SOME, "qwen3_padded": EVERY}
+OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, betas=[0.9, 0.95])
 
 every_case = pytest.mark.parametrize("name", CASES)
+
+
+def whole_updates(lm: CausalLM, values: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    """Return updates or gradients under PEFT's names, on the first tensor-parallel rank only."""
+    return dict(hf_tensors(lm, values, rows=adapter_rows(lm)))  # type: ignore[arg-type]
+
+
+def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -> dict[str, Any]:
+    """Train a step and write the folders `merged`, `adapter` and `checkpoints`.
+
+    A collective call.
+    """
+    fresh = megatron_model(folder, mesh, torch.float64)
+    add_lora(fresh, settings)
+    results: dict[str, Any] = {"initial": whole_updates(fresh)}
+
+    exact = lora_model(folder, mesh, settings, torch.float64)
+    tokens = tokens_of(exact.architecture.vocab_size)
+
+    results["logits"] = all_logits(exact, tokens)
+    loss = loss_of(exact, exact, tokens)
+    loss.backward()
+    results["loss"] = loss.item()
+    results["gradient"] = whole_updates(
+        exact, {name: p.grad for name, p in parameters_of(exact).items() if p.grad is not None}
+    )
+
+    lm = lora_model(folder, mesh, settings)
+    ddp = wrap_data_parallel(lm)
+    parts = build_optimizer(ddp, OPTIM, clip_grad=0.0, total_steps=10)
+    before = {name: p.detach().clone() for name, p in lm.named_parameters()}
+    accumulate_gradients(ddp, [tokens], lambda model, tokens: loss_of(model, lm, tokens))
+    results["norm"] = ActorOptimizer(*parts).step().grad_norm
+    results["changed"] = [
+        name for name, p in lm.named_parameters() if not torch.equal(p, before[name])
+    ]
+    results["after"] = whole_updates(lm)
+    results["logits after"] = all_logits(lm, tokens)
+    export_hf_folder(lm, folder, out / "merged", values=MergedWeights(lm))
+    export_adapter(lm, folder, out / "adapter")
+    Checkpointer(out / "checkpoints", mesh, ddp, *parts).save(1, {})
+    return results
+
+
+def loss_of(model: Any, lm: CausalLM, tokens: Tensor) -> Tensor:
+    """Return the cross entropy in any dtype; megatron's is float32 only."""
+    ones = torch.ones(len(tokens), dtype=torch.long)
+    width = tokens.shape[1] - 1
+    scores = response_log_probs(
+        model, lm, tokens, ones, ones * width, temperature=1.0, width=width, chunk_tokens=50
+    )
+    return -scores.log_probs.mean()
+
+
+def peft_model(folder: Path, settings: LoraSettings, dtype: torch.dtype) -> Any:
+    """Return PEFT's model with `random_updates`."""
+    from peft import LoraConfig, get_peft_model
+
+    values = {
+        k: v
+        for k, v in peft_config(settings, folder).items()
+        if k not in ("peft_type", "inference_mode")
+    }
+    model = get_peft_model(
+        transformers_model(folder, dtype), LoraConfig(**values), autocast_adapter_dtype=False
+    )
+    parameters = peft_parameters(model)
+    updates = random_updates(folder, settings, dtype)
+    assert parameters.keys() == updates.keys()
+    with torch.no_grad():
+        for name, value in updates.items():
+            parameters[name].copy_(value)
+    return model.eval()
+
+
+def peft_parameters(model: Any) -> dict[str, Any]:
+    """Return the trained parameters under PEFT's names without their prefix."""
+    return {
+        name.removeprefix("base_model.model.").replace(".default.weight", ".weight"): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def computed_by_peft(folder: Path, settings: LoraSettings) -> dict[str, Any]:
+    model = peft_model(folder, settings, torch.float64)
+    tokens = tokens_of(model.config.vocab_size)
+    with torch.no_grad():
+        results: dict[str, Any] = {"logits": model(tokens).logits}
+    logits = model(tokens[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    results["loss"] = loss.item()
+    results["gradient"] = {
+        name: parameter.grad for name, parameter in peft_parameters(model).items()
+    }
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +160,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(root):
-    return {name: case_folder(root, name) for name in CASES}
+    return {name: family_folder(root, name) for name in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +175,60 @@ def one_rank(folders, mesh, root):
     }
 
 
+def computed_on_two_ranks(folders, out):
+    """Return the results of each case; check an MLP with sequence parallelism."""
+    with parallel_mesh(2) as mesh:
+        results = {
+            name: computed_here(folders[name], mesh, settings, out / name)
+            for name, settings in CASES.items()
+        }
+        whole, shared = (
+            mlp_gradients(folders["llama_bias_padded"], mesh, flag) for flag in (False, True)
+        )
+    torch.testing.assert_close(shared["output"], whole["output"][shared["own"]], atol=1e-12, rtol=0)
+    for name, gradient in whole["gradients"].items():
+        assert gradient.abs().max() > 1e-3
+        torch.testing.assert_close(
+            shared["gradients"][name], gradient, atol=1e-11, rtol=0, msg=name
+        )
+    return results
+
+
+def mlp_gradients(folder: Path, mesh: Mesh, sequence_parallel: bool) -> dict[str, Any]:
+    """Return output and gradients of the first MLP.
+
+    With sequence parallelism each rank has half of the positions.
+    """
+    lm = megatron_model(folder, mesh, torch.float64)
+    mlp: Any = lm.decoder.layers[0].mlp
+    for layer in (mlp.linear_fc1, mlp.linear_fc2):
+        layer.sequence_parallel = sequence_parallel
+    mlp.linear_fc1.allreduce_dgrad = not sequence_parallel
+    add_lora(lm, EVERY)
+    load_updates(lm, random_updates(folder, EVERY, torch.float64))
+    x, weight = torch.randn(
+        2, 6, 2, 36, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    x.requires_grad_()
+    local_rows = slice(3 * mesh.tp_rank, 3 * mesh.tp_rank + 3) if sequence_parallel else slice(None)
+    output, _ = mlp(x[local_rows])
+    (output * weight[local_rows]).sum().backward()
+    parameters = {name: p for name, p in mlp.named_parameters() if p.requires_grad}
+    gradients = {"x": x.grad, **{name: p.grad for name, p in parameters.items()}}
+    if sequence_parallel:
+        # megatron does this at the end of a batch for parameters that are marked
+        assert x.grad is not None
+        for value in (
+            x.grad,
+            *(p.grad for p in parameters.values() if getattr(p, "sequence_parallel", False)),
+        ):
+            torch.distributed.all_reduce(value, group=mesh.tp_group)
+    return {"output": output.detach(), "own": local_rows, "gradients": gradients}
+
+
 @pytest.fixture(scope="module")
 def two_ranks(folders, root):
-    out = root / "two"
-    out.mkdir()
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py"
-    run_ranks(
-        script,
-        2,
-        out,
-        "lora_cases",
-        root,
-        timeout=240,
-    )
-    return {name: torch.load(out / f"{name}.pt") for name in CASES}
+    return call_on_ranks(computed_on_two_ranks, 2, folders, root / "two", timeout=240)[0]
 
 
 @pytest.fixture(params=["one", "two"])
@@ -202,12 +348,13 @@ def test_generation_uses_the_updates(folders, mesh, tmp_path):
     lm = lora_model(folders[name], mesh, CASES[name], torch.float64)
     export_hf_folder(lm, folders[name], tmp_path / "merged", values=MergedWeights(lm))
     prompts = prompts_of(lm.architecture.vocab_size)
-    asked = [Prompt(i, "", tuple(prompt)) for i, prompt in enumerate(prompts)]
     params = SamplingParams(max_length=NEW_TOKENS, use_greedy=True)
     tokenizer = load_tokenizer(folders[name])
 
     def responses(model) -> list[list[int]]:
-        return NativeGenerator(model, tokenizer).generate(asked, 1, params, seed=0).tokens.tolist()
+        return (
+            NativeGenerator(model, tokenizer).generate(prompts, 1, params, seed=0).tokens.tolist()
+        )
 
     merged = transformers_model(tmp_path / "merged", torch.float64)
     options = {
@@ -218,9 +365,9 @@ def test_generation_uses_the_updates(folders, mesh, tmp_path):
     }
     expected = []
     for prompt in prompts:
-        mask = torch.ones(1, len(prompt))
-        tokens = merged.generate(torch.tensor([prompt]), attention_mask=mask, **options)
-        expected.append(tokens[0, len(prompt) :].tolist())
+        row = torch.tensor([prompt.tokens])
+        tokens = merged.generate(row, attention_mask=torch.ones_like(row), **options)
+        expected.append(tokens[0, row.shape[1] :].tolist())
     assert responses(lm) == expected
     assert responses(megatron_model(folders[name], mesh, torch.float64)) != expected
 
@@ -277,7 +424,7 @@ def test_recomputed_layers_have_the_same_gradients(folders, mesh):
             lm.config.recompute_granularity = "full"
             lm.config.recompute_method = "uniform"
             lm.config.recompute_num_layers = 1
-        loss_in_float64(lm, tokens_of(lm.architecture.vocab_size)).backward()
+        loss_of(lm, lm, tokens_of(lm.architecture.vocab_size)).backward()
         grads = [p.grad for p in lm.parameters() if p.requires_grad]
         gradients.append(grads)
     for plain, other in zip(*gradients, strict=True):

@@ -10,9 +10,8 @@ import math
 
 import pytest
 import torch
-from helpers.accumulate import accumulate_gradients
 from helpers.models import tiny_llama_folder
-from helpers.policies import megatron_model
+from helpers.policies import accumulate_gradients, megatron_model
 from megatron.core.optimizer import clip_grads
 
 from reinforce_rl.config.model import OptimConfig, ScheduleConfig

@@ -6,19 +6,21 @@ At its own layout it resumes bit for bit. Three steps are compared.
 from __future__ import annotations
 
 import contextlib
-import json
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.errors import raises_error
+from helpers.checkpoint_run import Run
+from helpers.errors import check_error, raises_error
 from helpers.layouts import LAYOUTS
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks, one_group
 from helpers.resharding import (
+    ALL_LAYOUTS,
     CASES,
     ONE,
-    assert_equal_but_for_padding,
+    SAVED_AFTER,
     load_and_train,
     run_of,
     save_and_train,
@@ -26,11 +28,14 @@ from helpers.resharding import (
     write_model,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
 
+from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron import checkpoint_files
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.lora import trained_state
+from reinforce_rl.megatron.mesh import Mesh
 
-SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/resharding.py"
 SHARED = "DP2 distributed optimizer"
 ON_TWO = ("TP2 SP", "PP2", "PP2 uneven", "CP2", "DP2", SHARED, "CP2 distributed optimizer")
 ON_FOUR = ("TP2 PP2 SP", "PP2 DP2 distributed optimizer", "PP4", "CP2 DP2")
@@ -43,23 +48,81 @@ QUICK = {
 }
 
 
+def assert_equal_but_for_padding(first: Tensor, second: Tensor) -> None:
+    """Assert bitwise equality where both have values, and zeros in the padding."""
+    common = tuple(slice(0, min(sizes)) for sizes in zip(first.shape, second.shape, strict=True))
+    assert torch.equal(first[common], second[common])
+    for tensor in (first, second):
+        assert int(tensor.count_nonzero()) == int(tensor[common].count_nonzero())
+
+
+def save_and_load(out: Path, cases: list[str], loads: dict[str, list[str]]) -> dict:
+    """Save checkpoints at each layout and load them at others.
+
+    Returns the losses of three steps, uninterrupted and after each load, by case. A load at the
+    layout of its checkpoint is compared here, bit for bit.
+    """
+    losses = {case: {} for case in cases}
+    uninterrupted = {}
+    with one_group():
+        for layout in loads:
+            with ALL_LAYOUTS[layout].mesh() as mesh:
+                for case in cases:
+                    losses[case][layout], uninterrupted[case, layout] = save_and_train(
+                        out, case, layout, mesh
+                    )
+                if layout == SHARED:
+                    for full_rank in (0, 1):
+                        save_on_a_full_disk(
+                            run_of(out, cases[0], layout, layout, mesh), mesh, full_rank
+                        )
+        for layout, sources in loads.items():
+            with ALL_LAYOUTS[layout].mesh() as mesh:
+                for case in cases:
+                    for source in sources:
+                        resumed, weights = load_and_train(out, case, source, layout, mesh)
+                        losses[case][f"{source} to {layout}"] = resumed
+                        if source == layout:
+                            expected = uninterrupted[case, layout]
+                            uninterrupted_losses = losses[case][layout]
+                            assert resumed == uninterrupted_losses, (case, layout, resumed)
+                            assert weights.keys() == expected.keys()
+                            for name, weight in weights.items():
+                                assert torch.equal(weight, expected[name]), (case, layout, name)
+    return losses
+
+
+def save_on_a_full_disk(run: Run, mesh: Mesh, full_rank: int) -> None:
+    """Both ranks raise; the previous checkpoint is unchanged."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if mesh.rank == full_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+    try:
+        run.checkpointer.save(SAVED_AFTER + 1, {"step": SAVED_AFTER + 1})
+        run.checkpointer.finish()
+    except CheckpointError as error:
+        check_error(error, "checkpoint.disk.full", f"rank {full_rank}")
+    else:
+        raise AssertionError("no error")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    newest = latest_checkpoint(run.checkpointer.folder)
+    assert newest is not None
+    assert newest.trainer_state == {"step": SAVED_AFTER}
+
+
 def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]) -> None:
     layouts = list(loads)
     uninterrupted = {}
     for case in cases:
         write_model(out, case)
         uninterrupted[case], _ = save_and_train(out, case, ONE, mesh)
-    plan = {
-        "cases": cases,
-        "saves": layouts,
-        "loads": loads,
-        "full_disk": SHARED if SHARED in layouts else None,
-    }
-    run_ranks(SCRIPT, LAYOUTS[layouts[0]].ranks, out, json.dumps(plan), timeout=600)
+    ranks = LAYOUTS[layouts[0]].ranks
+    losses_by_case = call_on_ranks(save_and_load, ranks, out, cases, loads, timeout=600)[0]
     for case in cases:
         if case == "bf16":
             check_main_weights(mesh, out, layouts)
-        losses = json.loads((out / case / "losses.json").read_text())
+        losses = losses_by_case[case]
         for source in (*layouts, ONE):
             losses[f"{source} to {ONE}"], _ = load_and_train(out, case, source, ONE, mesh)
         assert losses[f"{ONE} to {ONE}"] == uninterrupted[case]
@@ -99,7 +162,8 @@ def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
 
     start = main_weights("start")
     single = main_weights(ONE)
-    moved = torch.stack([(single[name] - start[name]).norm() for name in single]).norm()
+    steps = [single[name] - start[name] for name in single]
+    moved = torch.stack([step.norm() for step in steps]).norm()
     for layout in layouts:
         other = main_weights(layout)
         # without padding

@@ -18,9 +18,10 @@ from helpers.classifiers import (
 )
 from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 
 from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, pool
 from reinforce_rl.reward_model.scorer import (
     Batching,
@@ -29,14 +30,17 @@ from reinforce_rl.reward_model.scorer import (
     reward_model_identity,
 )
 
-SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/classifiers.py"
 KINDS = list(itertools.product(FAMILIES, (1, 5)))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("classifiers")
-    return {kind: classifier_folder(root / f"{kind[0]}{kind[1]}", *kind) for kind in KINDS}
+    folders = {}
+    for family, labels in KINDS:
+        folder = root / f"{family}{labels}"
+        folders[family, labels] = classifier_folder(folder, family, labels)
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +60,8 @@ def test_a_classifier_scores_as_in_transformers(kind, folders, expected, mesh):
     torch.testing.assert_close(scores, expected[kind], atol=1e-5, rtol=0)
     alone = transformers_scores(folders[kind], sequences_to_score(), padded=False)
     torch.testing.assert_close(scores, alone, atol=1e-5, rtol=0)
-    torch.testing.assert_close(
-        torch.tensor(scored.rewards), expected[kind].mean(1), atol=1e-5, rtol=0
-    )
+    rewards = torch.tensor(scored.rewards)
+    torch.testing.assert_close(rewards, expected[kind].mean(1), atol=1e-5, rtol=0)
     assert model.score(sequences_to_score()) == scored.rewards
     assert model.attributes == (HELPSTEER if kind[1] == 5 else ())
 
@@ -81,6 +84,15 @@ def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, 
     assert "precision" not in identities[0]  # as before precisions existed
 
 
+def scores_of(folders, layout):
+    with parallel_mesh(*layout) as mesh:
+        scores = []
+        for folder in folders:
+            model = load_reward_model(folder, None, mesh, batching=Batching(4))
+            scores.append(model.score_attributes(sequences_to_score()).attributes)
+        return scores
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -90,12 +102,11 @@ def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, 
     ],
     ids=["TP2", "PP2", "CP2"],
 )
-def test_classifiers_on_two_ranks(layout, folders, expected, tmp_path):
-    run_ranks(SCRIPT, 2, tmp_path, *layout, *folders.values(), timeout=240)
-    for kind, folder in folders.items():
-        for rank in (0, 1):
-            scores = torch.load(tmp_path / f"{folder.name}.{rank}")
-            torch.testing.assert_close(scores, expected[kind], atol=1e-5, rtol=0)
+def test_classifiers_on_two_ranks(layout, folders, expected):
+    ranks = call_on_ranks(scores_of, 2, list(folders.values()), layout, timeout=240)
+    for scores in ranks:
+        for of_folder, kind in zip(scores, folders, strict=True):
+            torch.testing.assert_close(torch.tensor(of_folder), expected[kind], atol=1e-5, rtol=0)
 
 
 def test_without_a_padding_token_every_token_counts(tmp_path, mesh):
@@ -121,9 +132,8 @@ def test_shares_of_positions_add_up(pooling):
     expected = torch.stack([row.mean(0) if pooling == "mean" else row[-1] for row in rows])
     torch.testing.assert_close(whole, expected)
     parts = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])]
-    torch.testing.assert_close(
-        sum(pool(hidden[:, part], lengths, pooling, part) for part in parts), whole
-    )
+    shares = [pool(hidden[:, part], lengths, pooling, part) for part in parts]
+    torch.testing.assert_close(sum(shares), whole)
 
 
 def test_a_folder_without_a_head_says_what_to_give(tmp_path, mesh):

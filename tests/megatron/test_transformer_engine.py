@@ -13,18 +13,21 @@ import torch
 from helpers.batches import flat, relative_difference
 from helpers.errors import raises_error
 from helpers.families import MODELS
-from helpers.layouts import LORA, Layout, computed
+from helpers.layouts import Layout, computed
+from helpers.lora import EVERY
 from helpers.models import tiny_family_folder
 from helpers.policies import megatron_model, transformers_model
+from helpers.ranks import TESTS
 from helpers.resharding import CASES as SETTINGS
-from helpers.resharding import load_and_train, save_and_train, stored_tensors, write_model
-from helpers.with_te import CASES, ONE, SAVED, TE_LAYOUTS, run_with_fake, with_te
+from helpers.resharding import ONE, load_and_train, save_and_train, stored_tensors, write_model
+from helpers.with_te import CASES, SAVED, TE_LAYOUTS, run_with_fake, with_te
 
 from reinforce_rl.megatron.model.layers import OLDEST_VERSION
 
 # Biases in all attention projections, tied, padded at TP=2; norms of queries and keys, untied,
 # padded.
 FAMILIES = ("llama_bias_padded", "qwen3_padded")
+SCRIPT = TESTS / "helpers/rank_scripts/te_layouts.py"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def without(out, mesh):
         model_folder = out / name / "model"
         folder = tiny_family_folder(model_folder, family, **{**keys, "num_hidden_layers": 4})
         results[name] = {
-            updates: computed(Layout(updates=updates), folder, mesh) for updates in (None, LORA)
+            updates: computed(Layout(updates=updates), folder, mesh) for updates in (None, EVERY)
         }
     return results
 
@@ -60,7 +63,7 @@ def losses(out, mesh):
 @pytest.mark.more
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_numbers_kernels_and_checkpoints(ranks, out, without, losses, mesh, monkeypatch):
-    run_with_fake(monkeypatch, ranks, out, *FAMILIES)
+    run_with_fake(monkeypatch, SCRIPT, ranks, out, *FAMILIES)
     runs = [(FAMILIES[0], name) for name in TE_LAYOUTS[ranks]]
     runs += [(name, SAVED[ranks]) for name in FAMILIES[1:]]
     for family, name in runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import random
 import socket
 import statistics
@@ -16,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.choices import KL_ESTIMATORS
-from helpers.ranks import TESTS, run_ranks
+from helpers.ranks import call_on_ranks
 from helpers.thread_ranks import gathering_ranks, on_ranks
-from helpers.tiny_run import metrics_of, tiny_overrides, without_times
+from helpers.tiny_run import metrics_of, tiny_overrides, train_on_ranks, without_times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -54,10 +55,10 @@ from reinforce_rl.monitoring.stragglers import (
     slowest_of_phases,
     timing_metrics,
 )
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.runtime.phases import WaitMeter
 
 NAN = math.nan
-SLOW_RANK = TESTS / "helpers" / "rank_scripts" / "stragglers.py"
 
 
 def alone(value):
@@ -581,6 +582,25 @@ def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
     )
 
 
+def run_with_a_slow_rank(folder, slow, base):
+    """Run to the end in `folder`, each pass of one rank 2 s longer."""
+    overrides = (*base, f"exp_manager.explicit_log_dir={folder / 'run'}")
+    if os.environ["RANK"] == str(slow):
+        for name in ("infer", "get_loss_and_metrics"):
+            slow_down(name)
+    train_on_ranks(overrides)
+
+
+def slow_down(name):
+    function = getattr(MegatronGPTReinforceActorModel, name)
+
+    def slow_function(*args, **options):
+        time.sleep(2.0)
+        return function(*args, **options)
+
+    setattr(MegatronGPTReinforceActorModel, name, slow_function)
+
+
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("ranks", "tensor", "slow"),
@@ -591,13 +611,14 @@ def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
         pytest.param(4, 2, 3, marks=pytest.mark.slow),
     ],
 )
-def test_a_slow_rank_is_named(tmp_path, ranks, tensor, slow):
+def test_a_slow_rank_is_named(tmp_path, capfd, ranks, tensor, slow):
     base = [
         *tiny_overrides(tmp_path),
         f"model.tensor_model_parallel_size={tensor}",
         f"trainer.devices={ranks}",
     ]
-    output = run_ranks(SLOW_RANK, ranks, tmp_path, slow, *base, timeout=280)
+    call_on_ranks(run_with_a_slow_rank, ranks, tmp_path / "plain", None, base, timeout=140)
+    call_on_ranks(run_with_a_slow_rank, ranks, tmp_path / "slow", slow, base, timeout=140)
     lines = metrics_of(tmp_path / "slow")
     steps = [line["step"] for line in lines]
     assert steps == [1, 2]
@@ -609,7 +630,7 @@ def test_a_slow_rank_is_named(tmp_path, ranks, tensor, slow):
             assert line[f"timing/{phase}/max"] > line[f"timing/{phase}/median"] + 0.4
     seconds = lines[0]["timing/generate/max"]
     named = f"generate {seconds:.1f} s on rank {slow} ({socket.gethostname()})"
-    assert f"straggler: {named}, median " in output
+    assert f"straggler: {named}, median " in capfd.readouterr().out
     plain = metrics_of(tmp_path / "plain")
     numbers = [without_times(line) for line in plain]
     assert numbers == [without_times(line) for line in lines], "numbers are the same"

@@ -118,13 +118,11 @@ class TestRewardClient:
 
     def test_feature_waits_until_the_server_is_ready(self, tmp_path, mesh, server):
         port = free_port()
-        late = FakeRewardServer(port=port)
-        late._server.server_close()  # the port is free until the server starts
         started: list[FakeRewardServer] = []
 
         def start() -> None:
             time.sleep(0.5)
-            started.append(FakeRewardServer([answer([1.0], [0])], port=port).__enter__())
+            started.append(FakeRewardServer([answer([1.0], [0])], port=port))
             started[0].info = server.info
 
         thread = threading.Thread(target=start)
@@ -135,7 +133,7 @@ class TestRewardClient:
             ).close()
         finally:
             thread.join()
-            started[0].__exit__()
+            started[0].close()
 
     def test_feature_requests_padded_to_a_fixed_length(self, tmp_path, mesh, server, monkeypatch):
         triton = pytest.importorskip("tritonclient.http")

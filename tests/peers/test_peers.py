@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.environments import needs_peers, peers_environment
 from helpers.models import tiny_llama_folder
-from helpers.peers_env import needs_peers, peers_environment
 from helpers.tiny_run import compose, write_prompts
 from peers.our_side import Trained, train
 from peers.random_groups import SHAPES, Batch, random_batch, write_batches

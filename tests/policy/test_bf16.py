@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from helpers.batches import (
     sequences,
     whole_batch,
 )
-from helpers.layouts import BF16_LAYOUTS, SETTINGS, Layout, computed
+from helpers.layouts import BF16_LAYOUTS, SETTINGS, Layout, computed, on_layouts
 from helpers.models import tiny_llama_folder
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 from helpers.tiny_run import metrics_of, tiny_config, tiny_trainer, weights, without_times
 
 from reinforce_rl.algorithm.loss import LossSettings
@@ -27,7 +26,6 @@ from reinforce_rl.megatron.model.log_probs import response_scores
 from reinforce_rl.megatron.model.sequences import PaddedSequences
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 
-SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"
 BF16 = torch.bfloat16
 # bf16 has 8 bits, so each of a dozen roundings is wrong by up to 0.4 %. Per token, on average, of
 # the gradient's norm.
@@ -160,31 +158,25 @@ def test_layouts_of_two_ranks(folder, mesh, tmp_path):
     """The distance to fp32 is at most twice that of one process in bf16."""
     exact = computed(Layout(), folder, mesh)
     single = computed(Layout(dtype=BF16), folder, mesh)
-    run_ranks(SCRIPT, 2, tmp_path, folder, *BF16_LAYOUTS, timeout=600)
+    on_ranks = call_on_ranks(
+        on_layouts, 2, list(BF16_LAYOUTS), computed, folder, tmp_path, timeout=600
+    )
     assert torch.equal(single["reference_log_probs"], single["log_probs"]), (
         "the reference is the policy of step 0"
     )
 
     def errors(results: dict) -> list[float]:
-        differences = [
-            (results[kind] - exact[kind]).abs() for kind in ("log_probs", "log_probs_after")
-        ]
-        values = [
-            float(measure)
-            for difference in differences
-            for measure in (difference.max(), difference.mean())
-        ]
-        gradient = (
-            [relative_difference(results["gradient"], exact["gradient"])]
-            if "gradient" in results
-            else []
-        )
+        values = []
+        for kind in ("log_probs", "log_probs_after"):
+            difference = (results[kind] - exact[kind]).abs()
+            values.append(float(difference.max()))
+            values.append(float(difference.mean()))
         moved = single["weights"] - single["weights_before"]
-        return [
-            *values,
-            float((results["weights"] - exact["weights"]).norm() / moved.norm()),
-            *gradient,
-        ]
+        distance = (results["weights"] - exact["weights"]).norm()
+        values.append(float(distance / moved.norm()))
+        if "gradient" in results:
+            values.append(relative_difference(results["gradient"], exact["gradient"]))
+        return values
 
     # After three large steps the log-probs have grown to several nats.
     bounds = [TOKEN_BOUND, MEAN_BOUND, 4 * TOKEN_BOUND, 4 * MEAN_BOUND, 1e-1, GRADIENT_BOUND]
@@ -192,7 +184,7 @@ def test_layouts_of_two_ranks(folder, mesh, tmp_path):
     for error, bound in zip(errors(single), bounds, strict=True):
         assert error <= bound
     for name in BF16_LAYOUTS:
-        ranks = [torch.load(tmp_path / f"{name}.{rank}", weights_only=False) for rank in (0, 1)]
+        ranks = [of_rank[name] for of_rank in on_ranks]
         print(name, errors(ranks[0]))
         for results in ranks:
             assert torch.equal(results["weights_before"], single["weights_before"]), name

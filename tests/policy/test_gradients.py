@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.batches import (
+    TEMPERATURE,
     VOCAB_SIZE,
     actor_of,
-    brute_force_gradient,
+    flat,
     gradient_of,
     relative_difference,
     rows_of,
@@ -18,14 +19,44 @@ from helpers.batches import (
     whole_batch,
 )
 from helpers.models import tiny_llama_folder
-from helpers.policies import transformers_model
-from helpers.ranks import run_ranks
+from helpers.policies import brute_force_scores, named_gradients, transformers_model
+from helpers.ranks import call_on_ranks
+from torch import Tensor
 
 from reinforce_rl.config.model import OptimConfig
+from reinforce_rl.data.batches import ReinforceBatch
+from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 
 NUM_VALID = 10
 OPTIM = OptimConfig(lr=1e-3, weight_decay=0.1, betas=[0.9, 0.95])
+# Rows of the two data-parallel ranks; prompt groups are not split.
+SPLITS = {
+    "even": ([0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]),
+    "uneven": ([0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]),
+    "one rank has none": (list(range(12)), []),
+}
+
+
+def brute_force_gradient(model: Any, batch: ReinforceBatch) -> tuple[float, Tensor]:
+    """Return the policy-gradient loss and its gradient on transformers' model.
+
+    The loss is -(sum over valid samples of A * log p(response)) / N.
+    """
+    rollouts = batch.rollouts
+    rows = rollouts.valid
+    log_probs = brute_force_scores(
+        model,
+        rollouts.sequences[rows],
+        rollouts.prompt_lengths[rows],
+        rollouts.response_lengths[rows],
+        temperature=TEMPERATURE,
+        width=rollouts.width,
+    )[0]
+    loss = -(batch.advantages[rows] * log_probs).sum() / int(rows.sum())
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), flat(named_gradients(model))
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +221,48 @@ def test_log_probs_of_no_sequences(folder, mesh):
     assert log_probs.shape == (0, 0)
 
 
+def gradients_of_two_ranks(folder, tp_size):
+    with parallel_mesh(tp_size) as mesh:
+        actor = actor_of(folder, mesh, with_reference=False)
+        optim = OptimConfig(lr=1e-3, weight_decay=0.0, betas=[0.9, 0.95])
+        optimizer = ActorOptimizer(
+            *build_optimizer(actor.ddp, optim, clip_grad=1.0, total_steps=10)
+        )
+        batch = whole_batch()
+        results = {}
+        for name, split in SPLITS.items():
+            mine = rows_of(batch, split[mesh.dp_rank]) if mesh.dp_size == 2 else batch
+            share = actor.get_loss_and_metrics(mine, sequences(10))
+            loss = mesh.sum_over_dp(torch.tensor(share.loss, dtype=torch.float64))
+            results[name] = {"loss": float(loss), "gradient": gradient_of(actor)}
+        # All samples of a rank are invalid.
+        all_invalid = whole_batch()
+        all_invalid.trains[6:] = False
+        mine = (
+            rows_of(all_invalid, SPLITS["even"][mesh.dp_rank]) if mesh.dp_size == 2 else all_invalid
+        )
+        actor.get_loss_and_metrics(mine, sequences(5))
+        results["one rank has no valid one"] = {"gradient": gradient_of(actor)}
+
+        actor.get_loss_and_metrics(
+            rows_of(batch, SPLITS["even"][mesh.dp_rank]) if mesh.dp_size == 2 else batch,
+            sequences(10),
+        )
+        optimizer.megatron.prepare_grads()
+        results["foreach norm"] = optimizer._foreach_norm()
+        results["norm"] = optimizer.step().grad_norm
+        results["log_probs"] = actor.get_inference_log_probs(
+            batch.rollouts.sequences,
+            batch.rollouts.prompt_lengths,
+            batch.rollouts.response_lengths,
+        )
+    return results
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("tp_size", [1, 2], ids=["DP=2", "TP=2"])
-def test_two_ranks_equal_one(tp_size, folder, mesh, expected, tmp_path):
-    script = Path(__file__).parents[1] / "helpers/rank_scripts/gradients.py"
-    run_ranks(script, 2, folder, tmp_path / "found", tp_size)
+def test_two_ranks_equal_one(tp_size, folder, mesh, expected):
+    ranks = call_on_ranks(gradients_of_two_ranks, 2, folder, tp_size)
     loss, gradient = loss_and_gradient(folder, mesh, whole_batch())
     half = whole_batch()
     half.trains[6:] = False
@@ -202,8 +270,7 @@ def test_two_ranks_equal_one(tp_size, folder, mesh, expected, tmp_path):
     actor.get_loss_and_metrics(half, sequences(5))
     gradients = dict.fromkeys(("even", "uneven", "one rank has none"), gradient)
     gradients["one rank has no valid one"] = gradient_of(actor)
-    for rank in (0, 1):
-        results = torch.load(tmp_path / f"found.{rank}")
+    for results in ranks:
         for name, one_process in gradients.items():
             assert relative_difference(results[name]["gradient"], one_process) <= 1e-5, name
         for name in ("even", "uneven", "one rank has none"):
@@ -214,5 +281,5 @@ def test_two_ranks_equal_one(tp_size, folder, mesh, expected, tmp_path):
         assert results["foreach norm"] == pytest.approx(
             results["norm"], rel=1e-6
         )  # the sizes of a GPU
-    ranks = [torch.load(tmp_path / f"found.{rank}")["log_probs"] for rank in (0, 1)]
-    assert torch.equal(*ranks)  # after the step, all ranks have one policy
+    # After the step, all ranks have one policy.
+    assert torch.equal(ranks[0]["log_probs"], ranks[1]["log_probs"])

@@ -5,17 +5,22 @@ Loss, gradient, steps, log-probs and samples are those of one process.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from helpers.batches import VOCAB_SIZE, flat, relative_difference
-from helpers.layouts import ALL_LAYOUTS, LAYOUTS, LORA, LORA_LAYOUTS, Layout, computed
+from helpers.layouts import (
+    ALL_LAYOUTS,
+    LAYOUTS,
+    LORA_LAYOUTS,
+    Layout,
+    computed,
+    on_layouts,
+)
+from helpers.lora import EVERY
 from helpers.models import tiny_llama_folder
 from helpers.policies import random_tokens, transformers_logits, transformers_model
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 
-SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"
 ON_TWO = tuple(name for name, layout in (LAYOUTS | LORA_LAYOUTS).items() if layout.ranks == 2)
 ON_FOUR = tuple(name for name, layout in (LAYOUTS | LORA_LAYOUTS).items() if layout.ranks == 4)
 
@@ -33,17 +38,13 @@ def folder(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_process(folder, mesh):
     """The whole model trained, and LoRA updates alone."""
-    every = {"whole": Layout(), "lora": Layout(updates=LORA)}
+    every = {"whole": Layout(), "lora": Layout(updates=EVERY)}
     return {kind: computed(layout, folder, mesh, folder / kind) for kind, layout in every.items()}
 
 
-def check(name, folder, one_process, out):
+def check(name, folder, one_process, ranks, out):
     kind_of_training = "lora" if name in LORA_LAYOUTS else "whole"
     expected = one_process[kind_of_training]
-    ranks = [
-        torch.load(out / f"{name}.{rank}", weights_only=False)
-        for rank in range(ALL_LAYOUTS[name].ranks)
-    ]
     for rank, results in enumerate(ranks):
         who = f"{name}, rank {rank}"
         for kind in ("greedy", "sampled"):
@@ -79,9 +80,9 @@ def check(name, folder, one_process, out):
 
 def run_and_check(names, folder, one_process, out):
     ranks = ALL_LAYOUTS[names[0]].ranks
-    run_ranks(SCRIPT, ranks, out, folder, *names, timeout=600)
+    results = call_on_ranks(on_layouts, ranks, names, computed, folder, out, timeout=600)
     for name in names:
-        check(name, folder, one_process, out)
+        check(name, folder, one_process, [of_rank[name] for of_rank in results], out)
 
 
 @pytest.mark.more

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.batches import TEMPERATURE, VOCAB_SIZE, actor_of, sequences, whole_batch
 from helpers.models import tiny_llama_folder
-from helpers.policies import brute_force_log_probs, transformers_model
+from helpers.policies import brute_force_scores, transformers_model
 
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.lora import PROJECTIONS, LoraSettings
@@ -95,20 +95,22 @@ def test_weights_come_back_after_an_exception(on_device, folder, mesh):
 
 
 def test_temperature_of_the_reference(actor, where, folder):
-    expected = brute_force_log_probs(
+    expected = brute_force_scores(
         transformers_model(folder), *where, temperature=TEMPERATURE, width=8
-    ).detach()
+    )[0].detach()
     train_a_step(actor)
     torch.testing.assert_close(actor.get_init_policy_logprobs(*where), expected, atol=1e-5, rtol=0)
-    at_one = brute_force_log_probs(transformers_model(folder), *where, temperature=1.0, width=8)
+    model = transformers_model(folder)
+    at_one, _ = brute_force_scores(model, *where, temperature=1.0, width=8)
     assert (at_one - expected).abs().max() > 0.1
 
 
 def test_temperature_of_the_actor_after_an_update(actor, where, folder, tmp_path):
     train_a_step(actor)
     updated = transformers_model(actor.export(folder, tmp_path / "exported"))
-    expected = brute_force_log_probs(updated, *where, temperature=TEMPERATURE, width=8).detach()
-    torch.testing.assert_close(actor.get_inference_log_probs(*where), expected, atol=1e-5, rtol=0)
+    expected, _ = brute_force_scores(updated, *where, temperature=TEMPERATURE, width=8)
+    log_probs = actor.get_inference_log_probs(*where)
+    torch.testing.assert_close(log_probs, expected.detach(), atol=1e-5, rtol=0)
 
 
 def test_no_copy_without_a_reference(folder, mesh, where):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.memory_use import CASES, PROMPT, overrides_of, planned
+from helpers.memory_use import CASES, PROMPT, measured, overrides_of, planned
 from helpers.models import tiny_llama_folder
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks, one_group
 from helpers.tiny_run import write_prompts
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "memory_use.py"
 OF_ONE = ("one", "full", "lora")
 
 
@@ -33,31 +33,34 @@ def folder(request, tmp_path_factory) -> Path:
     return folder
 
 
-def compare(names, folder: Path, out: Path) -> None:
-    run_ranks(SCRIPT, CASES[names[0]].ranks, out, folder, *names, timeout=600)
+def use_on_ranks(names, folder: Path) -> dict[str, dict[str, Any]]:
+    with one_group():
+        uses = {}
+        for name in names:
+            case = CASES[name]
+            use = measured(overrides_of(folder, case.ranks, *case.overrides))
+            uses[name] = dataclasses.asdict(use)
+        return uses
+
+
+def compare(names, folder: Path) -> None:
+    ranks = call_on_ranks(use_on_ranks, CASES[names[0]].ranks, names, folder, timeout=600)
     wrong = []
     for name in names:
         case = CASES[name]
         plan = planned(overrides_of(folder, case.ranks, *case.overrides))
-        for rank in range(case.ranks):
-            measured = json.loads((out / f"{name}.{rank}").read_text())
+        for rank, uses in enumerate(ranks):
+            use = uses[name]
             of_stage = plan[rank if len(plan) > 1 else 0]
             for kind in ("weights", "gradients", "optimizer"):
                 said = getattr(of_stage, kind)
-                if abs(said - measured[kind]) > 0.02 * measured[kind]:
-                    wrong.append(
-                        f"{name}, rank {rank}, {kind}: {said} said, {measured[kind]} found"
-                    )
+                if abs(said - use[kind]) > 0.02 * use[kind]:
+                    wrong.append(f"{name}, rank {rank}, {kind}: {said} said, {use[kind]} found")
             for phase in of_stage.phases:
-                if phase.name not in measured["phases"]:
+                if phase.name not in use["phases"]:
                     continue  # the reference's pass is the policy's
-                there = (
-                    measured["weights"]
-                    + measured["gradients"]
-                    + measured["optimizer"]
-                    + measured["phases"][phase.name]
-                )
-                in_phase = measured["phases"][phase.name]
+                in_phase = use["phases"][phase.name]
+                there = use["weights"] + use["gradients"] + use["optimizer"] + in_phase
                 sizes = f"{phase.total / 1e6:.2f} MB said, {in_phase / 1e6:.2f} found"
                 ratio = phase.total / in_phase
                 print(f"{name}, rank {rank}, {phase.name}: {sizes}, ratio {ratio:.3f}")
@@ -69,12 +72,12 @@ def compare(names, folder: Path, out: Path) -> None:
 
 @pytest.mark.more
 @pytest.mark.parametrize("folder", ["tied"], indirect=True)
-def test_states_and_peaks(folder, tmp_path):
-    compare(OF_ONE, folder, tmp_path)
+def test_states_and_peaks(folder):
+    compare(OF_ONE, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_states_and_peaks_of_every_case(ranks, folder, tmp_path):
+def test_states_and_peaks_of_every_case(ranks, folder):
     names = [name for name, case in CASES.items() if case.ranks == ranks]
-    compare(names, folder, tmp_path)
+    compare(names, folder)

@@ -6,7 +6,6 @@ A served classifier equals transformers.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +19,10 @@ from helpers.classifiers import (
 )
 from helpers.errors import raises_error
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
+from helpers.real_run import RealServer
 from helpers.rewards import request_of
 from helpers.serve_toy_scorer import TOKEN_NAN, TOKEN_RAISE, VOCAB_SIZE, ToyScorer, toy_score
 from helpers.tiny_tokenizer import write_tiny_tokenizer
-from helpers.toy_server import ToyServer
 
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.reward_model.server.scoring import RequestScorer
@@ -148,19 +147,6 @@ def test_several_sources_keep_their_attributes_apart():
     assert set(rewards.by_source) == {"a", "a/kind", "b", "b/kind"}
 
 
-class ServedModel(ToyServer):
-    """`examples/serve_reward_model.py` as a process."""
-
-    def command(self) -> list[str]:
-        places = [f"inference.port={self.port}", f"inference.ready_file={self.ready_file}"]
-        return [
-            sys.executable,
-            str(ROOT / "examples/serve_reward_model.py"),
-            *places,
-            *self.options,
-        ]
-
-
 @pytest.mark.more
 def test_a_served_classifier_equals_transformers(tmp_path):
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
@@ -173,14 +159,11 @@ def test_a_served_classifier_equals_transformers(tmp_path):
         "reward_model.mean=0.25",
         "reward_model.std=2",
     ]
-    server = ServedModel(tmp_path, f"reward_model.restore_from_path={folder}", *merging).start()
-    try:
+    with RealServer(tmp_path, f"reward_model.restore_from_path={folder}", *merging) as server:
         client = RemoteGPTRMClient(port=server.port, deadline_seconds=60)
         info = client.wait_until_ready()
         rewards = client.infer_rm(request_of(sequences)).result()
         client.close()
-    finally:
-        server.close()
     assert tuple(info.attributes) == HELPSTEER == tuple(rewards.by_source)
     assert info.details["mean"] == 0.25
     assert info.details["attribute_weights"]["correctness"] == 0.8

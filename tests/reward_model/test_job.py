@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,21 +22,14 @@ import pytest
 import torch
 from helpers.chat_templates import write_chat_tokenizer
 from helpers.errors import check_fault, printed_keys, raises_error
-from helpers.tiny_reward_run import (
-    NAMES,
-    run,
-    tiny_config,
-    tiny_model,
-    tiny_overrides,
-    write_lines,
-    write_pairs,
-    write_ratings,
-)
+from helpers.models import tiny_llama_folder
+from helpers.ranks import call_on_ranks
+from helpers.tiny_run import compose
 from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from reinforce_rl.config.load import resolve_defaults
+from reinforce_rl.config.load import load_config, resolve_defaults
 from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig, TrunkConfig
 from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import load_tokenizer
@@ -48,12 +43,116 @@ from reinforce_rl.reward_model.data import encode_sample, load_examples
 from reinforce_rl.reward_model.job import train_reward_model
 from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regression
 from reinforce_rl.reward_model.scorer import load_reward_model
+from reinforce_rl.reward_model.train_full import FullTrainer
 from reinforce_rl.rewards.base import TextSample
+from reinforce_rl.utils.files import write_json_lines
+
+GOOD = "etaoin"
+BAD = "shrdlu"
+NAMES = ("vowels", "length")
 
 ROOT = Path(__file__).parents[2]
-DRIVER = Path(__file__).parents[1] / "helpers/tiny_reward_run.py"
 SCRIPT = ROOT / "examples/train_reward_model.py"
 STEPS = 30
+
+
+def tiny_model(folder: Path, **sizes: Any) -> Path:
+    if not folder.exists():
+        tiny_llama_folder(
+            folder, **{"vocab_size": 64, "hidden": 32, "ffn": 48, "max_positions": 64, **sizes}
+        )
+    return folder
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
+    write_json_lines(path, lines)
+    return path
+
+
+def write_pairs(path: Path, count: int, *, noise: float = 0.0) -> Path:
+    """Write pairs whose chosen answer has more letters of GOOD.
+
+    `noise` is the share of swapped pairs.
+    """
+    rng = random.Random(0)
+
+    def answer(good: int) -> str:
+        letters = [rng.choice(GOOD) for _ in range(good)] + [
+            rng.choice(BAD) for _ in range(8 - good)
+        ]
+        rng.shuffle(letters)
+        return "".join(letters)
+
+    lines = []
+    for i in range(count):
+        few, many = sorted(rng.sample(range(9), 2))
+        texts = [answer(many), answer(few)]
+        if rng.random() < noise:
+            texts.reverse()
+        lines.append({"prompt": f"say {i}", "chosen": texts[0], "rejected": texts[1]})
+    return write_lines(path, lines)
+
+
+def write_ratings(path: Path, count: int) -> Path:
+    """Write two attributes that are linear in letter counts; every third rating is missing."""
+    rng = random.Random(0)
+    lines = []
+    for i in range(count):
+        good = rng.randrange(7)
+        bad = rng.randrange(7)
+        letters = [rng.choice(GOOD) for _ in range(good)]
+        letters += [rng.choice(BAD) for _ in range(bad)]
+        rng.shuffle(letters)
+        attributes: dict[str, float | None] = {
+            "vowels": 0.5 * good - 1,
+            "length": 0.25 * (good + bad) - 0.5,
+        }
+        if i % 3 == 0:
+            attributes[NAMES[i // 3 % 2]] = None
+        response = "".join(letters)
+        lines.append({"prompt": f"say {i}", "response": response, "attributes": attributes})
+    return write_lines(path, lines)
+
+
+def tiny_overrides(folder: Path, **sizes: Any) -> list[str]:
+    return [
+        "mode=full",
+        f"model.restore_from_path={tiny_model(folder / 'trunk', **sizes)}",
+        f"output_dir={folder / 'out'}",
+        "data.max_length=40",
+        "data.held_out_fraction=0.25",
+        "full.global_batch_size=32",
+        "full.val_check_interval=10",
+        "full.patience=null",
+        "model.optim.lr=3e-3",
+        "model.optim.weight_decay=0",
+        "model.optim.betas=[0.9,0.95]",
+        "micro_batch_size=16",
+    ]
+
+
+def tiny_config(*overrides: str) -> TrainRewardModelConfig:
+    cfg = compose(*overrides, name="train_reward_model")
+    return load_config(cfg, TrainRewardModelConfig)
+
+
+def run(*overrides: str) -> FullTrainer:
+    trainer = train_reward_model(tiny_config(*overrides))
+    assert isinstance(trainer, FullTrainer)
+    return trainer
+
+
+def run_until(suffix: str, overrides: Sequence[str]) -> None:
+    """Kill the process instead of moving the first file or folder to a name with this end."""
+    move = os.replace
+
+    def replace(source, destination):
+        if str(destination).endswith(suffix):
+            os.kill(os.getpid(), signal.SIGKILL)
+        move(source, destination)
+
+    os.replace = replace  # type: ignore[assignment]
+    run(*overrides)
 
 
 def run_script(script: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -158,8 +257,8 @@ def test_the_report_has_the_evaluation(ranked):
 @pytest.mark.more
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
     overrides = [*ranking_overrides(tmp_path), f"full.max_steps={STEPS}"]
-    killed = run_script(DRIVER, "--die-before", "step_00000020", *overrides, cwd=tmp_path)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    with pytest.raises(AssertionError, match=f"ended with {-signal.SIGKILL}"):
+        call_on_ranks(run_until, 1, "step_00000020", overrides)
     assert not (tmp_path / "out/checkpoints/step_00000020").exists()
     steps = [line["step"] for line in lines_of(tmp_path)]
     assert steps == list(range(21))

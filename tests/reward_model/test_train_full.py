@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import flat, relative_difference
+from helpers.batches import flat, gradient_of, relative_difference
 from helpers.errors import raises_error
-from helpers.layouts import SETTINGS, Layout
+from helpers.layouts import SETTINGS, Layout, on_layouts
 from helpers.models import tiny_llama_folder
-from helpers.ranks import run_ranks
+from helpers.policies import named_gradients
+from helpers.ranks import call_on_ranks
 from helpers.trainable import (
     CASES,
     NAMES,
@@ -25,7 +26,6 @@ from helpers.trainable import (
     VOCAB_SIZE,
     computed,
     examples_of,
-    gradient_of,
     model_of,
     take_gradient,
 )
@@ -34,7 +34,6 @@ from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer
 from reinforce_rl.megatron.optimizer import build_optimizer
 from reinforce_rl.reward_model.train_full import load_trainable
 
-SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/trainable.py"
 ON_TWO_RANKS = [
     "TP2 SP",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("PP2", "CP2", "DP2")),
@@ -88,8 +87,7 @@ def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, to
                     errors.append((scores[i, 0, k] - rating) ** 2)
         loss = torch.stack(errors).mean()
     loss.backward()
-    tensors = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return loss.item(), flat(tensors)
+    return loss.item(), flat(named_gradients(model))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -118,10 +116,8 @@ def assert_same(results: dict[str, Any], expected: dict[str, Any]) -> None:
 def check_layouts(
     names: tuple[str, ...], ranks: int, folder: Path, expected: dict[str, Any], out: Path
 ) -> None:
-    run_ranks(SCRIPT, ranks, out, folder, *names, timeout=300)
-    for name in names:
-        for rank in range(ranks):
-            results = torch.load(out / f"{name}.{rank}")
+    for of_rank in call_on_ranks(on_layouts, ranks, names, computed, folder, out, timeout=300):
+        for results in of_rank.values():
             assert_same(results, expected)
 
 

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.errors import check_fault, raises_error
+from helpers.fake_http import FakeHttpServer
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
 from helpers.faulty_proxy import ALL, FaultyProxy
 from helpers.rewards import request_of
@@ -48,16 +48,8 @@ SLOW_SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
-def shared_server(tmp_path_factory):
-    pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
-    server = ToyServer(tmp_path_factory.mktemp("server"), "--slow", str(SLOW_SECONDS)).start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def server(shared_server):
-    return shared_server.ensure_running()
+def server_options():
+    return ["--slow", str(SLOW_SECONDS)]
 
 
 @pytest.fixture
@@ -279,8 +271,7 @@ client.close()
 for row in usage:
     print(*row)
 """
-    server = ToyServer(tmp_path).start()
-    try:
+    with ToyServer(tmp_path) as server:
         command = [sys.executable, "-c", script, str(server.port)]
         tests = Path(__file__).parents[1]
         folders = [str(tests), str(tests.parent)]
@@ -288,8 +279,6 @@ for row in usage:
         output = subprocess.check_output(
             command, env={**os.environ, "PYTHONPATH": paths}, timeout=900, text=True
         )
-    finally:
-        server.close()
     memory, threads, tasks, files = zip(
         *([int(n) for n in line.split()] for line in output.splitlines()), strict=True
     )
@@ -358,21 +347,11 @@ def test_an_answer_that_takes_longer_than_one_attempt_may_comes_in_the_end(make_
 
 
 def test_a_foreign_program_on_the_port_is_named(make_client):
-    class Hello(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"hello")
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Hello) as foreign:
-        threading.Thread(target=foreign.serve_forever, args=(0.05,), daemon=True).start()
-        port = foreign.server_address[1]
-        with raises_error("reward_server.port.other_program", f"127.0.0.1:{port}"):
-            make_client(port).wait_until_ready()
-        foreign.shutdown()
+    with (
+        FakeHttpServer(lambda *_: (200, b"hello")) as foreign,
+        raises_error("reward_server.port.other_program", f"127.0.0.1:{foreign.port}"),
+    ):
+        make_client(foreign.port).wait_until_ready()
 
 
 def test_server_errors_are_retried_and_refusals_are_not(make_client):

@@ -27,13 +27,63 @@ from reinforce_rl.rewards.base import (
     FunctionSpec,
     TextSample,
 )
-from reinforce_rl.rewards.function_pool import FunctionPool, bubblewrap
+from reinforce_rl.rewards.function_pool import FunctionPool, Scores, bubblewrap
 
 NAME = "helpers.reward_functions."
+# What `runs` of helpers/reward_functions.py runs.
+ATTACKS = {
+    "code": "runs.__code__ = always_666.__code__",
+    "float": "import builtins; builtins.float = lambda _: 666.0",
+    "isfinite": "import math; math.isfinite = lambda _: False",
+    "worker": "import __main__ as host; host._score = host._work = host._Host = None",
+    "modules": "import sys; sys.modules.clear()",
+    "alarm": "import signal; signal.setitimer(signal.ITIMER_REAL, 0.001)",
+    "KeyboardInterrupt": "raise KeyboardInterrupt",
+    "GeneratorExit": "raise GeneratorExit",
+    "SystemExit": "raise SystemExit",
+    "MemoryError": "raise MemoryError",
+    "NoText": "raise NoText",
+    "exit 0": "os._exit(0)",
+    "exit 7": "os._exit(7)",
+    "segfault": "import ctypes; ctypes.string_at(0)",
+    "group": "import signal; os.killpg(0, signal.SIGKILL)",
+    "host": "import signal; os.kill(os.getppid(), signal.SIGKILL)",
+    "memory": "value = float(len(bytearray(8 << 30)))",
+    "file": "os.truncate(Path(record['folder'], 'large').open('wb').fileno(), 1 << 30)",
+    "close all": "os.closerange(0, 1024); time.sleep(600)",
+    "garbage": """write_to_all(b'{"status": "x"}\\n' * 9000)""",
+    "nonblocking": "os.set_blocking(1, False)",
+    "is blocking": "value = float(os.get_blocking(1))",
+    "fork": "os.fork()",
+    "child": "import subprocess; subprocess.Popen(['sleep', '6543'])",
+    "forges": "forge(os.getpid())",
+    "its program forges": """
+import subprocess, sys
+code = "from helpers.reward_functions import forge; "
+code += f"forge({os.getpid()}); forge({os.getppid()})"
+subprocess.run([sys.executable, "-c", code], close_fds=False, check=True)
+""",
+    "its fork forges": """
+if os.fork() == 0:
+    forge(os.getppid())
+    os._exit(0)
+os.wait()
+""",
+}
 
 
 def sample(response: str, value: object = 1.0, **record: object) -> TextSample:
     return TextSample("prompt", response, {"value": value, **record})
+
+
+def attack(name: str, **record: object) -> TextSample:
+    return sample("", code=ATTACKS[name], **record)
+
+
+def run_all(pool: FunctionPool, *samples: TextSample) -> Scores:
+    scores = pool.submit("f", samples).result()
+    assert "NameError" not in str(scores.faults), "an attack lacks an import"
+    return scores
 
 
 @contextlib.contextmanager
@@ -78,7 +128,7 @@ def bubblewrap_or_host(pool: FunctionPool) -> psutil.Process:
 @pytest.fixture(scope="module")
 def pool():
     """A pool of one worker, so that each sample runs where the sample before it ran."""
-    with started("hostile", num_workers=1, sample_timeout_seconds=20.0) as pool:
+    with started("runs", num_workers=1, sample_timeout_seconds=20.0) as pool:
         yield pool
 
 
@@ -96,10 +146,8 @@ ENDS = {
     "bad", [*STATE, *ERRORS, *ENDS, "memory", "close all", "garbage", "fork", "child"]
 )
 def test_whatever_one_sample_does_the_others_have_their_scores(pool, bad):
-    samples = [sample("", 0.5), sample(bad)]
-    for i in range(6):
-        samples.append(sample("", 2.0 + i))
-    scores = pool.submit("f", samples).result()
+    samples = [sample("", 2.0 + i) for i in range(6)]
+    scores = run_all(pool, sample("", 0.5), attack(bad), *samples)
     others = [0, 2, 3, 4, 5, 6, 7]
     assert scores.values[others].tolist() == [0.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert scores.status[others].tolist() == [STATUS_OK] * 7
@@ -110,8 +158,7 @@ def test_whatever_one_sample_does_the_others_have_their_scores(pool, bad):
 
 
 def test_flags_of_the_output_are_not_those_of_later_samples(pool):
-    samples = [sample("nonblocking"), sample("is blocking")]
-    scores = pool.submit("f", samples).result()
+    scores = run_all(pool, attack("nonblocking"), attack("is blocking"))
     assert scores.values[1] == 1.0
 
 
@@ -121,7 +168,8 @@ def test_an_answer_that_a_function_writes_itself_stays_with_its_sample(pool, key
     """The function does not know the prefix of an answer, so only its own sample fails."""
     answer = {"status": "0", "value": "1.0", key: number}
     forged = f'"status": {answer["status"]}, "value": {answer["value"]}, "fault": "", "message": ""'
-    forging = sample(f"write {{{forged}}}")
+    line = f"{{{forged}}}\n".encode()
+    forging = sample("", code=f"write_to_all({line}); os._exit(0)")
     samples = [sample("", 0.5), forging, sample("", 1.5)]
     scores = pool.submit("f", samples).result()
     assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
@@ -133,8 +181,7 @@ def test_an_answer_that_a_function_writes_itself_stays_with_its_sample(pool, key
 
 @pytest.mark.parametrize("how", ["forges", "its program forges", "its fork forges"])
 def test_an_answer_that_is_forged_is_no_score(pool, how):
-    samples = [sample("", 0.5), sample(how), sample("", 1.5)]
-    scores = pool.submit("f", samples).result()
+    scores = run_all(pool, sample("", 0.5), attack(how), sample("", 1.5))
     assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
     # The sample has its own score if the forged line was ignored, and never the forged score.
     assert scores.status[1] == STATUS_INTERNAL or scores.values[1] == 1.0
@@ -173,20 +220,19 @@ def test_a_log_that_is_full_holds_up_nobody():
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_process_that_ended_is_no_time_out(pool, end):
-    scores = pool.submit("f", [sample(end)]).result()
+    scores = pool.submit("f", [attack(end)]).result()
     assert scores.status.tolist() == [STATUS_INTERNAL]
     assert ENDS[end] in scores.faults[0]
 
 
 def test_a_file_cannot_fill_the_disk(pool, tmp_path):
-    samples = [sample("file", folder=str(tmp_path))]
-    scores = pool.submit("f", samples).result()
+    scores = run_all(pool, attack("file", folder=str(tmp_path)))
     assert scores.status[0] == STATUS_INTERNAL
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
 
 
 def test_what_a_sample_started_ends_with_it(pool):
-    pool.submit("f", [sample("child")]).result()
+    run_all(pool, attack("child"))
     time.sleep(0.1)
     assert not [
         p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "6543"]
@@ -326,9 +372,8 @@ class TestSandbox:
 
     @pytest.mark.parametrize("how", ["forges", "its program forges", "its fork forges"])
     def test_an_answer_that_is_forged_is_no_score(self, how):
-        with started("hostile", sandbox=True, num_workers=1, sample_timeout_seconds=10.0) as pool:
-            samples = [sample("", 0.5), sample(how), sample("", 1.5)]
-            scores = pool.submit("f", samples).result()
+        with started("runs", sandbox=True, num_workers=1, sample_timeout_seconds=10.0) as pool:
+            scores = run_all(pool, sample("", 0.5), attack(how), sample("", 1.5))
         assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
         assert scores.status[1] == STATUS_INTERNAL or scores.values[1] == 1.0
 
@@ -343,8 +388,8 @@ class TestSandbox:
 
     def test_scores_and_failures_are_those_without_it(self):
         kinds = ["", "code", "", "exit 7", "segfault", "memory", "KeyboardInterrupt", "host", ""]
-        with started("hostile", sandbox=True, num_workers=1, sample_timeout_seconds=5.0) as pool:
-            scores = pool.submit("f", [sample(kind) for kind in kinds]).result()
+        with started("runs", sandbox=True, num_workers=1, sample_timeout_seconds=5.0) as pool:
+            scores = run_all(pool, *[attack(kind) if kind else sample("") for kind in kinds])
         assert scores.values[[0, 2, 8]].tolist() == [1.0, 1.0, 1.0]
         assert scores.status[3:7].tolist() == [STATUS_INTERNAL] * 4
 
@@ -362,8 +407,8 @@ class TestSandbox:
             pool.close()
 
     def test_what_samples_started_is_reaped(self):
-        with started("hostile", sandbox=True) as pool:
-            pool.submit("f", [sample("child")] * 8).result()
+        with started("runs", sandbox=True) as pool:
+            run_all(pool, *[attack("child")] * 8)
 
             def all_reaped() -> bool:
                 """Submit one more sample first: killed processes may take a while to end."""
@@ -374,8 +419,8 @@ class TestSandbox:
 
     def test_nothing_is_left_of_it_when_its_owner_is_killed(self):
         code = owner_code(
-            "with started('scripted', sandbox=True, sample_timeout_seconds=600.0) as pool:",
-            "    pending = pool.submit('f', [sample('loop')] * 2)",
+            "with started('runs', sandbox=True, sample_timeout_seconds=600.0) as pool:",
+            "    pending = pool.submit('f', [sample('', code='while True: pass')] * 2)",
             "    print('ready', flush=True)",
             "    pending.result()",
         )
@@ -415,7 +460,7 @@ def test_a_sandbox_that_cannot_be_made_ends_the_start(monkeypatch, tmp_path):
 @pytest.mark.more
 def test_a_host_that_hangs_fails_its_batch_and_the_next_has_another(monkeypatch):
     monkeypatch.setattr(function_pool, "SLACK_SECONDS", 1.0)
-    with started("hostile", sample_timeout_seconds=1.0) as pool:
+    with started("runs", sample_timeout_seconds=1.0) as pool:
         host = bubblewrap_or_host(pool)
         host.suspend()
         with raises_error("reward_function.processes.no_answer"):
@@ -449,8 +494,10 @@ def test_what_functions_print_does_not_count_as_their_files(tmp_path):
     with log.open("ab") as file:
         file.truncate((64 << 20) + 1)
         done = run_alone(
-            "with started('scripted') as pool:",
-            "    assert pool.submit('f', [sample('print', 2.0)]).result().values.tolist() == [2.0]",
+            "with started('runs') as pool:",
+            "    code = \"print('this must not get between the answers', flush=True)\"",
+            "    scores = pool.submit('f', [sample('', 2.0, code=code)]).result()",
+            "    assert scores.values.tolist() == [2.0]",
             stdout=file,
             stderr=file,
         )

@@ -38,12 +38,15 @@ from reinforce_rl.rewards.function_pool import (
     _Host,
 )
 
-SCRIPTED = "helpers.reward_functions.scripted"
+RUNS = "helpers.reward_functions.runs"
+PID = "Path(folder, str(os.getpid())).touch()"
+LOOP = "while True: pass"
+PID_AND_LOOP = f"{PID}\n{LOOP}"
 TESTS = Path(__file__).parents[1]
 
 
-def sample(response: str, value: object = 1.0) -> TextSample:
-    return TextSample("prompt", response, {"value": value})
+def sample(code: str = "", value: object = 1.0) -> TextSample:
+    return TextSample("prompt", "", {"value": value, "code": code})
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +56,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(folder):
-    function = FunctionSpec("reward_function", SCRIPTED, {"folder": str(folder)})
+    function = FunctionSpec("reward_function", RUNS, {"folder": str(folder)})
     pool = FunctionPool(
-        {"scripted": function},
+        {"f": function},
         RewardFunctionConfig(sample_timeout_seconds=2.0),
     )
     pool.start()
@@ -73,12 +76,13 @@ def processes() -> list[psutil.Process]:
 @pytest.mark.more
 def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog):
     kinds = {
-        "sleep": STATUS_TIMED_OUT,
-        "loop": STATUS_TIMED_OUT,
-        "backtrack": STATUS_TIMED_OUT,
-        "exit": STATUS_INTERNAL,
-        "sys.exit": STATUS_INTERNAL,
-        "secret": STATUS_INTERNAL,
+        "time.sleep(600)": STATUS_TIMED_OUT,
+        LOOP: STATUS_TIMED_OUT,
+        # in C, where Python's signal handlers do not run
+        "import re; re.fullmatch('(a+)+b', 'a' * 60)": STATUS_TIMED_OUT,
+        "os._exit(7)": STATUS_INTERNAL,
+        "raise SystemExit(1)": STATUS_INTERNAL,
+        "raise ValueError('secret')": STATUS_INTERNAL,
     }
     values = {
         float("nan"): STATUS_NOT_FINITE,
@@ -88,10 +92,11 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
         True: STATUS_OK,
     }
     bad = [sample(kind) for kind in kinds] + [sample("", value) for value in values]
-    good = [sample("print", 0.5 + i) for i in range(len(bad))]
+    prints = "print('this must not get between the answers', flush=True)"
+    good = [sample(prints, 0.5 + i) for i in range(len(bad))]
     mixed = [text_sample for pair in zip(bad, good, strict=True) for text_sample in pair]
     with caplog.at_level(logging.INFO):
-        scores = pool.submit("scripted", mixed).result()
+        scores = pool.submit("f", mixed).result()
     expected = [*kinds.values(), *values.values()]
     assert scores.status[0::2].tolist() == expected
     is_missing = np.isnan(scores.values[0::2]).tolist()
@@ -99,13 +104,11 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
     assert scores.status[1::2].tolist() == [STATUS_OK] * len(good)
     good_values = [0.5 + i for i in range(len(good))]
     assert scores.values[1::2].tolist() == good_values
-    assert re.fullmatch(
-        rf"{SCRIPTED}: ValueError at /.*/reward_functions\.py:\d+", scores.faults[10]
-    )
+    assert re.fullmatch(rf"{RUNS}: ValueError at /.*/reward_functions\.py:\d+", scores.faults[10])
     defined = r" \(defined at /.*/reward_functions\.py:\d+\)"
-    assert re.fullmatch(rf"{SCRIPTED}: returned nan{defined}", scores.faults[12])
+    assert re.fullmatch(rf"{RUNS}: returned nan{defined}", scores.faults[12])
     assert re.fullmatch(
-        rf"{SCRIPTED}: returned a NoneType; expected a number{defined}", scores.faults[16]
+        rf"{RUNS}: returned a NoneType; expected a number{defined}", scores.faults[16]
     )
     use = re.compile(r"it used (\d) s of CPU and was in state ([RSD])$")
     used = {row: use.match(scores.texts[row]) for row in (0, 2)}
@@ -120,53 +123,54 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
 
 
 def test_the_texts_of_errors_are_apart(pool):
-    samples = [sample(""), sample("secret"), TextSample("", "")]
-    scores = pool.submit("scripted", samples).result()
+    samples = [sample(""), sample("raise ValueError('secret')"), TextSample("", "")]
+    scores = pool.submit("f", samples).result()
     assert scores.texts == {1: "secret", 2: "'value'"}
     assert scores.faults.keys() == {1, 2}
 
 
 def test_workers_are_light_have_one_thread_and_are_replaced(pool, folder):
-    pids = [sample("pid")] * 50
-    samples = [sample("heavy"), sample("threads"), *pids]
-    scores = pool.submit("scripted", samples).result()
+    heavy = "import sys; value = len({'torch', 'megatron', 'transformers'} & sys.modules.keys())"
+    threads = "value = float(os.environ['OMP_NUM_THREADS'])"
+    samples = [sample(heavy), sample(threads), *[sample(PID)] * 50]
+    scores = pool.submit("f", samples).result()
     assert scores.values[:2].tolist() == [0.0, 1.0]
     before = {int(path.name) for path in folder.iterdir()}
-    pool.submit("scripted", [sample("loop")] * 2).result()
+    pool.submit("f", [sample(LOOP)] * 2).result()
     for path in folder.iterdir():
         path.unlink()
-    pool.submit("scripted", [sample("pid")] * 50).result()
+    pool.submit("f", [sample(PID)] * 50).result()
     assert before.isdisjoint(int(path.name) for path in folder.iterdir())
     assert not any(psutil.pid_exists(pid) for pid in before)
 
 
 def test_several_batches_at_once_and_none_at_all(pool):
-    pending = [pool.submit("scripted", [sample("", i)] * i) for i in (0, 3, 1)]
+    pending = [pool.submit("f", [sample("", i)] * i) for i in (0, 3, 1)]
     values = [scores.result().values.tolist() for scores in pending]
     assert values == [[], [3.0] * 3, [1.0]]
 
 
 def test_a_ping_calls_no_function(pool):
-    scores = pool.submit(PING, [sample("exit")]).result()
+    scores = pool.submit(PING, [sample("os._exit(7)")]).result()
     assert scores.status.tolist() == [STATUS_OK]
     assert scores.values.tolist() == [0.0]
 
 
 def test_the_hosts_death_fails_what_is_under_way_and_the_next_request_has_another(pool):
-    pending = pool.submit("scripted", [sample("sleep")])
+    pending = pool.submit("f", [sample("time.sleep(600)")])
     processes()[0].kill()
     key = "reward_function.processes.ended_under_way"
     with raises_error(key, "1 samples", "exit code -9"):
         pending.result()
-    scores = pool.submit("scripted", [sample("", 4.0)]).result()
+    scores = pool.submit("f", [sample("", 4.0)]).result()
     assert scores.values.tolist() == [4.0]
 
 
 def test_faults_come_at_the_start_and_leave_no_process():
     before = {process.pid for process in processes()}
     functions = {
-        "a": FunctionSpec("reward_function", "helpers.reward_functions.scriptd"),
-        "b": FunctionSpec("reward_function.more_functions.b", SCRIPTED, {"foldr": ""}),
+        "a": FunctionSpec("reward_function", "helpers.reward_functions.run"),
+        "b": FunctionSpec("reward_function.more_functions.b", RUNS, {"foldr": ""}),
     }
     pool = FunctionPool(
         functions,
@@ -175,7 +179,7 @@ def test_faults_come_at_the_start_and_leave_no_process():
     with pytest.raises(ConfigError) as caught:
         pool.start()
     unknown, does_not_fit = caught.value.faults
-    check_fault([unknown], "reward_function.name.unknown", "helpers.reward_functions.scripted?")
+    check_fault([unknown], "reward_function.name.unknown", "helpers.reward_functions.runs?")
     named = ["more_functions.b.kwargs", "folder: 'str'"]
     check_fault([does_not_fit], "reward_function.kwargs.do_not_fit", *named)
     assert {process.pid for process in processes()} == before
@@ -189,10 +193,11 @@ sys.path.insert(0, {str(TESTS)!r})
 from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
 from reinforce_rl.rewards.function_pool import FunctionPool
-spec = FunctionSpec("reward_function", {SCRIPTED!r}, {{"folder": sys.argv[1]}})
+spec = FunctionSpec("reward_function", {RUNS!r}, {{"folder": sys.argv[1]}})
 pool = FunctionPool({{"f": spec}}, RewardFunctionConfig(sample_timeout_seconds=600.0))
 pool.start()
-pool.submit("f", [TextSample("", "pid and loop")] * 2).result()
+record = {{"value": 1.0, "code": {PID_AND_LOOP!r}}}
+pool.submit("f", [TextSample("", "", record)] * 2).result()
 """
 
 
@@ -212,14 +217,14 @@ def test_workers_die_with_their_owner_however_it_ends(number, tmp_path):
 
 
 def test_workers_die_with_a_killed_host(tmp_path):
-    spec = FunctionSpec("reward_function", SCRIPTED, {"folder": str(tmp_path)})
+    spec = FunctionSpec("reward_function", RUNS, {"folder": str(tmp_path)})
     pool = FunctionPool(
         {"f": spec}, RewardFunctionConfig(num_workers=1, sample_timeout_seconds=600.0)
     )
     before = {process.pid for process in processes()}
     pool.start()
     try:
-        pool.submit("f", [sample("pid and loop")])
+        pool.submit("f", [sample(PID_AND_LOOP)])
         assert wait_for(lambda: list(tmp_path.iterdir()), 90)
         host, *workers = [process for process in processes() if process.pid not in before]
         assert workers
@@ -250,10 +255,10 @@ class TestDeadlines:
 
     def seconds(self, samples: int, workers: int, in_flight: int = 0) -> float:
         config = RewardFunctionConfig(num_workers=workers, sample_timeout_seconds=3.0)
-        pool = FunctionPool({"scripted": FunctionSpec("reward_function", SCRIPTED)}, config)
+        pool = FunctionPool({"f": FunctionSpec("reward_function", RUNS)}, config)
         pool._host = Queued(in_flight)  # type: ignore[assignment]
         before = time.monotonic()
-        pending = pool.submit("scripted", [sample("a")] * samples)
+        pending = pool.submit("f", [sample()] * samples)
         return pending.deadline - before
 
     @pytest.mark.parametrize(

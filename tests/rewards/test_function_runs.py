@@ -43,7 +43,7 @@ from reinforce_rl.utils.net import Address
 
 SHARE = "helpers.reward_functions.share_of_letters"
 TESTS = Path(__file__).parents[1]
-SCRIPTED = "helpers.reward_functions.scripted"
+RUNS = "helpers.reward_functions.runs"
 LETTERS = ("etaoi", "nshrd", "lucmf", "wygpb")
 FUNCTION = ["reward=function", f"reward_function.name={SHARE}", "+reward_function.kwargs.scale=2.0"]
 
@@ -219,12 +219,12 @@ def request_of(prompts: list[str], responses: list[str], records: list[dict]) ->
 
 
 def test_several_functions_are_a_weighted_sum(tmp_path, mesh):
-    added = "+reward_function.more_functions.scripted"
+    added = "+reward_function.more_functions.runs"
     cfg = function_config(
         tmp_path,
         *FUNCTION,
         "reward_function.weight=0.5",
-        f"{added}.name={SCRIPTED}",
+        f"{added}.name={RUNS}",
         f"{added}.weight=-3",
     )
     source = connect(cfg, mesh)
@@ -244,7 +244,7 @@ def test_several_functions_are_a_weighted_sum(tmp_path, mesh):
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], [f"+reward_function.more_functions.scripted.name={SCRIPTED}"]],
+    [[], [f"+reward_function.more_functions.runs.name={RUNS}"]],
     ids=["one", "several"],
 )
 def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, overrides):

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import faulty_proxy
 from helpers.errors import raises_error
 from helpers.fake_reward_server import FakeRewardServer, describe
-from helpers.faulty_proxy import FaultyProxy
+from helpers.faulty_proxy import ALL, HARMLESS, REPLAY, FaultyProxy
 from helpers.rewards import request_of
 from helpers.tiny_run import (
     PROMPT_TOKENS,
@@ -46,30 +45,30 @@ INFO = b"/models/reward_server_info"
 REQUEST = request_of([[5, 6, 7], [8, 9]])
 SCORES = [18.0, 17.0]
 LASTING = {
-    faulty_proxy.DROP: "does not answer",
-    faulty_proxy.SILENCE: "timed out",
-    faulty_proxy.TRICKLE: "timed out",
-    faulty_proxy.TRUNCATE_REQUEST: "does not answer",
-    faulty_proxy.TRUNCATE: "does not answer",
-    faulty_proxy.DUPLICATE_BYTES: "does not answer|wrong answer",
-    faulty_proxy.GARBAGE: "does not answer",
-    faulty_proxy.CUT_BODY: "does not answer",
-    faulty_proxy.UNDELIMITED: "does not answer",
-    faulty_proxy.CHANGE_REQUEST: "3 wrong answers.*digest",
-    faulty_proxy.WRONG_ID: "3 wrong answers.*id",
-    faulty_proxy.WRONG_DIGEST: "3 wrong answers.*digest",
-    faulty_proxy.NO_DIGEST: "3 wrong answers.*digest",
-    faulty_proxy.LONG_HEADER: "does not answer",
-    faulty_proxy.NEGATIVE_LENGTH: "does not answer",
-    faulty_proxy.HUGE_LENGTH: "does not answer",
-    faulty_proxy.NO_JSON_LENGTH: "3 wrong answers",
-    faulty_proxy.NEGATIVE_JSON: "3 wrong answers",
-    faulty_proxy.GZIP_BOMB: "does not answer",
-    faulty_proxy.CONTINUES: "timed out",
-    faulty_proxy.REDIRECT: "3 wrong answers.*HTTP 307",
-    faulty_proxy.OTHERS_REFUSAL: "3 wrong answers.*HTTP 400",
-    faulty_proxy.DEEP_ERROR: "HTTP 500",
-    faulty_proxy.FAR_AWAY: "HTTP 503",
+    "drop": "does not answer",
+    "silence": "timed out",
+    "trickle": "timed out",
+    "truncate_request": "does not answer",
+    "truncate": "does not answer",
+    "duplicate_bytes": "does not answer|wrong answer",
+    "garbage": "does not answer",
+    "cut_body": "does not answer",
+    "undelimited": "does not answer",
+    "change_request": "3 wrong answers.*digest",
+    "wrong_id": "3 wrong answers.*id",
+    "wrong_digest": "3 wrong answers.*digest",
+    "no_digest": "3 wrong answers.*digest",
+    "long_header": "does not answer",
+    "negative_length": "does not answer",
+    "huge_length": "does not answer",
+    "no_json_length": "3 wrong answers",
+    "negative_json": "3 wrong answers",
+    "gzip_bomb": "does not answer",
+    "continues": "timed out",
+    "redirect": "3 wrong answers.*HTTP 307",
+    "others_refusal": "3 wrong answers.*HTTP 400",
+    "deep_error": "HTTP 500",
+    "far_away": "HTTP 503",
 }
 
 
@@ -122,12 +121,12 @@ def test_a_fault_that_lasts_is_a_named_error_within_the_deadline(outcomes, fault
 
 
 def test_every_fault_has_its_test():
-    assert {*LASTING, *faulty_proxy.HARMLESS} == set(faulty_proxy.ALL)
+    assert {*LASTING, *HARMLESS} == set(ALL)
 
 
 def test_late_doubled_and_compressed_answers_are_answers():
     with FakeRewardServer(score=sum) as server:
-        for fault in faulty_proxy.HARMLESS:
+        for fault in HARMLESS:
             faults = itertools.repeat(fault)
             with (
                 FaultyProxy(server.port, faults, late_seconds=0.2) as proxy,
@@ -142,7 +141,7 @@ def test_late_doubled_and_compressed_answers_are_answers():
 @pytest.mark.parametrize("replays", [2, 9])
 def test_the_answer_to_another_request_is_never_a_reward(replays):
     """Of two requests of equal size the second gets the first one's answer, once or each time."""
-    faults = [None, *[faulty_proxy.REPLAY] * replays]
+    faults = [None, *[REPLAY] * replays]
     with (
         FakeRewardServer(score=sum) as server,
         FaultyProxy(server.port, faults) as proxy,
@@ -164,11 +163,11 @@ def test_the_answer_to_another_request_is_never_a_reward(replays):
 @pytest.mark.parametrize(
     "faults",
     [
-        [faulty_proxy.CUT_BODY] * 5,  # a lost connection, at each attempt
-        [faulty_proxy.UNDELIMITED] * 5,
+        ["cut_body"] * 5,  # a lost connection, at each attempt
+        ["undelimited"] * 5,
         # each byte comes in time, but not the whole answer
-        [faulty_proxy.TRICKLE, faulty_proxy.CONTINUES],
-        [faulty_proxy.FAR_AWAY] * 2,  # an absurd Retry-After
+        ["trickle", "continues"],
+        ["far_away"] * 2,  # an absurd Retry-After
     ],
     ids=lambda faults: faults[0],
 )
@@ -185,22 +184,22 @@ def test_a_fault_that_passes_costs_attempts_and_no_more(faults):
 @pytest.mark.parametrize(
     "fault",
     [
-        faulty_proxy.DROP,
-        faulty_proxy.SILENCE,
-        faulty_proxy.TRICKLE,
-        faulty_proxy.TRUNCATE_REQUEST,
-        faulty_proxy.CUT_BODY,
-        faulty_proxy.HUGE_LENGTH,
-        faulty_proxy.FAR_AWAY,
-        faulty_proxy.CHANGE_REQUEST,
-        faulty_proxy.WRONG_DIGEST,
-        faulty_proxy.NO_DIGEST,
-        *faulty_proxy.HARMLESS,
+        "drop",
+        "silence",
+        "trickle",
+        "truncate_request",
+        "cut_body",
+        "huge_length",
+        "far_away",
+        "change_request",
+        "wrong_digest",
+        "no_digest",
+        *HARMLESS,
     ],
 )
 def test_the_request_for_the_description_bears_the_same(fault, monkeypatch):
     monkeypatch.setattr("reinforce_rl.rewards.transport.PROBE_SECONDS", 0.5)
-    late = 60.0 if fault == faulty_proxy.TRICKLE else 0.2
+    late = 60.0 if fault == "trickle" else 0.2
     with (
         FakeRewardServer(score=sum) as server,
         FaultyProxy(server.port, [fault] * 2, late, INFO) as proxy,
@@ -216,7 +215,7 @@ def test_another_servers_description_is_not_believed():
         with connected(proxy.port) as client:
             client.wait_until_ready()
         server.info = describe(name="the_new_one")
-        proxy.faults = itertools.repeat(faulty_proxy.REPLAY)
+        proxy.faults = itertools.repeat(REPLAY)
         no_answer = raises_error("reward_server.server.no_answer", "1 s", "another request")
         with connected(proxy.port, deadline_seconds=1.0) as client, no_answer:
             client.wait_until_ready()
@@ -296,10 +295,10 @@ def test_a_run_through_bad_networks_and_two_servers_equals_the_one_through_a_goo
         asked = first.requests
         first.requests = []
         # At most two wrong answers a request: three would fail it.
-        lost = [fault for fault in faulty_proxy.ALL if "wrong answer" not in LASTING.get(fault, "")]
+        lost = [fault for fault in ALL if "wrong answer" not in LASTING.get(fault, "")]
         faults = {
-            first: [faulty_proxy.CHANGE_REQUEST, *lost],
-            second: [*reversed(lost), faulty_proxy.WRONG_DIGEST],
+            first: ["change_request", *lost],
+            second: [*reversed(lost), "wrong_digest"],
         }
         with (
             FaultyProxy(first.port, faults[first], late_seconds=0.1) as left,

@@ -17,9 +17,8 @@ HERE = Address("localhost", 80)
 
 @pytest.fixture
 def server() -> Iterator[FakeTriton]:
-    fake = FakeTriton()
-    yield fake
-    fake.close()
+    with FakeTriton() as fake:
+        yield fake
 
 
 def ask(path: str, socket_path: str, seconds: float, body: bytes | None = None) -> HttpAnswer:

@@ -6,6 +6,7 @@ A generator that dies, stalls, leaves or joins changes no number.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.errors import check_fault, printed_keys
+from helpers.ranks import reference
 from helpers.tiny_run import metrics_of, rollouts_of, tiny_config, tiny_overrides, without_times
 from helpers.trainer_processes import (
     NUM_PROMPTS,
@@ -36,7 +38,9 @@ from helpers.trainer_processes import (
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import ConfigError, GenerationError, RewardServerError
+from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.monitoring.records import read_tokens
+from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.rollout.generator_pool import GeneratorPool, _Generator
 from reinforce_rl.rollout.generator_rank import GeneratorRank
@@ -55,15 +59,98 @@ from reinforce_rl.rollout.messages import (
     RunEnded,
 )
 from reinforce_rl.rollout.rendezvous import RENDEZVOUS_FILE
+from reinforce_rl.rollout.weight_group import ElasticWeightGroup
 from reinforce_rl.runtime.status import read_status
+from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
 SLOW = pytest.mark.slow
 JOINED = ("placement=disaggregated", "generation_ranks=1")
 SEPARATE = ("placement=disaggregated", "generation_ranks=0", "generator_timeout_seconds=60")
 FINISHED = ("rollout_order=finished",)
-# each of two generators has requests at each step
-BUSY: dict[str, Any] = {"generate_seconds": 0.3}
 PATIENT = "trainer.heartbeat_timeout_seconds=60"
+
+
+def die_receiving(transfer: int) -> None:
+    """Kill this generator before it receives its Nth weights."""
+    broadcast = ElasticWeightGroup.broadcast
+    calls = itertools.count(1)
+
+    def die(group: ElasticWeightGroup, tensor):
+        if next(calls) == transfer:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return broadcast(group, tensor)
+
+    ElasticWeightGroup.broadcast = die  # type: ignore[method-assign]
+
+
+def await_generators(training: int, count: int) -> None:
+    """Let the Nth training wait until `count` generators have registered."""
+    train = ReinforceTrainer.run_training
+    register = GeneratorPool._register
+    trainings = itertools.count(1)
+    come = []
+
+    def note_registration(pool: GeneratorPool, rank: int, registration):
+        register(pool, rank, registration)
+        come.append(rank)
+
+    def wait_and_train(*args):
+        deadline = time.monotonic() + RUN_SECONDS
+        is_it = next(trainings) == training
+        while is_it and len(come) < count:
+            assert time.monotonic() < deadline, "they do not come"
+            time.sleep(0.05)
+        return train(*args)
+
+    GeneratorPool._register = note_registration  # type: ignore[method-assign]
+    ReinforceTrainer.run_training = wait_and_train  # type: ignore[method-assign]
+
+
+def awaiting(training: int, count: int) -> list[Any]:
+    return [reference(await_generators), training, count]
+
+
+def lengthen_generation(seconds: float) -> None:
+    """Delay each call of the generator for a step; if it can be interrupted, each token."""
+    infer = MegatronGPTReinforceActorModel.infer
+
+    def slow_infer(*args, validation: bool = False):
+        if not validation:
+            time.sleep(seconds)
+        return infer(*args, validation=validation)
+
+    MegatronGPTReinforceActorModel.infer = slow_infer  # type: ignore[method-assign]
+    resume = NativeGenerator.resume
+
+    def slow_resume(generator: NativeGenerator, responses, params, updates):
+        return resume(
+            generator, responses, params, SlowTokens(updates, seconds / params.max_length)
+        )
+
+    NativeGenerator.resume = slow_resume  # type: ignore[method-assign]
+
+
+class SlowTokens:
+    """`WeightUpdates` with a delay per token that does not depend on the number of responses."""
+
+    def __init__(self, updates, seconds: float):
+        self._updates = updates
+        self._seconds = seconds
+
+    def __getattr__(self, name: str):
+        return getattr(self._updates, name)
+
+    def next_action(self, unfinished: int) -> str:
+        time.sleep(self._seconds)
+        return self._updates.next_action(unfinished)
+
+
+def generating(seconds: float) -> list[Any]:
+    return [reference(lengthen_generation), seconds]
+
+
+# each of two generators has requests at each step
+BUSY: dict[str, Any] = {"patches": [generating(0.3)]}
 
 
 class Programs:
@@ -188,7 +275,7 @@ def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
     programs.generate(
         act={"rank": 0, "phase": "generate", "step": 10, "signal": signal.SIGKILL}, **BUSY
     )
-    (process,) = programs.train(step_seconds=0.5, generators=[7, 3])
+    (process,) = programs.train(step_seconds=0.5, patches=[awaiting(7, 3)])
     programs.wait_for_step(4)
     third = programs.generate(**BUSY)
     assert programs.wait() == 0, programs.said
@@ -214,8 +301,8 @@ def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
 def test_a_death_as_weights_come(transfer, programs, joined):
     """The trainers continue at once, and the other generators get the weights again."""
     programs.generate(PATIENT)
-    programs.generate(PATIENT, die_receiving=transfer)
-    programs.train(PATIENT, generators=[1, 2])
+    programs.generate(PATIENT, patches=[[reference(die_receiving), transfer]])
+    programs.train(PATIENT, patches=[awaiting(1, 2)])
     began = time.monotonic()
     assert programs.wait() == 0, programs.said
     assert time.monotonic() - began < 50, "no timeout was waited for"
@@ -229,7 +316,7 @@ def test_one_that_stands_still_is_lost_and_leaves_when_it_wakes(programs, joined
     act = {"rank": 0, "phase": "generate", "step": 3, "signal": signal.SIGSTOP}
     log = programs.generate(silent, act=act, **BUSY)
     programs.generate(silent, **BUSY)
-    programs.train(silent, step_seconds=1.0, generators=[1, 2])
+    programs.train(silent, step_seconds=1.0, patches=[awaiting(1, 2)])
     programs.wait_for(lambda: "sent no heartbeat" in programs.said, "nobody noticed it")
     os.kill(programs.generators[0], signal.SIGCONT)
     programs.wait_for(lambda: ended(log, 76), log.read_text())
@@ -242,9 +329,9 @@ def test_one_that_stands_still_is_lost_and_leaves_when_it_wakes(programs, joined
 
 @pytest.mark.slow
 def test_one_that_is_stopped_ends_what_it_has_under_way(programs, joined):
-    log = programs.generate(generate_seconds=0.3)
+    log = programs.generate(patches=[generating(0.3)])
     programs.generate()
-    programs.train(step_seconds=0.3, generators=[1, 2])
+    programs.train(step_seconds=0.3, patches=[awaiting(1, 2)])
     programs.wait_for_step(2)
     os.kill(programs.generators[0], signal.SIGTERM)
     programs.wait_for(lambda: ended(log, 75), log.read_text())
@@ -311,7 +398,7 @@ def test_a_lone_newcomer_answers_with_the_oldest_weights_that_there_are(programs
 
 @pytest.mark.more
 def test_a_signal_to_the_trainers_saves_the_rollouts_under_way(programs, joined):
-    programs.generate(generate_seconds=0.2)
+    programs.generate(patches=[generating(0.2)])
     (process,) = programs.train(patience=60)
     programs.wait_for_step(4)
     os.kill(process, signal.SIGTERM)
@@ -358,7 +445,7 @@ class TestWhatIsFinishedFirst:
             **BUSY,
         )
         programs.generate(*settings, **BUSY)
-        programs.train(*settings, step_seconds=0.5, generators=[1, 2])
+        programs.train(*settings, step_seconds=0.5, patches=[awaiting(1, 2)])
         programs.wait_for_step(4)
         third = programs.generate(*settings)
         assert programs.wait() == 0, programs.said
@@ -382,7 +469,7 @@ class TestWhatIsFinishedFirst:
     def test_one_that_is_stopped_gives_back_what_is_finished(self, programs):
         log = programs.generate(*self.IN_FLIGHT, **BUSY)
         programs.generate(*self.IN_FLIGHT, **BUSY)
-        programs.train(*self.IN_FLIGHT, step_seconds=0.3, generators=[1, 2])
+        programs.train(*self.IN_FLIGHT, step_seconds=0.3, patches=[awaiting(1, 2)])
         programs.wait_for_step(2)
         os.kill(programs.generators[0], signal.SIGTERM)
         programs.wait_for(lambda: ended(log, 75), log.read_text())
@@ -395,7 +482,7 @@ class TestWhatIsFinishedFirst:
         act = {"rank": 1, "phase": "generate", "step": 4, "signal": signal.SIGKILL}
         programs.generate(*shared, ranks=2, act=act, **BUSY)
         programs.generate(*shared, ranks=2, **BUSY)
-        programs.train(*shared, generators=[1, 4])
+        programs.train(*shared, patches=[awaiting(1, 4)])
         assert programs.wait() == 0, programs.said
         assert " died" in programs.said
         assert_sound(programs.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.engine_fake import install_fake
+from helpers.ranks import reference
 from helpers.rewards import FunctionReward
 from helpers.tiny_run import metrics_of
 from helpers.trainer_processes import TrainerProcesses, assert_equal_runs
@@ -31,6 +34,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.rollout.local import LocalRollouts
 from reinforce_rl.rollout.scoring import RolloutScorer
 from reinforce_rl.rollout.source import RolloutContext
+from reinforce_rl.rollout.work_queue import COUNTER, WorkQueue
 from reinforce_rl.runtime.stop import StopRequest
 
 RANKS = 4
@@ -384,9 +388,49 @@ def test_runs_are_those_of_the_fixed_split(case, slow, processes, tmp_path):
     fixed = tmp_path / "fixed"
     queued = tmp_path / "queued"
     finish(processes, fixed, ranks, *overrides)
-    finish(processes, queued, ranks, *overrides, QUEUE, slow_rank=slow)
+    finish(processes, queued, ranks, *overrides, QUEUE, patches=[[reference(slow_down), slow]])
     assert_equal_runs(queued, fixed)
     assert_the_slow_rank_took_one_each(queued, ranks, slow, block=2 if case is TP2 else 1)
+
+
+def slow_down(slow: int) -> None:
+    """Let a rank finish its first micro-batch after the others have taken all remaining ones.
+
+    Every rank prints the number of micro-batches that it took.
+    """
+    rank = int(os.environ["RANK"])
+    take = WorkQueue.__iter__
+
+    def take_slowly(queue: WorkQueue):
+        taken = 0
+        deadline = time.monotonic() + DEADLINE
+        for micro_batch in take(queue):
+            taken += 1
+            while (
+                rank == slow
+                and queue._shared
+                and queue._mesh.count(COUNTER, 0) <= len(queue._micro_batches)
+            ):
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            yield micro_batch
+        print(
+            f"queue: rank {rank} took {taken} of {len(queue._micro_batches)}, "
+            f"its own {len(queue._own)}",
+            flush=True,
+        )
+
+    WorkQueue.__iter__ = take_slowly  # type: ignore[method-assign]
+
+
+def fake_engines(folder: Path, faults: dict[str, dict] | None = None) -> list[Any]:
+    """Return a patch: TensorRT-LLM is the fake, with faults by rank and records below `folder`."""
+    return [reference(use_fake_engine), str(folder / "engines"), faults or {}]
+
+
+def use_fake_engine(folder: str, faults: dict[str, dict]) -> None:
+    rank = os.environ["RANK"]
+    install_fake(Path(folder) / rank, **faults.get(rank, {}))
 
 
 def assert_the_slow_rank_took_one_each(
@@ -412,17 +456,9 @@ def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
     slow = 3
     fixed = tmp_path / "fixed"
     queued = tmp_path / "queued"
-    finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
-    finish(
-        processes,
-        queued,
-        ranks,
-        *overrides,
-        TRTLLM,
-        QUEUE,
-        slow_rank=slow,
-        engine=str(queued / "engines"),
-    )
+    finish(processes, fixed, ranks, *overrides, TRTLLM, patches=[fake_engines(fixed)])
+    patches = [[reference(slow_down), slow], fake_engines(queued)]
+    finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, patches=patches)
     assert_equal_runs(queued, fixed)
     assert_the_slow_rank_took_one_each(queued, ranks, slow)
     split = calls_of(fixed, "BaseLLM.generate_async")
@@ -438,12 +474,12 @@ def test_an_engine_that_dies_is_started_anew_while_the_other_rank_generates(proc
     ranks, overrides = TWO
     fixed = tmp_path / "fixed"
     queued = tmp_path / "queued"
-    finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
+    finish(processes, fixed, ranks, *overrides, TRTLLM, patches=[fake_engines(fixed)])
     # Rank 1 answers nearly all requests: up to 31 until the first update, and at least 48
     # altogether.
-    fault = [1, {"fault": "die", "after": 31}]
-    options = {"slow_rank": 0, "engine": str(queued / "engines"), "engine_fault": fault}
-    finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, **options)
+    faults = {"1": {"fault": "die", "after": 31}}
+    patches = [[reference(slow_down), 0], fake_engines(queued, faults)]
+    finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, patches=patches)
     assert_equal_runs(queued, fixed)
     assert calls_of(queued, "AsyncLLM.setup_async") == [1, 2]
 
@@ -469,5 +505,5 @@ def test_a_run_that_was_stopped_in_generation_goes_on(processes, tmp_path):
     assert processes.wait() == EXIT_STOPPED, (queued / "log").read_text()
     assert processes.statuses == [EXIT_STOPPED] * ranks
     assert metrics_of(queued)[-1]["step"] == 2
-    finish(processes, queued, ranks, *overrides, QUEUE, slow_rank=0)
+    finish(processes, queued, ranks, *overrides, QUEUE, patches=[[reference(slow_down), 0]])
     assert_equal_runs(queued, fixed)

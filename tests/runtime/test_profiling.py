@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.errors import check_fault
-from helpers.ranks import run_ranks
-from helpers.tiny_run import run, tiny_config, tiny_overrides, without_times
+from helpers.ranks import call_on_ranks
+from helpers.tiny_run import run, tiny_config, tiny_overrides, train_on_ranks, without_times
 
 from reinforce_rl.config.actor import ProfileConfig
 from reinforce_rl.config.rules import find_faults
@@ -21,7 +21,6 @@ from reinforce_rl.runtime.profiling import StepProfiler
 
 RL = "trainer.reinforce"
 PROFILE = "trainer.profile"
-SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "train.py"
 
 
 def events_of(path: Path) -> list[dict]:
@@ -201,7 +200,7 @@ def test_two_ranks_write_a_trace_each_and_one_table(tmp_path):
         f"{RL}.max_steps=1",
         "trainer.devices=2",
     ]
-    run_ranks(SCRIPT, 2, tmp_path, "odd_share", *keys)
+    call_on_ranks(train_on_ranks, 2, keys)
     folder = tmp_path / "run" / "profile"
     for rank in (0, 1):
         names = {

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from helpers.engine_fake import install_fake
+from helpers.engine_fake import install_fake, uninstalled_after
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
 
 from gpu_checks import engines  # noqa: E402
 from gpu_checks.base import CPU, FAIL, PASS, SKIP, Context  # noqa: E402
-
-from reinforce_rl.generation.trtllm import adapter  # noqa: E402
 
 SMALL = {
     "vocab_size": 64,
@@ -36,22 +33,10 @@ def context(tmp_path, monkeypatch) -> Context:
     return Context(CPU, tmp_path, time.time() + 300)
 
 
-@contextlib.contextmanager
-def fake_tensorrt_llm(folder: Path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(adapter, "device_uuid", adapter.device_uuid)
-    monkeypatch.setenv("FAKE_ENGINE", "{}")
-    install_fake(folder)
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
-            del sys.modules[name]
-
-
 @pytest.mark.more
-def test_an_engine_with_log_probs_of_what_it_drew_from(context, monkeypatch):
-    with fake_tensorrt_llm(context.folder / "engine", monkeypatch):
+def test_an_engine_with_log_probs_of_what_it_drew_from(context):
+    with uninstalled_after():
+        install_fake(context.folder / "engine")
         finding = engines.check_tensorrt_llm(context)
     assert finding.verdict == PASS, finding.sentence
     cold = finding.numbers["gaps"][1]

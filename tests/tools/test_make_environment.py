@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from helpers.engine_env import engine_environment
+from helpers.environments import engine_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 from helpers.rewards import FunctionReward
 from helpers.tiny_run import (
     SOME_ALIKE,
@@ -23,6 +23,7 @@ from helpers.tiny_run import (
     tiny_config,
     tiny_overrides,
     tiny_trainer,
+    train_on_ranks,
     weights,
     without_times,
 )
@@ -31,7 +32,6 @@ from reinforce_rl.config.load import load_config
 from reinforce_rl.rewards.base import RewardRequest
 
 RL = "trainer.reinforce"
-SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/train.py"
 FILTERING = [f"{RL}.dynamic_filtering=true", f"{RL}.max_epochs=2"]
 WANTED = 4  # groups of a step
 PROMPTS = three_letters(18)
@@ -214,13 +214,13 @@ def test_two_ranks_equal_one(tmp_path, mesh):
     places = [f"exp_manager.explicit_log_dir={folder / 'run'}" for folder in folders]
     with tiny_trainer(load_config(compose(*overrides, places[0])), mesh, SOME_ALIKE) as trainer:
         trainer.fit()
-    run_ranks(SCRIPT, 2, tmp_path, "SOME_ALIKE", *overrides, places[1], "trainer.devices=2")
+    on_two = [*overrides, places[1], "trainer.devices=2"]
+    ranks = call_on_ranks(train_on_ranks, 2, on_two, SOME_ALIKE)
     expected, filtered = (list(map(however_cut, metrics_of(folder))) for folder in folders)
     assert any(line["train/groups_with_zero_std"] for line in expected)
     for step, (line, other) in enumerate(zip(filtered, expected, strict=True), 1):
         assert largest_difference(line, other) < 1e-4
         assert responses_of(folders[0], step) == responses_of(folders[1], step)
-    for rank in (0, 1):
-        parameters = torch.load(tmp_path / f"weights.{rank}")
+    for parameters in ranks:
         for parameter, other in zip(parameters, weights(trainer), strict=True):
             torch.testing.assert_close(parameter, other, rtol=0, atol=1e-4)

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.ranks import reference
 from helpers.trainer_processes import SETTINGS, TrainerProcesses, assert_equal_runs
 
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import EXIT_LOST_RANK
 from reinforce_rl.runtime.status import read_status
 
@@ -107,10 +109,23 @@ def test_outside_of_steps(processes, tmp_path, phase, step):
     lose(processes, tmp_path, 1, phase, step, signal.SIGKILL, "ranks.rank.died")
 
 
+def limit_collectives(seconds: float) -> None:
+    TrainConfig.torch_timeout_seconds = seconds  # type: ignore[assignment, misc]
+
+
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=SLOW), 1])
 def test_torchs_own_limit_of_a_collective(processes, tmp_path, lost):
     """The rank is busy, not still, so it counts as alive until gloo times out."""
     key = "ranks.rank.hangs"
-    reason = lose(processes, tmp_path, lost, "generate", 5, BUSY, key, torch_timeout=12)
+    reason = lose(
+        processes,
+        tmp_path,
+        lost,
+        "generate",
+        5,
+        BUSY,
+        key,
+        patches=[[reference(limit_collectives), 12]],
+    )
     assert "imed out waiting" in reason
     assert "Traceback" not in (tmp_path / "log").read_text()

@@ -21,8 +21,8 @@ from helpers.batches import (
 )
 from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
-from helpers.policies import brute_force_log_probs, transformers_model
-from helpers.ranks import run_ranks
+from helpers.policies import brute_force_scores, named_gradients, transformers_model
+from helpers.ranks import call_on_ranks
 from helpers.tiny_run import (
     compose,
     however_cut,
@@ -33,6 +33,7 @@ from helpers.tiny_run import (
     tiny_config,
     tiny_overrides,
     tiny_trainer,
+    train_on_ranks,
     weights,
     without_times,
 )
@@ -45,7 +46,6 @@ from reinforce_rl.trainer.reinforce import ReinforceTrainer
 from reinforce_rl.trainer.updates import mini_batches
 
 RL = "trainer.reinforce"
-SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/train.py"
 # Ten prompts in steps of four with four samples each: 16, 16 and 8 sequences, in optimizer steps of
 # 8.
 HALVES = [f"{RL}.importance_ratio=token", "model.global_batch_size=8"]
@@ -249,14 +249,14 @@ def brute_force_ratio_gradient(
 ) -> Tensor:
     """PPO's clipped term of these rows, by autograd on transformers' model, one by one."""
     rollouts = batch.rollouts.select(rows)
-    log_probs = brute_force_log_probs(
+    log_probs = brute_force_scores(
         model,
         rollouts.sequences,
         rollouts.prompt_lengths,
         rollouts.response_lengths,
         temperature=TEMPERATURE,
         width=rollouts.width,
-    )
+    )[0]
     total = torch.zeros(())
     for i, length in enumerate(rollouts.response_lengths.tolist()):
         advantage = float(batch.advantages[rows[i], 0])
@@ -270,7 +270,7 @@ def brute_force_ratio_gradient(
         total = total - torch.minimum(rho * advantage, clipped * advantage).sum()
     model.zero_grad()
     (total / len(rows)).backward()
-    return flat({name: parameter.grad for name, parameter in model.named_parameters()})
+    return flat(named_gradients(model))
 
 
 @pytest.fixture(scope="module")
@@ -351,16 +351,14 @@ def test_two_ranks_equal_one(tmp_path, mesh):
     folders = tmp_path / "one", tmp_path / "two"
     with tiny_trainer(load_config(compose(*overrides, log_dir(folders[0]))), mesh) as trainer:
         trainer.fit()
-    run_ranks(
-        SCRIPT, 2, tmp_path, "odd_share", *overrides, log_dir(folders[1]), "trainer.devices=2"
-    )
+    on_two = [*overrides, log_dir(folders[1]), "trainer.devices=2"]
+    ranks = call_on_ranks(train_on_ranks, 2, on_two)
     expected = [however_cut(line) for line in metrics_of(folders[0])]
     two_ranks = [however_cut(line) for line in metrics_of(folders[1])]
     assert [line["train/optimizer_steps"] for line in expected] == [6, 4]
     for line, other in zip(two_ranks, expected, strict=True):
         assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
-    for rank in (0, 1):
-        parameters = torch.load(tmp_path / f"weights.{rank}")
+    for parameters in ranks:
         for parameter, other in zip(parameters, weights(trainer), strict=True):
             assert relative_difference(parameter, other) < 1e-5
 

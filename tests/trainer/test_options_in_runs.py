@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.choices import GENERATOR_CORRECTIONS
 from helpers.models import tiny_llama_folder
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks
 from helpers.rewards import FunctionReward
 from helpers.tiny_run import (
     MAX_LENGTH,
@@ -23,6 +23,7 @@ from helpers.tiny_run import (
     tiny_config,
     tiny_overrides,
     tiny_trainer,
+    train_on_ranks,
     without_times,
 )
 
@@ -37,6 +38,19 @@ from reinforce_rl.rewards.sources import CombinedRewards
 
 RL = "trainer.reinforce"
 BETA = 0.1  # of `tiny_overrides`
+
+
+def train_with_noisy_log_probs(overrides: list[str]) -> None:
+    """Add noise, a function of the token, to the log-probs that the generator reports."""
+    infer = MegatronGPTReinforceActorModel.infer
+
+    def disturbed(self, *args, **kwargs):
+        completions = infer(self, *args, **kwargs)
+        noise = (37 * completions.tokens % 101) / 1000
+        return replace(completions, log_probs=completions.log_probs + noise)
+
+    MegatronGPTReinforceActorModel.infer = disturbed  # type: ignore[method-assign]
+    train_on_ranks(overrides)
 
 
 def of_others(rows: list[dict], row: dict, key: str) -> float:
@@ -297,7 +311,6 @@ class TestGeneratorCorrection:
     @pytest.mark.slow
     def test_the_quantiles_are_those_of_all_ranks(self, cut, tmp_path):
         """Two ranks share the prompts or the layers; one of two optimizer steps has ratios."""
-        script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "noisy_log_probs.py"
         options = [f"{RL}.importance_ratio=token", "model.global_batch_size=8", f"{RL}.max_steps=1"]
         quantiles = []
         for ranks, layout in ((1, []), (2, cut)):
@@ -305,14 +318,13 @@ class TestGeneratorCorrection:
             tiny_llama_folder(
                 folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16
             )
-            run_ranks(
-                script,
-                ranks,
+            overrides = [
                 *tiny_overrides(folder),
                 *options,
                 *layout,
                 f"trainer.devices={ranks}",
-            )
+            ]
+            call_on_ranks(train_with_noisy_log_probs, ranks, overrides)
             (line,) = metrics_of(folder)
             quantiles.append(
                 [line[f"train/{name}"] for name in ("generator_logprob_diff", *GAP_SHARES)]

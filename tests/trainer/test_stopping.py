@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 from helpers.errors import printed_keys
-from helpers.ranks import kill_tree
+from helpers.ranks import kill_tree, reference
 from helpers.tiny_run import metrics_of, tiny_overrides
 from helpers.trainer_processes import (
     DRIVER,
@@ -142,6 +144,11 @@ def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
     assert_equal_runs(tmp_path, uninterrupted)
 
 
+def limit_files(size: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+
+
 @pytest.mark.parametrize(
     ("file_bytes", "key", "path"),
     [
@@ -154,7 +161,7 @@ def test_a_full_disk(processes, uninterrupted, tmp_path, file_bytes, key, path):
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000003"
     files = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
 
-    processes.start(tmp_path, *SETTINGS, file_bytes=file_bytes)
+    processes.start(tmp_path, *SETTINGS, patches=[[reference(limit_files), file_bytes]])
     assert processes.wait() == EXIT_ERROR, log(tmp_path)
     said = log(tmp_path).partition("error: ")[2]
     assert "Traceback" not in log(tmp_path)
@@ -229,10 +236,19 @@ def test_two_ranks_of_a_plain_python(processes, uninterrupted_on_two, tmp_path, 
     assert_equal_runs(tmp_path, uninterrupted_on_two)
 
 
+def end_allocation(seconds: int) -> None:
+    """Let the batch system's allocation end in `seconds`; it began hours ago."""
+    now = round(time.time())
+    os.environ["SLURM_JOB_START_TIME"] = str(now - 7200)
+    os.environ["SLURM_JOB_END_TIME"] = str(now + seconds)
+    print("the allocation ends at", now + seconds)
+
+
 def test_it_ends_by_itself_before_the_allocation_does(processes, tmp_path):
     """Steps take two seconds; the allocation ends in 30 s, besides the launcher's share."""
     steps = ["trainer.reinforce.max_epochs=400", "exp_manager.max_time_per_run='02:30:00'"]
-    stop(processes, tmp_path, *steps, allocation=round(LAUNCHER_SECONDS) + 30, step_seconds=2.0)
+    ends = [reference(end_allocation), round(LAUNCHER_SECONDS) + 30]
+    stop(processes, tmp_path, *steps, patches=[ends], step_seconds=2.0)
     lines = log(tmp_path).splitlines()
     end = int(next(line for line in lines if "allocation ends" in line).split()[-1])
     stopped = status(tmp_path)

@@ -4,39 +4,38 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
+import psutil
 import pytest
+from helpers.other_user import as_nobody
+from helpers.ranks import launch_ranks
 
 from reinforce_rl.errors import EXIT_LOST_RANK
+from reinforce_rl.megatron.mesh import parallel_mesh
 
-LISTENERS = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "listeners.py"
 
-
-def launch(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "reinforce_rl.utils.ranks",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, *options], capture_output=True, text=True, timeout=280, env=environment
-    )
+def print_listeners() -> None:
+    """Print where two ranks and their launcher listen, and what another user can open."""
+    with parallel_mesh(2) as mesh:
+        pids = [os.getppid(), *mesh.gather_on_main(os.getpid())]
+        if mesh.is_main:
+            listening = []
+            for pid in pids:
+                for connection in psutil.Process(pid).net_connections("inet"):
+                    if connection.status == psutil.CONN_LISTEN:
+                        listening.append((pid, connection.laddr.ip))
+            store = os.environ.get("REINFORCE_STORE")
+            opened = as_nobody("open_files", [store]) if store and os.geteuid() == 0 else []
+            report = {"launcher": pids[0], "listening": listening, "opened": opened}
+            print(json.dumps(report), flush=True)
+        mesh.barrier()
 
 
 @pytest.mark.more
 @pytest.mark.timeout(300)
 def test_nobody_else_reaches_the_ranks_of_one_machine():
     """torchrun's own store is open to the network, and the launcher unpickles its contents."""
-    done = launch(LISTENERS)
+    done = launch_ranks(__file__, 2)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["listening"]
@@ -62,6 +61,10 @@ def test_an_error_is_reported_once(tmp_path, end, code, said):
     script.write_text(
         f"import os, signal, sys, time\nif os.environ['RANK'] == '0':\n    {end}\ntime.sleep(60)\n"
     )
-    done = launch(script)
+    done = launch_ranks(script, 2)
     assert done.returncode == code
     assert done.stderr == said
+
+
+if __name__ == "__main__":
+    print_listeners()

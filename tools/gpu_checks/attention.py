@@ -46,6 +46,7 @@ HEAD_SIZE = 64
 WINDOW = 48
 # of a position: norm of the difference over the norm
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+SHOWN_FAULTS = 5
 KINDS = ("causal", "window", "masked")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -60,12 +61,16 @@ def check(context: Context) -> Finding:
         for (kind, length, dtype), (error, name) in errors.items()
         if not error <= TOLERANCES[dtype]
     ]
-    faults = faults if len(faults) <= 5 else [*faults[:5], f"and {len(faults) - 5} more"]
-    numbers: dict[str, Any] = {
-        f"worst {kind} {str(dtype)[6:]}": max(errors[kind, length, dtype][0] for length in lengths)
-        for dtype in TOLERANCES
-        for kind in KINDS
-    }
+    hidden = len(faults) - SHOWN_FAULTS
+    if hidden > 0:
+        faults = faults[:SHOWN_FAULTS]
+        faults.append(f"and {hidden} more")
+    numbers: dict[str, Any] = {}
+    for dtype in TOLERANCES:
+        for kind in KINDS:
+            of_lengths = [errors[kind, length, dtype][0] for length in lengths]
+            name = str(dtype).removeprefix("torch.")
+            numbers[f"worst {kind} {name}"] = max(of_lengths)
     bad = [length for length in lengths if not _finite_by_torch(length, context.device)]
     numbers["lengths at which torch's own choice has no finite masked backward pass"] = bad
     if context.mode == CUDA:
@@ -82,10 +87,10 @@ def _mask(kind: str, length: int, device: str) -> Tensor:
 
     It is causal, has a window, or hides tokens from the late tokens of a row.
     """
-    at = torch.arange(length, device=device)
-    mask = visible(at[:, None], at[None, :], WINDOW if kind == "window" else None).expand(
-        BATCH, 1, length, length
-    )
+    positions = torch.arange(length, device=device)
+    window = WINDOW if kind == "window" else None
+    mask = visible(positions[:, None], positions[None, :], window)
+    mask = mask.expand(BATCH, 1, length, length)
     if kind == "masked":
         mask = mask.clone()
         mask[0, :, length // 2 :, : length // 4] = False

@@ -52,15 +52,18 @@ def replace_device(gpu: FakeCuda) -> None:
     _replace_tensor_methods(gpu)
     # Factories create values on the CPU and copy them, so that the mode sees the copy.
     torch._C._set_only_lift_cpu_tensors(True)
-    FakeTensor._normalize_fake_device = staticmethod(  # type: ignore[method-assign]
-        lambda device: CUDA if torch.device(device).type == "cuda" else torch.device(device)
-    )
+    FakeTensor._normalize_fake_device = staticmethod(_the_gpu)  # type: ignore[method-assign]
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
     # torch 2.11 would create a real tensor on the device here, despite `avoid_device_init`.
     fake_tensor.init_gpu_context = lambda device: None
     # A CUDA build calls the driver's library, which this machine may not have.
     torch.backends.cudnn.version = lambda: None
     torch._dynamo.config.disable = True  # run compiled code eagerly: more kernels than on a GPU
+
+
+def _the_gpu(device: Any) -> torch.device:
+    named = torch.device(device)
+    return CUDA if named.type == "cuda" else named
 
 
 def _replace_cuda(gpu: FakeCuda) -> None:
@@ -291,7 +294,9 @@ def replace_kernels(gpu: FakeCuda) -> None:
 
 def _choice(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> str:
     head_size = query.shape[-1]
-    fits = query.dtype in LOW_PRECISION and head_size <= _MAX_HEAD and head_size % 8 == 0
+    fits = query.dtype in LOW_PRECISION
+    if head_size > _MAX_HEAD or head_size % 8:
+        fits = False
     if is_causal and query.shape[2] != key.shape[2]:
         fits = False
     backends: Any = torch.backends.cuda

@@ -82,7 +82,8 @@ def _load_guard() -> None:
     if spec is None or spec.origin is None:
         raise FakeCudaError("torch is not installed in this Python environment")
     try:
-        guard = ctypes.CDLL(str(_library(Path(spec.origin).parent)), ctypes.RTLD_GLOBAL)
+        library = _library(Path(spec.origin).parent)
+        guard = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     except FakeCudaError:
         import torch
 
@@ -96,9 +97,12 @@ def _load_guard() -> None:
 
 def _library(torch: Path) -> Path:
     # Return the compiled guard, which takes seconds; it is built once per torch and source.
-    content = SOURCE.read_bytes() + (torch / "version.py").read_bytes() + str(torch).encode()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reinforce_rl"
-    library = cache / f"cuda_guard-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    version = (torch / "version.py").read_bytes()
+    content = SOURCE.read_bytes() + version + str(torch).encode()
+    digest = hashlib.sha256(content).hexdigest()
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(caches) / "reinforce_rl"
+    library = cache / f"cuda_guard-{digest[:16]}.so"
     if library.exists():
         return library
     names = (os.environ.get("CXX") or "c++", "g++", "clang++")

@@ -160,7 +160,8 @@ class FakeCuda(TorchDispatchMode):
         while frame is not None:
             file = frame.f_code.co_filename
             if "fake_cuda" not in file and ("reinforce_rl" in file or "/megatron/" in file):
-                where = f" {'/'.join(file.split('/')[-2:])}:{frame.f_lineno}"
+                folder, name = file.split("/")[-2:]
+                where = f" {folder}/{name}:{frame.f_lineno}"
                 break
             frame = frame.f_back
         self.ledger.syncs[operation + where] += 1
@@ -178,7 +179,8 @@ class FakeCuda(TorchDispatchMode):
         if nbytes < 0:
             nbytes = sum(tensor.nbytes for tensor in on_device)
         low = any(tensor.dtype in LOW_PRECISION for tensor in on_device)
-        self.ledger.kernels[Kernel(name, flops // launches, nbytes // launches, low)] += launches
+        kernel = Kernel(name, flops // launches, nbytes // launches, low)
+        self.ledger.kernels[kernel] += launches
         self.ledger.launches += 0 if self.is_capturing else launches
 
     def value(self, tensor: Tensor) -> Tensor | None:
@@ -286,12 +288,8 @@ class FakeCuda(TorchDispatchMode):
                     (first, mask, args[2]),
                 )
             if any(map(_is_mask, args[1])):
-                return self.__torch_dispatch__(
-                    func,
-                    (),
-                    (first, self._without_masks(args[1]), *args[2:]),
-                    kwargs,
-                )
+                indices = self._without_masks(args[1])
+                return self.__torch_dispatch__(func, (), (first, indices, *args[2:]), kwargs)
         return NotImplemented
 
     def _to_host(self, source: Tensor, kwargs: Any) -> Any:
@@ -328,11 +326,8 @@ class FakeCuda(TorchDispatchMode):
             self.sync(func._schema.name.split("::")[1])
             self.launch(func._schema.name.split("::")[1], [], launches=2)
         values, options = tree_map_only(Tensor, self.known, (args, kwargs))
-        return tree_map_only(
-            Tensor,
-            lambda tensor: self.wrap(tensor, device),
-            func(*values, **options),
-        )
+        results = func(*values, **options)
+        return tree_map_only(Tensor, lambda tensor: self.wrap(tensor, device), results)
 
     def known(self, tensor: Tensor) -> Tensor:
         values = self.value(tensor)
@@ -416,7 +411,8 @@ class FakeCuda(TorchDispatchMode):
         if name.startswith(("_foreach", "_fused_adam")):
             tensors = next(arg for arg in args if _is_list_of_tensors(arg))
             chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in tensors)
-            launches = max(math.ceil(chunks / _CHUNKS), math.ceil(len(tensors) / 30))
+            of_tensors = math.ceil(len(tensors) / 30)
+            launches = max(math.ceil(chunks / _CHUNKS), of_tensors)
         elif name in _ROW_COPIES:
             rows = inputs[-1] if func._schema.is_mutable else made[0]
             nbytes = 3 * rows.nbytes
@@ -425,9 +421,12 @@ class FakeCuda(TorchDispatchMode):
             # Keys are in a paged pool; each sequence reads `seqused_k` of them.
             starts = self.known(args[3]).long()
             used = self.known(kwargs["seqused_k"]).long()
-            numbers = args[1].shape[1] * args[1].shape[2]  # per key
-            flops = 4 * numbers * int((starts.diff() * used).sum())
-            nbytes = 2 * (args[0].nbytes + int(used.sum()) * numbers * args[1].element_size())
+            query, key = args[:2]
+            numbers = key.shape[1] * key.shape[2]  # per key
+            pairs = (starts.diff() * used).sum()
+            read = int(used.sum()) * numbers * key.element_size()
+            flops = 4 * numbers * int(pairs)
+            nbytes = 2 * (query.nbytes + read)
         self.launch(name, [*inputs, *made], flops=flops, launches=launches, nbytes=nbytes)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections import Counter, namedtuple
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,16 +15,27 @@ from helpers.fake_cuda.device import Idle
 from helpers.fake_cuda.mode import Collective, FakeCuda
 from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers "fake"
+from torch.utils._pytree import tree_leaves
 
-_Exchange = namedtuple(
-    "_Exchange",
-    "op tensor peer group tag group_peer",
-    defaults=(None, None, 0, None),
-)
+# The arguments with a rank's part and with the whole, which may be one tensor.
+_COLLECTIVES = {
+    "all_reduce": ("tensor", "tensor"),
+    "broadcast": ("tensor", "tensor"),
+    "all_gather": ("tensor", "tensor_list"),
+    "all_gather_into_tensor": ("input_tensor", "output_tensor"),
+    "_all_gather_base": ("input_tensor", "output_tensor"),
+    "reduce_scatter_tensor": ("output", "input"),
+    "_reduce_scatter_base": ("output", "input"),
+}
+_KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+# The arguments with the peer: its global rank, its rank in the group.
+_TO = ("dst", "group_dst")
+_FROM = ("src", "group_src")
+_EXCHANGES = {"send": _TO, "isend": _TO, "recv": _FROM, "irecv": _FROM}
 
 
 class Network:
-    """Replacements for functions of `torch.distributed`, with the same names and arguments.
+    """Replacements for functions of `torch.distributed`; public methods have their names.
 
     Calls are checked, recorded and answered at once, for one rank of an imagined job. The rank's
     data stand in for its peers' data: gathers repeat them, sums keep them. Objects reach ranks
@@ -46,9 +59,8 @@ class Network:
         c10d: Any = dist.distributed_c10d
         names = [name for name in vars(Network) if name[0] != "_" and hasattr(c10d, name)]
         functions = {name: getattr(self, name) for name in names}
-        functions["_all_gather_base"] = self.all_gather_into_tensor
-        functions["_reduce_scatter_base"] = self.reduce_scatter_tensor
-        functions["P2POp"] = _Exchange
+        functions |= {name: _with_torchs_arguments(name, self._collective) for name in _COLLECTIVES}
+        functions |= {name: _with_torchs_arguments(name, self._exchange) for name in _EXCHANGES}
         for name, function in functions.items():
             setattr(dist, name, function)
             setattr(c10d, name, function)
@@ -87,97 +99,6 @@ class Network:
         self._backends[group] = backend or self._backends[dist.group.WORLD]
         return group
 
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: Any = None,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        return self._note("all_reduce", tensor.nbytes, group, [tensor], async_op)
-
-    def broadcast(
-        self,
-        tensor: Tensor,
-        src: Any = None,
-        group: Any = None,
-        async_op: bool = False,
-        **_: Any,
-    ) -> Any:
-        return self._note("broadcast", tensor.nbytes, group, [tensor], async_op)
-
-    def all_gather(
-        self,
-        tensor_list: list[Tensor],
-        tensor: Tensor,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        for out in tensor_list:
-            out.copy_(tensor)
-        return self._note(
-            "all_gather",
-            len(tensor_list) * tensor.nbytes,
-            group,
-            [tensor, *tensor_list],
-            async_op,
-        )
-
-    def all_gather_into_tensor(
-        self,
-        output_tensor: Any,
-        input_tensor: Any,
-        group: Any = None,
-        **options: Any,
-    ) -> Any:
-        ranks = dist.get_world_size(group)
-        assert output_tensor.numel() == ranks * input_tensor.numel(), "sizes of an all-gather"
-        return self._note(
-            "all_gather",
-            output_tensor.nbytes,
-            group,
-            [output_tensor, input_tensor],
-            **options,
-        )
-
-    def reduce_scatter_tensor(
-        self,
-        output: Any,
-        input: Any,
-        op: Any = None,
-        group: Any = None,
-        **options: Any,
-    ) -> Any:
-        ranks = dist.get_world_size(group)
-        assert input.numel() == ranks * output.numel(), "sizes of a reduce-scatter"
-        return self._note("reduce_scatter", input.nbytes, group, [output, input], **options)
-
-    def send(
-        self,
-        tensor: Tensor,
-        dst: Any = None,
-        group: Any = None,
-        tag: int = 0,
-        group_dst: Any = None,
-    ) -> Any:
-        return self._exchange("send", tensor, group, dst, group_dst)
-
-    def recv(
-        self,
-        tensor: Tensor,
-        src: Any = None,
-        group: Any = None,
-        tag: int = 0,
-        group_src: Any = None,
-    ) -> Any:
-        return self._exchange("recv", tensor, group, src, group_src)
-
-    isend = send
-    irecv = recv
-
-    def batch_isend_irecv(self, p2p_op_list: list[Any]) -> list[Any]:
-        return [exchange.op(*exchange[1:]) for exchange in p2p_op_list]
-
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         object_list[:] = self._exchanged("all_gather", group, obj)
 
@@ -202,7 +123,9 @@ class Network:
         group_src: Any = None,
     ) -> None:
         lists = self._exchanged("broadcast", group, list(object_list), device)
-        object_list[:] = lists[_ranks(group).index(src) if group_src is None else group_src]
+        if group_src is None:
+            group_src = _ranks(group).index(src)
+        object_list[:] = lists[group_src]
 
     def scatter_object_list(
         self,
@@ -241,19 +164,22 @@ class Network:
                 )
         return kind == "cuda"
 
-    def _note(
-        self,
-        kind: str,
-        nbytes: int,
-        group: Any,
-        tensors: list[Tensor],
-        async_op: bool = False,
-    ) -> Any:
-        on_gpu = self._on_gpu(group, tensors, kind)
+    def _collective(self, name: str, given: dict[str, Any]) -> Any:
+        group = given["group"]
+        parts, wholes = (tree_leaves(given[argument]) for argument in _COLLECTIVES[name])
+        kind = next(kind for kind in _KINDS if kind in name)
+        on_gpu = self._on_gpu(group, [*parts, *wholes], name)
         ranks = _ranks(group)
+        if name == "all_gather":
+            for out in wholes:
+                out.copy_(parts[0])
+        elif kind in ("all_gather", "reduce_scatter"):
+            expected = len(ranks) * parts[0].numel()
+            assert wholes[0].numel() == expected, f"sizes of {name}"
         if len(ranks) > 1:
+            nbytes = sum(tensor.nbytes for tensor in wholes)
             self._gpu.ledger.collectives.append(Collective(kind, ranks, nbytes, on_gpu))
-        return Idle() if async_op else None
+        return Idle() if given["async_op"] else None
 
     def _exchanged(self, kind: str, group: Any, value: Any, device: Any = None) -> list[Any]:
         # Return each rank's object, or this rank's object for ranks that had no turn yet.
@@ -276,13 +202,36 @@ class Network:
             self._gpu.sync(f"{kind} of objects")
         self._gpu.ledger.collectives.append(Collective(f"{kind}_object", ranks, 0, on_gpu))
 
-    def _exchange(self, kind: str, tensor: Tensor, group: Any, peer: Any, group_peer: Any) -> Idle:
+    def _exchange(self, name: str, given: dict[str, Any]) -> Idle:
+        group = given["group"]
+        tensor = given["tensor"]
+        kind = name.removeprefix("i")
         on_gpu = self._on_gpu(group, [tensor], kind)
-        if peer is None and group_peer is not None:
-            peer = _ranks(group)[group_peer]
-        ranks = (dist.get_rank(), -1 if peer is None else int(peer))
+        peer, peer_in_group = (given[argument] for argument in _EXCHANGES[name])
+        if peer_in_group is not None:
+            peer = _ranks(group)[peer_in_group]
+        if peer is None:
+            peer = -1
+        ranks = (dist.get_rank(), int(peer))
         self._gpu.ledger.collectives.append(Collective(kind, ranks, tensor.nbytes, on_gpu))
         return Idle()
+
+    def batch_isend_irecv(self, p2p_op_list: list[dist.P2POp]) -> list[Any]:
+        return [call.op(call.tensor, call.peer, call.group, call.tag) for call in p2p_op_list]
+
+
+def _with_torchs_arguments(name: str, function: Callable[[str, dict[str, Any]], Any]) -> Any:
+    # Let a function of the name and the arguments take what torch's function of this name takes.
+    torch_function = getattr(dist.distributed_c10d, name)
+    signature = inspect.signature(torch_function)
+
+    @functools.wraps(torch_function)
+    def call(*args: Any, **options: Any) -> Any:
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        return function(name, bound.arguments)
+
+    return call
 
 
 def _ranks(group: Any) -> tuple[int, ...]:

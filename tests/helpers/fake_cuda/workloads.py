@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,19 +16,17 @@ from helpers.batches import actor_of, rows_of, sequences, whole_batch
 from helpers.fake_cuda.machine import Machine
 from helpers.fake_cuda.mode import Ledger
 from helpers.layouts import SETTINGS, Layout
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor
 
 from reinforce_rl.algorithm.loss import Denominators
-from reinforce_rl.config.model import ModelConfig, OptimConfig, RolloutConfig
+from reinforce_rl.config.model import ModelConfig, RolloutConfig
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, CausalLM, ModelOptions
+from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer import (
     DEFAULT_OPTIM,
     ActorOptimizer,
@@ -35,6 +34,7 @@ from reinforce_rl.megatron.optimizer import (
 )
 from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 
+NEW_TOKENS = 4
 PROMPTS = [Prompt(number, "", tuple(range(3, 6 + number))) for number in range(4)]
 
 
@@ -128,12 +128,11 @@ def check_collectives(ledgers: Mapping[int, Ledger]) -> int:
         for call in ledger.collectives:
             if call.kind in ("send", "recv"):
                 wire = call.ranks if call.kind == "send" else call.ranks[::-1]
-                wires.setdefault(wire, {"send": [], "recv": []})[call.kind].append(call.bytes)
+                ends = wires.setdefault(wire, {"send": [], "recv": []})
+                ends[call.kind].append(call.bytes)
             else:
-                of_group = calls.setdefault(
-                    call.ranks,
-                    {rank: [] for rank in call.ranks if rank in ledgers},
-                )
+                measured = [rank for rank in call.ranks if rank in ledgers]
+                of_group = calls.setdefault(call.ranks, {rank: [] for rank in measured})
                 of_group[rank].append((call.kind, call.bytes, call.on_gpu))
     for group, of_rank in calls.items():
         for (first, expected), (other, actual) in itertools.pairwise(of_rank.items()):
@@ -144,108 +143,111 @@ def check_collectives(ledgers: Mapping[int, Ledger]) -> int:
         if {source, target} <= ledgers.keys():
             differs = f"what rank {source} sends is not what rank {target} receives"
             assert ends["send"] == ends["recv"], differs
-    return sum(len(made) for of_rank in calls.values() for made in of_rank.values())
+    count = 0
+    for of_rank in calls.values():
+        count += sum(map(len, of_rank.values()))
+    return count
 
 
 @dataclass(frozen=True)
 class Work:
-    """A full-length step of one data-parallel rank."""
+    """A full-length step of one data-parallel rank: `samples` of each of `prompts`."""
 
     prompts: int = 2
     samples: int = 2
     prompt_tokens: int = 512
     response_tokens: int = 512
     micro_batch: int = 1
-    new_tokens: int = 4
+    shared_prefix: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
-    def batch(self, vocab_size: int) -> ReinforceBatch:
+    def sequences(self, vocab_size: int) -> Tensor:
         count = self.prompts * self.samples
-        length = self.prompt_tokens + self.response_tokens
-        groups = torch.arange(self.prompts).repeat_interleave(self.samples)
-        sequences = torch.randint(3, vocab_size, (count, length))
-        sequences[:, : self.prompt_tokens] = sequences[groups * self.samples, : self.prompt_tokens]
-        zero = torch.zeros(count)
-        rollouts = RolloutBatch(
-            sequences=sequences,
-            prompt_lengths=torch.full((count,), self.prompt_tokens),
-            response_lengths=torch.full((count,), self.response_tokens),
-            group_ids=groups,
-            sample_ids=torch.arange(self.samples).repeat(self.prompts),
-            finish_reasons=(FINISH_LENGTH,) * count,
-            rewards=zero,
-            valid=zero == 0,
+        sequences = torch.randint(3, vocab_size, (count, self.prompt_tokens + self.response_tokens))
+        first_of_group = torch.arange(count) // self.samples * self.samples
+        prompts = sequences[:, : self.prompt_tokens]
+        prompts.copy_(prompts[first_of_group])
+        return sequences
+
+    def actor(
+        self, config: dict[str, Any], mesh: Mesh, **options: Any
+    ) -> MegatronGPTReinforceActorModel:
+        """Return the actor of a Hugging Face config.json, with uninitialised weights.
+
+        `options` are those of the actor, and `optim`.
+        """
+        lm = CausalLM(Architecture.from_hf({**config, "eos_token_id": 2}), mesh, self.dtype)
+        tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=2)
+        settings = ModelConfig(
+            micro_batch_size=self.micro_batch,
+            seed=0,
+            shared_prefix=self.shared_prefix,
+            reinforce=RolloutConfig(forward_micro_batch_size=self.micro_batch),
+            optim=options.pop("optim", DEFAULT_OPTIM),
         )
-        return ReinforceBatch(
-            rollouts,
-            zero,
-            zero,
-            zero,
-            torch.ones(count, self.response_tokens),
-            rollouts.valid,
+        sampling = SamplingParams(max_length=self.response_tokens, stop_token_ids=(2,))
+        generator = NativeGenerator(lm, tokenizer)
+        return MegatronGPTReinforceActorModel(
+            lm, tokenizer, generator, settings, sampling, **options
         )
+
+
+def batch_of(
+    sequences: Tensor,
+    prompt_lengths: Tensor,
+    response_lengths: Tensor,
+    samples: int,
+    log_probs: Tensor | None = None,
+) -> ReinforceBatch:
+    """Return a batch in groups of `samples`, with one value for each kind of log-probs."""
+    count = len(sequences)
+    rows = torch.arange(count)
+    zero = torch.zeros(count)
+    rollouts = RolloutBatch(
+        sequences=sequences,
+        prompt_lengths=prompt_lengths,
+        response_lengths=response_lengths,
+        group_ids=rows // samples,
+        sample_ids=rows % samples,
+        finish_reasons=(FINISH_LENGTH,) * count,
+        rewards=zero,
+        valid=zero == 0,
+        init_log_probs=log_probs,
+        log_probs=log_probs,
+        generator_log_probs=log_probs,
+    )
+    advantages = torch.ones(count, rollouts.width)
+    return ReinforceBatch(rollouts, zero, zero, zero, advantages, rollouts.valid)
 
 
 def real_step(
-    machine: Machine,
-    config: dict[str, Any],
-    mesh: Mesh,
-    work: Work,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    model: ModelOptions = DEFAULT_OPTIONS,
-    optim: OptimConfig = DEFAULT_OPTIM,
+    machine: Machine, config: dict[str, Any], mesh: Mesh, work: Work, **options: Any
 ) -> dict[str, Ledger]:
-    """Run a step at a model's real width, with uninitialised weights; return counts by phase.
+    """Run a step at a model's real width; return counts by phase.
 
-    `config` is a Hugging Face config.json.
+    `options` are those of `Work.actor`.
     """
     counting = machine.gpu.counting
     ledgers: dict[str, Ledger] = {}
-    architecture = Architecture.from_hf({**config, "eos_token_id": 2})
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, "<pad>")),
-        pad_token="<pad>",
-    )
-    sampling = SamplingParams(
-        max_length=work.new_tokens,
-        min_length=work.new_tokens,
-        stop_token_ids=(2,),
-    )
-    with counting() as ledgers["model"]:
-        lm = CausalLM(architecture, mesh, dtype, model)
-    generator = NativeGenerator(lm, tokenizer)
+    with counting() as ledgers["actor"]:
+        actor = work.actor(config, mesh, **options)
+        optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS), actor.ddp)
+    sampling = SamplingParams(max_length=NEW_TOKENS, min_length=NEW_TOKENS, stop_token_ids=(2,))
     prompts = [Prompt(i, "", (3,) * work.prompt_tokens) for i in range(work.prompts)]
     with counting() as ledgers["generate"]:
-        generator.generate(prompts, work.samples, sampling, seed=0)
-    with counting() as ledgers["actor"]:
-        made = ModelConfig(
-            micro_batch_size=work.micro_batch,
-            seed=0,
-            logits_chunk_tokens=1024,
-            shared_prefix=False,
-            reinforce=RolloutConfig(forward_micro_batch_size=work.micro_batch),
-            optim=optim,
-        )
-        actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, made, sampling)
-        optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS), actor.ddp)
-    batch = work.batch(architecture.vocab_size)
-    rollouts = batch.rollouts
-    count = len(batch.trains) * mesh.dp_size
-    denominators = Denominators(
-        float(count),
-        float(count * work.response_tokens),
-        float(work.response_tokens),
-    )
+        actor.generator.generate(prompts, work.samples, sampling, seed=0)
+    sequences = work.sequences(actor.lm.architecture.vocab_size)
+    prompt_lengths = torch.full((len(sequences),), work.prompt_tokens)
+    response_lengths = torch.full((len(sequences),), work.response_tokens)
+    batch = batch_of(sequences, prompt_lengths, response_lengths, work.samples)
+    group_ids = batch.rollouts.group_ids
     with counting() as ledgers["reference"]:
-        actor.get_init_policy_logprobs(
-            rollouts.sequences,
-            rollouts.prompt_lengths,
-            rollouts.response_lengths,
-            rollouts.group_ids,
-        )
+        actor.get_init_policy_logprobs(sequences, prompt_lengths, response_lengths, group_ids)
+    count = float(len(sequences) * mesh.dp_size)
+    tokens = float(work.response_tokens)
     for _ in range(2):  # the optimizer's moments exist after the first step
         with counting() as ledgers["update"]:
-            actor.get_loss_and_metrics(batch, denominators)
+            actor.get_loss_and_metrics(batch, Denominators(count, count * tokens, tokens))
         with counting() as ledgers["optimizer"]:
             optimizer.step()
     with counting() as ledgers["offloaded"], optimizer.offloaded():

@@ -700,7 +700,17 @@ def test_more_steps_than_a_finished_run_was_asked_for(started: type[Job], tmp_pa
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "status.json").write_text(json.dumps({"state": "finished", "step": 4}))
-    done = Attempt("5", 0, 1.0, 0, (("max_steps=4",), ()), 2.0, 4, "", 0)
+    done = Attempt(
+        "5",
+        0,
+        1.0,
+        0,
+        (("max_steps=4",), ()),
+        2.0,
+        4,
+        "",
+        0,
+    )
     write_attempt(run_dir / "slurm", done)
     code, lines = started().finish()
     assert code == 0

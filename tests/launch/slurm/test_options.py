@@ -166,7 +166,14 @@ def test_invalid_times(text):
 
 @pytest.mark.parametrize(
     ("text", "megabytes"),
-    [("0", 0), ("4000", 4000), ("64G", 65536), ("2t", 2097152), ("1025K", 2), ("16GB", 16384)],
+    [
+        ("0", 0),
+        ("4000", 4000),
+        ("64G", 65536),
+        ("2t", 2097152),
+        ("1025K", 2),
+        ("16GB", 16384),
+    ],
 )
 def test_memory(text, megabytes):
     assert parse_memory(text) == megabytes

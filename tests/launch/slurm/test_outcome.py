@@ -202,7 +202,14 @@ def test_a_job_without_progress_is_not_restarted() -> None:
 def test_the_newest_line_of_an_attempt_counts(tmp_path: Path) -> None:
     assert read_attempts(tmp_path / "slurm") == []
     second = replace(FIRST, restart=1)
-    ended = replace(FIRST, end=101.0, step_after=6, reason="why", exit_code=75, requeued=True)
+    ended = replace(
+        FIRST,
+        end=101.0,
+        step_after=6,
+        reason="why",
+        exit_code=75,
+        requeued=True,
+    )
     for attempt in (FIRST, second, ended):
         write_attempt(tmp_path / "slurm", attempt)
     assert read_attempts(tmp_path / "slurm") == [ended, second]

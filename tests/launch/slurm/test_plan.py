@@ -23,7 +23,14 @@ def job(*words: str, server: Component | None = None, actor: Component | None = 
         server_args=options.server_args,
     )
     server = server or Component("reward server", "x-rm", 1, 1)
-    return JobPlan(server, actor or Component("actor", "x-actor", 2, 8), options, settings, 300, {})
+    return JobPlan(
+        server,
+        actor or Component("actor", "x-actor", 2, 8),
+        options,
+        settings,
+        300,
+        {},
+    )
 
 
 def components_of(command: list[str]) -> tuple[list[str], list[str]]:
@@ -64,7 +71,15 @@ def test_components_have_options_of_their_own():
         exclude="n3",
         sbatch_args=("-x",),
     )
-    actor = Component("actor", "x-actor", 2, 8, 96, "h100:8", options)
+    actor = Component(
+        "actor",
+        "x-actor",
+        2,
+        8,
+        96,
+        "h100:8",
+        options,
+    )
     server, mine = components_of(job(actor=actor).command())
     expected = "--job-name=x-actor --partition=gpu --account=a --qos=q --constraint=ib"
     expected += " --nodelist=n[1-2] --exclude=n3 --nodes=2 --ntasks-per-node=8"

@@ -20,7 +20,14 @@ for name, module in list(sys.modules.items()):
 
 def test_nothing_but_the_standard_library_is_imported_and_python_39_reads_it() -> None:
     # -S excludes site-packages
-    line = [sys.executable, "-I", "-S", "-c", PROGRAM, str(REPOSITORY)]
+    line = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        PROGRAM,
+        str(REPOSITORY),
+    ]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     files = [Path(name) for name in done.stdout.split()]

@@ -48,7 +48,14 @@ def test_the_tasks_of_a_step_meet_at_the_first(tmp_path: Path) -> None:
         time.sleep(0.5)
         first = meet_ranks_of_step(variables_of_task(file, 0, SLURM_CPUS_PER_TASK="8"))
         third, second, _ = [other.result(30) for other in others]
-    expected = JobRank(0, 4, 0, 2, first["MASTER_ADDR"], first["MASTER_PORT"])
+    expected = JobRank(
+        0,
+        4,
+        0,
+        2,
+        first["MASTER_ADDR"],
+        first["MASTER_PORT"],
+    )
     assert first == expected.variables() | {"OMP_NUM_THREADS": "8"}
     assert third == {**first, "RANK": "3", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "1"}
     assert second["RANK"] == "1"

@@ -276,7 +276,15 @@ def test_a_finished_run_is_reported(submit):
     assert submit.slurm.submissions() == []
     arguments = (("trainer.reinforce.max_steps=12",), ())
     # it may be called again now
-    attempt = Attempt("55", 0, 1.0, 0, arguments, end=2.0, exit_code=0)
+    attempt = Attempt(
+        "55",
+        0,
+        1.0,
+        0,
+        arguments,
+        end=2.0,
+        exit_code=0,
+    )
     write_attempt(submit.run_dir / "slurm", attempt)
     assert "Submitted: 100" in submit()
 
@@ -441,7 +449,14 @@ def component(nodes: int, name: str = "actor", **options) -> Component:
 
 def job(server: Component, actor: Component, seconds: int | None = 600) -> JobPlan:
     options = replace(parse_options([], {}), time="10", seconds=seconds)
-    return JobPlan(server, actor, options, Settings(Path("/run"), Path("/repo")), 300, {})
+    return JobPlan(
+        server,
+        actor,
+        options,
+        Settings(Path("/run"), Path("/repo")),
+        300,
+        {},
+    )
 
 
 def ask(server: Component, actor: Component, megabytes: int = 0) -> Answer:

@@ -38,7 +38,15 @@ def slurm_conf(lab) -> Path:
 
 
 def component(nodes: int, tasks: int = 1, gpus: str | None = None, **options) -> Component:
-    return Component("actor", "actor", nodes, tasks, None, gpus, ComponentOptions(**options))
+    return Component(
+        "actor",
+        "actor",
+        nodes,
+        tasks,
+        None,
+        gpus,
+        ComponentOptions(**options),
+    )
 
 
 UNAVAILABLE = "allocation failure: Requested node configuration is not available; use fewer nodes"

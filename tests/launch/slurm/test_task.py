@@ -130,7 +130,14 @@ os.kill(os.getpid(), 9)
 
 def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "reinforce_rl.launch.slurm.task", "gen-0", str(tmp_path), "nothing"],
+        [
+            sys.executable,
+            "-m",
+            "reinforce_rl.launch.slurm.task",
+            "gen-0",
+            str(tmp_path),
+            "nothing",
+        ],
         env={**os.environ, "SLURM_PROCID": "0", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,

@@ -69,7 +69,7 @@ def test_the_front_door_itself_describes_the_server(start):
     front.backend.dead = True
     right = {"Authorization": f"Bearer {TOKEN}"}
     for body, echoed in ((b'{"inputs": []}', {}), (b'{"id": "7", "inputs": []}', {"id": "7"})):
-        answer = call("127.0.0.1", front.port, INFO, 30.0, body=body, headers=right)
+        answer = call(front.port, INFO, body=body, headers=right)
         assert answer.code == 200
         answer.check_digest(body)
         output = {
@@ -83,15 +83,15 @@ def test_the_front_door_itself_describes_the_server(start):
     ready = f"/v2/models/{wire.INFO_MODEL}/ready"
     assert front.get(ready, **right).code == 200
     assert front.get(ready).code == 401
-    assert call("127.0.0.1", front.port, INFO, 30.0, body=b'{"inputs": []}').code == 401
+    assert call(front.port, INFO, body=b'{"inputs": []}').code == 401
     wrong = infer_body([1])
-    assert call("127.0.0.1", front.port, INFO, 30.0, body=wrong, headers=right).code == 400
+    assert call(front.port, INFO, body=wrong, headers=right).code == 400
     assert front.backend.seen == []
 
 
 def test_a_description_is_asked_for_once_the_server_is_ready(start):
     front = start(ready=False)
-    assert call("127.0.0.1", front.port, INFO, 30.0, body=b'{"inputs": []}').code == 503
+    assert call(front.port, INFO, body=b'{"inputs": []}').code == 503
     assert front.get(f"/v2/models/{wire.INFO_MODEL}/ready").code == 503
 
 
@@ -112,8 +112,8 @@ def test_what_is_not_served_does_not_reach_triton(start):
         "//v2",
     ):
         for body in (None, b"{}"):
-            assert call("127.0.0.1", front.port, path, 10.0, body=body).code in (404, 405), path
-    assert call("127.0.0.1", front.port, "/v2/models/other/infer", 10.0, body=BODY).code == 404
+            assert call(front.port, path, 10.0, body=body).code in (404, 405), path
+    assert call(front.port, "/v2/models/other/infer", 10.0, body=BODY).code == 404
     assert front.get("/v2/models/rm/infer").code == 405
     assert front.backend.seen == []
 

@@ -22,13 +22,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = ToyServer(tmp_path_factory.mktemp("server")).start()
-    yield server
-    server.close()
-
-
 def pids_of(server: ToyServer) -> list[int]:
     return [server.process.pid, *(process.pid for process in server.descendants)]
 
@@ -90,16 +83,13 @@ def test_no_secret_is_in_the_log_or_in_tritonserver(tmp_path, monkeypatch):
     for name in ("REINFORCE_REWARD_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, secret)
     monkeypatch.setenv("HARMLESS_VARIABLE", "printed")
-    server = ToyServer(tmp_path, "--log-level", "DEBUG").start()
-    try:
+    with ToyServer(tmp_path, "--log-level", "DEBUG") as server:
         environment = server.tritonserver.environ()
         assert environment["HARMLESS_VARIABLE"] == "printed", "so that the test can fail"
         assert secret not in environment.values()
         assert not {"REINFORCE_REWARD_TOKEN", "WANDB_API_KEY"} & environment.keys()
         assert " DEBUG " in server.log.read_text(), "so that the test can fail"
         assert secret not in server.log.read_text()
-    finally:
-        server.close()
 
 
 def test_a_healthy_server_logs_no_error(server):

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from helpers.ask_one_request import SEQUENCES
 from helpers.real_run import RealServer
-from helpers.server_load import ModelFiles
+from helpers.reward_model_files import ModelFiles
 from helpers.toy_server import wait_for
 
 from reinforce_rl.megatron.mesh import parallel_mesh
@@ -34,6 +33,20 @@ IDLE_SECONDS = 1.5  # the server looks at its processes twice a second
 ANSWER_SECONDS = 60.0
 # The model's forward pass, which the trainer shares: everything that `MegatronRewardModel` calls.
 FORWARD_PASS = ("policy/", "config/", "megatron/")
+SEQUENCES = [[5, 6, 7], [8, 9, 10, 11]]
+# It sends the request once, so that the connection's first queries are answered, and again for each
+# line on its input.
+CLIENT = f"""
+import sys
+from helpers.rewards import request_of
+from reinforce_rl.rewards.client import RemoteGPTRMClient
+client = RemoteGPTRMClient(port=int(sys.argv[1]), deadline_seconds=60.0)
+client.infer_rm(request_of({SEQUENCES})).result()
+print("ready", flush=True)
+for _ in sys.stdin:
+    print(*client.infer_rm(request_of({SEQUENCES})).result().values.tolist(), flush=True)
+client.close()
+"""
 
 
 @dataclass(frozen=True)
@@ -102,7 +115,7 @@ def rows_of_the_page() -> list[tuple[str, str]]:
 
 
 def test_files_and_processes_of_one_request(trace, model, server) -> None:
-    command = [sys.executable, str(TESTS / "helpers/ask_one_request.py"), str(server.port)]
+    command = [sys.executable, "-c", CLIENT, str(server.port)]
     with subprocess.Popen(
         command,
         env={**os.environ, **trace.variables},

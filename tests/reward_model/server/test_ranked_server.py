@@ -8,24 +8,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from helpers.errors import check_fault
 from helpers.http_call import call
 from helpers.models import smollm2_folder
 from helpers.real_run import RealServer
-from helpers.server_load import (
-    CLIENTS,
-    ModelFiles,
-    RankedServer,
-    check_scores,
-    mixed_requests,
-    score_all,
-)
+from helpers.reward_model_files import VOCAB_SIZE, ModelFiles
+from helpers.rewards import request_of
 from helpers.toy_server import ToyServer, is_alive, wait_for
 from omegaconf import OmegaConf
 
@@ -35,6 +32,7 @@ from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_LOST_RANK
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.rewards.base import Rewards
+from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.transport import FailedAttempt
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
@@ -42,12 +40,89 @@ pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton"
 # on a busy machine; each wait has its own deadline
 pytestmark = pytest.mark.timeout(1500)
 
+CLIENTS = 64
 QUICK_REQUESTS = 300
 LOAD_SECONDS = 240.0
 SMOLLM2_SECONDS = 900.0
 TENSOR_PARALLEL = ["devices=2", "reward_model.tensor_model_parallel_size=2"]
 DATA_PARALLEL = ["devices=2"]
 PIPELINE = ["devices=2", "reward_model.pipeline_model_parallel_size=2"]
+
+
+class RankedServer(RealServer):
+    """A process of examples/serve_reward_model.py under torchrun, and its ranks."""
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes, rank 0 first."""
+        ranks = [
+            p
+            for p in psutil.Process(self.process.pid).children()
+            if "serve_reward_model.py" in str(p.cmdline())
+        ]
+        return sorted(ranks, key=lambda process: int(process.environ()["RANK"]))
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            for rank in self.ranks():  # not their guards, which clean up after them
+                rank.kill()
+            self.process.kill()
+            self.process.wait()
+        super().close()
+
+
+def mixed_requests(count: int, longest: int = 60, most: int = 8) -> list[list[list[int]]]:
+    """Return requests of 1 to `most` sequences of 1 to `longest` tokens."""
+    rng = np.random.default_rng(count)
+    return [
+        [
+            rng.integers(3, VOCAB_SIZE, length).tolist()
+            for length in rng.integers(1, longest + 1, size)
+        ]
+        for size in rng.integers(1, most + 1, count)
+    ]
+
+
+def score_all(
+    port: int,
+    requests: Sequence[Sequence[list[int]]],
+    *,
+    clients: int,
+    seconds: float,
+    on_answer: Callable[[], object] = lambda: None,
+) -> list[Rewards]:
+    """Score all requests with `clients` concurrent clients; return the answers in order."""
+
+    def ask_for(client: RemoteGPTRMClient, request: Sequence[list[int]]) -> Rewards:
+        answer = client.infer_rm(request_of(request)).result()
+        on_answer()
+        return answer
+
+    def ask(first: int) -> list[Rewards]:
+        client = RemoteGPTRMClient(
+            port=port,
+            deadline_seconds=seconds,
+            max_in_flight=1,
+            max_backoff_seconds=2.0,
+            on_wait=lambda _: None,
+        )
+        try:
+            return [ask_for(client, request) for request in requests[first::clients]]
+        finally:
+            client.close()
+
+    with ThreadPoolExecutor(clients) as pool:
+        shares = list(pool.map(ask, range(clients)))
+    return [shares[index % clients][index // clients] for index in range(len(requests))]
+
+
+def check_scores(
+    answers: Sequence[Rewards], expected: Sequence[Sequence[float]], tolerance: float = 1e-4
+) -> None:
+    """Assert that every sample has its score."""
+    assert len(answers) == len(expected)
+    for answer, scores in zip(answers, expected, strict=True):
+        assert answer.status.tolist() == [0] * len(scores)
+        np.testing.assert_allclose(answer.values.numpy(), scores, atol=tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +166,7 @@ def health_until_the_end(server: ToyServer, seconds: float) -> list[dict[str, An
     deadline = time.monotonic() + seconds
     with contextlib.suppress(FailedAttempt):
         while time.monotonic() < deadline:
-            answers.append(json.loads(call("127.0.0.1", server.port, "/health", 30.0).body))
+            answers.append(json.loads(call(server.port, "/health").body))
             time.sleep(0.1)
     return answers
 
@@ -298,15 +373,12 @@ def test_requests_of_smollm2(mesh, tmp_path):
     files = ModelFiles(tmp_path, smollm2_folder())
     weight = torch.randn(576, generator=torch.Generator().manual_seed(0)) / 24
     RewardHead(weight, torch.tensor(0.5), "mean").save(files.head)
-    server = RealServer(
+    with RealServer(
         tmp_path, *files.overrides, "inference.max_in_flight=8", "inference.max_queue=20"
-    ).start()
-    try:
+    ) as server:
         requests = mixed_requests(CLIENTS, most=2)
         answers = score_all(server.port, requests, clients=CLIENTS, seconds=SMOLLM2_SECONDS)
         refused = server.log.read_text().count("code=503")
-    finally:
-        server.close()
     assert refused > 0
     check_scores(answers, files.scores(mesh, requests))
 

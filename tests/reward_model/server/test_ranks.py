@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import re
 import threading
 import time
@@ -17,11 +16,19 @@ import pytest
 import torch
 from helpers.errors import check_error, printed_keys, raises_error
 from helpers.models import tiny_llama_folder
-from helpers.ranks import run_ranks
+from helpers.ranks import call_on_ranks, one_group
 
-from reinforce_rl.errors import RankLostError
+from reinforce_rl.errors import RankLostError, RewardServerError
+from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.reward_head import POOLINGS, RewardHead
-from reinforce_rl.reward_model.scorer import Batching, Merging, MicroBatch, load_reward_model
+from reinforce_rl.reward_model.scorer import (
+    Batching,
+    MegatronRewardModel,
+    Merging,
+    MicroBatch,
+    load_reward_model,
+    load_trunk,
+)
 from reinforce_rl.reward_model.server import ranks
 from reinforce_rl.reward_model.server.ranks import (
     DistributedScorer,
@@ -32,10 +39,10 @@ from reinforce_rl.reward_model.server.ranks import (
 )
 from reinforce_rl.runtime.links import Invitation, Links
 
-SCRIPT = Path(__file__).parents[2] / "helpers" / "rank_scripts" / "reward_ranks.py"
 FAIL = 101
 HANG = 102
 MISCOUNT = 103
+FAILING_TOKEN = 63
 
 
 class SumModel:
@@ -356,15 +363,57 @@ def folder(tmp_path_factory) -> Path:
     weight = torch.randn(32, generator=torch.Generator().manual_seed(0))
     for pooling in POOLINGS:
         RewardHead(weight, torch.tensor(0.5), pooling).save(folder / f"{pooling}.safetensors")
-    rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, 63, length).tolist() for length in rng.integers(1, 40, 30)]
-    (folder / "sequences.json").write_text(json.dumps(sequences))
     return folder
 
 
-def check_layouts(folder: Path, mesh, num_ranks: int, *layouts: str) -> None:
-    sequences = json.loads((folder / "sequences.json").read_text())
-    run_ranks(SCRIPT, num_ranks, folder, *layouts, timeout=240)
+@pytest.fixture(scope="module")
+def sequences() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 63, length).tolist() for length in rng.integers(1, 40, 30)]
+
+
+class Failing(MegatronRewardModel):
+    def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
+        if any((micro_batch.tokens == FAILING_TOKEN).any() for micro_batch in micro_batches):
+            raise MemoryError("no memory for this one")
+        return super().score_micro_batches(micro_batches)
+
+
+def score_on_ranks(
+    folder: Path, sequences: list[list[int]], layouts: Sequence[tuple[int, int, bool]]
+) -> dict[tuple, dict[str, Any]]:
+    """Return scores by layout and pooling, before and after a call in which all ranks fail."""
+    answers = {}
+    with one_group():
+        for layout, pooling in itertools.product(layouts, POOLINGS):
+            tp, pp, sequence_parallel = layout
+            with parallel_mesh(tp, pp, sequence_parallel=sequence_parallel) as mesh:
+
+                def load(mesh=mesh, pooling=pooling) -> Failing:
+                    head = RewardHead.load(folder / f"{pooling}.safetensors")
+                    trunk = load_trunk(folder / "trunk", mesh)
+                    return Failing(trunk, head, batching=Batching(tokens_per_micro_batch=64))
+
+                if not mesh.is_main:
+                    ranks.follow_rank_0(mesh, load, rank_timeout=30)
+                    continue
+                with ranks.lead_ranks(mesh, load, rank_timeout=30, call_timeout=60) as scorer:
+                    first = scorer.score(sequences)
+                    with pytest.raises(RewardServerError) as caught:
+                        scorer.score([[FAILING_TOKEN], *sequences])
+                    second = scorer.score(sequences)
+                answers[layout, pooling] = {
+                    "first": first,
+                    "error": str(caught.value),
+                    "second": second,
+                }
+    return answers
+
+
+def check_layouts(
+    folder: Path, sequences, mesh, num_ranks: int, *layouts: tuple[int, int, bool]
+) -> None:
+    answers = call_on_ranks(score_on_ranks, num_ranks, folder, sequences, layouts, timeout=240)[0]
     for pooling in POOLINGS:
         one_by_one = load_reward_model(
             folder / "trunk",
@@ -375,10 +424,8 @@ def check_layouts(folder: Path, mesh, num_ranks: int, *layouts: str) -> None:
         expected = one_by_one.score(sequences)
         assert np.std(expected) > 0.1
         for layout in layouts:
-            scores = json.loads(
-                (folder / f"scores_{layout.replace(' ', '_')}_{pooling}.json").read_text()
-            )
-            np.testing.assert_allclose(scores["first"], expected, atol=1e-5, err_msg=layout)
+            scores = answers[layout, pooling]
+            np.testing.assert_allclose(scores["first"], expected, atol=1e-5, err_msg=str(layout))
             assert scores["second"] == scores["first"]
             # All ranks raise; which message comes first is random.
             assert re.search(
@@ -387,10 +434,12 @@ def check_layouts(folder: Path, mesh, num_ranks: int, *layouts: str) -> None:
 
 
 @pytest.mark.more
-def test_two_ranks_score_as_one_does_and_survive_a_failed_call(folder, mesh):
-    check_layouts(folder, mesh, 2, "2 1 0", "2 1 1", "1 2 0", "1 1 0")
+def test_two_ranks_score_as_one_does_and_survive_a_failed_call(folder, sequences, mesh):
+    layouts = ((2, 1, False), (2, 1, True), (1, 2, False), (1, 1, False))
+    check_layouts(folder, sequences, mesh, 2, *layouts)
 
 
 @pytest.mark.slow
-def test_four_ranks_score_as_one_does(folder, mesh):
-    check_layouts(folder, mesh, 4, "2 1 0", "2 2 1", "1 2 0", "4 1 0", "1 1 0")
+def test_four_ranks_score_as_one_does(folder, sequences, mesh):
+    layouts = ((2, 1, False), (2, 2, True), (1, 2, False), (4, 1, False), (1, 1, False))
+    check_layouts(folder, sequences, mesh, 4, *layouts)

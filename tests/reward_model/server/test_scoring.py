@@ -11,18 +11,18 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from helpers.fuzz_batches import BatchFuzzer
-from helpers.merged_requests import let_in
 from helpers.serve_toy_scorer import TOKEN_RAISE, VOCAB_SIZE, ToyScorer, toy_score
 from helpers.tiny_tokenizer import write_tiny_tokenizer
+from helpers.wire_requests import HEADER_LENGTH, RequestFuzzer, WireRequest, arrays_of
 
-from reinforce_rl.config.rewards import RewardFunctionConfig
+from reinforce_rl.config.rewards import InferenceConfig, RewardFunctionConfig
 from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import RankLostError, RewardServerError
 from reinforce_rl.reward_model.data import encode_sample
-from reinforce_rl.reward_model.server.admission import Refusal
+from reinforce_rl.reward_model.server.admission import FrontSettings, Refusal
 from reinforce_rl.reward_model.server.health import Progress
+from reinforce_rl.reward_model.server.request import read_request
 from reinforce_rl.reward_model.server.scoring import (
     FunctionRequestScorer,
     FunctionScorer,
@@ -78,11 +78,21 @@ def assert_right(answer: dict[str, np.ndarray], scores: np.ndarray, label: objec
     np.testing.assert_allclose(answer["rewards"][:, 0], scores, rtol=1e-5, err_msg=str(label))
 
 
-def fuzz(scorer: RequestScorer, fuzzer: BatchFuzzer, rounds: int, rank: int = 0) -> Counter[str]:
+LIMITS = FrontSettings(
+    inference=InferenceConfig(max_batch_size=64), max_request_bytes=1 << 20, max_sequence_length=128
+)
+
+
+def let_in(request: WireRequest, forms: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Admit a request. Raises Refusal."""
+    return arrays_of(read_request(request.body, request.headers.get(HEADER_LENGTH), LIMITS, forms))
+
+
+def fuzz(scorer: RequestScorer, fuzzer: RequestFuzzer, rounds: int, rank: int = 0) -> Counter[str]:
     """Return the counts of the outcomes of wrong requests."""
     outcomes: Counter[str] = Counter()
     for _ in range(rounds):
-        bad, *good = fuzzer.batch()
+        bad, *good = fuzzer.batch(good=7)
         arrays = [let_in(request, scorer.input_forms) for request in good]
         try:
             arrays.insert(rank, let_in(bad, scorer.input_forms))
@@ -100,9 +110,8 @@ def fuzz(scorer: RequestScorer, fuzzer: BatchFuzzer, rounds: int, rank: int = 0)
 
 
 def fuzz_model(tokenizer, deterministic: bool, rounds: int, seed: int) -> None:
-    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     scorer = RequestScorer(RaisingScorer(RuntimeError), tokenizer, deterministic=deterministic)
-    outcomes = fuzz(scorer, BatchFuzzer(seed, encode), rounds, rank=seed % 8)
+    outcomes = fuzz(scorer, RequestFuzzer(seed), rounds, rank=seed % 8)
     print(f"seed {seed}: {dict(outcomes)}")
     assert outcomes["refused"] > rounds / 5
     for status in (*range(1, 8), base.STATUS_BAD_PROMPT):
@@ -208,7 +217,9 @@ def functions():
 
 def fuzz_function(pool: FunctionPool, rounds: int, seed: int) -> None:
     scorer = FunctionRequestScorer(FunctionScorer(pool, {"counted": 1.0}))
-    fuzzer = BatchFuzzer(seed, list, score=lambda text: text_length("".join(text)), forms=("text",))
+    fuzzer = RequestFuzzer(
+        seed, encode=list, score=lambda text: text_length("".join(text)), forms=("text",)
+    )
     outcomes = fuzz(scorer, fuzzer, rounds)
     print(f"seed {seed}: {dict(outcomes)}")
     assert min(outcomes["refused"], outcomes["5"], outcomes["9"]) > 0

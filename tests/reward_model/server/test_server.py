@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.fuzz_batches import int_tensor
 from helpers.serve_toy_scorer import (
     MAX_LENGTH,
     TOKEN_NAN,
@@ -27,6 +25,7 @@ from helpers.serve_toy_scorer import (
 )
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer, wait_for
+from helpers.wire_requests import int_tensor
 
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.rewards import base
@@ -50,22 +49,9 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def shared_server(tmp_path_factory):
-    options = [
-        "--batch-noise",
-        str(NOISE),
-        "inference.max_queue_delay_ms=50.0",
-        "--slow",
-        str(SLOW_SECONDS),
-    ]
-    server = ToyServer(tmp_path_factory.mktemp("server"), *options).start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def server(shared_server):
-    return shared_server.ensure_running()
+def server_options():
+    quick = ["--batch-noise", str(NOISE), "--slow", str(SLOW_SECONDS)]
+    return [*quick, "inference.max_queue_delay_ms=50.0"]
 
 
 def direct(sequences: list[list[int]]) -> list[float]:
@@ -278,7 +264,7 @@ def test_a_free_port_is_in_the_ready_file(tmp_path, monkeypatch, meeting_host):
         monkeypatch.setenv("WORLD_SIZE", "1")
         monkeypatch.setenv("MASTER_ADDR", meeting_host)
     everywhere = ("inference.port=0", "inference.host=0.0.0.0", "inference.allow_no_token=true")
-    with contextlib.closing(ToyServer(tmp_path, *everywhere).start()) as server:
+    with ToyServer(tmp_path, *everywhere) as server:
         published = json.loads(server.ready_file.read_text())
         assert published["pid"] == server.server_pid
         assert published["port"] not in (0, server.port)

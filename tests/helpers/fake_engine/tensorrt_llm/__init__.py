@@ -25,31 +25,27 @@ from types import SimpleNamespace
 from typing import Any
 
 OPTIONS = json.loads(os.environ.get("FAKE_ENGINE", "{}"))
-__version__ = {"1.2": "1.2.1", "1.3": "1.3.0rc21"}.get(
-    OPTIONS.get("version", "1.2"), OPTIONS.get("version", "1.2")
-)
+_ASKED = OPTIONS.get("version", "1.2")
+__version__ = {"1.2": "1.2.1", "1.3": "1.3.0rc21"}.get(_ASKED, _ASKED)
 RECORDS = Path(__file__).parents[3] / "generation"
 RECORD = RECORDS / "tensorrt_llm_signatures.json"
-SIGNATURES = json.loads(Path(OPTIONS.get("signatures", RECORD)).read_text())["signatures"]
+_RECORDED = Path(OPTIONS.get("signatures", RECORD))
+SIGNATURES = json.loads(_RECORDED.read_text())["signatures"]
 if __version__.startswith("1.3"):
-    SIGNATURES |= json.loads((RECORDS / "tensorrt_llm_signatures_1.3.json").read_text())[
-        "signatures"
-    ]
+    _CHANGED = RECORDS / "tensorrt_llm_signatures_1.3.json"
+    SIGNATURES |= json.loads(_CHANGED.read_text())["signatures"]
 OUTSIDE = 1_000_000
 
 
 def bind(name: str, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
     """Bind the arguments to TensorRT-LLM's signature, without defaults."""
-    parameters = [
-        inspect.Parameter(
-            p["name"],
-            getattr(inspect.Parameter, p["kind"]),
-            default=inspect.Parameter.empty
-            if p["default"] is None or p["kind"].startswith("VAR")
-            else p["default"],
-        )
-        for p in SIGNATURES[name]["parameters"]
-    ]
+    parameters = []
+    for recorded in SIGNATURES[name]["parameters"]:
+        kind = getattr(inspect.Parameter, recorded["kind"])
+        parameter = inspect.Parameter(recorded["name"], kind)
+        if recorded["default"] is not None and not recorded["kind"].startswith("VAR"):
+            parameter = parameter.replace(default=recorded["default"])
+        parameters.append(parameter)
     try:
         bound = inspect.Signature(parameters).bind(*args, **kwargs)
     except TypeError as error:
@@ -67,25 +63,41 @@ def strikes(fault: str) -> bool:
     file = Path(OPTIONS["folder"]) / f"{fault}.txt"
     count = int(file.read_text()) if file.exists() else 0
     file.write_text(str(count + 1))
-    return 0 <= count - OPTIONS.get("after", 0) < OPTIONS.get("times", 1)
+    late = count - OPTIONS.get("after", 0)
+    return 0 <= late < OPTIONS.get("times", 1)
 
 
 def note_arguments(arguments: SimpleNamespace) -> None:
     """Record the arguments of the last engine and of its configurations."""
-    values = {
-        name: {key: str(part) for key, part in vars(value).items()}
-        if hasattr(value, "__dict__")
-        else str(value)
-        for name, value in vars(arguments).items()
-    }
-    (Path(OPTIONS["folder"]) / "arguments.json").write_text(json.dumps(values))
+    values: dict[str, Any] = {}
+    for name, value in vars(arguments).items():
+        values[name] = str(value)
+        if hasattr(value, "__dict__"):
+            values[name] = {key: str(part) for key, part in vars(value).items()}
+    file = Path(OPTIONS["folder"]) / "arguments.json"
+    file.write_text(json.dumps(values))
 
 
-class SamplingParams(SimpleNamespace):
+class Bound(SimpleNamespace):
+    """Arguments that bind to the signature named like the class."""
+
     def __init__(self, **kwargs: Any):
-        bind("SamplingParams", **kwargs)
-        super().__init__(**{"top_k": None, "top_p": None, "temperature": None, "n": 1, **kwargs})
+        bind(type(self).__name__, **kwargs)
+        super().__init__(**kwargs)
+        self.check()
+
+    def check(self) -> None: ...
+
+
+class SamplingParams(Bound):
+    def check(self) -> None:
         assert self.seed.bit_length() <= 64  # the runtime's seed is a uint64
+
+
+class Logprob(Bound): ...
+
+
+class CompletionOutput(Bound): ...
 
 
 class AsyncLLM:
@@ -138,8 +150,9 @@ class AsyncLLM:
         )
         if strikes("hang"):
             await asyncio.sleep(3600)
-        answers = [getattr(worker, method)(*bound.get("args", ())) for worker in self._workers]
-        if method == "load_bucket" and bound["args"] == (None,):
+        given = bound.get("args", ())
+        answers = [getattr(worker, method)(*given) for worker in self._workers]
+        if method == "load_bucket" and given == (None,):
             self._finalise()
         return answers
 
@@ -188,7 +201,8 @@ class AsyncLLM:
             folder = Path(OPTIONS["folder"])
             number = len(list(folder.glob("names_*.json")))  # earlier engines count too
             save_file(self._received, folder / f"weights_{number}.safetensors")
-            (folder / f"names_{number}.json").write_text(json.dumps(list(self._received)))
+            names = folder / f"names_{number}.json"
+            names.write_text(json.dumps(list(self._received)))
             self._model.load(self._received)
         self._received = {}
         self._updates += 1
@@ -225,22 +239,22 @@ class Result:
             await asyncio.sleep(3600)
         if strikes("slow"):
             await asyncio.sleep(0.5)
-        await asyncio.sleep(OPTIONS.get("seconds_a_token", 0.0) * len(self._inputs))
+        seconds = OPTIONS.get("seconds_a_token", 0.0)
+        await asyncio.sleep(seconds * len(self._inputs))
         if self._model is None:
             count = min(3, self._sampling.max_tokens)
-            tokens = [3 + (self._sampling.seed >> 8 * i) % 20 for i in range(count)]
+            seed = self._sampling.seed
+            tokens = [3 + (seed >> 8 * i) % 20 for i in range(count)]
             log_probs = [-1.0] * count
             reason = "length"
         else:
             tokens, log_probs, reason = self._model.complete(self._inputs, self._sampling)
         if strikes("outside"):
             tokens[0] = OUTSIDE
-        logprobs = [
-            {token: SimpleNamespace(**bind("Logprob", logprob=value).kwargs)}
-            for token, value in zip(tokens, log_probs, strict=True)
-        ]
-        output = bind(
-            "CompletionOutput", index=0, token_ids=tokens, logprobs=logprobs, finish_reason=reason
+        drawn = zip(tokens, log_probs, strict=True)
+        logprobs = [{token: Logprob(logprob=value)} for token, value in drawn]
+        output = CompletionOutput(
+            index=0, token_ids=tokens, logprobs=logprobs, finish_reason=reason
         )
-        self.outputs = [SimpleNamespace(**output.kwargs)]
+        self.outputs = [output]
         return self

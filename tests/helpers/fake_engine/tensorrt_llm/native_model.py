@@ -6,9 +6,10 @@ import contextlib
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from helpers.weight_updates import PlannedUpdates
 from safetensors.torch import save_file
 
 from reinforce_rl.data.batches import Prompt
@@ -20,16 +21,6 @@ from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
-
-
-class SameWeights:
-    version = 0
-
-    def next_action(self, unfinished: int) -> Literal["continue"]:
-        return "continue"
-
-    def load(self) -> None:
-        raise AssertionError("there are no others")
 
 
 class NativeModel:
@@ -58,6 +49,6 @@ class NativeModel:
             stop_token_ids=tuple(asked.stop_token_ids),
         )
         asked_for = PartialResponse(Prompt(0, "", tuple(tokens)), asked.seed)
-        (response,) = self._engine.resume([asked_for], params, SameWeights())
+        (response,) = self._engine.resume([asked_for], params, PlannedUpdates())
         assert response.finish_reason is not None
         return list(response.tokens), list(response.log_probs), response.finish_reason

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from . import strikes
-from ._torch.utils import get_device_uuid
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
 
 
 class RayGPUWorker:
@@ -33,7 +35,7 @@ def worker_of(
     module, _, name = extension.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     # There is no GPU with an id.
-    importlib.import_module(kind.load_bucket.__module__).worker_device_id = get_device_uuid
+    importlib.import_module(kind.load_bucket.__module__).worker_device_id = "cpu:{}".format
     for attribute in dir(kind):
         if not attribute.startswith("__") and hasattr(RayGPUWorker, attribute):
             raise ValueError(f"Worker class RayGPUWorker already defines '{attribute}'")
@@ -52,104 +54,88 @@ def worker_of(
     return type("ExtendedWorker", (RayGPUWorker, kind), {})(rank, engine)
 
 
-class Sharded(torch.nn.Module):
-    """This worker's shard of a weight that is fused from `parts`."""
-
-    def __init__(
-        self,
-        parts: Mapping[str, tuple[int, ...]],
-        cut: Callable[[str, Tensor], Tensor],
-        dtype: torch.dtype,
-    ):
-        super().__init__()
-        self.parts = parts
-        self.cut = cut
-        shapes = [
-            cut(name, torch.empty(shape, device="meta")).shape for name, shape in parts.items()
-        ]
-        first = sum(shape[0] for shape in shapes)
-        self.weight = torch.nn.Parameter(torch.randn((first, *shapes[0][1:]), dtype=dtype))
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        if not any(f"{name}.weight" in weights for name in self.parts):
-            return  # silently
-        parts = [self.cut(name, weights[f"{name}.weight"]) for name in self.parts]
-        self.weight.data.copy_(torch.cat(parts))
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a Llama's weights by their path in its Hugging Face folder."""
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or hidden // heads
+    keys = (config.get("num_key_value_heads") or heads) * width
+    feed_forward = config["intermediate_size"]
+    of_layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (heads * width, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, heads * width),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (feed_forward, hidden),
+        "mlp.up_proj": (feed_forward, hidden),
+        "mlp.down_proj": (hidden, feed_forward),
+    }
+    vocabulary = (config["vocab_size"], hidden)
+    shapes = {"model.embed_tokens": vocabulary, "model.norm": (hidden,), "lm_head": vocabulary}
+    for number in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{number}.{path}": shape for path, shape in of_layer.items()}
+    return shapes
 
 
 class FusedLlama(torch.nn.Module):
+    """This worker's shards of a Llama, some of them fused from several weights."""
+
     def __init__(self, config: dict[str, Any], dtype: torch.dtype, rank: int, size: int):
         super().__init__()
-        hidden = config["hidden_size"]
-        heads = config["num_attention_heads"]
-        groups = config.get("num_key_value_heads") or heads
-        width = config.get("head_dim") or hidden // heads
-        feed_forward = config["intermediate_size"]
-
-        def rows(name: str, tensor: Tensor) -> Tensor:
-            if name.endswith(("k_proj", "v_proj")) and size > groups:
-                # several workers hold the same head
-                tensor = (
-                    tensor.view(groups, width, -1)
-                    .repeat_interleave(size // groups, 0)
-                    .flatten(0, 1)
-                )
-            return tensor.chunk(size)[rank]
-
-        def columns(_: str, tensor: Tensor) -> Tensor:
-            return tensor.chunk(size, 1)[rank]
-
-        def padded_rows(_: str, tensor: Tensor) -> Tensor:
-            local = math.ceil(len(tensor) / size)
-            padding = tensor.new_zeros(local * size - len(tensor), tensor.shape[1])
-            return torch.cat([tensor, padding]).chunk(size)[rank]
-
-        def whole(_: str, tensor: Tensor) -> Tensor:
-            return tensor
-
-        def norm(path: str) -> Sharded:
-            return Sharded({path: (hidden,)}, whole, dtype)
-
-        vocabulary = (config["vocab_size"], hidden)
-        self.model = torch.nn.Module()
-        self.model.embed_tokens = Sharded({"model.embed_tokens": vocabulary}, padded_rows, dtype)
-        self.model.layers = torch.nn.ModuleList()
-        for number in range(config["num_hidden_layers"]):
-            path = f"model.layers.{number}"
-            attention = f"{path}.self_attn"
-            mlp = f"{path}.mlp"
-            queries = (heads * width, hidden)
-            keys = (groups * width, hidden)
-            shapes = {
-                f"{attention}.q_proj": queries,
-                f"{attention}.k_proj": keys,
-                f"{attention}.v_proj": keys,
-            }
-            gates = {f"{mlp}.{name}": (feed_forward, hidden) for name in ("gate_proj", "up_proj")}
-            layer = torch.nn.Module()
-            layer.input_layernorm = norm(f"{path}.input_layernorm")
-            layer.post_attention_layernorm = norm(f"{path}.post_attention_layernorm")
-            layer.self_attn = torch.nn.Module()
-            layer.self_attn.qkv_proj = Sharded(shapes, rows, dtype)
-            layer.self_attn.o_proj = Sharded(
-                {f"{attention}.o_proj": (hidden, heads * width)}, columns, dtype
-            )
-            layer.mlp = torch.nn.Module()
-            layer.mlp.gate_up_proj = Sharded(gates, rows, dtype)
-            layer.mlp.down_proj = Sharded(
-                {f"{mlp}.down_proj": (hidden, feed_forward)}, columns, dtype
-            )
-            if number:
-                self.model.layers[-1].next_layer_layernorm = layer.input_layernorm
-            self.model.layers.append(layer)
-        self.model.norm = norm("model.norm")
-        self.lm_head = Sharded({"lm_head": vocabulary}, padded_rows, dtype)
+        self._rank = rank
+        self._size = size
+        self._groups = config.get("num_key_value_heads") or config["num_attention_heads"]
+        fused = {part: whole for whole, parts in FUSED.items() for part in parts}
+        self.parts: dict[str, list[str]] = {}
+        shapes = shapes_of(config)
+        for part in shapes:
+            above, dot, leaf = part.rpartition(".")
+            path = above + dot + fused.get(leaf, leaf)
+            self.parts.setdefault(path, []).append(part)
+        for path, parts in self.parts.items():
+            random = {part: torch.randn(shapes[part], dtype=dtype) for part in parts}
+            weight = self._fused(random)
+            self._submodule(path).weight = torch.nn.Parameter(weight)
+        layers = list(self._submodule("model.layers").children())
+        for layer, following in itertools.pairwise(layers):
+            layer.next_layer_layernorm = following.input_layernorm
         if config.get("tie_word_embeddings"):
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    def _submodule(self, path: str) -> Any:
+        module: Any = self
+        for name in path.split("."):
+            if not hasattr(module, name):
+                module.add_module(name, torch.nn.Module())
+            module = getattr(module, name)
+        return module
+
+    def _fused(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        shards = [self._shard(part, tensor) for part, tensor in tensors.items()]
+        return torch.cat(shards)
+
+    def _shard(self, path: str, tensor: Tensor) -> Tensor:
+        leaf = path.rpartition(".")[2]
+        if tensor.dim() == 1:
+            return tensor
+        if leaf in SPLIT_BY_COLUMNS:
+            return tensor.chunk(self._size, 1)[self._rank]
+        if leaf in ("k_proj", "v_proj") and self._size > self._groups:
+            # several workers hold the same head
+            copies = self._size // self._groups
+            heads = tensor.unflatten(0, (self._groups, -1))
+            tensor = heads.repeat_interleave(copies, 0).flatten(0, 1)
+        padding = -len(tensor) % self._size
+        rows = torch.nn.functional.pad(tensor, (0, 0, 0, padding))
+        return rows.chunk(self._size)[self._rank]
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        for name, module in self.named_modules():
-            if isinstance(module, Sharded):
-                if name.endswith("mlp.gate_up_proj") and strikes("unmatched"):
-                    continue
-                module.load(weights)
+        for path, parts in self.parts.items():
+            if not any(f"{part}.weight" in weights for part in parts):
+                continue  # silently
+            if path.endswith("mlp.gate_up_proj") and strikes("unmatched"):
+                continue
+            fused = self._fused({part: weights[f"{part}.weight"] for part in parts})
+            self.get_submodule(path).weight.data.copy_(fused)

@@ -29,9 +29,25 @@ def _kernel(name, shapes, mutates=()):
             KERNELS[name] += 1
             return operator(*args)
 
+        call.operator = operator
         return call
 
     return register
+
+
+def _derive(kernel, saved, backward):
+    """Give a kernel its derivative.
+
+    `saved` selects tensors of its inputs and output; `backward` takes them after the gradient.
+    """
+
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*saved(inputs, output))
+
+    def derivative(ctx, grad, *_):
+        return backward(grad, *ctx.saved_tensors)
+
+    kernel.operator.register_autograd(derivative, setup_context=setup_context)
 
 
 def _nothing(*args):
@@ -39,7 +55,8 @@ def _nothing(*args):
 
 
 def _norm_and_scale(x, weight, eps):
-    return torch.empty_like(x), _wide(x.new_empty((*x.shape[:-1], 1)))
+    scale = x.new_empty((*x.shape[:-1], 1))
+    return torch.empty_like(x), _wide(scale)
 
 
 @_kernel("rmsnorm_fwd", _norm_and_scale)
@@ -55,8 +72,18 @@ def rmsnorm_bwd(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple
     normal = _wide(x) * scale
     wide = _wide(grad)
     scaled = wide * _wide(weight)
-    dx = scale * (scaled - normal * (scaled * normal).mean(dim=-1, keepdim=True))
-    return dx.to(x.dtype), (wide * normal).flatten(0, -2).sum(dim=0).to(weight.dtype)
+    mean = (scaled * normal).mean(dim=-1, keepdim=True)
+    dx = scale * (scaled - normal * mean)
+    dweight = (wide * normal).flatten(0, -2).sum(dim=0)
+    return dx.to(x.dtype), dweight.to(weight.dtype)
+
+
+def _norm_gradients(grad, x, scale, weight):
+    dx, dweight = rmsnorm_bwd(grad.contiguous(), x, scale, weight)
+    return dx, dweight, None
+
+
+_derive(rmsnorm_fwd, lambda inputs, output: (inputs[0], output[1], inputs[1]), _norm_gradients)
 
 
 @_kernel("swiglu", lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)))
@@ -75,6 +102,9 @@ def dswiglu(grad: Tensor, x: Tensor) -> Tensor:
     return torch.cat((of_a, of_b), dim=-1).to(x.dtype)
 
 
+_derive(swiglu, lambda inputs, _: inputs, lambda grad, x: dswiglu(grad.contiguous(), x))
+
+
 @_kernel("rope", lambda t, angles, backward: t.new_empty(t.shape))
 def rope(t: Tensor, angles: Tensor, backward: bool) -> Tensor:
     a, b = _wide(t).chunk(2, dim=-1)
@@ -82,11 +112,14 @@ def rope(t: Tensor, angles: Tensor, backward: bool) -> Tensor:
     return (_wide(t) * angles.cos() + rotated * angles.sin()).to(t.dtype)
 
 
+_derive(rope, lambda inputs, _: inputs[1:2], lambda *saved: (rope(*saved, True), None, None))
+
+
 @_kernel("wgrad_accumulate", _nothing, mutates=("main_grad",))
 def wgrad_accumulate(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
-    main_grad.addmm_(
-        grad.t().to(main_grad.dtype), x.to(main_grad.dtype), beta=0 if overwrite else 1
-    )
+    rows = grad.t().to(main_grad.dtype)
+    columns = x.to(main_grad.dtype)
+    main_grad.addmm_(rows, columns, beta=0 if overwrite else 1)
 
 
 @_kernel("adam", _nothing, mutates=("params", "exp_avg", "exp_avg_sq"))
@@ -105,13 +138,16 @@ def adam(
     for g, p, m, v in zip(grads, params, exp_avg, exp_avg_sq, strict=True):
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        update = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
+        mean = m / (1 - beta1**step)
+        variance = v / (1 - beta2**step)
+        update = mean / (variance.sqrt() + eps)
         p.sub_(lr * (update + weight_decay * p))
 
 
 @_kernel("l2norm", lambda tensors: tensors[0].new_empty(1, dtype=torch.float32))
 def l2norm(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([tensor.float().norm() for tensor in tensors]).norm()[None]
+    norms = torch.stack([tensor.float().norm() for tensor in tensors])
+    return norms.norm()[None]
 
 
 @_kernel("scale", _nothing, mutates=("targets",))

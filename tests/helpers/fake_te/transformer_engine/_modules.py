@@ -89,10 +89,21 @@ class _LinearFunction(torch.autograd.Function):
             else:
                 KERNELS["wgrad"] += 1
                 wgrad = rows.t() @ columns
-        return wgrad, dgrad, grad.flatten(0, -2).sum(dim=0) if ctx.has_bias else None, None, None
+        of_bias = grad.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
+        return wgrad, dgrad, of_bias, None, None
 
 
-class Linear(torch.nn.Module):
+class _Module(torch.nn.Module):
+    """pytorch/module/base.py, pytorch/ops/op.py: extra state, unlike megatron's own layers."""
+
+    def get_extra_state(self):
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Linear(_Module):
     """pytorch/module/linear.py, with the arguments that megatron passes."""
 
     def __init__(
@@ -125,7 +136,8 @@ class Linear(torch.nn.Module):
         self.apply_bias = bias and not return_bias
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         place = {"dtype": params_dtype, "device": device}
-        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **place))
+        weight = torch.empty(self.out_features, self.in_features, **place)
+        self.weight = torch.nn.Parameter(weight)
         _mark(self.weight, 1 if parallel_mode == "row" else 0)
         (init_method or torch.nn.init.normal_)(self.weight)
         if bias:
@@ -150,12 +162,6 @@ class Linear(torch.nn.Module):
             out = out + self.bias
         return (out, self.bias) if self.return_bias else out
 
-    def get_extra_state(self):
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state):
-        pass
-
 
 def _mark(parameter, dim):
     """pytorch/utils.py, `set_tensor_model_parallel_attributes`."""
@@ -164,51 +170,7 @@ def _mark(parameter, dim):
     parameter.partition_stride = 1
 
 
-class _BasicOperation(torch.nn.Module):
-    """pytorch/ops/op.py: also has extra state, unlike megatron's own layers."""
-
-    def get_extra_state(self):
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state):
-        pass
-
-
-class _RMSNormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        out, scale = _kernels.rmsnorm_fwd(x, weight, eps)
-        ctx.save_for_backward(x, scale, weight)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        return *_kernels.rmsnorm_bwd(grad.contiguous(), *ctx.saved_tensors), None
-
-
-class _SwiGLUFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return _kernels.swiglu(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _kernels.dswiglu(grad.contiguous(), *ctx.saved_tensors)
-
-
-class _RopeFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t, angles):
-        ctx.save_for_backward(angles)
-        return _kernels.rope(t, angles, False)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _kernels.rope(grad, *ctx.saved_tensors, True), None
-
-
-class RMSNorm(_BasicOperation):
+class RMSNorm(_Module):
     """pytorch/module/rmsnorm.py and pytorch/ops/basic/rmsnorm.py: computes in fp32, rounds once."""
 
     def __init__(
@@ -232,10 +194,10 @@ class RMSNorm(_BasicOperation):
             self.weight.sequence_parallel = sequence_parallel
 
     def forward(self, x):
-        return _RMSNormFunction.apply(x.contiguous(), self.weight, self.eps)
+        return _kernels.rmsnorm_fwd(x.contiguous(), self.weight, self.eps)[0]
 
 
-class SwiGLU(_BasicOperation):
+class SwiGLU(_Module):
     """pytorch/ops/basic/activation.py: the gate is the first half."""
 
     def __init__(self, *, cache_quantized_input=False):
@@ -243,7 +205,7 @@ class SwiGLU(_BasicOperation):
         assert not cache_quantized_input
 
     def forward(self, x):
-        return _SwiGLUFunction.apply(x.contiguous())
+        return _kernels.swiglu(x.contiguous())
 
 
 def apply_rotary_pos_emb(
@@ -272,4 +234,4 @@ def apply_rotary_pos_emb(
     assert freqs.shape[0] >= t.shape[0]
     assert freqs.shape[3] <= t.shape[3]
     assert freqs.dtype == torch.float32
-    return _RopeFunction.apply(t, freqs[: t.shape[0]])
+    return _kernels.rope(t, freqs[: t.shape[0]], False)
