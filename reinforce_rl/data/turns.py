@@ -4,9 +4,9 @@ Answers are never decoded and tokenised again, as that may give other tokens tha
 (verl#6719, NVIDIA-NeMo/Gym#1416). The template renders the conversation with a marker in place of
 the last answer; only the text behind the marker is tokenised:
 
-    prompt      <|user|> 2 + 2? <|end|> <|assistant|>
-    answer                                            <call> 2 + 2 <|end|>
-    between                                                                <|tool|> 4 <|end|> <|assistant|>
+    prompt   <|user|> 2 + 2? <|end|> <|assistant|>
+    answer                                         <call> 2 + 2 <|end|>
+    between                                                             <|tool|> 4 <|end|> ...
 """
 
 from __future__ import annotations
