@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -390,6 +390,14 @@ def lean_products(weights: Mapping[Any, Tensor]) -> Iterator[None]:
     finally:
         for layer in weights:
             layer.__dict__.pop("forward", None)
+
+
+def lean_product(weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+    """Return the function (x, bias) -> x weight^T + bias on a copy of the weight, without gradient.
+
+    None where a copy is no faster.
+    """
+    return packed_product(weight.detach())
 
 
 class _Product:

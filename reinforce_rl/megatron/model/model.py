@@ -28,7 +28,6 @@ from torch import Tensor
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
-from reinforce_rl.megatron.cpu.fast import packed_product
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.attention import positions_below, zigzag_positions
 from reinforce_rl.megatron.model.decoding import (
@@ -36,6 +35,7 @@ from reinforce_rl.megatron.model.decoding import (
     FlashCache,
     KVCache,
     decode_layers,
+    lean_product,
     lean_products,
 )
 from reinforce_rl.megatron.model.layers import LINEAR, block_spec, vocabulary_logits
@@ -382,7 +382,7 @@ class CausalLM(GPTModel):
         with lean_products({layer: layer.weight for layer in layers}):
             self._decodes_fast = True
             if self.post_process and self.architecture.num_labels is None:
-                self._packed_head = packed_product(self.output_weight.detach())
+                self._packed_head = lean_product(self.output_weight)
             try:
                 yield
             finally:
