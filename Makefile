@@ -50,7 +50,7 @@ export PIP_ARGS
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export DEMO_STEPS
 
-.PHONY: help install demo docs bench test test-fake-cuda gpu-check rehearse test-more test-slow test-engine test-engine-slow test-async lint types format clean
+.PHONY: help install demo docs bench test test-fake-cuda gpu-check rehearse test-more test-slow test-engine test-engine-slow test-async lint types format generated clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -109,9 +109,15 @@ test-engine-slow: install ## The tests with vLLM that `make test-engine` leaves 
 test-async: install ## Generation on ranks of its own, quick tests and slow ones, and updates of an engine in flight
 	$(PYTEST) -m "" $(ASYNC) $(PYTEST_ARGS)
 
-lint: install ## ruff: rules and format
+generated: install ## Write what follows from the code: reference pages, shipped YAML, schemas, lists of errors and imports
+	$(BIN)/python tools/config_docs.py --write
+	$(BIN)/python tools/error_keys.py --write
+	$(BIN)/python tools/house.py --write
+
+lint: install ## ruff: rules and format; bounds on how densely code is written
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/density.py --check
 
 types: install ## pyright
 	$(BIN)/pyright

@@ -30,6 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ("reinforce_rl", "tests", "benchmarks", "tools", "examples", "recipes")
 MAX_COLUMNS = 100
+MAX_PLACES = 10  # named for a figure above its bound
 BOUNDS: Mapping[str, float] = {
     "mean_line": 48.0,
     "nodes_per_line": 6.8,
@@ -197,7 +198,7 @@ def _is_condition(node: ast.expr) -> bool:
 
 
 def faults(root: Path) -> list[str]:
-    """Return a sentence for each figure that is above its bound."""
+    """Return a sentence for each figure that is above its bound, with places where it counts."""
     sentences: list[str] = []
     for folder in MEASURED:
         figures = measure(root / folder).bounded()
@@ -206,7 +207,28 @@ def faults(root: Path) -> list[str]:
             figure = figures[name]
             if figure > bound:
                 sentences.append(f"{folder}: {name} is {figure:g}; expected at most {bound:g}")
+                sentences += places_of(name, root, folder)
     return sentences
+
+
+def places_of(name: str, root: Path, folder: str) -> list[str]:
+    """Return the first files, or lines, in which a figure counts most; none for means of lines."""
+    by_file = {file: measure(file) for file in python_files(root / folder)}
+    if name == "wide_lines":
+        return [
+            f"  {file.relative_to(root)}:{number}"
+            for file, density in by_file.items()
+            if density.wide_lines
+            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+            if len(line) > MAX_COLUMNS
+        ][:MAX_PLACES]
+    count = "several_assigned" if name == "several_per_1000_lines" else name
+    highest = sorted(by_file, key=lambda file: getattr(by_file[file], count), reverse=True)
+    return [
+        f"  {file.relative_to(root)}: {getattr(by_file[file], count):g}"
+        for file in highest[:MAX_PLACES]
+        if getattr(by_file[file], count)
+    ]
 
 
 NAME_WIDTH = 32

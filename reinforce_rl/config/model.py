@@ -199,8 +199,7 @@ class OptimConfig(Section):
 class DataPrefixConfig(Section):
     train: Text | list[float | str] = key(
         NOT_SET,
-        "prompts: a file of JSONL, JSON, CSV or Parquet, a folder, hf:OWNER/NAME, or a list of "
-        "them",
+        "prompts: a file, a folder, hf:OWNER/NAME, or a list of them",
         kind="path or list",
         details=(
             "; see [data.md](data.md). `[a, b]`: every prompt once an epoch; `[0.3, a, 0.7, b]`: "

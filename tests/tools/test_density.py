@@ -124,8 +124,16 @@ def test_a_figure_above_its_bound_is_named(tree, capsys, folder, source, name):
     assert density.main(["--check"]) == 1
     message = capsys.readouterr().err
     assert f"{folder}: {name}" in message
+    if not name.startswith("nodes"):
+        assert f"{folder}/module.py" in message
     others = set(density.MEASURED) - {folder}
     assert not [other for other in others if f"{other}: " in message]
+
+
+def test_wide_lines_are_named(tree, capsys):
+    (tree / "tools" / "module.py").write_text(f"a = 1\nb = '{'x' * 100}'\n")
+    assert density.main(["--check"]) == 1
+    assert "tools/module.py:2" in capsys.readouterr().err
 
 
 def test_tests_may_have_more_nodes_a_line(tree):
