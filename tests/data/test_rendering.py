@@ -12,6 +12,9 @@ from helpers.chat_templates import (
     DEEPSEEK,
     LLAMA3,
     LLAMA32,
+    MISTRAL,
+    ONLY_PARTS,
+    PHI3,
     SANITIZED_OR_NOT,
     TEMPLATES,
     needs_sanitize,
@@ -25,38 +28,6 @@ from reinforce_rl.data.conversation import Conversation, read_kwargs, read_tools
 from reinforce_rl.data.rendering import ChatRenderer, TemplateOptions, reads_date
 from reinforce_rl.data.tokenizer import encode_plain, load_tokenizer
 from reinforce_rl.errors import ConfigError, DataError
-
-# Like SmolVLM and Idefics3: expects lists of parts and drops contents that are strings.
-ONLY_PARTS = """{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- for part in message.content %}
-        {%- if part.type == 'text' %}{{- part.text }}{%- endif %}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-# Has no place for a tool's answer, like Phi-3; removes /no_think from a system message, like
-# SmolLM3 and Nemotron.
-PHI3 = """{%- for message in messages %}
-    {%- if message.role == 'system' %}
-        {{- '<|im_start|>system\\n' + message.content.replace('/no_think', '').rstrip() }}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role in ('user', 'assistant') %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-# Writes a tool's answer as JSON, and the system message before the last user message only, like
-# Mistral 7B v0.3.
-MISTRAL = """{{- bos_token }}
-{%- set ns = namespace(system='') %}
-{%- for message in messages %}
-    {%- if message.role == 'system' %}{%- set ns.system = message.content + '\\n\\n' %}
-    {%- elif message.role == 'user' and loop.last %}{{- '<|User|>' + ns.system + message.content }}
-    {%- elif message.role == 'user' %}{{- '<|User|>' + message.content }}
-    {%- elif message.role == 'tool' %}{{- '<|sep|>' + (message.content | tojson) }}
-    {%- else %}{{- '<|Assistant|>' + message.content + '<|end_of_sentence|>' }}{%- endif %}
-{%- endfor %}"""
 
 MESSAGES = ({"role": "system", "content": "be kind"}, {"role": "user", "content": " hi\n"})
 ANSWER = {"role": "assistant", "content": "Hello. "}

@@ -352,7 +352,7 @@ def test_the_limit_is_the_configured_one_or_else_what_the_function_declares(conf
     )
     pool.start()
     try:
-        pending = {name: pool.submit(name, [sample("2")]) for name in scored}
+        pending = {name: pool.submit(name, [TextSample("prompt", "2", {})]) for name in scored}
         status = {name: int(scores.result().status[0]) for name, scores in pending.items()}
     finally:
         pool.close()
