@@ -113,7 +113,9 @@ def gradient_of(model: Any) -> Tensor:
 
 def whole_vector(lm: CausalLM, tensors: Any) -> Tensor:
     """Return tensors in Hugging Face's layout as one vector; a collective call."""
-    vector = flat(dict(tensors)) if lm.mesh.is_model_parallel_rank_0 else None
+    # `hf_tensors` communicates, so every rank takes its tensors.
+    tensors = dict(tensors)
+    vector = flat(tensors) if lm.mesh.is_model_parallel_rank_0 else None
     return lm.mesh.from_model_parallel_rank_0(vector)
 
 
