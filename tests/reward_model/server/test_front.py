@@ -202,7 +202,7 @@ def test_others_are_answered_while_a_long_json_is_read(start):
     body = infer_body([1] * width, [1] * width)
     before = front.backend.inferences
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(call, "127.0.0.1", front.port, "/v2/models/rm/infer", 200.0, body=body)
+        answer = pool.submit(call, front.port, "/v2/models/rm/infer", 200.0, body=body)
         waits = []
         while front.health()[1]["in_flight"] == 0 and not answer.done():
             started = time.monotonic()
