@@ -43,6 +43,8 @@ def _derive(kernel, saved, backward):
 
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*saved(inputs, output))
+        # Else the second output of a norm would get a gradient of zeros, a kernel more.
+        ctx.set_materialize_grads(False)
 
     def derivative(ctx, grad, *_):
         return backward(grad, *ctx.saved_tensors)
