@@ -21,6 +21,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from helpers.slow_generation import generating  # noqa: E402
 from helpers.tiny_run import metrics_of  # noqa: E402
 from helpers.trainer_processes import TrainerProcesses  # noqa: E402
 
@@ -61,7 +62,7 @@ def main() -> None:
             ),
         ]:
             with tempfile.TemporaryDirectory() as folder:
-                options = {"step_seconds": args.train, "generate_seconds": args.generate}
+                options = {"step_seconds": args.train, "patches": [generating(args.generate)]}
                 processes.start(Path(folder), *settings, *overrides, ranks=ranks, **options)
                 if processes.wait() != 0:
                     sys.exit((Path(folder) / "log").read_text(encoding="utf-8"))

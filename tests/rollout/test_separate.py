@@ -25,6 +25,7 @@ import pytest
 import torch
 from helpers.errors import check_fault, printed_keys
 from helpers.ranks import reference
+from helpers.slow_generation import generating
 from helpers.tiny_run import metrics_of, rollouts_of, tiny_config, tiny_overrides, without_times
 from helpers.trainer_processes import (
     NUM_PROMPTS,
@@ -38,9 +39,7 @@ from helpers.trainer_processes import (
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import ConfigError, GenerationError, RewardServerError
-from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.monitoring.records import read_tokens
-from reinforce_rl.policy.model import MegatronGPTReinforceActorModel
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.rollout.generator_pool import GeneratorPool, _Generator
 from reinforce_rl.rollout.generator_rank import GeneratorRank
@@ -108,45 +107,6 @@ def await_generators(training: int, count: int) -> None:
 
 def awaiting(training: int, count: int) -> list[Any]:
     return [reference(await_generators), training, count]
-
-
-def lengthen_generation(seconds: float) -> None:
-    """Delay each call of the generator for a step; if it can be interrupted, each token."""
-    infer = MegatronGPTReinforceActorModel.infer
-
-    def slow_infer(*args, validation: bool = False):
-        if not validation:
-            time.sleep(seconds)
-        return infer(*args, validation=validation)
-
-    MegatronGPTReinforceActorModel.infer = slow_infer  # type: ignore[method-assign]
-    resume = NativeGenerator.resume
-
-    def slow_resume(generator: NativeGenerator, responses, params, updates):
-        return resume(
-            generator, responses, params, SlowTokens(updates, seconds / params.max_length)
-        )
-
-    NativeGenerator.resume = slow_resume  # type: ignore[method-assign]
-
-
-class SlowTokens:
-    """`WeightUpdates` with a delay per token that does not depend on the number of responses."""
-
-    def __init__(self, updates, seconds: float):
-        self._updates = updates
-        self._seconds = seconds
-
-    def __getattr__(self, name: str):
-        return getattr(self._updates, name)
-
-    def next_action(self, unfinished: int) -> str:
-        time.sleep(self._seconds)
-        return self._updates.next_action(unfinished)
-
-
-def generating(seconds: float) -> list[Any]:
-    return [reference(lengthen_generation), seconds]
 
 
 # each of two generators has requests at each step
