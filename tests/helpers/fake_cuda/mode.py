@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -130,12 +131,42 @@ class Memory:
         self.bytes -= self._live.pop(key, 0)
 
 
+class ThreadSafeFakeTensorMode(FakeTensorMode):
+    """A `FakeTensorMode` for several threads.
+
+    torch keeps the state of a call on the mode. A generator rank computes on one thread while
+    another receives weights, and each of them would read the other's state.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+        super().__init__(allow_non_fake_inputs=True)
+
+    @property
+    def in_kernel_invocation(self) -> bool:
+        return getattr(self._thread, "in_kernel_invocation", False)
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, value: bool) -> None:
+        self._thread.in_kernel_invocation = value
+
+    @property
+    def enter_stack(self) -> list[Any]:
+        if not hasattr(self._thread, "enter_stack"):
+            self._thread.enter_stack = []
+        return self._thread.enter_stack
+
+    @enter_stack.setter
+    def enter_stack(self, value: list[Any]) -> None:
+        self._thread.enter_stack = value
+
+
 class FakeCuda(TorchDispatchMode):
     """While active, tensors on "cuda" are fake; CPU tensors are unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = ThreadSafeFakeTensorMode()
         self.ledger = Ledger()  # of the current phase
         self.memory = Memory()  # in all phases
         self.is_capturing = False  # a CUDA graph is being captured
